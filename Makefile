@@ -1,0 +1,30 @@
+# Two commands matter: `make demo` and `make test`. Both set everything up in .venv first, and only once.
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: demo test lint fast nightly bench clean
+.DEFAULT_GOAL := demo
+
+.venv/ready: pyproject.toml constraints.txt scripts/setup.sh
+	@sh scripts/setup.sh "$(PYTHON)"
+
+demo: .venv/ready  ## build a small model and follow a token through it
+	@$(BIN)/cutaway demo
+
+test: .venv/ready lint  ## everything that must hold
+	@echo "tests, compiled models:" && OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 -m "compiled and not nightly"
+	@echo "tests, shapes checked as they run:" && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not compiled and not nightly"
+
+lint: .venv/ready
+	@$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check . && $(BIN)/mypy --no-error-summary && echo "lint and types: fine"
+
+nightly: .venv/ready  ## the long suites
+	@OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 -m "compiled"
+	@OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n 2 -m "not compiled"
+
+bench: .venv/ready  ## side by side with peers
+	@$(BIN)/python bench/forward.py
+
+clean:
+	@rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,97 @@
+"""GPT-2 124M, batch 2 × 256, fp32 on the CPU: forward and forward + backward beside transformers, in one run.
+
+    python bench/forward.py [--repeats 15] [--json]
+
+The two take turns, so that a busy machine slows both; the figure is the median of the ratios, and the limit is the
+time that a bare chain of the same matrix products takes.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import cutaway as ct
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def products(model: nn.Module, rows: int, *, backward: bool) -> Callable[[], None]:
+    """The weight products of a pass and nothing else: what no implementation can go below without other kernels."""
+    weights = [parameter.detach() for parameter in model.parameters() if parameter.ndim == 2 and parameter.shape[0] != 1024]
+    pairs = [(torch.randn(rows, weight.shape[1]), weight) for weight in weights]
+    grads = [torch.randn(rows, weight.shape[0]) for weight in weights] if backward else []
+
+    def run() -> None:
+        for x, weight in pairs:
+            torch.mm(x, weight.T)
+        for grad, (x, weight) in zip(grads, pairs, strict=False):
+            torch.mm(grad, weight)
+            torch.mm(grad.T, x)
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    theirs = GPT2LMHeadModel(GPT2Config(attn_implementation="sdpa", use_cache=False)).eval()
+    ours = ct.build(ct.config("gpt2"), seed=0)
+    tokens = torch.randint(0, 50257, (2, 256))
+
+    def forward(model: Callable[[], torch.Tensor]) -> Callable[[], None]:
+        @torch.no_grad()
+        def run() -> None:
+            model()
+
+        return run
+
+    def step(model: nn.Module, logits: Callable[[], torch.Tensor]) -> Callable[[], None]:
+        def run() -> None:
+            model.zero_grad(set_to_none=True)
+            out = logits()
+            nn.functional.cross_entropy(out[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+
+        return run
+
+    def our_logits() -> torch.Tensor:
+        return ours(tokens)
+
+    def their_logits() -> torch.Tensor:
+        return theirs(tokens).logits
+
+    cases = {
+        "forward": (forward(our_logits), forward(their_logits), products(ours, 512, backward=False)),
+        "forward + backward": (step(ours, our_logits), step(theirs, their_logits), products(ours, 512, backward=True)),
+    }
+    results = {}
+    for name, runs in cases.items():
+        for run in runs * 2:
+            run()
+        times = [[seconds(run) for run in runs] for _ in range(arguments.repeats)]
+        mine, peer, limit = (statistics.median(column) for column in zip(*times, strict=True))
+        ratio = statistics.median(row[0] / row[1] for row in times)
+        results[name] = {"cutaway_ms": mine * 1e3, "transformers_ms": peer * 1e3, "ratio": ratio, "products_ms": limit * 1e3}
+        if not arguments.json:
+            print(
+                f"{name:20} cutaway {mine * 1e3:7.1f} ms   transformers {peer * 1e3:7.1f} ms   ratio {ratio:.3f}"
+                f"   bare products {limit * 1e3:7.1f} ms ({limit / mine:.0%} of our time)"
+            )
+    if arguments.json:
+        print(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+#!/bin/sh
+# Makes .venv with the pinned versions of constraints.txt. Says what it does, shows that it is alive, and does it once.
+set -eu
+python="${1:-python3}"
+log=.venv/setup.log
+
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "cutaway needs Python 3.11 or newer; '$python' is $("$python" -V 2>&1). Try: make PYTHON=python3.12" >&2
+    exit 1
+}
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+
+printf 'setting up .venv, once, a few minutes '
+.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' >"$log" 2>&1 &
+job=$!
+while kill -0 "$job" 2>/dev/null; do
+    printf '.'
+    sleep 3
+done
+if wait "$job"; then
+    touch .venv/ready
+    echo ' ready'
+else
+    echo ' failed:' >&2
+    tail -n 20 "$log" >&2
+    exit 1
+fi

@@ -1,0 +1,39 @@
+"""The Transformer with its side open. The public names, imported when first used, so that `import cutaway` needs no torch."""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cutaway.config.presets import presets as presets
+    from cutaway.config.source import config as config
+    from cutaway.config.transformer import Config as Config
+    from cutaway.errors import CutawayError as CutawayError
+    from cutaway.model import Cache as Cache
+    from cutaway.model import Transformer as Transformer
+    from cutaway.model import build as build
+
+_HOMES = {
+    "Cache": "cutaway.model",
+    "Config": "cutaway.config",
+    "CutawayError": "cutaway.errors",
+    "Transformer": "cutaway.model",
+    "build": "cutaway.model",
+    "presets": "cutaway.config",
+}
+
+__all__ = ["Cache", "Config", "CutawayError", "Transformer", "build", "config", "presets"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "config":  # a room that can be called: cutaway.config(...)
+        return import_module("cutaway.config")
+    if name == "__version__":
+        return version("cutaway")
+    if name not in _HOMES:
+        raise AttributeError(f"cutaway has no '{name}'; it has {', '.join(__all__)}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

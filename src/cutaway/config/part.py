@@ -1,0 +1,90 @@
+"""The one base class of everything in a configuration: frozen data that refuses what it does not know."""
+
+import difflib
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from cutaway.errors import ConfigError
+
+Count = Annotated[int, Field(strict=True, ge=1)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Part(BaseModel):
+    """A frozen piece of a configuration. Unknown keys are errors that name what is allowed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for key in data:
+                if key not in cls.model_fields:
+                    allowed = sorted(cls.model_fields)
+                    near = difflib.get_close_matches(str(key), allowed, n=1)
+                    hint = f" (did you mean '{near[0]}'?)" if near else ""
+                    raise PydanticCustomError(
+                        "unknown_key",
+                        "unknown key '{key}'{hint}; allowed here: {allowed}",
+                        {"key": str(key), "hint": hint, "allowed": ", ".join(allowed)},
+                    )
+        return data
+
+    def replace(self, **changes: Any) -> Self:
+        """A validated copy with some fields changed."""
+        return type(self).model_validate({name: getattr(self, name) for name in type(self).model_fields} | changes)
+
+
+TAGGED = Field(discriminator="kind")
+"""Marks a union whose members are told apart by their `kind`."""
+
+
+def default_kind(kind: str) -> BeforeValidator:
+    """The member of a tagged union that a table without a `kind` means."""
+    return BeforeValidator(lambda data: {"kind": kind} | data if isinstance(data, dict) else data)
+
+
+def explain(error: ValidationError, data: Any) -> ConfigError:
+    """One sentence for each thing that is wrong, each starting with the path of the bad key."""
+    lines = []
+    for item in error.errors():
+        path = _path_in(item["loc"], data, missing=item["type"] == "missing")
+        message = _plain(item).removesuffix(".")
+        lines.append(f"{path}: {message[:1].lower() + message[1:]}" if path else message)
+    return ConfigError("; ".join(lines))
+
+
+def _plain(item: ErrorDetails) -> str:
+    context, given = item.get("ctx", {}), item["input"]
+    if item["type"] == "union_tag_invalid":
+        tag = context["discriminator"].strip("'")
+        return f"unknown {tag} '{context['tag']}'; allowed here: {context['expected_tags'].replace(chr(39), '')}"
+    if item["type"] == "union_tag_not_found":
+        return f"this part needs a {context['discriminator']}"
+    if item["type"] in ("unknown_key", "value_error"):
+        return item["msg"].removeprefix("Value error, ")
+    if item["type"] == "missing":
+        return "this key is required"
+    return item["msg"] + (f", not {given!r}" if isinstance(given, str | int | float | bool | None) else "")
+
+
+def _path_in(loc: tuple[int | str, ...], data: Any, *, missing: bool) -> str:
+    """Pydantic's location without the union tags, which the user never wrote as keys; the first is the form's."""
+    names: list[str] = []
+    here = data
+    for depth, item in enumerate(loc[1:], start=2):
+        if isinstance(here, dict) and item in here:
+            here = here[item]
+        elif isinstance(item, int) and isinstance(here, list | tuple) and item < len(here):
+            here = here[item]
+        elif isinstance(here, BaseModel) and item in type(here).model_fields:
+            here = getattr(here, str(item))
+        elif not (missing and depth == len(loc)):
+            continue
+        names.append(f"[{item}]" if isinstance(item, int) else f".{item}")
+    return "".join(names).lstrip(".")

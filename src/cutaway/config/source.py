@@ -1,0 +1,111 @@
+"""From what a user has (a preset's name, a dict, a file) to a Config, and back."""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from cutaway.config.part import explain
+from cutaway.config.transformer import ADAPTER, Config, Form
+from cutaway.errors import ConfigError
+
+
+def config(source: Config | Mapping[str, Any] | str | Path) -> Config:
+    """A Config from a preset's name, a dict, or a .toml or .json file."""
+    if isinstance(source, Form):
+        return source  # type: ignore[return-value]  # a Form is always one of the three
+    if isinstance(source, Mapping):
+        return _validated(dict(source))
+    path = Path(source)
+    if path.suffix in (".toml", ".json"):
+        return _validated(_read(path))
+    if path.is_dir():
+        raise ConfigError(f"'{source}' is a directory; give a preset's name or a .toml or .json file")
+    from cutaway.config.presets import preset
+
+    return preset(str(source))
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of a Config, for editors that complete and check."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "cutaway model"} | ADAPTER.json_schema()
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The whole configuration as plain data, each part's tag first; `config(...)` reads it back."""
+    data: dict[str, Any] = _tags_first(config.model_dump(mode="json", exclude_none=True))
+    return data
+
+
+def to_toml(config: Config) -> str:
+    """The same as TOML."""
+    return "\n".join(_toml_table((), to_dict(config))) + "\n"
+
+
+def to_json(config: Config) -> str:
+    """The same as JSON."""
+    return json.dumps(to_dict(config), indent=2) + "\n"
+
+
+def _tags_first(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_tags_first(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _tags_first(value[key]) for key in sorted(value, key=lambda key: key not in ("form", "kind"))}
+
+
+def _validated(data: dict[str, Any]) -> Config:
+    try:
+        return ADAPTER.validate_python(data)
+    except ValidationError as error:
+        raise explain(error, data) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"'{path}' does not exist; give the path of a .toml or .json file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"'{path}' cannot be read as text: {error}") from None
+    try:
+        data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except ValueError as error:  # the parsers' errors are ValueErrors
+        raise ConfigError(f"'{path}' is not valid {path.suffix[1:].upper()}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"'{path}' is nested too deeply to be a configuration") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"'{path}' holds a {type(data).__name__}, not a table of settings")
+    if "model_type" in data and "form" not in data:
+        raise ConfigError(f"'{path}' is another library's config (model_type '{data['model_type']}'), which is not read here yet; use a preset")
+    return data
+
+
+def _toml_table(path: tuple[str, ...], table: dict[str, Any]) -> list[str]:
+    plain = {key: value for key, value in table.items() if not _is_table(value)}
+    lines = [f"{key} = {_toml_value(value)}" for key, value in plain.items()]
+    for key, value in table.items():
+        if isinstance(value, dict):
+            inner = path + (key,)
+            lines += ["", f"[{'.'.join(inner)}]", *_toml_table(inner, value)]
+        elif _is_table(value):
+            inner = path + (key,)
+            for item in value:
+                lines += ["", f"[[{'.'.join(inner)}]]", *_toml_table(inner, item)]
+    return lines
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and bool(value) and isinstance(value[0], dict))
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    return json.dumps(value) if isinstance(value, str) else repr(value)

@@ -1,0 +1,92 @@
+"""The KV cache: keys and values of every layer, and the position of each slot, from which the mask follows."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from cutaway.errors import InputError
+from cutaway.model.masks import EMPTY, Places
+
+Widths = tuple[tuple[int, int], tuple[int, int]]
+"""(heads, width) of what a layer keeps as keys, and as values."""
+
+
+class LayerCache:
+    """One layer's keys and values in fixed buffers: (batch, slot, head, width)."""
+
+    def __init__(self, batch: int, slots: int, widths: Widths, device: torch.device, dtype: torch.dtype) -> None:
+        self.k, self.v = (torch.zeros(batch, slots, *width, device=device, dtype=dtype) for width in widths)
+
+    def write(
+        self, k: Float[Tensor, "B T G D"], v: Float[Tensor, "B T G E"], slot: Int[Tensor, "B T"], span: int
+    ) -> tuple[Float[Tensor, "B S G D"], Float[Tensor, "B S G E"]]:
+        """Store the new tokens and return all the layer has seen."""
+        row = torch.arange(len(k), device=k.device).unsqueeze(-1)
+        self.k[row, slot] = k.to(self.k.dtype)
+        self.v[row, slot] = v.to(self.v.dtype)
+        return self.k[:, :span], self.v[:, :span]
+
+
+class CrossCache:
+    """One layer's keys and values of the encoder's memory, computed once."""
+
+    k: Tensor | None = None
+    v: Tensor | None = None
+
+
+class Cache:
+    """What a decoder has read so far. A row's token at position p stands in slot p; `position` says which slots are filled.
+
+    Padding takes the slots behind its row's last token, marked empty and overwritten by the next tokens. So rows of
+    different lengths, padding on either side, prompts in chunks and steps taken back need no case of their own.
+    """
+
+    def __init__(
+        self, widths: Sequence[Widths], batch: int, slots: int, *, cross: bool, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.batch, self.slots = batch, slots
+        self.layers = [LayerCache(batch, slots, width, device, dtype) for width in widths]
+        self.cross = [CrossCache() for _ in widths] if cross else None
+        self.memory: Places | None = None
+        self.position = torch.full((batch, slots), EMPTY, device=device)
+        self.length = torch.zeros(batch, dtype=torch.long, device=device)
+        self.used = 0
+        """No slot from here on was ever written."""
+        self.fixed = False
+        """Always attend over all slots, so that every step has the same shapes (for CUDA graphs and compiled steps)."""
+
+    @property
+    def span(self) -> int:
+        """How many slots attention looks at."""
+        return self.slots if self.fixed else self.used
+
+    def place(self, length: int, mask: Bool[Tensor, "B T"] | None) -> tuple[Places, Places, Int[Tensor, "B T"]]:
+        """Find slots for `length` new tokens a row: (the new tokens' places, all keys' places, the slots)."""
+        if self.used + length > self.slots and not torch.compiler.is_compiling():
+            raise InputError(
+                f"the cache has {self.slots} slots, {self.used} of them used, and {length} more tokens do not fit;"
+                " make it longer with model.new_cache(batch, length)"
+            )
+        first = self.used == 0 and mask is None
+        step = torch.arange(length, device=self.position.device).expand(self.batch, length)
+        if mask is None:
+            slot = position = self.length.unsqueeze(-1) + step
+            self.length = self.length + length
+        else:
+            real = mask.sum(-1)
+            index = torch.where(mask, mask.cumsum(-1) - 1, real.unsqueeze(-1) + (~mask).cumsum(-1) - 1)
+            slot = self.length.unsqueeze(-1) + index
+            position = torch.where(mask, slot, EMPTY)
+            self.length = self.length + real
+        self.position.scatter_(1, slot, position)
+        self.used += length
+        return Places(position, plain=first), Places(self.position[:, : self.span], plain=first and not self.fixed), slot
+
+    def rewind(self, length: int | Int[Tensor, " B"]) -> None:
+        """Forget every token from position `length` on (of each row, if given for each)."""
+        self.length = torch.minimum(self.length, torch.as_tensor(length, device=self.length.device))
+        self.position.masked_fill_(self.position >= self.length.unsqueeze(-1), EMPTY)
+        if isinstance(length, int):
+            self.used = min(self.used, length)

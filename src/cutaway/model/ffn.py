@@ -1,0 +1,77 @@
+"""The FFN: what is done to each token alone. The same equations serve dense layers and, grouped, experts."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from cutaway.config import FFN, ClampedSwiGLU, DenseFFN, Mlp, Moe
+from cutaway.config import Gated as GatedConfig
+from cutaway.model.activations import ACTIVATIONS
+from cutaway.model.layers import Linear
+
+MakeLinear = Callable[[int, int, bool], nn.Module]
+"""(width in, width out, bias) → the layer."""
+
+
+def dense_linear(d_in: int, d_out: int, bias: bool) -> nn.Module:
+    return Linear(d_in, d_out, bias=bias)
+
+
+class Plain(nn.Module):
+    """down(act(up(x)))."""
+
+    def __init__(self, config: Mlp, d_model: int, linear: MakeLinear = dense_linear) -> None:
+        super().__init__()
+        hidden = config.hidden_width(d_model)
+        self.up = linear(d_model, hidden, config.bias)
+        self.act = ACTIVATIONS[config.activation]
+        self.down = linear(hidden, d_model, config.bias)
+        self.dropout = config.dropout
+
+    def forward(self, x: Float[Tensor, "*batch d"], *ends: Tensor) -> Float[Tensor, "*batch d"]:
+        hidden = self.act(self.up(x, *ends))
+        return self.down(F.dropout(hidden, self.dropout, self.training), *ends)
+
+
+class Gated(nn.Module):
+    """down(act(gate(x)) · up(x))."""
+
+    def __init__(self, config: GatedConfig | ClampedSwiGLU, d_model: int, linear: MakeLinear = dense_linear) -> None:
+        super().__init__()
+        hidden = config.hidden_width(d_model)
+        self.gate = linear(d_model, hidden, config.bias)
+        self.up = linear(d_model, hidden, config.bias)
+        self.down = linear(hidden, d_model, config.bias)
+        self.dropout = config.dropout
+        self.mix = self.clamped if isinstance(config, ClampedSwiGLU) else self.plain
+        self.act = None if isinstance(config, ClampedSwiGLU) else ACTIVATIONS[config.activation]
+        self.limit, self.alpha = getattr(config, "limit", 0.0), getattr(config, "alpha", 0.0)
+
+    def plain(self, gate: Float[Tensor, "*batch h"], up: Float[Tensor, "*batch h"]) -> Float[Tensor, "*batch h"]:
+        assert self.act is not None
+        return self.act(gate) * up
+
+    def clamped(self, gate: Float[Tensor, "*batch h"], up: Float[Tensor, "*batch h"]) -> Float[Tensor, "*batch h"]:
+        """gate ≤ limit, |up| ≤ limit: gate · sigmoid(alpha·gate) · (up + 1)."""
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+
+    def forward(self, x: Float[Tensor, "*batch d"], *ends: Tensor) -> Float[Tensor, "*batch d"]:
+        hidden = self.mix(self.gate(x, *ends), self.up(x, *ends))
+        return self.down(F.dropout(hidden, self.dropout, self.training), *ends)
+
+
+def make_dense_ffn(config: DenseFFN, d_model: int, linear: MakeLinear = dense_linear) -> nn.Module:
+    return Plain(config, d_model, linear) if isinstance(config, Mlp) else Gated(config, d_model, linear)
+
+
+def make_ffn(config: FFN, d_model: int) -> nn.Module:
+    """The FFN that `config` describes."""
+    if isinstance(config, Moe):
+        from cutaway.model.moe import MixtureOfExperts
+
+        return MixtureOfExperts(config, d_model)
+    return make_dense_ffn(config, d_model)

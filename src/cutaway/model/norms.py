@@ -1,0 +1,51 @@
+"""LayerNorm and RMSNorm. Statistics are taken in fp32 at least, whatever the model's dtype."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from cutaway.config import LayerNorm as LayerNormConfig
+from cutaway.config import NoNorm, Norm
+from cutaway.config import RMSNorm as RMSNormConfig
+
+
+class LayerNorm(nn.Module):
+    """y = (x − mean) / sqrt(var + eps) · γ + β, with mean and variance of each token."""
+
+    def __init__(self, config: LayerNormConfig, *shape: int) -> None:
+        super().__init__()
+        self.eps = config.eps
+        self.per_head = len(shape) > 1
+        self.weight = nn.Parameter(torch.ones(shape)) if config.gain else None
+        self.bias = nn.Parameter(torch.zeros(shape)) if config.bias else None
+
+    def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        if not self.per_head:
+            return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+        y = F.layer_norm(x, x.shape[-1:], eps=self.eps)
+        y = y if self.weight is None else y * self.weight
+        return y if self.bias is None else y + self.bias
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x²) + eps) · γ, or · (1 + γ) with the unit offset."""
+
+    def __init__(self, config: RMSNormConfig, *shape: int) -> None:
+        super().__init__()
+        self.eps = config.eps
+        self.unit_offset = config.unit_offset
+        self.weight = nn.Parameter(torch.zeros(shape) if config.unit_offset else torch.ones(shape))
+
+    def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        gain = self.weight.to(wide.dtype)
+        return (y * (1 + gain if self.unit_offset else gain)).to(x.dtype)
+
+
+def make_norm(config: Norm, *shape: int) -> nn.Module:
+    """The norm that `config` describes, over vectors of the last of `shape`."""
+    if isinstance(config, NoNorm):
+        return nn.Identity()
+    return LayerNorm(config, *shape) if isinstance(config, LayerNormConfig) else RMSNorm(config, *shape)

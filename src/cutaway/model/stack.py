@@ -1,0 +1,134 @@
+"""A stack: embedding, blocks, final norm. Encoder and decoder are the same but for `causal` and what they read beside."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from cutaway.config import Alibi as AlibiConfig
+from cutaway.config import Latent, MultiHead, NoNorm
+from cutaway.config import RelativeBias as RelativeBiasConfig
+from cutaway.config import Rope as RopeConfig
+from cutaway.config import Stack as StackConfig
+from cutaway.model.attention import Scene
+from cutaway.model.block import make_block
+from cutaway.model.cache import Cache
+from cutaway.model.embedding import Embedding
+from cutaway.model.layers import Table
+from cutaway.model.masks import Places, view, view_of_memory
+from cutaway.model.norms import make_norm
+from cutaway.model.positions import Alibi, RelativeBias, ScoreBias
+from cutaway.model.recompute import Recompute, run_block
+from cutaway.model.rope import Rope, Rotation
+
+
+def make_position(attention: MultiHead | Latent, d_model: int, *, causal: bool) -> Rope | ScoreBias | None:
+    """The position method that acts inside this attention."""
+    position = attention.position
+    if isinstance(position, RopeConfig):
+        width = attention.d_rope if isinstance(attention, Latent) else attention.head_width(d_model)
+        return Rope(position, position.width or width)
+    if isinstance(position, AlibiConfig):
+        return Alibi(position, attention.heads)
+    if isinstance(position, RelativeBiasConfig):
+        return RelativeBias(position, attention.heads, causal=causal)
+    return None
+
+
+class Stack(nn.Module):
+    """Tokens in, the normed stream out."""
+
+    def __init__(self, config: StackConfig, d_model: int, table: Table, *, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.embed = Embedding(config.embedding, d_model, table)
+        distinct = config.groups or config.layers
+        owners = [layer * distinct // config.layers for layer in range(config.layers)]
+        made = {
+            owner: make_block(config.blocks[owners.index(owner)], config, d_model, first=owner == 0)
+            for owner in range(distinct)
+        }
+        self.blocks = nn.ModuleList(made[owner] for owner in owners)
+        # Layers with the same position method share it: a rotation is computed once a pass, T5's bias is one table.
+        keys = [position_key(config, layer, d_model) for layer in range(config.layers)]
+        first = [keys.index(key) for key in keys]
+        self.positions = nn.ModuleDict()
+        for layer in sorted(set(first)):
+            position = make_position(config.blocks[layer].attention, d_model, causal=causal)
+            if position is not None:
+                self.positions[str(layer)] = position
+        self.position_of = [str(layer) for layer in first]
+        self.windows = [block.attention.window for block in config.blocks]
+        self.final_norm = make_norm(config.norm if config.placement.final_norm else NoNorm(), d_model)
+        self.recompute: Recompute = "none"
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "B T"],
+        places: Places,
+        types: Int[Tensor, "B T"] | None = None,
+        *,
+        memory: Float[Tensor, "B S d"] | None = None,
+        memory_places: Places | None = None,
+        cache: Cache | None = None,
+        keys: Places | None = None,
+        slot: Int[Tensor, "B T"] | None = None,
+    ) -> Float[Tensor, "B T d"]:
+        x = self.embed(tokens, places, types)
+        scenes = self.scenes(places, keys or places, x.dtype, cache, slot)
+        cross = self.cross_arguments(places, memory, memory_places, x.dtype, cache)
+        for layer, block in enumerate(self.blocks):
+            x = run_block(self.recompute if self.training else "none", block, x, scenes[layer], *cross[layer])
+        return self.final_norm(x)
+
+    def scenes(
+        self, q: Places, k: Places, dtype: torch.dtype, cache: Cache | None, slot: Int[Tensor, "B T"] | None
+    ) -> list[Scene]:
+        """What each layer is given. Rotations and plans are made once for all layers that can share them."""
+        ropes: dict[str, Rotation] = {
+            name: module(q, dtype) for name, module in self.positions.items() if isinstance(module, Rope)
+        }
+        biases = {name: module for name, module in self.positions.items() if isinstance(module, ScoreBias)}
+        plans: dict[tuple[str | None, int | None, str], Any] = {}
+        scenes = []
+        for layer, (position, window) in enumerate(zip(self.position_of, self.windows, strict=True)):
+            kernel: Any = self.blocks[layer].attn.f.kernel  # type: ignore[union-attr]
+            key = position if position in biases else None, window, kernel.name
+            if key not in plans:
+                plans[key] = kernel.prepare(view(q, k, is_causal=self.causal, window=window), biases.get(position), dtype)
+            layer_cache, span = (None, 0) if cache is None else (cache.layers[layer], cache.span)
+            scenes.append(Scene(plans[key], ropes.get(position), layer_cache, slot, span))
+        return scenes
+
+    def cross_arguments(
+        self,
+        q: Places,
+        memory: Float[Tensor, "B S d"] | None,
+        memory_places: Places | None,
+        dtype: torch.dtype,
+        cache: Cache | None,
+    ) -> list[tuple[Any, ...]]:
+        """(memory, plan, cache) for each layer that reads an encoder; nothing for others."""
+        if memory_places is None:
+            return [()] * len(self.blocks)
+        seen = view_of_memory(q, memory_places)
+        plans: dict[str, Any] = {}
+        arguments = []
+        for layer, block in enumerate(self.blocks):
+            kernel = block.cross.f.kernel  # type: ignore[union-attr]
+            if kernel.name not in plans:
+                plans[kernel.name] = kernel.prepare(seen, None, dtype)
+            cross_cache = None if cache is None or cache.cross is None else cache.cross[layer]
+            arguments.append((memory, plans[kernel.name], cross_cache))
+        return arguments
+
+
+def position_key(config: StackConfig, layer: int, d_model: int) -> tuple[Any, ...]:
+    """What two layers must have in common to share a position method."""
+    attention = config.blocks[layer].attention
+    width = attention.d_rope if isinstance(attention, Latent) else attention.head_width(d_model)
+    position = attention.position
+    if isinstance(position, RelativeBiasConfig):
+        return position, attention.heads, None if position.shared else layer
+    return position, attention.heads, width
