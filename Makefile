@@ -13,15 +13,15 @@ demo: .venv/ready  ## build a small model and follow a token through it
 	@$(BIN)/cutaway demo
 
 test: .venv/ready lint  ## everything that must hold
-	@echo "tests, compiled models:" && OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 -m "compiled and not nightly"
-	@echo "tests, shapes checked as they run:" && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not compiled and not nightly"
+	@echo "tests, as a user runs it (compiled models, bad input):" && OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 -m "unchecked and not nightly"
+	@echo "tests, shapes checked as they run:" && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not unchecked and not nightly"
 
 lint: .venv/ready
 	@$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check . && $(BIN)/mypy --no-error-summary && echo "lint and types: fine"
 
 nightly: .venv/ready  ## the long suites
-	@OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 -m "compiled"
-	@OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n 2 -m "not compiled"
+	@OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 -m "unchecked"
+	@OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n 2 -m "not unchecked"
 
 bench: .venv/ready  ## side by side with peers
 	@$(BIN)/python bench/forward.py

@@ -26,7 +26,9 @@ def seconds(run: Callable[[], object]) -> float:
 
 def products(model: nn.Module, rows: int, *, backward: bool) -> Callable[[], None]:
     """The weight products of a pass and nothing else: what no implementation can go below without other kernels."""
-    weights = [parameter.detach() for parameter in model.parameters() if parameter.ndim == 2 and parameter.shape[0] != 1024]
+    weights = [
+        parameter.detach() for parameter in model.parameters() if parameter.ndim == 2 and parameter.shape[0] != 1024
+    ]
     pairs = [(torch.randn(rows, weight.shape[1]), weight) for weight in weights]
     grads = [torch.randn(rows, weight.shape[0]) for weight in weights] if backward else []
 
@@ -83,7 +85,12 @@ def main() -> None:
         times = [[seconds(run) for run in runs] for _ in range(arguments.repeats)]
         mine, peer, limit = (statistics.median(column) for column in zip(*times, strict=True))
         ratio = statistics.median(row[0] / row[1] for row in times)
-        results[name] = {"cutaway_ms": mine * 1e3, "transformers_ms": peer * 1e3, "ratio": ratio, "products_ms": limit * 1e3}
+        results[name] = {
+            "cutaway_ms": mine * 1e3,
+            "transformers_ms": peer * 1e3,
+            "ratio": ratio,
+            "products_ms": limit * 1e3,
+        }
         if not arguments.json:
             print(
                 f"{name:20} cutaway {mine * 1e3:7.1f} ms   transformers {peer * 1e3:7.1f} ms   ratio {ratio:.3f}"

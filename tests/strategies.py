@@ -268,7 +268,7 @@ def lively(config: c.Config, dtype: torch.dtype = torch.float32, seed: int = 0) 
 
 
 def bound(dtype: torch.dtype, reference: torch.Tensor) -> float:
-    """The design's numerical promise for equal results: 1e-5 in fp32 and 1e-10 in fp64, relative to the largest value."""
+    """What equal results may differ by: 1e-5 in fp32 and 1e-10 in fp64, relative to the largest value."""
     return (1e-5 if dtype == torch.float32 else 1e-10) * max(1.0, float(reference.abs().max()))
 
 

@@ -13,7 +13,7 @@ from cutaway.errors import KernelError
 from cutaway.model import build
 
 pytestmark = [
-    pytest.mark.compiled,
+    pytest.mark.unchecked,
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
 ]
 TINY = [name for name in presets() if name.startswith("tiny-")]

@@ -1,5 +1,7 @@
 """Two ways to the same numbers, over randomly drawn configurations: fp32 to 1e-5 and fp64 to 1e-10."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -57,7 +59,7 @@ def test_cached_is_full(config: c.Config, dtype: torch.dtype, seed: int, cuts: s
             cache.fixed = fixed
             pieces = [
                 logits(model, config, tokens[:, a:b], None if mask is None else mask[:, a:b], cache=cache)
-                for a, b in zip(borders, borders[1:], strict=False)
+                for a, b in pairwise(borders)
             ]
             assert (torch.cat(pieces, 1) - full)[real].abs().max() <= bound(dtype, full)
 
@@ -103,7 +105,7 @@ def test_packed_is_separate(config: c.Config, dtype: torch.dtype, seed: int, cut
 @given(config=configs(("decoder",)), seed=SEEDS, size=st.integers(0, LENGTH))
 @torch.no_grad()
 def test_prefix_sees_itself_whole(config: c.Config, seed: int, size: int) -> None:
-    """With no prefix it is the causal model; with one, later prefix tokens change earlier prefix logits, others do not."""
+    """With no prefix it is the causal model; with one, tokens behind the prefix change nothing before them."""
     model = lively(config, torch.float64, seed)
     tokens = tokens_for(config, 2, LENGTH, seed)
     causal = model(tokens)
@@ -114,7 +116,7 @@ def test_prefix_sees_itself_whole(config: c.Config, seed: int, size: int) -> Non
     changed[:, -1] = (changed[:, -1] + 1) % config.vocab_size
     difference = (model(changed, prefix=lengths) - out).abs().amax(-1)
     unseen = LENGTH - 1 if size < LENGTH else 0
-    assert difference[1, :unseen].sum() == 0
+    assert difference[1, :unseen].sum() <= 1e-12
 
 
 @given(config=configs(("decoder",), ("none",), ("none", "rope")), dtype=DTYPES, seed=SEEDS, shift=st.integers(1, 1000))
@@ -151,41 +153,25 @@ def test_without_positions_order_means_nothing(
 @given(config=configs(("decoder",), inside=("rope", "alibi")), dtype=DTYPES, seed=SEEDS)
 @torch.no_grad()
 def test_gqa_is_mha_with_repeated_keys(config: c.Config, dtype: torch.dtype, seed: int) -> None:
-    grouped = lively(config, dtype, seed)
-    stack = config.decoder
-
     def widened(block: c.Block) -> c.Block:
         attention = block.attention
-        return (
-            block.replace(attention=attention.replace(kv_heads=attention.heads))
-            if attention.kind == "multi-head"
-            else block
-        )
+        grouped = isinstance(attention, c.MultiHead)
+        return block.replace(attention=attention.replace(kv_heads=attention.heads)) if grouped else block
 
-    wide_config = config.replace(
-        decoder=stack.replace(block=tuple(map(widened, stack.block)), lead=tuple(map(widened, stack.lead)))
-    )
-    wide = lively(wide_config, dtype, seed)
-    weights = grouped.state_dict()
-    for name, module in wide.named_modules():
-        if getattr(module, "kv_heads", None):
-            times = module.heads // grouped.get_submodule(name).kv_heads
-            for part in ("k.weight", "k.bias", "v.weight", "v.bias", "k_norm.norm.weight", "k_norm.norm.bias"):
-                key = f"{name}.{part}"
-                if key in weights and weights[key].shape != wide.state_dict()[key].shape:
-                    flat = (
-                        weights[key].unflatten(0, (-1, module.d_head))
-                        if weights[key].ndim < 3 and "norm" not in key
-                        else weights[key]
-                    )
-                    if "norm" in key and weights[key].ndim == 1:
-                        return  # a norm over the full width changes with the number of key heads
-                    weights[key] = flat.repeat_interleave(times, 0).reshape(wide.state_dict()[key].shape)
+    stack = config.decoder
+    pattern, lead = (tuple(map(widened, blocks)) for blocks in (stack.block, stack.lead))
+    wide = lively(config.replace(decoder=stack.replace(block=pattern, lead=lead)), dtype, seed)
+    grouped = lively(config, dtype, seed)
+    weights, shapes = grouped.state_dict(), {name: tensor.shape for name, tensor in wide.state_dict().items()}
+    for name, tensor in weights.items():
+        if tensor.shape != shapes[name]:  # a key or value matrix, bias or norm: repeat each head for its group
+            attention = wide.get_submodule(name[: name.index(".attn.f.") + 7])
+            rest = () if "norm" in name else tensor.shape[1:]
+            by_head = tensor.reshape(-1, attention.d_head, *rest)
+            weights[name] = by_head.repeat_interleave(shapes[name].numel() // tensor.numel(), 0).reshape(shapes[name])
     wide.load_state_dict(weights)
     tokens = tokens_for(config, 2, LENGTH, seed)
     full = grouped(tokens)
-    if any(getattr(a.attention, "qk_norm", None) and a.attention.qk_norm.over == "full" for a in stack.blocks):
-        return
     assert (wide(tokens) - full).abs().max() <= bound(dtype, full)
 
 

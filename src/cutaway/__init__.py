@@ -1,4 +1,4 @@
-"""The Transformer with its side open. The public names, imported when first used, so that `import cutaway` needs no torch."""
+"""The Transformer with its side open. Public names are imported when first used: `import cutaway` needs no torch."""
 
 from importlib import import_module
 from importlib.metadata import version

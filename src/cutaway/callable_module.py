@@ -1,4 +1,4 @@
-"""Lets a room be called by its name: `ct.config(...)` is a function and `cutaway.config` a package, as the contract asks."""
+"""Lets a room be called by its name: `cutaway.config` is a package, and `cutaway.config(...)` a function."""
 
 import sys
 from collections.abc import Callable

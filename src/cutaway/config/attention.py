@@ -50,7 +50,9 @@ class Heads(Part):
     @model_validator(mode="after")
     def _groups_divide(self) -> "Heads":
         if self.heads % self.n_kv_heads:
-            raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}; give a divisor of {self.heads}")
+            raise ValueError(
+                f"kv_heads {self.kv_heads} does not divide heads {self.heads}; give a divisor of {self.heads}"
+            )
         if len(set(self.bias)) != len(self.bias):
             raise ValueError(f"bias {list(self.bias)} names a projection twice")
         return self
@@ -108,7 +110,9 @@ class Latent(Part):
         if self.d_rope % 2:
             raise ValueError(f"d_rope {self.d_rope} is odd; RoPE turns pairs of dimensions, so give an even width")
         if self.position.width not in (None, self.d_rope):
-            raise ValueError(f"position.width {self.position.width} must be left out: d_rope ({self.d_rope}) is the rotated width")
+            raise ValueError(
+                f"position.width {self.position.width} must be left out: d_rope ({self.d_rope}) is the rotated width"
+            )
         return self
 
 

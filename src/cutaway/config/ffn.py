@@ -103,7 +103,9 @@ class Moe(Part):
             if groups.score == "top2" and size < 2:
                 raise ValueError("router.groups.score 'top2' needs at least two experts a group")
             if self.router.top_k > groups.keep * size:
-                raise ValueError(f"router.top_k {self.router.top_k} is more than the {groups.keep * size} experts in the kept groups")
+                raise ValueError(
+                    f"router.top_k {self.router.top_k} is more than the {groups.keep * size} experts in the kept groups"
+                )
         return self
 
 

@@ -78,13 +78,10 @@ def _path_in(loc: tuple[int | str, ...], data: Any, *, missing: bool) -> str:
     names: list[str] = []
     here = data
     for depth, item in enumerate(loc[1:], start=2):
-        if isinstance(here, dict) and item in here:
-            here = here[item]
-        elif isinstance(item, int) and isinstance(here, list | tuple) and item < len(here):
-            here = here[item]
-        elif isinstance(here, BaseModel) and item in type(here).model_fields:
-            here = getattr(here, str(item))
-        elif not (missing and depth == len(loc)):
-            continue
+        try:
+            here = (dict(here) if isinstance(here, BaseModel) else here)[item]
+        except (KeyError, IndexError, TypeError):
+            if not (missing and depth == len(loc)):
+                continue
         names.append(f"[{item}]" if isinstance(item, int) else f".{item}")
     return "".join(names).lstrip(".")

@@ -32,6 +32,8 @@ class Sinusoidal(Part):
     base: Positive = 10000.0
     layout: Literal["interleaved", "halves"] = "interleaved"
     """sin and cos in turn (the paper), or all sines before all cosines (tensor2tensor, Marian)."""
+    table: Count | None = None
+    """Keep a frozen table of so many positions among the weights (Marian); computed, without a limit, unless given."""
 
 
 # ---------------------------------------------------------------------------------------- inside attention

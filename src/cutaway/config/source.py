@@ -16,7 +16,7 @@ from cutaway.errors import ConfigError
 def config(source: Config | Mapping[str, Any] | str | Path) -> Config:
     """A Config from a preset's name, a dict, or a .toml or .json file."""
     if isinstance(source, Form):
-        return source  # type: ignore[return-value]  # a Form is always one of the three
+        return source
     if isinstance(source, Mapping):
         return _validated(dict(source))
     path = Path(source)
@@ -81,7 +81,10 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"'{path}' holds a {type(data).__name__}, not a table of settings")
     if "model_type" in data and "form" not in data:
-        raise ConfigError(f"'{path}' is another library's config (model_type '{data['model_type']}'), which is not read here yet; use a preset")
+        raise ConfigError(
+            f"'{path}' is another library's config (model_type '{data['model_type']}'), which is not read yet;"
+            " use a preset or a configuration of cutaway's own"
+        )
     return data
 
 
@@ -90,10 +93,10 @@ def _toml_table(path: tuple[str, ...], table: dict[str, Any]) -> list[str]:
     lines = [f"{key} = {_toml_value(value)}" for key, value in plain.items()]
     for key, value in table.items():
         if isinstance(value, dict):
-            inner = path + (key,)
+            inner = (*path, key)
             lines += ["", f"[{'.'.join(inner)}]", *_toml_table(inner, value)]
         elif _is_table(value):
-            inner = path + (key,)
+            inner = (*path, key)
             for item in value:
                 lines += ["", f"[[{'.'.join(inner)}]]", *_toml_table(inner, item)]
     return lines

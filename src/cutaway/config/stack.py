@@ -102,7 +102,9 @@ class Stack(Part):
             if len(set(self.blocks)) > 1:
                 raise ValueError("groups shares weights between layers, so all layers must be alike; give one block")
             if isinstance(self.placement, Pre) and self.placement.bare_start:
-                raise ValueError("groups shares weights between layers, so the first cannot differ; set bare_start to false")
+                raise ValueError(
+                    "groups shares weights between layers, so the first cannot differ; set bare_start to false"
+                )
         return self
 
     @property
@@ -123,5 +125,3 @@ class CrossStack(Stack):
         if isinstance(self.placement, Parallel):
             raise ValueError("placement 'parallel' has no place for cross-attention; use pre, post, sandwich or output")
         return self
-
-

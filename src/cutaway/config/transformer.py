@@ -84,16 +84,22 @@ def _misfits(config: Form) -> Iterator[tuple[str, str]]:
     if isinstance(head, Head):
         narrow = _tied_width(config) != d_model
         if head.tied and narrow and head.transform is None:
-            yield "head", (
-                f"a tied head reads vectors of the token table's width {_tied_width(config)}, not d_model {d_model};"
-                " add head.transform or set head.tied to false"
+            yield (
+                "head",
+                (
+                    f"a tied head reads vectors of the token table's width {_tied_width(config)}, not {d_model};"
+                    " add head.transform or set head.tied to false"
+                ),
             )
     elif not isinstance(config, Encoder):
         yield "head", "kind 'none' is for encoders; a decoder needs logits, so use kind 'lm'"
     if isinstance(config, EncoderDecoder) and config.source_vocab_size is None:
         tables = {stack.embedding.table_width(d_model) for stack in config.stacks.values()}
         if len(tables) > 1:
-            yield "encoder.embedding.factor", "both sides share one token table, so both need the same factor; or give source_vocab_size"
+            yield (
+                "encoder.embedding.factor",
+                "both sides share one token table, so both need the same factor; or give source_vocab_size",
+            )
 
 
 def _written_at(stack: Stack, index: int) -> str:
@@ -120,7 +126,10 @@ def _embedding_misfits(path: str, embedding: Embedding, d_model: int) -> Iterato
 
 def _heads_misfits(path: str, attention: Heads, d_model: int) -> Iterator[tuple[str, str]]:
     if attention.d_head is None and d_model % attention.heads:
-        yield f"{path}.heads", f"{attention.heads} heads do not divide d_model {d_model}; change one of them or give d_head"
+        yield (
+            f"{path}.heads",
+            f"{attention.heads} heads do not divide d_model {d_model}; change one of them or give d_head",
+        )
 
 
 def _rope_misfits(path: str, attention: MultiHead | Latent, d_model: int) -> Iterator[tuple[str, str]]:
@@ -132,9 +141,15 @@ def _rope_misfits(path: str, attention: MultiHead | Latent, d_model: int) -> Ite
     if width > head:
         yield f"{path}.position.width", f"{width} is more than the head's {head} dimensions"
     if width % 2:
-        yield f"{path}.position", f"RoPE turns pairs of dimensions, but a head has {width}; give an even d_head or position.width"
+        yield (
+            f"{path}.position",
+            f"RoPE turns pairs of dimensions, but a head has {width}; give an even d_head or position.width",
+        )
     if isinstance(rope.scaling, LongRope) and len(rope.scaling.short_factors) != width // 2:
-        yield f"{path}.position.scaling", (
-            f"LongRoPE needs {width // 2} factors, one a pair of the {width} rotated dimensions,"
-            f" not {len(rope.scaling.short_factors)}"
+        yield (
+            f"{path}.position.scaling",
+            (
+                f"LongRoPE needs {width // 2} factors, one a pair of the {width} rotated dimensions,"
+                f" not {len(rope.scaling.short_factors)}"
+            ),
         )

@@ -49,7 +49,7 @@ class HeadNorm(nn.Module):
 
 
 class MultiHead(nn.Module):
-    """z = softmax(q·kᵀ·scale)·v in each head, then o(z). Keys and values come from x, or from `memory` in cross-attention."""
+    """z = softmax(q·kᵀ·scale)·v in each head, then o(z)."""
 
     def __init__(self, config: MultiHeadConfig | Cross, d_model: int) -> None:
         super().__init__()
@@ -65,7 +65,9 @@ class MultiHead(nn.Module):
         has_sink = isinstance(config, MultiHeadConfig) and config.sink
         self.sink = nn.Parameter(torch.empty(self.heads)) if has_sink else None
         scale = config.scale or self.d_head**-0.5
-        self.make_kernel = partial(make_kernel, scale=scale, softcap=config.softcap, dropout=config.dropout, sink=has_sink)
+        self.make_kernel = partial(
+            make_kernel, scale=scale, softcap=config.softcap, dropout=config.dropout, sink=has_sink
+        )
         self.kernel = self.make_kernel("auto")
 
     @property
@@ -76,7 +78,7 @@ class MultiHead(nn.Module):
         """Cut the width into heads."""
         if self.clip is not None:
             x = x.clamp(-self.clip, self.clip)
-        return x.unflatten(-1, (-1, self.d_head))
+        return x.view(*x.shape[:-1], -1, self.d_head)
 
     def keys_and_values(self, x: Float[Tensor, "B S d"]) -> tuple[Float[Tensor, "B S G D"], Float[Tensor, "B S G D"]]:
         return self.k_norm(self.split(self.k(x))), self.split(self.v(x))
@@ -92,7 +94,7 @@ class MultiHead(nn.Module):
 
 
 class CrossAttention(MultiHead):
-    """Queries from the decoder's stream; keys and values from the encoder's output, computed once if there is a cache."""
+    """Queries from the decoder's stream; keys and values from the encoder's output, once if there is a cache."""
 
     def forward(  # type: ignore[override]  # reads a memory too
         self, x: Float[Tensor, "B T d"], memory: Float[Tensor, "B S d"] | None, plan: Any, cache: CrossCache | None
@@ -104,6 +106,7 @@ class CrossAttention(MultiHead):
             if cache is not None:
                 cache.k, cache.v = k, v
         else:
+            assert cache.v is not None
             k, v = cache.k, cache.v
         return self.o(self.kernel(q, k, v, plan, None).flatten(-2))
 

@@ -32,7 +32,7 @@ class Branch(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(x), then x + FFN(x), with norms where the placement puts them (a decoder reads its memory between)."""
+    """x + attention(x), then x + FFN(x), with norms where the placement puts them; cross-attention stands between."""
 
     def __init__(self, config: BlockConfig, stack: StackConfig, d_model: int, *, first: bool = False) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ class CrossCache:
 
 
 class Cache:
-    """What a decoder has read so far. A row's token at position p stands in slot p; `position` says which slots are filled.
+    """What a decoder has read. A row's token at position p stands in slot p; `position` says which slots are filled.
 
     Padding takes the slots behind its row's last token, marked empty and overwritten by the next tokens. So rows of
     different lengths, padding on either side, prompts in chunks and steps taken back need no case of their own.
@@ -62,27 +62,27 @@ class Cache:
         """How many slots attention looks at."""
         return self.slots if self.fixed else self.used
 
-    def place(self, length: int, mask: Bool[Tensor, "B T"] | None) -> tuple[Places, Places, Int[Tensor, "B T"]]:
-        """Find slots for `length` new tokens a row: (the new tokens' places, all keys' places, the slots)."""
+    def place(self, length: int, mask: Bool[Tensor, "B T"] | None) -> tuple[Places, Int[Tensor, "B T"]]:
+        """Where `length` new tokens a row would stand, and in which slots. Nothing changes yet."""
         if self.used + length > self.slots and not torch.compiler.is_compiling():
             raise InputError(
                 f"the cache has {self.slots} slots, {self.used} of them used, and {length} more tokens do not fit;"
                 " make it longer with model.new_cache(batch, length)"
             )
-        first = self.used == 0 and mask is None
-        step = torch.arange(length, device=self.position.device).expand(self.batch, length)
+        index = torch.arange(length, device=self.position.device).expand(self.batch, length)
         if mask is None:
-            slot = position = self.length.unsqueeze(-1) + step
-            self.length = self.length + length
-        else:
-            real = mask.sum(-1)
-            index = torch.where(mask, mask.cumsum(-1) - 1, real.unsqueeze(-1) + (~mask).cumsum(-1) - 1)
             slot = self.length.unsqueeze(-1) + index
-            position = torch.where(mask, slot, EMPTY)
-            self.length = self.length + real
-        self.position.scatter_(1, slot, position)
-        self.used += length
-        return Places(position, plain=first), Places(self.position[:, : self.span], plain=first and not self.fixed), slot
+            return Places(slot, plain=self.used == 0), slot
+        index = torch.where(mask, mask.cumsum(-1) - 1, mask.sum(-1, keepdim=True) + (~mask).cumsum(-1) - 1)
+        slot = self.length.unsqueeze(-1) + index
+        return Places(torch.where(mask, slot, EMPTY)), slot
+
+    def advance(self, new: Places, slot: Int[Tensor, "B T"]) -> Places:
+        """Count the new tokens as read, and return the places of all keys."""
+        self.position.scatter_(1, slot, new.position)
+        self.length = self.length + (new.position >= 0).sum(-1)
+        self.used += slot.shape[-1]
+        return Places(self.position[:, : self.span], plain=new.plain and not self.fixed)
 
     def rewind(self, length: int | Int[Tensor, " B"]) -> None:
         """Forget every token from position `length` on (of each row, if given for each)."""

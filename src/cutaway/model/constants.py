@@ -25,6 +25,6 @@ class Constants(nn.Module):
             self.register_buffer(name, value.to(device or torch.get_default_device()), persistent=False)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Constants":
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.fill(next(iter(self.buffers(recurse=False))).device)
         return self

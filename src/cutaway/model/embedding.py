@@ -94,7 +94,7 @@ class Head(nn.Module):
 
 
 class Pooler(nn.Module):
-    """tanh(dense(first token)): BERT's vector for the whole text. The first is the one at position 0, wherever padding stands."""
+    """tanh(dense(first token)): BERT's vector for a text. The first is at position 0, wherever padding stands."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()

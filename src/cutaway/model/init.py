@@ -6,7 +6,7 @@ import re
 import torch
 from torch import Tensor, nn
 
-from cutaway.config import Config, Normal, Small, T5Init, Xavier
+from cutaway.config import Config, CrossStack, Normal, Small, T5Init, Xavier
 
 EMBEDDING = r"(embed\.(token|types|position\.table)|head\.matrix)\.weight$"
 WRITES = r"\.(attn|cross)\.f\.o\.weight$|\.ffn\.f\.(\w+\.)?down\.weight$"
@@ -17,19 +17,25 @@ TABLE = r"positions\.\d+\.table\.weight$"
 def initialise(model: nn.Module, config: Config) -> None:
     """Draw every parameter anew.
 
-    | what                     | normal (GPT-2)       | xavier (2017)              | small (NeoX)      | t5               |
-    |--------------------------|----------------------|----------------------------|-------------------|------------------|
-    | token, position, type    | N(0, std)            | N(0, 1/√d)                 | N(0, √(2/5d))     | N(0, 1)          |
-    | untied output matrix     | N(0, std)            | N(0, 1/√d)                 | N(0, √(2/5d))     | N(0, 1)          |
-    | q                        | N(0, std)            | U(±√(6/(in + out)))        | N(0, √(2/5d))     | N(0, 1/√(in·D))  |
-    | o and down, which write  | N(0, std/√sublayers) | U(±√(6/(in + out)))        | N(0, 2/(layers·√d)) | N(0, 1/√in)    |
-    | other matrices           | N(0, std)            | U(±√(6/(in + out)))        | N(0, √(2/5d))     | N(0, 1/√in)      |
-    | relative bias            | N(0, std)            | N(0, 1/√d)                 | N(0, √(2/5d))     | N(0, 1/√d)       |
-    | norm gains, biases, sinks | 1 (0 with the unit offset), 0, 0 — always                                                  |
+    | what                    | normal (GPT-2)       | xavier (2017)       | small (NeoX)        | t5              |
+    |-------------------------|----------------------|---------------------|---------------------|-----------------|
+    | token, position, type   | N(0, std)            | N(0, 1/√d)          | N(0, √(2/5d))       | N(0, 1)         |
+    | untied output matrix    | N(0, std)            | N(0, 1/√d)          | N(0, √(2/5d))       | N(0, 1)         |
+    | q                       | N(0, std)            | U(±√(6/(in + out))) | N(0, √(2/5d))       | N(0, 1/√(in·D)) |
+    | o and down, which write | N(0, std/√sublayers) | U(±√(6/(in + out))) | N(0, 2/(layers·√d)) | N(0, 1/√in)     |
+    | other matrices          | N(0, std)            | U(±√(6/(in + out))) | N(0, √(2/5d))       | N(0, 1/√in)     |
+    | relative bias           | N(0, std)            | N(0, 1/√d)          | N(0, √(2/5d))       | N(0, 1/√d)      |
 
+    Always: norm gains 1 (0 with the unit offset); biases, sinks and saved buffers 0.
     `sublayers` is how many things write to the stream the matrix stands in (2 a layer, 3 with cross-attention).
     """
+    saved = model.state_dict()
+    for name, buffer in model.named_buffers():
+        if name in saved:
+            nn.init.zeros_(buffer)
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue  # a frozen table of sinusoids, which fills itself
         if parameter.ndim < 2 or "norm" in name:
             fill_vector(model, name, parameter)
         elif isinstance(config.init, Xavier) and not re.search(f"{EMBEDDING}|{TABLE}", name):
@@ -54,11 +60,10 @@ def std_of(name: str, parameter: Tensor, config: Config) -> float:
     writes = stack is not None and re.search(WRITES, name)
     match config.init:
         case Normal(std=std, depth_scaled=scaled):
-            per_layer = 3 if "cross" in name or ".after_cross" in name else 2
-            if stack is not None:
-                per_layer = 3 if hasattr(stack.block[0], "cross") else 2
-                return std / math.sqrt(per_layer * stack.layers) if scaled and writes else std
-            return std
+            if stack is None or not (scaled and writes):
+                return std
+            per_layer = 3 if isinstance(stack, CrossStack) else 2
+            return std / math.sqrt(per_layer * stack.layers)
         case Xavier():
             return d_model**-0.5
         case Small():
@@ -76,7 +81,9 @@ def head_width(name: str, config: Config) -> int:
     side, _, layer, which = name.split(".")[:4]
     block = config.stacks[side].blocks[int(layer)]
     attention = getattr(block, "cross" if which == "cross" else "attention")
-    width: int = attention.d_nope + attention.d_rope if attention.kind == "latent" else attention.head_width(config.d_model)
+    width: int = (
+        attention.d_nope + attention.d_rope if attention.kind == "latent" else attention.head_width(config.d_model)
+    )
     return width
 
 

@@ -46,7 +46,9 @@ def check_beside(name: str, value: Tensor | None, tokens: Tensor, dtype: torch.d
         raise InputError(f"{name} has shape {tuple(value.shape)}; it must be that of the tokens, {tuple(tokens.shape)}")
     if dtype == torch.bool:
         if value.dtype != torch.bool:
-            raise InputError(f"{name} has dtype {value.dtype}; it must be bool, True for real tokens: pass {name}.bool()")
+            raise InputError(
+                f"{name} has dtype {value.dtype}; it must be bool, True for real tokens: pass {name}.bool()"
+            )
         return value
     if value.dtype not in INTEGERS:
         raise InputError(f"{name} has dtype {value.dtype}; it must hold integers")
@@ -67,11 +69,13 @@ def check_length(position: Tensor, limit: int, name: str) -> None:
         return
     last = int(position.max()) + 1
     if last > limit:
-        raise InputError(f"{name} needs position {last - 1}, but the model has learned positions 0 to {limit - 1}; shorten it")
+        raise InputError(
+            f"{name} needs position {last - 1}, but the model has learned positions 0 to {limit - 1}; shorten it"
+        )
 
 
 def worth_a_look(value: Tensor) -> bool:
-    """On the CPU always; elsewhere a look waits for the device, so not for single steps; never where there are no values."""
+    """On the CPU always; elsewhere a look waits for the device, so not for single steps."""
     if value.device.type == "cpu":
         return True
     return value.device.type != "meta" and value.shape[-1] > 1 and not torch.cuda.is_current_stream_capturing()

@@ -165,7 +165,6 @@ class Flex(Kernel):
     def prepare(self, view: View, bias: ScoreBias | None, dtype: torch.dtype) -> FlexPlan:
         q, k = view.q, view.k
         rows = max(len(q.position), len(k.position))
-        # Functions of indices that flex attention traces; lambdas, since it counts their arguments.
         add = None if bias is None else lambda b, h, i, j: bias.at(k.at(b, j).position - q.at(b, i).position, h)
         mask = create_block_mask(
             lambda b, h, i, j: view.sees(q.at(b, i), k.at(b, j)),
@@ -186,23 +185,29 @@ class Flex(Kernel):
         sink: Float[Tensor, " H"] | None = None,
     ) -> Float[Tensor, "B T H E"]:
         if self.training and self.dropout > 0:
-            raise KernelError("kernel 'flex' cannot drop out attention weights; set the attention's dropout to 0 to train")
-        if q.device.type == "cpu" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            raise KernelError("kernel 'flex' has no backward pass on the CPU; use 'sdpa' or 'explicit', or torch.no_grad()")
+            raise KernelError(
+                "kernel 'flex' cannot drop out attention weights; set the attention's dropout to 0 to train"
+            )
+        if (
+            q.device.type == "cpu"
+            and torch.is_grad_enabled()
+            and (q.requires_grad or k.requires_grad or v.requires_grad)
+        ):
+            raise KernelError(
+                "kernel 'flex' has no backward pass on the CPU; use 'sdpa' or 'explicit', or torch.no_grad()"
+            )
         cap, add = self.softcap, plan.add
-        score = None
-        if cap is not None and add is not None:
-            score = lambda s, b, h, i, j: cap * torch.tanh(s / cap) + add(b, h, i, j)  # noqa: E731
-        elif cap is not None:
-            score = lambda s, b, h, i, j: cap * torch.tanh(s / cap)  # noqa: E731
-        elif add is not None:
-            score = lambda s, b, h, i, j: s + add(b, h, i, j)  # noqa: E731
-        attend = flex_attention if q.device.type == "cpu" else compiled_flex()
+
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            s = s if cap is None else cap * torch.tanh(s / cap)
+            return s if add is None else s + add(b, h, i, j)
+
+        attend: Any = flex_attention if q.device.type == "cpu" else compiled_flex()
         z, aux = attend(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            score_mod=score,
+            score_mod=None if cap is None and add is None else score,
             block_mask=plan.mask,
             scale=self.scale,
             enable_gqa=q.shape[2] != k.shape[2],

@@ -1,4 +1,4 @@
-"""Who sees whom: rules over the positions of queries and keys, composed, and drawn as a mask only when a kernel needs one."""
+"""Who sees whom: rules over the positions of queries and keys, drawn as a mask only when a kernel needs one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,7 +77,9 @@ class Places:
     def along(self, axis: int) -> Spot:
         """All tokens, along one axis of a (B, T, S) mask."""
         document = None if self.document is None else self.document.unsqueeze(-axis)
-        return Spot(self.position.unsqueeze(-axis), document, None if self.prefix is None else self.prefix.unsqueeze(-1))
+        return Spot(
+            self.position.unsqueeze(-axis), document, None if self.prefix is None else self.prefix.unsqueeze(-1)
+        )
 
 
 def places(

@@ -38,7 +38,7 @@ class Router(nn.Module):
 
 def within_best_groups(choice: Float[Tensor, "n e"], groups: Groups) -> Float[Tensor, "n e"]:
     """−inf outside the groups worth keeping."""
-    grouped = choice.unflatten(-1, (groups.count, -1))
+    grouped = choice.view(*choice.shape[:-1], groups.count, -1)
     worth = grouped.topk(2, dim=-1).values.sum(-1) if groups.score == "top2" else grouped.amax(-1)
     kept = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, worth.topk(groups.keep, dim=-1).indices, True)
     return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
@@ -53,7 +53,7 @@ class GroupedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(experts, d_out)) if bias else None
 
     def forward(self, x: Float[Tensor, "n i"], ends: Int[Tensor, " e"]) -> Float[Tensor, "n o"]:
-        weight = self.weight
+        weight: Tensor = self.weight
         if torch.is_autocast_enabled(x.device.type):  # as autocast does for matrix products it knows
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight = x.to(dtype), weight.to(dtype)
@@ -74,7 +74,9 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: Moe, d_model: int) -> None:
         super().__init__()
         self.router = Router(config.router, d_model, config.experts)
-        self.experts = make_dense_ffn(config.expert, d_model, lambda i, o, bias: GroupedLinear(config.experts, i, o, bias))
+        self.experts = make_dense_ffn(
+            config.expert, d_model, lambda i, o, bias: GroupedLinear(config.experts, i, o, bias)
+        )
         self.shared = None if config.shared is None else make_dense_ffn(config.shared, d_model)
         self.count = config.experts
 

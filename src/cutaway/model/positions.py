@@ -1,4 +1,4 @@
-"""Positions: added to the embedding (learned, sinusoidal), or inside attention (ALiBi, T5's bias; RoPE is in rope.py)."""
+"""Positions: added to the embedding (learned, sinusoidal), or to scores (ALiBi, T5's bias). RoPE is in rope.py."""
 
 import math
 
@@ -32,19 +32,31 @@ class Sinusoidal(Constants):
 
     def __init__(self, config: SinusoidalConfig, width: int) -> None:
         super().__init__()
-        self.base, self.width, self.layout = config.base, width, config.layout
+        self.base, self.width, self.layout, self.length = config.base, width, config.layout, config.table
         self.frequency: Tensor
+        self.table = None
+        if config.table is not None:
+            self.table = nn.Parameter(torch.empty(config.table, width), requires_grad=False)
         self.fill()
 
     def constants(self) -> dict[str, Tensor]:
         exponent = torch.arange(0, self.width, 2, dtype=torch.float64) / self.width
         return {"frequency": self.base**-exponent}
 
-    def forward(self, position: Int[Tensor, "B T"]) -> Float[Tensor, "B T w"]:
-        angle = position.clamp(min=0).unsqueeze(-1) * self.frequency
+    def fill(self, device: torch.device | None = None) -> None:
+        super().fill(device)
+        if self.table is not None:
+            self.table.data.copy_(self.encode(torch.arange(len(self.table), device=self.frequency.device)))
+
+    def encode(self, position: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch w"]:
+        angle = position.unsqueeze(-1) * self.frequency
         if self.layout == "halves":
             return torch.cat((angle.sin(), angle.cos()), -1)
         return torch.stack((angle.sin(), angle.cos()), -1).flatten(-2)
+
+    def forward(self, position: Int[Tensor, "B T"]) -> Float[Tensor, "B T w"]:
+        position = position.clamp(min=0)
+        return self.encode(position) if self.table is None else self.table[position]
 
 
 class ScoreBias(nn.Module):

@@ -33,6 +33,6 @@ def run_block(mode: Recompute, block: nn.Module, x: Tensor, *given: Any) -> Tens
     if mode == "none" or not torch.is_grad_enabled():
         return block(x, *given)
     if mode == "full":
-        return checkpoint(block, x, *given, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(block, x, *given, use_reentrant=False)
     contexts = partial(create_selective_checkpoint_contexts, _keep_costly)
-    return checkpoint(block, x, *given, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+    return checkpoint(block, x, *given, use_reentrant=False, context_fn=contexts)

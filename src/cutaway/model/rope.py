@@ -113,5 +113,3 @@ def yarn_frequency(period: Float[Tensor, " pairs"], theta: float, width: int, sc
     ramp = (torch.arange(width // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
     keep = 1 - ramp.clamp(0, 1)
     return 1.0 / (scaling.factor * period) * (1 - keep) + 1.0 / period * keep
-
-

@@ -1,4 +1,4 @@
-"""A stack: embedding, blocks, final norm. Encoder and decoder are the same but for `causal` and what they read beside."""
+"""A stack: embedding, blocks, final norm. Encoder and decoder differ in `causal` and in what they read beside."""
 
 from typing import Any
 
@@ -15,6 +15,7 @@ from cutaway.model.attention import Scene
 from cutaway.model.block import make_block
 from cutaway.model.cache import Cache
 from cutaway.model.embedding import Embedding
+from cutaway.model.kernels import Kernel
 from cutaway.model.layers import Table
 from cutaway.model.masks import Places, view, view_of_memory
 from cutaway.model.norms import make_norm
@@ -93,10 +94,12 @@ class Stack(nn.Module):
         plans: dict[tuple[str | None, int | None, str], Any] = {}
         scenes = []
         for layer, (position, window) in enumerate(zip(self.position_of, self.windows, strict=True)):
-            kernel: Any = self.blocks[layer].attn.f.kernel  # type: ignore[union-attr]
+            kernel = kernel_of(self.blocks[layer].attn)
             key = position if position in biases else None, window, kernel.name
             if key not in plans:
-                plans[key] = kernel.prepare(view(q, k, is_causal=self.causal, window=window), biases.get(position), dtype)
+                plans[key] = kernel.prepare(
+                    view(q, k, is_causal=self.causal, window=window), biases.get(position), dtype
+                )
             layer_cache, span = (None, 0) if cache is None else (cache.layers[layer], cache.span)
             scenes.append(Scene(plans[key], ropes.get(position), layer_cache, slot, span))
         return scenes
@@ -116,12 +119,16 @@ class Stack(nn.Module):
         plans: dict[str, Any] = {}
         arguments = []
         for layer, block in enumerate(self.blocks):
-            kernel = block.cross.f.kernel  # type: ignore[union-attr]
+            kernel = kernel_of(block.cross)
             if kernel.name not in plans:
                 plans[kernel.name] = kernel.prepare(seen, None, dtype)
             cross_cache = None if cache is None or cache.cross is None else cache.cross[layer]
             arguments.append((memory, plans[kernel.name], cross_cache))
         return arguments
+
+
+def kernel_of(branch: Any) -> Kernel:
+    return branch.f.kernel
 
 
 def position_key(config: StackConfig, layer: int, d_model: int) -> tuple[Any, ...]:

@@ -1,19 +1,16 @@
-"""The three forms: tokens in, logits out."""
+"""What the three forms have in common: kernels, recomputation, caches, weights, and the road into a stack."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from cutaway.config import Config, Decoder, Encoder, Head
-from cutaway.config import EncoderDecoder as EncoderDecoderConfig
+from cutaway.config import Config
 from cutaway.errors import InputError, WeightError
 from cutaway.model import inputs
-from cutaway.model import embedding as ends
 from cutaway.model.cache import Cache
-from cutaway.model.init import draw
-from cutaway.model.layers import Table
 from cutaway.model.masks import Places, places
 from cutaway.model.recompute import MODES, Recompute
 from cutaway.model.stack import Stack
@@ -56,16 +53,32 @@ class Transformer(nn.Module):
     def new_cache(self, batch: int, length: int, *, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for `batch` rows of up to `length` tokens."""
         stack = self.stacks.get("decoder") or self.stacks["encoder"]
-        widths = [block.attn.f.cache_widths for block in stack.blocks]  # type: ignore[union-attr]
+        attentions: list[Any] = [block.attn.f for block in stack.blocks]  # type: ignore[union-attr]
+        widths = [attention.cache_widths for attention in attentions]
         cross = len(self.stacks) == 2
         return Cache(widths, batch, length, cross=cross, device=self.device, dtype=dtype or self.dtype)
 
-    def check_weights(self) -> None:
-        """Refuse weights that hold NaN or infinity, by name."""
-        for name, tensor in self.state_dict().items():
-            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                count = int((~torch.isfinite(tensor)).sum())
-                raise WeightError(f"weight '{name}' holds {count} values that are NaN or infinite; the file it came from is damaged")
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take these weights, named as in `state_dict()`; refuse what is missing, foreign, misshapen or not finite."""
+        mine = self.state_dict()
+        for what, names in (
+            ("missing", mine.keys() - weights.keys()),
+            ("not this model's", weights.keys() - mine.keys()),
+        ):
+            if names:
+                count = "1 weight is" if len(names) == 1 else f"{len(names)} weights are"
+                shown = ", ".join(sorted(names)[:5]) + (" …" if len(names) > 5 else "")
+                raise WeightError(f"{count} {what}: {shown}; load the weights of a model with this configuration")
+        for name, tensor in weights.items():
+            if tensor.shape != mine[name].shape:
+                raise WeightError(
+                    f"weight '{name}' has shape {tuple(tensor.shape)}; this model's is {tuple(mine[name].shape)}"
+                )
+            bad = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
+            if bad:
+                values = "1 value that is" if bad == 1 else f"{bad} values that are"
+                raise WeightError(f"weight '{name}' holds {values} NaN or infinite; the file it came from is damaged")
+        self.load_state_dict(dict(weights))
 
     def __repr__(self) -> str:
         shape = ", ".join(f"{name}: {len(stack.blocks)} blocks" for name, stack in self.stacks.items())
@@ -108,183 +121,10 @@ class Transformer(nn.Module):
                 raise InputError(f"{name} has {batch} rows, but the cache was made for {cache.batch}")
             if not stack.causal and cache.used:
                 raise InputError("an encoder's tokens all see each other, so a text cannot be continued; pass it whole")
-            where, keys, slot = cache.place(length, mask)
+            where, slot = cache.place(length, mask)
         limit = getattr(stack.embed.position, "length", None)
         if limit is not None:
             inputs.check_length(where.position, limit, name)
+        if cache is not None and slot is not None:
+            keys = cache.advance(where, slot)
         return stack(tokens, where, types, cache=cache, keys=keys, slot=slot, **memory), where
-
-
-class DecoderOnly(Transformer):
-    """Each token sees itself and what came before; the logits at a position are for the next token."""
-
-    def __init__(self, config: Decoder) -> None:
-        super().__init__()
-        self.config = config
-        table = Table(config.vocab_size, config.decoder.embedding.table_width(config.d_model))
-        self.decoder = Stack(config.decoder, config.d_model, table, causal=True)
-        assert isinstance(config.head, Head)
-        self.head = ends.Head(config.head, config.d_model, config.vocab_size, table)
-
-    def hidden(
-        self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"] | None = None, **how: Any
-    ) -> Float[Tensor, "B T d"]:
-        """The stream after the final norm, which the head reads."""
-        return self.run_stack(self.decoder, "tokens", tokens, mask, vocab_size=self.config.vocab_size, **how)[0]
-
-    def forward(
-        self,
-        tokens: Int[Tensor, "B T"],
-        mask: Bool[Tensor, "B T"] | None = None,
-        *,
-        types: Int[Tensor, "B T"] | None = None,
-        positions: Int[Tensor, "B T"] | None = None,
-        documents: Int[Tensor, "B T"] | None = None,
-        prefix: Int[Tensor, " B"] | None = None,
-        cache: Cache | None = None,
-    ) -> Float[Tensor, "B T V"]:
-        """Logits. `mask` is True for real tokens; `documents` numbers packed texts; `prefix` tokens all see each other."""
-        how = {"types": types, "positions": positions, "documents": documents, "prefix": prefix, "cache": cache}
-        return self.head(self.hidden(tokens, mask, **how))
-
-
-class EncoderOnly(Transformer):
-    """Every token sees every token: a vector for each, in context, and logits where there is a head."""
-
-    def __init__(self, config: Encoder) -> None:
-        super().__init__()
-        self.config = config
-        table = Table(config.vocab_size, config.encoder.embedding.table_width(config.d_model))
-        self.encoder = Stack(config.encoder, config.d_model, table, causal=False)
-        has_head = isinstance(config.head, Head)
-        self.head = ends.Head(config.head, config.d_model, config.vocab_size, table) if has_head else None  # type: ignore[arg-type]
-        self.pooler = ends.Pooler(config.d_model) if config.pooler else None
-
-    def encode(
-        self,
-        tokens: Int[Tensor, "B T"],
-        mask: Bool[Tensor, "B T"] | None = None,
-        *,
-        types: Int[Tensor, "B T"] | None = None,
-        positions: Int[Tensor, "B T"] | None = None,
-        documents: Int[Tensor, "B T"] | None = None,
-        cache: Cache | None = None,
-    ) -> Float[Tensor, "B T d"]:
-        """A vector for each token."""
-        how = {"types": types, "positions": positions, "documents": documents, "cache": cache}
-        return self.run_stack(self.encoder, "tokens", tokens, mask, vocab_size=self.config.vocab_size, **how)[0]
-
-    def pool(
-        self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"] | None = None, **how: Any
-    ) -> Float[Tensor, "B d"]:
-        """One vector for each text, from its first token."""
-        if self.pooler is None:
-            raise InputError("this model has no pooler; use encode(...), and average its vectors if one is needed")
-        x, where = self.run_stack(self.encoder, "tokens", tokens, mask, vocab_size=self.config.vocab_size, **how)
-        return self.pooler(x, where)
-
-    def forward(
-        self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"] | None = None, **how: Any
-    ) -> Float[Tensor, "B T V"]:
-        """Logits for each token's own place, for filling masks."""
-        if self.head is None:
-            raise InputError("this model has no head, so it has no logits; use model.encode(tokens, mask)")
-        return self.head(self.encode(tokens, mask, **how))
-
-
-class EncoderDecoder(Transformer):
-    """A source that is read whole, and a target that is written token by token while looking at it."""
-
-    def __init__(self, config: EncoderDecoderConfig) -> None:
-        super().__init__()
-        self.config = config
-        d_model = config.d_model
-        table = Table(config.vocab_size, config.decoder.embedding.table_width(d_model))
-        source_table = table
-        if config.source_vocab_size is not None:
-            source_table = Table(config.source_vocab_size, config.encoder.embedding.table_width(d_model))
-        self.encoder = Stack(config.encoder, d_model, source_table, causal=False)
-        self.decoder = Stack(config.decoder, d_model, table, causal=True)
-        assert isinstance(config.head, Head)
-        self.head = ends.Head(config.head, d_model, config.vocab_size, table)
-
-    def encode(
-        self, source: Int[Tensor, "B S"], source_mask: Bool[Tensor, "B S"] | None = None
-    ) -> Float[Tensor, "B S d"]:
-        """The memory that the decoder reads."""
-        return self.read_source(source, source_mask)[0]
-
-    def read_source(
-        self, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"] | None
-    ) -> tuple[Float[Tensor, "B S d"], Places]:
-        vocab_size = self.config.source_vocab_size or self.config.vocab_size  # type: ignore[union-attr]
-        return self.run_stack(self.encoder, "source", source, mask, vocab_size=vocab_size)
-
-    def hidden(
-        self,
-        source: Int[Tensor, "B S"] | None,
-        target: Int[Tensor, "B T"],
-        source_mask: Bool[Tensor, "B S"] | None = None,
-        target_mask: Bool[Tensor, "B T"] | None = None,
-        *,
-        cache: Cache | None = None,
-    ) -> Float[Tensor, "B T d"]:
-        """The decoder's stream after its final norm, which the head reads."""
-        memory, where = self.recall(source, source_mask, target, cache)
-        how = {"vocab_size": self.config.vocab_size, "cache": cache, "memory": memory, "memory_places": where}
-        return self.run_stack(self.decoder, "target", target, target_mask, **how)[0]
-
-    def recall(
-        self,
-        source: Int[Tensor, "B S"] | None,
-        source_mask: Bool[Tensor, "B S"] | None,
-        target: Int[Tensor, "B T"],
-        cache: Cache | None,
-    ) -> tuple[Float[Tensor, "B S d"] | None, Places]:
-        """The encoder's output and its places; with a cache that knows the source, only the places."""
-        if cache is not None and cache.memory is not None:
-            if source is not None:
-                raise InputError("the cache already holds a source; pass None to go on with it, or a new cache")
-            return None, cache.memory
-        if source is None:
-            raise InputError("source is None, but no source was read yet; pass the source's tokens with the first target")
-        if len(source) != len(target):
-            raise InputError(f"source has {len(source)} rows and target {len(target)}; they must go together")
-        memory, where = self.read_source(source, source_mask)
-        if cache is not None:
-            cache.memory = where
-        return memory, where
-
-    def forward(
-        self,
-        source: Int[Tensor, "B S"] | None,
-        target: Int[Tensor, "B T"],
-        source_mask: Bool[Tensor, "B S"] | None = None,
-        target_mask: Bool[Tensor, "B T"] | None = None,
-        *,
-        cache: Cache | None = None,
-    ) -> Float[Tensor, "B T V"]:
-        """Logits for the token after each target token. With a cache, later calls pass None as the source."""
-        return self.head(self.hidden(source, target, source_mask, target_mask, cache=cache))
-
-
-def build(
-    config: Config,
-    *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    seed: int | None = None,
-) -> Transformer:
-    """The model that `config` describes, with fresh weights (none on the meta device)."""
-    from cutaway.config import config as read
-
-    config = read(config)
-    forms = {"decoder": DecoderOnly, "encoder": EncoderOnly, "encoder-decoder": EncoderDecoder}
-    with torch.device("meta"):
-        model: Transformer = forms[config.form](config)  # type: ignore[arg-type]
-    model = model.to(dtype) if dtype is not None else model
-    target = torch.device(device) if device is not None else torch.get_default_device()
-    if target.type != "meta":
-        model = model.to_empty(device=target)
-        draw(model, config, seed)
-    return model.eval()

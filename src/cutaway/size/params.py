@@ -7,7 +7,7 @@ from cutaway.config.attention import Cross, Heads, Latent, MultiHead, QKNorm
 from cutaway.config.embedding import Embedding, Head
 from cutaway.config.ffn import FFN, Mlp, Moe
 from cutaway.config.norms import LayerNorm, NoNorm, Norm
-from cutaway.config.positions import Learned, RelativeBias
+from cutaway.config.positions import Learned, RelativeBias, Sinusoidal
 from cutaway.config.stack import Block, CrossBlock, Parallel, Pre, Sandwich, Stack
 from cutaway.config.transformer import Config, Encoder, EncoderDecoder
 
@@ -38,7 +38,7 @@ class LayerParams:
 @dataclass(frozen=True, kw_only=True)
 class Params:
     """Every parameter once. What is shared (a tied head, ALBERT's layers) counts where it is first used; what is
-    fixed (sinusoids, RoPE's angles, ALiBi's slopes, a head's fixed bias, a router's selection bias) does not count."""
+    fixed (sinusoids and angles as computed, ALiBi's slopes, a fixed bias, a selection bias) does not count."""
 
     embedding: int
     """Token tables."""
@@ -125,9 +125,13 @@ def _token_tables(config: Config) -> int:
 
 
 def _positions(embedding: Embedding, d_model: int) -> int:
-    """(length + offset) · w rows of learned positions; sinusoids are constants."""
-    position = embedding.position
-    return (position.length + position.offset) * embedding.sum_width(d_model) if isinstance(position, Learned) else 0
+    """(length + offset) · w for learned positions, length · w for sinusoids kept as a frozen table, else none."""
+    position, rows = embedding.position, 0
+    if isinstance(position, Learned):
+        rows = position.length + position.offset
+    elif isinstance(position, Sinusoidal):
+        rows = position.table or 0
+    return rows * embedding.sum_width(d_model)
 
 
 def _embedding_projection(embedding: Embedding, d_model: int) -> int:

@@ -186,7 +186,7 @@ def marian(vocab_size: int) -> EncoderDecoder:
         8,
         context=512,
         activation="silu",
-        position=Sinusoidal(layout="halves"),
+        position=Sinusoidal(layout="halves", table=512),
         embedding_scale=True,
         init=Xavier(),
     )
@@ -201,7 +201,7 @@ def pegasus() -> EncoderDecoder:
         16,
         context=1024,
         activation="relu",
-        position=Sinusoidal(layout="halves"),
+        position=Sinusoidal(layout="halves", table=1024),
         embedding_scale=True,
         placement=Pre(),
         inner_dropout=0.1,

@@ -1,0 +1,29 @@
+"""The command line: one small file a verb. Nothing here imports torch before a verb needs it."""
+
+import sys
+
+import typer
+
+from cutaway.cli.demo import demo
+from cutaway.cli.presets import presets
+from cutaway.errors import CutawayError
+
+app = typer.Typer(
+    name="cutaway",
+    help="The Transformer with its side open: build it, run it, look into it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo)
+app.command()(presets)
+
+
+def main() -> None:
+    """Run the command line; an error meant for the user is one sentence and exit code 2."""
+    try:
+        app()
+    except CutawayError as error:
+        sys.stderr.write(f"cutaway: {error}\n")
+        sys.exit(2)

@@ -1,0 +1,89 @@
+"""`cutaway presets`: the models that have a name."""
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cutaway.config import Config, config, schema, to_json, to_toml
+from cutaway.config import presets as names
+from cutaway.size import count
+
+
+def presets(
+    name: Annotated[str | None, typer.Argument(help="Show this preset's whole configuration.")] = None,
+    form: Annotated[str | None, typer.Option(help="Only decoder, encoder or encoder-decoder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_schema: Annotated[
+        bool, typer.Option("--schema", help="The JSON schema of a configuration, for editors.")
+    ] = False,
+) -> None:
+    """List the models that have a name, or show one as a TOML file to start from.
+
+    Example: cutaway presets llama-3-8b > mine.toml
+    """
+    if as_schema:
+        sys.stdout.write(json.dumps(schema(), indent=2) + "\n")
+    elif name is not None:
+        sys.stdout.write(to_json(config(name)) if as_json else to_toml(config(name)))
+    else:
+        rows = [row(each, config(each)) for each in names() if form in (None, config(each).form)]
+        if not rows:
+            raise typer.BadParameter(
+                f"'{form}' is no form; use decoder, encoder or encoder-decoder", param_hint="--form"
+            )
+        sys.stdout.write(json.dumps(rows, indent=2) + "\n") if as_json else show(rows)
+
+
+def row(name: str, model: Config) -> dict[str, str | int | None]:
+    *_, stack = model.stacks.values()
+    attention = stack.block[0].attention
+    params = count(model)
+    return {
+        "name": name,
+        "form": model.form,
+        "layers": sum(each.layers for each in model.stacks.values()),
+        "width": model.d_model,
+        "heads": attention.heads,
+        "kv_heads": getattr(attention, "n_kv_heads", None),
+        "vocabulary": model.vocab_size,
+        "context": model.context,
+        "parameters": params.total,
+        "active": params.active,
+    }
+
+
+def short(number: str | int | None) -> str:
+    """124439808 → 124.4M; --json gives every digit."""
+    value = float(number or 0)
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if value >= size:
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.0f}"
+
+
+def show(rows: list[dict[str, str | int | None]]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("name", "form"):
+        table.add_column(column, no_wrap=True)
+    for column in ("layers", "width", "heads", "parameters", "active"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for each in rows:
+        heads, groups = each["heads"], each["kv_heads"]
+        table.add_row(
+            str(each["name"]),
+            str(each["form"]),
+            str(each["layers"]),
+            str(each["width"]),
+            str(heads) if groups in (None, heads) else f"{heads}/{groups}",
+            short(each["parameters"]),
+            "" if each["active"] == each["parameters"] else short(each["active"]),
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"[dim]{len(rows)} presets; heads as queries/keys where they differ; active: parameters a token uses.[/dim]"
+    )

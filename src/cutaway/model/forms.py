@@ -1,0 +1,204 @@
+"""The three forms: tokens in, logits out."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from cutaway.config import Config, Decoder, Encoder, Head
+from cutaway.config import EncoderDecoder as EncoderDecoderConfig
+from cutaway.config import config as read_config
+from cutaway.errors import InputError
+from cutaway.model import embedding as ends
+from cutaway.model.cache import Cache
+from cutaway.model.init import draw
+from cutaway.model.layers import Table
+from cutaway.model.masks import Places
+from cutaway.model.stack import Stack
+from cutaway.model.transformer import Transformer
+
+
+class DecoderOnly(Transformer):
+    """Each token sees itself and what came before; the logits at a position are for the next token."""
+
+    def __init__(self, config: Decoder) -> None:
+        super().__init__()
+        self.config = config
+        table = Table(config.vocab_size, config.decoder.embedding.table_width(config.d_model))
+        self.decoder = Stack(config.decoder, config.d_model, table, causal=True)
+        assert isinstance(config.head, Head)
+        self.head = ends.Head(config.head, config.d_model, config.vocab_size, table)
+
+    def hidden(
+        self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"] | None = None, **how: Any
+    ) -> Float[Tensor, "B T d"]:
+        """The stream after the final norm, which the head reads."""
+        return self.run_stack(self.decoder, "tokens", tokens, mask, vocab_size=self.config.vocab_size, **how)[0]
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "B T"],
+        mask: Bool[Tensor, "B T"] | None = None,
+        *,
+        types: Int[Tensor, "B T"] | None = None,
+        positions: Int[Tensor, "B T"] | None = None,
+        documents: Int[Tensor, "B T"] | None = None,
+        prefix: Int[Tensor, " B"] | None = None,
+        cache: Cache | None = None,
+    ) -> Float[Tensor, "B T V"]:
+        """Logits. `mask` is True for real tokens; `documents` numbers packed texts; a `prefix` sees itself whole."""
+        how = {"types": types, "positions": positions, "documents": documents, "prefix": prefix, "cache": cache}
+        return self.head(self.hidden(tokens, mask, **how))
+
+
+class EncoderOnly(Transformer):
+    """Every token sees every token: a vector for each, in context, and logits where there is a head."""
+
+    def __init__(self, config: Encoder) -> None:
+        super().__init__()
+        self.config = config
+        table = Table(config.vocab_size, config.encoder.embedding.table_width(config.d_model))
+        self.encoder = Stack(config.encoder, config.d_model, table, causal=False)
+        has_head = isinstance(config.head, Head)
+        self.head = ends.Head(config.head, config.d_model, config.vocab_size, table) if has_head else None  # type: ignore[arg-type]
+        self.pooler = ends.Pooler(config.d_model) if config.pooler else None
+
+    def encode(
+        self,
+        tokens: Int[Tensor, "B T"],
+        mask: Bool[Tensor, "B T"] | None = None,
+        *,
+        types: Int[Tensor, "B T"] | None = None,
+        positions: Int[Tensor, "B T"] | None = None,
+        documents: Int[Tensor, "B T"] | None = None,
+        cache: Cache | None = None,
+    ) -> Float[Tensor, "B T d"]:
+        """A vector for each token."""
+        how: dict[str, Any] = {"types": types, "positions": positions, "documents": documents, "cache": cache}
+        return self.run_stack(self.encoder, "tokens", tokens, mask, vocab_size=self.config.vocab_size, **how)[0]
+
+    def pool(
+        self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"] | None = None, **how: Any
+    ) -> Float[Tensor, "B d"]:
+        """One vector for each text, from its first token."""
+        if self.pooler is None:
+            raise InputError("this model has no pooler; use encode(...), and average its vectors if one is needed")
+        x, where = self.run_stack(self.encoder, "tokens", tokens, mask, vocab_size=self.config.vocab_size, **how)
+        return self.pooler(x, where)
+
+    def forward(
+        self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"] | None = None, **how: Any
+    ) -> Float[Tensor, "B T V"]:
+        """Logits for each token's own place, for filling masks."""
+        if self.head is None:
+            raise InputError("this model has no head, so it has no logits; use model.encode(tokens, mask)")
+        return self.head(self.encode(tokens, mask, **how))
+
+
+class EncoderDecoder(Transformer):
+    """A source that is read whole, and a target that is written token by token while looking at it."""
+
+    def __init__(self, config: EncoderDecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        d_model = config.d_model
+        table = Table(config.vocab_size, config.decoder.embedding.table_width(d_model))
+        source_table = table
+        if config.source_vocab_size is not None:
+            source_table = Table(config.source_vocab_size, config.encoder.embedding.table_width(d_model))
+        self.encoder = Stack(config.encoder, d_model, source_table, causal=False)
+        self.decoder = Stack(config.decoder, d_model, table, causal=True)
+        assert isinstance(config.head, Head)
+        self.head = ends.Head(config.head, d_model, config.vocab_size, table)
+
+    def encode(
+        self, source: Int[Tensor, "B S"], source_mask: Bool[Tensor, "B S"] | None = None
+    ) -> Float[Tensor, "B S d"]:
+        """The memory that the decoder reads."""
+        return self.read_source(source, source_mask)[0]
+
+    def read_source(
+        self, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"] | None
+    ) -> tuple[Float[Tensor, "B S d"], Places]:
+        vocab_size = self.config.source_vocab_size or self.config.vocab_size  # type: ignore[union-attr]
+        return self.run_stack(self.encoder, "source", source, mask, vocab_size=vocab_size)
+
+    def hidden(
+        self,
+        source: Int[Tensor, "B S"] | None,
+        target: Int[Tensor, "B T"],
+        source_mask: Bool[Tensor, "B S"] | None = None,
+        target_mask: Bool[Tensor, "B T"] | None = None,
+        *,
+        cache: Cache | None = None,
+    ) -> Float[Tensor, "B T d"]:
+        """The decoder's stream after its final norm, which the head reads."""
+        memory, where = self.recall(source, source_mask, target, cache)
+        how: dict[str, Any] = {
+            "vocab_size": self.config.vocab_size,
+            "cache": cache,
+            "memory": memory,
+            "memory_places": where,
+        }
+        return self.run_stack(self.decoder, "target", target, target_mask, **how)[0]
+
+    def recall(
+        self,
+        source: Int[Tensor, "B S"] | None,
+        source_mask: Bool[Tensor, "B S"] | None,
+        target: Int[Tensor, "B T"],
+        cache: Cache | None,
+    ) -> tuple[Float[Tensor, "B S d"] | None, Places]:
+        """The encoder's output and its places; with a cache that knows the source, only the places."""
+        if cache is not None and cache.memory is not None:
+            if source is not None:
+                raise InputError("the cache already holds a source; pass None to go on with it, or a new cache")
+            return None, cache.memory
+        if source is None:
+            raise InputError(
+                "source is None, but no source was read yet; pass the source's tokens with the first target"
+            )
+        if len(source) != len(target):
+            raise InputError(f"source has {len(source)} rows and target {len(target)}; they must go together")
+        memory, where = self.read_source(source, source_mask)
+        if cache is not None:
+            cache.memory = where
+        return memory, where
+
+    def forward(
+        self,
+        source: Int[Tensor, "B S"] | None,
+        target: Int[Tensor, "B T"],
+        source_mask: Bool[Tensor, "B S"] | None = None,
+        target_mask: Bool[Tensor, "B T"] | None = None,
+        *,
+        cache: Cache | None = None,
+    ) -> Float[Tensor, "B T V"]:
+        """Logits for the token after each target token. With a cache, later calls pass None as the source."""
+        return self.head(self.hidden(source, target, source_mask, target_mask, cache=cache))
+
+
+def build(
+    source: Config | Mapping[str, Any] | str | Path,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int | None = None,
+) -> Transformer:
+    """The model that a configuration (or a preset's name, a dict or a file) describes, with fresh weights.
+
+    On the meta device it has shapes and no values.
+    """
+    config = read_config(source)
+    forms = {"decoder": DecoderOnly, "encoder": EncoderOnly, "encoder-decoder": EncoderDecoder}
+    with torch.device("meta"):
+        model: Transformer = forms[config.form](config)
+    model = model.to(dtype) if dtype is not None else model
+    target = torch.device(device) if device is not None else torch.get_default_device()
+    if target.type != "meta":
+        model = model.to_empty(device=target)
+        draw(model, config, seed)
+    return model.eval()

@@ -1,0 +1,199 @@
+"""Configurations: read, written, refused with the path of the bad key and what is allowed there."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from pydantic import ValidationError
+from strategies import configs
+
+import cutaway as ct
+from cutaway import config as c
+from cutaway.errors import ConfigError
+
+SMALL = {
+    "form": "decoder",
+    "vocab_size": 10,
+    "d_model": 8,
+    "decoder": {"layers": 2, "block": {"attention": {"heads": 2}}},
+}
+
+
+def changed(path: str, value: object) -> dict:
+    data = json.loads(json.dumps(SMALL))
+    *parents, last = path.split(".")
+    here = data
+    for name in parents:
+        here = here.setdefault(name, {})
+    here[last] = value
+    return data
+
+
+def test_a_few_lines_are_enough() -> None:
+    config = ct.config(SMALL)
+    assert config.decoder.blocks == config.decoder.block * 2
+    assert isinstance(config.decoder.block[0].attention.position, c.Rope)
+
+
+@given(config=configs())
+def test_text_and_back(config: c.Config) -> None:
+    for text, suffix in ((c.to_toml(config), ".toml"), (c.to_json(config), ".json")):
+        path = Path(f"/tmp/cutaway-test-{abs(hash(text))}{suffix}")
+        path.write_text(text, encoding="utf-8")
+        assert ct.config(path) == config
+        path.unlink()
+    assert ct.config(c.to_dict(config)) == config
+    assert hash(ct.config(c.to_dict(config))) == hash(config)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("d_model", 0, "d_model: input should be greater than or equal to 1, not 0"),
+        ("d_model", "8", "d_model: input should be a valid integer, not '8'"),
+        ("d_model", True, "d_model: input should be a valid integer, not True"),
+        ("d_modle", 8, "unknown key 'd_modle' (did you mean 'd_model'?); allowed here: context, d_model"),
+        ("form", "decodr", "unknown form 'decodr'; allowed here: decoder, encoder, encoder-decoder"),
+        ("decoder.layers", 0, "decoder.layers: input should be greater"),
+        ("decoder.block.attention.heads", 3, "decoder.block.attention.heads: 3 heads do not divide d_model 8"),
+        ("decoder.block.attention.kv_heads", 3, "decoder.block.attention: kv_heads 3 does not divide heads 2"),
+        ("decoder.block.attention.d_head", 3, "RoPE turns pairs of dimensions, but a head has 3"),
+        (
+            "decoder.block.attention.position",
+            {"kind": "rop"},
+            "decoder.block.attention.position: unknown kind 'rop'; allowed here: none, rope, alibi, relative-bias",
+        ),
+        (
+            "decoder.block.attention.position",
+            {"theta": 5.0},
+            "decoder.block.attention.position: this part needs a 'kind'",
+        ),
+        (
+            "decoder.block.attention.position",
+            {"kind": "alibi", "theta": 5.0},
+            "unknown key 'theta'; allowed here: kind, max_bias, scale",
+        ),
+        (
+            "decoder.block.attention.position",
+            {"kind": "rope", "width": 6},
+            "decoder.block.attention.position.width: 6 is more than the head's 4 dimensions",
+        ),
+        (
+            "decoder.block.attention.position",
+            {"kind": "rope", "scaling": {"kind": "yarn"}},
+            "decoder.block.attention.position.scaling.factor: this key is required",
+        ),
+        (
+            "decoder.block.attention.bias",
+            ["w"],
+            "decoder.block.attention.bias[0]: input should be 'q', 'k', 'v' or 'o', not 'w'",
+        ),
+        (
+            "decoder.block.attention.softcap",
+            -1.0,
+            "decoder.block.attention.softcap: input should be greater than 0, not -1.0",
+        ),
+        ("decoder.block.attention.dropout", 1.0, "decoder.block.attention.dropout: input should be less than 1"),
+        (
+            "decoder.block.ffn",
+            {"kind": "moe", "experts": 2, "router": {"top_k": 3}},
+            "decoder.block.ffn: router.top_k 3 is more than the 2 experts",
+        ),
+        ("decoder.block.cross", {"heads": 2}, "decoder.block: unknown key 'cross'; allowed here: attention, ffn"),
+        (
+            "decoder.block",
+            [{"attention": {"heads": 2}}, {"attention": {"heads": 5}}],
+            "decoder.block[1].attention.heads: 5 heads do not divide",
+        ),
+        (
+            "decoder.norm",
+            {"kind": "rmsnorm", "bias": True},
+            "decoder.norm: unknown key 'bias'; allowed here: eps, kind, unit_offset",
+        ),
+        (
+            "decoder.embedding.factor",
+            {"width": 4},
+            "head: a tied head reads vectors of the token table's width 4, not 8",
+        ),
+        ("decoder.embedding.position", {"kind": "learned"}, "decoder.embedding.position.length: this key is required"),
+        ("decoder.groups", 3, "decoder: groups 3 is more than the 2 layers"),
+        ("head", {"kind": "none"}, "head: kind 'none' is for encoders"),
+        ("pooler", True, "unknown key 'pooler'"),
+    ],
+)
+def test_refusals_name_the_path_and_what_is_allowed(path: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        ct.config(changed(path, value))
+    assert message in str(refusal.value)
+
+
+def test_a_config_cannot_be_changed_in_place() -> None:
+    config = ct.config("gpt2")
+    with pytest.raises(ValidationError):
+        config.d_model = 5
+    assert config.replace(d_model=1536).d_model == 1536
+    with pytest.raises(ValidationError, match="heads do not divide"):
+        config.replace(d_model=770)
+
+
+def test_cross_attention_needs_an_encoder_and_turns() -> None:
+    block = {"attention": {"heads": 2}, "cross": {"heads": 2}}
+    data = {
+        "form": "encoder-decoder",
+        "vocab_size": 9,
+        "d_model": 8,
+        "encoder": SMALL["decoder"],
+        "decoder": {"layers": 1, "block": block},
+    }
+    assert ct.config(data).decoder.block[0].cross.heads == 2
+    with pytest.raises(ConfigError, match=r"decoder\.block\[0\]\.cross|decoder\.block\.cross: this key is required"):
+        ct.config(data | {"decoder": SMALL["decoder"]})
+    with pytest.raises(ConfigError, match="no place for cross-attention"):
+        ct.config(data | {"decoder": {"layers": 1, "block": block, "placement": {"kind": "parallel"}}})
+
+
+def test_patterns_tile() -> None:
+    local, full = c.MultiHead(heads=2, window=4), c.MultiHead(heads=2)
+    stack = c.Stack(
+        layers=8, lead=(c.Block(attention=full),), block=(c.Block(attention=local),) * 2 + (c.Block(attention=full),)
+    )
+    assert [block.attention.window for block in stack.blocks] == [None, 4, 4, None, 4, 4, None, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.toml", "form = ", "is not valid TOML"),
+        ("a.json", "{", "is not valid JSON"),
+        ("a.json", "[1]", "holds a list, not a table"),
+        ("a.json", '{"model_type": "llama"}', "another library's config"),
+        ("a.toml", "\x00", "is not valid TOML"),
+    ],
+)
+def test_files_that_are_no_configurations(name: str, text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        ct.config(path)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        ct.config(tmp_path / "none.toml")
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        ct.config(tmp_path / "bytes.toml")
+    (tmp_path / "folder.toml").mkdir()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ct.config(tmp_path / "folder.toml")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"nested too deeply|not valid JSON"):
+        ct.config(tmp_path / "deep.json")
+
+
+def test_the_schema_describes_every_part() -> None:
+    schema = c.schema()
+    assert {"Decoder", "Encoder", "EncoderDecoder", "Rope", "Yarn", "Moe", "Latent"} <= schema["$defs"].keys()
+    assert schema["$defs"]["MultiHead"]["properties"]["window"]["description"].startswith("A query sees keys")
+    assert schema["$defs"]["Rope"]["additionalProperties"] is False
