@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test lint fast nightly bench clean
+.PHONY: demo test lint fast nightly gpu bench clean
 .DEFAULT_GOAL := demo
 
 .venv/ready: pyproject.toml constraints.txt scripts/setup.sh
@@ -13,15 +13,18 @@ demo: .venv/ready  ## build a small model and follow a token through it
 	@$(BIN)/cutaway demo
 
 test: .venv/ready lint  ## everything that must hold
-	@echo "tests, as a user runs it (compiled models, bad input):" && OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 -m "unchecked and not nightly"
-	@echo "tests, shapes checked as they run:" && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not unchecked and not nightly"
+	@echo "tests, as a user runs it (compiled models, bad input):" && OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 -m "unchecked and not nightly and not gpu"
+	@echo "tests, shapes checked as they run:" && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not unchecked and not nightly and not gpu"
 
 lint: .venv/ready
 	@$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check . && $(BIN)/mypy --no-error-summary && echo "lint and types: fine"
 
 nightly: .venv/ready  ## the long suites
-	@OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 -m "unchecked"
-	@OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n 2 -m "not unchecked"
+	@OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 -m "unchecked and not gpu"
+	@OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n 2 -m "not unchecked and not gpu"
+
+gpu: .venv/ready  ## what only a GPU can show
+	@JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -m gpu
 
 bench: .venv/ready  ## side by side with peers
 	@$(BIN)/python bench/forward.py

@@ -34,6 +34,32 @@ def test_flex_is_explicit(config: c.Config, dtype: torch.dtype, seed: int) -> No
     assert (flex - reference)[real].abs().max() <= bound(dtype, reference)
 
 
+@pytest.mark.parametrize("kind", ["packed", "prefix"])
+@torch.no_grad()
+def test_flex_with_packed_texts_and_prefixes(kind: str) -> None:
+    model = lively(c.config("tiny-llama"), torch.float64)
+    tokens = tokens_for(model.config, 2, LENGTH, 0)
+    documents = torch.tensor([[0] * 5 + [1] * 7, [3] * 9 + [1] * 3])
+    how = {"documents": documents} if kind == "packed" else {"prefix": torch.tensor([0, 5])}
+    reference = model.use_kernel("explicit")(tokens, **how)
+    assert (model.use_kernel("flex")(tokens, **how) - reference).abs().max() <= bound(torch.float64, reference)
+
+
+@torch.no_grad()
+def test_no_future_in_flex() -> None:
+    """At every length up to 70, with and without padding: a changed last token moves its own logits only."""
+    model = lively(c.config("tiny-llama")).use_kernel("flex")
+    for length in range(1, 71):
+        tokens = tokens_for(model.config, 1, length, length)
+        changed = tokens.clone()
+        changed[:, -1] = (changed[:, -1] + 1) % model.config.vocab_size
+        for left in {0, length // 4}:
+            mask = (torch.arange(length) >= left).unsqueeze(0)
+            moved = (model(tokens, mask) - model(changed, mask)).abs().sum(-1)[0]
+            assert moved[left:-1].sum() == 0, length
+            assert moved[-1] > 0, length
+
+
 def test_flex_says_what_it_cannot_do_on_the_cpu() -> None:
     model = build("tiny-llama", seed=0).use_kernel("flex")
     with pytest.raises(KernelError, match="no backward pass on the CPU"):

@@ -196,6 +196,10 @@ class Flex(Kernel):
             raise KernelError(
                 "kernel 'flex' has no backward pass on the CPU; use 'sdpa' or 'explicit', or torch.no_grad()"
             )
+        if q.device.type != "cpu" and min(q.shape[-1], v.shape[-1]) < 16:
+            raise KernelError(
+                f"kernel 'flex' needs heads at least 16 wide, not {min(q.shape[-1], v.shape[-1])}; use 'sdpa'"
+            )
         cap, add = self.softcap, plan.add
 
         def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -212,6 +216,9 @@ class Flex(Kernel):
             scale=self.scale,
             enable_gqa=q.shape[2] != k.shape[2],
             return_aux=AuxRequest(lse=True),
+            kernel_options={
+                "FORCE_USE_FLEX_ATTENTION": True
+            },  # its other kernel, for short queries, lacks fp32 with GQA
         )
         if sink is not None:  # one more term in the softmax's sum: z · e^lse / (e^lse + e^sink)
             z = z * torch.sigmoid(aux.lse - sink[:, None]).unsqueeze(-1).to(z.dtype)

@@ -92,7 +92,8 @@ def places(
     positions: Int[Tensor, "B T"] | None = None,
 ) -> Places:
     """Number the real tokens of each row, and of each document in it, from 0: padding on any side shifts nothing."""
-    count = torch.arange(length, device=device).expand(1 if mask is None else batch, length)
+    alike = mask is None and documents is None and prefix is None
+    count = torch.arange(length, device=device).expand(1 if alike else batch, length)
     if mask is not None:
         count = mask.cumsum(-1) - 1
     if documents is not None:
@@ -104,8 +105,7 @@ def places(
         count = positions
     if mask is not None:
         count = torch.where(mask, count, EMPTY)
-    plain = mask is None and documents is None and prefix is None and positions is None
-    return Places(count, documents, None if prefix is None else prefix.unsqueeze(-1), plain)
+    return Places(count, documents, None if prefix is None else prefix.unsqueeze(-1), alike and positions is None)
 
 
 @dataclass(frozen=True)
