@@ -92,7 +92,9 @@ def multi_heads(draw: Draw, d_model: int, positions: tuple[str, ...]) -> c.Multi
         "none": lambda: c.NoPosition(),
         "rope": lambda: draw(ropes(fields["d_head"] or d_model // fields["heads"])),
         "alibi": lambda: c.Alibi(max_bias=draw(st.sampled_from([4.0, 8.0])), scale=draw(st.sampled_from([1.0, 0.5]))),
-        "relative-bias": lambda: c.RelativeBias(buckets=8, max_distance=16, shared=draw(st.booleans())),
+        "relative-bias": lambda: c.RelativeBias(
+            buckets=draw(st.sampled_from([6, 8])), max_distance=16, shared=draw(st.booleans())
+        ),
     }[kind]()
     return c.MultiHead(
         **fields, position=position, window=draw(maybe(st.integers(1, LENGTH))), sink=draw(st.booleans())
@@ -143,7 +145,9 @@ def moes(draw: Draw) -> c.Moe:
         selection_bias=draw(st.booleans()),
         groups=groups,
     )
-    return c.Moe(experts=experts, router=router, expert=draw(dense_ffns()), shared=draw(maybe(dense_ffns())))
+    shared = draw(maybe(dense_ffns()))
+    gate = shared is not None and draw(st.booleans())
+    return c.Moe(experts=experts, router=router, expert=draw(dense_ffns()), shared=shared, shared_gate=gate)
 
 
 @st.composite

@@ -103,3 +103,13 @@ def test_padding_leaks_nothing(kernel: str) -> None:
             run = model if model.head is not None else model.encode
             before, after = (run(t, mask) for t in (tokens, other))
         assert torch.equal(before[mask], after[mask])
+
+
+@torch.no_grad()
+def test_documents_whose_number_comes_again_do_not_meet() -> None:
+    model = lively(c.config("tiny-llama"), torch.float64)
+    tokens = tokens_for(model.config, 1, 9, 0)
+    documents = torch.tensor([[1, 1, 1, 2, 2, 2, 1, 1, 1]])
+    packed = model(tokens, documents=documents)
+    for part in (slice(0, 3), slice(3, 6), slice(6, 9)):
+        assert (packed[:, part] - model(tokens[:, part])).abs().max() <= 1e-10

@@ -59,7 +59,7 @@ def code_lines(path: Path) -> int:
 
 def test_the_model_can_be_read_in_an_hour() -> None:
     counts = {path.name: code_lines(path) for path in (SOURCE / "model").glob("*.py")}
-    assert sum(counts.values()) <= 1550, counts
+    assert sum(counts.values()) <= 1600, counts
     for path in SOURCE.rglob("*.py"):
         assert len(path.read_text().splitlines()) <= 310, path
 

@@ -102,3 +102,20 @@ def test_marians_frozen_sinusoids() -> None:
     assert not position.table.requires_grad
     assert torch.allclose(position.table[3, :2], torch.tensor([math.sin(3.0), math.sin(3.0 * 10000 ** (-2 / 512))]))
     assert torch.allclose(position.table[3, 256], torch.tensor(math.cos(3.0)))
+
+
+def test_what_is_loaded_is_kept_through_moves() -> None:
+    """A loaded sinusoid table, and a selection bias in bf16."""
+    position = {"kind": "sinusoidal", "table": 16}
+    stack = {"layers": 1, "block": {"attention": {"heads": 2}}, "embedding": {"position": position}}
+    model = build({"form": "decoder", "vocab_size": 5, "d_model": 8, "decoder": stack}, seed=0)
+    model.decoder.embed.position.table.data.add_(1.0)
+    kept = model.decoder.embed.position.table.clone()
+    assert torch.equal(model.double().float().decoder.embed.position.table, kept)
+    moe = build("tiny-mla", seed=0)
+    router = moe.decoder.blocks[1].ffn.f.router
+    router.selection_bias.copy_(torch.linspace(4.0, 4.001, 8))
+    kept = router.selection_bias.clone()
+    moe.to(torch.bfloat16)
+    assert torch.equal(router.selection_bias, kept)
+    assert torch.isfinite(moe(torch.zeros(1, 3, dtype=torch.long))).all()

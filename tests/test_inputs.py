@@ -161,3 +161,33 @@ def test_weights_that_are_no_numbers() -> None:
     with pytest.raises(WeightError, match="1 weight is not this model's: surplus"):
         model.load_weights(weights)
     assert all(torch.isfinite(p).all() for p in model.parameters()), "a refused load must change nothing"
+
+
+@torch.no_grad()
+def test_positions_that_would_leak() -> None:
+    """A decoder tells later from earlier by positions, so those must rise."""
+    llama = build(c.config("tiny-llama"), seed=0)
+    for bad in ([[0, 1, 2, 0, 1, 2]], [[3, 3, 3, 3, 3, 3]], [[5, 4, 3, 2, 1, 0]]):
+        with pytest.raises(InputError, match="positions do not rise"):
+            llama(ids(1, 6), positions=torch.tensor(bad))
+    with pytest.raises(InputError, match="positions holds -1"):
+        llama(ids(1, 3), positions=torch.tensor([[-1, 0, 1]]))
+    llama(ids(1, 6), positions=torch.tensor([[0, 1, 2, 0, 1, 2]]), documents=torch.tensor([[4, 4, 4, 7, 7, 7]]))
+    mask = torch.tensor([[False, True, True]])
+    llama(ids(1, 3), mask, positions=torch.tensor([[9, 0, 1]]))
+    llama(ids(1, 3), positions=torch.tensor([[4, 90, 1000]]))
+
+
+def test_tied_names_with_different_values() -> None:
+    model = build(c.config("tiny-gpt"), seed=0)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights["head.matrix.weight"][0, 0] += 1
+    with pytest.raises(WeightError, match="are one tensor in this model, but have different values"):
+        model.load_weights(weights)
+
+
+def test_meta_models_run_for_their_shapes() -> None:
+    for name in ("tiny-moe", "tiny-mla", "tiny-gpt"):
+        model = build(name, device="meta")
+        out = model(torch.zeros(2, 5, dtype=torch.long, device="meta"))
+        assert out.shape == (2, 5, model.config.vocab_size)

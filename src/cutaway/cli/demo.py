@@ -1,6 +1,7 @@
 """`cutaway demo`: a token's journey through a small model."""
 
 import json
+import shutil
 import sys
 from typing import Annotated, Any
 
@@ -89,10 +90,12 @@ def show(journey: Any, text: str, model: str, source: str, *, trained: bool) -> 
         console.print(f"  embedding + Σ additions = stream   largest difference {journey.sum_error:.1e}")
     if journey.row_error is not None:
         console.print(f"  rows of every pattern sum to 1     largest difference {journey.row_error:.1e}")
+    command = "cutaway" if shutil.which("cutaway") else sys.argv[0]
     console.print(
         "\n[bold]try next[/bold]\n"
-        "  cutaway presets                      the models that have a name\n"
-        "  cutaway presets tiny-gpt > my.toml   a configuration to change\n"
-        "  cutaway demo my.toml                 and its journey\n"
-        "  cutaway demo tiny-mla                latent attention and experts"
+        f"  {command} presets                      the models that have a name\n"
+        f"  {command} presets tiny-gpt > my.toml   a configuration to change\n"
+        f"  {command} demo my.toml                 and its journey\n"
+        f"  {command} demo tiny-mla                latent attention and experts",
+        soft_wrap=True,
     )

@@ -88,11 +88,15 @@ class Moe(Part):
     expert: DenseFFN = Gated()
     shared: DenseFFN | None = None
     """A network that every token also passes through."""
+    shared_gate: bool = False
+    """What the shared network adds is weighed by sigmoid(w·x) (Qwen2-MoE)."""
 
     @model_validator(mode="after")
     def _choices_exist(self) -> "Moe":
         if self.router.top_k > self.experts:
             raise ValueError(f"router.top_k {self.router.top_k} is more than the {self.experts} experts there are")
+        if self.shared_gate and self.shared is None:
+            raise ValueError("shared_gate weighs the shared network, but there is none; give shared or leave it out")
         groups = self.router.groups
         if groups is not None:
             if self.experts % groups.count:

@@ -156,8 +156,8 @@ class RelativeBias(Part):
 
     @model_validator(mode="after")
     def _enough_buckets(self) -> "RelativeBias":
-        if self.buckets < 4 or self.buckets % 4:
-            raise ValueError(f"buckets {self.buckets} must be a multiple of 4: two directions, each near and far")
+        if self.buckets < 4:
+            raise ValueError(f"buckets {self.buckets} must be at least 4: two directions, each near and far")
         if self.max_distance <= self.buckets // 2:
             raise ValueError(f"max_distance {self.max_distance} must be above half the buckets ({self.buckets // 2})")
         return self

@@ -84,6 +84,8 @@ class Stack(Part):
     """Multiplies what every sublayer adds (Granite)."""
     dropout: Rate = 0.0
     """On what every sublayer adds."""
+    final_dropout: Rate = 0.0
+    """After the final norm (T5)."""
     groups: Count | None = None
     """How many sets of weights the layers share; layer i uses set ⌊i·groups/layers⌋ (ALBERT: 1)."""
 

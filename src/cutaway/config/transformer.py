@@ -9,7 +9,7 @@ from cutaway.config.attention import Heads, Latent, MultiHead
 from cutaway.config.embedding import AnyHead, Embedding, Head
 from cutaway.config.initialisation import Init, Normal
 from cutaway.config.part import Count, Part
-from cutaway.config.positions import LongRope, Rope, Sinusoidal
+from cutaway.config.positions import DynamicNTK, LongRope, Rope, Sinusoidal
 from cutaway.config.stack import Block, CrossBlock, CrossStack, Stack
 
 
@@ -144,6 +144,11 @@ def _rope_misfits(path: str, attention: MultiHead | Latent, d_model: int) -> Ite
         yield (
             f"{path}.position",
             f"RoPE turns pairs of dimensions, but a head has {width}; give an even d_head or position.width",
+        )
+    if isinstance(rope.scaling, DynamicNTK) and width < 4:
+        yield (
+            f"{path}.position.scaling",
+            f"dynamic NTK divides by width − 2, so it needs at least 4 dimensions, not {width}",
         )
     if isinstance(rope.scaling, LongRope) and len(rope.scaling.short_factors) != width // 2:
         yield (

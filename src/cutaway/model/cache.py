@@ -26,7 +26,7 @@ class LayerCache:
         row = torch.arange(len(k), device=k.device).unsqueeze(-1)
         self.k[row, slot] = k.to(self.k.dtype)
         self.v[row, slot] = v.to(self.v.dtype)
-        return self.k[:, :span], self.v[:, :span]
+        return self.k[:, :span].to(k.dtype), self.v[:, :span].to(v.dtype)
 
 
 class CrossCache:
@@ -53,7 +53,9 @@ class Cache:
         self.position = torch.full((batch, slots), EMPTY, device=device)
         self.length = torch.zeros(batch, dtype=torch.long, device=device)
         self.used = 0
-        """No slot from here on was ever written."""
+        """No row is longer than this."""
+        self.least = 0
+        """No row is shorter than this."""
         self.fixed = False
         """Always attend over all slots, so that every step has the same shapes (for CUDA graphs and compiled steps)."""
 
@@ -64,6 +66,8 @@ class Cache:
 
     def place(self, length: int, mask: Bool[Tensor, "B T"] | None) -> tuple[Places, Int[Tensor, "B T"]]:
         """Where `length` new tokens a row would stand, and in which slots. Nothing changes yet."""
+        if self.used + length > self.slots and not torch.compiler.is_compiling():
+            self.used = int(self.length.max())  # the count is of the longest a row could be; now look
         if self.used + length > self.slots and not torch.compiler.is_compiling():
             raise InputError(
                 f"the cache has {self.slots} slots, {self.used} of them used, and {length} more tokens do not fit;"
@@ -77,16 +81,28 @@ class Cache:
         slot = self.length.unsqueeze(-1) + index
         return Places(torch.where(mask, slot, EMPTY)), slot
 
-    def advance(self, new: Places, slot: Int[Tensor, "B T"]) -> Places:
+    def advance(self, new: Places, slot: Int[Tensor, "B T"], *, padded: bool) -> Places:
         """Count the new tokens as read, and return the places of all keys."""
         self.position.scatter_(1, slot, new.position)
         self.length = self.length + (new.position >= 0).sum(-1)
         self.used += slot.shape[-1]
+        if not padded:
+            self.least += slot.shape[-1]
+        elif slot.shape[-1] > 1 and not torch.compiler.is_compiling():
+            self.least = int(self.length.min())
         return Places(self.position[:, : self.span], plain=new.plain and not self.fixed)
 
     def rewind(self, length: int | Int[Tensor, " B"]) -> None:
         """Forget every token from position `length` on (of each row, if given for each)."""
-        self.length = torch.minimum(self.length, torch.as_tensor(length, device=self.length.device))
+        if isinstance(length, int) and length < 0:
+            raise InputError(f"length is {length}; give the number of tokens to keep, 0 or more")
+        kept = torch.as_tensor(length, device=self.length.device)
+        if kept.shape not in ((), self.length.shape):
+            raise InputError(
+                f"length has shape {tuple(kept.shape)}; give one number, or one for each of {self.batch} rows"
+            )
+        self.length = torch.minimum(self.length, kept)
         self.position.masked_fill_(self.position >= self.length.unsqueeze(-1), EMPTY)
+        self.least = min(self.least, length) if isinstance(length, int) else 0
         if isinstance(length, int):
             self.used = min(self.used, length)

@@ -20,6 +20,14 @@ from cutaway.model.masks import Places
 from cutaway.model.stack import Stack
 from cutaway.model.transformer import Transformer
 
+Tokens = Int[Tensor, "B T"]
+Mask = Bool[Tensor, "B T"] | None
+Beside = Int[Tensor, "B T"] | None
+Source = Int[Tensor, "B S"]
+SourceMask = Bool[Tensor, "B S"] | None
+Stream = Float[Tensor, "B T d"]
+Logits = Float[Tensor, "B T V"]
+
 
 class DecoderOnly(Transformer):
     """Each token sees itself and what came before; the logits at a position are for the next token."""
@@ -32,23 +40,21 @@ class DecoderOnly(Transformer):
         assert isinstance(config.head, Head)
         self.head = ends.Head(config.head, config.d_model, config.vocab_size, table)
 
-    def hidden(
-        self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"] | None = None, **how: Any
-    ) -> Float[Tensor, "B T d"]:
+    def hidden(self, tokens: Tokens, mask: Mask = None, **how: Any) -> Stream:
         """The stream after the final norm, which the head reads."""
         return self.run_stack(self.decoder, "tokens", tokens, mask, vocab_size=self.config.vocab_size, **how)[0]
 
     def forward(
         self,
-        tokens: Int[Tensor, "B T"],
-        mask: Bool[Tensor, "B T"] | None = None,
+        tokens: Tokens,
+        mask: Mask = None,
         *,
-        types: Int[Tensor, "B T"] | None = None,
-        positions: Int[Tensor, "B T"] | None = None,
-        documents: Int[Tensor, "B T"] | None = None,
+        types: Beside = None,
+        positions: Beside = None,
+        documents: Beside = None,
         prefix: Int[Tensor, " B"] | None = None,
         cache: Cache | None = None,
-    ) -> Float[Tensor, "B T V"]:
+    ) -> Logits:
         """Logits. `mask` is True for real tokens; `documents` numbers packed texts; a `prefix` sees itself whole."""
         how = {"types": types, "positions": positions, "documents": documents, "prefix": prefix, "cache": cache}
         return self.head(self.hidden(tokens, mask, **how))
@@ -68,30 +74,26 @@ class EncoderOnly(Transformer):
 
     def encode(
         self,
-        tokens: Int[Tensor, "B T"],
-        mask: Bool[Tensor, "B T"] | None = None,
+        tokens: Tokens,
+        mask: Mask = None,
         *,
-        types: Int[Tensor, "B T"] | None = None,
-        positions: Int[Tensor, "B T"] | None = None,
-        documents: Int[Tensor, "B T"] | None = None,
+        types: Beside = None,
+        positions: Beside = None,
+        documents: Beside = None,
         cache: Cache | None = None,
-    ) -> Float[Tensor, "B T d"]:
+    ) -> Stream:
         """A vector for each token."""
         how: dict[str, Any] = {"types": types, "positions": positions, "documents": documents, "cache": cache}
         return self.run_stack(self.encoder, "tokens", tokens, mask, vocab_size=self.config.vocab_size, **how)[0]
 
-    def pool(
-        self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"] | None = None, **how: Any
-    ) -> Float[Tensor, "B d"]:
+    def pool(self, tokens: Tokens, mask: Mask = None, **how: Any) -> Float[Tensor, "B d"]:
         """One vector for each text, from its first token."""
         if self.pooler is None:
             raise InputError("this model has no pooler; use encode(...), and average its vectors if one is needed")
         x, where = self.run_stack(self.encoder, "tokens", tokens, mask, vocab_size=self.config.vocab_size, **how)
         return self.pooler(x, where)
 
-    def forward(
-        self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"] | None = None, **how: Any
-    ) -> Float[Tensor, "B T V"]:
+    def forward(self, tokens: Tokens, mask: Mask = None, **how: Any) -> Logits:
         """Logits for each token's own place, for filling masks."""
         if self.head is None:
             raise InputError("this model has no head, so it has no logits; use model.encode(tokens, mask)")
@@ -114,27 +116,23 @@ class EncoderDecoder(Transformer):
         assert isinstance(config.head, Head)
         self.head = ends.Head(config.head, d_model, config.vocab_size, table)
 
-    def encode(
-        self, source: Int[Tensor, "B S"], source_mask: Bool[Tensor, "B S"] | None = None
-    ) -> Float[Tensor, "B S d"]:
+    def encode(self, source: Source, source_mask: SourceMask = None) -> Float[Tensor, "B S d"]:
         """The memory that the decoder reads."""
         return self.read_source(source, source_mask)[0]
 
-    def read_source(
-        self, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"] | None
-    ) -> tuple[Float[Tensor, "B S d"], Places]:
+    def read_source(self, source: Source, mask: SourceMask) -> tuple[Float[Tensor, "B S d"], Places]:
         vocab_size = self.config.source_vocab_size or self.config.vocab_size  # type: ignore[union-attr]
         return self.run_stack(self.encoder, "source", source, mask, vocab_size=vocab_size)
 
     def hidden(
         self,
-        source: Int[Tensor, "B S"] | None,
-        target: Int[Tensor, "B T"],
-        source_mask: Bool[Tensor, "B S"] | None = None,
-        target_mask: Bool[Tensor, "B T"] | None = None,
+        source: Source | None,
+        target: Tokens,
+        source_mask: SourceMask = None,
+        target_mask: Mask = None,
         *,
         cache: Cache | None = None,
-    ) -> Float[Tensor, "B T d"]:
+    ) -> Stream:
         """The decoder's stream after its final norm, which the head reads."""
         memory, where = self.recall(source, source_mask, target, cache)
         how: dict[str, Any] = {
@@ -146,11 +144,7 @@ class EncoderDecoder(Transformer):
         return self.run_stack(self.decoder, "target", target, target_mask, **how)[0]
 
     def recall(
-        self,
-        source: Int[Tensor, "B S"] | None,
-        source_mask: Bool[Tensor, "B S"] | None,
-        target: Int[Tensor, "B T"],
-        cache: Cache | None,
+        self, source: Source | None, source_mask: SourceMask, target: Tokens, cache: Cache | None
     ) -> tuple[Float[Tensor, "B S d"] | None, Places]:
         """The encoder's output and its places; with a cache that knows the source, only the places."""
         if cache is not None and cache.memory is not None:
@@ -170,13 +164,13 @@ class EncoderDecoder(Transformer):
 
     def forward(
         self,
-        source: Int[Tensor, "B S"] | None,
-        target: Int[Tensor, "B T"],
-        source_mask: Bool[Tensor, "B S"] | None = None,
-        target_mask: Bool[Tensor, "B T"] | None = None,
+        source: Source | None,
+        target: Tokens,
+        source_mask: SourceMask = None,
+        target_mask: Mask = None,
         *,
         cache: Cache | None = None,
-    ) -> Float[Tensor, "B T V"]:
+    ) -> Logits:
         """Logits for the token after each target token. With a cache, later calls pass None as the source."""
         return self.head(self.hidden(source, target, source_mask, target_mask, cache=cache))
 

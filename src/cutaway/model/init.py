@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from cutaway.config import Config, CrossStack, Normal, Small, T5Init, Xavier
+from cutaway.model.positions import Sinusoidal
 
 EMBEDDING = r"(embed\.(token|types|position\.table)|head\.matrix)\.weight$"
 WRITES = r"\.(attn|cross)\.f\.o\.weight$|\.ffn\.f\.(\w+\.)?down\.weight$"
@@ -29,13 +30,16 @@ def initialise(model: nn.Module, config: Config) -> None:
     Always: norm gains 1 (0 with the unit offset); biases, sinks and saved buffers 0.
     `sublayers` is how many things write to the stream the matrix stands in (2 a layer, 3 with cross-attention).
     """
+    for module in model.modules():
+        if isinstance(module, Sinusoidal):
+            module.fill_table()
     saved = model.state_dict()
     for name, buffer in model.named_buffers():
         if name in saved:
             nn.init.zeros_(buffer)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
-            continue  # a frozen table of sinusoids, which fills itself
+            continue  # a frozen table of sinusoids
         if parameter.ndim < 2 or "norm" in name:
             fill_vector(model, name, parameter)
         elif isinstance(config.init, Xavier) and not re.search(f"{EMBEDDING}|{TABLE}", name):

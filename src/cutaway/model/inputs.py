@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
+from cutaway.model.cache import Cache
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
@@ -21,7 +22,8 @@ def check_tokens(name: str, tokens: Tensor, vocab_size: int) -> Tensor:
     if tokens.dtype not in INTEGERS:
         raise InputError(f"{name} has dtype {tokens.dtype}; token ids are integers, so pass an int64 tensor")
     if tokens.ndim != 2:
-        raise InputError(f"{name} has shape {tuple(tokens.shape)}; it must be (batch, length)" + add_batch(tokens))
+        hint = "; add the batch with tokens[None]" if tokens.ndim == 1 else ""
+        raise InputError(f"{name} has shape {tuple(tokens.shape)}; it must be (batch, length){hint}")
     if tokens.numel() == 0:
         raise InputError(f"{name} has shape {tuple(tokens.shape)}; give at least one row of at least one token")
     if worth_a_look(tokens):
@@ -30,10 +32,6 @@ def check_tokens(name: str, tokens: Tensor, vocab_size: int) -> Tensor:
             bad = low if low < 0 else high
             raise InputError(f"{name} holds the id {bad}; the vocabulary has ids 0 to {vocab_size - 1}")
     return tokens.long()
-
-
-def add_batch(tokens: Tensor) -> str:
-    return f"; add the batch with {'tokens[None]'}" if tokens.ndim == 1 else ""
 
 
 def check_beside(name: str, value: Tensor | None, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -71,6 +69,34 @@ def check_length(position: Tensor, limit: int, name: str) -> None:
     if last > limit:
         raise InputError(
             f"{name} needs position {last - 1}, but the model has learned positions 0 to {limit - 1}; shorten it"
+        )
+
+
+def check_positions(positions: Tensor, mask: Tensor | None, documents: Tensor | None, *, rising: bool) -> None:
+    """No negative position; in a decoder they rise along each text, since what comes later is told by them."""
+    if torch.compiler.is_compiling() or not worth_a_look(positions):
+        return
+    real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask
+    if bool((positions < 0)[real].any()):
+        raise InputError(f"positions holds {int(positions[real].min())}; positions count from 0")
+    new = torch.zeros_like(real) if documents is None else documents != documents.roll(1, -1)
+    text = new.cumsum(-1) * (int(positions.max()) + 1)  # texts one behind the other, so that all must rise
+    so_far = torch.where(real, positions + text, -1).cummax(-1).values
+    if rising and bool((real[:, 1:] & ((positions + text)[:, 1:] <= so_far[:, :-1])).any()):
+        raise InputError(
+            "positions do not rise along a row; number the tokens of a text in order, and texts by documents"
+        )
+
+
+def check_turn(cache: Cache, length: int, position: Tensor, turn: int) -> None:
+    """No row of a cache grows past the length at which LongRoPE would have turned its earlier keys differently."""
+    if torch.compiler.is_compiling() or cache.used + length <= turn or cache.least > turn:
+        return
+    crosses = (cache.length > 0) & (cache.length <= turn) & (position.amax(-1) >= turn)
+    if bool(crosses.any()):
+        raise InputError(
+            f"row {int(crosses.long().argmax())} of the cache would grow past {turn} tokens, where LongRoPE turns the"
+            " whole text by other angles; read the text again from its start into a new cache"
         )
 
 

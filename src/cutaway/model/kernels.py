@@ -1,6 +1,7 @@
 """softmax(q·kᵀ·scale + mask)·v, computed three ways behind one interface and held equal by tests."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -12,6 +13,13 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from cutaway.errors import KernelError
 from cutaway.model.masks import View
 from cutaway.model.positions import ScoreBias
+
+Queries = Float[Tensor, "B T H D"]
+Keys = Float[Tensor, "B S G D"]
+Values = Float[Tensor, "B S G E"]
+Mixed = Float[Tensor, "B T H E"]
+Sink = Float[Tensor, " H"] | None
+Scores = Float[Tensor, "B H T S"]
 
 
 class Kernel(nn.Module):
@@ -33,14 +41,7 @@ class Kernel(nn.Module):
         """What `forward` takes as `plan`."""
         raise NotImplementedError
 
-    def forward(
-        self,
-        q: Float[Tensor, "B T H D"],
-        k: Float[Tensor, "B S G D"],
-        v: Float[Tensor, "B S G E"],
-        plan: Any,
-        sink: Float[Tensor, " H"] | None = None,
-    ) -> Float[Tensor, "B T H E"]:
+    def forward(self, q: Queries, k: Keys, v: Values, plan: Any, sink: Sink = None) -> Mixed:
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -58,12 +59,7 @@ class DrawnMask(NamedTuple):
 class Softmax(nn.Module):
     """Scores in, pattern out: rows sum to 1, or less where a sink takes a share; a blind query's row is zero."""
 
-    def forward(
-        self,
-        scores: Float[Tensor, "B H T S"],
-        blind: Bool[Tensor, "#B 1 T 1"],
-        sink: Float[Tensor, " H"] | None,
-    ) -> Float[Tensor, "B H T S"]:
+    def forward(self, scores: Scores, blind: Bool[Tensor, "#B 1 T 1"], sink: Sink) -> Scores:
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if sink is not None:
             column = sink.to(wide.dtype)[:, None, None].expand(*wide.shape[:-1], 1)
@@ -85,14 +81,7 @@ class Explicit(Kernel):
     def prepare(self, view: View, bias: ScoreBias | None, dtype: torch.dtype) -> DrawnMask:
         return DrawnMask(*view.visible(), None if bias is None else bias.dense(view.relative()).to(dtype))
 
-    def forward(
-        self,
-        q: Float[Tensor, "B T H D"],
-        k: Float[Tensor, "B S G D"],
-        v: Float[Tensor, "B S G E"],
-        plan: DrawnMask,
-        sink: Float[Tensor, " H"] | None = None,
-    ) -> Float[Tensor, "B T H E"]:
+    def forward(self, q: Queries, k: Keys, v: Values, plan: DrawnMask, sink: Sink = None) -> Mixed:
         group = q.shape[2] // k.shape[2]  # query heads that share a key head
         k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
         scores = torch.einsum("bthd,bshd->bhts", q * self.scale, k)
@@ -127,14 +116,7 @@ class Sdpa(Kernel):
             mask = bias.dense(view.relative()).to(dtype).masked_fill(~mask, float("-inf"))
         return SdpaPlan(False, mask, blind)
 
-    def forward(
-        self,
-        q: Float[Tensor, "B T H D"],
-        k: Float[Tensor, "B S G D"],
-        v: Float[Tensor, "B S G E"],
-        plan: SdpaPlan,
-        sink: Float[Tensor, " H"] | None = None,
-    ) -> Float[Tensor, "B T H E"]:
+    def forward(self, q: Queries, k: Keys, v: Values, plan: SdpaPlan, sink: Sink = None) -> Mixed:
         z = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -176,14 +158,7 @@ class Flex(Kernel):
         )
         return FlexPlan(mask, add, view.visible()[1])
 
-    def forward(
-        self,
-        q: Float[Tensor, "B T H D"],
-        k: Float[Tensor, "B S G D"],
-        v: Float[Tensor, "B S G E"],
-        plan: FlexPlan,
-        sink: Float[Tensor, " H"] | None = None,
-    ) -> Float[Tensor, "B T H E"]:
+    def forward(self, q: Queries, k: Keys, v: Values, plan: FlexPlan, sink: Sink = None) -> Mixed:
         if self.training and self.dropout > 0:
             raise KernelError(
                 "kernel 'flex' cannot drop out attention weights; set the attention's dropout to 0 to train"
@@ -206,7 +181,8 @@ class Flex(Kernel):
             s = s if cap is None else cap * torch.tanh(s / cap)
             return s if add is None else s + add(b, h, i, j)
 
-        attend: Any = flex_attention if q.device.type == "cpu" else compiled_flex()
+        bare = q.device.type == "cpu" or torch.compiler.is_compiling()
+        attend: Any = flex_attention if bare else compiled_flex()
         z, aux = attend(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -225,16 +201,10 @@ class Flex(Kernel):
         return z.masked_fill(plan.blind, 0.0).transpose(1, 2)
 
 
-_compiled: list[Callable[..., Any]] = []
-
-
+@cache
 def compiled_flex() -> Callable[..., Any]:
     """Flex attention is fast only when compiled; it is compiled once."""
-    if torch.compiler.is_compiling():
-        return flex_attention
-    if not _compiled:
-        _compiled.append(torch.compile(flex_attention))
-    return _compiled[0]
+    return torch.compile(flex_attention)
 
 
 KERNELS: dict[str, type[Kernel]] = {kernel.name: kernel for kernel in (Sdpa, Explicit, Flex)}

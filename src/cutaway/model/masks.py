@@ -99,6 +99,7 @@ def places(
     if documents is not None:
         new = torch.ones_like(documents, dtype=torch.bool)
         new[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        documents = new.cumsum(-1)  # a number that comes again later is another text
         start = torch.where(new, count if mask is None else count + (~mask).long(), 0).cummax(-1).values
         count = count - start
     if positions is not None:

@@ -1,5 +1,8 @@
 """Mixture of experts: a router sends each token to a few of many FFNs. Dropless: no capacity, no token lost."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -8,6 +11,7 @@ from torch import Tensor, nn
 from cutaway.config import Groups, Moe
 from cutaway.config import Router as RouterConfig
 from cutaway.model.ffn import make_dense_ffn
+from cutaway.model.layers import Linear
 
 
 class Router(nn.Module):
@@ -21,6 +25,14 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(experts)) if config.bias else None
         self.selection_bias: Tensor | None
         self.register_buffer("selection_bias", torch.zeros(experts) if config.selection_bias else None)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Router":
+        """Experts differ by less than bf16 can tell, so the selection bias keeps its dtype when the model's changes."""
+        kept = self.selection_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if kept is not None and self.selection_bias is not None and self.selection_bias.dtype != kept.dtype:
+            self.selection_bias = kept.to(self.selection_bias.device)
+        return self
 
     def forward(self, x: Float[Tensor, "n d"]) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
         logits = F.linear(x, self.weight, self.bias)
@@ -54,7 +66,7 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: Float[Tensor, "n i"], ends: Int[Tensor, " e"]) -> Float[Tensor, "n o"]:
         weight: Tensor = self.weight
-        if torch.is_autocast_enabled(x.device.type):  # as autocast does for matrix products it knows
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # as autocast does for matrix products it knows
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight = x.to(dtype), weight.to(dtype)
         aligned = all(width % 8 == 0 for width in weight.shape[1:])
@@ -78,6 +90,7 @@ class MixtureOfExperts(nn.Module):
             config.expert, d_model, lambda i, o, bias: GroupedLinear(config.experts, i, o, bias)
         )
         self.shared = None if config.shared is None else make_dense_ffn(config.shared, d_model)
+        self.shared_gate = Linear(d_model, 1, bias=False) if config.shared_gate else None
         self.count = config.experts
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
@@ -88,7 +101,10 @@ class MixtureOfExperts(nn.Module):
         y = self.experts(flat[order // chosen.shape[-1]], ends)
         y = y[order.argsort()].unflatten(0, chosen.shape)  # back to (token, choice)
         y = torch.einsum("nk,nkd->nd", weights, y).view_as(x)
-        return y if self.shared is None else y + self.shared(x)
+        if self.shared is None:
+            return y
+        extra = self.shared(x)
+        return y + (extra if self.shared_gate is None else extra * torch.sigmoid(self.shared_gate(x)))
 
 
 @torch.library.custom_op("cutaway::grouped_product", mutates_args=())

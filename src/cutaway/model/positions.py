@@ -43,8 +43,8 @@ class Sinusoidal(Constants):
         exponent = torch.arange(0, self.width, 2, dtype=torch.float64) / self.width
         return {"frequency": self.base**-exponent}
 
-    def fill(self, device: torch.device | None = None) -> None:
-        super().fill(device)
+    def fill_table(self) -> None:
+        """Write the formula into the frozen table; only when the model is made, for a loaded table is kept as it is."""
         if self.table is not None:
             self.table.data.copy_(self.encode(torch.arange(len(self.table), device=self.frequency.device)))
 

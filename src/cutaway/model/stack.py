@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -60,8 +61,12 @@ class Stack(nn.Module):
             if position is not None:
                 self.positions[str(layer)] = position
         self.position_of = [str(layer) for layer in first]
+        ropes = [position for position in self.positions.values() if isinstance(position, Rope)]
+        self.turns = sorted({rope.switch_at for rope in ropes if rope.switch_at is not None and not rope.dynamic})
+        """Lengths at which a sequence's tokens all turn by other angles, so that a cache cannot grow past them."""
         self.windows = [block.attention.window for block in config.blocks]
         self.final_norm = make_norm(config.norm if config.placement.final_norm else NoNorm(), d_model)
+        self.final_dropout = config.final_dropout
         self.recompute: Recompute = "none"
 
     def forward(
@@ -81,7 +86,7 @@ class Stack(nn.Module):
         cross = self.cross_arguments(places, memory, memory_places, x.dtype, cache)
         for layer, block in enumerate(self.blocks):
             x = run_block(self.recompute if self.training else "none", block, x, scenes[layer], *cross[layer])
-        return self.final_norm(x)
+        return F.dropout(self.final_norm(x), self.final_dropout, self.training)
 
     def scenes(
         self, q: Places, k: Places, dtype: torch.dtype, cache: Cache | None, slot: Int[Tensor, "B T"] | None

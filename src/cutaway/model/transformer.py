@@ -78,6 +78,13 @@ class Transformer(nn.Module):
             if bad:
                 values = "1 value that is" if bad == 1 else f"{bad} values that are"
                 raise WeightError(f"weight '{name}' holds {values} NaN or infinite; the file it came from is damaged")
+        first: dict[int, str] = {}
+        for name, tensor in mine.items():
+            twin = first.setdefault(tensor.data_ptr(), name)
+            if twin != name and not tensor.is_meta and not torch.equal(weights[name], weights[twin]):
+                raise WeightError(
+                    f"weights '{name}' and '{twin}' are one tensor in this model, but have different values"
+                )
         self.load_state_dict(dict(weights))
 
     def __repr__(self) -> str:
@@ -106,6 +113,8 @@ class Transformer(nn.Module):
         types = inputs.check_beside("types", types, tokens, torch.long)
         positions = inputs.check_beside("positions", positions, tokens, torch.long)
         documents = inputs.check_beside("documents", documents, tokens, torch.long)
+        if positions is not None:
+            inputs.check_positions(positions, mask, documents, rising=stack.causal)
         batch, length = tokens.shape
         if types is not None:
             if stack.embed.types is None:
@@ -122,9 +131,11 @@ class Transformer(nn.Module):
             if not stack.causal and cache.used:
                 raise InputError("an encoder's tokens all see each other, so a text cannot be continued; pass it whole")
             where, slot = cache.place(length, mask)
+            for turn in stack.turns:
+                inputs.check_turn(cache, length, where.position, turn)
         limit = getattr(stack.embed.position, "length", None)
         if limit is not None:
             inputs.check_length(where.position, limit, name)
         if cache is not None and slot is not None:
-            keys = cache.advance(where, slot)
+            keys = cache.advance(where, slot, padded=mask is not None)
         return stack(tokens, where, types, cache=cache, keys=keys, slot=slot, **memory), where

@@ -262,4 +262,5 @@ def _ffn_active(ffn: FFN, d_model: int) -> int:
 def _routing_and_shared(moe: Moe, d_model: int) -> int:
     """d · E for the router (its selection bias is a buffer), and the expert that every token passes."""
     router = _linear(d_model, moe.experts, bias=moe.router.bias)
-    return router + (_ffn(moe.shared, d_model) if moe.shared is not None else 0)
+    gate = d_model if moe.shared_gate else 0
+    return router + gate + (_ffn(moe.shared, d_model) if moe.shared is not None else 0)

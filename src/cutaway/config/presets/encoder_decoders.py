@@ -79,6 +79,7 @@ def t5(
             embedding=embedding,
             norm=RMSNorm(),
             dropout=dropout,
+            final_dropout=dropout,
         ),
         decoder=CrossStack(
             layers=layers,
@@ -86,6 +87,7 @@ def t5(
             embedding=embedding,
             norm=RMSNorm(),
             dropout=dropout,
+            final_dropout=dropout,
         ),
         head=Head(tied=False) if gated else Head(scale=d_model**-0.5),
         init=T5Init(),
