@@ -1,9 +1,9 @@
 """GPT-2 124M, batch 2 × 256, fp32 on the CPU: forward and forward + backward beside transformers, in one run.
 
-    python bench/forward.py [--repeats 15] [--json]
+    python bench/forward.py [--repeats 30] [--json]
 
-The two take turns, so that a busy machine slows both; the figure is the median of the ratios, and the limit is the
-time that a bare chain of the same matrix products takes.
+The two take turns, in changing order, so that a busy machine slows both; the figure is the median of the ratios with
+its quartiles, and the limit is the time that a bare chain of the same matrix products takes.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def products(model: nn.Module, rows: int, *, backward: bool) -> Callable[[], Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -82,19 +82,18 @@ def main() -> None:
     for name, runs in cases.items():
         for run in runs * 2:
             run()
-        times = [[seconds(run) for run in runs] for _ in range(arguments.repeats)]
-        mine, peer, limit = (statistics.median(column) for column in zip(*times, strict=True))
-        ratio = statistics.median(row[0] / row[1] for row in times)
-        results[name] = {
-            "cutaway_ms": mine * 1e3,
-            "transformers_ms": peer * 1e3,
-            "ratio": ratio,
-            "products_ms": limit * 1e3,
-        }
+        times = []
+        for repeat in range(arguments.repeats):
+            order = sorted(range(3), key=lambda index: (index + repeat) % 3)
+            row = {index: seconds(runs[index]) for index in order}
+            times.append([row[index] for index in range(3)])
+        mine, peer, limit = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
+        low, ratio, high = statistics.quantiles(row[0] / row[1] for row in times)
+        results[name] = {"cutaway_ms": mine, "transformers_ms": peer, "ratio": ratio, "products_ms": limit}
         if not arguments.json:
             print(
-                f"{name:20} cutaway {mine * 1e3:7.1f} ms   transformers {peer * 1e3:7.1f} ms   ratio {ratio:.3f}"
-                f"   bare products {limit * 1e3:7.1f} ms ({limit / mine:.0%} of our time)"
+                f"{name:19} cutaway {mine:5.0f} ms   transformers {peer:5.0f} ms"
+                f"   ratio {ratio:.3f} ({low:.3f} to {high:.3f})   bare products {limit:5.0f} ms, {limit / mine:.0%} of ours"
             )
     if arguments.json:
         print(json.dumps(results, indent=2))
