@@ -93,7 +93,8 @@ def main() -> None:
         if not arguments.json:
             print(
                 f"{name:19} cutaway {mine:5.0f} ms   transformers {peer:5.0f} ms"
-                f"   ratio {ratio:.3f} ({low:.3f} to {high:.3f})   bare products {limit:5.0f} ms, {limit / mine:.0%} of ours"
+                f"   ratio {ratio:.3f} ({low:.3f} to {high:.3f})"
+                f"   bare products {limit:5.0f} ms, {limit / mine:.0%} of ours"
             )
     if arguments.json:
         print(json.dumps(results, indent=2))

@@ -8,7 +8,7 @@ from torch import nn
 
 from cutaway import config as c
 from cutaway.model import build
-from cutaway.model.ffn import make_ffn
+from cutaway.model.ffn import make_dense_ffn
 from cutaway.model.norms import make_norm
 from cutaway.model.positions import Sinusoidal
 
@@ -34,7 +34,7 @@ def test_unit_offset_multiplies_by_one_plus_gain() -> None:
 
 @torch.no_grad()
 def test_ffn_hidden() -> None:
-    ffn = make_ffn(c.Mlp(hidden=4, activation="relu", bias=False), 3)
+    ffn = make_dense_ffn(c.Mlp(hidden=4, activation="relu", bias=False), 3)
     ffn.up.weight.copy_(torch.tensor([[1, 0, -1, 0.5], [0, 1, 0, -1], [0.5, -0.5, 1, 0]]).T)
     seen = []
     ffn.down.register_forward_pre_hook(lambda m, i: seen.append(i[0]))

@@ -6,13 +6,19 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from cutaway.config import FFN, CrossBlock, Moe, NoNorm, Output, Parallel, Post, Pre, Sandwich
 from cutaway.config import Block as BlockConfig
-from cutaway.config import CrossBlock, NoNorm, Output, Parallel, Post, Pre, Sandwich
 from cutaway.config import Stack as StackConfig
 from cutaway.model.attention import CrossAttention, Scene, make_attention
 from cutaway.model.cache import CrossCache
-from cutaway.model.ffn import make_ffn
+from cutaway.model.ffn import make_dense_ffn
+from cutaway.model.moe import MixtureOfExperts
 from cutaway.model.norms import make_norm
+
+
+def make_ffn(config: FFN, d_model: int) -> nn.Module:
+    """The FFN that `config` describes."""
+    return MixtureOfExperts(config, d_model) if isinstance(config, Moe) else make_dense_ffn(config, d_model)
 
 
 class Branch(nn.Module):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cutaway.config import FFN, ClampedSwiGLU, DenseFFN, Mlp, Moe
+from cutaway.config import ClampedSwiGLU, DenseFFN, Mlp
 from cutaway.config import Gated as GatedConfig
 from cutaway.model.activations import ACTIVATIONS
 from cutaway.model.layers import Linear
@@ -66,12 +66,3 @@ class Gated(nn.Module):
 
 def make_dense_ffn(config: DenseFFN, d_model: int, linear: MakeLinear = dense_linear) -> nn.Module:
     return Plain(config, d_model, linear) if isinstance(config, Mlp) else Gated(config, d_model, linear)
-
-
-def make_ffn(config: FFN, d_model: int) -> nn.Module:
-    """The FFN that `config` describes."""
-    if isinstance(config, Moe):
-        from cutaway.model.moe import MixtureOfExperts
-
-        return MixtureOfExperts(config, d_model)
-    return make_dense_ffn(config, d_model)

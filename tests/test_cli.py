@@ -1,0 +1,74 @@
+"""The command line as a person and as a machine use it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cutaway import config as c
+
+COMMAND = [sys.executable, "-c", "from cutaway.cli import main; main()"]
+pytestmark = pytest.mark.unchecked
+
+
+def cutaway(*arguments: str, code: int = 0) -> str:
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, encoding="utf-8", check=False)
+    assert done.returncode == code, done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def test_presets_for_people_and_machines() -> None:
+    assert "llama-3-8b" in cutaway("presets")
+    rows = {row["name"]: row for row in json.loads(cutaway("presets", "--json"))}
+    assert rows.keys() == set(c.presets())
+    gpt2 = {"form": "decoder", "layers": 12, "width": 768, "heads": 12, "parameters": 124439808}
+    assert gpt2.items() <= rows["gpt2"].items()
+    encoders = json.loads(cutaway("presets", "--form", "encoder", "--json"))
+    assert {row["form"] for row in encoders} == {"encoder"}
+
+
+def test_a_preset_is_a_file_to_start_from(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(cutaway("presets", "tiny-moe"))
+    assert c.config(path) == c.config("tiny-moe")
+    assert c.config(json.loads(cutaway("presets", "tiny-t5", "--json"))) == c.config("tiny-t5")
+    assert "stage" in cutaway("demo", str(path))
+    assert json.loads(cutaway("presets", "--schema"))["$defs"]["Rope"]
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt", "tiny-mla", "tiny-bert", "tiny-albert", "tiny-t5"])
+def test_the_journey_and_its_proof(name: str) -> None:
+    journey = json.loads(cutaway("demo", name, "--json", "--text", "naïve"))
+    sites = [stage["site"] for stage in journey["stages"]]
+    assert sites[0] == "embed"
+    has_head = c.config(name).head.kind == "lm"
+    assert sites[-1] == ("logits" if has_head else "final_norm")
+    assert {"blocks.0.attn.in", "blocks.0.attn.pattern", "blocks.0.attn.out", "blocks.0.resid_mid"} <= set(sites)
+    assert len(journey["top"]) == (5 if has_head else 0)
+    assert sum(row["probability"] for row in journey["top"]) <= 1
+    for proof in ("sum_error", "row_error"):
+        assert journey[proof] is None or journey[proof] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["presets", "nope"], "cutaway: there is no preset or file named 'nope'"),
+        (["demo", "lama-3-8b"], "did you mean llama-3-8b"),
+        (["demo", "missing.toml"], "'missing.toml' does not exist"),
+        (["demo", "--text", ""], "is empty"),
+        (["presets", "--form", "middle"], "is no form"),
+        (["demo", "--text", "x" * 100], "learned positions 0 to 63"),
+    ],
+)
+def test_mistakes_get_one_sentence_and_exit_code_two(arguments: list[str], message: str) -> None:
+    error = cutaway(*arguments, code=2)
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_help_has_an_example() -> None:
+    for verb in ("demo", "presets"):
+        assert "Example: cutaway" in cutaway(verb, "--help")
