@@ -69,8 +69,11 @@ def head_fields(draw: Draw, d_model: int) -> dict[str, Any]:
     if d_model % heads == 0 and (d_model // heads) % 2 == 0 and draw(st.booleans()):
         d_head = None
     over = draw(st.sampled_from(["head", "full"]))
+    # LayerNorm of two values is their sign, a step that turns rounding into a jump: no equivalence can hold across it.
+    pair = (d_head or d_model // heads) == 2
+    norm = st.builds(c.RMSNorm, unit_offset=st.booleans()) if pair else norms()
     qk_norm = st.builds(
-        c.QKNorm, norm=norms(), over=st.just(over), gain_per_head=st.booleans() if over == "head" else st.just(False)
+        c.QKNorm, norm=norm, over=st.just(over), gain_per_head=st.booleans() if over == "head" else st.just(False)
     )
     return {
         "heads": heads,

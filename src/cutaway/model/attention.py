@@ -20,13 +20,17 @@ from cutaway.model.rope import Rotation
 
 @dataclass
 class Scene:
-    """What a layer is given beside the stream: its kernel's plan, how to turn q and k, and its part of the cache."""
+    """What a layer is given beside the stream: its kernel's plan, how to turn q and k, its part of the cache; what a
+    decoder reads of an encoder, with the plan and cache for that."""
 
     plan: Any
-    rotate: Rotation | None = None
-    cache: LayerCache | None = None
-    slot: Int[Tensor, "B T"] | None = None
-    span: int = 0
+    rotate: Rotation | None
+    cache: LayerCache | None
+    slot: Int[Tensor, "B T"] | None
+    span: int
+    memory: Float[Tensor, "B S d"] | None = None
+    cross_plan: Any = None
+    cross_cache: CrossCache | None = None
 
     def remember(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values up to now: the new ones, behind those in the cache if there is one."""
@@ -96,19 +100,16 @@ class MultiHead(nn.Module):
 class CrossAttention(MultiHead):
     """Queries from the decoder's stream; keys and values from the encoder's output, once if there is a cache."""
 
-    def forward(  # type: ignore[override]  # reads a memory too
-        self, x: Float[Tensor, "B T d"], memory: Float[Tensor, "B S d"] | None, plan: Any, cache: CrossCache | None
-    ) -> Float[Tensor, "B T d"]:
+    def forward(self, x: Float[Tensor, "B T d"], scene: Scene) -> Float[Tensor, "B T d"]:
         q = self.q_norm(self.split(self.q(x)))
-        if cache is None or cache.k is None:
-            assert memory is not None
-            k, v = self.keys_and_values(memory)
-            if cache is not None:
-                cache.k, cache.v = k, v
+        kept = scene.cross_cache
+        if kept is not None and kept.k is not None and kept.v is not None:
+            k, v = kept.k, kept.v
         else:
-            assert cache.v is not None
-            k, v = cache.k, cache.v
-        return self.o(self.kernel(q, k, v, plan, None).flatten(-2))
+            k, v = self.keys_and_values(scene.memory)  # type: ignore[arg-type]  # there before the cache is filled
+            if kept is not None:
+                kept.k, kept.v = k, v
+        return self.o(self.kernel(q, k, v, scene.cross_plan, None).flatten(-2))
 
 
 class Latent(nn.Module):

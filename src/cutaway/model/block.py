@@ -10,7 +10,6 @@ from cutaway.config import FFN, CrossBlock, Moe, NoNorm, Output, Parallel, Post,
 from cutaway.config import Block as BlockConfig
 from cutaway.config import Stack as StackConfig
 from cutaway.model.attention import CrossAttention, Scene, make_attention
-from cutaway.model.cache import CrossCache
 from cutaway.model.ffn import make_dense_ffn
 from cutaway.model.moe import MixtureOfExperts
 from cutaway.model.norms import make_norm
@@ -60,17 +59,10 @@ class Block(nn.Module):
         """The stream beside a sublayer; DeepNorm makes it louder."""
         return x if self.keep == 1.0 else x * self.keep
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T d"],
-        scene: Scene,
-        memory: Float[Tensor, "B S d"] | None = None,
-        cross_plan: Any = None,
-        cross_cache: CrossCache | None = None,
-    ) -> Float[Tensor, "B T d"]:
+    def forward(self, x: Float[Tensor, "B T d"], scene: Scene) -> Float[Tensor, "B T d"]:
         x = self.after_attn(self.carry(x) + self.attn(x, scene))
         if self.cross is not None and self.after_cross is not None:
-            x = self.after_cross(self.carry(x) + self.cross(x, memory, cross_plan, cross_cache))
+            x = self.after_cross(self.carry(x) + self.cross(x, scene))
         return self.after_ffn(self.carry(x) + self.ffn(x))
 
 

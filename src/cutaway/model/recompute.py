@@ -28,11 +28,11 @@ def _keep_costly(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoint
     return CheckpointPolicy.MUST_SAVE if op in COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def run_block(mode: Recompute, block: nn.Module, x: Tensor, *given: Any) -> Tensor:
-    """block(x, …), storing as little as `mode` says."""
+def run_block(mode: Recompute, block: nn.Module, x: Tensor, scene: Any) -> Tensor:
+    """block(x, scene), storing as little as `mode` says."""
     if mode == "none" or not torch.is_grad_enabled():
-        return block(x, *given)
+        return block(x, scene)
     if mode == "full":
-        return checkpoint(block, x, *given, use_reentrant=False)
+        return checkpoint(block, x, scene, use_reentrant=False)
     contexts = partial(create_selective_checkpoint_contexts, _keep_costly)
-    return checkpoint(block, x, *given, use_reentrant=False, context_fn=contexts)
+    return checkpoint(block, x, scene, use_reentrant=False, context_fn=contexts)

@@ -18,11 +18,11 @@ from cutaway.model.cache import Cache
 from cutaway.model.embedding import Embedding
 from cutaway.model.kernels import Kernel
 from cutaway.model.layers import Table
-from cutaway.model.masks import Places, view, view_of_memory
+from cutaway.model.masks import Places, View, view, view_of_memory
 from cutaway.model.norms import make_norm
 from cutaway.model.positions import Alibi, RelativeBias, ScoreBias
 from cutaway.model.recompute import Recompute, run_block
-from cutaway.model.rope import Rope, Rotation
+from cutaway.model.rope import Rope
 
 
 def make_position(attention: MultiHead | Latent, d_model: int, *, causal: bool) -> Rope | ScoreBias | None:
@@ -83,53 +83,46 @@ class Stack(nn.Module):
     ) -> Float[Tensor, "B T d"]:
         x = self.embed(tokens, places, types)
         scenes = self.scenes(places, keys or places, x.dtype, cache, slot)
-        cross = self.cross_arguments(places, memory, memory_places, x.dtype, cache)
-        for layer, block in enumerate(self.blocks):
-            x = run_block(self.recompute if self.training else "none", block, x, scenes[layer], *cross[layer])
+        if memory_places is not None:
+            self.show_memory(scenes, memory, view_of_memory(places, memory_places), x.dtype, cache)
+        mode = self.recompute if self.training else "none"
+        for block, scene in zip(self.blocks, scenes, strict=True):
+            x = run_block(mode, block, x, scene)
         return F.dropout(self.final_norm(x), self.final_dropout, self.training)
 
     def scenes(
         self, q: Places, k: Places, dtype: torch.dtype, cache: Cache | None, slot: Int[Tensor, "B T"] | None
     ) -> list[Scene]:
         """What each layer is given. Rotations and plans are made once for all layers that can share them."""
-        ropes: dict[str, Rotation] = {
-            name: module(q, dtype) for name, module in self.positions.items() if isinstance(module, Rope)
-        }
+        ropes = {name: module(q, dtype) for name, module in self.positions.items() if isinstance(module, Rope)}
         biases = {name: module for name, module in self.positions.items() if isinstance(module, ScoreBias)}
         plans: dict[tuple[str | None, int | None, str], Any] = {}
         scenes = []
         for layer, (position, window) in enumerate(zip(self.position_of, self.windows, strict=True)):
-            kernel = kernel_of(self.blocks[layer].attn)
-            key = position if position in biases else None, window, kernel.name
+            kernel, bias = kernel_of(self.blocks[layer].attn), biases.get(position)
+            key = None if bias is None else position, window, kernel.name
             if key not in plans:
-                plans[key] = kernel.prepare(
-                    view(q, k, is_causal=self.causal, window=window), biases.get(position), dtype
-                )
+                plans[key] = kernel.prepare(view(q, k, is_causal=self.causal, window=window), bias, dtype)
             layer_cache, span = (None, 0) if cache is None else (cache.layers[layer], cache.span)
             scenes.append(Scene(plans[key], ropes.get(position), layer_cache, slot, span))
         return scenes
 
-    def cross_arguments(
+    def show_memory(
         self,
-        q: Places,
+        scenes: list[Scene],
         memory: Float[Tensor, "B S d"] | None,
-        memory_places: Places | None,
+        seen: View,
         dtype: torch.dtype,
         cache: Cache | None,
-    ) -> list[tuple[Any, ...]]:
-        """(memory, plan, cache) for each layer that reads an encoder; nothing for others."""
-        if memory_places is None:
-            return [()] * len(self.blocks)
-        seen = view_of_memory(q, memory_places)
+    ) -> None:
+        """Add to each layer's scene what it reads of the encoder."""
         plans: dict[str, Any] = {}
-        arguments = []
-        for layer, block in enumerate(self.blocks):
-            kernel = kernel_of(block.cross)
+        for layer, scene in enumerate(scenes):
+            kernel = kernel_of(self.blocks[layer].cross)
             if kernel.name not in plans:
                 plans[kernel.name] = kernel.prepare(seen, None, dtype)
-            cross_cache = None if cache is None or cache.cross is None else cache.cross[layer]
-            arguments.append((memory, plans[kernel.name], cross_cache))
-        return arguments
+            scene.memory, scene.cross_plan = memory, plans[kernel.name]
+            scene.cross_cache = None if cache is None or cache.cross is None else cache.cross[layer]
 
 
 def kernel_of(branch: Any) -> Kernel:
