@@ -111,21 +111,22 @@ def test_unscaled_scores_have_deviation_eight() -> None:
     assert (q * k).sum(-1).std().item() == pytest.approx(8.0, rel=0.02)
 
 
+@torch.no_grad()
 def test_a_thousand_tokens_without_a_cache_recompute_half_a_million_pairs() -> None:
-    """Counted in the model: keys computed in all, less the thousand that a cache would compute."""
-    config = c.config("tiny-llama")
-    model = build(config, seed=0)
-    rows = []
-    model.decoder.blocks[0].attn.f.k.register_forward_hook(lambda m, i, o: rows.append(o.shape[1]))
-    with torch.no_grad():
-        for length in range(1, 1001):
-            rows.append(length)  # what a forward pass of this length computes, checked on a few below
-        counted = sum(rows) - 1000
-        rows.clear()
-        for length in (1, 17, 100):
-            model(torch.zeros(1, length, dtype=torch.long))
-        assert rows == [1, 17, 100]
-    assert counted == 499_500
+    """Keys that a layer computes for n tokens, counted with and without a cache: n(n − 1)/2 too many without."""
+    model = build("tiny-llama", seed=0)
+    counted = []
+    model.decoder.blocks[0].attn.f.k.register_forward_hook(lambda m, i, o: counted.append(o.shape[1]))
+    tokens = torch.zeros(1, 50, dtype=torch.long)
+    for length in range(1, 51):
+        model(tokens[:, :length])
+    without = sum(counted)
+    counted.clear()
+    cache = model.new_cache(1, 50)
+    for i in range(50):
+        model(tokens[:, i : i + 1], cache=cache)
+    assert without - sum(counted) == 50 * 49 // 2
+    assert 1000 * 999 // 2 == 499_500
 
 
 def test_sinusoid_of_a_shift_is_a_linear_map() -> None:
