@@ -119,3 +119,40 @@ def test_length_dependent_rope_is_padded_alone_and_packed_separate_beyond_the_or
     packed = model(tokens[:1], documents=documents)
     assert (packed[:, :10] - model(tokens[:1, :10])).abs().max() <= 1e-10
     assert (packed[:, 10:] - model(tokens[:1, 10:])).abs().max() <= 1e-10
+
+
+@torch.no_grad()
+def test_a_step_that_fails_can_be_taken_again(model: Transformer) -> None:
+    tokens = tokens_for(model.config, 2, 6, 0)
+    full = model(tokens)
+    cache = model.new_cache(2, 6)
+    model(tokens[:, :4], cache=cache)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.decoder.blocks[2].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens[:, 4:], cache=cache)
+    hook.remove()
+    assert (model(tokens[:, 4:], cache=cache) - full[:, 4:]).abs().max() <= bound(torch.float64, full)
+
+
+@torch.no_grad()
+def test_a_refused_target_leaves_the_source_unread() -> None:
+    seq2seq = lively(c.config("tiny-t5"), torch.float64)
+    source, target = tokens_for(seq2seq.config, 2, 5, 0), tokens_for(seq2seq.config, 2, 4, 1)
+    cache = seq2seq.new_cache(2, 4)
+    with pytest.raises(InputError, match="target holds the id"):
+        seq2seq(source, target + 99999, cache=cache)
+    full = seq2seq(source, target)
+    assert (seq2seq(source, target, cache=cache) - full).abs().max() <= bound(torch.float64, full)
+
+
+def test_a_cache_keeps_no_graph(model: Transformer) -> None:
+    tokens = tokens_for(model.config, 1, 4, 0)
+    cache = model.new_cache(1, 4)
+    for i in range(4):
+        assert not model(tokens[:, i : i + 1], cache=cache).requires_grad
+    assert not cache.layers[0].k.requires_grad
+    assert model(tokens).requires_grad

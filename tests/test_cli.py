@@ -72,3 +72,10 @@ def test_mistakes_get_one_sentence_and_exit_code_two(arguments: list[str], messa
 def test_help_has_an_example() -> None:
     for verb in ("demo", "presets"):
         assert "Example: cutaway" in cutaway(verb, "--help")
+
+
+def test_odd_texts_are_shown_as_they_are() -> None:
+    assert '"[/]"' in cutaway("demo", "--text", "[/]")
+    assert "at most 2048" in cutaway("demo", "tiny-llama", "--text", "x" * 5000, code=2)
+    assert "seed is -1" in cutaway("demo", "--seed", "-1", code=2)
+    assert cutaway("--version").startswith("cutaway ")

@@ -197,3 +197,35 @@ def test_the_schema_describes_every_part() -> None:
     assert {"Decoder", "Encoder", "EncoderDecoder", "Rope", "Yarn", "Moe", "Latent"} <= schema["$defs"].keys()
     assert schema["$defs"]["MultiHead"]["properties"]["window"]["description"].startswith("A query sees keys")
     assert schema["$defs"]["Rope"]["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("source", [None, 5, [], b"gpt2", "", "\0.toml", "x" * 5000])
+def test_what_is_no_source(source: object) -> None:
+    with pytest.raises(ConfigError):
+        ct.config(source)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("decoder.norm", {"kind": "rmsnorm", "eps": -1.0}),
+        ("decoder.norm", {"kind": "layernorm", "eps": 0.0}),
+        ("decoder.block.attention.scale", 1e300),
+        ("decoder.block.attention.position", {"kind": "rope", "theta": 1e-320}),
+        (
+            "decoder.block.attention.position",
+            {"kind": "rope", "scaling": {"kind": "yarn", "factor": 2.0, "original_length": 8, "beta_fast": 1e308}},
+        ),
+        ("vocab_size", 2**62),
+        ("decoder.layers", 2_000_000),
+    ],
+)
+def test_numbers_no_model_could_use(path: str, value: object) -> None:
+    with pytest.raises(ConfigError, match="input should be"):
+        ct.config(changed(path, value))
+
+
+def test_a_schema_key_for_editors_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"$schema": "cutaway.schema.json"} | SMALL))
+    assert ct.config(path) == ct.config(SMALL)

@@ -12,15 +12,8 @@ MAY_IMPORT = {
     "config": set(),
     "size": {"config"},
     "model": {"config"},
-    "families": {"config", "size", "model"},
-    "text": {"config"},
-    "generate": {"config", "size", "model", "text", "families"},
-    "measure": {"config", "size", "model", "text"},
-    "lens": {"config", "size", "model", "families", "generate"},
-    "train": {"config", "size", "model", "families", "text", "generate", "measure"},
-    "check": {"config", "size", "model", "families", "text", "generate", "lens", "measure"},
-    "serve": {"config", "size", "model", "families", "text", "generate", "lens", "measure", "check"},
-    "learn": {"config", "size", "model", "families", "text", "generate", "lens", "measure", "check"},
+    "lens": {"config", "size", "model"},
+    "cli": {"config", "size", "model", "lens"},
 }
 EVERYWHERE = {"errors", "callable_module"}
 
@@ -37,7 +30,11 @@ def imports_of(path: Path) -> set[str]:
     return rooms
 
 
-@pytest.mark.parametrize("room", [path.name for path in SOURCE.iterdir() if path.name in MAY_IMPORT])
+def test_every_room_has_its_rule() -> None:
+    assert {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"} == MAY_IMPORT.keys()
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
 def test_imports_point_one_way(room: str) -> None:
     for path in (SOURCE / room).rglob("*.py"):
         extra = imports_of(path) - MAY_IMPORT[room] - EVERYWHERE - {room}
@@ -59,7 +56,7 @@ def code_lines(path: Path) -> int:
 
 def test_the_model_can_be_read_in_an_hour() -> None:
     counts = {path.name: code_lines(path) for path in (SOURCE / "model").glob("*.py")}
-    assert sum(counts.values()) <= 1600, counts
+    assert sum(counts.values()) <= 1650, counts
     for path in SOURCE.rglob("*.py"):
         assert len(path.read_text().splitlines()) <= 310, path
 

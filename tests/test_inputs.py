@@ -191,3 +191,59 @@ def test_meta_models_run_for_their_shapes() -> None:
         model = build(name, device="meta")
         out = model(torch.zeros(2, 5, dtype=torch.long, device="meta"))
         assert out.shape == (2, 5, model.config.vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seed": "a"}, "seed is 'a'"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**64}, "seed is 18446744073709551616"),
+        ({"dtype": torch.int8}, "dtype is torch.int8; a model can be in torch.float32"),
+        ({"dtype": "float32"}, "dtype is 'float32'"),
+        ({"device": "nope"}, "device is 'nope', which is not here"),
+    ],
+)
+def test_what_build_refuses(arguments: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        build("tiny-gpt", **arguments)
+
+
+def test_prefixes(gpt: torch.nn.Module) -> None:
+    for bad in (3, [1, 2], torch.tensor([1.0, 2.0]), torch.tensor([1]), torch.tensor([[1], [2]])):
+        with pytest.raises(
+            InputError, match=r"prefix is .*; pass an integer tensor with one length for each of 2 rows"
+        ):
+            gpt(ids(2, 4), prefix=bad)
+    for bad in ([-1, 0], [0, 5]):
+        with pytest.raises(InputError, match="prefix holds"):
+            gpt(ids(2, 4), prefix=torch.tensor(bad))
+
+
+def test_caches_of_other_models(gpt: torch.nn.Module) -> None:
+    with pytest.raises(InputError, match="cache is a str"):
+        gpt(ids(1, 4), cache="x")
+    with pytest.raises(InputError, match="a model of another shape"):
+        gpt(ids(1, 4), cache=build("tiny-llama", seed=0).new_cache(1, 8))
+    for batch, length in ((0, 5), (2, -1), ("2", 5), (2.0, 5), (True, 5)):
+        with pytest.raises(InputError, match="give a whole number, 1 or more"):
+            gpt.new_cache(batch, length)
+    with pytest.raises(InputError, match=r"dtype is torch\.int8"):
+        gpt.new_cache(1, 4, dtype=torch.int8)
+
+
+def test_what_is_no_tensor(gpt: torch.nn.Module, seq2seq: torch.nn.Module) -> None:
+    for call in (
+        lambda: gpt([[1, 2]]),
+        lambda: gpt(None),
+        lambda: seq2seq(5, ids(1, 2)),
+        lambda: seq2seq(ids(1, 2), None),
+    ):
+        with pytest.raises(InputError, match="pass a tensor of token ids"):
+            call()
+    with pytest.raises(InputError, match="mask is a list"):
+        gpt(ids(1, 2), [[True, True]])
+    with pytest.raises(InputError, match="kernel's name is"):
+        gpt.use_kernel(["sdpa"])
+    with pytest.raises(WeightError, match="a dict of tensors"):
+        gpt.load_weights(None)

@@ -10,6 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cutaway.errors import InputError
+
+LONGEST = 2048
+
 
 def demo(
     source: Annotated[str, typer.Argument(help="A preset's name, or a .toml or .json configuration.")] = "tiny-gpt",
@@ -25,14 +29,16 @@ def demo(
 
     model_config = config(source)
     if not text:
-        raise typer.BadParameter("is empty; give at least one character", param_hint="--text")
+        raise InputError("--text is empty; give at least one character")
     import torch
 
     from cutaway.lens import follow
     from cutaway.model import build
 
     model = build(model_config, seed=seed)
-    ids = [byte % model_config.vocab_size for byte in text.encode()]
+    ids = [byte % model_config.vocab_size for byte in text.encode("utf-8", "surrogateescape")]
+    if len(ids) > LONGEST:
+        raise InputError(f"--text has {len(ids)} bytes; every score is drawn, so give at most {LONGEST}")
     journey = follow(model, torch.tensor([ids]))
     if as_json:
         sys.stdout.write(json.dumps(to_data(journey, text, str(model)), indent=2) + "\n")
@@ -61,10 +67,9 @@ def is_added(stage: Any) -> bool:
 
 def show(journey: Any, text: str, model: str, source: str, *, trained: bool) -> None:
     console = Console(highlight=False)
-    console.print(f"[bold]{source}[/bold]  {model}")
-    console.print(
-        f'[dim]reading[/dim] "{text}" [dim]byte by byte; following the last one, {text.encode()[-1:]!r}[/dim]\n'
-    )
+    last = text.encode("utf-8", "surrogateescape")[-1:]
+    console.print(f"[bold]{escape(source)}[/bold]  {model}")
+    console.print(f'[dim]reading[/dim] "{escape(text)}" [dim]byte by byte; following the last one, {last!r}[/dim]\n')
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("stage", "what it is", "shape"):
         table.add_column(name, no_wrap=True)

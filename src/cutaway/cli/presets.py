@@ -10,6 +10,7 @@ from rich.table import Table
 
 from cutaway.config import Config, config, schema, to_json, to_toml
 from cutaway.config import presets as names
+from cutaway.errors import InputError
 from cutaway.size import count
 
 
@@ -32,9 +33,7 @@ def presets(
     else:
         rows = [row(each, config(each)) for each in names() if form in (None, config(each).form)]
         if not rows:
-            raise typer.BadParameter(
-                f"'{form}' is no form; use decoder, encoder or encoder-decoder", param_hint="--form"
-            )
+            raise InputError(f"--form '{form}' is no form; use decoder, encoder or encoder-decoder")
         sys.stdout.write(json.dumps(rows, indent=2) + "\n") if as_json else show(rows)
 
 

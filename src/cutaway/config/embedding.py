@@ -26,7 +26,7 @@ class Embedding(Part):
     position: EmbeddingPosition = NoPosition()
     scale: Positive | Literal["sqrt_d_model"] = 1.0
     """What token vectors are multiplied by (the 2017 Transformer and Gemma: sqrt(d_model))."""
-    types: int = Field(default=0, ge=0)
+    types: int = Field(default=0, ge=0, lt=2**31)
     """Kinds of token (BERT's two segments); 0 is none."""
     norm: Norm = NoNorm()
     factor: Factor | None = None

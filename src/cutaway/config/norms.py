@@ -2,14 +2,14 @@
 
 from typing import Annotated, Literal
 
-from cutaway.config.part import TAGGED, Number, Part, default_kind
+from cutaway.config.part import TAGGED, Part, Positive, default_kind
 
 
 class LayerNorm(Part):
     """(x − mean) / sqrt(variance + eps) · gain + bias. https://arxiv.org/abs/1607.06450"""
 
     kind: Literal["layernorm"] = "layernorm"
-    eps: Number = 1e-5
+    eps: Positive = 1e-5
     gain: bool = True
     bias: bool = True
 
@@ -18,7 +18,7 @@ class RMSNorm(Part):
     """x / sqrt(mean(x²) + eps) · gain. https://arxiv.org/abs/1910.07467"""
 
     kind: Literal["rmsnorm"] = "rmsnorm"
-    eps: Number = 1e-6
+    eps: Positive = 1e-6
     unit_offset: bool = False
     """Gemma's form: multiply by 1 + gain, with the gain stored around zero."""
 

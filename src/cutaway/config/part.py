@@ -3,14 +3,22 @@
 import difflib
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from cutaway.errors import ConfigError
 
-Count = Annotated[int, Field(strict=True, ge=1)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+def _within_reach(value: float) -> float:
+    """Numbers whose square, log or inverse no dtype holds make NaN somewhere; no model uses any."""
+    if value != 0 and not 1e-30 < abs(value) < 1e30:
+        raise ValueError(f"input should be between 1e-30 and 1e30 in size, not {value}")
+    return value
+
+
+Count = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+Number = Annotated[float, AfterValidator(_within_reach)]
+Positive = Annotated[float, Field(gt=0), AfterValidator(_within_reach)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 
 

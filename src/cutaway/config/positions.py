@@ -21,7 +21,7 @@ class Learned(Part):
 
     kind: Literal["learned"] = "learned"
     length: Count
-    offset: int = Field(default=0, ge=0)
+    offset: int = Field(default=0, ge=0, lt=2**31)
     """Extra rows before position 0 (OPT and BART have 2)."""
 
 

@@ -19,19 +19,29 @@ def config(source: Config | Mapping[str, Any] | str | Path) -> Config:
         return source
     if isinstance(source, Mapping):
         return _validated(dict(source))
+    if not isinstance(source, str | Path) or not str(source):
+        raise ConfigError(f"{source!r} is no configuration; give a preset's name, a dict, or a .toml or .json file")
     path = Path(source)
     if path.suffix in (".toml", ".json"):
         return _validated(_read(path))
-    if path.is_dir():
+    if is_directory(path):
         raise ConfigError(f"'{source}' is a directory; give a preset's name or a .toml or .json file")
     from cutaway.config.presets import preset
 
     return preset(str(source))
 
 
+def is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # a name that no file could have
+        return False
+
+
 def schema() -> dict[str, Any]:
     """The JSON schema of a Config, for editors that complete and check."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "cutaway model"} | ADAPTER.json_schema()
+    described: dict[str, Any] = _any_of(ADAPTER.json_schema())
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "cutaway model"} | described
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -48,6 +58,15 @@ def to_toml(config: Config) -> str:
 def to_json(config: Config) -> str:
     """The same as JSON."""
     return json.dumps(to_dict(config), indent=2) + "\n"
+
+
+def _any_of(value: Any) -> Any:
+    """A table without a `kind` means the default one, and may fit several variants: any will do."""
+    if isinstance(value, list):
+        return [_any_of(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {"anyOf" if key == "oneOf" else key: _any_of(item) for key, item in value.items() if key != "discriminator"}
 
 
 def _tags_first(value: Any) -> Any:
@@ -70,7 +89,7 @@ def _read(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"'{path}' does not exist; give the path of a .toml or .json file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # no file, or no text
         raise ConfigError(f"'{path}' cannot be read as text: {error}") from None
     try:
         data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
@@ -85,7 +104,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"'{path}' is another library's config (model_type '{data['model_type']}'), which is not read yet;"
             " use a preset or a configuration of cutaway's own"
         )
-    return data
+    return {key: value for key, value in data.items() if key != "$schema"}
 
 
 def _toml_table(path: tuple[str, ...], table: dict[str, Any]) -> list[str]:

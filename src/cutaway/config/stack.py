@@ -74,8 +74,12 @@ def _as_tuple(data: object) -> object:
 class Stack(Part):
     """A tower of blocks. `lead` comes first, then `block` (one, or a pattern of several) tiled up to `layers`."""
 
-    layers: Count
-    block: Annotated[tuple[Block, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
+    layers: Annotated[int, Field(strict=True, ge=1, le=10_000)]
+    block: Annotated[
+        tuple[Block, ...],
+        BeforeValidator(_as_tuple, json_schema_input_type=Block | tuple[Block, ...]),
+        Field(min_length=1),
+    ]
     lead: tuple[Block, ...] = ()
     embedding: Embedding = Embedding()
     norm: Norm = RMSNorm()
@@ -119,7 +123,11 @@ class Stack(Part):
 class CrossStack(Stack):
     """The decoder of an encoder-decoder."""
 
-    block: Annotated[tuple[CrossBlock, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
+    block: Annotated[
+        tuple[CrossBlock, ...],
+        BeforeValidator(_as_tuple, json_schema_input_type=CrossBlock | tuple[CrossBlock, ...]),
+        Field(min_length=1),
+    ]
     lead: tuple[CrossBlock, ...] = ()
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.model.masks import EMPTY, Places
+from cutaway.model.masks import EMPTY, INTEGERS, Places
 
 Widths = tuple[tuple[int, int], tuple[int, int]]
 """(heads, width) of what a layer keeps as keys, and as values."""
@@ -46,7 +46,7 @@ class Cache:
     def __init__(
         self, widths: Sequence[Widths], batch: int, slots: int, *, cross: bool, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.batch, self.slots = batch, slots
+        self.batch, self.slots, self.widths = batch, slots, list(widths)
         self.layers = [LayerCache(batch, slots, width, device, dtype) for width in widths]
         self.cross = [CrossCache() for _ in widths] if cross else None
         self.memory: Places | None = None
@@ -56,16 +56,15 @@ class Cache:
         """No row is longer than this."""
         self.least = 0
         """No row is shorter than this."""
+        self.span = 0
+        """How many slots attention looks at."""
         self.fixed = False
         """Always attend over all slots, so that every step has the same shapes (for CUDA graphs and compiled steps)."""
 
-    @property
-    def span(self) -> int:
-        """How many slots attention looks at."""
-        return self.slots if self.fixed else self.used
-
-    def place(self, length: int, mask: Bool[Tensor, "B T"] | None) -> tuple[Places, Int[Tensor, "B T"]]:
-        """Where `length` new tokens a row would stand, and in which slots. Nothing changes yet."""
+    def place(
+        self, length: int, mask: Bool[Tensor, "B T"] | None
+    ) -> tuple[Places, Places, Int[Tensor, "B T"], Int[Tensor, "B S"]]:
+        """Places of `length` new tokens a row and of all keys then, the new ones' slots, and what `commit` takes."""
         if self.used + length > self.slots and not torch.compiler.is_compiling():
             self.used = int(self.length.max())  # the count is of the longest a row could be; now look
         if self.used + length > self.slots and not torch.compiler.is_compiling():
@@ -74,29 +73,36 @@ class Cache:
                 " make it longer with model.new_cache(batch, length)"
             )
         index = torch.arange(length, device=self.position.device).expand(self.batch, length)
-        if mask is None:
-            slot = self.length.unsqueeze(-1) + index
-            return Places(slot, plain=self.used == 0), slot
-        index = torch.where(mask, mask.cumsum(-1) - 1, mask.sum(-1, keepdim=True) + (~mask).cumsum(-1) - 1)
+        if mask is not None:
+            index = torch.where(mask, mask.cumsum(-1) - 1, mask.sum(-1, keepdim=True) + (~mask).cumsum(-1) - 1)
         slot = self.length.unsqueeze(-1) + index
-        return Places(torch.where(mask, slot, EMPTY)), slot
+        new = Places(slot if mask is None else torch.where(mask, slot, EMPTY), plain=mask is None and self.used == 0)
+        position = self.position.scatter(1, slot, new.position)
+        self.span = self.slots if self.fixed else self.used + length
+        keys = Places(position[:, : self.span], plain=new.plain and not self.fixed)
+        return new, keys, slot, position
 
-    def advance(self, new: Places, slot: Int[Tensor, "B T"], *, padded: bool) -> Places:
-        """Count the new tokens as read, and return the places of all keys."""
-        self.position.scatter_(1, slot, new.position)
+    def commit(self, new: Places, position: Int[Tensor, "B S"], *, padded: bool) -> None:
+        """Count the new tokens as read. Until then a step that failed can be taken again."""
+        length = new.position.shape[-1]
+        self.position.copy_(position)
         self.length = self.length + (new.position >= 0).sum(-1)
-        self.used += slot.shape[-1]
+        self.used += length
         if not padded:
-            self.least += slot.shape[-1]
-        elif slot.shape[-1] > 1 and not torch.compiler.is_compiling():
+            self.least += length
+        elif length > 1 and not torch.compiler.is_compiling():
             self.least = int(self.length.min())
-        return Places(self.position[:, : self.span], plain=new.plain and not self.fixed)
 
     def rewind(self, length: int | Int[Tensor, " B"]) -> None:
         """Forget every token from position `length` on (of each row, if given for each)."""
-        if isinstance(length, int) and length < 0:
-            raise InputError(f"length is {length}; give the number of tokens to keep, 0 or more")
+        whole = isinstance(length, int) and not isinstance(length, bool)
+        if not whole and not (isinstance(length, Tensor) and length.dtype in INTEGERS):
+            raise InputError(
+                f"length is {length!r}; give the number of tokens to keep, as an integer or one for each row"
+            )
         kept = torch.as_tensor(length, device=self.length.device)
+        if bool((kept < 0).any()):
+            raise InputError(f"length is {int(kept.min())}; give the number of tokens to keep, 0 or more")
         if kept.shape not in ((), self.length.shape):
             raise InputError(
                 f"length has shape {tuple(kept.shape)}; give one number, or one for each of {self.batch} rows"

@@ -94,12 +94,12 @@ class Head(nn.Module):
 
 
 class Pooler(nn.Module):
-    """tanh(dense(first token)): BERT's vector for a text. The first is at position 0, wherever padding stands."""
+    """tanh(dense(first token)): BERT's vector for a text. The first real one, wherever padding stands."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
         self.dense = Linear(d_model, d_model)
 
     def forward(self, x: Float[Tensor, "B T d"], places: Places) -> Float[Tensor, "B d"]:
-        first = (places.position == 0).long().argmax(-1).expand(len(x))
+        first = (places.position >= 0).long().argmax(-1).expand(len(x))
         return torch.tanh(self.dense(x[torch.arange(len(x), device=x.device), first]))

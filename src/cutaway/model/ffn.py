@@ -46,23 +46,31 @@ class Gated(nn.Module):
         self.up = linear(d_model, hidden, config.bias)
         self.down = linear(hidden, d_model, config.bias)
         self.dropout = config.dropout
-        self.mix = self.clamped if isinstance(config, ClampedSwiGLU) else self.plain
-        self.act = None if isinstance(config, ClampedSwiGLU) else ACTIVATIONS[config.activation]
-        self.limit, self.alpha = getattr(config, "limit", 0.0), getattr(config, "alpha", 0.0)
+        self.act = ACTIVATIONS["silu" if isinstance(config, ClampedSwiGLU) else config.activation]
 
-    def plain(self, gate: Float[Tensor, "*batch h"], up: Float[Tensor, "*batch h"]) -> Float[Tensor, "*batch h"]:
-        assert self.act is not None
+    def mix(self, gate: Float[Tensor, "*batch h"], up: Float[Tensor, "*batch h"]) -> Float[Tensor, "*batch h"]:
         return self.act(gate) * up
-
-    def clamped(self, gate: Float[Tensor, "*batch h"], up: Float[Tensor, "*batch h"]) -> Float[Tensor, "*batch h"]:
-        """gate ≤ limit, |up| ≤ limit: gate · sigmoid(alpha·gate) · (up + 1)."""
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
 
     def forward(self, x: Float[Tensor, "*batch d"], *ends: Tensor) -> Float[Tensor, "*batch d"]:
         hidden = self.mix(self.gate(x, *ends), self.up(x, *ends))
         return self.down(F.dropout(hidden, self.dropout, self.training), *ends)
 
 
+class Clamped(Gated):
+    """gate ≤ limit, |up| ≤ limit: down(gate · sigmoid(alpha·gate) · (up + 1))."""
+
+    def __init__(self, config: ClampedSwiGLU, d_model: int, linear: MakeLinear = dense_linear) -> None:
+        super().__init__(config, d_model, linear)
+        self.limit, self.alpha = config.limit, config.alpha
+
+    def mix(self, gate: Float[Tensor, "*batch h"], up: Float[Tensor, "*batch h"]) -> Float[Tensor, "*batch h"]:
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+
+
 def make_dense_ffn(config: DenseFFN, d_model: int, linear: MakeLinear = dense_linear) -> nn.Module:
-    return Plain(config, d_model, linear) if isinstance(config, Mlp) else Gated(config, d_model, linear)
+    if isinstance(config, Mlp):
+        return Plain(config, d_model, linear)
+    if isinstance(config, ClampedSwiGLU):
+        return Clamped(config, d_model, linear)
+    return Gated(config, d_model, linear)

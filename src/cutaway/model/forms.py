@@ -13,12 +13,13 @@ from cutaway.config import EncoderDecoder as EncoderDecoderConfig
 from cutaway.config import config as read_config
 from cutaway.errors import InputError
 from cutaway.model import embedding as ends
+from cutaway.model import inputs
 from cutaway.model.cache import Cache
 from cutaway.model.init import draw
 from cutaway.model.layers import Table
 from cutaway.model.masks import Places
 from cutaway.model.stack import Stack
-from cutaway.model.transformer import Transformer
+from cutaway.model.transformer import Transformer, gradients_without
 
 Tokens = Int[Tensor, "B T"]
 Mask = Bool[Tensor, "B T"] | None
@@ -57,7 +58,8 @@ class DecoderOnly(Transformer):
     ) -> Logits:
         """Logits. `mask` is True for real tokens; `documents` numbers packed texts; a `prefix` sees itself whole."""
         how = {"types": types, "positions": positions, "documents": documents, "prefix": prefix, "cache": cache}
-        return self.head(self.hidden(tokens, mask, **how))
+        with gradients_without(cache):
+            return self.head(self.hidden(tokens, mask, **how))
 
 
 class EncoderOnly(Transformer):
@@ -86,11 +88,12 @@ class EncoderOnly(Transformer):
         how: dict[str, Any] = {"types": types, "positions": positions, "documents": documents, "cache": cache}
         return self.run_stack(self.encoder, "tokens", tokens, mask, vocab_size=self.config.vocab_size, **how)[0]
 
-    def pool(self, tokens: Tokens, mask: Mask = None, **how: Any) -> Float[Tensor, "B d"]:
+    def pool(self, tokens: Tokens, mask: Mask = None, *, types: Beside = None) -> Float[Tensor, "B d"]:
         """One vector for each text, from its first token."""
         if self.pooler is None:
             raise InputError("this model has no pooler; use encode(...), and average its vectors if one is needed")
-        x, where = self.run_stack(self.encoder, "tokens", tokens, mask, vocab_size=self.config.vocab_size, **how)
+        size = self.config.vocab_size
+        x, where = self.run_stack(self.encoder, "tokens", tokens, mask, vocab_size=size, types=types)
         return self.pooler(x, where)
 
     def forward(self, tokens: Tokens, mask: Mask = None, **how: Any) -> Logits:
@@ -134,14 +137,16 @@ class EncoderDecoder(Transformer):
         cache: Cache | None = None,
     ) -> Stream:
         """The decoder's stream after its final norm, which the head reads."""
+        target = inputs.check_tokens("target", target, self.config.vocab_size)
+        if cache is not None:
+            inputs.check_cache(cache, self.decoder.cache_widths, "target", len(target))
         memory, where = self.recall(source, source_mask, target, cache)
-        how: dict[str, Any] = {
-            "vocab_size": self.config.vocab_size,
-            "cache": cache,
-            "memory": memory,
-            "memory_places": where,
-        }
-        return self.run_stack(self.decoder, "target", target, target_mask, **how)[0]
+        how: dict[str, Any] = {"cache": cache, "memory": memory, "memory_places": where}
+        size = self.config.vocab_size
+        x, _ = self.run_stack(self.decoder, "target", target, target_mask, vocab_size=size, **how)
+        if cache is not None:
+            cache.memory = where
+        return x
 
     def recall(
         self, source: Source | None, source_mask: SourceMask, target: Tokens, cache: Cache | None
@@ -155,11 +160,9 @@ class EncoderDecoder(Transformer):
             raise InputError(
                 "source is None, but no source was read yet; pass the source's tokens with the first target"
             )
+        memory, where = self.read_source(source, source_mask)
         if len(source) != len(target):
             raise InputError(f"source has {len(source)} rows and target {len(target)}; they must go together")
-        memory, where = self.read_source(source, source_mask)
-        if cache is not None:
-            cache.memory = where
         return memory, where
 
     def forward(
@@ -172,7 +175,8 @@ class EncoderDecoder(Transformer):
         cache: Cache | None = None,
     ) -> Logits:
         """Logits for the token after each target token. With a cache, later calls pass None as the source."""
-        return self.head(self.hidden(source, target, source_mask, target_mask, cache=cache))
+        with gradients_without(cache):
+            return self.head(self.hidden(source, target, source_mask, target_mask, cache=cache))
 
 
 def build(
@@ -187,11 +191,17 @@ def build(
     On the meta device it has shapes and no values.
     """
     config = read_config(source)
+    inputs.check_dtype(dtype)
+    inputs.check_seed(seed)
     forms = {"decoder": DecoderOnly, "encoder": EncoderOnly, "encoder-decoder": EncoderDecoder}
     with torch.device("meta"):
         model: Transformer = forms[config.form](config)
     model = model.to(dtype) if dtype is not None else model
-    target = torch.device(device) if device is not None else torch.get_default_device()
+    try:
+        target = torch.device(device) if device is not None else torch.get_default_device()
+        torch.empty(0, device=target)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise InputError(f"device is {device!r}, which is not here: {str(error).splitlines()[0]}") from None
     if target.type != "meta":
         model = model.to_empty(device=target)
         draw(model, config, seed)

@@ -11,7 +11,7 @@ from cutaway.model.positions import Sinusoidal
 
 EMBEDDING = r"(embed\.(token|types|position\.table)|head\.matrix)\.weight$"
 WRITES = r"\.(attn|cross)\.f\.o\.weight$|\.ffn\.f\.(\w+\.)?down\.weight$"
-QUERY = r"\.(attn|cross)\.f\.q\.(\d\.)?weight$"
+QUERY = r"\.(attn|cross)\.f\.q\.(2\.)?weight$"  # MLA's q.0 leads down to the latent
 TABLE = r"positions\.\d+\.table\.weight$"
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.model.cache import Cache
+from cutaway.model.cache import Cache, Widths
+from cutaway.model.masks import INTEGERS
 
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def check_tokens(name: str, tokens: Tensor, vocab_size: int) -> Tensor:
@@ -86,6 +87,47 @@ def check_positions(positions: Tensor, mask: Tensor | None, documents: Tensor | 
         raise InputError(
             "positions do not rise along a row; number the tokens of a text in order, and texts by documents"
         )
+
+
+def check_prefix(prefix: Tensor, tokens: Tensor) -> Tensor:
+    """One length for each row, from 0 to the number of tokens."""
+    if torch.compiler.is_compiling():
+        return prefix.long()
+    if not isinstance(prefix, Tensor) or prefix.dtype not in INTEGERS or prefix.shape != (len(tokens),):
+        shown = f"shape {tuple(prefix.shape)}, {prefix.dtype}" if isinstance(prefix, Tensor) else type(prefix).__name__
+        raise InputError(f"prefix is {shown}; pass an integer tensor with one length for each of {len(tokens)} rows")
+    check_range("prefix", prefix, tokens.shape[-1] + 1, f"the rows have {tokens.shape[-1]} tokens")
+    return prefix.long()
+
+
+def check_cache(cache: Cache, widths: list[Widths], name: str, batch: int) -> None:
+    """A cache made by this model for this many rows."""
+    if torch.compiler.is_compiling():
+        return
+    if not isinstance(cache, Cache):
+        raise InputError(f"cache is a {type(cache).__name__}; make one with model.new_cache(batch, length)")
+    if cache.widths != widths:
+        raise InputError("the cache was made for a model of another shape; make one with this model's new_cache")
+    if batch != cache.batch:
+        raise InputError(f"{name} has {batch} rows, but the cache was made for {cache.batch}")
+
+
+def check_size(name: str, value: int) -> None:
+    """A whole number from 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{name} is {value!r}; give a whole number, 1 or more")
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """A dtype that a model can be in."""
+    if dtype is not None and dtype not in FLOATS:
+        allowed = ", ".join(str(each) for each in FLOATS)
+        raise InputError(f"dtype is {dtype!r}; a model can be in {allowed}")
+
+
+def check_seed(seed: int | None) -> None:
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
+        raise InputError(f"seed is {seed!r}; give a whole number from 0 to 2**63 - 1")
 
 
 def check_turn(cache: Cache, length: int, position: Tensor, turn: int) -> None:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 EMPTY = -1
 """The position of what is no token: padding, or a cache slot that nothing was written to."""
 

@@ -24,7 +24,9 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, d_model))
         self.bias = nn.Parameter(torch.empty(experts)) if config.bias else None
         self.selection_bias: Tensor | None
-        self.register_buffer("selection_bias", torch.zeros(experts) if config.selection_bias else None)
+        self.register_buffer(
+            "selection_bias", torch.zeros(experts, dtype=torch.float32) if config.selection_bias else None
+        )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Router":
         """Experts differ by less than bf16 can tell, so the selection bias keeps its dtype when the model's changes."""

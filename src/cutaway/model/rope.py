@@ -61,8 +61,8 @@ class Rope(Constants):
             case Yarn():
                 tensors["frequency"] = yarn_frequency(self.theta**exponent, self.theta, self.width, self.scaling)
             case LongRope(short_factors=short, long_factors=long):
-                tensors["frequency"] = 1.0 / (torch.tensor(short) * self.theta**exponent)
-                tensors["long_frequency"] = 1.0 / (torch.tensor(long) * self.theta**exponent)
+                tensors["frequency"] = 1.0 / (torch.tensor(short, dtype=torch.float32) * self.theta**exponent)
+                tensors["long_frequency"] = 1.0 / (torch.tensor(long, dtype=torch.float32) * self.theta**exponent)
         return tensors
 
     def forward(self, places: Places, dtype: torch.dtype) -> Rotation:

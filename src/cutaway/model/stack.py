@@ -14,7 +14,7 @@ from cutaway.config import Rope as RopeConfig
 from cutaway.config import Stack as StackConfig
 from cutaway.model.attention import Scene
 from cutaway.model.block import make_block
-from cutaway.model.cache import Cache
+from cutaway.model.cache import Cache, Widths
 from cutaway.model.embedding import Embedding
 from cutaway.model.kernels import Kernel
 from cutaway.model.layers import Table
@@ -68,6 +68,11 @@ class Stack(nn.Module):
         self.final_norm = make_norm(config.norm if config.placement.final_norm else NoNorm(), d_model)
         self.final_dropout = config.final_dropout
         self.recompute: Recompute = "none"
+
+    @property
+    def cache_widths(self) -> list[Widths]:
+        """What each layer keeps of a token."""
+        return [block.attn.f.cache_widths for block in self.blocks]  # type: ignore[union-attr, misc]
 
     def forward(
         self,

@@ -36,6 +36,8 @@ class Transformer(nn.Module):
 
     def use_kernel(self, name: str) -> "Transformer":
         """Compute attention by 'sdpa', 'explicit' or 'flex', or 'auto': the first of sdpa and explicit that can."""
+        if not isinstance(name, str):
+            raise InputError(f"the kernel's name is {name!r}; use 'auto', 'sdpa', 'explicit' or 'flex'")
         attentions = [module for module in self.modules() if hasattr(module, "make_kernel")]
         kernels: list[Any] = [module.make_kernel(name) for module in attentions]  # type: ignore[operator]
         for module, kernel in zip(attentions, kernels, strict=True):
@@ -51,16 +53,19 @@ class Transformer(nn.Module):
         return self
 
     def new_cache(self, batch: int, length: int, *, dtype: torch.dtype | None = None) -> Cache:
-        """An empty cache for `batch` rows of up to `length` tokens."""
+        """An empty cache for `batch` rows of up to `length` tokens. Calls with a cache compute no gradients."""
+        inputs.check_size("batch", batch)
+        inputs.check_size("length", length)
+        inputs.check_dtype(dtype)
         stack = self.stacks.get("decoder") or self.stacks["encoder"]
-        attentions: list[Any] = [block.attn.f for block in stack.blocks]  # type: ignore[union-attr]
-        widths = [attention.cache_widths for attention in attentions]
         cross = len(self.stacks) == 2
-        return Cache(widths, batch, length, cross=cross, device=self.device, dtype=dtype or self.dtype)
+        return Cache(stack.cache_widths, batch, length, cross=cross, device=self.device, dtype=dtype or self.dtype)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take these weights, named as in `state_dict()`; refuse what is missing, foreign, misshapen or not finite."""
         mine = self.state_dict()
+        if not isinstance(weights, Mapping) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+            raise WeightError("weights must be a dict of tensors by name, as state_dict() gives it")
         for what, names in (
             ("missing", mine.keys() - weights.keys()),
             ("not this model's", weights.keys() - mine.keys()),
@@ -120,22 +125,28 @@ class Transformer(nn.Module):
             if stack.embed.types is None:
                 raise InputError("types were given, but this model has no token types; leave them out")
             inputs.check_range("types", types, stack.embed.types.num_embeddings, "that is no token type of this model")
-        keys, slot = None, None
+        prefix = None if prefix is None else inputs.check_prefix(prefix, tokens)
+        limit = getattr(stack.embed.position, "length", None)
         if cache is None:
             where = places(batch, length, tokens.device, mask, documents, prefix, positions)
-        else:
-            if documents is not None or positions is not None or prefix is not None:
-                raise InputError("a cache numbers the tokens itself; leave out documents, positions and prefix")
-            if batch != cache.batch:
-                raise InputError(f"{name} has {batch} rows, but the cache was made for {cache.batch}")
-            if not stack.causal and cache.used:
-                raise InputError("an encoder's tokens all see each other, so a text cannot be continued; pass it whole")
-            where, slot = cache.place(length, mask)
-            for turn in stack.turns:
-                inputs.check_turn(cache, length, where.position, turn)
-        limit = getattr(stack.embed.position, "length", None)
+            if limit is not None:
+                inputs.check_length(where.position, limit, name)
+            return stack(tokens, where, types, **memory), where
+        if documents is not None or positions is not None or prefix is not None:
+            raise InputError("a cache numbers the tokens itself; leave out documents, positions and prefix")
+        inputs.check_cache(cache, stack.cache_widths, name, batch)
+        if not stack.causal and cache.used:
+            raise InputError("an encoder's tokens all see each other, so a text cannot be continued; pass it whole")
+        where, keys, slot, position = cache.place(length, mask)
+        for turn in stack.turns:
+            inputs.check_turn(cache, length, where.position, turn)
         if limit is not None:
             inputs.check_length(where.position, limit, name)
-        if cache is not None and slot is not None:
-            keys = cache.advance(where, slot, padded=mask is not None)
-        return stack(tokens, where, types, cache=cache, keys=keys, slot=slot, **memory), where
+        x = stack(tokens, where, types, cache=cache, keys=keys, slot=slot, **memory)
+        cache.commit(where, position, padded=mask is not None)
+        return x, where
+
+
+def gradients_without(cache: Cache | None) -> torch.set_grad_enabled:
+    """A cache is for reading on, not for training: it must not keep every step's graph alive."""
+    return torch.set_grad_enabled(torch.is_grad_enabled() and cache is None)
