@@ -155,4 +155,5 @@ def test_a_cache_keeps_no_graph(model: Transformer) -> None:
     for i in range(4):
         assert not model(tokens[:, i : i + 1], cache=cache).requires_grad
     assert not cache.layers[0].k.requires_grad
+    assert not model.hidden(tokens, cache=model.new_cache(1, 4)).requires_grad
     assert model(tokens).requires_grad

@@ -70,8 +70,8 @@ class EncoderOnly(Transformer):
         self.config = config
         table = Table(config.vocab_size, config.encoder.embedding.table_width(config.d_model))
         self.encoder = Stack(config.encoder, config.d_model, table, causal=False)
-        has_head = isinstance(config.head, Head)
-        self.head = ends.Head(config.head, config.d_model, config.vocab_size, table) if has_head else None  # type: ignore[arg-type]
+        head = config.head
+        self.head = ends.Head(head, config.d_model, config.vocab_size, table) if isinstance(head, Head) else None
         self.pooler = ends.Pooler(config.d_model) if config.pooler else None
 
     def encode(

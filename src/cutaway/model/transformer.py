@@ -142,7 +142,8 @@ class Transformer(nn.Module):
             inputs.check_turn(cache, length, where.position, turn)
         if limit is not None:
             inputs.check_length(where.position, limit, name)
-        x = stack(tokens, where, types, cache=cache, keys=keys, slot=slot, **memory)
+        with gradients_without(cache):
+            x = stack(tokens, where, types, cache=cache, keys=keys, slot=slot, **memory)
         cache.commit(where, position, padded=mask is not None)
         return x, where
 
