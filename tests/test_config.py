@@ -167,7 +167,7 @@ def test_patterns_tile() -> None:
         ("a.toml", "form = ", "is not valid TOML"),
         ("a.json", "{", "is not valid JSON"),
         ("a.json", "[1]", "holds a list, not a table"),
-        ("a.json", '{"model_type": "llama"}', "another library's config"),
+        ("a.json", '{"model_type": "lama"}', "no family of cutaway's"),
         ("a.toml", "\x00", "is not valid TOML"),
     ],
 )
@@ -229,3 +229,17 @@ def test_a_schema_key_for_editors_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"$schema": "cutaway.schema.json"} | SMALL))
     assert ct.config(path) == ct.config(SMALL)
+
+
+def test_another_librarys_configuration_is_read(tmp_path: Path) -> None:
+    theirs = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "vocab_size": 50,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(theirs))
+    config = c.config(tmp_path)
+    assert config == c.config(tmp_path / "config.json") == c.config(theirs)
+    assert (config.d_model, config.decoder.layers, config.vocab_size) == (64, 2, 50)

@@ -12,8 +12,10 @@ MAY_IMPORT = {
     "config": set(),
     "size": {"config"},
     "model": {"config"},
+    "text": set(),
+    "families": {"config", "model", "text"},
     "lens": {"config", "size", "model"},
-    "cli": {"config", "size", "model", "lens"},
+    "cli": {"config", "size", "model", "families", "lens"},
 }
 EVERYWHERE = {"errors", "callable_module"}
 
@@ -76,6 +78,8 @@ def test_no_branch_on_a_models_name() -> None:
         "import cutaway",
         "import cutaway as ct; ct.config('llama-3-8b'); ct.presets()",
         "from cutaway.size.params import count; from cutaway.config import config; count(config('gpt2'))",
+        "from cutaway.families import families, read_config; read_config({'model_type': 'llama'})",
+        "from cutaway.text import byte_tokenizer",
         "from cutaway.cli import app",
     ],
 )

@@ -9,20 +9,37 @@ if TYPE_CHECKING:
     from cutaway.config.source import config as config
     from cutaway.config.transformer import Config as Config
     from cutaway.errors import CutawayError as CutawayError
+    from cutaway.families.checkpoint import Checkpoint as Checkpoint
+    from cutaway.families.checkpoint import load as load
+    from cutaway.families.save import save as save
     from cutaway.model import Cache as Cache
     from cutaway.model import Transformer as Transformer
     from cutaway.model import build as build
 
 _HOMES = {
     "Cache": "cutaway.model",
+    "Checkpoint": "cutaway.families.checkpoint",
     "Config": "cutaway.config",
     "CutawayError": "cutaway.errors",
     "Transformer": "cutaway.model",
     "build": "cutaway.model",
+    "load": "cutaway.families.checkpoint",
     "presets": "cutaway.config",
+    "save": "cutaway.families.save",
 }
 
-__all__ = ["Cache", "Config", "CutawayError", "Transformer", "build", "config", "presets"]
+__all__ = [
+    "Cache",
+    "Checkpoint",
+    "Config",
+    "CutawayError",
+    "Transformer",
+    "build",
+    "config",
+    "load",
+    "presets",
+    "save",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from cutaway.cli.convert import convert
 from cutaway.cli.demo import demo
 from cutaway.cli.presets import presets
 from cutaway.errors import CutawayError
@@ -36,6 +37,7 @@ def options(
     """The Transformer with its side open: build it, run it, look into it."""
 
 
+app.command()(convert)
 app.command()(demo)
 app.command()(presets)
 

@@ -6,7 +6,10 @@ from pydantic import model_validator
 
 from cutaway.config.part import TAGGED, Count, Part, Positive, Rate, default_kind
 
-Activation = Literal["relu", "gelu", "gelu_tanh", "gelu_quick", "silu", "relu2", "sigmoid", "tanh", "identity"]
+Activation = Literal[
+    "relu", "gelu", "gelu_tanh", "gelu_quick", "gelu_clipped", "silu", "relu2", "relu6", "leaky_relu", "hardswish",
+    "mish", "laplace", "sqrt_softplus", "sigmoid", "tanh", "identity",
+]  # fmt: skip
 
 
 class Mlp(Part):

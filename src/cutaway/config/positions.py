@@ -92,6 +92,11 @@ class LongRope(Part):
             )
         return self
 
+    @property
+    def turns(self) -> bool:
+        """Whether angles change with the length at all."""
+        return self.short_factors != self.long_factors
+
 
 class Llama3Scaling(Part):
     """Long wavelengths divided by a factor, short ones kept, a ramp between. https://arxiv.org/abs/2407.21783"""

@@ -2,8 +2,9 @@
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,21 +15,36 @@ from cutaway.errors import ConfigError
 
 
 def config(source: Config | Mapping[str, Any] | str | Path) -> Config:
-    """A Config from a preset's name, a dict, or a .toml or .json file."""
+    """A Config from a preset's name, a dict, a .toml or .json file, or a model's directory (its config.json)."""
     if isinstance(source, Form):
         return source
     if isinstance(source, Mapping):
-        return _validated(dict(source))
+        return _understood(dict(source))
     if not isinstance(source, str | Path) or not str(source):
         raise ConfigError(f"{source!r} is no configuration; give a preset's name, a dict, or a .toml or .json file")
     path = Path(source)
     if path.suffix in (".toml", ".json"):
-        return _validated(_read(path))
+        return _understood(_read(path))
     if is_directory(path):
-        raise ConfigError(f"'{source}' is a directory; give a preset's name or a .toml or .json file")
+        return _understood(_read(_described_by(path)))
     from cutaway.config.presets import preset
 
     return preset(str(source))
+
+
+def _understood(data: dict[str, Any]) -> Config:
+    """Our own settings, or another library's. The rooms above are told by name: nothing here imports them."""
+    if "form" in data or not ("model_type" in data or "architectures" in data):
+        return _validated(data["config"] if data.keys() == {"format", "config"} else data)
+    read: Callable[[Mapping[str, Any]], Config] = resolve_name("cutaway.families:read_config")
+    return read(data)
+
+
+def _described_by(directory: Path) -> Path:
+    for name in ("cutaway.json", "config.json"):
+        if (directory / name).is_file():
+            return directory / name
+    raise ConfigError(f"'{directory}' has no config.json; give a model's directory, a file or a preset's name")
 
 
 def is_directory(path: Path) -> bool:
@@ -99,11 +115,6 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"'{path}' is nested too deeply to be a configuration") from None
     if not isinstance(data, dict):
         raise ConfigError(f"'{path}' holds a {type(data).__name__}, not a table of settings")
-    if "model_type" in data and "form" not in data:
-        raise ConfigError(
-            f"'{path}' is another library's config (model_type '{data['model_type']}'), which is not read yet;"
-            " use a preset or a configuration of cutaway's own"
-        )
     return {key: value for key, value in data.items() if key != "$schema"}
 
 

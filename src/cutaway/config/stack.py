@@ -88,6 +88,8 @@ class Stack(Part):
     """Multiplies what every sublayer adds (Granite)."""
     dropout: Rate = 0.0
     """On what every sublayer adds."""
+    attention_dropout: Rate | None = None
+    """On what attention adds, where it is another (DistilBERT: none)."""
     final_dropout: Rate = 0.0
     """After the final norm (T5)."""
     groups: Count | None = None

@@ -22,6 +22,20 @@ def gelu_quick(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
+def gelu_clipped(x: Tensor) -> Tensor:
+    """GELU within ±10, for weights of few bits. https://arxiv.org/abs/2004.09602"""
+    return F.gelu(x).clamp(-10, 10)
+
+
+def laplace(x: Tensor) -> Tensor:
+    """The Laplace distribution's cumulative function, as near relu² as it gets (MEGA). https://arxiv.org/abs/2209.10655"""
+    return 0.5 * (1 + torch.erf((x - 0.707107) / (0.282095 * 2**0.5)))
+
+
+def sqrt_softplus(x: Tensor) -> Tensor:
+    return F.softplus(x).sqrt()
+
+
 def identity(x: Tensor) -> Tensor:
     return x
 
@@ -31,8 +45,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": gelu_tanh,
     "gelu_quick": gelu_quick,
+    "gelu_clipped": gelu_clipped,
     "silu": F.silu,
     "relu2": relu2,
+    "relu6": F.relu6,
+    "leaky_relu": F.leaky_relu,
+    "hardswish": F.hardswish,
+    "mish": F.mish,
+    "laplace": laplace,
+    "sqrt_softplus": sqrt_softplus,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
     "identity": identity,

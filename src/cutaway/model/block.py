@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from cutaway.config import FFN, CrossBlock, Moe, NoNorm, Output, Parallel, Post, Pre, Sandwich
 from cutaway.config import Block as BlockConfig
 from cutaway.config import Stack as StackConfig
-from cutaway.model.attention import CrossAttention, Scene, make_attention
+from cutaway.model.attention import CrossAttention, Latent, MultiHead, Scene, make_attention
 from cutaway.model.ffn import make_dense_ffn
 from cutaway.model.moe import MixtureOfExperts
 from cutaway.model.norms import make_norm
@@ -28,7 +28,8 @@ class Branch(nn.Module):
         self.norm_in = make_norm(stack.norm if norm_in else NoNorm(), d_model)
         self.f = f
         self.norm_out = make_norm(stack.norm if norm_out else NoNorm(), d_model)
-        self.dropout, self.scale = stack.dropout, stack.residual_scale
+        own = stack.attention_dropout if isinstance(f, MultiHead | Latent) else None
+        self.dropout, self.scale = stack.dropout if own is None else own, stack.residual_scale
 
     def forward(self, x: Float[Tensor, "B T d"], *given: Any) -> Float[Tensor, "B T d"]:
         y = self.norm_out(self.f(self.norm_in(x), *given))

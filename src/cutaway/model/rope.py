@@ -42,7 +42,9 @@ class Rope(Constants):
         self.theta, self.width, self.scaling = config.theta, width, config.scaling
         self.interleaved = config.layout == "interleaved"
         self.dynamic = isinstance(config.scaling, DynamicNTK)
-        self.switch_at = config.scaling.original_length if isinstance(config.scaling, DynamicNTK | LongRope) else None
+        scaling = config.scaling
+        turns = isinstance(scaling, DynamicNTK) or (isinstance(scaling, LongRope) and scaling.turns)
+        self.switch_at: int | None = getattr(scaling, "original_length", None) if turns else None
         self.factor = getattr(config.scaling, "factor", 1.0)
         self.magnitude = magnitude(config)
         self.frequency: Tensor

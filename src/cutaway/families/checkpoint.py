@@ -1,0 +1,133 @@
+"""A checkpoint: a model with what lies beside it, from whatever a user has."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cutaway.config import Config
+from cutaway.errors import ConfigError, InputError, WeightError
+from cutaway.families.fill import fill_model
+from cutaway.families.native import MARK, load_native
+from cutaway.families.registry import family_of
+from cutaway.families.report import Report
+from cutaway.families.store import PICKLES, open_directory, read_json
+from cutaway.model import Transformer
+
+if TYPE_CHECKING:  # read when a tokenizer is asked for
+    from cutaway.text import Tokenizer
+
+BESIDE = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm")
+"""What is fetched of a hub repository: no code, no pickles."""
+
+
+@dataclass
+class Checkpoint:
+    """A model, its configuration and tokenizer, the family it came from, and the report of how it was loaded."""
+
+    model: Transformer
+    config: Config
+    family: str | None = None
+    report: Report | None = None
+    theirs: dict[str, Any] = field(default_factory=dict)
+    """The config.json it came with; it goes back out with the model."""
+    generation: dict[str, Any] = field(default_factory=dict)
+    """The settings for generation it came with."""
+    read_tokenizer: "Callable[[], Tokenizer | None]" = field(default=lambda: None, repr=False)
+
+    @cached_property
+    def tokenizer(self) -> "Tokenizer | None":
+        """The tokenizer that lies beside the weights, read when first asked for; None if there is none."""
+        return self.read_tokenizer()
+
+
+def load(
+    source: str | Path,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    check: bool | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Checkpoint:
+    """Open a directory of another library's or of cutaway's own, a .gguf file, or a hub id ('owner/name[@revision]').
+
+    Weights keep the dtype they are stored in, unless one is asked for. `check` says whether every number is looked at
+    for NaN and infinity; unless given, it is in checkpoints of up to half a gigabyte, and in larger ones only small
+    tensors are, so that pages are read when they are used. `progress(done, total)` is called as tensors come.
+    """
+    path = find(source)
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "check": check, "progress": progress}
+    if path.is_file():
+        return _load_file(path, how)
+    if (path / MARK).exists():
+        model, config, report = load_native(path, **how)
+        return Checkpoint(model, config, None, report, read_tokenizer=lambda: _tokenizer(path))
+    theirs = read_json(path / "config.json", ConfigError) if (path / "config.json").exists() else None
+    if theirs is None:
+        raise ConfigError(f"'{path}' has no config.json, so it is not known what model its weights are; add it")
+    family = family_of(theirs)
+    model, config, report = fill_model(family, theirs, open_directory(path), source=str(source), **how)
+    beside = path / "generation_config.json"
+    generation = read_json(beside, ConfigError) if beside.exists() else {}
+    return Checkpoint(model, config, family.name, report, theirs, generation, lambda: _tokenizer(path))
+
+
+def _tokenizer(directory: Path) -> "Tokenizer | None":
+    from cutaway.text import tokenizer_from_directory
+
+    return tokenizer_from_directory(directory)
+
+
+def _load_file(path: Path, how: dict[str, Any]) -> Checkpoint:
+    if path.suffix in PICKLES:
+        raise WeightError(
+            f"'{path.name}' is a pickle, which can run code when it is opened, so it is not; ask for the model's"
+            " safetensors, or convert it where you trust it: transformers' from_pretrained, then save_pretrained"
+        )
+    if path.suffix == ".gguf":
+        from cutaway.families.gguf import load_gguf
+
+        return load_gguf(path, **how)
+    if path.suffix == ".safetensors":
+        raise InputError(f"'{path.name}' is weights without a config.json; give the directory that holds both")
+    raise InputError(f"'{path.name}' is no checkpoint; give a model's directory, a .gguf file or a hub id")
+
+
+def find(source: str | Path) -> Path:
+    """The file or directory that a source means; a hub id is fetched into the hub's own cache, or found there."""
+    if not isinstance(source, str | Path) or not str(source).strip():
+        raise InputError(f"{source!r} is no checkpoint; give a model's directory, a .gguf file or a hub id")
+    path = Path(source).expanduser()
+    try:
+        if path.exists():
+            return path
+    except (OSError, ValueError) as error:
+        raise InputError(f"{str(source)[:80]!r} is no path: {error}") from None
+    name, _, revision = str(source).partition("@")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or ".." in name:
+        raise InputError(
+            f"'{source}' does not exist; give a model's directory, a .gguf file or a hub id ('owner/name')"
+        )
+    return _fetch(name, revision or None)
+
+
+def _fetch(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(BESIDE)))
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError):
+        raise InputError(
+            f"'{name}' is neither a path here nor in the hub's cache, and the hub cannot be reached; check the spelling"
+            " and the network, or give a directory"
+        ) from None
+    except HfHubHTTPError as error:
+        said = str(error).splitlines()[0]
+        raise InputError(
+            f"the hub does not give '{name}': {said}; check the name, and log in if it is private"
+        ) from None

@@ -1,0 +1,97 @@
+"""A checkpoint from a GGUF file, and a GGUF file from a checkpoint."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cutaway.config import Config
+from cutaway.errors import ConfigError, InputError
+from cutaway.families.checkpoint import Checkpoint
+from cutaway.families.family import Family
+from cutaway.families.fill import fill_model
+from cutaway.families.gguf_file import PACKINGS, Gguf, write_gguf
+from cutaway.families.gguf_rope import FREQUENCIES, LONG, SHORT
+from cutaway.families.gguf_tables import ARCHITECTURES
+from cutaway.families.save import exported
+
+if TYPE_CHECKING:
+    from cutaway.text import Tokenizer
+
+TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
+
+
+def load_gguf(path: Path, **how: Any) -> Checkpoint:
+    """Open a GGUF file: packed numbers are unpacked, settings become a configuration."""
+    file = Gguf(path)
+    arch = file.settings.get("general.architecture")
+    if arch not in ARCHITECTURES:
+        raise ConfigError(f"'{path.name}' is of architecture {arch!r}; cutaway opens {', '.join(ARCHITECTURES)}")
+    family = ARCHITECTURES[arch]
+    theirs = {key: value for key, value in file.settings.items() if key.startswith(f"{arch}.")}
+    if "token_embd.weight" in file.entries:
+        theirs.setdefault(f"{arch}.vocab_size", file.entries["token_embd.weight"].shape[0])
+    for name in (FREQUENCIES, LONG, SHORT):
+        if name in file.entries:
+            theirs[name] = [float(f"{value:.7g}") for value in file.read(name).flatten().tolist()[:4096]]
+    _all_known(family, theirs)
+    model, config, report = fill_model(family, theirs, file, source=str(path), **how)
+    ids = {ours: file.settings.get(f"tokenizer.ggml.{name}_token_id") for name, ours in TOKENS.items()}
+    return Checkpoint(
+        model,
+        config,
+        family.architecture,
+        report,
+        generation={key: value for key, value in ids.items() if value is not None},
+        read_tokenizer=lambda: _tokenizer(file),
+    )
+
+
+def _all_known(family: Family, theirs: dict[str, Any]) -> None:
+    """A setting of the architecture that no field reads would be another model."""
+    known = {key for entry in family.fields for key in entry.keys} | family.harmless.keys()
+    strange = sorted(theirs.keys() - known)
+    if strange:
+        raise ConfigError(f"its setting '{strange[0]}' ({theirs[strange[0]]!r}) is none that cutaway honours")
+
+
+def _tokenizer(file: Gguf) -> "Tokenizer | None":
+    from cutaway.text import tokenizer_from_gguf
+
+    fields = {key: value for key, value in file.settings.items() if key.startswith("tokenizer.")}
+    return tokenizer_from_gguf(fields) if fields else None
+
+
+def describe(config: Config) -> tuple[Family, dict[str, Any]]:
+    """The architecture that can describe a configuration, and its settings."""
+    refusals = []
+    for family in ARCHITECTURES.values():
+        try:
+            return family, family.write(config)
+        except ConfigError as error:
+            refusals.append(str(error))
+    raise ConfigError(f"no GGUF architecture can describe this model. {min(refusals, key=len)}")
+
+
+def save_gguf(checkpoint: Checkpoint, path: str | Path, *, packing: str | None = None, overwrite: bool = False) -> Path:
+    """Write one GGUF file. Matrices keep their dtype, or are packed as asked."""
+    target = Path(path)
+    if target.exists() and not overwrite:
+        raise InputError(f"'{target}' exists already; name another file or overwrite it")
+    if packing is not None and packing not in PACKINGS:
+        raise InputError(f"'{packing}' is no packing that can be written; use one of {', '.join(PACKINGS)}")
+    family, theirs = describe(checkpoint.config)
+    settings = {key: value for key, value in theirs.items() if key.startswith(f"{family.name}.") and value is not None}
+    if checkpoint.tokenizer is not None:
+        from cutaway.text import tokenizer_to_gguf
+
+        settings |= tokenizer_to_gguf(checkpoint.tokenizer)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    tensors = [*exported(family, checkpoint.model), *_factors(theirs)]
+    write_gguf(target, family.name, settings, tensors, packing)
+    return target
+
+
+def _factors(theirs: dict[str, Any]) -> list[Any]:
+    import torch
+
+    found = [(name, torch.tensor(theirs[name])) for name in (FREQUENCIES, LONG, SHORT) if name in theirs]
+    return [((name,), lambda tensor=tensor: [tensor], 0) for name, tensor in found]

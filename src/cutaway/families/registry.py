@@ -1,0 +1,65 @@
+"""Every family by name, and the road from a config.json to a configuration."""
+
+import difflib
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from cutaway.config import Config
+from cutaway.errors import ConfigError
+from cutaway.families import tables
+from cutaway.families.family import Family
+
+PLAIN = ("bert", "gpt2", "llama", "t5")
+"""Families that most tools open: tried before the others where several could describe a model."""
+
+
+@cache
+def families() -> dict[str, Family]:
+    """All families. A module in `tables/` is one: its `FAMILY`."""
+    found = [import_module(f"{tables.__name__}.{module.name}").FAMILY for module in iter_modules(tables.__path__)]
+    return {family.name: family for family in sorted(found, key=lambda family: family.name)}
+
+
+def family_of(theirs: Mapping[str, Any]) -> Family:
+    """The family that a config.json belongs to."""
+    name = theirs.get("model_type")
+    known = families()
+    if name is None:
+        classes = theirs.get("architectures") or []
+        names = {family.architecture: family for family in known.values()}
+        for one in classes if isinstance(classes, list) else []:
+            if one in names:
+                return names[one]
+        raise ConfigError(
+            "config.json has no 'model_type', so it cannot be told whose model this is; add one of: " + ", ".join(known)
+        )
+    if not isinstance(name, str) or name not in known:
+        near = difflib.get_close_matches(str(name), known, n=1)
+        hint = f" (did you mean '{near[0]}'?)" if near else ""
+        raise ConfigError(f"model_type {name!r} is no family of cutaway's{hint}; it has: {', '.join(known)}")
+    return known[name]
+
+
+def read_config(theirs: Mapping[str, Any]) -> Config:
+    """The configuration that another library's config.json describes."""
+    return family_of(theirs).read(theirs)[0]
+
+
+def family_for(config: Config, name: str | None = None) -> tuple[Family, dict[str, Any]]:
+    """The family (the named one, or the first that can) which can describe a configuration, and its config.json."""
+    known = families()
+    if name is not None:
+        if name not in known:
+            raise ConfigError(f"'{name}' is no family of cutaway's; it has: {', '.join(known)}")
+        return known[name], known[name].write(config)
+    refusals = []
+    for family in sorted(known.values(), key=lambda family: family.name not in PLAIN):
+        try:
+            return family, family.write(config)
+        except ConfigError as error:
+            refusals.append(str(error))
+    nearest = min((text for text in refusals if "of form" not in text), key=len, default=refusals[0])
+    raise ConfigError(f"no published family can describe this model, so no other library would open it. {nearest}")

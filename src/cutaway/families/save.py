@@ -1,0 +1,182 @@
+"""From a model to a directory that others open: the same rows as in loading, taken the other way."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cutaway.config import Config, Encoder
+from cutaway.errors import InputError, WeightError
+from cutaway.families.checkpoint import Checkpoint
+from cutaway.families.family import Family
+from cutaway.families.native import Own, write_mark
+from cutaway.families.plan import Step, canonical, steps_of
+from cutaway.families.registry import families, family_for
+from cutaway.families.store import INDEX
+from cutaway.families.tree import differences
+from cutaway.model import Transformer
+
+SHARD = 5_000_000_000
+"""Bytes of weights in one file, at most; what writing holds beside the model, too."""
+
+
+def save(
+    checkpoint: Checkpoint | Transformer,
+    directory: str | Path,
+    *,
+    family: str | None = None,
+    shard: int = SHARD,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Path:
+    """Write a directory that `transformers` opens, or with family='cutaway' one of cutaway's own.
+
+    The family is the one it came from, or the first that can describe the model. The directory appears only when it
+    is whole.
+    """
+    if isinstance(checkpoint, Transformer):
+        checkpoint = Checkpoint(checkpoint, checkpoint.config)
+    if not isinstance(checkpoint, Checkpoint):
+        raise InputError(f"a {type(checkpoint).__name__} cannot be saved; give a Checkpoint or a model")
+    target = Path(directory)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())) and not overwrite:
+        raise InputError(f"'{target}' exists already, and nothing in it is replaced unasked; name another or overwrite")
+    chosen, theirs = _describe(checkpoint, family)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        if isinstance(chosen, Own):
+            write_mark(checkpoint.config, work)
+        else:
+            _write_json(work / "config.json", theirs)
+            if checkpoint.generation:
+                _write_json(work / "generation_config.json", checkpoint.generation)
+        if checkpoint.tokenizer is not None:
+            checkpoint.tokenizer.save(work)
+        _write_weights(chosen, checkpoint.model, work, shard, progress)
+        work.chmod(0o755)
+        for file in work.iterdir():  # the library that writes tensors makes files for their owner alone
+            if file.is_file():
+                file.chmod(0o644)
+        _put_in_place(work, target)
+    except OSError as error:
+        raise WeightError(f"'{target}' could not be written: {error}") from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def _put_in_place(work: Path, target: Path) -> None:
+    """What stood there before goes only when the new is in its place."""
+    if not target.exists():
+        work.replace(target)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    target.replace(old / "old")
+    work.replace(target)
+    shutil.rmtree(old)
+
+
+def _describe(checkpoint: Checkpoint, name: str | None) -> tuple[Family, dict[str, Any]]:
+    """The family to write, and its config.json: the one that came with the model, as long as it still fits."""
+    config: Config = checkpoint.config
+    if checkpoint.model.config != config:
+        raise InputError("the checkpoint's config is not its model's; put the model's own beside it")
+    name = name or checkpoint.family
+    if name == "cutaway":
+        return Own(config), {}
+    theirs = checkpoint.theirs if name == checkpoint.family else {}
+    family = families()[name] if theirs and name else None
+    if family is None or differences(
+        config, family.read(theirs, head=_has_head(config), pooler=_has_pooler(config))[0]
+    ):
+        family, written = family_for(config, name)
+        theirs = {**theirs, **written}
+    if not checkpoint.theirs and checkpoint.tokenizer is not None:
+        ids = {name: getattr(checkpoint.tokenizer, f"{name}_id") for name in ("bos", "eos", "pad")}
+        theirs = theirs | {f"{name}_token_id": value for name, value in ids.items()}
+    dtype = str(checkpoint.model.dtype).removeprefix("torch.")
+    kept = {
+        key: value for key, value in theirs.items() if key not in ("torch_dtype", "auto_map", "transformers_version")
+    }
+    opens = family.architecture if _has_head(config) or family.trunk is None else family.trunk
+    return family, kept | {"architectures": [opens], "dtype": dtype}
+
+
+def _has_head(config: Config) -> bool:
+    return config.head.kind != "none"
+
+
+def _has_pooler(config: Config) -> bool:
+    return isinstance(config, Encoder) and config.pooler
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def exported(family: Family, model: Transformer) -> Iterator[tuple[tuple[str, ...], Callable[[], list[Tensor]], int]]:
+    """Their names, a function that makes those tensors, and their bytes, for everything that is written."""
+    state = model.state_dict(keep_vars=True)
+    first = canonical(model)
+    done: set[str] = set()
+    bare = not _has_head(model.config)
+    for step in steps_of(family.rows, model.config, model):
+        if first[step.ours[0]] in done:
+            continue
+        done.update(first[name] for name in step.ours)
+
+        def make(step: Step = step) -> list[Tensor]:
+            theirs = step.op.export([state[name].detach() for name in step.ours], step.d_head)
+            return [tensor.contiguous().cpu() for tensor in theirs]
+
+        size = sum(state[name].numel() * state[name].itemsize for name in step.ours)
+        yield tuple(name.removeprefix(family.prefix) if bare else name for name in step.theirs), make, size
+    left = set(first.values()) - done
+    if left:
+        raise WeightError(f"family '{family.name}' has no place for {', '.join(sorted(left)[:5])}")
+
+
+def _write_weights(
+    family: Family, model: Transformer, directory: Path, limit: int, progress: Callable[[int, int], None]
+) -> None:
+    """Shards of at most `limit` bytes, and an index where there are several."""
+    shards: list[list[tuple[tuple[str, ...], Callable[[], list[Tensor]]]]] = [[]]
+    filled = total = 0
+    for names, make, size in exported(family, model):
+        if filled and filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append((names, make))
+        filled, total = filled + size, total + size
+    places: dict[str, str] = {}
+    for n, shard in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{n:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {name: tensor for names, make in shard for name, tensor in zip(names, make(), strict=True)}
+        bad = [
+            name for name, tensor in tensors.items() if not torch.isfinite(tensor.sum()) and not tensor.isfinite().all()
+        ]
+        if bad:
+            raise WeightError(f"'{bad[0]}' holds values that are NaN or infinite, which no one could load; not saved")
+        save_file(_apart(tensors), directory / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(tensors, file)
+        progress(n, len(shards))
+    if len(shards) > 1:
+        _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """No two tensors in the same memory, which the format refuses."""
+    seen: set[int] = set()
+    apart = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if storage in seen else tensor
+        seen.add(storage)
+    return apart

@@ -1,0 +1,1 @@
+"""One file a family: its fields and its rows."""

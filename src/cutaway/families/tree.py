@@ -1,0 +1,158 @@
+"""A configuration as a plain tree with one block a layer: what the fields of a family read into and write from."""
+
+import math
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from cutaway.config import Config
+from cutaway.config import config as validated
+from cutaway.errors import ConfigError
+
+MISSING: Any = object()
+
+
+class Tree:
+    """Nested dicts by dotted path. A path through `block` means every layer of that stack."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self.data = deepcopy(dict(data))
+
+    @classmethod
+    def of(cls, config: Config) -> "Tree":
+        """A finished configuration, with every default, and every value that follows from others, written out."""
+        tree = cls(config.model_dump(mode="json"))
+        if config.context is None:
+            del tree.data["context"]
+        for name, stack in config.stacks.items():
+            inside = tree.data[name]
+            inside["blocks"] = [block.model_dump(mode="json") for block in stack.blocks]
+            own = stack.attention_dropout
+            inside["attention_dropout"] = stack.dropout if own is None else own
+            inside["embedding"]["scale"] = stack.embedding.scale_factor(config.d_model)
+            for block in inside["blocks"]:
+                _spell_ffn(block["ffn"], config.d_model)
+                for attention in filter(None, (block["attention"], block.get("cross"))):
+                    _spell_attention(attention, config.d_model)
+            for gone in ("block", "lead"):
+                del inside[gone]
+        return tree
+
+    def blocks(self, stack: str) -> list[dict[str, Any]]:
+        """The layers' blocks, made from the one written as `block` when first asked for."""
+        inside = self.data[stack]
+        if "blocks" not in inside:
+            layers = inside["layers"]
+            if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= 10_000:
+                raise ConfigError(f"the {stack} has {layers!r} layers; a whole number from 1 to 10000 is needed")
+            one = inside.pop("block")
+            inside["blocks"] = [deepcopy(one) for _ in range(layers)]
+        return inside["blocks"]
+
+    def set(self, path: str, value: Any) -> None:
+        """Write a value, making the tables on the way."""
+        for table, key in self._ends(path, make=True):
+            table[key] = deepcopy(value)
+
+    def get(self, path: str) -> Any:
+        """The value at a path, MISSING if there is none. Layers must agree."""
+        values = [table.get(key, MISSING) for table, key in self._ends(path, make=False)]
+        if any(value != values[0] for value in values[1:]):
+            raise ConfigError(f"{path} differs between layers, and this family has one for all of them")
+        return values[0] if values else MISSING
+
+    def _ends(self, path: str, *, make: bool) -> list[tuple[dict[str, Any], str]]:
+        *way, last = path.split(".")
+        tables = [self.data]
+        for key in way:
+            if key == "block":
+                tables = list(self.blocks(way[0]))
+                continue
+            if make:
+                for table in tables:
+                    if not isinstance(table.get(key), dict):
+                        table[key] = {}
+            tables = [inner if isinstance(inner := table.get(key), dict) else {} for table in tables]
+        return [(table, last) for table in tables]
+
+    def finish(self) -> Config:
+        """The configuration, its layers written as the shortest lead and pattern."""
+        data = deepcopy(self.data)
+        for name in ("encoder", "decoder"):
+            if name in data:
+                blocks = Tree(data).blocks(name) if "blocks" not in data[name] else data[name].pop("blocks")
+                data[name].pop("block", None)
+                data[name]["lead"], data[name]["block"] = pattern(blocks)
+        return validated(data)
+
+
+def pattern(blocks: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The shortest (lead, pattern) whose tiling gives these blocks."""
+    number: list[int] = []
+    kinds: list[Any] = []
+    for block in blocks:
+        if block not in kinds:
+            kinds.append(block)
+        number.append(kinds.index(block))
+    best: tuple[int, int] | None = None
+    for lead in range(len(blocks)):
+        for period in range(1, len(blocks) - lead + 1):
+            if best is not None and lead + period >= sum(best):
+                break
+            if all(number[i] == number[i - period] for i in range(lead + period, len(number))):
+                best = lead, period
+    lead, period = best or (0, len(blocks))
+    return blocks[:lead], blocks[lead : lead + period]
+
+
+# ------------------------------------------------------------------------------------------------ are two the same?
+
+
+def differences(a: Config, b: Config) -> list[str]:
+    """Where two configurations describe different models, as 'path: this, not that'; spelling apart."""
+    left, right = (
+        _flat({key: value for key, value in Tree.of(one).data.items() if key not in ("init", "context")})
+        for one in (a, b)
+    )
+    return [
+        f"{path}: {left.get(path)!r}, not {right.get(path)!r}"
+        for path in sorted(left.keys() | right.keys())
+        if not _equal(left.get(path), right.get(path))
+    ]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, float | int) and not isinstance(b, bool):
+        return math.isclose(a, b, rel_tol=1e-6)
+    return bool(a == b)
+
+
+def _spell_ffn(ffn: dict[str, Any], d_model: int) -> None:
+    for part in (ffn, ffn.get("expert"), ffn.get("shared")):
+        if part is not None and "hidden" in part and part["hidden"] is None:
+            part["hidden"] = 4 * d_model if part["kind"] == "mlp" else -(-8 * d_model // 24) * 8
+
+
+def _spell_attention(attention: dict[str, Any], d_model: int) -> None:
+    if attention["kind"] == "latent":
+        width = attention["d_rope"]
+        attention["scale"] = attention["scale"] or (attention["d_nope"] + width) ** -0.5
+    else:
+        width = attention["d_head"] = attention["d_head"] or d_model // attention["heads"]
+        attention["kv_heads"] = attention["kv_heads"] or attention["heads"]
+        attention["scale"] = attention["scale"] or width**-0.5
+        attention["bias"] = sorted(attention["bias"])
+    position = attention.get("position", {})
+    if position.get("kind") == "rope":
+        position["width"] = position["width"] or width
+        scaling = position["scaling"]
+        if scaling["kind"] == "yarn" and scaling["attention_factor"] is None:
+            scaling["attention_factor"] = 0.1 * math.log(scaling["factor"]) + 1 if scaling["factor"] > 1 else 1.0
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {k: v for key, item in value.items() for k, v in _flat(item, f"{path}.{key}" if path else key).items()}
+    if isinstance(value, list | tuple):
+        return {k: v for n, item in enumerate(value) for k, v in _flat(item, f"{path}[{n}]").items()}
+    return {path: value}

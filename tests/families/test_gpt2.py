@@ -1,0 +1,29 @@
+"""GPT-2: fields and rows against transformers."""
+
+from pathlib import Path
+
+import pytest
+import transformers
+from family_parity import Peer, check_family, rng
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_gpt2_is_the_peers(seed: int, tmp_path: Path) -> None:
+    r = rng(seed)
+    heads = r.choice([1, 2, 3, 4])
+    config = transformers.GPT2Config(
+        vocab_size=r.choice([61, 97, 130]),
+        n_positions=40,
+        n_embd=heads * r.choice([5, 8]),
+        n_layer=r.choice([1, 2, 3]),
+        n_head=heads,
+        n_inner=r.choice([None, 30]),
+        activation_function=r.choice(["gelu_new", "gelu", "relu", "mish"]),
+        layer_norm_epsilon=r.choice([1e-5, 1e-3]),
+        scale_attn_weights=r.random() < 0.7,
+        scale_attn_by_inverse_layer_idx=r.random() < 0.3,
+        tie_word_embeddings=r.random() < 0.7,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    check_family(Peer(config, long=40), tmp_path, seed)
