@@ -44,6 +44,8 @@ class Peer:
     """Whether the peer generates with its cache (which keeps everything where a window is 1: `[-1 + 1 :]`)."""
     tweak: Any = None
     """A function that changes the peer's model before it is saved."""
+    greedy: bool = True
+    """Whether the peer's own generate() works (not where an encoder-decoder's decoder is the deeper one)."""
     dead: tuple[str, ...] = ()
     """Parameters of the peer that nothing reads, so that they need not survive."""
 
@@ -271,14 +273,16 @@ def compare_both(peer: Peer, model: Any, checkpoint: Checkpoint, seed: int) -> N
             close(ours(source, target, a, b)[b], theirs(source, target, a, b)[b], slack, "padded on the left")
         if peer.long:
             far = torch.randint(5, vocab(peer.config), (2, peer.long), generator=g)
-            close(ours(far, far), theirs(far, far), slack, "long")
+            own = eager_to_sdpa(peer, model, lambda: theirs(far, far))
+            close(ours(far, far), theirs(far, far), max(slack, own), "long")
     out = theirs(source, target, seen, wanted)
     weight = torch.randn(out.shape, generator=g) * wanted[..., None]
     model.zero_grad()
     (out * weight).sum().backward()
     ours.zero_grad()
     (ours(source, target, seen, wanted) * weight).sum().backward()
-    greedy_both(model, ours, source, seen)
+    if peer.greedy:
+        greedy_both(model, ours, source, seen)
 
 
 def greedy_both(model: Any, ours: Any, source: Tensor, seen: Tensor, new: int = 8) -> None:

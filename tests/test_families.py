@@ -55,13 +55,23 @@ def test_a_configuration_survives_the_way_out_and_back(name: str) -> None:
     assert not differences(family.read(family.write(config))[0], config)
 
 
+WITHOUT_A_TABLE = {
+    "olmo-1b", "olmo-7b", "olmo-7b-0424", "olmoe-1b-7b", "dbrx-132b", "deepseek-v2", "deepseek-v2-lite",
+    "granite-3.0-1b-a400m", "granite-3.0-3b-a800m", "mbart-large-cc25", "transformer-base", "transformer-big",
+}  # fmt: skip
+"""Presets of families that cutaway does not open, and the 2017 Transformer, which no library stores."""
+
+
 @pytest.mark.parametrize("preset", [name for name in ct.presets() if not name.startswith("tiny-")])
 def test_every_published_preset_can_be_written_for_others(preset: str) -> None:
-    try:
-        family, theirs = family_for(ct.config(preset))
-    except ConfigError as error:
-        pytest.fail(str(error))
-    assert not differences(family.read(theirs)[0], ct.config(preset))
+    config = ct.config(preset)
+    if preset in WITHOUT_A_TABLE:
+        with pytest.raises(ConfigError, match="no published family"):
+            family_for(config)
+        return
+    family, theirs = family_for(config)
+    ends = {"head": config.head.kind != "none", "pooler": getattr(config, "pooler", False)}
+    assert not differences(family.read(theirs, **ends)[0], config)
 
 
 @pytest.mark.parametrize("word", ACTIVATIONS)

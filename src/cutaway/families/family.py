@@ -8,6 +8,7 @@ from typing import Any
 from cutaway.config import Config
 from cutaway.errors import ConfigError, CutawayError
 from cutaway.families.fields import Field, Only, Theirs
+from cutaway.families.rope import Rope
 from cutaway.families.rows import Row
 from cutaway.families.tree import MISSING, Tree, differences
 
@@ -101,7 +102,7 @@ class Family:
     trunk: str | None = None
     """The class of the bare trunk, for models without a head."""
     ignored: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that may be passed over: a pattern of their whole name, and why."""
+    """Tensors that may be passed over: a pattern of their whole name, and why. {past} is a layer past the last."""
     harmless: Mapping[str, str] = field(default_factory=dict)
     """Keys of its config.json that cannot change what the model computes, and why."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -165,6 +166,9 @@ class Family:
         try:
             for entry in self.fields:
                 entry.write(ours, theirs)
+            for entry in self.fields:
+                if isinstance(entry, Rope):
+                    entry.repeat(theirs)
             again = self.read(theirs, head=not headless, pooler=getattr(config, "pooler", False))[0]
         except CutawayError as error:
             raise ConfigError(f"family '{self.name}' cannot describe this model: {error}") from None
@@ -178,6 +182,10 @@ class Family:
             raise ConfigError(f"family '{self.name}' cannot describe this model: {'; '.join(lost[:3])}{more}")
         return {key: value for key, value in theirs.items() if value is not MISSING}
 
-    def why_ignored(self, name: str) -> str | None:
-        """The reason to pass over a tensor of theirs, or None."""
-        return next((why for pattern, why in self.ignored.items() if re.fullmatch(pattern, name)), None)
+    def why_ignored(self, name: str, layers: int) -> str | None:
+        """The reason to pass over a tensor of theirs in a model of so many layers, or None."""
+        for pattern, why in self.ignored.items():
+            found = re.fullmatch(pattern.replace("{past}", r"(?P<past>\d+)"), name)
+            if found and int(found.groupdict().get("past", layers)) >= layers:
+                return why
+        return None

@@ -228,51 +228,6 @@ def activation(key: str, path: Paths, default: str) -> Choice:
     return Choice(key, path, default, ACTIVATIONS)
 
 
-@dataclass(frozen=True)
-class LayerTypes:
-    """Which layers look near and which far: `layer_types` and the window's width."""
-
-    default: Callable[[Theirs, int], list[str]]
-    """What an absent list means, for so many layers."""
-    stack: str = "decoder"
-    window: str = "sliding_window"
-    window_default: int | None = None
-    extra: tuple[str, ...] = ()
-    """Older keys that the default reads."""
-    on: Callable[[Theirs], bool] = lambda theirs: True
-    """Whether windows are used at all."""
-    to: Callable[[int], int] = lambda window: window
-    back: Callable[[int], int] = lambda window: window
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return ("layer_types", self.window, *self.extra)
-
-    def read(self, theirs: Theirs, ours: Tree) -> None:
-        blocks = ours.blocks(self.stack)
-        types = theirs.get("layer_types")
-        types = self.default(theirs, len(blocks)) if types is None else types
-        window = theirs.get(self.window, self.window_default) if self.on(theirs) else None
-        if not isinstance(types, list) or len(types) < len(blocks):
-            raise ConfigError(f"config.json's 'layer_types' must be a list of {len(blocks)} words, one a layer")
-        for block, kind in zip(blocks, types, strict=False):
-            if kind not in ("full_attention", "sliding_attention"):
-                raise ConfigError(
-                    f"config.json's 'layer_types' has {kind!r}; cutaway has full_attention and sliding_attention"
-                )
-            near = kind == "sliding_attention" and window is not None
-            block["attention"]["window"] = self.to(window) if near else None
-
-    def write(self, ours: Tree, theirs: dict[str, Any]) -> None:
-        windows = [block["attention"]["window"] for block in ours.blocks(self.stack)]
-        near = {window for window in windows if window is not None}
-        if len(near) > 1:
-            raise ConfigError(f"layers have windows of {sorted(near)}, and this family has one width for all")
-        theirs["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in windows]
-        if near:
-            theirs[self.window] = self.back(near.pop())
-
-
 def heads(
     stack: str = "decoder",
     *,

@@ -78,17 +78,15 @@ def _config(family: Family, theirs: dict[str, Any], store: Store) -> tuple[Confi
     """The configuration, with the head and the pooler that the tensors show."""
     if family.template["form"] != "encoder":
         return family.read(theirs)
-    ends = {part: [row.theirs for row in family.rows if row.targets[0].startswith(part)] for part in ("head", "pooler")}
-    names = store.entries.keys()
-    have = {
-        part: any(
-            name.removeprefix(family.prefix).startswith(row.removeprefix(family.prefix))
-            for name in names
-            for row in rows
-        )
-        for part, rows in ends.items()
-    }
-    return family.read(theirs, head=have["head"], pooler=have["pooler"])
+    names = {name.removeprefix(family.prefix).rsplit(".", 1)[0] for name in store.entries}
+    names |= {name.removeprefix(family.prefix) for name in store.entries}
+
+    def have(*targets: str) -> bool:
+        return any(row.targets[0] in targets and row.theirs.removeprefix(family.prefix) in names for row in family.rows)
+
+    # A tied head without a bias leaves only its transform, which some classifiers have too.
+    told = theirs.get("architectures") == [family.architecture] and have("head.transform.dense")
+    return family.read(theirs, head=told or have("head.matrix", "head.bias"), pooler=have("pooler.dense"))
 
 
 def _main_dtype(store: Store) -> torch.dtype:

@@ -48,6 +48,8 @@ def steps_of(rows: Sequence[Row], config: Config, model: Transformer) -> Iterato
     """The rows written out for every layer, leaf and expert that this model has."""
     state = model.state_dict(keep_vars=True)
     for row in rows:
+        if row.where is not None and not row.where(config):
+            continue
         for i, d_head in _layers(row, config):
             for leaf in ("", ".weight", ".bias"):
                 ours = tuple(_fill(target, i, config) + leaf for target in row.targets)
@@ -109,7 +111,7 @@ def make_plan(
     used = {name for step in (*plan.steps, *(copy for copy, _ in plan.copies)) for name in step.theirs}
     plan.missing += sorted(used - named.keys())
     for name in sorted(named.keys() - used):
-        why = family.why_ignored(name)
+        why = family.why_ignored(name, max(stack.layers for stack in config.stacks.values()))
         if why is None:
             plan.unexpected.append(named[name])
         else:

@@ -9,8 +9,6 @@ from cutaway.errors import ConfigError
 from cutaway.families.fields import Theirs
 from cutaway.families.tree import Tree
 
-OLD = ("rope_theta", "rope_scaling", "partial_rotary_factor")
-
 
 @dataclass(frozen=True)
 class Rope:
@@ -55,6 +53,17 @@ class Rope:
             raise ConfigError("layers turn by different angles, and this family has one RoPE for all of them")
         theirs["rope_parameters"] = write_rope(self, theirs, ropes[0], head_width(ours, self.stack))
 
+    def repeat(self, theirs: dict[str, Any]) -> None:
+        """The finished table once more, for readers that know only the older keys."""
+        table = theirs.get("rope_parameters")
+        if table is None:
+            return
+        theirs[self.theta_key] = table["rope_theta"]
+        if "partial_rotary_factor" in table:
+            theirs[self.share_key] = table["partial_rotary_factor"]
+        if table["rope_type"] != "default":
+            theirs["rope_scaling"] = {**table, "type": table["rope_type"]}
+
 
 @dataclass(frozen=True)
 class RopeByLayerType(Rope):
@@ -96,6 +105,11 @@ class RopeByLayerType(Rope):
             else {"rope_type": "default", "rope_theta": theta}
             for kind, theta, _ in self.thetas
         }
+
+    def repeat(self, theirs: dict[str, Any]) -> None:
+        """One older key a theta; the older scaling is for the first type alone."""
+        for kind, _, old in self.thetas:
+            theirs[old] = theirs["rope_parameters"][kind]["rope_theta"]
 
 
 def head_width(ours: Tree, stack: str) -> int:

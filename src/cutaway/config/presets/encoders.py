@@ -63,7 +63,8 @@ def bert(d_model: int, layers: int, heads: int, *, mlm: bool = False) -> Encoder
 
 def distilbert() -> Encoder:
     """https://arxiv.org/abs/1910.01108: half of BERT's layers, no token types."""
-    return bert_shaped(30522, 768, 6, 12, types=0, mlm=True)
+    model = bert_shaped(30522, 768, 6, 12, types=0, mlm=True)
+    return model.replace(encoder=model.encoder.replace(attention_dropout=0.0))
 
 
 def roberta(vocab_size: int, d_model: int, layers: int, heads: int) -> Encoder:

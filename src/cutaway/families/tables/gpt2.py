@@ -84,7 +84,13 @@ FAMILY = Family(
         "n_ctx": "the same as n_positions",
         "reorder_and_upcast_attn": "scores in higher precision; the same in fp32",
         **dict.fromkeys(
-            ("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
+            (
+                "summary_activation",
+                "summary_first_dropout",
+                "summary_proj_to_labels",
+                "summary_type",
+                "summary_use_proj",
+            ),
             "for a classifier, which is not loaded",
         ),
     },

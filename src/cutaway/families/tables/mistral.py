@@ -3,7 +3,8 @@
 from typing import Any
 
 from cutaway.families.family import Family
-from cutaway.families.fields import Custom, Field, Key, LayerTypes, Theirs, activation, heads
+from cutaway.families.fields import Custom, Field, Key, Theirs, activation, heads
+from cutaway.families.mixed import LayerTypes
 from cutaway.families.rope import Rope
 from cutaway.families.rows import Row
 from cutaway.families.tables.llama import ATTENTION, ENDS, FFN, NORMS, ROTARY, layer, sizes

@@ -3,7 +3,8 @@
 from typing import Any
 
 from cutaway.families.family import Family
-from cutaway.families.fields import Custom, Key, LayerTypes, Theirs, activation, flag
+from cutaway.families.fields import Custom, Key, Theirs, activation, flag
+from cutaway.families.mixed import LayerTypes
 from cutaway.families.rope import Rope
 from cutaway.families.tables.llama import ALL, ROTARY, sizes
 from cutaway.families.tables.mistral import ROWS, split, template

@@ -1,0 +1,49 @@
+"""BLOOM: ALiBi, and a norm on the embedding. https://arxiv.org/abs/2211.05100"""
+
+from cutaway.families.family import Family
+from cutaway.families.fields import Key, Only, flag
+from cutaway.families.rows import Row, within
+from cutaway.families.tables.gpt_neox import CLASSIFIER, megatron
+from cutaway.families.tables.llama import ALL, NORMS
+
+FAMILY = Family(
+    name="bloom",
+    architecture="BloomForCausalLM",
+    template={
+        "form": "decoder",
+        "decoder": {
+            "block": {
+                "attention": {"kind": "multi-head", "bias": ALL, "position": {"kind": "alibi"}},
+                "ffn": {"kind": "mlp", "activation": "gelu_tanh"},
+            },
+            "embedding": {"norm": {"kind": "layernorm"}},
+            "norm": {"kind": "layernorm"},
+            "placement": {"kind": "pre"},
+        },
+        "head": {"kind": "lm"},
+    },
+    fields=(
+        Key("vocab_size", "vocab_size", 250880),
+        Key("hidden_size", "d_model", 64),
+        Key("n_layer", "decoder.layers", 2),
+        Key("n_head", "decoder.block.attention.heads", 8),
+        Key("seq_length", "context", None),
+        Key("layer_norm_epsilon", ("decoder.norm.eps", "decoder.embedding.norm.eps"), 1e-5),
+        Key("attention_dropout", "decoder.block.attention.dropout", 0.0),
+        Key("hidden_dropout", "decoder.dropout", 0.0),
+        flag("tie_word_embeddings", "head.tied", True),
+        Only("apply_residual_connection_post_layernorm", (False,), "what is added to would be the normed stream"),
+        Only("slow_but_exact", (False,), "this way of adding up leaves the biases out"),
+        Only("n_inner", (None,), "the FFN always is four times as wide as the stream"),
+    ),
+    rows=(
+        Row("transformer.word_embeddings", "decoder.embed.token"),
+        Row("transformer.word_embeddings_layernorm", "decoder.embed.norm"),
+        Row("transformer.ln_f", "decoder.final_norm"),
+        Row("lm_head", "head.matrix"),
+        *within("transformer.h.{i}", "decoder.blocks.{i}", *NORMS, *megatron("self_attention")),
+    ),
+    prefix="transformer.",
+    aliases={"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+    ignored=CLASSIFIER,
+)

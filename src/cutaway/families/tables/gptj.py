@@ -1,0 +1,64 @@
+"""GPT-J: attention and FFN side by side, RoPE in neighbouring pairs. https://github.com/kingoflolz/mesh-transformer-jax"""
+
+from cutaway.families.family import Family
+from cutaway.families.fields import Key, activation, flag
+from cutaway.families.rows import Row, within
+from cutaway.families.tables.gpt2 import FAMILY as GPT2
+
+FAMILY = Family(
+    name="gptj",
+    architecture="GPTJForCausalLM",
+    template={
+        "form": "decoder",
+        "decoder": {
+            "block": {
+                "attention": {"kind": "multi-head", "position": {"kind": "rope", "layout": "interleaved"}},
+                "ffn": {"kind": "mlp"},
+            },
+            "norm": {"kind": "layernorm"},
+            "placement": {"kind": "parallel"},
+        },
+        "head": {"kind": "lm", "bias": "learned"},
+    },
+    fields=(
+        Key("vocab_size", "vocab_size", 50400),
+        Key("n_embd", "d_model", 4096),
+        Key("n_layer", "decoder.layers", 28),
+        Key("n_head", "decoder.block.attention.heads", 16),
+        Key("n_positions", "context", 2048),
+        Key("rotary_dim", "decoder.block.attention.position.width", 64),
+        Key("n_inner", "decoder.block.ffn.hidden", lambda theirs: 4 * theirs.number("n_embd", 4096)),
+        activation("activation_function", "decoder.block.ffn.activation", "gelu_new"),
+        Key("layer_norm_epsilon", "decoder.norm.eps", 1e-5),
+        Key("attn_pdrop", "decoder.block.attention.dropout", 0.0),
+        Key("embd_pdrop", "decoder.embedding.dropout", 0.0),
+        Key("resid_pdrop", "decoder.dropout", 0.0),
+        flag("tie_word_embeddings", "head.tied", False),
+    ),
+    rows=(
+        Row("transformer.wte", "decoder.embed.token"),
+        Row("transformer.ln_f", "decoder.final_norm"),
+        Row("lm_head", "head.matrix"),
+        Row("lm_head.bias", "head.bias"),
+        *within(
+            "transformer.h.{i}",
+            "decoder.blocks.{i}",
+            Row("ln_1", "norm"),
+            *(Row(f"attn.{p}_proj", f"attn.f.{p}") for p in "qkv"),
+            Row("attn.out_proj", "attn.f.o"),
+            Row("mlp.fc_in", "ffn.f.up"),
+            Row("mlp.fc_out", "ffn.f.down"),
+        ),
+    ),
+    prefix="transformer.",
+    aliases=GPT2.aliases,
+    ignored={
+        **GPT2.ignored,
+        r"transformer\.h\.\d+\.attn\.embed_positions": "RoPE's angles follow from the configuration",
+    },
+    harmless={
+        **GPT2.harmless,
+        "rotary": "this family always has RoPE",
+        "scale_attn_weights": "scores always are scaled",
+    },
+)
