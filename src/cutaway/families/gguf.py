@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cutaway.config import Config
+from cutaway.config import Config, to_dict
+from cutaway.config import config as read_config
 from cutaway.errors import ConfigError, InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.family import Family
@@ -60,15 +61,27 @@ def _tokenizer(file: Gguf) -> "Tokenizer | None":
     return tokenizer_from_gguf(fields) if fields else None
 
 
-def describe(config: Config) -> tuple[Family, dict[str, Any]]:
-    """The architecture that can describe a configuration, and its settings."""
+def describe(config: Config, first: str | None = None) -> tuple[Family, dict[str, Any]]:
+    """The architecture that can describe a configuration (its own family's, if that can), and its settings.
+
+    The format is for running models, not training them: it has no word for dropout.
+    """
+    config = read_config(_undropped(to_dict(config)))
     refusals = []
-    for family in ARCHITECTURES.values():
+    for family in sorted(ARCHITECTURES.values(), key=lambda family: family.architecture != first):
         try:
             return family, family.write(config)
         except ConfigError as error:
             refusals.append(str(error))
     raise ConfigError(f"no GGUF architecture can describe this model. {min(refusals, key=len)}")
+
+
+def _undropped(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_undropped(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _undropped(item) for key, item in value.items() if not key.endswith("dropout")}
 
 
 def save_gguf(checkpoint: Checkpoint, path: str | Path, *, packing: str | None = None, overwrite: bool = False) -> Path:
@@ -78,7 +91,7 @@ def save_gguf(checkpoint: Checkpoint, path: str | Path, *, packing: str | None =
         raise InputError(f"'{target}' exists already; name another file or overwrite it")
     if packing is not None and packing not in PACKINGS:
         raise InputError(f"'{packing}' is no packing that can be written; use one of {', '.join(PACKINGS)}")
-    family, theirs = describe(checkpoint.config)
+    family, theirs = describe(checkpoint.config, checkpoint.family)
     settings = {key: value for key, value in theirs.items() if key.startswith(f"{family.name}.") and value is not None}
     if checkpoint.tokenizer is not None:
         from cutaway.text import tokenizer_to_gguf
