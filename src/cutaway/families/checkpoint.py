@@ -126,7 +126,7 @@ def _fetch(name: str, revision: str | None) -> Path:
             f"'{name}' is neither a path here nor in the hub's cache, and the hub cannot be reached; check the spelling"
             " and the network, or give a directory"
         ) from None
-    except HfHubHTTPError as error:
+    except (HfHubHTTPError, OSError, ValueError) as error:
         said = str(error).splitlines()[0]
         raise InputError(
             f"the hub does not give '{name}': {said}; check the name, and log in if it is private"

@@ -100,7 +100,8 @@ def _describe(checkpoint: Checkpoint, name: str | None) -> tuple[Family, dict[st
         theirs = {**theirs, **written}
     if not checkpoint.theirs and checkpoint.tokenizer is not None:
         ids = {name: getattr(checkpoint.tokenizer, f"{name}_id") for name in ("bos", "eos", "pad")}
-        theirs = theirs | {f"{name}_token_id": value for name, value in ids.items()}
+        known = {name: value for name, value in ids.items() if value is None or value < config.vocab_size}
+        theirs = theirs | {f"{name}_token_id": value for name, value in known.items()}
     dtype = str(checkpoint.model.dtype).removeprefix("torch.")
     kept = {
         key: value for key, value in theirs.items() if key not in ("torch_dtype", "auto_map", "transformers_version")
