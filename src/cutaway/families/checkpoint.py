@@ -15,7 +15,8 @@ from cutaway.families.fill import fill_model
 from cutaway.families.native import MARK, load_native
 from cutaway.families.registry import family_of
 from cutaway.families.report import Report
-from cutaway.families.store import PICKLES, open_directory, read_json
+from cutaway.families.store import PICKLES, Store, open_directory, read_json
+from cutaway.families.unpack import unpacked
 from cutaway.model import Transformer
 
 if TYPE_CHECKING:  # read when a tokenizer is asked for
@@ -70,7 +71,10 @@ def load(
     if theirs is None:
         raise ConfigError(f"'{path}' has no config.json, so it is not known what model its weights are; add it")
     family = family_of(theirs)
-    model, config, report = fill_model(family, theirs, open_directory(path), source=str(source), **how)
+    store: Store = open_directory(path)
+    if theirs.get("quantization_config") is not None:
+        store = unpacked(store, theirs.pop("quantization_config"))
+    model, config, report = fill_model(family, theirs, store, source=str(source), **how)
     beside = path / "generation_config.json"
     generation = read_json(beside, ConfigError) if beside.exists() else {}
     return Checkpoint(model, config, family.name, report, theirs, generation, lambda: _tokenizer(path))

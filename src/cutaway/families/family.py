@@ -76,7 +76,9 @@ HARMLESS = {
 """Keys that many files carry and that cannot change what a model computes, with the reason."""
 
 EVERYWHERE: tuple[Field, ...] = (
-    Only("quantization_config", (None,), "its weights are packed in fewer bits; load the unquantised checkpoint"),
+    Only(
+        "quantization_config", (None,), "its weights are packed in fewer bits; load the model as it was before packing"
+    ),
     Only("compression_config", (None,), "its weights are packed in fewer bits; load the unquantised checkpoint"),
     Only("pruned_heads", ({}, None), "some of its heads were cut out; save it from the library that did so, unpruned"),
     Only("cross_attention_hidden_size", (None,), "it reads an encoder of another width"),

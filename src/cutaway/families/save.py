@@ -107,7 +107,7 @@ def _describe(checkpoint: Checkpoint, name: str | None) -> tuple[Family, dict[st
         key: value for key, value in theirs.items() if key not in ("torch_dtype", "auto_map", "transformers_version")
     }
     opens = family.architecture if _has_head(config) or family.trunk is None else family.trunk
-    return family, kept | {"architectures": [opens], "dtype": dtype}
+    return family, kept | {"architectures": [opens], "dtype": dtype, "torch_dtype": dtype}
 
 
 def _has_head(config: Config) -> bool:
