@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import cutaway as ct
@@ -390,3 +391,23 @@ def check_gradients(peer: Peer, model: Any, checkpoint: Checkpoint, directory: P
             continue
         worst = (mine - other).norm().item() / max(other.norm().item(), 1e-3 * scale)
         assert worst <= 1e-4, f"gradient of {name}: {worst:.2e}"
+
+
+def check_stored(
+    model: Any, directory: Path, beside: dict[str, Tensor], auto: Any = None, spell: Any = lambda name: name
+) -> Checkpoint:
+    """A file with further tensors beside the model, or with other names, means to us what it means to transformers."""
+    randomise(model.float().eval(), 0)
+    model.save_pretrained(directory)
+    stored = {spell(name): tensor for name, tensor in load_file(directory / "model.safetensors").items()}
+    save_file(stored | beside, directory / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = ct.load(directory)
+    assert checkpoint.report is not None
+    assert set(checkpoint.report.ignored) >= beside.keys()
+    opened = (auto or transformers.AutoModelForCausalLM).from_pretrained(directory).eval()
+    tokens = torch.randint(5, vocab(model.config), (2, 9), generator=torch.Generator().manual_seed(0))
+    both = checkpoint.config.form == "encoder-decoder"
+    with torch.no_grad():
+        theirs = opened(input_ids=tokens, **({"decoder_input_ids": tokens} if both else {})).logits
+        close(checkpoint.model(*([tokens] * (2 if both else 1))), theirs, 0.0, "logits")
+    return checkpoint

@@ -94,7 +94,11 @@ def multi_heads(draw: Draw, d_model: int, positions: tuple[str, ...]) -> c.Multi
     position = {
         "none": lambda: c.NoPosition(),
         "rope": lambda: draw(ropes(fields["d_head"] or d_model // fields["heads"])),
-        "alibi": lambda: c.Alibi(max_bias=draw(st.sampled_from([4.0, 8.0])), scale=draw(st.sampled_from([1.0, 0.5]))),
+        "alibi": lambda: c.Alibi(
+            max_bias=draw(st.sampled_from([4.0, 8.0])),
+            scale=draw(st.sampled_from([1.0, 0.5])),
+            rounded=draw(st.booleans()),
+        ),
         "relative-bias": lambda: c.RelativeBias(
             buckets=draw(st.sampled_from([6, 8])), max_distance=16, shared=draw(st.booleans())
         ),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import transformers
-from family_parity import Peer, check_family, rng
+from family_parity import Peer, check_family, check_stored, rng
 
 
 def settings(seed: int, **given: Any) -> Any:
@@ -36,3 +36,12 @@ def test_distilbert_is_the_peers(seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_distilbert_without_its_head_is_the_peers(seed: int, tmp_path: Path) -> None:
     check_family(Peer(settings(seed, tie_word_embeddings=True), transformers.AutoModel, long=40), tmp_path, seed)
+
+
+def test_old_names_of_norms(tmp_path: Path) -> None:
+    model = transformers.DistilBertForMaskedLM(settings(1))
+
+    def old(name: str) -> str:
+        return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+
+    check_stored(model, tmp_path, {}, transformers.AutoModelForMaskedLM, old)

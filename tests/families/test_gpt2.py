@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
-from family_parity import Peer, check_family, rng
+from family_parity import Peer, check_family, check_stored, rng
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -27,3 +28,11 @@ def test_gpt2_is_the_peers(seed: int, tmp_path: Path) -> None:
         eos_token_id=None,
     )
     check_family(Peer(config, long=40), tmp_path, seed)
+
+
+def test_a_classifiers_file_holds_the_language_model_too(tmp_path: Path) -> None:
+    """The head is tied, so the trunk is the whole model; classifiers are stored with `score`, tuned ones with a value."""
+    config = transformers.GPT2Config(vocab_size=61, n_positions=40, n_embd=16, n_layer=2, n_head=2, pad_token_id=0)
+    check_stored(transformers.GPT2ForSequenceClassification(config), tmp_path / "classifier", {})
+    value = {"v_head.summary.weight": torch.ones(1, 16), "v_head.summary.bias": torch.zeros(1)}
+    check_stored(transformers.GPT2LMHeadModel(config), tmp_path / "value", value)

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
-from family_parity import Peer, check_family, rng
+from family_parity import Peer, check_family, check_stored, rng
 from test_llama import kin
 
 import cutaway as ct
@@ -62,3 +63,13 @@ def test_a_published_file_is_the_preset() -> None:
     assert (
         ct.config(theirs | {"rotary_pct": 1.0, "rotary_emb_base": 500}).decoder.block[0].attention.position.theta == 500
     )
+
+
+def test_what_may_lie_beside_the_model(tmp_path: Path) -> None:
+    """The frequencies once for all layers, a classifier's matrix, and what each layer kept in the first releases."""
+    settings = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1}
+    model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**settings, num_attention_heads=2))
+    at = "gpt_neox.layers.0.attention"
+    beside = {"gpt_neox.rotary_emb.inv_freq": torch.ones(2), "score.weight": torch.ones(2, 32)}
+    beside |= {f"{at}.rotary_emb.inv_freq": torch.ones(2), f"{at}.bias": torch.ones(1, 1, 8, 8).tril().bool()}
+    check_stored(model, tmp_path, beside | {f"{at}.masked_bias": torch.tensor(-1e9)})

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
-from family_parity import Peer, check_family, rng
+from family_parity import Peer, check_family, check_stored, rng
 
 SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "default"},
@@ -60,3 +61,12 @@ def test_llama_is_the_peers(seed: int, tmp_path: Path) -> None:
         seed, attention_bias=r.random() < 0.5, mlp_bias=r.random() < 0.5, hidden_act=r.choice(["silu", "gelu"])
     )
     check_family(Peer(transformers.LlamaConfig(**settings), long=40), tmp_path, seed)
+
+
+def test_what_may_lie_beside_the_model(tmp_path: Path) -> None:
+    """The frequencies once for all layers, as newer code keeps them; a classifier over a model with a tied head."""
+    settings = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**settings, num_attention_heads=2, tie_word_embeddings=True, pad_token_id=0)
+    once = {"model.rotary_emb.inv_freq": torch.ones(4)}
+    check_stored(transformers.LlamaForCausalLM(config), tmp_path / "once", once)
+    check_stored(transformers.LlamaForSequenceClassification(config), tmp_path / "classifier", {})

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
-from family_parity import Peer, check_family, rng
+from family_parity import Peer, check_family, check_stored, rng
 
 import cutaway as ct
 from cutaway.errors import ConfigError
@@ -55,3 +56,10 @@ def test_a_published_file_is_the_preset() -> None:
     assert not differences(ct.config(theirs), ct.config("opt-350m"))
     with pytest.raises(ConfigError, match="a table of its own"):
         ct.config(theirs | {"tie_word_embeddings": False})
+
+
+def test_the_number_of_an_older_layout_is_passed_over(tmp_path: Path) -> None:
+    """The first releases hold the bare trunk, and this beside it."""
+    settings = {"vocab_size": 61, "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 24, "num_hidden_layers": 2}
+    model = transformers.OPTForCausalLM(transformers.OPTConfig(**settings, num_attention_heads=2))
+    check_stored(model, tmp_path, {"decoder.version": torch.tensor([3.0])}, spell=lambda name: name[len("model.") :])

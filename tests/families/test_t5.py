@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from family_parity import Peer, check_family, rng
+from family_parity import Peer, check_family, check_stored, rng
 
 
 def kin(seed: int, **given: Any) -> dict[str, Any]:
@@ -55,3 +55,10 @@ def test_t5_is_the_peers(seed: int, tmp_path: Path) -> None:
     loaded = check_family(peer, tmp_path, seed)
     assert loaded.config.head.tied != apart
     assert (loaded.config.head.scale != 1.0) == scaled
+
+
+def test_a_classifiers_file_holds_the_whole_model_one_level_down(tmp_path: Path) -> None:
+    config = transformers.T5Config(**kin(1, num_decoder_layers=1))
+    auto = transformers.AutoModelForSeq2SeqLM
+    check_stored(transformers.T5ForSequenceClassification(config), tmp_path / "classifier", {}, auto)
+    check_stored(transformers.T5ForQuestionAnswering(config), tmp_path / "answers", {}, auto)

@@ -148,6 +148,8 @@ class Alibi(Part):
     """The slopes run from 2^(−max_bias/heads) down to 2^(−max_bias)."""
     scale: Number = 1.0
     """Multiplies the slopes (Falcon adds ALiBi before dividing by sqrt(d_head))."""
+    rounded: bool = False
+    """slope · position, rounded to bf16 whatever the model's dtype: how Falcon computes it."""
 
 
 class RelativeBias(Part):

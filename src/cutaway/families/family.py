@@ -8,6 +8,7 @@ from typing import Any
 from cutaway.config import Config
 from cutaway.errors import ConfigError, CutawayError
 from cutaway.families.fields import Field, Only, Theirs
+from cutaway.families.report import UNKNOWN
 from cutaway.families.rope import Rope
 from cutaway.families.rows import Row
 from cutaway.families.tree import MISSING, Tree, differences
@@ -145,7 +146,7 @@ class Family:
         known = {key for entry in (*EVERYWHERE, *self.fields) for key in entry.keys}
         reasons = HARMLESS | dict(self.harmless)
         used = {key: value for key, value in theirs.items() if key in known}
-        passed = {key: reasons.get(key, "this family has no such field") for key in theirs if key not in known}
+        passed = {key: reasons.get(key, UNKNOWN) for key in theirs if key not in known}
         return config, used, passed
 
     def _in_their_words(self, problem: str) -> str:

@@ -4,6 +4,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+UNKNOWN = "this family has no such field"
+
 
 @dataclass
 class Report:
@@ -51,5 +53,8 @@ class Report:
         lines += [f"computed, not stored: {', '.join(self.computed)}"] if self.computed else []
         lines += [f"missing: {name}" for name in self.missing] + [f"unexpected: {name}" for name in self.unexpected]
         lines += [f"ignored: {count} × {why}" for why, count in Counter(self.ignored.values()).items()]
-        lines += [f"config: {len(self.config_used)} fields used, {len(self.config_ignored)} cannot matter"]
+        strange = [key for key, why in self.config_ignored.items() if why == UNKNOWN]
+        known = len(self.config_ignored) - len(strange)
+        lines += [f"config: {len(self.config_used)} fields used, {known} cannot matter"]
+        lines += [f"config: not fields of this family: {', '.join(strange)}"] if strange else []
         return "\n".join(lines)

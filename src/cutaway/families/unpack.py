@@ -1,4 +1,4 @@
-"""Weights that were published packed: 4 bits with a power of two a block (gpt-oss), fp8 with a scale a tile (DeepSeek)."""
+"""Weights that were published packed: 4 bits and a power of two a block (gpt-oss), fp8 and a scale a tile (DeepSeek)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,8 +22,8 @@ def unpacked(store: Store, settings: Any) -> Store:
     if method == "fp8":
         return Tiles(store, _tile(settings.get("weight_block_size", (128, 128))))
     raise ConfigError(
-        f"config.json's 'quantization_config' says the weights are packed by {method!r}, and mxfp4 and fp8 are unpacked;"
-        " load the model as it was before packing"
+        f"config.json's 'quantization_config' says the weights are packed by {method!r}, and mxfp4 and fp8 are"
+        " unpacked; load the model as it was before packing"
     )
 
 

@@ -32,14 +32,6 @@ def laplace(x: Tensor) -> Tensor:
     return 0.5 * (1 + torch.erf((x - 0.707107) / (0.282095 * 2**0.5)))
 
 
-def sqrt_softplus(x: Tensor) -> Tensor:
-    return F.softplus(x).sqrt()
-
-
-def identity(x: Tensor) -> Tensor:
-    return x
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
@@ -53,8 +45,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "hardswish": F.hardswish,
     "mish": F.mish,
     "laplace": laplace,
-    "sqrt_softplus": sqrt_softplus,
+    "sqrt_softplus": lambda x: F.softplus(x).sqrt(),
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
-    "identity": identity,
+    "identity": lambda x: x,
 }

@@ -79,7 +79,9 @@ class Explicit(Kernel):
         self.softmax = Softmax()
 
     def prepare(self, view: View, bias: ScoreBias | None, dtype: torch.dtype) -> DrawnMask:
-        return DrawnMask(*view.visible(), None if bias is None else bias.dense(view.relative()).to(dtype))
+        return DrawnMask(
+            *view.visible(), None if bias is None else bias.dense(view.q.position, view.k.position).to(dtype)
+        )
 
     def forward(self, q: Queries, k: Keys, v: Values, plan: DrawnMask, sink: Sink = None) -> Mixed:
         group = q.shape[2] // k.shape[2]  # query heads that share a key head
@@ -113,7 +115,7 @@ class Sdpa(Kernel):
             return SdpaPlan(view.shape == "causal", None, None)
         mask, blind = view.visible()
         if bias is not None:
-            mask = bias.dense(view.relative()).to(dtype).masked_fill(~mask, float("-inf"))
+            mask = bias.dense(view.q.position, view.k.position).to(dtype).masked_fill(~mask, float("-inf"))
         return SdpaPlan(False, mask, blind)
 
     def forward(self, q: Queries, k: Keys, v: Values, plan: SdpaPlan, sink: Sink = None) -> Mixed:
@@ -147,7 +149,7 @@ class Flex(Kernel):
     def prepare(self, view: View, bias: ScoreBias | None, dtype: torch.dtype) -> FlexPlan:
         q, k = view.q, view.k
         rows = max(len(q.position), len(k.position))
-        add = None if bias is None else lambda b, h, i, j: bias.at(k.at(b, j).position - q.at(b, i).position, h)
+        add = None if bias is None else lambda b, h, i, j: bias.at(q.at(b, i).position, k.at(b, j).position, h)
         mask = create_block_mask(
             lambda b, h, i, j: view.sees(q.at(b, i), k.at(b, j)),
             rows,

@@ -134,10 +134,6 @@ class View:
         """All the rules at once."""
         return reduce(torch.logical_and, (rule(q, k) for rule in self.rules))
 
-    def relative(self) -> Int[Tensor, "B T S"]:
-        """Key position minus query position."""
-        return self.k.position.unsqueeze(-2) - self.q.position.unsqueeze(-1)
-
 
 def view(q: Places, k: Places, *, is_causal: bool, window: int | None = None) -> View:
     """Self-attention's rules: filled, causal (with a prefix, if there is one), within the window, in one document."""

@@ -60,23 +60,29 @@ class Sinusoidal(Constants):
 
 
 class ScoreBias(nn.Module):
-    """What a position method adds to the score of a query and a key `relative` = k − q positions apart."""
+    """What a position method adds to the score of a query at position q and a key at position k."""
 
-    def dense(self, relative: Int[Tensor, "B T S"]) -> Float[Tensor, "B H T S"]:
+    heads: int
+
+    def dense(self, q: Int[Tensor, "#B T"], k: Int[Tensor, "#B S"]) -> Float[Tensor, "#B H T S"]:
         """For all pairs and heads."""
-        raise NotImplementedError
+        head = torch.arange(self.heads, device=q.device)[:, None, None]
+        return self.at(q[:, None, :, None], k[:, None, None, :], head).expand(-1, -1, q.shape[-1], -1)
 
-    def at(self, relative: Int[Tensor, "*pair"], head: Int[Tensor, "*pair"]) -> Float[Tensor, "*pair"]:
-        """For one pair and head, elementwise: the form that a tiled kernel asks for."""
+    def at(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"], head: Int[Tensor, "*h"]) -> Float[Tensor, "*any"]:
+        """Elementwise: the form that a tiled kernel asks for."""
         raise NotImplementedError
 
 
 class Alibi(ScoreBias, Constants):
-    """−slope_h · |i − j|; the slopes are a geometric series over the heads."""
+    """−slope_h · |i − j|; the slopes are a geometric series over the heads.
+
+    Rounded (Falcon), it is slope_h · j in bf16: the same up to a constant a query, but for the rounding.
+    """
 
     def __init__(self, config: AlibiConfig, heads: int) -> None:
         super().__init__()
-        self.heads, self.max_bias, self.scale = heads, config.max_bias, config.scale
+        self.heads, self.max_bias, self.scale, self.rounded = heads, config.max_bias, config.scale, config.rounded
         self.slope: Tensor
         self.fill()
 
@@ -85,13 +91,12 @@ class Alibi(ScoreBias, Constants):
         below = 2 ** math.floor(math.log2(self.heads))
         series = [2 ** (-self.max_bias * (i + 1) / below) for i in range(below)]
         series += [2 ** (-self.max_bias * (2 * i + 1) / (2 * below)) for i in range(self.heads - below)]
-        return {"slope": torch.tensor(series, dtype=torch.float32) * self.scale}
+        return {"slope": torch.tensor(series, dtype=torch.float32)}
 
-    def dense(self, relative: Int[Tensor, "B T S"]) -> Float[Tensor, "B H T S"]:
-        return -self.slope[:, None, None] * relative.abs().unsqueeze(1)
-
-    def at(self, relative: Int[Tensor, "*pair"], head: Int[Tensor, "*pair"]) -> Float[Tensor, "*pair"]:
-        return -self.slope[head] * relative.abs()
+    def at(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"], head: Int[Tensor, "*h"]) -> Float[Tensor, "*any"]:
+        if self.rounded:
+            return (self.slope[head].bfloat16() * k.clamp(min=0)).float() * self.scale
+        return -self.slope[head] * self.scale * (k - q).abs()
 
 
 class RelativeBias(ScoreBias):
@@ -99,7 +104,7 @@ class RelativeBias(ScoreBias):
 
     def __init__(self, config: RelativeBiasConfig, heads: int, *, causal: bool) -> None:
         super().__init__()
-        self.buckets, self.max_distance, self.causal = config.buckets, config.max_distance, causal
+        self.buckets, self.max_distance, self.causal, self.heads = config.buckets, config.max_distance, causal, heads
         self.table = Table(config.buckets, heads)
 
     def bucket(self, relative: Int[Tensor, "*pair"]) -> Int[Tensor, "*pair"]:
@@ -112,8 +117,8 @@ class RelativeBias(ScoreBias):
         far = (near + (ratio * (buckets - near)).long()).clamp(max=buckets - 1)
         return after + torch.where(distance < near, distance, far)
 
-    def dense(self, relative: Int[Tensor, "B T S"]) -> Float[Tensor, "B H T S"]:
-        return F.embedding(self.bucket(relative), self.table.weight).permute(0, 3, 1, 2)
+    def dense(self, q: Int[Tensor, "#B T"], k: Int[Tensor, "#B S"]) -> Float[Tensor, "#B H T S"]:
+        return F.embedding(self.bucket(k[:, None, :] - q[:, :, None]), self.table.weight).permute(0, 3, 1, 2)
 
-    def at(self, relative: Int[Tensor, "*pair"], head: Int[Tensor, "*pair"]) -> Float[Tensor, "*pair"]:
-        return self.table.weight[self.bucket(relative), head]
+    def at(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"], head: Int[Tensor, "*h"]) -> Float[Tensor, "*any"]:
+        return self.table.weight[self.bucket(k - q), head]

@@ -129,7 +129,9 @@ def falcon_rw(d_model: int, layers: int, heads: int) -> Decoder:
         decoder=Stack(
             layers=layers,
             block=Block(
-                attention=MultiHead(heads=heads, bias=ALL_BIASES, position=Alibi(scale=(d_model // heads) ** -0.5)),
+                attention=MultiHead(
+                    heads=heads, bias=ALL_BIASES, position=Alibi(scale=(d_model // heads) ** -0.5, rounded=True)
+                ),
                 ffn=Mlp(activation="gelu"),
             ),
             norm=LayerNorm(),

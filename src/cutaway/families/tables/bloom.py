@@ -3,8 +3,8 @@
 from cutaway.families.family import Family
 from cutaway.families.fields import Key, Only, flag
 from cutaway.families.rows import Row, within
-from cutaway.families.tables.gpt_neox import CLASSIFIER, megatron
-from cutaway.families.tables.llama import ALL, NORMS
+from cutaway.families.tables.gpt_neox import megatron
+from cutaway.families.tables.llama import ALL, CLASSIFIER, NORMS
 
 FAMILY = Family(
     name="bloom",

@@ -6,7 +6,7 @@ from cutaway.families.family import Family
 from cutaway.families.fields import Custom, Field, Key, Theirs, activation, flag
 from cutaway.families.rope import Rope
 from cutaway.families.rows import Row
-from cutaway.families.tables.llama import ALL, ATTENTION, BLOCK, ENDS, FFN, ROTARY, layer, sizes
+from cutaway.families.tables.llama import ALL, ATTENTION, BESIDE, BLOCK, ENDS, FFN, layer, sizes
 from cutaway.families.tables.mistral import split
 from cutaway.families.tables.qwen3 import QK_NORMS
 from cutaway.families.tree import Tree
@@ -50,6 +50,6 @@ FAMILY = Family(
     ),
     rows=(*ENDS, *layer(*BLOCK_ROWS, *QK_NORMS)),
     prefix="model.",
-    ignored=ROTARY,
+    ignored=BESIDE,
     harmless={"model_max_length": "how long a text the model is meant for"},
 )

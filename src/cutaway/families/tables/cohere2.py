@@ -7,7 +7,7 @@ from cutaway.families.fields import Custom, Only, Theirs, heads
 from cutaway.families.mixed import LayerTypes, every
 from cutaway.families.rope import Rope
 from cutaway.families.tables.cohere import BLOCK_ROWS, COMMON, TEMPLATE
-from cutaway.families.tables.llama import ENDS, ROTARY, layer
+from cutaway.families.tables.llama import BESIDE, ENDS, layer
 from cutaway.families.tree import Tree
 
 
@@ -43,7 +43,7 @@ FAMILY = Family(
     ),
     rows=(*ENDS, *layer(*BLOCK_ROWS)),
     prefix="model.",
-    ignored=ROTARY,
+    ignored=BESIDE,
     harmless={
         "head_dim": "always hidden_size / num_attention_heads",
         "cache_implementation": "for generation",

@@ -9,7 +9,7 @@ from cutaway.families.fields import Custom, Key, Only, Theirs, activation, flag
 from cutaway.families.mixed import Where
 from cutaway.families.rope import Rope, yarn_mscale
 from cutaway.families.rows import Row, Stacked
-from cutaway.families.tables.llama import ENDS, FFN, NORMS, ROTARY, layer
+from cutaway.families.tables.llama import BESIDE, ENDS, FFN, NORMS, layer
 from cutaway.families.tables.mistral import template
 from cutaway.families.tree import Tree
 
@@ -152,7 +152,7 @@ FAMILY = Family(
         ),
     ),
     prefix="model.",
-    ignored=ROTARY
+    ignored=BESIDE
     | {r"model\.layers\.{past}\..*": "a layer past the last, which guesses one token further; not loaded"},
     aliases={"num_local_experts": "n_routed_experts"},
     harmless={

@@ -3,7 +3,7 @@
 from cutaway.families.family import Family
 from cutaway.families.fields import Key, activation
 from cutaway.families.rows import Row, within
-from cutaway.families.tables.bert import BLOCK, EMBED, POSITIONS, SAME_ACTIVATION, TEMPLATE, TIE, ignored
+from cutaway.families.tables.bert import BLOCK, EMBED, POSITIONS, RENAMED, SAME_ACTIVATION, TEMPLATE, TIE, ignored
 
 NORM = {"kind": "layernorm", "eps": 1e-12}
 TRANSFORM = {"norm": NORM}
@@ -58,4 +58,5 @@ FAMILY = Family(
         "seq_classif_dropout": "for a classifier, which is not loaded",
         "tie_weights_": "an older spelling that was never read",
     },
+    renamed=RENAMED,
 )

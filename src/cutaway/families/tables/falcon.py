@@ -7,8 +7,8 @@ from cutaway.families.family import Family
 from cutaway.families.fields import Custom, Key, Only, Theirs, activation, flag, heads
 from cutaway.families.rope import Rope, head_width
 from cutaway.families.rows import Row, within
-from cutaway.families.tables.gpt_neox import CLASSIFIER, megatron
-from cutaway.families.tables.llama import ALL, NORMS
+from cutaway.families.tables.gpt_neox import megatron
+from cutaway.families.tables.llama import ALL, CLASSIFIER, NORMS
 from cutaway.families.tree import Tree
 
 AT = "decoder.block.attention"
@@ -38,7 +38,7 @@ def read_layout(theirs: Theirs, ours: Tree) -> None:
     shared = told(theirs, "multi_query", True)
     ours.set(f"{AT}.kv_heads", theirs.get("num_kv_heads") if new else 1 if shared else None)
     if told(theirs, "alibi", False):
-        ours.set(f"{AT}.position", {"kind": "alibi", "scale": head_width(ours, "decoder") ** -0.5})
+        ours.set(f"{AT}.position", {"kind": "alibi", "scale": head_width(ours, "decoder") ** -0.5, "rounded": True})
 
 
 def write_layout(ours: Tree, theirs: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ FAMILY = Family(
     prefix="transformer.",
     aliases={"n_embed": "hidden_size"},
     ignored={
-        r"transformer\.h\.\d+\.self_attention\.(maybe_rotary|rotary_emb)\.inv_freq": "follows from the configuration",
+        r"transformer\.(h\.\d+\.self_attention\.)?(maybe_rotary|rotary_emb)\.inv_freq": "follows from theta and width",
         **CLASSIFIER,
     },
 )

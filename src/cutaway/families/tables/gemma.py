@@ -5,7 +5,7 @@ from typing import Any
 from cutaway.families.family import Family
 from cutaway.families.fields import ACTIVATIONS, Choice, Field, Key, Only, flag, heads
 from cutaway.families.rope import Rope
-from cutaway.families.tables.llama import ALL, ATTENTION, ENDS, FFN, NORMS, ROTARY, layer, sizes
+from cutaway.families.tables.llama import ALL, ATTENTION, BESIDE, ENDS, FFN, NORMS, layer, sizes
 
 
 def template(placement: str, **attention: Any) -> dict[str, Any]:
@@ -45,5 +45,5 @@ FAMILY = Family(
     ),
     rows=(*ENDS, *layer(*NORMS, *ATTENTION, *FFN)),
     prefix="model.",
-    ignored=ROTARY,
+    ignored=BESIDE,
 )

@@ -6,7 +6,7 @@ from cutaway.families.mixed import LayerTypes, every
 from cutaway.families.rope import Rope
 from cutaway.families.rows import Row
 from cutaway.families.tables.gemma import COMMON, template
-from cutaway.families.tables.llama import ATTENTION, ENDS, FFN, ROTARY, layer, sizes
+from cutaway.families.tables.llama import ATTENTION, BESIDE, ENDS, FFN, layer, sizes
 
 SECOND: tuple[Field, ...] = (
     *heads(n=("num_attention_heads", 8), kv=("num_key_value_heads", 4), width=("head_dim", 256)),
@@ -46,6 +46,6 @@ FAMILY = Family(
     ),
     rows=(*ENDS, *layer(*SANDWICH, *ATTENTION, *FFN)),
     prefix="model.",
-    ignored=ROTARY,
+    ignored=BESIDE,
     harmless=HARMLESS,
 )

@@ -9,7 +9,7 @@ from cutaway.families.mixed import LayerTypes, every
 from cutaway.families.rope import RopeByLayerType
 from cutaway.families.tables.gemma import template
 from cutaway.families.tables.gemma2 import HARMLESS, SANDWICH, SECOND
-from cutaway.families.tables.llama import ATTENTION, ENDS, FFN, ROTARY, layer, sizes
+from cutaway.families.tables.llama import ATTENTION, BESIDE, ENDS, FFN, layer, sizes
 from cutaway.families.tables.qwen3 import QK_NORMS
 
 QK_NORM = {"norm": {"kind": "rmsnorm", "unit_offset": True}}
@@ -29,6 +29,6 @@ FAMILY = Family(
     ),
     rows=(*ENDS, *layer(*SANDWICH, *ATTENTION, *QK_NORMS, *FFN)),
     prefix="model.",
-    ignored=ROTARY,
+    ignored=BESIDE,
     harmless=HARMLESS | {"_sliding_window_pattern": "an older form of layer_types, which is written beside it"},
 )

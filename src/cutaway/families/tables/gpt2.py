@@ -5,6 +5,7 @@ from typing import Any
 from cutaway.families.family import Family
 from cutaway.families.fields import Custom, Key, Only, Theirs, activation, flag
 from cutaway.families.rows import Joined, Row, Transposed, within
+from cutaway.families.tables.llama import CLASSIFIER
 from cutaway.families.tree import Tree
 
 FLAGS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
@@ -79,7 +80,10 @@ FAMILY = Family(
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     },
-    ignored={r"transformer\.h\.\d+\.attn\.(masked_)?bias": "the causal mask, which follows from positions"},
+    ignored={
+        r"transformer\.h\.\d+\.attn\.(masked_)?bias": "the causal mask, which follows from positions",
+        **CLASSIFIER,
+    },
     harmless={
         "n_ctx": "the same as n_positions",
         "reorder_and_upcast_attn": "scores in higher precision; the same in fp32",

@@ -7,7 +7,7 @@ from cutaway.families.family import Family
 from cutaway.families.fields import Custom, Key, Theirs, activation, flag
 from cutaway.families.rows import Row, within
 from cutaway.families.tables.gpt2 import FAMILY as GPT2
-from cutaway.families.tables.gpt_neox import CLASSIFIER
+from cutaway.families.tables.llama import CLASSIFIER
 from cutaway.families.tree import Tree, pattern
 
 

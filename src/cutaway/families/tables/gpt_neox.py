@@ -4,10 +4,9 @@ from cutaway.families.family import Family
 from cutaway.families.fields import Key, Only, activation, flag, heads
 from cutaway.families.rope import Rope
 from cutaway.families.rows import JoinedByGroup, Row, within
-from cutaway.families.tables.llama import ALL, NORMS, sizes
+from cutaway.families.tables.llama import ALL, CLASSIFIER, NORMS, sizes
 
 QKV = ("attn.f.q", "attn.f.k", "attn.f.v")
-CLASSIFIER = {r"(score|classifier|qa_outputs)\..*": "a classifier's, which is not loaded"}
 
 
 def megatron(attention: str) -> tuple[Row, ...]:
@@ -59,7 +58,7 @@ FAMILY = Family(
     prefix="gpt_neox.",
     ignored={
         r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias": "the causal mask, which follows from positions",
-        r"gpt_neox\.layers\.\d+\.attention\.rotary_emb\.inv_freq": "RoPE's frequencies follow from the configuration",
+        r"gpt_neox\.(layers\.\d+\.attention\.)?rotary_emb\.inv_freq": "RoPE's frequencies follow from its settings",
         **CLASSIFIER,
     },
     harmless={"rope_theta": "repeats rotary_emb_base", "partial_rotary_factor": "repeats rotary_pct"},

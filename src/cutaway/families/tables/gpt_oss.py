@@ -8,7 +8,7 @@ from cutaway.families.fields import Key, Only, flag, heads
 from cutaway.families.mixed import LayerTypes, every
 from cutaway.families.rope import Rope
 from cutaway.families.rows import Interleaved, Row, Transposed
-from cutaway.families.tables.llama import ALL, ATTENTION, ENDS, NORMS, ROTARY, layer
+from cutaway.families.tables.llama import ALL, ATTENTION, BESIDE, ENDS, NORMS, layer
 from cutaway.families.tables.mistral import template
 
 FFN = "decoder.block.ffn"
@@ -60,7 +60,7 @@ FAMILY = Family(
         ),
     ),
     prefix="model.",
-    ignored=ROTARY,
+    ignored=BESIDE,
     aliases={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
     harmless={"initial_context_length": "the length before YaRN, which its own table gives"},
 )

@@ -3,7 +3,7 @@
 from cutaway.families.family import Family
 from cutaway.families.fields import Field, Key, activation, flag
 from cutaway.families.rope import Rope
-from cutaway.families.tables.llama import ALL, ROTARY, sizes
+from cutaway.families.tables.llama import ALL, BESIDE, sizes
 from cutaway.families.tables.mistral import ROWS, split, template
 
 
@@ -35,5 +35,5 @@ FAMILY = Family(
     ),
     rows=ROWS,
     prefix="model.",
-    ignored=ROTARY,
+    ignored=BESIDE,
 )

@@ -52,7 +52,12 @@ def layer(*rows: Row) -> tuple[Row, ...]:
     return within("model.layers.{i}", "decoder.blocks.{i}", *rows)
 
 
-ROTARY = {r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq": "RoPE's frequencies follow from the configuration"}
+CLASSIFIER = {r"(score|classifier|qa_outputs|v_head)\..*": "a classifier's or a value head's, which is not loaded"}
+BESIDE = {
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq": "RoPE's frequencies follow from the configuration",
+    **CLASSIFIER,
+}
+"""What files in these names may hold beside the model."""
 
 FAMILY = Family(
     name="llama",
@@ -61,5 +66,5 @@ FAMILY = Family(
     fields=FIELDS,
     rows=(*ENDS, *layer(*NORMS, *ATTENTION, *FFN)),
     prefix="model.",
-    ignored=ROTARY,
+    ignored=BESIDE,
 )

@@ -7,7 +7,7 @@ from cutaway.families.fields import Custom, Field, Key, Theirs, activation, head
 from cutaway.families.mixed import LayerTypes
 from cutaway.families.rope import Rope
 from cutaway.families.rows import Row
-from cutaway.families.tables.llama import ATTENTION, ENDS, FFN, NORMS, ROTARY, layer, sizes
+from cutaway.families.tables.llama import ATTENTION, BESIDE, ENDS, FFN, NORMS, layer, sizes
 from cutaway.families.tree import Tree
 
 
@@ -59,5 +59,5 @@ FAMILY = Family(
     ),
     rows=ROWS,
     prefix="model.",
-    ignored=ROTARY,
+    ignored=BESIDE,
 )

@@ -4,7 +4,7 @@ from cutaway.families.family import Family
 from cutaway.families.fields import Key, Only, activation, flag
 from cutaway.families.rope import Rope
 from cutaway.families.rows import Row, Stacked
-from cutaway.families.tables.llama import ATTENTION, ENDS, NORMS, ROTARY, layer
+from cutaway.families.tables.llama import ATTENTION, BESIDE, ENDS, NORMS, layer
 from cutaway.families.tables.mistral import split, template
 
 FFN = "decoder.block.ffn"
@@ -43,6 +43,6 @@ FAMILY = Family(
         ),
     ),
     prefix="model.",
-    ignored=ROTARY,
+    ignored=BESIDE,
     aliases={"num_experts": "num_local_experts"},
 )

@@ -7,7 +7,8 @@ from cutaway.errors import ConfigError
 from cutaway.families.family import Family
 from cutaway.families.fields import Custom, Field, Key, Only, Theirs, flag
 from cutaway.families.rows import Joined, Row, within
-from cutaway.families.tables.gpt_neox import CLASSIFIER, QKV
+from cutaway.families.tables.gpt_neox import QKV
+from cutaway.families.tables.llama import CLASSIFIER
 from cutaway.families.tree import Tree
 
 AT = "decoder.block.attention"

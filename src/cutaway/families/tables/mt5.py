@@ -2,7 +2,7 @@
 
 from cutaway.families.family import Family
 from cutaway.families.fields import flag
-from cutaway.families.tables.t5 import ALIASES, HARMLESS, IGNORED, ROWS, TEMPLATE, fields
+from cutaway.families.tables.t5 import ALIASES, HARMLESS, IGNORED, RENAMED, ROWS, TEMPLATE, fields
 
 FAMILY = Family(
     name="mt5",
@@ -13,4 +13,5 @@ FAMILY = Family(
     aliases=ALIASES,
     ignored=IGNORED,
     harmless=HARMLESS,
+    renamed=RENAMED,
 )

@@ -3,7 +3,7 @@
 from cutaway.families.family import Family
 from cutaway.families.fields import Key, activation, flag
 from cutaway.families.rope import Rope
-from cutaway.families.tables.llama import ALL, ATTENTION, ENDS, FFN, ROTARY, layer, sizes
+from cutaway.families.tables.llama import ALL, ATTENTION, BESIDE, ENDS, FFN, layer, sizes
 from cutaway.families.tables.mistral import split, template
 
 AT = "decoder.block.attention"
@@ -24,5 +24,5 @@ FAMILY = Family(
     ),
     rows=(*ENDS, *layer(*ATTENTION, *FFN)),
     prefix="model.",
-    ignored=ROTARY,
+    ignored=BESIDE,
 )

@@ -4,7 +4,7 @@ from cutaway.families.family import Family
 from cutaway.families.fields import Key, activation, flag
 from cutaway.families.rope import Rope
 from cutaway.families.rows import Row
-from cutaway.families.tables.llama import ALL, ATTENTION, ENDS, FFN, ROTARY, layer, sizes
+from cutaway.families.tables.llama import ALL, ATTENTION, BESIDE, ENDS, FFN, layer, sizes
 from cutaway.families.tables.mistral import split, template
 from cutaway.families.tables.qwen3 import QK_NORMS
 
@@ -34,5 +34,5 @@ FAMILY = Family(
         ),
     ),
     prefix="model.",
-    ignored=ROTARY,
+    ignored=BESIDE,
 )

@@ -6,8 +6,7 @@ from cutaway.errors import ConfigError
 from cutaway.families.family import Family
 from cutaway.families.fields import Custom, Key, Only, Theirs, activation, flag, heads
 from cutaway.families.rows import Row, within
-from cutaway.families.tables.gpt_neox import CLASSIFIER
-from cutaway.families.tables.llama import ALL
+from cutaway.families.tables.llama import ALL, CLASSIFIER
 from cutaway.families.tree import Tree
 
 
@@ -90,7 +89,7 @@ FAMILY = Family(
         ),
     ),
     prefix="model.",
-    ignored=CLASSIFIER,
+    ignored={r"model\.decoder\.version": "numbers an older layout of the file", **CLASSIFIER},
     harmless={
         "init_std": "for fresh weights, and these are not",
         "activation_dropout": "not applied, in training either",

@@ -6,7 +6,7 @@ from cutaway.families.family import Family
 from cutaway.families.fields import Custom, Key, Theirs, activation, heads
 from cutaway.families.rope import Rope
 from cutaway.families.rows import Row
-from cutaway.families.tables.llama import ALL, ROTARY, layer, sizes
+from cutaway.families.tables.llama import ALL, BESIDE, layer, sizes
 from cutaway.families.tree import Tree
 
 
@@ -63,5 +63,5 @@ FAMILY = Family(
         ),
     ),
     prefix="model.",
-    ignored=ROTARY,
+    ignored=BESIDE,
 )

@@ -10,7 +10,7 @@ from cutaway.families.family import Family
 from cutaway.families.fields import Custom, Key, Theirs, activation
 from cutaway.families.rope import Rope
 from cutaway.families.rows import Joined, Row
-from cutaway.families.tables.llama import ENDS, NORMS, ROTARY, TEMPLATE, layer, sizes
+from cutaway.families.tables.llama import BESIDE, ENDS, NORMS, TEMPLATE, layer, sizes
 from cutaway.families.tables.mistral import split
 from cutaway.families.tree import Tree
 
@@ -62,6 +62,6 @@ FAMILY = Family(
         ),
     ),
     prefix="model.",
-    ignored=ROTARY,
+    ignored=BESIDE,
     harmless={"embd_pdrop": "the published code never applies it"},
 )

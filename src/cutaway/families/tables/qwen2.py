@@ -6,7 +6,7 @@ from cutaway.families.family import Family
 from cutaway.families.fields import Custom, Key, Theirs, activation
 from cutaway.families.mixed import LayerTypes
 from cutaway.families.rope import Rope
-from cutaway.families.tables.llama import ROTARY, sizes
+from cutaway.families.tables.llama import BESIDE, sizes
 from cutaway.families.tables.mistral import ROWS, split, template
 from cutaway.families.tree import Tree
 
@@ -49,6 +49,6 @@ FAMILY = Family(
     ),
     rows=ROWS,
     prefix="model.",
-    ignored=ROTARY,
+    ignored=BESIDE,
     harmless={"use_mrope": "a text's positions have one axis, where this changes nothing"},
 )

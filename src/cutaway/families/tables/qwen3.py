@@ -4,7 +4,7 @@ from cutaway.families.family import Family
 from cutaway.families.fields import Key, activation, flag, heads
 from cutaway.families.rope import Rope
 from cutaway.families.rows import Row
-from cutaway.families.tables.llama import ALL, ATTENTION, ENDS, FFN, NORMS, ROTARY, layer, sizes
+from cutaway.families.tables.llama import ALL, ATTENTION, BESIDE, ENDS, FFN, NORMS, layer, sizes
 from cutaway.families.tables.mistral import template
 from cutaway.families.tables.qwen2 import WINDOWS
 
@@ -31,5 +31,5 @@ FAMILY = Family(
     ),
     rows=(*ENDS, *layer(*NORMS, *ATTENTION, *QK_NORMS, *FFN)),
     prefix="model.",
-    ignored=ROTARY,
+    ignored=BESIDE,
 )

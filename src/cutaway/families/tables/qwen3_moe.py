@@ -8,7 +8,7 @@ from cutaway.families.fields import Custom, Key, Theirs, activation, flag
 from cutaway.families.mixed import Where
 from cutaway.families.rope import Rope
 from cutaway.families.rows import Row, Stacked
-from cutaway.families.tables.llama import ATTENTION, ENDS, FFN, NORMS, ROTARY, layer
+from cutaway.families.tables.llama import ATTENTION, BESIDE, ENDS, FFN, NORMS, layer
 from cutaway.families.tables.mistral import split, template
 from cutaway.families.tables.mixtral import MOE
 from cutaway.families.tables.qwen3 import ATTENTION_FIELDS, QK_NORM, QK_NORMS
@@ -88,7 +88,7 @@ FAMILY = Family(
         ),
     ),
     prefix="model.",
-    ignored=ROTARY,
+    ignored=BESIDE,
     aliases={"num_experts": "num_local_experts"},
     harmless={"max_window_layers": "all layers have the window, or none"},
 )

@@ -6,7 +6,7 @@ from cutaway.families.family import Family
 from cutaway.families.fields import Custom, Key, Theirs, activation, flag
 from cutaway.families.mixed import LayerTypes
 from cutaway.families.rope import Rope
-from cutaway.families.tables.llama import ALL, ROTARY, sizes
+from cutaway.families.tables.llama import ALL, BESIDE, sizes
 from cutaway.families.tables.mistral import ROWS, split, template
 from cutaway.families.tree import Tree
 
@@ -70,6 +70,6 @@ FAMILY = Family(
     ),
     rows=ROWS,
     prefix="model.",
-    ignored=ROTARY,
+    ignored=BESIDE,
     harmless={"max_window_layers": "layer_types says which layers have the window"},
 )

@@ -4,7 +4,7 @@ from cutaway.families.family import Family
 from cutaway.families.fields import Key, activation, flag, heads
 from cutaway.families.rope import Rope
 from cutaway.families.rows import Row, Stacked
-from cutaway.families.tables.llama import ATTENTION, BLOCK, ENDS, FFN, NORMS, ROTARY, layer, sizes
+from cutaway.families.tables.llama import ATTENTION, BESIDE, BLOCK, ENDS, FFN, NORMS, layer, sizes
 from cutaway.families.tables.phi import qk_layernorm
 
 FAMILY = Family(
@@ -44,5 +44,5 @@ FAMILY = Family(
         ),
     ),
     prefix="model.",
-    ignored=ROTARY,
+    ignored=BESIDE,
 )

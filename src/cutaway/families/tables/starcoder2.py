@@ -4,8 +4,7 @@ from cutaway.families.family import Family
 from cutaway.families.fields import Key, Only, activation, flag, heads
 from cutaway.families.rope import Rope
 from cutaway.families.rows import Row
-from cutaway.families.tables.gpt_neox import CLASSIFIER
-from cutaway.families.tables.llama import ALL, ATTENTION, ENDS, NORMS, ROTARY, layer, sizes
+from cutaway.families.tables.llama import ALL, ATTENTION, BESIDE, ENDS, NORMS, layer, sizes
 
 FAMILY = Family(
     name="starcoder2",
@@ -36,5 +35,5 @@ FAMILY = Family(
     ),
     rows=(*ENDS, *layer(*NORMS, *ATTENTION, Row("mlp.c_fc", "ffn.f.up"), Row("mlp.c_proj", "ffn.f.down"))),
     prefix="model.",
-    ignored={**ROTARY, **CLASSIFIER},
+    ignored=BESIDE,
 )

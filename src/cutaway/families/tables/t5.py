@@ -121,7 +121,10 @@ ALIASES = {
 IGNORED = {
     r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight": "nothing reads it: the decoder"
     " sees all of the source alike",
+    r"(qa_outputs|classification_head)\..*": "a head for another task",
 }
+RENAMED = ((r"^transformer\.", ""),)
+"""A classifier's file has the whole model one level down."""
 HARMLESS = {"is_decoder": "each stack knows which it is", "output_past": "a cache changes no result"}
 
 FAMILY = Family(
@@ -136,4 +139,5 @@ FAMILY = Family(
     aliases=ALIASES,
     ignored=IGNORED,
     harmless=HARMLESS,
+    renamed=RENAMED,
 )
