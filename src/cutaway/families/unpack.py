@@ -1,4 +1,4 @@
-"""Weights that were published packed: 4 bits and a power of two a block (gpt-oss), fp8 and a scale a tile (DeepSeek)."""
+"""Weights that were published packed: 4 bits and a power of two a block (gpt-oss), fp8 and a scale a tile."""
 
 from collections.abc import Mapping
 from typing import Any
