@@ -94,6 +94,20 @@ def test_nothing_is_replaced_unasked(llama: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
+def test_only_a_models_directory_is_replaced(tmp_path: Path) -> None:
+    model = ct.build("tiny-llama", seed=0)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter.txt").write_text("dear")
+    (tmp_path / "file").write_text("kept")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "home")
+    for name in ("home", "file", "pipe", "link"):
+        with pytest.raises(InputError):
+            ct.save(model, tmp_path / name, overwrite=True)
+    assert (tmp_path / "home" / "letter.txt").read_text() == "dear"
+    assert (tmp_path / "file").read_text() == "kept"
+
+
 def test_a_config_of_ones_own_finds_its_family(tmp_path: Path) -> None:
     model = ct.build("tiny-gpt2" if "tiny-gpt2" in TINY else "tiny-llama", seed=1)
     out = ct.save(model, tmp_path / "x")

@@ -74,6 +74,18 @@ def test_every_published_preset_can_be_written_for_others(preset: str) -> None:
     assert not differences(family.read(theirs, **ends)[0], config)
 
 
+def test_two_names_for_one_key_must_agree() -> None:
+    read = families()["gpt2"].read
+    assert read({"n_head": 4, "num_attention_heads": 4, "n_embd": 16})[0] == read({"n_head": 4, "n_embd": 16})[0]
+    with pytest.raises(ConfigError, match="are one"):
+        read({"n_head": 12, "num_attention_heads": 16})
+
+
+def test_a_trunk_has_its_pooler() -> None:
+    trunk = families()["bert"].read({"architectures": ["BertModel"]})[0]
+    assert (trunk.head.kind, trunk.pooler) == ("none", True)
+
+
 @pytest.mark.parametrize("word", ACTIVATIONS)
 def test_activations_are_the_peers(word: str) -> None:
     x = torch.linspace(-12, 12, 4001, dtype=torch.float64)

@@ -31,7 +31,7 @@ def test_gpt2_is_the_peers(seed: int, tmp_path: Path) -> None:
 
 
 def test_a_classifiers_file_holds_the_language_model_too(tmp_path: Path) -> None:
-    """The head is tied, so the trunk is the whole model; classifiers are stored with `score`, tuned ones with a value."""
+    """The head is tied, so the trunk is all of it; `score` or a value head may be stored beside."""
     config = transformers.GPT2Config(vocab_size=61, n_positions=40, n_embd=16, n_layer=2, n_head=2, pad_token_id=0)
     check_stored(transformers.GPT2ForSequenceClassification(config), tmp_path / "classifier", {})
     value = {"v_head.summary.weight": torch.ones(1, 16), "v_head.summary.bias": torch.zeros(1)}

@@ -114,24 +114,23 @@ class Family:
     """Old spellings of tensor names: a pattern and what it is now."""
 
     def read(
-        self, theirs: Mapping[str, Any], *, head: bool | None = None, pooler: bool = False
+        self, theirs: Mapping[str, Any], *, head: bool | None = None, pooler: bool | None = None
     ) -> tuple[Config, dict[str, Any], dict[str, str]]:
         """The configuration that a config.json describes, the keys it used, and those it passed over with the reason.
 
         Whether an encoder has a head and a pooler is told by the tensors, if they are known, else by `architectures`.
         """
-        theirs = {
-            self.aliases.get(key, key): theirs[key] for key in sorted(theirs, key=lambda key: key not in self.aliases)
-        }
+        theirs = self._one_name_a_key(theirs)
         ours = Tree(self.template)
         seen = Theirs(theirs)
         if "is_causal" in theirs and theirs["is_causal"] is not (self.template["form"] != "encoder"):
             raise ConfigError(
                 f"{self.name}: config.json's 'is_causal' is {theirs['is_causal']!r}, which is another form"
             )
-        if head is False or (head is None and self.trunk is not None and theirs.get("architectures") == [self.trunk]):
+        bare = self.trunk is not None and theirs.get("architectures") == [self.trunk]
+        if head is False or (head is None and bare):
             ours.set("head", {"kind": "none"})
-        if pooler:
+        if pooler or (pooler is None and bare and any(row.targets == ("pooler.dense",) for row in self.rows)):
             ours.set("pooler", True)
         try:
             for entry in (*EVERYWHERE, *self.fields):
@@ -148,6 +147,20 @@ class Family:
         used = {key: value for key, value in theirs.items() if key in known}
         passed = {key: reasons.get(key, UNKNOWN) for key in theirs if key not in known}
         return config, used, passed
+
+    def _one_name_a_key(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """Other names of a key replaced by its own; two that say different things are refused."""
+        named = {key: value for key, value in theirs.items() if key not in self.aliases}
+        for other in self.aliases.keys() & theirs.keys():
+            key, value = self.aliases[other], theirs[other]
+            kept = named.setdefault(key, value)
+            # (the number of layers is told by the tensors, and shortened models may keep the old one here)
+            if kept is not None and value is not None and kept != value and other != "num_hidden_layers":
+                raise ConfigError(
+                    f"{self.name}: config.json says {value!r} for '{other}' and {kept!r} for '{key}', which are one;"
+                    " remove one of them"
+                )
+        return named
 
     def _in_their_words(self, problem: str) -> str:
         """A problem at a path of ours, with the key of config.json that it came from."""

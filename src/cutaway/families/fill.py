@@ -39,13 +39,20 @@ def fill_model(
     dtype = dtype or _main_dtype(store)
     model = build(config, device="meta", dtype=dtype)
     plan, named = make_plan(family, config, model, store.entries)
-    if any(_differ(copy, step, store, named) for copy, step in plan.copies if _is_head(copy, family)):
+    _refuse(plan, source)
+    parted = [(copy, step) for copy, step in plan.copies if _differ(copy, step, store, named)]
+    if any(_is_head(copy, family) for copy, _ in parted):
         # Tied by its config, and yet stored twice with different values: the file is right.
         assert isinstance(config.head, Head)
         config = config.replace(head=config.head.replace(tied=False))
         model = build(config, device="meta", dtype=dtype)
         plan, named = make_plan(family, config, model, store.entries)
-    _refuse(plan, source)
+        parted = [(copy, step) for copy, step in parted if not _is_head(copy, family)]
+    for copy, step in parted:
+        raise WeightError(
+            f"'{named[copy.theirs[0]]}' and '{named[step.theirs[0]]}' are one tensor in this model, and the file"
+            " keeps different values for them; it was not saved from such a model"
+        )
     report = Report(
         source=source,
         family=family.name,
@@ -65,12 +72,6 @@ def fill_model(
     look = _finite if check or (check is None and total <= CHECKED) else _finite_if_small
     report.looked_at = "every number" if look is _finite else "small tensors"
     _read_all(model, plan, store, named, target, look, progress)
-    for copy, step in plan.copies:
-        if _differ(copy, step, store, named):
-            raise WeightError(
-                f"'{named[copy.theirs[0]]}' and '{named[step.theirs[0]]}' are one tensor in this model, and the file"
-                " keeps different values for them; it was not saved from such a model"
-            )
     return model.eval(), config, report
 
 
@@ -108,6 +109,7 @@ def _differ(copy: Step, step: Step, store: Store, named: dict[str, str]) -> bool
         one, other = store.entries[named[a]], store.entries[named[b]]
         if one != other or not torch.equal(store.read(named[a]), store.read(named[b])):
             return True
+        store.release(named[a])
     return False
 
 
@@ -157,8 +159,10 @@ def _read_all(
                 store.release(named[name])
         return list(zip(step.ours, placed, strict=True))
 
+    # The largest first: what is held beside them while they are copied comes before most of the model is there.
+    order = sorted(plan.steps, key=lambda step: -sum(state[name].numel() for name in step.ours))
     with ThreadPoolExecutor(READERS) as pool:
-        for done, placed in enumerate(pool.map(take, plan.steps), 1):
+        for done, placed in enumerate(pool.map(take, order), 1):
             for name, tensor in placed:
                 put(model, name, tensor)
             progress(done, len(plan.steps))

@@ -86,7 +86,7 @@ class RopeByLayerType(Rope):
         ropes = {}
         for n, (kind, theta, old) in enumerate(self.thetas):
             inner = given.get(kind) if nested else ((theirs.get("rope_scaling") or given) if n == 0 else {})
-            inner = {"rope_theta": theirs.get(old, theta)} | dict(inner or {})
+            inner = {"rope_theta": theirs.number(old, theta)} | dict(inner or {})
             ropes[kind] = read_rope(self, theirs, inner, width)
         for block in ours.blocks(self.stack):
             near = block["attention"].get("window") is not None

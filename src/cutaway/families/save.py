@@ -15,7 +15,7 @@ from cutaway.config import Config, Encoder
 from cutaway.errors import InputError, WeightError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.family import Family
-from cutaway.families.native import Own, write_mark
+from cutaway.families.native import MARK, Own, write_mark
 from cutaway.families.plan import Step, canonical, steps_of
 from cutaway.families.registry import families, family_for
 from cutaway.families.store import INDEX
@@ -45,8 +45,7 @@ def save(
     if not isinstance(checkpoint, Checkpoint):
         raise InputError(f"a {type(checkpoint).__name__} cannot be saved; give a Checkpoint or a model")
     target = Path(directory)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())) and not overwrite:
-        raise InputError(f"'{target}' exists already, and nothing in it is replaced unasked; name another or overwrite")
+    _check_target(target, overwrite)
     chosen, theirs = _describe(checkpoint, family)
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -70,6 +69,23 @@ def save(
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    """Only a model's own directory is ever replaced, and only if asked."""
+    try:
+        if not target.exists() and not target.is_symlink():
+            return
+        if target.is_symlink() or not target.is_dir():
+            raise InputError(f"'{target}' is no directory, and a model is saved as one; name another")
+        if not any(target.iterdir()):
+            return
+    except (OSError, ValueError) as error:
+        raise InputError(f"'{str(target)[:80]}' cannot be written to: {error}") from None
+    if not overwrite:
+        raise InputError(f"'{target}' exists already, and nothing in it is replaced unasked; name another or overwrite")
+    if not any((target / name).is_file() for name in ("config.json", MARK)):
+        raise InputError(f"'{target}' holds no model, so it is not replaced; name another directory")
 
 
 def _put_in_place(work: Path, target: Path) -> None:
