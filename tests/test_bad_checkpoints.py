@@ -1,9 +1,13 @@
 """Damaged, hostile and mistaken checkpoints: one clear error each, quickly, in bounded memory, nothing half loaded."""
 
 import json
+import os
 import pickle
 import resource
 import struct
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +120,16 @@ def nan(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def link(path: Path, target: str) -> None:
+    path.unlink()
+    path.symlink_to(target)
+
+
 Q = "model.layers.0.self_attn.q_proj.weight"
 GGUF_START = b"GGUF" + struct.pack("<I", 3)
 
@@ -187,6 +201,38 @@ CASES: dict[str, tuple[Break, str]] = {
         lambda path: (path / "model.safetensors.index.json").write_text("[]") and None,
         "index",
     ),
+    "a pipe for weights": (lambda path: pipe(path / WEIGHTS), "no plain file"),
+    "a pipe for settings": (lambda path: pipe(path / "config.json"), "no plain file"),
+    "a device for settings": (lambda path: link(path / "config.json", "/dev/zero"), "no plain file"),
+    "weights that are whole numbers": (lambda path: tensors(path, put(Q, lambda t: t.to(torch.int8))), "int8"),
+    "fp8 that is no number": (
+        lambda path: tensors(
+            path, put(Q, lambda t: torch.full(t.shape, 127, dtype=torch.uint8).view(torch.float8_e4m3fn))
+        ),
+        "NaN",
+    ),
+    "ten thousand layers": (lambda path: settings(path, num_hidden_layers=10_000), "10000 layers"),
+    "a head of a billion": (lambda path: settings(path, head_dim=2**30), "d_head"),
+    "a vocabulary beyond counting": (lambda path: settings(path, vocab_size=2**31 - 1), "vocab_size"),
+    "a list for a number": (lambda path: settings(path, head_dim=[0] * 100_000), "no setting"),
+    "settings nested without end": (
+        rewrite("config.json", lambda raw: raw[:-2] + b',"rope_parameters":' + b'{"a":' * 900 + b"1" + b"}" * 901),
+        "config.json",
+    ),
+    "lines and colours in a name": (
+        lambda path: tensors(path, put("model.\n\x1b[31mred", torch.zeros(1))),
+        "unexpected",
+    ),
+    "classes that are no names": (lambda path: settings(path, model_type="gone", architectures=[[]]), "model_type"),
+    "shards counted to the sky": (
+        lambda path: (path / WEIGHTS).rename(path / "model-00001-of-99999999999.safetensors") and None,
+        "shard 2",
+    ),
+    "packed in a way that is a word": (lambda path: settings(path, quantization_config="fp8"), "packed"),
+    "tiles without end": (
+        lambda path: settings(path, quantization_config={"quant_method": "fp8", "weight_block_size": [0, -1]}),
+        "weight_block_size",
+    ),
     "nothing there": (lambda path: path / "nowhere", "does not exist"),
     "a file of weights alone": (lambda path: path / WEIGHTS, "directory"),
     "a file of another kind": (lambda path: path / "config.json", "no checkpoint"),
@@ -242,6 +288,106 @@ def test_the_sound_one_loads(whole: Path) -> None:
     report = ct.load(whole).report
     assert report is not None
     assert report.ok
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nonsense", "", 3.5, object()])
+def test_a_device_that_is_not_here(device: Any, whole: Path) -> None:
+    with pytest.raises(CutawayError, match="device"):
+        ct.load(whole, device=device)
+
+
+def test_numbers_that_a_dtype_cannot_hold(whole: Path, tmp_path: Path) -> None:
+    checkpoint = ct.load(whole)
+    with torch.no_grad():
+        checkpoint.model.head.matrix.weight[0, 0] = 1e6
+    out = ct.save(checkpoint, tmp_path / "x")
+    with pytest.raises(CutawayError, match="float16"):
+        ct.load(out, dtype=torch.float16)
+    assert torch.isfinite(ct.load(out, dtype=torch.bfloat16).model.head.matrix.weight).all()
+
+
+@pytest.mark.parametrize("target", [None, 3, b"x", "", "a\0b", "\ud800", "x" * 5000, "/proc/nothing/x", "/dev/null/x"])
+def test_a_target_that_is_no_path(target: Any, whole: Path) -> None:
+    with pytest.raises(CutawayError):
+        ct.save(ct.load(whole), target)
+
+
+def test_one_of_several_saves_wins_and_none_is_lost(whole: Path, tmp_path: Path) -> None:
+    checkpoint = ct.load(whole)
+    done: list[str] = []
+
+    def attempt() -> None:
+        try:
+            ct.save(checkpoint, tmp_path / "x")
+            done.append("saved")
+        except CutawayError:
+            done.append("refused")
+
+    threads = [threading.Thread(target=attempt) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(done) == ["refused"] * 5 + ["saved"]
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    ct.load(tmp_path / "x")
+
+
+KILLED = """
+import sys, cutaway as ct
+import cutaway.families.save as save
+checkpoint = ct.load(sys.argv[1])
+told = print("ready", flush=True)
+while True:
+    save.save(checkpoint, sys.argv[2], overwrite=True)
+"""
+
+
+def test_a_kill_leaves_the_old_or_the_new(whole: Path, tmp_path: Path) -> None:
+    """Killed in the midst of saving again and again: what stands under the name is always a whole model."""
+    out = ct.save(ct.load(whole), tmp_path / "x")
+    for pause in (0.0, 0.01, 0.03, 0.05):
+        child = subprocess.Popen([sys.executable, "-c", KILLED, str(whole), str(out)], stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(pause)
+        child.kill()
+        child.wait()
+        report = ct.load(out).report
+        assert report is not None
+        assert report.ok
+
+
+def test_a_full_disk_loses_nothing(whole: Path, tmp_path: Path) -> None:
+    out = ct.save(ct.load(whole), tmp_path / "x")
+    code = (
+        "import resource, signal, sys, cutaway as ct; checkpoint = ct.load(sys.argv[1]);"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)); ct.save(checkpoint, sys.argv[2], overwrite=True)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(whole), str(out)], capture_output=True, text=True, check=False
+    )
+    assert "WeightError" in done.stderr.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    ct.load(out)
+
+
+def test_code_beside_weights_is_never_run(whole: Path, tmp_path: Path) -> None:
+    """Not by us, and not by the library that --verify compares with."""
+    out = ct.save(ct.load(whole), tmp_path / "x")
+    settings(out, model_type="gone", auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"})
+    (out / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "cutaway"), "convert", str(out), "--verify"],
+        input="y\n" * 5,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "ran").exists()
 
 
 def test_random_damage_is_an_error_or_harmless(whole: Path, tmp_path: Path) -> None:

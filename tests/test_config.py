@@ -72,7 +72,7 @@ def test_text_and_back(config: c.Config) -> None:
         (
             "decoder.block.attention.position",
             {"kind": "alibi", "theta": 5.0},
-            "unknown key 'theta'; allowed here: kind, max_bias, scale",
+            "unknown key 'theta'; allowed here: kind, max_bias, rounded, scale",
         ),
         (
             "decoder.block.attention.position",

@@ -1,8 +1,17 @@
 """What a user of cutaway can get wrong, as `ValueError`s that say what, why and what to do."""
 
+LONGEST = 900
+"""Characters of a message, at most."""
+
 
 class CutawayError(ValueError):
-    """The root of every error meant for a user."""
+    """The root of every error meant for a user: one line that a terminal can show, of bounded length."""
+
+    def __init__(self, message: object = "") -> None:
+        text = str(message)
+        if len(text) > LONGEST:  # names and values come from files, and may be of any size
+            text = f"{text[: LONGEST * 3 // 4]} … {text[-LONGEST // 5 :]}"
+        super().__init__("".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text))
 
 
 class ConfigError(CutawayError):

@@ -49,6 +49,7 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     try:
         app()
-    except CutawayError as error:
-        sys.stderr.write(f"cutaway: {error}\n")
+    except (CutawayError, OSError, MemoryError) as error:
+        if sys.stderr is not None:  # closed by whoever started this
+            sys.stderr.write(f"cutaway: {str(error) or type(error).__name__}\n")
         sys.exit(2)

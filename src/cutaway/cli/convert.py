@@ -1,6 +1,7 @@
 """`cutaway convert`: from one directory or file to another, every tensor accounted for."""
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +26,17 @@ class Target(StrEnum):
     cutaway = "cutaway"
 
 
+class Packing(StrEnum):
+    f32 = "f32"
+    f16 = "f16"
+    bf16 = "bf16"
+    q8_0 = "q8_0"
+    q5_1 = "q5_1"
+    q5_0 = "q5_0"
+    q4_1 = "q4_1"
+    q4_0 = "q4_0"
+
+
 class DType(StrEnum):
     float32 = "float32"
     float16 = "float16"
@@ -39,9 +51,7 @@ def convert(
     to: Annotated[Target, typer.Option(help="What to write.")] = Target.hf,
     family: Annotated[str | None, typer.Option(help="Write for this model_type, where several could say it.")] = None,
     dtype: Annotated[DType | None, typer.Option(help="Store numbers so; as they are, unless given.")] = None,
-    packing: Annotated[
-        str | None, typer.Option(help="For gguf: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0.")
-    ] = None,
+    packing: Annotated[Packing | None, typer.Option(help="For gguf: how matrices are written.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare with transformers, layer by layer.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what stands at OUT.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
@@ -52,7 +62,7 @@ def convert(
 
     Example: cutaway convert ./my-llama --verify
     """
-    _check_options(out, to, family, packing)
+    _check_options(out, to, family, packing, overwrite)
     import torch
 
     from cutaway.families.checkpoint import load
@@ -77,18 +87,36 @@ def convert(
         told["verification"], same = found.to_dict(), found.ok
         lines.append(str(found))
     if as_json:
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        sys.stdout.write(json.dumps(_plain(told), indent=2, allow_nan=False) + "\n")
     else:
         Console(soft_wrap=True, highlight=False).print("\n".join(lines), markup=False)
     if not same:
         raise typer.Exit(1)
 
 
-def _check_options(out: Path | None, to: Target, family: str | None, packing: str | None) -> None:
+def _plain(value: Any) -> Any:
+    """JSON has no word for NaN and infinity: they are told as text."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+def _check_options(out: Path | None, to: Target, family: str | None, packing: str | None, overwrite: bool) -> None:
+    """What can be told before anything is read."""
+    from cutaway.families import families
+
     if packing is not None and to is not Target.gguf:
         raise InputError("--packing is for --to gguf; for other targets give --dtype")
     if family is not None and to is not Target.hf:
         raise InputError("--family is for --to hf; leave it out")
+    if family is not None and family not in families():
+        raise InputError(f"'{family}' is no family of cutaway's; it has: {', '.join(families())}")
+    if out is None and (family or packing):
+        raise InputError("--family and --packing say how to write; name OUT too")
+    if out is not None and not overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
+        raise InputError(f"'{out}' exists already, and nothing is replaced unasked; name another or add --overwrite")
     if to is Target.gguf and out is not None and out.suffix != ".gguf":
         raise InputError(f"'{out}' should end in .gguf: one file is written")
 

@@ -60,10 +60,12 @@ def default_kind(kind: str) -> BeforeValidator:
 def explain(error: ValidationError, data: Any) -> ConfigError:
     """One sentence for each thing that is wrong, each starting with the path of the bad key."""
     lines = []
-    for item in error.errors():
+    problems = error.errors(include_url=False)
+    for item in problems[:5]:
         path = _path_in(item["loc"], data, missing=item["type"] == "missing")
         message = _plain(item).removesuffix(".")
         lines.append(f"{path}: {message[:1].lower() + message[1:]}" if path else message)
+    lines += [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
     return ConfigError("; ".join(lines))
 
 

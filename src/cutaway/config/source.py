@@ -13,6 +13,9 @@ from cutaway.config.part import explain
 from cutaway.config.transformer import ADAPTER, Config, Form
 from cutaway.errors import ConfigError
 
+LARGEST = 64 << 20
+"""Bytes of a file of settings, at most."""
+
 
 def config(source: Config | Mapping[str, Any] | str | Path) -> Config:
     """A Config from a preset's name, a dict, a .toml or .json file, or a model's directory (its config.json)."""
@@ -42,8 +45,11 @@ def _understood(data: dict[str, Any]) -> Config:
 
 def _described_by(directory: Path) -> Path:
     for name in ("cutaway.json", "config.json"):
-        if (directory / name).is_file():
-            return directory / name
+        try:
+            if (directory / name).is_file():
+                return directory / name
+        except OSError as error:
+            raise ConfigError(f"'{directory}' cannot be opened: {error.strerror}") from None
     raise ConfigError(f"'{directory}' has no config.json; give a model's directory, a file or a preset's name")
 
 
@@ -102,10 +108,18 @@ def _validated(data: dict[str, Any]) -> Config:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ConfigError(f"'{path}' is no plain file; give the path of a .toml or .json file")
+        with path.open("rb") as file:  # a pipe would be waited for, and a device has no end
+            raw = file.read(LARGEST + 1)
+        if len(raw) > LARGEST:
+            raise ConfigError(f"'{path}' has more than {LARGEST:,} bytes; no configuration has")
+        text = raw.decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"'{path}' does not exist; give the path of a .toml or .json file") from None
     except (OSError, ValueError) as error:  # no file, or no text
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"'{path}' cannot be read as text: {error}") from None
     try:
         data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,10 @@ BESIDE = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"
 """What is fetched of a hub repository: no code, no pickles."""
 
 
+def _none() -> None:
+    """No tokenizer; a function with a name, so that a checkpoint can be pickled."""
+
+
 @dataclass
 class Checkpoint:
     """A model, its configuration and tokenizer, the family it came from, and the report of how it was loaded."""
@@ -38,7 +42,7 @@ class Checkpoint:
     """The config.json it came with; it goes back out with the model."""
     generation: dict[str, Any] = field(default_factory=dict)
     """The settings for generation it came with."""
-    read_tokenizer: "Callable[[], Tokenizer | None]" = field(default=lambda: None, repr=False)
+    read_tokenizer: "Callable[[], Tokenizer | None]" = field(default=_none, repr=False)
 
     @cached_property
     def tokenizer(self) -> "Tokenizer | None":
@@ -64,9 +68,15 @@ def load(
     how: dict[str, Any] = {"device": device, "dtype": dtype, "check": check, "progress": progress}
     if path.is_file():
         return _load_file(path, how)
+    if not path.is_dir():
+        raise InputError(f"'{path}' is neither a plain file nor a directory; give a model's directory or a .gguf file")
+    try:
+        next(path.iterdir(), None)
+    except OSError as error:
+        raise InputError(f"'{path}' cannot be opened: {error.strerror}") from None
     if (path / MARK).exists():
         model, config, report = load_native(path, **how)
-        return Checkpoint(model, config, None, report, read_tokenizer=lambda: _tokenizer(path))
+        return Checkpoint(model, config, None, report, read_tokenizer=partial(_tokenizer, path))
     theirs = read_json(path / "config.json", ConfigError) if (path / "config.json").exists() else None
     if theirs is None:
         raise ConfigError(f"'{path}' has no config.json, so it is not known what model its weights are; add it")
@@ -77,7 +87,7 @@ def load(
     model, config, report = fill_model(family, theirs, store, source=str(source), **how)
     beside = path / "generation_config.json"
     generation = read_json(beside, ConfigError) if beside.exists() else {}
-    return Checkpoint(model, config, family.name, report, theirs, generation, lambda: _tokenizer(path))
+    return Checkpoint(model, config, family.name, report, theirs, generation, partial(_tokenizer, path))
 
 
 def _tokenizer(directory: Path) -> "Tokenizer | None":
@@ -105,14 +115,15 @@ def find(source: str | Path) -> Path:
     """The file or directory that a source means; a hub id is fetched into the hub's own cache, or found there."""
     if not isinstance(source, str | Path) or not str(source).strip():
         raise InputError(f"{source!r} is no checkpoint; give a model's directory, a .gguf file or a hub id")
-    path = Path(source).expanduser()
     try:
+        path = Path(source).expanduser()
         if path.exists():
             return path
-    except (OSError, ValueError) as error:
-        raise InputError(f"{str(source)[:80]!r} is no path: {error}") from None
+    except (OSError, ValueError, RuntimeError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise InputError(f"{str(source)[:80]!r} cannot be opened: {said}") from None
     name, _, revision = str(source).partition("@")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or ".." in name:
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name, re.ASCII) or ".." in name:
         raise InputError(
             f"'{source}' does not exist; give a model's directory, a .gguf file or a hub id ('owner/name')"
         )
@@ -131,7 +142,7 @@ def _fetch(name: str, revision: str | None) -> Path:
             " and the network, or give a directory"
         ) from None
     except (HfHubHTTPError, OSError, ValueError) as error:
-        said = str(error).splitlines()[0]
+        said = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"the hub does not give '{name}': {said}; check the name, and log in if it is private"
         ) from None

@@ -138,7 +138,7 @@ class Family:
             config = ours.finish()
         except CutawayError as error:
             raise ConfigError(f"{self.name}: {self._in_their_words(str(error))}") from None
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ConfigError(
                 f"{self.name}: config.json holds a value of a kind that does not belong: {error}"
             ) from None
@@ -167,7 +167,7 @@ class Family:
         path = re.sub(r"\[\d+\]", "", problem.split(": ")[0]).replace(".lead", ".block")
         for entry in self.fields:
             paths = getattr(entry, "path", ())
-            if path in ((paths,) if isinstance(paths, str) else paths):
+            if entry.keys and path in ((paths,) if isinstance(paths, str) else paths):
                 return f"config.json's '{entry.keys[0]}' does not fit ({problem})"
         return problem
 

@@ -1,7 +1,7 @@
 """From tensors to a model: the plan is made and checked whole, then each tensor is read into its place."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cutaway.config import Config, Head
-from cutaway.errors import WeightError
+from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.family import Family
 from cutaway.families.plan import Plan, Step, make_plan
 from cutaway.families.report import Report
@@ -35,8 +35,12 @@ def fill_model(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Transformer, Config, Report]:
     """The model that a config.json and some tensors make: planned and checked whole, then read tensor by tensor."""
+    target = check_device(device)
+    if not callable(progress):
+        raise InputError(f"progress is {progress!r}; give a function of (done, total)")
     config, used, passed = _config(family, theirs, store)
-    dtype = dtype or _main_dtype(store)
+    check_sizes(config, store, source)
+    dtype = _main_dtype(store) if dtype is None else dtype
     model = build(config, device="meta", dtype=dtype)
     plan, named = make_plan(family, config, model, store.entries)
     _refuse(plan, source)
@@ -53,6 +57,12 @@ def fill_model(
             f"'{named[copy.theirs[0]]}' and '{named[step.theirs[0]]}' are one tensor in this model, and the file"
             " keeps different values for them; it was not saved from such a model"
         )
+    state = model.state_dict(keep_vars=True)
+    made = sum(state[name].numel() for name in plan.computed)
+    if made > max(1 << 26, sum(entry.numel for entry in store.entries.values())):
+        raise ConfigError(
+            f"'{source}' asks for {made:,} computed numbers ({plan.computed[0]}); correct its config.json"
+        )
     report = Report(
         source=source,
         family=family.name,
@@ -67,12 +77,52 @@ def fill_model(
         config_used=used,
         config_ignored=passed,
     )
-    target = torch.device(device) if device is not None else torch.get_default_device()
     total = sum(entry.numel * entry.dtype.itemsize for entry in store.entries.values())
     look = _finite if check or (check is None and total <= CHECKED) else _finite_if_small
     report.looked_at = "every number" if look is _finite else "small tensors"
     _read_all(model, plan, store, named, target, look, progress)
     return model.eval(), config, report
+
+
+def check_device(device: torch.device | str | None) -> torch.device:
+    """The device, if it is here."""
+    try:
+        target = torch.device(device) if device is not None else torch.get_default_device()
+        torch.empty(0, device=target)
+    except (RuntimeError, TypeError, AssertionError, ImportError) as error:
+        raise InputError(f"device is {device!r}, which is not here: {str(error).splitlines()[0]}") from None
+    return target
+
+
+SIZES = ("vocab_size", "source_vocab_size", "d_model", "heads", "kv_heads", "d_head", "hidden", "experts", "q_rank",
+         "kv_rank", "d_nope", "d_rope", "d_value")  # fmt: skip
+"""Numbers of a configuration that some tensor is as wide as."""
+
+
+def check_sizes(config: Config, store: Store, source: str) -> None:
+    """Refuse what these tensors cannot be before anything is made from it: a small file may name any number."""
+    widest = max((entry.numel for entry in store.entries.values()), default=0)
+    layers = sum(stack.groups or stack.layers for stack in config.stacks.values())
+    if layers > len(store.entries):
+        raise WeightError(
+            f"'{source}' has {len(store.entries)} tensors, and its config.json asks for {layers} layers (missing:"
+            " all of the others); weights and config.json do not belong together, or a file is incomplete"
+        )
+    for key, value in _numbers(config.model_dump()):
+        if key in SIZES and value > widest:
+            raise WeightError(
+                f"'{source}': config.json makes {key} {value:,}, and no tensor has so many numbers; weights and"
+                " config.json do not belong together"
+            )
+
+
+def _numbers(part: Any, key: str = "") -> Iterator[tuple[str, int]]:
+    """Every whole number in a tree, with its key."""
+    if isinstance(part, int):
+        yield key, part
+    elif isinstance(part, dict | list | tuple):
+        for name, inner in part.items() if isinstance(part, dict) else ((key, item) for item in part):
+            yield from _numbers(inner, name)
 
 
 def _config(family: Family, theirs: dict[str, Any], store: Store) -> tuple[Config, dict[str, Any], dict[str, str]]:
@@ -153,6 +203,10 @@ def _read_all(
         placed = [
             tensor.to(device, state[name].dtype).contiguous() for name, tensor in zip(step.ours, ours, strict=True)
         ]
+        for name, tensor, before in zip(step.ours, placed, ours, strict=True):
+            narrowed = tensor.dtype == torch.float16 != before.dtype  # the one dtype that common weights can overflow
+            if narrowed and device.type != "meta" and not torch.isfinite(tensor).all():
+                raise WeightError(f"'{name}' holds values that float16 cannot; load it as bfloat16 or float32")
         kept = {tensor.untyped_storage().data_ptr() for tensor in placed}
         for name, tensor in zip(step.theirs, theirs, strict=True):
             if tensor.untyped_storage().data_ptr() not in kept:
@@ -195,7 +249,9 @@ def _finite_if_small(name: str, tensor: Tensor) -> Tensor:
 
 def _finite(name: str, tensor: Tensor) -> Tensor:
     """A sum shows NaN and infinity in one pass; where it overflowed, each value is looked at."""
-    if tensor.is_floating_point() and tensor.itemsize > 1 and not torch.isfinite(tensor.sum()):
+    if tensor.itemsize == 1 and tensor.is_floating_point():
+        _finite(name, tensor.float())  # (fp8 has no sum of its own)
+    elif tensor.is_floating_point() and not torch.isfinite(tensor.sum()):
         bad = int((~torch.isfinite(tensor)).sum())
         if bad:
             values = "1 value that is" if bad == 1 else f"{bad:,} values that are"

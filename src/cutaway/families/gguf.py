@@ -5,14 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 from cutaway.config import Config, to_dict
 from cutaway.config import config as read_config
-from cutaway.errors import ConfigError, InputError
+from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.family import Family
 from cutaway.families.fill import fill_model
 from cutaway.families.gguf_file import PACKINGS, Gguf, write_gguf
 from cutaway.families.gguf_rope import FREQUENCIES, LONG, SHORT
 from cutaway.families.gguf_tables import ARCHITECTURES
-from cutaway.families.save import exported
+from cutaway.families.save import check_values, exported, where_to
+from cutaway.model import Transformer
 
 if TYPE_CHECKING:
     from cutaway.text import Tokenizer
@@ -24,7 +25,7 @@ def load_gguf(path: Path, **how: Any) -> Checkpoint:
     """Open a GGUF file: packed numbers are unpacked, settings become a configuration."""
     file = Gguf(path)
     arch = file.settings.get("general.architecture")
-    if arch not in ARCHITECTURES:
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise ConfigError(f"'{path.name}' is of architecture {arch!r}; cutaway opens {', '.join(ARCHITECTURES)}")
     family = ARCHITECTURES[arch]
     theirs = {key: value for key, value in file.settings.items() if key.startswith(f"{arch}.")}
@@ -32,7 +33,9 @@ def load_gguf(path: Path, **how: Any) -> Checkpoint:
         theirs.setdefault(f"{arch}.vocab_size", file.entries["token_embd.weight"].shape[0])
     for name in (FREQUENCIES, LONG, SHORT):
         if name in file.entries:
-            theirs[name] = [float(f"{value:.7g}") for value in file.read(name).flatten().tolist()[:4096]]
+            if file.entries[name].numel > 4096:
+                raise WeightError(f"tensor '{name}' has {file.entries[name].numel:,} factors, more than any head")
+            theirs[name] = [float(f"{value:.7g}") for value in file.read(name).flatten().tolist()]
     _all_known(family, theirs)
     model, config, report = fill_model(family, theirs, file, source=str(path), **how)
     ids = {ours: file.settings.get(f"tokenizer.ggml.{name}_token_id") for name, ours in TOKENS.items()}
@@ -86,10 +89,21 @@ def _undropped(value: Any) -> Any:
 
 def save_gguf(checkpoint: Checkpoint, path: str | Path, *, packing: str | None = None, overwrite: bool = False) -> Path:
     """Write one GGUF file. Matrices keep their dtype, or are packed as asked."""
-    target = Path(path)
-    if target.exists() and not overwrite:
-        raise InputError(f"'{target}' exists already; name another file or overwrite it")
-    if packing is not None and packing not in PACKINGS:
+    if isinstance(checkpoint, Transformer):
+        checkpoint = Checkpoint(checkpoint, checkpoint.config)
+    if not isinstance(checkpoint, Checkpoint):
+        raise InputError(f"a {type(checkpoint).__name__} cannot be saved; give a Checkpoint or a model")
+    target = where_to(path)
+    if target.suffix != ".gguf":
+        raise InputError(f"'{target}' should end in .gguf: one file is written")
+    check_values(checkpoint.model)
+    try:
+        there, plain = target.exists() or target.is_symlink(), target.is_file()
+    except OSError as error:
+        raise InputError(f"'{target}' cannot be looked at: {error.strerror}") from None
+    if there and not (overwrite and plain):
+        raise InputError(f"'{target}' exists already; name another file{' or overwrite it' if plain else ''}")
+    if packing is not None and (not isinstance(packing, str) or packing not in PACKINGS):
         raise InputError(f"'{packing}' is no packing that can be written; use one of {', '.join(PACKINGS)}")
     family, theirs = describe(checkpoint.config, checkpoint.family)
     settings = {key: value for key, value in theirs.items() if key.startswith(f"{family.name}.") and value is not None}
@@ -97,9 +111,12 @@ def save_gguf(checkpoint: Checkpoint, path: str | Path, *, packing: str | None =
         from cutaway.text import tokenizer_to_gguf
 
         settings |= tokenizer_to_gguf(checkpoint.tokenizer)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WeightError(f"'{target}' could not be written: {error}") from None
     tensors = [*exported(family, checkpoint.model), *_factors(theirs)]
-    write_gguf(target, family.name, settings, tensors, packing)
+    write_gguf(target, family.name, settings, tensors, packing, overwrite=overwrite)
     return target
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,8 @@ SCALARS = {
 }  # fmt: skip
 STRING, ARRAY = 8, 9
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16, 28: torch.float64}
+LONGEST = 1 << 27
+"""Bytes of a header, at most: the largest vocabularies take a tenth of this."""
 CHUNK = 1 << 24
 """Numbers unpacked at once: unpacking holds several times as much."""
 
@@ -42,7 +45,7 @@ class _Header:
 
     def take(self, count: int) -> bytes:
         if count > self.left:
-            raise WeightError("it ends within its header")
+            raise WeightError("it ends within its header, or that is too long")
         self.left -= count
         return self.file.read(count)
 
@@ -84,7 +87,7 @@ class Gguf:
         try:
             size = path.stat().st_size
             with path.open("rb") as file:
-                self._read_header(_Header(file, size), file, size)
+                self._read_header(_Header(file, min(size, LONGEST)), file, size)
         except OSError as error:
             raise WeightError(f"'{path.name}' cannot be read: {error}") from None
         except (WeightError, struct.error, KeyError, OverflowError, MemoryError) as error:
@@ -97,7 +100,7 @@ class Gguf:
         if version not in (2, 3):
             raise WeightError(f"it is of version {version}, and 2 and 3 are read")
         tensors, pairs = header.number(10), header.number(10)
-        if tensors * 24 > size or pairs * 12 > size:
+        if tensors > 1 << 20 or pairs > 1 << 20 or tensors * 24 > size or pairs * 12 > size:
             raise WeightError("it claims more tensors than would fit")
         for _ in range(pairs):
             key = header.text()
@@ -108,7 +111,14 @@ class Gguf:
             raise WeightError(f"its alignment is {alignment!r}")
         start = -(-file.tell() // alignment) * alignment
         for name, shape, kind, offset in found:
+            if offset % alignment:
+                raise WeightError(f"tensor '{name}' begins at {offset}, which is no multiple of {alignment}")
             self._place(name, shape, kind, start + offset, size)
+        end = 0
+        for name, (first, length, _) in sorted(self.where.items(), key=lambda item: item[1][:2]):
+            if first < end:
+                raise WeightError(f"tensor '{name}' lies over another one")
+            end = first + length
 
     def _tensor(self, header: _Header) -> tuple[str, tuple[int, ...], int, int]:
         name, dims = header.text(), header.number(4)
@@ -123,7 +133,9 @@ class Gguf:
             block, width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
         except (ValueError, KeyError):
             raise WeightError(f"tensor '{name}' is packed in the unknown way {kind}") from None
-        if shape[-1] % block or name in self.entries:
+        if kind not in PLAIN and gguf.GGMLQuantizationType(kind) not in gguf.quants._type_traits:
+            raise WeightError(f"tensor '{name}' is packed in the unknown way {kind}")
+        if 0 in shape or shape[-1] % block or name in self.entries:
             raise WeightError(f"tensor '{name}' is no whole number of blocks, or stands twice")
         length = math.prod(shape) // block * width
         if start + length > size:
@@ -134,14 +146,18 @@ class Gguf:
 
     def read(self, name: str) -> Tensor:
         """One tensor, unpacked some rows at a time."""
-        import numpy as np
-
         start, length, kind = self.where[name]
         entry = self.entries[name]
         packed = torch.empty(length, dtype=torch.uint8)
         with self.path.open("rb", buffering=0) as file:
             file.seek(start)
-            if file.readinto(packed.numpy().data) != length:
+            view, done = packed.numpy().data, 0
+            while done < length:  # one read gives at most 2 GiB
+                count = file.readinto(view[done : done + (1 << 30)])
+                if not count:
+                    break
+                done += count
+            if done != length:
                 raise WeightError(f"'{self.path.name}' ended within tensor '{name}'; it was changed while being read")
         if kind in PLAIN:
             return packed.view(entry.dtype).view(entry.shape)
@@ -168,11 +184,16 @@ def write_gguf(
     settings: Mapping[str, Any],
     tensors: Iterable[tuple[tuple[str, ...], Callable[[], list[Tensor]], int]],
     packing: str | None,
+    *,
+    overwrite: bool = False,
 ) -> None:
     """Write a file, which appears only when it is whole. Vectors stay fp32, as readers of the format expect."""
     gguf = gguf_package()
-    handle, work = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    os.close(handle)
+    try:
+        handle, work = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        os.close(handle)
+    except OSError as error:
+        raise WeightError(f"'{path}' could not be written: {error}") from None
     try:
         writer = gguf.GGUFWriter(work, architecture)
         for key, value in settings.items():
@@ -189,6 +210,8 @@ def write_gguf(
         writer.write_tensors_to_file()
         writer.close()
         Path(work).chmod(0o644)
+        if not overwrite and (path.exists() or path.is_symlink()):
+            raise InputError(f"'{path}' was made by another program meanwhile; name another file or overwrite it")
         Path(work).replace(path)
     except OSError as error:
         raise WeightError(f"'{path}' could not be written: {error}") from None
@@ -202,5 +225,10 @@ def _add(gguf: Any, writer: Any, name: str, tensor: Tensor, packing: str | None)
     if tensor.ndim < 2 or tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
         kind = gguf.GGMLQuantizationType(0)
     values = tensor.float().numpy()
-    packed = values if kind == 0 else gguf.quants.quantize(values, kind)
+    if not np.isfinite(values).all():
+        raise WeightError(f"'{name}' holds values that are NaN or infinite, which no one could load; not saved")
+    with np.errstate(over="ignore"):
+        packed = values if kind == 0 else gguf.quants.quantize(values, kind)
+    if kind == 1 and not np.isfinite(packed).all():
+        raise WeightError(f"'{name}' holds values that f16 cannot; use bf16 or f32; not saved")
     writer.add_tensor(name, packed, raw_shape=packed.shape, raw_dtype=kind)

@@ -8,7 +8,7 @@ from cutaway.config import Config, to_dict
 from cutaway.config import config as read_config
 from cutaway.errors import ConfigError
 from cutaway.families.family import Family
-from cutaway.families.fill import fill_model
+from cutaway.families.fill import check_sizes, fill_model
 from cutaway.families.report import Report
 from cutaway.families.rows import Row
 from cutaway.families.store import open_directory, read_json
@@ -43,5 +43,6 @@ def load_native(directory: Path, **how: Any) -> tuple[Transformer, Config, Repor
         raise ConfigError(
             f"'{MARK}' is of format {told.get('format')!r}, and this version reads {FORMAT}; update cutaway"
         )
-    family = Own(read_config(told["config"]))
-    return fill_model(family, {}, open_directory(directory), source=str(directory), **how)
+    config, store = read_config(told["config"]), open_directory(directory)
+    check_sizes(config, store, str(directory))
+    return fill_model(Own(config), {}, store, source=str(directory), **how)

@@ -100,16 +100,18 @@ def make_plan(
             taken.update(dict.fromkeys(ours, step))
         elif step.theirs != taken[ours[0]].theirs:
             plan.copies.append((step, taken[ours[0]]))
+    missing: dict[str, None] = {}
+    given = {name for step in wanted.values() for name in step.ours}
     trained = {name for name, tensor in model.named_parameters() if tensor.requires_grad}
     for name in dict.fromkeys(first.values()):
         if name not in taken and name not in trained and name in wanted:
             plan.computed.append(name)
         elif name not in taken and name in wanted:
-            plan.missing += [theirs for theirs in wanted[name].theirs if theirs not in plan.missing]
-        elif name not in taken and not any(name in step.ours for step in wanted.values()):
-            plan.missing.append(f"(no row of family '{family.name}' gives {name})")
+            missing.update(dict.fromkeys(wanted[name].theirs))
+        elif name not in taken and name not in given:
+            missing[f"(no row of family '{family.name}' gives {name})"] = None
     used = {name for step in (*plan.steps, *(copy for copy, _ in plan.copies)) for name in step.theirs}
-    plan.missing += sorted(used - named.keys())
+    plan.missing = [*missing, *sorted(used - named.keys() - missing.keys())]
     for name in sorted(named.keys() - used):
         why = family.why_ignored(name, max(stack.layers for stack in config.stacks.values()))
         if why is None:
@@ -143,5 +145,7 @@ def _misshapen(plan: Plan, model: Transformer, entries: Mapping[str, Entry]) -> 
             continue
         expected = step.op.export([torch.empty(state[name].shape, device="meta") for name in step.ours], step.d_head)
         for name, tensor in zip(step.theirs, expected, strict=True):
+            if not entries[name].dtype.is_floating_point:
+                yield f"'{name}' is stored as {entries[name].stored}, whole numbers that mean nothing without a scale"
             if entries[name].shape != tuple(tensor.shape):
                 yield f"'{name}' is {list(entries[name].shape)}, and config.json makes it {list(tensor.shape)}"

@@ -31,7 +31,7 @@ def family_of(theirs: Mapping[str, Any]) -> Family:
         classes = theirs.get("architectures") or []
         names = {family.architecture: family for family in known.values()}
         for one in classes if isinstance(classes, list) else []:
-            if one in names:
+            if isinstance(one, str) and one in names:
                 return names[one]
         raise ConfigError(
             "config.json has no 'model_type', so it cannot be told whose model this is; add one of: " + ", ".join(known)

@@ -1,6 +1,9 @@
 """From a model to a directory that others open: the same rows as in loading, taken the other way."""
 
+import ctypes
+import errno
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -8,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -44,11 +48,21 @@ def save(
         checkpoint = Checkpoint(checkpoint, checkpoint.config)
     if not isinstance(checkpoint, Checkpoint):
         raise InputError(f"a {type(checkpoint).__name__} cannot be saved; give a Checkpoint or a model")
-    target = Path(directory)
+    target = where_to(directory)
+    if isinstance(shard, bool) or not isinstance(shard, int) or shard < 1:
+        raise InputError(f"shard is {shard!r}; give the bytes of a file, 1 or more")
+    if family is not None and not isinstance(family, str):
+        raise InputError(f"family is {family!r}; give the name of a family")
+    if not callable(progress):
+        raise InputError(f"progress is {progress!r}; give a function of (done, total)")
+    check_values(checkpoint.model)
     _check_target(target, overwrite)
     chosen, theirs = _describe(checkpoint, family)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise WeightError(f"'{target}' could not be written: {error}") from None
     try:
         if isinstance(chosen, Own):
             write_mark(checkpoint.config, work)
@@ -63,8 +77,8 @@ def save(
         for file in work.iterdir():  # the library that writes tensors makes files for their owner alone
             if file.is_file():
                 file.chmod(0o644)
-        _put_in_place(work, target)
-    except OSError as error:
+        _put_in_place(work, target, overwrite=overwrite)
+    except (OSError, SafetensorError) as error:
         raise WeightError(f"'{target}' could not be written: {error}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -80,7 +94,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
             raise InputError(f"'{target}' is no directory, and a model is saved as one; name another")
         if not any(target.iterdir()):
             return
-    except (OSError, ValueError) as error:
+    except OSError as error:  # (an InputError is a ValueError: it must not be caught here)
         raise InputError(f"'{str(target)[:80]}' cannot be written to: {error}") from None
     if not overwrite:
         raise InputError(f"'{target}' exists already, and nothing in it is replaced unasked; name another or overwrite")
@@ -88,15 +102,56 @@ def _check_target(target: Path, overwrite: bool) -> None:
         raise InputError(f"'{target}' holds no model, so it is not replaced; name another directory")
 
 
-def _put_in_place(work: Path, target: Path) -> None:
-    """What stood there before goes only when the new is in its place."""
-    if not target.exists():
-        work.replace(target)
+def where_to(given: object) -> Path:
+    """The path that a user means."""
+    if not isinstance(given, str | Path) or not str(given).strip() or "\0" in str(given):
+        raise InputError(f"{given!r} is no path to write to; give a directory's or a file's")
+    try:
+        path = Path(given).expanduser()
+        os.fsencode(path)
+    except (RuntimeError, ValueError) as error:
+        raise InputError(f"{str(given)[:80]!r} is no path: {error}") from None
+    return path if path.name not in ("", "..") else path.resolve()
+
+
+def check_values(model: Transformer) -> None:
+    """Refuse to write a model of shapes alone."""
+    if any(tensor.is_meta for tensor in model.state_dict().values()):
+        raise InputError("the model is on the meta device, where it has shapes and no values; nothing can be saved")
+
+
+def _put_in_place(work: Path, target: Path, *, overwrite: bool) -> None:
+    """What stood there before goes only when the new is in its place, and only if that was asked for."""
+    try:
+        work.replace(target)  # where nothing, or an empty directory, is; no other program can come between
         return
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        if not overwrite:
+            raise InputError(f"'{target}' was made by another program meanwhile; name another or overwrite") from None
+    if _exchanged(work, target):
+        return  # what was there is now at `work`, and goes with it
     old = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    target.replace(old / "old")
-    work.replace(target)
-    shutil.rmtree(old)
+    try:
+        target.replace(old / "old")
+        try:
+            work.replace(target)
+        except OSError:
+            (old / "old").replace(target)
+            raise
+    finally:
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Swap two names in one step, where the system can (Linux): at no moment is there nothing under a name."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    return rename(-100, os.fsencode(one.absolute()), -100, os.fsencode(other.absolute()), 2) == 0
 
 
 def _describe(checkpoint: Checkpoint, name: str | None) -> tuple[Family, dict[str, Any]]:
@@ -135,7 +190,8 @@ def _has_pooler(config: Config) -> bool:
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    path.write_text(text.encode("utf-8", "replace").decode(), encoding="utf-8")
 
 
 def exported(family: Family, model: Transformer) -> Iterator[tuple[tuple[str, ...], Callable[[], list[Tensor]], int]]:

@@ -107,12 +107,16 @@ def _mapped(path: Path) -> mmap.mmap:
 def read_header(path: Path) -> tuple[dict[str, tuple[Entry, int]], int]:
     """Every tensor's entry and place in the data, and where the data begin. The library checks offsets and sizes."""
     try:
+        if path.exists() and not path.is_file():
+            raise WeightError(f"'{path.name}' is no plain file, so it is not opened; put the model's own there")
         with safe_open(path, framework="np"):
             pass
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header: dict[str, Any] = json.loads(file.read(length))
-    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError, MemoryError) as error:
+        if isinstance(error, WeightError):
+            raise
         said = re.sub(r"^.*?: ", "", str(error)) if isinstance(error, SafetensorError) else str(error)
         raise WeightError(f"'{path.name}' is no whole safetensors file ({said}); download or write it again") from None
     found = {}
@@ -127,11 +131,15 @@ def read_header(path: Path) -> tuple[dict[str, tuple[Entry, int]], int]:
 
 
 def read_json(path: Path, error: type[Exception], limit: int = 64 << 20) -> dict[str, Any]:
-    """A JSON table from a file of bounded size."""
+    """A JSON table from a plain file of bounded size: a pipe would be waited for, and a device has no end."""
     try:
-        if path.stat().st_size > limit:
-            raise error(f"'{path.name}' has {path.stat().st_size:,} bytes; more than {limit:,} is no such file")
-        data = json.loads(path.read_text(encoding="utf-8"))
+        if not path.is_file() and path.exists() and not path.is_dir():
+            raise error(f"'{path.name}' is no plain file, so it is not opened; put the model's own there")
+        with path.open("rb") as file:
+            raw = file.read(limit + 1)
+        if len(raw) > limit:
+            raise error(f"'{path.name}' has more than {limit:,} bytes, which is no such file")
+        data = json.loads(raw.decode("utf-8"))
     except FileNotFoundError:
         raise error(f"'{path}' does not exist") from None
     except (OSError, ValueError) as problem:
@@ -166,9 +174,9 @@ def _complete(shards: list[Path]) -> None:
     """All of 1..n, by their names, where no index says so."""
     count = int(shards[0].name.rsplit("-of-", 1)[1].split(".")[0])
     have = {int(path.name.rsplit("-of-", 1)[0].rsplit("-", 1)[1]) for path in shards}
-    gone = sorted(set(range(1, count + 1)) - have)
-    if gone:
-        raise WeightError(f"shard {gone[0]} of {count} is missing beside '{shards[0].name}'; download it again")
+    gone = next((n for n in range(1, count + 1) if n not in have), None)  # at most as many steps as there are files
+    if gone is not None:
+        raise WeightError(f"shard {gone} of {count} is missing beside '{shards[0].name}'; download it again")
 
 
 def _indexed(directory: Path, index: Path) -> list[Path]:
@@ -177,7 +185,7 @@ def _indexed(directory: Path, index: Path) -> list[Path]:
         raise WeightError(f"'{INDEX}' has no table 'weight_map' from tensors to files; download it again")
     files = sorted(set(places.values()))
     for name in files:
-        if Path(name).name != name or not name.endswith(".safetensors"):
+        if Path(name).name != name or not name.endswith(".safetensors") or len(name.encode(errors="replace")) > 255:
             raise WeightError(f"'{INDEX}' names {name!r}, which is no safetensors file beside it; it is not opened")
         if not (directory / name).is_file():
             raise WeightError(f"shard '{name}' is missing, though '{INDEX}' names it; download it again")

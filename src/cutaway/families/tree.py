@@ -1,5 +1,6 @@
 """A configuration as a plain tree with one block a layer: what the fields of a family read into and write from."""
 
+import json
 import math
 from collections.abc import Mapping
 from copy import deepcopy
@@ -51,6 +52,8 @@ class Tree:
 
     def set(self, path: str, value: Any) -> None:
         """Write a value, making the tables on the way."""
+        if isinstance(value, list | dict | str) and len(value) > 4096:
+            raise ConfigError(f"{path} is given a {type(value).__name__} of {len(value):,}, which is no setting")
         for table, key in self._ends(path, make=True):
             table[key] = deepcopy(value)
 
@@ -87,21 +90,20 @@ class Tree:
 
 
 def pattern(blocks: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The shortest (lead, pattern) whose tiling gives these blocks."""
-    number: list[int] = []
-    kinds: list[Any] = []
-    for block in blocks:
-        if block not in kinds:
-            kinds.append(block)
-        number.append(kinds.index(block))
-    best: tuple[int, int] | None = None
-    for lead in range(len(blocks)):
-        for period in range(1, len(blocks) - lead + 1):
-            if best is not None and lead + period >= sum(best):
-                break
-            if all(number[i] == number[i - period] for i in range(lead + period, len(number))):
-                best = lead, period
-    lead, period = best or (0, len(blocks))
+    """The shortest (lead, pattern) whose tiling gives these blocks; of equally short ones, that with less lead.
+
+    What follows a lead repeats itself: the borders of the blocks, read backwards, tell how (Knuth, Morris and Pratt).
+    """
+    kinds: dict[str, int] = {}
+    number = [kinds.setdefault(json.dumps(block, sort_keys=True, default=str), len(kinds)) for block in blocks][::-1]
+    border = [0] * len(number)
+    for i in range(1, len(number)):
+        k = border[i - 1]
+        while k and number[i] != number[k]:
+            k = border[k - 1]
+        border[i] = k + (number[i] == number[k])
+    length = max(range(1, len(number) + 1), key=lambda length: (border[length - 1], length))
+    lead, period = len(number) - length, length - border[length - 1]
     return blocks[:lead], blocks[lead : lead + period]
 
 

@@ -19,7 +19,7 @@ def unpacked(store: Store, settings: Any) -> Store:
     method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
     if method == "mxfp4":
         return Blocks(store)
-    if method == "fp8":
+    if method == "fp8" and isinstance(settings, Mapping):
         return Tiles(store, _tile(settings.get("weight_block_size", (128, 128))))
     raise ConfigError(
         f"config.json's 'quantization_config' says the weights are packed by {method!r}, and mxfp4 and fp8 are"
@@ -35,6 +35,8 @@ class Blocks:
         self.entries: dict[str, Entry] = {}
         for name, entry in store.entries.items():
             if name.endswith(BLOCKS):
+                if len(entry.shape) < 3 or entry.dtype != torch.uint8:
+                    raise WeightError(f"tensor '{name}' is no block of packed bytes; the file is damaged")
                 *front, rows, groups, width = entry.shape
                 scales = store.entries.get(name.removesuffix(BLOCKS) + SCALES)
                 if scales is None or scales.shape != (*front, rows, groups):
@@ -72,7 +74,8 @@ class Tiles:
         for name, entry in store.entries.items():
             if name + TILE_SCALES in store.entries:
                 scales = store.entries[name + TILE_SCALES]
-                if scales.shape != tuple(-(-size // side) for size, side in zip(entry.shape, tile, strict=False)):
+                counts = tuple(-(-size // side) for size, side in zip(entry.shape, tile, strict=False))
+                if len(entry.shape) != 2 or scales.shape != counts:
                     raise WeightError(f"tensor '{name}' is packed in tiles, and its scales do not fit it")
                 self.entries[name] = Entry(entry.shape, torch.bfloat16, "fp8")
             elif not (name.endswith(TILE_SCALES) and name.removesuffix(TILE_SCALES) in store.entries):
@@ -84,7 +87,7 @@ class Tiles:
             return packed
         spread = self.store.read(name + TILE_SCALES).float()
         for axis, side in enumerate(self.tile):  # the last tile may be cut
-            spread = spread.repeat_interleave(side, axis).narrow(axis, 0, packed.shape[axis])
+            spread = spread.repeat_interleave(min(side, packed.shape[axis]), axis).narrow(axis, 0, packed.shape[axis])
         return (packed.float() * spread).to(torch.bfloat16)
 
     def release(self, name: str) -> None:

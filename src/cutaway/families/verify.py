@@ -1,8 +1,10 @@
 """Parity for users: one checkpoint in transformers and here, compared layer by layer, in gradients and in tokens."""
 
 import re
+from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +123,13 @@ def _peer(checkpoint: Checkpoint, path: Path) -> Any:
             f"'{path}' is cutaway's own directory, which transformers does not open; convert it to hf first"
         )
     folder = path.parent if path.is_file() else path
-    return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **where).eval()
+    where |= {"trust_remote_code": False} if path.is_file() else {"trust_remote_code": False, "use_safetensors": True}
+    try:
+        with redirect_stderr(StringIO()):  # its progress bars
+            return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **where).eval()
+    except Exception as error:  # whatever it is, it is the other library's
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(f"transformers does not open '{path}', so there is nothing to compare with: {said}") from None
 
 
 def _inputs(checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -119,6 +119,8 @@ def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
 def _templates(fields: Mapping[str, Any]) -> ChatTemplate:
     """One, or several by name."""
     names = fields.get(f"{TEMPLATE}s") or []
+    if not isinstance(names, list):
+        raise InputError(f"the GGUF metadata's {TEMPLATE}s are no list of names; fix the file")
     keys = {"default": TEMPLATE} | {str(name): f"{TEMPLATE}.{name}" for name in names}
     found = {name: fields[key] for name, key in keys.items() if fields.get(key) is not None}
     if not all(isinstance(template, str) for template in found.values()):

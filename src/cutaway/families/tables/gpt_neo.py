@@ -13,12 +13,13 @@ from cutaway.families.tree import Tree, pattern
 
 def read_layers(theirs: Theirs, ours: Tree) -> None:
     """`attention_types` lists kinds and how often they come; `attention_layers` is the same written out."""
+    blocks = ours.blocks("decoder")
     kinds = theirs.get("attention_layers")
     if kinds is None:
         types = theirs.get("attention_types")
         types = [[["global", "local"], 12]] if types is None else types
-        kinds = [kind for tile, times in types for kind in tile * times]
-    blocks = ours.blocks("decoder")
+        most = 1 + len(blocks)  # more would be too many in any case
+        kinds = [kind for tile, times in types for kind in list(tile)[:most] * min(times, most)]
     if len(kinds) != len(blocks) or not {"global", "local"}.issuperset(kinds):
         raise ConfigError(f"its layers are {kinds}; {len(blocks)} words are needed, each 'global' or 'local'")
     for block, kind in zip(blocks, kinds, strict=True):
