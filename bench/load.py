@@ -24,7 +24,7 @@ which, source, dtype = sys.argv[1:]
 kind = {} if dtype == "stored" else {"dtype": getattr(torch, dtype)}
 if which == "cutaway":
     import cutaway as ct
-    import cutaway.families.checkpoint
+    import cutaway.families.load
     open_it = lambda: ct.load(source, **kind).model
 else:
     import transformers

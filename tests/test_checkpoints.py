@@ -17,7 +17,7 @@ import transformers
 import cutaway as ct
 from cutaway.cli.convert import Packing
 from cutaway.errors import CutawayError, InputError
-from cutaway.families.gguf_file import PACKINGS
+from cutaway.families.gguf.file import PACKINGS
 from cutaway.families.tree import differences
 from cutaway.families.verify import verify
 from cutaway.text import byte_tokenizer
@@ -141,7 +141,7 @@ def test_what_no_family_says_is_kept_by_our_own(tmp_path: Path) -> None:
 
 MEASURE = """
 import sys, torch, cutaway as ct
-import cutaway.families.checkpoint
+import cutaway.families.load
 source, dtype = sys.argv[1], getattr(torch, sys.argv[2])
 ct.load(sys.argv[3], dtype=dtype, check=True).model(torch.tensor([[1]]))  # what is needed once is there from here on
 def peak():  # of this process alone: getrusage starts at what its parent had

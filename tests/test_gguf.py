@@ -13,10 +13,10 @@ from family_parity import randomise, rng
 
 import cutaway as ct
 from cutaway.errors import CutawayError
-from cutaway.families.gguf import save_gguf
-from cutaway.families.gguf_file import PACKINGS, Gguf
-from cutaway.families.gguf_rope import llama3_factors
-from cutaway.families.gguf_tables import ARCHITECTURES
+from cutaway.families.gguf.convert import save_gguf
+from cutaway.families.gguf.file import PACKINGS, Gguf
+from cutaway.families.gguf.rope import llama3_factors
+from cutaway.families.gguf.tables import ARCHITECTURES
 from cutaway.families.tree import differences
 
 SIZES: dict[str, Any] = {

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from cutaway.config.transformer import Config as Config
     from cutaway.errors import CutawayError as CutawayError
     from cutaway.families.checkpoint import Checkpoint as Checkpoint
-    from cutaway.families.checkpoint import load as load
+    from cutaway.families.load import load as load
     from cutaway.families.save import save as save
     from cutaway.model import Cache as Cache
     from cutaway.model import Transformer as Transformer
@@ -23,7 +23,7 @@ _HOMES = {
     "CutawayError": "cutaway.errors",
     "Transformer": "cutaway.model",
     "build": "cutaway.model",
-    "load": "cutaway.families.checkpoint",
+    "load": "cutaway.families.load",
     "presets": "cutaway.config",
     "save": "cutaway.families.save",
 }

@@ -65,7 +65,7 @@ def convert(
     _check_options(out, to, family, packing, overwrite)
     import torch
 
-    from cutaway.families.checkpoint import load
+    from cutaway.families.load import load
 
     chosen = None if dtype is None else getattr(torch, dtype)
     with bar("reading", quiet=as_json) as progress:
@@ -131,7 +131,7 @@ def _write(
     progress: Any,
 ) -> Path:
     if to is Target.gguf:
-        from cutaway.families.gguf import save_gguf
+        from cutaway.families.gguf.convert import save_gguf
 
         return save_gguf(checkpoint, out, packing=packing, overwrite=overwrite)
     from cutaway.families.save import save

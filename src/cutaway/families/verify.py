@@ -13,7 +13,8 @@ from torch import Tensor
 
 from cutaway.config import Encoder, EncoderDecoder
 from cutaway.errors import InputError
-from cutaway.families.checkpoint import Checkpoint, find, load
+from cutaway.families.checkpoint import Checkpoint
+from cutaway.families.load import find, load
 from cutaway.families.registry import families
 from cutaway.families.save import exported
 from cutaway.model import Transformer

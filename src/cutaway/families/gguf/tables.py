@@ -6,7 +6,7 @@ from typing import Any
 from cutaway.errors import ConfigError
 from cutaway.families.family import Family
 from cutaway.families.fields import Custom, Field, Key, Only, Theirs
-from cutaway.families.gguf_rope import GgufRope
+from cutaway.families.gguf.rope import GgufRope
 from cutaway.families.rows import Joined, Row, Same, Shifted, TurnedPairs, within
 from cutaway.families.tree import Tree
 

@@ -9,9 +9,9 @@ from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.family import Family
 from cutaway.families.fill import fill_model
-from cutaway.families.gguf_file import PACKINGS, Gguf, write_gguf
-from cutaway.families.gguf_rope import FREQUENCIES, LONG, SHORT
-from cutaway.families.gguf_tables import ARCHITECTURES
+from cutaway.families.gguf.file import PACKINGS, Gguf, write_gguf
+from cutaway.families.gguf.rope import FREQUENCIES, LONG, SHORT
+from cutaway.families.gguf.tables import ARCHITECTURES
 from cutaway.families.save import check_values, exported, where_to
 from cutaway.model import Transformer
 
