@@ -13,12 +13,15 @@ from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.family import Family
 from cutaway.families.plan import Plan, Step, make_plan
 from cutaway.families.report import Report
+from cutaway.families.rows import Same
 from cutaway.families.store import Store
 from cutaway.model import Transformer, build
 from cutaway.model.constants import Constants
 
 READERS = 4
 """Threads that read at once; each holds one tensor beside the model."""
+PIECE = 1 << 21
+"""Numbers converted at once."""
 CHECKED = 1 << 29
 """Bytes up to which every number of a checkpoint is looked at while loading; above, only small tensors are."""
 
@@ -198,15 +201,16 @@ def _read_all(
     state = model.state_dict(keep_vars=True)
 
     def take(step: Step) -> list[tuple[str, Tensor]]:
+        if type(step.op) is Same and store.entries[named[step.theirs[0]]].dtype != state[step.ours[0]].dtype:
+            name = named[step.theirs[0]]
+            return [(step.ours[0], _converted(store, name, state[step.ours[0]].dtype, device, look))]
         theirs = [look(named[name], store.read(named[name])) for name in step.theirs]
         ours = step.op.load(theirs, [state[name].shape for name in step.ours], step.d_head)
         placed = [
             tensor.to(device, state[name].dtype).contiguous() for name, tensor in zip(step.ours, ours, strict=True)
         ]
         for name, tensor, before in zip(step.ours, placed, ours, strict=True):
-            narrowed = tensor.dtype == torch.float16 != before.dtype  # the one dtype that common weights can overflow
-            if narrowed and device.type != "meta" and not torch.isfinite(tensor).all():
-                raise WeightError(f"'{name}' holds values that float16 cannot; load it as bfloat16 or float32")
+            _held(name, tensor, before)
         kept = {tensor.untyped_storage().data_ptr() for tensor in placed}
         for name, tensor in zip(step.theirs, theirs, strict=True):
             if tensor.untyped_storage().data_ptr() not in kept:
@@ -229,6 +233,27 @@ def _read_all(
         fill = getattr(model.get_submodule(path), "fill_table", None)
         if leaf == "table" and fill is not None:
             fill()
+
+
+def _converted(
+    store: Store, name: str, dtype: torch.dtype, device: torch.device, look: Callable[[str, Tensor], Tensor]
+) -> Tensor:
+    """A tensor in another dtype, some of it at a time: what was read is let go before more is."""
+    source = store.read(name)
+    target = torch.empty(source.shape, dtype=dtype, device=device)
+    flat, given = target.view(-1), source.view(-1)
+    for first in range(0, len(given), PIECE):
+        part = look(name, given[first : first + PIECE])
+        flat[first : first + PIECE] = part
+        store.release(name, first * source.itemsize, (first + len(part)) * source.itemsize)
+    return _held(name, target, source)
+
+
+def _held(name: str, tensor: Tensor, before: Tensor) -> Tensor:
+    narrowed = tensor.dtype == torch.float16 != before.dtype  # the one dtype that common weights can overflow
+    if narrowed and not tensor.is_meta and not torch.isfinite(tensor).all():
+        raise WeightError(f"'{name}' holds values that float16 cannot; load it as bfloat16 or float32")
+    return tensor
 
 
 def put(model: nn.Module, name: str, tensor: Tensor) -> None:

@@ -52,8 +52,8 @@ class Store(Protocol):
     def read(self, name: str) -> Tensor:
         """One tensor, as stored."""
 
-    def release(self, name: str) -> None:
-        """Called when a tensor that was read has been copied, and is needed no more."""
+    def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
+        """Called when a tensor that was read has been copied (some of its bytes, or all), and is needed no more."""
 
 
 class Safetensors:
@@ -86,12 +86,12 @@ class Safetensors:
             return torch.frombuffer(raw, dtype=entry.dtype).view(entry.shape)
         return torch.frombuffer(pages, dtype=entry.dtype, count=entry.numel, offset=start).view(entry.shape)
 
-    def release(self, name: str) -> None:
+    def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
         """Let go of a tensor's pages, once it was copied elsewhere."""
-        pages, start = self.where[name]
-        end = start + self.entries[name].numel * self.entries[name].dtype.itemsize
-        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = end // mmap.PAGESIZE * mmap.PAGESIZE
+        pages, begin = self.where[name]
+        size = self.entries[name].numel * self.entries[name].dtype.itemsize
+        first = -(-(begin + start) // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (begin + (size if stop is None else stop)) // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first and hasattr(pages, "madvise"):
             pages.madvise(mmap.MADV_DONTNEED, first, last - first)
 

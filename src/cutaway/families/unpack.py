@@ -60,7 +60,7 @@ class Blocks:
             target.copy_(scaled.flatten(-2).T)
         return whole
 
-    def release(self, name: str) -> None:
+    def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
         for one in (name,) if name in self.store.entries else (name + BLOCKS, name + SCALES):
             self.store.release(one)
 
@@ -90,7 +90,7 @@ class Tiles:
             spread = spread.repeat_interleave(min(side, packed.shape[axis]), axis).narrow(axis, 0, packed.shape[axis])
         return (packed.float() * spread).to(torch.bfloat16)
 
-    def release(self, name: str) -> None:
+    def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
         self.store.release(name)
 
 

@@ -170,7 +170,7 @@ class Gguf:
             whole[first : first + step] = torch.from_numpy(np.ascontiguousarray(part, dtype=np.float32))
         return whole.view(entry.shape)
 
-    def release(self, name: str) -> None:
+    def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
         """Nothing is kept."""
 
 
