@@ -69,6 +69,10 @@ def describe(config: Config, first: str | None = None) -> tuple[Family, dict[str
 
     The format is for running models, not training them: it has no word for dropout.
     """
+    if config.form != "decoder":
+        raise ConfigError(
+            f"this is a model of form '{config.form}', and only decoders are written as GGUF; use --to hf"
+        )
     config = read_config(_undropped(to_dict(config)))
     refusals = []
     for family in sorted(ARCHITECTURES.values(), key=lambda family: family.architecture != first):
