@@ -274,10 +274,10 @@ def test_one_clear_error(case: str, whole: Path, tmp_path: Path) -> None:
     for file in whole.iterdir():
         (path / file.name).write_bytes(file.read_bytes())
     source = breaks(path)
-    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(CutawayError) as caught:
         ct.load(source if isinstance(source, Path) else path)
-    assert time.monotonic() - began < 1.0
+    assert time.process_time() - began < 1.0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB
     assert said in str(caught.value), str(caught.value)
     assert "\n" not in str(caught.value)
