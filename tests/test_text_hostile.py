@@ -32,10 +32,10 @@ def directory(tmp_path: Path) -> Path:
 
 
 def refused(directory: Path, words: str = ".") -> InputError:
-    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(InputError, match=words) as caught:
         tokenizer_from_directory(directory)
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000
     message = str(caught.value)
     assert "\n" not in message.strip()
