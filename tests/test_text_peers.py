@@ -347,9 +347,6 @@ BUILDERS: list[Callable[[Path], None]] = [
 ]  # fmt: skip
 
 
-"""transformers reads these files by protobuf; without it the peer is SentencePiece itself, below."""
-
-
 @pytest.fixture(scope="module", params=BUILDERS, ids=lambda build: build.__name__)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Any]:
     directory = tmp_path_factory.mktemp(request.param.__name__)
