@@ -15,7 +15,7 @@ from cutaway.families.plan import Plan, Step, make_plan
 from cutaway.families.report import Report
 from cutaway.families.rows import Same
 from cutaway.families.store import Store
-from cutaway.model import Transformer, build
+from cutaway.model import Transformer, build, inputs
 from cutaway.model.constants import Constants
 
 READERS = 4
@@ -38,7 +38,7 @@ def fill_model(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Transformer, Config, Report]:
     """The model that a config.json and some tensors make: planned and checked whole, then read tensor by tensor."""
-    target = check_device(device)
+    target = inputs.check_device(device)
     if not callable(progress):
         raise InputError(f"progress is {progress!r}; give a function of (done, total)")
     config, used, passed = _config(family, theirs, store)
@@ -85,16 +85,6 @@ def fill_model(
     report.looked_at = "every number" if look is _finite else "small tensors"
     _read_all(model, plan, store, named, target, look, progress)
     return model.eval(), config, report
-
-
-def check_device(device: torch.device | str | None) -> torch.device:
-    """The device, if it is here."""
-    try:
-        target = torch.device(device) if device is not None else torch.get_default_device()
-        torch.empty(0, device=target)
-    except (RuntimeError, TypeError, AssertionError, ImportError) as error:
-        raise InputError(f"device is {device!r}, which is not here: {str(error).splitlines()[0]}") from None
-    return target
 
 
 SIZES = ("vocab_size", "source_vocab_size", "d_model", "heads", "kv_heads", "d_head", "hidden", "experts", "q_rank",

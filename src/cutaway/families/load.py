@@ -14,7 +14,7 @@ from cutaway.families.fill import fill_model
 from cutaway.families.gguf.convert import load_gguf
 from cutaway.families.native import MARK, load_native
 from cutaway.families.registry import family_of
-from cutaway.families.store import PICKLES, Store, open_directory, read_json
+from cutaway.families.store import PICKLES, Store, open_directory, read_json, why_no_pickle
 from cutaway.families.unpack import unpacked
 
 if TYPE_CHECKING:
@@ -72,10 +72,7 @@ def _tokenizer(directory: Path) -> "Tokenizer | None":
 
 def _load_file(path: Path, how: dict[str, Any]) -> Checkpoint:
     if path.suffix in PICKLES:
-        raise WeightError(
-            f"'{path.name}' is a pickle, which can run code when it is opened, so it is not; ask for the model's"
-            " safetensors, or convert it where you trust it: transformers' from_pretrained, then save_pretrained"
-        )
+        raise WeightError(why_no_pickle(path.name))
     if path.suffix == ".gguf":
         return load_gguf(path, **how)
     if path.suffix == ".safetensors":

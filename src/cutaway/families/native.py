@@ -21,14 +21,15 @@ FORMAT = 1
 class Own(Family):
     """The family of models that no other library describes: every tensor under its own name."""
 
+    config: Config
+
     def __init__(self, config: Config) -> None:
         rows = tuple(Row(name, name) for name in build(config, device="meta").state_dict())
         super().__init__("cutaway", "", {"form": config.form}, (), rows)
         object.__setattr__(self, "config", config)
 
     def read(self, theirs: Any, **how: Any) -> tuple[Config, dict[str, Any], dict[str, str]]:
-        config: Config = self.config  # type: ignore[attr-defined]
-        return config, dict(theirs), {}
+        return self.config, dict(theirs), {}
 
 
 def write_mark(config: Config, directory: Path) -> None:

@@ -192,6 +192,14 @@ def _indexed(directory: Path, index: Path) -> list[Path]:
     return [directory / name for name in files]
 
 
+def why_no_pickle(name: str) -> str:
+    """What to say to a pickle."""
+    return (
+        f"'{name}' is a pickle, which can run code when it is opened, so it is not; ask for the model's safetensors,"
+        " or convert it where you trust it: transformers' from_pretrained, then save_pretrained"
+    )
+
+
 def _why_no_weights(directory: Path, files: list[Path]) -> str:
     if any(path.name.startswith("adapter") for path in files):
         return f"'{directory}' holds an adapter, not a model; merge it into its base model and save that"
@@ -201,10 +209,7 @@ def _why_no_weights(directory: Path, files: list[Path]) -> str:
         )
     pickles = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLES)
     if pickles:
-        return (
-            f"'{pickles[0]}' is a pickle, which can run code when it is opened, so it is not; ask for the model's"
-            " safetensors, or convert it where you trust it: transformers' from_pretrained, then save_pretrained"
-        )
+        return why_no_pickle(pickles[0])
     if ggufs := sorted(path.name for path in directory.glob("*.gguf")):
         return f"'{directory}' has no safetensors; load its GGUF file by name: '{directory / ggufs[0]}'"
     return f"'{directory}' has no weights: no *.safetensors file is in it"

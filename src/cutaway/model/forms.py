@@ -197,11 +197,7 @@ def build(
     with torch.device("meta"):
         model: Transformer = forms[config.form](config)
     model = model.to(dtype) if dtype is not None else model
-    try:
-        target = torch.device(device) if device is not None else torch.get_default_device()
-        torch.empty(0, device=target)
-    except (RuntimeError, TypeError, AssertionError) as error:
-        raise InputError(f"device is {device!r}, which is not here: {str(error).splitlines()[0]}") from None
+    target = inputs.check_device(device)
     if target.type != "meta":
         model = model.to_empty(device=target)
         draw(model, config, seed)

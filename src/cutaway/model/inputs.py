@@ -125,6 +125,16 @@ def check_dtype(dtype: torch.dtype | None) -> None:
         raise InputError(f"dtype is {dtype!r}; a model can be in {allowed}")
 
 
+def check_device(device: torch.device | str | None) -> torch.device:
+    """The device, if it is here."""
+    try:
+        target = torch.device(device) if device is not None else torch.get_default_device()
+        torch.empty(0, device=target)
+    except (RuntimeError, TypeError, AssertionError, ImportError) as error:
+        raise InputError(f"device is {device!r}, which is not here: {str(error).splitlines()[0]}") from None
+    return target
+
+
 def check_seed(seed: int | None) -> None:
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
         raise InputError(f"seed is {seed!r}; give a whole number from 0 to 2**63 - 1")
