@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 from cutaway import config as c
+from cutaway.cli import VERBS
 
 COMMAND = [sys.executable, "-c", "from cutaway.cli import main; main()"]
 pytestmark = pytest.mark.unchecked
@@ -72,6 +74,36 @@ def test_mistakes_get_one_sentence_and_exit_code_two(arguments: list[str], messa
 def test_help_has_an_example() -> None:
     for verb in ("demo", "presets"):
         assert "Example: cutaway" in cutaway(verb, "--help")
+
+
+def test_help_lists_every_verb_with_its_first_sentence() -> None:
+    shown = " ".join(cutaway("--help").replace("│", " ").split())
+    for verb, place in VERBS.items():
+        sentence = resolve_name(place).__doc__.split("\n")[0]
+        assert f"{verb} {sentence}" in shown
+    assert "Did you mean 'presets'" in cutaway("preset", code=2)
+
+
+def modules_of(*arguments: str) -> set[str]:
+    """What is imported when a verb has done its work."""
+    program = "import sys; from cutaway.cli import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
+    command = [sys.executable, "-c", program, *arguments]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stderr.split())
+
+
+def test_a_verb_imports_only_what_it_needs(tmp_path: Path) -> None:
+    heavy = {"torch", "transformers", "numpy", "safetensors", "tokenizers", "huggingface_hub"}
+    named = modules_of("presets", "llama-3-8b", "--json")
+    assert "cutaway.config.presets" in named
+    assert not named & (heavy | {"rich", "tomllib", "cutaway.size", "cutaway.cli.demo", "cutaway.cli.convert"})
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama"}))
+    read = modules_of("presets", str(path), "--json")
+    assert "cutaway.families.registry" in read
+    assert not read & (heavy | {"rich", "tomllib", "cutaway.size", "cutaway.config.presets.tiny"})
+    helped = modules_of("--help")
+    assert "cutaway.cli.convert" in helped
+    assert not helped & (heavy | {"pydantic"})
 
 
 def test_odd_texts_are_shown_as_they_are() -> None:

@@ -10,6 +10,7 @@ from strategies import configs
 
 import cutaway as ct
 from cutaway import config as c
+from cutaway.config.field_notes import field_notes
 from cutaway.errors import ConfigError
 
 SMALL = {
@@ -190,6 +191,24 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "deep.json").write_text("[" * 100_000)
     with pytest.raises(ConfigError, match=r"nested too deeply|not valid JSON"):
         ct.config(tmp_path / "deep.json")
+
+
+def test_the_schema_says_what_stands_under_a_field() -> None:
+    """The class's own fields and those it takes over; a field said anew has only its own note."""
+    class_notes = field_notes(c.Cross)
+    assert class_notes["dropout"] == "On the attention pattern."
+    assert field_notes(c.MultiHead).items() > class_notes.items()
+    parts = c.schema()["$defs"]
+    for name, part in parts.items():
+        notes = {key: value["description"] for key, value in part["properties"].items() if "description" in value}
+        assert notes == field_notes(getattr(c, name)), name
+    assert sum("description" in field for part in parts.values() for field in part["properties"].values()) >= 60
+
+
+def test_presets_is_a_function_and_a_place() -> None:
+    assert ct.presets() == c.presets() == c.presets.presets() == list(c.presets.PRESETS)
+    with pytest.raises(AttributeError, match="has no 'preset'"):
+        c.preset  # noqa: B018
 
 
 def test_the_schema_describes_every_part() -> None:

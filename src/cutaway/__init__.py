@@ -1,7 +1,6 @@
 """The Transformer with its side open. Public names are imported when first used: `import cutaway` needs no torch."""
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ _HOMES = {
     "Transformer": "cutaway.model",
     "build": "cutaway.model",
     "load": "cutaway.families.load",
-    "presets": "cutaway.config",
+    "presets": "cutaway.config.presets",
     "save": "cutaway.families.save",
 }
 
@@ -46,6 +45,8 @@ def __getattr__(name: str) -> Any:
     if name == "config":  # a room that can be called: cutaway.config(...)
         return import_module("cutaway.config")
     if name == "__version__":
+        from importlib.metadata import version  # takes longer than the rest of this file
+
         return version("cutaway")
     if name not in _HOMES:
         raise AttributeError(f"cutaway has no '{name}'; it has {', '.join(__all__)}")

@@ -2,18 +2,47 @@
 
 import io
 import sys
-from importlib.metadata import version
-from typing import Annotated
+from pkgutil import resolve_name
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
-from cutaway.cli.convert import convert
-from cutaway.cli.demo import demo
-from cutaway.cli.presets import presets
 from cutaway.errors import CutawayError
+
+VERBS = {
+    "convert": "cutaway.cli.convert:convert",
+    "demo": "cutaway.cli.demo:demo",
+    "presets": "cutaway.cli.presets:presets",
+}
+"""The function behind each verb. Its file is imported when the verb is asked for, so that none waits for the others."""
+
+
+class Verbs(TyperGroup):
+    """The verbs as commands, each made when it is first needed: all for --help, one to run it."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        needed = [cmd_name] if cmd_name in VERBS else VERBS  # a misspelt verb: typer suggests the nearest of all
+        for verb in needed:
+            if verb not in self.commands:
+                self.commands[verb] = as_command(verb)
+        return self.commands.get(cmd_name)
+
+
+def as_command(verb: str) -> Any:
+    """One verb as typer runs it: its options read from its function."""
+    alone = typer.Typer(add_completion=False)
+    alone.command(verb)(resolve_name(VERBS[verb]))
+    return get_command(alone)
+
 
 app = typer.Typer(
     name="cutaway",
+    cls=Verbs,
     help="The Transformer with its side open: build it, run it, look into it.",
     no_args_is_help=True,
     add_completion=False,
@@ -24,6 +53,8 @@ app = typer.Typer(
 
 def show_version(asked: bool) -> None:
     if asked:
+        from importlib.metadata import version  # slow to import, and rarely asked for
+
         sys.stdout.write(f"cutaway {version('cutaway')}\n")
         raise typer.Exit
 
@@ -35,11 +66,6 @@ def options(
     ] = False,
 ) -> None:
     """The Transformer with its side open: build it, run it, look into it."""
-
-
-app.command()(convert)
-app.command()(demo)
-app.command()(presets)
 
 
 def main() -> None:

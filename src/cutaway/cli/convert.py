@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cutaway.errors import InputError
 
@@ -89,6 +87,8 @@ def convert(
     if as_json:
         sys.stdout.write(json.dumps(_plain(told), indent=2, allow_nan=False) + "\n")
     else:
+        from rich.console import Console
+
         Console(soft_wrap=True, highlight=False).print("\n".join(lines), markup=False)
     if not same:
         raise typer.Exit(1)
@@ -143,6 +143,9 @@ def _write(
 @contextmanager
 def bar(what: str, *, quiet: bool) -> Iterator[Any]:
     """A progress bar on the terminal, for work that takes more than two seconds."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
     console = Console(stderr=True)
     columns = (TextColumn(what), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn())
     shown = Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)

@@ -6,9 +6,6 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from cutaway.errors import InputError
 
@@ -66,6 +63,10 @@ def is_added(stage: Any) -> bool:
 
 
 def show(journey: Any, text: str, model: str, source: str, *, trained: bool) -> None:
+    from rich.console import Console  # --json and --help draw nothing
+    from rich.markup import escape
+    from rich.table import Table
+
     console = Console(highlight=False)
     last = text.encode("utf-8", "surrogateescape")[-1:]
     console.print(f"[bold]{escape(source)}[/bold]  {model}")

@@ -2,16 +2,14 @@
 
 import json
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from cutaway.config import Config, config, schema, to_json, to_toml
-from cutaway.config import presets as names
 from cutaway.errors import InputError
-from cutaway.size import count
+
+if TYPE_CHECKING:  # --help needs no configurations, and --json draws no tables: each is imported where it is used
+    from cutaway.config import Config
 
 
 def presets(
@@ -26,18 +24,24 @@ def presets(
 
     Example: cutaway presets llama-3-8b > mine.toml
     """
+    from cutaway.config import config, schema, to_json, to_toml
+
     if as_schema:
         sys.stdout.write(json.dumps(schema(), indent=2) + "\n")
     elif name is not None:
         sys.stdout.write(to_json(config(name)) if as_json else to_toml(config(name)))
     else:
+        from cutaway.config import presets as names
+
         rows = [row(each, config(each)) for each in names() if form in (None, config(each).form)]
         if not rows:
             raise InputError(f"--form '{form}' is no form; use decoder, encoder or encoder-decoder")
         sys.stdout.write(json.dumps(rows, indent=2) + "\n") if as_json else show(rows)
 
 
-def row(name: str, model: Config) -> dict[str, str | int | None]:
+def row(name: str, model: "Config") -> dict[str, str | int | None]:
+    from cutaway.size import count
+
     *_, stack = model.stacks.values()
     attention = stack.block[0].attention
     params = count(model)
@@ -65,6 +69,9 @@ def short(number: str | int | None) -> str:
 
 
 def show(rows: list[dict[str, str | int | None]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("name", "form"):
         table.add_column(column, no_wrap=True)

@@ -1,5 +1,8 @@
 """What a Transformer is, as data. No torch here."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from cutaway.callable_module import make_callable
 from cutaway.config.attention import Attention, Cross, Heads, Latent, MultiHead, QKNorm
 from cutaway.config.embedding import Embedding, Factor, Head, NoHead, Transform
@@ -20,10 +23,12 @@ from cutaway.config.positions import (
     Sinusoidal,
     Yarn,
 )
-from cutaway.config.presets import presets
 from cutaway.config.source import config, schema, to_dict, to_json, to_toml
 from cutaway.config.stack import Block, CrossBlock, CrossStack, Output, Parallel, Post, Pre, Sandwich, Stack
 from cutaway.config.transformer import Config, Decoder, Encoder, EncoderDecoder
+
+if TYPE_CHECKING:
+    from cutaway.config.presets import presets as presets
 
 __all__ = [
     "FFN",
@@ -89,3 +94,9 @@ __all__ = [
 ]
 
 make_callable(__name__, config)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "presets":  # a thousand lines of tables that a file's reader does not need; it can be called too
+        return import_module("cutaway.config.presets")
+    raise AttributeError(f"cutaway.config has no '{name}'")

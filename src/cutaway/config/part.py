@@ -1,12 +1,16 @@
 """The one base class of everything in a configuration: frozen data that refuses what it does not know."""
 
-import difflib
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from cutaway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import GetJsonSchemaHandler
+    from pydantic.json_schema import JsonSchemaValue
+    from pydantic_core import CoreSchema
 
 
 def _within_reach(value: float) -> float:
@@ -25,7 +29,7 @@ Rate = Annotated[float, Field(ge=0, lt=1)]
 class Part(BaseModel):
     """A frozen piece of a configuration. Unknown keys are errors that name what is allowed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
@@ -33,6 +37,8 @@ class Part(BaseModel):
         if isinstance(data, dict):
             for key in data:
                 if key not in cls.model_fields:
+                    import difflib  # only mistakes need it
+
                     allowed = sorted(cls.model_fields)
                     near = difflib.get_close_matches(str(key), allowed, n=1)
                     hint = f" (did you mean '{near[0]}'?)" if near else ""
@@ -42,6 +48,19 @@ class Part(BaseModel):
                         {"key": str(key), "hint": hint, "allowed": ", ".join(allowed)},
                     )
         return data
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: "CoreSchema", handler: "GetJsonSchemaHandler", /
+    ) -> "JsonSchemaValue":
+        """The schema with what stands under each field. Pydantic's own way reads the sources at every import."""
+        from cutaway.config.field_notes import field_notes
+
+        described = handler(core_schema)
+        properties = handler.resolve_ref_schema(described)["properties"]
+        for name, note in field_notes(cls).items():
+            properties[name]["description"] = note
+        return described
 
     def replace(self, **changes: Any) -> Self:
         """A validated copy with some fields changed."""

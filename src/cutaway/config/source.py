@@ -1,7 +1,6 @@
 """From what a user has (a preset's name, a dict, a file) to a Config, and back."""
 
 import json
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from pkgutil import resolve_name
@@ -122,7 +121,7 @@ def _read(path: Path) -> dict[str, Any]:
             raise
         raise ConfigError(f"'{path}' cannot be read as text: {error}") from None
     try:
-        data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        data = _from_toml(text) if path.suffix == ".toml" else json.loads(text)
     except ValueError as error:  # the parsers' errors are ValueErrors
         raise ConfigError(f"'{path}' is not valid {path.suffix[1:].upper()}: {error}") from None
     except RecursionError:
@@ -130,6 +129,12 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"'{path}' holds a {type(data).__name__}, not a table of settings")
     return {key: value for key, value in data.items() if key != "$schema"}
+
+
+def _from_toml(text: str) -> dict[str, Any]:
+    import tomllib  # most sources are none
+
+    return tomllib.loads(text)
 
 
 def _toml_table(path: tuple[str, ...], table: dict[str, Any]) -> list[str]:

@@ -1,8 +1,8 @@
 """Published models by name. A preset is made when it is asked for, from one builder a family and one row a size."""
 
-import difflib
 from functools import cache
 
+from cutaway.callable_module import make_callable
 from cutaway.config.presets import (
     decoders_classic,
     decoders_gemma,
@@ -41,6 +41,8 @@ def presets() -> list[str]:
 def preset(name: str) -> Config:
     """The preset of this name."""
     if name not in PRESETS:
+        import difflib  # only mistakes need it
+
         near = difflib.get_close_matches(name, PRESETS, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "`cutaway presets` lists them"
         raise ConfigError(f"there is no preset or file named '{name}'; {hint}")
@@ -48,3 +50,5 @@ def preset(name: str) -> Config:
 
 
 __all__ = ["PRESETS", "preset", "presets"]
+
+make_callable(__name__, presets)
