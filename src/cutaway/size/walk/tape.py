@@ -1,0 +1,255 @@
+"""A pass recorded as sizes: what is multiplied, what is kept for the way back, what is alive at once."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+from cutaway.size.walk.storage import (
+    EnoughError,
+    Frame,
+    Key,
+    Meter,
+    Node,
+    Product,
+    Shape,
+    Storage,
+    Tensor,
+    Weight,
+    receive,
+)
+
+Phase = Literal["forward", "backward", "recompute"]
+
+
+@dataclass
+class Tally:
+    """FLOPs (2 a multiply-add) by phase and part: over all pairs, and over those that attention's mask lets see."""
+
+    full: Counter[tuple[Phase, str]] = field(default_factory=Counter)
+    seen: Counter[tuple[Phase, str]] = field(default_factory=Counter)
+
+    def add(self, phase: Phase, part: str, full: int, seen: int) -> None:
+        self.full[phase, part] += full
+        self.seen[phase, part] += seen
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a pass is computed. Widths are bytes of a number."""
+
+    weights: int = 4
+    compute: int = 4
+    """Products take and give this; without `autocast` it is the weights' width."""
+    autocast: bool = False
+    grad: bool = True
+    kernel: str = "auto"
+    recompute: str = "none"
+    device: str = "cuda"
+
+    @property
+    def stream(self) -> int:
+        return self.weights
+
+
+class Tape:
+    """Runs the walk: allocates, records, and goes back."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.meter, self.tally = Meter(), Tally()
+        self.nodes: list[Node] = []
+        self.frame: Frame | None = None
+        self.keep_costly = False
+        self.casts: dict[Key, Storage] = {}
+        """Weights that autocast has narrowed; it keeps them until the forward pass is over."""
+        self.weights: dict[Key, Weight] = {}
+        self.gradients: dict[Key, Storage] = {}
+        self.part = ""
+
+    # ------------------------------------------------------------------------------------ tensors
+
+    def new(self, shape: Shape, dtype: int, part: str | None = None) -> Tensor:
+        """Memory that needs no gradient: masks, angles, tokens."""
+        return Tensor(shape, dtype, Storage(self.meter, prod(shape) * dtype, part or self.part), None)
+
+    def leaf(self, x: Tensor) -> Tensor:
+        return Tensor(x.shape, x.dtype, x.storage, Node(x.bytes, ()))
+
+    def op(
+        self,
+        shape: Shape,
+        dtype: int,
+        inputs: Sequence[Tensor] = (),
+        *,
+        saves: Sequence[Tensor | Storage] = (),
+        saves_result: bool = False,
+        passes: bool = False,
+        weights: Sequence[Weight] = (),
+        products: Sequence[Product] = (),
+        back: Sequence[Product] = (),
+        costly: bool = False,
+        beside: int = 0,
+    ) -> Tensor:
+        """One operation: what it gives, keeps for the way back, and multiplies; `beside` are bytes that it gives and
+        keeps for itself alone (a norm's statistics, a softmax's log-sum)."""
+        size = prod(shape) * dtype
+        needs = self.setting.grad and (bool(weights) or any(x.node is not None for x in inputs))
+        node = Node(size, inputs, passes=passes) if needs else None
+        if node is not None:
+            node.weights, node.back = list(weights), list(back)
+            self.weights |= {weight.key: weight for weight in weights}
+            for each in saves:
+                self.save(node, each if isinstance(each, Storage) else each.storage)
+        frame = self.frame
+        if costly and frame is not None and frame.filled >= 0 and self.keep_costly:
+            out = frame.kept.pop(0)
+            extra = frame.kept.pop(0) if beside else None
+        else:
+            for product in products:
+                self.tally.add("recompute" if frame is not None and frame.filled >= 0 else "forward", *product)
+            out = Storage(self.meter, size, self.part)
+            extra = Storage(self.meter, beside, self.part) if beside else None
+            if costly and frame is not None and self.keep_costly:
+                frame.kept += [out] if extra is None else [out, extra]
+        if node is not None:
+            if extra is not None:
+                self.save(node, extra)
+            if saves_result:
+                self.save(node, out)
+            if frame is None or frame.filled < 0:
+                self.nodes.append(node)
+        return Tensor(shape, dtype, out, node)
+
+    def cut(self, x: Tensor, *shape: int) -> Tensor:
+        """A piece of x: the same memory, but a gradient of its own."""
+        node = None
+        if x.node is not None:
+            node = Node(prod(shape) * x.dtype, [x])
+            if self.frame is None or self.frame.filled < 0:
+                self.nodes.append(node)
+        return Tensor(shape, x.dtype, x.storage, node)
+
+    def save(self, node: Node, storage: Storage) -> None:
+        """Keep for the way back; in a checkpointed block only a slot, which a second run fills."""
+        frame = self.frame
+        if frame is None:
+            node.saved.append(storage)
+        elif frame.filled < 0:
+            node.frame = frame
+            frame.slots.append((node, len(node.saved)))
+            node.saved.append(None)
+        else:
+            first, index = frame.slots[frame.filled]
+            first.saved[index] = storage
+            frame.filled += 1
+            if frame.filled == len(frame.slots):
+                raise EnoughError
+
+    def cast(self, x: Tensor, dtype: int) -> Tensor:
+        return x if x.dtype == dtype else self.op(x.shape, dtype, [x])
+
+    # ------------------------------------------------------------------------------------ products with weights
+
+    def linear(self, x: Tensor, d_out: int, key: Key, *, bias: bool, part: str) -> Tensor:
+        """x·Wᵀ + b."""
+        d_in = x.shape[-1]
+        weight = Weight(key, (d_out, d_in), multiplied=True)
+        weights = [weight, Weight((*key, "bias"), (d_out,), multiplied=True)] if bias else [weight]
+        saves: list[Tensor | Storage] = []
+        dtype = self.setting.compute if self.setting.autocast else x.dtype
+        x = self.cast(x, dtype)
+        saves.append(x)
+        if self.setting.autocast:
+            copies = [self.narrowed(each) for each in weights]
+            saves.append(copies[0])
+        flops = 2 * x.elements * d_out
+        return self.op(
+            (*x.shape[:-1], d_out),
+            dtype,
+            [x],
+            saves=saves,
+            weights=weights,
+            products=[(part, flops, flops)],
+            back=[(part, 2 * flops, 2 * flops)],
+            costly=True,
+        )
+
+    def narrowed(self, weight: Weight) -> Storage:
+        """Autocast's copy of a weight, made once a forward pass."""
+        if weight.key not in self.casts:
+            self.casts[weight.key] = Storage(self.meter, weight.elements * self.setting.compute, "weights in bf16")
+        return self.casts[weight.key]
+
+    # ------------------------------------------------------------------------------------ blocks run twice
+
+    def run(self, block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """block(x), keeping as little as the recompute mode says."""
+        if self.setting.recompute == "none" or not self.setting.grad:
+            return block(x)
+        self.keep_costly = self.setting.recompute == "selective"
+        holder = Node(x.bytes, [x], passes=True)
+        holder.saved.append(x.storage)
+        self.nodes.append(holder)
+        inside = Tensor(x.shape, x.dtype, x.storage, holder)
+        self.frame = Frame(lambda: block(inside))
+        out = block(inside)
+        self.frame = None
+        return out
+
+    def refill(self, frame: Frame) -> None:
+        """Run a checkpointed block again, up to the last value that the way back asks for."""
+        frame.filled, self.frame = 0, frame
+        self.keep_costly = self.setting.recompute == "selective"
+        try:
+            frame.again()
+        except EnoughError:
+            frame.slots.clear()  # nodes and frame would keep each other alive
+        finally:
+            self.frame = None
+            self.casts.clear()
+
+    # ------------------------------------------------------------------------------------ the way back
+
+    def backward(self, out: Tensor) -> None:
+        """From `out` to every weight, freeing what each step kept as soon as it is done."""
+        assert out.node is not None
+        out.node.grad = Storage(self.meter, out.node.size, "gradients on the way")
+        del out
+        while self.nodes:
+            node = self.nodes.pop()
+            if node.grad is None:
+                node.saved.clear()
+                continue
+            if node.frame is not None and node.frame.filled < 0:
+                self.refill(node.frame)
+            for part, full, seen in node.back:
+                self.tally.add("backward", part, full, seen)
+            self.give(node)
+
+    def give(self, node: Node) -> None:
+        grad = node.grad
+        node.grad = None
+        for weight in node.weights:
+            self.accumulate(weight)
+        for source, size in node.inputs:
+            if node.passes:
+                assert grad is not None
+                grad.shared = True
+                receive(source, grad)
+            else:
+                receive(source, Storage(self.meter, size, "gradients on the way"))
+        node.saved.clear()
+
+    def accumulate(self, weight: Weight) -> None:
+        """A weight's gradient; a tensor that is used twice gets a second one, and their sum takes a third place."""
+        setting, way = self.setting, "gradients on the way"
+        narrow = Storage(self.meter, weight.elements * setting.compute, way) if weight.multiplied else None
+        fresh = narrow
+        if narrow is None or setting.compute != setting.weights:
+            fresh = Storage(self.meter, weight.elements * setting.weights, way)
+        if weight.key in self.gradients and not setting.autocast:
+            fresh = Storage(self.meter, weight.elements * setting.weights, way)
+        assert fresh is not None
+        self.gradients[weight.key] = fresh.for_part("gradients")
