@@ -92,3 +92,12 @@ def test_nothing_is_left_over() -> None:
         tape = Tape(on_cpu("auto", mode))
         tape.backward(cross_entropy(tape, walk(tape, config("tiny-llama"), 2, 16, 16)))
         assert tape.meter.live == sum(storage.bytes for storage in tape.gradients.values())
+
+
+@given(model=configs(), kernel=KERNELS, mode=st.sampled_from(MODES))
+def test_what_a_mode_would_do_again_is_known_without_it(model: Config, kernel: str, mode: str) -> None:
+    plain = train(model, BATCH, LENGTH, on_cpu(kernel), source=SOURCE).tally
+    done = train(model, BATCH, LENGTH, on_cpu(kernel, mode), source=SOURCE).tally
+    assert sum(full for _, full, _ in plain.again[mode]) == sum(
+        flops for (phase, _), flops in done.full.items() if phase == "recompute"
+    )

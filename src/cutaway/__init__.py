@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cutaway.model import Cache as Cache
     from cutaway.model import Transformer as Transformer
     from cutaway.model import build as build
+    from cutaway.size.sizing import size as size
 
 _HOMES = {
     "Cache": "cutaway.model",
@@ -38,12 +39,13 @@ __all__ = [
     "load",
     "presets",
     "save",
+    "size",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "config":  # a room that can be called: cutaway.config(...)
-        return import_module("cutaway.config")
+    if name in ("config", "size"):  # rooms that can be called: cutaway.config(...)
+        return import_module(f"cutaway.{name}")
     if name == "__version__":
         from importlib.metadata import version  # takes longer than the rest of this file
 

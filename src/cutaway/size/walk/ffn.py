@@ -89,9 +89,10 @@ def grouped(tape: Tape, config: Moe, rows: int) -> Linear:
     """One matrix an expert, each times its own rows."""
 
     ends = tape.new((config.experts,), 8)
+    share = config.router.top_k, config.experts
 
     def linear(x: Tensor, width: int, key: Key, bias: bool) -> Tensor:
-        weight = Weight(key, (config.experts, width, x.shape[-1]), multiplied=True)
+        weight = Weight(key, (config.experts, width, x.shape[-1]), multiplied=True, share=share)
         dtype = tape.setting.compute if tape.setting.autocast else x.dtype
         x = tape.cast(x, dtype)
         copies = [tape.new((weight.elements,), dtype, "weights in bf16")] if tape.setting.autocast else []
@@ -107,7 +108,7 @@ def grouped(tape: Tape, config: Moe, rows: int) -> Linear:
         )
         if not bias:
             return y
-        own = Weight((*key, "bias"), (config.experts, width))
+        own = Weight((*key, "bias"), (config.experts, width), share=share)
         return tape.op(y.shape, y.dtype, [y], saves=[tape.new((rows,), 8)], weights=[own], passes=True)
 
     return linear

@@ -20,6 +20,8 @@ class Pass:
     """Bytes alive at once, at most."""
     at_peak: dict[str, int]
     """The same by part."""
+    steps: int
+    """Operations, each of which eager PyTorch launches by itself."""
     kept: dict[str, int] = field(default_factory=dict)
     """Bytes that wait for the way back at the end of the forward pass, by part."""
     gradients: int = 0
@@ -44,7 +46,8 @@ def read(
     """Logits of `length` tokens a sequence (or of its last), `past` others being in a cache; there is no way back."""
     tape = Tape(replace(setting, grad=False))
     logits = model(tape, config, batch, length, source or past + length, past=past, last_only=last_only)
-    return Pass(tape.tally, logits.bytes, tape.meter.peak, tape.meter.at_peak)
+    meter, weights = tape.meter, tuple(tape.weights.values())
+    return Pass(tape.tally, logits.bytes, meter.peak, meter.at_peak, tape.steps, weights=weights)
 
 
 def train(config: Config, batch: int, length: int, setting: Setting, *, source: int | None = None) -> Pass:
@@ -58,7 +61,7 @@ def train(config: Config, batch: int, length: int, setting: Setting, *, source: 
     tape.backward(loss)
     gradients = sum(storage.bytes for storage in tape.gradients.values())
     meter, weights = tape.meter, tuple(tape.weights.values())
-    return Pass(tape.tally, logits.bytes, meter.peak, meter.at_peak, kept, gradients, weights)
+    return Pass(tape.tally, logits.bytes, meter.peak, meter.at_peak, tape.steps, kept, gradients, weights)
 
 
 def waiting(tape: Tape) -> dict[str, int]:

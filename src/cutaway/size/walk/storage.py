@@ -99,6 +99,8 @@ class Weight:
     shape: Shape
     multiplied: bool = False
     """In a product, which autocast narrows, rather than looked up or multiplied by element."""
+    share: tuple[int, int] | None = None
+    """(experts that a token reaches, experts there are)."""
 
     @property
     def elements(self) -> int:

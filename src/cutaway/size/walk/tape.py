@@ -30,9 +30,27 @@ class Tally:
     full: Counter[tuple[Phase, str]] = field(default_factory=Counter)
     seen: Counter[tuple[Phase, str]] = field(default_factory=Counter)
 
+    again: dict[str, list[Product]] = field(default_factory=lambda: {"none": [], "selective": [], "full": []})
+    """Products that each recompute mode does a second time."""
+
     def add(self, phase: Phase, part: str, full: int, seen: int) -> None:
         self.full[phase, part] += full
         self.seen[phase, part] += seen
+
+    def would_repeat(self, block: "Again") -> None:
+        """A block that is run again is run up to the last value that its way back needs."""
+        needed = block.products[: block.needed]
+        self.again["full"] += [product for product, _ in needed]
+        self.again["selective"] += [product for product, costly in needed if not costly]
+
+
+@dataclass
+class Again:
+    """The products of a block in order, and whether selective checkpointing keeps their results."""
+
+    products: list[tuple[Product, bool]] = field(default_factory=list)
+    needed: int = 0
+    """How many of them come before the last value that is kept for the way back."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +79,15 @@ class Tape:
         self.meter, self.tally = Meter(), Tally()
         self.nodes: list[Node] = []
         self.frame: Frame | None = None
+        self.block: Again | None = None
         self.keep_costly = False
         self.casts: dict[Key, Storage] = {}
         """Weights that autocast has narrowed; it keeps them until the forward pass is over."""
         self.weights: dict[Key, Weight] = {}
         self.gradients: dict[Key, Storage] = {}
         self.part = ""
+        self.steps = 0
+        """Operations so far: at least as many kernels are launched."""
 
     # ------------------------------------------------------------------------------------ tensors
 
@@ -94,12 +115,14 @@ class Tape:
     ) -> Tensor:
         """One operation: what it gives, keeps for the way back, and multiplies; `beside` are bytes that it gives and
         keeps for itself alone (a norm's statistics, a softmax's log-sum)."""
+        self.steps += 1
         size = prod(shape) * dtype
         needs = self.setting.grad and (bool(weights) or any(x.node is not None for x in inputs))
         node = Node(size, inputs, passes=passes) if needs else None
+        for weight in weights:
+            self.weights[weight.key] = weight
         if node is not None:
             node.weights, node.back = list(weights), list(back)
-            self.weights |= {weight.key: weight for weight in weights}
             for each in saves:
                 self.save(node, each if isinstance(each, Storage) else each.storage)
         frame = self.frame
@@ -107,8 +130,11 @@ class Tape:
             out = frame.kept.pop(0)
             extra = frame.kept.pop(0) if beside else None
         else:
+            second = frame is not None and frame.filled >= 0
             for product in products:
-                self.tally.add("recompute" if frame is not None and frame.filled >= 0 else "forward", *product)
+                self.tally.add("recompute" if second else "forward", *product)
+            if self.block is not None and not second:
+                self.block.products += [(product, costly) for product in products]
             out = Storage(self.meter, size, self.part)
             extra = Storage(self.meter, beside, self.part) if beside else None
             if costly and frame is not None and self.keep_costly:
@@ -134,6 +160,8 @@ class Tape:
     def save(self, node: Node, storage: Storage) -> None:
         """Keep for the way back; in a checkpointed block only a slot, which a second run fills."""
         frame = self.frame
+        if self.block is not None:
+            self.block.needed = len(self.block.products)
         if frame is None:
             node.saved.append(storage)
         elif frame.filled < 0:
@@ -186,7 +214,16 @@ class Tape:
 
     def run(self, block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """block(x), keeping as little as the recompute mode says."""
-        if self.setting.recompute == "none" or not self.setting.grad:
+        if not self.setting.grad:
+            return block(x)
+        self.block = Again()
+        out = self.run_once(block, x)
+        self.tally.would_repeat(self.block)
+        self.block = None
+        return out
+
+    def run_once(self, block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if self.setting.recompute == "none":
             return block(x)
         self.keep_costly = self.setting.recompute == "selective"
         holder = Node(x.bytes, [x], passes=True)
@@ -229,6 +266,7 @@ class Tape:
             self.give(node)
 
     def give(self, node: Node) -> None:
+        self.steps += 1 + len(node.weights)
         grad = node.grad
         node.grad = None
         for weight in node.weights:

@@ -1,0 +1,95 @@
+"""Bytes on one device: what is held at the fullest moment of serving, and of a step of training."""
+
+from dataclasses import dataclass
+
+from cutaway.config.transformer import Config
+from cutaway.errors import InputError
+from cutaway.size.cache import KVCache
+from cutaway.size.numbers import Numbers
+from cutaway.size.optimizers import optimizer_bytes
+from cutaway.size.params import count
+from cutaway.size.tensors import stored, tensors
+from cutaway.size.walk import Pass
+
+WORKSPACE = 64 << 20
+"""What PyTorch's matrix library takes on a GPU for itself (cuBLAS and cuBLASLt on Hopper; less on older ones)."""
+PIECE = 8192
+"""Tokens that are read at once when serving; longer prompts are read in pieces."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """`parts` are alive together at the fullest moment and add up to the total; `whole` are sizes by themselves."""
+
+    parts: dict[str, int]
+    whole: dict[str, int]
+    fullest: str
+    """When that is."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def serving(config: Config, numbers: Numbers, cache: KVCache, reading: Pass, *, on_gpu: bool) -> Memory:
+    """Weights, cache and what reading a piece of the prompt needs beside them. `config` is one device's share."""
+    weights = stored(config, numbers).bytes
+    parts = {"weights": weights, "kv cache": cache.bytes}
+    parts |= {"activations": reading.peak - reading.logits, "logits": reading.logits}
+    parts |= {"workspace": WORKSPACE} if on_gpu else {}
+    whole = {
+        "weights": weights,
+        "kv cache": cache.bytes,
+        "kv cache without windows": cache.unwindowed,
+        "kv cache a token": cache.token,
+        "activations": reading.peak,
+        "logits": reading.logits,
+    }
+    if cache.expanded != cache.unwindowed:
+        whole["kv cache expanded"] = cache.expanded
+    return Memory({name: size for name, size in parts.items() if size}, whole, "reading the prompt")
+
+
+def training(
+    config: Config, numbers: Numbers, optimizer: str, step: Pass, *, on_gpu: bool, way: str = "data", gpus: int = 1
+) -> Memory:
+    """Weights and states stay; activations and gradients come and go. `config` is one device's share."""
+    if not numbers.trains:
+        raise InputError(f"dtype {numbers.name} is for serving; train in fp32, bf16, fp16 or mixed")
+    weights = stored(config, numbers).bytes
+    state = optimizer_bytes(optimizer, tensors(config), numbers.other)
+    moments = dict(step.at_peak)
+    way_back = step.at_peak.get("gradients", 0) + step.at_peak.get("gradients on the way", 0)
+    fullest = "start of the way back" if way_back < step.gradients // 2 else "end of the way back"
+    if step.gradients + step.logits > step.peak:
+        moments, fullest = {"gradients": step.gradients, "logits": step.logits}, "the optimizer's step"
+    extra: dict[str, int] = {}
+    sharers = gpus if way == "sharded" else 1
+    if way == "data" and gpus > 1:
+        extra["buckets to send"] = step.gradients
+    if sharers > 1:
+        unit = max(layer.total for layer in count(config).layers)
+        extra["gathered layers"] = 2 * unit * numbers.compute + unit * numbers.other
+        moments["gradients"] = shared(moments.get("gradients", 0), sharers)
+    parts = {"weights": shared(weights, sharers), "optimizer": shared(state, sharers), **moments, **extra}
+    parts |= {"workspace": WORKSPACE} if on_gpu else {}
+    whole = {
+        "weights": shared(weights, sharers),
+        "gradients": shared(step.gradients, sharers),
+        "optimizer": shared(state, sharers),
+        "activations": step.kept_bytes,
+        "logits": step.logits,
+    }
+    return Memory({name: size for name, size in parts.items() if size}, whole, fullest)
+
+
+def shared(size: int, devices: int) -> int:
+    """The largest share."""
+    return -(-size // devices)
+
+
+def pieces(batch: int, context: int) -> tuple[int, int]:
+    """(sequences, tokens of each) that are read at once."""
+    if batch * context <= PIECE:
+        return batch, context
+    return max(1, PIECE // context), min(context, PIECE)

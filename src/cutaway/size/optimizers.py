@@ -1,0 +1,47 @@
+"""What an optimizer keeps for each weight."""
+
+from collections.abc import Callable, Iterable
+
+from cutaway.errors import InputError
+from cutaway.size.tensors import Held
+
+BLOCK, SMALLEST = 256, 4096
+"""8-bit states share an fp32 scale in blocks of 256; tensors with fewer than 4,096 values stay wide."""
+
+
+def adamw(each: Held, width: int) -> int:
+    """Two averages a weight, and a count of steps (fp32) a tensor."""
+    return 2 * each.elements * width + 4
+
+
+def adamw_8bit(each: Held, width: int) -> int:
+    """The averages in one byte, with a scale a block and a table of 256 values each."""
+    if each.elements < SMALLEST or each.elements % BLOCK:
+        return adamw(each, width)
+    return 2 * (each.elements + 4 * (each.elements // BLOCK) + 4 * 256) + 4
+
+
+def momentum(each: Held, width: int) -> int:
+    """One average a weight."""
+    return each.elements * width
+
+
+def muon(each: Held, width: int) -> int:
+    """One average for a layer's matrix; the rest is AdamW's."""
+    return momentum(each, width) if each.matrix else adamw(each, width)
+
+
+OPTIMIZERS: dict[str, Callable[[Held, int], int]] = {
+    "adamw": adamw,
+    "adamw-8bit": adamw_8bit,
+    "muon": muon,
+    "sgd": lambda each, width: 0,
+    "sgd-momentum": momentum,
+}
+
+
+def optimizer_bytes(name: str, tensors: Iterable[Held], width: int) -> int:
+    """State of all trained tensors, whose weights are `width` bytes wide."""
+    if name not in OPTIMIZERS:
+        raise InputError(f"optimizer {name!r} is not known; choose one of {', '.join(OPTIMIZERS)}")
+    return sum(OPTIMIZERS[name](each, width) for each in tensors if each.trained)

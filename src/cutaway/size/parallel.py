@@ -1,0 +1,77 @@
+"""One model on several devices: what each of them holds."""
+
+from cutaway.config.attention import Heads, Latent
+from cutaway.config.ffn import FFN, DenseFFN, Moe
+from cutaway.config.stack import Block, CrossBlock, Stack
+from cutaway.config.transformer import Config, EncoderDecoder
+from cutaway.errors import InputError
+
+WAYS = ("data", "sharded", "tensor")
+"""Replicas of everything; replicas of the work with states in shares (FSDP); heads and FFNs in shares."""
+
+
+def check_way(way: str, gpus: int, batch: int) -> None:
+    if way not in WAYS:
+        raise InputError(f"parallel {way!r} is not known; choose one of {', '.join(WAYS)}")
+    if way != "tensor" and batch % gpus:
+        raise InputError(
+            f"a batch of {batch} cannot be split over {gpus} devices; give a multiple of {gpus}, or --parallel tensor"
+        )
+
+
+def tensor_share(config: Config, devices: int) -> Config:
+    """One device's share when heads, hidden units and the vocabulary are split; norms and the stream are not."""
+    if devices == 1:
+        return config
+    stacks = {name: share_of_stack(stack, config.d_model, devices) for name, stack in config.stacks.items()}
+    changes: dict[str, object] = {**stacks, "vocab_size": -(-config.vocab_size // devices)}
+    if isinstance(config, EncoderDecoder) and config.source_vocab_size is not None:
+        changes["source_vocab_size"] = -(-config.source_vocab_size // devices)
+    return config.replace(**changes)
+
+
+def share_of_stack(stack: Stack, d_model: int, devices: int) -> Stack:
+    return stack.replace(
+        block=tuple(share_of_block(block, d_model, devices) for block in stack.block),
+        lead=tuple(share_of_block(block, d_model, devices) for block in stack.lead),
+    )
+
+
+def share_of_block(block: Block, d_model: int, devices: int) -> Block:
+    attention = block.attention
+    if isinstance(attention, Latent):
+        changes: dict[str, object] = {"attention": attention.replace(heads=split("heads", attention.heads, devices))}
+    else:
+        changes = {"attention": share_of_heads(attention, d_model, devices)}
+    if isinstance(block, CrossBlock):
+        changes["cross"] = share_of_heads(block.cross, d_model, devices)
+    return block.replace(ffn=share_of_ffn(block.ffn, d_model, devices), **changes)
+
+
+def share_of_heads(attention: Heads, d_model: int, devices: int) -> Heads:
+    """Key heads are split too; when there are fewer than devices, some devices keep the same one."""
+    kv_heads = attention.n_kv_heads
+    if kv_heads % devices and devices % kv_heads:
+        raise InputError(f"{kv_heads} key heads cannot be split over {devices} devices; use a divisor or a multiple")
+    return attention.replace(
+        heads=split("heads", attention.heads, devices),
+        kv_heads=max(1, kv_heads // devices),
+        d_head=attention.head_width(d_model),
+    )
+
+
+def share_of_ffn(ffn: FFN, d_model: int, devices: int) -> FFN:
+    if not isinstance(ffn, Moe):
+        return share_of_dense(ffn, d_model, devices)
+    shared = None if ffn.shared is None else share_of_dense(ffn.shared, d_model, devices)
+    return ffn.replace(expert=share_of_dense(ffn.expert, d_model, devices), shared=shared)
+
+
+def share_of_dense(ffn: DenseFFN, d_model: int, devices: int) -> DenseFFN:
+    return ffn.replace(hidden=split("hidden units", ffn.hidden_width(d_model), devices))
+
+
+def split(what: str, count: int, devices: int) -> int:
+    if count % devices:
+        raise InputError(f"{count} {what} cannot be split over {devices} devices; use a number that divides {count}")
+    return count // devices

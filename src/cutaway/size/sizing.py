@@ -1,0 +1,354 @@
+"""One question, one answer: what a configuration costs, to hold, to run and to train."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cutaway.config import config as read_config
+from cutaway.config.transformer import Config, Encoder
+from cutaway.errors import InputError
+from cutaway.size import memory as bytes_of
+from cutaway.size.budget import Budget, budget
+from cutaway.size.cache import KVCache, kv_cache
+from cutaway.size.flops import Flops, flops_of
+from cutaway.size.hardware import Hardware
+from cutaway.size.hardware import hardware as known_hardware
+from cutaway.size.memory import Memory
+from cutaway.size.numbers import Numbers, numbers
+from cutaway.size.parallel import check_way, tensor_share
+from cutaway.size.params import Params, count
+from cutaway.size.roofline import Bound, bound, decode_work, prefill_work, train_work, turning_batch, weights_read
+from cutaway.size.tensors import Stored, stored
+from cutaway.size.walk import Pass, Setting, read, train
+
+MODES = ("infer", "train")
+RECOMPUTE = ("none", "selective", "full")
+KERNELS = ("auto", "sdpa", "explicit", "flex")
+UNASKED, UNKNOWN = 8192, 2048
+"""The longest context that is taken unasked, since few sequences fill the longest that a model is made for; and the one
+that is taken where the configuration says none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked, complete and checked."""
+
+    config: Config
+    mode: str
+    batch: int
+    """Sequences at once, on all devices together."""
+    context: int
+    source: int
+    dtype: Numbers
+    kv_dtype: str
+    optimizer: str
+    checkpointing: str
+    kernel: str
+    hardware: Hardware | None
+    gpus: int
+    parallel: str
+    tokens: int | None
+    price: float | None
+
+
+class Size:
+    """The answers; each is computed when it is first asked for."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+
+    # ------------------------------------------------------------------------------------ what it is
+
+    @cached_property
+    def parameters(self) -> Params:
+        """Exact counts by part and layer."""
+        return count(self.question.config)
+
+    @property
+    def params(self) -> int:
+        """Every parameter once."""
+        return self.parameters.total
+
+    @cached_property
+    def stored(self) -> Stored:
+        """What a checkpoint of it holds."""
+        return stored(self.question.config, self.question.dtype)
+
+    # ------------------------------------------------------------------------------------ one device's part of the work
+
+    @property
+    def on_gpu(self) -> bool:
+        device = self.question.hardware
+        return device is None or device.kind not in ("cpu", "apple")
+
+    @cached_property
+    def share(self) -> Config:
+        """The model as one device has it."""
+        asked = self.question
+        return tensor_share(asked.config, asked.gpus if asked.parallel == "tensor" else 1)
+
+    @property
+    def replicas(self) -> int:
+        """Devices between which the batch is split."""
+        asked = self.question
+        return 1 if asked.parallel == "tensor" else asked.gpus
+
+    @property
+    def batch(self) -> int:
+        """Sequences on one device."""
+        return self.question.batch // self.replicas
+
+    def setting(self, recompute: str = "none") -> Setting:
+        asked = self.question
+        device = "cuda" if self.on_gpu else "cpu"
+        return asked.dtype.setting(kernel=asked.kernel, recompute=recompute, device=device)
+
+    # ------------------------------------------------------------------------------------ FLOPs
+
+    @cached_property
+    def reading(self) -> Pass:
+        """A sequence of `context` tokens, read at once, on one device."""
+        return read(self.share, 1, self.question.context, self.setting(), source=self.question.source)
+
+    @cached_property
+    def decoding(self) -> Pass:
+        """The token that makes a sequence `context` long, on one device."""
+        past = self.question.context - 1
+        return read(self.share, 1, 1, self.setting(), source=self.question.source, past=past)
+
+    @cached_property
+    def step(self) -> Pass:
+        """A training step on one device."""
+        asked = self.question
+        return train(self.share, self.batch, asked.context, self.setting(asked.checkpointing), source=asked.source)
+
+    @cached_property
+    def whole(self) -> "Size":
+        """The same question for one device that holds the whole model."""
+        asked = self.question
+        return self if asked.parallel != "tensor" or asked.gpus == 1 else Size(replace(asked, gpus=1, parallel="data"))
+
+    @cached_property
+    def forward_flops(self) -> Flops:
+        """Of one sequence of `context` tokens."""
+        return flops_of(self.whole.reading.tally, self.question.context)
+
+    @cached_property
+    def decode_flops(self) -> Flops | None:
+        """Of the token that makes a sequence `context` long."""
+        return None if isinstance(self.question.config, Encoder) else flops_of(self.whole.decoding.tally, 1)
+
+    @cached_property
+    def train_flops(self) -> dict[str, Flops]:
+        """Of one sequence, there and back, by recompute mode."""
+        asked = self.question
+        one = (
+            self.whole.step
+            if self.whole.batch == 1
+            else train(asked.config, 1, asked.context, self.setting(), source=asked.source)
+        )
+        return {mode: flops_of(one.tally, asked.context, recompute=mode) for mode in RECOMPUTE}
+
+    @property
+    def flops(self) -> Flops:
+        """Of one sequence: reading it, or training on it."""
+        asked = self.question
+        return self.train_flops[asked.checkpointing] if asked.mode == "train" else self.forward_flops
+
+    # ------------------------------------------------------------------------------------ memory
+
+    @cached_property
+    def cache(self) -> KVCache:
+        asked = self.question
+        return kv_cache(self.share, batch=self.batch, context=asked.context, source=asked.source, dtype=asked.kv_dtype)
+
+    @cached_property
+    def serving(self) -> Memory:
+        asked = self.question
+        rows, length = bytes_of.pieces(self.batch, asked.context)
+        past = 0 if isinstance(asked.config, Encoder) else asked.context - length
+        last = not isinstance(asked.config, Encoder)
+        piece = read(self.share, rows, length, self.setting(), source=asked.source, past=past, last_only=last)
+        return bytes_of.serving(self.share, asked.dtype, self.cache, piece, on_gpu=self.on_gpu)
+
+    @cached_property
+    def training(self) -> Memory:
+        asked = self.question
+        return bytes_of.training(
+            self.share,
+            asked.dtype,
+            asked.optimizer,
+            self.step,
+            on_gpu=self.on_gpu,
+            way=asked.parallel,
+            gpus=asked.gpus,
+        )
+
+    @property
+    def memory(self) -> Memory:
+        """On one device, in the mode that was asked for."""
+        return self.training if self.question.mode == "train" else self.serving
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the device holds it; None where no memory is known."""
+        device = self.question.hardware
+        return None if device is None or device.memory is None else self.memory.total <= device.memory
+
+    # ------------------------------------------------------------------------------------ time
+
+    @cached_property
+    def prefill_time(self) -> Bound | None:
+        asked = self.question
+        if asked.hardware is None:
+            return None
+        tokens = self.batch * asked.context
+        work = prefill_work(
+            self.share,
+            asked.dtype,
+            flops_of(self.reading.tally, asked.context).times(self.batch),
+            tokens=tokens,
+            cache=self.cache.bytes,
+            launches=self.reading.steps,
+            devices=self.replicas,
+        )
+        return bound(work, asked.hardware, asked.dtype)
+
+    @cached_property
+    def decode_time(self) -> Bound | None:
+        asked = self.question
+        if asked.hardware is None or isinstance(asked.config, Encoder):
+            return None
+        work = decode_work(
+            self.share,
+            asked.dtype,
+            flops_of(self.decoding.tally, 1).times(self.batch),
+            batch=self.batch,
+            cache=self.cache.bytes,
+            logits=self.decoding.logits * self.batch,
+            launches=self.decoding.steps,
+            devices=self.replicas,
+        )
+        return bound(work, asked.hardware, asked.dtype)
+
+    @property
+    def turning_batch(self) -> int | None:
+        """Sequences on one device at which decoding turns from bandwidth-bound to compute-bound."""
+        if self.decode_time is None:
+            return None
+        weights = weights_read(self.share, self.question.dtype, 10**9, decoding=True, likely=True)
+        flops = flops_of(self.decoding.tally, 1).total_seen
+        return turning_batch(weights, flops, self.cache.bytes // self.batch, self.decode_time.ridge)
+
+    @cached_property
+    def train_time(self) -> Bound | None:
+        asked = self.question
+        if asked.hardware is None:
+            return None
+        whole = self.training.whole
+        work = train_work(
+            flops_of(self.step.tally, self.batch * asked.context, recompute=asked.checkpointing),
+            weights=whole["weights"],
+            gradients=whole["gradients"],
+            state=whole["optimizer"],
+            tokens=self.batch * asked.context,
+            launches=self.step.steps,
+            devices=self.replicas,
+        )
+        return bound(work, asked.hardware, asked.dtype)
+
+    @property
+    def time(self) -> Bound | None:
+        """A training step, or a step of decoding (reading, for an encoder)."""
+        if self.question.mode == "train":
+            return self.train_time
+        return self.prefill_time if isinstance(self.question.config, Encoder) else self.decode_time
+
+    @cached_property
+    def budget(self) -> Budget:
+        asked = self.question
+        step_flops = asked.batch * self.train_flops[asked.checkpointing].total_seen
+        return budget(
+            asked.tokens,
+            parameters=self.params,
+            active=self.parameters.active,
+            step_tokens=asked.batch * asked.context,
+            step_flops=step_flops,
+            gpus=asked.gpus,
+            device=asked.hardware,
+            bound=self.train_time,
+            price=asked.price,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        from cutaway.size.describe import describe
+
+        return describe(self)
+
+    def __repr__(self) -> str:
+        asked = self.question
+        return f"Size({self.params:,} parameters, {self.memory.total:,} bytes to {asked.mode})"
+
+
+def size(
+    source: Config | Mapping[str, Any] | str | Path,
+    *,
+    batch: int = 1,
+    context: int | None = None,
+    dtype: str | None = None,
+    mode: str = "infer",
+    hardware: Hardware | str | None = None,
+    source_length: int | None = None,
+    kv_dtype: str | None = None,
+    optimizer: str = "adamw",
+    checkpointing: str = "none",
+    kernel: str = "auto",
+    gpus: int = 1,
+    parallel: str = "data",
+    tokens: int | None = None,
+    price: float | None = None,
+) -> Size:
+    """What a model costs before it exists: parameters, FLOPs, bytes and time.
+
+    `batch` counts sequences on all devices together, `context` the tokens of each; `mode` is 'infer' or 'train';
+    `dtype` is bf16 to infer and mixed (fp32 weights, bf16 products) to train unless given; `hardware` is a device's
+    name or a Hardware of your own.
+    """
+    config = read_config(source)
+    for what, given, choices in (
+        ("mode", mode, MODES),
+        ("checkpointing", checkpointing, RECOMPUTE),
+        ("kernel", kernel, KERNELS),
+    ):
+        if given not in choices:
+            raise InputError(f"{what} {given!r} is not known; choose one of {', '.join(choices)}")
+    counts = {"batch": batch, "context": context, "source_length": source_length, "gpus": gpus, "tokens": tokens}
+    for what, given_count in counts.items():
+        whole = isinstance(given_count, int) and not isinstance(given_count, bool)
+        if given_count is not None and not (whole and 1 <= given_count < 10**15):
+            raise InputError(f"{what} is {given_count!r}; give a whole number, 1 or more")
+    check_way(parallel, gpus, batch)
+    length = context or min(config.context or UNKNOWN, UNASKED)
+    chosen = numbers(dtype or ("mixed" if mode == "train" else "bf16"))
+    return Size(
+        Question(
+            config=config,
+            mode=mode,
+            batch=batch,
+            context=length,
+            source=source_length or length,
+            dtype=chosen,
+            kv_dtype=kv_dtype or ("fp32" if chosen.name == "fp32" else "bf16"),
+            optimizer=optimizer,
+            checkpointing=checkpointing,
+            kernel=kernel,
+            hardware=known_hardware(hardware) if isinstance(hardware, str) else hardware,
+            gpus=gpus,
+            parallel=parallel,
+            tokens=tokens,
+            price=price,
+        )
+    )
