@@ -15,7 +15,8 @@ MAY_IMPORT = {
     "text": set(),
     "families": {"config", "model", "text"},
     "lens": {"config", "size", "model"},
-    "cli": {"config", "size", "model", "families", "lens"},
+    "bench": {"config", "size", "model"},
+    "cli": {"bench", "config", "size", "model", "families", "lens"},
 }
 EVERYWHERE = {"errors", "callable_module"}
 

@@ -1,5 +1,6 @@
 """The command line: one small file a verb. Nothing here imports torch before a verb needs it."""
 
+import gc
 import io
 import sys
 from pkgutil import resolve_name
@@ -12,9 +13,11 @@ from typer.main import get_command
 from cutaway.errors import CutawayError
 
 VERBS = {
+    "bench": "cutaway.cli.bench:bench",
     "convert": "cutaway.cli.convert:convert",
     "demo": "cutaway.cli.demo:demo",
     "presets": "cutaway.cli.presets:presets",
+    "size": "cutaway.cli.size:size",
 }
 """The function behind each verb. Its file is imported when the verb is asked for, so that none waits for the others."""
 
@@ -70,6 +73,7 @@ def options(
 
 def main() -> None:
     """Run the command line; an error meant for the user is one sentence and exit code 2."""
+    gc.set_threshold(100_000)  # imports make many objects and no garbage: looking for it takes a tenth of a short run
     for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a sign shows a mark instead
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -44,8 +44,8 @@ def family_of(theirs: Mapping[str, Any]) -> Family:
 
 
 def read_config(theirs: Mapping[str, Any]) -> Config:
-    """The configuration that another library's config.json describes."""
-    return family_of(theirs).read(theirs)[0]
+    """The configuration that another library's config.json describes; how its weights are packed is no part of it."""
+    return family_of(theirs).read({key: value for key, value in theirs.items() if key != "quantization_config"})[0]
 
 
 def family_for(config: Config, name: str | None = None) -> tuple[Family, dict[str, Any]]:

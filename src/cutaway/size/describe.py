@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 CONVENTION = (
     "2 FLOPs a multiply-add, matrix products only; 'full' counts attention over every pair of tokens,"
-    " 'seen' over those that the mask lets see; memory is per device, in bytes"
+    " 'seen' over those that the mask lets see (and MLA's cached latents unexpanded where that is less);"
+    " memory is per device, in bytes"
 )
 
 
@@ -66,7 +67,7 @@ def question(size: "Size") -> dict[str, Any]:
     asked = size.question
     shown = {name: value for name, value in vars(asked).items() if name not in ("config", "hardware", "dtype")}
     shown |= {"dtype": asked.dtype.name, "hardware": asked.hardware.name if asked.hardware else None}
-    return shown | {"batch_per_device": size.batch}
+    return shown | {"batch_per_device": size.batch, "beyond": asked.beyond or None}
 
 
 def parameters(params: Params) -> dict[str, Any]:
@@ -142,6 +143,7 @@ def time(bound: Bound | None) -> dict[str, Any]:
         "tokens": bound.tokens,
         "tokens_per_second_bound": bound.tokens_per_second,
         "expected_seconds": [bound.fastest, bound.slowest],
+        "eager_seconds_at_most": bound.eager,
         "expected_tokens_per_second": [bound.tokens / bound.slowest, bound.tokens / bound.fastest],
         "efficiency": asdict(bound.efficiency),
     }

@@ -24,7 +24,7 @@ class Flops:
 
     @property
     def total_seen(self) -> int:
-        """Over the pairs that see each other: what no kernel can go below."""
+        """Over the pairs that see each other, MLA's cached latents met as they are where that is less: the least."""
         return sum(self.seen.values())
 
     @property

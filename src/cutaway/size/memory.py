@@ -32,7 +32,7 @@ class Memory:
 
 
 def serving(config: Config, numbers: Numbers, cache: KVCache, reading: Pass, *, on_gpu: bool) -> Memory:
-    """Weights, cache and what reading a piece of the prompt needs beside them. `config` is one device's share."""
+    """Weights, cache and what reading a piece of a prompt needs beside them. `config` is one device's share."""
     weights = stored(config, numbers).bytes
     parts = {"weights": weights, "kv cache": cache.bytes}
     parts |= {"activations": reading.peak - reading.logits, "logits": reading.logits}
@@ -88,8 +88,19 @@ def shared(size: int, devices: int) -> int:
     return -(-size // devices)
 
 
-def pieces(batch: int, context: int) -> tuple[int, int]:
-    """(sequences, tokens of each) that are read at once."""
-    if batch * context <= PIECE:
-        return batch, context
-    return max(1, PIECE // context), min(context, PIECE)
+def pieces(batch: int, context: int, source: int, *, whole: bool) -> list[tuple[int, int, int, int]]:
+    """Ways in which prompts are read: (sequences, tokens of each, tokens before, tokens of a source) at once.
+
+    An encoder reads a text whole. The fullest way counts: many short sequences may need more than a few long ones.
+    """
+    longest = max(context, source)
+    rows = min(batch, max(1, PIECE // longest))
+    length = context if whole else min(context, PIECE)
+    ways = [(rows, length, context - length, source)]
+    if length < context:
+        ways.append((rows, length, 0, source))  # the first piece, before which a source is read
+    for several in {rows + 1, 1 << rows.bit_length()}:
+        if several <= min(batch, PIECE):
+            shorter = PIECE // several
+            ways.append((several, min(context, shorter), 0, min(source, shorter)))
+    return ways

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 
-from cutaway.errors import InputError
 from cutaway.size.tensors import Held
 
 BLOCK, SMALLEST = 256, 4096
@@ -42,6 +41,4 @@ OPTIMIZERS: dict[str, Callable[[Held, int], int]] = {
 
 def optimizer_bytes(name: str, tensors: Iterable[Held], width: int) -> int:
     """State of all trained tensors, whose weights are `width` bytes wide."""
-    if name not in OPTIMIZERS:
-        raise InputError(f"optimizer {name!r} is not known; choose one of {', '.join(OPTIMIZERS)}")
     return sum(OPTIMIZERS[name](each, width) for each in tensors if each.trained)

@@ -1,6 +1,7 @@
 """How fast it can be: a pass takes at least as long as its products take at the device's peak, and at least as long as
 the bytes that it must move take at the memory's bandwidth."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cutaway.config.transformer import Config
@@ -9,8 +10,11 @@ from cutaway.size.hardware import Hardware
 from cutaway.size.numbers import Numbers
 from cutaway.size.tensors import tensors
 
-LAUNCH = 6e-6
-"""Seconds that eager PyTorch takes to start one operation."""
+KERNEL, EAGER = 4e-6, 40e-6
+"""Seconds beside its work that an operation takes in a compiled graph, and started one by one from Python on a slow
+host: small models and small batches wait for these, not for the device."""
+
+LARGEST_BATCH = 2**20
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,9 @@ class Bound:
     tokens: int
     fastest: float
     slowest: float
+    """From the best to a plain implementation, without waiting for Python (compiled, or in a CUDA graph)."""
+    eager: float
+    """At most, when PyTorch starts every operation by itself."""
     efficiency: Efficiency
 
     @property
@@ -69,11 +76,10 @@ class Bound:
         return self.tokens / self.seconds
 
 
-def bound(work: Work, device: Hardware, numbers: Numbers, efficiency: Efficiency | None = None) -> Bound:
-    efficiency = efficiency or EFFICIENCY[work.name]
+def bound(work: Work, device: Hardware, numbers: Numbers, efficiency: Efficiency) -> Bound:
     rate = device.rate(numbers.name)
     compute, bandwidth = work.flops / rate, work.bytes / device.bandwidth
-    likely = max(compute, work.likely_bytes / device.bandwidth)
+    plain = max(compute, work.likely_bytes / device.bandwidth) / efficiency.plain
     return Bound(
         name=work.name,
         compute=compute,
@@ -82,7 +88,8 @@ def bound(work: Work, device: Hardware, numbers: Numbers, efficiency: Efficiency
         intensity=work.flops / work.bytes,
         tokens=work.tokens,
         fastest=max(compute, bandwidth) / efficiency.best,
-        slowest=likely / efficiency.plain + work.launches * LAUNCH,
+        slowest=plain + work.launches * KERNEL,
+        eager=plain + work.launches * EAGER,
         efficiency=efficiency,
     )
 
@@ -135,8 +142,16 @@ def train_work(
     return Work("train", flops.total_seen, moved, tokens * devices, launches, moved)
 
 
-def turning_batch(weights: int, per_sequence_flops: int, per_sequence_bytes: int, ridge: float) -> int | None:
-    """The batch at which decoding turns from bandwidth to compute: weights + B·cache = B·flops / ridge. None if the
-    cache of each sequence alone takes longer to read than its products take."""
-    gain = per_sequence_flops / ridge - per_sequence_bytes
-    return None if gain <= 0 else max(1, -(-weights // int(gain))) if gain >= 1 else None
+def turning_batch(work_at: Callable[[int], Work], ridge: float) -> int | None:
+    """The smallest batch at which decoding waits for arithmetic; None if it never does, since every sequence brings a
+    cache of its own to read."""
+    low, high = 0, 1
+    while (work := work_at(high)).flops < ridge * work.bytes:
+        low, high = high, 2 * high
+        if high > LARGEST_BATCH:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        work = work_at(middle)
+        low, high = (middle, high) if work.flops < ridge * work.bytes else (low, middle)
+    return high

@@ -1,56 +1,25 @@
 """One question, one answer: what a configuration costs, to hold, to run and to train."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cutaway.config import config as read_config
 from cutaway.config.transformer import Config, Encoder
-from cutaway.errors import InputError
 from cutaway.size import memory as bytes_of
 from cutaway.size.budget import Budget, budget
 from cutaway.size.cache import KVCache, kv_cache
+from cutaway.size.calibration import efficiency_of
 from cutaway.size.flops import Flops, flops_of
 from cutaway.size.hardware import Hardware
-from cutaway.size.hardware import hardware as known_hardware
 from cutaway.size.memory import Memory
-from cutaway.size.numbers import Numbers, numbers
-from cutaway.size.parallel import check_way, tensor_share
+from cutaway.size.parallel import tensor_share
 from cutaway.size.params import Params, count
-from cutaway.size.roofline import Bound, bound, decode_work, prefill_work, train_work, turning_batch, weights_read
+from cutaway.size.question import RECOMPUTE, Question, ask
+from cutaway.size.roofline import Bound, Work, bound, decode_work, prefill_work, train_work, turning_batch
 from cutaway.size.tensors import Stored, stored
 from cutaway.size.walk import Pass, Setting, read, train
-
-MODES = ("infer", "train")
-RECOMPUTE = ("none", "selective", "full")
-KERNELS = ("auto", "sdpa", "explicit", "flex")
-UNASKED, UNKNOWN = 8192, 2048
-"""The longest context that is taken unasked, since few sequences fill the longest that a model is made for; and the one
-that is taken where the configuration says none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is asked, complete and checked."""
-
-    config: Config
-    mode: str
-    batch: int
-    """Sequences at once, on all devices together."""
-    context: int
-    source: int
-    dtype: Numbers
-    kv_dtype: str
-    optimizer: str
-    checkpointing: str
-    kernel: str
-    hardware: Hardware | None
-    gpus: int
-    parallel: str
-    tokens: int | None
-    price: float | None
 
 
 class Size:
@@ -167,11 +136,15 @@ class Size:
     @cached_property
     def serving(self) -> Memory:
         asked = self.question
-        rows, length = bytes_of.pieces(self.batch, asked.context)
-        past = 0 if isinstance(asked.config, Encoder) else asked.context - length
-        last = not isinstance(asked.config, Encoder)
-        piece = read(self.share, rows, length, self.setting(), source=asked.source, past=past, last_only=last)
-        return bytes_of.serving(self.share, asked.dtype, self.cache, piece, on_gpu=self.on_gpu)
+        encoder = isinstance(asked.config, Encoder)
+        source = asked.source if len(asked.config.stacks) == 2 else 1
+        ways = bytes_of.pieces(self.batch, asked.context, source, whole=encoder)
+        read_so = (
+            read(self.share, rows, length, self.setting(), source=source, past=past, serving=not encoder)
+            for rows, length, past, source in ways
+        )
+        fullest = max(read_so, key=lambda each: each.peak)
+        return bytes_of.serving(self.share, asked.dtype, self.cache, fullest, on_gpu=self.on_gpu)
 
     @cached_property
     def training(self) -> Memory:
@@ -214,33 +187,33 @@ class Size:
             launches=self.reading.steps,
             devices=self.replicas,
         )
-        return bound(work, asked.hardware, asked.dtype)
+        return bound(work, asked.hardware, asked.dtype, efficiency_of(work.name, asked.hardware))
+
+    def decode_work(self, batch: int) -> Work:
+        """A step of decoding for so many sequences on one device."""
+        return decode_work(
+            self.share,
+            self.question.dtype,
+            flops_of(self.decoding.tally, 1).times(batch),
+            batch=batch,
+            cache=batch * (self.cache.bytes // self.cache.batch),
+            logits=batch * self.decoding.logits,
+            launches=self.decoding.steps,
+            devices=self.replicas,
+        )
 
     @cached_property
     def decode_time(self) -> Bound | None:
         asked = self.question
         if asked.hardware is None or isinstance(asked.config, Encoder):
             return None
-        work = decode_work(
-            self.share,
-            asked.dtype,
-            flops_of(self.decoding.tally, 1).times(self.batch),
-            batch=self.batch,
-            cache=self.cache.bytes,
-            logits=self.decoding.logits * self.batch,
-            launches=self.decoding.steps,
-            devices=self.replicas,
-        )
-        return bound(work, asked.hardware, asked.dtype)
+        efficiency = efficiency_of("decode", asked.hardware)
+        return bound(self.decode_work(self.batch), asked.hardware, asked.dtype, efficiency)
 
-    @property
+    @cached_property
     def turning_batch(self) -> int | None:
-        """Sequences on one device at which decoding turns from bandwidth-bound to compute-bound."""
-        if self.decode_time is None:
-            return None
-        weights = weights_read(self.share, self.question.dtype, 10**9, decoding=True, likely=True)
-        flops = flops_of(self.decoding.tally, 1).total_seen
-        return turning_batch(weights, flops, self.cache.bytes // self.batch, self.decode_time.ridge)
+        """Sequences on one device at which decoding turns from bandwidth-bound to compute-bound, if it ever does."""
+        return None if self.decode_time is None else turning_batch(self.decode_work, self.decode_time.ridge)
 
     @cached_property
     def train_time(self) -> Bound | None:
@@ -257,7 +230,7 @@ class Size:
             launches=self.step.steps,
             devices=self.replicas,
         )
-        return bound(work, asked.hardware, asked.dtype)
+        return bound(work, asked.hardware, asked.dtype, efficiency_of(work.name, asked.hardware))
 
     @property
     def time(self) -> Bound | None:
@@ -315,40 +288,6 @@ def size(
 
     `batch` counts sequences on all devices together, `context` the tokens of each; `mode` is 'infer' or 'train';
     `dtype` is bf16 to infer and mixed (fp32 weights, bf16 products) to train unless given; `hardware` is a device's
-    name or a Hardware of your own.
+    name, 'here' (as `cutaway bench` measured it), or a Hardware of your own.
     """
-    config = read_config(source)
-    for what, given, choices in (
-        ("mode", mode, MODES),
-        ("checkpointing", checkpointing, RECOMPUTE),
-        ("kernel", kernel, KERNELS),
-    ):
-        if given not in choices:
-            raise InputError(f"{what} {given!r} is not known; choose one of {', '.join(choices)}")
-    counts = {"batch": batch, "context": context, "source_length": source_length, "gpus": gpus, "tokens": tokens}
-    for what, given_count in counts.items():
-        whole = isinstance(given_count, int) and not isinstance(given_count, bool)
-        if given_count is not None and not (whole and 1 <= given_count < 10**15):
-            raise InputError(f"{what} is {given_count!r}; give a whole number, 1 or more")
-    check_way(parallel, gpus, batch)
-    length = context or min(config.context or UNKNOWN, UNASKED)
-    chosen = numbers(dtype or ("mixed" if mode == "train" else "bf16"))
-    return Size(
-        Question(
-            config=config,
-            mode=mode,
-            batch=batch,
-            context=length,
-            source=source_length or length,
-            dtype=chosen,
-            kv_dtype=kv_dtype or ("fp32" if chosen.name == "fp32" else "bf16"),
-            optimizer=optimizer,
-            checkpointing=checkpointing,
-            kernel=kernel,
-            hardware=known_hardware(hardware) if isinstance(hardware, str) else hardware,
-            gpus=gpus,
-            parallel=parallel,
-            tokens=tokens,
-            price=price,
-        )
-    )
+    return Size(ask(**locals()))

@@ -27,6 +27,8 @@ class Scene:
     """Keys and values are read from a cache, whose memory is counted elsewhere."""
     memory: Tensor | None = None
     memory_view: View | None = None
+    memory_known: bool = False
+    """The source's keys and values are in the cache too."""
 
 
 def multi_head(tape: Tape, x: Tensor, config: MultiHead, scene: Scene, key: Key, d_model: int) -> Tensor:
@@ -47,7 +49,7 @@ def cross_attention(tape: Tape, x: Tensor, config: Cross, scene: Scene, key: Key
     q = queries(tape, x, config, key, d_head)
     assert scene.memory is not None
     assert scene.memory_view is not None
-    if scene.cached:
+    if scene.memory_known:
         shape = (*scene.memory.shape[:-1], config.n_kv_heads, d_head)
         k = v = Tensor(shape, q.dtype, tape.new((0,), 0).storage, None)
     else:
@@ -109,6 +111,16 @@ def out(tape: Tape, z: Tensor, config: MultiHead | Cross, key: Key, d_model: int
     return tape.linear(flat, d_model, (*key, "o"), bias="o" in config.bias, part="projections")
 
 
+def absorbed(config: Latent, view: View, *, batch: int) -> tuple[int | None, tuple[int, int] | None]:
+    """What the least of FLOPs is when few queries meet many cached latents: queries take the key matrix upon themselves
+    and meet latents as they are, and the value matrix comes after the sum. None where expanding needs fewer."""
+    expand = config.kv_rank * (config.d_nope + config.d_value)
+    wide, narrow = (config.kv_rank + config.d_rope, config.kv_rank), (config.d_nope + config.d_rope, config.d_value)
+    if view.queries * expand + view.pairs * sum(wide) >= view.keys * expand + view.pairs * sum(narrow):
+        return None, None
+    return 2 * batch * config.heads * view.queries * expand, wide
+
+
 def latent(tape: Tape, x: Tensor, config: Latent, scene: Scene, key: Key, d_model: int) -> Tensor:
     """MLA: a latent a token, expanded to every head's keys and values."""
     assert scene.angles is not None
@@ -125,10 +137,12 @@ def latent(tape: Tape, x: Tensor, config: Latent, scene: Scene, key: Key, d_mode
         c, k_rope = from_cache(tape, c, scene.view), from_cache(tape, k_rope, scene.view)
     every = (lead[0], scene.view.keys)
     width = heads * (config.d_nope + config.d_value)
-    up = tape.linear(c.view(*every, config.kv_rank), width, (*key, "kv_up"), bias=False, part="projections")
+    least, widths = absorbed(config, scene.view, batch=lead[0])
+    c = c.view(*every, config.kv_rank)
+    up = tape.linear(c, width, (*key, "kv_up"), bias=False, part="projections", least=least)
     v = tape.cut(up, *every, heads, config.d_value)
     q = tape.op(q.shape, q.dtype, [q, rotate(tape, tape.cut(q, *lead, heads, config.d_rope), scene.angles)])
     k = tape.op((*every, heads, d_head), up.dtype, [up, k_rope])
-    z = attend(tape, q, k, v, scene.view, dropout=config.dropout)
+    z = attend(tape, q, k, v, scene.view, dropout=config.dropout, widths=widths)
     flat = z.view(*lead, heads * config.d_value)
     return tape.linear(flat, d_model, (*key, "o"), bias=config.bias, part="projections")

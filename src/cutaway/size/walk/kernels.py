@@ -38,12 +38,16 @@ def attend(
     softcap: float | None = None,
     dropout: float = 0.0,
     sink: Weight | None = None,
+    widths: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Queries (B, T, H, D), keys (B, S, G, D) and values (B, S, G, E) → (B, T, H, E)."""
-    one_score, one_value = (2 * q.shape[0] * q.shape[2] * width for width in (q.shape[3], v.shape[3]))
-    square = view.queries * view.keys
-    scores = ("scores", one_score * square, one_score * view.pairs)
-    values = ("values", one_value * square, one_value * view.pairs)
+    """Queries (B, T, H, D), keys (B, S, G, D) and values (B, S, G, E) → (B, T, H, E).
+
+    `widths` are those of keys and values where they can meet otherwise (as MLA's latents), for the least of FLOPs.
+    """
+    each = 2 * q.shape[0] * q.shape[2]
+    square, (least_k, least_v) = view.queries * view.keys, widths or (q.shape[3], v.shape[3])
+    scores = ("scores", each * q.shape[3] * square, each * least_k * view.pairs)
+    values = ("values", each * v.shape[3] * square, each * least_v * view.pairs)
     rate = dropout if tape.setting.grad else 0.0
     kernel = kernel_for(view.kernel, softcap=softcap is not None, sink=sink is not None)
     if kernel == "explicit":

@@ -13,7 +13,7 @@ from cutaway.size.walk.tape import Tape
 
 
 def model(
-    tape: Tape, config: Config, batch: int, length: int, source: int, *, past: int = 0, last_only: bool = False
+    tape: Tape, config: Config, batch: int, length: int, source: int, *, past: int = 0, serving: bool = False
 ) -> Tensor:
     memory = None
     if isinstance(config, EncoderDecoder):
@@ -22,21 +22,29 @@ def model(
         else:
             memory = stack(tape, config, "encoder", batch, source)
     name = "encoder" if isinstance(config, Encoder) else "decoder"
-    x = stack(tape, config, name, batch, length, memory=memory, past=past)
+    x = stack(tape, config, name, batch, length, memory=memory, past=past, cached=serving or past > 0)
     tape.part = "logits"
-    if last_only:
+    if serving:
         x = Tensor((batch, 1, config.d_model), x.dtype, x.storage, x.node)
     return head(tape, x, config, name) if isinstance(config.head, Head) else x
 
 
 def stack(
-    tape: Tape, config: Config, name: str, batch: int, length: int, *, memory: Tensor | None = None, past: int = 0
+    tape: Tape,
+    config: Config,
+    name: str,
+    batch: int,
+    length: int,
+    *,
+    memory: Tensor | None = None,
+    past: int = 0,
+    cached: bool = False,
 ) -> Tensor:
     """Embedding, blocks, final norm."""
     tower, d_model = config.stacks[name], config.d_model
     tape.part = "embedding"
     x = embed(tape, config, tower.embedding, name, batch, length)
-    scenes = Scenes(tape, tower, d_model, causal=name == "decoder", batch=batch, length=length, past=past)
+    scenes = Scenes(tape, tower, d_model, causal=name == "decoder", length=length, past=past, cached=cached)
     for index, each in enumerate(tower.blocks):
         scene = scenes.of(index, memory)
         owner = index if tower.groups is None else index * tower.groups // tower.layers

@@ -41,11 +41,15 @@ def read(
     *,
     source: int | None = None,
     past: int = 0,
-    last_only: bool = False,
+    serving: bool = False,
 ) -> Pass:
-    """Logits of `length` tokens a sequence (or of its last), `past` others being in a cache; there is no way back."""
+    """Logits of `length` tokens a sequence, `past` others being in a cache; there is no way back.
+
+    When serving, keys and values go into a cache, whose memory is counted elsewhere, and only the last logits of each
+    sequence are wanted.
+    """
     tape = Tape(replace(setting, grad=False))
-    logits = model(tape, config, batch, length, source or past + length, past=past, last_only=last_only)
+    logits = model(tape, config, batch, length, source or past + length, past=past, serving=serving)
     meter, weights = tape.meter, tuple(tape.weights.values())
     return Pass(tape.tally, logits.bytes, meter.peak, meter.at_peak, tape.steps, weights=weights)
 

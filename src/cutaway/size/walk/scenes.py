@@ -33,10 +33,10 @@ class Scenes:
     """Angles and masks, made once for all the layers of a stack that can share them."""
 
     def __init__(
-        self, tape: Tape, tower: Stack, d_model: int, *, causal: bool, batch: int, length: int, past: int
+        self, tape: Tape, tower: Stack, d_model: int, *, causal: bool, length: int, past: int, cached: bool
     ) -> None:
         self.tape, self.tower, self.d_model, self.causal = tape, tower, d_model, causal
-        self.batch, self.length, self.past = batch, length, past
+        self.length, self.past, self.cached = length, past, cached
         self.angles: dict[Any, Angles] = {}
         self.views: dict[Any, View] = {}
         tape.part = "positions and masks"
@@ -47,8 +47,8 @@ class Scenes:
 
     def of(self, index: int, memory: Tensor | None) -> Scene:
         each = self.tower.blocks[index]
-        cached = self.past > 0
-        scene = Scene(self.view_of(index), self.angles_of(each.attention), cached, memory)
+        scene = Scene(self.view_of(index), self.angles_of(each.attention), self.cached, memory)
+        scene.memory_known = self.past > 0
         if isinstance(each, CrossBlock) and memory is not None:
             scene.memory_view = self.memory_view(each, memory)
         return scene

@@ -180,8 +180,8 @@ class Tape:
 
     # ------------------------------------------------------------------------------------ products with weights
 
-    def linear(self, x: Tensor, d_out: int, key: Key, *, bias: bool, part: str) -> Tensor:
-        """x·Wᵀ + b."""
+    def linear(self, x: Tensor, d_out: int, key: Key, *, bias: bool, part: str, least: int | None = None) -> Tensor:
+        """x·Wᵀ + b; `least` are its FLOPs where another way needs fewer."""
         d_in = x.shape[-1]
         weight = Weight(key, (d_out, d_in), multiplied=True)
         weights = [weight, Weight((*key, "bias"), (d_out,), multiplied=True)] if bias else [weight]
@@ -199,7 +199,7 @@ class Tape:
             [x],
             saves=saves,
             weights=weights,
-            products=[(part, flops, flops)],
+            products=[(part, flops, flops if least is None else least)],
             back=[(part, 2 * flops, 2 * flops)],
             costly=True,
         )

@@ -1,0 +1,72 @@
+"""Sizes, counts and rates as people write them."""
+
+import re
+from decimal import Decimal
+from typing import TypeVar
+
+from cutaway.errors import InputError
+
+N = TypeVar("N", int, float)
+
+POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+LARGEST = Decimal(10) ** 30
+"""Far beyond any machine."""
+
+_NUMBER = r"\s*(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]{1,3})?)\s*"
+_BYTES = re.compile(_NUMBER + r"(?:(?P<thousands>[kmgtp]?)b?|(?P<binary>[kmgtp])ib?|bytes?)\s*", re.IGNORECASE)
+_COUNT = re.compile(_NUMBER + r"(?:(?P<thousands>[kmgtp]?)|(?P<billions>b)|(?P<binary>[kmgtp])i)\s*", re.IGNORECASE)
+_RATE = re.compile(
+    _NUMBER + r"(?:(?P<thousands>[kmgtp]?)(?P<unit>b/s|flops?|flop/s|ops?|op/s)?|(?P<binary>[kmgtp])ib/s)\s*",
+    re.IGNORECASE,
+)
+
+BYTES_HINT = "write it as 16GB (10⁹ each), 16GiB (2³⁰ each), 24g (GB too) or 16e9 bytes, and above zero"
+COUNT_HINT = "write a whole number above zero as 4096, 8k (8,000), 8Ki (8,192), 1.5M, 300B, 15T or 1e12"
+RATE_HINT = "write it as 3.35TB/s, 989TFLOPS or 989e12, and above zero"
+
+
+def parse_bytes(text: str | float) -> int:
+    """Bytes: '16GB' is 16·10⁹, '16GiB' 16·2³⁰, '24g' means GB, a bare number is bytes; part of a byte is cut off."""
+    size = int(_value(_match(text, _BYTES, "size", BYTES_HINT)))
+    return _above_zero(size, text, "size", BYTES_HINT)
+
+
+def parse_count(text: str | float) -> int:
+    """A whole number of things: '8k' is 8,000, '8Ki' 8,192, then '1.5M', '300B', '15T', '1e12'."""
+    found = _match(text, _COUNT, "count", COUNT_HINT)
+    count = _value(found) * (10**9 if found["billions"] else 1)
+    if count != int(count):
+        raise InputError(f"{text!r} is no whole number; {COUNT_HINT}")
+    return _above_zero(int(count), text, "count", COUNT_HINT)
+
+
+def parse_rate(text: str | float) -> float:
+    """Bytes or operations a second: '3.35TB/s', '989TFLOPS', '989e12'."""
+    found = _match(text, _RATE, "rate", RATE_HINT)
+    if (found["unit"] or "").startswith("b/") and (found["thousands"] or "").isupper():
+        raise InputError(f"{text!r} says bits a second; divide by 8 and write bytes, as in 50GB/s")
+    return _above_zero(float(_value(found)), text, "rate", RATE_HINT)
+
+
+def _match(text: str | float, pattern: re.Pattern[str], what: str, hint: str) -> re.Match[str]:
+    """What the text says. A plain number is read by its shortest digits, so that 16e9 is exact."""
+    readable = isinstance(text, str | int | float) and not isinstance(text, bool)
+    found = pattern.fullmatch(str(text)) if readable else None
+    if found is None:
+        raise InputError(f"{text!r} is no {what}; {hint}")
+    if _value(found) >= LARGEST:
+        raise InputError(f"{text!r} is too large for a {what}; {hint}")
+    return found
+
+
+def _value(found: re.Match[str]) -> Decimal:
+    number, binary = Decimal(found["number"]), found["binary"]
+    if binary:
+        return number * 1024 ** POWERS[binary.lower()]
+    return number * 1000 ** POWERS[(found["thousands"] or "").lower()]
+
+
+def _above_zero(value: N, text: str | float, what: str, hint: str) -> N:
+    if not value > 0:
+        raise InputError(f"{text!r} is no {what}; {hint}")
+    return value

@@ -1,0 +1,77 @@
+"""What a machine is measured to be is kept whole, and is what sizes are then given for."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+import cutaway as ct
+from cutaway.bench import STAGES, measure
+from cutaway.errors import InputError
+from cutaway.size.calibration import Calibration, efficiency_of, record, recorded, where
+from cutaway.size.hardware import hardware
+from cutaway.size.roofline import EFFICIENCY
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTAWAY_CACHE", str(tmp_path / "cache"))
+
+
+def known() -> Calibration:
+    return Calibration(
+        device="NVIDIA H200",
+        kind="data-centre",
+        hardware="h200-sxm",
+        memory=150 * 10**9,
+        bandwidth=4.2e12,
+        flops={"fp32": 5e13, "bf16": 7.6e14},
+        shares={"prefill": 0.5, "decode": 0.3, "train": 0.45},
+        model="llama-3.2-1b",
+        date="2026-11-15",
+    )
+
+
+def test_a_machine_can_be_measured_and_asked_for() -> None:
+    stages: list[str] = []
+    measured = measure("cpu", model="tiny-llama", progress=stages.append)
+    assert len(stages) == STAGES
+    assert all(0 < share <= 1 for share in measured.shares.values())
+    record(measured)
+    assert recorded() == measured
+    size = ct.size("tiny-llama", hardware="here")
+    assert size.decode_time is not None
+    assert size.decode_time.bandwidth == pytest.approx(size.decode_work(1).bytes / measured.bandwidth)
+    assert "measured" in size.decode_time.efficiency.source
+    assert size.fits
+
+
+def test_unmeasured_is_said() -> None:
+    assert recorded() is None
+    with pytest.raises(InputError, match="cutaway bench"):
+        ct.size("gpt2", hardware="here")
+
+
+def test_a_known_device_that_was_measured_is_expected_to_do_the_same_again() -> None:
+    before = efficiency_of("decode", hardware("h200"))
+    record(known())
+    after = efficiency_of("decode", hardware("h200"))
+    assert before == EFFICIENCY["decode"]
+    assert after.plain < 0.3 * 4.2 / 4.8 < after.best
+    assert efficiency_of("decode", hardware("h100")) == EFFICIENCY["decode"]
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"device": 1}'])
+def test_a_damaged_file_is_said_and_not_trusted(damage: str) -> None:
+    record(known())
+    where().write_text(damage)
+    with pytest.raises(InputError, match="damaged"):
+        recorded()
+
+
+def test_rates_that_no_machine_has_are_damage() -> None:
+    path = record(known())
+    path.write_text(json.dumps(asdict(known()) | {"bandwidth": -1}))
+    with pytest.raises(InputError, match="damaged"):
+        ct.size("gpt2", hardware="here")

@@ -1,0 +1,318 @@
+"""`cutaway size` as a person and as a machine use it."""
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+import cutaway as ct
+from cutaway.cli import main
+from cutaway.size import hardware, known, size
+from cutaway.size.describe import describe
+from cutaway.size.fit import fit
+
+pytestmark = pytest.mark.unchecked
+
+
+class Run(Protocol):
+    def __call__(self, *arguments: str, code: int = 0) -> str: ...
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The verb with these arguments, in a terminal of 80 columns: what it wrote, or its complaint."""
+
+    def with_arguments(*arguments: str, code: int = 0) -> str:
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setattr(sys, "argv", ["cutaway", "size", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        written = capsys.readouterr()
+        assert (ended.value.code or 0) == code, written.err
+        return written.err if code else written.out
+
+    return with_arguments
+
+
+def as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+# ---------------------------------------------------------------------------------------- for machines
+
+
+def test_json_is_what_the_library_answers(run: Run) -> None:
+    told = json.loads(run("llama-3-8b", "--gpu", "h100", "--batch", "4", "--context", "4Ki", "--json"))
+    question: dict[str, Any] = {"hardware": "h100", "batch": 4, "context": 4096}
+    both = (size("llama-3-8b", mode=mode, **question) for mode in ("infer", "train"))
+    assert told == {"source": "llama-3-8b"} | as_json(describe(*both))
+    assert told["parameters"]["total"] == 8030261248
+
+
+def test_every_option_reaches_the_question(run: Run) -> None:
+    written = (
+        "--mode train --batch 64 --context 1.024k --source-length 256 --dtype bf16 --kv-dtype int8 --optimizer muon"
+    )
+    more = (
+        "--checkpointing full --kernel explicit --gpus 8 --parallel sharded --tokens 15T --price 2.5 --gpu NVIDIA-A100"
+    )
+    told = json.loads(run("t5-small", *written.split(), *more.split(), "--json"))
+    answer = size(
+        "t5-small",
+        mode="train",
+        batch=64,
+        context=1024,
+        source_length=256,
+        dtype="bf16",
+        kv_dtype="int8",
+        optimizer="muon",
+        checkpointing="full",
+        kernel="explicit",
+        gpus=8,
+        parallel="sharded",
+        tokens=15 * 10**12,
+        price=2.5,
+        hardware=hardware("a100"),
+    )
+    assert told == {"source": "t5-small"} | as_json(answer.to_dict())
+    assert list(told["question"]) == ["train"]
+
+
+def test_a_device_may_be_given_by_its_figures(run: Run) -> None:
+    figures = ("--bandwidth", "3.35TB/s", "--flops", "989TFLOPS", "--memory", "80GB")
+    device = json.loads(run("gpt2", *figures, "--json"))["hardware"]
+    assert (device["bandwidth"], device["flops"]["bf16"], device["memory"]) == (3.35e12, 989e12, 80 * 10**9)
+
+
+def test_one_sequence_a_device_unless_asked(run: Run) -> None:
+    told = json.loads(run("gpt2", "--gpus", "4", "--json"))
+    assert told["question"]["infer"]["batch"] == 4
+    assert told["question"]["infer"]["batch_per_device"] == 1
+    shared = json.loads(run("gpt2", "--gpus", "4", "--parallel", "tensor", "--json"))
+    assert shared["question"]["infer"]["batch"] == 1
+
+
+def test_several_sources_are_a_list(run: Run) -> None:
+    names = ["gpt2", "bert-base", "t5-small"]
+    told = json.loads(run("--compare", *names, "--json"))
+    assert [each["source"] for each in told] == names
+    assert [each["parameters"]["total"] for each in told] == [size(name).params for name in names]
+    assert told == json.loads(run(*names, "--json"))
+
+
+def test_the_json_path_imports_nothing_heavy(tmp_path: Path) -> None:
+    program = "import sys; from cutaway.cli import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama"}))
+    for source in ("llama-3-8b", str(path)):
+        command = [sys.executable, "-c", program, "size", source, "--gpu", "h100", "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        loaded = set(done.stderr.split())
+        assert "cutaway.size.sizing" in loaded
+        assert not loaded & {"torch", "numpy", "rich", "matplotlib", "transformers", "safetensors", "tokenizers"}
+
+
+# ---------------------------------------------------------------------------------------- sources
+
+
+def test_a_directory_a_file_and_a_preset_cost_the_same(run: Run, tmp_path: Path) -> None:
+    model = ct.config("tiny-mla")
+    toml = tmp_path / "mine.toml"
+    toml.write_text(ct.config.to_toml(model))
+    llama = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    llama |= {"intermediate_size": 128, "vocab_size": 256, "num_key_value_heads": 2}
+    directory = tmp_path / "a-llama"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(llama))
+    of_directory = json.loads(run(str(directory), "--json"))
+    of_file = json.loads(run(str(directory / "config.json"), "--json"))
+    assert of_directory == of_file
+    assert of_file["source"] == "a-llama"
+    assert of_file["parameters"]["total"] == size(directory).params
+    assert json.loads(run(str(toml), "--json"))["parameters"] == json.loads(run("tiny-mla", "--json"))["parameters"]
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "mixtral-8x7b", "deepseek-v2-lite", "gemma-2-2b", "bert-base", "albert-base-v2", "t5-small"]
+)
+def test_people_see_every_part(run: Run, name: str) -> None:
+    text = run(name, "--gpu", "h100", "--price", "2")
+    answer = size(name)
+    assert f"{answer.params:,}" in text
+    assert (f"{answer.parameters.active:,}" in text) or answer.parameters.active == answer.params
+    assert "\x1b" not in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+    for said in ("parameters", "FLOPs", "memory to serve", "memory to train", "time", "training run", "2N", "6N"):
+        assert said in text
+    assert ("decode" in text) == (answer.decode_flops is not None)
+    for kind, (layers, _) in answer.cache.kinds.items():
+        assert f"{layers} {kind} layers" in one_line(text)
+
+
+def test_one_mode_alone(run: Run) -> None:
+    serving, training = (one_line(run("gpt2", "--mode", mode)) for mode in ("infer", "train"))
+    assert "memory to serve" in serving
+    assert "memory to train" not in serving
+    assert "training run" not in serving
+    assert "memory to train" in training
+    assert "memory to serve" not in training
+    assert "KV cache" not in training
+
+
+def test_a_dtype_that_only_serves(run: Run) -> None:
+    text = one_line(run("llama-3-8b", "--dtype", "int4"))
+    assert "memory to serve" in text
+    assert "memory to train" not in text
+    assert "training needs fp32, bf16, fp16 or mixed" in text
+    assert list(json.loads(run("llama-3-8b", "--dtype", "int4", "--json"))["memory"]) == ["infer"]
+
+
+def test_whether_it_fits_is_said(run: Run) -> None:
+    text = one_line(run("llama-3-8b", "--gpu", "rtx-4090"))
+    assert "fits NVIDIA GeForce RTX 4090" in text
+    assert "does not fit NVIDIA GeForce RTX 4090" in text
+
+
+def test_side_by_side_for_people(run: Run) -> None:
+    names = ["llama-3-8b", "qwen3-8b", "gemma-2-9b", "mixtral-8x7b", "bert-base", "t5-base"]
+    text = run(*names, "--gpu", "h200")
+    for name in names:
+        assert name in text
+        assert f"{size(name).params:,}" in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+
+
+# ---------------------------------------------------------------------------------------- what fits, and devices
+
+
+def test_what_fits(run: Run) -> None:
+    found = fit("16GB", "llama-3-8b", context=2048)
+    assert json.loads(run("llama-3-8b", "--fit", "16GB", "--context", "2Ki", "--json")) == {
+        "source": "llama-3-8b",
+        **as_json(found.to_dict()),
+    }
+    text = one_line(run("gpt2", "--fit", "4GB"))
+    answer = fit("4GB", "gpt2")
+    assert answer.largest_batch is not None
+    assert f"largest batch {answer.largest_batch:,} at a context of 1,024" in text
+    assert "✓" in text
+    assert "longest context none" in one_line(run("llama-3-8b", "--fit", "1GB"))
+
+
+def test_shapes_without_a_source(run: Run) -> None:
+    text = one_line(run("--fit", "16GB"))
+    assert "layers" in text
+    assert "as asked" not in text
+    told = json.loads(run("classic", "--fit", "16GB", "--mode", "train", "--json"))
+    assert told["family"] == "classic"
+    assert told["question"]["mode"] == "train"
+
+
+def test_the_known_devices(run: Run) -> None:
+    assert json.loads(run("--hardware", "--json"))[0].keys() >= {"name", "bandwidth", "flops", "source", "checked"}
+    text = run("--hardware")
+    for device in known():
+        assert device.name in text
+
+
+# ---------------------------------------------------------------------------------------- drawings
+
+
+def texts_of(path: Path) -> str:
+    """What is written in an svg."""
+    return "\n".join(text for text in ElementTree.parse(path).getroot().itertext() if text.strip())
+
+
+def test_a_plot_has_its_question_and_its_axes(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "costs.svg"
+    said = run("llama-3-8b", "--gpu", "rtx-4090", "--context", "64", "--plot", str(path))
+    assert said.endswith(f"drawn: {path}\n")
+    text = texts_of(path)
+    device = hardware("rtx-4090")
+    for label in (
+        "llama-3-8b to serve",
+        "llama-3-8b to train",
+        device.title,
+        "weights",
+        "optimizer",
+        "kv cache",
+        "GB",
+        "seconds",
+    ):
+        assert label in text
+    for label in ("tokens a second", "tokens of context", "sequences at once", "prefill", "decode"):
+        assert label in text
+    turn = size("llama-3-8b", context=64, hardware=device).turning_batch
+    assert turn is not None
+    assert f"compute binds from {turn:,} on" in text
+
+
+@pytest.mark.parametrize("options", [["--mode", "train"], ["--mode", "infer", "--dtype", "int8"], []])
+def test_every_form_can_be_drawn(run: Run, options: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "several.svg"
+    names = ["tiny-bert", "tiny-t5", "tiny-moe"]
+    assert len(json.loads(run(*names, *options, "--gpu", "t4", "--plot", str(path), "--json"))) == 3
+    text = texts_of(path)
+    for name in names:
+        assert name in text
+
+
+def test_the_suffix_says_what_is_drawn(run: Run, tmp_path: Path) -> None:
+    png, pdf = tmp_path / "a.png", tmp_path / "a.pdf"
+    png.write_text("an older drawing")
+    assert "time needs --gpu" in run("tiny-gpt", "--plot", str(png))
+    assert png.read_bytes().startswith(b"\x89PNG")
+    run("tiny-gpt", "--plot", str(pdf))
+    assert pdf.read_bytes().startswith(b"%PDF")
+    error = run("tiny-gpt", "--plot", str(tmp_path / "a.gif"), code=2)
+    assert all(known_suffix in error for known_suffix in (".svg", ".png", ".pdf"))
+
+
+# ---------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no SOURCE is given"),
+        (["lama-3-8b"], "did you mean llama-3-8b"),
+        (["gpt2", "lama-3-8b"], "did you mean llama-3-8b"),
+        (["missing/config.json"], "does not exist"),
+        (["gpt2", "--gpu", "h1000"], "did you mean h100"),
+        (["gpt2", "--dtype", "bf17"], "fp32, bf16, fp16, mixed"),
+        (["gpt2", "--dtype", "int4", "--mode", "train"], "train in fp32, bf16, fp16 or mixed"),
+        (["gpt2", "--mode", "both"], "infer, train"),
+        (["gpt2", "--optimizer", "adam"], "adamw"),
+        (["gpt2", "--kv-dtype", "int3"], "int4"),
+        (["gpt2", "--kernel", "fast"], "explicit"),
+        (["gpt2", "--checkpointing", "some"], "selective"),
+        (["gpt2", "--parallel", "pipeline"], "sharded"),
+        (["gpt2", "--batch", "many"], "--batch: 'many' is no count"),
+        (["gpt2", "--context", "1.5"], "--context: '1.5' is no whole number"),
+        (["gpt2", "--batch", "0"], "--batch"),
+        (["gpt2", "--tokens", "15X"], "--tokens"),
+        (["gpt2", "--gpus", "8", "--batch", "4"], "multiple of 8"),
+        (["gpt2", "--gpus", "5", "--parallel", "tensor"], "12 key heads cannot be split over 5 devices"),
+        (["gpt2", "--bandwidth", "1TB/s"], "needs --bandwidth and --flops"),
+        (["gpt2", "--bandwidth", "fast", "--flops", "1T"], "--bandwidth: 'fast' is no rate"),
+        (["gpt2", "--gpu", "h100", "--memory", "80GB"], "give one or the other"),
+        (["gpt2", "--fit", "16XB"], "--fit: '16XB' is no size"),
+        (["gpt2", "bert-base", "--fit", "16GB"], "--fit answers for one SOURCE"),
+        (["gpt2", "--plot", "nowhere/at/all.svg"], "is no directory"),
+        (["gpt2", "--price", "-1"], "--price"),
+    ],
+)
+def test_mistakes_get_one_sentence_and_exit_code_two(run: Run, arguments: list[str], message: str) -> None:
+    assert message in run(*arguments, code=2)
+
+
+def test_help_has_examples(run: Run) -> None:
+    assert run("--help").count("Example: cutaway size") == 4
