@@ -51,6 +51,17 @@ STEPS: list[dict[str, Any]] = [
     ]
 ]
 
+SERVED = [
+    ("gpt2", 8, 1024),
+    ("llama-3.2-1b", 1, 8192),
+    ("llama-3.2-1b", 4, 2048),
+    ("llama-3-8b", 2, 4096),
+    ("qwen3-0.6b", 8, 1024),
+    ("olmoe-1b-7b", 2, 2048),
+    ("deepseek-v2-lite", 1, 4096),
+    ("t5-base", 8, 512),
+]
+
 
 def described(source: str) -> Config:
     """A preset, or with /N its first N layers."""
@@ -106,6 +117,29 @@ def peak_memory(question: dict[str, Any]) -> dict[str, Any]:
         step()
     measured = torch.cuda.max_memory_allocated() - base
     return question | {"said": size.memory.total, "measured": measured, "off": size.memory.total / measured - 1}
+
+
+@torch.no_grad()
+def serving_memory(name: str, batch: int, context: int) -> dict[str, Any]:
+    """Weights, a cache, and the peak of reading all prompts at once."""
+    fresh()
+    base = torch.cuda.memory_allocated()
+    size = ct.size(name, batch=batch, context=context)
+    model: Any = ct.build(name, device="cuda", dtype=torch.bfloat16, seed=0)
+    tokens = torch.randint(0, size.question.config.vocab_size, (batch, context), device="cuda")
+    for _ in range(2):
+        cache = model.new_cache(batch, context)
+        torch.cuda.reset_peak_memory_stats()
+        if size.question.config.form == "encoder-decoder":
+            x = model.hidden(tokens, tokens, cache=cache)
+        else:
+            x = model.hidden(tokens, cache=cache)
+        model.head(x[:, -1:])
+        measured = torch.cuda.max_memory_allocated() - base
+        del x, cache
+    question = {"source": name, "batch": batch, "context": context, "dtype": "bf16", "checkpointing": "serve"}
+    said = size.memory.total
+    return question | {"kernel": "auto", "said": said, "measured": measured, "off": said / measured - 1}
 
 
 def seconds(run: Callable[[], object], repeats: int = 15) -> float:
@@ -240,6 +274,9 @@ def main() -> None:
     if both or arguments.memory:
         for question in STEPS:
             rows.append(peak_memory(question))
+            report(rows[-1])
+        for name, batch, context in SERVED:
+            rows.append(serving_memory(name, batch, context))
             report(rows[-1])
     if both or arguments.time:
         fresh()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from strategies import bound, lively, logits, tokens_for
 
+import cutaway as ct
 from cutaway import config as c
 from cutaway.errors import KernelError
 
@@ -166,3 +167,34 @@ def test_narrow_heads_are_refused_by_flex() -> None:
     model = lively(config).cuda().use_kernel("flex")
     with pytest.raises(KernelError, match="at least 16"):
         logits(model, config, tokens_for(config, 1, 4, 0).cuda())
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "context", "dtype", "mode"),
+    [
+        ("gpt2", 8, 1024, "mixed", "none"),
+        ("gpt2", 8, 1024, "mixed", "full"),
+        ("llama-3.2-1b", 2, 2048, "bf16", "none"),
+        ("llama-3.2-1b", 2, 2048, "bf16", "selective"),
+    ],
+)
+def test_a_training_step_takes_the_memory_that_is_said(
+    name: str, batch: int, context: int, dtype: str, mode: str
+) -> None:
+    size = ct.size(name, mode="train", batch=batch, context=context, dtype=dtype, checkpointing=mode, hardware="h200")
+    before = torch.cuda.memory_allocated()
+    weights = torch.bfloat16 if dtype == "bf16" else torch.float32
+    model = ct.build(name, device="cuda", dtype=weights, seed=0).train().use_recompute(mode)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.randint(0, model.config.vocab_size, (batch, context + 1), device="cuda")
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == "mixed"):
+            out = model(tokens[:, :-1])
+            loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del out, loss
+    measured = torch.cuda.max_memory_allocated() - before
+    assert 0.98 * measured <= size.memory.total <= 1.05 * measured

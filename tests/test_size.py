@@ -268,9 +268,33 @@ def test_tensor_shares_add_up(name: str) -> None:
 def test_sharded_states_are_shared_and_activations_are_not() -> None:
     alone = ct.size("llama-3-8b", mode="train", batch=1)
     eight = ct.size("llama-3-8b", mode="train", batch=8, gpus=8, parallel="sharded")
-    for part in ("weights", "gradients", "optimizer"):
-        assert eight.memory.whole[part] == -(-alone.memory.whole[part] // 8)
+    for part in ("weights", "gradients"):
+        assert eight.memory.whole[part] * 8 == alone.memory.whole[part]
+    assert eight.memory.whole["optimizer"] == 2 * eight.memory.whole["weights"] + 4 * 291
     assert eight.memory.whole["activations"] == alone.memory.whole["activations"]
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt", "tiny-llama", "tiny-moe", "tiny-bert", "tiny-t5"])
+def test_a_shard_is_the_bytes_of_a_real_one(name: str) -> None:
+    """Three devices that are only pretended: sharding talks to nobody."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+    try:
+        real, mesh = build(name, seed=0), init_device_mesh("cpu", (3,))
+        for block in (block for stack in real.stacks.values() for block in stack.blocks):
+            fully_shard(block, mesh=mesh)
+        fully_shard(real, mesh=mesh)
+        held = bytes_of(parameter.to_local() for parameter in real.parameters())  # type: ignore[attr-defined]
+    finally:
+        distributed.destroy_process_group()
+    size = ct.size(name, mode="train", dtype="fp32", batch=3, gpus=3, parallel="sharded", optimizer="sgd-momentum")
+    buffers = 4 * size.stored.buffers
+    assert size.memory.whole["weights"] - buffers <= held <= size.memory.whole["weights"]
+    assert size.memory.whole["optimizer"] == held
 
 
 def test_quantised_weights_are_smaller_by_what_they_say() -> None:

@@ -56,36 +56,33 @@ def training(
     """Weights and states stay; activations and gradients come and go. `config` is one device's share."""
     if not numbers.trains:
         raise InputError(f"dtype {numbers.name} is for serving; train in fp32, bf16, fp16 or mixed")
-    weights = stored(config, numbers).bytes
-    state = optimizer_bytes(optimizer, tensors(config), numbers.other)
-    moments = dict(step.at_peak)
-    way_back = step.at_peak.get("gradients", 0) + step.at_peak.get("gradients on the way", 0)
-    fullest = "start of the way back" if way_back < step.gradients // 2 else "end of the way back"
-    if step.gradients + step.logits > step.peak:
-        moments, fullest = {"gradients": step.gradients, "logits": step.logits}, "the optimizer's step"
-    extra: dict[str, int] = {}
     sharers = gpus if way == "sharded" else 1
-    if way == "data" and gpus > 1:
-        extra["buckets to send"] = step.gradients
+    held = [each.shard(sharers) for each in tensors(config)]
+    weights = sum(each.bytes(numbers) for each in held)
+    state = optimizer_bytes(optimizer, held, numbers.other)
+    gradients = step.gradients
+    moments = dict(step.at_peak)
+    fullest = "start of the way back" if moments.get("gradients", 0) < gradients // 2 else "end of the way back"
+    if gradients + step.logits > step.peak:
+        moments, fullest = {"gradients": gradients, "logits": step.logits}, "the optimizer's step"
     if sharers > 1:
-        unit = max(layer.total for layer in count(config).layers)
-        extra["gathered layers"] = 2 * unit * numbers.compute + unit * numbers.other
-        moments["gradients"] = shared(moments.get("gradients", 0), sharers)
-    parts = {"weights": shared(weights, sharers), "optimizer": shared(state, sharers), **moments, **extra}
+        share = sum(each.elements for each in held if each.trained) * numbers.other
+        moments["gradients"] = moments.get("gradients", 0) * share // gradients
+        gradients = share
+        unit = max(layer.total for layer in count(config).layers)  # this layer, the next one, and its gradients
+        moments["gathered layers"] = unit * (2 * numbers.compute + numbers.other)
+    elif way == "data" and gpus > 1:
+        moments["buckets to send"] = gradients
+    parts = {"weights": weights, "optimizer": state, **moments}
     parts |= {"workspace": WORKSPACE} if on_gpu else {}
     whole = {
-        "weights": shared(weights, sharers),
-        "gradients": shared(step.gradients, sharers),
-        "optimizer": shared(state, sharers),
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": state,
         "activations": step.kept_bytes,
         "logits": step.logits,
     }
     return Memory({name: size for name, size in parts.items() if size}, whole, fullest)
-
-
-def shared(size: int, devices: int) -> int:
-    """The largest share."""
-    return -(-size // devices)
 
 
 def pieces(batch: int, context: int, source: int, *, whole: bool) -> list[tuple[int, int, int, int]]:

@@ -1,6 +1,6 @@
 """Every tensor of a model: what a checkpoint stores, and what an optimizer keeps state for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -33,6 +33,10 @@ class Held:
     @property
     def elements(self) -> int:
         return prod(self.shape)
+
+    def shard(self, devices: int) -> "Held":
+        """The largest share when rows are dealt out, as PyTorch's fully sharded data parallel does."""
+        return replace(self, shape=(-(-self.shape[0] // devices), *self.shape[1:]))
 
     def bytes(self, numbers: Numbers) -> int:
         return 4 * self.elements if self.wide else numbers.bytes_of(self.shape, matrix=self.matrix)
