@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from cutaway.errors import InputError
-from cutaway.size import hardware as table
 from cutaway.size.hardware import COMPUTED_IN, KINDS, Hardware, custom, hardware, known
 
-TEXT = (Path(table.__file__).parent / "hardware.toml").read_text(encoding="utf-8")
+table = sys.modules["cutaway.size.hardware"]
+TEXT = (Path(str(table.__file__)).parent / "hardware.toml").read_text(encoding="utf-8")
 ROWS = tomllib.loads(TEXT)
 GIB = 2**30
 TERA = 1e12

@@ -82,7 +82,10 @@ def here() -> Hardware:
 
 def efficiency_of(work: str, device: Hardware) -> Efficiency:
     """The range for a kind of work: as measured, within a third, where this is the device that was; else in general."""
-    measured = recorded() if device.name == HERE or where().exists() else None
+    try:
+        measured = recorded()
+    except InputError:  # a damaged file; asking for this machine by name has said so
+        measured = None
     if measured is None or device.name not in (HERE, measured.hardware) or work not in measured.shares:
         return EFFICIENCY[work]
     share = measured.shares[work]

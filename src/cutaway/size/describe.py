@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CONVENTION = (
     "2 FLOPs a multiply-add, matrix products only; 'full' counts attention over every pair of tokens,"
     " 'seen' over those that the mask lets see (and MLA's cached latents unexpanded where that is less);"
-    " memory is per device, in bytes"
+    " memory is per device, in bytes, with a fused optimizer"
 )
 
 
@@ -55,12 +55,14 @@ def describe(size: "Size", *others: "Size") -> dict[str, Any]:
 
 def every_flops(size: "Size", step: "Size") -> dict[str, Any]:
     """There, one token more, and there and back; `step` is asked for the last since it knows a training step."""
-    active, context = size.parameters.active, size.question.context
-    answer: dict[str, Any] = {"forward": flops(size.forward_flops, "2N", 2 * active * context)}
+    params, asked = size.parameters, size.question
+    source = sum(layer.active for layer in params.layers if layer.stack == "encoder") if params.two_sided else 0
+    target = params.active - source
+    met = source * asked.source + target * asked.context  # N times its tokens, those of each side for its own
+    answer: dict[str, Any] = {"forward": flops(size.forward_flops, "2N", 2 * met)}
     if size.decode_flops is not None:
-        answer["decode"] = flops(size.decode_flops, "2N", 2 * active)
-    rule = 6 * active * context
-    return answer | {"train": {mode: flops(each, "6N", rule) for mode, each in step.train_flops.items()}}
+        answer["decode"] = flops(size.decode_flops, "2N", 2 * target)
+    return answer | {"train": {mode: flops(each, "6N", 6 * met) for mode, each in step.train_flops.items()}}
 
 
 def question(size: "Size") -> dict[str, Any]:

@@ -40,6 +40,14 @@ class Flops:
         full, seen = ({part: batch * each for part, each in sums.items()} for sums in (self.full, self.seen))
         return Flops(full, seen, batch * self.tokens)
 
+    def head_once(self) -> "Flops":
+        """With logits for one token only."""
+        full, seen = (
+            {part: flops // (self.tokens if part == "head" else 1) for part, flops in sums.items()}
+            for sums in (self.full, self.seen)
+        )
+        return Flops(full, seen, self.tokens)
+
     def against(self, rule: float) -> float:
         """How far a rule of thumb is off: −0.1 if it gives a tenth less than there is."""
         return rule / self.total_seen - 1

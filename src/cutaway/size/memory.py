@@ -66,11 +66,10 @@ def training(
     if gradients + step.logits > step.peak:
         moments, fullest = {"gradients": gradients, "logits": step.logits}, "the optimizer's step"
     if sharers > 1:
-        share = sum(each.elements for each in held if each.trained) * numbers.other
-        moments["gradients"] = moments.get("gradients", 0) * share // gradients
-        gradients = share
-        unit = max(layer.total for layer in count(config).layers)  # this layer, the next one, and its gradients
+        parameters = count(config)
+        unit = max(layer.total for layer in parameters.layers)  # this layer, the next one, and its gradients
         moments["gathered layers"] = unit * (2 * numbers.compute + numbers.other)
+        moments["gathered ends"] = parameters.outside_layers * numbers.compute  # embedding and head, all the time
     elif way == "data" and gpus > 1:
         moments["buckets to send"] = gradients
     parts = {"weights": weights, "optimizer": state, **moments}

@@ -1,6 +1,6 @@
 """How numbers are stored and computed: bytes of a weight, of an activation, of a cached key."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from cutaway.errors import InputError
@@ -35,8 +35,13 @@ class Numbers:
         scale = {"row": 2 * rows, "group": 2 * rows * -(-width // GROUP), "matrix": 4 * prod(shape[:-2]), "none": 0}
         return -(-rows * width * self.bits // 8) + scale[self.scales]
 
-    def setting(self, *, kernel: str, recompute: str = "none", device: str = "cuda") -> Setting:
-        return Setting(self.other, self.compute, self.autocast, kernel=kernel, recompute=recompute, device=device)
+    def setting(self, *, kernel: str, recompute: str = "none", device: str = "cuda", sharers: int = 1) -> Setting:
+        """How a pass in these numbers is computed. Sharded weights are gathered as narrow as they are used (FSDP's
+        mixed-precision policy), so that autocast has nothing left to do."""
+        alone = Setting(self.other, self.compute, self.autocast, kernel=kernel, recompute=recompute, device=device)
+        if sharers == 1:
+            return alone
+        return replace(alone, weights=self.compute, autocast=False, sharers=sharers, gradient=self.other)
 
 
 GROUP = 128

@@ -61,6 +61,11 @@ class Params:
         return tuple(layer for layer in self.per_layer if layer.same_as is None)
 
     @property
+    def two_sided(self) -> bool:
+        """Whether there is an encoder and a decoder."""
+        return len({layer.stack for layer in self.per_layer}) == 2
+
+    @property
     def outside_layers(self) -> int:
         ends = self.embedding + self.positions + self.types + self.embedding_projection + self.embedding_norm
         return ends + self.final_norm + self.head + self.head_transform + self.pooler

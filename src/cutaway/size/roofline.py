@@ -26,7 +26,7 @@ class Efficiency:
     source: str = "what good and plain implementations reach on data-centre GPUs"
 
 
-EFFICIENCY = {"prefill": Efficiency(0.85, 0.3), "decode": Efficiency(0.92, 0.35), "train": Efficiency(0.7, 0.2)}
+EFFICIENCY = {"prefill": Efficiency(0.85, 0.3), "decode": Efficiency(0.92, 0.35), "train": Efficiency(0.7, 0.15)}
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class Bound:
 def bound(work: Work, device: Hardware, numbers: Numbers, efficiency: Efficiency) -> Bound:
     rate = device.rate(numbers.name)
     compute, bandwidth = work.flops / rate, work.bytes / device.bandwidth
-    plain = max(compute, work.likely_bytes / device.bandwidth) / efficiency.plain
+    likely = max(compute, work.likely_bytes / device.bandwidth)
+    plain = likely / efficiency.plain
     return Bound(
         name=work.name,
         compute=compute,
@@ -87,7 +88,7 @@ def bound(work: Work, device: Hardware, numbers: Numbers, efficiency: Efficiency
         ridge=rate / device.bandwidth,
         intensity=work.flops / work.bytes,
         tokens=work.tokens,
-        fastest=max(compute, bandwidth) / efficiency.best,
+        fastest=likely / efficiency.best,
         slowest=plain + work.launches * KERNEL,
         eager=plain + work.launches * EAGER,
         efficiency=efficiency,
@@ -144,14 +145,14 @@ def train_work(
 
 def turning_batch(work_at: Callable[[int], Work], ridge: float) -> int | None:
     """The smallest batch at which decoding waits for arithmetic; None if it never does, since every sequence brings a
-    cache of its own to read."""
+    cache of its own to read. Of a mixture, the experts count that tokens reach on average."""
     low, high = 0, 1
-    while (work := work_at(high)).flops < ridge * work.bytes:
+    while (work := work_at(high)).flops < ridge * work.likely_bytes:
         low, high = high, 2 * high
         if high > LARGEST_BATCH:
             return None
     while high - low > 1:
         middle = (low + high) // 2
         work = work_at(middle)
-        low, high = (middle, high) if work.flops < ridge * work.bytes else (low, middle)
+        low, high = (middle, high) if work.flops < ridge * work.likely_bytes else (low, middle)
     return high

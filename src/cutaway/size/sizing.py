@@ -72,7 +72,8 @@ class Size:
     def setting(self, recompute: str = "none") -> Setting:
         asked = self.question
         device = "cuda" if self.on_gpu else "cpu"
-        return asked.dtype.setting(kernel=asked.kernel, recompute=recompute, device=device)
+        sharers = asked.gpus if asked.parallel == "sharded" else 1
+        return asked.dtype.setting(kernel=asked.kernel, recompute=recompute, device=device, sharers=sharers)
 
     # ------------------------------------------------------------------------------------ FLOPs
 
@@ -85,7 +86,7 @@ class Size:
     def decoding(self) -> Pass:
         """The token that makes a sequence `context` long, on one device."""
         past = self.question.context - 1
-        return read(self.share, 1, 1, self.setting(), source=self.question.source, past=past)
+        return read(self.share, 1, 1, self.setting(), source=self.question.source, past=past, source_read=True)
 
     @cached_property
     def step(self) -> Pass:
@@ -172,6 +173,12 @@ class Size:
 
     # ------------------------------------------------------------------------------------ time
 
+    @property
+    def prompt_flops(self) -> Flops:
+        """Of reading a sequence on one device when only its last token's logits are wanted, as in serving."""
+        every = flops_of(self.reading.tally, self.question.context)
+        return every if isinstance(self.question.config, Encoder) else every.head_once()
+
     @cached_property
     def prefill_time(self) -> Bound | None:
         asked = self.question
@@ -181,7 +188,7 @@ class Size:
         work = prefill_work(
             self.share,
             asked.dtype,
-            flops_of(self.reading.tally, asked.context).times(self.batch),
+            self.prompt_flops.times(self.batch),
             tokens=tokens,
             cache=self.cache.bytes,
             launches=self.reading.steps,

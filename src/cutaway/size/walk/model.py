@@ -13,16 +13,26 @@ from cutaway.size.walk.tape import Tape
 
 
 def model(
-    tape: Tape, config: Config, batch: int, length: int, source: int, *, past: int = 0, serving: bool = False
+    tape: Tape,
+    config: Config,
+    batch: int,
+    length: int,
+    source: int,
+    *,
+    past: int = 0,
+    serving: bool = False,
+    source_read: bool = False,
 ) -> Tensor:
     memory = None
     if isinstance(config, EncoderDecoder):
-        if past:
+        if source_read:
             memory = Tensor((batch, source, config.d_model), 0, tape.new((0,), 0).storage, None)
         else:
             memory = stack(tape, config, "encoder", batch, source)
     name = "encoder" if isinstance(config, Encoder) else "decoder"
-    x = stack(tape, config, name, batch, length, memory=memory, past=past, cached=serving or past > 0)
+    x = stack(
+        tape, config, name, batch, length, memory=memory, past=past, cached=serving or past > 0, source_read=source_read
+    )
     tape.part = "logits"
     if serving:
         x = Tensor((batch, 1, config.d_model), x.dtype, x.storage, x.node)
@@ -39,12 +49,15 @@ def stack(
     memory: Tensor | None = None,
     past: int = 0,
     cached: bool = False,
+    source_read: bool = False,
 ) -> Tensor:
     """Embedding, blocks, final norm."""
     tower, d_model = config.stacks[name], config.d_model
     tape.part = "embedding"
     x = embed(tape, config, tower.embedding, name, batch, length)
-    scenes = Scenes(tape, tower, d_model, causal=name == "decoder", length=length, past=past, cached=cached)
+    scenes = Scenes(
+        tape, tower, d_model, causal=name == "decoder", length=length, past=past, cached=cached, source_read=source_read
+    )
     for index, each in enumerate(tower.blocks):
         scene = scenes.of(index, memory)
         owner = index if tower.groups is None else index * tower.groups // tower.layers

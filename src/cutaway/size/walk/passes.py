@@ -42,14 +42,16 @@ def read(
     source: int | None = None,
     past: int = 0,
     serving: bool = False,
+    source_read: bool | None = None,
 ) -> Pass:
     """Logits of `length` tokens a sequence, `past` others being in a cache; there is no way back.
 
-    When serving, keys and values go into a cache, whose memory is counted elsewhere, and only the last logits of each
-    sequence are wanted.
+    A source is read too, unless it was (as it was if anything is in the cache). When serving, keys and values go into
+    a cache, whose memory is counted elsewhere, and only the last logits of each sequence are wanted.
     """
     tape = Tape(replace(setting, grad=False))
-    logits = model(tape, config, batch, length, source or past + length, past=past, serving=serving)
+    known = past > 0 if source_read is None else source_read
+    logits = model(tape, config, batch, length, source or past + length, past=past, serving=serving, source_read=known)
     meter, weights = tape.meter, tuple(tape.weights.values())
     return Pass(tape.tally, logits.bytes, meter.peak, meter.at_peak, tape.steps, weights=weights)
 

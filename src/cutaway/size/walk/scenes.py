@@ -33,22 +33,32 @@ class Scenes:
     """Angles and masks, made once for all the layers of a stack that can share them."""
 
     def __init__(
-        self, tape: Tape, tower: Stack, d_model: int, *, causal: bool, length: int, past: int, cached: bool
+        self,
+        tape: Tape,
+        tower: Stack,
+        d_model: int,
+        *,
+        causal: bool,
+        length: int,
+        past: int,
+        cached: bool,
+        source_read: bool,
     ) -> None:
-        self.tape, self.tower, self.d_model, self.causal = tape, tower, d_model, causal
-        self.length, self.past, self.cached = length, past, cached
+        self.tape, self.d_model, self.causal = tape, d_model, causal
+        self.length, self.past, self.cached, self.source_read = length, past, cached, source_read
         self.angles: dict[Any, Angles] = {}
         self.views: dict[Any, View] = {}
+        self.blocks = tower.blocks
         tape.part = "positions and masks"
-        for each in tower.blocks:
+        for each in self.blocks:
             self.angles_of(each.attention)
         for index in range(tower.layers):
             self.view_of(index)
 
     def of(self, index: int, memory: Tensor | None) -> Scene:
-        each = self.tower.blocks[index]
+        each = self.blocks[index]
         scene = Scene(self.view_of(index), self.angles_of(each.attention), self.cached, memory)
-        scene.memory_known = self.past > 0
+        scene.memory_known = self.source_read
         if isinstance(each, CrossBlock) and memory is not None:
             scene.memory_view = self.memory_view(each, memory)
         return scene
@@ -66,7 +76,7 @@ class Scenes:
         return self.angles[kind]
 
     def view_of(self, index: int) -> View:
-        tape, attention = self.tape, self.tower.blocks[index].attention
+        tape, attention = self.tape, self.blocks[index].attention
         keys, window = self.past + self.length, attention.window
         position = attention.position
         biased = position if isinstance(position, Alibi | RelativeBias) else None

@@ -65,6 +65,10 @@ class Setting:
     kernel: str = "auto"
     recompute: str = "none"
     device: str = "cuda"
+    sharers: int = 1
+    """Devices between which each gradient is scattered as soon as it is there."""
+    gradient: int = 0
+    """Bytes of a gradient's number that is kept, if they are not the weight's."""
 
     @property
     def stream(self) -> int:
@@ -289,5 +293,9 @@ class Tape:
             fresh = Storage(self.meter, weight.elements * setting.weights, way)
         if weight.key in self.gradients and not setting.autocast:
             fresh = Storage(self.meter, weight.elements * setting.weights, way)
+        width = setting.gradient or setting.weights
+        if setting.sharers > 1 or width != setting.weights:
+            rows = -(-weight.shape[0] // setting.sharers)
+            fresh = Storage(self.meter, rows * (weight.elements // weight.shape[0]) * width, way)
         assert fresh is not None
         self.gradients[weight.key] = fresh.for_part("gradients")
