@@ -29,6 +29,7 @@ def known() -> Calibration:
         flops={"fp32": 5e13, "bf16": 7.6e14},
         shares={"prefill": 0.5, "decode": 0.3, "train": 0.45},
         model="llama-3.2-1b",
+        dtype="bf16",
         date="2026-11-15",
     )
 
@@ -40,7 +41,7 @@ def test_a_machine_can_be_measured_and_asked_for() -> None:
     assert all(0 < share <= 1 for share in measured.shares.values())
     record(measured)
     assert recorded() == measured
-    size = ct.size("tiny-llama", hardware="here")
+    size = ct.size("tiny-llama", hardware="here", dtype="fp32")
     assert size.decode_time is not None
     assert size.decode_time.bandwidth == pytest.approx(size.decode_work(1).bytes / measured.bandwidth)
     assert "measured" in size.decode_time.efficiency.source
@@ -54,12 +55,13 @@ def test_unmeasured_is_said() -> None:
 
 
 def test_a_known_device_that_was_measured_is_expected_to_do_the_same_again() -> None:
-    before = efficiency_of("decode", hardware("h200"))
+    before = efficiency_of("decode", hardware("h200"), "bf16")
     record(known())
-    after = efficiency_of("decode", hardware("h200"))
+    after = efficiency_of("decode", hardware("h200"), "bf16")
     assert before == EFFICIENCY["decode"]
     assert after.plain < 0.3 * 4.2 / 4.8 < after.best
-    assert efficiency_of("decode", hardware("h100")) == EFFICIENCY["decode"]
+    assert efficiency_of("decode", hardware("h100"), "bf16") == EFFICIENCY["decode"]
+    assert efficiency_of("decode", hardware("h200"), "int4") == EFFICIENCY["decode"]
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"device": 1}'])
@@ -68,7 +70,7 @@ def test_a_damaged_file_is_said_and_not_trusted(damage: str) -> None:
     where().write_text(damage)
     with pytest.raises(InputError, match="damaged"):
         ct.size("gpt2", hardware="here")
-    assert efficiency_of("decode", hardware("h200")) == EFFICIENCY["decode"]
+    assert efficiency_of("decode", hardware("h200"), "bf16") == EFFICIENCY["decode"]
 
 
 def test_rates_that_no_machine_has_are_damage() -> None:

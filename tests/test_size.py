@@ -266,8 +266,10 @@ def test_tensor_shares_add_up(name: str) -> None:
 
 
 def test_sharded_states_are_shared_and_activations_are_not() -> None:
-    alone = ct.size("llama-3-8b", mode="train", batch=1)
-    eight = ct.size("llama-3-8b", mode="train", batch=8, gpus=8, parallel="sharded")
+    alone = ct.size("llama-3-8b", mode="train", batch=1, dtype="bf16")
+    eight = ct.size("llama-3-8b", mode="train", batch=8, gpus=8, parallel="sharded", dtype="bf16")
+    parts = eight.memory.whole
+    assert eight.memory.total > parts["weights"] + parts["optimizer"] + parts["activations"]
     for part in ("weights", "gradients"):
         assert eight.memory.whole[part] * 8 == alone.memory.whole[part]
     assert eight.memory.whole["optimizer"] == 2 * eight.memory.whole["weights"] + 4 * 291

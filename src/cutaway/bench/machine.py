@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from cutaway.bench.limits import DTYPES, copy_rate, product_rate, seconds
+from cutaway.config import config
+from cutaway.config.transformer import Decoder
 from cutaway.errors import InputError
 from cutaway.model import build
 from cutaway.model.inputs import check_device
@@ -18,6 +20,8 @@ from cutaway.size import Hardware, size
 from cutaway.size import hardware as known_device
 from cutaway.size.calibration import Calibration
 
+LENGTHS = {"cuda": 1024, "cpu": 128}
+"""Tokens that are read at once."""
 Progress = Callable[[str], None]
 STAGES = 1 + len(DTYPES) + 3
 """How often `progress` is called: the copy, a product in each dtype, and three passes."""
@@ -29,6 +33,10 @@ def measure(
     """Copy, products, and the passes of a real model, each in turn; half a minute."""
     chosen = check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     name = model or ("llama-3.2-1b" if chosen.type == "cuda" else "smollm2-135m")
+    if chosen.type not in ("cpu", "cuda"):
+        raise InputError(f"device is {device!r}, on which nothing is measured yet; choose cpu or cuda")
+    if not isinstance(config(name), Decoder):  # known before the first measurement, not after the last
+        raise InputError(f"{name} is no decoder, and decoding is measured; name one, as in --model smollm2-135m")
     progress("copy")
     bandwidth = copy_rate(chosen)
     flops = {}
@@ -45,6 +53,11 @@ def measure(
         source="measured",
         checked="now",
     )
+    told = size(name, mode="train", context=LENGTHS[chosen.type], dtype=computed_in(chosen), hardware=machine)
+    if not told.fits:
+        raise InputError(
+            f"{name} takes {told.memory.total / 1e9:.1f} GB to train, more than there is; name a smaller one"
+        )
     return Calibration(
         device=machine.title,
         kind=machine.kind,
@@ -54,14 +67,15 @@ def measure(
         flops=flops,
         shares=shares(name, chosen, machine, progress),
         model=name,
+        dtype=computed_in(chosen),
         date=datetime.now(UTC).date().isoformat(),
     )
 
 
 def shares(name: str, device: torch.device, machine: Hardware, progress: Progress) -> dict[str, float]:
     """Of the bound, by kind of work."""
-    dtype = "bf16" if device.type == "cuda" else "fp32"
-    length = 1024 if device.type == "cuda" else 128
+    dtype = computed_in(device)
+    length = LENGTHS[device.type]
     how: dict[str, Any] = {"context": length, "dtype": dtype, "hardware": machine}
     model = build(name, device=device, dtype=DTYPES[dtype], seed=0)
     tokens = torch.randint(0, model.config.vocab_size, (1, length), device=device)
@@ -91,6 +105,10 @@ def shares(name: str, device: torch.device, machine: Hardware, progress: Progres
     took = median(seconds(step, device))
     reached["train"] = share(size(name, mode="train", **how).train_time, took)
     return reached
+
+
+def computed_in(device: torch.device) -> str:
+    return "bf16" if device.type == "cuda" else "fp32"
 
 
 def share(bound: Any, took: float) -> float:

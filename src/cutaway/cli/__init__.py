@@ -1,8 +1,11 @@
 """The command line: one small file a verb. Nothing here imports torch before a verb needs it."""
 
+import codecs
 import gc
 import io
+import os
 import sys
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any
 
@@ -71,12 +74,27 @@ def options(
     """The Transformer with its side open: build it, run it, look into it."""
 
 
+STAND_INS = str.maketrans("−–×·█▓▒░✓✗≤…²³", "--x.#=+-yn<~23")
+
+
+def stand_in(error: UnicodeError) -> tuple[str, int]:
+    """For a sign that the terminal does not have, one that it has."""
+    assert isinstance(error, UnicodeEncodeError)
+    signs = error.object[error.start : error.end].translate(STAND_INS)
+    return "".join(sign if sign.isascii() else "?" for sign in signs), error.end
+
+
+codecs.register_error("stand-in", stand_in)
+
+
 def main() -> None:
     """Run the command line; an error meant for the user is one sentence and exit code 2."""
     gc.set_threshold(100_000)  # imports make many objects and no garbage: looking for it takes a tenth of a short run
-    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a sign shows a mark instead
+    if sys.stdout is None:  # closed by whoever started this
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):  # a terminal that has not all signs shows others
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors="stand-in")
     try:
         app()
     except (CutawayError, OSError, MemoryError) as error:

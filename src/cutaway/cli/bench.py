@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cutaway.errors import InputError
+
 if TYPE_CHECKING:
     from cutaway.size.calibration import Calibration
 
@@ -24,7 +26,7 @@ def bench(
     """
     from cutaway.bench import STAGES, measure
     from cutaway.cli.convert import bar
-    from cutaway.size.calibration import record
+    from cutaway.size.calibration import record, where
 
     stages: list[str] = []
     with bar("measuring", quiet=as_json) as progress:
@@ -34,7 +36,12 @@ def bench(
             progress(len(stages), STAGES)
 
         measured = measure(device, model=model, progress=tell)
-    path = record(measured)
+    try:
+        path = record(measured)
+    except OSError as error:  # what took half a minute is shown all the same
+        if not as_json:
+            show(measured)
+        raise InputError(f"'{where()}' cannot be written ({error.strerror}); point CUTAWAY_CACHE elsewhere") from None
     if as_json:
         sys.stdout.write(json.dumps(asdict(measured) | {"kept": str(path)}, indent=2) + "\n")
     else:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # --help needs no configurations, and --json draws nothing: e
     from cutaway.size.fit import Fit
 
 Typed = str | None
+LONGEST_NAME = 48
 N = TypeVar("N", int, float)
 
 
@@ -66,7 +67,7 @@ def size(
 
     Example: cutaway size llama-3-8b --gpu h100 --context 8Ki
 
-    Example: cutaway size ./my-model --mode train --gpus 8 --batch 64 --parallel sharded --tokens 1T --price 2.5
+    Example: cutaway size ./my-model --mode train --gpu h100 --gpus 8 --batch 64 --tokens 1T --price 2.5
 
     Example: cutaway size --compare llama-3-8b qwen3-8b gemma-2-9b --plot costs.svg
 
@@ -222,9 +223,9 @@ def _list_hardware(as_json: bool) -> None:
 def title(source: str) -> str:
     """How a source is called: a file or directory by its own name, a config.json by its directory's."""
     path = Path(source)
-    if path.name == "config.json":
-        return path.absolute().parent.name
-    return path.name or path.absolute().name
+    name = path.absolute().parent.name if path.name == "config.json" else path.name or path.absolute().name
+    shown = "".join(sign if sign.isprintable() else "?" for sign in name)
+    return shown if len(shown) <= LONGEST_NAME else f"{shown[: LONGEST_NAME - 1]}…"
 
 
 # ---------------------------------------------------------------------------------------- what is typed
@@ -242,6 +243,10 @@ def _device(gpu: str | None, bandwidth: str | None, flops: str | None, memory: s
     from cutaway.size import custom
     from cutaway.size.units import parse_bytes, parse_rate
 
+    if "op" in bandwidth.lower() or "b/s" in flops.lower():
+        raise InputError(
+            "--bandwidth is bytes a second, as in 3.35TB/s, and --flops operations, as in 989TFLOPS; swap them"
+        )
     rates = _read(parse_rate, bandwidth, "--bandwidth"), _read(parse_rate, flops, "--flops")
     return custom(bandwidth=rates[0] or 0, flops=rates[1] or 0, memory=_read(parse_bytes, memory, "--memory"))
 

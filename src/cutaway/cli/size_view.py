@@ -12,7 +12,7 @@ from cutaway.cli.presets import short
 from cutaway.size.plot import DOING, GIB, group, si
 
 Data = dict[str, Any]
-WIDEST = 100
+NARROWEST, WIDEST = 76, 100
 SIGNS = "█▓▒░"
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red", "white")
 
@@ -33,7 +33,7 @@ def figure(value: float) -> str:
 
 def console() -> Console:
     found = Console(highlight=False)
-    found.width = min(found.width, WIDEST)
+    found.width = max(NARROWEST, min(found.width, WIDEST))  # rather wrapped by the terminal than cut short
     return found
 
 
@@ -41,7 +41,7 @@ def grid(sides: str, headers: Sequence[str] = (), *, gap: int = 2) -> Table:
     """A table without lines; `sides` says of each column whether it leans left (l) or right (r)."""
     table = Table(box=None, pad_edge=False, show_header=bool(headers), header_style="dim", padding=(0, gap, 0, 0))
     for side, name in zip(sides, headers or sides, strict=True):
-        table.add_column(name, justify="right" if side == "r" else "left", no_wrap=True)
+        table.add_column(Text(name), justify="right" if side == "r" else "left", no_wrap=True)
     return table
 
 

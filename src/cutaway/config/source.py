@@ -29,8 +29,10 @@ def config(source: Config | Mapping[str, Any] | str | Path) -> Config:
         return _understood(_read(path))
     if is_directory(path):
         return _understood(_read(_described_by(path)))
-    from cutaway.config.presets import preset
+    from cutaway.config.presets import PRESETS, preset
 
+    if str(source) not in PRESETS and is_file(path):
+        raise ConfigError(f"'{source}' is no configuration; give a .toml or .json file, or a model's directory")
     return preset(str(source))
 
 
@@ -56,6 +58,13 @@ def is_directory(path: Path) -> bool:
     try:
         return path.is_dir()
     except (OSError, ValueError):  # a name that no file could have
+        return False
+
+
+def is_file(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
         return False
 
 

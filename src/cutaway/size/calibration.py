@@ -26,15 +26,19 @@ class Calibration:
     flops: dict[str, float]
     shares: dict[str, float]
     model: str
-    """What the shares were measured with."""
+    dtype: str
+    """What the shares were measured with, and in."""
     date: str
 
 
 def where() -> Path:
     """In the user's cache, or where CUTAWAY_CACHE points."""
     given = os.environ.get("CUTAWAY_CACHE")
-    cache = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cutaway"
-    return cache / "bench.json"
+    cache = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "cutaway"
+    try:
+        return cache.expanduser() / "bench.json"
+    except RuntimeError:  # a user without a home, as in many containers, has measured nothing
+        return cache / "bench.json"
 
 
 def record(measured: Calibration) -> Path:
@@ -53,10 +57,10 @@ def recorded() -> Calibration | None:
         data = json.loads(where().read_text(encoding="utf-8"))
         measured = Calibration(**data)
         rates = [measured.bandwidth, measured.memory, *measured.flops.values(), *measured.shares.values()]
-        sound = all(isinstance(rate, int | float) and 0 < rate < 1e30 for rate in rates)
+        sound = all(isinstance(rate, int | float) and 1e-9 < rate < 1e30 for rate in rates)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         sound = False
     if not sound:
         raise InputError(f"'{where()}' is damaged; run `cutaway bench` again, or delete it")
@@ -80,17 +84,20 @@ def here() -> Hardware:
     )
 
 
-def efficiency_of(work: str, device: Hardware) -> Efficiency:
-    """The range for a kind of work: as measured, within a third, where this is the device that was; else in general."""
+def efficiency_of(work: str, device: Hardware, dtype: str) -> Efficiency:
+    """The range for a kind of work: as measured, within a third, on the device and in the dtype that was; else in
+    general."""
     try:
         measured = recorded()
     except InputError:  # a damaged file; asking for this machine by name has said so
         measured = None
-    if measured is None or device.name not in (HERE, measured.hardware) or work not in measured.shares:
+    if measured is None or device.name not in (HERE, measured.hardware):
+        return EFFICIENCY[work]
+    if dtype != measured.dtype or work not in measured.shares:
         return EFFICIENCY[work]
     share = measured.shares[work]
     if device.name != HERE:  # shares are of the machine's own limits, and this bound is of the published ones
         limits = {"decode": measured.bandwidth / device.bandwidth}
-        share *= limits.get(work, measured.flops.get("bf16", device.rate("bf16")) / device.rate("bf16"))
-    said = f"measured on this machine with {measured.model}, {measured.date}, give or take a third"
+        share *= limits.get(work, measured.flops.get(dtype, device.rate(dtype)) / device.rate(dtype))
+    said = f"measured on this machine with {measured.model} in {dtype}, {measured.date}, give or take a third"
     return Efficiency(min(0.99, share * 4 / 3), share * 2 / 3, said)

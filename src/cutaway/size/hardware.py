@@ -1,13 +1,16 @@
 """What devices can do at most: published dense peaks and capacities, read from `hardware.toml` beside this file."""
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from numbers import Real
 from pathlib import Path
 
 from cutaway.errors import InputError
+
+SMALLEST, LARGEST = 1, 1e30
+"""Bytes, and rates a second, between which every answer is finite."""
 
 KINDS = ("data-centre", "workstation", "consumer", "apple", "cpu")
 
@@ -50,6 +53,14 @@ class Hardware:
     note: str = ""
     aliases: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        figures = {"bandwidth": self.bandwidth, **{f"flops in {dtype}": rate for dtype, rate in self.flops.items()}}
+        figures |= {} if self.memory is None else {"memory": self.memory}
+        for what, value in figures.items():
+            real = isinstance(value, Real) and not isinstance(value, bool)
+            if not (real and SMALLEST <= value <= LARGEST):
+                raise InputError(f"{what} is {value!r}, which no device has: give a plain number from 1 to 1e30")
+
     def computes_in(self, dtype: str) -> str:
         """The dtype whose rate stands for products in this one: bf16 for int8 weights, fp16 on a T4, and so on."""
         if dtype not in COMPUTED_IN:
@@ -86,9 +97,6 @@ def known() -> tuple[Hardware, ...]:
 
 def custom(*, bandwidth: float, flops: float, dtype: str | None = None, memory: float | None = None) -> Hardware:
     """A device from figures that you measured or read. Without a dtype, `flops` holds for all of them."""
-    for what, value in (("bandwidth", bandwidth), ("flops", flops), ("memory", memory)):
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise InputError(f"{what} is {value}, which no device has: give a finite number above 0")
     if dtype is not None and dtype not in COMPUTED_IN:
         raise InputError(f"flops are given for {dtype!r}, which is not known: choose one of {', '.join(COMPUTED_IN)}")
     given = COMPUTED_IN if dtype is None else (dtype,)

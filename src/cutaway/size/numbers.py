@@ -65,7 +65,7 @@ NUMBERS = {
 
 def numbers(name: str) -> Numbers:
     """The choice of this name."""
-    if name not in NUMBERS:
+    if not isinstance(name, str) or name not in NUMBERS:
         raise InputError(f"dtype {name!r} is not known; choose one of {', '.join(NUMBERS)}")
     return NUMBERS[name]
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # matplotlib takes longer to load than every answer, and is l
 
 SUFFIXES = (".svg", ".png", ".pdf")
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKS = ("-", "-x", "-^", "-s")
+"""Lines, and what tells those of the same colour apart."""
 PARTS = {
     "weights": "#0072B2",
     "weights in bf16": "#56B4E9",
@@ -99,20 +101,21 @@ def draw_memory(axes: "Axes", sizes: Sequence[Named]) -> None:
 
     answers = [(name, each) for name, several in sizes for each in several]
     stacks = [grouped(each.memory.parts) for _, each in answers]
-    widest = max(each.memory.total for _, each in answers)
+    device = answers[0][1].question.hardware
+    room = int(device.memory) if device is not None and device.memory is not None else 0
+    widest = max(room, *(each.memory.total for _, each in answers))
     for row, (_, each) in enumerate(answers):
         start = 0.0
         for part, size in stacks[row].items():
             axes.barh(row, size / 1e9, left=start, height=0.62, color=PARTS[part])
             start += size / 1e9
-        axes.text(start + widest / 1e11, row, si(each.memory.total, "B"), va="center", color=INK)
-    device = answers[0][1].question.hardware
+        over: Any = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        axes.text(start + widest / 1e11, row, si(each.memory.total, "B"), va="center", color=INK, bbox=over, zorder=3)
     if device is not None and device.memory is not None:
         axes.axvline(device.memory / 1e9, color=INK, linewidth=1, linestyle="--")
         side = "right" if device.memory > 0.6 * widest else "left"
         text = f" {device.memory / GIB:,.4g} GiB of {device.title} "
         axes.text(device.memory / 1e9, -0.62, text, ha=side, va="center", fontsize=8, color=INK)
-        widest = max(widest, int(device.memory))
     axes.set_xlim(0, 1.14 * widest / 1e9)
     axes.set_ylim(len(answers) - 0.5, -0.85)
     axes.set_yticks(range(len(answers)), [f"{name} {DOING[each.question.mode]}" for name, each in answers])
@@ -148,7 +151,8 @@ def si(value: float, unit: str = "", digits: int = 4) -> str:
 
 def draw_batch(axes: "Axes", sizes: Sequence[Named]) -> None:
     """Tokens a second at most, against the batch; dotted where the device's memory is full."""
-    for (name, answers), colour in zip(sizes, cycle(LINES), strict=False):
+    for index, ((name, answers), colour) in enumerate(zip(sizes, cycle(LINES), strict=False)):
+        mark = MARKS[index // len(LINES) % len(MARKS)]
         answer = answers[0]
         devices = answer.replicas
         turn = answer.turning_batch if answer.question.mode == "infer" else None
@@ -158,17 +162,19 @@ def draw_batch(axes: "Axes", sizes: Sequence[Named]) -> None:
         points = [asked(answer, batch=batch) for batch in batches]
         most, slow, fast = zip(*(rate(point.time) for point in points), strict=True)
         full = sum(point.fits is not False for point in points)
-        axes.plot(batches[:full], most[:full], color=colour, label=name)
+        axes.plot(batches[:full], most[:full], mark, color=colour, label=name, markersize=3)
         axes.plot(batches[max(0, full - 1) :], most[max(0, full - 1) :], ":", color=colour)
         if len(sizes) == 1:
             axes.fill_between(batches, slow, fast, color=colour, alpha=0.15, linewidth=0)
         if turn is not None:
             there = turn * devices, most[batches.index(turn * devices)]
             axes.plot(*there, "o", color=colour, markersize=4)
-            place: dict[str, Any] = {"xytext": (5, -13), "textcoords": "offset points"}
+            place: dict[str, Any] = {"xytext": (-8, 0), "textcoords": "offset points", "ha": "right"}
             axes.annotate(f"compute binds from {there[0]:,} on", there, fontsize=8, color=INK, **place)
     first = sizes[0][1][0].question
-    doing = "training" if first.mode == "train" else "reading" if isinstance(first.config, Encoder) else "decoding"
+    reads = {isinstance(answers[0].question.config, Encoder) for _, answers in sizes}
+    serving = "serving" if len(reads) > 1 else "reading" if True in reads else "decoding"
+    doing = "training" if first.mode == "train" else serving
     axes.set_title(f"Tokens a second when {doing}, at most")
     finish(axes, "sequences at once (dotted: more than memory holds)", "tokens a second", legend=len(sizes) > 1)
 
@@ -204,7 +210,9 @@ def draw_context(axes: "Axes", sizes: Sequence[Named]) -> None:
 def contexts_of(answer: Size) -> list[int]:
     """From a paragraph to the longest that the model is made for, or is asked about."""
     longest = max(answer.question.context, answer.question.config.context or 0)
-    return sorted({length for power in range(7, 24) if (length := 2**power) < longest} | {longest})
+    shortest = 7 if longest > 128 else 0  # a line needs two points
+    between = {length for power in range(shortest, 24) if (length := 2**power) < longest}
+    return sorted(between | {longest, max(2, longest)})
 
 
 def asked(answer: Size, **change: Any) -> Size:
@@ -231,7 +239,7 @@ def finish(axes: "Axes", along: str, up: str, *, legend: bool) -> None:
     axes.set_yscale("log")
     first, last = (round(end).bit_length() - 1 for end in axes.dataLim.intervalx)
     ticks = [2**power for power in range(first, last + 1, 1 + (last - first) // 7)]
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_xticks(ticks, [f"{tick:,}" if last < 24 else si(tick, digits=3).replace(" ", "") for tick in ticks])
     low, high = axes.get_ylim()
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 60 * low else (1,)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from cutaway.config import config as read_config
 from cutaway.config.transformer import Config
@@ -51,7 +52,7 @@ class Question:
             getattr(stack.embedding.position, "length", None) or getattr(stack.embedding.position, "table", None)
             for stack in self.config.stacks.values()
         ]
-        longest = max(self.context, self.source)
+        longest = max(self.context, self.source if len(self.config.stacks) == 2 else 0)
         rows = min((limit for limit in limits if limit is not None), default=longest)
         if longest > rows:
             return f"its table of positions ends at {rows:,}"
@@ -62,6 +63,11 @@ class Question:
 def device_called(name: str) -> Hardware:
     """A device of the table, or with 'here' this machine as `cutaway bench` measured it."""
     return here() if name.strip().lower() == HERE else known_hardware(name)
+
+
+def is_count(value: Any) -> bool:
+    """A whole number of any library's, 1 or more."""
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool) and 1 <= index(value) < 10**15
 
 
 def ask(
@@ -89,26 +95,31 @@ def ask(
         ("checkpointing", checkpointing, RECOMPUTE),
         ("kernel", kernel, KERNELS),
         ("optimizer", optimizer, OPTIMIZERS),
-        ("kv_dtype", kv_dtype or "bf16", CACHED),
+        ("kv_dtype", "bf16" if kv_dtype is None else kv_dtype, CACHED),
     ):
-        if given not in choices:
+        if not (isinstance(given, str) and given in choices):
             raise InputError(f"{what} {given!r} is not known; choose one of {', '.join(choices)}")
     counts = {"batch": batch, "context": context, "source_length": source_length, "gpus": gpus, "tokens": tokens}
     for what, given_count in counts.items():
-        whole = isinstance(given_count, int) and not isinstance(given_count, bool)
-        if given_count is not None and not (whole and 1 <= given_count < 10**15):
-            raise InputError(f"{what} is {given_count!r}; give a whole number, 1 or more")
+        open_ = given_count is None and what not in ("batch", "gpus")
+        if not (open_ or is_count(given_count)):
+            raise InputError(f"{what} is {given_count!r}; give a whole number, 1 or more and below 10¹⁵")
+    batch, gpus = index(batch), index(gpus)
+    if hardware is not None and not isinstance(hardware, str | Hardware):
+        raise InputError(f"hardware is {hardware!r}; give a device's name, 'here', or one made with size.custom(…)")
+    if price is not None and hardware is None:
+        raise InputError("a price is of a device's hours, and no device is given; name one, as in --gpu h100")
     if price is not None and not (isinstance(price, int | float) and 0 <= price < 1e12):
         raise InputError(f"price is {price!r}; give what one device costs an hour, 0 or more")
     check_way(parallel, gpus, batch)
-    length = context or min(config.context or UNKNOWN, UNASKED)
+    length = index(context) if context else min(config.context or UNKNOWN, UNASKED)
     chosen = numbers(dtype or ("mixed" if mode == "train" else "bf16"))
     return Question(
         config=config,
         mode=mode,
         batch=batch,
         context=length,
-        source=source_length or length,
+        source=index(source_length) if source_length else length,
         dtype=chosen,
         kv_dtype=kv_dtype or ("fp32" if chosen.name == "fp32" else "bf16"),
         optimizer=optimizer,
@@ -117,6 +128,6 @@ def ask(
         hardware=device_called(hardware) if isinstance(hardware, str) else hardware,
         gpus=gpus,
         parallel=parallel,
-        tokens=tokens,
+        tokens=None if tokens is None else index(tokens),
         price=price,
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from cutaway.size.question import RECOMPUTE, Question, ask
 from cutaway.size.roofline import Bound, Work, bound, decode_work, prefill_work, train_work, turning_batch
 from cutaway.size.tensors import Stored, stored
 from cutaway.size.walk import Pass, Setting, read, train
+
+read_once = lru_cache(maxsize=32)(read)
+"""Questions that differ in batch or device share these."""
 
 
 class Size:
@@ -80,13 +83,13 @@ class Size:
     @cached_property
     def reading(self) -> Pass:
         """A sequence of `context` tokens, read at once, on one device."""
-        return read(self.share, 1, self.question.context, self.setting(), source=self.question.source)
+        return read_once(self.share, 1, self.question.context, self.setting(), source=self.question.source)
 
     @cached_property
     def decoding(self) -> Pass:
         """The token that makes a sequence `context` long, on one device."""
         past = self.question.context - 1
-        return read(self.share, 1, 1, self.setting(), source=self.question.source, past=past, source_read=True)
+        return read_once(self.share, 1, 1, self.setting(), source=self.question.source, past=past, source_read=True)
 
     @cached_property
     def step(self) -> Pass:
@@ -194,7 +197,7 @@ class Size:
             launches=self.reading.steps,
             devices=self.replicas,
         )
-        return bound(work, asked.hardware, asked.dtype, efficiency_of(work.name, asked.hardware))
+        return bound(work, asked.hardware, asked.dtype, efficiency_of(work.name, asked.hardware, asked.dtype.name))
 
     def decode_work(self, batch: int) -> Work:
         """A step of decoding for so many sequences on one device."""
@@ -214,7 +217,7 @@ class Size:
         asked = self.question
         if asked.hardware is None or isinstance(asked.config, Encoder):
             return None
-        efficiency = efficiency_of("decode", asked.hardware)
+        efficiency = efficiency_of("decode", asked.hardware, asked.dtype.name)
         return bound(self.decode_work(self.batch), asked.hardware, asked.dtype, efficiency)
 
     @cached_property
@@ -237,7 +240,7 @@ class Size:
             launches=self.step.steps,
             devices=self.replicas,
         )
-        return bound(work, asked.hardware, asked.dtype, efficiency_of(work.name, asked.hardware))
+        return bound(work, asked.hardware, asked.dtype, efficiency_of(work.name, asked.hardware, asked.dtype.name))
 
     @property
     def time(self) -> Bound | None:
