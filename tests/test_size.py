@@ -399,3 +399,15 @@ def test_torch_is_never_imported() -> None:
         "assert not {'torch', 'numpy', 'rich', 'matplotlib'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_two_tables_of_relative_biases_are_two() -> None:
+    """Layers share a table only where their method is the same; other windows look into the same one."""
+    model = config("tiny-t5")
+    block = model.encoder.block[0]
+    other = block.replace(attention=block.attention.replace(position=block.attention.position.replace(buckets=8)))
+    narrow = block.replace(attention=block.attention.replace(window=4))
+    mixed = model.replace(encoder=model.encoder.replace(block=(block, other, narrow), layers=6))
+    assert sum(each.elements for each in tensors(mixed) if each.parameter) == count(mixed).total
+    biases = [each for each in tensors(mixed) if each.name.startswith("encoder") and each.name.endswith("bias table")]
+    assert len(biases) == 2

@@ -42,10 +42,6 @@ def dropout(tape: Tape, x: Tensor, rate: float) -> Tensor:
     return tape.op(x.shape, x.dtype, [x], beside=x.elements * (1 if tape.setting.device == "cuda" else x.dtype))
 
 
-def copy(tape: Tape, x: Tensor) -> Tensor:
-    return tape.op(x.shape, x.dtype, [x])
-
-
 def add(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
     return tape.op(a.shape, max(a.dtype, b.dtype), [a, b], passes=a.dtype == b.dtype)
 

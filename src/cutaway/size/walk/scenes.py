@@ -48,6 +48,7 @@ class Scenes:
         self.length, self.past, self.cached, self.source_read = length, past, cached, source_read
         self.angles: dict[Any, Angles] = {}
         self.views: dict[Any, View] = {}
+        self.tables: dict[Any, int] = {}
         self.blocks = tower.blocks
         tape.part = "positions and masks"
         for each in self.blocks:
@@ -98,7 +99,8 @@ class Scenes:
             return view
         view.mask = tape.new((1, 1, self.length, keys), 1)
         if biased is not None:
-            bias = self.bias(biased, attention.heads, keys, (self.tower_name, own))
+            table = self.tables.setdefault((biased, attention.heads, own), index)  # by the first layer that uses it
+            bias = self.bias(biased, attention.heads, keys, (self.tower_name, table))
             if kernel == "sdpa":
                 view.mask = tape.op(bias.shape, bias.dtype, [bias], saves=[tape.new(view.mask.shape, 1)])
             else:

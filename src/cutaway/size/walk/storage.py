@@ -56,7 +56,7 @@ class Storage:
 class Node:
     """One step of the way back: where gradients go, and what was kept to compute them."""
 
-    __slots__ = ("back", "extra", "frame", "grad", "inputs", "passes", "saved", "size", "weights")
+    __slots__ = ("back", "frame", "grad", "inputs", "passes", "saved", "size", "weights")
 
     def __init__(self, size: int, inputs: "Iterable[Tensor]", *, passes: bool = False) -> None:
         self.size = size
@@ -67,7 +67,6 @@ class Node:
         self.frame: Frame | None = None
         self.weights: list[Weight] = []
         self.back: list[Product] = []
-        self.extra = 0
         self.grad: Storage | None = None
 
 

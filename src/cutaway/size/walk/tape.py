@@ -99,9 +99,6 @@ class Tape:
         """Memory that needs no gradient: masks, angles, tokens."""
         return Tensor(shape, dtype, Storage(self.meter, prod(shape) * dtype, part or self.part), None)
 
-    def leaf(self, x: Tensor) -> Tensor:
-        return Tensor(x.shape, x.dtype, x.storage, Node(x.bytes, ()))
-
     def op(
         self,
         shape: Shape,
