@@ -256,6 +256,15 @@ def test_checkpointing_trades_memory_for_products() -> None:
     assert explicit.memory.total > sizes[0].memory.total + 16 * 32 * 8192**2 * 4
 
 
+def test_the_choices_are_what_each_would_take() -> None:
+    size = ct.size("llama-3.2-1b", mode="train", context=1024)
+    told = size.to_dict()["memory"]["train"]["choices"]
+    for mode in ("none", "selective", "full"):
+        for kernel in ("auto", "explicit"):
+            asked = ct.size("llama-3.2-1b", mode="train", context=1024, checkpointing=mode, kernel=kernel)
+            assert told[mode][kernel]["total"] == asked.memory.total
+
+
 @pytest.mark.parametrize("name", ["llama-3-8b", "mixtral-8x7b", "deepseek-v3", "t5-base", "gpt2"])
 def test_tensor_shares_add_up(name: str) -> None:
     """Two devices hold every matrix once; norms, routers, latents and biases after a split product are held twice."""

@@ -177,6 +177,13 @@ def memory(told: Data, mode: str, width: int) -> list[RenderableType]:
     rows: list[RenderableType] = [head, stacked(named, "B", width, room=room or 0)]
     if mode == "infer" and told.get("kv_cache"):
         rows.append(under(cache(told["kv_cache"], width - 2)))
+    if "choices" in of:
+        kernels = [f"in all, {kernel} attention" for kernel in of["choices"]["none"]]
+        table = grid("lr" + "r" * len(kernels), ("recompute", "activations", *kernels))
+        for how, choice in of["choices"].items():
+            totals = [si(each["total"], "B") for each in choice.values()]
+            table.add_row(how, si(next(iter(choice.values()))["activations"], "B"), *totals)
+        rows.append(under(table))
     if room is not None:
         fits = told["fits"][mode]
         verdict = ("fits ", "bold green") if fits else ("does not fit ", "bold red")

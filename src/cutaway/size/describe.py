@@ -1,6 +1,6 @@
 """An answer as plain data: what `--json` prints."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +9,7 @@ from cutaway.size.cache import KVCache
 from cutaway.size.flops import Flops
 from cutaway.size.memory import Memory
 from cutaway.size.params import LayerParams, Params
+from cutaway.size.question import RECOMPUTE
 from cutaway.size.roofline import Bound
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ def describe(size: "Size", *others: "Size") -> dict[str, Any]:
         answer["hardware"] = asdict(size.question.hardware)
         answer["fits"] = {each.question.mode: each.fits for each in every}
         answer["time"] = {each.question.mode: times(each) for each in every}
+    if size.question.mode == "train" and not others:  # asked for by itself: the choices that there are beside it
+        answer["memory"]["train"]["choices"] = choices(size)
     for each in every:
         if each.question.mode == "train":
             answer["budget"] = {name: value for name, value in asdict(each.budget).items() if value is not None}
@@ -112,6 +115,18 @@ def flops(of: Flops, rule: str, by_rule: int) -> dict[str, Any]:
 
 def memory(of: Memory) -> dict[str, Any]:
     return {"total": of.total, "fullest": of.fullest, "parts": of.parts, "whole": of.whole}
+
+
+def choices(size: "Size") -> dict[str, Any]:
+    """What a step would take with each recompute mode: with the kernel as asked, and with explicit attention."""
+    asked, told = size.question, {}
+    for mode in RECOMPUTE:
+        kernels = dict.fromkeys((asked.kernel, "explicit"))
+        steps = {each: type(size)(replace(asked, checkpointing=mode, kernel=each)).training for each in kernels}
+        told[mode] = {
+            kernel: {"activations": of.whole["activations"], "total": of.total} for kernel, of in steps.items()
+        }
+    return told
 
 
 def kv_cache(cache: KVCache) -> dict[str, Any]:
