@@ -78,3 +78,20 @@ def test_rates_that_no_machine_has_are_damage() -> None:
     path.write_text(json.dumps(asdict(known()) | {"bandwidth": -1}))
     with pytest.raises(InputError, match="damaged"):
         ct.size("gpt2", hardware="here")
+
+
+@pytest.mark.parametrize(("how", "says"), [({"model": "t5-small"}, "decoder"), ({"device": "meta"}, "cpu or cuda")])
+def test_what_cannot_be_measured_is_said_before_measuring(how: dict[str, str], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        measure(progress=lambda what: pytest.fail(f"{what} was measured"), **how)
+
+
+def test_a_user_without_a_home_has_measured_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUTAWAY_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def homeless(self: Path) -> Path:
+        raise RuntimeError("could not determine home directory")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    assert ct.size("gpt2", hardware="h100").decode_time is not None

@@ -1,6 +1,7 @@
 """`cutaway size` as a person and as a machine use it."""
 
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -316,3 +317,21 @@ def test_mistakes_get_one_sentence_and_exit_code_two(run: Run, arguments: list[s
 
 def test_help_has_examples(run: Run) -> None:
     assert run("--help").count("Example: cutaway size") == 4
+
+
+def test_rates_that_were_swapped_are_noticed(run: Run) -> None:
+    assert "swap" in run("gpt2", "--bandwidth", "989TFLOPS", "--flops", "3.35TB/s", code=2)
+
+
+def test_a_terminal_without_signs_shows_others() -> None:
+    code = "import sys; sys.argv = ['cutaway', 'size', 'gpt2']; from cutaway.cli import main; main()"
+    plain = {"PYTHONIOENCODING": "ascii", "COLUMNS": "80"}
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=os.environ | plain).stdout
+    assert b"####" in shown
+    assert b"-6.4%" in shown
+    assert b"?" not in shown
+
+
+def test_a_file_that_is_no_configuration_is_called_so(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert "is no configuration" in run(str(tmp_path / "model.gguf"), code=2)

@@ -420,3 +420,48 @@ def test_two_tables_of_relative_biases_are_two() -> None:
     assert sum(each.elements for each in tensors(mixed) if each.parameter) == count(mixed).total
     biases = [each for each in tensors(mixed) if each.name.startswith("encoder") and each.name.endswith("bias table")]
     assert len(biases) == 2
+
+
+def test_a_prompt_needs_its_last_logits_only() -> None:
+    size = ct.size("gemma-3-270m", hardware="h100", context=2048)
+    assert size.prompt_flops.full["head"] * 2048 == size.forward_flops.full["head"]
+    encoder = ct.size("bert-base-mlm", hardware="h100")
+    assert encoder.prompt_flops == encoder.forward_flops
+
+
+def test_many_tokens_reach_many_experts() -> None:
+    """The bound is of one token's experts; what is expected, and where decoding turns, of those reached on average."""
+    one, many = (ct.size("mixtral-8x7b", hardware="h100", context=128, batch=batch) for batch in (1, 256))
+    assert one.decode_work(1).bytes == pytest.approx(one.decode_work(1).likely_bytes, rel=1e-6)
+    assert many.decode_work(256).likely_bytes > 2 * many.decode_work(256).bytes
+    assert many.turning_batch is not None
+    dense = ct.size("llama-3-8b", hardware="h100", context=128).turning_batch
+    assert dense is not None
+    assert many.turning_batch > 2 * dense
+
+
+def test_the_first_token_of_a_target_reads_no_source_again() -> None:
+    first, second = (ct.size("t5-base", context=context, source_length=512).decode_flops for context in (1, 2))
+    assert first is not None
+    assert second is not None
+    assert first.total < second.total
+
+
+@pytest.mark.parametrize("figure", [0, -1, float("nan"), float("inf"), 1e-300, "1TB/s", None, True])
+def test_a_device_has_figures_that_a_device_can_have(figure: Any) -> None:
+    for figures in ({"bandwidth": figure, "flops": 1e12}, {"bandwidth": 1e12, "flops": figure}):
+        with pytest.raises(InputError, match="no device has"):
+            ct.size.custom(**figures)
+
+
+def test_whole_numbers_of_other_libraries_are_whole_numbers() -> None:
+    import numpy as np
+
+    size = ct.size("gpt2", batch=np.int64(3), context=np.int32(100))
+    assert json.loads(json.dumps(size.to_dict()))["question"]["infer"]["batch"] == 3
+
+
+@pytest.mark.parametrize("question", [{"hardware": 5}, {"batch": None}, {"dtype": ["bf16"]}, {"price": 1.0}])
+def test_a_wrong_kind_of_answer_is_refused(question: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"give|choose|name"):
+        ct.size("gpt2", **question)
