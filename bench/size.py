@@ -72,11 +72,10 @@ def described(source: str) -> Config:
     return config.replace(decoder=config.stacks["decoder"].replace(layers=int(layers)))
 
 
-def training_loss(model: Any, config: Config, tokens: torch.Tensor) -> torch.Tensor:
+def logits_and_loss(model: Any, config: Config, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = tokens[:, :-1]
     logits = model(inputs, inputs) if config.form == "encoder-decoder" else model(inputs)
-    training_loss.logits = logits  # type: ignore[attr-defined]  # held to the end, as most training loops do
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    return logits, F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def trainer(question: dict[str, Any], *, compiled: bool = False) -> tuple[Size, Callable[[], None]]:
@@ -92,11 +91,10 @@ def trainer(question: dict[str, Any], *, compiled: bool = False) -> tuple[Size, 
 
     def step() -> None:
         with torch.autocast("cuda", torch.bfloat16, enabled=question["dtype"] == "mixed"):
-            loss = training_loss(run, config, tokens)
+            _logits, loss = logits_and_loss(run, config, tokens)  # held to the end, as most training loops do
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        del training_loss.logits  # type: ignore[attr-defined]
 
     return size, step
 
@@ -208,7 +206,7 @@ def serving_times(gpu: str) -> list[dict[str, Any]]:
         fresh()
         question = {"source": name, "batch": batch, "context": context, "dtype": "bf16"}
         size = ct.size(**question, hardware=gpu)
-        model = ct.build(name, device="cuda", dtype=torch.bfloat16, seed=0)
+        model: Any = ct.build(name, device="cuda", dtype=torch.bfloat16, seed=0)
         prompt = torch.randint(0, size.question.config.vocab_size, (batch, context - 1), device="cuda")
         cache = model.new_cache(batch, context)
         for piece in prompt.split(256, dim=1):
@@ -219,7 +217,7 @@ def serving_times(gpu: str) -> list[dict[str, Any]]:
         rows.append(timed(what, question, size.decode_time, seconds(step), eager=not compiled))
         report(rows[-1])
         if batch == 1 and not compiled:
-            took = seconds(partial(model.hidden, prompt), 7)  # type: ignore[arg-type]
+            took = seconds(partial(model.hidden, prompt), 7)
             rows.append(timed("prefill", question, size.prefill_time, took, eager=True))
             report(rows[-1])
         del model, cache, step

@@ -59,18 +59,11 @@ def row(name: str, model: "Config") -> dict[str, str | int | None]:
     }
 
 
-def short(number: str | int | None) -> str:
-    """124439808 → 124.4M; --json gives every digit."""
-    value = float(number or 0)
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if value >= size:
-            return f"{value / size:.4g}{unit}"
-    return f"{value:.0f}"
-
-
 def show(rows: list[dict[str, str | int | None]]) -> None:
     from rich.console import Console
     from rich.table import Table
+
+    from cutaway.size.units import short
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("name", "form"):
@@ -85,8 +78,8 @@ def show(rows: list[dict[str, str | int | None]]) -> None:
             str(each["layers"]),
             str(each["width"]),
             str(heads) if groups in (None, heads) else f"{heads}/{groups}",
-            short(each["parameters"]),
-            "" if each["active"] == each["parameters"] else short(each["active"]),
+            short(int(each["parameters"] or 0)),
+            "" if each["active"] == each["parameters"] else short(int(each["active"] or 0)),
         )
     console = Console()
     console.print(table)

@@ -162,7 +162,8 @@ def _show_fit(name: str, found: "Fit") -> None:
     from rich.text import Text
 
     from cutaway.cli.size_view import console, grid, heading, under
-    from cutaway.size.plot import DOING, GIB, si
+    from cutaway.size.question import DOING
+    from cutaway.size.units import GIB, short, si
 
     asked, out = found.question, console()
     out.print(heading(name, f"in {si(found.budget, 'B')} ({found.budget / GIB:.4g} GiB) {DOING[asked.mode]}"))
@@ -183,7 +184,7 @@ def _show_fit(name: str, found: "Fit") -> None:
     table = grid("l" + "r" * len(heads), ["width\nheads", *(f"{width:,}\n{heads[width]}" for width in heads)], gap=1)
     for layers in sorted({layers for layers, _ in shapes}):
         row = [shapes.get((layers, width)) for width in heads]
-        counts = (si(each.parameters, digits=3).replace(" ", "").replace("G", "B") if each else "" for each in row)
+        counts = (short(each.parameters, 3) if each else "" for each in row)
         marks = ({True: " ✓", False: " ✗"}[each.fits] if each else "" for each in row)
         table.add_row(f"{layers} layers", *map(str.__add__, counts, marks))
     out.print(heading("shapes of its kind", "by parameters; ✓ fits, ✗ does not"), under(table))
@@ -205,7 +206,7 @@ def _list_hardware(as_json: bool) -> None:
         sys.stdout.write(json.dumps([asdict(device) for device in known()], indent=2) + "\n")
         return
     from cutaway.cli.size_view import console, figure, grid
-    from cutaway.size.plot import GIB
+    from cutaway.size.units import GIB
 
     headers = ("name", "kind", "GiB", "GB/s", "fp32 TFLOPS", "16-bit TFLOPS", "year")
     table = grid("llrrrrr", headers)

@@ -8,8 +8,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from cutaway.cli.presets import short
-from cutaway.size.plot import DOING, GIB, group, si
+from cutaway.size.plot import group
+from cutaway.size.question import DOING
+from cutaway.size.units import GIB, short, si
 
 Data = dict[str, Any]
 NARROWEST, WIDEST = 76, 100

@@ -27,11 +27,11 @@ def config(source: Config | Mapping[str, Any] | str | Path) -> Config:
     path = Path(source)
     if path.suffix in (".toml", ".json"):
         return _understood(_read(path))
-    if is_directory(path):
+    if stands(path, Path.is_dir):
         return _understood(_read(_described_by(path)))
     from cutaway.config.presets import PRESETS, preset
 
-    if str(source) not in PRESETS and is_file(path):
+    if str(source) not in PRESETS and stands(path, Path.exists):
         raise ConfigError(f"'{source}' is no configuration; give a .toml or .json file, or a model's directory")
     return preset(str(source))
 
@@ -54,16 +54,10 @@ def _described_by(directory: Path) -> Path:
     raise ConfigError(f"'{directory}' has no config.json; give a model's directory, a file or a preset's name")
 
 
-def is_directory(path: Path) -> bool:
+def stands(path: Path, how: Callable[[Path], bool]) -> bool:
+    """Whether there is such a thing at `path`, which may be a name that no file could have."""
     try:
-        return path.is_dir()
-    except (OSError, ValueError):  # a name that no file could have
-        return False
-
-
-def is_file(path: Path) -> bool:
-    try:
-        return path.exists()
+        return how(path)
     except (OSError, ValueError):
         return False
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from cutaway.config.transformer import Encoder
 from cutaway.errors import InputError
+from cutaway.size.question import DOING
 from cutaway.size.roofline import Bound
 from cutaway.size.sizing import Size
+from cutaway.size.units import GIB, si
 
 if TYPE_CHECKING:  # matplotlib takes longer to load than every answer, and is loaded to draw
     from matplotlib.axes import Axes
@@ -33,8 +35,6 @@ WITHIN = {"gradients on the way": "gradients", "buckets to send": "gradients", "
 WITHIN |= {"logits": "logits and loss", "loss": "logits and loss", "workspace": "other"}
 """Parts that are drawn as one with others; what is not named here or above is an activation."""
 INK = "#333333"
-GIB = 2**30
-DOING = {"infer": "to serve", "train": "to train"}
 STYLE: Any = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "cutaway",  # the same question draws the same file
@@ -136,14 +136,6 @@ def grouped(parts: Mapping[str, int]) -> dict[str, int]:
 
 def group(part: str) -> str:
     return WITHIN.get(part, part if part in PARTS else "activations")
-
-
-def si(value: float, unit: str = "", digits: int = 4) -> str:
-    """1.606e10 B → 16.06 GB."""
-    for prefix, scale in zip("YZEPTGMk", (10.0 ** (3 * power) for power in range(8, 0, -1)), strict=True):
-        if abs(value) >= scale:
-            return f"{value / scale:#.{digits}g}".rstrip(".") + f" {prefix}{unit}"
-    return f"{value:.{digits}g} {unit}"
 
 
 # ---------------------------------------------------------------------------------------- time

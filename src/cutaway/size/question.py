@@ -16,7 +16,8 @@ from cutaway.size.numbers import CACHED, Numbers, numbers
 from cutaway.size.optimizers import OPTIMIZERS
 from cutaway.size.parallel import check_way
 
-MODES = ("infer", "train")
+DOING = {"infer": "to serve", "train": "to train"}
+"""The modes, and what they are called."""
 RECOMPUTE = ("none", "selective", "full")
 KERNELS = ("auto", "sdpa", "explicit", "flex")
 UNASKED, UNKNOWN = 8192, 2048
@@ -91,7 +92,7 @@ def ask(
     """The question with everything that was left open filled in; refuses what has no answer."""
     config = read_config(source)
     for what, given, choices in (
-        ("mode", mode, MODES),
+        ("mode", mode, DOING),
         ("checkpointing", checkpointing, RECOMPUTE),
         ("kernel", kernel, KERNELS),
         ("optimizer", optimizer, OPTIMIZERS),

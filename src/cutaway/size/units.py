@@ -1,4 +1,4 @@
-"""Sizes, counts and rates as people write them."""
+"""Sizes, counts and rates as people write and read them."""
 
 import re
 from decimal import Decimal
@@ -9,6 +9,7 @@ from cutaway.errors import InputError
 N = TypeVar("N", int, float)
 
 POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+GIB = 2**30
 LARGEST = Decimal(10) ** 30
 """Far beyond any machine."""
 
@@ -70,3 +71,19 @@ def _above_zero(value: N, text: str | float, what: str, hint: str) -> N:
     if not value > 0:
         raise InputError(f"{text!r} is no {what}; {hint}")
     return value
+
+
+def si(value: float, unit: str = "", digits: int = 4) -> str:
+    """1.606e10 B → 16.06 GB."""
+    for prefix, scale in zip("YZEPTGMk", (10.0 ** (3 * power) for power in range(8, 0, -1)), strict=True):
+        if abs(value) >= scale:
+            return f"{value / scale:#.{digits}g}".rstrip(".") + f" {prefix}{unit}"
+    return f"{value:.{digits}g} {unit}"
+
+
+def short(count: float, digits: int = 4) -> str:
+    """124439808 → 124.4M, with B for 10⁹ as parameters are counted."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= size:
+            return f"{count / size:.{digits}g}{unit}"
+    return f"{count:.0f}"

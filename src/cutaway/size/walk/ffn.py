@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from cutaway.config.ffn import FFN, ClampedSwiGLU, DenseFFN, Mlp, Moe
+from cutaway.config.ffn import FFN, Activation, ClampedSwiGLU, DenseFFN, Mlp, Moe
 from cutaway.size.walk.pieces import activate, add, dropout
 from cutaway.size.walk.storage import Key, Tensor, Weight
 from cutaway.size.walk.tape import Tape
@@ -35,9 +35,9 @@ def dense(tape: Tape, x: Tensor, config: DenseFFN, key: Key, d_model: int, linea
     return linear(dropout(tape, hidden, config.dropout), d_model, (*key, "down"), config.bias)
 
 
-def gated(tape: Tape, activation: str, gate: Tensor, up: Tensor) -> Tensor:
+def gated(tape: Tape, activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
     """act(gate) · up."""
-    opened = activate(tape, gate, activation)  # type: ignore[arg-type]
+    opened = activate(tape, gate, activation)
     return tape.op(up.shape, up.dtype, [opened, up], saves=[opened, up])
 
 
