@@ -54,8 +54,9 @@ def test_cached_is_full(config: c.Config, dtype: torch.dtype, seed: int, cuts: s
         else [[0, LENGTH], [0, *sorted(cuts), LENGTH], list(range(LENGTH + 1))]
     )
     for borders in ways:
-        for fixed in (False, True):
-            cache = model.new_cache(3, LENGTH + 3)
+        widest = max(b - a for a, b in pairwise(borders))
+        for fixed, chunk in ((False, None), (True, None), (False, widest), (True, widest)):  # with a chunk: in rings
+            cache = model.new_cache(3, LENGTH + 3, chunk=chunk)
             cache.fixed = fixed
             pieces = [
                 logits(model, config, tokens[:, a:b], None if mask is None else mask[:, a:b], cache=cache)

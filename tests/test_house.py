@@ -14,9 +14,10 @@ MAY_IMPORT = {
     "model": {"config"},
     "text": set(),
     "families": {"config", "model", "text"},
+    "generate": {"config", "model", "text"},
     "lens": {"config", "size", "model"},
-    "bench": {"config", "size", "model"},
-    "cli": {"bench", "config", "size", "model", "families", "lens"},
+    "bench": {"config", "generate", "size", "model"},
+    "cli": {"bench", "config", "size", "model", "families", "generate", "lens"},
 }
 EVERYWHERE = {"errors", "callable_module"}
 
@@ -59,7 +60,7 @@ def code_lines(path: Path) -> int:
 
 def test_the_model_can_be_read_in_an_hour() -> None:
     counts = {path.name: code_lines(path) for path in (SOURCE / "model").glob("*.py")}
-    assert sum(counts.values()) <= 1650, counts
+    assert sum(counts.values()) <= 1720, counts
     for path in SOURCE.rglob("*.py"):
         assert len(path.read_text().splitlines()) <= 310, path
 

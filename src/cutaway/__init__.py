@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from cutaway.families.checkpoint import Checkpoint as Checkpoint
     from cutaway.families.load import load as load
     from cutaway.families.save import save as save
+    from cutaway.generate.texts import generate as generate
     from cutaway.model import Cache as Cache
     from cutaway.model import Transformer as Transformer
     from cutaway.model import build as build
@@ -36,6 +37,7 @@ __all__ = [
     "Transformer",
     "build",
     "config",
+    "generate",
     "load",
     "presets",
     "save",
@@ -44,7 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("config", "size"):  # rooms that can be called: cutaway.config(...)
+    if name in ("config", "generate", "size"):  # rooms that can be called: cutaway.config(...)
         return import_module(f"cutaway.{name}")
     if name == "__version__":
         from importlib.metadata import version  # takes longer than the rest of this file

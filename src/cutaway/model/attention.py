@@ -5,13 +5,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from cutaway.config import Cross, QKNorm
 from cutaway.config import Latent as LatentConfig
 from cutaway.config import MultiHead as MultiHeadConfig
-from cutaway.model.cache import CrossCache, LayerCache, Widths
+from cutaway.model.cache import CrossCache, LayerCache, Step, Widths
 from cutaway.model.kernels import make_kernel
 from cutaway.model.layers import Linear
 from cutaway.model.norms import make_norm
@@ -25,18 +25,15 @@ class Scene:
 
     plan: Any
     rotate: Rotation | None
-    cache: LayerCache | None
-    slot: Int[Tensor, "B T"] | None
-    span: int
+    cache: LayerCache | None = None
+    step: Step | None = None
     memory: Float[Tensor, "B S d"] | None = None
     cross_plan: Any = None
     cross_cache: CrossCache | None = None
 
     def remember(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values up to now: the new ones, behind those in the cache if there is one."""
-        if self.cache is None or self.slot is None:
-            return k, v
-        return self.cache.write(k, v, self.slot, self.span)
+        return (k, v) if self.cache is None or self.step is None else self.cache.write(k, v, self.step)
 
 
 class HeadNorm(nn.Module):

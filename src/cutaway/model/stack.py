@@ -14,7 +14,7 @@ from cutaway.config import Rope as RopeConfig
 from cutaway.config import Stack as StackConfig
 from cutaway.model.attention import Scene
 from cutaway.model.block import make_block
-from cutaway.model.cache import Cache, Widths
+from cutaway.model.cache import Cache, Step, Widths
 from cutaway.model.embedding import Embedding
 from cutaway.model.kernels import Kernel
 from cutaway.model.layers import Table
@@ -83,11 +83,10 @@ class Stack(nn.Module):
         memory: Float[Tensor, "B S d"] | None = None,
         memory_places: Places | None = None,
         cache: Cache | None = None,
-        keys: Places | None = None,
-        slot: Int[Tensor, "B T"] | None = None,
+        steps: dict[int, Step] | None = None,
     ) -> Float[Tensor, "B T d"]:
         x = self.embed(tokens, places, types)
-        scenes = self.scenes(places, keys or places, x.dtype, cache, slot)
+        scenes = self.scenes(places, x.dtype, cache, steps or {})
         if memory_places is not None:
             self.show_memory(scenes, memory, view_of_memory(places, memory_places), x.dtype, cache)
         mode = self.recompute if self.training else "none"
@@ -95,21 +94,21 @@ class Stack(nn.Module):
             x = run_block(mode, block, x, scene)
         return F.dropout(self.final_norm(x), self.final_dropout, self.training)
 
-    def scenes(
-        self, q: Places, k: Places, dtype: torch.dtype, cache: Cache | None, slot: Int[Tensor, "B T"] | None
-    ) -> list[Scene]:
+    def scenes(self, q: Places, dtype: torch.dtype, cache: Cache | None, steps: dict[int, Step]) -> list[Scene]:
         """What each layer is given. Rotations and plans are made once for all layers that can share them."""
         ropes = {name: module(q, dtype) for name, module in self.positions.items() if isinstance(module, Rope)}
         biases = {name: module for name, module in self.positions.items() if isinstance(module, ScoreBias)}
-        plans: dict[tuple[str | None, int | None, str], Any] = {}
+        plans: dict[tuple[str | None, int | None, str, int | None], Any] = {}
         scenes = []
         for layer, (position, window) in enumerate(zip(self.position_of, self.windows, strict=True)):
             kernel, bias = kernel_of(self.blocks[layer].attn), biases.get(position)
-            key = None if bias is None else position, window, kernel.name
+            kept = None if cache is None else cache.layers[layer]
+            step = None if kept is None else steps[kept.slots]
+            key = None if bias is None else position, window, kernel.name, None if kept is None else kept.slots
             if key not in plans:
-                plans[key] = kernel.prepare(view(q, k, is_causal=self.causal, window=window), bias, dtype)
-            layer_cache, span = (None, 0) if cache is None else (cache.layers[layer], cache.span)
-            scenes.append(Scene(plans[key], ropes.get(position), layer_cache, slot, span))
+                seen = view(q, q if step is None else step.keys, is_causal=self.causal, window=window)
+                plans[key] = kernel.prepare(seen, bias, dtype)
+            scenes.append(Scene(plans[key], ropes.get(position), kept, step))
         return scenes
 
     def show_memory(

@@ -52,14 +52,28 @@ class Transformer(nn.Module):
             stack.recompute = mode
         return self
 
-    def new_cache(self, batch: int, length: int, *, dtype: torch.dtype | None = None) -> Cache:
-        """An empty cache for `batch` rows of up to `length` tokens. Calls with a cache compute no gradients."""
-        inputs.check_size("batch", batch)
-        inputs.check_size("length", length)
+    def new_cache(
+        self, batch: int, length: int, *, dtype: torch.dtype | None = None, chunk: int | None = None
+    ) -> Cache:
+        """An empty cache for `batch` rows of up to `length` tokens. Calls with a cache compute no gradients.
+
+        With a `chunk`, sliding windows are kept in rings, and no call may bring more than `chunk` tokens.
+        """
+        for name, value in (("batch", batch), ("length", length), ("chunk", 1 if chunk is None else chunk)):
+            inputs.check_size(name, value)
         inputs.check_dtype(dtype)
         stack = self.stacks.get("decoder") or self.stacks["encoder"]
         cross = len(self.stacks) == 2
-        return Cache(stack.cache_widths, batch, length, cross=cross, device=self.device, dtype=dtype or self.dtype)
+        return Cache(
+            stack.cache_widths,
+            batch,
+            length,
+            windows=stack.windows,
+            cross=cross,
+            device=self.device,
+            dtype=dtype or self.dtype,
+            chunk=chunk,
+        )
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take these weights, named as in `state_dict()`; refuse what is missing, foreign, misshapen or not finite."""
@@ -137,14 +151,14 @@ class Transformer(nn.Module):
         inputs.check_cache(cache, stack.cache_widths, name, batch)
         if not stack.causal and cache.used:
             raise InputError("an encoder's tokens all see each other, so a text cannot be continued; pass it whole")
-        where, keys, slot, position = cache.place(length, mask)
+        where, steps = cache.place(length, mask)
         for turn in stack.turns:
             inputs.check_turn(cache, length, where.position, turn)
         if limit is not None:
             inputs.check_length(where.position, limit, name)
         with gradients_without(cache):
-            x = stack(tokens, where, types, cache=cache, keys=keys, slot=slot, **memory)
-        cache.commit(where, position, padded=mask is not None)
+            x = stack(tokens, where, types, cache=cache, steps=steps, **memory)
+        cache.commit(where, padded=mask is not None)
         return x, where
 
 

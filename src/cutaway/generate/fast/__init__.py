@@ -1,0 +1,1 @@
+"""Fast decoding: the same equations, computed by what each machine does best."""

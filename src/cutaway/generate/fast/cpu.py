@@ -1,0 +1,219 @@
+"""A decoder's matrix products on the CPU: the weights kept in the form that is read fastest for a few rows of x.
+
+Few rows read every weight for little arithmetic, so the bytes of the weights set the time: a quarter of them, a quarter of it.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cutaway.errors import InputError, WeightError
+
+LEAST = 1e-30
+"""The least step of a row that is rounded to integers: a row of zeros has none of its own."""
+TOP = 127
+"""Integers go from −127 to 127, so that a value and its negative are rounded alike."""
+
+
+class Product(nn.Module):
+    """y = x·Wᵀ + b by weights as they were when this was made; what is done to them afterwards is not seen.
+
+    The packed form belongs to this machine: it has no state_dict, and is not moved, cast or copied.
+    """
+
+    kind: ClassVar[str]
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        for tensor in (weight, bias):
+            if tensor is not None and tensor.device.type != "cpu":
+                raise InputError(f"the weights are on {tensor.device}; products for the CPU are made there: .to('cpu')")
+        self.d_out, self.d_in = weight.shape
+        with torch.no_grad():
+            # Plain attributes, not buffers: a model cast to half precision must not cast scales that fp32 needs.
+            self.bias = None if bias is None else self.pack_bias(bias.detach())
+            self.pack(weight.detach())
+
+    @classmethod
+    def of(cls, linear: nn.Module) -> "Product":
+        """The product that a matrix, or a token table read as one, stands for."""
+        return cls(linear.weight, getattr(linear, "bias", None))  # type: ignore[arg-type]
+
+    def pack(self, weight: Tensor) -> None:
+        raise NotImplementedError
+
+    def pack_bias(self, bias: Tensor) -> Tensor:
+        return bias
+
+    def product(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, d_in) → (…, d_out), in x's dtype."""
+        if x.shape[-1] != self.d_in:
+            raise InputError(f"x is {x.shape[-1]} wide and the matrix reads {self.d_in}; pass what it was made for")
+        return self.product(x)
+
+    def extra_repr(self) -> str:
+        return f"{self.d_in} → {self.d_out}, {self.kind}"
+
+
+class Whole(Product):
+    """The weights as they are: one row already reads them as fast as memory gives them, and nothing is held twice."""
+
+    kind = "fp32"
+
+    def pack(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def product(self, x: Tensor) -> Tensor:
+        y = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        return y.to(x.dtype)
+
+
+class Bf16(Product):
+    """Weights and x rounded to bfloat16, sums in fp32: half the bytes."""
+
+    kind = "bf16"
+
+    def pack(self, weight: Tensor) -> None:
+        weight = weight.bfloat16()
+        self.packed = torch.backends.mkldnn.is_available()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 1) if self.packed else weight
+
+    def pack_bias(self, bias: Tensor) -> Tensor:
+        return bias.bfloat16()
+
+    def product(self, x: Tensor) -> Tensor:
+        if self.packed:
+            y = packed_bf16(x.bfloat16(), self.weight, self.bias, self.d_out)
+        else:
+            y = F.linear(x.bfloat16(), self.weight, self.bias)
+        return y.to(x.dtype)
+
+
+class Int8(Product):
+    """Integers on both sides: each row of W and each row of x has its own step, the largest value over 127.
+
+    The sums are exact, so a row's result is the same alone and in a batch. |error| ≤ step_w/2·Σ|x| + step_x/2·Σ|W|,
+    with the rounded W.
+    """
+
+    kind = "int8"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, packed: bool | None = None) -> None:
+        # Without VNNI, oneDNN adds pairs of products in 16 bits, which 127·127·2 does not fit: then float sums are right.
+        can = torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
+        self.packed = can if packed is None else packed
+        super().__init__(weight, bias)
+
+    def pack(self, weight: Tensor) -> None:
+        integers, self.step = to_integers(weight)
+        self.origin = torch.zeros(self.d_out, dtype=torch.int32)
+        self.weight = torch.ops.onednn.qlinear_prepack(integers, None) if self.packed else integers
+
+    def pack_bias(self, bias: Tensor) -> Tensor:
+        return bias.float()
+
+    def product(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        step = wide.abs().amax(-1, keepdim=True).div(TOP).clamp(min=LEAST)
+        rows = wide.div(step).round().to(torch.int8)
+        if self.packed:
+            y = packed_int8(rows, self.weight, self.step, self.origin)
+        else:
+            y = F.linear(rows.float(), self.weight.float()) * self.step
+        y = y * step if self.bias is None else torch.addcmul(self.bias, y, step)
+        return y.to(x.dtype)
+
+
+class Int8Weights(Product):
+    """Integers for W alone, x as it is: half of `Int8`'s error, and as fast for one row in a compiled step.
+
+    Not compiled, or for more rows, W is first written out in fp32, which is right but slow.
+    """
+
+    kind = "int8-weights"
+
+    def pack(self, weight: Tensor) -> None:
+        self.weight, self.step = to_integers(weight)
+
+    def pack_bias(self, bias: Tensor) -> Tensor:
+        return bias.float()
+
+    def product(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        if torch.compiler.is_compiling() and wide.numel() == self.d_in:
+            # The compiler makes one loop of this, in which the integers are widened in registers.
+            y = (self.weight.float() * wide.reshape(1, -1)).sum(-1).view(*x.shape[:-1], self.d_out)
+        else:
+            y = F.linear(wide, self.weight.float())
+        y = y * self.step
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+KINDS: dict[str, type[Product]] = {each.kind: each for each in (Whole, Bf16, Int8, Int8Weights)}
+
+
+class Fused(nn.Module):
+    """Several matrices that read the same x, as one product, cut apart again."""
+
+    def __init__(self, product: Product, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.product, self.widths = product, list(widths)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.product(x).split(self.widths, -1)
+
+
+def fused(linears: Sequence[nn.Linear], kind: type[Product] = Whole) -> Fused:
+    """One product of matrices that read the same x: q, k and v, or gate and up."""
+    if not linears or len({linear.in_features for linear in linears}) > 1:
+        widths = ", ".join(str(linear.in_features) for linear in linears) or "none"
+        raise InputError(f"matrices to fuse must read the same x, and these read widths {widths}; fuse those that agree")
+    widths = [linear.out_features for linear in linears]
+    bias = None
+    if any(linear.bias is not None for linear in linears):
+        bias = torch.cat(
+            [linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
+        )
+    return Fused(kind(torch.cat([linear.weight for linear in linears]), bias), widths)
+
+
+def to_integers(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """W ≈ step · integers, a step for each row: |W − step · integers| ≤ step / 2."""
+    weight = weight.float()
+    largest = weight.abs().amax(-1)
+    if not torch.isfinite(largest).all():
+        raise WeightError("the weights hold NaN or infinite values, which have no integers; load them again or use 'fp32'")
+    step = largest.div(TOP).clamp(min=LEAST)
+    return weight.div(step.unsqueeze(-1)).round().clamp(-TOP, TOP).to(torch.int8), step
+
+
+# The packed forms are opaque to the compiler, so each product is an operator of its own: the step is still one graph.
+@torch.library.custom_op("cutaway::packed_bf16", mutates_args=())
+def packed_bf16(x: Tensor, weight: Tensor, bias: Tensor | None, d_out: int) -> Tensor:
+    """oneDNN's product of bfloat16 by weights in its own order."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+@packed_bf16.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, d_out: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], d_out)
+
+
+@torch.library.custom_op("cutaway::packed_int8", mutates_args=())
+def packed_int8(x: Tensor, weight: Tensor, step: Tensor, origin: Tensor) -> Tensor:
+    """oneDNN's exact sums of integers, times each weight row's step."""
+    return torch.ops.onednn.qlinear_pointwise(
+        x, 1.0, 0, weight, step, origin, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+
+
+@packed_int8.register_fake
+def _(x: Tensor, weight: Tensor, step: Tensor, origin: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(step), dtype=torch.float32)

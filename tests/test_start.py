@@ -1,0 +1,174 @@
+"""A checkpoint's settings for generation, read as transformers reads them; files with wrong types are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cutaway as ct
+from cutaway.errors import InputError
+from cutaway.generate.start import Start, read_start
+from cutaway.text import byte_tokenizer
+
+BART = {
+    "vocab_size": 40, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 1,
+    "decoder_attention_heads": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "max_position_embeddings": 30,
+}  # fmt: skip
+SUMMARIES: dict[str, Any] = {
+    "bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_bos_token_id": 0,
+    "forced_eos_token_id": 2, "no_repeat_ngram_size": 3, "num_beams": 4, "length_penalty": 2.0, "min_length": 5,
+    "max_length": 14, "early_stopping": True, "bad_words_ids": [[2], [1], [7, 8]], "suppress_tokens": [9],
+    "begin_suppress_tokens": [10, 11],
+}  # fmt: skip
+"""What published models for summaries and translation have."""
+
+
+def theirs_of(start: Start) -> dict[str, Any]:
+    """Our reading under the peer's names."""
+    return {
+        "bos_token_id": start.bos,
+        "eos_token_id": list(start.eos),
+        "decoder_start_token_id": start.decoder_start,
+        "forced_bos_token_id": start.forced_bos,
+        "forced_eos_token_id": list(start.forced_eos),
+        "no_repeat_ngram_size": start.no_repeat_ngram,
+        "num_beams": start.beams,
+        "length_penalty": start.length_penalty,
+        "early_stopping": start.early_stopping,
+        "min_length": start.min_length,
+        "max_length": start.max_length,
+        "suppress_tokens": list(start.suppressed),
+        "begin_suppress_tokens": list(start.suppressed_first),
+    }
+
+
+def check_peer(directory: Path) -> Start:
+    """Ours from a directory ≡ what the peer opens there."""
+    opened = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory).generation_config
+    checkpoint = ct.load(directory)
+    start = read_start(checkpoint.generation, checkpoint.theirs, checkpoint.tokenizer)
+    defaults = opened._get_default_generation_params() | {"max_length": None}
+    for key, mine in theirs_of(start).items():
+        value = getattr(opened, key)
+        value = defaults.get(key) if value is None else value
+        if isinstance(mine, list):
+            value = [] if value is None else value if isinstance(value, list) else [value]
+        assert mine == value, key
+    return start
+
+
+@pytest.mark.parametrize("place", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("left_out", [(), ("num_beams", "early_stopping", "forced_bos_token_id"), tuple(SUMMARIES)])
+def test_settings_are_those_that_the_peer_opens(place: str, left_out: tuple[str, ...], tmp_path: Path) -> None:
+    """In a file of their own, or in the model's as older ones have them."""
+    model = transformers.BartForConditionalGeneration(transformers.BartConfig(**BART))
+    model.save_pretrained(tmp_path)
+    said = {key: value for key, value in SUMMARIES.items() if key not in left_out}
+    config = json.loads((tmp_path / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in SUMMARIES}
+    if place == "config.json":
+        (tmp_path / "generation_config.json").unlink()
+        config |= said
+    else:
+        (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    start = check_peer(tmp_path)
+    if not left_out:
+        assert start.banned == ((1,), (7, 8))  # an end cannot be banned
+        assert start.pad == 1
+
+
+def test_an_older_name_for_a_forced_start() -> None:
+    old = {"force_bos_token_to_be_generated": True, "bos_token_id": 3}
+    assert read_start({}, old).forced_bos == 3
+    assert read_start({}, old | {"force_bos_token_to_be_generated": False}).forced_bos is None
+
+
+def test_ids_are_looked_up_until_they_are_found() -> None:
+    """In generation_config.json, in config.json, in the tokenizer; nothing else is taken from a second file."""
+    tokenizer = byte_tokenizer()
+    assert read_start({}, {}, None) == Start()
+    own = read_start({}, {}, tokenizer)
+    assert (own.eos, own.bos, own.pad) == ((tokenizer.eos_id,), tokenizer.bos_id, tokenizer.pad_id)
+    both = read_start({"temperature": 0.6}, {"eos_token_id": [5, 6], "num_beams": 4, "pad_token_id": -1}, None)
+    assert (both.eos, both.beams, both.pad) == ((5, 6), 1, 5)
+    assert read_start({"eos_token_id": 0}, {"eos_token_id": 5}, tokenizer).eos == (0,)
+    assert read_start({"bos_token_id": 4}, {}, None).decoder_start == 4
+    assert read_start({"bos_token_id": 4, "decoder_start_token_id": 0}, {}, None).decoder_start == 0
+    assert read_start({"bos_token_id": 4}, {"decoder_start_token_id": 7}, None).decoder_start == 7
+
+
+def test_lengths_with_the_prompt_and_without() -> None:
+    start = read_start({"max_length": 20, "min_length": 8}, {})
+    assert (start.most_new(5), start.least_new(5)) == (15, 3)
+    assert (start.most_new(30), start.least_new(30)) == (0, 0)
+    new = read_start({"max_length": 20, "min_length": 8, "max_new_tokens": 4, "min_new_tokens": 1}, {})
+    assert (new.most_new(5), new.least_new(5)) == (4, 1)
+    assert read_start({}, {}).most_new(5) is None
+
+
+WRONG: list[tuple[str, Any]] = [
+    ("eos_token_id", "2"),
+    ("eos_token_id", [2, "3"]),
+    ("eos_token_id", 2.0),
+    ("eos_token_id", True),
+    ("eos_token_id", [[2]]),
+    ("pad_token_id", {"a": 1}),
+    ("decoder_start_token_id", [2]),
+    ("decoder_start_token_id", -2),
+    ("forced_bos_token_id", "en"),
+    ("forced_eos_token_id", 1.5),
+    ("bad_words_ids", [1, 2]),
+    ("bad_words_ids", [[]]),
+    ("bad_words_ids", [[1], [-1]]),
+    ("bad_words_ids", "word"),
+    ("suppress_tokens", [None]),
+    ("no_repeat_ngram_size", -1),
+    ("no_repeat_ngram_size", 2.5),
+    ("num_beams", 0),
+    ("num_beams", "four"),
+    ("length_penalty", "2"),
+    ("length_penalty", float("nan")),
+    ("length_penalty", 10**400),
+    ("early_stopping", "always"),
+    ("early_stopping", 1),
+    ("min_length", -3),
+    ("max_length", 0),
+    ("max_new_tokens", []),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), WRONG)
+@pytest.mark.parametrize("older", [False, True])
+def test_a_wrong_type_is_said_with_its_file(key: str, value: Any, older: bool) -> None:
+    files: tuple[Any, Any] = ({}, {key: value}) if older else ({key: value}, {})
+    with pytest.raises(InputError, match=f"{'config.json' if older else 'generation_config.json'} has {key} = "):
+        read_start(*files)
+
+
+def test_what_is_no_object_is_said() -> None:
+    anything: Any = ["eos_token_id", 2]
+    with pytest.raises(InputError, match="must be a JSON object"):
+        read_start(anything, {})
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=5,
+)
+FILE = st.dictionaries(st.sampled_from([*SUMMARIES, "force_bos_token_to_be_generated", "max_new_tokens"]), ANYTHING)
+
+
+@given(FILE, FILE)
+def test_any_json_is_read_or_refused(generation: dict[str, Any], theirs: dict[str, Any]) -> None:
+    try:
+        start = read_start(generation, theirs)
+    except InputError:
+        return
+    assert all(token >= 0 for token in start.eos)
+    assert start.beams >= 1
