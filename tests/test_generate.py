@@ -1,18 +1,30 @@
 """What an engine answers is what the model says: token by token equal to the full pass, whoever else is there."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import LENGTH, SEEDS, configs, lively, tokens_for
 
 from cutaway import config as c
-from cutaway.generate import Engine, Generation, Plan, Settings, generate
+from cutaway.generate import Engine, Generation, Piece, Plan, Settings, generate
 from cutaway.model import Transformer, build
+from cutaway.text import Tokenizer, byte_tokenizer
 
 KINDS = ["full", "ring", "paged"]
+
+
+@dataclass
+class Source:
+    """A checkpoint as `generate` sees it."""
+
+    model: Transformer
+    generation: dict[str, Any] = field(default_factory=dict)
+    theirs: dict[str, Any] = field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
 
 
 def prompts_for(config: c.Config, seed: int, lengths: tuple[int, ...] = (1, 5, 3, 7)) -> list[list[int]]:
@@ -20,15 +32,24 @@ def prompts_for(config: c.Config, seed: int, lengths: tuple[int, ...] = (1, 5, 3
     return [tokens_for(config, 1, n, seed + n, which)[0].tolist() for n in lengths]
 
 
+@torch.no_grad()
 def said_by_full_pass(model: Any, prompt: list[int], answer: Generation) -> torch.Tensor:
-    """Log-probabilities of the answer's tokens in one pass over everything, without a cache."""
+    """Log-probabilities of all tokens at each place of the answer, in one pass over everything without a cache."""
     tokens = torch.tensor([answer.tokens])
     if "encoder" in model.stacks:
         target = torch.cat((torch.zeros(1, 1, dtype=torch.long), tokens), 1)
         logits = model(torch.tensor([prompt]), target)[:, :-1]
     else:
         logits = model(torch.tensor([prompt + answer.tokens]))[:, len(prompt) - 1 : -1]
-    return logits.float().log_softmax(-1).gather(-1, tokens.unsqueeze(-1))[0, :, 0]
+    return logits.float().log_softmax(-1)[0]
+
+
+def check_against(said: torch.Tensor, answer: Generation, *, greedy: bool) -> None:
+    """The log-probabilities told are those of the full pass; a greedy choice is its best."""
+    chosen = said.gather(-1, torch.tensor(answer.tokens)[:, None])[:, 0]
+    assert answer.logprobs == pytest.approx(chosen.tolist(), abs=2e-5)
+    if greedy:
+        assert chosen.tolist() == pytest.approx(said.amax(-1).tolist(), abs=2e-5)
 
 
 def engine_for(model: Transformer, prompts: list[list[int]], **how: Any) -> Engine:
@@ -36,34 +57,287 @@ def engine_for(model: Transformer, prompts: list[list[int]], **how: Any) -> Engi
     return Engine(Plan(model, **{"context": 2 * LENGTH, "decoder_start": 0, "source": longest, **how}))
 
 
+def answers_of(model: Transformer, prompts: list[list[int]], asked: list[Settings], **how: Any) -> list[Generation]:
+    """Each request with its number as seed."""
+    engine = engine_for(model, prompts, **how)
+    tickets = [engine.submit(prompt, own, seed=i) for i, (prompt, own) in enumerate(zip(prompts, asked, strict=True))]
+    engine.run()
+    assert not engine.busy
+    return [ticket.result() for ticket in tickets]
+
+
+def decoder(position: Any = None, **how: Any) -> c.Config:
+    """A small decoder with windows in one of its layers."""
+    attention = c.MultiHead(heads=4, kv_heads=2, position=position or c.Rope())
+    fields: dict[str, Any] = {"vocab_size": 53, "d_model": 32, **how}
+    near = c.Block(attention=attention.replace(window=5), ffn=c.Gated(hidden=48))
+    far = c.Block(attention=attention, ffn=c.Gated(hidden=48))
+    return c.Decoder(**fields, decoder=c.Stack(layers=2, block=(near, far)), head=c.Head(tied=False))
+
+
 @given(
     config=configs(("decoder", "encoder-decoder")),
     seed=SEEDS,
     kind=st.sampled_from(KINDS),
+    kernel=st.sampled_from(["auto", "explicit"]),
     chunk=st.integers(1, LENGTH),
     rows=st.integers(1, 5),
     temperature=st.sampled_from([0.0, 1.0]),
 )
 @torch.no_grad()
 def test_answers_are_the_full_pass(
-    config: c.Config, seed: int, kind: str, chunk: int, rows: int, temperature: float
+    config: c.Config, seed: int, kind: str, kernel: str, chunk: int, rows: int, temperature: float
 ) -> None:
     """Ragged prompts, more requests than rows, prompts in pieces of any size, past the windows' wrap."""
-    model = lively(config, torch.float64, seed)
+    model = lively(config, torch.float64, seed).use_kernel(kernel)
     prompts = prompts_for(config, seed)
-    if kind == "ring" and model.stacks["decoder"].turns:
-        kind = "full"
-    engine = engine_for(model, prompts, rows=rows, kind=kind, chunk=chunk)
     asked = [Settings(max_new_tokens=LENGTH - i, temperature=temperature, logprobs=0) for i in range(len(prompts))]
-    tickets = [engine.submit(prompt, own, seed=i) for i, (prompt, own) in enumerate(zip(prompts, asked, strict=True))]
-    engine.run()
-    for prompt, ticket in zip(prompts, tickets, strict=True):
-        answer = ticket.result()
-        assert len(answer.tokens) == ticket.settings.max_new_tokens
-        assert answer.logprobs == pytest.approx(said_by_full_pass(model, prompt, answer).tolist(), abs=2e-5)
-        if temperature == 0:
-            assert max(said_by_full_pass(model, prompt, answer).exp().tolist()) <= 1
-    alone = engine_for(model, prompts, rows=1, kind=kind, chunk=chunk)
-    again = alone.submit(prompts[1], asked[1], seed=1)
-    alone.run()
-    assert again.result().tokens == tickets[1].result().tokens
+    answers = answers_of(model, prompts, asked, rows=rows, kind=kind, chunk=chunk)
+    for prompt, answer, own in zip(prompts, answers, asked, strict=True):
+        assert len(answer.tokens) == own.max_new_tokens
+        check_against(said_by_full_pass(model, prompt, answer), answer, greedy=temperature == 0)
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kernel", ["sdpa", "explicit", "flex"])
+def test_every_kernel_answers_alike(kind: str, kernel: str) -> None:
+    model = lively(decoder(), torch.float32).use_kernel(kernel)
+    prompts = prompts_for(model.config, 0, (1, 9, 4))
+    asked = [Settings(max_new_tokens=9, logprobs=0)] * 3
+    for prompt, answer in zip(prompts, answers_of(model, prompts, asked, rows=2, kind=kind, chunk=4), strict=True):
+        check_against(said_by_full_pass(model, prompt, answer), answer, greedy=True)
+
+
+@given(seed=SEEDS, kind=st.sampled_from(KINDS), rows=st.integers(1, 6), chunk=st.integers(1, 9), data=st.data())
+@settings(max_examples=15)
+def test_a_drawn_answer_does_not_depend_on_company(seed: int, kind: str, rows: int, chunk: int, data: Any) -> None:
+    model = lively(decoder(), torch.float64, seed)
+    prompts = prompts_for(model.config, seed, (1, 5, 3, 7, 2, 6))
+    asked = [
+        Settings(
+            max_new_tokens=data.draw(st.integers(1, 10)),
+            temperature=data.draw(st.sampled_from([0.0, 0.7, 1.5])),
+            top_k=data.draw(st.sampled_from([None, 1, 9])),
+            top_p=data.draw(st.sampled_from([None, 0.8])),
+            min_p=data.draw(st.sampled_from([None, 0.05])),
+            repetition_penalty=data.draw(st.sampled_from([1.0, 1.3])),
+            frequency_penalty=data.draw(st.sampled_from([0.0, 0.5])),
+            banned=data.draw(st.sampled_from([(), (3, 4)])),
+            stop_tokens=data.draw(st.sampled_from([(), (1, 2, 8, 9)])),
+            logprobs=data.draw(st.sampled_from([None, 2])),
+        )
+        for _ in prompts
+    ]
+    together = answers_of(model, prompts, asked, rows=rows, kind=kind, chunk=chunk)
+    for number, answer in enumerate(together):
+        engine = engine_for(model, prompts, rows=1, kind="full", chunk=9)
+        ticket = engine.submit(prompts[number], asked[number], seed=number)
+        engine.run()
+        alone = ticket.result()
+        assert (answer.tokens, answer.finish_reason, answer.stop) == (alone.tokens, alone.finish_reason, alone.stop)
+        assert answer.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["full", "paged"])
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+@torch.no_grad()
+def test_longrope_is_the_full_pass_across_its_turn(kind: str, chunk: int) -> None:
+    """Before, at and past the turn, and from one side to the other: each token is that of a pass over all before it."""
+    scaling = c.LongRope(
+        short_factors=(1.0, 1.2, 1.3, 1.5), long_factors=(3.0, 4.0, 5.0, 6.0), original_length=8, attention_factor=1.1
+    )
+    model = lively(decoder(c.Rope(scaling=scaling)), torch.float64)
+    prompts = prompts_for(model.config, 0, (1, 6, 7, 8, 9, 14))
+    asked = [Settings(max_new_tokens=10, logprobs=0)] * len(prompts)
+    for prompt, answer in zip(prompts, answers_of(model, prompts, asked, rows=4, kind=kind, chunk=chunk), strict=True):
+        texts = [prompt + answer.tokens[:i] for i in range(10)]
+        said = torch.stack([model(torch.tensor([text]))[0, -1] for text in texts]).float().log_softmax(-1)
+        check_against(said, answer, greedy=True)
+
+
+@pytest.mark.parametrize("kind", ["full", "paged"])
+@torch.no_grad()
+def test_dynamic_scaling_goes_by_the_whole_prompt(kind: str) -> None:
+    """However it is cut and whoever reads beside it; later tokens are turned as they come."""
+    model = lively(decoder(c.Rope(scaling=c.DynamicNTK(factor=4.0, original_length=8))), torch.float64)
+    prompts = prompts_for(model.config, 0, (5, 14, 8, 9, 20))
+    asked = [Settings(max_new_tokens=8, logprobs=0)] * len(prompts)
+    how = {"kind": kind, "context": 32}
+    together = answers_of(model, prompts, asked, rows=3, chunk=3, **how)
+    for prompt, answer in zip(prompts, together, strict=True):
+        (alone,) = answers_of(model, [prompt], asked[:1], rows=1, chunk=64, **how)
+        assert answer.tokens == alone.tokens
+        assert answer.logprobs == pytest.approx(alone.logprobs, abs=1e-6)
+        cache = model.new_cache(1, 32)
+        logits = [model(torch.tensor([prompt]), cache=cache)[0, -1]]
+        logits += [model(torch.tensor([[token]]), cache=cache)[0, -1] for token in answer.tokens[:-1]]
+        check_against(torch.stack(logits).float().log_softmax(-1), answer, greedy=True)
+
+
+def test_int8_is_the_same_in_every_kind_and_near_the_full_precision() -> None:
+    model = lively(decoder(), torch.float64)
+    prompts = prompts_for(model.config, 3, (1, 5, 11, 7))
+    asked = [Settings(max_new_tokens=20, logprobs=0, temperature=1.0)] * 4
+    how: dict[str, Any] = {"rows": 2, "chunk": 4, "context": 80, "cache_dtype": torch.int8}
+    first, *others = (answers_of(model, prompts, asked, kind=kind, **how) for kind in KINDS)
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            assert a.tokens == b.tokens
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-9)
+    for prompt, answer in zip(prompts, first, strict=True):
+        said = said_by_full_pass(model, prompt, answer).gather(-1, torch.tensor(answer.tokens)[:, None])[:, 0]
+        assert 1e-4 < (said - torch.tensor(answer.logprobs)).abs().mean() < 0.15  # int8 is there, and is close
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [None, torch.int8])
+@pytest.mark.parametrize("form", ["decoder", "encoder-decoder"])
+def test_a_plan_knows_what_its_cache_takes(kind: str, dtype: torch.dtype | None, form: str) -> None:
+    config = decoder()
+    if form == "encoder-decoder":
+        stack = config.stacks["decoder"]
+        blocks = tuple(
+            c.CrossBlock(attention=b.attention, ffn=b.ffn, cross=c.Cross(heads=4, kv_heads=1)) for b in stack.blocks
+        )
+        kin = c.CrossStack(layers=2, block=blocks)
+        config = c.EncoderDecoder(vocab_size=53, d_model=32, encoder=stack, decoder=kin)
+    model = build(config, seed=0)
+    for context in (20, 200):
+        how: dict[str, Any] = {"kind": kind, "cache_dtype": dtype, "context": context, "chunk": 7, "decoder_start": 0}
+        plan = Plan(model, rows=3, source=9, **how)
+        assert plan.bytes == plan.cache().bytes
+        if kind == "paged":
+            some = Plan(model, rows=3, source=9, memory=plan.bytes_of_slots(context) * 2.5, **how)
+            assert some.bytes == some.cache().bytes < plan.bytes
+            assert some.bytes_of_slots(some.page) * (some.pages() + 1) <= some.memory
+
+
+# Through `generate`
+
+
+def test_answers_end_where_the_files_say() -> None:
+    model = lively(decoder(), torch.float32)
+    prompt = [5, 6, 7, 8]
+    assert len(generate(Source(model, {"max_length": 10}), prompt)[0].tokens) == 6  # with the prompt
+    assert len(generate(Source(model, {"max_length": 10, "max_new_tokens": 3}), prompt)[0].tokens) == 3
+    assert len(generate(Source(model, {"max_length": 10}), prompt, max_new_tokens=8)[0].tokens) == 8
+    assert len(generate(model, prompt)[0].tokens) == 256
+    (free,) = generate(model, prompt, max_new_tokens=12)
+    (ended,) = generate(Source(model, {"eos_token_id": [free.tokens[4], 999]}), prompt)
+    assert ended.tokens == free.tokens[: free.tokens.index(free.tokens[4]) + 1]
+    assert (ended.finish_reason, ended.stop) == ("stop", free.tokens[4])
+    (on,) = generate(Source(model, {"eos_token_id": [free.tokens[4], 999], "max_length": 16, "min_length": 16}), prompt)
+    assert len(on.tokens) == 12
+    assert free.tokens[4] not in on.tokens[:-1]
+    assert len(generate(model, prompt, context=9)[0].tokens) == 5  # the context is of prompt and answer
+
+
+def translator() -> Transformer:
+    stack = c.Stack(layers=1, block=c.Block(attention=c.MultiHead(heads=2), ffn=c.Mlp()))
+    kin = c.CrossStack(
+        layers=1,
+        block=c.CrossBlock(attention=c.MultiHead(heads=2), ffn=c.Mlp(), cross=c.Cross(heads=2)),
+    )
+    return lively(c.EncoderDecoder(vocab_size=31, d_model=16, encoder=stack, decoder=kin), torch.float64)
+
+
+def test_a_first_and_a_last_token_are_the_files() -> None:
+    model = translator()
+    files = {"decoder_start_token_id": 2, "forced_bos_token_id": 9, "forced_eos_token_id": 3, "eos_token_id": 3}
+    (answer,) = generate(Source(model, files), [4, 5], max_new_tokens=6, logprobs=1, ignore_eos=True)
+    assert (answer.tokens[0], answer.tokens[-1], len(answer.tokens)) == (9, 3, 6)
+    assert answer.finish_reason == "length"
+    assert len(answer.logprobs or []) == len(answer.top_logprobs or []) == 6
+    (short,) = generate(Source(model, files), [4, 5], max_new_tokens=1)
+    assert (short.tokens, short.finish_reason) == ([9], "length")
+    (ended,) = generate(Source(model, files | {"eos_token_id": 9}), [4, 5])
+    assert (ended.tokens, ended.finish_reason) == ([9], "stop")
+
+
+def test_rules_about_sequences_are_greedy_with_one_beam() -> None:
+    """With rules that never bite, the answer is the greedy one; with rules that do, no sequence comes twice."""
+    model = translator()
+    prompts = [[4, 5, 6], [7], [8, 9, 10, 11, 12]]
+    files = {"decoder_start_token_id": 2, "eos_token_id": 3, "length_penalty": -2.0}
+    greedy = generate(Source(model, files), prompts, max_new_tokens=20)
+    ruled = generate(Source(model, files | {"no_repeat_ngram_size": 30}), prompts, max_new_tokens=20)
+    assert [answer.tokens for answer in ruled] == [answer.tokens for answer in greedy]
+    assert [answer.finish_reason for answer in ruled] == [answer.finish_reason for answer in greedy]
+    assert [answer.tokens for answer in generate(Source(model, files), prompts, max_new_tokens=20, beams=1)] == [
+        answer.tokens for answer in greedy
+    ]
+    for answer in generate(Source(model, files | {"no_repeat_ngram_size": 2}), prompts, max_new_tokens=20):
+        pairs = list(zip(answer.tokens, answer.tokens[1:], strict=False))
+        assert len(pairs) == len({*pairs})
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_prompts_searched_together_are_searched_alone(n: int) -> None:
+    model = lively(decoder(), torch.float64)
+    prompts = prompts_for(model.config, 0, (3, 9, 1, 5, 5, 2))
+    files = {"max_length": 16, "eos_token_id": 7}  # the limit goes by the prompt's length
+    together = generate(Source(model, files), prompts, beams=3, n=n)
+    alone = [answer for prompt in prompts for answer in generate(Source(model, files), prompt, beams=3, n=n)]
+    assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
+    assert [answer.score for answer in together] == pytest.approx([answer.score for answer in alone])
+    assert [answer.prompt_tokens for answer in together] == [len(prompt) for prompt in prompts for _ in range(n)]
+
+
+@pytest.mark.parametrize("beams", [None, 2])
+def test_pieces_are_the_answers(beams: int | None) -> None:
+    tokenizer = byte_tokenizer()
+    model = lively(decoder(vocab_size=tokenizer.vocab_size), torch.float64)
+    source = Source(model, tokenizer=tokenizer)
+    heard: dict[int, list[Piece]] = {}
+    drawn: dict[str, Any] = {"n": 2, "temperature": 1.0, "seed": 5} if beams is None else {"beams": beams}
+    answers = generate(
+        source,
+        ["one", "three"],
+        max_new_tokens=9,
+        on_piece=lambda i, piece: heard.setdefault(i, []).append(piece),
+        **drawn,
+    )
+    assert [[t for piece in heard[i] for t in piece.tokens] for i in range(len(answers))] == [a.tokens for a in answers]
+    assert ["".join(piece.text for piece in heard[i]) for i in range(len(answers))] == [a.text for a in answers]
+    assert answers == generate(source, ["one", "three"], max_new_tokens=9, **drawn)
+    if beams is None:
+        assert len(heard[0]) == 9
+
+        def enough(number: int, piece: Piece) -> None:
+            raise KeyError("enough")
+
+        with pytest.raises(KeyError, match="enough"):
+            generate(source, "one", on_piece=enough)
+
+
+def test_a_model_in_training_answers_without_dropout() -> None:
+    config = decoder()
+    stack = config.stacks["decoder"]
+    blocks = tuple(block.replace(attention=block.attention.replace(dropout=0.5)) for block in stack.blocks)
+    model = lively(config.replace(decoder=stack.replace(block=blocks, final_dropout=0.5)), torch.float64)
+    expected = generate(model, [1, 2, 3], max_new_tokens=20, seed=1)
+    model.train()
+    model.stacks["decoder"].final_norm.eval()
+    assert generate(model, [1, 2, 3], max_new_tokens=20, seed=1) == expected
+    assert model.training
+    assert not model.stacks["decoder"].final_norm.training
+
+
+def test_seeds_and_stops() -> None:
+    tokenizer = byte_tokenizer()
+    model = lively(decoder(vocab_size=tokenizer.vocab_size), torch.float64)
+    source = Source(model, tokenizer=tokenizer)
+    free = generate(source, ["ab", "cd"], max_new_tokens=30, temperature=1.0, seed=3, n=3)
+    assert len({tuple(answer.tokens) for answer in free}) == 6
+    assert generate(source, "cd", max_new_tokens=30, temperature=1.0, seed=3) == [free[3]]
+    again = generate(source, "cd", max_new_tokens=30, temperature=1.0, seed=free[5].seed)
+    assert again == [free[5]]
+    text = next(a for a in free if a.text and len(a.text) > 4)
+    word = (text.text or "")[2:4]
+    which = free.index(text) // 3
+    (cut,) = generate(source, ["ab", "cd"][which], max_new_tokens=30, temperature=1.0, seed=text.seed, stop=[word])
+    assert cut.stop == word
+    assert cut.finish_reason == "stop"
+    assert cut.text == (text.text or "")[: (text.text or "").index(word)]
+    assert len(cut.tokens) <= len(text.tokens)

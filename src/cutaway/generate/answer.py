@@ -45,7 +45,6 @@ class Answer:
         """`limit`: tokens at most."""
         self.limit = limit
         self.ends = {*settings.stop_tokens, *(() if settings.ignore_eos else eos)}
-        self.least = settings.min_new_tokens
         self.stream = None if tokenizer is None else tokenizer.stream()
         self.stops = StopStrings(settings.stop) if settings.stop and tokenizer is not None else None
         self.wants = settings.logprobs
@@ -56,8 +55,10 @@ class Answer:
         self.reason: str | None = None
         self.stop: int | str | None = None
 
-    def take(self, token: int, logprob: float | None = None, top: dict[int, float] | None = None) -> Piece:
-        """One more token; what it adds to the text that may be shown."""
+    def take(
+        self, token: int, logprob: float | None = None, top: dict[int, float] | None = None, *, cut: bool = False
+    ) -> Piece:
+        """One more token; what it adds to the text that may be shown. `cut`: it was put there to end the text."""
         self.tokens.append(token)
         piece = Piece(tokens=[token])
         if self.wants is not None and logprob is not None:
@@ -66,7 +67,9 @@ class Answer:
             if top is not None:
                 self.top.append(top)
                 piece.top_logprobs = [top]
-        if token in self.ends:
+        if cut:
+            self.end("length")
+        elif token in self.ends:
             self.end("stop", token)
         elif self.stream is not None:
             piece.text = self.show(self.stream.push(token))

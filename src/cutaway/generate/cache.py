@@ -47,10 +47,6 @@ class Store:
         scale = (scale if isinstance(pages, slice) else scale.flatten(1, 2))[:, :span]
         return (values.float() * scale.float().unsqueeze(-1)).to(dtype)
 
-    def swap(self, a: int, b: int) -> None:
-        for tensor in self.tensors():
-            tensor[[a, b]] = tensor[[b, a]]
-
     def tensors(self) -> list[Tensor]:
         return [self.values] if self.scale is None else [self.values, self.scale]
 
@@ -64,6 +60,8 @@ class PagedLayer(LayerCache):
         self.slots, self.size = slots, size
         self.keys, self.values = (Store(pages, size, width, device, dtype) for width in widths)
         self.pages: Int[Tensor, "B P"] | slice = slice(0, rows)
+        self.names = torch.arange(rows, device=device).unsqueeze(-1)
+        """Every row's pages, by number."""
 
     def write(
         self, k: Float[Tensor, "B T G D"], v: Float[Tensor, "B T G E"], step: Step
@@ -122,7 +120,7 @@ class Rows(Cache):
         if paged:
             self.table = torch.full((rows, slots // size), TRASH, dtype=torch.long, device=model.device)
             for layer in self.layers:
-                layer.pages = self.table  # type: ignore[attr-defined]
+                layer.pages = layer.names = self.table  # type: ignore[attr-defined]
         if self.cross is not None:
             self.memory = Places(torch.full((rows, source), EMPTY, device=model.device))
             for part, (heads, width) in zip(self.cross, cross_widths(model), strict=True):
@@ -152,7 +150,8 @@ class Rows(Cache):
         some.layers = []
         for layer in self.layers:
             own = copy.copy(layer)
-            own.pages = slice(start, stop) if some.table is None else some.table  # type: ignore[attr-defined]
+            own.names = layer.names[start:stop]  # type: ignore[attr-defined]
+            own.pages = slice(start, stop) if some.table is None else own.names  # type: ignore[attr-defined]
             some.layers.append(own)
         if self.cross is not None and self.memory is not None:
             some.memory = Places(self.memory.position[start:stop])
@@ -182,16 +181,22 @@ class Rows(Cache):
         """Two texts change rows."""
         if a == b:
             return
-        moved = [self.length, self.reach] if self.table is None else [self.length, self.reach, self.table]
-        if self.memory is not None and self.cross is not None:
+        moved = [self.length, self.reach, *self.sources()]
+        moved += self.stored() if self.table is None else [self.table]
+        if self.memory is not None:
             moved.append(self.memory.position)
-            moved += [x for part in self.cross for x in (part.k, part.v) if x is not None]
-        for tensor in moved:
-            tensor[[a, b]] = tensor[[b, a]]
-        if self.table is None:
-            for layer in self.layers:
-                layer.keys.swap(a, b)  # type: ignore[attr-defined]
-                layer.values.swap(a, b)  # type: ignore[attr-defined]
+        for tensor in moved:  # by single rows: a list of indices would have to be sent to the device each time
+            kept = tensor[a].clone()
+            tensor[a] = tensor[b]
+            tensor[b] = kept
+
+    def wipe(self, row: int, pages: Sequence[int] = ()) -> None:
+        """Zero a row, or its pages: a NaN there would be felt by the next text, though it sees it with weight 0."""
+        for tensor in self.stored():
+            for place in [row] if self.table is None else [TRASH, *pages]:
+                tensor[place] = 0
+        for tensor in self.sources():
+            tensor[row] = 0
 
     def remember_source(self, row: int, read: Cache) -> None:
         """Take what a text's own cache of one row holds of its source."""
@@ -203,12 +208,19 @@ class Rows(Cache):
         for mine, theirs in zip(self.cross or [], read.cross or [], strict=True):
             mine.k[row, :length], mine.v[row, :length] = theirs.k[0], theirs.v[0]  # type: ignore[index]
 
+    def stored(self) -> list[Tensor]:
+        """All keys and values, first by row or page."""
+        stores: list[Store] = [x for layer in self.layers for x in (layer.keys, layer.values)]  # type: ignore[attr-defined]
+        return [tensor for store in stores for tensor in store.tensors()]
+
+    def sources(self) -> list[Tensor]:
+        """What is kept of the sources, first by row."""
+        return [x for part in self.cross or [] for x in (part.k, part.v) if x is not None]
+
     @property
     def bytes(self) -> int:
         """Of keys and values."""
-        held = [x for layer in self.layers for s in (layer.keys, layer.values) for x in s.tensors()]  # type: ignore[attr-defined]
-        held += [x for part in self.cross or [] for x in (part.k, part.v) if x is not None]
-        return sum(x.numel() * x.element_size() for x in held)
+        return sum(x.numel() * x.element_size() for x in [*self.stored(), *self.sources()])
 
 
 def cross_widths(model: Transformer) -> list[tuple[int, int]]:

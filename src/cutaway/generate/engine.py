@@ -2,14 +2,15 @@
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from cutaway.errors import CutawayError
+from cutaway.errors import CutawayError, InputError
 from cutaway.generate.answer import Answer
 from cutaway.generate.flight import Flight
-from cutaway.generate.pages import Pages
 from cutaway.generate.plan import Plan
 from cutaway.generate.runner import Runner
+from cutaway.generate.seats import Seats
 from cutaway.generate.settings import Settings
 from cutaway.generate.ticket import Ticket
 from cutaway.text import Tokenizer
@@ -24,27 +25,21 @@ class BusyError(CutawayError):
 
 
 class Engine:
-    """One owner of a model and its device. Call `turn` until it is False, or `start` a thread that does.
-
-    Rows 0 … stepping − 1 take steps; the rows behind them are still reading their prompts.
-    """
+    """One owner of a model and its device. Call `turn` until it is False, or `start` a thread that does."""
 
     def __init__(self, plan: Plan, *, tokenizer: Tokenizer | None = None, waiting: int = 1024) -> None:
         """`waiting`: how many requests may wait for a row before more are refused."""
         self.plan, self.tokenizer, self.most_waiting = plan, tokenizer, waiting
-        cache = plan.cache()
-        self.runner = Runner(plan.model, cache)
-        self.turns: list[int] = plan.model.stacks["decoder"].turns
-        self.pages = None
-        if cache.table is not None:  # with LongRoPE a token's key depends on how long its text became
-            self.pages = Pages(cache.page_count, cache.page, share=not self.turns)
+        self.runner = Runner(plan.model, plan.cache(), bits=plan.bits, compiled=plan.compiled)
+        self.turns, self.whole_from = plan.turns, plan.whole_from
+        # Where a token's key depends on how long its text became, no two texts share any.
+        self.seats = Seats(self.runner, plan, share=self.whole_from is None)
         self.waiting: deque[Ticket] = deque()
-        self.rows: list[Ticket] = []
-        self.stepping = 0
         self.flight: Flight | None = None
         self.ahead = plan.model.device.type == "cuda" and not self.turns
         """Whether the next step is sent off before the last one's tokens are looked at."""
         self.wake = threading.Condition()
+        self.arrivals = 0
         self.thread: threading.Thread | None = None
         self.closed = False
 
@@ -54,27 +49,36 @@ class Engine:
         self, prompt: Sequence[int], settings: Settings, *, seed: int, wait: bool = False, begun: Sequence[int] = ()
     ) -> Ticket:
         """Ask for an answer to a prompt of tokens; `begun` are its first tokens. An encoder's prompt is its source."""
+        if settings.stop and self.tokenizer is None:
+            raise InputError("stop strings are found in text, and there is no tokenizer to make any; give stop_tokens")
         tokens, source = self.plan.begin(prompt, begun)
         limit = self.plan.limit(tokens, settings, begun)
         answer = Answer(settings, limit, self.tokenizer, self.plan.eos)
         ticket = Ticket(tokens, settings, seed, answer)
         ticket.source, ticket.begun = source, list(begun)
         ticket.launched = len(ticket.begun)
-        for token in ticket.begun:
-            ticket.tell(answer.take(token))
+        for token in ticket.begun:  # certain, so with log-probability 0
+            ticket.tell(answer.take(token, 0.0, {token: 0.0} if settings.logprobs else None))
         with self.wake:
             while wait and not self.closed and len(self.waiting) >= self.most_waiting:
                 self.wake.wait()
             if self.closed:
                 raise EngineError("the engine is closed; start another")
+            if answer.reason is not None:  # what it was begun with is all of it
+                ticket.finish()
+                return ticket
             if len(self.waiting) >= self.most_waiting:
                 raise BusyError(f"{len(self.waiting)} requests are waiting, which is the limit; try again later")
+            self.arrivals += 1
+            ticket.number = self.arrivals
             self.waiting.append(ticket)
             self.wake.notify_all()
         return ticket
 
     def start(self) -> "Engine":
         """Let a thread do the work from now on."""
+        if self.thread is not None or self.closed:
+            raise EngineError("the engine was started or closed before; make another")
         self.thread = threading.Thread(target=self._work, name="cutaway engine", daemon=True)
         self.thread.start()
         return self
@@ -86,7 +90,7 @@ class Engine:
             self.wake.notify_all()
         if self.thread is not None:
             self.thread.join()
-        self._fail(EngineError("the engine was closed before the answer was complete"))
+        self._tell_all("the engine was closed before the answer was complete")
 
     def run(self) -> None:
         """Work until nobody waits."""
@@ -95,166 +99,177 @@ class Engine:
 
     # The owner's
 
+    @property
+    def stepping(self) -> int:
+        """Texts that take steps now."""
+        return self.seats.stepping
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.seats.rows or self.flight)
+
     def turn(self) -> bool:
-        """Take in who waits, read one piece of prompts, take one step. False if there was nothing to do."""
+        """Take in who waits, read one piece of prompts, take one step. False if there is nothing left to do."""
         try:
+            self._land()
             self._drop_cancelled()
             self._admit()
             self._read()
-            return self._step() or bool(self.rows or self.waiting)
-        except (CutawayError, RuntimeError, MemoryError) as error:
-            self._fail(EngineError(f"a step failed ({type(error).__name__}: {error}); what was asked is lost"))
-            return bool(self.waiting)
+            self._step()
+            return self.busy
+        except Exception as error:  # not a request's fault: the device is gone, or the books are wrong
+            with self.wake:
+                self.closed = True
+                self.wake.notify_all()
+            self._tell_all(f"the engine broke down ({type(error).__name__}: {error}); start another")
+            raise EngineError(f"the engine broke down ({type(error).__name__}: {error}); start another") from error
 
     def _work(self) -> None:
         while True:
             with self.wake:
-                while not (self.closed or self.waiting or self.rows):
+                while not (self.closed or self.busy):
                     self.wake.wait()
                 if self.closed:
                     return
-            self.turn()
+            try:
+                self.turn()
+            except EngineError:  # everybody has been told
+                return
+
+    @contextmanager
+    def _together(self, tickets: Sequence[Ticket]) -> Iterator[None]:
+        """What fails here fails for these requests; the others go on."""
+        try:
+            yield
+        except Exception as error:
+            for ticket in tickets:
+                ticket.finish(error=EngineError(f"a step failed ({type(error).__name__}: {error}); ask again"))
+            for ticket in tickets:
+                self.seats.leave(ticket, sound=False)
+
+    def _land(self) -> None:
+        """Look at the last step before the next is sent off, if it ends a text."""
+        flight = self.flight
+        if flight is not None and any(ticket.launched >= ticket.answer.limit for ticket in flight.tickets):
+            self._settle()
 
     def _drop_cancelled(self) -> None:
         with self.wake:
             gone = [ticket for ticket in self.waiting if ticket.cancelled]
             for ticket in gone:
                 self.waiting.remove(ticket)
-                ticket.finish("cancelled")
-        for ticket in [ticket for ticket in self.rows if ticket.cancelled]:
-            self._leave(ticket)
+            if gone:
+                self.wake.notify_all()
+        for ticket in gone:
+            ticket.finish("cancelled")
+        gone = [ticket for ticket in self.seats.rows if ticket.cancelled]
+        if gone:
+            self._settle()
+        for ticket in gone:
+            self.seats.leave(ticket, sound=ticket.drawn > 0)
             ticket.finish("cancelled")
 
     def _admit(self) -> None:
-        """Rows to those who wait longest; who needs more pages than are free waits, and so do those behind."""
-        while self.waiting and len(self.rows) < self.runner.cache.batch:
+        """Rows to those who wait longest; who needs more pages than are free waits, and so do those behind.
+
+        Sources are read here, each as a whole, but not many of them while others wait for their next step.
+        """
+        others, sources = self.seats.stepping, 0
+        while self.waiting and not (others and sources >= self.plan.chunk):
             ticket = self.waiting[0]
-            pages: list[int] = []
-            read = 0
-            if self.pages is not None:
-                taken = self.pages.take([] if ticket.source else ticket.tokens, self.plan.room(ticket))
-                if taken is None:
-                    return
-                pages, read = taken
+            if not self.seats.take(ticket):
+                return
             with self.wake:
                 self.waiting.popleft()
                 self.wake.notify_all()
-            row = len(self.rows)
-            ticket.row, ticket.pages, ticket.read = row, pages, read
-            self.rows.append(ticket)
-            self.runner.open(row, ticket, self.plan.eos)
-            self._ready(ticket)
-
-    def _ready(self, ticket: Ticket) -> None:
-        """Whoever has read all but the last token takes steps from now on."""
-        text = ticket.text
-        if ticket.read != len(text) - 1 or ticket.row is None:
-            return
-        if self.pages is not None and ticket.source is None:
-            self.pages.keep(ticket.pages, text[: ticket.read])
-        self.runner.next[ticket.row] = text[-1]
-        self._swap(ticket.row, self.stepping)
-        self.stepping += 1
+            sources += len(ticket.source or ())
+            with self._together([ticket]):
+                self.seats.open(ticket)
 
     def _read(self) -> None:
-        """A piece of the first prompts that are not read yet, no more tokens than the plan allows between steps."""
-        group = self.rows[self.stepping :]
-        if not group:
+        """A piece of those prompts that wait longest, no more tokens than the plan allows between steps."""
+        readers = self.seats.readers()
+        if not readers:
             return
+        group: list[Ticket] = []
         pieces: list[list[int]] = []
-        for ticket in group:
-            text = ticket.text
-            end = min(len(text) - 1, ticket.read + self.plan.chunk)
-            whole = any(turn < len(text) for turn in self.turns)  # LongRoPE turns a long text's tokens all together
-            piece = text[ticket.read : len(text) if whole else end]
-            longest = max(len(piece), *map(len, pieces)) if pieces else len(piece)
-            if pieces and longest * (len(pieces) + 1) > self.plan.chunk:
+        for ticket in readers:
+            piece = self._piece(ticket)
+            longest = max(map(len, [*pieces, piece]))
+            furthest = max(each.read for each in [*group, ticket])
+            wide = longest * (len(group) + 1) > self.plan.chunk  # a batch is as wide as its longest piece,
+            if group and (wide or furthest + longest > self.runner.cache.slots):  # and padding takes slots too
                 break
+            group.append(ticket)
             pieces.append(piece)
-        group = group[: len(pieces)]
-        self.runner.read(self.stepping, pieces, [ticket.read for ticket in group])
-        for ticket, piece in zip(group, pieces, strict=True):
-            ticket.read = min(ticket.read + len(piece), len(ticket.text) - 1)
-            if ticket.row is not None and any(turn < len(ticket.text) for turn in self.turns):
-                self.runner.cache.length[ticket.row] = ticket.read
-        for ticket in group:
-            self._ready(ticket)
+        with self._together(group):
+            self.runner.read(self.seats.stepping, pieces, [ticket.read for ticket in group])
+            for ticket, piece in zip(group, pieces, strict=True):
+                ticket.read += len(piece)
+                if self._is_whole(ticket.text):  # its last token is read again, by its first step
+                    ticket.read -= 1
+                    self.runner.cache.length[ticket.row] = ticket.read
+            for ticket in group:
+                self.seats.ready(ticket)
 
-    def _step(self) -> bool:
+    def _piece(self, ticket: Ticket) -> list[int]:
+        text = ticket.text
+        if self._is_whole(text):
+            return text[ticket.read :]
+        return text[ticket.read : min(len(text) - 1, ticket.read + self.plan.chunk)]
+
+    def _is_whole(self, text: Sequence[int]) -> bool:
+        """Whether all tokens of a text must be read together, since they turn by angles that go by its length."""
+        return self.whole_from is not None and len(text) > self.whole_from
+
+    def _step(self) -> None:
         """All rows that can take their next step; then the last step's tokens (of this one, on the CPU) are told."""
-        last = self.flight
-        self.flight = None
-        if self.stepping:
-            steppers = self.rows[: self.stepping]
-            most = max(ticket.read for ticket in steppers)
-            self.flight = Flight(self.runner.step(self.stepping, most), steppers)
-            for ticket in steppers:
-                ticket.read += 1
-                ticket.launched += 1
-                if ticket.launched >= ticket.answer.limit:  # its last token is on the way
-                    self._leave(ticket)
-            if not self.ahead:
-                last, self.flight = self.flight, None
+        last = self.flight if self.ahead else None
+        steppers = self.seats.steppers
+        flight = None
+        if steppers:
+            with self._together(steppers):
+                flight = Flight(self.runner.step(len(steppers), max(ticket.read for ticket in steppers)), steppers)
+                for ticket in steppers:
+                    ticket.read += 1
+                    ticket.launched += 1
         if last is not None:
-            self._settle(last)
-        return last is not None or self.flight is not None
+            self._settle()
+        self.flight = flight
+        if not self.ahead:
+            self._settle()
 
-    def _settle(self, flight: Flight) -> None:
-        """Tell the tokens to those who asked."""
-        for ticket, token, bad, logprob, top in flight.drawn():
-            if ticket.done.is_set():
-                continue
-            if bad:
-                self._leave(ticket)
-                ticket.finish(error=EngineError(self.plan.explain_bad(ticket)))
-                continue
-            if self.plan.forced_eos is not None and len(ticket.answer.tokens) + 1 >= ticket.answer.limit:
-                token = self.plan.forced_eos
-            ticket.tell(ticket.answer.take(token, logprob, top))
-            if ticket.answer.reason is not None:
-                self._leave(ticket)
-                ticket.finish()
-            elif ticket.read in self.turns and ticket.row is not None:
-                self._read_again(ticket)
-
-    def _read_again(self, ticket: Ticket) -> None:
-        """The text has grown to where LongRoPE turns all its tokens by other angles."""
-        assert ticket.row is not None
-        self.stepping -= 1
-        self._swap(ticket.row, self.stepping)
-        ticket.read = 0
-        self.runner.cache.open(ticket.row, 0, ticket.pages)
-
-    def _swap(self, a: int, b: int) -> None:
-        self.runner.swap(a, b)
-        first, second = self.rows[a], self.rows[b]
-        self.rows[a], self.rows[b] = second, first
-        first.row, second.row = b, a
-
-    def _leave(self, ticket: Ticket) -> None:
-        """Give the row and its pages to others."""
-        if ticket.row is None:
+    def _settle(self) -> None:
+        """Tell the last step's tokens to those who asked."""
+        flight, self.flight = self.flight, None
+        if flight is None:
             return
-        if ticket.row < self.stepping:
-            self.stepping -= 1
-            self._swap(ticket.row, self.stepping)
-        self._swap(ticket.row, len(self.rows) - 1)
-        self.rows.pop()
-        if self.pages is not None:
-            if ticket.source is None:
-                self.pages.keep(ticket.pages, ticket.text[: ticket.read])
-            self.pages.give_back(ticket.pages)
-        self.runner.close(ticket.row)
-        ticket.row, ticket.pages = None, []
+        with self._together(flight.tickets):
+            for ticket, token, bad, logprob, top in flight.drawn():
+                if not ticket.done.is_set():
+                    with self._together([ticket]):
+                        self._tell(ticket, token, bad, logprob, top)
 
-    def _fail(self, error: CutawayError) -> None:
-        """Everybody in a row is told; who waits goes on waiting unless the engine is closed."""
-        for ticket in list(self.rows):
-            self._leave(ticket)
-            ticket.finish(error=error)
-        for ticket in self.flight.tickets if self.flight is not None else []:
-            ticket.finish(error=error)
-        self.flight = None
-        if self.closed:
-            while self.waiting:
-                self.waiting.popleft().finish(error=error)
+    def _tell(self, ticket: Ticket, token: int, bad: bool, logprob: float | None, top: dict[int, float] | None) -> None:
+        if bad:
+            ticket.finish(error=EngineError(self.plan.explain_bad(ticket)))
+            self.seats.leave(ticket, sound=False)
+            return
+        end = self.plan.forced_eos
+        cut = end is not None and len(ticket.answer.tokens) + 1 >= ticket.answer.limit
+        if end is not None and cut:
+            token, logprob, top = end, 0.0, top and {end: 0.0}
+        ticket.tell(ticket.answer.take(token, logprob, top, cut=cut))
+        if ticket.answer.reason is not None:
+            self.seats.leave(ticket)
+            ticket.finish()
+        elif ticket.read in self.turns and ticket.row is not None:
+            self.seats.read_again(ticket)  # its tokens turn by other angles from here on
+
+    def _tell_all(self, why: str) -> None:
+        """It is over, for those at work and those who wait."""
+        tickets = [*self.seats.rows, *self.waiting, *(self.flight.tickets if self.flight is not None else ())]
+        self.waiting.clear()
+        self.seats.rows, self.seats.stepping, self.flight = [], 0, None
+        for ticket in tickets:
+            ticket.finish(error=EngineError(why))

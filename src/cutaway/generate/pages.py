@@ -18,7 +18,6 @@ class Kept:
     """The number of the kept page before it, or 0."""
     tokens: Tokens
     number: int
-    users: int = 0
 
 
 class Pages:
@@ -30,6 +29,8 @@ class Pages:
     def __init__(self, count: int, size: int, *, share: bool = True) -> None:
         self.size, self.share = size, share
         self.free = list(range(count - 1, TRASH, -1))
+        self.users: dict[int, int] = {}
+        """Of each page that is in use, how many texts have it."""
         self.known: dict[tuple[int, Tokens], Kept] = {}
         self.of_page: dict[int, Kept] = {}
         self.idle: OrderedDict[int, Kept] = OrderedDict()
@@ -49,15 +50,16 @@ class Pages:
         """
         shared = self.find(tokens)
         fresh = self.needed(length) - len(shared)
-        if fresh > len(self.free) + len(self.idle) - sum(kept.users == 0 for kept in shared):
+        if fresh > self.available - sum(kept.number in self.idle for kept in shared):
             return None
         for kept in shared:
-            kept.users += 1
             self.idle.pop(kept.number, None)
         while len(self.free) < fresh:
             self.forget(next(iter(self.idle.values())))
-        new = [self.free.pop() for _ in range(fresh)]
-        return [kept.page for kept in shared] + new, len(shared) * self.size
+        pages = [kept.page for kept in shared] + [self.free.pop() for _ in range(fresh)]
+        for page in pages:
+            self.users[page] = self.users.get(page, 0) + 1
+        return pages, len(shared) * self.size
 
     def find(self, tokens: Sequence[int]) -> list[Kept]:
         """The longest known beginning, in whole pages."""
@@ -79,7 +81,7 @@ class Pages:
             kept = self.known.get((before, text))
             if kept is None and pages[place] not in self.of_page:
                 self.numbers += 1
-                kept = Kept(pages[place], before, text, self.numbers, users=1)
+                kept = Kept(pages[place], before, text, self.numbers)
                 self.known[before, text] = self.of_page[kept.page] = kept
             if kept is None:
                 return
@@ -88,13 +90,22 @@ class Pages:
     def give_back(self, pages: Sequence[int]) -> None:
         """A text is done with its pages."""
         for page in reversed(pages):  # the end of a text is worth less than its beginning, so it goes first
+            self.users[page] -= 1
+            if self.users[page]:
+                continue
+            del self.users[page]
             kept = self.of_page.get(page)
             if kept is None:
                 self.free.append(page)
-                continue
-            kept.users -= 1
-            if kept.users == 0:
+            else:
                 self.idle[kept.number] = kept
+
+    def disown(self, pages: Sequence[int]) -> None:
+        """What is in these pages, which are in use, may be wrong: nobody else is to find them."""
+        for page in pages:
+            kept = self.of_page.pop(page, None)
+            if kept is not None:
+                del self.known[kept.before, kept.tokens]
 
     def forget(self, kept: Kept) -> None:
         """Free a kept page. Those that follow it cannot be found any more; they go when their turn comes."""

@@ -1,5 +1,6 @@
 """What an engine is set up with: a model, the shape of its cache, and the tokens at which its texts begin and end."""
 
+import math
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -9,9 +10,12 @@ import torch
 
 from cutaway.errors import InputError
 from cutaway.generate.cache import KINDS, PAGE, Kind, Rows, cross_widths
-from cutaway.generate.settings import Settings
+from cutaway.generate.settings import Settings, index, real, shown
 from cutaway.generate.ticket import Ticket
 from cutaway.model import Transformer
+from cutaway.model.inputs import FLOATS
+from cutaway.model.rope import Rope
+from cutaway.model.stack import Stack
 
 UNASKED = 4096
 """Tokens of context that are taken for a model that names none."""
@@ -20,7 +24,7 @@ GIB = 2**30
 
 @dataclass
 class Plan:
-    """How many texts at once, how long, and in which kind of cache."""
+    """How many texts at once, how long, and in which kind of cache. A plan is checked when it is made."""
 
     model: Transformer
     rows: int = 8
@@ -36,6 +40,10 @@ class Plan:
     """Bytes for the pages of a paged cache; for all rows in full unless told."""
     source: int = 512
     """The longest source of an encoder-decoder."""
+    bits: int | None = None
+    """Bits of a weight in steps: 8, or on a GPU 4, where fewer bytes are worth a little rounding."""
+    compiled: bool = False
+    """On the CPU, whether steps are compiled: half a minute at first, a few seconds later."""
     eos: Collection[int] = field(default_factory=frozenset)
     decoder_start: int | None = None
     forced_eos: int | None = None
@@ -43,54 +51,90 @@ class Plan:
     def __post_init__(self) -> None:
         if "decoder" not in self.model.stacks:
             raise InputError("this model is an encoder, which continues no text; use fill_mask, or model.encode")
+        if self.model.device.type == "meta":
+            raise InputError("this model is on the meta device, where it has shapes and no values; load its weights")
         for name in ("rows", "chunk", "source"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"{name} is {value!r}; give a whole number from 1")
+            value = index(getattr(self, name))
+            if value is None or value < 1:
+                raise InputError(f"{name} is {shown(getattr(self, name))}; give a whole number from 1")
+            setattr(self, name, value)
         if self.kind != "auto" and self.kind not in KINDS:
-            raise InputError(f"cache is {self.kind!r}; use auto, {', '.join(KINDS)}")
+            raise InputError(f"cache is {shown(self.kind)}; use auto, {', '.join(KINDS)}")
+        if self.cache_dtype is not None and self.cache_dtype not in (*FLOATS, torch.int8):
+            raise InputError(f"cache_dtype is {shown(self.cache_dtype)}; use torch.int8 or a dtype of floats")
+        if self.memory is not None and (real(self.memory) is None or not 0 < self.memory < math.inf):
+            raise InputError(f"memory is {shown(self.memory)}; give a number of bytes above 0")
         self.slots = self.checked_context()
         self.chunk = min(self.chunk, self.slots)
-        stack = self.model.stacks["decoder"]
         if self.kind == "auto":
-            windows = any(window is not None and window < self.slots for window in stack.windows)
-            self.kind = "ring" if windows and not stack.turns else "full"
-        if self.kind == "ring" and stack.turns:
+            windows = any(window is not None and window < self.slots for window in self.decoder.windows)
+            self.kind = "ring" if windows and self.whole_from is None else "full"
+        if self.kind == "ring" and self.whole_from is not None:
             raise InputError(
-                "a ring cannot hold a text that LongRoPE reads again as a whole; use a full or paged cache"
+                f"texts of over {self.whole_from} tokens are read as a whole by this model's scaling of RoPE, which a"
+                f" ring cannot hold; use a full or paged cache, or a context of {self.whole_from}"
             )
+        size = self.model.config.vocab_size
+        self.eos = frozenset(token for token in self.eos if 0 <= token < size)
         if "encoder" in self.model.stacks and self.decoder_start is None:
             raise InputError("an encoder-decoder's answer begins with a token of its own; give decoder_start")
+        for name in ("decoder_start", "forced_eos"):
+            token = getattr(self, name)
+            if token is not None and not 0 <= token < size:
+                raise InputError(f"{name} is the id {token}; the vocabulary has ids 0 to {size - 1}")
+
+    @property
+    def decoder(self) -> Stack:
+        return self.model.stacks["decoder"]
+
+    @property
+    def turns(self) -> list[int]:
+        """Lengths at which LongRoPE turns a text's tokens by other angles, so that it must be read again."""
+        return [turn for turn in self.decoder.turns if turn < self.slots]
+
+    @property
+    def whole_from(self) -> int | None:
+        """Longer texts than this turn by angles that depend on their length, so they are read in one piece."""
+        ropes = [position for position in self.decoder.positions.values() if isinstance(position, Rope)]
+        switches = [rope.switch_at for rope in ropes if rope.switch_at is not None and rope.switch_at < self.slots]
+        return min(switches, default=None)
 
     @property
     def longest(self) -> int | None:
         """What the model can read: learned positions end, others do not."""
-        return getattr(self.model.stacks["decoder"].embed.position, "length", None)
+        return getattr(self.decoder.embed.position, "length", None)
 
     def checked_context(self) -> int:
         own = self.model.config.context
         context = self.context if self.context is not None else min(own or UNASKED, self.longest or own or UNASKED)
-        if not isinstance(context, int) or isinstance(context, bool) or context < 2:
-            raise InputError(f"context is {context!r}; give a whole number of tokens from 2")
-        if self.longest is not None and context > self.longest:
-            raise InputError(f"context is {context}, but the model has learned {self.longest} positions; lower it")
-        return context
+        found = index(context)
+        if found is None or found < 2:
+            raise InputError(f"context is {shown(context)}; give a whole number of tokens from 2")
+        if self.longest is not None and found > self.longest:
+            raise InputError(f"context is {found}, but the model has learned {self.longest} positions; lower it")
+        return found
+
+    @property
+    def page(self) -> int:
+        """Tokens in a page."""
+        return min(PAGE, self.slots)
 
     def pages(self) -> int | None:
-        """How many pages the memory is enough for."""
+        """How many pages the memory is enough for, beside the one that belongs to nobody."""
         if self.kind != "paged" or self.memory is None:
             return None
-        count = int(self.memory // max(1, self.bytes_of_slots(PAGE)))
-        if count < -(-self.slots // PAGE):
-            least = self.bytes_of_slots(self.slots) / GIB
+        each, one = self.bytes_of_slots(self.page), -(-self.slots // self.page)
+        count = int(self.memory // max(1, each)) - 1
+        if count < one:
             raise InputError(
-                f"{self.memory / GIB:.3g} GiB holds no text of {self.slots} tokens; give {least:.3g} or more"
+                f"{self.memory / GIB:.3g} GiB holds no text of {self.slots} tokens; give {(one + 1) * each / GIB:.3g}"
+                " or more, or lower the context"
             )
-        return min(count, self.rows * -(-self.slots // PAGE))
+        return min(count, self.rows * one)
 
     def bytes_of_slots(self, slots: int) -> int:
         """What so many tokens of one text take."""
-        stack = self.model.stacks["decoder"]
+        stack = self.decoder
         dtype = self.cache_dtype or self.model.dtype
         total = 0
         for widths, window in zip(stack.cache_widths, stack.windows, strict=True):
@@ -102,12 +146,10 @@ class Plan:
     @property
     def bytes(self) -> int:
         """What the cache takes."""
-        pages = self.pages()
-        own = (
-            (pages + 1) * self.bytes_of_slots(PAGE)
-            if pages is not None
-            else self.rows * self.bytes_of_slots(self.slots)
-        )
+        own = self.rows * self.bytes_of_slots(self.slots)
+        if self.kind == "paged":
+            pages = self.pages() or self.rows * -(-self.slots // self.page)
+            own = (pages + 1) * self.bytes_of_slots(self.page)
         cross = 0
         if "encoder" in self.model.stacks:
             for heads, width in cross_widths(self.model):
@@ -128,31 +170,29 @@ class Plan:
 
     def begin(self, prompt: Sequence[int], begun: Sequence[int]) -> tuple[list[int], list[int] | None]:
         """What the decoder reads first, and the source if there is an encoder."""
-        size = self.model.config.vocab_size
+        config = self.model.config
         encodes = "encoder" in self.model.stacks
-        if encodes:
-            size = self.model.config.source_vocab_size or size  # type: ignore[union-attr]
-        tokens = list(prompt)
+        size = getattr(config, "source_vocab_size", None) or config.vocab_size
+        tokens, first = known("the prompt", prompt, size), known("begun", begun, config.vocab_size)
         if not tokens:
             raise InputError("the prompt is empty; give at least one token, such as the beginning-of-text token")
-        for token in tokens:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
-                raise InputError(f"the prompt holds the id {token!r}; the vocabulary has ids 0 to {size - 1}")
         if not encodes:
-            if len(tokens) >= self.slots:
+            if len(tokens) + len(first) >= self.slots:
                 raise InputError(
                     f"the prompt has {len(tokens)} tokens, and the context {self.slots}, answer included; shorten it"
                 )
-            return tokens + list(begun), None
-        if len(tokens) > self.source:
-            raise InputError(f"the source has {len(tokens)} tokens, and room is for {self.source}; shorten it")
+            return tokens + first, None
+        learned = getattr(self.model.stacks["encoder"].embed.position, "length", None)
+        room = self.source if learned is None else min(self.source, learned)
+        if len(tokens) > room:
+            raise InputError(f"the source has {len(tokens)} tokens, and room is for {room}; shorten it")
         assert self.decoder_start is not None
-        return [self.decoder_start, *begun], tokens
+        return [self.decoder_start, *first], tokens
 
     def limit(self, tokens: Sequence[int], settings: Settings, begun: Sequence[int]) -> int:
         """Tokens of the answer at most: those asked for, or what the context has room for."""
         settings.check(self.model.config.vocab_size)
-        room = self.slots - len(tokens) + len(begun) + 1 if self.kind else 0
+        room = self.slots - len(tokens) + len(begun)
         return max(1, min(settings.max_new_tokens or room, room))
 
     def room(self, ticket: Ticket) -> int:
@@ -165,6 +205,17 @@ class Plan:
             f"the model's logits for token {place} of the answer hold NaN, or nothing is left to choose from; check the"
             " weights (ct.load(..., check=True)), the dtype (float16 overflows in some models) and banned tokens"
         )
+
+
+def known(name: str, tokens: Sequence[int], size: int) -> list[int]:
+    """Ids of this vocabulary, as integers."""
+    found = []
+    for token in tokens:
+        number = token if type(token) is int else index(token)
+        if number is None or not 0 <= number < size:
+            raise InputError(f"{name} holds the id {shown(token)}; the vocabulary has ids 0 to {size - 1}")
+        found.append(number)
+    return found
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -1,28 +1,77 @@
 """The model at work for many texts: prompts are read in pieces, and all rows take their next step together."""
 
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cutaway.errors import InputError
 from cutaway.generate.cache import Rows
-from cutaway.generate.sampling import Drawn, Sampler
+from cutaway.generate.sampling import Drawn, Needs, Sampler
 from cutaway.generate.ticket import Ticket
 from cutaway.model import Transformer
 from cutaway.model.cache import Cache
+from cutaway.model.moe import MixtureOfExperts
 
 
 class Runner:
     """One model, its cache and its sampler on one device. Nothing else touches them."""
 
-    def __init__(self, model: Transformer, cache: Rows) -> None:
+    def __init__(
+        self, model: Transformer, cache: Rows, *, fast: bool = True, bits: int | None = None, compiled: bool = False
+    ) -> None:
+        """`bits` of a weight in steps, if fewer than the model's; `compiled`: on the CPU, by torch.compile."""
+        if bits not in (None, 4, 8, 16):
+            raise InputError(f"bits is {bits!r}; steps can use weights of 16, 8 or 4 bits")
         self.model: Any = model
         self.cache = cache
         self.sampler = Sampler(cache.batch, model.config.vocab_size, model.device)
         self.next = torch.zeros(cache.batch, 1, dtype=torch.long, device=model.device)
         """Of each row, the token that its next step reads."""
         self.encodes = "encoder" in model.stacks
+        self.active = torch.zeros(cache.batch, dtype=torch.bool, device=model.device)
+        self.quick: Any = model
+        """What takes the steps: the model, or its like made for them. Prompts are read by the model itself."""
+        self.graphs: Callable[[int, Needs], Drawn] | None = None
+        self.logits: Callable[[Tensor, Rows, Tensor], Tensor] = self.step_logits
+        self.compile_seconds: float | None = None
+        if fast and not hooked(model):
+            {"cuda": self.hasten_on_gpu, "cpu": self.hasten_on_cpu}.get(model.device.type, self.refuse)(bits, compiled)
+        elif bits is not None:
+            raise InputError("a model with hooks takes its steps as it is; leave bits out")
+
+    def hasten_on_gpu(self, bits: int | None, compiled: bool) -> None:
+        from cutaway.generate.fast.blocks import can_quicken, quick  # Triton, which not every machine has
+        from cutaway.generate.fast.graphs import Graphs
+
+        if can_quicken(self.model, self.cache):
+            self.quick = quick(self.model, None if bits == 16 else bits)
+        elif bits is not None:
+            raise InputError(
+                f"bits is {bits}, which is for up to 64 texts at once in 16 or 32-bit numbers; leave it out"
+            )
+        if can_be_recorded(self.model):
+            self.graphs = Graphs(self.fixed_step, self.active)
+
+    def hasten_on_cpu(self, bits: int | None, compiled: bool) -> None:
+        from cutaway.generate.fast.lean import kind_for, lean
+
+        if bits == 4:
+            raise InputError("bits is 4, which is for GPUs; on the CPU use 8 or 16")
+        one = compiled and self.cache.batch == 1
+        kind = kind_for(self.model, bits, one_row_compiled=one)
+        if kind is not None:
+            self.quick = lean(self.model, kind)
+        if compiled:
+            self.logits = torch.compile(self.step_logits, fullgraph=True)
+
+    def refuse(self, bits: int | None, compiled: bool) -> None:
+        if bits is not None or compiled:
+            raise InputError(
+                f"on {self.model.device} steps are taken by the model as it is; leave bits and compile out"
+            )
 
     @torch.no_grad()
     def open(self, row: int, ticket: Ticket, eos: Collection[int]) -> None:
@@ -46,7 +95,7 @@ class Runner:
             mask = torch.tensor([[True] * len(piece) + [False] * (longest - len(piece)) for piece in pieces])
             mask = mask.to(self.model.device)
         part = self.cache.part(start, start + len(pieces), most=max(before))
-        self.hidden(tokens.to(self.model.device), mask, part)
+        self.hidden(self.model, tokens.to(self.model.device), mask, part)
 
     @torch.no_grad()
     def read_source(self, row: int, source: Sequence[int], first: Sequence[int]) -> None:
@@ -61,16 +110,37 @@ class Runner:
     @torch.no_grad()
     def step(self, rows: int, most: int) -> Drawn:
         """The next token of the first `rows` rows, none of which has read more than `most`."""
-        part = self.cache.part(0, rows, most=most)
-        logits = self.model.head(self.hidden(self.next[:rows], None, part))[:, -1]
-        drawn = self.sampler.sample(logits, self.sampler.needs(rows))
+        needs = self.sampler.needs(rows)
+        if self.graphs is not None:
+            return self.graphs(rows, needs)
+        span = torch.empty(most + 1, dtype=torch.bool)  # a number that a compiled step takes as it comes
+        torch._dynamo.mark_dynamic(span, 0)
+        start = time.perf_counter()
+        logits = self.logits(self.next[:rows], self.cache.part(0, rows, most=most), span)
+        if self.compile_seconds is None:
+            self.compile_seconds = time.perf_counter() - start
+        drawn = self.sampler.sample(logits, needs)
         self.next[:rows, 0] = drawn.tokens
         return drawn
 
-    def hidden(self, tokens: Tensor, mask: Tensor | None, cache: Rows) -> Tensor:
+    def step_logits(self, tokens: Tensor, part: Rows, span: Tensor) -> Tensor:
+        part.used = span.shape[0] - 1
+        return self.quick.head(self.hidden(self.quick, tokens, None, part))[:, -1]
+
+    def fixed_step(self, rows: int, needs: Needs) -> Drawn:
+        """A step whose shapes depend on nothing but `rows`; only active rows take part."""
+        part = self.cache.part(0, rows, most=0)
+        part.fixed = True
+        active = self.active[:rows]
+        logits = self.quick.head(self.hidden(self.quick, self.next[:rows], active.unsqueeze(-1), part))[:, -1]
+        drawn = self.sampler.sample(logits, needs, active)
+        self.next[:rows, 0] = torch.where(active, drawn.tokens, self.next[:rows, 0])
+        return drawn
+
+    def hidden(self, model: Any, tokens: Tensor, mask: Tensor | None, cache: Rows) -> Tensor:
         if self.encodes:
-            return self.model.hidden(None, tokens, None, mask, cache=cache)
-        return self.model.hidden(tokens, mask, cache=cache)
+            return model.hidden(None, tokens, None, mask, cache=cache)
+        return model.hidden(tokens, mask, cache=cache)
 
     def swap(self, a: int, b: int) -> None:
         """Two texts change rows."""
@@ -78,3 +148,14 @@ class Runner:
             self.cache.swap(a, b)
             self.sampler.swap(a, b)
             self.next[[a, b]] = self.next[[b, a]]
+
+
+def hooked(model: Transformer) -> bool:
+    """Whether somebody looks at the model's modules, or changes what they do."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def can_be_recorded(model: Transformer) -> bool:
+    """Experts in other numbers than bf16 are computed one by one, by counts that only the host can read."""
+    experts = any(isinstance(module, MixtureOfExperts) for module in model.modules())
+    return not experts or model.dtype == torch.bfloat16

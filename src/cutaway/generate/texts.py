@@ -1,26 +1,45 @@
 """`generate`: prompts in, answers out."""
 
+import difflib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import torch
 
-from cutaway.errors import InputError
-from cutaway.generate.answer import Answer, Generation
-from cutaway.generate.beams import beam_search
+from cutaway.errors import CutawayError, InputError
+from cutaway.generate.answer import Generation, Piece
 from cutaway.generate.engine import Engine
-from cutaway.generate.plan import Plan
+from cutaway.generate.plan import Plan, free_memory
+from cutaway.generate.prompts import Prompt, encode, named, several
+from cutaway.generate.search import own_beams, searched
 from cutaway.generate.settings import Settings
 from cutaway.generate.start import EarlyStopping, Start, read_start
+from cutaway.generate.ticket import Ticket
 from cutaway.model import Transformer
 from cutaway.text import Tokenizer
+
+__all__ = ["Prompt", "encode", "generate", "make_plan", "make_settings", "opened", "own_beams", "own_limits", "seeds"]
 
 UNASKED = 256
 """Tokens of an answer when neither the caller nor the checkpoint says how many."""
 MOST_ROWS = 32
 """Texts at once unless told otherwise."""
+ELSEWHERE = {
+    "bad_words_ids": "banned",
+    "best_of": "n",
+    "do_sample": "temperature",
+    "eos_token_id": "stop_tokens",
+    "max_length": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "num_beams": "beams",
+    "num_return_sequences": "n",
+    "stop_token_ids": "stop_tokens",
+    "streamer": "on_piece",
+}
+"""What other libraries call it, where the names are not alike."""
 
 
 class Source(Protocol):
@@ -32,10 +51,6 @@ class Source(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer | None: ...
-
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""A text, its tokens, or the messages of a chat."""
 
 
 def generate(
@@ -50,45 +65,108 @@ def generate(
     cache: Literal["auto", "full", "ring", "paged"] = "auto",
     cache_dtype: torch.dtype | None = None,
     chunk: int = 512,
+    on_piece: Callable[[int, Piece], None] | None = None,
     **settings: Any,
 ) -> list[Generation]:
     """Continue each prompt, or answer it if it is a chat or the model has an encoder; n answers a prompt, in order.
 
     `settings` are the fields of `Settings`: max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, n, … With
     `beams`, the likeliest sequences are searched instead of drawn. Each answer is what its prompt alone would get.
+    `on_piece(number of the answer, piece)` is called as the answers grow; what it raises stops all of them.
     """
     model, tokenizer, start = opened(checkpoint)
     asked = make_settings(settings)
     asked.check(model.config.vocab_size)
-    tokens = [encode(prompt, tokenizer) for prompt in several(prompts)]
-    search = beams if beams is not None else own_beams(model, start, asked)
-    if search:
-        penalty = start.length_penalty if length_penalty is None else length_penalty
-        early = start.early_stopping if early_stopping is None else early_stopping
-        return searched(model, tokenizer, start, tokens, asked, search, penalty, early)
-    if length_penalty is not None or early_stopping is not None:
-        raise InputError("length_penalty and early_stopping weigh beams, but no beams were asked for; give beams=4")
-    wanted = [own_limits(asked, start, len(prompt) if len(model.stacks) == 1 else 1) for prompt in tokens]
+    if asked.stop and tokenizer is None:
+        raise InputError("stop strings are found in text, and there is no tokenizer to make any; give stop_tokens")
+    if on_piece is not None and not callable(on_piece):
+        raise InputError(f"on_piece is a {type(on_piece).__name__}; give a function of an answer's number and a piece")
+    tokens = encode_all(prompts, tokenizer)
+    sources = [len(prompt) if len(model.stacks) == 1 else 1 for prompt in tokens]
+    wanted = [own_limits(asked, start, length) for length in sources]
     plan = make_plan(
         model,
         start,
-        rows=rows or min(MOST_ROWS, len(tokens) * asked.n),
+        rows=max(1, min(MOST_ROWS, len(tokens) * asked.n)) if rows is None else rows,
         context=context,
         kind=cache,
         cache_dtype=cache_dtype,
         chunk=chunk,
         source=max(map(len, tokens), default=1),
-        needed=max((len(p) + (s.max_new_tokens or 0) for p, s in zip(tokens, wanted, strict=True)), default=2),
+        needed=max((n + (own.max_new_tokens or 0) for n, own in zip(sources, wanted, strict=True)), default=2),
     )
-    engine = Engine(plan, tokenizer=tokenizer, waiting=len(tokens) * asked.n)
+    search = own_beams(model, start, asked) if beams is None else beams
+    if search or beams is not None:
+        if beams is not None and (cache != "auto" or cache_dtype is not None):
+            raise InputError("beams are led in a cache of their own kind; leave cache and cache_dtype out")
+        penalty = start.length_penalty if length_penalty is None else length_penalty
+        early = start.early_stopping if early_stopping is None else early_stopping
+        how: Any = {"beams": search, "length_penalty": penalty, "early_stopping": early}
+        with at_rest(model):
+            found = searched(plan, tokenizer, start, tokens, wanted, **how)
+        if on_piece is not None:
+            for number, answer in enumerate(found):
+                on_piece(number, Piece(answer.text or "", answer.tokens))
+        return found
+    if length_penalty is not None or early_stopping is not None:
+        raise InputError("length_penalty and early_stopping weigh beams, but no beams were asked for; give beams=4")
+    engine = Engine(plan if rows is not None else fitting(plan), tokenizer=tokenizer, waiting=len(tokens) * asked.n)
     begun = [] if start.forced_bos is None or len(model.stacks) == 1 else [start.forced_bos]
-    tickets = [
-        engine.submit(prompt, own, seed=seed, begun=begun)
-        for prompt, own in zip(tokens, wanted, strict=True)
-        for seed in seeds(asked)
-    ]
-    engine.run()
+    tickets: list[Ticket] = []
+    for number, (prompt, own) in enumerate(zip(tokens, wanted, strict=True)):
+        try:
+            tickets += [engine.submit(prompt, own, seed=seed, begun=begun) for seed in seeds(asked)]
+        except CutawayError as error:
+            raise named(error, number, len(tokens)) from None
+    with at_rest(model):
+        while engine.turn():
+            show(tickets, on_piece)
+    show(tickets, on_piece)
+    for number, ticket in enumerate(tickets):
+        if ticket.error is not None:
+            raise named(ticket.error, number // asked.n, len(tokens))
     return [ticket.result() for ticket in tickets]
+
+
+def encode_all(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer | None) -> list[list[int]]:
+    """The tokens of each prompt."""
+    given = several(prompts)
+    tokens = []
+    for number, prompt in enumerate(given):
+        try:
+            tokens.append(encode(prompt, tokenizer))
+        except CutawayError as error:
+            raise named(error, number, len(given)) from None
+    return tokens
+
+
+def show(tickets: Sequence[Ticket], on_piece: Callable[[int, Piece], None] | None) -> None:
+    """Hand over what has arrived."""
+    if on_piece is None:
+        return
+    for number, ticket in enumerate(tickets):
+        for piece in ticket.arrived():
+            on_piece(number, piece)
+
+
+@contextmanager
+def at_rest(model: Transformer) -> Iterator[None]:
+    """A model that is being trained answers without dropout, and goes on being trained."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def fitting(plan: Plan) -> Plan:
+    """The plan, or one with fewer rows if there is no memory for so many."""
+    free = free_memory(plan.model.device)
+    while free is not None and plan.bytes > free and plan.rows > 1:
+        plan = replace(plan, rows=plan.rows // 2)
+    return plan
 
 
 def opened(checkpoint: Source | Transformer) -> tuple[Transformer, Tokenizer | None, Start]:
@@ -102,56 +180,20 @@ def opened(checkpoint: Source | Transformer) -> tuple[Transformer, Tokenizer | N
 
 
 def make_settings(given: Mapping[str, Any]) -> Settings:
-    known = Settings.__dataclass_fields__
+    known = tuple(Settings.__dataclass_fields__)
     for name in given:
         if name not in known:
-            raise InputError(f"there is no setting '{name}'; there are {', '.join(known)}")
+            near = difflib.get_close_matches(name, (*known, "beams", "rows", "context", "cache", "chunk"), 1)
+            meant = ELSEWHERE.get(name) or next(iter(near), None)
+            hint = f"did you mean {meant}?" if meant else f"there are {', '.join(known)}"
+            raise InputError(f"there is no setting '{name}'; {hint}")
     return Settings(**given)
-
-
-def several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as many."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        if isinstance(prompts, torch.Tensor):
-            raise InputError("prompts are a tensor; pass lists of ids, as from tokens.tolist(), without padding")
-        raise InputError(f"prompts are a {type(prompts).__name__}; give a text, a list of ids, or a list of those")
-    if len(prompts) and isinstance(prompts[0], int | Mapping):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
-    """A prompt's tokens."""
-    if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes):
-        if not any(isinstance(part, Mapping) for part in prompt):
-            return list(prompt)  # type: ignore[arg-type]
-    elif not isinstance(prompt, str):
-        raise InputError(f"a prompt is a {type(prompt).__name__}; give a text, a list of ids, or a chat's messages")
-    if tokenizer is None:
-        raise InputError("this model has no tokenizer to read text with; give lists of token ids")
-    return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
 
 
 def seeds(asked: Settings) -> list[int]:
     """One for each answer, the first as it was given."""
     first = secrets.randbelow(2**63) if asked.seed is None else asked.seed
     return [(first + i * 0x9E3779B97F4A7C15) % 2**63 for i in range(asked.n)]
-
-
-def own_beams(model: Transformer, start: Start, asked: Settings) -> int:
-    """How many beams a checkpoint's own settings search with; 0 if they are not for this request.
-
-    Rules about sequences of tokens are known to the search only, so greedy answers under them are a search with one.
-    """
-    ruled = start.no_repeat_ngram or start.suppressed_first or any(len(words) > 1 for words in start.banned)
-    plain = asked == Settings(
-        max_new_tokens=asked.max_new_tokens, min_new_tokens=asked.min_new_tokens, stop=asked.stop, n=asked.n
-    )
-    if not plain or asked.n > start.beams or len(model.stacks) == 1:
-        return 0
-    return start.beams if start.beams > 1 or ruled else 0
 
 
 def own_limits(asked: Settings, start: Start, prompt: int) -> Settings:
@@ -169,58 +211,15 @@ def make_plan(
     model: Transformer, start: Start, *, needed: int | None = None, context: int | None = None, **how: Any
 ) -> Plan:
     """An engine's plan for this model; with a cache no longer than `needed`."""
-    forced = start.forced_eos[0] if start.forced_eos and len(model.stacks) == 2 else None
-    plan = Plan(model, context=context, eos=start.eos, decoder_start=start.decoder_start, forced_eos=forced, **how)
-    if needed is not None and needed < plan.slots:
-        plan = replace(plan, context=max(2, needed))
-    return plan
-
-
-def searched(
-    model: Transformer,
-    tokenizer: Tokenizer | None,
-    start: Start,
-    prompts: Sequence[Sequence[int]],
-    asked: Settings,
-    beams: int,
-    length_penalty: float,
-    early_stopping: EarlyStopping,
-) -> list[Generation]:
-    """Answers by beam search."""
-    for name in ("temperature", "top_k", "top_p", "min_p", "logprobs", "logit_bias"):
-        if getattr(asked, name):
-            raise InputError(f"{name} belongs to drawing, and beams are searched; leave one of the two out")
-    plan = make_plan(model, start, source=max(map(len, prompts), default=1))
-    answers = []
-    wanted = [own_limits(asked, start, len(prompt) if len(model.stacks) == 1 else 1) for prompt in prompts]
-    begun = [plan.begin(prompt, ()) for prompt in prompts]
-    limits = [plan.limit(tokens, own, ()) for (tokens, _), own in zip(begun, wanted, strict=True)]
-    for prompt, own, most in zip(prompts, wanted, limits, strict=True):
-        found = beam_search(
-            model,
-            [prompt],
-            beams=beams,
-            n=asked.n,
-            max_new_tokens=most,
-            min_new_tokens=min(own.min_new_tokens, most),
-            length_penalty=length_penalty,
-            early_stopping=early_stopping,
-            eos={*own.stop_tokens, *(() if own.ignore_eos else start.eos)},
-            decoder_start=start.decoder_start,
-            forced_bos=start.forced_bos if len(model.stacks) == 2 else None,
-            forced_eos=start.forced_eos if len(model.stacks) == 2 else (),
-            banned=[words for words in start.banned if len(words) > 1],
-            suppressed=own.banned,
-            suppressed_first=start.suppressed_first,
-            no_repeat_ngram=start.no_repeat_ngram,
-        )
-        for beam in found[0]:
-            answer = Answer(own, len(beam.tokens), tokenizer, start.eos)
-            for token in beam.tokens:
-                answer.take(token)
-                if answer.reason is not None:
-                    break
-            result = answer.result(prompt_tokens=len(prompt), seed=None)
-            result.score = beam.score
-            answers.append(result)
-    return answers
+    both = len(model.stacks) == 2
+    own: dict[str, Any] = {
+        "eos": start.eos,
+        "decoder_start": start.decoder_start if both else None,
+        "forced_eos": min(start.forced_eos) if start.forced_eos and both else None,
+    }
+    plan = Plan(model, context=context, **own)
+    slots = plan.slots
+    if needed is not None:
+        endless = context is None and plan.longest is None and model.config.context is None
+        slots = max(2, needed if endless else min(needed, slots))
+    return Plan(model, context=slots, **own, **how)

@@ -23,8 +23,12 @@ class Ticket:
         self.cancelled = False
         self._pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
         # The engine's own: where the request stands.
+        self.number = 0
+        """In the order of arrival."""
         self.row: int | None = None
         self.pages: list[int] = []
+        self.shared = 0
+        """How many of the pages, the first ones, were there already."""
         self.read = 0
         """Tokens in the cache."""
         self.launched = 0
@@ -35,25 +39,44 @@ class Ticket:
         self.cancelled = True
 
     def pieces(self, timeout: float | None = None) -> Iterator[Piece]:
-        """What each step adds, until the answer is over."""
+        """What each step adds, until the answer is over. Each piece is given once, whoever asks."""
         while (piece := self._pieces.get(timeout=timeout)) is not None:
             yield piece
-        if self.error is not None:
-            raise self.error
+        self._pieces.put(None)  # for whoever asks again
+        self._check()
+
+    def arrived(self) -> list[Piece]:
+        """The pieces that are there and nobody has had yet."""
+        found = []
+        while not self._pieces.empty():
+            piece = self._pieces.get()
+            if piece is None:
+                self._pieces.put(None)
+                break
+            found.append(piece)
+        return found
 
     def result(self, timeout: float | None = None) -> Generation:
         """The whole answer, when it is over."""
         if not self.done.wait(timeout):
             raise TimeoutError(f"no answer within {timeout} seconds")
-        if self.error is not None:
-            raise self.error
+        self._check()
         prompt = len(self.tokens) - len(self.begun) if self.source is None else len(self.source)
         return self.answer.result(prompt_tokens=prompt, seed=self.seed)
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise self.error.with_traceback(None)  # else it would grow with each time it is raised
 
     @property
     def text(self) -> list[int]:
         """All tokens that are known: the prompt and the answer up to now."""
         return self.tokens + self.answer.tokens[len(self.begun) :]
+
+    @property
+    def drawn(self) -> int:
+        """Tokens of the answer that the model chose and that were looked at."""
+        return len(self.answer.tokens) - len(self.begun)
 
     def tell(self, piece: Piece) -> None:
         self._pieces.put(piece)

@@ -84,9 +84,11 @@ class MultiHead(nn.Module):
     def keys_and_values(self, x: Float[Tensor, "B S d"]) -> tuple[Float[Tensor, "B S G D"], Float[Tensor, "B S G D"]]:
         return self.k_norm(self.split(self.k(x))), self.split(self.v(x))
 
+    def project(self, x: Float[Tensor, "B T d"]) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_norm(self.split(self.q(x))), *self.keys_and_values(x)
+
     def forward(self, x: Float[Tensor, "B T d"], scene: Scene) -> Float[Tensor, "B T d"]:
-        q = self.q_norm(self.split(self.q(x)))  # (B, T, H, D)
-        k, v = self.keys_and_values(x)  # (B, T, G, D)
+        q, k, v = self.project(x)  # (B, T, H, D), (B, T, G, D)
         if scene.rotate is not None:
             q, k = scene.rotate(q), scene.rotate(k)
         k, v = scene.remember(k, v)

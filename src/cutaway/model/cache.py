@@ -104,7 +104,8 @@ class Cache:
         end = self.length + length
         if mask is not None:
             count = mask.sum(-1)
-            index = torch.where(mask, mask.cumsum(-1) - 1, count.unsqueeze(-1) + (~mask).cumsum(-1) - 1)
+            if length > 1:
+                index = torch.where(mask, mask.cumsum(-1) - 1, count.unsqueeze(-1) + (~mask).cumsum(-1) - 1)
             end = self.length + count
         position = self.length.unsqueeze(-1) + index
         new = Places(

@@ -51,8 +51,11 @@ class Gated(nn.Module):
     def mix(self, gate: Float[Tensor, "*batch h"], up: Float[Tensor, "*batch h"]) -> Float[Tensor, "*batch h"]:
         return self.act(gate) * up
 
+    def widen(self, x: Float[Tensor, "*batch d"], *ends: Tensor) -> tuple[Tensor, Tensor]:
+        return self.gate(x, *ends), self.up(x, *ends)
+
     def forward(self, x: Float[Tensor, "*batch d"], *ends: Tensor) -> Float[Tensor, "*batch d"]:
-        hidden = self.mix(self.gate(x, *ends), self.up(x, *ends))
+        hidden = self.mix(*self.widen(x, *ends))
         return self.down(F.dropout(hidden, self.dropout, self.training), *ends)
 
 

@@ -1,0 +1,124 @@
+"""Answers as they come: an engine driven from the terminal's own thread, with a clock beside it."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cutaway.errors import CutawayError
+from cutaway.generate.answer import Generation, Piece
+from cutaway.generate.engine import Engine
+from cutaway.generate.prompts import Prompt, named
+from cutaway.generate.settings import Settings
+from cutaway.generate.texts import MOST_ROWS, encode_all, fitting, make_plan, opened, own_limits, seeds
+from cutaway.generate.ticket import Ticket
+
+if TYPE_CHECKING:
+    from cutaway.families.checkpoint import Checkpoint
+
+
+class Flow:
+    """Requests and their engine. Whoever asks for the pieces of one lets all of them go on."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tickets: list[Ticket] = []
+        self.began: dict[Ticket, float] = {}
+        self.first: dict[Ticket, float] = {}
+        self.last: dict[Ticket, float] = {}
+        self.counts: dict[Ticket, int] = {}
+        self.steps = 0
+        """Of the engine, since the first token."""
+
+    def submit(self, prompt: Sequence[int], settings: Settings, *, seed: int, begun: Sequence[int] = ()) -> Ticket:
+        ticket = self.engine.submit(prompt, settings, seed=seed, begun=begun)
+        self.tickets.append(ticket)
+        self.began[ticket] = time.perf_counter()
+        self.counts[ticket] = len(begun)
+        return ticket
+
+    def pieces(self, ticket: Ticket) -> Iterator[Piece]:
+        """What each step adds to this answer; other answers grow meanwhile."""
+        over = False
+        while not over:
+            over = ticket.done.is_set()
+            yield from ticket.arrived()
+            if not over:
+                self.turn()
+
+    def turn(self) -> None:
+        working = self.engine.turn()
+        now = time.perf_counter()
+        self.steps += bool(self.first)
+        for ticket in self.tickets:
+            count = len(ticket.answer.tokens)
+            if count > self.counts[ticket]:
+                self.first.setdefault(ticket, now)
+                self.last[ticket] = now
+                self.counts[ticket] = count
+        assert working or all(ticket.done.is_set() for ticket in self.tickets)
+
+    # What the clock says
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.counts.values())
+
+    def rate(self, ticket: Ticket) -> float | None:
+        """Tokens a second of one answer, without the wait for its first."""
+        took = self.last[ticket] - self.first[ticket] if ticket in self.first else 0.0
+        return (self.counts[ticket] - 1) / took if took > 0 else None
+
+    @property
+    def decoding(self) -> float:
+        """Seconds between the first token and the last."""
+        return max(self.last.values()) - min(self.first.values()) if self.first else 0.0
+
+    @property
+    def wait(self) -> float:
+        """Seconds until the first token."""
+        return min(self.first[ticket] - self.began[ticket] for ticket in self.first) if self.first else 0.0
+
+    @property
+    def context(self) -> int:
+        """Tokens of a text, in the middle of its answer, on average."""
+        lengths = [len(ticket.tokens) + self.counts[ticket] / 2 for ticket in self.tickets]
+        return max(1, round(sum(lengths) / len(lengths)))
+
+
+def begin(
+    checkpoint: "Checkpoint", prompts: Sequence[Prompt], asked: Settings, *, rows: int | None, **how: Any
+) -> tuple[Flow, list[Ticket]]:
+    """An engine for these prompts, with a request for each answer, in order; as `generate` would answer them."""
+    model, tokenizer, start = opened(checkpoint)
+    asked.check(model.config.vocab_size)
+    tokens = encode_all(list(prompts), tokenizer)
+    alone = len(model.stacks) == 1
+    sources = [len(prompt) if alone else 1 for prompt in tokens]
+    wanted = [own_limits(asked, start, length) for length in sources]
+    plan = make_plan(
+        model,
+        start,
+        rows=min(MOST_ROWS, len(tokens) * asked.n) if rows is None else rows,
+        source=max(1, *map(len, tokens)),
+        needed=max(length + (own.max_new_tokens or 0) for length, own in zip(sources, wanted, strict=True)),
+        **how,
+    )
+    engine = Engine(fitting(plan) if rows is None else plan, tokenizer=tokenizer, waiting=len(tokens) * asked.n)
+    flow = Flow(engine)
+    begun = [] if start.forced_bos is None or alone else [start.forced_bos]
+    for number, (prompt, own) in enumerate(zip(tokens, wanted, strict=True)):
+        try:
+            for seed in seeds(asked):
+                flow.submit(prompt, own, seed=seed, begun=begun)
+        except CutawayError as error:
+            raise named(error, number, len(tokens)) from None
+    return flow, flow.tickets
+
+
+def told(given: Any, answer: Generation, rate: float | None) -> Mapping[str, Any]:
+    """An answer as data."""
+    from dataclasses import asdict
+
+    from cutaway.cli.convert import _plain as plain
+
+    return plain({"prompt": given, **asdict(answer), "tokens_per_second": rate})

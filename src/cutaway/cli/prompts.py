@@ -1,0 +1,82 @@
+"""Where prompts come from: arguments, standard input, files, and bare token ids."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cutaway.errors import InputError
+
+MOST_BYTES = 64 * 2**20
+"""Of a file or of standard input: beyond this it is no prompt."""
+Given = str | list[int]
+
+
+def gather(texts: Sequence[str], files: Sequence[Path], tokens: Sequence[str], *, lines: bool) -> list[Given]:
+    """All prompts, in this order. Without any, standard input is one, if something is piped in."""
+    piped = not (texts or files or tokens)
+    if piped and (sys.stdin is None or sys.stdin.isatty()):
+        raise InputError("no prompt is given; write one behind SOURCE, pipe one in, or talk with --chat")
+    if lines and not piped and not files and "-" not in texts:
+        raise InputError("--lines splits a file or standard input; give --file, or - to read what is piped in")
+    if texts.count("-") > 1:
+        raise InputError("- stands for standard input, which can be read once; give it once")
+    found: list[Given] = []
+    for text in ("-",) if piped else texts:
+        found += split(standard_input(), lines) if text == "-" else [text]
+    for file in files:
+        found += split(file_text(file), lines)
+    found += [ids("--tokens", listed) for listed in tokens]
+    if not found:
+        raise InputError("there is no prompt: what was read has only empty lines; write one a line")
+    return found
+
+
+def split(text: str, lines: bool) -> Iterator[str]:
+    """One prompt, or one a line. The end of the last line belongs to no prompt: echo and editors add it."""
+    if lines:
+        yield from (line for line in text.splitlines() if line.strip())
+    else:
+        yield text.removesuffix("\n").removesuffix("\r")
+
+
+def standard_input() -> str:
+    if sys.stdin is None:
+        raise InputError("standard input is closed, so - has nothing to read; pipe a prompt in")
+    return decoded("standard input", sys.stdin.buffer.read(MOST_BYTES + 1))
+
+
+def file_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return decoded(f"'{path}'", file.read(MOST_BYTES + 1))
+    except OSError as error:
+        raise InputError(f"'{path}' cannot be read: {error.strerror}; name a text file") from None
+
+
+def decoded(name: str, data: bytes) -> str:
+    if len(data) > MOST_BYTES:
+        raise InputError(f"{name} is longer than {MOST_BYTES >> 20} MiB, too long for a prompt; give a part of it")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name} is no UTF-8 text at byte {error.start}; convert it first") from None
+
+
+def ids(option: str, listed: str) -> list[int]:
+    """Token ids between commas or spaces."""
+    try:
+        return [int(number) for number in listed.replace(",", " ").split()]
+    except ValueError:
+        raise InputError(f"{option} is '{listed}'; give token ids between commas, as in 1,2,3") from None
+
+
+def biases(listed: Sequence[str]) -> dict[int, float]:
+    """What is added to the logits of tokens, each as ID=NUMBER."""
+    found = {}
+    for each in listed:
+        token, _, bias = each.partition("=")
+        try:
+            found[int(token)] = float(bias)
+        except ValueError:
+            raise InputError(f"--bias is '{each}'; give a token id and a number, as in 50256=-5") from None
+    return found

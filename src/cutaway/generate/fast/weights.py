@@ -1,0 +1,98 @@
+"""Matrices as fast products want them: those of several layers end to end, and packed into fewer bits where asked."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from cutaway.errors import InputError
+
+GROUP = 128
+"""Weights that share a scale in int4."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A matrix (rows, width); packed, `values` holds words of 32 bits and `scale` one number a row or a group."""
+
+    values: Tensor
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+    bits: int = 16
+    like: torch.dtype = torch.bfloat16
+    """The dtype that packed values had."""
+
+    @property
+    def rows(self) -> int:
+        return len(self.values)
+
+    @property
+    def per_word(self) -> int:
+        """Weights in a word; 1 if they are not packed."""
+        return 1 if self.scale is None else 32 // self.bits
+
+    @property
+    def bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (self.values, self.bias, self.scale) if x is not None)
+
+
+def joined(*layers: nn.Linear) -> Weight:
+    """The layers' matrices end to end. The layers' own weights become views of it, so nothing is held twice."""
+    with torch.no_grad():
+        if len(layers) == 1:
+            values = layers[0].weight.data
+        else:
+            values = torch.cat([layer.weight for layer in layers])
+            start = 0
+            for layer in layers:
+                layer.weight.data = values[start : start + layer.out_features]
+                start += layer.out_features
+        return Weight(values, joined_bias(layers, values))
+
+
+def joined_bias(layers: Sequence[nn.Linear], values: Tensor) -> Tensor | None:
+    if all(layer.bias is None for layer in layers):
+        return None
+    return torch.cat([values.new_zeros(each.out_features) if each.bias is None else each.bias for each in layers])
+
+
+def packed(weight: Weight, bits: int | None) -> Weight:
+    """Rounded to 255 steps a row, or to 15 steps a group of GROUP; as it is where it cannot be packed."""
+    if bits is None:
+        return weight
+    if bits not in (4, 8):
+        raise InputError(f"bits is {bits!r}; weights can be packed into 8 or 4")
+    rows, width = weight.values.shape
+    if width % (4 if bits == 8 else GROUP):
+        return weight
+    scale, rounded = to_steps(weight.values, bits)
+    offset = (rounded + (1 << (bits - 1))).to(torch.int32).view(rows, -1, 32 // bits)
+    shift = torch.arange(0, 32, bits, device=offset.device)
+    words = (offset.long() << shift).sum(-1)
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    return Weight(words, weight.bias, scale, bits, weight.values.dtype)
+
+
+def to_steps(values: Float[Tensor, "n k"], bits: int) -> tuple[Float[Tensor, "n *g"], Float[Tensor, "n k"]]:
+    """Scales and whole numbers: values ≈ scale · number, as near as steps of that size allow."""
+    most = (1 << (bits - 1)) - 1
+    wide = values.float()
+    if bits == 8:
+        scale = (wide.abs().amax(-1) / most).clamp(min=1e-12)
+        return scale, (wide / scale.unsqueeze(-1)).round().clamp(-most, most)
+    groups = wide.unflatten(-1, (-1, GROUP))
+    scale = (groups.abs().amax(-1) / most).clamp(min=1e-12).to(torch.float16).clamp(min=6e-8)
+    return scale, (groups / scale.float().unsqueeze(-1)).round().clamp(-most - 1, most).flatten(-2)
+
+
+def unpacked(weight: Weight) -> Float[Tensor, "n k"]:
+    """What packed weights stand for."""
+    assert weight.scale is not None
+    shift = torch.arange(0, 32, weight.bits, device=weight.values.device)
+    values = (weight.values.long().unsqueeze(-1) >> shift) & ((1 << weight.bits) - 1)
+    numbers = values.flatten(1).float() - (1 << (weight.bits - 1))
+    if weight.scale.ndim == 1:
+        return numbers * weight.scale.unsqueeze(-1)
+    return (numbers.unflatten(-1, (-1, GROUP)) * weight.scale.float().unsqueeze(-1)).flatten(1)

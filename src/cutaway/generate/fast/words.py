@@ -1,0 +1,170 @@
+"""Triton kernels of products with packed weights: words of 32 bits hold four bytes or eight half-bytes.
+
+A word's values are taken out by a shift and a mask, straight into the last places of a float: 1 + u/256 has the byte u
+in its first mantissa bits. That is cheaper than a conversion, which would be the limit. x comes spread: first every
+value that meets a word's first byte, then those of the second, and so on.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from cutaway.generate.fast.kernels import activated, place
+
+
+@triton.jit
+def taken(w, i: tl.constexpr, BITS: tl.constexpr):
+    """1.5 + value / 2^BITS, for the i-th value of each word."""
+    SHIFT: tl.constexpr = 23 - BITS - BITS * i
+    if SHIFT >= 0:
+        moved = w << SHIFT
+    else:
+        moved = w >> -SHIFT
+    MASK: tl.constexpr = ((1 << BITS) - 1) << (23 - BITS)
+    return ((moved & MASK) | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def each(scale, BN: tl.constexpr, BW: tl.constexpr, GROUP: tl.constexpr):
+    """A group's scale for each of its words."""
+    wide = tl.broadcast_to(scale.to(tl.float32)[:, :, None], (BN, BW // GROUP, GROUP))
+    return tl.reshape(wide, (BN, BW))
+
+
+@triton.jit
+def one_row_words(
+    x_ptr, w_ptr, s_ptr, y_ptr, b_ptr, r_ptr, N, WORDS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, SPREAD: tl.constexpr,
+    BN: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x in fp32. GROUP: words that share a scale, 0 for all of a row."""
+    PER: tl.constexpr = 32 // BITS
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    j = tl.arange(0, BW)
+    here = n < N
+    w_at = w_ptr + n.to(tl.int64)[:, None] * WORDS + j[None, :]
+    u_at = w_ptr + (n.to(tl.int64) + N)[:, None] * WORDS + j[None, :]
+    w = tl.load(w_at, mask=here[:, None] & (j < WORDS)[None, :], other=0, eviction_policy="evict_first")
+    acc = tl.zeros((BN, BW), tl.float32)
+    if GATED:
+        u = tl.load(u_at, mask=here[:, None] & (j < WORDS)[None, :], other=0, eviction_policy="evict_first")
+        acc_up = tl.zeros((BN, BW), tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    offset = tl.zeros((BW,), tl.float32)
+    for j0 in tl.range(0, WORDS, BW):
+        at = j0 + j
+        if GROUP > 0:
+            part = tl.zeros((BN, BW), tl.float32)
+            part_up = tl.zeros((BN, BW), tl.float32)
+            offset = tl.zeros((BW,), tl.float32)
+        for i in tl.static_range(PER):
+            x = tl.load(x_ptr + i * WORDS + at, mask=at < WORDS, other=0.0)
+            offset += x
+            if GROUP > 0:
+                part += taken(w, i, BITS) * x[None, :]
+                if GATED:
+                    part_up += taken(u, i, BITS) * x[None, :]
+            else:
+                acc += taken(w, i, BITS) * x[None, :]
+                if GATED:
+                    acc_up += taken(u, i, BITS) * x[None, :]
+        if GROUP > 0:
+            GROUPS: tl.constexpr = WORDS // GROUP
+            among = j0 // GROUP + tl.arange(0, BW // GROUP)
+            known = here[:, None] & (among < GROUPS)[None, :]
+            s_at = s_ptr + n[:, None] * GROUPS + among[None, :]
+            acc += (part - 1.5 * offset[None, :]) * each(tl.load(s_at, mask=known, other=0.0), BN, BW, GROUP)
+            if GATED:
+                scale = tl.load(s_at + N * GROUPS, mask=known, other=0.0)
+                acc_up += (part_up - 1.5 * offset[None, :]) * each(scale, BN, BW, GROUP)
+        if j0 + BW < WORDS:
+            ahead = here[:, None] & (at + BW < WORDS)[None, :]
+            w = tl.load(w_at + j0 + BW, mask=ahead, other=0, eviction_policy="evict_first")
+            if GATED:
+                u = tl.load(u_at + j0 + BW, mask=ahead, other=0, eviction_policy="evict_first")
+    y = tl.sum(acc, 1)
+    if GATED:
+        y_up = tl.sum(acc_up, 1)
+    if GROUP == 0:
+        below = 1.5 * tl.sum(offset, 0)
+        y = (y - below) * tl.load(s_ptr + n, mask=here, other=0.0).to(tl.float32)
+        if GATED:
+            y_up = (y_up - below) * tl.load(s_ptr + N + n, mask=here, other=0.0).to(tl.float32)
+    y *= 1 << BITS
+    if BIAS:
+        y += tl.load(b_ptr + n, mask=here, other=0.0).to(tl.float32)
+    if GATED:
+        y_up *= 1 << BITS
+        if BIAS:
+            y_up += tl.load(b_ptr + N + n, mask=here, other=0.0).to(tl.float32)
+    y = activated(y, ACT)
+    if GATED:
+        y *= y_up
+    if RESIDUAL:
+        y += tl.load(r_ptr + n, mask=here, other=0.0).to(tl.float32)
+    tl.store(y_ptr + place(n * 0, n, 1, N, SPREAD), y.to(y_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def few_rows_words(
+    x_ptr, w_ptr, s_ptr, y_ptr, b_ptr, M, N, WORDS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, SPREAD: tl.constexpr, SPLITS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    PER: tl.constexpr = 32 // BITS
+    HALF: tl.constexpr = (1 << BITS) * 1.5
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    split = tl.program_id(1)
+    m = tl.arange(0, BM)
+    j = tl.arange(0, BW)
+    here, rows = n < N, m < M
+    w_at = w_ptr + n.to(tl.int64)[:, None] * WORDS + j[None, :]
+    u_at = w_ptr + (n.to(tl.int64) + N)[:, None] * WORDS + j[None, :]
+    x_at = x_ptr + m[None, :] * WORDS + j[:, None]
+    acc = tl.zeros((BN, BM), tl.float32)
+    if GATED:
+        acc_up = tl.zeros((BN, BM), tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    SHARE: tl.constexpr = (WORDS + SPLITS - 1) // SPLITS
+    for j0 in tl.range(split * SHARE, min(split * SHARE + SHARE, WORDS), BW, num_stages=STAGES):
+        inside = j0 + j < WORDS
+        w = tl.load(w_at + j0, mask=here[:, None] & inside[None, :], other=0, eviction_policy="evict_first")
+        if GATED:
+            u = tl.load(u_at + j0, mask=here[:, None] & inside[None, :], other=0, eviction_policy="evict_first")
+        if GROUP > 0:
+            GROUPS: tl.constexpr = WORDS // GROUP
+            among = j0 // GROUP + tl.arange(0, BW // GROUP)
+            known = here[:, None] & (among < GROUPS)[None, :]
+            s_at = s_ptr + n[:, None] * GROUPS + among[None, :]
+            scale = each(tl.load(s_at, mask=known, other=0.0), BN, BW, GROUP)
+            if GATED:
+                scale_up = each(tl.load(s_at + N * GROUPS, mask=known, other=0.0), BN, BW, GROUP)
+        for i in tl.static_range(PER):
+            x = tl.load(x_at + i * M * WORDS + j0, mask=rows[None, :] & inside[:, None], other=0.0)
+            value = taken(w, i, BITS) * (1 << BITS) - HALF
+            if GROUP > 0:
+                value *= scale
+            acc = tl.dot(value.to(x.dtype), x, acc, input_precision="ieee" if EXACT else "tf32")
+            if GATED:
+                value = taken(u, i, BITS) * (1 << BITS) - HALF
+                if GROUP > 0:
+                    value *= scale_up
+                acc_up = tl.dot(value.to(x.dtype), x, acc_up, input_precision="ieee" if EXACT else "tf32")
+    if GROUP == 0:
+        acc *= tl.load(s_ptr + n, mask=here, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            acc_up *= tl.load(s_ptr + N + n, mask=here, other=0.0).to(tl.float32)[:, None]
+    if BIAS:
+        acc += tl.load(b_ptr + n, mask=here & (split == 0), other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            acc_up += tl.load(b_ptr + N + n, mask=here, other=0.0).to(tl.float32)[:, None]
+    y = activated(acc, ACT)
+    if GATED:
+        y *= acc_up
+    at = split.to(tl.int64) * M * N + place(m[None, :], n[:, None], M, N, SPREAD)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=here[:, None] & rows[None, :])

