@@ -58,7 +58,7 @@ def median_step(run: Callable[[int], None], turns: int = 3) -> float:
 def our_steps(model: Any, rows: int, context: int, bits: int | None, bandwidth: float) -> dict[str, Any]:
     """An engine's own loop: steps sent off one ahead, tokens told."""
     config = model.config
-    plan = Plan(model, rows=rows, context=context + 5 * STEPS, kind="paged", chunk=2048, bits=bits)
+    plan = Plan(model, rows=rows, context=context + 5 * STEPS, kind="paged", chunk=2048, bits=bits, compiled=True)
     engine = Engine(plan)
     asked = Settings(max_new_tokens=5 * STEPS, **DRAWN)
     for row in range(rows):
@@ -124,7 +124,7 @@ def requests(count: int, vocab: int, seed: int = 0) -> list[tuple[list[int], int
 
 
 def our_throughput(model: Any, asked: list[tuple[list[int], int]]) -> dict[str, Any]:
-    engine = Engine(Plan(model, rows=64, context=1536, kind="paged", chunk=2048))
+    engine = Engine(Plan(model, rows=64, context=1536, kind="paged", chunk=2048, compiled=True))
     for place, (prompt, _) in enumerate(requests(64, 128_000, seed=1)):  # every number of rows once
         engine.submit(prompt, Settings(max_new_tokens=2 + place), seed=0)
     engine.run()

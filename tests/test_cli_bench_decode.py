@@ -61,6 +61,14 @@ def test_figures_of_decoding_follow_from_each_other(run: Run) -> None:
     assert told["notes"] == []
 
 
+def test_narrow_weights_are_ours_alone(run: Run) -> None:
+    """The peer reads its weights as they are stored, and is held against that."""
+    told = json.loads(run("decode", "tiny-llama", "--context", 32, "--steps", 8, "--bits", 8, "--json"))
+    ours, theirs = (ct.size("tiny-llama", dtype=dtype, context=36).decode_work(1).bytes for dtype in ("int8", "fp32"))
+    assert told["bytes"] == ours < theirs
+    assert told["peer"]["share_of_limit"] == pytest.approx(theirs / 1e10 / told["peer"]["seconds"])
+
+
 def test_figures_of_reading_follow_from_each_other(run: Run) -> None:
     told = json.loads(run("prefill", "tiny-llama", "--context", 48, "--dtype", "bf16", "--no-peer", "--json"))
     size = ct.size("tiny-llama", dtype="bf16", context=48)

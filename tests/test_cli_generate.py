@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from cutaway.cli import main
 from cutaway.cli.chat import Conversation
 from cutaway.cli.screen import visible
 from cutaway.families.checkpoint import Checkpoint
-from cutaway.generate import Settings
+from cutaway.generate import Engine, Settings
 from cutaway.generate.fill_mask import fill_mask
 from cutaway.text import Tokenizer, byte_tokenizer
 
@@ -167,6 +167,21 @@ def test_beams_are_the_librarys(run: Run, plain: Path, tmp_path: Path) -> None:
         assert [(each["tokens"], each["score"]) for each in found] == [(each.tokens, each.score) for each in expected]
         texts = [f"{each.text}".removesuffix("\n") + "\n" for each in expected]
         assert run(source, "ab", *options) == "".join(texts)
+
+
+def test_narrow_weights_and_compiled_steps_reach_the_engine(
+    run: Run, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = []
+
+    def watched(plan: Any, **how: Any) -> Engine:
+        plans.append((plan.bits, plan.compiled))
+        return Engine(replace(plan, compiled=False), **how)
+
+    monkeypatch.setattr("cutaway.cli.flow.Engine", watched)
+    [told] = objects(run(plain, "ab", "-n", 5, "--bits", 8, "--compile", "--ignore-eos", "--json"))
+    assert plans == [(8, True)]
+    assert len(told["tokens"]) == 5
 
 
 def test_an_encoder_decoder_answers(run: Run, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from family_parity import Peer, is_untimed, randomise, vocab
 
 import cutaway as ct
@@ -48,9 +49,8 @@ def opened(peer: Peer, directory: Path, seed: int) -> tuple[Any, Any]:
     for key in ("n_positions", "max_position_embeddings", "max_seq_len"):
         if getattr(config, key, POSITIONS) < POSITIONS and not is_untimed(config):
             setattr(config, key, POSITIONS)
-    model = peer.auto.from_config(config, attn_implementation="eager").float().eval()
-    if peer.skip_eager:
-        model.set_attn_implementation("sdpa")
+    kernel = "sdpa" if peer.skip_eager else "eager"
+    model = peer.auto.from_config(config, attn_implementation=kernel).float().eval()
     randomise(model, seed, peer.frozen)
     if peer.tweak is not None:
         peer.tweak(model)
@@ -133,3 +133,34 @@ def test_every_family_that_writes_is_here() -> None:
 
     writes = {name for name, family in families().items() if family.read({})[0].form != "encoder"}
     assert writes == {*CONTINUED, *ANSWERED}
+
+
+FILES = [
+    {},
+    {"forced_bos_token_id": 9, "forced_eos_token_id": 2},
+    {"forced_bos_token_id": 9, "min_length": 9, "eos_token_id": [token for token in range(5, 97) if token % 9]},
+    {"no_repeat_ngram_size": 2, "forced_eos_token_id": 2},
+    {"bad_words_ids": [[10], [11, 12], [20, 21]], "suppress_tokens": [13, 14], "begin_suppress_tokens": [15]},
+    {"num_beams": 3, "no_repeat_ngram_size": 2, "length_penalty": 0.8, "early_stopping": True},
+    {"num_beams": 2, "forced_bos_token_id": 9, "min_length": 8},
+    {"max_length": 13},
+]
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("files", FILES)
+def test_answers_by_the_files_settings_are_the_peers(
+    files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First and last tokens, bans and beams, as the checkpoint's own files have them."""
+    model, checkpoint = opened(drawn("bart", 2, tmp_path, monkeypatch), tmp_path / "theirs", 2)
+    settings = {"max_length": 25, "eos_token_id": [2, 30, 31], "decoder_start_token_id": 2, "pad_token_id": 1, **files}
+    checkpoint.generation = settings
+    model.generation_config = transformers.GenerationConfig(**settings)
+    g = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(5, 60, (n,), generator=g).tolist() for n in (3, 9, 17, 9)]
+    answers = ct.generate(checkpoint, prompts)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            theirs = model.generate(torch.tensor([prompt]), do_sample=False)[0, 1:].tolist()
+        assert answer.tokens == theirs

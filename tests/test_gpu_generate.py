@@ -102,7 +102,7 @@ def test_answers_are_the_full_pass(name: str, kind: str, dtype: torch.dtype) -> 
     """Recorded steps of fast blocks, rows that come and go, beside one pass over everything."""
     model: Any = ct.build(name, device="cuda", dtype=dtype, seed=0)
     size = model.config.vocab_size
-    plan = Plan(model, rows=3, context=64, kind=kind, chunk=16, decoder_start=0, source=40)
+    plan = Plan(model, compiled=True, rows=3, context=64, kind=kind, chunk=16, decoder_start=0, source=40)
     engine = Engine(plan)
     prompts = [[(7 * i + 3 * j) % size for j in range(n)] for i, n in enumerate((1, 28, 5, 17, 3))]
     asked = [Settings(max_new_tokens=34 - 5 * i, temperature=float(i % 2), logprobs=0) for i in range(5)]
@@ -120,7 +120,7 @@ def test_answers_are_the_full_pass(name: str, kind: str, dtype: torch.dtype) -> 
 def test_an_int8_cache_and_packed_weights_stay_near(dtype: torch.dtype) -> None:
     model: Any = ct.build("tiny-llama", device="cuda", dtype=dtype, seed=0)
     for how in ({"cache_dtype": torch.int8}, {"bits": 8}, {"bits": 4}):
-        engine = Engine(Plan(model, rows=2, context=96, kind="paged", **how))
+        engine = Engine(Plan(model, compiled=True, rows=2, context=96, kind="paged", **how))
         tickets = [engine.submit([1, 2, 3 + i], Settings(max_new_tokens=40, logprobs=0), seed=0) for i in range(3)]
         engine.run()
         for i, ticket in enumerate(tickets):
@@ -132,7 +132,7 @@ def test_an_int8_cache_and_packed_weights_stay_near(dtype: torch.dtype) -> None:
 def test_nothing_is_recorded_twice() -> None:
     """After every number of rows was seen once, the same kinds of requests record nothing, and memory stays."""
     model: Any = ct.build("tiny-llama", device="cuda", dtype=torch.bfloat16, seed=0)
-    engine = Engine(Plan(model, rows=8, context=64, kind="paged"))
+    engine = Engine(Plan(model, compiled=True, rows=8, context=64, kind="paged"))
 
     def serve() -> None:
         for i in range(20):
@@ -156,7 +156,7 @@ def test_a_model_keeps_its_weights() -> None:
     model: Any = ct.build("tiny-llama", device="cuda", dtype=torch.bfloat16, seed=0)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     held = torch.cuda.memory_allocated()
-    engine = Engine(Plan(model, rows=1, context=32))
+    engine = Engine(Plan(model, compiled=True, rows=1, context=32))
     engine.submit([1], Settings(max_new_tokens=4), seed=0)
     engine.run()
     after = model.state_dict()

@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "model": {"config"},
     "text": set(),
     "families": {"config", "model", "text"},
-    "generate": {"config", "model", "text"},
+    "generate": {"config", "size", "model", "text"},
     "lens": {"config", "size", "model"},
     "bench": {"config", "generate", "size", "model"},
     "cli": {"bench", "config", "size", "model", "families", "generate", "lens"},

@@ -123,7 +123,9 @@ def measure_speed(
     context = context or own_context(model.config, device, grown)
     prompts = torch.randint(model.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
     begin_ours = begin_decoding if work == "decode" else begin_reading
-    engine = Engine(Plan(model.eval(), rows=batch, context=context + grown, bits=bits, compiled=compiled))
+    engine = Engine(
+        Plan(model.eval(), rows=batch, context=context + grown, bits=bits, compiled=compiled or device.type == "cuda")
+    )
     sides = [begin_ours(engine, prompts)]
     if peer is not None:
         sides.append(begin_peer(peer, work, prompts.to(device), model.dtype))
@@ -141,10 +143,13 @@ def measure_speed(
             sides[which](each)
             finish(device)
             taken[which].append((perf_counter() - start) / each)
-    told = costs(model.config, dtype, bits, batch, context + (ROUNDS * per_turn // 2 if work == "decode" else 0))
-    todo = told.decode_work(batch) if work == "decode" else reading_work(told)
-    least = (todo.bytes if work == "decode" else todo.flops) / limit
-    made = [Side(seconds, batch if work == "decode" else batch * context, least) for seconds in taken]
+    length = context + (ROUNDS * per_turn // 2 if work == "decode" else 0)
+    told = costs(model.config, dtype, bits, batch, length)
+    wide = costs(model.config, dtype, None, batch, length)  # the peer has the weights as they are
+    todo, theirs = (each.decode_work(batch) if work == "decode" else reading_work(each) for each in (told, wide))
+    least = [(each.bytes if work == "decode" else each.flops) / limit for each in (todo, theirs)]
+    tokens = batch if work == "decode" else batch * context
+    made = [Side(seconds, tokens, bound) for seconds, bound in zip(taken, least, strict=False)]
     return Measured(
         work=work,
         device=device_name(device),

@@ -12,8 +12,9 @@ from cutaway.cli.prompts import Given
 from cutaway.cli.screen import Screen, visible
 from cutaway.errors import InputError
 from cutaway.generate.answer import Generation, Piece
+from cutaway.generate.search import own_beams
 from cutaway.generate.settings import Settings
-from cutaway.generate.texts import generate, opened, own_beams
+from cutaway.generate.texts import generate, opened
 
 if TYPE_CHECKING:
     from cutaway.families.checkpoint import Checkpoint
@@ -172,7 +173,7 @@ def searched(
     """Beams come all at the end; on a terminal something turns until then."""
     from rich.console import Console
 
-    quick = next((name for name in ("bits", "compiled") if name in how), None)
+    quick = next((name for name in ("bits", "compiled", "draft") if name in how), None)
     if quick is not None:
         raise InputError(f"beams are searched with the model as it is, so {quick} has no part in it; leave it out")
     began = time.perf_counter()

@@ -4,12 +4,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cutaway.errors import CutawayError
 from cutaway.generate.answer import Generation, Piece
 from cutaway.generate.engine import Engine
-from cutaway.generate.prompts import Prompt, named
+from cutaway.generate.prompts import Prompt
 from cutaway.generate.settings import Settings
-from cutaway.generate.texts import MOST_ROWS, encode_all, fitting, make_plan, opened, own_limits, seeds
+from cutaway.generate.speculate import Speculation
+from cutaway.generate.texts import begin as start
+from cutaway.generate.texts import prepare
 from cutaway.generate.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -19,22 +20,27 @@ if TYPE_CHECKING:
 class Flow:
     """Requests and their engine. Whoever asks for the pieces of one lets all of them go on."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine | Speculation, tickets: Sequence[Ticket] = ()) -> None:
         self.engine = engine
         self.tickets: list[Ticket] = []
         self.began: dict[Ticket, float] = {}
         self.first: dict[Ticket, float] = {}
         self.last: dict[Ticket, float] = {}
         self.counts: dict[Ticket, int] = {}
+        for ticket in tickets:
+            self.add(ticket)
         self.steps = 0
         """Of the engine, since the first token."""
 
     def submit(self, prompt: Sequence[int], settings: Settings, *, seed: int, begun: Sequence[int] = ()) -> Ticket:
         ticket = self.engine.submit(prompt, settings, seed=seed, begun=begun)
+        self.add(ticket)
+        return ticket
+
+    def add(self, ticket: Ticket) -> None:
         self.tickets.append(ticket)
         self.began[ticket] = time.perf_counter()
-        self.counts[ticket] = len(begun)
-        return ticket
+        self.counts[ticket] = len(ticket.begun)
 
     def pieces(self, ticket: Ticket) -> Iterator[Piece]:
         """What each step adds to this answer; other answers grow meanwhile."""
@@ -86,33 +92,18 @@ class Flow:
 
 
 def begin(
-    checkpoint: "Checkpoint", prompts: Sequence[Prompt], asked: Settings, *, rows: int | None, **how: Any
+    checkpoint: "Checkpoint",
+    prompts: Sequence[Prompt],
+    asked: Settings,
+    *,
+    rows: int | None,
+    draft: Any = None,
+    **how: Any,
 ) -> tuple[Flow, list[Ticket]]:
     """An engine for these prompts, with a request for each answer, in order; as `generate` would answer them."""
-    model, tokenizer, start = opened(checkpoint)
-    asked.check(model.config.vocab_size)
-    tokens = encode_all(list(prompts), tokenizer)
-    alone = len(model.stacks) == 1
-    sources = [len(prompt) if alone else 1 for prompt in tokens]
-    wanted = [own_limits(asked, start, length) for length in sources]
-    plan = make_plan(
-        model,
-        start,
-        rows=min(MOST_ROWS, len(tokens) * asked.n) if rows is None else rows,
-        source=max(1, *map(len, tokens)),
-        needed=max(length + (own.max_new_tokens or 0) for length, own in zip(sources, wanted, strict=True)),
-        **how,
-    )
-    engine = Engine(fitting(plan) if rows is None else plan, tokenizer=tokenizer, waiting=len(tokens) * asked.n)
-    flow = Flow(engine)
-    begun = [] if start.forced_bos is None or alone else [start.forced_bos]
-    for number, (prompt, own) in enumerate(zip(tokens, wanted, strict=True)):
-        try:
-            for seed in seeds(asked):
-                flow.submit(prompt, own, seed=seed, begun=begun)
-        except CutawayError as error:
-            raise named(error, number, len(tokens)) from None
-    return flow, flow.tickets
+    work = prepare(checkpoint, list(prompts), asked, rows=rows, **how)
+    engine, tickets = start(work, asked, draft=draft)
+    return Flow(engine, tickets), tickets
 
 
 def told(given: Any, answer: Generation, rate: float | None) -> Mapping[str, Any]:

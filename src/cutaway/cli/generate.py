@@ -122,6 +122,10 @@ def generate(
     compiled: Annotated[
         bool, option("--compile", panel=MACHINE, help="Compile the steps on a CPU: long answers come faster.")
     ] = False,
+    draft: Annotated[
+        str | None,
+        option("--draft", panel=MACHINE, metavar="SOURCE", help="A smaller model that guesses ahead, or lookup."),
+    ] = None,
     cache: Annotated[CacheKind | None, option("--cache", panel=MACHINE, help="How keys and values are kept.")] = None,
     cache_dtype: Annotated[CacheDType | None, option("--cache-dtype", panel=MACHINE, help="And in which type.")] = None,
     context: Annotated[
@@ -179,6 +183,8 @@ def generate(
     if bits is not None and bits not in (16, 8, 4):
         raise InputError(f"--bits is {bits}; weights can have 16, 8 or 4")
     checkpoint = opened(source, device, dtype, quiet=as_json)
+    if draft is not None:
+        how["draft"] = draft if draft == "lookup" else opened(draft, device, dtype, quiet=as_json)
     show = answers.Show(echo=echo, stats=stats, as_json=as_json)
     chosen = {"beams": beams, "length_penalty": length_penalty, "early_stopping": early(early_stopping)}
     search = {name: value for name, value in chosen.items() if value is not None}
@@ -197,7 +203,7 @@ def generate(
 def check(told: dict[str, Any]) -> None:
     """What can be told before anything is read."""
     if told["chat"]:
-        for name in ("message", "tokens", "beams", "length_penalty", "early_stopping", "lines", "rows"):
+        for name in ("message", "tokens", "beams", "length_penalty", "early_stopping", "lines", "rows", "draft"):
             if told[name]:
                 raise InputError(f"--{name.replace('_', '-')} is not for --chat; leave one of the two out")
         if (told["samples"] or 1) > 1:

@@ -1,6 +1,6 @@
 """An answer while it grows: tokens become text, and text ends where its request says."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cutaway.generate.settings import Settings
@@ -41,11 +41,18 @@ class Piece:
 class Answer:
     """Takes tokens one by one, gives text as it becomes certain, and says when it is over."""
 
-    def __init__(self, settings: Settings, limit: int, tokenizer: Tokenizer | None, eos: Iterable[int] = ()) -> None:
-        """`limit`: tokens at most."""
+    def __init__(
+        self,
+        settings: Settings,
+        limit: int,
+        tokenizer: Tokenizer | None,
+        eos: Iterable[int] = (),
+        after: Sequence[int] = (),
+    ) -> None:
+        """`limit`: tokens at most. `after`: the text that the answer continues."""
         self.limit = limit
         self.ends = {*settings.stop_tokens, *(() if settings.ignore_eos else eos)}
-        self.stream = None if tokenizer is None else tokenizer.stream()
+        self.stream = None if tokenizer is None else tokenizer.stream(after=after)
         self.stops = StopStrings(settings.stop) if settings.stop and tokenizer is not None else None
         self.wants = settings.logprobs
         self.tokens: list[int] = []

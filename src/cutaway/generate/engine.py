@@ -30,7 +30,7 @@ class Engine:
     def __init__(self, plan: Plan, *, tokenizer: Tokenizer | None = None, waiting: int = 1024) -> None:
         """`waiting`: how many requests may wait for a row before more are refused."""
         self.plan, self.tokenizer, self.most_waiting = plan, tokenizer, waiting
-        self.runner = Runner(plan.model, plan.cache(), bits=plan.bits, compiled=plan.compiled)
+        self.runner = Runner(plan.model, plan.cache(), fast=plan.compiled, bits=plan.bits)
         self.turns, self.whole_from = plan.turns, plan.whole_from
         # Where a token's key depends on how long its text became, no two texts share any.
         self.seats = Seats(self.runner, plan, share=self.whole_from is None)
@@ -53,7 +53,7 @@ class Engine:
             raise InputError("stop strings are found in text, and there is no tokenizer to make any; give stop_tokens")
         tokens, source = self.plan.begin(prompt, begun)
         limit = self.plan.limit(tokens, settings, begun)
-        answer = Answer(settings, limit, self.tokenizer, self.plan.eos)
+        answer = Answer(settings, limit, self.tokenizer, self.plan.eos, after=() if source else prompt)
         ticket = Ticket(tokens, settings, seed, answer)
         ticket.source, ticket.begun = source, list(begun)
         ticket.launched = len(ticket.begun)
@@ -82,6 +82,12 @@ class Engine:
         self.thread = threading.Thread(target=self._work, name="cutaway engine", daemon=True)
         self.thread.start()
         return self
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Stop; whoever still waits is told so."""
@@ -229,7 +235,9 @@ class Engine:
         flight = None
         if steppers:
             with self._together(steppers):
-                flight = Flight(self.runner.step(len(steppers), max(ticket.read for ticket in steppers)), steppers)
+                most = max(ticket.read for ticket in steppers)
+                ahead = max(ticket.answer.limit - ticket.launched for ticket in steppers)
+                flight = Flight(self.runner.step(len(steppers), most, ahead), steppers)
                 for ticket in steppers:
                     ticket.read += 1
                     ticket.launched += 1

@@ -42,8 +42,8 @@ class Plan:
     """The longest source of an encoder-decoder."""
     bits: int | None = None
     """Bits of a weight in steps: 8, or on a GPU 4, where fewer bytes are worth a little rounding."""
-    compiled: bool = False
-    """On the CPU, whether steps are compiled: half a minute at first, a few seconds later."""
+    compiled: bool | None = None
+    """Whether steps are made fast at once: recorded on a GPU, compiled on the CPU. Unless told, when it pays."""
     eos: Collection[int] = field(default_factory=frozenset)
     decoder_start: int | None = None
     forced_eos: int | None = None
@@ -74,6 +74,7 @@ class Plan:
                 f"texts of over {self.whole_from} tokens are read as a whole by this model's scaling of RoPE, which a"
                 f" ring cannot hold; use a full or paged cache, or a context of {self.whole_from}"
             )
+        self.pages()  # says so if the memory is not enough for one text
         size = self.model.config.vocab_size
         self.eos = frozenset(token for token in self.eos if 0 <= token < size)
         if "encoder" in self.model.stacks and self.decoder_start is None:

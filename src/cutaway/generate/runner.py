@@ -1,6 +1,7 @@
 """The model at work for many texts: prompts are read in pieces, and all rows take their next step together."""
 
 import time
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from cutaway.errors import InputError
 from cutaway.generate.cache import Rows
+from cutaway.generate.fast.worth import Ledger, Pace
 from cutaway.generate.sampling import Drawn, Needs, Sampler
 from cutaway.generate.ticket import Ticket
 from cutaway.model import Transformer
@@ -20,9 +22,16 @@ class Runner:
     """One model, its cache and its sampler on one device. Nothing else touches them."""
 
     def __init__(
-        self, model: Transformer, cache: Rows, *, fast: bool = True, bits: int | None = None, compiled: bool = False
+        self,
+        model: Transformer,
+        cache: Rows,
+        *,
+        fast: bool | None = None,
+        bits: int | None = None,
+        compiled: bool = True,
     ) -> None:
-        """`bits` of a weight in steps, if fewer than the model's; `compiled`: on the CPU, by torch.compile."""
+        """`fast`: at once (True), never (False), or when it pays. `bits` of a weight in fast steps, if fewer than the
+        model's. `compiled`: whether making steps fast on the CPU means compiling them too."""
         if bits not in (None, 4, 8, 16):
             raise InputError(f"bits is {bits!r}; steps can use weights of 16, 8 or 4 bits")
         self.model: Any = model
@@ -32,52 +41,60 @@ class Runner:
         """Of each row, the token that its next step reads."""
         self.encodes = "encoder" in model.stacks
         self.active = torch.zeros(cache.batch, dtype=torch.bool, device=model.device)
+        self.bits = bits
         self.quick: Any = model
         """What takes the steps: the model, or its like made for them. Prompts are read by the model itself."""
         self.graphs: Callable[[int, Needs], Drawn] | None = None
         self.logits: Callable[[Tensor, Rows, Tensor], Tensor] = self.step_logits
-        self.compile_seconds: float | None = None
-        if fast and not hooked(model):
-            {"cuda": self.hasten_on_gpu, "cpu": self.hasten_on_cpu}.get(model.device.type, self.refuse)(bits, compiled)
-        elif bits is not None:
-            raise InputError("a model with hooks takes its steps as it is; leave bits out")
+        kind = model.device.type
+        able = not hooked(model) and kind in ("cuda", "cpu")
+        if bits is not None and not able:
+            raise InputError("bits is for steps made fast, and this model has hooks or is elsewhere; leave bits out")
+        self.pace = Pace(Ledger(model, cache.batch, bits)) if able and fast is not False else None
+        """Measures steps: plain ones until it pays to make them fast, then what that cost."""
+        if bits is not None and kind == "cpu":
+            self.pack(bits, one_row=fast is True and cache.batch == 1)
+        if self.pace is not None and (fast or (bits is not None and kind == "cuda")):
+            start = time.perf_counter()
+            self.hasten()
+            self.pace.begin(time.perf_counter() - start)
 
-    def hasten_on_gpu(self, bits: int | None, compiled: bool) -> None:
-        from cutaway.generate.fast.blocks import can_quicken, quick  # Triton, which not every machine has
-        from cutaway.generate.fast.graphs import Graphs
+    def hasten(self) -> None:
+        """From now on steps are fast ones."""
+        if self.model.device.type == "cuda":
+            self.hasten_on_gpu()
+        else:
+            if self.quick is self.model:
+                self.pack(None, one_row=self.cache.batch == 1)
+            self.logits = torch.compile(self.step_logits, fullgraph=True)
 
-        if can_quicken(self.model, self.cache):
-            self.quick = quick(self.model, None if bits == 16 else bits)
-        elif bits is not None:
-            raise InputError(
-                f"bits is {bits}, which is for up to 64 texts at once in 16 or 32-bit numbers; leave it out"
-            )
-        if can_be_recorded(self.model):
-            self.graphs = Graphs(self.fixed_step, self.active)
-
-    def hasten_on_cpu(self, bits: int | None, compiled: bool) -> None:
+    def pack(self, bits: int | None, *, one_row: bool) -> None:
+        """Steps on the CPU by weights in the form that is read fastest."""
         from cutaway.generate.fast.lean import kind_for, lean
 
         if bits == 4:
             raise InputError("bits is 4, which is for GPUs; on the CPU use 8 or 16")
-        one = compiled and self.cache.batch == 1
-        kind = kind_for(self.model, bits, one_row_compiled=one)
+        kind = kind_for(self.model, bits, one_row_compiled=one_row)
         if kind is not None:
             self.quick = lean(self.model, kind)
-        if compiled:
-            self.logits = torch.compile(self.step_logits, fullgraph=True)
 
-    def refuse(self, bits: int | None, compiled: bool) -> None:
-        if bits is not None or compiled:
-            raise InputError(
-                f"on {self.model.device} steps are taken by the model as it is; leave bits and compile out"
-            )
+    def hasten_on_gpu(self) -> None:
+        from cutaway.generate.fast.blocks import can_quicken, quick  # Triton, which not every machine has
+        from cutaway.generate.fast.graphs import Graphs
+
+        if can_quicken(self.model, self.cache):
+            self.quick = quick(self.model, None if self.bits == 16 else self.bits)
+        elif self.bits is not None:
+            raise InputError(f"bits is {self.bits}, which is for up to 64 texts at once and no 64-bit numbers")
+        if can_be_recorded(self.model):
+            self.graphs = Graphs(self.fixed_step, self.active)
 
     @torch.no_grad()
     def open(self, row: int, ticket: Ticket, eos: Collection[int]) -> None:
         """Give a row to a request; a source is read now."""
         self.cache.open(row, ticket.read, ticket.pages)
-        self.sampler.set(row, ticket.settings, ticket.tokens, ticket.seed, eos=eos)
+        prompt = ticket.tokens[: len(ticket.tokens) - len(ticket.begun)]  # what it begins with is said already
+        self.sampler.set(row, ticket.settings, prompt, ticket.seed, eos=eos, answer=ticket.begun)
         if ticket.source is not None:
             self.read_source(row, ticket.source, ticket.tokens)
 
@@ -108,17 +125,42 @@ class Runner:
         self.cache.remember_source(row, alone)
 
     @torch.no_grad()
-    def step(self, rows: int, most: int) -> Drawn:
-        """The next token of the first `rows` rows, none of which has read more than `most`."""
+    def step(self, rows: int, most: int, ahead: int = 1) -> Drawn:
+        """The next token of the first `rows` rows, none of which has read more than `most`.
+
+        `ahead`: how many steps are still to come, as far as is known.
+        """
+        if self.pace is None:
+            return self.one_step(rows, most)
+        start = time.perf_counter()
+        try:
+            if self.pace.pays(ahead):
+                self.hasten()
+            drawn = self.one_step(rows, most)
+        except (
+            RuntimeError,
+            ImportError,
+            OSError,
+        ) as error:  # no compiler here, or one that fails: nothing was said yet
+            if not self.pace.hastened or self.pace.fast or self.bits is not None:
+                raise
+            warnings.warn(f"steps stay as they are, since making them fast failed: {error}", stacklevel=2)
+            self.pace, self.quick, self.graphs, self.logits = None, self.model, None, self.step_logits
+            return self.one_step(rows, most)
+        drawn.tokens.cpu()
+        if self.pace.took(time.perf_counter() - start):
+            self.pace = None
+        return drawn
+
+    def one_step(self, rows: int, most: int) -> Drawn:
         needs = self.sampler.needs(rows)
         if self.graphs is not None:
             return self.graphs(rows, needs)
-        span = torch.empty(most + 1, dtype=torch.bool)  # a number that a compiled step takes as it comes
-        torch._dynamo.mark_dynamic(span, 0)
-        start = time.perf_counter()
+        # The length of a tensor is a number that a compiled step takes as it comes, if it is neither 0 nor 1.
+        span = torch.empty(max(2, most + 1), dtype=torch.bool)
+        if self.logits != self.step_logits:  # else the compiler, which takes a second to import, is not needed
+            torch._dynamo.mark_dynamic(span, 0)
         logits = self.logits(self.next[:rows], self.cache.part(0, rows, most=most), span)
-        if self.compile_seconds is None:
-            self.compile_seconds = time.perf_counter() - start
         drawn = self.sampler.sample(logits, needs)
         self.next[:rows, 0] = drawn.tokens
         return drawn
@@ -147,7 +189,9 @@ class Runner:
         if a != b:
             self.cache.swap(a, b)
             self.sampler.swap(a, b)
-            self.next[[a, b]] = self.next[[b, a]]
+            kept = self.next[a].clone()
+            self.next[a] = self.next[b]
+            self.next[b] = kept
 
 
 def hooked(model: Transformer) -> bool:

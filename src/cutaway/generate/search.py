@@ -93,19 +93,20 @@ def searched(
             )
             found |= dict(zip(numbers, results, strict=True))
     return [
-        told(beam, wanted[number], len(prompt), tokenizer, plan)
+        told(beam, wanted[number], prompt, tokenizer, plan)
         for number, prompt in enumerate(prompts)
         for beam in found[number]
     ]
 
 
-def told(beam: Beam, own: Settings, prompt: int, tokenizer: Tokenizer | None, plan: Plan) -> Generation:
+def told(beam: Beam, own: Settings, prompt: Sequence[int], tokenizer: Tokenizer | None, plan: Plan) -> Generation:
     """A beam as an answer, which may end at a stop string before its last token."""
-    answer = Answer(own, len(beam.tokens), tokenizer, plan.eos)
+    before = () if len(plan.model.stacks) == 2 else prompt
+    answer = Answer(own, len(beam.tokens), tokenizer, plan.eos, after=before)
     for place, token in enumerate(beam.tokens, 1):
         answer.take(token, cut=beam.finish_reason == "length" and place == len(beam.tokens))
         if answer.reason is not None:
             break
-    result = answer.result(prompt_tokens=prompt, seed=None)
+    result = answer.result(prompt_tokens=len(prompt), seed=None)
     result.score = beam.score
     return result

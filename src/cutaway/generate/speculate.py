@@ -117,7 +117,8 @@ class Speculation:
         if settings.stop and self.tokenizer is None:
             raise InputError("stop strings are found in text, and there is no tokenizer to make any; give stop_tokens")
         tokens, source = self.plan.begin(prompt, begun)
-        answer = Answer(settings, self.plan.limit(tokens, settings, begun), self.tokenizer, self.plan.eos)
+        limit = self.plan.limit(tokens, settings, begun)
+        answer = Answer(settings, limit, self.tokenizer, self.plan.eos, after=() if source else prompt)
         ticket = Ticket(tokens, settings, seed, answer)
         ticket.source, ticket.begun = source, list(begun)
         most, switch = self.plan.room(ticket), self.plan.whole_from

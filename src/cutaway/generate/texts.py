@@ -4,7 +4,7 @@ import difflib
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -12,16 +12,16 @@ import torch
 from cutaway.errors import CutawayError, InputError
 from cutaway.generate.answer import Generation, Piece
 from cutaway.generate.engine import Engine
+from cutaway.generate.lookup import Lookup
 from cutaway.generate.plan import Plan, free_memory
 from cutaway.generate.prompts import Prompt, encode, named, several
 from cutaway.generate.search import own_beams, searched
 from cutaway.generate.settings import Settings
+from cutaway.generate.speculate import Speculation
 from cutaway.generate.start import EarlyStopping, Start, read_start
 from cutaway.generate.ticket import Ticket
 from cutaway.model import Transformer
 from cutaway.text import Tokenizer
-
-__all__ = ["Prompt", "encode", "generate", "make_plan", "make_settings", "opened", "own_beams", "own_limits", "seeds"]
 
 UNASKED = 256
 """Tokens of an answer when neither the caller nor the checkpoint says how many."""
@@ -65,6 +65,10 @@ def generate(
     cache: Literal["auto", "full", "ring", "paged"] = "auto",
     cache_dtype: torch.dtype | None = None,
     chunk: int = 512,
+    draft: Source | Transformer | Lookup | str | None = None,
+    ahead: int = 4,
+    bits: int | None = None,
+    compiled: bool | None = None,
     on_piece: Callable[[int, Piece], None] | None = None,
     **settings: Any,
 ) -> list[Generation]:
@@ -72,60 +76,109 @@ def generate(
 
     `settings` are the fields of `Settings`: max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, n, … With
     `beams`, the likeliest sequences are searched instead of drawn. Each answer is what its prompt alone would get.
+    `draft`: a smaller model, or 'lookup', that guesses `ahead` tokens at a time, of which the model keeps those that
+    are its own. `bits`: of a weight in steps, 8 or on a GPU 4. `compiled`: steps are made fast at once, or never.
     `on_piece(number of the answer, piece)` is called as the answers grow; what it raises stops all of them.
     """
-    model, tokenizer, start = opened(checkpoint)
     asked = make_settings(settings)
-    asked.check(model.config.vocab_size)
-    if asked.stop and tokenizer is None:
-        raise InputError("stop strings are found in text, and there is no tokenizer to make any; give stop_tokens")
     if on_piece is not None and not callable(on_piece):
         raise InputError(f"on_piece is a {type(on_piece).__name__}; give a function of an answer's number and a piece")
-    tokens = encode_all(prompts, tokenizer)
-    sources = [len(prompt) if len(model.stacks) == 1 else 1 for prompt in tokens]
-    wanted = [own_limits(asked, start, length) for length in sources]
-    plan = make_plan(
-        model,
-        start,
-        rows=max(1, min(MOST_ROWS, len(tokens) * asked.n)) if rows is None else rows,
-        context=context,
-        kind=cache,
-        cache_dtype=cache_dtype,
-        chunk=chunk,
-        source=max(map(len, tokens), default=1),
-        needed=max((n + (own.max_new_tokens or 0) for n, own in zip(sources, wanted, strict=True)), default=2),
-    )
-    search = own_beams(model, start, asked) if beams is None else beams
+    given: dict[str, Any] = {"context": context, "kind": cache, "cache_dtype": cache_dtype, "chunk": chunk}
+    work = prepare(checkpoint, prompts, asked, rows=rows, bits=bits, compiled=compiled, **given)
+    search = own_beams(work.plan.model, work.start, asked) if beams is None else beams
     if search or beams is not None:
-        if beams is not None and (cache != "auto" or cache_dtype is not None):
-            raise InputError("beams are led in a cache of their own kind; leave cache and cache_dtype out")
-        penalty = start.length_penalty if length_penalty is None else length_penalty
-        early = start.early_stopping if early_stopping is None else early_stopping
+        if beams is not None and (cache != "auto" or cache_dtype is not None or draft is not None):
+            raise InputError("beams are led in a cache of their own kind; leave cache, cache_dtype and draft out")
+        penalty = work.start.length_penalty if length_penalty is None else length_penalty
+        early = work.start.early_stopping if early_stopping is None else early_stopping
         how: Any = {"beams": search, "length_penalty": penalty, "early_stopping": early}
-        with at_rest(model):
-            found = searched(plan, tokenizer, start, tokens, wanted, **how)
+        with at_rest(work.plan.model):
+            found = searched(work.plan, work.tokenizer, work.start, work.prompts, work.settings, **how)
         if on_piece is not None:
             for number, answer in enumerate(found):
                 on_piece(number, Piece(answer.text or "", answer.tokens))
         return found
     if length_penalty is not None or early_stopping is not None:
         raise InputError("length_penalty and early_stopping weigh beams, but no beams were asked for; give beams=4")
-    engine = Engine(plan if rows is not None else fitting(plan), tokenizer=tokenizer, waiting=len(tokens) * asked.n)
-    begun = [] if start.forced_bos is None or len(model.stacks) == 1 else [start.forced_bos]
-    tickets: list[Ticket] = []
-    for number, (prompt, own) in enumerate(zip(tokens, wanted, strict=True)):
-        try:
-            tickets += [engine.submit(prompt, own, seed=seed, begun=begun) for seed in seeds(asked)]
-        except CutawayError as error:
-            raise named(error, number, len(tokens)) from None
-    with at_rest(model):
+    engine, tickets = begin(work, asked, draft=draft, ahead=ahead)
+    with at_rest(work.plan.model):
         while engine.turn():
             show(tickets, on_piece)
     show(tickets, on_piece)
     for number, ticket in enumerate(tickets):
         if ticket.error is not None:
-            raise named(ticket.error, number // asked.n, len(tokens))
+            raise named(ticket.error, number // asked.n, len(work.prompts))
     return [ticket.result() for ticket in tickets]
+
+
+@dataclass
+class Work:
+    """Prompts as tokens, what each asks for, and the plan for all of them."""
+
+    plan: Plan
+    tokenizer: Tokenizer | None
+    start: Start
+    prompts: list[list[int]]
+    settings: list[Settings]
+
+
+def prepare(
+    checkpoint: Source | Transformer,
+    prompts: Prompt | Sequence[Prompt],
+    asked: Settings,
+    *,
+    rows: int | None,
+    **how: Any,
+) -> Work:
+    """Read everything that was given, and refuse what cannot be, before any work is done."""
+    model, tokenizer, start = opened(checkpoint)
+    asked.check(model.config.vocab_size)
+    if asked.stop and tokenizer is None:
+        raise InputError("stop strings are found in text, and there is no tokenizer to make any; give stop_tokens")
+    tokens = encode_all(prompts, tokenizer)
+    lengths = [len(prompt) if len(model.stacks) == 1 else 1 for prompt in tokens]
+    wanted = [own_limits(asked, start, length) for length in lengths]
+    plan = make_plan(
+        model,
+        start,
+        rows=max(1, min(MOST_ROWS, len(tokens) * asked.n)) if rows is None else rows,
+        source=max(map(len, tokens), default=1),
+        needed=max((n + (own.max_new_tokens or 0) for n, own in zip(lengths, wanted, strict=True)), default=2),
+        **how,
+    )
+    return Work(plan if rows is not None else fitting(plan), tokenizer, start, tokens, wanted)
+
+
+def begin(
+    work: Work, asked: Settings, *, draft: Source | Transformer | Lookup | str | None = None, ahead: int = 4
+) -> tuple[Engine | Speculation, list[Ticket]]:
+    """An engine at work on these prompts, with a request for each answer, in order."""
+    plan, tokenizer = work.plan, work.tokenizer
+    engine: Engine | Speculation
+    if draft is None:
+        engine = Engine(plan, tokenizer=tokenizer, waiting=max(1, len(work.prompts) * asked.n))
+    else:
+        guess, its_own = guesser(draft)
+        engine = Speculation(plan, draft=guess, tokenizer=tokenizer, draft_tokenizer=its_own, ahead=ahead)
+    begun = [] if work.start.forced_bos is None or len(plan.model.stacks) == 1 else [work.start.forced_bos]
+    tickets: list[Ticket] = []
+    for number, (prompt, own) in enumerate(zip(work.prompts, work.settings, strict=True)):
+        try:
+            tickets += [engine.submit(prompt, own, seed=seed, begun=begun) for seed in seeds(asked)]
+        except CutawayError as error:
+            raise named(error, number, len(work.prompts)) from None
+    return engine, tickets
+
+
+def guesser(draft: Source | Transformer | Lookup | str) -> tuple[Transformer | Lookup, Tokenizer | None]:
+    if isinstance(draft, str):
+        if draft != "lookup":
+            raise InputError(f"draft is {draft!r:.60}; give a smaller model (ct.load it first), or 'lookup'")
+        return Lookup(), None
+    if isinstance(draft, Lookup):
+        return draft, None
+    model, tokenizer, _ = opened(draft)
+    return model.eval(), tokenizer
 
 
 def encode_all(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer | None) -> list[list[int]]:
@@ -211,6 +264,8 @@ def make_plan(
     model: Transformer, start: Start, *, needed: int | None = None, context: int | None = None, **how: Any
 ) -> Plan:
     """An engine's plan for this model; with a cache no longer than `needed`."""
+    if how.get("source") == 0:
+        raise InputError("the prompt is empty; give at least one token, such as the beginning-of-text token")
     both = len(model.stacks) == 2
     own: dict[str, Any] = {
         "eos": start.eos,

@@ -39,7 +39,7 @@ class Ticket:
         self.cancelled = True
 
     def pieces(self, timeout: float | None = None) -> Iterator[Piece]:
-        """What each step adds, until the answer is over. Each piece is given once, whoever asks."""
+        """What each step adds, until the answer is over; each piece once, whoever asks. `queue.Empty` if none comes."""
         while (piece := self._pieces.get(timeout=timeout)) is not None:
             yield piece
         self._pieces.put(None)  # for whoever asks again

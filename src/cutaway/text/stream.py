@@ -1,5 +1,6 @@
 """Decoding while ids arrive: only text that later ids cannot change any more."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,11 +15,13 @@ _UNSETTLED = 16
 class Stream:
     """What `push` gave for each id, and at last `finish`, together are what `decode` gives for all ids."""
 
-    def __init__(self, tokenizer: "Tokenizer", *, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: "Tokenizer", *, skip_special: bool = True, after: Sequence[int] = ()) -> None:
+        """`after`: what was read before. What comes is decoded as its continuation, with the space between them."""
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        self._ids: list[int] = []
-        self._given = 0
+        self._ids = [number for number in after[-_KEPT:] if tokenizer.token(number) is not None]
+        before = self._text(self._ids) if self._ids else ""
+        self._given = len(before) - before.endswith("\ufffd")  # a letter that was cut in two is given when it is whole
         """Characters of the kept ids' text that were given already."""
 
     def push(self, number: int) -> str:

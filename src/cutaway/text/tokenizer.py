@@ -74,9 +74,9 @@ class Tokenizer:
                 text = text.replace(messy, clean)
         return text
 
-    def stream(self, *, skip_special: bool = True) -> Stream:
-        """Decodes ids one by one as they are generated."""
-        return Stream(self, skip_special=skip_special)
+    def stream(self, *, skip_special: bool = True, after: Sequence[int] = ()) -> Stream:
+        """Decodes ids one by one as they are generated, as what follows the ids in `after`."""
+        return Stream(self, skip_special=skip_special, after=after)
 
     def _encode(self, text: str, special: bool) -> list[int]:
         return self.backend.encode(text, add_special_tokens=special).ids

@@ -134,16 +134,17 @@ class Int8(Product):
         return y.to(x.dtype)
 
 
-class Int8Weights(Product):
-    """Integers for W alone, x as it is: nearer than `Int8`, and faster for one row in a compiled step.
+class Summed(Product):
+    """W·x for one row, written for the compiler, which makes loops of it that widen the weights in registers.
 
-    Not compiled, or for more rows, W is first written out in fp32, which is right but slow.
+    Not compiled, or for more rows, W is first written out in x's dtype, which is right but slow.
     """
 
-    kind = "int8-weights"
+    kind = "summed"
+    step: Tensor | None = None
 
     def pack(self, weight: Tensor) -> None:
-        self.weight, self.step = to_integers(weight)
+        self.weight = weight
 
     def pack_bias(self, bias: Tensor) -> Tensor:
         return bias.float()
@@ -154,11 +155,10 @@ class Int8Weights(Product):
             y = self.one_row(wide).view(*x.shape[:-1], self.d_out)
         else:
             y = F.linear(wide, self.weight.float())
-        y = y * self.step
+        y = y if self.step is None else y * self.step
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
     def one_row(self, x: Tensor) -> Tensor:
-        """W·x, written for the compiler, which makes loops of it that widen the integers in registers."""
         # Equal parts become one loop with a sum for each, so that no addition waits for the one before.
         x = x.reshape(-1)
         part = self.d_out // SUMS
@@ -166,7 +166,25 @@ class Int8Weights(Product):
         return torch.cat([(rows.float() * x).sum(-1) for rows in parts if len(rows)])
 
 
-KINDS: dict[str, type[Product]] = {each.kind: each for each in (Whole, Bf16, Int8, Int8Weights)}
+class Bf16Weights(Summed):
+    """W in bfloat16, x as it is."""
+
+    kind = "bf16-weights"
+
+    def pack(self, weight: Tensor) -> None:
+        self.weight = weight.bfloat16()
+
+
+class Int8Weights(Summed):
+    """Integers for W alone, x as it is: nearer than `Int8`, and faster for one row in a compiled step."""
+
+    kind = "int8-weights"
+
+    def pack(self, weight: Tensor) -> None:
+        self.weight, self.step = to_integers(weight)
+
+
+KINDS: dict[str, type[Product]] = {each.kind: each for each in (Whole, Bf16, Int8, Summed, Bf16Weights, Int8Weights)}
 
 
 class Fused(nn.Module):

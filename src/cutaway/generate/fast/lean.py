@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cutaway.generate.fast.cpu import Bf16, Fused, Int8, Int8Weights, Product, Whole
+from cutaway.generate.fast.cpu import Bf16, Bf16Weights, Fused, Int8, Int8Weights, Product, Summed, Whole
 from cutaway.generate.fast.weights import joined
 from cutaway.model import Transformer
 from cutaway.model.attention import MultiHead
@@ -95,5 +95,7 @@ def kind_for(model: Transformer, bits: int | None, *, one_row_compiled: bool) ->
     if bits == 8:
         return Int8Weights if one_row_compiled else Int8
     if bits == 16 or (bits is None and model.dtype == torch.bfloat16):
-        return Bf16
-    return Whole if model.dtype == torch.float32 else None
+        return Bf16Weights if one_row_compiled else Bf16
+    if model.dtype != torch.float32:
+        return None
+    return Summed if one_row_compiled else Whole
