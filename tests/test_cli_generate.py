@@ -178,7 +178,7 @@ def test_narrow_weights_and_compiled_steps_reach_the_engine(
         plans.append((plan.bits, plan.compiled))
         return Engine(replace(plan, compiled=False), **how)
 
-    monkeypatch.setattr("cutaway.cli.flow.Engine", watched)
+    monkeypatch.setattr("cutaway.generate.texts.Engine", watched)
     [told] = objects(run(plain, "ab", "-n", 5, "--bits", 8, "--compile", "--ignore-eos", "--json"))
     assert plans == [(8, True)]
     assert len(told["tokens"]) == 5
