@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.generation import logits_process as theirs
 
 from cutaway.generate.noise import seed_of_answer
-from cutaway.generate.sampling import Needs, Sampler, draw, probabilities, processed, uniform
+from cutaway.generate.sampling import Needs, Sampler, divisor, draw, highest, probabilities, processed, uniform
 from cutaway.generate.settings import Settings
 
 EOS = (2, 5)
@@ -509,3 +509,21 @@ def test_captured_on_a_gpu_equals_the_cpu(name: str) -> None:
         graph.replay()
         assert drawn.tokens.tolist() == cpu.sample(logits, needs).tokens.tolist()
         assert not drawn.bad.any()
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 6])
+def test_the_highest_by_parts(parts: int) -> None:
+    """The same number and place as in one go, the first of several, and NaN where there is one."""
+    x = torch.randint(0, 5, (40, 12), generator=torch.Generator().manual_seed(0)).float()
+    x[3, 7] = float("nan")
+    x[4] = -math.inf
+    best, place = highest(x, parts)
+    whole = x.max(-1)
+    assert torch.equal(best.nan_to_num(9.0), whole.values.nan_to_num(9.0))
+    assert torch.equal(place, whole.indices)
+
+
+def test_a_vocabulary_is_cut_near_its_root() -> None:
+    assert divisor(128256) == 334
+    assert divisor(50257) == 29
+    assert divisor(32003) == 1

@@ -1,5 +1,6 @@
 """From logits to the next token, for a whole batch at once and without waiting for the device."""
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -114,7 +115,8 @@ class Sampler:
     def sample(self, logits: Float[Tensor, "n V"], needs: Needs, active: Bool[Tensor, " n"] | None = None) -> Drawn:
         """The next token of each row, which the active rows remember."""
         rows = self.all.first(len(logits))
-        best, tokens = (x := processed(logits, rows, needs)).max(-1)
+        x = processed(logits, rows, needs)
+        best, tokens = highest(x, parts_of(x))
         if needs.sampled:
             drawn = draw(weights(x, best, rows, needs), uniform(rows.whole[:, 0], rows.step))
             tokens = torch.where(rows.sampled, drawn, tokens)
@@ -139,6 +141,27 @@ class Sampler:
             rows.bias = torch.zeros(shape, device=self.device)
         if needs.least and rows.stops is None:
             rows.stops = torch.zeros(shape, dtype=torch.bool, device=self.device)
+
+
+def highest(x: Float[Tensor, "n V"], parts: int = 1) -> tuple[Float[Tensor, " n"], Int64[Tensor, " n"]]:
+    """The largest of each row and its place, the first if there are several; by `parts`, so that they work at once."""
+    if parts == 1:
+        best, place = x.max(-1)
+        return best, place
+    each, inner = x.view(len(x), parts, -1).max(-1)
+    best, part = each.max(-1)
+    return best, part * (x.shape[-1] // parts) + inner.gather(-1, part.unsqueeze(-1)).squeeze(-1)
+
+
+@functools.cache
+def divisor(size: int) -> int:
+    """The divisor of a vocabulary's size that is nearest to its root."""
+    return max(part for part in range(1, math.isqrt(size) + 1) if size % part == 0)
+
+
+def parts_of(x: Tensor) -> int:
+    """A GPU gives a row to one of its processors, which for a wide row takes as long as a layer."""
+    return divisor(x.shape[-1]) if x.is_cuda and len(x) < 64 else 1
 
 
 def told(logits: Float[Tensor, "n V"], tokens: Int64[Tensor, " n"], needs: Needs) -> tuple[Tensor | None, ...]:

@@ -155,19 +155,23 @@ def quick(model: Transformer, bits: int | None = None) -> Transformer:
             block.following = following.fast_attention
     head: Any = again.head
     if head.transform is None:
-        again.head = FastHead(head, packed(Weight(head.matrix.weight.data, head.bias), bits))
+        weight = packed(Weight(head.matrix.weight.data, head.bias), bits)
+        norm = norm_of(stack.final_norm)
+        again.head = FastHead(head, weight, norm)
+        if norm is not None:
+            stack.final_norm = nn.Identity()
     return again
 
 
 class FastHead(nn.Module):
-    """logits = cap(scale · (x·Eᵀ + b)), in fp32."""
+    """logits = cap(scale · (norm(x)·Eᵀ + b)), in fp32; the final norm is a part of the product."""
 
-    def __init__(self, head: Any, weight: Weight) -> None:
+    def __init__(self, head: Any, weight: Weight, norm: Norm | None) -> None:
         super().__init__()
-        self.weight, self.scale, self.softcap = weight, head.scale, head.softcap
+        self.weight, self.norm, self.scale, self.softcap = weight, norm, head.scale, head.softcap
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = product(x[:, 0], self.weight, dtype=torch.float32).unsqueeze(1)
+        logits = product(x[:, 0], self.weight, norm=self.norm, dtype=torch.float32).unsqueeze(1)
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
