@@ -17,6 +17,7 @@ from cutaway.bench.machine import LENGTHS, device_name
 from cutaway.config.transformer import Config
 from cutaway.errors import InputError
 from cutaway.generate import Engine, Plan, Settings, Ticket
+from cutaway.generate.quality import Loss, loss_of_bits
 from cutaway.model import Transformer
 from cutaway.size import Size, size
 from cutaway.size.calibration import recorded
@@ -77,6 +78,8 @@ class Measured:
     """Bytes a second of a bare copy, for decoding; FLOPs a second of a bare product, for reading."""
     ours: Side
     peer: Side | None = None
+    loss: Loss | None = None
+    """What fewer bits cost in quality."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -163,6 +166,7 @@ def measure_speed(
         limit=limit,
         ours=made[0],
         peer=made[1] if len(made) > 1 else None,
+        loss=None if bits is None else loss_of_bits(model, bits),
     )
 
 

@@ -180,7 +180,8 @@ def show_speed(source: str, found: "Measured") -> None:
         limit = f"reading takes {si(found.flops, 'FLOP')}; a bare product here does {si(found.limit, 'FLOP/s')}"
     else:
         limit = f"a step moves {si(found.bytes, 'B')}; a bare copy here does {si(found.limit, 'B/s')}"
-    out.print(Text("\n".join([limit, *found.notes]), "dim"), soft_wrap=True)
+    lines = [limit, *([] if found.loss is None else [str(found.loss)]), *found.notes]
+    out.print(Text("\n".join(lines), "dim"), soft_wrap=True)
 
 
 # ---------------------------------------------------------------------------------------- the machine
