@@ -32,7 +32,7 @@ def test_what_it_cost_decides_the_next_time(tmp_path: Path) -> None:
     model = ct.build("tiny-llama", seed=0)
     ledger = Ledger(model, 1, None)
     assert ledger.known is None
-    assert not ledger.cost(0.01).pays(100)  # the guess: nothing for short work
+    assert not ledger.cost(10.0).pays(10**9)  # what nobody asked for once, nobody waits for
     ledger.keep(Cost(0.2, 0.01, 0.002))
     again = Ledger(model, 1, None)
     assert again.cost(0.01).pays(100)
@@ -130,3 +130,23 @@ def test_bits_that_are_none_and_hooks() -> None:
     engine.run()
     assert len(seen) == 5  # one prompt piece and four steps: what a hook sees is what is generated
     handle.remove()
+
+
+def test_where_making_fast_fails_steps_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that is not there costs nothing but a warning; one that was interrupted is the user's will."""
+    model: Any = ct.build("tiny-llama", seed=0)
+    plain = answers(model, compiled=False)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        def fail(*_: Any) -> Any:
+            raise RuntimeError("no compiler") from why
+
+        return fail
+
+    why: BaseException | None = None
+    monkeypatch.setattr(torch, "compile", broken)
+    with pytest.warns(UserWarning, match="steps stay as they are"):
+        assert answers(model, compiled=True) == plain
+    why = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        answers(model, compiled=True)

@@ -137,11 +137,9 @@ class Runner:
             if self.pace.pays(ahead):
                 self.hasten()
             drawn = self.one_step(rows, most)
-        except (
-            RuntimeError,
-            ImportError,
-            OSError,
-        ) as error:  # no compiler here, or one that fails: nothing was said yet
+        except (RuntimeError, ImportError, OSError) as error:  # no compiler here, or one that fails; nothing was said
+            if interrupted(error):
+                raise KeyboardInterrupt from error
             if not self.pace.hastened or self.pace.fast or self.bits is not None:
                 raise
             warnings.warn(f"steps stay as they are, since making them fast failed: {error}", stacklevel=2)
@@ -192,6 +190,15 @@ class Runner:
             kept = self.next[a].clone()
             self.next[a] = self.next[b]
             self.next[b] = kept
+
+
+def interrupted(error: BaseException | None) -> bool:
+    """Whether it was the user who stopped this: a compiler takes that for a failure of its own."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def hooked(model: Transformer) -> bool:

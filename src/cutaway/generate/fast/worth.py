@@ -5,6 +5,7 @@ What it took here is kept beside `cutaway bench`'s measurements, and decides the
 
 import hashlib
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 from cutaway.model import Transformer
 from cutaway.size.calibration import where
 
-GUESS = {"cuda": (6.0, 0.3), "cpu": (45.0, 0.8)}
-"""Seconds to get ready, and what a fast step takes of a plain one, before anything was measured."""
+GUESS = {"cuda": (6.0, 0.3), "cpu": (math.inf, 1.0)}
+"""Seconds to get ready, and what a fast step takes of a plain one, before anything was measured. Compiling on a CPU
+takes most of a minute, which nobody waits for unasked: it is chosen once it was asked for, and so measured."""
 MOST_KEPT = 200
 
 
