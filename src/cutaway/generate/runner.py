@@ -50,7 +50,8 @@ class Runner:
         able = not hooked(model) and kind in ("cuda", "cpu")
         if bits is not None and not able:
             raise InputError("bits is for steps made fast, and this model has hooks or is elsewhere; leave bits out")
-        self.pace = Pace(Ledger(model, cache.batch, bits)) if able and fast is not False else None
+        unasked = fast is None and kind == "cpu"  # a compiler takes most of a minute, and Ctrl-C for its own affair
+        self.pace = Pace(Ledger(model, cache.batch, bits)) if able and fast is not False and not unasked else None
         """Measures steps: plain ones until it pays to make them fast, then what that cost."""
         if bits is not None and kind == "cpu":
             self.pack(bits, one_row=fast is True and cache.batch == 1)
