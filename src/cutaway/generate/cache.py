@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -119,14 +119,19 @@ class Rows(Cache):
         self.table: Int[Tensor, "B P"] | None = None
         if paged:
             self.table = torch.full((rows, slots // size), TRASH, dtype=torch.long, device=model.device)
-            for layer in self.layers:
-                layer.pages = layer.names = self.table  # type: ignore[attr-defined]
+            for layer in self.paged:
+                layer.pages = layer.names = self.table
         if self.cross is not None:
             self.memory = Places(torch.full((rows, source), EMPTY, device=model.device))
             for part, (heads, width) in zip(self.cross, cross_widths(model), strict=True):
                 part.k, part.v = (
                     torch.zeros(rows, source, heads, width, device=model.device, dtype=model.dtype) for _ in "kv"
                 )
+
+    @property
+    def paged(self) -> list[PagedLayer]:
+        """The layers, as what they are made of here."""
+        return cast("list[PagedLayer]", self.layers)
 
     def place(self, length: int, mask: Bool[Tensor, "B T"] | None) -> tuple[Places, dict[int, Step]]:
         """As in any cache, with slots counted through all pages."""
@@ -148,10 +153,10 @@ class Rows(Cache):
         some.length, some.reach = self.length[start:stop], self.reach[start:stop]
         some.table = None if self.table is None else self.table[start:stop]
         some.layers = []
-        for layer in self.layers:
+        for layer in self.paged:
             own = copy.copy(layer)
-            own.names = layer.names[start:stop]  # type: ignore[attr-defined]
-            own.pages = slice(start, stop) if some.table is None else own.names  # type: ignore[attr-defined]
+            own.names = layer.names[start:stop]
+            own.pages = slice(start, stop) if some.table is None else own.names
             some.layers.append(own)
         if self.cross is not None and self.memory is not None:
             some.memory = Places(self.memory.position[start:stop])
@@ -210,7 +215,7 @@ class Rows(Cache):
 
     def stored(self) -> list[Tensor]:
         """All keys and values, first by row or page."""
-        stores: list[Store] = [x for layer in self.layers for x in (layer.keys, layer.values)]  # type: ignore[attr-defined]
+        stores: list[Store] = [x for layer in self.paged for x in (layer.keys, layer.values)]
         return [tensor for store in stores for tensor in store.tensors()]
 
     def sources(self) -> list[Tensor]:

@@ -5,8 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from cutaway.errors import CutawayError, InputError
-from cutaway.generate.answer import Answer
+from cutaway.errors import CutawayError
 from cutaway.generate.flight import Flight
 from cutaway.generate.plan import Plan
 from cutaway.generate.runner import Runner
@@ -49,22 +48,13 @@ class Engine:
         self, prompt: Sequence[int], settings: Settings, *, seed: int, wait: bool = False, begun: Sequence[int] = ()
     ) -> Ticket:
         """Ask for an answer to a prompt of tokens; `begun` are its first tokens. An encoder's prompt is its source."""
-        if settings.stop and self.tokenizer is None:
-            raise InputError("stop strings are found in text, and there is no tokenizer to make any; give stop_tokens")
-        tokens, source = self.plan.begin(prompt, begun)
-        limit = self.plan.limit(tokens, settings, begun)
-        answer = Answer(settings, limit, self.tokenizer, self.plan.eos, after=() if source else prompt)
-        ticket = Ticket(tokens, settings, seed, answer)
-        ticket.source, ticket.begun = source, list(begun)
-        ticket.launched = len(ticket.begun)
-        for token in ticket.begun:  # certain, so with log-probability 0
-            ticket.tell(answer.take(token, 0.0, {token: 0.0} if settings.logprobs else None))
+        ticket = self.plan.ticket(prompt, settings, self.tokenizer, seed=seed, begun=begun)
         with self.wake:
             while wait and not self.closed and len(self.waiting) >= self.most_waiting:
                 self.wake.wait()
             if self.closed:
                 raise EngineError("the engine is closed; start another")
-            if answer.reason is not None:  # what it was begun with is all of it
+            if ticket.answer.reason is not None:  # what it was begun with is all of it
                 ticket.finish()
                 return ticket
             if len(self.waiting) >= self.most_waiting:

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from cutaway.errors import InputError
+from cutaway.generate.answer import Answer
 from cutaway.generate.cache import KINDS, PAGE, Kind, Rows, cross_widths
 from cutaway.generate.settings import Settings, index, real, shown
 from cutaway.generate.ticket import Ticket
@@ -16,6 +17,7 @@ from cutaway.model import Transformer
 from cutaway.model.inputs import FLOATS
 from cutaway.model.rope import Rope
 from cutaway.model.stack import Stack
+from cutaway.text import Tokenizer
 
 UNASKED = 4096
 """Tokens of context that are taken for a model that names none."""
@@ -189,6 +191,27 @@ class Plan:
             raise InputError(f"the source has {len(tokens)} tokens, and room is for {room}; shorten it")
         assert self.decoder_start is not None
         return [self.decoder_start, *first], tokens
+
+    def ticket(
+        self,
+        prompt: Sequence[int],
+        settings: Settings,
+        tokenizer: Tokenizer | None,
+        *,
+        seed: int,
+        begun: Sequence[int] = (),
+    ) -> Ticket:
+        """A request that was checked, with what its answer is begun with told already."""
+        if settings.stop and tokenizer is None:
+            raise InputError("stop strings are found in text, and there is no tokenizer to make any; give stop_tokens")
+        tokens, source = self.begin(prompt, begun)
+        limit = self.limit(tokens, settings, begun)
+        answer = Answer(settings, limit, tokenizer, self.eos, after=() if source else prompt)
+        ticket = Ticket(tokens, settings, seed, answer)
+        ticket.source, ticket.begun, ticket.launched = source, list(begun), len(begun)
+        for token in ticket.begun:  # certain, so with log-probability 0
+            ticket.tell(answer.take(token, 0.0, {token: 0.0} if settings.logprobs else None))
+        return ticket
 
     def limit(self, tokens: Sequence[int], settings: Settings, begun: Sequence[int]) -> int:
         """Tokens of the answer at most: those asked for, or what the context has room for."""

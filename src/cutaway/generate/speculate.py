@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.generate.answer import Answer, Generation
+from cutaway.generate.answer import Generation
 from cutaway.generate.distribution import Needs, Rows, draw, probabilities, processed
 from cutaway.generate.drafts import Drafter, ModelDraft, Proposal, check_draft, read_prompts, roomy
 from cutaway.generate.engine import EngineError
@@ -114,22 +114,14 @@ class Speculation:
 
     def submit(self, prompt: Sequence[int], settings: Settings, *, seed: int, begun: Sequence[int] = ()) -> Ticket:
         """Ask for an answer to a prompt of tokens; `begun` are its first tokens. An encoder's prompt is its source."""
-        if settings.stop and self.tokenizer is None:
-            raise InputError("stop strings are found in text, and there is no tokenizer to make any; give stop_tokens")
-        tokens, source = self.plan.begin(prompt, begun)
-        limit = self.plan.limit(tokens, settings, begun)
-        answer = Answer(settings, limit, self.tokenizer, self.plan.eos, after=() if source else prompt)
-        ticket = Ticket(tokens, settings, seed, answer)
-        ticket.source, ticket.begun = source, list(begun)
+        ticket = self.plan.ticket(prompt, settings, self.tokenizer, seed=seed, begun=begun)
         most, switch = self.plan.room(ticket), self.plan.whole_from
         if switch is not None and most > switch:
             raise InputError(
                 f"a text of up to {most} tokens would grow past {switch}, where this model's rotary angles begin to"
                 " depend on its length, so that guesses cannot be tried on it; ask for fewer tokens, or use no draft"
             )
-        for token in ticket.begun:  # certain, so with log-probability 0
-            ticket.tell(answer.take(token, 0.0, {token: 0.0} if settings.logprobs else None))
-        if answer.reason is not None:  # what it was begun with is all of it
+        if ticket.answer.reason is not None:  # what it was begun with is all of it
             ticket.finish()
         else:
             self.waiting.append(ticket)
