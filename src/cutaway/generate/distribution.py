@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cutaway.generate.settings import Settings
 
-WINDOWS = (64, 1024)
+WINDOWS = (64, 256, 1024)
 """How many of the largest logits are sought for top-k; beyond the last, all are searched."""
 FARTHEST = 2**31 - 1
 FINEST = 2.0**42
@@ -164,26 +164,51 @@ def kept(x: Float32[Tensor, "n V"], weight: Float32[Tensor, "n V"], rows: Rows, 
     order: the answer depends on neither the batch nor the device.
     """
     key = x.view(torch.int32) & FARTHEST  # no x is above 0, so the bits of |x| rise as x falls
-    top_k = rows.whole[:, 1:2].contiguous()
-    near = key.topk(needs.window, largest=False).values if needs.window < x.shape[-1] else None
-    last: Tensor | int = FARTHEST
-    if near is not None:
-        last = near.gather(-1, top_k.clamp(max=needs.window) - 1).masked_fill(top_k > needs.window, FARTHEST)
-    elif needs.top_k:
-        last = crossing(key, torch.ones_like(key, dtype=torch.int64), top_k)[0]
-    keep = key <= last
+    last, near = last_of_top_k(key, rows, needs)
     if not needs.top_p:
-        return keep
-    top_p, amount = rows.numbers[:, 1:2], whole(weight) * keep
-    enough = (top_p * amount.sum(-1, keepdim=True)).ceil().long()
-    if near is not None:
-        edge, before = crossing_in_order(near, whole((-near.view(torch.float32)).exp()) * (near <= last), enough)
-    else:
-        edge, before = crossing(key, amount, enough)
+        return key <= last
+    total = (whole(weight) * (key <= last)).sum(-1, keepdim=True)
+    edge, wanted = edge_of_top_p(key, last, near, total, rows)
     equal = key == edge
-    each = (amount * equal).amax(-1, keepdim=True).clamp(min=1)
+    return (key < edge) | (equal & (equal.cumsum(-1) <= wanted))
+
+
+def last_of_top_k(
+    key: Int[Tensor, "n V"], rows: Rows, needs: Needs
+) -> tuple[Int[Tensor, "n 1"], Int[Tensor, "n k"] | None]:
+    """The farthest key that top-k leaves, and the nearest keys in order if they are few."""
+    top_k = rows.whole[:, 1:2].contiguous()
+    if needs.window < key.shape[-1]:
+        near = key.topk(needs.window, largest=False).values
+        last = near.gather(-1, top_k.clamp(max=needs.window) - 1).masked_fill(top_k > needs.window, FARTHEST)
+        return last, near
+    if needs.top_k:
+        return crossing(key, torch.ones_like(key, dtype=torch.int64), top_k)[0], None
+    return torch.full_like(key[:, :1], FARTHEST), None
+
+
+def edge_of_top_p(
+    key: Int[Tensor, "n V"],
+    last: Int[Tensor, "n 1"],
+    near: Int[Tensor, "n k"] | None,
+    total: Int64[Tensor, "n 1"],
+    rows: Rows,
+) -> tuple[Int[Tensor, "n 1"], Int64[Tensor, "n 1"]]:
+    """The farthest key that top-p leaves of those up to `last`, whose mass is `total`; and how many that equal it."""
+    top_p = rows.numbers[:, 1:2]
+    enough = (top_p * total).ceil().long()
+    if near is not None:
+        edge, before = crossing_in_order(near, mass(near) * (near <= last), enough)
+    else:
+        edge, before = crossing(key, mass(key) * (key <= last), enough)
+    each = mass(edge).clamp(min=1)
     wanted = (enough - before + each - 1) // each
-    return torch.where(top_p < 1, (key < edge) | (equal & (equal.cumsum(-1) <= wanted)), keep)
+    return torch.where(top_p < 1, edge, last), torch.where(top_p < 1, wanted, key.shape[-1])
+
+
+def mass(key: Int[Tensor, "n k"]) -> Int64[Tensor, "n k"]:
+    """What a token with this key weighs, as a whole number."""
+    return whole((-key.view(torch.float32)).exp())
 
 
 def whole(weight: Float32[Tensor, "n k"]) -> Int64[Tensor, "n k"]:

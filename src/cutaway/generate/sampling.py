@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -118,8 +119,7 @@ class Sampler:
         x = processed(logits, rows, needs)
         best, tokens = highest(x, parts_of(x))
         if needs.sampled:
-            drawn = draw(weights(x, best, rows, needs), uniform(rows.whole[:, 0], rows.step))
-            tokens = torch.where(rows.sampled, drawn, tokens)
+            tokens = drawn(x, best, tokens, rows, needs)
         rows.advance(tokens, torch.ones_like(tokens, dtype=torch.bool) if active is None else active, needs)
         return Drawn(tokens, ~best.isfinite(), *told(logits, tokens, needs))
 
@@ -141,6 +141,23 @@ class Sampler:
             rows.bias = torch.zeros(shape, device=self.device)
         if needs.least and rows.stops is None:
             rows.stops = torch.zeros(shape, dtype=torch.bool, device=self.device)
+
+
+def drawn(
+    x: Float[Tensor, "n V"], best: Float[Tensor, " n"], choice: Int64[Tensor, " n"], rows: Rows, needs: Needs
+) -> Int64[Tensor, " n"]:
+    """A token drawn for each row, or its best where the temperature is 0."""
+    if x.is_cuda and has_triton():
+        from cutaway.generate.fast.draws import draw_one_each
+
+        return draw_one_each(x, best, choice, rows, needs)
+    chosen = draw(weights(x, best, rows, needs), uniform(rows.whole[:, 0], rows.step))
+    return torch.where(rows.sampled, chosen, choice)
+
+
+@functools.cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def highest(x: Float[Tensor, "n V"], parts: int = 1) -> tuple[Float[Tensor, " n"], Int64[Tensor, " n"]]:

@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cutaway.generate.cache import Store
-from cutaway.generate.fast.kernels import PDL, launch, place
+from cutaway.generate.fast.kernels import PDL, await_turn, launch, place, store_fixed
+from cutaway.generate.fast.products import room
+from cutaway.generate.fast.weights import Weight
 
 BLOCK, WARPS = 64, 4
 """Slots of a tile, and warps of a program."""
@@ -46,9 +47,7 @@ def turn_and_store(
     row, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, BD)
     inside = d < D
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_turn(PDL)
     base = qkv_ptr + row * (H + 2 * G) * D + head * D
     x = tl.load(base + d, mask=inside, other=0.0).to(tl.float32)
     if head < H + G:
@@ -103,9 +102,7 @@ def attend_part(
     h = tl.arange(0, BH)
     d = tl.arange(0, BD)
     s = tl.arange(0, BS)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_turn(PDL)
     length = tl.load(position_ptr + row) + 1
     first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
     base = first // BS * BS
@@ -155,15 +152,12 @@ def attend_part(
 @triton.jit
 def join_parts(
     z_ptr, top_ptr, sum_ptr, sink_ptr, out_ptr, M, D: tl.constexpr, H: tl.constexpr, SPLITS: tl.constexpr,
-    SPREAD: tl.constexpr,
-    SINK: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
+    FORM: tl.constexpr, SINK: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, BD)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_turn(PDL)
     top = tl.load(top_ptr + at * SPLITS + s)
     highest = tl.max(top, 0)
     if SINK:
@@ -176,8 +170,11 @@ def join_parts(
         total += tl.exp(sink - highest)
     z = tl.load(z_ptr + (at * SPLITS + s)[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
     z = tl.sum(tl.where(weight[:, None] > 0, z * weight[:, None], 0.0), 0) / tl.where(total > 0, total, 1.0)
-    where = place(at // H + d * 0, at % H * D + d, M, H * D, SPREAD)
-    tl.store(out_ptr + where, z.to(out_ptr.dtype.element_ty), mask=d < D)
+    if FORM == 0:
+        store_fixed(out_ptr, z, at * D, at * D + D, H * D, BD)
+    else:
+        where = place(at // H + d * 0, at % H * D + d, M, H * D, FORM)
+        tl.store(out_ptr + where, z.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
 def attend(
@@ -191,7 +188,7 @@ def attend(
     position: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
-    spread: int = 1,
+    into: Weight | None = None,
 ) -> Tensor:
     """qkv: (M, (H + 2G)·D), of one new token a row at `position`, to be kept in `slot`. Gives z: (M, H·D)."""
     rows, width, total, kv = len(qkv), heads.width, heads.heads, heads.kv_heads
@@ -224,10 +221,9 @@ def attend(
         WHOLE=whole, BH=high, BD=max(16, wide), BS=block, EXACT=q.dtype == torch.float32,
         STAGES=1 if rows * kv <= 16 else 2, PDL=PDL, num_warps=WARPS, **launch(),
     )  # fmt: skip
-    shape = (rows, total * width) if spread == 1 else (spread, rows, total * width // spread)
-    z = qkv.new_empty(shape, dtype=torch.float32 if spread > 1 and rows == 1 else None)
+    z, form = room(qkv, rows, total * width, qkv.dtype, into if width % 4 == 0 else None)
     join_parts[(rows * total,)](
-        part, top, sums, some(heads.sink), z, rows, D=width, H=total, SPLITS=splits, SPREAD=spread,
+        part, top, sums, some(heads.sink), z, rows, D=width, H=total, SPLITS=splits, FORM=form,
         SINK=heads.sink is not None, BD=wide, PDL=PDL, num_warps=1, **launch(),
     )  # fmt: skip
     return z

@@ -63,7 +63,7 @@ class FastAttention:
             position,
             cos,
             sin,
-            self.last.per_word,
+            self.last,
         )
 
 
@@ -78,7 +78,7 @@ class FastFFN:
 
     def inner(self, x: Tensor, norm: Norm | None) -> Tensor:
         """All but the last product."""
-        return product(x, self.first, norm=norm, act=self.act, gated=self.gated, spread=self.last.per_word)
+        return product(x, self.first, norm=norm, act=self.act, gated=self.gated, into=self.last)
 
 
 class Relay:
@@ -124,8 +124,8 @@ class FastBlock(nn.Module):
             return carried + branch.norm_out(product(z, fast.last).unsqueeze(1)) * branch.scale
         if len(x) == 1:  # norms are part of the next product, or cheap
             return product(z, fast.last, residual=carried[:, 0].contiguous()).unsqueeze(1)
-        norm, spread = (None, 1) if after is None else (after.norm, after.first.per_word)
-        total, h = settle(carried[:, 0].contiguous(), parts_of_product(z, fast.last), norm, spread)
+        norm, into = (None, None) if after is None else (after.norm, after.first)
+        total, h = settle(carried[:, 0].contiguous(), parts_of_product(z, fast.last), norm, into)
         total = total.unsqueeze(1)
         if norm is not None:
             self.relay.kept = total, norm, h

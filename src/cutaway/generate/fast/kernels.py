@@ -1,9 +1,10 @@
 """Triton kernels of products for few rows of x: every weight is read once, and what stands before and behind a product
-is done on the way. A result may be stored `spread`, as products with packed weights read it (see words.py)."""
+is done on the way. A result may be stored in the FORM in which products with packed weights read it (see words.py)."""
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 PDL = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
@@ -12,6 +13,14 @@ PDL = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 def launch() -> dict[str, bool]:
     return {"launch_pdl": True} if PDL else {}
+
+
+@triton.jit
+def await_turn(PDL: tl.constexpr):
+    """Let the next kernel begin to read its weights, and wait for the one before: so far only weights may be read."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
@@ -30,13 +39,29 @@ def activated(y, ACT: tl.constexpr):
 
 
 @triton.jit
-def place(m, n, M, N, SPREAD: tl.constexpr):
-    """Where value n of row m is stored: in its row, or spread, each SPREAD-th value together."""
-    if SPREAD > 1:
-        at = ((n % SPREAD) * M + m).to(tl.int64) * (N // SPREAD) + n // SPREAD
+def place(m, n, M, N, FORM: tl.constexpr):
+    """Where value n of row m is stored: in its row, or spread, each FORM-th value together."""
+    if FORM > 1:
+        at = ((n % FORM) * M + m).to(tl.int64) * (N // FORM) + n // FORM
     else:
         at = m.to(tl.int64) * N + n
     return at
+
+
+@triton.jit
+def store_fixed(y_ptr, y, first, end, N, COUNT: tl.constexpr):
+    """Values first … end − 1 of N in fixed point of 16 bits, four of them by one scale: a word of their high bytes, a
+    word of their low bytes, the scale. What is no number makes the scale none."""
+    QUADS: tl.constexpr = COUNT // 4
+    y = tl.reshape(y, (QUADS, 4))
+    scale = tl.max(tl.abs(y), 1) * (1.0 / 32767.0) + tl.sum(y * 0.0, 1)
+    fixed = libdevice.rint(y / tl.where(scale > 0, scale, 1.0)[:, None]).to(tl.int32)
+    shift = (tl.arange(0, 4) * 8)[None, :]
+    at = first // 4 + tl.arange(0, QUADS)
+    here = at < end // 4
+    tl.store(y_ptr + at, tl.sum(((fixed >> 8) & 255) << shift, 1), mask=here)
+    tl.store(y_ptr + N // 4 + at, tl.sum((fixed & 255) << shift, 1), mask=here)
+    tl.store(y_ptr + N // 4 * 2 + at, scale.to(tl.int32, bitcast=True), mask=here)
 
 
 @triton.jit
@@ -59,7 +84,7 @@ def moments(x_row, K: tl.constexpr, BK: tl.constexpr):
 def one_row(
     x_ptr, w_ptr, y_ptr, b_ptr, r_ptr, g_ptr, gb_ptr, eps, N, K: tl.constexpr, NORM: tl.constexpr,
     CENTRED: tl.constexpr, UNIT: tl.constexpr, NORM_BIAS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    ACT: tl.constexpr, GATED: tl.constexpr, SPREAD: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    ACT: tl.constexpr, GATED: tl.constexpr, FORM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -71,9 +96,7 @@ def one_row(
     if GATED:
         u = tl.load(u_at, mask=here[:, None] & (k < K)[None, :], other=0, eviction_policy="evict_first")
         acc_up = tl.zeros((BN, BK), tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_turn(PDL)
     if CENTRED:
         mean, variance = moments(x_ptr, K, BK)
         spread = tl.rsqrt(variance + eps)
@@ -117,13 +140,16 @@ def one_row(
         y *= y_up
     if RESIDUAL:
         y += tl.load(r_ptr + n, mask=here, other=0.0).to(tl.float32)
-    tl.store(y_ptr + place(n * 0, n, 1, N, SPREAD), y.to(y_ptr.dtype.element_ty), mask=here)
+    if FORM == 0:
+        store_fixed(y_ptr, y, tl.program_id(0) * BN, N, N, BN)
+    else:
+        tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=here)
 
 
 @triton.jit
 def few_rows(
     x_ptr, w_ptr, y_ptr, b_ptr, M, N, K: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
-    SPREAD: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FORM: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -137,9 +163,7 @@ def few_rows(
     acc = tl.zeros((BN, BM), tl.float32)
     if GATED:
         acc_up = tl.zeros((BN, BM), tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_turn(PDL)
     SHARE: tl.constexpr = (K + SPLITS - 1) // SPLITS
     for k0 in tl.range(split * SHARE, min(split * SHARE + SHARE, K), BK, num_stages=STAGES):
         inside = k0 + k < K
@@ -156,23 +180,21 @@ def few_rows(
     y = activated(acc, ACT)
     if GATED:
         y *= acc_up
-    at = split.to(tl.int64) * M * N + place(m[None, :], n[:, None], M, N, SPREAD)
+    at = split.to(tl.int64) * M * N + place(m[None, :], n[:, None], M, N, FORM)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=here[:, None] & rows[None, :])
 
 
 @triton.jit
 def settled(
     part_ptr, r_ptr, x_ptr, h_ptr, g_ptr, gb_ptr, eps, M, N: tl.constexpr, SPLITS: tl.constexpr, SUM: tl.constexpr,
-    NORM: tl.constexpr, CENTRED: tl.constexpr, UNIT: tl.constexpr, NORM_BIAS: tl.constexpr, SPREAD: tl.constexpr,
+    NORM: tl.constexpr, CENTRED: tl.constexpr, UNIT: tl.constexpr, NORM_BIAS: tl.constexpr, FORM: tl.constexpr,
     BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: x = residual + Σ parts, and h = norm(x)."""
     row = tl.program_id(0)
     n = tl.arange(0, BN)
     here = n < N
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_turn(PDL)
     x = tl.load(r_ptr + row * N + n, mask=here, other=0.0).to(tl.float32)
     if SUM:
         for split in tl.static_range(SPLITS):
@@ -189,5 +211,7 @@ def settled(
         x *= gain
         if NORM_BIAS:
             x += tl.load(gb_ptr + n, mask=here, other=0.0).to(tl.float32)
-    if NORM or SPREAD > 1:
-        tl.store(h_ptr + place(row + n * 0, n, M, N, SPREAD), x.to(h_ptr.dtype.element_ty), mask=here)
+    if FORM == 0:
+        store_fixed(h_ptr, x, 0, N, N, BN)
+    elif NORM or FORM > 1:
+        tl.store(h_ptr + place(row + n * 0, n, M, N, FORM), x.to(h_ptr.dtype.element_ty), mask=here)

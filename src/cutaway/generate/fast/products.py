@@ -28,19 +28,29 @@ class Norm:
     unit_offset: bool = False
 
 
-def settle(x: Tensor, parts: Tensor | None, norm: Norm | None, spread: int = 1) -> tuple[Tensor, Tensor]:
-    """(x + Σ parts, its norm), for x: (M, d) and parts: (splits, M, d). The norm may come spread, as `product` says."""
+def room(x: Tensor, rows: int, width: int, dtype: torch.dtype, into: Weight | None) -> tuple[Tensor, int]:
+    """Memory for values in the form in which a product with `into` reads them, and that form's number.
+
+    1: (rows, width). 0, one row for packed weights: (3, 1, width / 4), its values in fixed point. Else, several rows
+    for packed weights: (weights a word, rows, words).
+    """
+    per = 1 if into is None else into.per_word
+    if per == 1:
+        return torch.empty(rows, width, dtype=dtype, device=x.device), 1
+    if rows == 1:
+        return torch.empty(3, 1, width // 4, dtype=torch.int32, device=x.device), 0
+    return torch.empty(per, rows, width // per, dtype=dtype, device=x.device), per
+
+
+def settle(x: Tensor, parts: Tensor | None, norm: Norm | None, into: Weight | None = None) -> tuple[Tensor, Tensor]:
+    """(x + Σ parts, its norm), for x: (M, d) and parts: (splits, M, d); the norm as a product with `into` reads it."""
     rows, width = x.shape
     total = x if parts is None else torch.empty_like(x)
-    h = total
-    if spread > 1:
-        h = x.new_empty(spread, rows, width // spread, dtype=torch.float32 if rows == 1 else None)
-    elif norm is not None:
-        h = torch.empty_like(x)
+    h, form = room(x, rows, width, x.dtype, into) if norm is not None or into is not None else (total, 1)
     settled[(rows,)](
         parts if parts is not None else x, x, total, h, norm.gain if norm is not None else x,
         norm.bias if norm is not None and norm.bias is not None else x, norm.eps if norm is not None else 0.0, rows,
-        N=width, SPLITS=1 if parts is None else len(parts), SUM=parts is not None, SPREAD=spread,
+        N=width, SPLITS=1 if parts is None else len(parts), SUM=parts is not None, FORM=form,
         **about(norm), BN=triton.next_power_of_2(width), PDL=PDL, num_warps=8 if width > 2048 else 4, **launch(),
     )  # fmt: skip
     return total, h
@@ -55,9 +65,9 @@ def product(
     gated: bool = False,
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    spread: int = 1,
+    into: Weight | None = None,
 ) -> Tensor:
-    """x: (M, K), or spread for packed weights: (weights a word, M, words), so that y may be asked for spread too.
+    """x: (M, K), or in the form of `room(…, weight)`; y: (M, N), or in that of `room(…, into)`.
 
     Gated weights hold the gate's rows, then as many of the other's: act(gate) · up. A residual is for one row only.
     """
@@ -65,10 +75,8 @@ def product(
     x = ready(x, weight, norm)
     norm = norm if rows == 1 and weight.scale is None else None
     count = weight.rows // 2 if gated else weight.rows
-    shape = (rows, count) if spread == 1 else (spread, rows, count // spread)
-    kind = dtype or (torch.float32 if spread > 1 and rows == 1 else weight_dtype(x, weight))
-    y = torch.empty(shape, dtype=kind, device=x.device)
-    how: dict[str, Any] = {"ACT": ACTS[act], "GATED": gated, "SPREAD": spread}
+    y, form = room(x, rows, count, dtype or weight_dtype(x, weight), into)
+    how: dict[str, Any] = {"ACT": ACTS[act], "GATED": gated, "FORM": form}
     if rows > 1:
         assert residual is None
         few(x, weight, y, rows, count, 1, how)
@@ -76,6 +84,7 @@ def product(
     bias, beside = (weight.bias if weight.bias is not None else x), (residual if residual is not None else x)
     how |= {"BIAS": weight.bias is not None, "RESIDUAL": residual is not None, "PDL": PDL}
     block, span, warps = shape_of_one_row(count, weight)
+    block = max(block, 4) if form == 0 else block
     grid = (triton.cdiv(count, block),)
     if weight.scale is not None:
         one_row_words[grid](
@@ -92,12 +101,15 @@ def product(
 
 
 def parts_of_product(x: Tensor, weight: Weight) -> Tensor:
-    """x·Wᵀ as parts to be added up, (splits, M, N) in fp32: so a matrix of few rows keeps all processors busy."""
+    """x·Wᵀ as parts to be added up, (splits, M, N) in fp32: so a matrix of few rows keeps all processors busy.
+
+    Packed weights take several rows of x only.
+    """
     rows = x.shape[-2]
     x = ready(x, weight, None)
     splits = splits_of(weight)
     y = torch.empty(splits, rows, weight.rows, dtype=torch.float32, device=x.device)
-    few(x, weight, y, rows, weight.rows, splits, {"ACT": 0, "GATED": False, "SPREAD": 1})
+    few(x, weight, y, rows, weight.rows, splits, {"ACT": 0, "GATED": False, "FORM": 1})
     return y
 
 
@@ -119,18 +131,18 @@ def few(x: Tensor, weight: Weight, y: Tensor, rows: int, count: int, splits: int
 
 
 def ready(x: Tensor, weight: Weight, norm: Norm | None) -> Tensor:
-    """x as the kernel for this weight reads it: normed, unless that kernel does it, and spread for packed weights."""
+    """x as the kernel for this weight reads it: normed, unless that kernel does it, and in its form."""
     if x.ndim == 3:
         return x
     if weight.scale is not None:
-        return settle(x.contiguous(), None, norm, weight.per_word)[1]
+        return settle(x.contiguous(), None, norm, weight)[1]
     if norm is not None and len(x) > 1:
         return settle(x.contiguous(), None, norm)[1]
     return x.contiguous()
 
 
 def weight_dtype(x: Tensor, weight: Weight) -> torch.dtype:
-    """The model's dtype, which a spread x of one row has not."""
+    """The model's dtype, which an x in fixed point has not."""
     return weight.like if weight.scale is not None else x.dtype
 
 
@@ -161,8 +173,10 @@ def shape_of_one_row(rows: int, weight: Weight) -> tuple[int, int, int]:
     """(rows, columns, warps) of a program's tile, as measured on an H200."""
     columns = weight.values.shape[1]
     if weight.scale is not None:
-        span = min(256 if rows > 8192 and weight.bits == 8 else 512, max(16, triton.next_power_of_2(columns)))
-        return 4, span, 2 if span < 512 else 4
+        span = max(16, triton.next_power_of_2(columns))
+        if weight.bits == 8:
+            return 4, min(1024 if rows > 8192 else 512, span), 4
+        return (4, min(128, span), 1) if rows > 8192 else (8, min(256 if columns > 1024 else 512, span), 4)
     span = min(1024, triton.next_power_of_2(columns))
     return (2, span, 2) if columns > 8192 or rows <= 4096 else (4, span, 4)
 

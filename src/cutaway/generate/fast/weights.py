@@ -68,11 +68,12 @@ def packed(weight: Weight, bits: int | None) -> Weight:
     if width % (4 if bits == 8 else GROUP):
         return weight
     scale, rounded = to_steps(weight.values, bits)
-    offset = (rounded + (1 << (bits - 1))).to(torch.int32).view(rows, -1, 32 // bits)
-    shift = torch.arange(0, 32, bits, device=offset.device)
-    words = (offset.long() << shift).sum(-1)
-    words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
-    return Weight(words, weight.bias, scale, bits, weight.values.dtype)
+    if bits == 8:
+        numbers = rounded.to(torch.int8)
+    else:  # eight of them make a word: the first four are its bytes' low halves
+        low, high = (rounded + 8).to(torch.uint8).view(rows, -1, 2, 4).unbind(2)
+        numbers = (low | high << 4).flatten(1)
+    return Weight(numbers.contiguous().view(torch.int32), weight.bias, scale, bits, weight.values.dtype)
 
 
 def to_steps(values: Float[Tensor, "n k"], bits: int) -> tuple[Float[Tensor, "n *g"], Float[Tensor, "n k"]]:
@@ -90,9 +91,11 @@ def to_steps(values: Float[Tensor, "n k"], bits: int) -> tuple[Float[Tensor, "n 
 def unpacked(weight: Weight) -> Float[Tensor, "n k"]:
     """What packed weights stand for."""
     assert weight.scale is not None
-    shift = torch.arange(0, 32, weight.bits, device=weight.values.device)
-    values = (weight.values.long().unsqueeze(-1) >> shift) & ((1 << weight.bits) - 1)
-    numbers = values.flatten(1).float() - (1 << (weight.bits - 1))
+    if weight.bits == 8:
+        numbers = weight.values.view(torch.int8).float()
+    else:
+        halves = weight.values.view(torch.uint8).unflatten(-1, (-1, 1, 4))
+        numbers = torch.cat((halves & 15, halves >> 4), -2).flatten(1).float() - 8
     if weight.scale.ndim == 1:
         return numbers * weight.scale.unsqueeze(-1)
     return (numbers.unflatten(-1, (-1, GROUP)) * weight.scale.float().unsqueeze(-1)).flatten(1)
