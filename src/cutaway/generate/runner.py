@@ -3,10 +3,12 @@
 import time
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cutaway.errors import InputError
 from cutaway.generate.cache import Rows
@@ -120,9 +122,10 @@ class Runner:
         """Let an encoder read a row's source; `first` is what the decoder begins with."""
         alone: Cache = self.model.new_cache(1, len(first))
         device = self.model.device
-        self.model.hidden(
-            torch.tensor([list(source)], device=device), torch.tensor([list(first)], device=device), cache=alone
-        )
+        with any_length():
+            self.model.hidden(
+                torch.tensor([list(source)], device=device), torch.tensor([list(first)], device=device), cache=alone
+            )
         self.cache.remember_source(row, alone)
 
     @torch.no_grad()
@@ -179,9 +182,11 @@ class Runner:
         return drawn
 
     def hidden(self, model: Any, tokens: Tensor, mask: Tensor | None, cache: Rows) -> Tensor:
-        if self.encodes:
-            return model.hidden(None, tokens, None, mask, cache=cache)
-        return model.hidden(tokens, mask, cache=cache)
+        given = (None, tokens, None, mask) if self.encodes else (tokens, mask)
+        if not tokens.is_cuda:
+            return model.hidden(*given, cache=cache)
+        with any_length():
+            return model.hidden(*given, cache=cache)
 
     def swap(self, a: int, b: int) -> None:
         """Two texts change rows."""
@@ -191,6 +196,12 @@ class Runner:
             kept = self.next[a].clone()
             self.next[a] = self.next[b]
             self.next[b] = kept
+
+
+def any_length() -> AbstractContextManager[None]:
+    """Attention by kernels that are ready for every shape: cuDNN plans for each anew, which takes longer than reading,
+    and texts have all lengths."""
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def interrupted(error: BaseException | None) -> bool:

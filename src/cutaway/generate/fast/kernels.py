@@ -163,8 +163,8 @@ def few_rows(
     acc = tl.zeros((BN, BM), tl.float32)
     if GATED:
         acc_up = tl.zeros((BN, BM), tl.float32)
-    await_turn(PDL)
     SHARE: tl.constexpr = (K + SPLITS - 1) // SPLITS
+    await_turn(PDL)
     for k0 in tl.range(split * SHARE, min(split * SHARE + SHARE, K), BK, num_stages=STAGES):
         inside = k0 + k < K
         w = tl.load(w_at + k0, mask=here[:, None] & inside[None, :], other=0, eviction_policy="evict_first")
