@@ -233,13 +233,17 @@ def test_answers_end_where_the_files_say() -> None:
     assert len(generate(model, prompt, context=9)[0].tokens) == 5  # the context is of prompt and answer
 
 
-def translator() -> Transformer:
+def translator_config(vocab_size: int = 31) -> c.EncoderDecoder:
     stack = c.Stack(layers=1, block=c.Block(attention=c.MultiHead(heads=2), ffn=c.Mlp()))
     kin = c.CrossStack(
         layers=1,
         block=c.CrossBlock(attention=c.MultiHead(heads=2), ffn=c.Mlp(), cross=c.Cross(heads=2)),
     )
-    return lively(c.EncoderDecoder(vocab_size=31, d_model=16, encoder=stack, decoder=kin), torch.float64)
+    return c.EncoderDecoder(vocab_size=vocab_size, d_model=16, encoder=stack, decoder=kin)
+
+
+def translator() -> Transformer:
+    return lively(translator_config(), torch.float64)
 
 
 def test_a_first_and_a_last_token_are_the_files() -> None:
@@ -282,6 +286,16 @@ def test_prompts_searched_together_are_searched_alone(n: int) -> None:
     assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
     assert [answer.score for answer in together] == pytest.approx([answer.score for answer in alone])
     assert [answer.prompt_tokens for answer in together] == [len(prompt) for prompt in prompts for _ in range(n)]
+
+
+@pytest.mark.parametrize("ends", [{}, {"eos_token_id": 257, "forced_eos_token_id": 257}])
+def test_a_beam_that_is_cut_has_the_text_of_all_its_tokens(ends: dict[str, int]) -> None:
+    tokenizer = byte_tokenizer()
+    for model in (lively(decoder(vocab_size=tokenizer.vocab_size)), lively(translator_config(tokenizer.vocab_size))):
+        source = Source(model, {"decoder_start_token_id": 256} | ends, tokenizer=tokenizer)
+        for answer in generate(source, "ab", beams=3, n=3, max_new_tokens=5, banned=range(128, 256)):
+            assert answer.finish_reason == "length" or answer.tokens[-1] == 257
+            assert answer.text == tokenizer.decode(answer.tokens)
 
 
 @pytest.mark.parametrize("beams", [None, 2])

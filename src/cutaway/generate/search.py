@@ -104,7 +104,8 @@ def told(beam: Beam, own: Settings, prompt: Sequence[int], tokenizer: Tokenizer 
     before = () if len(plan.model.stacks) == 2 else prompt
     answer = Answer(own, len(beam.tokens), tokenizer, plan.eos, after=before)
     for place, token in enumerate(beam.tokens, 1):
-        answer.take(token, cut=beam.finish_reason == "length" and place == len(beam.tokens))
+        forced = beam.finish_reason == "length" and place == len(beam.tokens) and token in answer.ends
+        answer.take(token, cut=forced)
         if answer.reason is not None:
             break
     result = answer.result(prompt_tokens=len(prompt), seed=None)
