@@ -207,7 +207,8 @@ def test_an_encoder_fills_masks(run: Run, tmp_path: Path) -> None:
     shown = run(source, texts[1])
     assert all(each.token in shown for each in expected[1][0])
     assert "[MASK]" in run(source, "nothing to fill", code=2)
-    assert "temperature" in run(source, texts[0], "-t", 1, code=2)
+    for unmeant in ("--temperature 1", "--chat", "--message", "--beams 2", "--bits 8", "--seed 0", "--compile"):
+        assert f"{unmeant.split()[0]} has no meaning" in run(source, texts[0], *unmeant.split(), code=2)
 
 
 def test_probabilities_are_shown_beside_tokens(run: Run, plain: Path) -> None:

@@ -198,9 +198,8 @@ def fill(checkpoint: "Checkpoint", given: Sequence[Given], others: Sequence[str]
     from cutaway.generate.fill_mask import fill_mask
 
     if others:
-        raise InputError(
-            f"this model is an encoder and fills masks, for which {others[0]} has no meaning; leave it out"
-        )
+        option = f"--{others[0].replace('_', '-')}".replace("compiled", "compile")
+        raise InputError(f"this model is an encoder and fills masks, for which {option} has no meaning; leave it out")
     texts = [each for each in given if isinstance(each, str)]
     if checkpoint.tokenizer is None or len(texts) < len(given) or not texts:
         raise InputError(

@@ -36,6 +36,9 @@ class Early(StrEnum):
 PROMPTS, DRAWING, STOPPING = "Prompts", "How tokens are drawn", "How far"
 BEAMS, MACHINE, SHOWING = "Beams", "Model and machine", "What is shown"
 
+FILLING = {"source", "prompts", "file", "lines", "tokens", "top_k", "device", "dtype", "echo", "stats", "as_json"}
+"""What an encoder's user may say; all else is about answers."""
+
 
 def option(*names: str, panel: str, **how: Any) -> Any:
     return typer.Option(*names, rich_help_panel=panel, show_default=False, **how)
@@ -189,9 +192,8 @@ def generate(
     chosen = {"beams": beams, "length_penalty": length_penalty, "early_stopping": early(early_stopping)}
     search = {name: value for name, value in chosen.items() if value is not None}
     if "decoder" not in checkpoint.model.stacks:
-        answers.fill(
-            checkpoint, given, [name for name in settings if name not in ("top_k", "ignore_eos")], top_k or 5, show
-        )
+        said = (name for name, value in told.items() if value is not None and value is not False and value != [])
+        answers.fill(checkpoint, given, [name for name in said if name not in FILLING], top_k or 5, show)
     elif chat:
         from cutaway.cli.chat import converse
 
