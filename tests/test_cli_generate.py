@@ -21,6 +21,7 @@ from test_text_peers import bert
 
 import cutaway as ct
 from cutaway.cli import main
+from cutaway.cli.answers import tell
 from cutaway.cli.chat import Conversation
 from cutaway.cli.screen import visible
 from cutaway.families.checkpoint import Checkpoint
@@ -140,6 +141,7 @@ def test_prompts_come_from_everywhere_in_order(run: Run, plain: Path, tmp_path: 
     assert prompts("said", "-", "--file", tmp_path / "a.txt", typed="piped\r\n") == ["said", "piped", "from a file"]
     assert prompts(typed="all of\nit") == ["all of\nit"]
     assert prompts("--lines", typed="one\n\ntwo\n") == ["one", "two"]
+    assert prompts("--lines", typed="\ufeffa\u2028b\x0cc\r\nd\x85e") == ["a\u2028b\x0cc", "d\x85e"]
     assert prompts("--lines", "-f", tmp_path / "b.txt", "-f", tmp_path / "a.txt") == [
         "another",
         "and one",
@@ -246,6 +248,19 @@ def test_a_conversation_is_its_messages(run: Run, chatty: Path) -> None:
     assert [each["prompt"] for each in found] == ["Hello", "How are you?", "Hello"]
 
 
+def test_an_interruption_that_comes_too_late_ends_no_conversation(
+    run: Run, chatty: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer is over, and what there is to say about it is being worked out."""
+
+    def interrupted(*about: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        tell(*about)
+
+    monkeypatch.setattr("cutaway.cli.chat.tell", interrupted)
+    assert len(objects(run(chatty, "--chat", "-n", 1, "--json", typed="one\ntwo\n"))) == 2
+
+
 def test_a_conversation_is_not_read_again(chatty: Path) -> None:
     talk = Conversation(
         ct.load(chatty), None, Settings(max_new_tokens=4, banned=range(128, 256)), {"kind": "auto", "context": None}
@@ -306,8 +321,9 @@ def test_mistakes_get_one_sentence(run: Run, plain: Path, arguments: list[str], 
     assert "Traceback" not in error
 
 
-def test_what_is_no_text_is_said(run: Run, plain: Path) -> None:
+def test_what_is_no_text_is_said(run: Run, plain: Path, chatty: Path) -> None:
     assert "no UTF-8 text at byte 2" in run(plain, code=2, typed=b"ab\xff")
+    assert "no UTF-8 text at byte 2" in run(chatty, "--chat", "-n", 1, code=2, typed=b"said\nab\xff\n")
     assert "does not exist" in run("nowhere", "x", code=2)
 
 
@@ -416,6 +432,16 @@ def test_interrupting_a_conversation_stops_the_answer_only(chatty: Path) -> None
         terminal.type(typed)
         terminal.until(lambda text, before=before, again=again: again in text[before:])  # type: ignore[misc]
     terminal.type("\x04")
+    assert terminal.close() == 0
+    assert "Traceback" not in terminal.text
+
+
+def test_what_is_typed_and_no_text_ends_no_conversation(chatty: Path) -> None:
+    terminal = Terminal(chatty, "--chat", "-n", 1, PYTHONIOENCODING="utf-8:strict")
+    terminal.until(lambda text: "> " in text)
+    os.write(terminal.end, b"\xff\r")
+    terminal.until(lambda text: "no UTF-8" in text)
+    terminal.type("/quit\r")
     assert terminal.close() == 0
     assert "Traceback" not in terminal.text
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutaway.cli.answers import Show, check_template, said, summary, tell
 from cutaway.cli.flow import Flow
+from cutaway.cli.prompts import MOST_BYTES, decoded
 from cutaway.errors import CutawayError
 from cutaway.generate.engine import Engine
 from cutaway.generate.settings import Settings
@@ -92,12 +93,12 @@ def turn(talk: Conversation, message: str, show: Show) -> None:
         for text in said(flow.pieces(ticket), talk.checkpoint):
             if not show.as_json:
                 show.screen.write(text)
-    show.screen.end_line()
-    result = ticket.result()
-    talk.keep(message, result.text or "")
-    tell(show, message, result, flow.rate(ticket), talk.checkpoint)
-    if show.stats:
-        show.beside(summary(flow))
+        show.screen.end_line()
+        result = ticket.result()
+        talk.keep(message, result.text or "")
+        tell(show, message, result, flow.rate(ticket), talk.checkpoint)
+        if show.stats:
+            show.beside(summary(flow))
 
 
 @contextmanager
@@ -140,10 +141,13 @@ def spoken(first: Sequence[str], show: Show, interactive: bool) -> Iterator[str]
 def typed(show: Show, interactive: bool) -> str | None:
     """The next line, or None at the end. Ctrl-C gives up the line, not the conversation."""
     if not interactive:
-        line = sys.stdin.readline()
-        return line.strip() if line else None
+        data = sys.stdin.buffer.readline(MOST_BYTES + 1)
+        return decoded("this line of standard input", data).strip() if data else None
     try:
         return input("> ").strip()
+    except UnicodeDecodeError as error:
+        show.beside(f"what was typed is no UTF-8 text at byte {error.start}; type it again")
+        return ""
     except KeyboardInterrupt:
         show.screen.write("\n")
         return ""

@@ -34,7 +34,8 @@ def gather(texts: Sequence[str], files: Sequence[Path], tokens: Sequence[str], *
 def split(text: str, lines: bool) -> Iterator[str]:
     """One prompt, or one a line. The end of the last line belongs to no prompt: echo and editors add it."""
     if lines:
-        yield from (line for line in text.splitlines() if line.strip())
+        # Not splitlines: that also splits at form feeds and at Unicode's separators, which stand within texts.
+        yield from (line.removesuffix("\r") for line in text.split("\n") if line.strip())
     else:
         yield text.removesuffix("\n").removesuffix("\r")
 
@@ -57,7 +58,7 @@ def decoded(name: str, data: bytes) -> str:
     if len(data) > MOST_BYTES:
         raise InputError(f"{name} is longer than {MOST_BYTES >> 20} MiB, too long for a prompt; give a part of it")
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8").removeprefix("\ufeff")  # a mark that some editors begin files with
     except UnicodeDecodeError as error:
         raise InputError(f"{name} is no UTF-8 text at byte {error.start}; convert it first") from None
 
