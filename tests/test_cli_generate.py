@@ -246,6 +246,8 @@ def test_a_conversation_is_its_messages(run: Run, chatty: Path) -> None:
         messages.append({"role": "assistant", "content": answer.text or ""})
     assert [each["text"] for each in found] == [messages[1]["content"], messages[3]["content"], messages[1]["content"]]
     assert [each["prompt"] for each in found] == ["Hello", "How are you?", "Hello"]
+    [long] = objects(run(chatty, "--chat", "Hello", "--min", 1030, "--json"))
+    assert len(long["tokens"]) == 1030
 
 
 def test_an_interruption_that_comes_too_late_ends_no_conversation(

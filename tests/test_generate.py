@@ -223,6 +223,7 @@ def test_answers_end_where_the_files_say() -> None:
     assert len(generate(Source(model, {"max_length": 10, "max_new_tokens": 3}), prompt)[0].tokens) == 3
     assert len(generate(Source(model, {"max_length": 10}), prompt, max_new_tokens=8)[0].tokens) == 8
     assert len(generate(model, prompt)[0].tokens) == 256
+    assert len(generate(model, prompt, min_new_tokens=260)[0].tokens) == 260  # no limit that nobody asked for is below
     (free,) = generate(model, prompt, max_new_tokens=12)
     (ended,) = generate(Source(model, {"eos_token_id": [free.tokens[4], 999]}), prompt)
     assert ended.tokens == free.tokens[: free.tokens.index(free.tokens[4]) + 1]

@@ -78,7 +78,7 @@ class Conversation:
         prompt = self.tokenizer.encode_chat([*self.messages, {"role": "user", "content": message}])
         own = own_limits(self.asked, self.start, len(prompt))
         if self.asked.max_new_tokens is None and self.start.most_new(len(prompt)) is None:
-            own = replace(own, max_new_tokens=UNASKED)
+            own = replace(own, max_new_tokens=max(UNASKED, own.min_new_tokens))
         flow = Flow(self.engine)
         return flow, flow.submit(prompt, own, seed=seeds(self.asked)[0])
 

@@ -254,7 +254,7 @@ def own_limits(asked: Settings, start: Start, prompt: int) -> Settings:
     most = asked.max_new_tokens
     if most is None:
         told = start.most_new(prompt)
-        most = told if told else UNASKED
+        most = max(told if told else UNASKED, asked.min_new_tokens)
     least = min(asked.min_new_tokens or start.least_new(prompt), most)
     banned = {*asked.banned, *start.suppressed, *(words[0] for words in start.banned if len(words) == 1)}
     return replace(asked, max_new_tokens=most, min_new_tokens=least, banned=tuple(sorted(banned)))
