@@ -144,6 +144,9 @@ def test_without_a_peer_it_is_said_why(run: Run, tmp_path: Path, monkeypatch: py
         (["decode", "tiny-gpt", "--batch", "0"], "--batch"),
         (["decode", "tiny-gpt", "--model", "gpt2"], "--model is for the machine's own"),
         (["--steps", "3"], "--steps is for one model"),
+        (["--compile"], "--compile is for one model"),
+        (["prefill", "tiny-gpt", "--steps", "3"], "--steps is about steps"),
+        (["prefill", "tiny-gpt", "--bits", "8"], "--bits is about steps"),
         (["dekode", "tiny-gpt"], "dekode"),
     ],
 )

@@ -76,6 +76,7 @@ def bench(
         "--steps": steps,
         "--dtype": dtype,
         "--bits": bits,
+        "--compile": compiled or None,
         "--peer": peer,
     }
     if what is None:
@@ -86,6 +87,9 @@ def bench(
         return
     if source is None:
         raise InputError(f"no SOURCE is given; name a preset or a checkpoint, as in cutaway bench {what} smollm2-135m")
+    for name in ("--steps", "--bits", "--compile") if what == Kind.prefill else ():
+        if own[name] is not None:
+            raise InputError(f"{name} is about steps, and prefill is reading; leave it out, or measure decode")
     if model is not None:
         raise InputError(f"--model is for the machine's own bench; name what is measured behind {what}")
     from cutaway.bench.decode import check_decoder, measure_speed
