@@ -18,6 +18,7 @@ from cutaway.families.gguf.file import PACKINGS, Gguf
 from cutaway.families.gguf.rope import llama3_factors
 from cutaway.families.gguf.tables import ARCHITECTURES
 from cutaway.families.tree import differences
+from cutaway.text import byte_tokenizer
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -74,6 +75,20 @@ def test_what_we_write_comes_back(arch: str, seed: int, tmp_path: Path) -> None:
     tokens = torch.randint(0, 97, (2, 20))
     with torch.no_grad():
         torch.testing.assert_close(again.model(tokens), model(tokens).logits, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_turn_of_a_chat_ends_where_the_directory_says(named: bool, tmp_path: Path) -> None:
+    """With its end named in the file, and where a file names the end of texts only, as most do."""
+    made = byte_tokenizer()
+    made.backend.add_special_tokens(["<end_of_turn>", "<tool>"])
+    model = ct.build(ct.config(ct.config("tiny-llama").model_dump() | {"vocab_size": made.vocab_size}), seed=0)
+    turn, tool = made.id("<end_of_turn>"), made.id("<tool>")
+    ends = [made.eos_id, turn, tool] if named else made.eos_id
+    generation = {"eos_token_id": ends}
+    whole = ct.Checkpoint(model, model.config, generation=generation, read_tokenizer=lambda: made)
+    found = ct.load(save_gguf(whole, tmp_path / "model.gguf")).generation["eos_token_id"]
+    assert found == (ends if named else [made.eos_id, turn])
 
 
 # What the peer does not read from the format, and takes its own defaults for.

@@ -18,7 +18,12 @@ from cutaway.model import Transformer
 if TYPE_CHECKING:
     from cutaway.text import Tokenizer
 
-TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
+TOKENS = {"bos": "bos_token_id", "padding": "pad_token_id"}
+KEY = "tokenizer.ggml.{}_token_id"
+ENDS = ("eos", "eot", "eom")
+"""What ends a text, a turn of a chat, and a message that waits for a tool."""
+TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
+"""Most files of chat models name the end of a text only; llama.cpp knows the ends of turns by their looks, too."""
 
 
 def load_gguf(path: Path, **how: Any) -> Checkpoint:
@@ -38,7 +43,7 @@ def load_gguf(path: Path, **how: Any) -> Checkpoint:
             theirs[name] = [float(f"{value:.7g}") for value in file.read(name).flatten().tolist()]
     _all_known(family, theirs)
     model, config, report = fill_model(family, theirs, file, source=str(path), **how)
-    ids = {ours: file.settings.get(f"tokenizer.ggml.{name}_token_id") for name, ours in TOKENS.items()}
+    ids = {ours: file.settings.get(KEY.format(name)) for name, ours in TOKENS.items()} | {"eos_token_id": _ends(file)}
     return Checkpoint(
         model,
         config,
@@ -55,6 +60,16 @@ def _all_known(family: Family, theirs: dict[str, Any]) -> None:
     strange = sorted(theirs.keys() - known)
     if strange:
         raise ConfigError(f"its setting '{strange[0]}' ({theirs[strange[0]]!r}) is none that cutaway honours")
+
+
+def _ends(file: Gguf) -> Any:
+    """The id that ends an answer, or all of them."""
+    found = [file.settings.get(KEY.format(name)) for name in ENDS]
+    tokens = file.settings.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and found[1] is None:
+        found += [tokens.index(end) for end in TURN_ENDS if end in tokens]
+    several = [each for place, each in enumerate(found) if each is not None and each not in found[:place]]
+    return several if len(several) > 1 else next(iter(several), None)
 
 
 def _tokenizer(file: Gguf) -> "Tokenizer | None":
@@ -115,6 +130,9 @@ def save_gguf(checkpoint: Checkpoint, path: str | Path, *, packing: str | None =
         from cutaway.text import tokenizer_to_gguf
 
         settings |= tokenizer_to_gguf(checkpoint.tokenizer)
+        ends = (checkpoint.generation or checkpoint.theirs).get("eos_token_id")
+        others = [each for each in (ends if isinstance(ends, list) else []) if each != settings.get(KEY.format("eos"))]
+        settings |= dict(zip(map(KEY.format, ENDS[1:]), others, strict=False))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
