@@ -1,6 +1,7 @@
 """`cutaway generate` as a person and as a machine use it."""
 
 import io
+import itertools
 import json
 import os
 import pty
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import pytest
@@ -23,6 +25,7 @@ import cutaway as ct
 from cutaway.cli import main
 from cutaway.cli.answers import tell
 from cutaway.cli.chat import Conversation
+from cutaway.cli.flow import begin
 from cutaway.cli.screen import visible
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.generate import Engine, Settings
@@ -218,6 +221,21 @@ def test_probabilities_are_shown_beside_tokens(run: Run, plain: Path) -> None:
     shown = run(plain, "ab", "-n", 3, "--logprobs", 2)
     for logprob in told["logprobs"]:
         assert f"{torch.tensor(logprob).exp():.1%}" in shown
+
+
+def test_the_clock_counts_what_came_after_the_first(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn takes a second here. What guesses bring with the first token does not count as if it came later."""
+    checkpoint, clock = ct.load(plain), itertools.count()
+    monkeypatch.setattr("cutaway.cli.flow.time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    asked = Settings(max_new_tokens=11, ignore_eos=True)
+    for draft, rate in ((None, 1.0), (checkpoint, 3.0)):  # 11 tokens: one by one, or 5, 5 and 1
+        flow, [ticket] = begin(checkpoint, ["ab"], asked, rows=None, draft=draft)
+        list(flow.pieces(ticket))
+        assert (flow.rate(ticket), flow.decoded / flow.decoding) == (rate, rate)
+    flow, tickets = begin(checkpoint, ["ab", "c"], asked, rows=1)
+    for ticket in tickets:
+        list(flow.pieces(ticket))
+    assert flow.decoded == 21  # the second's first came while others were decoded
 
 
 # ---------------------------------------------------------------------------------------- chats

@@ -238,7 +238,7 @@ def summary(flow: Flow) -> str:
     if cut:
         parts[0] += " (cut; --max gives more)"
     if flow.decoding > 0 and flow.steps > 0:
-        parts.append(f"{(flow.tokens - len(flow.tickets)) / flow.decoding:,.3g} tokens/s")
+        parts.append(f"{flow.decoded / flow.decoding:,.3g} tokens/s")
     if flow.first:
         parts.append(f"{flow.wait * 1e3:,.0f} ms to the first")
     reached = share(flow)

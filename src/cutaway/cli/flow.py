@@ -25,6 +25,8 @@ class Flow:
         self.tickets: list[Ticket] = []
         self.began: dict[Ticket, float] = {}
         self.first: dict[Ticket, float] = {}
+        self.at_first: dict[Ticket, int] = {}
+        """Tokens that were there then: guessed ahead, several come at once."""
         self.last: dict[Ticket, float] = {}
         self.counts: dict[Ticket, int] = {}
         for ticket in tickets:
@@ -58,7 +60,8 @@ class Flow:
         for ticket in self.tickets:
             count = len(ticket.answer.tokens)
             if count > self.counts[ticket]:
-                self.first.setdefault(ticket, now)
+                if ticket not in self.first:
+                    self.first[ticket], self.at_first[ticket] = now, count
                 self.last[ticket] = now
                 self.counts[ticket] = count
         assert working or all(ticket.done.is_set() for ticket in self.tickets)
@@ -72,12 +75,18 @@ class Flow:
     def rate(self, ticket: Ticket) -> float | None:
         """Tokens a second of one answer, without the wait for its first."""
         took = self.last[ticket] - self.first[ticket] if ticket in self.first else 0.0
-        return (self.counts[ticket] - 1) / took if took > 0 else None
+        return (self.counts[ticket] - self.at_first[ticket]) / took if took > 0 else None
 
     @property
     def decoding(self) -> float:
         """Seconds between the first token and the last."""
         return max(self.last.values()) - min(self.first.values()) if self.first else 0.0
+
+    @property
+    def decoded(self) -> int:
+        """Tokens that came in these seconds."""
+        began = min(self.first.values(), default=0.0)
+        return self.tokens - sum(self.at_first[ticket] for ticket, at in self.first.items() if at == began)
 
     @property
     def wait(self) -> float:
