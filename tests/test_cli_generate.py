@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -211,6 +212,8 @@ def test_an_encoder_fills_masks(run: Run, tmp_path: Path) -> None:
         assert told["masks"] == [[pytest.approx(each._asdict()) for each in mask] for mask in masks]
     shown = run(source, texts[1])
     assert all(each.token in shown for each in expected[1][0])
+    [[[best]]] = fill_mask(checkpoint.model, checkpoint.tokenizer, [long := "[MASK] " + "the is " * 12], top=1)
+    assert run(source, long, "--top-k", 1).split() == [f"{best.probability:.1%}", best.token, *best.text.split()]
     assert "[MASK]" in run(source, "nothing to fill", code=2)
     for unmeant in ("--temperature 1", "--chat", "--message", "--beams 2", "--bits 8", "--seed 0", "--compile"):
         assert f"{unmeant.split()[0]} has no meaning" in run(source, texts[0], *unmeant.split(), code=2)
@@ -218,9 +221,12 @@ def test_an_encoder_fills_masks(run: Run, tmp_path: Path) -> None:
 
 def test_probabilities_are_shown_beside_tokens(run: Run, plain: Path) -> None:
     [told] = objects(run(plain, "ab", "-n", 3, "--logprobs", 2, "--json"))
-    shown = run(plain, "ab", "-n", 3, "--logprobs", 2)
-    for logprob in told["logprobs"]:
-        assert f"{torch.tensor(logprob).exp():.1%}" in shown
+    for alternatives in (2, 20):  # more than a line has room for
+        shown = run(plain, "ab", "-n", 3, "--logprobs", alternatives).splitlines()
+        for logprob, line in zip(told["logprobs"], shown[-3:], strict=True):
+            shares = re.findall(r" (\d+\.\d%)", line)
+            assert shares[0] == f"{torch.tensor(logprob).exp():.1%}"
+            assert len(shares) == 1 + alternatives
 
 
 def test_the_clock_counts_what_came_after_the_first(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:

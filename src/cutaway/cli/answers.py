@@ -17,7 +17,12 @@ from cutaway.generate.settings import Settings
 from cutaway.generate.texts import generate, opened
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from cutaway.families.checkpoint import Checkpoint
+
+LONGEST = 1_000_000
+"""Letters of a line; no text that an encoder reads has as many."""
 
 
 class Show:
@@ -149,7 +154,7 @@ def show_logprobs(result: Generation, checkpoint: "Checkpoint") -> None:
 
     from rich.text import Text
 
-    from cutaway.cli.size_view import console, grid, under
+    from cutaway.cli.size_view import grid
 
     tokenizer = checkpoint.tokenizer
 
@@ -161,7 +166,16 @@ def show_logprobs(result: Generation, checkpoint: "Checkpoint") -> None:
         others = result.top_logprobs[place] if result.top_logprobs else {}
         listed = "  ".join(f"{named(other)} {exp(value):.1%}" for other, value in others.items())
         table.add_row(Text(named(token)), f"{exp(logprob):.1%}", Text(listed))
-    console().print(under(table))
+    lay_out(table)
+
+
+def lay_out(table: "Table") -> None:
+    """Each row on one line, which the terminal breaks if it must: cut to its width, the first columns would go."""
+    from cutaway.cli.size_view import console, under
+
+    whole = console()
+    whole.width = LONGEST
+    whole.print(under(table), soft_wrap=True)
 
 
 # ---------------------------------------------------------------------------------------- beams
@@ -216,7 +230,7 @@ def fill(checkpoint: "Checkpoint", given: Sequence[Given], others: Sequence[str]
 def show_fillings(text: str, masks: Sequence[Sequence[Any]], show: Show) -> None:
     from rich.text import Text
 
-    from cutaway.cli.size_view import console, grid, under
+    from cutaway.cli.size_view import grid
 
     if show.echo:
         show.screen.dim(f"{text}\n")
@@ -225,7 +239,7 @@ def show_fillings(text: str, masks: Sequence[Sequence[Any]], show: Show) -> None
         for each in mask:
             share = f"{each.probability:.1%}"
             table.add_row(share, Text(visible(each.token), "bold"), Text(visible(each.text)))
-        console().print(under(table), soft_wrap=True)
+        lay_out(table)
 
 
 # ---------------------------------------------------------------------------------------- how fast
