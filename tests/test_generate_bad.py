@@ -98,6 +98,7 @@ class Unreadable(list[int]):
         ([[]], {}, "the prompt is empty; give at least one token"),
         ("", {}, "the prompt is empty"),
         ([[1], []], {}, "prompt 1: the prompt is empty"),
+        ([[1], []], {"beams": 2}, "prompt 1: the prompt is empty"),
         ([[1], [2, 999]], {}, "prompt 1: the prompt holds the id 999; the vocabulary has ids 0 to"),
         ([-1], {}, "holds the id -1"),
         ([1, 2.5], {}, "holds the id 2.5"),

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
-from cutaway.errors import InputError
+from cutaway.errors import CutawayError, InputError
 from cutaway.generate.answer import Answer, Generation
 from cutaway.generate.beams import Beam, beam_search
 from cutaway.generate.plan import Plan
+from cutaway.generate.prompts import named
 from cutaway.generate.settings import Settings, index, shown
 from cutaway.generate.start import EarlyStopping, Start
 from cutaway.model import Transformer
@@ -64,7 +65,10 @@ def searched(
     beams = int(beams)
     groups: dict[tuple[int, int], list[int]] = {}
     for number, (prompt, own) in enumerate(zip(prompts, wanted, strict=True)):
-        most = plan.limit(plan.begin(prompt, ())[0], own, ())
+        try:
+            most = plan.limit(plan.begin(prompt, ())[0], own, ())
+        except CutawayError as error:
+            raise named(error, number, len(prompts)) from None
         groups.setdefault((most, min(own.min_new_tokens, most)), []).append(number)
     both = "encoder" in plan.model.stacks
     found: dict[int, list[Beam]] = {}
