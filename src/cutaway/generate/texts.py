@@ -89,6 +89,8 @@ def generate(
     if search or beams is not None:
         if beams is not None and (cache != "auto" or cache_dtype is not None or draft is not None):
             raise InputError("beams are led in a cache of their own kind; leave cache, cache_dtype and draft out")
+        if beams is not None and (bits is not None or compiled):
+            raise InputError("beams are searched with the model as it is; leave bits and compiled out")
         penalty = work.start.length_penalty if length_penalty is None else length_penalty
         early = work.start.early_stopping if early_stopping is None else early_stopping
         how: Any = {"beams": search, "length_penalty": penalty, "early_stopping": early}
