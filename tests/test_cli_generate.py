@@ -24,7 +24,7 @@ from test_text_peers import bert
 
 import cutaway as ct
 from cutaway.cli import main
-from cutaway.cli.answers import tell
+from cutaway.cli.answers import summary, tell
 from cutaway.cli.chat import Conversation
 from cutaway.cli.flow import begin
 from cutaway.cli.screen import visible
@@ -227,6 +227,14 @@ def test_probabilities_are_shown_beside_tokens(run: Run, plain: Path) -> None:
             shares = re.findall(r" (\d+\.\d%)", line)
             assert shares[0] == f"{torch.tensor(logprob).exp():.1%}"
             assert len(shares) == 1 + alternatives
+
+
+@pytest.mark.parametrize(("context", "says"), [(None, "(cut; --max gives more)"), (6, "(cut; the context is full)")])
+def test_what_cut_an_answer_is_said(plain: Path, context: int | None, says: str) -> None:
+    asked = Settings(max_new_tokens=9, ignore_eos=True)
+    flow, [ticket] = begin(ct.load(plain), ["ab"], asked, rows=None, context=context)
+    list(flow.pieces(ticket))
+    assert says in summary(flow)
 
 
 def test_the_clock_counts_what_came_after_the_first(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What `cutaway generate` shows: answers as they come, fillings of masks, and how fast it went."""
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -150,8 +151,6 @@ def tell(show: Show, given: Given, result: Generation, rate: float | None, check
 
 def show_logprobs(result: Generation, checkpoint: "Checkpoint") -> None:
     """Each token with its probability, and what might have stood in its place."""
-    from math import exp
-
     from rich.text import Text
 
     from cutaway.cli.size_view import grid
@@ -164,8 +163,8 @@ def show_logprobs(result: Generation, checkpoint: "Checkpoint") -> None:
     table = grid("lrl", ["token", "probability", "likeliest" if result.top_logprobs else ""])
     for place, (token, logprob) in enumerate(zip(result.tokens, result.logprobs or [], strict=False)):
         others = result.top_logprobs[place] if result.top_logprobs else {}
-        listed = "  ".join(f"{named(other)} {exp(value):.1%}" for other, value in others.items())
-        table.add_row(Text(named(token)), f"{exp(logprob):.1%}", Text(listed))
+        listed = "  ".join(f"{named(other)} {math.exp(value):.1%}" for other, value in others.items())
+        table.add_row(Text(named(token)), f"{math.exp(logprob):.1%}", Text(listed))
     lay_out(table)
 
 
@@ -250,7 +249,8 @@ def summary(flow: Flow) -> str:
     parts = [f"{flow.tokens:,} tokens"]
     cut = [ticket for ticket in flow.tickets if ticket.answer.reason == "length"]
     if cut:
-        parts[0] += " (cut; --max gives more)"
+        full = all(ticket.answer.limit < (ticket.settings.max_new_tokens or math.inf) for ticket in cut)
+        parts[0] += " (cut; the context is full)" if full else " (cut; --max gives more)"
     if flow.decoding > 0 and flow.steps > 0:
         parts.append(f"{flow.decoded / flow.decoding:,.3g} tokens/s")
     if flow.first:
