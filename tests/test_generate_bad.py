@@ -92,6 +92,7 @@ class Unreadable(list[int]):
         ([1], {"beams": 2, "repetition_penalty": 1.2}, "repetition_penalty belongs to drawing"),
         ([1], {"beams": 2, "n": 3}, "n is 3, but 2 beams"),
         ([1], {"beams": 2, "cache": "ring"}, "a cache of their own kind"),
+        ([1], {"beams": 2, "max_new_tokens": 10**9}, "takes .* GiB, and .* are free; lower beams"),
         ([1], {"beams": 2, "bits": 8}, "the model as it is; leave bits and compiled out"),
         ([1], {"beams": 2, "length_penalty": "x"}, "length_penalty is 'x'"),
         ([1], {"length_penalty": 1.0}, "no beams were asked for"),

@@ -159,14 +159,18 @@ class Plan:
                 cross += 2 * heads * width * self.model.dtype.itemsize
         return own + self.rows * self.source * cross
 
-    def cache(self) -> Rows:
-        """The cache, if there is memory for it."""
+    def check_memory(self, remedy: str = "lower rows or context, or keep it in int8") -> None:
+        """Refuse a cache that there is no memory for."""
         free = free_memory(self.model.device)
         if free is not None and self.bytes > free:
             raise InputError(
-                f"a {self.kind} cache of {self.rows} texts of {self.slots} tokens takes {self.bytes / GIB:.3g} GiB, and"
-                f" {free / GIB:.3g} are free; lower rows or context, or keep it in int8"
+                f"a {self.kind} cache of {self.rows:,} texts of {self.slots:,} tokens"
+                f" takes {self.bytes / GIB:,.4g} GiB, and {free / GIB:,.4g} are free; {remedy}"
             )
+
+    def cache(self) -> Rows:
+        """The cache, if there is memory for it."""
+        self.check_memory()
         kind: Kind = self.kind  # type: ignore[assignment]  # 'auto' was settled above
         how = {"kind": kind, "dtype": self.cache_dtype, "chunk": self.chunk, "pages": self.pages()}
         return Rows(self.model, self.rows, self.slots, source=self.source, **how)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Answers by beam search, for prompts that may be searched together."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cutaway.errors import CutawayError, InputError
 from cutaway.generate.answer import Answer, Generation
@@ -63,6 +64,9 @@ def searched(
     if unknown is not None:
         raise InputError(f"{unknown} belongs to drawing, and beams are searched; leave one of the two out")
     beams = int(beams)
+    size = max(1, TOGETHER // beams)
+    all_beams = replace(plan, rows=beams * max(1, min(size, len(prompts))), kind="full", cache_dtype=None)
+    all_beams.check_memory("lower beams, or give a smaller max_new_tokens")
     groups: dict[tuple[int, int], list[int]] = {}
     for number, (prompt, own) in enumerate(zip(prompts, wanted, strict=True)):
         try:
@@ -73,7 +77,6 @@ def searched(
     both = "encoder" in plan.model.stacks
     found: dict[int, list[Beam]] = {}
     for (most, least), alike in groups.items():
-        size = max(1, TOGETHER // beams)
         for first in range(0, len(alike), size):
             numbers = alike[first : first + size]
             own = wanted[numbers[0]]
