@@ -326,6 +326,17 @@ def test_pieces_are_the_answers(beams: int | None) -> None:
             generate(source, "one", on_piece=enough)
 
 
+def test_a_beam_that_is_cut_keeps_its_last_word() -> None:
+    tokenizer = byte_tokenizer()
+    source = Source(lively(decoder(vocab_size=tokenizer.vocab_size), torch.float64), tokenizer=tokenizer)
+    how: Any = {"max_new_tokens": 9, "beams": 2, "banned": range(128, 259)}
+    (answer,) = generate(source, "one", **how)
+    assert (answer.text, answer.finish_reason) == (tokenizer.decode(answer.tokens), "length")
+    end = str(answer.text)[-3:]
+    (ended,) = generate(source, "one", stop=end, **how)
+    assert (ended.text, ended.finish_reason, ended.stop) == (str(answer.text)[:-3], "stop", end)
+
+
 def test_a_model_in_training_answers_without_dropout() -> None:
     config = decoder()
     stack = config.stacks["decoder"]

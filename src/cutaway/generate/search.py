@@ -110,9 +110,9 @@ def told(beam: Beam, own: Settings, prompt: Sequence[int], tokenizer: Tokenizer 
     """A beam as an answer, which may end at a stop string before its last token."""
     before = () if len(plan.model.stacks) == 2 else prompt
     answer = Answer(own, len(beam.tokens), tokenizer, plan.eos, after=before)
+    forced = plan.forced_eos is not None and beam.finish_reason == "length"  # then its last token is no word of it
     for place, token in enumerate(beam.tokens, 1):
-        forced = beam.finish_reason == "length" and place == len(beam.tokens) and token in answer.ends
-        answer.take(token, cut=forced)
+        answer.take(token, cut=forced and place == len(beam.tokens))
         if answer.reason is not None:
             break
     result = answer.result(prompt_tokens=len(prompt), seed=None)
