@@ -346,8 +346,23 @@ def test_a_model_in_training_answers_without_dropout() -> None:
     model.train()
     model.stacks["decoder"].final_norm.eval()
     assert generate(model, [1, 2, 3], max_new_tokens=20, seed=1) == expected
+    assert generate(model, [1, 2, 3], max_new_tokens=20, seed=1, draft=model) == expected
+    assert answers_of(model, [[1, 2, 3]], [Settings(max_new_tokens=20)], context=23)[0].tokens == expected[0].tokens
     assert model.training
     assert not model.stacks["decoder"].final_norm.training
+
+
+def test_an_engine_made_in_inference_mode_works_outside_of_it() -> None:
+    model = lively(decoder(), torch.float64)
+    asked = Settings(max_new_tokens=5, repetition_penalty=1.1, banned=[3])
+    (expected,) = answers_of(model, [[1, 2, 3]], [asked])
+    with torch.inference_mode():
+        engine = engine_for(model, [[1, 2, 3]])
+        first = engine.submit([1, 2, 3], asked, seed=0)
+        engine.run()
+    with engine.start():
+        assert engine.submit([1, 2, 3], asked, seed=0).result(60).tokens == expected.tokens
+    assert first.result().tokens == expected.tokens
 
 
 def test_seeds_and_stops() -> None:

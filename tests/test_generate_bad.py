@@ -10,7 +10,7 @@ from test_generate import Source, decoder, translator
 
 from cutaway import config as c
 from cutaway.errors import CutawayError, InputError
-from cutaway.generate import EngineError, Plan, generate
+from cutaway.generate import Engine, EngineError, Plan, Settings, generate
 from cutaway.model import build
 from cutaway.text import byte_tokenizer
 
@@ -92,8 +92,10 @@ class Unreadable(list[int]):
         ([1], {"beams": 2, "repetition_penalty": 1.2}, "repetition_penalty belongs to drawing"),
         ([1], {"beams": 2, "n": 3}, "n is 3, but 2 beams"),
         ([1], {"beams": 2, "cache": "ring"}, "a cache of their own kind"),
-        ([1], {"beams": 2, "max_new_tokens": 10**9}, "takes .* GiB, and .* are free; lower beams"),
-        ([1], {"beams": 2, "bits": 8}, "the model as it is; leave bits and compiled out"),
+        ([1], {"beams": 2, "bits": 8}, "so bits has no part in it; leave it out"),
+        ([1], {"beams": 2, "compiled": True}, "so compiled has no part in it"),
+        ([1], {"beams": 2, "max_new_tokens": 10**9}, "2 beams of 1000000001 tokens take .* GiB, and .* are free; ask"),
+        ([1], {"draft": "lookup", "bits": 8}, "so bits has no part in it"),
         ([1], {"beams": 2, "length_penalty": "x"}, "length_penalty is 'x'"),
         ([1], {"length_penalty": 1.0}, "no beams were asked for"),
         ([], {"temperature": -1}, "temperature is -1"),
@@ -146,6 +148,12 @@ def test_refused_in_a_sentence(prompt: Any, how: dict[str, Any], says: str, monk
         (LEARNED, [1], {"context": 17}, "has learned 16 positions; lower it"),
         (LEARNED, [1] * 16, {}, "the prompt has 16 tokens, and the context 16"),
         (LEARNED, [1] * 99, {"beams": 2}, "the prompt has 99 tokens, and the context 16"),
+        (
+            Source(translator(), {"decoder_start_token_id": 0, "num_beams": 3}),
+            [1],
+            {"draft": "lookup"},
+            "so draft has no part in it; leave it out .this checkpoint's own settings search with 3 beams",
+        ),
         ("gpt2", [1], {}, "checkpoint is a str; give what ct.load returns"),
         (None, [1], {}, "checkpoint is a NoneType"),
         (translator(), [1], {}, "give decoder_start"),
@@ -156,6 +164,12 @@ def test_refused_in_a_sentence(prompt: Any, how: dict[str, Any], says: str, monk
 def test_refused_by_the_model(checkpoint: Any, prompt: Any, how: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         generate(checkpoint, prompt, **how)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, None, True])
+def test_an_engine_takes_seeds_that_there_are(seed: Any) -> None:
+    with pytest.raises(InputError, match=r"seed is .*; give a whole number from 0"):
+        Engine(Plan(MODEL)).submit([1], Settings(), seed=seed)
 
 
 def test_ids_of_any_integer_type_are_ids() -> None:

@@ -452,6 +452,39 @@ def test_what_cannot_be_a_draft() -> None:
             Lookup(**bad)
 
 
+def test_a_cancelled_answer_ends_there_and_harms_no_other() -> None:
+    model = decoder(size=11)
+    plan = plan_for(model, rows=2, kind="paged")
+    asked = Settings(max_new_tokens=12, logprobs=0)
+    prompts = prompts_for(model.config, 0)
+    speculation = Speculation(plan, draft=decoder(1, size=11), ahead=2)
+    tickets = [speculation.submit(prompt, asked, seed=0) for prompt in prompts]
+    assert speculation.turn()
+    for gone in (0, 3):  # one at work, one that waits
+        tickets[gone].cancel()
+    speculation.run()
+    assert [ticket.result().finish_reason for ticket in tickets] == [
+        "cancelled",
+        "length",
+        "length",
+        "cancelled",
+        "length",
+    ]
+    assert 1 <= len(tickets[0].result().tokens) <= 3
+    assert tickets[3].result().tokens == []
+    whole = plainly(plan_for(model), prompts, [asked] * len(prompts))
+    for ticket, answer in zip(tickets, whole, strict=True):
+        assert ticket.result().tokens == answer.tokens[: len(ticket.result().tokens)]
+    assert not speculation.seats.rows
+
+
+@pytest.mark.parametrize("how", [{"bits": 8}, {"compiled": True}])
+def test_guesses_are_tried_on_the_model_as_it_is(how: dict[str, Any]) -> None:
+    model = decoder()
+    with pytest.raises(InputError, match=f"so {next(iter(how))} has no part in it"):
+        Speculation(plan_for(model, **how), draft=Lookup())
+
+
 def test_expected_tokens() -> None:
     assert expected_tokens(0, 4) == 1
     assert expected_tokens(1, 4) == 5

@@ -3,12 +3,12 @@
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from cutaway.errors import CutawayError
 from cutaway.generate.flight import Flight
 from cutaway.generate.plan import Plan
-from cutaway.generate.runner import Runner
+from cutaway.generate.runner import Runner, at_rest
 from cutaway.generate.seats import Seats
 from cutaway.generate.settings import Settings
 from cutaway.generate.ticket import Ticket
@@ -24,7 +24,10 @@ class BusyError(CutawayError):
 
 
 class Engine:
-    """One owner of a model and its device. Call `turn` until it is False, or `start` a thread that does."""
+    """One owner of a model and its device. Call `turn` until it is False, or `start` a thread that does.
+
+    It keeps what it read and packed: once weights are changed or hooks are added, it is for another engine to answer.
+    """
 
     def __init__(self, plan: Plan, *, tokenizer: Tokenizer | None = None, waiting: int = 1024) -> None:
         """`waiting`: how many requests may wait for a row before more are refused."""
@@ -47,7 +50,10 @@ class Engine:
     def submit(
         self, prompt: Sequence[int], settings: Settings, *, seed: int, wait: bool = False, begun: Sequence[int] = ()
     ) -> Ticket:
-        """Ask for an answer to a prompt of tokens; `begun` are its first tokens. An encoder's prompt is its source."""
+        """Ask for an answer to a prompt of tokens; `begun` are its first tokens. An encoder's prompt is its source.
+
+        One answer, by this seed: `n` and `seed` of the settings are for `generate`.
+        """
         ticket = self.plan.ticket(prompt, settings, self.tokenizer, seed=seed, begun=begun)
         with self.wake:
             while wait and not self.closed and len(self.waiting) >= self.most_waiting:
@@ -106,12 +112,14 @@ class Engine:
 
     def turn(self) -> bool:
         """Take in who waits, read one piece of prompts, take one step. False if there is nothing left to do."""
+        model = self.plan.model
         try:
-            self._land()
-            self._drop_cancelled()
-            self._admit()
-            self._read()
-            self._step()
+            with at_rest(model) if model.training else nullcontext():
+                self._land()
+                self._drop_cancelled()
+                self._admit()
+                self._read()
+                self._step()
             return self.busy
         except Exception as error:  # not a request's fault: the device is gone, or the books are wrong
             with self.wake:

@@ -11,7 +11,7 @@ import torch
 from cutaway.errors import InputError
 from cutaway.generate.answer import Answer
 from cutaway.generate.cache import KINDS, PAGE, Kind, Rows, cross_widths
-from cutaway.generate.settings import Settings, index, real, shown
+from cutaway.generate.settings import Settings, index, real, shown, whole
 from cutaway.generate.ticket import Ticket
 from cutaway.model import Transformer
 from cutaway.model.inputs import FLOATS
@@ -159,18 +159,15 @@ class Plan:
                 cross += 2 * heads * width * self.model.dtype.itemsize
         return own + self.rows * self.source * cross
 
-    def check_memory(self, remedy: str = "lower rows or context, or keep it in int8") -> None:
-        """Refuse a cache that there is no memory for."""
+    @torch.inference_mode(False)  # what is made in that mode can be changed in no other, as by another thread
+    def cache(self) -> Rows:
+        """The cache, if there is memory for it."""
         free = free_memory(self.model.device)
         if free is not None and self.bytes > free:
             raise InputError(
-                f"a {self.kind} cache of {self.rows:,} texts of {self.slots:,} tokens"
-                f" takes {self.bytes / GIB:,.4g} GiB, and {free / GIB:,.4g} are free; {remedy}"
+                f"a {self.kind} cache of {self.rows} texts of {self.slots} tokens takes {self.bytes / GIB:.3g} GiB, and"
+                f" {free / GIB:.3g} are free; lower rows or context, or keep it in int8"
             )
-
-    def cache(self) -> Rows:
-        """The cache, if there is memory for it."""
-        self.check_memory()
         kind: Kind = self.kind  # type: ignore[assignment]  # 'auto' was settled above
         how = {"kind": kind, "dtype": self.cache_dtype, "chunk": self.chunk, "pages": self.pages()}
         return Rows(self.model, self.rows, self.slots, source=self.source, **how)  # type: ignore[arg-type]
@@ -208,6 +205,7 @@ class Plan:
         """A request that was checked, with what its answer is begun with told already."""
         if settings.stop and tokenizer is None:
             raise InputError("stop strings are found in text, and there is no tokenizer to make any; give stop_tokens")
+        seed = whole("seed", seed, 0, 2**63 - 1)
         tokens, source = self.begin(prompt, begun)
         limit = self.limit(tokens, settings, begun)
         answer = Answer(settings, limit, tokenizer, self.eos, after=() if source else prompt)

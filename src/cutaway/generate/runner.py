@@ -2,8 +2,8 @@
 
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from cutaway.model.moe import MixtureOfExperts
 class Runner:
     """One model, its cache and its sampler on one device. Nothing else touches them."""
 
+    @torch.inference_mode(False)  # what is made in that mode can be changed in no other
     def __init__(
         self,
         model: Transformer,
@@ -92,6 +93,7 @@ class Runner:
         if can_be_recorded(self.model):
             self.graphs = Graphs(self.fixed_step, self.active)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def open(self, row: int, ticket: Ticket, eos: Collection[int]) -> None:
         """Give a row to a request; a source is read now."""
@@ -202,6 +204,19 @@ def any_length() -> AbstractContextManager[None]:
     """Attention by kernels that are ready for every shape: cuDNN plans for each anew, which takes longer than reading,
     and texts have all lengths."""
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+@contextmanager
+def at_rest(*models: Transformer) -> Iterator[None]:
+    """Models that are being trained answer without dropout, and go on being trained."""
+    training = [module for model in models for module in model.modules() if module.training]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def interrupted(error: BaseException | None) -> bool:

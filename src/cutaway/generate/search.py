@@ -6,7 +6,7 @@ from dataclasses import replace
 from cutaway.errors import CutawayError, InputError
 from cutaway.generate.answer import Answer, Generation
 from cutaway.generate.beams import Beam, beam_search
-from cutaway.generate.plan import Plan
+from cutaway.generate.plan import GIB, Plan, free_memory
 from cutaway.generate.prompts import named
 from cutaway.generate.settings import Settings, index, shown
 from cutaway.generate.start import EarlyStopping, Start
@@ -64,9 +64,6 @@ def searched(
     if unknown is not None:
         raise InputError(f"{unknown} belongs to drawing, and beams are searched; leave one of the two out")
     beams = int(beams)
-    size = max(1, TOGETHER // beams)
-    all_beams = replace(plan, rows=beams * max(1, min(size, len(prompts))), kind="full", cache_dtype=None)
-    all_beams.check_memory("lower beams, or give a smaller max_new_tokens")
     groups: dict[tuple[int, int], list[int]] = {}
     for number, (prompt, own) in enumerate(zip(prompts, wanted, strict=True)):
         try:
@@ -75,6 +72,7 @@ def searched(
             raise named(error, number, len(prompts)) from None
         groups.setdefault((most, min(own.min_new_tokens, most)), []).append(number)
     both = "encoder" in plan.model.stacks
+    size = together(plan, beams)
     found: dict[int, list[Beam]] = {}
     for (most, least), alike in groups.items():
         for first in range(0, len(alike), size):
@@ -104,6 +102,19 @@ def searched(
         for number, prompt in enumerate(prompts)
         for beam in found[number]
     ]
+
+
+def together(plan: Plan, beams: int) -> int:
+    """How many prompts are searched side by side: as many as there is memory for, if there is enough for one."""
+    free = free_memory(plan.model.device)
+    one = replace(plan, context=plan.slots, kind="full", cache_dtype=None, rows=beams).bytes
+    if free is not None and one > free:
+        raise InputError(
+            f"{beams} beams of {plan.slots} tokens take {one / GIB:.3g} GiB, and {free / GIB:.3g} are free; ask for"
+            " fewer beams or tokens"
+        )
+    most = max(1, TOGETHER // beams)
+    return most if free is None else min(most, free // max(1, one))
 
 
 def told(beam: Beam, own: Settings, prompt: Sequence[int], tokenizer: Tokenizer | None, plan: Plan) -> Generation:

@@ -8,6 +8,7 @@ exactly the distribution p (Leviathan et al. 2023, Chen et al. 2023). Where the 
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from cutaway.generate.engine import EngineError
 from cutaway.generate.lookup import Lookup, LookupDraft
 from cutaway.generate.noise import uniform
 from cutaway.generate.plan import Plan
-from cutaway.generate.runner import Runner
+from cutaway.generate.runner import Runner, at_rest
 from cutaway.generate.sampling import told
 from cutaway.generate.seats import Seats
 from cutaway.generate.settings import Settings
@@ -96,7 +97,13 @@ class Speculation:
         """`ahead`: how many tokens are guessed at a time."""
         if not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 1:
             raise InputError(f"ahead is {ahead!r}; give how many tokens to guess at a time, from 1")
+        if plan.bits is not None or plan.compiled:
+            name = "compiled" if plan.bits is None else "bits"
+            raise InputError(
+                f"guesses are tried on the model as it is, so {name} has no part in it; leave one of them out"
+            )
         self.plan, self.tokenizer, self.ahead = plan, tokenizer, ahead
+        self.models = [model for model in (plan.model, draft) if isinstance(model, Transformer)]
         self.drafter: Drafter
         if isinstance(draft, Transformer):
             check_draft(plan.model, tokenizer, draft, draft_tokenizer)
@@ -132,13 +139,27 @@ class Speculation:
         while self.turn():
             """Another."""
 
-    @torch.no_grad()
     def turn(self) -> bool:
         """Take in who waits, guess, read all guesses at once, tell what is accepted. False if nothing is left to do."""
-        self.admit()
+        training = any(model.training for model in self.models)
+        with torch.no_grad(), at_rest(*self.models) if training else nullcontext():
+            self.drop_cancelled()
+            self.admit()
+            self.guess()
+        return bool(self.seats.rows or self.waiting)
+
+    def drop_cancelled(self) -> None:
+        gone = [ticket for ticket in (*self.waiting, *self.seats.rows) if ticket.cancelled]
+        self.waiting = deque(ticket for ticket in self.waiting if not ticket.cancelled)
+        for ticket in gone:
+            self.seats.leave(ticket)
+            ticket.finish("cancelled")
+
+    def guess(self) -> None:
+        """One round for all who have a row."""
         tickets = self.seats.steppers
         if not tickets:
-            return bool(self.waiting)
+            return
         needs, rows = self.runner.sampler.needs(len(tickets)), self.runner.sampler.rows(len(tickets))
         wanted = [min(self.ahead, each.answer.limit - len(each.answer.tokens) - 1) for each in tickets]
         proposal = self.drafter.propose(tickets, wanted, rows.copy(), needs)
@@ -155,7 +176,6 @@ class Speculation:
             if each.error is not None or each.answer.reason is not None:
                 self.seats.leave(each, sound=each.error is None)
                 each.finish(error=each.error)
-        return bool(self.seats.rows or self.waiting)
 
     def admit(self) -> None:
         """Rows to those who wait longest, and their prompts read."""

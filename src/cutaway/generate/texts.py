@@ -2,8 +2,7 @@
 
 import difflib
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -15,6 +14,7 @@ from cutaway.generate.engine import Engine
 from cutaway.generate.lookup import Lookup
 from cutaway.generate.plan import Plan, free_memory
 from cutaway.generate.prompts import Prompt, encode, named, several
+from cutaway.generate.runner import at_rest
 from cutaway.generate.search import own_beams, searched
 from cutaway.generate.settings import Settings
 from cutaway.generate.speculate import Speculation
@@ -89,8 +89,12 @@ def generate(
     if search or beams is not None:
         if beams is not None and (cache != "auto" or cache_dtype is not None or draft is not None):
             raise InputError("beams are led in a cache of their own kind; leave cache, cache_dtype and draft out")
-        if beams is not None and (bits is not None or compiled):
-            raise InputError("beams are searched with the model as it is; leave bits and compiled out")
+        quick = [name for name, value in (("bits", bits), ("compiled", compiled), ("draft", draft)) if value]
+        if quick:
+            raise InputError(
+                f"beams are searched with the model as it is, so {quick[0]} has no part in it; leave it out"
+                + (f" (this checkpoint's own settings search with {search} beams)" if beams is None else "")
+            )
         penalty = work.start.length_penalty if length_penalty is None else length_penalty
         early = work.start.early_stopping if early_stopping is None else early_stopping
         how: Any = {"beams": search, "length_penalty": penalty, "early_stopping": early}
@@ -180,7 +184,7 @@ def guesser(draft: Source | Transformer | Lookup | str) -> tuple[Transformer | L
     if isinstance(draft, Lookup):
         return draft, None
     model, tokenizer, _ = opened(draft)
-    return model.eval(), tokenizer
+    return model, tokenizer
 
 
 def encode_all(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer | None) -> list[list[int]]:
@@ -202,18 +206,6 @@ def show(tickets: Sequence[Ticket], on_piece: Callable[[int, Piece], None] | Non
     for number, ticket in enumerate(tickets):
         for piece in ticket.arrived():
             on_piece(number, piece)
-
-
-@contextmanager
-def at_rest(model: Transformer) -> Iterator[None]:
-    """A model that is being trained answers without dropout, and goes on being trained."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def fitting(plan: Plan) -> Plan:
