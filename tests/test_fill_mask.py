@@ -65,6 +65,18 @@ def test_filled_masks_are_the_peers(kind: tuple[Checkpoint, Any, list[str]]) -> 
                     assert filled.text == each["sequence"]
 
 
+def test_a_model_in_training_fills_without_dropout(kind: tuple[Checkpoint, Any, list[str]]) -> None:
+    checkpoint, _, texts = kind
+    model, tokenizer = checkpoint.model, checkpoint.tokenizer
+    assert tokenizer is not None
+    expected = fill_mask(model, tokenizer, texts)
+    try:
+        assert fill_mask(model.train(), tokenizer, texts) == expected
+        assert model.training
+    finally:
+        model.eval()
+
+
 def test_the_other_masks_stay(kind: tuple[Checkpoint, Any, list[str]]) -> None:
     ours, pipeline, texts = kind
     assert ours.tokenizer is not None

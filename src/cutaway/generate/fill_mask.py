@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cutaway.errors import InputError, WeightError
+from cutaway.generate.runner import at_rest
 from cutaway.model import EncoderOnly, Transformer
 from cutaway.model.inputs import check_size
 from cutaway.text import Tokenizer
@@ -61,7 +62,7 @@ def _read(model: EncoderOnly, rows: list[list[int]], mask_id: int, top: int) -> 
     width = max(map(len, rows))
     tokens = torch.tensor([row + [mask_id] * (width - len(row)) for row in rows], device=model.device)
     real = torch.tensor([[place < len(row) for place in range(width)] for row in rows], device=model.device)
-    with torch.no_grad():
+    with torch.no_grad(), at_rest(model):
         x = model.encode(tokens, None if bool(real.all()) else real)
         logits = model.head(x[real & (tokens == mask_id)])  # the head is large: only where it is asked
     best = logits.float().softmax(-1).topk(top)

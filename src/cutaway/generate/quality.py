@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cutaway.generate.engine import Engine
 from cutaway.generate.fast.weights import GROUP, to_steps
 from cutaway.generate.plan import Plan
+from cutaway.generate.runner import at_rest
 from cutaway.generate.settings import Settings
 from cutaway.model import Transformer
 
@@ -47,9 +48,10 @@ def loss_of_bits(model: Transformer, bits: int, *, seed: int = 0) -> Loss:
     engine.run()
     texts = [[token, *ticket.result().tokens] for token, ticket in zip(first, tickets, strict=True)]
     tokens = torch.tensor(texts, device=model.device)
-    whole = model(tokens).float().log_softmax(-1)
-    with rounded(model, bits):
-        other = model(tokens).float().log_softmax(-1)
+    with at_rest(model):
+        whole = model(tokens).float().log_softmax(-1)
+        with rounded(model, bits):
+            other = model(tokens).float().log_softmax(-1)
     divergence = (whole.exp() * (whole - other)).sum(-1)
     same = whole.argmax(-1) == other.argmax(-1)
     return Loss(bits, tokens.numel(), float(divergence.mean()), float(same.float().mean()))
