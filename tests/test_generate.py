@@ -1,5 +1,7 @@
 """What an engine answers is what the model says: token by token equal to the full pass, whoever else is there."""
 
+import gc
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -350,6 +352,31 @@ def test_a_model_in_training_answers_without_dropout() -> None:
     assert answers_of(model, [[1, 2, 3]], [Settings(max_new_tokens=20)], context=23)[0].tokens == expected[0].tokens
     assert model.training
     assert not model.stacks["decoder"].final_norm.training
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("how", [{}, {"draft": "lookup"}, {"bits": 8}])
+def test_a_cache_goes_with_the_call_that_made_it(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be most of a device's memory, which the next call counts on."""
+    made = []
+    plain = Plan.cache
+
+    def watched(plan: Plan) -> Any:
+        cache = plain(plan)
+        made.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr(Plan, "cache", watched)
+    model = lively(decoder(), torch.float32)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):  # PyTorch holds on to the first who uses an operator
+            made.clear()
+            generate(model, [1, 2, 3], max_new_tokens=3, **how)
+        assert [each() for each in made] == [None]
+    finally:
+        gc.enable()
 
 
 def test_an_engine_made_in_inference_mode_works_outside_of_it() -> None:

@@ -66,7 +66,7 @@ def test_short_work_is_never_compiled() -> None:
     engine.submit([1, 2], Settings(max_new_tokens=20), seed=0)
     engine.run()
     assert engine.runner.quick is model
-    assert engine.runner.logits == engine.runner.step_logits
+    assert engine.runner.compiled_logits is None
 
 
 def answers(model: Any, **how: Any) -> list[list[int]]:

@@ -93,6 +93,7 @@ class Engine:
         if self.thread is not None:
             self.thread.join()
         self._tell_all("the engine was closed before the answer was complete")
+        self.runner.let_go()
 
     def run(self) -> None:
         """Work until nobody waits."""

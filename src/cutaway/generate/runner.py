@@ -48,7 +48,8 @@ class Runner:
         self.quick: Any = model
         """What takes the steps: the model, or its like made for them. Prompts are read by the model itself."""
         self.graphs: Callable[[int, Needs], Drawn] | None = None
-        self.logits: Callable[[Tensor, Rows, Tensor], Tensor] = self.step_logits
+        self.compiled_logits: Callable[[Tensor, Rows, Tensor], Tensor] | None = None
+        """What computes a step's logits, if it was compiled."""
         kind = model.device.type
         able = not hooked(model) and kind in ("cuda", "cpu")
         if bits is not None and not able:
@@ -70,7 +71,7 @@ class Runner:
         else:
             if self.quick is self.model:
                 self.pack(None, one_row=self.cache.batch == 1)
-            self.logits = torch.compile(self.step_logits, fullgraph=True)
+            self.compiled_logits = torch.compile(self.step_logits, fullgraph=True)
 
     def pack(self, bits: int | None, *, one_row: bool) -> None:
         """Steps on the CPU by weights in the form that is read fastest."""
@@ -106,6 +107,11 @@ class Runner:
     def close(self, row: int) -> None:
         self.cache.close(row)
         self.sampler.clear(row)
+
+    def let_go(self) -> None:
+        """Forget the fast steps, which hold this runner: a cache may be most of the device's memory, and would stay
+        until Python looks for such circles."""
+        self.graphs = self.compiled_logits = None
 
     @torch.no_grad()
     def read(self, start: int, pieces: Sequence[Sequence[int]], before: Sequence[int]) -> None:
@@ -149,7 +155,7 @@ class Runner:
             if not self.pace.hastened or self.pace.fast or self.bits is not None:
                 raise
             warnings.warn(f"steps stay as they are, since making them fast failed: {error}", stacklevel=2)
-            self.pace, self.quick, self.graphs, self.logits = None, self.model, None, self.step_logits
+            self.pace, self.quick, self.graphs, self.compiled_logits = None, self.model, None, None
             return self.one_step(rows, most)
         drawn.tokens.cpu()
         if self.pace.took(time.perf_counter() - start):
@@ -162,9 +168,9 @@ class Runner:
             return self.graphs(rows, needs)
         # The length of a tensor is a number that a compiled step takes as it comes, if it is neither 0 nor 1.
         span = torch.empty(max(2, most + 1), dtype=torch.bool)
-        if self.logits != self.step_logits:  # else the compiler, which takes a second to import, is not needed
+        if self.compiled_logits is not None:  # else the compiler, which takes a second to import, is not needed
             torch._dynamo.mark_dynamic(span, 0)
-        logits = self.logits(self.next[:rows], self.cache.part(0, rows, most=most), span)
+        logits = (self.compiled_logits or self.step_logits)(self.next[:rows], self.cache.part(0, rows, most=most), span)
         drawn = self.sampler.sample(logits, needs)
         self.next[:rows, 0] = drawn.tokens
         return drawn

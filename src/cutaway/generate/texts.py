@@ -107,9 +107,12 @@ def generate(
     if length_penalty is not None or early_stopping is not None:
         raise InputError("length_penalty and early_stopping weigh beams, but no beams were asked for; give beams=4")
     engine, tickets = begin(work, asked, draft=draft, ahead=ahead)
-    with at_rest(work.plan.model):
-        while engine.turn():
-            show(tickets, on_piece)
+    try:
+        with at_rest(work.plan.model):
+            while engine.turn():
+                show(tickets, on_piece)
+    finally:
+        engine.runner.let_go()
     show(tickets, on_piece)
     for number, ticket in enumerate(tickets):
         if ticket.error is not None:
