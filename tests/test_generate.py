@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from strategies import LENGTH, SEEDS, configs, lively, tokens_for
 
 from cutaway import config as c
+from cutaway.errors import InputError
 from cutaway.generate import Engine, Generation, Piece, Plan, Settings, generate
 from cutaway.model import Transformer, build
 from cutaway.text import Tokenizer, byte_tokenizer
@@ -156,6 +157,17 @@ def test_longrope_is_the_full_pass_across_its_turn(kind: str, chunk: int) -> Non
         texts = [prompt + answer.tokens[:i] for i in range(10)]
         said = torch.stack([model(torch.tensor([text]))[0, -1] for text in texts]).float().log_softmax(-1)
         check_against(said, answer, greedy=True)
+
+
+def test_beams_stay_on_one_side_of_longropes_turn() -> None:
+    scaling = c.LongRope(
+        short_factors=(1.0, 1.2, 1.3, 1.5), long_factors=(3.0, 4.0, 5.0, 6.0), original_length=8, attention_factor=1.1
+    )
+    model = lively(decoder(c.Rope(scaling=scaling)), torch.float64)
+    with pytest.raises(InputError, match=r"beams of up to 9 tokens would grow past 8, .*; ask for 6 tokens at most"):
+        generate(model, [1, 2, 3], max_new_tokens=7, beams=2)
+    for prompt, most in (([1, 2, 3], 6), ([1] * 8, 1), ([1] * 9, 9)):
+        assert len(generate(model, prompt, max_new_tokens=most, beams=2)[0].tokens) == most
 
 
 @pytest.mark.parametrize("kind", ["full", "paged"])

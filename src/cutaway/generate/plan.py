@@ -47,6 +47,7 @@ class Plan:
     compiled: bool | None = None
     """Whether steps are made fast at once: recorded on a GPU, compiled on the CPU. Unless told, when it pays."""
     eos: Collection[int] = field(default_factory=frozenset)
+    """Each of these ends a text. `generate` takes them from a checkpoint's files; a plan is told."""
     decoder_start: int | None = None
     forced_eos: int | None = None
 

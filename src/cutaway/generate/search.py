@@ -67,7 +67,7 @@ def searched(
     groups: dict[tuple[int, int], list[int]] = {}
     for number, (prompt, own) in enumerate(zip(prompts, wanted, strict=True)):
         try:
-            most = plan.limit(plan.begin(prompt, ())[0], own, ())
+            most = length_of_beams(plan, prompt, own)
         except CutawayError as error:
             raise named(error, number, len(prompts)) from None
         groups.setdefault((most, min(own.min_new_tokens, most)), []).append(number)
@@ -102,6 +102,19 @@ def searched(
         for number, prompt in enumerate(prompts)
         for beam in found[number]
     ]
+
+
+def length_of_beams(plan: Plan, prompt: Sequence[int], own: Settings) -> int:
+    """Tokens of a prompt's answers at most, if they can be searched."""
+    tokens = plan.begin(prompt, ())[0]
+    most = plan.limit(tokens, own, ())
+    turn = next((turn for turn in plan.turns if len(tokens) <= turn < len(tokens) + most - 1), None)
+    if turn is not None:
+        raise InputError(
+            f"beams of up to {len(tokens) + most - 1} tokens would grow past {turn}, where LongRoPE turns the whole"
+            f" text by other angles; ask for {turn + 1 - len(tokens)} tokens at most, or for no beams"
+        )
+    return most
 
 
 def together(plan: Plan, beams: int) -> int:
