@@ -195,9 +195,18 @@ def test_ids_of_any_integer_type_are_ids() -> None:
     assert [answer.tokens for answer in kinds] == [expected[0].tokens] * 2
 
 
-def test_a_file_may_name_tokens_that_are_not_there() -> None:
-    (answer,) = generate(Source(MODEL, {"eos_token_id": [10**6]}), [1], max_new_tokens=3, min_new_tokens=2)
+@pytest.mark.parametrize("beams", [None, 2])
+def test_a_file_may_name_tokens_that_are_not_there(beams: int | None) -> None:
+    (free,) = generate(MODEL, [1], max_new_tokens=3, beams=beams)
+    files = {
+        "eos_token_id": [10**6],
+        "suppress_tokens": [10**6, free.tokens[0]],
+        "bad_words_ids": [[10**6], [1, 10**6]],
+    }
+    files |= {"begin_suppress_tokens": [10**6]}
+    (answer,) = generate(Source(MODEL, files), [1], max_new_tokens=3, min_new_tokens=2, beams=beams)
     assert len(answer.tokens) == 3
+    assert free.tokens[0] not in answer.tokens
 
 
 def test_weights_that_are_not_numbers_are_an_error_for_their_prompt() -> None:

@@ -1,7 +1,7 @@
 """What a checkpoint's own files say about generating with it: where to start and stop, and how to search."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from cutaway.errors import InputError
@@ -45,6 +45,15 @@ class Start:
     min_new_tokens: int | None = None
     """Tokens of the answer alone, which win over lengths with the prompt."""
     max_new_tokens: int | None = None
+
+    def within(self, vocab_size: int) -> "Start":
+        """Without bans of tokens that this vocabulary does not have, as files for a larger one may name them."""
+        return replace(
+            self,
+            banned=tuple(words for words in self.banned if max(words) < vocab_size),
+            suppressed=tuple(token for token in self.suppressed if token < vocab_size),
+            suppressed_first=tuple(token for token in self.suppressed_first if token < vocab_size),
+        )
 
     def least_new(self, prompt: int) -> int:
         """How many tokens the answer to a prompt of this length must have before it may end."""

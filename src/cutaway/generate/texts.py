@@ -225,8 +225,9 @@ def opened(checkpoint: Source | Transformer) -> tuple[Transformer, Tokenizer | N
         return checkpoint, None, Start()
     if not isinstance(getattr(checkpoint, "model", None), Transformer):
         raise InputError(f"checkpoint is a {type(checkpoint).__name__}; give what ct.load returns, or a model")
-    tokenizer = checkpoint.tokenizer
-    return checkpoint.model, tokenizer, read_start(checkpoint.generation, checkpoint.theirs, tokenizer)
+    model, tokenizer = checkpoint.model, checkpoint.tokenizer
+    start = read_start(checkpoint.generation, checkpoint.theirs, tokenizer)
+    return model, tokenizer, start.within(model.config.vocab_size)
 
 
 def make_settings(given: Mapping[str, Any]) -> Settings:
