@@ -2,6 +2,8 @@
 
 import gc
 import random
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
@@ -251,6 +253,19 @@ def test_closing_tells_everybody(model: Transformer) -> None:
     engine.close()
     with pytest.raises(EngineError, match="make another"):
         engine.start()
+
+
+def test_a_program_may_end_with_an_engine_at_work() -> None:
+    program = """
+import cutaway as ct
+from cutaway.generate import Engine, Plan, Settings
+engine = Engine(Plan(ct.build("tiny-gpt", seed=0), rows=4)).start()
+tickets = [engine.submit([1], Settings(), seed=i) for i in range(40)]
+next(tickets[0].pieces())
+raise SystemExit(3)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (3, "")
 
 
 def test_pieces_can_be_asked_for_again(model: Transformer) -> None:

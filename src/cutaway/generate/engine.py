@@ -1,5 +1,6 @@
 """Continuous batching: requests come and go while the others' steps go on; prompts are read in pieces between them."""
 
+import atexit
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -77,6 +78,7 @@ class Engine:
             raise EngineError("the engine was started or closed before; make another")
         self.thread = threading.Thread(target=self._work, name="cutaway engine", daemon=True)
         self.thread.start()
+        atexit.register(self.close)  # a program that ends while a thread is inside PyTorch is aborted
         return self
 
     def __enter__(self) -> "Engine":
@@ -92,6 +94,7 @@ class Engine:
             self.wake.notify_all()
         if self.thread is not None:
             self.thread.join()
+            atexit.unregister(self.close)
         self._tell_all("the engine was closed before the answer was complete")
         self.runner.let_go()
 
