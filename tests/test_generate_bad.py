@@ -166,6 +166,19 @@ def test_refused_by_the_model(checkpoint: Any, prompt: Any, how: dict[str, Any],
         generate(checkpoint, prompt, **how)
 
 
+@pytest.mark.parametrize(
+    ("model", "how", "says"),
+    [
+        (WITH_TEXT, {}, "model is a Source; give a model, such as a checkpoint's .model"),
+        (MODEL, {"eos": 2}, "eos is 2; give a list of token ids"),
+        (MODEL, {"eos": [None]}, "eos holds None; token ids are whole numbers"),
+    ],
+)
+def test_a_plan_that_cannot_be(model: Any, how: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        Plan(model, **how)
+
+
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.5, None, True])
 def test_an_engine_takes_seeds_that_there_are(seed: Any) -> None:
     with pytest.raises(InputError, match=r"seed is .*; give a whole number from 0"):

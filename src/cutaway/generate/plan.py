@@ -11,7 +11,7 @@ import torch
 from cutaway.errors import InputError
 from cutaway.generate.answer import Answer
 from cutaway.generate.cache import KINDS, PAGE, Kind, Rows, cross_widths
-from cutaway.generate.settings import Settings, index, real, shown, whole
+from cutaway.generate.settings import Settings, ids, index, real, shown, whole
 from cutaway.generate.ticket import Ticket
 from cutaway.model import Transformer
 from cutaway.model.inputs import FLOATS
@@ -52,6 +52,8 @@ class Plan:
     forced_eos: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, Transformer):
+            raise InputError(f"model is a {type(self.model).__name__}; give a model, such as a checkpoint's .model")
         if "decoder" not in self.model.stacks:
             raise InputError("this model is an encoder, which continues no text; use fill_mask, or model.encode")
         if self.model.device.type == "meta":
@@ -79,7 +81,7 @@ class Plan:
             )
         self.pages()  # says so if the memory is not enough for one text
         size = self.model.config.vocab_size
-        self.eos = frozenset(token for token in self.eos if 0 <= token < size)
+        self.eos = frozenset(token for token in ids("eos", self.eos) if token < size)
         if "encoder" in self.model.stacks and self.decoder_start is None:
             raise InputError("an encoder-decoder's answer begins with a token of its own; give decoder_start")
         for name in ("decoder_start", "forced_eos"):
