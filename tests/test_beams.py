@@ -78,6 +78,7 @@ def draw(r: random.Random, both: bool, likely: list[int]) -> dict[str, Any]:
         "suppressed": some(13, 14, 15),
         "suppressed_first": some(16, 17, 18),
         "no_repeat_ngram": r.choice([0, 0, 2, 3]),
+        "repetition_penalty": r.choice([1.0, 1.0, 0.8, 1.3]),
     }
 
 
@@ -103,6 +104,7 @@ def of_peer(theirs: Any, prompt: list[int], how: dict[str, Any]) -> list[tuple[l
         suppress_tokens=how["suppressed"] or None,
         begin_suppress_tokens=how["suppressed_first"] or None,
         no_repeat_ngram_size=how["no_repeat_ngram"],
+        repetition_penalty=how["repetition_penalty"],
         do_sample=False,
         output_scores=True,
         return_dict_in_generate=True,

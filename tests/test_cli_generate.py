@@ -124,8 +124,33 @@ def test_json_is_what_the_library_answers(run: Run, plain: Path) -> None:
 
 def test_a_name_for_people_and_the_settings_own(run: Run, plain: Path) -> None:
     short = run(plain, "x", "-n", 5, "--min", 5, "--bias", "65=1", "--ban", "7", "--samples", 2, "--seed", 1)
-    long = "--max-new-tokens 5 --min-new-tokens 5 --logit-bias 65=1 --banned 7 --n 2 --seed 1"
+    long = "--max-new-tokens 5 --min-new-tokens 5 --logit-bias 65=1 --banned 7 --samples 2 --seed 1"
     assert short == run(plain, "x", *long.split())
+
+
+def test_filters_and_samples_mean_drawing(run: Run, plain: Path) -> None:
+    """A filter has nothing to do for the likeliest token, and three times the same answer is none of several."""
+    for option in (("--top-k", 40), ("--top-p", 0.95), ("--min-p", 0.01)):
+        drawn = run(plain, "x", "-n", 12, *option, "--seed", 3)
+        assert drawn == run(plain, "x", "-n", 12, *option, "--seed", 3, "-t", 1)
+        assert drawn != run(plain, "x", "-n", 12, *option, "--seed", 3, "-t", 0)
+    three = objects(run(plain, "x", "-n", 12, "--samples", 3, "--seed", 3, "--json"))
+    assert len({each["text"] for each in three}) == 3
+    [likeliest] = objects(run(plain, "x", "-n", 12, "--samples", 1, "--json"))
+    assert likeliest["tokens"] == ct.generate(ct.load(plain), "x", max_new_tokens=12)[0].tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--samples", 0), "--samples is 0"),
+        (("--max", 0), "--max is 0"),
+        (("--min", 5, "--max", 3), "--min is 5, more than --max, 3"),
+        (("--top-p", 0), "--top-p is 0"),
+    ],
+)
+def test_errors_name_what_was_typed(options: tuple[Any, ...], said: str, plain: Path, run: Run) -> None:
+    assert said in " ".join(run(plain, "x", *options, code=2).split())
 
 
 def test_a_pipe_gets_the_answer_and_nothing_else(run: Run, plain: Path) -> None:

@@ -421,3 +421,13 @@ def test_seeds_and_stops() -> None:
     assert cut.finish_reason == "stop"
     assert cut.text == (text.text or "")[: (text.text or "").index(word)]
     assert len(cut.tokens) <= len(text.tokens)
+
+
+def test_filters_without_a_temperature_draw() -> None:
+    """Which they had nothing to do with otherwise; who says 0 means the likeliest token."""
+    model = lively(decoder(c.NoPosition()), torch.float32)
+    drawn = generate(model, [[1, 2]], max_new_tokens=20, top_k=5, seed=1)[0].tokens
+    assert drawn == generate(model, [[1, 2]], max_new_tokens=20, top_k=5, seed=1, temperature=1.0)[0].tokens
+    likeliest = generate(model, [[1, 2]], max_new_tokens=20)[0].tokens
+    assert likeliest == generate(model, [[1, 2]], max_new_tokens=20, top_k=5, temperature=0.0)[0].tokens
+    assert likeliest != drawn

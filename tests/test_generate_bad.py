@@ -89,7 +89,7 @@ class Unreadable(list[int]):
         ([1], {"beams": 0}, "beams is 0; give a whole number from 1"),
         ([1], {"beams": "4"}, "beams is '4'"),
         ([1], {"beams": 2, "temperature": 1.0}, "temperature belongs to drawing"),
-        ([1], {"beams": 2, "repetition_penalty": 1.2}, "repetition_penalty belongs to drawing"),
+        ([1], {"beams": 2, "presence_penalty": 1.2}, "presence_penalty belongs to drawing"),
         ([1], {"beams": 2, "n": 3}, "n is 3, but 2 beams"),
         ([1], {"beams": 2, "cache": "ring"}, "a cache of their own kind"),
         ([1], {"beams": 2, "bits": 8}, "so bits has no part in it; leave it out"),

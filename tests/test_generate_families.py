@@ -142,7 +142,7 @@ FILES = [
     {"no_repeat_ngram_size": 2, "forced_eos_token_id": 2},
     {"bad_words_ids": [[10], [11, 12], [20, 21]], "suppress_tokens": [13, 14], "begin_suppress_tokens": [15]},
     {"num_beams": 3, "no_repeat_ngram_size": 2, "length_penalty": 0.8, "early_stopping": True},
-    {"num_beams": 2, "forced_bos_token_id": 9, "min_length": 8},
+    {"num_beams": 2, "forced_bos_token_id": 9, "min_length": 8, "repetition_penalty": 1.3},
     {"max_length": 13},
 ]
 

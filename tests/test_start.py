@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ SUMMARIES: dict[str, Any] = {
     "bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_bos_token_id": 0,
     "forced_eos_token_id": 2, "no_repeat_ngram_size": 3, "num_beams": 4, "length_penalty": 2.0, "min_length": 5,
     "max_length": 14, "early_stopping": True, "bad_words_ids": [[2], [1], [7, 8]], "suppress_tokens": [9],
-    "begin_suppress_tokens": [10, 11],
+    "begin_suppress_tokens": [10, 11], "repetition_penalty": 1.25,
 }  # fmt: skip
 """What published models for summaries and translation have."""
 
@@ -37,6 +38,7 @@ def theirs_of(start: Start) -> dict[str, Any]:
         "forced_eos_token_id": list(start.forced_eos),
         "no_repeat_ngram_size": start.no_repeat_ngram,
         "num_beams": start.beams,
+        "repetition_penalty": start.repetition_penalty,
         "length_penalty": start.length_penalty,
         "early_stopping": start.early_stopping,
         "min_length": start.min_length,
@@ -172,3 +174,25 @@ def test_any_json_is_read_or_refused(generation: dict[str, Any], theirs: dict[st
         return
     assert all(token >= 0 for token in start.eos)
     assert start.beams >= 1
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_files_penalty_is_part_of_the_answer(beams: int, tmp_path: Path) -> None:
+    """As published for chat models: transformers punishes repetition whether it draws or not."""
+    torch.manual_seed(0)
+    small = transformers.Qwen2Config(
+        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3,
+    )  # fmt: skip
+    model = transformers.Qwen2ForCausalLM(small).eval()
+    model.generation_config = transformers.GenerationConfig(
+        do_sample=True, temperature=0.7, top_k=20, repetition_penalty=1.5, eos_token_id=59, pad_token_id=59
+    )
+    model.save_pretrained(tmp_path)
+    prompt = [5, 17, 3, 17]
+    how = {"do_sample": False, "temperature": None, "top_k": None, "num_beams": beams, "max_new_tokens": 24}
+    theirs = model.generate(torch.tensor([prompt]), **how)[0, len(prompt) :].tolist()
+    ours = ct.generate(ct.load(tmp_path), [prompt], max_new_tokens=24, beams=None if beams == 1 else beams)
+    assert ours[0].tokens == [token for token in theirs if token != 59]
+    without = ct.generate(ct.load(tmp_path).model, [prompt], max_new_tokens=24, beams=None if beams == 1 else beams)
+    assert without[0].tokens != ours[0].tokens

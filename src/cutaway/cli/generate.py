@@ -1,5 +1,7 @@
 """`cutaway generate`: a prompt, and what a model makes of it."""
 
+import re
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +13,7 @@ from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when the work begins
     from cutaway.families.checkpoint import Checkpoint
+    from cutaway.generate.settings import Settings
 
 
 class CacheKind(StrEnum):
@@ -78,7 +81,8 @@ def generate(
     ] = None,
     ignore_eos: Annotated[bool, option("--ignore-eos", panel=STOPPING, help="Go on after the end of text.")] = False,
     temperature: Annotated[
-        float | None, option("--temperature", "-t", panel=DRAWING, help="0, unless given: the likeliest token.")
+        float | None,
+        option("--temperature", "-t", panel=DRAWING, help="0, the likeliest token; 1 with filters or --samples."),
     ] = None,
     top_k: Annotated[
         int | None, option("--top-k", panel=DRAWING, help="Only the K likeliest; or so many fillings.")
@@ -105,7 +109,7 @@ def generate(
         list[str] | None, option("--ban", "--banned", panel=DRAWING, metavar="1,2", help="Never these ids.")
     ] = None,
     seed: Annotated[int | None, option("--seed", panel=DRAWING, help="The same seed draws the same answer.")] = None,
-    samples: Annotated[int | None, option("--samples", "--n", panel=DRAWING, help="Answers to each prompt.")] = None,
+    samples: Annotated[int | None, option("--samples", panel=DRAWING, help="Answers to each prompt.")] = None,
     beams: Annotated[int | None, option("--beams", panel=BEAMS, help="Search with so many instead of drawing.")] = None,
     length_penalty: Annotated[
         float | None, option("--length-penalty", panel=BEAMS, help="Above 1 longer answers win, below shorter.")
@@ -165,6 +169,7 @@ def generate(
     given = [] if chat and not (prompts or file) else gather(prompts or [], file or [], tokens or [], lines=lines)
     from cutaway.cli import answers
     from cutaway.generate.settings import Settings
+    from cutaway.generate.texts import drawing
     from cutaway.size.units import parse_count
 
     fields = {name: told.get(name) for name in Settings.__dataclass_fields__} | {"n": samples}
@@ -173,7 +178,7 @@ def generate(
     for name, flag in (("banned", "--ban"), ("stop_tokens", "--stop-tokens")):
         if name in settings:
             settings[name] = [number for listed in settings[name] for number in ids(flag, listed)]
-    asked = Settings(**settings)
+    asked = ask(settings if beams is not None else drawing(settings))
     length = None if context is None else parse_count(context)
     import torch
 
@@ -191,6 +196,8 @@ def generate(
     show = answers.Show(echo=echo, stats=stats, as_json=as_json)
     chosen = {"beams": beams, "length_penalty": length_penalty, "early_stopping": early(early_stopping)}
     search = {name: value for name, value in chosen.items() if value is not None}
+    if temperature is None and beams is None:
+        asked = various(asked, checkpoint)
     if "decoder" not in checkpoint.model.stacks:
         said = (name for name, value in told.items() if value is not None and value is not False and value != [])
         answers.fill(checkpoint, given, [name for name in said if name not in FILLING], top_k or 5, show)
@@ -214,6 +221,31 @@ def check(told: dict[str, Any]) -> None:
         raise InputError("--system begins a chat; add --chat or --message")
     if told["message"] and told["tokens"]:
         raise InputError("--tokens are no message that a chat template could hold; give texts, or leave --message out")
+
+
+def ask(settings: dict[str, Any]) -> "Settings":
+    """The settings, or what is wrong with them in the words of the command line."""
+    from cutaway.generate.settings import Settings
+
+    try:
+        return Settings(**settings)
+    except InputError as error:
+        flags = {name: f"--{name.replace('_', '-')}" for name in Settings.__dataclass_fields__}
+        flags |= {"max_new_tokens": "--max", "min_new_tokens": "--min", "logit_bias": "--bias", "banned": "--ban"}
+        flags |= {"n": "--samples"}
+        names = r"^[a-z]+\b|\b[a-z]+(_[a-z]+)+\b"  # a single word, such as stop, is a name only where it comes first
+        raise InputError(re.sub(names, lambda found: flags.get(found[0], found[0]), str(error))) from None
+
+
+def various(asked: "Settings", checkpoint: "Checkpoint") -> "Settings":
+    """Several answers are drawn, unless the checkpoint's own way is a search, which finds different ones."""
+    from cutaway.generate.search import own_beams
+    from cutaway.generate.texts import opened as parts
+
+    model, _, start = parts(checkpoint)
+    if asked.n == 1 or asked.temperature or own_beams(model, start, asked):
+        return asked
+    return replace(asked, temperature=1.0)
 
 
 def early(chosen: Early | None) -> Any:

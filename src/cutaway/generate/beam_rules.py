@@ -27,8 +27,10 @@ class Rules:
         suppressed: Sequence[int],
         suppressed_first: Sequence[int],
         no_repeat_ngram: int,
+        repetition_penalty: float,
     ) -> None:
         self.vocab_size, self.most, self.least, self.ngram = vocab_size, most, least, no_repeat_ngram
+        self.penalty = repetition_penalty
 
         def ids(numbers: Sequence[int]) -> Int[Tensor, " S"]:
             return torch.tensor(numbers, dtype=torch.long, device=device)
@@ -39,7 +41,7 @@ class Rules:
         lengths = sorted({len(sequence) for sequence in banned})
         alike = ([sequence for sequence in banned if len(sequence) == length] for length in lengths)
         self.banned = [torch.tensor(sequences, device=device) for sequences in alike]
-        self.look_back = no_repeat_ngram > 0 or any(length > 1 for length in lengths)
+        self.look_back = no_repeat_ngram > 0 or repetition_penalty != 1 or any(length > 1 for length in lengths)
         """Whether a rule looks at earlier tokens, the prompt's among them."""
 
     def __call__(self, scores: Float[Tensor, "R V"], history: Int[Tensor, "R L"], new: int) -> Float[Tensor, "R V"]:
@@ -50,6 +52,8 @@ class Rules:
         if forced is not None:
             scores.fill_(-torch.inf).index_fill_(1, forced, 0.0)
         else:
+            if self.penalty != 1:
+                self.penalise(scores, history)
             self.repeats(scores, history)
             for sequences in self.banned:
                 self.completes(scores, history, sequences)
@@ -79,8 +83,15 @@ class Rules:
             begun = (last.unsqueeze(1) == sequences[:, :-1]).all(-1)
             self.take_away(scores, sequences[:, -1].expand_as(begun), begun)
 
+    def penalise(self, scores: Float[Tensor, "R V"], history: Int[Tensor, "R L"]) -> None:
+        """Make what was there before less likely."""
+        seen = self.marked(history, history != NONE)
+        scores.copy_(torch.where(seen, torch.where(scores < 0, scores * self.penalty, scores / self.penalty), scores))
+
     def take_away(self, scores: Float[Tensor, "R V"], tokens: Int[Tensor, "R S"], where: Bool[Tensor, "R S"]) -> None:
-        """No shape depends on how many they are: the others go to a spare column."""
-        gone = torch.zeros(len(scores), self.vocab_size + 1, dtype=torch.bool, device=scores.device)
-        gone.scatter_(1, torch.where(where, tokens, self.vocab_size), True)
-        scores.masked_fill_(gone[:, :-1], -torch.inf)
+        scores.masked_fill_(self.marked(tokens, where), -torch.inf)
+
+    def marked(self, tokens: Int[Tensor, "R S"], where: Bool[Tensor, "R S"]) -> Bool[Tensor, "R V"]:
+        """Which of the vocabulary are among each row's tokens; those that do not count go to a spare column."""
+        found = torch.zeros(len(tokens), self.vocab_size + 1, dtype=torch.bool, device=tokens.device)
+        return found.scatter_(1, torch.where(where, tokens, self.vocab_size), True)[:, :-1]

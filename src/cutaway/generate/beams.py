@@ -49,6 +49,7 @@ def beam_search(
     suppressed: Sequence[int] = (),
     suppressed_first: Sequence[int] = (),
     no_repeat_ngram: int = 0,
+    repetition_penalty: float = 1.0,
 ) -> list[list[Beam]]:
     """For each prompt its `n` best continuations, the best first; fewer where there are no more.
 
@@ -85,6 +86,7 @@ def beam_search(
         suppressed=_known("suppressed", suppressed, size),
         suppressed_first=_known("suppressed_first", suppressed_first, size),
         no_repeat_ngram=no_repeat_ngram,
+        repetition_penalty=repetition_penalty,
     )
     if len(prompts) == 0:
         return []

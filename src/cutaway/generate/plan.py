@@ -63,6 +63,8 @@ class Plan:
             if value is None or value < 1:
                 raise InputError(f"{name} is {shown(getattr(self, name))}; give a whole number from 1")
             setattr(self, name, value)
+        if self.compiled is not None and not isinstance(self.compiled, bool):
+            raise InputError(f"compiled is {shown(self.compiled)}; give True, False or None (when it pays)")
         if self.kind != "auto" and self.kind not in KINDS:
             raise InputError(f"cache is {shown(self.kind)}; use auto, {', '.join(KINDS)}")
         if self.cache_dtype is not None and self.cache_dtype not in (*FLOATS, torch.int8):

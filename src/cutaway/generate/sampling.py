@@ -138,7 +138,7 @@ class Sampler:
         if needs.counts and rows.counts is None:
             rows.counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
         if needs.bias and rows.bias is None:
-            rows.bias = torch.zeros(shape, device=self.device)
+            rows.bias = torch.zeros(shape, dtype=torch.float32, device=self.device)
         if needs.least and rows.stops is None:
             rows.stops = torch.zeros(shape, dtype=torch.bool, device=self.device)
 

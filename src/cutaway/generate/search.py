@@ -20,7 +20,6 @@ DRAWING = (
     "top_k",
     "top_p",
     "min_p",
-    "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
     "logit_bias",
@@ -95,6 +94,7 @@ def searched(
                 suppressed=own.banned,
                 suppressed_first=start.suppressed_first,
                 no_repeat_ngram=start.no_repeat_ngram,
+                repetition_penalty=own.repetition_penalty,
             )
             found |= dict(zip(numbers, results, strict=True))
     return [

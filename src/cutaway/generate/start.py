@@ -36,6 +36,7 @@ class Start:
     """Tokens that never come up first."""
     no_repeat_ngram: int = 0
     """No sequence of this many tokens comes twice; 0 lets them."""
+    repetition_penalty: float = 1.0
     beams: int = 1
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
@@ -100,6 +101,7 @@ def read_start(generation: Mapping[str, Any], theirs: Mapping[str, Any], tokeniz
         suppressed=read.ids("suppress_tokens"),
         suppressed_first=read.ids("begin_suppress_tokens"),
         no_repeat_ngram=read.count("no_repeat_ngram_size") or 0,
+        repetition_penalty=read.number("repetition_penalty", 1.0, least=0.001),
         beams=read.count("num_beams", least=1) or 1,
         length_penalty=read.number("length_penalty", 1.0),
         early_stopping=read.early_stopping(),
@@ -153,12 +155,12 @@ class _Reader:
             raise self.refuse(key, f"a whole number, {least} or more")
         return value
 
-    def number(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float, least: float = -LARGEST) -> float:
         value = self.values.get(key)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
-            raise self.refuse(key, f"a number from -{LARGEST} to {LARGEST}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= LARGEST:
+            raise self.refuse(key, f"a number from {least} to {LARGEST}")
         return float(value)
 
     def flag(self, key: str) -> bool:

@@ -74,13 +74,14 @@ def generate(
 ) -> list[Generation]:
     """Continue each prompt, or answer it if it is a chat or the model has an encoder; n answers a prompt, in order.
 
-    `settings` are the fields of `Settings`: max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, n, … With
+    `settings` are the fields of `Settings`: max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, n, … Who asks
+    for top_k, top_p or min_p and for no temperature draws with temperature 1. With
     `beams`, the likeliest sequences are searched instead of drawn. Each answer is what its prompt alone would get.
     `draft`: a smaller model, or 'lookup', that guesses `ahead` tokens at a time, of which the model keeps those that
     are its own. `bits`: of a weight in steps, 8 or on a GPU 4. `compiled`: steps are made fast at once, or never.
     `on_piece(number of the answer, piece)` is called as the answers grow; what it raises stops all of them.
     """
-    asked = make_settings(settings)
+    asked = make_settings(settings if beams is not None else drawing(settings))
     if on_piece is not None and not callable(on_piece):
         raise InputError(f"on_piece is a {type(on_piece).__name__}; give a function of an answer's number and a piece")
     given: dict[str, Any] = {"context": context, "kind": cache, "cache_dtype": cache_dtype, "chunk": chunk}
@@ -230,6 +231,12 @@ def opened(checkpoint: Source | Transformer) -> tuple[Transformer, Tokenizer | N
     return model, tokenizer, start.within(model.config.vocab_size)
 
 
+def drawing(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked for, with temperature 1 where filters would have nothing to do for want of one."""
+    filtered = any(given.get(name) is not None for name in ("top_k", "top_p", "min_p"))
+    return ({"temperature": 1.0} if filtered else {}) | dict(given)
+
+
 def make_settings(given: Mapping[str, Any]) -> Settings:
     known = tuple(Settings.__dataclass_fields__)
     for name in given:
@@ -255,7 +262,14 @@ def own_limits(asked: Settings, start: Start, prompt: int) -> Settings:
         most = max(told if told else UNASKED, asked.min_new_tokens)
     least = min(asked.min_new_tokens or start.least_new(prompt), most)
     banned = {*asked.banned, *start.suppressed, *(words[0] for words in start.banned if len(words) == 1)}
-    return replace(asked, max_new_tokens=most, min_new_tokens=least, banned=tuple(sorted(banned)))
+    penalty = start.repetition_penalty if asked.repetition_penalty == 1 else asked.repetition_penalty
+    return replace(
+        asked,
+        max_new_tokens=most,
+        min_new_tokens=least,
+        banned=tuple(sorted(banned)),
+        repetition_penalty=penalty,
+    )
 
 
 def make_plan(

@@ -1,0 +1,5 @@
+"""`python -m cutaway` is the command `cutaway`."""
+
+from cutaway.cli import main
+
+main()
