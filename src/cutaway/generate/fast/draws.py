@@ -109,7 +109,7 @@ def draw_one_each(
     mass = torch.empty(count, parts, dtype=torch.int64, device=x.device)
     equal = torch.empty(count, parts, dtype=torch.int32, device=x.device)
 
-    def look(edge: Int[Tensor, "n 1"], least: Tensor) -> None:
+    def look(edge: Int[Tensor, "n 1"]) -> None:
         survey[grid](key, edge, least, below, equal, mass, size, parts, SIZE=SIZE)
 
     edge = torch.full_like(choice.unsqueeze(-1), FARTHEST, dtype=torch.int32)
@@ -117,9 +117,9 @@ def draw_one_each(
     if needs.window:
         edge, near = last_of_top_k(key, rows, needs)
         if needs.top_p:
-            look(edge, least)
+            look(edge)
             edge, wanted = edge_of_top_p(key, edge, near, mass.sum(-1, keepdim=True), rows)
-    look(edge, least)
+    look(edge)
     token = torch.empty_like(choice)
     pick[(count,)](
         key, edge, wanted, least, below, equal, temperature, rows.whole, rows.step, choice, token, size, parts,
