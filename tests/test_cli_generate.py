@@ -346,9 +346,9 @@ def test_without_a_chat_template(run: Run, plain: Path, way: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["x", "--max", "0"], "max_new_tokens is 0"),
+        (["x", "--max", "0"], "--max is 0"),
         (["x", "-t", "nan"], "temperature is nan"),
-        (["x", "--top-k", "0"], "top_k is 0"),
+        (["x", "--top-k", "0"], "--top-k is 0"),
         (["x", "--seed", "-1"], "seed is -1"),
         (["x", "--bias", "65"], "50256=-5"),
         (["x", "--ban", "a"], "--ban is 'a'"),
