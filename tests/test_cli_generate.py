@@ -446,6 +446,7 @@ class Terminal:
 
 
 def own_terminal() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a runner in the background has its children ignore Ctrl-C
     import fcntl
     import termios
 
