@@ -16,8 +16,9 @@ MAY_IMPORT = {
     "families": {"config", "model", "text"},
     "generate": {"config", "size", "model", "text"},
     "lens": {"config", "size", "model"},
+    "train": {"config", "size", "model", "text", "families", "generate"},
     "bench": {"config", "generate", "size", "model"},
-    "cli": {"bench", "config", "size", "model", "families", "generate", "lens"},
+    "cli": {"bench", "config", "size", "model", "families", "generate", "lens", "train"},
 }
 EVERYWHERE = {"errors", "callable_module"}
 

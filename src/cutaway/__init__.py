@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cutaway.model import Transformer as Transformer
     from cutaway.model import build as build
     from cutaway.size.sizing import size as size
+    from cutaway.train.start import train as train
 
 _HOMES = {
     "Cache": "cutaway.model",
@@ -42,11 +43,12 @@ __all__ = [
     "presets",
     "save",
     "size",
+    "train",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("config", "generate", "size"):  # rooms that can be called: cutaway.config(...)
+    if name in ("config", "generate", "size", "train"):  # rooms that can be called: cutaway.config(...)
         return import_module(f"cutaway.{name}")
     if name == "__version__":
         from importlib.metadata import version  # takes longer than the rest of this file

@@ -76,12 +76,13 @@ def default_kind(kind: str) -> BeforeValidator:
     return BeforeValidator(lambda data: {"kind": kind} | data if isinstance(data, dict) else data)
 
 
-def explain(error: ValidationError, data: Any) -> ConfigError:
-    """One sentence for each thing that is wrong, each starting with the path of the bad key."""
+def explain(error: ValidationError, data: Any, tags: int = 1) -> ConfigError:
+    """One sentence for each thing that is wrong, each starting with the path of the bad key, before which pydantic puts
+    so many tags."""
     lines = []
     problems = error.errors(include_url=False)
     for item in problems[:5]:
-        path = _path_in(item["loc"], data, missing=item["type"] == "missing")
+        path = _path_in(item["loc"][tags:], data, missing=item["type"] == "missing")
         message = _plain(item).removesuffix(".")
         lines.append(f"{path}: {message[:1].lower() + message[1:]}" if path else message)
     lines += [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
@@ -103,10 +104,10 @@ def _plain(item: ErrorDetails) -> str:
 
 
 def _path_in(loc: tuple[int | str, ...], data: Any, *, missing: bool) -> str:
-    """Pydantic's location without the union tags, which the user never wrote as keys; the first is the form's."""
+    """Pydantic's location without the union tags, which the user never wrote as keys."""
     names: list[str] = []
     here = data
-    for depth, item in enumerate(loc[1:], start=2):
+    for depth, item in enumerate(loc, start=1):
         try:
             here = (dict(here) if isinstance(here, BaseModel) else here)[item]
         except (KeyError, IndexError, TypeError):

@@ -26,9 +26,9 @@ def config(source: Config | Mapping[str, Any] | str | Path) -> Config:
         raise ConfigError(f"{source!r} is no configuration; give a preset's name, a dict, or a .toml or .json file")
     path = Path(source)
     if path.suffix in (".toml", ".json"):
-        return _understood(_read(path))
+        return _understood(read_table(path))
     if stands(path, Path.is_dir):
-        return _understood(_read(_described_by(path)))
+        return _understood(read_table(_described_by(path)))
     from cutaway.config.presets import PRESETS, preset
 
     if str(source) not in PRESETS and stands(path, Path.exists):
@@ -108,7 +108,8 @@ def _validated(data: dict[str, Any]) -> Config:
         raise explain(error, data) from None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_table(path: Path) -> dict[str, Any]:
+    """What a .toml or .json file holds."""
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             raise ConfigError(f"'{path}' is no plain file; give the path of a .toml or .json file")

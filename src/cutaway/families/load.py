@@ -24,6 +24,10 @@ BESIDE = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"
 """What is fetched of a hub repository: no code, no pickles."""
 
 
+RUN = "run.json"
+"""The file that tells a run's directory."""
+
+
 def load(
     source: str | Path,
     *,
@@ -48,6 +52,10 @@ def load(
         next(path.iterdir(), None)
     except OSError as error:
         raise InputError(f"'{path}' cannot be opened: {error.strerror}") from None
+    if (path / RUN).is_file():
+        path = path / "model"
+        if not path.is_dir():
+            raise InputError(f"'{source}' is a run without a model yet; finish it: cutaway train --resume {source}")
     if (path / MARK).exists():
         model, config, report = load_native(path, **how)
         return Checkpoint(model, config, None, report, read_tokenizer=partial(_tokenizer, path))

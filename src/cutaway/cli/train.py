@@ -1,0 +1,71 @@
+"""`cutaway train`: from a recipe to a trained model, and on from where a run was left."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cutaway.errors import InputError
+
+if TYPE_CHECKING:  # torch is imported when the work begins
+    from cutaway.train.loop import Loop
+
+
+def train(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="A shipped recipe's name, or a .toml or .json file.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The run's directory; runs/RECIPE, unless given.")
+    ] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Go on with this run.")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="a.b=x", help="Change one of the recipe's values; repeatable.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
+    as_schema: Annotated[bool, typer.Option("--schema", help="The JSON schema of a recipe, for editors.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object for each step and each look.")] = False,
+) -> None:
+    """Train a model by a recipe. A run that was stopped, or killed, goes on with --resume as if it had not been.
+
+    Example: cutaway train python-stdlib --out runs/first --set training.steps=500
+    """
+    from cutaway.train.recipe import recipe as read_recipe
+    from cutaway.train.recipe import recipes, schema
+
+    if as_schema:
+        sys.stdout.write(json.dumps(schema(), indent=2) + "\n")
+        return
+    if (recipe is None) == (resume is None):
+        raise InputError(f"give a recipe ({', '.join(recipes())}, or a file), or a run with --resume")
+    if resume is not None and (out is not None or changes):
+        raise InputError("a resumed run has its own recipe and directory; leave --out and --set out")
+    from cutaway.cli.progress import Bar
+    from cutaway.train.start import begin, go_on
+
+    bar = Bar(as_json=as_json)
+    watcher = bar.watcher()
+    if resume is not None:
+        loop = go_on(resume, device=device, watcher=watcher)
+    else:
+        chosen = read_recipe(str(recipe), changes or [])
+        loop = begin(chosen, out or Path("runs") / Path(str(recipe)).stem, device=device, watcher=watcher)
+    with bar.over(loop):
+        loop.go()
+    finished(loop, as_json=as_json)
+
+
+def finished(loop: "Loop", *, as_json: bool) -> None:
+    """What was made, and how to go on."""
+    done, steps, where = loop.done, loop.recipe.training.steps, loop.run.directory
+    if as_json:
+        told = {"run": str(where), "step": done, "done": done == steps}
+        sys.stdout.write(json.dumps(told | ({"model": str(loop.run.model)} if done == steps else {})) + "\n")
+    elif done == steps:
+        sys.stderr.write(f"the model is in {loop.run.model}; try: cutaway generate {where} TEXT\n")
+    else:
+        sys.stderr.write(f"stopped after {done} of {steps} steps; go on with: cutaway train --resume {where}\n")
+    if done < steps:
+        raise typer.Exit(1)

@@ -1,0 +1,153 @@
+"""Documents, one after another, from text files, JSON lines and parquet. Bad ones are counted and passed over."""
+
+import importlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cutaway.errors import InputError
+from cutaway.train.data.sources import File, Source, files
+
+__all__ = ["Document", "Source", "Troubles", "read", "read_file"]
+
+LONGEST = 1 << 21
+"""Characters of a document from a text file; a longer file is cut at line ends, so that none has to be held whole."""
+ROWS = 256
+"""Rows of parquet that are held at a time."""
+
+
+class Document(NamedTuple):
+    text: str
+    target: str | None = None
+
+
+@dataclass
+class Troubles:
+    """What was passed over: how often each kind, and one example of it."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, kind: str, example: str) -> None:
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        self.examples.setdefault(kind, example[:300])
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def __str__(self) -> str:
+        return "; ".join(f"{count:,} × {kind} ({self.examples[kind]})" for kind, count in self.counts.items())
+
+
+def read(source: Source, troubles: Troubles | None = None) -> Iterator[Document]:
+    """All documents of a source, in the order of its files' names."""
+    troubles = Troubles() if troubles is None else troubles
+    for file in files(source):
+        yield from read_file(file, source, troubles)
+
+
+def read_file(file: File, source: Source, troubles: Troubles, longest: int | None = None) -> Iterator[Document]:
+    """The documents of one file. What cannot be opened or read is a trouble like a bad row.
+
+    A text of more than `longest` characters is cut into several.
+    """
+    path = file.path
+    if not path.is_file():  # a pipe or a device may never end
+        troubles.add("no readable file", str(path))
+        return
+    try:
+        if path.suffix == ".jsonl":
+            yield from _json_lines(path, source, troubles)
+        elif path.suffix == ".parquet":
+            yield from _parquet(path, source, troubles)
+        elif source.target is not None:
+            troubles.add("text where pairs are asked for", str(path))
+        else:
+            yield from _text(path, troubles, longest or LONGEST)
+    except OSError as error:
+        troubles.add("no readable file", f"{path}: {error.strerror or error}")
+
+
+def _text(path: Path, troubles: Troubles, longest: int) -> Iterator[Document]:
+    """Line ends stay as they are; a byte-order mark is no text."""
+    with path.open(encoding="utf-8-sig", newline="") as stream:
+        rest, ended, empty = "", False, True
+        while not ended:
+            try:
+                more = stream.read(longest)
+            except UnicodeDecodeError as error:
+                troubles.add("undecodable bytes", f"{path}: {error.reason}; not read from there on")
+                return
+            ended, text = len(more) < longest, rest + more
+            cut = len(text) if ended else text.rfind("\n") + 1 or len(text)
+            text, rest = text[:cut], text[cut:]
+            if text.strip():
+                empty = False
+                yield Document(text)
+        if empty:
+            troubles.add("empty", str(path))
+
+
+def _json_lines(path: Path, source: Source, troubles: Troubles) -> Iterator[Document]:
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            where = f"{path} line {number}"
+            try:
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except UnicodeDecodeError as error:
+                troubles.add("undecodable bytes", f"{where}: {error.reason} at byte {error.start}")
+            except (ValueError, RecursionError) as error:
+                troubles.add("broken JSON", f"{where}: {error}")
+            else:
+                yield from _row(row, source, where, troubles)
+
+
+def _parquet(path: Path, source: Source, troubles: Troubles) -> Iterator[Document]:
+    try:
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        raise InputError(
+            f"'{path}' is parquet, which needs pyarrow to be read; pip install pyarrow, or give JSON lines"
+        ) from None
+    columns = [source.field, *([source.target] if source.target else [])]
+    number = 0
+    try:
+        table = parquet.ParquetFile(path)
+        if missing := set(columns) - set(table.schema_arrow.names):
+            troubles.add("missing field", f"{path} has no column {', '.join(sorted(missing))}")
+            return
+        for batch in table.iter_batches(batch_size=ROWS, columns=columns):
+            for row in batch.to_pylist():
+                number += 1
+                yield from _row(row, source, f"{path} row {number}", troubles)
+    except ValueError as error:  # what pyarrow calls ArrowInvalid
+        troubles.add("broken parquet", f"{path} after row {number}: {error}")
+
+
+def _row(row: object, source: Source, where: str, troubles: Troubles) -> Iterator[Document]:
+    columns = [source.field, *([source.target] if source.target else [])]
+    if not isinstance(row, dict):
+        troubles.add("missing field", f"{where} is no object")
+        return
+    texts = []
+    for column in columns:
+        text = row.get(column)
+        if not isinstance(text, str):
+            why = f"{type(text).__name__}, not text" if column in row else "missing"
+            troubles.add("missing field", f"{where}: {column!r} is {why}")
+            return
+        if not text.strip():
+            troubles.add("empty", f"{where}: {column!r}")
+            return
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            troubles.add("undecodable bytes", f"{where}: half a surrogate pair at character {error.start}")
+            return
+        texts.append(text)
+    yield Document(*texts)

@@ -1,0 +1,89 @@
+"""Where text comes from: a file, a directory of files, or Python's own standard library."""
+
+import math
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from cutaway.errors import InputError
+
+NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "encodings", "__pycache__"}
+"""Folders of the standard library that are left out: what others installed; tests, which many systems do not ship and
+which say one thing over and over; a dictionary of escaped help; tables of code pages."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Text to learn from. No path means Python's standard library, which is on every machine."""
+
+    path: Path | None
+    field: str = "text"
+    """The column of a row that holds the text."""
+    target: str | None = None
+    """The column that holds the answer, where source and target are pairs."""
+    weight: float = 1.0
+    """How often it is read beside other sources; see `batches.Mixture`."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise InputError(f"a source has weight {self.weight}; give a number above 0, or leave the source out")
+        if self.path is None and self.target is not None:
+            raise InputError("the standard library has no target column; name a file of pairs, or leave target out")
+
+
+class File(NamedTuple):
+    """A file of a source, and what shows that it has been changed."""
+
+    path: Path
+    name: str
+    """Within its source, with forward slashes: the same wherever the source lies."""
+    size: int
+    modified: int
+    """Nanoseconds."""
+
+
+def files(source: Source) -> list[File]:
+    """All files of a source, in the order of their names. Hidden ones are passed over."""
+    if source.path is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        return [file for file in _listed(root, _library(root)) if file.size]
+    root = source.path.expanduser()
+    if root.is_dir():
+        found = _listed(root, _walk(root))
+        if not found:
+            raise InputError(f"'{root}' holds no files; name a file of text or a directory that has some")
+        return found
+    if not root.is_file():
+        why = "is no file and no directory" if root.exists() else "does not exist"
+        raise InputError(f"'{root}' {why}; name a file of text, JSON lines or parquet, or a directory of them")
+    return _listed(root.parent, [root])
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """Links to directories are not followed: they may lead back."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
+
+
+def _library(root: Path) -> Iterator[Path]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in NOT_TEXT]
+        # _sysconfigdata is a dump of how this Python was compiled, and differs from machine to machine.
+        yield from (Path(folder, n) for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata"))
+
+
+def _listed(root: Path, paths: Iterator[Path] | list[Path]) -> list[File]:
+    return sorted((_file(root, path) for path in paths), key=lambda file: file.name)
+
+
+def _file(root: Path, path: Path) -> File:
+    name = path.relative_to(root).as_posix()
+    try:
+        status = path.stat()
+    except OSError:  # a link to nothing, or no right to look: counted as unreadable when it is to be read
+        return File(path, name, 0, 0)
+    return File(path, name, status.st_size, status.st_mtime_ns)

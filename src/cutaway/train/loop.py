@@ -1,0 +1,232 @@
+"""The loop: a step is a function of the weights, the optimiser's state and the step's number, and of nothing else.
+
+Where the data is, what dropout draws and what is masked all follow from (seed, step). So a run that was killed goes on
+from its last checkpoint to the same bits that it would have reached.
+"""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutaway.errors import CutawayError, InputError
+from cutaway.families.checkpoint import Checkpoint
+from cutaway.families.save import save
+from cutaway.generate.texts import generate
+from cutaway.model import Transformer
+from cutaway.train.failpoints import reach
+from cutaway.train.loss import Loss
+from cutaway.train.objectives import Task
+from cutaway.train.optimise import Optimiser, clip
+from cutaway.train.reading import Reading
+from cutaway.train.recipe import Recipe
+from cutaway.train.rows import Rows
+from cutaway.train.run import Run
+from cutaway.train.schedule import factor
+from cutaway.train.seeds import mixed
+from cutaway.train.store import SaveError, Store
+
+CHUNK = 1024
+"""Targets whose logits are held at once."""
+SAMPLED = 80
+"""Tokens of a sample."""
+
+
+class TrainingError(CutawayError):
+    """Training could not go on."""
+
+
+@dataclass
+class Watcher:
+    """Whom the loop tells what it does; each is called if it is given."""
+
+    step: Callable[[dict[str, Any], dict[str, Any]], None] = lambda row, timing: None
+    look: Callable[[dict[str, Any]], None] = lambda row: None
+    say: Callable[[str], None] = lambda text: None
+
+
+@dataclass
+class Loop:
+    """A model that learns from data, in a run's directory."""
+
+    run: Run
+    model: Transformer
+    optimiser: Optimiser
+    reading: Reading
+    task: Callable[[Any, int], Task]
+    """What a batch asks of the model, given the position of its first sequence."""
+    watcher: Watcher = field(default_factory=Watcher)
+
+    def __post_init__(self) -> None:
+        self.recipe: Recipe = self.run.recipe
+        self.store = Store(self.run.checkpoints, keep=self.recipe.saving.keep)
+        self.done = 0
+        self.best: float | None = None
+        self.rows: Rows
+        self.timings: Rows
+        self.stop = threading.Event()
+
+    # The state as one value
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        return {"weights": dict(self.model.state_dict()), "optimiser": self.optimiser.tensors()}
+
+    def save(self) -> None:
+        """Everything that the next step depends on. A disk that is full is no reason to stop learning."""
+        state = {"step": self.done, "best": self.best, "rows": self.rows.settle(), "timings": self.timings.settle()}
+        try:
+            self.store.save(self.done, self.tensors(), state | {"data": self.run.fingerprint}, best=self.best)
+        except SaveError as error:
+            self.watcher.say(f"{error}; training goes on, and the last checkpoint stays")
+
+    def restore(self) -> None:
+        """Go on from the newest checkpoint that is whole, or from the beginning if there is none."""
+        found = self.store.newest(report=self.watcher.say)
+        where = self.run.directory
+        if found is None:
+            self.rows, self.timings = Rows(where / "metrics.jsonl", 0), Rows(where / "timings.jsonl", 0)
+            return
+        if found.state["data"] != self.run.fingerprint:
+            raise InputError("this checkpoint is of other data than the run's; restore the run's own files")
+        self.model.load_state_dict(found.tensors["weights"])
+        self.optimiser.load(found.tensors["optimiser"])
+        self.done, self.best = found.state["step"], found.state["best"]
+        self.rows = Rows(where / "metrics.jsonl", found.state["rows"])
+        self.timings = Rows(where / "timings.jsonl", found.state["timings"])
+
+    # The work
+
+    def go(self) -> None:
+        """Learn until the recipe's last step, or until somebody asks to stop."""
+        recipe = self.recipe
+        steps, every = recipe.training.steps, recipe.saving.every
+        self.model.train()
+        with asked_to_stop(self.stop):
+            while self.done < steps and not self.stop.is_set():
+                start = time.perf_counter()
+                row = self.step(self.done)
+                self.done += 1
+                took = time.perf_counter() - start
+                timing = {"step": self.done, "seconds": took, "tokens_per_second": row["tokens"] / took}
+                self.rows.add(row)
+                self.timings.add(timing)
+                self.watcher.step(row, timing)
+                reach("after step")
+                if self.done % recipe.watching.every == 0 or self.done == steps:
+                    self.look()
+                if self.done % every == 0 or self.done == steps or self.stop.is_set():
+                    self.save()
+                    reach("after save")
+        if self.done == steps:
+            self.export()
+
+    def step(self, number: int) -> dict[str, Any]:
+        """One step: the gradient of the mean over all targets of the batch, however many pieces it is read in."""
+        training = self.recipe.training
+        size = training.batch
+        first = number * size
+        pieces = [
+            self.task(self.reading.train.batch(first + low, high - low), first + low)
+            for low, high in cut(size, training.pieces)
+        ]
+        weight = sum(float(piece.weights.sum()) for piece in pieces)
+        if weight == 0:
+            raise TrainingError(f"step {number + 1} has no target; lower data.validation, or give longer texts")
+        self.optimiser.zero()
+        entropy = 0.0
+        for place, piece in enumerate(pieces):
+            torch.manual_seed(mixed(training.seed, number, place))  # what dropout draws
+            loss = self.loss(piece)
+            (loss.total / weight).backward()  # type: ignore[no-untyped-call]
+            entropy += float(loss.entropy_total)
+        length = clip(self.model, training.clip)
+        if not math.isfinite(length):
+            raise TrainingError(
+                f"the gradient of step {number + 1} is not finite; lower optimiser.rate, lengthen schedule.warmup, or"
+                " use precision fp32, and resume"
+            )
+        rate = factor(self.recipe.schedule, number, training.steps)
+        self.optimiser.step(rate)
+        return {"step": number + 1, "loss": entropy / weight, "gradient": length, "rate": rate, "tokens": int(weight)}
+
+    def loss(self, piece: Task) -> Loss:
+        objective = self.recipe.objective
+        smoothing = getattr(objective, "smoothing", 0.0)
+        with self.precision():
+            return piece.loss(self.model, smoothing=smoothing, z=objective.z, chunk=CHUNK)
+
+    def precision(self) -> AbstractContextManager[Any]:
+        if self.recipe.training.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.model.device.type, torch.bfloat16)
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """How well it does on what it does not learn from."""
+        self.model.eval()
+        total = weight = 0.0
+        count = min(self.recipe.watching.sequences, self.reading.held)
+        for low, high in cut(count, max(1, count // self.recipe.training.batch)):
+            piece = self.task(self.reading.validation.batch(low, high - low), low)
+            total += float(self.loss(piece).entropy_total)
+            weight += float(piece.weights.sum())
+        self.model.train()
+        loss = total / max(1.0, weight)
+        self.best = loss if self.best is None else min(self.best, loss)
+        row: dict[str, Any] = {"step": self.done, "validation": loss}
+        if self.reading.bytes_per_token is not None:
+            row["bits_per_byte"] = loss / math.log(2) / self.reading.bytes_per_token
+        if self.recipe.watching.sample is not None:
+            row["sample"] = self.sample(self.recipe.watching.sample)
+        self.rows.add(row)
+        self.watcher.look(row)
+
+    def sample(self, beginning: str) -> str:
+        """How it goes on from a beginning, by now."""
+        room = max(2, self.recipe.data.length)
+        how: Any = {"max_new_tokens": SAMPLED, "temperature": 0.8, "top_k": 50, "seed": self.done}
+        [answer] = generate(self.checkpoint(), beginning, context=room, **how)
+        return beginning + (answer.text or "")
+
+    def checkpoint(self) -> Checkpoint:
+        return Checkpoint(self.model, self.model.config, read_tokenizer=lambda: self.run.tokenizer)
+
+    def export(self) -> Path:
+        """The model as others open it."""
+        self.model.eval()
+        return save(self.checkpoint(), self.run.model, overwrite=self.run.model.exists())
+
+
+def cut(size: int, pieces: int) -> Iterator[tuple[int, int]]:
+    """(low, high) of each of so many nearly equal parts."""
+    edges = [size * place // pieces for place in range(pieces + 1)]
+    return ((low, high) for low, high in pairwise(edges) if high > low)
+
+
+@contextmanager
+def asked_to_stop(stop: threading.Event) -> Iterator[None]:
+    """SIGTERM and Ctrl-C end a run after the step at hand, with a checkpoint; a second Ctrl-C at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(number: int, frame: Any) -> None:
+        if stop.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

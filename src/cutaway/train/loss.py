@@ -1,0 +1,207 @@
+"""Cross-entropy over a head's logits, a chunk of targets at a time: the whole (N, V) is never there.
+
+For one target t with weight w, label smoothing s and z-loss z, over logits l of a vocabulary of V:
+
+    loss = w · [(1 − s)·(lse − l_t) + s·(lse − mean(l)) + z·lse²],   lse = log Σ exp(l)
+    ∂loss/∂l = w · [(1 + 2z·lse)·softmax(l) − (1 − s)·onehot(t) − s/V]
+
+The second line is written out; the head's own gradient is autograd's, whatever the head computes.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from cutaway.errors import InputError
+
+
+class Loss(NamedTuple):
+    """Sums over targets; whoever has all of a step's targets, over pieces and ranks, divides by their weight."""
+
+    total: Float[Tensor, ""]
+    """What is minimised; it has the gradient."""
+    weight: Float[Tensor, ""]
+    """Σ of the weights."""
+    entropy_total: Float[Tensor, ""]
+    """Plain cross-entropy, without smoothing and z, to report."""
+
+
+class Terms(NamedTuple):
+    """What is added up for each target."""
+
+    smoothing: float
+    z: float
+    chunk: int
+
+
+def head_loss(
+    head: nn.Module,
+    x: Float[Tensor, "N d"],
+    targets: Int[Tensor, " N"],
+    weights: Float[Tensor, " N"],
+    *,
+    smoothing: float = 0.0,
+    z: float = 0.0,
+    chunk: int,
+) -> Loss:
+    """Σ weight · [cross-entropy with label smoothing + z·logsumexp²] in fp32 (or wider), `chunk` targets at a time.
+
+    Targets of weight 0 are not computed. Weights on the CPU spare a wait for the device to find them. The head's
+    parameters are taken as they are at the call: a wrapper that swaps them (FSDP) must hold them gathered around it.
+    """
+    _check(x, targets, weights, smoothing, z, chunk)
+    kept: Tensor | None = weights.nonzero().squeeze(-1)
+    weight = weights.detach().to(torch.promote_types(weights.dtype, torch.float32))
+    total = weight.sum().to(x.device)
+    if len(kept) == len(weights):  # type: ignore[arg-type]
+        kept = None
+    else:
+        weight = weight[kept]
+        kept = kept.to(x.device)  # type: ignore[union-attr]
+        targets = targets[kept.to(targets.device)]
+    weight, targets = weight.to(x.device), targets.to(x.device).long()
+    terms = Terms(smoothing, z, chunk)
+    # Autograd must see each parameter as an input, or a tied table would lose this half of its gradient, and DDP's
+    # and FSDP's hooks would wait for one that never comes.
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    if torch.is_grad_enabled() and (x.requires_grad or trained):
+        value, entropy = _HeadLoss.apply(head, terms, kept, targets, weight, x, *trained)  # type: ignore[no-untyped-call]
+    else:
+        value, entropy, _ = _in_chunks(head, terms, x if kept is None else x[kept], targets, weight, None)
+    return Loss(value, total, entropy)
+
+
+class _HeadLoss(torch.autograd.Function):
+    """The gradient is taken with the value, chunk by chunk, and handed out, scaled, on the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        head: nn.Module,
+        terms: Terms,
+        kept: Tensor | None,
+        targets: Tensor,
+        weight: Tensor,
+        x: Tensor,
+        *trained: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        rows = x.detach() if kept is None else x.detach()[kept]
+        x_grad = torch.zeros_like(rows) if x.requires_grad else None
+        sums = [torch.zeros_like(each, dtype=_wide(each.dtype)) for each in trained]
+        value, entropy, _ = _in_chunks(head, terms, rows, targets, weight, (x_grad, list(trained), sums))
+        ctx.save_for_backward(kept, x_grad, *sums)  # type: ignore[arg-type]  # None is fine
+        ctx.shape, ctx.dtypes = x.shape, [each.dtype for each in trained]  # type: ignore[attr-defined]
+        ctx.mark_non_differentiable(entropy)
+        return value, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        kept, rows, *sums = ctx.saved_tensors
+        x_grad = None
+        if rows is not None:
+            x_grad = (rows * scale).to(rows.dtype)
+            if kept is not None:
+                x_grad = x_grad.new_zeros(ctx.shape).index_copy_(0, kept, x_grad)
+        grads = [(each * scale).to(dtype) for each, dtype in zip(sums, ctx.dtypes, strict=True)]
+        return None, None, None, None, None, x_grad, *grads
+
+
+Gradients = tuple[Tensor | None, list[Tensor], list[Tensor]]
+"""Room for x's gradient, the head's parameters, and the sums of their gradients."""
+
+
+def _in_chunks(
+    head: nn.Module, terms: Terms, x: Tensor, targets: Tensor, weight: Tensor, into: Gradients | None
+) -> tuple[Tensor, Tensor, Gradients | None]:
+    """Loss and plain cross-entropy; the gradients are added to what is given for them."""
+    wide = _wide(x.dtype)
+    value, entropy = torch.zeros((), dtype=wide, device=x.device), torch.zeros((), dtype=wide, device=x.device)
+    for start in range(0, len(x), terms.chunk):
+        part = slice(start, start + terms.chunk)
+        piece, target, w = x[part], targets[part, None], weight[part, None].to(wide)
+        wants_x = into is not None and into[0] is not None
+        with torch.set_grad_enabled(into is not None):
+            piece = piece.detach().requires_grad_(wants_x)
+            logits = head(piece)
+        if start == 0:
+            _check_targets(targets, logits.shape[-1])
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            slope, loss, plain = _softmax_part(logits.detach(), target, w, terms, wide, into is not None)
+            value += loss
+            entropy += plain
+            if into is None:
+                continue
+            x_grad, trained, sums = into
+            inputs = [piece, *trained] if wants_x else trained
+            grads = torch.autograd.grad(logits, inputs, slope.to(logits.dtype), materialize_grads=True)
+            del logits, slope
+            if x_grad is not None:
+                x_grad[part] = grads[0]
+            for total, grad in zip(sums, grads[len(grads) - len(sums) :], strict=True):
+                total += grad
+    return value, entropy, into
+
+
+def _softmax_part(
+    logits: Float[Tensor, "n V"],
+    target: Int[Tensor, "n 1"],
+    weight: Float[Tensor, "n 1"],
+    terms: Terms,
+    wide: torch.dtype,
+    slopes: bool,
+) -> tuple[Float[Tensor, "n V"], Float[Tensor, ""], Float[Tensor, ""]]:
+    """∂loss/∂logits (in the place of the log-probabilities), the loss, and plain cross-entropy."""
+    log_p = torch.log_softmax(logits, -1, dtype=torch.promote_types(wide, logits.dtype))
+    plain = -log_p.gather(-1, target)
+    loss, s, z = plain, terms.smoothing, terms.z
+    if s:
+        loss = (1 - s) * plain - s * log_p.mean(-1, keepdim=True)
+    push = weight
+    if z:
+        lse = logits.gather(-1, target).to(log_p.dtype) + plain
+        loss = loss + z * lse.square()
+        push = weight * (1 + 2 * z * lse)
+    total, entropy = (weight * loss).sum(), (weight * plain).sum()
+    if slopes:
+        log_p = log_p.exp_().mul_(push)
+        if s:
+            log_p -= weight * (s / logits.shape[-1])
+        log_p.scatter_add_(-1, target, (-(1 - s) * weight).to(log_p.dtype))
+    return log_p, total, entropy
+
+
+def _check_targets(targets: Tensor, vocab_size: int) -> None:
+    """Ids of the vocabulary, where a look does not wait for a device."""
+    if targets.device.type == "cpu" and not torch.compiler.is_compiling():
+        low, high = (int(each) for each in torch.aminmax(targets))
+        if low < 0 or high >= vocab_size:
+            bad = low if low < 0 else high
+            raise InputError(
+                f"targets hold {bad}, and the head tells 0 to {vocab_size - 1}; give it weight 0 or fix it"
+            )
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _check(x: Tensor, targets: Tensor, weights: Tensor, smoothing: float, z: float, chunk: int) -> None:
+    if x.ndim != 2 or targets.shape != x.shape[:1] or weights.shape != x.shape[:1]:
+        shapes = f"{tuple(x.shape)}, {tuple(targets.shape)} and {tuple(weights.shape)}"
+        raise InputError(
+            f"x, targets and weights have shapes {shapes}; they must be (N, d), (N,) and (N,): flatten them"
+        )
+    if not weights.is_floating_point():
+        raise InputError(f"weights have dtype {weights.dtype}; a weight is a number: pass weights.float()")
+    if not 0 <= smoothing < 1:
+        raise InputError(
+            f"smoothing is {smoothing}; it is the share spread over the vocabulary, so give 0 up to below 1"
+        )
+    if z < 0:
+        raise InputError(f"z is {z}; a negative weight would drive logits apart, so give 0 or more")
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise InputError(f"chunk is {chunk!r}; give how many targets to take at once, 1 or more")

@@ -1,0 +1,197 @@
+"""PyTorch's optimisers, with their state named by parameter: it needs no pickle, and no order of parameters."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+
+from cutaway.errors import InputError
+from cutaway.model import Transformer
+from cutaway.model.moe import Router
+
+FUSED = ("cuda", "cpu", "xpu", "mps")
+"""Devices on which PyTorch does a whole step of AdamW or SGD in one kernel."""
+KINDS = ("adamw", "muon", "adafactor", "sgd")
+
+
+def named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What is trained, by name; a tied tensor once."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Matrices and tables shrink, embeddings too, as with GPT-2's (and nanoGPT's) two axes and more.
+
+    Norm gains and biases do not, also where they have a second axis: one a head, or one an expert.
+    """
+    owner, _, leaf = name.rpartition(".")
+    return parameter.ndim >= 2 and leaf == "weight" and "norm" not in owner.rpartition(".")[-1]
+
+
+def groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """All that is trained in two groups: what decays, and what does not."""
+    return _split(named(model), weight_decay)
+
+
+def turned(model: nn.Module) -> set[str]:
+    """The matrices that Muon is for: a layer's own, in a product with the stream; not tables, not the output matrix.
+
+    PyTorch's Muon takes single matrices only, so experts, which are stacks of them, are AdamW's. A gate that is one
+    row is a vector.
+    """
+    output = getattr(getattr(model, "head", None), "matrix", None)
+    inner = [
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Router) and module is not output
+    ]
+    return {name for name, each in named(model).items() if name in inner and min(each.shape) > 1}
+
+
+class Optimiser:
+    """One or several of PyTorch's, as one; rates are multiplied by a factor that the caller knows."""
+
+    def __init__(self, model: nn.Module, parts: list[Optimizer]) -> None:
+        self.parts = parts
+        self.parameters = named(model)
+        self.rates = [[float(group["lr"]) for group in part.param_groups] for part in parts]
+
+    def step(self, factor: float = 1.0) -> None:
+        """One step at `factor` times the rate."""
+        for part, rates in zip(self.parts, self.rates, strict=True):
+            for group, rate in zip(part.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+            part.step()
+
+    def zero(self) -> None:
+        """Forget the gradients."""
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state, as 'what/parameter'; the tensors are those in use, so copy them before the next step."""
+        found: dict[str, Tensor] = {}
+        for name, parameter, part in self._owned():
+            for what, value in part.state.get(parameter, {}).items():
+                assert isinstance(value, Tensor), f"{what} of {name} is no tensor"
+                found[f"{what}/{name}"] = value
+        return found
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take a state that `tensors` gave, of this model under this kind of optimiser, whatever the groups were."""
+        given: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            what, _, name = key.partition("/")
+            if name not in self.parameters:
+                raise InputError(
+                    f"the optimiser's state has '{key}', and this model trains no such weight; resume a run with its"
+                    " own model"
+                )
+            given.setdefault(name, {})[what] = tensor
+        states: dict[Optimizer, dict[Tensor, dict[str, Tensor]]] = {part: {} for part in self.parts}
+        for name, parameter, part in self._owned():
+            if name not in given:
+                continue  # it never had a gradient
+            shapes = _state_shapes(part, parameter)
+            mine = {what: tuple(tensor.shape) for what, tensor in given[name].items()}
+            if mine != shapes:
+                raise InputError(
+                    f"the optimiser's state of '{name}' is {mine}, where {type(part).__name__} keeps {shapes}; resume a"
+                    " run with the optimiser it began with"
+                )
+            states[part][parameter] = {
+                what: tensor.detach().to(_home(what, part, parameter), copy=True)
+                for what, tensor in given[name].items()
+            }
+        for part, state in states.items():
+            part.state.clear()
+            part.state.update(state)
+
+    def _owned(self) -> Iterator[tuple[str, nn.Parameter, Optimizer]]:
+        owner = {id(each): part for part in self.parts for group in part.param_groups for each in group["params"]}
+        for name, parameter in self.parameters.items():
+            yield name, parameter, owner[id(parameter)]
+
+
+def make(
+    kind: str,
+    model: Transformer,
+    *,
+    rate: float,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    momentum: float | None = None,
+) -> Optimiser:
+    """An optimiser for all that is trained in a model.
+
+    | kind      | what it is                                                                                      |
+    |-----------|-------------------------------------------------------------------------------------------------|
+    | adamw     | AdamW, in one kernel where the device has it                                                    |
+    | muon      | Muon for the layers' matrices, its steps as long as AdamW's, so that one rate serves; else AdamW |
+    | adafactor | Adafactor: row and column means in the place of AdamW's two averages; `rate` bounds its own     |
+    | sgd       | SGD with momentum (0.9 unless given)                                                            |
+    """
+    parameters = named(model)
+    if not parameters:
+        raise InputError("nothing in this model is trained; set requires_grad on the weights that should be")
+    fused = all(each.device.type in FUSED and each.is_floating_point() for each in parameters.values())
+    adam: dict[str, Any] = {"lr": rate, "betas": tuple(betas), "eps": eps, "fused": fused}
+    match kind:
+        case "adamw":
+            return Optimiser(model, [AdamW(_split(parameters, weight_decay), **adam)])
+        case "muon":
+            mine = turned(model)
+            inner = {name: each for name, each in parameters.items() if name in mine}
+            rest = {name: each for name, each in parameters.items() if name not in mine}
+            how: dict[str, Any] = {
+                "lr": rate,
+                "momentum": 0.95 if momentum is None else momentum,
+                "adjust_lr_fn": "match_rms_adamw",
+            }
+            parts: list[Optimizer] = [Muon(_split(inner, weight_decay), **how)] if inner else []
+            return Optimiser(model, [*parts, AdamW(_split(rest, weight_decay), **adam)] if rest else parts)
+        case "adafactor":
+            return Optimiser(model, [Adafactor(_split(parameters, weight_decay), lr=rate)])
+        case "sgd":
+            pull = 0.9 if momentum is None else momentum
+            return Optimiser(model, [SGD(_split(parameters, weight_decay), lr=rate, momentum=pull, fused=fused)])
+    raise InputError(f"optimiser '{kind}' is unknown; use one of {', '.join(KINDS)}")
+
+
+def clip(model: nn.Module, limit: float | None) -> float:
+    """The length of all gradients together; they are made shorter where it is more than `limit`.
+
+    One that is not finite is returned as it is, and the gradients are spoilt: the caller must not step.
+    """
+    with_gradient = [each for each in model.parameters() if each.grad is not None]
+    if limit is None:
+        return float(nn.utils.get_total_norm([each.grad for each in with_gradient if each.grad is not None]))
+    return float(nn.utils.clip_grad_norm_(with_gradient, limit))
+
+
+def _split(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """What decays and what does not; an empty group is left out."""
+    shrinking = [each for name, each in parameters.items() if decays(name, each)]
+    staying = [each for name, each in parameters.items() if not decays(name, each)]
+    both = [{"params": shrinking, "weight_decay": weight_decay}, {"params": staying, "weight_decay": 0.0}]
+    return [group for group in both if group["params"]]
+
+
+def _state_shapes(part: Optimizer, parameter: Tensor) -> dict[str, tuple[int, ...]]:
+    """What each of PyTorch's optimisers keeps for a parameter, once it has stepped."""
+    shape = tuple(parameter.shape)
+    if isinstance(part, AdamW):
+        return {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
+    if isinstance(part, Adafactor):
+        if len(shape) < 2:
+            return {"step": (), "variance": shape}
+        return {"step": (), "row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
+    return {"momentum_buffer": shape}
+
+
+def _home(what: str, part: Optimizer, parameter: Tensor) -> torch.device:
+    """Where a state tensor lives: beside its parameter, but a count of steps only if one kernel does all."""
+    return parameter.device if what != "step" or part.defaults.get("fused") else torch.device("cpu")

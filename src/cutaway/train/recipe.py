@@ -1,0 +1,246 @@
+"""What a run is, as data: the model, what it reads, what it must say, and how it learns."""
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, TypeAdapter, ValidationError
+
+from cutaway.config.part import TAGGED, Count, Part, Positive, Rate, default_kind, explain
+from cutaway.config.source import read_table
+from cutaway.errors import ConfigError
+
+STANDARD_LIBRARY = "python-stdlib"
+"""The path that means the source code of Python's own standard library."""
+
+
+class Bytes(Part):
+    """Every byte is a token."""
+
+    kind: Literal["bytes"] = "bytes"
+
+
+class Bpe(Part):
+    """Byte-level BPE, trained on the data."""
+
+    kind: Literal["bpe"] = "bpe"
+    vocab_size: Count = 4096
+
+
+class Ready(Part):
+    """The tokenizer that lies in a directory."""
+
+    kind: Literal["ready"] = "ready"
+    path: str
+
+
+class Source(Part):
+    """Texts: a file, a directory of files, or Python's own standard library."""
+
+    path: str = STANDARD_LIBRARY
+    field: str = "text"
+    """The column of JSON lines or parquet that holds the text."""
+    target: str | None = None
+    """The column that holds the answer, for sequence to sequence."""
+    weight: Positive | None = None
+    """How often it is read beside the others; as often as it is long, unless any has a weight."""
+
+
+class Data(Part):
+    """What is read."""
+
+    sources: Annotated[tuple[Source, ...], Field(min_length=1)] = (Source(),)
+    tokenizer: Annotated[Annotated[Bytes | Bpe | Ready, TAGGED], default_kind("bytes")] = Bytes()
+    length: Count = 256
+    """Tokens of a sequence."""
+    validation: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """The share of documents that is kept for looking at."""
+
+
+class NextToken(Part):
+    """Every token says the next one."""
+
+    kind: Literal["next-token"] = "next-token"
+    z: NonNegativeFloat = 0.0
+    """Weight of logsumexp², which keeps logits from drifting."""
+
+
+class Masked(Part):
+    """Some tokens are hidden, and must be told from the others."""
+
+    kind: Literal["masked"] = "masked"
+    rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    spans: bool = False
+    """Whether neighbours are hidden together."""
+    z: NonNegativeFloat = 0.0
+
+
+class Seq2Seq(Part):
+    """The target is told from the source and from itself so far."""
+
+    kind: Literal["seq2seq"] = "seq2seq"
+    smoothing: Rate = 0.0
+    """Of each target's certainty, the share that all tokens get."""
+    z: NonNegativeFloat = 0.0
+
+
+Objective = Annotated[Annotated[NextToken | Masked | Seq2Seq, TAGGED], default_kind("next-token")]
+
+
+class AdamW(Part):
+    """Loshchilov and Hutter, 2019."""
+
+    kind: Literal["adamw"] = "adamw"
+    rate: Positive = 1e-3
+    betas: tuple[Rate, Rate] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+
+
+class Muon(Part):
+    """Jordan, 2024: the layers' matrices by steps of equal length in all directions; AdamW for the rest."""
+
+    kind: Literal["muon"] = "muon"
+    rate: Positive = 1e-3
+    momentum: Rate = 0.95
+    betas: tuple[Rate, Rate] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+
+
+class Adafactor(Part):
+    """Shazeer and Stern, 2018: a row and a column of averages for each matrix."""
+
+    kind: Literal["adafactor"] = "adafactor"
+    rate: Positive = 1e-2
+    weight_decay: NonNegativeFloat = 0.0
+
+
+class Sgd(Part):
+    """With momentum."""
+
+    kind: Literal["sgd"] = "sgd"
+    rate: Positive = 0.1
+    momentum: Rate = 0.9
+    weight_decay: NonNegativeFloat = 0.0
+
+
+Optimiser = Annotated[Annotated[AdamW | Muon | Adafactor | Sgd, TAGGED], default_kind("adamw")]
+
+
+class Schedule(Part):
+    """What the learning rate is multiplied by as steps go by."""
+
+    kind: Literal["cosine", "linear", "stable", "inverse-sqrt", "constant"] = "cosine"
+    warmup: NonNegativeInt = 20
+    """Steps in which it rises from 0."""
+    floor: Rate = 0.1
+    """What is left at the end."""
+    decay: Rate = 0.2
+    """For 'stable': the share of steps at the end in which it falls."""
+
+
+class Training(Part):
+    """How much is learned, and in what numbers."""
+
+    steps: Count = 200
+    batch: Count = 16
+    """Sequences of a step."""
+    pieces: Count = 1
+    """Parts that a step's batch is cut into, one after another: less memory, the same step."""
+    clip: Positive = 1.0
+    """The gradient's greatest length."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    seed: NonNegativeInt = 0
+
+
+class Watching(Part):
+    """What is looked at on the way."""
+
+    every: Count = 50
+    """Steps between two looks at the validation data."""
+    sequences: Count = 64
+    """How many of it."""
+    sample: str | None = None
+    """A beginning that is continued at each look."""
+
+
+class Saving(Part):
+    """What is kept in case of an end."""
+
+    every: Count = 50
+    keep: Count = 2
+
+
+class Recipe(Part):
+    """A whole run."""
+
+    model: str | dict[str, Any] = "tiny-gpt"
+    """A preset's name or a table of settings; its vocabulary is the tokenizer's."""
+    data: Data = Data()
+    objective: Objective = NextToken()
+    optimiser: Optimiser = AdamW()
+    schedule: Schedule = Schedule()
+    training: Training = Training()
+    watching: Watching = Watching()
+    saving: Saving = Saving()
+
+
+ADAPTER = TypeAdapter(Recipe)
+
+
+def recipe(source: Recipe | Mapping[str, Any] | str | Path, changes: Sequence[str] = ()) -> Recipe:
+    """A Recipe from a shipped one's name, a dict, or a .toml or .json file; each change is 'a.b=value', as in TOML."""
+    if isinstance(source, Recipe):
+        data = source.model_dump(mode="json", exclude_none=True)
+    elif isinstance(source, Mapping):
+        data = dict(source)
+    elif Path(source).suffix in (".toml", ".json"):
+        data = read_table(Path(source))
+    else:
+        data = shipped(str(source))
+    for change in changes:
+        put(data, change)
+    try:
+        return ADAPTER.validate_python(data)
+    except ValidationError as error:
+        raise explain(error, data, tags=0) from None
+
+
+def recipes() -> list[str]:
+    """The names of those that come with cutaway."""
+    return sorted(file.name[:-5] for file in files("cutaway.train.recipes").iterdir() if file.name.endswith(".toml"))
+
+
+def shipped(name: str) -> dict[str, Any]:
+    if name not in recipes():
+        raise ConfigError(f"there is no recipe '{name}'; give a .toml file, or one of {', '.join(recipes())}")
+    import tomllib
+
+    return tomllib.loads((files("cutaway.train.recipes") / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def put(data: dict[str, Any], change: str) -> None:
+    """Set one value, by its path."""
+    import tomllib
+
+    path, equals, value = change.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"'{change}' changes nothing; give a key and a value, such as training.steps=100")
+    try:
+        parsed = tomllib.loads(f"value = {value.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()  # a word without quotes
+    here: Any = data
+    for key in keys[:-1]:
+        here = here.setdefault(key, {})
+        if not isinstance(here, dict):
+            raise ConfigError(f"'{change}' goes through '{key}', which is no table; set that first")
+    here[keys[-1]] = parsed
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of a Recipe, for editors that complete and check."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | ADAPTER.json_schema()

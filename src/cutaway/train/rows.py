@@ -1,0 +1,36 @@
+"""A log of one JSON object a line, that a resumed run continues as if it had never stopped."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Rows:
+    """Rows are appended; what was written after a checkpoint is cut off when the run goes on from there."""
+
+    def __init__(self, path: Path, length: int | None = None) -> None:
+        """`length`: the bytes that count, where a run is resumed; more were written by steps that are taken again."""
+        self.path = path
+        path.touch()
+        if length is not None:
+            if path.stat().st_size < length:  # lost, as by a failing disk: what is there is kept
+                length = path.stat().st_size
+            os.truncate(path, length)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def settle(self) -> int:
+        """Have everything on the disk, and say how many bytes that is."""
+        with self.path.open("ab") as file:
+            os.fsync(file.fileno())
+            return file.tell()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        with self.path.open(encoding="utf-8") as file:
+            for line in file:
+                if line.endswith("\n"):
+                    yield json.loads(line)

@@ -1,0 +1,294 @@
+"""Training: a run that was killed ends in the same bits, pieces make the same step, and a step is the peer's."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import cutaway as ct
+from cutaway.errors import CutawayError
+from cutaway.train.loop import Loop, Watcher
+from cutaway.train.recipe import recipe, recipes
+from cutaway.train.start import begin, go_on, resume, train
+
+TEXT = "\n".join(f"{a} and {b} make {a + b}" for a in range(40) for b in range(12)) + "\n"
+SMALL: dict[str, Any] = {
+    "model": "tiny-gpt",
+    "data": {"length": 32, "validation": 0.2},
+    "optimiser": {"rate": 3e-3},
+    "schedule": {"warmup": 3},
+    "training": {"steps": 12, "batch": 6},
+    "watching": {"every": 5, "sequences": 8, "sample": "1 and"},
+    "saving": {"every": 4},
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTAWAY_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    directory = tmp_path / "texts"
+    directory.mkdir()
+    lines = TEXT.splitlines(keepends=True)
+    for place in range(0, len(lines), 12):
+        (directory / f"{place:03}.txt").write_text("".join(lines[place : place + 12]))
+    return directory
+
+
+def small(texts: Path, **changes: Any) -> dict[str, Any]:
+    made = {key: dict(value) if isinstance(value, dict) else value for key, value in SMALL.items()}
+    made["data"]["sources"] = [{"path": str(texts)}]
+    for name, value in changes.items():
+        made[name] = {**made.get(name, {}), **value} if isinstance(value, dict) else value
+    return made
+
+
+def fingerprint(run: Path) -> str:
+    """Weights, optimiser, position and log rows of a run, as one hash."""
+    whole = hashlib.sha256((run / "metrics.jsonl").read_bytes())
+    newest = sorted((run / "checkpoints").iterdir())[-1]
+    for file in sorted(newest.iterdir()):
+        if file.name == "state.json":
+            state = json.loads(file.read_text())
+            whole.update(json.dumps({key: value for key, value in state.items() if key != "timings"}).encode())
+        elif file.suffix == ".safetensors":
+            whole.update(file.read_bytes())
+    for file in sorted((run / "model").glob("*.safetensors")):
+        whole.update(file.read_bytes())
+    return whole.hexdigest()
+
+
+def start(arguments: list[str], **environment: str) -> "subprocess.Popen[str]":
+    code = "from cutaway.cli import main; main()"
+    command = [sys.executable, "-c", code, "train", "--device", "cpu", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, env=os.environ | environment, text=True, **pipes)  # type: ignore[call-overload]
+
+
+def test_a_recipe_is_carried_out(texts: Path, tmp_path: Path) -> None:
+    run = train(small(texts, training={"steps": 60}), tmp_path / "run", device="cpu")
+    rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    looks = [row for row in rows if "validation" in row]
+    assert len(losses) == 60
+    assert losses[0] > 4.5
+    assert losses[-1] < 0.6 * losses[0]
+    assert looks[-1]["validation"] < looks[0]["validation"]
+    assert looks[-1]["sample"].startswith("1 and")
+    checkpoint = ct.load(run.directory)
+    assert checkpoint.tokenizer is not None
+    assert ct.generate(checkpoint, "1 and", max_new_tokens=8)[0].tokens
+
+
+def test_the_same_recipe_makes_the_same_bits(texts: Path, tmp_path: Path) -> None:
+    one, two = (train(small(texts), tmp_path / name, device="cpu") for name in "ab")
+    assert fingerprint(one.directory) == fingerprint(two.directory)
+    other = train(small(texts, training={"seed": 1}), tmp_path / "c", device="cpu")
+    assert fingerprint(other.directory) != fingerprint(one.directory)
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(texts: Path, tmp_path: Path) -> None:
+    whole = train(small(texts), tmp_path / "whole", device="cpu")
+    loop = begin(recipe(small(texts)), tmp_path / "run", device="cpu")
+    plain = loop.step
+
+    def step(number: int) -> dict[str, Any]:
+        if number == 6:
+            loop.stop.set()  # as a signal does: the step at hand is finished, and a checkpoint written
+        return plain(number)
+
+    loop.step = step  # type: ignore[method-assign]
+    loop.go()
+    assert loop.done == 7
+    assert not loop.run.model.exists()
+    with pytest.raises(CutawayError, match="a run without a model yet"):
+        ct.load(loop.run.directory)
+    resume(tmp_path / "run", device="cpu")
+    assert fingerprint(tmp_path / "run") == fingerprint(whole.directory)
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("point", ["after step:7", "after save:2", "after step:12"])
+def test_a_run_that_was_killed_goes_on_to_the_same_bits(point: str, texts: Path, tmp_path: Path) -> None:
+    whole = train(small(texts), tmp_path / "whole", device="cpu")
+    (tmp_path / "recipe.json").write_text(json.dumps(small(texts)))
+    first = start([str(tmp_path / "recipe.json"), "--out", str(tmp_path / "run")], CUTAWAY_FAILPOINT=point)
+    said = first.communicate(timeout=120)[0]
+    assert first.returncode == -signal.SIGKILL, said
+    resume(tmp_path / "run", device="cpu")
+    assert fingerprint(tmp_path / "run") == fingerprint(whole.directory)
+
+
+@pytest.mark.unchecked
+def test_sigterm_saves_and_ends(texts: Path, tmp_path: Path) -> None:
+    """With exit code 1, and a word on how to go on."""
+    (tmp_path / "recipe.json").write_text(json.dumps(small(texts, training={"steps": 5000}, saving={"every": 4000})))
+    process = start([str(tmp_path / "recipe.json"), "--out", str(tmp_path / "run")])
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 1, said
+    assert "--resume" in said
+    loop = go_on(tmp_path / "run", device="cpu")
+    assert 0 < loop.done < 5000
+
+
+def gradients(loop: Loop) -> dict[str, torch.Tensor]:
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(factor: float) -> None:
+        kept.update({name: p.grad.clone() for name, p in loop.model.named_parameters() if p.grad is not None})
+
+    loop.optimiser.step = keep  # type: ignore[method-assign]
+    loop.step(0)
+    return kept
+
+
+def test_a_batch_in_pieces_is_the_same_step(texts: Path, tmp_path: Path) -> None:
+    """Documents end anywhere, so pieces have different numbers of targets."""
+    whole = gradients(begin(recipe(small(texts)), tmp_path / "whole", device="cpu"))
+    for pieces in (2, 4, 6):
+        loop = begin(recipe(small(texts, training={"pieces": pieces})), tmp_path / f"{pieces}", device="cpu")
+        parts = gradients(loop)
+        assert parts.keys() == whole.keys()
+        for name, gradient in whole.items():
+            torch.testing.assert_close(parts[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.unchecked
+def test_fifty_steps_are_the_peers(tmp_path: Path) -> None:
+    """A plain loop around transformers' GPT-2, with the same batches: the loss within 1e-5, step by step."""
+    rows = [json.dumps({"text": text}) for text in (TEXT, TEXT[::-1])]
+    (tmp_path / "text.jsonl").write_text("\n".join(rows))
+    steps = 50
+    how = small(
+        tmp_path / "text.jsonl",
+        data={"validation": 0.5, "length": 32},
+        training={"steps": steps, "batch": 4},
+        watching={},
+    )
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    theirs = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=259, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **shape)
+    )
+    theirs.save_pretrained(tmp_path / "peer")
+    ours = ct.load(tmp_path / "peer").model
+    loop = begin(
+        recipe(how | {"model": ct.config(tmp_path / "peer").model_dump(mode="json")}), tmp_path / "run", device="cpu"
+    )
+    loop.model.load_state_dict(ours.state_dict())
+    decay = [p for p in theirs.parameters() if p.ndim > 1]
+    rest = [p for p in theirs.parameters() if p.ndim < 2]
+    optimiser = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=3e-3, betas=(0.9, 0.95)
+    )
+    from cutaway.train.schedule import factor
+
+    for number in range(steps):
+        batch = loop.reading.train.batch(number * 4, 4)
+        row = loop.step(number)
+        for group in optimiser.param_groups:
+            group["lr"] = 3e-3 * factor(loop.recipe.schedule, number, steps)
+        loss = theirs(batch.tokens[:, :-1], labels=None).logits.flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(loss, batch.tokens[:, 1:].flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        optimiser.step()
+        assert row["loss"] == pytest.approx(loss.item(), abs=1e-5), number
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["training.steps=0"], "training.steps"),
+        (["training.stepz=3"], "did you mean 'steps'"),
+        (["optimiser.kind=adam"], "unknown kind 'adam'"),
+        (["model=tiny-bert"], "form decoder, and this one's is encoder"),
+        (["data.sources=[{path='/nowhere/at/all'}]"], "/nowhere/at/all"),
+        (["training"], "changes nothing"),
+        (["training.steps.more=1"], "is no table"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_written(
+    changes: list[str], said: str, texts: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CutawayError, match=said):
+        begin(recipe(small(texts), changes), tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_shipped_recipes_are_valid() -> None:
+    for name in recipes():
+        assert ct.config(recipe(name).model)
+
+
+def test_changed_data_is_refused(texts: Path, tmp_path: Path) -> None:
+    train(small(texts), tmp_path / "run", device="cpu")
+    (texts / "000.txt").write_text("something else entirely\n" * 50)
+    with pytest.raises(CutawayError, match="the data has changed"):
+        resume(tmp_path / "run", device="cpu")
+
+
+def test_one_file_of_text_is_enough(tmp_path: Path) -> None:
+    """It is cut, so that some of it can be kept for looking at."""
+    (tmp_path / "only.txt").write_text(TEXT)
+    run = train(small(tmp_path / "only.txt", training={"steps": 2}), tmp_path / "run", device="cpu")
+    assert run.directory.exists()
+
+
+@pytest.mark.parametrize("kind", ["muon", "adafactor", "sgd"])
+def test_every_optimiser_goes_on_to_the_same_bits(kind: str, texts: Path, tmp_path: Path) -> None:
+    how = small(texts, optimiser={"kind": kind}, watching={"sample": None})
+    whole = train(how, tmp_path / "whole", device="cpu")
+    loop = begin(recipe(how), tmp_path / "run", device="cpu")
+    loop.watcher.step = lambda row, timing: loop.stop.set() if row["step"] == 5 else None
+    loop.go()
+    assert loop.done == 5
+    resume(tmp_path / "run", device="cpu")
+    assert fingerprint(tmp_path / "run") == fingerprint(whole.directory)
+
+
+def test_pairs_and_masks(tmp_path: Path) -> None:
+    """An encoder-decoder learns answers; each objective is refused for a model of another form."""
+    rows = [json.dumps({"text": f"{a}+{b}", "target": f"{a + b}"}) for a in range(20) for b in range(10)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(rows))
+    how = small(tmp_path / "sums.jsonl", model="tiny-t5", objective={"kind": "seq2seq", "smoothing": 0.1})
+    how["data"]["sources"][0]["target"] = "target"
+    how["watching"]["sample"] = None
+    run = train(how, tmp_path / "run", changes=["training.steps=40"], device="cpu")
+    losses = [row["loss"] for row in map(json.loads, (run.directory / "metrics.jsonl").open()) if "loss" in row]
+    assert losses[-1] < 0.7 * losses[0]
+    assert ct.generate(ct.load(run.directory), "1+1", max_new_tokens=3)
+    with pytest.raises(CutawayError, match="is for a model of form encoder, and this one's is decoder"):
+        begin(recipe(how, ["objective={kind='masked'}", "model=tiny-gpt"]), tmp_path / "other", device="cpu")
+
+
+def test_damaged_checkpoints_are_named_and_the_one_before_is_taken(texts: Path, tmp_path: Path) -> None:
+    whole = train(small(texts), tmp_path / "whole", device="cpu")
+    train(small(texts), tmp_path / "run", device="cpu")
+    newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
+    for file in newest.glob("weights*"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    said: list[str] = []
+    loop = go_on(tmp_path / "run", device="cpu", watcher=Watcher(say=said.append))
+    assert newest.name in said[0]
+    assert loop.done < 12
+    loop.go()
+    assert fingerprint(tmp_path / "run") == fingerprint(whole.directory)

@@ -1,0 +1,294 @@
+"""Optimisers ≡ PyTorch's own, saved and loaded ≡ never stopped; schedules ≡ their formulas."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import cutaway as ct
+from cutaway.errors import InputError
+from cutaway.model import Transformer
+from cutaway.train import objectives
+from cutaway.train.optimise import KINDS, Optimiser, clip, decays, groups, make, named, turned
+from cutaway.train.schedule import factor, peak_of_2017
+
+TOKENS = torch.randint(250, (6, 2, 10), generator=torch.Generator().manual_seed(0))
+
+
+def fresh(name: str = "tiny-gpt", dtype: torch.dtype = torch.float32) -> Transformer:
+    return ct.build(name, seed=1, dtype=dtype).train()
+
+
+def steps(model: Transformer, optimiser: Optimiser, first: int, last: int) -> None:
+    for number in range(first, last):
+        optimiser.zero()
+        loss = objectives.next_token(TOKENS[number]).loss(model)
+        (loss.total / loss.weight).backward()
+        optimiser.step(1 / (1 + number))
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(a == b and torch.equal(mine, theirs) for (a, mine), (b, theirs) in pairs)
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt", "tiny-mla"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_and_loaded_is_never_stopped(kind: str, name: str, tmp_path: Path) -> None:
+    how = {"rate": 3e-3, "weight_decay": 0.1}
+    whole = fresh(name)
+    through = make(kind, whole, **how)
+    steps(whole, through, 0, 6)
+
+    begun = fresh(name)
+    optimiser = make(kind, begun, **how)
+    steps(begun, optimiser, 0, 2)
+    save_file({key: tensor.clone() for key, tensor in optimiser.tensors().items()}, tmp_path / "state.safetensors")
+    resumed = fresh(name)
+    resumed.load_state_dict(begun.state_dict())
+    again = make(kind, resumed, **how)
+    again.load(load_file(tmp_path / "state.safetensors"))
+    steps(resumed, again, 2, 6)
+    assert same(whole, resumed)
+    assert not same(whole, begun)
+    mine, theirs = again.tensors(), through.tensors()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def test_loading_copies() -> None:
+    """What is loaded may be loaded again: steps do not change the caller's tensors."""
+    model = fresh()
+    optimiser = make("adamw", model, rate=1e-3)
+    steps(model, optimiser, 0, 1)
+    state = {key: tensor.clone() for key, tensor in optimiser.tensors().items()}
+    kept = {key: tensor.clone() for key, tensor in state.items()}
+    optimiser.load(state)
+    steps(model, optimiser, 1, 3)
+    assert all(torch.equal(state[key], kept[key]) for key in kept)
+
+
+def test_what_is_loaded_takes_the_place_of_what_was() -> None:
+    """A state from before the first step is none, also in an optimiser that has stepped."""
+    model, twin = fresh(), fresh()
+    used = make("adamw", model, rate=1e-3)
+    steps(model, used, 0, 2)
+    used.load({})
+    assert used.tensors() == {}
+    model.load_state_dict(twin.state_dict())
+    steps(model, used, 0, 2)
+    steps(twin, make("adamw", twin, rate=1e-3), 0, 2)
+    assert same(model, twin)
+
+
+def test_a_state_survives_other_groups() -> None:
+    """State is named by parameter: an optimiser whose groups are cut and ordered differently goes on just so."""
+    ours, other = fresh(), fresh()
+    one = make("adamw", ours, rate=3e-3)
+    steps(ours, one, 0, 2)
+    other.load_state_dict(ours.state_dict())
+    singles = [{"params": [each]} for each in reversed(list(other.parameters()))]
+    how = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.0, "fused": True}
+    regrouped = Optimiser(other, [torch.optim.AdamW(singles, **how)])
+    regrouped.load(one.tensors())
+    steps(ours, one, 2, 5)
+    steps(other, regrouped, 2, 5)
+    assert same(ours, other)
+
+
+def test_names_say_what_and_of_which_weight() -> None:
+    model = fresh()
+    optimiser = make("muon", model, rate=1e-3)
+    assert optimiser.tensors() == {}
+    steps(model, optimiser, 0, 3)
+    state = optimiser.tensors()
+    assert state["momentum_buffer/decoder.blocks.0.attn.f.q.weight"].shape == (32, 32)
+    assert state["exp_avg/decoder.embed.token.weight"].shape == (257, 32)
+    assert float(state["step/decoder.final_norm.weight"]) == 3
+    assert {key.split("/")[1] for key in state} == named(model).keys()
+
+
+def test_adamw_is_pytorchs() -> None:
+    """In fp64: a key's bias changes nothing, so its gradient is rounding alone, which Adam would blow up."""
+    ours, theirs = fresh(dtype=torch.float64), fresh(dtype=torch.float64)
+    optimiser = make("adamw", ours, rate=1e-2, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6)
+    matrices = [each for each in theirs.parameters() if each.ndim > 1]
+    vectors = [each for each in theirs.parameters() if each.ndim == 1]
+    parts = [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}]
+    peer = torch.optim.AdamW(parts, lr=1e-2, betas=(0.8, 0.9), eps=1e-6, foreach=False)
+    for number in range(4):
+        for model in (ours, theirs):
+            model.zero_grad()
+            objectives.next_token(TOKENS[number]).loss(model).total.backward()
+        optimiser.step(0.5)
+        for group in peer.param_groups:
+            group["lr"] = 0.5e-2
+        peer.step()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["tiny-gpt", "tiny-moe", "tiny-gemma"])
+def test_a_few_steps_learn_a_batch(kind: str, name: str) -> None:
+    model = fresh(name)
+    optimiser = make(kind, model, rate={"sgd": 0.1, "adafactor": 0.03}.get(kind, 3e-3), weight_decay=0.1)
+    task, losses = objectives.next_token(TOKENS[0]), []
+    for _ in range(12):
+        optimiser.zero()
+        loss = task.loss(model)
+        (loss.total / loss.weight).backward()
+        clip(model, 1.0)
+        optimiser.step()
+        losses.append(float(loss.entropy_total / loss.weight))
+    assert losses[-1] < losses[0] - 0.3
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny-gpt", "tiny-t5", "tiny-bert", "tiny-moe", "tiny-mla", "gpt-oss-20b", "command-r-plus"]
+)
+def test_matrices_and_tables_decay_and_nothing_else(name: str) -> None:
+    model = ct.build(name, device="meta")
+    both = groups(model, 0.1)
+    assert [group["weight_decay"] for group in both] == [0.1, 0.0]
+    count = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert sum(each.numel() for group in both for each in group["params"]) == count
+    for key, parameter in named(model).items():
+        exempt = parameter.ndim < 2 or key.endswith("bias") or "norm" in key
+        assert decays(key, parameter) != exempt, key
+
+
+def test_muon_turns_the_layers_matrices() -> None:
+    for name in ("tiny-gpt", "tiny-moe", "tiny-mla", "tiny-albert", "tiny-t5"):
+        model = ct.build(name, device="meta")
+        mine, every = turned(model), named(model)
+        assert all(every[key].ndim == 2 for key in mine)
+        rest = {key for key, each in every.items() if each.ndim >= 2} - mine
+        words = ("embed.token", "embed.position", "embed.types", "table", "head.matrix", ".experts.")
+        assert all(any(word in key for word in words) for key in rest), rest
+
+
+def test_what_is_frozen_is_left_out() -> None:
+    model = fresh()
+    model.decoder.embed.requires_grad_(False)
+    before = model.decoder.embed.token.weight.clone()
+    optimiser = make("adamw", model, rate=1e-2, weight_decay=0.5)
+    steps(model, optimiser, 0, 2)
+    assert torch.equal(before, model.decoder.embed.token.weight)
+    assert not any("embed" in key for key in optimiser.tensors())
+    with pytest.raises(InputError, match="nothing in this model is trained"):
+        make("adamw", model.requires_grad_(False), rate=1e-2)
+
+
+def test_what_never_had_a_gradient_has_no_state() -> None:
+    """A pooler that no loss reads: saved without, and loaded without."""
+    model = ct.build(ct.config("tiny-bert").replace(pooler=True), seed=0).train()
+    optimiser = make("adamw", model, rate=1e-3)
+    task = objectives.masked(TOKENS[0], mask_id=3, vocab_size=256, rate=0.5, seed=0, positions=range(2))
+    task.loss(model).total.backward()
+    optimiser.step()
+    state = optimiser.tensors()
+    assert not any("pooler" in key for key in state)
+    assert any("head.bias" in key for key in state)
+    optimiser.load(state)
+
+
+def test_foreign_states_are_refused() -> None:
+    model = fresh()
+    optimiser = make("adamw", model, rate=1e-3)
+    steps(model, optimiser, 0, 1)
+    state: dict[str, Tensor] = optimiser.tensors()
+    one = "exp_avg/decoder.final_norm.weight"
+    for wrong, words in (
+        (state | {"exp_avg/decoder.other": torch.zeros(1)}, "trains no such weight"),
+        (state | {one: torch.zeros(3)}, "'decoder.final_norm.weight'"),
+        ({key: tensor for key, tensor in state.items() if key != one}, "'decoder.final_norm.weight'"),
+    ):
+        with pytest.raises(InputError, match=words):
+            optimiser.load(wrong)
+        assert optimiser.tensors().keys() == state.keys()  # and the state in use is as it was
+    with pytest.raises(InputError, match="the optimiser it began with"):
+        make("sgd", model, rate=1e-3).load(state)
+    with pytest.raises(InputError, match="optimiser 'adam' is unknown"):
+        make("adam", model, rate=1e-3)
+
+
+def test_clipping() -> None:
+    model = fresh()
+    objectives.next_token(TOKENS[0]).loss(model).total.backward()
+    before = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+    assert clip(model, None) == pytest.approx(float(before.norm()), rel=1e-5)
+    assert clip(model, 0.5) == pytest.approx(float(before.norm()), rel=1e-5)
+    after = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+    torch.testing.assert_close(after, before * 0.5 / before.norm(), rtol=1e-4, atol=1e-7)
+    assert clip(model, 10.0) == pytest.approx(0.5, rel=1e-4)
+    assert next(model.parameters()).grad is not None
+    next(model.parameters()).grad[0, 0] = float("nan")  # type: ignore[index]
+    assert math.isnan(clip(model, 1.0))
+
+
+# Schedules
+
+
+@dataclass
+class Shape:
+    kind: str
+    warmup: int = 0
+    floor: float = 0.0
+    decay: float = 0.2
+
+
+def line(shape: Shape, steps: int, upto: int | None = None) -> list[float]:
+    return [factor(shape, step, steps) for step in range(steps if upto is None else upto)]
+
+
+def test_schedules_by_hand() -> None:
+    assert line(Shape("constant", warmup=4), 7) == [0.25, 0.5, 0.75, 1, 1, 1, 1]
+    assert line(Shape("linear", warmup=2), 6) == [0.5, 1, 1, 0.75, 0.5, 0.25]
+    assert line(Shape("linear", floor=0.2), 4, 6) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2, 0.2])
+    assert line(Shape("stable", warmup=2, decay=0.4), 10) == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
+    half = math.sqrt(0.5)
+    assert line(Shape("cosine"), 4, 6) == pytest.approx([1, (1 + half) / 2, 0.5, (1 - half) / 2, 0, 0])
+    assert factor(Shape("cosine", floor=0.1), 50, 100) == pytest.approx(0.55)
+
+
+def test_inverse_sqrt_is_the_papers() -> None:
+    d_model, warmup = 512, 40
+    peak = peak_of_2017(d_model, warmup)
+    for step in (0, 5, 39, 40, 41, 1000):
+        n = step + 1
+        paper = d_model**-0.5 * min(n**-0.5, n * warmup**-1.5)
+        assert peak * factor(Shape("inverse-sqrt", warmup=warmup), step, 10**5) == pytest.approx(paper)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "stable", "inverse-sqrt", "constant"])
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+def test_every_schedule_rises_once_and_then_never(kind: str, warmup: int) -> None:
+    found = line(Shape(kind, warmup, floor=0.1), 30, 40)
+    assert all(0 < each <= 1 for each in found)
+    assert max(found) == 1
+    top = max(0, warmup - 1)
+    assert found[: top + 1] == sorted(found[: top + 1])
+    assert found[top:] == sorted(found[top:], reverse=True)
+    if kind in ("cosine", "linear", "stable"):
+        assert found[30:] == pytest.approx([0.1] * 10)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        (Shape("square"), "schedule 'square' is unknown"),
+        (Shape("cosine", floor=1.5), "schedule.floor"),
+        (Shape("stable", decay=-0.1), "schedule.decay"),
+        (Shape("linear", warmup=-1), "schedule.warmup"),
+        (Shape("stable", warmup=60, decay=0.5), "overlap"),
+    ],
+)
+def test_wrong_schedules_are_refused(shape: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        factor(shape, 0, 100)
