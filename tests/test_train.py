@@ -15,6 +15,7 @@ import torch
 import transformers
 
 import cutaway as ct
+from cutaway.cli import main
 from cutaway.errors import CutawayError
 from cutaway.train.loop import Loop, Watcher
 from cutaway.train.recipe import recipe, recipes
@@ -292,3 +293,73 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_taken(texts: Path, 
     assert loop.done < 12
     loop.go()
     assert fingerprint(tmp_path / "run") == fingerprint(whole.directory)
+
+
+POINTS = [
+    f"{name}:{time}"
+    for time in (1, 2, 3)
+    for name in (
+        "before save", "after file", "before manifest", "before rename", "after rename", "before removing",
+        "after prune", "after step", "after save",
+    )
+]  # fmt: skip
+
+
+def killed(texts: Path, tmp_path: Path, seed: int, count: int) -> None:
+    how = small(texts, watching={"sample": None}, training={"steps": 90}, saving={"every": 2}, schedule={"warmup": 9})
+    whole = train(how, tmp_path / "whole", device="cpu")
+    (tmp_path / "recipe.json").write_text(json.dumps(how))
+    script = Path(__file__).with_name("kill_runs.py")
+    arguments = [str(tmp_path / "recipe.json"), str(tmp_path / "run"), str(seed), str(count), *POINTS]
+    done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= count
+    assert fingerprint(tmp_path / "run") == fingerprint(whole.directory)
+
+
+@pytest.mark.unchecked
+def test_fifty_kills_change_nothing(texts: Path, tmp_path: Path) -> None:
+    """At every failpoint several times, then at random instants: weights, optimiser, position and rows are the same."""
+    killed(texts, tmp_path, seed=0, count=50)
+
+
+@pytest.mark.nightly
+@pytest.mark.unchecked
+@pytest.mark.parametrize("seed", range(10))
+def test_five_hundred_kills_change_nothing(seed: int, texts: Path, tmp_path: Path) -> None:
+    killed(texts, tmp_path, seed=seed + 1, count=50)
+
+
+def cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["cutaway", "train", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_on_the_command_line(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.json").write_text(json.dumps(small(texts)))
+    where = str(tmp_path / "run")
+    options = ("--out", where, "--device", "cpu", "--json")
+    assert cli(monkeypatch, str(tmp_path / "recipe.json"), *options, "--set", "training.steps=6") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 7))
+    assert rows[-1] == {"run": where, "step": 6, "done": True, "model": str(tmp_path / "run" / "model")}
+    assert cli(monkeypatch, str(tmp_path / "recipe.json"), *options) == 2
+    assert "is not empty; resume what is there" in capsys.readouterr().err
+    assert cli(monkeypatch, "--resume", where, "--device", "cpu") == 0
+    assert cli(monkeypatch, "--schema") == 0
+    assert json.loads(capsys.readouterr().out)["properties"]["training"]
+    assert cli(monkeypatch) == 2
+    assert cli(monkeypatch, "no-such-recipe") == 2
+    assert "there is no recipe 'no-such-recipe'" in capsys.readouterr().err
+
+
+def test_the_callers_random_numbers_are_their_own(texts: Path, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    train(small(texts, training={"steps": 2}), tmp_path / "run", device="cpu")
+    after = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(after, torch.rand(3))

@@ -110,7 +110,9 @@ class Loop:
         recipe = self.recipe
         steps, every = recipe.training.steps, recipe.saving.every
         self.model.train()
-        with asked_to_stop(self.stop):
+        device = self.model.device
+        mine = [device] if device.type == "cuda" else []
+        with asked_to_stop(self.stop), torch.random.fork_rng(mine):  # whoever called has random numbers of their own
             while self.done < steps and not self.stop.is_set():
                 start = time.perf_counter()
                 row = self.step(self.done)
