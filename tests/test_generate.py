@@ -431,3 +431,14 @@ def test_filters_without_a_temperature_draw() -> None:
     likeliest = generate(model, [[1, 2]], max_new_tokens=20)[0].tokens
     assert likeliest == generate(model, [[1, 2]], max_new_tokens=20, top_k=5, temperature=0.0)[0].tokens
     assert likeliest != drawn
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_packed_steps_of_a_model_in_training_have_no_dropout(bits: int) -> None:
+    config = decoder()
+    stack = config.decoder
+    blocks = tuple(block.replace(attention=block.attention.replace(dropout=0.5)) for block in stack.blocks)
+    model = lively(config.replace(decoder=stack.replace(block=blocks, final_dropout=0.5)), torch.float32)
+    expected = generate(model.eval(), [[1, 2, 3]], max_new_tokens=12, bits=bits)[0].tokens
+    assert generate(model.train(), [[1, 2, 3]], max_new_tokens=12, bits=bits)[0].tokens == expected
+    assert model.training

@@ -81,14 +81,14 @@ class Runner:
             raise InputError("bits is 4, which is for GPUs; on the CPU use 8 or 16")
         kind = kind_for(self.model, bits, one_row_compiled=one_row)
         if kind is not None:
-            self.quick = lean(self.model, kind)
+            self.quick = lean(self.model, kind).eval()
 
     def hasten_on_gpu(self) -> None:
         from cutaway.generate.fast.blocks import can_quicken, quick  # Triton, which not every machine has
         from cutaway.generate.fast.graphs import Graphs
 
         if can_quicken(self.model, self.cache):
-            self.quick = quick(self.model, None if self.bits == 16 else self.bits)
+            self.quick = quick(self.model, None if self.bits == 16 else self.bits).eval()
         elif self.bits is not None:
             raise InputError(f"bits is {self.bits}, which is for up to 64 texts at once and no 64-bit numbers")
         if can_be_recorded(self.model):
