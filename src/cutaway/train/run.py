@@ -61,6 +61,7 @@ class Run:
 
 
 def check_new(directory: Path) -> None:
-    """Nothing is ever written over."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    """Nothing is ever written over, but what a run left that was killed before it had begun."""
+    begun = {"tokenizer", f".{ABOUT}"}
+    if directory.exists() and (not directory.is_dir() or {each.name for each in directory.iterdir()} - begun):
         raise InputError(f"'{directory}' is not empty; resume what is there with --resume, or name another")

@@ -15,6 +15,7 @@ from cutaway.train.optimise import make
 from cutaway.train.reading import FORMS, Reading, read, task_of, tokenizer_of
 from cutaway.train.recipe import Recipe
 from cutaway.train.recipe import recipe as read_recipe
+from cutaway.train.room import check_room
 from cutaway.train.run import Run, check_new
 
 Device = torch.device | str | None
@@ -46,7 +47,7 @@ def begin(recipe: Recipe, directory: Path, *, device: Device = None, watcher: Wa
     check_new(directory)
     watcher = watcher or Watcher()
     tokenizer = tokenizer_of(recipe)
-    model = model_of(recipe, tokenizer, device)
+    model = model_of(recipe, tokenizer, device, watcher)
     reading = read(recipe, tokenizer, watcher.say)
     run = Run.begin(directory, recipe, tokenizer, reading.fingerprint)
     return ready(run, tokenizer, reading, model, watcher)
@@ -62,7 +63,7 @@ def go_on(directory: Path, *, device: Device = None, watcher: Watcher | None = N
             f"the data has changed since '{directory}' began, so it cannot go on as if it had not stopped; restore the"
             " files, or begin a new run"
         )
-    return ready(run, tokenizer, reading, model_of(run.recipe, tokenizer, device), watcher)
+    return ready(run, tokenizer, reading, model_of(run.recipe, tokenizer, device, watcher), watcher)
 
 
 def ready(run: Run, tokenizer: Tokenizer, reading: Reading, model: Transformer, watcher: Watcher) -> Loop:
@@ -73,8 +74,8 @@ def ready(run: Run, tokenizer: Tokenizer, reading: Reading, model: Transformer, 
     return loop
 
 
-def model_of(recipe: Recipe, tokenizer: Tokenizer, device: Device) -> Transformer:
-    """The recipe's model with fresh weights and the tokenizer's vocabulary."""
+def model_of(recipe: Recipe, tokenizer: Tokenizer, device: Device, watcher: Watcher) -> Transformer:
+    """The recipe's model with fresh weights and the tokenizer's vocabulary, if there is memory to train it."""
     config = read_config(recipe.model).replace(vocab_size=tokenizer.vocab_size)
     form = FORMS[type(recipe.objective)]
     if config.form != form:
@@ -82,5 +83,6 @@ def model_of(recipe: Recipe, tokenizer: Tokenizer, device: Device) -> Transforme
             f"objective {recipe.objective.kind} is for a model of form {form}, and this one's is {config.form}; change"
             " one of the two"
         )
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    check_room(recipe, config, where, watcher.say)
     return build(config, device=where, seed=recipe.training.seed)
