@@ -69,7 +69,7 @@ def measure_masked(
     check_ids(max(max(ids) for ids, _ in every), model.config.vocab_size)
     nats, right, done = 0.0, 0, 0
     with reading(model):
-        for part in batches(every, lambda piece: len(piece[0]), batch):
+        for part in batches(every, lambda piece: len(piece[0]), batch, model.device):
             tokens, real = padded([ids for ids, _ in part], model.device)
             rows = torch.tensor([row for row, (_, hidden) in enumerate(part) for _ in hidden], device=tokens.device)
             places = torch.tensor([place for _, hidden in part for place in hidden], device=tokens.device)

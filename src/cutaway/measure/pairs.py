@@ -44,7 +44,7 @@ def measure_pairs(
     every = [encoded(model, tokenizer, start, number, pair) for number, pair in enumerate(pairs)]
     if not every:
         raise InputError("there are no pairs; give at least one source with its target")
-    parts = batches(every, lambda pair: max(len(pair.source), len(pair.target)), batch)
+    parts = batches(every, lambda pair: max(len(pair.source), len(pair.target)), batch, model.device)
     nats, exact, done = 0.0, 0, 0
     for part in parts:
         with reading(model):

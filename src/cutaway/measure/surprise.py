@@ -17,8 +17,10 @@ from cutaway.text import Tokenizer
 
 LOGITS = 1 << 25
 """Logits that are held at a time: 128 MiB of 32-bit numbers."""
-TOGETHER = 8192
-"""Tokens that are read in one pass, unless the caller says how many rows."""
+TOGETHER = {"cpu": 2048}
+MANY = 16384
+"""Tokens that are read in one pass, on a device and on others, unless the caller says how many rows. A CPU gains
+nothing by more, and its user would see the progress bar stand still."""
 READ = 4096
 """Tokens of context, unless the caller says how many: some models could read more than a machine has room for."""
 Progress = Callable[[int, int], None]
@@ -56,12 +58,14 @@ def reading(model: Transformer) -> Iterator[None]:
         raise InputError("the device has no memory for so much at once; lower the batch or the context") from None
 
 
-def batches(items: Sequence[Item], length: Callable[[Item], int], batch: int | None) -> list[list[Item]]:
+def batches(
+    items: Sequence[Item], length: Callable[[Item], int], batch: int | None, device: torch.device
+) -> list[list[Item]]:
     """Items of like length together, the longest first: if memory is too small, that is known at once."""
     ordered = sorted(items, key=length, reverse=True)
-    found, start = [], 0
+    found, start, most = [], 0, TOGETHER.get(device.type, MANY)
     while start < len(ordered):
-        rows = batch or max(1, TOGETHER // max(1, length(ordered[start])))
+        rows = batch or max(1, most // max(1, length(ordered[start])))
         found.append(ordered[start : start + rows])
         start += rows
     return found

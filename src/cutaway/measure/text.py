@@ -79,7 +79,7 @@ def measure(
     ]
     nats, done = 0.0, 0
     with reading(model):
-        for part in batches(every, lambda window: window.end - window.begin, batch):
+        for part in batches(every, lambda window: window.end - window.begin, batch, model.device):
             nats += tell(model, documents, part)
             done += len(part)
             if progress is not None:
