@@ -15,10 +15,11 @@ MAY_IMPORT = {
     "text": set(),
     "families": {"config", "model", "text"},
     "generate": {"config", "size", "model", "text"},
+    "measure": {"config", "size", "model", "text", "generate"},
     "lens": {"config", "size", "model"},
     "train": {"config", "size", "model", "text", "families", "generate"},
     "bench": {"config", "generate", "size", "model"},
-    "cli": {"bench", "config", "size", "model", "families", "generate", "lens", "train"},
+    "cli": {"bench", "config", "size", "model", "families", "generate", "lens", "measure", "train"},
 }
 EVERYWHERE = {"errors", "callable_module"}
 
@@ -83,6 +84,7 @@ def test_no_branch_on_a_models_name() -> None:
         "from cutaway.size.params import count; from cutaway.config import config; count(config('gpt2'))",
         "from cutaway.families import families, read_config; read_config({'model_type': 'llama'})",
         "from cutaway.text import byte_tokenizer",
+        "from cutaway.measure import entropy; entropy([0.5, 0.5])",
         "from cutaway.cli import app",
     ],
 )

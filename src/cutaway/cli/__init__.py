@@ -19,6 +19,7 @@ VERBS = {
     "bench": "cutaway.cli.bench:bench",
     "convert": "cutaway.cli.convert:convert",
     "demo": "cutaway.cli.demo:demo",
+    "eval": "cutaway.cli.eval:evaluate",
     "generate": "cutaway.cli.generate:generate",
     "presets": "cutaway.cli.presets:presets",
     "size": "cutaway.cli.size:size",

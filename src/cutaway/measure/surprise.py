@@ -1,0 +1,130 @@
+"""How surprised a model is by tokens: cross-entropy over its head's logits, of which only a chunk is ever there."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cutaway.errors import InputError, WeightError
+from cutaway.generate.runner import at_rest
+from cutaway.model import Transformer
+from cutaway.text import Tokenizer
+
+LOGITS = 1 << 25
+"""Logits that are held at a time: 128 MiB of 32-bit numbers."""
+TOGETHER = {"cpu": 2048}
+MANY = 16384
+"""Tokens that are read in one pass, on a device and on others, unless the caller says how many rows. A CPU gains
+nothing by more, and its user would see the progress bar stand still."""
+READ = 4096
+"""Tokens of context, unless the caller says how many: some models could read more than a machine has room for."""
+Progress = Callable[[int, int], None]
+"""Called with what is done, and how much there is."""
+Item = TypeVar("Item")
+
+
+class Surprise(NamedTuple):
+    nats: float
+    right: int
+    """Targets that were the likeliest token."""
+
+
+def surprise(head: nn.Module, x: Float[Tensor, "N d"], targets: Int[Tensor, " N"], vocab_size: int) -> Surprise:
+    """−Σ log p(target), from the vectors that the head reads; summed in 64 bits."""
+    chunk = max(1, LOGITS // vocab_size)
+    nats, right = torch.zeros((), dtype=torch.float64, device=x.device), torch.zeros((), device=x.device).long()
+    for start in range(0, len(x), chunk):
+        logits, target = head(x[start : start + chunk]), targets[start : start + chunk]
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        nats += F.cross_entropy(wide, target, reduction="none").double().sum()
+        right += (wide.argmax(-1) == target).sum()
+    if bool(nats.isnan()):
+        raise WeightError("the logits are not numbers; the weights are damaged, or too large for their dtype")
+    return Surprise(float(nats), int(right))
+
+
+@contextmanager
+def reading(model: Transformer) -> Iterator[None]:
+    """No gradients and no dropout; a device that is full is said to be."""
+    try:
+        with torch.no_grad(), at_rest(model):
+            yield
+    except torch.OutOfMemoryError:
+        raise InputError("the device has no memory for so much at once; lower the batch or the context") from None
+
+
+def batches(
+    items: Sequence[Item], length: Callable[[Item], int], batch: int | None, device: torch.device
+) -> list[list[Item]]:
+    """Items of like length together, the longest first: if memory is too small, that is known at once."""
+    ordered = sorted(items, key=length, reverse=True)
+    found, start, most = [], 0, TOGETHER.get(device.type, MANY)
+    while start < len(ordered):
+        rows = batch or max(1, most // max(1, length(ordered[start])))
+        found.append(ordered[start : start + rows])
+        start += rows
+    return found
+
+
+def padded(rows: Sequence[Any], device: torch.device) -> tuple[Int[Tensor, "B T"], Tensor | None]:
+    """Rows of ids as one tensor, padded on the right, and which are real; None if all are."""
+    width = max(map(len, rows))
+    tokens, real = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.bool)
+    for place, row in enumerate(rows):
+        tokens[place, : len(row)] = torch.from_numpy(np.asarray(row, np.int64))
+        real[place, : len(row)] = True
+    return tokens.to(device), None if bool(real.all()) else real.to(device)
+
+
+def size_of(name: str, value: int | None, unasked: int, most: int | None, why: str) -> int:
+    """A whole number from 1 to `most`, or what is taken when none is given."""
+    if value is None:
+        return unasked
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name} is {value!r:.40}; give a whole number from 1")
+    if most is not None and value > most:
+        raise InputError(f"{name} is {value}, {why}; give at most {most}")
+    return value
+
+
+def context_of(model: Transformer, context: int | None) -> int:
+    """How many tokens are read at once: as told, or the model's own context, up to READ."""
+    [stack] = model.stacks.values()
+    limit: int | None = getattr(stack.embed.position, "length", None)
+    own = min(each for each in (model.config.context, limit, READ) if each is not None)
+    return size_of("context", context, own, limit, f"but the model has positions for {limit} tokens")
+
+
+def texts_of(texts: Any) -> Any:
+    """Several texts, not one: its letters would be taken for texts."""
+    if isinstance(texts, str):
+        raise InputError("texts is one text; put it into a list")
+    return texts
+
+
+def tokenizer_of(tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise InputError("this model has no tokenizer to read text with; put its tokenizer's files beside the weights")
+    return tokenizer
+
+
+def added(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer sets before a text, and those behind it."""
+    whole, plain = tokenizer.encode("a"), tokenizer.encode("a", special=False)
+    for place in range(len(whole) - len(plain) + 1):
+        if whole[place : place + len(plain)] == plain:
+            return whole[:place], whole[place + len(plain) :]
+    return [], []
+
+
+def check_ids(highest: int, vocab_size: int) -> None:
+    if highest >= vocab_size:
+        raise InputError(
+            f"the tokenizer makes the id {highest}, and the model's vocabulary has ids 0 to {vocab_size - 1}; they do"
+            " not belong together"
+        )

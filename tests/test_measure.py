@@ -1,0 +1,435 @@
+"""Measured text ≡ a full pass ≡ transformers' loop over windows; information ≡ the textbook's numbers."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from test_text_peers import bert
+from torch.nn import functional as F
+
+import cutaway as ct
+from cutaway.errors import InputError, WeightError
+from cutaway.families.checkpoint import Checkpoint
+from cutaway.measure import information as info
+from cutaway.measure import measure, measure_masked, measure_pairs, surprise
+from cutaway.measure.surprise import added
+from cutaway.measure.text import stands_for, windows
+from cutaway.text import Tokenizer, byte_tokenizer, tokenizer_from_directory, train_bpe
+
+TEXT = "The quick brown fox jumps over the lazy dog, and naïve models tell it byte by byte. " * 2
+
+
+def with_bos() -> Tokenizer:
+    from tokenizers import processors
+
+    made = byte_tokenizer()
+    assert made.bos_id is not None
+    made.backend.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", made.bos_id)]
+    )
+    return made
+
+
+def small(preset: str = "tiny-llama", tokenizer: Tokenizer | None = None, **changes: Any) -> Checkpoint:
+    """A small model of bytes with random weights, loud enough to tell tokens apart."""
+    config = ct.config(ct.config(preset).model_dump() | {"vocab_size": 260} | changes)
+    model = ct.build(config, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    own = tokenizer or byte_tokenizer()
+    generation = {"decoder_start_token_id": 0, "eos_token_id": 257} if "encoder" in model.stacks else {}
+    return Checkpoint(model, config, generation=generation, read_tokenizer=lambda: own)
+
+
+def damaged(checkpoint: Checkpoint) -> Checkpoint:
+    with torch.no_grad():
+        next(p for p in checkpoint.model.parameters() if p.ndim == 1).fill_(torch.nan)
+    return checkpoint
+
+
+# ---------------------------------------------------------------------------------------- decoders
+
+
+@pytest.mark.parametrize("preset", ["tiny-llama", "tiny-gpt", "tiny-moe"])
+def test_a_text_that_fits_is_one_full_pass(preset: str) -> None:
+    checkpoint = small(preset)
+    text = TEXT[:60]
+    tokens = torch.tensor([checkpoint.tokenizer.encode(text)])  # type: ignore[union-attr]
+    expected = F.cross_entropy(checkpoint.model(tokens)[0, :-1].double(), tokens[0, 1:], reduction="sum")
+    score = measure(checkpoint, [text])
+    assert score.nats == pytest.approx(expected.item(), rel=1e-6)
+    assert (score.tokens, score.bytes, score.documents) == (tokens.shape[1] - 1, len(text.encode()) - 1, 1)
+    assert score.loss == score.nats / score.tokens
+    assert score.perplexity == pytest.approx(math.exp(score.loss))
+    assert score.bits_per_byte == pytest.approx(score.loss / math.log(2))  # a token is a byte here
+
+
+def test_behind_a_bos_every_byte_is_told() -> None:
+    checkpoint = small(tokenizer=with_bos())
+    score = measure(checkpoint, [TEXT, "x"], context=32)
+    assert score.tokens == score.bytes == len(TEXT.encode()) + 1
+    assert score.documents == 2
+
+
+def by_hand(model: Any, ids: torch.Tensor, max_length: int, stride: int) -> tuple[float, int]:
+    """The loop of transformers' page on perplexity, with each window's mean weighed by the labels it is a mean of."""
+    total, count, previous = 0.0, 0, 0
+    for begin in range(0, ids.shape[1], stride):
+        end = min(begin + max_length, ids.shape[1])
+        labels = ids[:, begin:end].clone()
+        labels[:, : -(end - previous)] = -100
+        shifted = int((labels[:, 1:] != -100).sum())
+        with torch.no_grad():
+            total += float(model(ids[:, begin:end], labels=labels).loss) * shifted
+        count, previous = count + shifted, end
+        if end == ids.shape[1]:
+            break
+    return total / count, count
+
+
+@pytest.mark.parametrize(("context", "stride"), [(24, 24), (24, 23), (24, 12), (24, 1), (7, 3), (1, 1), (63, 40)])
+def test_windows_are_those_of_transformers(tmp_path: Path, context: int, stride: int) -> None:
+    """Its window counts the last token that it tells, ours what it reads: one less."""
+    torch.manual_seed(1)
+    config = transformers.GPT2Config(vocab_size=260, n_positions=64, n_embd=16, n_layer=2, n_head=2)
+    peer = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    peer.save_pretrained(tmp_path)
+    byte_tokenizer().save(tmp_path)
+    ours = ct.load(tmp_path)
+    assert ours.tokenizer is not None
+    ids = torch.tensor([ours.tokenizer.encode(TEXT)])
+    loss, count = by_hand(peer, ids, context + 1, stride)
+    score = measure(ours, [TEXT], context=context, stride=stride)
+    assert score.tokens == count == ids.shape[1] - 1
+    assert score.loss == pytest.approx(loss, abs=1e-5)
+
+
+@given(length=st.integers(0, 60), first=st.integers(1, 3), context=st.integers(1, 20), share=st.floats(0, 1))
+def test_each_token_is_told_once_after_enough(length: int, first: int, context: int, share: float) -> None:
+    stride = max(1, round(share * context))
+    told: list[int] = []
+    for window in windows(0, length, first, context, stride):
+        assert 0 < window.end - window.begin <= context
+        for token in range(window.first, window.end + 1):
+            assert token - window.begin >= min(token, context - stride)
+            assert token > window.begin
+            told.append(token)
+    assert told == list(range(first, length))
+
+
+def test_batches_and_texts_beside_change_nothing() -> None:
+    checkpoint = small("tiny-moe")
+    texts = [TEXT, "short", TEXT[30:90], "ab", "é"]
+    alone = [measure(checkpoint, [text], context=20, stride=7) for text in texts]
+    for batch in (None, 1, 3, 50):
+        together = measure(checkpoint, texts, context=20, stride=7, batch=batch)
+        assert together.nats == pytest.approx(sum(score.nats for score in alone), rel=1e-5)
+        for name in ("tokens", "bytes", "documents"):
+            assert getattr(together, name) == sum(getattr(score, name) for score in alone)
+
+
+def test_logits_in_chunks_are_logits_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = small()
+    whole = measure(checkpoint, [TEXT])
+    seen = []
+    head = checkpoint.model.head
+    head.register_forward_hook(lambda module, given, logits: seen.append(logits.numel()))  # type: ignore[union-attr]
+    monkeypatch.setattr(surprise, "LOGITS", 260 * 7)
+    assert measure(checkpoint, [TEXT]).nats == pytest.approx(whole.nats, rel=1e-6)
+    assert max(seen) == 260 * 7
+
+
+def test_more_before_a_token_is_what_a_small_stride_gives() -> None:
+    """With a stride of one each token is told after all that the context holds: as one by one."""
+    checkpoint = small()
+    ids = torch.tensor(checkpoint.tokenizer.encode(TEXT))  # type: ignore[union-attr]
+    nats = 0.0
+    for place in range(1, len(ids)):
+        before = ids[max(0, place - 10) : place]
+        nats -= checkpoint.model(before[None])[0, -1].double().log_softmax(-1)[ids[place]].item()
+    assert measure(checkpoint, [TEXT], context=10, stride=1).nats == pytest.approx(nats, rel=1e-5)
+
+
+def test_a_model_in_training_is_measured_without_dropout_and_goes_on() -> None:
+    checkpoint = small("tiny-gpt")
+    expected = measure(checkpoint, [TEXT])
+    checkpoint.model.train()
+    assert measure(checkpoint, [TEXT]) == expected
+    assert checkpoint.model.training
+    assert all(parameter.grad is None for parameter in checkpoint.model.parameters())
+
+
+def test_progress_ends_at_its_total() -> None:
+    seen: list[tuple[int, int]] = []
+    measure(small(), [TEXT, TEXT], context=20, stride=20, batch=3, progress=lambda *at: seen.append(at))
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1] == 2 * math.ceil((len(TEXT.encode()) - 1) / 20)
+
+
+def test_the_bytes_of_a_first_token() -> None:
+    """Of bytes, of pieces, and of pieces of letters, which decode to nothing by themselves."""
+    for tokenizer in (byte_tokenizer(), train_bpe([TEXT] * 3, 300)):
+        for text in ("The dog", "é", "日本", " x", "😀!"):
+            ids = tokenizer.encode(text)
+            rest = [tokenizer.token(token) or "" for token in ids[1:]]
+            assert stands_for(tokenizer, ids[0], text) == len(text.encode()) - sum(map(len, rest))
+
+
+@pytest.mark.unchecked
+def test_what_cannot_be_measured_is_said() -> None:
+    ours, learned = small(), small("tiny-gpt")
+    bare = Checkpoint(ours.model, ours.config)
+    wide = small(vocab_size=200)
+    cases: list[tuple[str, Any, Any, dict[str, Any]]] = [
+        ("no token to tell", ours, [], {}),
+        ("no token to tell", ours, ["", "a"], {}),
+        ("put it into a list", ours, TEXT, {}),
+        ("is a string", ours, [3], {}),
+        ("surrogate", ours, ["ab\ud800"], {}),
+        ("no tokenizer", bare, [TEXT], {}),
+        ("ids 0 to 199", wide, ["a日"], {}),
+        ("positions for 64 tokens", learned, [TEXT], {"context": 65}),
+        ("context is 0", ours, [TEXT], {"context": 0}),
+        ("stride is 21", ours, [TEXT], {"context": 20, "stride": 21}),
+        ("stride is True", ours, [TEXT], {"stride": True}),
+        ("batch is 0", ours, [TEXT], {"batch": 0}),
+        ("no decoder", small("tiny-t5"), [TEXT], {}),
+        ("is a str", "gpt2", [TEXT], {}),
+    ]
+    for sentence, checkpoint, texts, how in cases:
+        with pytest.raises(InputError, match=sentence):
+            measure(checkpoint, texts, **how)
+    with pytest.raises(WeightError, match="not numbers"):
+        measure(damaged(small()), [TEXT])
+
+
+def test_a_longer_text_than_learned_positions_is_read_in_windows() -> None:
+    score = measure(small("tiny-gpt"), [TEXT])
+    assert (score.context, score.stride, score.tokens) == (64, 32, len(TEXT.encode()) - 1)
+
+
+# ---------------------------------------------------------------------------------------- encoders
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    directory = tmp_path_factory.mktemp("bert")
+    bert(directory)
+    tokenizer = tokenizer_from_directory(directory)
+    assert tokenizer is not None
+    return small("tiny-bert", tokenizer, vocab_size=tokenizer.vocab_size)
+
+
+TEXTS = ["The quick brown fox jumps over the lazy dog and runs away from it.", "she sells sea shells", "model"]
+
+
+def test_masked_tokens_are_told_as_by_hand(encoder: Checkpoint) -> None:
+    tokenizer: Any = encoder.tokenizer
+    head: Any = encoder.model
+    tokens = tokenizer.encode(TEXTS[2])
+    assert len(tokens) == 3
+    logits = head(torch.tensor([[tokens[0], tokenizer.mask_id, tokens[2]]]))[0, 1].double()
+    score = measure_masked(encoder, [TEXTS[2]])
+    assert (score.tokens, score.documents) == (1, 1)
+    assert score.nats == pytest.approx(-logits.log_softmax(-1)[tokens[1]].item(), rel=1e-5)
+    assert score.right == score.accuracy == int(logits.argmax() == tokens[1])
+
+
+def test_masks_depend_on_the_seed_alone(encoder: Checkpoint) -> None:
+    expected = measure_masked(encoder, TEXTS, seed=4, context=12)
+    for batch in (1, 2, 7):
+        again = measure_masked(encoder, TEXTS, seed=4, context=12, batch=batch)
+        assert again.nats == pytest.approx(expected.nats, rel=1e-5)
+        assert (again.tokens, again.right, again.documents) == (expected.tokens, expected.right, 3)
+    assert len({round(measure_masked(encoder, TEXTS, seed=seed).nats, 6) for seed in range(6)}) > 3
+    tokenizer: Any = encoder.tokenizer
+    every = measure_masked(encoder, TEXTS, rate=1.0)
+    assert every.tokens == sum(len(tokenizer.encode(text, special=False)) for text in TEXTS)
+
+
+def test_a_model_that_knows_is_right(encoder: Checkpoint) -> None:
+    """Its head always says one token, so it is right where that is hidden."""
+    tokenizer: Any = encoder.tokenizer
+    sure = small("tiny-bert", tokenizer, vocab_size=tokenizer.vocab_size)
+    model_id = tokenizer.encode("model", special=False)[0]
+    with torch.no_grad():
+        head: Any = sure.model.head
+        for parameter in sure.model.parameters():
+            parameter.zero_()
+        head.bias[model_id] = 50.0
+    assert measure_masked(sure, ["model model"], rate=1.0).accuracy == 1
+    assert measure_masked(sure, ["she"], rate=1.0).accuracy == 0
+
+
+@pytest.mark.unchecked
+def test_what_cannot_be_masked_is_said(encoder: Checkpoint) -> None:
+    cases: list[tuple[str, Any, Any, dict[str, Any]]] = [
+        ("no head for masks", small(), TEXTS, {}),
+        ("no mask token", small("tiny-bert"), TEXTS, {}),
+        ("no token to hide", encoder, [""], {}),
+        ("rate is 0", encoder, TEXTS, {"rate": 0}),
+        ("special tokens fill", encoder, TEXTS, {"context": 2}),
+        ("seed is -1", encoder, TEXTS, {"seed": -1}),
+        ("put it into a list", encoder, TEXTS[0], {}),
+    ]
+    for sentence, checkpoint, texts, how in cases:
+        with pytest.raises(InputError, match=sentence):
+            measure_masked(checkpoint, texts, **how)
+    tokenizer: Any = encoder.tokenizer
+    with pytest.raises(WeightError, match="not numbers"):
+        measure_masked(damaged(small("tiny-bert", tokenizer, vocab_size=tokenizer.vocab_size)), TEXTS)
+
+
+def test_special_tokens_around_a_text_are_found(encoder: Checkpoint) -> None:
+    tokenizer: Any = encoder.tokenizer
+    assert added(tokenizer) == ([tokenizer.id("[CLS]")], [tokenizer.id("[SEP]")])
+    assert added(byte_tokenizer()) == ([], [])
+    assert added(with_bos()) == ([256], [])
+
+
+# ---------------------------------------------------------------------------------------- pairs
+
+PAIRS = [("one", "1"), ("twenty-two", "22"), ("é", "")]
+
+
+def test_pairs_are_told_as_one_by_one() -> None:
+    checkpoint = small("tiny-t5")
+    tokenizer: Any = checkpoint.tokenizer
+    pairs = [*PAIRS[:2], ("a longer source", "a longer target")]
+    nats, tokens = 0.0, 0
+    for source, target in pairs:
+        ids = torch.tensor([[0, *tokenizer.encode(target), 257]])
+        logits = checkpoint.model(torch.tensor([tokenizer.encode(source)]), ids[:, :-1])[0]
+        nats += F.cross_entropy(logits.double(), ids[0, 1:], reduction="sum").item()
+        tokens += ids.shape[1] - 1
+    for batch in (None, 1, 2):
+        score = measure_pairs(checkpoint, pairs, batch=batch)
+        assert score.nats == pytest.approx(nats, rel=1e-5)
+        assert (score.tokens, score.pairs) == (tokens, 3)
+
+
+def test_its_own_answers_are_right() -> None:
+    """What the model itself writes is exact, whatever its files would search with; a text that goes on is not."""
+    checkpoint = small("tiny-t5")
+    checkpoint.generation |= {"suppress_tokens": list(range(128, 260))}
+    sources = ["one", "two", "three", "four", "a longer source"]
+    written = [each.tokens for each in ct.generate(checkpoint, sources, beams=1, max_new_tokens=12)]
+    end = next(token for token in written[0] if token != written[0][0])  # an end that comes after some tokens
+    checkpoint.generation |= {"eos_token_id": end, "num_beams": 3}
+    answers = ct.generate(checkpoint, sources, beams=1, max_new_tokens=12)
+    ended = [
+        (source, answer.text or "")
+        for source, answer in zip(sources, answers, strict=True)
+        if answer.finish_reason == "stop" and (answer.text or "").strip()
+    ]
+    assert ended
+    for batch in (None, 1, 2):
+        score = measure_pairs(checkpoint, [*ended, (ended[0][0], ended[0][1] + "x"), ("two", "x")], batch=batch)
+        assert (score.exact, score.pairs) == (len(ended), len(ended) + 2)
+    assert measure_pairs(checkpoint, ended).accuracy == 1
+    assert measure_pairs(checkpoint, ended, answers=False).exact == 0
+
+
+def test_a_model_that_says_one_thing_is_right_about_it() -> None:
+    checkpoint = small("tiny-bart")
+    model: Any = checkpoint.model
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.head.bias[257] = 9.0  # the end, at once
+    score = measure_pairs(checkpoint, [("a", " "), ("b", "c")])
+    assert (score.pairs, score.exact) == (2, 1)
+
+
+@pytest.mark.unchecked
+def test_what_is_no_pair_is_said() -> None:
+    ours = small("tiny-t5")
+    no_start = Checkpoint(ours.model, ours.config, read_tokenizer=lambda: Tokenizer(byte_tokenizer().backend))
+    cases: list[tuple[str, Any, Any]] = [
+        ("no encoder-decoder", small(), PAIRS),
+        ("no pairs", ours, []),
+        ("pair 0 is 'one'", ours, ["one"]),
+        ("pair 1 has an empty side", ours, [("a", "b"), ("", "c")]),
+        ("what a target begins with", no_start, PAIRS),
+    ]
+    for sentence, checkpoint, pairs in cases:
+        with pytest.raises(InputError, match=sentence):
+            measure_pairs(checkpoint, pairs)
+    with pytest.raises(WeightError, match="not numbers"):
+        measure_pairs(damaged(small("tiny-t5")), PAIRS[:1])
+
+
+# ---------------------------------------------------------------------------------------- information
+
+
+def test_the_textbooks_numbers() -> None:
+    p, q = (0.7, 0.2, 0.1), (0.5, 0.3, 0.2)
+    assert info.entropy((0.5, 0.5)) == 1.0
+    assert info.entropy((0.9, 0.1)) == pytest.approx(0.4690, abs=5e-5)
+    for share, bits in ((0.9, 0.1520), (0.4, 1.3219), (0.01, 6.6439)):
+        assert info.cross_entropy((1, 0), (share, 1 - share)) == pytest.approx(bits, abs=5e-5)
+    assert info.perplexity((1, 0), (0.9, 0.1)) == pytest.approx(1.11, abs=5e-3)
+    assert info.perplexity((1, 0), (0.4, 0.6)) == pytest.approx(2.50)
+    assert info.perplexity([0.25] * 4) == pytest.approx(4.0)
+    found = info.entropy(p), info.kl(p, q), info.cross_entropy(p, q)
+    assert found == pytest.approx((1.1568, 0.1228, 1.2796), abs=5e-5)
+    assert info.mutual_information([[0.5, 0], [0, 0.5]]) == pytest.approx(1.0)
+    assert info.mutual_information([[0.25, 0.25], [0.25, 0.25]]) == 0.0
+
+
+WEIGHTS = st.lists(st.floats(0, 1), min_size=1, max_size=12).filter(lambda each: sum(each) > 1e-3)
+
+
+def normal(weights: Sequence[float]) -> list[float]:
+    return [weight / math.fsum(weights) for weight in weights]
+
+
+@given(weights=WEIGHTS, others=st.lists(st.floats(1e-6, 1), min_size=12, max_size=12))
+def test_cross_entropy_is_entropy_and_divergence(weights: list[float], others: list[float]) -> None:
+    p, q = normal(weights), normal(others[: len(weights)])
+    assert info.cross_entropy(p, q) == pytest.approx(info.entropy(p) + info.kl(p, q), abs=1e-9)
+    assert info.kl(p, q) >= 0
+    assert info.kl(p, p) == 0
+    assert 0 <= info.entropy(p) <= math.log2(len(p)) + 1e-9
+    independent = [[a * b for b in q] for a in p]
+    assert info.mutual_information(independent) == pytest.approx(0, abs=1e-9)
+
+
+def test_tensors_and_arrays_are_distributions_too() -> None:
+    p = [0.7, 0.2, 0.1]
+    for kind in (torch.tensor(p), torch.tensor(p, requires_grad=True), np.array(p), tuple(p), (each for each in p)):
+        assert info.entropy(kind) == pytest.approx(info.entropy(p), abs=1e-6)
+    assert info.entropy(torch.randn(50_000).softmax(-1).bfloat16()) < math.log2(50_000)
+    assert info.kl((0.5, 0.5), (1, 0)) == info.cross_entropy((0.5, 0.5), (1, 0)) == math.inf
+    assert info.perplexity((0.5, 0.5), (1, 0)) == math.inf
+
+
+def test_what_is_no_distribution_is_said() -> None:
+    cases: list[tuple[str, Any]] = [
+        ("p is empty", []),
+        ("sums to 1.1", (0.5, 0.6)),
+        (r"p\[1\] is -0.5", (1.5, -0.5)),
+        (r"p\[0\] is nan", (math.nan, 1.0)),
+        ("is a str", "0.5"),
+        ("is a float", 0.5),
+        ("at a time", [[0.5, 0.5]]),
+        ("no number", [None, 1]),
+    ]
+    for sentence, p in cases:
+        with pytest.raises(InputError, match=sentence):
+            info.entropy(p)
+    with pytest.raises(InputError, match="2 outcomes and q 3"):
+        info.kl((0.5, 0.5), (0.5, 0.25, 0.25))
+    with pytest.raises(InputError, match="different lengths"):
+        info.mutual_information([[0.5, 0.25], [0.25]])
