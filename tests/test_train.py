@@ -223,6 +223,8 @@ def test_fifty_steps_are_the_peers(tmp_path: Path) -> None:
         (["data.sources=[{path='/nowhere/at/all'}]"], "/nowhere/at/all"),
         (["training"], "changes nothing"),
         (["training.steps.more=1"], "is no table"),
+        (["objective={kind='masked'}", "model=tiny-bert"], "behind a mask token, and this tokenizer has none"),
+        (["data.length=100000"], "give more text, or a smaller length"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_written(
@@ -390,3 +392,17 @@ def test_a_run_killed_before_it_had_begun_can_be_begun(texts: Path, tmp_path: Pa
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
     with pytest.raises(CutawayError, match="is not empty"):
         train(small(texts), tmp_path / "mine", device="cpu")
+
+
+def test_a_gradient_that_is_no_number_ends_the_run(texts: Path, tmp_path: Path) -> None:
+    """And its last checkpoint stays as it was."""
+    how = small(texts, optimiser={"rate": 1e5}, training={"clip": 1e9, "steps": 200}, watching={"sample": None})
+    with pytest.raises(CutawayError, match=r"is not finite; begin a run with a lower optimiser.rate"):
+        train(how, tmp_path / "run", device="cpu")
+    for _ in range(2):
+        assert all(torch.isfinite(each).all() for each in go_on(tmp_path / "run", device="cpu").model.parameters())
+    with pytest.raises(CutawayError, match="device is 'nonsense', which is not here"):
+        go_on(tmp_path / "run", device="nonsense")
+    (tmp_path / "file").touch()
+    with pytest.raises(CutawayError, match="is a file, and a run needs a directory"):
+        train(how, tmp_path / "file", device="cpu")

@@ -27,7 +27,7 @@ from cutaway.train.failpoints import reach
 from cutaway.train.loss import Loss
 from cutaway.train.objectives import Task
 from cutaway.train.optimise import Optimiser, clip
-from cutaway.train.reading import Reading
+from cutaway.train.reading import Ask, Reading
 from cutaway.train.recipe import Recipe
 from cutaway.train.rows import Rows
 from cutaway.train.run import Run
@@ -62,8 +62,7 @@ class Loop:
     model: Transformer
     optimiser: Optimiser
     reading: Reading
-    task: Callable[[Any, int], Task]
-    """What a batch asks of the model, given the position of its first sequence."""
+    task: Ask
     watcher: Watcher = field(default_factory=Watcher)
 
     def __post_init__(self) -> None:
@@ -153,8 +152,8 @@ class Loop:
         length = clip(self.model, training.clip)
         if not math.isfinite(length):
             raise TrainingError(
-                f"the gradient of step {number + 1} is not finite; lower optimiser.rate, lengthen schedule.warmup, or"
-                " use precision fp32, and resume"
+                f"the gradient of step {number + 1} is not finite; begin a run with a lower optimiser.rate, a longer"
+                " schedule.warmup, or precision fp32"
             )
         rate = factor(self.recipe.schedule, number, training.steps)
         self.optimiser.step(rate)

@@ -19,6 +19,8 @@ from cutaway.train.objectives import Task
 from cutaway.train.recipe import STANDARD_LIBRARY, Bpe, Masked, NextToken, Ready, Recipe, Seq2Seq
 
 Say = Callable[[str], None]
+Ask = Callable[[Any, int], Task]
+"""What a batch, whose first sequence has this position, asks of a model."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,8 @@ def texts(recipe: Recipe) -> Iterator[str]:
                 yield document.target
 
 
-def task_of(recipe: Recipe, tokenizer: Tokenizer, model: Transformer) -> Callable[[Any, int], Task]:
-    """What a batch, whose first sequence has this position, asks of the model."""
+def task_of(recipe: Recipe, tokenizer: Tokenizer, model: Transformer) -> Ask:
+    """What the recipe's objective makes of a batch."""
     objective, device = recipe.objective, model.device
     if isinstance(objective, NextToken):
         return lambda batch, first: objectives.next_token(batch.tokens, batch.documents).to(device)

@@ -63,5 +63,7 @@ class Run:
 def check_new(directory: Path) -> None:
     """Nothing is ever written over, but what a run left that was killed before it had begun."""
     begun = {"tokenizer", f".{ABOUT}"}
-    if directory.exists() and (not directory.is_dir() or {each.name for each in directory.iterdir()} - begun):
+    if directory.exists() and not directory.is_dir():
+        raise InputError(f"'{directory}' is a file, and a run needs a directory; name another")
+    if directory.exists() and {each.name for each in directory.iterdir()} - begun:
         raise InputError(f"'{directory}' is not empty; resume what is there with --resume, or name another")

@@ -9,10 +9,11 @@ import torch
 from cutaway.config import config as read_config
 from cutaway.errors import InputError
 from cutaway.model import Transformer, build
+from cutaway.model.inputs import check_device
 from cutaway.text import Tokenizer
 from cutaway.train.loop import Loop, Watcher
 from cutaway.train.optimise import make
-from cutaway.train.reading import FORMS, Reading, read, task_of, tokenizer_of
+from cutaway.train.reading import FORMS, Ask, Reading, read, task_of, tokenizer_of
 from cutaway.train.recipe import Recipe
 from cutaway.train.recipe import recipe as read_recipe
 from cutaway.train.room import check_room
@@ -49,8 +50,8 @@ def begin(recipe: Recipe, directory: Path, *, device: Device = None, watcher: Wa
     tokenizer = tokenizer_of(recipe)
     model = model_of(recipe, tokenizer, device, watcher)
     reading = read(recipe, tokenizer, watcher.say)
-    run = Run.begin(directory, recipe, tokenizer, reading.fingerprint)
-    return ready(run, tokenizer, reading, model, watcher)
+    task = task_of(recipe, tokenizer, model)
+    return ready(Run.begin(directory, recipe, tokenizer, reading.fingerprint), reading, model, task, watcher)
 
 
 def go_on(directory: Path, *, device: Device = None, watcher: Watcher | None = None) -> Loop:
@@ -63,13 +64,14 @@ def go_on(directory: Path, *, device: Device = None, watcher: Watcher | None = N
             f"the data has changed since '{directory}' began, so it cannot go on as if it had not stopped; restore the"
             " files, or begin a new run"
         )
-    return ready(run, tokenizer, reading, model_of(run.recipe, tokenizer, device, watcher), watcher)
+    model = model_of(run.recipe, tokenizer, device, watcher)
+    return ready(run, reading, model, task_of(run.recipe, tokenizer, model), watcher)
 
 
-def ready(run: Run, tokenizer: Tokenizer, reading: Reading, model: Transformer, watcher: Watcher) -> Loop:
+def ready(run: Run, reading: Reading, model: Transformer, task: Ask, watcher: Watcher) -> Loop:
     chosen = run.recipe.optimiser
     optimiser = make(chosen.kind, model, **chosen.model_dump(exclude={"kind"}))
-    loop = Loop(run, model, optimiser, reading, task_of(run.recipe, tokenizer, model), watcher)
+    loop = Loop(run, model, optimiser, reading, task, watcher)
     loop.restore()
     return loop
 
@@ -83,6 +85,6 @@ def model_of(recipe: Recipe, tokenizer: Tokenizer, device: Device, watcher: Watc
             f"objective {recipe.objective.kind} is for a model of form {form}, and this one's is {config.form}; change"
             " one of the two"
         )
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     check_room(recipe, config, where, watcher.say)
     return build(config, device=where, seed=recipe.training.seed)
