@@ -85,7 +85,7 @@ def convert(
         told["verification"], same = found.to_dict(), found.ok
         lines.append(str(found))
     if as_json:
-        sys.stdout.write(json.dumps(_plain(told), indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(plain(told), indent=2, allow_nan=False) + "\n")
     else:
         from rich.console import Console
 
@@ -94,12 +94,12 @@ def convert(
         raise typer.Exit(1)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """JSON has no word for NaN and infinity: they are told as text."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 

@@ -11,8 +11,8 @@ from cutaway.cli.convert import DType
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when the work begins
-    from cutaway.cli.texts import Texts
     from cutaway.families.checkpoint import Checkpoint
+    from cutaway.train.data.documents import Document, Troubles
 
 Told = dict[str, Any]
 FOR = {
@@ -59,12 +59,14 @@ def evaluate(
     paths = [*(text or []), *(more or [])]
     if not paths:
         raise InputError("there is no text to measure the model on; give --text FILE")
-    from cutaway.cli.texts import Texts
+    from cutaway.cli.texts import documents
+    from cutaway.train.data.documents import Troubles
 
-    texts = Texts(column, target)
-    documents = list(texts.read(paths))
-    if not documents:
-        raise InputError(f"nothing in {paths[0]} can be measured: {str(texts) or 'it has no rows'}; name the --field")
+    troubles = Troubles()
+    found = list(documents(paths, column, target, troubles))
+    if not found:
+        why = str(troubles) or "it has no rows"
+        raise InputError(f"nothing in {paths[0]} can be measured: {why}; give texts, or name their --field")
     from cutaway.cli.generate import opened
 
     checkpoint = opened(source, device, dtype, quiet=as_json)
@@ -76,24 +78,24 @@ def evaluate(
     if form == "encoder-decoder" and target is None:
         raise InputError("an encoder-decoder is measured on pairs; give JSON lines, and the answers' field as --target")
     how = {name: value for name, value in given.items() if value is not None and name != "target"} | {"batch": batch}
-    told: Told = {"source": source, "form": form} | measured(checkpoint, documents, how, quiet=as_json)
+    told: Told = {"source": source, "form": form} | measured(checkpoint, found, how, quiet=as_json)
     if as_json:
-        from cutaway.cli.convert import _plain as plain
+        from cutaway.cli.convert import plain
 
-        told["passed_over"] = texts.counts
+        told["passed_over"] = troubles.counts
         sys.stdout.write(json.dumps(plain(told), indent=2, allow_nan=False) + "\n")
     else:
-        show(told, texts)
+        show(told, troubles)
 
 
-def measured(checkpoint: "Checkpoint", documents: list[tuple[str, ...]], how: Told, *, quiet: bool) -> Told:
+def measured(checkpoint: "Checkpoint", documents: "list[Document]", how: Told, *, quiet: bool) -> Told:
     """What the model's form is measured by, means before sums."""
     from dataclasses import asdict
 
     from cutaway.cli.convert import bar
     from cutaway.measure import measure, measure_masked, measure_pairs
 
-    texts = [document[0] for document in documents]
+    texts = [document.text for document in documents]
     with bar("measuring", quiet=quiet) as progress:
         if checkpoint.config.form == "decoder":
             score = measure(checkpoint, texts, progress=progress, **how)
@@ -102,12 +104,12 @@ def measured(checkpoint: "Checkpoint", documents: list[tuple[str, ...]], how: To
         if checkpoint.config.form == "encoder":
             masks = measure_masked(checkpoint, texts, progress=progress, **how)
             return {"accuracy": masks.accuracy, "loss": masks.loss, "perplexity": masks.perplexity} | asdict(masks)
-        pairs = [(document[0], document[1]) for document in documents]
+        pairs = [(document.text, document.target or "") for document in documents]
         answers = measure_pairs(checkpoint, pairs, progress=progress, **how)
         return {"accuracy": answers.accuracy, "loss": answers.loss, "perplexity": answers.perplexity} | asdict(answers)
 
 
-def show(told: Told, texts: "Texts") -> None:
+def show(told: Told, troubles: "Troubles") -> None:
     """A table for people."""
     from rich.text import Text
 
@@ -131,5 +133,5 @@ def show(told: Told, texts: "Texts") -> None:
         )
         table.add_row("texts", f"{count:,}", read)
     lay_out(table)
-    if texts.counts:
-        sys.stderr.write(f"passed over: {visible(str(texts))}\n")
+    if troubles.total:
+        sys.stderr.write(f"passed over: {visible(str(troubles))}\n")

@@ -119,6 +119,6 @@ def told(given: Any, answer: Generation, rate: float | None) -> Mapping[str, Any
     """An answer as data."""
     from dataclasses import asdict
 
-    from cutaway.cli.convert import _plain as plain
+    from cutaway.cli.convert import plain
 
     return plain({"prompt": given, **asdict(answer), "tokens_per_second": rate})

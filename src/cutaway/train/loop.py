@@ -143,12 +143,12 @@ class Loop:
         if weight == 0:
             raise TrainingError(f"step {number + 1} has no target; lower data.validation, or give longer texts")
         self.optimiser.zero()
-        entropy = 0.0
+        entropy = torch.zeros((), dtype=torch.float64, device=self.model.device)
         for place, piece in enumerate(pieces):
             torch.manual_seed(mixed(training.seed, number, place))  # what dropout draws
             loss = self.loss(piece)
             (loss.total / weight).backward()  # type: ignore[no-untyped-call]
-            entropy += float(loss.entropy_total)
+            entropy += loss.entropy_total
         length = clip(self.model, training.clip)
         if not math.isfinite(length):
             raise TrainingError(
@@ -157,7 +157,13 @@ class Loop:
             )
         rate = factor(self.recipe.schedule, number, training.steps)
         self.optimiser.step(rate)
-        return {"step": number + 1, "loss": entropy / weight, "gradient": length, "rate": rate, "tokens": int(weight)}
+        return {
+            "step": number + 1,
+            "loss": float(entropy) / weight,
+            "gradient": length,
+            "rate": rate,
+            "tokens": int(weight),
+        }
 
     def loss(self, piece: Task) -> Loss:
         objective = self.recipe.objective

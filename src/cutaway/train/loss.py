@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from cutaway.errors import InputError
 
@@ -53,15 +53,11 @@ def head_loss(
     parameters are taken as they are at the call: a wrapper that swaps them (FSDP) must hold them gathered around it.
     """
     _check(x, targets, weights, smoothing, z, chunk)
-    kept: Tensor | None = weights.nonzero().squeeze(-1)
+    chosen, kept = weights.nonzero().squeeze(-1), None
     weight = weights.detach().to(torch.promote_types(weights.dtype, torch.float32))
     total = weight.sum().to(x.device)
-    if len(kept) == len(weights):  # type: ignore[arg-type]
-        kept = None
-    else:
-        weight = weight[kept]
-        kept = kept.to(x.device)  # type: ignore[union-attr]
-        targets = targets[kept.to(targets.device)]
+    if len(chosen) < len(weights):
+        weight, targets, kept = weight[chosen], targets[chosen.to(targets.device)], chosen.to(x.device)
     weight, targets = weight.to(x.device), targets.to(x.device).long()
     terms = Terms(smoothing, z, chunk)
     # Autograd must see each parameter as an input, or a tied table would lose this half of its gradient, and DDP's
@@ -79,7 +75,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         head: nn.Module,
         terms: Terms,
         kept: Tensor | None,
@@ -92,8 +88,8 @@ class _HeadLoss(torch.autograd.Function):
         x_grad = torch.zeros_like(rows) if x.requires_grad else None
         sums = [torch.zeros_like(each, dtype=_wide(each.dtype)) for each in trained]
         value, entropy, _ = _in_chunks(head, terms, rows, targets, weight, (x_grad, list(trained), sums))
-        ctx.save_for_backward(kept, x_grad, *sums)  # type: ignore[arg-type]  # None is fine
-        ctx.shape, ctx.dtypes = x.shape, [each.dtype for each in trained]  # type: ignore[attr-defined]
+        ctx.save_for_backward(kept, x_grad, *sums)
+        ctx.shape, ctx.dtypes = x.shape, [each.dtype for each in trained]
         ctx.mark_non_differentiable(entropy)
         return value, entropy
 

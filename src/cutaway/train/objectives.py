@@ -47,11 +47,10 @@ class Task:
         return head_loss(head, x, targets, weights, smoothing=smoothing, z=z, chunk=chunk)
 
     def to(self, device: torch.device | str) -> "Task":
-        """The same on another device."""
+        """The same on another device. Weights stay: they are counted here, and asking a device is waiting for it."""
         reads = tuple(None if each is None else each.to(device, non_blocking=True) for each in self.reads)
         beside = {name: each.to(device, non_blocking=True) for name, each in self.beside.items()}
-        targets, weights = (each.to(device, non_blocking=True) for each in (self.targets, self.weights))
-        return Task(reads, targets, weights, beside)
+        return Task(reads, self.targets.to(device, non_blocking=True), self.weights, beside)
 
 
 def next_token(tokens: Int[Tensor, "B T1"], documents: Int[Tensor, "B T1"] | None = None) -> Task:

@@ -1,16 +1,17 @@
 """Documents, one after another, from text files, JSON lines and parquet. Bad ones are counted and passed over."""
 
 import importlib
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from cutaway.errors import InputError
 from cutaway.train.data.sources import File, Source, files
 
-__all__ = ["Document", "Source", "Troubles", "read", "read_file"]
+__all__ = ["Document", "Source", "Troubles", "json_lines", "read", "read_file", "text"]
 
 LONGEST = 1 << 21
 """Characters of a document from a text file; a longer file is cut at line ends, so that none has to be held whole."""
@@ -59,52 +60,54 @@ def read_file(file: File, source: Source, troubles: Troubles, longest: int | Non
         troubles.add("no readable file", str(path))
         return
     try:
-        if path.suffix == ".jsonl":
-            yield from _json_lines(path, source, troubles)
-        elif path.suffix == ".parquet":
+        if path.suffix == ".parquet":
             yield from _parquet(path, source, troubles)
-        elif source.target is not None:
+        elif path.suffix != ".jsonl" and source.target is not None:
             troubles.add("text where pairs are asked for", str(path))
         else:
-            yield from _text(path, troubles, longest or LONGEST)
+            with path.open("rb") as stream:
+                if path.suffix == ".jsonl":
+                    yield from json_lines(str(path), stream, source, troubles)
+                else:
+                    yield from text(str(path), stream, troubles, longest or LONGEST)
     except OSError as error:
         troubles.add("no readable file", f"{path}: {error.strerror or error}")
 
 
-def _text(path: Path, troubles: Troubles, longest: int) -> Iterator[Document]:
+def text(name: str, stream: BinaryIO, troubles: Troubles, longest: int) -> Iterator[Document]:
     """Line ends stay as they are; a byte-order mark is no text."""
-    with path.open(encoding="utf-8-sig", newline="") as stream:
-        rest, ended, empty = "", False, True
+    letters = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    rest, ended, empty = "", False, True
+    try:
         while not ended:
-            try:
-                more = stream.read(longest)
-            except UnicodeDecodeError as error:
-                troubles.add("undecodable bytes", f"{path}: {error.reason}; not read from there on")
-                return
-            ended, text = len(more) < longest, rest + more
-            cut = len(text) if ended else text.rfind("\n") + 1 or len(text)
-            text, rest = text[:cut], text[cut:]
-            if text.strip():
+            more = letters.read(longest)
+            ended, found = len(more) < longest, rest + more
+            cut = len(found) if ended else found.rfind("\n") + 1 or len(found)
+            found, rest = found[:cut], found[cut:]
+            if found.strip():
                 empty = False
-                yield Document(text)
+                yield Document(found)
         if empty:
-            troubles.add("empty", str(path))
+            troubles.add("empty", name)
+    except UnicodeDecodeError as error:
+        troubles.add("undecodable bytes", f"{name}: {error.reason}; not read from there on")
+    finally:
+        letters.detach()  # whoever opened the stream closes it
 
 
-def _json_lines(path: Path, source: Source, troubles: Troubles) -> Iterator[Document]:
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            where = f"{path} line {number}"
-            try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except UnicodeDecodeError as error:
-                troubles.add("undecodable bytes", f"{where}: {error.reason} at byte {error.start}")
-            except (ValueError, RecursionError) as error:
-                troubles.add("broken JSON", f"{where}: {error}")
-            else:
-                yield from _row(row, source, where, troubles)
+def json_lines(name: str, stream: BinaryIO, source: Source, troubles: Troubles) -> Iterator[Document]:
+    for number, line in enumerate(stream, 1):
+        if not line.strip():
+            continue
+        where = f"{name} line {number}"
+        try:
+            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except UnicodeDecodeError as error:
+            troubles.add("undecodable bytes", f"{where}: {error.reason} at byte {error.start}")
+        except (ValueError, RecursionError) as error:
+            troubles.add("broken JSON", f"{where}: {error}")
+        else:
+            yield from _row(row, source, where, troubles)
 
 
 def _parquet(path: Path, source: Source, troubles: Troubles) -> Iterator[Document]:
