@@ -20,6 +20,7 @@ from cutaway.errors import CutawayError
 from cutaway.train.loop import Loop, Watcher
 from cutaway.train.recipe import recipe, recipes
 from cutaway.train.start import begin, go_on, resume, train
+from cutaway.train.step import settled
 
 TEXT = "\n".join(f"{a} and {b} make {a + b}" for a in range(40) for b in range(12)) + "\n"
 SMALL: dict[str, Any] = {
@@ -151,7 +152,7 @@ def test_sigterm_saves_and_ends(texts: Path, tmp_path: Path) -> None:
 def gradients(loop: Loop) -> dict[str, torch.Tensor]:
     kept: dict[str, torch.Tensor] = {}
 
-    def keep(factor: float) -> None:
+    def keep(factor: float, **how: Any) -> None:
         kept.update({name: p.grad.clone() for name, p in loop.model.named_parameters() if p.grad is not None})
 
     loop.optimiser.step = keep  # type: ignore[method-assign]
@@ -201,7 +202,7 @@ def test_fifty_steps_are_the_peers(tmp_path: Path) -> None:
 
     for number in range(steps):
         batch = loop.reading.train.batch(number * 4, 4)
-        row = loop.step(number)
+        row = settled(loop.step(number))
         for group in optimiser.param_groups:
             group["lr"] = 3e-3 * factor(loop.recipe.schedule, number, steps)
         loss = theirs(batch.tokens[:, :-1], labels=None).logits.flatten(0, 1)

@@ -14,7 +14,7 @@ import cutaway as ct
 from cutaway.errors import InputError
 from cutaway.model import Transformer
 from cutaway.train import objectives
-from cutaway.train.optimise import KINDS, Optimiser, clip, decays, groups, make, named, turned
+from cutaway.train.optimise import KINDS, Optimiser, decays, groups, length_of_gradient, make, named, turned
 from cutaway.train.schedule import factor, peak_of_2017
 
 TOKENS = torch.randint(250, (6, 2, 10), generator=torch.Generator().manual_seed(0))
@@ -143,8 +143,7 @@ def test_a_few_steps_learn_a_batch(kind: str, name: str) -> None:
         optimiser.zero()
         loss = task.loss(model)
         (loss.total / loss.weight).backward()
-        clip(model, 1.0)
-        optimiser.step()
+        optimiser.step(shrink=length_of_gradient(model).clamp(min=1.0))
         losses.append(float(loss.entropy_total / loss.weight))
     assert losses[-1] < losses[0] - 0.3
 
@@ -218,18 +217,30 @@ def test_foreign_states_are_refused() -> None:
         make("adam", model, rate=1e-3)
 
 
-def test_clipping() -> None:
-    model = fresh()
-    objectives.next_token(TOKENS[0]).loss(model).total.backward()
-    before = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
-    assert clip(model, None) == pytest.approx(float(before.norm()), rel=1e-5)
-    assert clip(model, 0.5) == pytest.approx(float(before.norm()), rel=1e-5)
-    after = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
-    torch.testing.assert_close(after, before * 0.5 / before.norm(), rtol=1e-4, atol=1e-7)
-    assert clip(model, 10.0) == pytest.approx(0.5, rel=1e-4)
-    assert next(model.parameters()).grad is not None
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_is_shrunk_or_the_step_is_skipped(kind: str) -> None:
+    model, twin = fresh(), fresh()
+    optimiser, plain = (make(kind, each, rate=1e-2, weight_decay=0.1) for each in (model, twin))
+    for each in (model, twin):
+        objectives.next_token(TOKENS[0]).loss(each).total.backward()
+    length = length_of_gradient(model)
+    for each in twin.parameters():
+        each.grad = each.grad / (length / 0.5)  # type: ignore[operator]
+    assert float(length_of_gradient(twin)) == pytest.approx(0.5, rel=1e-5)
+    weights = copied(model)
+    optimiser.step(shrink=length / 0.5, skip=torch.tensor(True))
+    assert all(torch.equal(weights[name], each) for name, each in model.state_dict().items())
+    optimiser.step(shrink=length / 0.5, skip=torch.tensor(False))
+    plain.step()
+    for name, each in twin.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], each, rtol=1e-5, atol=1e-6)
+    assert not hasattr(optimiser.parts[-1], "found_inf")
     next(model.parameters()).grad[0, 0] = float("nan")  # type: ignore[index]
-    assert math.isnan(clip(model, 1.0))
+    assert not torch.isfinite(length_of_gradient(model))
+
+
+def copied(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: each.clone() for name, each in model.state_dict().items()}
 
 
 # Schedules

@@ -1,4 +1,4 @@
-"""The loop: a step is a function of the weights, the optimiser's state and the step's number, and of nothing else.
+"""The loop: steps, looks and checkpoints, in a run's directory.
 
 Where the data is, what dropout draws and what is masked all follow from (seed, step). So a run that was killed goes on
 from its last checkpoint to the same bits that it would have reached.
@@ -9,40 +9,31 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutaway.errors import CutawayError, InputError
+from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.save import save
 from cutaway.generate.texts import generate
 from cutaway.model import Transformer
 from cutaway.train.failpoints import reach
-from cutaway.train.loss import Loss
-from cutaway.train.objectives import Task
-from cutaway.train.optimise import Optimiser, clip
+from cutaway.train.learner import Learner
+from cutaway.train.optimise import Optimiser
 from cutaway.train.reading import Ask, Reading
 from cutaway.train.recipe import Recipe
 from cutaway.train.rows import Rows
 from cutaway.train.run import Run
-from cutaway.train.schedule import factor
-from cutaway.train.seeds import mixed
+from cutaway.train.step import Row, Stepper, TrainingError, cut, settled
 from cutaway.train.store import SaveError, Store
 
-CHUNK = 1024
-"""Targets whose logits are held at once."""
 SAMPLED = 80
 """Tokens of a sample."""
-
-
-class TrainingError(CutawayError):
-    """Training could not go on."""
 
 
 @dataclass
@@ -73,6 +64,10 @@ class Loop:
         self.rows: Rows
         self.timings: Rows
         self.stop = threading.Event()
+        self.untold: Row | None = None
+        self.since = time.perf_counter()
+        self.learner = Learner(self.model, self.recipe)
+        self.stepper = Stepper(self.recipe, self.learner, self.optimiser, self.reading, self.task)
 
     # The state as one value
 
@@ -107,74 +102,52 @@ class Loop:
     def go(self) -> None:
         """Learn until the recipe's last step, or until somebody asks to stop."""
         recipe = self.recipe
-        steps, every = recipe.training.steps, recipe.saving.every
+        steps = recipe.training.steps
         self.model.train()
         device = self.model.device
         mine = [device] if device.type == "cuda" else []
         with asked_to_stop(self.stop), torch.random.fork_rng(mine):  # whoever called has random numbers of their own
+            self.since = time.perf_counter()
             while self.done < steps and not self.stop.is_set():
-                start = time.perf_counter()
                 row = self.step(self.done)
-                self.done += 1
-                took = time.perf_counter() - start
-                timing = {"step": self.done, "seconds": took, "tokens_per_second": row["tokens"] / took}
-                self.rows.add(row)
-                self.timings.add(timing)
-                self.watcher.step(row, timing)
-                reach("after step")
-                if self.done % recipe.watching.every == 0 or self.done == steps:
+                self.tell()  # of the step before: a device computes one step while the next is being asked for
+                self.done, self.untold = self.done + 1, row
+                last = self.done == steps
+                look, save = (
+                    last or self.done % recipe.watching.every == 0,
+                    last or self.done % recipe.saving.every == 0,
+                )
+                if look or save or device.type == "cpu" or self.stop.is_set():
+                    self.tell()
+                if look:
                     self.look()
-                if self.done % every == 0 or self.done == steps or self.stop.is_set():
+                if save or self.stop.is_set():
                     self.save()
+                    self.since = time.perf_counter()
                     reach("after save")
         if self.done == steps:
             self.export()
 
-    def step(self, number: int) -> dict[str, Any]:
-        """One step: the gradient of the mean over all targets of the batch, however many pieces it is read in."""
-        training = self.recipe.training
-        size = training.batch
-        first = number * size
-        pieces = [
-            self.task(self.reading.train.batch(first + low, high - low), first + low)
-            for low, high in cut(size, training.pieces)
-        ]
-        weight = sum(float(piece.weights.sum()) for piece in pieces)
-        if weight == 0:
-            raise TrainingError(f"step {number + 1} has no target; lower data.validation, or give longer texts")
-        self.optimiser.zero()
-        entropy = torch.zeros((), dtype=torch.float64, device=self.model.device)
-        for place, piece in enumerate(pieces):
-            torch.manual_seed(mixed(training.seed, number, place))  # what dropout draws
-            loss = self.loss(piece)
-            (loss.total / weight).backward()  # type: ignore[no-untyped-call]
-            entropy += loss.entropy_total
-        length = clip(self.model, training.clip)
-        if not math.isfinite(length):
+    def step(self, number: int) -> Row:
+        return self.stepper.step(number)
+
+    def tell(self) -> None:
+        """Write down what the last step has come to; this waits until it has."""
+        if self.untold is None:
+            return
+        row, self.untold = settled(self.untold), None
+        now = time.perf_counter()
+        took, self.since = now - self.since, now
+        if not math.isfinite(row["gradient"]):
             raise TrainingError(
-                f"the gradient of step {number + 1} is not finite; begin a run with a lower optimiser.rate, a longer"
+                f"the gradient of step {row['step']} is not finite; begin a run with a lower optimiser.rate, a longer"
                 " schedule.warmup, or precision fp32"
             )
-        rate = factor(self.recipe.schedule, number, training.steps)
-        self.optimiser.step(rate)
-        return {
-            "step": number + 1,
-            "loss": float(entropy) / weight,
-            "gradient": length,
-            "rate": rate,
-            "tokens": int(weight),
-        }
-
-    def loss(self, piece: Task) -> Loss:
-        objective = self.recipe.objective
-        smoothing = getattr(objective, "smoothing", 0.0)
-        with self.precision():
-            return piece.loss(self.model, smoothing=smoothing, z=objective.z, chunk=CHUNK)
-
-    def precision(self) -> AbstractContextManager[Any]:
-        if self.recipe.training.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.model.device.type, torch.bfloat16)
+        timing = {"step": row["step"], "seconds": took, "tokens_per_second": row["tokens"] / took}
+        self.rows.add(row)
+        self.timings.add(timing)
+        self.watcher.step(row, timing)
+        reach("after step")
 
     @torch.no_grad()
     def look(self) -> None:
@@ -184,7 +157,7 @@ class Loop:
         count = min(self.recipe.watching.sequences, self.reading.held)
         for low, high in cut(count, max(1, count // self.recipe.training.batch)):
             piece = self.task(self.reading.validation.batch(low, high - low), low)
-            total += float(self.loss(piece).entropy_total)
+            total += float(self.learner(piece).entropy_total)
             weight += float(piece.weights.sum())
         self.model.train()
         loss = total / max(1.0, weight)
@@ -196,6 +169,7 @@ class Loop:
             row["sample"] = self.sample(self.recipe.watching.sample)
         self.rows.add(row)
         self.watcher.look(row)
+        self.since = time.perf_counter()
 
     def sample(self, beginning: str) -> str:
         """How it goes on from a beginning, by now."""
@@ -211,12 +185,6 @@ class Loop:
         """The model as others open it."""
         self.model.eval()
         return save(self.checkpoint(), self.run.model, overwrite=self.run.model.exists())
-
-
-def cut(size: int, pieces: int) -> Iterator[tuple[int, int]]:
-    """(low, high) of each of so many nearly equal parts."""
-    edges = [size * place // pieces for place in range(pieces + 1)]
-    return ((low, high) for low, high in pairwise(edges) if high > low)
 
 
 @contextmanager

@@ -58,11 +58,23 @@ class Optimiser:
         self.parameters = named(model)
         self.rates = [[float(group["lr"]) for group in part.param_groups] for part in parts]
 
-    def step(self, factor: float = 1.0) -> None:
-        """One step at `factor` times the rate."""
+    def step(self, factor: float = 1.0, *, shrink: Tensor | None = None, skip: Tensor | None = None) -> None:
+        """One step at `factor` times the rate, by the gradient divided by `shrink`; or none, if `skip` is true.
+
+        Where PyTorch does a step in one kernel, that kernel divides and skips, and nobody waits to know.
+        """
+        if skip is not None and not all(in_one_kernel(part) for part in self.parts):
+            if bool(skip):
+                return
+            skip = None
         for part, rates in zip(self.parts, self.rates, strict=True):
             for group, rate in zip(part.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
+            if in_one_kernel(part):
+                step_in_one_kernel(part, shrink, skip)
+                continue
+            if shrink is not None:
+                torch._foreach_div_([each.grad for each in owned(part) if each.grad is not None], shrink)
             part.step()
 
     def zero(self) -> None:
@@ -110,7 +122,7 @@ class Optimiser:
             part.state.update(state)
 
     def _owned(self) -> Iterator[tuple[str, nn.Parameter, Optimizer]]:
-        owner = {id(each): part for part in self.parts for group in part.param_groups for each in group["params"]}
+        owner = {id(each): part for part in self.parts for each in owned(part)}
         for name, parameter in self.parameters.items():
             yield name, parameter, owner[id(parameter)]
 
@@ -161,15 +173,29 @@ def make(
     raise InputError(f"optimiser '{kind}' is unknown; use one of {', '.join(KINDS)}")
 
 
-def clip(model: nn.Module, limit: float | None) -> float:
-    """The length of all gradients together; they are made shorter where it is more than `limit`.
+def in_one_kernel(part: Optimizer) -> bool:
+    """Whether a step can be vetoed on the device. SGD's first would leave its momentum as memory happened to be."""
+    return isinstance(part, AdamW) and bool(part.defaults["fused"])
 
-    One that is not finite is returned as it is, and the gradients are spoilt: the caller must not step.
-    """
-    with_gradient = [each for each in model.parameters() if each.grad is not None]
-    if limit is None:
-        return float(nn.utils.get_total_norm([each.grad for each in with_gradient if each.grad is not None]))
-    return float(nn.utils.clip_grad_norm_(with_gradient, limit))
+
+def step_in_one_kernel(part: Optimizer, shrink: Tensor | None, skip: Tensor | None) -> None:
+    """The divisor and the veto are given where a gradient scaler would give them."""
+    given: Any = part
+    given.grad_scale = None if shrink is None else shrink.float()
+    given.found_inf = None if skip is None else skip.float()
+    try:
+        part.step()
+    finally:
+        del given.grad_scale, given.found_inf
+
+
+def owned(part: Optimizer) -> list[Tensor]:
+    return [each for group in part.param_groups for each in group["params"]]
+
+
+def length_of_gradient(model: nn.Module) -> Tensor:
+    """Of all gradients together; not finite if any of them is not."""
+    return nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
 
 
 def _split(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from cutaway.errors import InputError
 from cutaway.generate.plan import GIB, free_memory
 from cutaway.size.optimizers import OPTIMIZERS
 from cutaway.size.sizing import size
-from cutaway.train.loop import CHUNK
+from cutaway.train.learner import CHUNK
 from cutaway.train.recipe import Recipe
 
 WHOLE_LOGITS = ("logits", "loss", "gradients on the way")
