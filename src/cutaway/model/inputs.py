@@ -4,6 +4,10 @@ Shapes and dtypes are always checked, for free. Values are looked at where that 
 compiled graph, and not for single tokens on an accelerator, where a look would stop the queue.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 
@@ -153,7 +157,22 @@ def check_turn(cache: Cache, length: int, position: Tensor, turn: int) -> None:
 
 
 def worth_a_look(value: Tensor) -> bool:
-    """On the CPU always; elsewhere a look waits for the device, so not for single steps."""
+    """On the CPU always; elsewhere a look waits for the device, so not for single steps, nor where all is known."""
     if value.device.type == "cpu":
         return True
-    return value.device.type != "meta" and value.shape[-1] > 1 and not torch.cuda.is_current_stream_capturing()
+    if KNOWN.get() or value.device.type == "meta":
+        return False
+    return value.shape[-1] > 1 and not torch.cuda.is_current_stream_capturing()
+
+
+KNOWN: ContextVar[bool] = ContextVar("known", default=False)
+
+
+@contextmanager
+def known() -> Iterator[None]:
+    """Within, values that are on a device already are not looked at: whoever sent them there knows them."""
+    token = KNOWN.set(True)
+    try:
+        yield
+    finally:
+        KNOWN.reset(token)
