@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cutaway.model import Transformer
-from cutaway.model.inputs import known
+from cutaway.model.inputs import KNOWN
 from cutaway.train.loss import Loss
 from cutaway.train.objectives import Task
 from cutaway.train.recipe import Recipe
@@ -26,8 +26,12 @@ class Learner(nn.Module):
         self.z, self.precision = recipe.objective.z, recipe.training.precision
 
     def forward(self, task: Task) -> Loss:
-        with known(), self.numbers():
-            return task.loss(self.model, smoothing=self.smoothing, z=self.z, chunk=CHUNK)
+        unknown = KNOWN.set(True)  # ids are the tokenizer's
+        try:
+            with self.numbers():
+                return task.loss(self.model, smoothing=self.smoothing, z=self.z, chunk=CHUNK)
+        finally:
+            KNOWN.reset(unknown)
 
     @contextmanager
     def numbers(self) -> Iterator[None]:
