@@ -62,10 +62,10 @@ def how(tmp_path: Path) -> Callable[..., dict[str, Any]]:
             "watching": {"every": 3, "sequences": 7},
             "saving": {"every": 2},
         }
-        if isinstance(model, str) and ct.config(model).form == "encoder-decoder":
+        if ct.config(model).form == "encoder-decoder":
             recipe["data"]["sources"] = [{"path": str(tmp_path / "sums.jsonl"), "target": "target"}]
             recipe["objective"] = {"kind": "seq2seq", "smoothing": 0.1, "z": 1e-3}
-        if isinstance(model, str) and ct.config(model).form == "encoder":
+        if ct.config(model).form == "encoder":
             recipe["objective"] = {"kind": "masked"}
             train_bpe(TEXT, 300, special=("<eos>", "<pad>", "<mask>")).save(tmp_path / "tokenizer")
             settings = tmp_path / "tokenizer" / "tokenizer_config.json"
@@ -118,7 +118,7 @@ MODELS = (
     "tiny-t5",
     "tiny-bert",
     "tiny-gemma",
-    "tiny-albert",
+    "albert",
     "tiny-modernbert",
     "tiny-bart",
     "sinks",
@@ -144,7 +144,10 @@ def with_sinks() -> dict[str, Any]:
     return config
 
 
-MADE = {"sinks": with_sinks()}
+MADE = {
+    "sinks": with_sinks(),
+    "albert": ct.config("tiny-albert").model_dump(mode="json") | {"head": ct.config("tiny-bert").head.model_dump()},
+}
 
 
 @pytest.mark.parametrize(("model", "way"), list(cases()))
