@@ -127,7 +127,7 @@ class Loop:
         device = self.model.device
         mine = [device] if device.type == "cuda" else []
         # Whoever called has random numbers of their own, and finds the last checkpoint written.
-        with self.saved(), asked_to_stop(self.stop), torch.random.fork_rng(mine):
+        with asked_to_stop(self.stop), self.saved(), torch.random.fork_rng(mine):
             self.since = time.perf_counter()
             stopping = self.ranks.agree(self.stop.is_set())
             while self.done < steps and not stopping:
