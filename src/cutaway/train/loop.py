@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,19 @@ from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.save import save
 from cutaway.generate.texts import generate
 from cutaway.model import Transformer
+from cutaway.train.audience import Audience
 from cutaway.train.failpoints import reach
+from cutaway.train.health import read as read_health
+from cutaway.train.health import troubles
 from cutaway.train.learner import Learner
 from cutaway.train.optimise import Optimiser
+from cutaway.train.pace import Pace
+from cutaway.train.policy import Policy
 from cutaway.train.reading import Ask, Reading
 from cutaway.train.recipe import Recipe
 from cutaway.train.rows import Rows
 from cutaway.train.run import Run
-from cutaway.train.step import Row, Stepper, TrainingError, cut, settled
+from cutaway.train.step import Row, Stepper, cut, settled
 from cutaway.train.store import SaveError, Store
 
 SAMPLED = 80
@@ -42,6 +47,7 @@ class Watcher:
 
     step: Callable[[dict[str, Any], dict[str, Any]], None] = lambda row, timing: None
     look: Callable[[dict[str, Any]], None] = lambda row: None
+    health: Callable[[dict[str, Any]], None] = lambda row: None
     say: Callable[[str], None] = lambda text: None
 
 
@@ -67,15 +73,21 @@ class Loop:
         self.untold: Row | None = None
         self.since = time.perf_counter()
         self.learner = Learner(self.model, self.recipe)
-        self.stepper = Stepper(self.recipe, self.learner, self.optimiser, self.reading, self.task)
+        training, device = self.recipe.training, self.model.device
+        self.policy = Policy(training.pieces, training.on_spike, device=device, say=self.watcher.say)
+        self.stepper = Stepper(self.recipe, self.learner, self.optimiser, self.reading, self.task, self.policy)
+        self.pace = Pace.of(self.recipe, self.model.config, device)
+        self.audience: Audience
 
     # The state as one value
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        return {"weights": dict(self.model.state_dict()), "optimiser": self.optimiser.tensors()}
+        weights = dict(self.model.state_dict())
+        return {"weights": weights, "optimiser": self.optimiser.tensors(), "policy": self.policy.tensors()}
 
     def save(self) -> None:
         """Everything that the next step depends on. A disk that is full is no reason to stop learning."""
+        self.audience.settle()
         state = {"step": self.done, "best": self.best, "rows": self.rows.settle(), "timings": self.timings.settle()}
         try:
             self.store.save(self.done, self.tensors(), state | {"data": self.run.fingerprint}, best=self.best)
@@ -88,14 +100,17 @@ class Loop:
         where = self.run.directory
         if found is None:
             self.rows, self.timings = Rows(where / "metrics.jsonl", 0), Rows(where / "timings.jsonl", 0)
+            self.audience = Audience(self.run, self.rows, self.watcher)
             return
         if found.state["data"] != self.run.fingerprint:
             raise InputError("this checkpoint is of other data than the run's; restore the run's own files")
         self.model.load_state_dict(found.tensors["weights"])
         self.optimiser.load(found.tensors["optimiser"])
+        self.policy.load(found.tensors["policy"])
         self.done, self.best = found.state["step"], found.state["best"]
         self.rows = Rows(where / "metrics.jsonl", found.state["rows"])
         self.timings = Rows(where / "timings.jsonl", found.state["timings"])
+        self.audience = Audience(self.run, self.rows, self.watcher, self.done)
 
     # The work
 
@@ -106,17 +121,17 @@ class Loop:
         self.model.train()
         device = self.model.device
         mine = [device] if device.type == "cuda" else []
-        with asked_to_stop(self.stop), torch.random.fork_rng(mine):  # whoever called has random numbers of their own
+        with (
+            closing(self.audience),
+            asked_to_stop(self.stop),
+            torch.random.fork_rng(mine),  # whoever called has random numbers of their own
+        ):
             self.since = time.perf_counter()
             while self.done < steps and not self.stop.is_set():
                 row = self.step(self.done)
                 self.tell()  # of the step before: a device computes one step while the next is being asked for
                 self.done, self.untold = self.done + 1, row
-                last = self.done == steps
-                look, save = (
-                    last or self.done % recipe.watching.every == 0,
-                    last or self.done % recipe.saving.every == 0,
-                )
+                look, save = self.looks(self.done), self.done == steps or self.done % recipe.saving.every == 0
                 if look or save or device.type == "cpu" or self.stop.is_set():
                     self.tell()
                 if look:
@@ -129,7 +144,11 @@ class Loop:
             self.export()
 
     def step(self, number: int) -> Row:
-        return self.stepper.step(number)
+        return self.stepper.step(number, measure=self.looks(number + 1))
+
+    def looks(self, done: int) -> bool:
+        """Whether so many steps are followed by a look."""
+        return done == self.recipe.training.steps or done % self.recipe.watching.every == 0
 
     def tell(self) -> None:
         """Write down what the last step has come to; this waits until it has."""
@@ -138,15 +157,12 @@ class Loop:
         row, self.untold = settled(self.untold), None
         now = time.perf_counter()
         took, self.since = now - self.since, now
-        if not math.isfinite(row["gradient"]):
-            raise TrainingError(
-                f"the gradient of step {row['step']} is not finite; begin a run with a lower optimiser.rate, a longer"
-                " schedule.warmup, or precision fp32"
-            )
+        self.policy.tell(row, row.pop("judged"))
         timing = {"step": row["step"], "seconds": took, "tokens_per_second": row["tokens"] / took}
+        timing |= self.pace.told(took)
         self.rows.add(row)
         self.timings.add(timing)
-        self.watcher.step(row, timing)
+        self.audience.step(row, timing)
         reach("after step")
 
     @torch.no_grad()
@@ -159,6 +175,7 @@ class Loop:
             piece = self.task(self.reading.validation.batch(low, high - low), low)
             total += float(self.learner(piece).entropy_total)
             weight += float(piece.weights.sum())
+        health = read_health(self.learner, self.task(self.reading.validation.batch(0, 1), 0), self.stepper.changes)
         self.model.train()
         loss = total / max(1.0, weight)
         self.best = loss if self.best is None else min(self.best, loss)
@@ -168,7 +185,11 @@ class Loop:
         if self.recipe.watching.sample is not None:
             row["sample"] = self.sample(self.recipe.watching.sample)
         self.rows.add(row)
-        self.watcher.look(row)
+        self.audience.look(row)
+        told = {"step": self.done, "health": health | {"troubles": troubles(health, self.model.config.d_model)}}
+        self.rows.add(told)
+        self.audience.health(told)
+        self.audience.draw(last=self.done == self.recipe.training.steps)
         self.since = time.perf_counter()
 
     def sample(self, beginning: str) -> str:

@@ -152,6 +152,8 @@ class Training(Part):
     clip: Positive = 1.0
     """The gradient's greatest length."""
     precision: Literal["fp32", "bf16"] = "fp32"
+    on_spike: Literal["skip", "go-on"] = "skip"
+    """What is done with a step whose gradient is far longer than usual."""
     seed: NonNegativeInt = 0
 
 
@@ -164,6 +166,8 @@ class Watching(Part):
     """How many of it."""
     sample: str | None = None
     """A beginning that is continued at each look."""
+    tensorboard: bool = False
+    """Whether the run's figures are written for TensorBoard too."""
 
 
 class Saving(Part):

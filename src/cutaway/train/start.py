@@ -18,6 +18,7 @@ from cutaway.train.recipe import Recipe
 from cutaway.train.recipe import recipe as read_recipe
 from cutaway.train.room import check_room
 from cutaway.train.run import Run, check_new
+from cutaway.train.track import check_installed
 
 Device = torch.device | str | None
 
@@ -46,6 +47,8 @@ def resume(directory: str | Path, *, device: Device = None, watcher: Watcher | N
 def begin(recipe: Recipe, directory: Path, *, device: Device = None, watcher: Watcher | None = None) -> Loop:
     """A new run; its directory is made when everything it needs is there."""
     check_new(directory)
+    if recipe.watching.tensorboard:
+        check_installed()
     watcher = watcher or Watcher()
     tokenizer = tokenizer_of(recipe)
     model = model_of(recipe, tokenizer, device, watcher)

@@ -7,18 +7,15 @@ from typing import Any
 
 import torch
 
-from cutaway.errors import CutawayError
+from cutaway.train.health import Changes
 from cutaway.train.learner import Learner
 from cutaway.train.optimise import Optimiser, length_of_gradient
+from cutaway.train.policy import Policy, must_fit, out_of_memory
+from cutaway.train.policy import TrainingError as TrainingError
 from cutaway.train.reading import Ask, Reading
 from cutaway.train.recipe import Recipe
 from cutaway.train.schedule import factor
 from cutaway.train.seeds import mixed
-
-
-class TrainingError(CutawayError):
-    """Training could not go on."""
-
 
 Row = dict[str, Any]
 """What a step has to tell; values may be tensors that a device has yet to compute."""
@@ -33,15 +30,50 @@ class Stepper:
     optimiser: Optimiser
     reading: Reading
     task: Ask
+    policy: Policy
+    changes: Changes | None = None
+    """What the last step did to each layer, if that was asked for."""
 
-    def step(self, number: int) -> Row:
-        """The gradient of the mean over all targets of the batch, however many pieces it is read in."""
+    def step(self, number: int, *, measure: bool = False) -> Row:
+        """By the gradient, unless the policy skips it."""
+        training = self.recipe.training
+        entropy, weight = self.gradient_that_fits(number)
+        length = length_of_gradient(self.learner)
+        rate = factor(self.recipe.schedule, number, training.steps)
+        skip, judged = self.policy.judge(length)
+        self.changes = Changes(self.learner.model) if measure else None
+        with must_fit("the optimiser's state"):
+            self.optimiser.step(rate, shrink=(length / training.clip).clamp(min=1.0), skip=skip)
+        return {
+            "step": number + 1,
+            "loss": entropy / weight,
+            "gradient": length,
+            "rate": rate,
+            "tokens": int(weight),
+            "judged": judged,
+        }
+
+    def gradient_that_fits(self, number: int) -> tuple[Any, float]:
+        """In more and smaller pieces if memory is too small."""
+        while True:
+            try:
+                return self.gradient(number)
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+                self.policy.read_in_more_pieces(self.recipe.training.batch)
+            self.optimiser.zero()  # out here the error, which holds all that was computed, is gone
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def gradient(self, number: int) -> tuple[Any, float]:
+        """Of the mean over all targets of the batch, however many pieces it is read in; entropy and weight of all."""
         training = self.recipe.training
         size = training.batch
         first = number * size
         pieces = [
             self.task(self.reading.train.batch(first + low, high - low), first + low)
-            for low, high in cut(size, training.pieces)
+            for low, high in cut(size, self.policy.pieces)
         ]
         weight = sum(float(piece.weights.sum()) for piece in pieces)
         if weight == 0:
@@ -53,21 +85,12 @@ class Stepper:
             loss = self.learner(piece)
             (loss.total / weight).backward()
             entropy = entropy + loss.entropy_total.double()
-        length = length_of_gradient(self.learner)
-        rate = factor(self.recipe.schedule, number, training.steps)
-        self.optimiser.step(rate, shrink=(length / training.clip).clamp(min=1.0), skip=~torch.isfinite(length))
-        return {
-            "step": number + 1,
-            "loss": entropy / weight,
-            "gradient": length,
-            "rate": rate,
-            "tokens": int(weight),
-        }
+        return entropy, weight
 
 
 def settled(row: Row) -> Row:
     """The same in plain numbers: this waits for the device."""
-    return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in row.items()}
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in row.items()}
 
 
 def cut(size: int, pieces: int) -> Iterator[tuple[int, int]]:
