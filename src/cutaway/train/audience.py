@@ -21,7 +21,7 @@ class Audience:
     def __init__(self, run: Run, rows: Rows, watcher: "Watcher", done: int = 0) -> None:
         self.run, self.rows, self.watcher = run, rows, watcher
         self.track = Track(run.directory / "tensorboard", done) if run.recipe.watching.tensorboard else None
-        self.took, self.drawn = 0.0, float("-inf")
+        self.took, self.drawn = 0.5, time.perf_counter()
         self.failed = False
 
     def step(self, row: dict[str, Any], timing: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ Readings are taken at a look, on the step before it and on one validation sequen
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -30,38 +30,41 @@ FAST = 0.5
 LOUD = 1000.0
 """Root mean square of the stream from which on additions of usual size are lost in it."""
 
+TINY = 1e-30
+
 Reading = dict[str, Any]
 
 
 class Changes:
     """What one step does to each layer. Made between the gradient and the step, and read after the step."""
 
-    def __init__(self, model: Transformer) -> None:
-        self.model = model
-        self.before = {name: sampled(each).clone() for name, each in model.named_parameters()}
-        held = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-        lengths = torch._foreach_norm([local(each) for each in held.values()])
-        self.lengths = dict(zip(held, lengths, strict=True))
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters, self.layers = parameters, layers_of(parameters)
+        self.before = {name: sampled(each).clone() for name, each in parameters.items()}
+        held = {name: local(each.grad) for name, each in parameters.items() if each.grad is not None}
+        self.lengths = dict(zip(held, torch._foreach_norm(list(held.values())), strict=True))
 
     def gradient(self) -> dict[str, float]:
         """The gradient's length by layer; 0 for one that has none."""
-        total: dict[str, float] = {}
-        for name in self.before:
-            length = float(self.lengths[name]) if name in self.lengths else 0.0
-            layer = layer_of(name, self.model)
-            total[layer] = total.get(layer, 0.0) + length**2
-        return {layer: math.sqrt(each) for layer, each in total.items()}
+        lengths = {name: float(length) ** 2 for name, length in self.lengths.items()}
+        return {layer: math.sqrt(each) for layer, each in self.summed(lengths).items()}
 
     def update(self) -> dict[str, float]:
         """‖w' − w‖ / ‖w‖ by layer."""
-        moved: dict[str, float] = {}
-        whole: dict[str, float] = {}
-        for name, parameter in self.model.named_parameters():
-            layer, old, new = layer_of(name, self.model), self.before[name], sampled(parameter)
+        moved, whole = {}, {}
+        for name, parameter in self.parameters.items():
+            old, new = self.before[name], sampled(parameter)
             stands_for = local(parameter).numel() / max(1, old.numel())
-            moved[layer] = moved.get(layer, 0.0) + stands_for * float((new - old).double().square().sum())
-            whole[layer] = whole.get(layer, 0.0) + stands_for * float(old.double().square().sum())
-        return {layer: math.sqrt(moved[layer] / max(1e-30, whole[layer])) for layer in moved}
+            moved[name] = stands_for * float((new - old).double().square().sum())
+            whole[name] = stands_for * float(old.double().square().sum())
+        of = self.summed(whole)
+        return {layer: math.sqrt(each / max(TINY, of[layer])) for layer, each in self.summed(moved).items()}
+
+    def summed(self, by_name: Mapping[str, float]) -> dict[str, float]:
+        total = dict.fromkeys(self.layers.values(), 0.0)
+        for name, value in by_name.items():
+            total[self.layers[name]] += value
+        return total
 
 
 @torch.no_grad()
@@ -182,11 +185,11 @@ def first(task: Task) -> Task:
     return replace(task, reads=reads, beside=beside)
 
 
-def layer_of(name: str, model: Transformer) -> str:
-    """Of a weight's name what says where it is: blocks.3, embed, head; with the stack's name if there are two."""
-    found = re.match(r"(?:(encoder|decoder)\.)?(blocks\.\d+|\w+)", name)
-    assert found is not None
-    return f"{found[1]}.{found[2]}" if found[1] and len(model.stacks) > 1 else found[2]
+def layers_of(names: Iterable[str]) -> dict[str, str]:
+    """Of each weight's name what says where it is: blocks.3, embed, head; with the stack's name if there are two."""
+    parts = {name: re.match(r"(?:(encoder|decoder)\.)?(blocks\.\d+|\w+)", name) for name in names}
+    two = len({found[1] for found in parts.values() if found and found[1]}) > 1
+    return {name: f"{found[1]}.{found[2]}" if found[1] and two else found[2] for name, found in parts.items() if found}
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cutaway.errors import CutawayError
 
-PATIENCE = 10
-"""Steps in a row without a finite gradient, after which a run is given up."""
+PATIENCE = 20
+"""Steps in a row without a finite gradient, after which a run is given up; a scale for fp16 may need some to settle."""
 SETTLING, SPAN = 20, 50
 """Steps until it is known what is usual, and those over which it is averaged then."""
 TIMES, DEVIATIONS = 3.0, 6.0

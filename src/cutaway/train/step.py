@@ -41,7 +41,7 @@ class Stepper:
         length = length_of_gradient(self.learner)
         rate = factor(self.recipe.schedule, number, training.steps)
         skip, judged = self.policy.judge(length)
-        self.changes = Changes(self.learner.model) if measure else None
+        self.changes = Changes(self.optimiser.parameters) if measure else None
         with must_fit("the optimiser's state"):
             self.optimiser.step(rate, shrink=(length / training.clip).clamp(min=1.0), skip=skip)
         return {
