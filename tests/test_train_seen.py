@@ -66,6 +66,31 @@ def test_a_log_has_plain_lines_and_json_nothing_else(
     assert [row["step"] for row in rows if "health" in row] == [5, 10, 12]
 
 
+def test_a_run_says_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = begin(recipe(small(tmp_path)), tmp_path / "run", device="cpu")
+    loop.watcher.step = lambda row, timing: loop.stop.set() if row["step"] == 7 else None
+    loop.go()
+    assert cli(monkeypatch, "--show", str(tmp_path / "run")) == 0
+    shown = capsys.readouterr().out
+    assert "tiny-gpt, next-token, adamw" in shown
+    assert "step 7 of 12" in shown
+    assert "go on with: cutaway train --resume" in shown
+    assert "\n  model " not in shown
+    assert cli(monkeypatch, "--resume", str(tmp_path / "run"), "--json") == 0
+    assert "finished" not in capsys.readouterr().out
+    assert cli(monkeypatch, "--resume", str(tmp_path / "run")) == 0
+    assert "is finished: all 12 steps have been taken" in capsys.readouterr().err
+    assert cli(monkeypatch, "--show", str(tmp_path / "run"), "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["steps"], found["skipped"]) == (12, 12, 0)
+    assert found["best"] == min(row["validation"] for row in rows_of(tmp_path / "run") if "validation" in row)
+    assert set(found["files"]) == {"metrics.jsonl", "timings.jsonl", "loss.svg", "checkpoints", "model"}
+    assert cli(monkeypatch, "--show", str(tmp_path)) == 2
+    assert "is no run" in capsys.readouterr().err
+
+
 def test_a_terminal_has_a_line_that_moves_and_cannot_be_commanded() -> None:
     out = io.StringIO()
     bar = Bar(as_json=False)
@@ -140,16 +165,22 @@ def test_a_long_run_is_a_small_picture() -> None:
         assert len(groups) <= 1.2 * POINTS
 
 
-def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_shown_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = train(small(tmp_path), tmp_path / "whole", device="cpu").directory
 
     def broken(*given: Any) -> None:
         raise RuntimeError("no font")
 
     monkeypatch.setattr(audience, "draw", broken)
+    monkeypatch.setattr(audience, "SHARE", 1e9)  # at each look
+    monkeypatch.setattr(track.Track, "add", broken)
     said: list[str] = []
-    train(small(tmp_path), tmp_path / "run", device="cpu", watcher=Watcher(say=said.append))
-    assert [each for each in said if "drawn" in each] == ["the losses could not be drawn (no font); training goes on"]
+    how = small(tmp_path, watching={"tensorboard": True})
+    train(how, tmp_path / "run", device="cpu", watcher=Watcher(say=said.append))
+    assert [each for each in said if "no font" in each] == [
+        "TensorBoard's file could not be written (no font); training goes on",
+        "the losses could not be drawn (no font); training goes on",
+    ]
     assert state_of(tmp_path / "run") == state_of(whole)
 
 
@@ -185,4 +216,3 @@ def test_tensorboard_that_is_not_there_is_said_first(tmp_path: Path, monkeypatch
         begin(recipe(small(tmp_path, watching={"tensorboard": True})), tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
     assert not train(small(tmp_path), tmp_path / "run", device="cpu").directory.joinpath("tensorboard").exists()
-    assert track.FIGURES["loss"] == "loss/training"

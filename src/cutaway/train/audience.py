@@ -1,6 +1,7 @@
 """All who are told how a run goes: whoever called, TensorBoard, and the drawing of its losses."""
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cutaway.train.curve import draw
@@ -16,46 +17,55 @@ SHARE = 0.05
 
 
 class Audience:
-    """A run goes on if its picture cannot be drawn; that is said once."""
+    """Rows as they come, and a picture now and then."""
 
     def __init__(self, run: Run, rows: Rows, watcher: "Watcher", done: int = 0) -> None:
         self.run, self.rows, self.watcher = run, rows, watcher
         self.track = Track(run.directory / "tensorboard", done) if run.recipe.watching.tensorboard else None
         self.took, self.drawn = 0.5, time.perf_counter()
-        self.failed = False
+        self.failed: set[str] = set()
 
     def step(self, row: dict[str, Any], timing: dict[str, Any]) -> None:
-        if self.track is not None:
-            self.track.add(timing | row)
+        self.add(timing | row)
         self.watcher.step(row, timing)
 
     def look(self, row: dict[str, Any]) -> None:
-        if self.track is not None:
-            self.track.add(row)
+        self.add(row)
         self.watcher.look(row)
 
     def health(self, row: dict[str, Any]) -> None:
-        if self.track is not None:
-            self.track.add(row)
+        self.add(row)
         self.watcher.health(row)
+
+    def add(self, row: dict[str, Any]) -> None:
+        if self.track is not None:
+            self.attempt("TensorBoard's file could not be written", self.track.add, row)
 
     def draw(self, *, last: bool = False) -> None:
         began = time.perf_counter()
-        if self.failed or (not last and began - self.drawn < self.took / SHARE):
+        if not last and began - self.drawn < self.took / SHARE:
             return
         where = self.run.directory
-        try:
-            draw(self.rows, where / "loss.svg", where.name)
-        except Exception as error:  # of whatever kind: fonts, disks, numbers; a picture is not worth a run
-            self.failed = True
-            self.watcher.say(f"the losses could not be drawn ({error}); training goes on")
+        self.attempt("the losses could not be drawn", draw, self.rows, where / "loss.svg", where.name)
         self.drawn = time.perf_counter()
         self.took = self.drawn - began
 
     def settle(self) -> None:
         if self.track is not None:
-            self.track.settle()
+            self.attempt("TensorBoard's file could not be written", self.track.settle)
 
     def close(self) -> None:
+        """When a run ends, in whatever way."""
+        self.draw(last=True)
         if self.track is not None:
-            self.track.close()
+            self.attempt("TensorBoard's file could not be written", self.track.close)
+
+    def attempt(self, failure: str, do: Callable[..., Any], *given: Any) -> None:
+        """What is only looked at is not worth a run, whatever the error: it is said once, and not tried again."""
+        if failure in self.failed:
+            return
+        try:
+            do(*given)
+        except Exception as error:
+            self.failed.add(failure)
+            self.watcher.say(f"{failure} ({error}); training goes on")

@@ -171,7 +171,8 @@ class Loop:
         self.model.eval()
         total = weight = 0.0
         count = min(self.recipe.watching.sequences, self.reading.held)
-        for low, high in cut(count, max(1, count // self.recipe.training.batch)):
+        at_once = -(-self.recipe.training.batch // self.policy.pieces)  # what memory holds
+        for low, high in cut(count, max(1, count // at_once)):
             piece = self.task(self.reading.validation.batch(low, high - low), low)
             total += float(self.learner(piece).entropy_total)
             weight += float(piece.weights.sum())
@@ -189,7 +190,7 @@ class Loop:
         told = {"step": self.done, "health": health | {"troubles": troubles(health, self.model.config.d_model)}}
         self.rows.add(told)
         self.audience.health(told)
-        self.audience.draw(last=self.done == self.recipe.training.steps)
+        self.audience.draw()
         self.since = time.perf_counter()
 
     def sample(self, beginning: str) -> str:

@@ -15,16 +15,17 @@ from cutaway.train.recipe import Masked, Recipe, Seq2Seq
 
 @dataclass(frozen=True)
 class Pace:
-    """The FLOPs of a step and the device's peak; None where nobody knows."""
+    """The FLOPs of a step and the peak of all devices; None where nobody knows."""
 
     device: torch.device
     flops: float | None
     peak: float | None
 
     @classmethod
-    def of(cls, recipe: Recipe, config: Config, device: torch.device) -> "Pace":
-        flops = flops_of_step(recipe, config)
-        return cls(device, flops, None if flops is None else peak_of(device, recipe.training.precision))
+    def of(cls, recipe: Recipe, config: Config, device: torch.device, devices: int = 1) -> "Pace":
+        """For so many devices alike that share a step."""
+        flops, peak = flops_of_step(recipe, config), peak_of(device, recipe.training.precision)
+        return cls(device, flops, None if peak is None else devices * peak)
 
     def told(self, seconds: float) -> dict[str, float]:
         """The share of the peak, and the most bytes that were in use; each if it is known."""

@@ -31,10 +31,15 @@ class Rows:
             return file.tell()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        with self.path.open(encoding="utf-8") as file:
-            for line in file:
-                if line.endswith("\n"):
-                    yield json.loads(line)
+        return written(self.path)
+
+
+def written(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a log; one that is being written is none yet."""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
 
 
 def plain(value: Any) -> Any:
