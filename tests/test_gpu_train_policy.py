@@ -26,6 +26,8 @@ def test_nobody_waits_to_judge_a_step() -> None:
 
 def test_memory_that_is_too_small_means_smaller_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTAWAY_CACHE", str(tmp_path / "cache"))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     how = {"batch": 4096, "steps": 2}
     watching = {"every": 100, "sequences": 1}
     train(small(tmp_path, training=how | {"pieces": 4}, watching=watching), tmp_path / "whole", device="cuda")

@@ -40,6 +40,14 @@ def test_readings_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert weights_of(tmp_path / "seen") == weights_of(tmp_path / "unseen")
 
 
+def test_readings_in_bf16(tmp_path: Path) -> None:
+    how = small(tmp_path, training={"precision": "bf16", "steps": 2})
+    last = rows_of(train(how, tmp_path / "run", device="cpu").directory)[-1]["health"]
+    assert all(0 < each < 5.1 for bits in last["entropy"].values() for each in bits)
+    assert all(each > 0 for what in ("gradient", "update", "stream") for each in last[what].values())
+    assert last["troubles"] == []
+
+
 def test_a_step_is_measured_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = begin(recipe(small(tmp_path)), tmp_path / "run", device="cpu")
     loop.step(0)
