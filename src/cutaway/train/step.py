@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from cutaway.train.fast import pace
 from cutaway.train.health import Changes
 from cutaway.train.learner import Learner
 from cutaway.train.optimise import Optimiser, length_of_gradient
@@ -33,6 +34,9 @@ class Stepper:
     policy: Policy
     changes: Changes | None = None
     """What the last step did to each layer, if that was asked for."""
+
+    def __post_init__(self) -> None:
+        self.pace = pace(self.learner.model, self.recipe.training.compile)
 
     def step(self, number: int, *, measure: bool = False) -> Row:
         """By the gradient, unless the policy skips it."""
@@ -80,11 +84,12 @@ class Stepper:
             raise TrainingError(f"step {number + 1} has no target; lower data.validation, or give longer texts")
         self.optimiser.zero()
         entropy = 0.0
-        for place, piece in enumerate(pieces):
-            torch.manual_seed(mixed(training.seed, number, place))  # what dropout draws
-            loss = self.learner(piece)
-            (loss.total / weight).backward()
-            entropy = entropy + loss.entropy_total.double()
+        with self.pace():
+            for place, piece in enumerate(pieces):
+                torch.manual_seed(mixed(training.seed, number, place))  # what dropout draws
+                loss = self.learner(piece)
+                (loss.total / weight).backward()
+                entropy = entropy + loss.entropy_total.double()
         return entropy, weight
 
 
