@@ -17,7 +17,8 @@ import transformers
 import cutaway as ct
 from cutaway.cli import main
 from cutaway.errors import CutawayError
-from cutaway.train.loop import Loop, Watcher
+from cutaway.train.audience import Watcher
+from cutaway.train.loop import Loop
 from cutaway.train.recipe import recipe, recipes
 from cutaway.train.start import begin, go_on, resume, train
 from cutaway.train.step import settled

@@ -158,6 +158,8 @@ class Training(Part):
     """What a block computes again on the way back, to hold less meanwhile: nothing, what is cheap, or all of it."""
     compile: bool | None = None
     """Whether blocks are compiled; on a GPU they are, unless told otherwise."""
+    on_spike: Literal["skip", "go-on"] = "skip"
+    """What is done with a step whose gradient is far longer than usual."""
     seed: NonNegativeInt = 0
 
 
@@ -179,6 +181,8 @@ class Watching(Part):
     """How many of it."""
     sample: str | None = None
     """A beginning that is continued at each look."""
+    tensorboard: bool = False
+    """Whether the run's figures are written for TensorBoard too."""
 
 
 class Saving(Part):
