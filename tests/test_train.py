@@ -265,7 +265,13 @@ POINTS = [
 
 
 def killed(texts: Path, tmp_path: Path, seed: int, count: int) -> None:
-    how = small(texts, watching={"sample": None}, training={"steps": 90}, saving={"every": 2}, schedule={"warmup": 9})
+    how = small(
+        texts,
+        watching={"sample": None},
+        training={"steps": 90, "ema": 0.9},
+        saving={"every": 2},
+        schedule={"warmup": 9},
+    )
     whole = train(how, tmp_path / "whole", device="cpu")
     (tmp_path / "recipe.json").write_text(json.dumps(how))
     script = Path(__file__).with_name("kill_runs.py")

@@ -32,4 +32,5 @@ class Learner(nn.Module):
         """What products are computed in."""
         if self.precision == "fp32":
             return nullcontext()
-        return torch.autocast(self.model.device.type, torch.bfloat16)
+        narrow = torch.bfloat16 if self.precision == "bf16" else torch.float16
+        return torch.autocast(self.model.device.type, narrow)

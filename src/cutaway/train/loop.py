@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.save import save
 from cutaway.generate.texts import generate
 from cutaway.model import Transformer
+from cutaway.train.average import Average
 from cutaway.train.failpoints import reach
 from cutaway.train.learner import Learner
 from cutaway.train.optimise import Optimiser
@@ -29,6 +30,7 @@ from cutaway.train.reading import Ask, Reading
 from cutaway.train.recipe import Recipe
 from cutaway.train.rows import Rows
 from cutaway.train.run import Run
+from cutaway.train.scale import Scale
 from cutaway.train.step import Row, Stepper, TrainingError, cut, settled
 from cutaway.train.store import SaveError, Store
 
@@ -67,12 +69,21 @@ class Loop:
         self.untold: Row | None = None
         self.since = time.perf_counter()
         self.learner = Learner(self.model, self.recipe)
-        self.stepper = Stepper(self.recipe, self.learner, self.optimiser, self.reading, self.task)
+        training = self.recipe.training
+        self.scale = Scale(self.model.device) if training.precision == "fp16" else None
+        self.average = None if training.ema is None else Average(self.model, training.ema)
+        self.stepper = Stepper(self.recipe, self.learner, self.optimiser, self.reading, self.task, self.scale)
 
     # The state as one value
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        return {"weights": dict(self.model.state_dict()), "optimiser": self.optimiser.tensors()}
+        parts = {name: part.tensors() for name, part in self.parts().items()}
+        return {"weights": dict(self.model.state_dict()), "optimiser": self.optimiser.tensors(), **parts}
+
+    def parts(self) -> dict[str, Average | Scale]:
+        """What has a state only in some runs."""
+        every = {"average": self.average, "scale": self.scale}
+        return {name: part for name, part in every.items() if part is not None}
 
     def save(self) -> None:
         """Everything that the next step depends on. A disk that is full is no reason to stop learning."""
@@ -93,6 +104,8 @@ class Loop:
             raise InputError("this checkpoint is of other data than the run's; restore the run's own files")
         self.model.load_state_dict(found.tensors["weights"])
         self.optimiser.load(found.tensors["optimiser"])
+        for name, part in self.parts().items():
+            part.load(found.tensors[name])
         self.done, self.best = found.state["step"], found.state["best"]
         self.rows = Rows(where / "metrics.jsonl", found.state["rows"])
         self.timings = Rows(where / "timings.jsonl", found.state["timings"])
@@ -120,16 +133,25 @@ class Loop:
                 if look or save or device.type == "cpu" or self.stop.is_set():
                     self.tell()
                 if look:
-                    self.look()
+                    with self.shown():
+                        self.look()
                 if save or self.stop.is_set():
                     self.save()
                     self.since = time.perf_counter()
                     reach("after save")
         if self.done == steps:
-            self.export()
+            with self.shown():
+                self.export()
 
     def step(self, number: int) -> Row:
-        return self.stepper.step(number)
+        row = self.stepper.step(number)
+        if self.average is not None:
+            self.average.step(number)
+        return row
+
+    def shown(self) -> AbstractContextManager[None]:
+        """The weights that others see: their mean, where the recipe asks for one."""
+        return nullcontext() if self.average is None else self.average.shown()
 
     def tell(self) -> None:
         """Write down what the last step has come to; this waits until it has."""
@@ -138,11 +160,12 @@ class Loop:
         row, self.untold = settled(self.untold), None
         now = time.perf_counter()
         took, self.since = now - self.since, now
-        if not math.isfinite(row["gradient"]):
+        if not math.isfinite(row["gradient"]) and row.get("scale", 1.0) <= 1:  # a larger one is lowered instead
             raise TrainingError(
                 f"the gradient of step {row['step']} is not finite; begin a run with a lower optimiser.rate, a longer"
                 " schedule.warmup, or precision fp32"
             )
+        row["gradient"] = row["gradient"] if math.isfinite(row["gradient"]) else None  # a step that was left out
         timing = {"step": row["step"], "seconds": took, "tokens_per_second": row["tokens"] / took}
         self.rows.add(row)
         self.timings.add(timing)

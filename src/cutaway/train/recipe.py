@@ -151,7 +151,10 @@ class Training(Part):
     """Parts that a step's batch is cut into, one after another: less memory, the same step."""
     clip: Positive = 1.0
     """The gradient's greatest length."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What products are computed in; weights stay fp32. In fp16 the loss is scaled; steps that overflow are left out."""
+    ema: Rate | None = None
+    """How much of a running mean of the weights each step keeps; the mean is then looked at and exported."""
     seed: NonNegativeInt = 0
 
 

@@ -21,16 +21,17 @@ def expected(recipe: Recipe, config: Config) -> tuple[int, int]:
     training, length = recipe.training, recipe.data.length
     rows = -(-training.batch // training.pieces)
     kind = {"sgd": "sgd-momentum"}.get(recipe.optimiser.kind, recipe.optimiser.kind)
-    memory = size(
+    found = size(
         config,
         batch=rows,
         context=length,
         mode="train",
         dtype="fp32" if training.precision == "fp32" else "mixed",
         optimizer=kind if kind in OPTIMIZERS else "sgd",
-    ).memory
-    certain = sum(memory.whole[name] for name in ("weights", "gradients", "optimizer"))
-    kept = sum(held for name, held in memory.parts.items() if name not in WHOLE_LOGITS)
+    )
+    memory, average = found.memory, 0 if training.ema is None else 4 * found.params
+    certain = average + sum(memory.whole[name] for name in ("weights", "gradients", "optimizer"))
+    kept = average + sum(held for name, held in memory.parts.items() if name not in WHOLE_LOGITS)
     chunk = min(CHUNK, rows * length)
     head = config.vocab_size * (3 * chunk + 2 * config.d_model) * 4  # logits and what becomes of them; its gradient
     return max(kept + head, certain), certain

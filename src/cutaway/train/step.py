@@ -12,6 +12,7 @@ from cutaway.train.learner import Learner
 from cutaway.train.optimise import Optimiser, length_of_gradient
 from cutaway.train.reading import Ask, Reading
 from cutaway.train.recipe import Recipe
+from cutaway.train.scale import Scale
 from cutaway.train.schedule import factor
 from cutaway.train.seeds import mixed
 
@@ -33,6 +34,8 @@ class Stepper:
     optimiser: Optimiser
     reading: Reading
     task: Ask
+    scale: Scale | None = None
+    """For fp16: what the gradient is larger by until it is used."""
 
     def step(self, number: int) -> Row:
         """The gradient of the mean over all targets of the batch, however many pieces it is read in."""
@@ -51,17 +54,25 @@ class Stepper:
         for place, piece in enumerate(pieces):
             torch.manual_seed(mixed(training.seed, number, place))  # what dropout draws
             loss = self.learner(piece)
-            (loss.total / weight).backward()
+            mean = loss.total / weight
+            (mean if self.scale is None else mean * self.scale.value).backward()
             entropy = entropy + loss.entropy_total.double()
         length = length_of_gradient(self.learner)
+        bad, more = ~torch.isfinite(length), {}
+        if self.scale is not None:
+            more["scale"] = self.scale.value.clone()
+            length = length / more["scale"]
+            self.scale.step(bad)
         rate = factor(self.recipe.schedule, number, training.steps)
-        self.optimiser.step(rate, shrink=(length / training.clip).clamp(min=1.0), skip=~torch.isfinite(length))
+        shrink = (length / training.clip).clamp(min=1.0) * more.get("scale", 1.0)
+        self.optimiser.step(rate, shrink=shrink, skip=bad)
         return {
             "step": number + 1,
             "loss": entropy / weight,
             "gradient": length,
             "rate": rate,
             "tokens": int(weight),
+            **more,
         }
 
 
