@@ -95,7 +95,12 @@ def test_the_weights_come_back_after_an_error(how: dict[str, Any], tmp_path: Pat
     loop.step(0)
     loop.step(1)
     before = {name: p.detach().clone() for name, p in loop.model.named_parameters()}
-    with pytest.raises(KeyboardInterrupt), loop.shown():
-        assert any(not torch.equal(p, before[name]) for name, p in loop.model.named_parameters())
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with loop.shown():
+            assert any(not torch.equal(p, before[name]) for name, p in loop.model.named_parameters())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert all(torch.equal(p, before[name]) for name, p in loop.model.named_parameters())

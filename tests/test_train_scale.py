@@ -1,4 +1,4 @@
-"""fp16 with a scaled loss: PyTorch's GradScaler's decisions, near fp32, back from an overflow, the same after a stop."""
+"""fp16 with a scaled loss: PyTorch's GradScaler's decisions, near fp32, back from an overflow, the same if stopped."""
 
 import json
 from pathlib import Path

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from cutaway.model import Transformer
+from cutaway.train.balance import balance, watched
 from cutaway.train.loss import Loss
 from cutaway.train.objectives import Task
 from cutaway.train.recipe import Recipe
@@ -23,10 +24,19 @@ class Learner(nn.Module):
         self.model = model
         self.smoothing: float = getattr(recipe.objective, "smoothing", 0.0)
         self.z, self.precision = recipe.objective.z, recipe.training.precision
+        self.balance = recipe.objective.balance
 
     def forward(self, task: Task) -> Loss:
         with self.numbers():
+            if self.balance and torch.is_grad_enabled():
+                return self.balanced(task)
             return task.loss(self.model, smoothing=self.smoothing, z=self.z, chunk=CHUNK)
+
+    def balanced(self, task: Task) -> Loss:
+        """With what uneven use of experts costs, as often as there are targets: the step divides by them."""
+        with watched(self.model) as seen:
+            loss = task.loss(self.model, smoothing=self.smoothing, z=self.z, chunk=CHUNK)
+        return loss._replace(total=loss.total + self.balance * loss.weight * balance(seen))
 
     def numbers(self) -> AbstractContextManager[Any]:
         """What products are computed in."""

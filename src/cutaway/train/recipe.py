@@ -64,6 +64,8 @@ class NextToken(Part):
     kind: Literal["next-token"] = "next-token"
     z: NonNegativeFloat = 0.0
     """Weight of logsumexp², which keeps logits from drifting."""
+    balance: NonNegativeFloat = 0.0
+    """Weight of how unevenly a mixture of experts uses them; 0.01 is usual."""
 
 
 class Masked(Part):
@@ -74,6 +76,7 @@ class Masked(Part):
     spans: bool = False
     """Whether neighbours are hidden together."""
     z: NonNegativeFloat = 0.0
+    balance: NonNegativeFloat = 0.0
 
 
 class Seq2Seq(Part):
@@ -83,6 +86,7 @@ class Seq2Seq(Part):
     smoothing: Rate = 0.0
     """Of each target's certainty, the share that all tokens get."""
     z: NonNegativeFloat = 0.0
+    balance: NonNegativeFloat = 0.0
 
 
 Objective = Annotated[Annotated[NextToken | Masked | Seq2Seq, TAGGED], default_kind("next-token")]
@@ -152,7 +156,7 @@ class Training(Part):
     clip: Positive = 1.0
     """The gradient's greatest length."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """What products are computed in; weights stay fp32. In fp16 the loss is scaled; steps that overflow are left out."""
+    """What products are computed in; weights stay fp32. In fp16 the loss is scaled; what overflows is left out."""
     ema: Rate | None = None
     """How much of a running mean of the weights each step keeps; the mean is then looked at and exported."""
     seed: NonNegativeInt = 0

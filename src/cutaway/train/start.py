@@ -11,6 +11,7 @@ from cutaway.errors import InputError
 from cutaway.model import Transformer, build
 from cutaway.model.inputs import check_device
 from cutaway.text import Tokenizer
+from cutaway.train.balance import check as check_balance
 from cutaway.train.loop import Loop, Watcher
 from cutaway.train.optimise import make
 from cutaway.train.reading import FORMS, Ask, Reading, read, task_of, tokenizer_of
@@ -85,6 +86,7 @@ def model_of(recipe: Recipe, tokenizer: Tokenizer, device: Device, watcher: Watc
             f"objective {recipe.objective.kind} is for a model of form {form}, and this one's is {config.form}; change"
             " one of the two"
         )
+    check_balance(recipe, config)
     where = check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     check_room(recipe, config, where, watcher.say)
     return build(config, device=where, seed=recipe.training.seed)
