@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_train import TEXT, fingerprint, small
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import cutaway as ct
+from cutaway.train.average import Average
 from cutaway.train.loop import Loop
 from cutaway.train.recipe import recipe
 from cutaway.train.start import begin, go_on, resume, train
@@ -104,3 +108,26 @@ def test_the_weights_come_back_after_an_error(how: dict[str, Any], tmp_path: Pat
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert all(torch.equal(p, before[name]) for name, p in loop.model.named_parameters())
+
+
+def test_shards_that_were_gathered_are_gathered_anew(tmp_path: Path) -> None:
+    """FSDP keeps the outermost weights whole after a look; they must not be the mean when training goes on."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        average, x = Average(model, DECAY), torch.ones(1, 4)
+        with torch.no_grad():
+            for number in range(3):
+                for weight in model.parameters():
+                    weight.mul_(1.5)
+                average.step(number)
+            with average.shown():
+                mean = model(x)
+            last = model(x)
+            assert not torch.allclose(mean, last)
+            with average.shown():
+                assert torch.equal(model(x), mean)
+            assert torch.equal(model(x), last)
+    finally:
+        dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,8 @@ class Average:
     division, as Adam's are, would be over all of them, and hold the first, bad ones for 1 / (1 − decay) steps.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.decay, self.weights = decay, named(model)
+    def __init__(self, model: nn.Module, decay: float, *, learner: nn.Module | None = None) -> None:
+        self.decay, self.weights, self.learner = decay, named(model), learner or model
         self.means = {name: weight.detach().clone() for name, weight in self.weights.items()}
 
     @torch.no_grad()
@@ -44,6 +45,10 @@ class Average:
             last = weight.clone()
             weight.copy_(mean)
             mean.copy_(last)
+        for module in self.learner.modules():
+            reshard: Any = getattr(module, "reshard", None)
+            if reshard is not None:  # FSDP would go on with what it has gathered of the weights before
+                reshard()
 
     def tensors(self) -> dict[str, Tensor]:
         return dict(self.means)

@@ -71,7 +71,7 @@ class Loop:
         self.learner = Learner(self.model, self.recipe)
         training = self.recipe.training
         self.scale = Scale(self.model.device) if training.precision == "fp16" else None
-        self.average = None if training.ema is None else Average(self.model, training.ema)
+        self.average = None if training.ema is None else Average(self.model, training.ema, learner=self.learner)
         self.stepper = Stepper(self.recipe, self.learner, self.optimiser, self.reading, self.task, self.scale)
 
     # The state as one value
