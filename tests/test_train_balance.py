@@ -129,4 +129,6 @@ def test_it_spreads_the_load(how: dict[str, Any], tmp_path: Path) -> None:
 def test_a_model_without_experts_is_refused(how: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(CutawayError, match="has no experts to use alike"):
         begin(recipe(how, ["model=tiny-gpt", "objective.balance=0.01"]), tmp_path / "run", device="cpu")
+    with pytest.raises(CutawayError, match="which compiled blocks hide"):
+        begin(recipe(how, ["objective.balance=0.01", "training.compile=true"]), tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()

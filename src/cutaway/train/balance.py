@@ -71,10 +71,14 @@ def of_one(softmax: bool, logits: Float[Tensor, "n e"], chosen: Int[Tensor, "n k
 
 
 def check(recipe: Recipe, config: Config) -> None:
-    """A weight for the balance of experts, where there are none, is a mistake."""
+    """A weight for the balance of experts is a mistake where there are none, or where they cannot be watched."""
     ffns = [block.ffn for stack in config.stacks.values() for block in stack.blocks]
     if recipe.objective.balance and not any(isinstance(each, Moe) for each in ffns):
         raise InputError(
             f"objective.balance is {recipe.objective.balance:g}, and this model has no experts to use alike; leave it"
             " out, or use a model with ffn.kind = 'moe'"
+        )
+    if recipe.objective.balance and recipe.training.compile:
+        raise InputError(
+            "objective.balance watches routers at work, which compiled blocks hide; leave training.compile out"
         )

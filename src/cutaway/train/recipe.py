@@ -54,6 +54,8 @@ class Data(Part):
     tokenizer: Annotated[Annotated[Bytes | Bpe | Ready, TAGGED], default_kind("bytes")] = Bytes()
     length: Count = 256
     """Tokens of a sequence."""
+    borders: bool = True
+    """Whether a text sees only itself where several stand in a sequence."""
     validation: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """The share of documents that is kept for looking at."""
 
@@ -159,6 +161,8 @@ class Training(Part):
     """What products are computed in; weights stay fp32. In fp16 the loss is scaled; what overflows is left out."""
     ema: Rate | None = None
     """How much of a running mean of the weights each step keeps; the mean is then looked at and exported."""
+    compile: bool | None = None
+    """Whether blocks are compiled; on a GPU they are, unless told otherwise or objective.balance is given."""
     seed: NonNegativeInt = 0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cutaway.errors import CutawayError
+from cutaway.train.fast import pace
 from cutaway.train.learner import Learner
 from cutaway.train.optimise import Optimiser, length_of_gradient
 from cutaway.train.reading import Ask, Reading
@@ -37,6 +38,10 @@ class Stepper:
     scale: Scale | None = None
     """For fp16: what the gradient is larger by until it is used."""
 
+    def __post_init__(self) -> None:
+        watched = bool(self.recipe.objective.balance)  # by hooks, which compiled blocks would not call again
+        self.pace = pace(self.learner.model, False if watched else self.recipe.training.compile)
+
     def step(self, number: int) -> Row:
         """The gradient of the mean over all targets of the batch, however many pieces it is read in."""
         training = self.recipe.training
@@ -51,12 +56,13 @@ class Stepper:
             raise TrainingError(f"step {number + 1} has no target; lower data.validation, or give longer texts")
         self.optimiser.zero()
         entropy = 0.0
-        for place, piece in enumerate(pieces):
-            torch.manual_seed(mixed(training.seed, number, place))  # what dropout draws
-            loss = self.learner(piece)
-            mean = loss.total / weight
-            (mean if self.scale is None else mean * self.scale.value).backward()
-            entropy = entropy + loss.entropy_total.double()
+        with self.pace():
+            for place, piece in enumerate(pieces):
+                torch.manual_seed(mixed(training.seed, number, place))  # what dropout draws
+                loss = self.learner(piece)
+                mean = loss.total / weight
+                (mean if self.scale is None else mean * self.scale.value).backward()
+                entropy = entropy + loss.entropy_total.double()
         length = length_of_gradient(self.learner)
         bad, more = ~torch.isfinite(length), {}
         if self.scale is not None:
