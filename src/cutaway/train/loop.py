@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from cutaway.families.save import save
 from cutaway.generate.texts import generate
 from cutaway.model import Transformer
 from cutaway.train.audience import Audience, Watcher
+from cutaway.train.average import Average
 from cutaway.train.failpoints import reach
 from cutaway.train.health import read as read_health
 from cutaway.train.health import troubles
@@ -35,6 +36,7 @@ from cutaway.train.rows import Rows, Unwritten
 from cutaway.train.run import Run
 from cutaway.train.saving import newest, put
 from cutaway.train.saving import save as save_state
+from cutaway.train.scale import Scale
 from cutaway.train.signals import asked_to_stop
 from cutaway.train.spread import gathered
 from cutaway.train.step import Row, Stepper, portion, settled
@@ -71,7 +73,9 @@ class Loop:
         self.model: Transformer = self.learner.model
         training, device = self.recipe.training, self.model.device
         self.policy = Policy(training.pieces, training.on_spike, device=device, say=self.watcher.say)
-        how = (self.optimiser, self.reading, self.task, self.policy, self.ranks, self.wrapped)
+        self.scale = Scale(device) if training.precision == "fp16" else None
+        self.average = None if training.ema is None else Average(self.model, training.ema, learner=self.learner)
+        how = (self.optimiser, self.reading, self.task, self.policy, self.scale, self.ranks, self.wrapped)
         self.stepper = Stepper(self.recipe, self.learner, *how)
         self.pace = Pace.of(self.recipe, self.model.config, device, self.ranks.world)
         self.audience: Audience
@@ -79,8 +83,13 @@ class Loop:
     # The state as one value
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        weights = dict(self.model.state_dict())
-        return {"weights": weights, "optimiser": self.optimiser.tensors(), "policy": self.policy.tensors()}
+        parts = {name: part.tensors() for name, part in self.parts().items()}
+        return {"weights": dict(self.model.state_dict()), **parts}
+
+    def parts(self) -> dict[str, Any]:
+        """What has a state of its own beside the weights; some only in some runs."""
+        every = {"optimiser": self.optimiser, "policy": self.policy, "average": self.average, "scale": self.scale}
+        return {name: part for name, part in every.items() if part is not None}
 
     def save(self) -> None:
         """Everything that the next step depends on. A disk that is full is no reason to stop learning."""
@@ -111,8 +120,8 @@ class Loop:
         if found.state["data"] != self.run.fingerprint:
             raise InputError("this checkpoint is of other data than the run's; restore the run's own files")
         put(self.model, found.tensors["weights"])
-        self.optimiser.load(found.tensors["optimiser"])
-        self.policy.load(found.tensors["policy"])
+        for name, part in self.parts().items():
+            part.load(found.tensors[name])
         self.done, self.best = found.state["step"], found.state["best"]
         self.log(found.state["rows"], found.state["timings"])
 
@@ -144,7 +153,8 @@ class Loop:
                 if look or save or device.type == "cpu":
                     self.tell()
                 if look:
-                    self.look()
+                    with self.shown():
+                        self.look()
                 stopping = self.ranks.agree(self.stop.is_set())
                 if save or stopping:
                     self.tell()
@@ -152,7 +162,8 @@ class Loop:
                     self.since = time.perf_counter()
                     reach("after save")
         if self.done == steps:
-            self.export()
+            with self.shown():
+                self.export()
 
     @contextmanager
     def saved(self) -> Iterator[None]:
@@ -163,11 +174,18 @@ class Loop:
                 self.store.wait()
 
     def step(self, number: int) -> Row:
-        return self.stepper.step(number, measure=self.ranks.mesh is None and self.looks(number + 1))
+        row = self.stepper.step(number, measure=self.ranks.mesh is None and self.looks(number + 1))
+        if self.average is not None:
+            self.average.step(number)
+        return row
 
     def looks(self, done: int) -> bool:
         """Whether so many steps are followed by a look."""
         return done == self.recipe.training.steps or done % self.recipe.watching.every == 0
+
+    def shown(self) -> AbstractContextManager[None]:
+        """The weights that others see: their mean, where the recipe asks for one."""
+        return nullcontext() if self.average is None else self.average.shown()
 
     def tell(self) -> None:
         """Write down what the last step has come to; this waits until it has."""

@@ -11,6 +11,7 @@ from cutaway.errors import InputError
 from cutaway.model import Transformer, build
 from cutaway.text import Tokenizer
 from cutaway.train.audience import Watcher
+from cutaway.train.balance import check as check_balance
 from cutaway.train.learner import Learner
 from cutaway.train.loop import Loop
 from cutaway.train.optimise import make
@@ -113,6 +114,7 @@ def model_of(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, watcher
             f"objective {recipe.objective.kind} is for a model of form {form}, and this one's is {config.form}; change"
             " one of the two"
         )
+    check_balance(recipe, config)
     check_room(recipe, config, device, watcher.say, ranks)
     model = build(config, device=device if ranks.mesh is None else "meta", seed=recipe.training.seed)
     model.use_recompute(recipe.training.recompute)

@@ -17,6 +17,7 @@ from cutaway.train.policy import Policy, TrainingError, must_fit, out_of_memory
 from cutaway.train.ranks import ALONE, Ranks
 from cutaway.train.reading import Ask, Reading
 from cutaway.train.recipe import Recipe
+from cutaway.train.scale import Scale
 from cutaway.train.schedule import factor
 from cutaway.train.seeds import mixed
 from cutaway.train.spread import until_last
@@ -35,6 +36,8 @@ class Stepper:
     reading: Reading
     task: Ask
     policy: Policy
+    scale: Scale | None = None
+    """For fp16: what the gradient is larger by until it is used."""
     ranks: Ranks = ALONE
     wrapped: nn.Module | None = None
     """What is called in the learner's place where ranks have copies of it."""
@@ -42,19 +45,25 @@ class Stepper:
     """What the last step did to each layer, if that was asked for."""
 
     def __post_init__(self) -> None:
-        sliced = self.ranks.tensor_ranks > 1
-        self.pace = pace(self.learner.model, False if sliced else self.recipe.training.compile)
+        # Matrices in slices are not joined; what hooks watch, compiled blocks would not call again.
+        plain = self.ranks.tensor_ranks > 1 or bool(self.recipe.objective.balance)
+        self.pace = pace(self.learner.model, False if plain else self.recipe.training.compile)
 
     def step(self, number: int, *, measure: bool = False) -> Row:
         """By the gradient, unless the policy skips it."""
         training = self.recipe.training
         entropy, weight = self.gradient_that_fits(number)
-        length = length_of_gradient(self.learner, self.ranks)
+        length, scaled = length_of_gradient(self.learner, self.ranks), {}
+        if self.scale is not None:
+            scaled["scale"] = self.scale.value.clone()
+            self.scale.step(~torch.isfinite(length))
+            length = length / scaled["scale"]
         rate = factor(self.recipe.schedule, number, training.steps)
         skip, judged = self.policy.judge(length)
         self.changes = Changes(self.optimiser.parameters) if measure else None
         with must_fit("the optimiser's state"):
-            self.optimiser.step(rate, shrink=(length / training.clip).clamp(min=1.0), skip=skip)
+            shrink = (length / training.clip).clamp(min=1.0) * scaled.get("scale", 1.0)
+            self.optimiser.step(rate, shrink=shrink, skip=skip)
         return {
             "step": number + 1,
             "loss": self.ranks.total(entropy) / weight,
@@ -62,6 +71,7 @@ class Stepper:
             "rate": rate,
             "tokens": int(weight),
             "judged": judged,
+            **scaled,
         }
 
     def gradient_that_fits(self, number: int) -> tuple[Any, float]:
@@ -70,9 +80,8 @@ class Stepper:
             try:
                 return self.gradient(number)
             except (RuntimeError, MemoryError) as error:
-                if (
-                    not out_of_memory(error) or self.ranks.world > 1
-                ):  # the others would wait for a rank that begins anew
+                others_wait = self.ranks.world > 1
+                if not out_of_memory(error) or others_wait:
                     raise
                 self.policy.read_in_more_pieces(self.recipe.training.batch)
             self.optimiser.zero()  # out here the error, which holds all that was computed, is gone
@@ -103,7 +112,7 @@ class Stepper:
                 with until_last(asked, place == len(pieces) - 1):
                     loss: Loss = asked(piece)
                     mean: Any = loss.total * (self.ranks.data_ranks / weight)  # ranks' gradients are averaged
-                    mean.backward()
+                    (mean if self.scale is None else mean * self.scale.value).backward()
                 entropy = entropy + loss.entropy_total.double()
         return entropy, weight
 
