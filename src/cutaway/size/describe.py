@@ -70,7 +70,10 @@ def every_flops(size: "Size", step: "Size") -> dict[str, Any]:
 
 def question(size: "Size") -> dict[str, Any]:
     asked = size.question
-    shown = {name: value for name, value in vars(asked).items() if name not in ("config", "hardware", "dtype")}
+    shown = {
+        name: value for name, value in vars(asked).items() if name not in ("config", "hardware", "dtype", "devices")
+    }
+    shown |= asdict(asked.devices)
     shown |= {"dtype": asked.dtype.name, "hardware": asked.hardware.name if asked.hardware else None}
     return shown | {"batch_per_device": size.batch, "beyond": asked.beyond or None}
 

@@ -14,12 +14,15 @@ from cutaway.size.hardware import Hardware
 from cutaway.size.hardware import hardware as known_hardware
 from cutaway.size.numbers import CACHED, Numbers, numbers
 from cutaway.size.optimizers import OPTIMIZERS
-from cutaway.size.parallel import check_way
+from cutaway.size.parallel import Devices
+from cutaway.size.parallel import devices as devices_of
 
 DOING = {"infer": "to serve", "train": "to train"}
 """The modes, and what they are called."""
 RECOMPUTE = ("none", "selective", "full")
 KERNELS = ("auto", "sdpa", "explicit", "flex")
+LOSSES = ("whole", "chunked")
+"""Over all logits at once, or over a chunk of targets at a time, as `cutaway train` does it."""
 UNASKED, UNKNOWN = 8192, 2048
 """The longest context that is taken unasked, since few sequences fill the longest that a model is made for; and the one
 that is taken where the configuration says none."""
@@ -40,9 +43,11 @@ class Question:
     optimizer: str
     checkpointing: str
     kernel: str
+    loss: str
     hardware: Hardware | None
     gpus: int
     parallel: str
+    devices: Devices
     tokens: int | None
     price: float | None
 
@@ -84,8 +89,11 @@ def ask(
     optimizer: str,
     checkpointing: str,
     kernel: str,
+    loss: str,
     gpus: int,
     parallel: str,
+    shards: int | None,
+    tensor: int | None,
     tokens: int | None,
     price: float | None,
 ) -> Question:
@@ -95,12 +103,14 @@ def ask(
         ("mode", mode, DOING),
         ("checkpointing", checkpointing, RECOMPUTE),
         ("kernel", kernel, KERNELS),
+        ("loss", loss, LOSSES),
         ("optimizer", optimizer, OPTIMIZERS),
         ("kv_dtype", "bf16" if kv_dtype is None else kv_dtype, CACHED),
     ):
         if not (isinstance(given, str) and given in choices):
             raise InputError(f"{what} {given!r} is not known; choose one of {', '.join(choices)}")
     counts = {"batch": batch, "context": context, "source_length": source_length, "gpus": gpus, "tokens": tokens}
+    counts |= {"shards": shards, "tensor": tensor}
     for what, given_count in counts.items():
         open_ = given_count is None and what not in ("batch", "gpus")
         if not (open_ or is_count(given_count)):
@@ -112,7 +122,6 @@ def ask(
         raise InputError("a price is of a device's hours, and no device is given; name one, as in --gpu h100")
     if price is not None and not (isinstance(price, int | float) and 0 <= price < 1e12):
         raise InputError(f"price is {price!r}; give what one device costs an hour, 0 or more")
-    check_way(parallel, gpus, batch)
     length = index(context) if context else min(config.context or UNKNOWN, UNASKED)
     chosen = numbers(dtype or ("mixed" if mode == "train" else "bf16"))
     return Question(
@@ -126,9 +135,11 @@ def ask(
         optimizer=optimizer,
         checkpointing=checkpointing,
         kernel=kernel,
+        loss=loss,
         hardware=device_called(hardware) if isinstance(hardware, str) else hardware,
         gpus=gpus,
         parallel=parallel,
+        devices=devices_of(parallel, gpus, batch, shards, tensor),
         tokens=None if tokens is None else index(tokens),
         price=price,
     )

@@ -1,44 +1,41 @@
 """What a step will take, before there is a model: said, and refused where it cannot be."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from cutaway.config import Config
 from cutaway.errors import InputError
 from cutaway.generate.plan import GIB, free_memory
-from cutaway.size.optimizers import OPTIMIZERS
+from cutaway.size.hardware import custom
 from cutaway.size.sizing import size
-from cutaway.train.learner import CHUNK
 from cutaway.train.recipe import Recipe
 
-WHOLE_LOGITS = ("logits", "loss", "gradients on the way")
-"""What a plain step holds for the whole vocabulary, and this one for a chunk of targets."""
+CPU = replace(custom(bandwidth=1e9, flops=1e9), kind="cpu")
+"""Asked of for its kind alone: a CPU keeps other things for the way back than a GPU does."""
 
 
-def expected(recipe: Recipe, config: Config) -> tuple[int, int]:
+def expected(recipe: Recipe, config: Config, device: torch.device) -> tuple[int, int]:
     """Bytes of a step: what it takes in all, about, and what it takes for certain: weights, gradients, optimiser."""
-    training, length = recipe.training, recipe.data.length
-    rows = -(-training.batch // training.pieces)
-    kind = {"sgd": "sgd-momentum"}.get(recipe.optimiser.kind, recipe.optimiser.kind)
+    training = recipe.training
     memory = size(
         config,
-        batch=rows,
-        context=length,
+        batch=-(-training.batch // training.pieces),
+        context=recipe.data.length,
         mode="train",
         dtype="fp32" if training.precision == "fp32" else "mixed",
-        optimizer=kind if kind in OPTIMIZERS else "sgd",
+        optimizer={"sgd": "sgd-momentum"}.get(recipe.optimiser.kind, recipe.optimiser.kind),
+        loss="chunked",
+        hardware=CPU if device.type == "cpu" else None,
     ).memory
     certain = sum(memory.whole[name] for name in ("weights", "gradients", "optimizer"))
-    kept = sum(held for name, held in memory.parts.items() if name not in WHOLE_LOGITS)
-    chunk = min(CHUNK, rows * length)
-    head = config.vocab_size * (3 * chunk + 2 * config.d_model) * 4  # logits and what becomes of them; its gradient
-    return max(kept + head, certain), certain
+    return max(memory.total, certain), certain
 
 
 def check_room(recipe: Recipe, config: Config, device: torch.device, say: Callable[[str], None]) -> None:
     """Say what is expected; refuse what cannot be, whatever the activations take."""
-    about, certain = expected(recipe, config)
+    about, certain = expected(recipe, config, device)
     free = free_memory(device)
     if free is None:
         say(f"a step takes about {about / GIB:.2g} GiB")
