@@ -44,6 +44,8 @@ class Question:
     checkpointing: str
     kernel: str
     loss: str
+    packed: bool
+    """Whether a sequence to train on holds several documents, which do not see each other."""
     hardware: Hardware | None
     gpus: int
     parallel: str
@@ -90,6 +92,7 @@ def ask(
     checkpointing: str,
     kernel: str,
     loss: str,
+    packed: bool,
     gpus: int,
     parallel: str,
     shards: int | None,
@@ -136,6 +139,7 @@ def ask(
         checkpointing=checkpointing,
         kernel=kernel,
         loss=loss,
+        packed=packed,
         hardware=device_called(hardware) if isinstance(hardware, str) else hardware,
         gpus=gpus,
         parallel=parallel,

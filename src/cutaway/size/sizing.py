@@ -93,7 +93,8 @@ class Size:
         """A training step on one device."""
         asked = self.question
         setting = self.setting(asked.checkpointing)
-        return train(self.share, self.batch, asked.context, setting, source=asked.source, loss=asked.loss)
+        how: Any = {"source": asked.source, "loss": asked.loss, "packed": asked.packed}
+        return train(self.share, self.batch, asked.context, setting, **how)
 
     @cached_property
     def whole(self) -> "Size":
@@ -290,6 +291,7 @@ def size(
     checkpointing: str = "none",
     kernel: str = "auto",
     loss: str = "whole",
+    packed: bool = False,
     gpus: int = 1,
     parallel: str = "data",
     shards: int | None = None,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cutaway.model import Transformer
-from cutaway.train.loss import Loss
+from cutaway.train.loss import Loss, Vocabulary
 from cutaway.train.objectives import Task
 from cutaway.train.recipe import Recipe
 
@@ -23,10 +23,13 @@ class Learner(nn.Module):
         self.model = model
         self.smoothing: float = getattr(recipe.objective, "smoothing", 0.0)
         self.z, self.precision = recipe.objective.z, recipe.training.precision
+        self.vocabulary: Vocabulary | None = None
+        """Whose logits are here, where ranks share the output matrix."""
 
     def forward(self, task: Task) -> Loss:
         with self.numbers():
-            return task.loss(self.model, smoothing=self.smoothing, z=self.z, chunk=CHUNK)
+            how: Any = {"smoothing": self.smoothing, "z": self.z, "vocabulary": self.vocabulary}
+            return task.loss(self.model, chunk=CHUNK, **how)
 
     def numbers(self) -> AbstractContextManager[Any]:
         """What products are computed in."""

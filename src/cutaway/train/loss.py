@@ -29,12 +29,47 @@ class Loss(NamedTuple):
     """Plain cross-entropy, without smoothing and z, to report."""
 
 
+class Vocabulary(NamedTuple):
+    """Of a vocabulary that ranks share, whose logits this one has: `size` in all, its own from `first` on."""
+
+    size: int
+    first: int
+    group: Any
+
+    def gathered(self, x: Tensor, how: str = "SUM") -> Tensor:
+        """Σ, or the greatest, over the ranks."""
+        import torch.distributed as dist
+
+        dist.all_reduce(x, getattr(dist.ReduceOp, how), group=self.group)
+        return x
+
+    def log_softmax(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
+        wide = logits.to(dtype, copy=True)
+        wide -= self.gathered(wide.amax(-1, keepdim=True), "MAX")
+        return wide.sub_(self.gathered(wide.exp().sum(-1, keepdim=True)).log_())
+
+    def here(self, target: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Where among this rank's logits a target is, and whether it is."""
+        place = target - self.first
+        is_mine = (place >= 0) & (place < count)
+        return place.masked_fill(~is_mine, 0), is_mine
+
+    def pick(self, x: Tensor, target: Tensor) -> Tensor:
+        """The target's entry of each row, wherever it is."""
+        place, is_mine = self.here(target, x.shape[-1])
+        return self.gathered(x.gather(-1, place).masked_fill_(~is_mine, 0))
+
+    def mean(self, x: Tensor) -> Tensor:
+        return self.gathered(x.sum(-1, keepdim=True)) / self.size
+
+
 class Terms(NamedTuple):
-    """What is added up for each target."""
+    """What is added up for each target, and whose logits are here if not all."""
 
     smoothing: float
     z: float
     chunk: int
+    vocabulary: Vocabulary | None = None
 
 
 def head_loss(
@@ -46,6 +81,7 @@ def head_loss(
     smoothing: float = 0.0,
     z: float = 0.0,
     chunk: int,
+    vocabulary: Vocabulary | None = None,
 ) -> Loss:
     """Σ weight · [cross-entropy with label smoothing + z·logsumexp²] in fp32 (or wider), `chunk` targets at a time.
 
@@ -59,7 +95,7 @@ def head_loss(
     if len(chosen) < len(weights):
         weight, targets, kept = weight[chosen], targets[chosen.to(targets.device)], chosen.to(x.device)
     weight, targets = weight.to(x.device), targets.to(x.device).long()
-    terms = Terms(smoothing, z, chunk)
+    terms = Terms(smoothing, z, chunk, vocabulary)
     # Autograd must see each parameter as an input, or a tied table would lose this half of its gradient, and DDP's
     # and FSDP's hooks would wait for one that never comes.
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
@@ -124,7 +160,7 @@ def _in_chunks(
             piece = piece.detach().requires_grad_(wants_x)
             logits = head(piece)
         if start == 0:
-            _check_targets(targets, logits.shape[-1])
+            _check_targets(targets, logits.shape[-1] if terms.vocabulary is None else terms.vocabulary.size)
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             slope, loss, plain = _softmax_part(logits.detach(), target, w, terms, wide, into is not None)
             value += loss
@@ -151,22 +187,27 @@ def _softmax_part(
     slopes: bool,
 ) -> tuple[Float[Tensor, "n V"], Float[Tensor, ""], Float[Tensor, ""]]:
     """∂loss/∂logits (in the place of the log-probabilities), the loss, and plain cross-entropy."""
-    log_p = torch.log_softmax(logits, -1, dtype=torch.promote_types(wide, logits.dtype))
-    plain = -log_p.gather(-1, target)
+    spread, dtype = terms.vocabulary, torch.promote_types(wide, logits.dtype)
+    log_p = torch.log_softmax(logits, -1, dtype=dtype) if spread is None else spread.log_softmax(logits, dtype)
+    plain = -(log_p.gather(-1, target) if spread is None else spread.pick(log_p, target))
     loss, s, z = plain, terms.smoothing, terms.z
     if s:
-        loss = (1 - s) * plain - s * log_p.mean(-1, keepdim=True)
+        loss = (1 - s) * plain - s * (log_p.mean(-1, keepdim=True) if spread is None else spread.mean(log_p))
     push = weight
     if z:
-        lse = logits.gather(-1, target).to(log_p.dtype) + plain
+        lse = (logits.gather(-1, target) if spread is None else spread.pick(logits, target)).to(log_p.dtype) + plain
         loss = loss + z * lse.square()
         push = weight * (1 + 2 * z * lse)
     total, entropy = (weight * loss).sum(), (weight * plain).sum()
     if slopes:
         log_p = log_p.exp_().mul_(push)
         if s:
-            log_p -= weight * (s / logits.shape[-1])
-        log_p.scatter_add_(-1, target, (-(1 - s) * weight).to(log_p.dtype))
+            log_p -= weight * (s / (logits.shape[-1] if spread is None else spread.size))
+        pull = (-(1 - s) * weight).to(log_p.dtype)
+        if spread is not None:
+            target, is_mine = spread.here(target, logits.shape[-1])
+            pull = pull * is_mine
+        log_p.scatter_add_(-1, target, pull)
     return log_p, total, entropy
 
 

@@ -13,7 +13,7 @@ from cutaway.errors import InputError
 from cutaway.generate.noise import uniform
 from cutaway.model import EncoderOnly, Transformer
 from cutaway.model.masks import places
-from cutaway.train.loss import Loss, head_loss
+from cutaway.train.loss import Loss, Vocabulary, head_loss
 from cutaway.train.seeds import mixed
 
 MASKED, RANDOM = 0.8, 0.1
@@ -38,13 +38,21 @@ class Task:
         run: Any = model.encode if isinstance(model, EncoderOnly) else model.hidden
         return run(*self.reads, **self.beside)
 
-    def loss(self, model: Transformer, *, smoothing: float = 0.0, z: float = 0.0, chunk: int = 1024) -> Loss:
+    def loss(
+        self,
+        model: Transformer,
+        *,
+        smoothing: float = 0.0,
+        z: float = 0.0,
+        chunk: int = 1024,
+        vocabulary: Vocabulary | None = None,
+    ) -> Loss:
         """What the model gets wrong, summed over targets."""
         head = model.head
         if not isinstance(head, torch.nn.Module):
             raise InputError("this model has no head, so it cannot say a token; give it one: head.kind = 'lm'")
         x, targets, weights = self.hidden(model).flatten(0, 1), self.targets.flatten(), self.weights.flatten()
-        return head_loss(head, x, targets, weights, smoothing=smoothing, z=z, chunk=chunk)
+        return head_loss(head, x, targets, weights, smoothing=smoothing, z=z, chunk=chunk, vocabulary=vocabulary)
 
     def to(self, device: torch.device | str) -> "Task":
         """The same on another device. Weights stay: they are counted here, and asking a device is waiting for it."""

@@ -1,19 +1,22 @@
 """One step: a function of the weights, the optimiser's state and the step's number, and of nothing else."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from cutaway.errors import CutawayError
-from cutaway.train.learner import Learner
+from cutaway.train.data.batches import Data
+from cutaway.train.loss import Loss
+from cutaway.train.objectives import Task
 from cutaway.train.optimise import Optimiser, length_of_gradient
+from cutaway.train.ranks import ALONE, Ranks
 from cutaway.train.reading import Ask, Reading
 from cutaway.train.recipe import Recipe
 from cutaway.train.schedule import factor
 from cutaway.train.seeds import mixed
+from cutaway.train.spread import until_last
 
 
 class TrainingError(CutawayError):
@@ -29,10 +32,12 @@ class Stepper:
     """Takes steps. What it returns is read later, when the device has come so far."""
 
     recipe: Recipe
-    learner: Learner
+    learner: nn.Module
+    """A Learner, or what spreads one over ranks."""
     optimiser: Optimiser
     reading: Reading
     task: Ask
+    ranks: Ranks = ALONE
 
     def step(self, number: int) -> Row:
         """The gradient of the mean over all targets of the batch, however many pieces it is read in."""
@@ -40,25 +45,27 @@ class Stepper:
         size = training.batch
         first = number * size
         pieces = [
-            self.task(self.reading.train.batch(first + low, high - low), first + low)
-            for low, high in cut(size, training.pieces)
+            asked(self.task, self.reading.train, first + low, high - low)
+            for low, high in self.ranks.portions(size, training.pieces)
         ]
-        weight = sum(float(piece.weights.sum()) for piece in pieces)
+        weight = self.ranks.total(sum(float(piece.weights.sum()) for piece in pieces))
         if weight == 0:
             raise TrainingError(f"step {number + 1} has no target; lower data.validation, or give longer texts")
         self.optimiser.zero()
-        entropy = 0.0
+        entropy: Any = 0.0
         for place, piece in enumerate(pieces):
-            torch.manual_seed(mixed(training.seed, number, place))  # what dropout draws
-            loss = self.learner(piece)
-            (loss.total / weight).backward()
+            torch.manual_seed(mixed(training.seed, number, place, self.ranks.data_rank))  # what dropout draws
+            with until_last(self.learner, place == len(pieces) - 1):
+                loss: Loss = self.learner(piece)
+                mean: Any = loss.total * (self.ranks.data_ranks / weight)  # ranks' gradients are averaged
+                mean.backward()
             entropy = entropy + loss.entropy_total.double()
-        length = length_of_gradient(self.learner)
+        length = length_of_gradient(self.learner, self.ranks)
         rate = factor(self.recipe.schedule, number, training.steps)
         self.optimiser.step(rate, shrink=(length / training.clip).clamp(min=1.0), skip=~torch.isfinite(length))
         return {
             "step": number + 1,
-            "loss": entropy / weight,
+            "loss": self.ranks.total(entropy) / weight,
             "gradient": length,
             "rate": rate,
             "tokens": int(weight),
@@ -70,7 +77,7 @@ def settled(row: Row) -> Row:
     return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in row.items()}
 
 
-def cut(size: int, pieces: int) -> Iterator[tuple[int, int]]:
-    """(low, high) of each of so many nearly equal parts."""
-    edges = [size * place // pieces for place in range(pieces + 1)]
-    return ((low, high) for low, high in pairwise(edges) if high > low)
+def asked(task: Ask, data: Data[Any, Any], first: int, count: int) -> Task:
+    """What some sequences ask for. A rank that has none reads one, which counts nothing: the others wait for it."""
+    found = task(data.batch(first, max(count, 1)), first)
+    return found if count else replace(found, weights=torch.zeros_like(found.weights))

@@ -64,13 +64,20 @@ def read(
 
 
 def train(
-    config: Config, batch: int, length: int, setting: Setting, *, source: int | None = None, loss: str = "whole"
+    config: Config,
+    batch: int,
+    length: int,
+    setting: Setting,
+    *,
+    source: int | None = None,
+    loss: str = "whole",
+    packed: bool = False,
 ) -> Pass:
-    """Forward, cross-entropy of every token, and back.
+    """Forward, cross-entropy of every token, and back. With `packed` a sequence holds several documents.
 
     Over 'whole' logits the caller holds them to the end, as most do; 'chunked' is as `cutaway train` does it.
     """
-    tape = Tape(replace(setting, grad=True))
+    tape = Tape(replace(setting, grad=True, rows=batch if packed else 0))
     shares = tape.shares = shared(tape, config)
     if shares is not None:
         shares.enter(ENDS)

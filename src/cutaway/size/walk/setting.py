@@ -15,6 +15,8 @@ class Setting:
     kernel: str = "auto"
     recompute: str = "none"
     device: str = "cuda"
+    rows: int = 0
+    """Sequences whose tokens see each other differently, as several documents do in one; 0 where all are alike."""
     gradient: int = 0
     """Bytes of a gradient's number that is kept, if they are not the weight's."""
     copies: int = 1
