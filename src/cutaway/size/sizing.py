@@ -165,6 +165,11 @@ class Size:
         )
 
     @property
+    def collectives(self) -> dict[str, tuple[int, int]]:
+        """Of a training step, by kind: how many, and bytes, of a whole that is given or taken in parts."""
+        return {kind: (many, self.step.tally.sent_bytes[kind]) for kind, many in self.step.tally.sent.items()}
+
+    @property
     def memory(self) -> Memory:
         """On one device, in the mode that was asked for."""
         return self.training if self.question.mode == "train" else self.serving
