@@ -66,7 +66,7 @@ def training(
     if gradients + step.after > step.peak:
         moments, fullest = {"gradients": gradients, "logits": step.after}, "the optimizer's step"
     if devices.copies > 1 and devices.shards == devices.tensor == 1:
-        moments["buckets to send"] = gradients
+        moments["gradients"] = gradients  # they live in the buckets that are sent
     parts = {"weights": weights, "optimizer": state, **moments}
     parts |= {"workspace": WORKSPACE} if on_gpu else {}
     whole = {

@@ -23,6 +23,10 @@ class Devices:
     tensor: int = 1
     """Devices that have heads, hidden units and vocabulary in shares, and add up what these come to."""
 
+    def __str__(self) -> str:
+        parts = {"copies": self.copies, "shards": self.shards, "tensor": self.tensor}
+        return " × ".join(f"{many:,} {name}" for name, many in parts.items() if many > 1) or "1"
+
     @property
     def readers(self) -> int:
         """Between how many the batch is split: those that share matrices read the same."""

@@ -155,14 +155,8 @@ class Size:
     @cached_property
     def training(self) -> Memory:
         asked = self.question
-        return bytes_of.training(
-            self.share,
-            asked.dtype,
-            asked.optimizer,
-            self.step,
-            on_gpu=self.on_gpu,
-            devices=asked.devices,
-        )
+        where: Any = {"on_gpu": self.on_gpu, "devices": asked.devices}
+        return bytes_of.training(self.share, asked.dtype, asked.optimizer, self.step, **where)
 
     @property
     def collectives(self) -> dict[str, tuple[int, int]]:

@@ -84,7 +84,7 @@ def beside(counted: Figures, predicted: Figures, kind: str) -> dict[str, int]:
     return {"number": number, "bytes": size, "size_number": told, "size_bytes": told_bytes}
 
 
-class Shapes(Ledger):
+class Shapes(Ledger):  # type: ignore[no-untyped-call]
     """A ledger that answers where a value is asked for, since there are none: 0, 1.0, no; and every weight counts."""
 
     def carry_out(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -109,8 +109,8 @@ def rehearse(recipe: Recipe, world: int) -> Rehearsal:
         ranks.arrange(recipe.parallel, CPU)
         if ranks.mesh is None and world > 1:
             raise InputError(
-                "whole copies (DDP) hold on each rank what one alone holds, and are not rehearsed; set parallel.shards or"
-                " parallel.tensor"
+                "copies of all (DDP) hold what one rank alone does; rehearse that with --world 1, or set parallel.shards"
+                " or parallel.tensor"
             )
         predicted = sized(recipe, config, CPU, ranks)
         model = shaped(recipe, config, torch.device("meta"))
@@ -195,9 +195,9 @@ def figures(model: Transformer, optimiser: Optimiser, ledger: Ledger) -> Figures
     held = {id(each): each for each in model.state_dict(keep_vars=True).values()}.values()
     slopes = [each.grad for each in model.parameters() if each.grad is not None]
     states = [value for part in optimiser.parts for each in owned(part) for value in part.state.get(each, {}).values()]
-    sums = [sum(own(each).nbytes for each in tensors) for tensors in (held, slopes, states)]
+    weights, gradients, state = (sum(own(each).nbytes for each in tensors) for tensors in (held, slopes, states))
     kinds = {kind: (number, ledger.bytes[kind]) for kind, number in ledger.sent.items()}
-    return Figures(*sums, ledger.peak, kinds)
+    return Figures(weights, gradients, state, ledger.peak, kinds)
 
 
 def said(size: Size, recipe: Recipe, ranks: Together) -> Figures:
