@@ -6,20 +6,18 @@ With "gradients", one step's gradients are written there, whole, in the place of
 
 import json
 import os
-import socket
+import signal
 import sys
 import time
 import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
-import torch.distributed.fsdp
 from safetensors.torch import save_file
+from torch.distributed import TCPStore
 
-import cutaway.train.slices
-import cutaway.train.together
 from cutaway.errors import CutawayError
 from cutaway.train.loop import Loop
 from cutaway.train.parts import whole
@@ -27,6 +25,9 @@ from cutaway.train.ranks import together
 from cutaway.train.recipe import recipe
 from cutaway.train.start import begin, go_on
 from cutaway.train.step import settled
+
+LONGEST = 120
+"""Seconds after which processes that hang are ended."""
 
 
 def gradients(loop: Loop, file: str) -> None:
@@ -65,12 +66,20 @@ def work(job: dict[str, Any], rank: int) -> None:
         loop.go()
 
 
+for module in ("torch._dynamo", "torch.distributed.fsdp", "cutaway.train.slices", "cutaway.train.together"):
+    import_module(module)  # before the forks, of which each would
+
+
 def start(job: dict[str, Any], rank: int, port: int) -> int:
     pid = os.fork()
     if pid:
         return pid
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["world"])}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | job.get("environment", {})
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    } | job.get("environment", {})
     if str(rank) in job.get("points", {}):
         os.environ["CUTAWAY_FAILPOINT"] = job["points"][str(rank)]
     status = 0
@@ -89,19 +98,42 @@ def start(job: dict[str, Any], rank: int, port: int) -> int:
 
 
 def carry_out(job: dict[str, Any]) -> list[int]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    keeper, port = keep_store()
     pids = [start(job, rank, port) for rank in range(job["world"])]
-    return [os.waitpid(pid, 0)[1] for pid in pids]
+    ended: dict[int, int] = {}
+    deadline = time.monotonic() + LONGEST
+    while len(ended) < len(pids):
+        for pid in pids:
+            if pid not in ended and (found := os.waitpid(pid, os.WNOHANG))[0]:
+                ended[pid] = found[1]
+            elif pid not in ended and time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    os.kill(keeper, signal.SIGKILL)
+    os.waitpid(keeper, 0)
+    return [ended[pid] for pid in pids]
+
+
+def keep_store() -> tuple[int, int]:
+    """A process that outlives the others, as torchrun's own does. It has threads, so it is none that forks."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writing, f"{store.port}\n".encode())
+        while True:
+            signal.pause()
+    with os.fdopen(reading) as said:
+        port = int(said.readline())
+    os.close(writing)
+    return pid, port
 
 
 def main() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
-        began = time.perf_counter()
         codes = [os.waitstatus_to_exitcode(status) for status in carry_out(json.loads(line))]
-        sys.stdout.write(json.dumps({"codes": codes, "seconds": time.perf_counter() - began}) + "\n")
+        sys.stdout.write(json.dumps(codes) + "\n")
         sys.stdout.flush()
 
 

@@ -1,4 +1,4 @@
-"""A tensor that several ranks share: each has a part. PyTorch's DTensor says which; here parts are cut and put together.
+"""A tensor that several ranks share: each has a part, which PyTorch's DTensor describes. Cut, and put together, here.
 
 Nothing of torch.distributed is imported: where a process trains alone there are no such tensors.
 """

@@ -1,4 +1,4 @@
-"""The processes that train one model together, as each of them sees it. One alone is the simple case, and is all here."""
+"""The processes that train one model together, as each of them sees it. One alone is the simple case: all is here."""
 
 import os
 from collections.abc import Iterator

@@ -171,13 +171,16 @@ class PartOfLogits(Part):
 
 
 class SomeHeads(ScoreBias):
-    """What is added to the scores of this rank's heads."""
+    """What is added to the scores of this rank's heads, which are counted from `first`."""
 
     first: int
+    count: int
 
     def dense(self, q: Tensor, k: Tensor) -> Tensor:
-        found = super().dense(q, k)
-        return found[:, self.first : self.first + self.heads] if found.shape[1] > self.heads else found
+        if isinstance(self, RelativeBias):
+            return super().dense(q, k)[:, self.first : self.first + self.count]
+        head = torch.arange(self.count, device=q.device)[:, None, None]
+        return self.at(q[:, None, :, None], k[:, None, None, :], head).expand(-1, -1, q.shape[-1], -1)
 
     def at(self, q: Tensor, k: Tensor, head: Tensor) -> Tensor:
         return super().at(q, k, head + self.first)
@@ -249,8 +252,8 @@ def slice_ffn(module: Plain | Gated, sharers: Sharers) -> None:
 
 def slice_bias(module: ScoreBias, sharers: Sharers) -> None:
     check_even("heads", module.heads, sharers)
-    module.heads //= sharers.count
-    become(module, SomeHeads, sharers, first=module.heads * sharers.rank)
+    count = module.heads // sharers.count
+    become(module, SomeHeads, sharers, first=count * sharers.rank, count=count)
     if isinstance(module, RelativeBias):
         become(module.table, Given, sharers)
 

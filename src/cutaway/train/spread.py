@@ -26,9 +26,7 @@ def spread(learner: Learner, ranks: Ranks) -> nn.Module:
     if ranks.mesh is None:
         from torch.nn.parallel import DistributedDataParallel
 
-        with warnings.catch_warnings(
-            action="ignore", category=FutureWarning
-        ):  # newer versions have another name for it
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # newer ones rename it
             return DistributedDataParallel(learner, broadcast_buffers=False, gradient_as_bucket_view=True)
     mesh: Any = ranks.mesh
     if ranks.tensor_ranks > 1:
