@@ -6,7 +6,7 @@ counted, and stands beside what `size` says of it.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from cutaway.config import config as read_config
 from cutaway.errors import InputError
 from cutaway.model import Transformer
+from cutaway.size.parallel import Devices
 from cutaway.size.sizing import Size
 from cutaway.text import byte_tokenizer
 from cutaway.train.learner import Learner
@@ -25,7 +26,7 @@ from cutaway.train.ledger import Ledger
 from cutaway.train.objectives import Task
 from cutaway.train.optimise import Optimiser, make, owned
 from cutaway.train.parts import own
-from cutaway.train.ranks import Ranks
+from cutaway.train.ranks import ALONE, Ranks
 from cutaway.train.reading import tokenizer_of
 from cutaway.train.recipe import Bpe, Bytes, Recipe, Seq2Seq
 from cutaway.train.room import sized
@@ -60,17 +61,14 @@ class Rehearsal:
     """What was counted, and what size predicts."""
 
     world: int
-    copies: int
-    shards: int
-    tensor: int
+    devices: Devices
     parameters: int
     counted: Figures
     predicted: Figures
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        told: dict[str, Any] = {name: getattr(self, name) for name in ("world", "copies", "shards", "tensor")}
-        told["parameters"] = self.parameters
+        told: dict[str, Any] = {"world": self.world, **asdict(self.devices), "parameters": self.parameters}
         for name in ("weights", "gradients", "optimizer", "beside", "peak"):
             mine, size = getattr(self.counted, name), getattr(self.predicted, name)
             told[name] = {"bytes": mine, "size": size, "ratio": size / mine if mine else None}
@@ -109,7 +107,7 @@ def rehearse(recipe: Recipe, world: int) -> Rehearsal:
         ranks.arrange(recipe.parallel, CPU)
         if ranks.mesh is None and world > 1:
             raise InputError(
-                "copies of all (DDP) hold what one rank alone does; rehearse that with --world 1, or set parallel.shards"
+                "whole copies (DDP) hold what one rank alone does; rehearse that with --world 1, or set parallel.shards"
                 " or parallel.tensor"
             )
         predicted = sized(recipe, config, CPU, ranks)
@@ -117,9 +115,7 @@ def rehearse(recipe: Recipe, world: int) -> Rehearsal:
         parameters = sum(each.numel() for each in model.parameters())
         with FakeTensorMode(allow_non_fake_inputs=True), Shapes() as ledger:
             counted = take_steps(model, recipe, ranks, ledger)
-    return Rehearsal(
-        world, ranks.copies, ranks.shards, ranks.tensor_ranks, parameters, counted, said(predicted, recipe, ranks)
-    )
+    return Rehearsal(world, predicted.question.devices, parameters, counted, said(predicted, recipe, ranks))
 
 
 def take_steps(model: Transformer, recipe: Recipe, ranks: Ranks, ledger: Ledger) -> Figures:
@@ -138,8 +134,11 @@ def take_steps(model: Transformer, recipe: Recipe, ranks: Ranks, ledger: Ledger)
 
 
 @contextmanager
-def pretended(world: int) -> Iterator[Together]:
+def pretended(world: int) -> Iterator[Ranks]:
     """Rank 0 among others that are not there."""
+    if world == 1:
+        yield ALONE
+        return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -200,7 +199,7 @@ def figures(model: Transformer, optimiser: Optimiser, ledger: Ledger) -> Figures
     return Figures(weights, gradients, state, ledger.peak, kinds)
 
 
-def said(size: Size, recipe: Recipe, ranks: Together) -> Figures:
+def said(size: Size, recipe: Recipe, ranks: Ranks) -> Figures:
     """What size says of the same step."""
     memory = size.training
     pieces = len(ranks.portions(recipe.training.batch, recipe.training.pieces))
