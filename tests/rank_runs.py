@@ -66,7 +66,7 @@ def work(job: dict[str, Any], rank: int) -> None:
         loop.go()
 
 
-for module in ("torch._dynamo", "torch.distributed.fsdp", "cutaway.train.slices", "cutaway.train.together"):
+for module in ("torch._dynamo", "torch.distributed.fsdp", "cutaway.train.slicing", "cutaway.train.together"):
     import_module(module)  # before the forks, of which each would
 
 

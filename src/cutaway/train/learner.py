@@ -1,15 +1,18 @@
 """A model with what is asked of it: a batch in, what it gets wrong out."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from cutaway.model import Transformer
-from cutaway.train.loss import Loss, Vocabulary
+from cutaway.model.inputs import KNOWN
+from cutaway.train.loss import Loss
 from cutaway.train.objectives import Task
 from cutaway.train.recipe import Recipe
+from cutaway.train.vocabulary import Vocabulary
 
 CHUNK = 1024
 """Targets whose logits are held at once."""
@@ -27,12 +30,28 @@ class Learner(nn.Module):
         """Whose logits are here, where ranks share the output matrix."""
 
     def forward(self, task: Task) -> Loss:
-        with self.numbers():
-            how: Any = {"smoothing": self.smoothing, "z": self.z, "vocabulary": self.vocabulary}
-            return task.loss(self.model, chunk=CHUNK, **how)
+        unknown = KNOWN.set(True)  # ids are the tokenizer's
+        try:
+            with self.numbers():
+                how: Any = {"smoothing": self.smoothing, "z": self.z, "vocabulary": self.vocabulary}
+                return task.loss(self.model, chunk=CHUNK, **how)
+        finally:
+            KNOWN.reset(unknown)
 
-    def numbers(self) -> AbstractContextManager[Any]:
-        """What products are computed in."""
+    @contextmanager
+    def numbers(self) -> Iterator[None]:
+        """What products are computed in, and what the stream is kept in between: half the traffic, and of gradients'
+        error about a twentieth more than with a stream in fp32."""
         if self.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.model.device.type, torch.bfloat16)
+            yield
+            return
+        narrow = [
+            stack.embed.register_forward_hook(lambda module, given, x: x.to(torch.bfloat16))
+            for stack in self.model.stacks.values()
+        ]
+        try:
+            with torch.autocast(self.model.device.type, torch.bfloat16):
+                yield
+        finally:
+            for hook in narrow:
+                hook.remove()

@@ -32,7 +32,7 @@ from cutaway.train.run import Run
 from cutaway.train.saving import newest, put
 from cutaway.train.saving import save as save_state
 from cutaway.train.spread import gathered
-from cutaway.train.step import Row, Stepper, TrainingError, asked, settled
+from cutaway.train.step import Row, Stepper, TrainingError, portion, settled
 from cutaway.train.store import SaveError, Store
 
 SAMPLED = 80
@@ -59,8 +59,8 @@ class Loop:
     task: Ask
     watcher: Watcher = field(default_factory=Watcher)
     ranks: Ranks = ALONE
-    asked: nn.Module | None = None
-    """What spreads the learner over ranks."""
+    wrapped: nn.Module | None = None
+    """What a step calls in the learner's place where ranks have copies of it."""
 
     def __post_init__(self) -> None:
         self.recipe: Recipe = self.run.recipe
@@ -73,8 +73,8 @@ class Loop:
         self.untold: Row | None = None
         self.since = time.perf_counter()
         self.model: Transformer = self.learner.model
-        asked = self.learner if self.asked is None else self.asked
-        self.stepper = Stepper(self.recipe, asked, self.optimiser, self.reading, self.task, self.ranks)
+        how = (self.optimiser, self.reading, self.task, self.ranks, self.wrapped)
+        self.stepper = Stepper(self.recipe, self.learner, *how)
 
     # The state as one value
 
@@ -127,7 +127,7 @@ class Loop:
         device = self.model.device
         mine = [device] if device.type == "cuda" else []
         # Whoever called has random numbers of their own, and finds the last checkpoint written.
-        with self.saved(), asked_to_stop(self.stop), torch.random.fork_rng(mine):
+        with asked_to_stop(self.stop), self.saved(), torch.random.fork_rng(mine):
             self.since = time.perf_counter()
             stopping = self.ranks.agree(self.stop.is_set())
             while self.done < steps and not stopping:
@@ -188,7 +188,7 @@ class Loop:
         total = weight = 0.0
         count = min(self.recipe.watching.sequences, self.reading.held)
         for low, high in self.ranks.portions(count, max(1, count // self.recipe.training.batch)):
-            piece = asked(self.task, self.reading.validation, low, high - low)
+            piece = portion(self.task, self.reading.validation, low, high - low)
             total += float(self.learner(piece).entropy_total)
             weight += float(piece.weights.sum())
         self.model.train()

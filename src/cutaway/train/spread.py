@@ -16,7 +16,7 @@ from cutaway.train.ranks import Ranks
 
 
 def spread(learner: Learner, ranks: Ranks) -> nn.Module:
-    """What a step calls in the learner's place.
+    """What a step calls in the learner's place, or the learner.
 
     Where states are shared, the model comes without values (on the meta device) and is changed in place; `fill` then
     gives it values.
@@ -30,7 +30,8 @@ def spread(learner: Learner, ranks: Ranks) -> nn.Module:
             return DistributedDataParallel(learner, broadcast_buffers=False, gradient_as_bucket_view=True)
     mesh: Any = ranks.mesh
     if ranks.tensor_ranks > 1:
-        from cutaway.train.slices import Sharers, slice_model
+        from cutaway.train.slices import Sharers
+        from cutaway.train.slicing import slice_model
 
         learner.vocabulary = slice_model(learner.model, Sharers(mesh["tensor"]))
     if ranks.data_ranks > 1:

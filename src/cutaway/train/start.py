@@ -87,11 +87,11 @@ def ready(
         )
     chosen = run.recipe.optimiser
     learner = Learner(model, run.recipe)
-    asked = spread(learner, ranks)
+    wrapped = spread(learner, ranks)
     if ranks.mesh is not None:
         fill(model, device, run.recipe.training.seed)
     optimiser = make(chosen.kind, model, **chosen.model_dump(exclude={"kind"}))
-    loop = Loop(run, learner, optimiser, reading, task, watcher, ranks, asked)
+    loop = Loop(run, learner, optimiser, reading, task, watcher, ranks, wrapped)
     loop.restore()
     return loop
 

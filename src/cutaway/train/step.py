@@ -8,6 +8,8 @@ from torch import nn
 
 from cutaway.errors import CutawayError
 from cutaway.train.data.batches import Data
+from cutaway.train.fast import pace
+from cutaway.train.learner import Learner
 from cutaway.train.loss import Loss
 from cutaway.train.objectives import Task
 from cutaway.train.optimise import Optimiser, length_of_gradient
@@ -32,12 +34,16 @@ class Stepper:
     """Takes steps. What it returns is read later, when the device has come so far."""
 
     recipe: Recipe
-    learner: nn.Module
-    """A Learner, or what spreads one over ranks."""
+    learner: Learner
     optimiser: Optimiser
     reading: Reading
     task: Ask
     ranks: Ranks = ALONE
+    wrapped: nn.Module | None = None
+    """What is called in the learner's place where ranks have copies of it."""
+
+    def __post_init__(self) -> None:
+        self.pace = pace(self.learner.model, self.recipe.training.compile)
 
     def step(self, number: int) -> Row:
         """The gradient of the mean over all targets of the batch, however many pieces it is read in."""
@@ -45,7 +51,7 @@ class Stepper:
         size = training.batch
         first = number * size
         pieces = [
-            asked(self.task, self.reading.train, first + low, high - low)
+            portion(self.task, self.reading.train, first + low, high - low)
             for low, high in self.ranks.portions(size, training.pieces)
         ]
         weight = self.ranks.total(sum(float(piece.weights.sum()) for piece in pieces))
@@ -53,13 +59,15 @@ class Stepper:
             raise TrainingError(f"step {number + 1} has no target; lower data.validation, or give longer texts")
         self.optimiser.zero()
         entropy: Any = 0.0
-        for place, piece in enumerate(pieces):
-            torch.manual_seed(mixed(training.seed, number, place, self.ranks.data_rank))  # what dropout draws
-            with until_last(self.learner, place == len(pieces) - 1):
-                loss: Loss = self.learner(piece)
-                mean: Any = loss.total * (self.ranks.data_ranks / weight)  # ranks' gradients are averaged
-                mean.backward()
-            entropy = entropy + loss.entropy_total.double()
+        asked = self.learner if self.wrapped is None else self.wrapped
+        with self.pace():
+            for place, piece in enumerate(pieces):
+                torch.manual_seed(mixed(training.seed, number, place, self.ranks.data_rank))  # what dropout draws
+                with until_last(asked, place == len(pieces) - 1):
+                    loss: Loss = asked(piece)
+                    mean: Any = loss.total * (self.ranks.data_ranks / weight)  # ranks' gradients are averaged
+                    mean.backward()
+                entropy = entropy + loss.entropy_total.double()
         length = length_of_gradient(self.learner, self.ranks)
         rate = factor(self.recipe.schedule, number, training.steps)
         self.optimiser.step(rate, shrink=(length / training.clip).clamp(min=1.0), skip=~torch.isfinite(length))
@@ -77,7 +85,7 @@ def settled(row: Row) -> Row:
     return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in row.items()}
 
 
-def asked(task: Ask, data: Data[Any, Any], first: int, count: int) -> Task:
+def portion(task: Ask, data: Data[Any, Any], first: int, count: int) -> Task:
     """What some sequences ask for. A rank that has none reads one, which counts nothing: the others wait for it."""
     found = task(data.batch(first, max(count, 1)), first)
-    return found if count else replace(found, weights=torch.zeros_like(found.weights))
+    return found if count else replace(found, weights=torch.zeros_like(found.weights), asked=None)

@@ -1,6 +1,9 @@
 """Several processes that train one model, on PyTorch's process groups: gloo on CPUs, and NCCL beside it on GPUs."""
 
 import os
+import re
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
@@ -20,7 +23,8 @@ from cutaway.train.recipe import Parallel
 
 TIMEOUT = "CUTAWAY_TIMEOUT"
 """Seconds that the others are waited for before they are given up; 600 unless set."""
-FAILED = "cutaway/failed"
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+FAILED = "failed"
 PATIENCE = 0.05
 """Seconds between two looks whether the leader is ready."""
 
@@ -35,7 +39,7 @@ class Together(Ranks):
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self.store, self.rank, self.world = store, rank, world
         self.local = int(os.environ.get("LOCAL_RANK", rank))
-        self.restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        self.restarted = int(os.environ.get(RESTARTS, "0")) > 0
         self.data_rank, self.data_ranks = rank, world
         self.readers: dist.ProcessGroup | None = None
         self.copies = self.shards = 1
@@ -71,7 +75,7 @@ class Together(Ranks):
     def in_turn(self) -> Iterator[None]:
         """The leader, then the first of each machine, then all others: what is made once is there when it is read."""
         self.turns += 1
-        name = f"cutaway/turn/{self.turns}"
+        name = f"turn/{self.turns}"
         if not self.leader:
             self.wait(f"{name}/{0 if self.local == 0 else self.rank - self.local}")
         yield
@@ -79,7 +83,7 @@ class Together(Ranks):
 
     def from_leader(self, number: int) -> int:
         self.turns += 1
-        name = f"cutaway/number/{self.turns}"
+        name = f"number/{self.turns}"
         if self.leader:
             self.store.set(name, str(number))
             return number
@@ -130,18 +134,22 @@ def joined(device: Device) -> Iterator[Together]:
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     store, rank, world = next(rendezvous("env://", timeout=patience))
+    # torchrun may keep the store over restarts, and what the dead have left there.
+    store = PrefixStore(f"cutaway/{os.environ.get(RESTARTS, '0')}", store)
     how = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(how, store=store, rank=rank, world_size=world, timeout=patience)
     ranks = Together(store, rank, world)
     try:
         yield ranks
     except Exception as error:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all when one is gone: there is more to say
         if not ranks.first_to_fail():
             raise SystemExit(1) from None
         if is_parting(error):
             raise RankError(
-                f"another process is gone, or said nothing for {seconds:.0f} s ({str(error).splitlines()[0]}); start"
-                " all of them again, with --resume"
+                f"another process is gone, or said nothing for {seconds:.0f} s ({reason(error)}); start all of them"
+                " again, with --resume"
             ) from error
         if isinstance(error, CutawayError) and rank > 0:
             error.args = (f"process {rank}: {error}",)
@@ -154,3 +162,8 @@ def is_parting(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "ncclUnhandled"))
     )
+
+
+def reason(error: Exception) -> str:
+    """What a backend says, without where it says so."""
+    return re.sub(r"^\[.*?\] ", "", str(error).split("\n")[0]).split(". ")[0]
