@@ -42,6 +42,7 @@ class Numbers:
         mixed-precision policy), so that autocast has nothing left to do."""
         alone = Setting(self.other, self.compute, self.autocast, **how)
         alone = replace(alone, copies=devices.copies, sharers=devices.shards, tensor=devices.tensor)
+        alone = replace(alone, narrow=alone.narrow and self.autocast)
         if not alone.gathers:
             return alone
         return replace(alone, weights=self.compute, autocast=False, gradient=self.other)

@@ -22,7 +22,8 @@ DOING = {"infer": "to serve", "train": "to train"}
 RECOMPUTE = ("none", "selective", "full")
 KERNELS = ("auto", "sdpa", "explicit", "flex")
 LOSSES = ("whole", "chunked")
-"""Over all logits at once, or over a chunk of targets at a time, as `cutaway train` does it."""
+"""Over all logits at once, or over a chunk of targets at a time, as `cutaway train` does it; its stream is then as
+narrow as its products."""
 UNASKED, UNKNOWN = 8192, 2048
 """The longest context that is taken unasked, since few sequences fill the longest that a model is made for; and the one
 that is taken where the configuration says none."""

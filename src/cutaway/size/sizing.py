@@ -73,7 +73,8 @@ class Size:
     def setting(self, recompute: str = "none") -> Setting:
         asked = self.question
         device = "cuda" if self.on_gpu else "cpu"
-        return asked.dtype.setting(asked.devices, kernel=asked.kernel, recompute=recompute, device=device)
+        how: Any = {"kernel": asked.kernel, "recompute": recompute, "device": device}
+        return asked.dtype.setting(asked.devices, narrow=asked.loss == "chunked", **how)
 
     # ------------------------------------------------------------------------------------ FLOPs
 

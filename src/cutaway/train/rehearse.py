@@ -23,6 +23,7 @@ from cutaway.size.sizing import Size
 from cutaway.text import byte_tokenizer
 from cutaway.train.learner import Learner
 from cutaway.train.ledger import Ledger
+from cutaway.train.loss import Asked
 from cutaway.train.objectives import Task
 from cutaway.train.optimise import Optimiser, make, owned
 from cutaway.train.parts import own
@@ -83,7 +84,7 @@ def beside(counted: Figures, predicted: Figures, kind: str) -> dict[str, int]:
 
 
 class Shapes(Ledger):  # type: ignore[no-untyped-call]
-    """A ledger that answers where a value is asked for, since there are none: 0, 1.0, no; and every weight counts."""
+    """A ledger that answers where a value is asked for, since there are none: 0, 1.0, no."""
 
     def carry_out(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
@@ -93,8 +94,6 @@ class Shapes(Ledger):  # type: ignore[no-untyped-call]
         if func is aten._local_scalar_dense.default:
             kind = args[0].dtype
             return False if kind == torch.bool else 1.0 if kind.is_floating_point else 0
-        if func is aten.nonzero.default:
-            return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.long)
         return super().carry_out(func, args, kwargs)
 
 
@@ -121,12 +120,13 @@ def rehearse(recipe: Recipe, world: int) -> Rehearsal:
 def take_steps(model: Transformer, recipe: Recipe, ranks: Ranks, ledger: Ledger) -> Figures:
     """A step in which the optimiser's state is made, and one that is counted."""
     lay_out(model)
-    asked = spread(Learner(model, recipe), ranks)
+    learner = Learner(model, recipe)
+    spread(learner, ranks)
     model.train()
     chosen = recipe.optimiser
     optimiser = make(chosen.kind, model, **chosen.model_dump(exclude={"kind"}))
     reading: Any = Pretended(recipe)
-    stepper = Stepper(recipe, asked, optimiser, reading, reading.task, ranks)
+    stepper = Stepper(recipe, learner, optimiser, reading, reading.task, ranks)
     stepper.step(0)
     ledger.forget()
     stepper.step(1)
@@ -187,7 +187,8 @@ class Pretended:
         reads: tuple[Tensor | None, ...] = (tokens,)
         if isinstance(self.recipe.objective, Seq2Seq):
             reads = (tokens, tokens.clone(), None, None)
-        return Task(reads, tokens.clone(), torch.ones(tokens.shape))
+        targets, weights = tokens.clone(), torch.ones(tokens.shape)
+        return Task(reads, targets, weights, asked=Asked(targets.flatten(), weights.flatten(), weights.sum(), None))
 
 
 def figures(model: Transformer, optimiser: Optimiser, ledger: Ledger) -> Figures:

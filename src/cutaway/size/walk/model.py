@@ -80,7 +80,7 @@ def stack(
 
 
 def embed(tape: Tape, config: Config, embedding: Embedding, name: str, batch: int, length: int) -> Tensor:
-    d_model, dtype = config.d_model, tape.setting.stream
+    d_model, dtype = config.d_model, tape.setting.weights
     own = config.source_vocab_size if isinstance(config, EncoderDecoder) and name == "encoder" else None
     width, rows = embedding.table_width(d_model), own or config.vocab_size
     key: Key = ("source tokens",) if own else ("tokens",)
@@ -108,7 +108,7 @@ def embed(tape: Tape, config: Config, embedding: Embedding, name: str, batch: in
     x = dropout(tape, norm(tape, x, embedding.norm, (name, "embedding_norm")), embedding.dropout)
     if factor is not None and factor.positions == "narrow":
         x = tape.linear(x, d_model, (name, "project"), bias=factor.bias, part="embedding")
-    return x
+    return tape.cast(x, tape.setting.stream) if tape.setting.narrow else x
 
 
 def head(tape: Tape, x: Tensor, config: Config) -> Tensor:

@@ -25,9 +25,12 @@ class Setting:
     tensor: int = 1
     """and those that have heads, hidden units and vocabulary in shares, and add up what they come to."""
 
+    narrow: bool = False
+    """Whether autocast's products meet a stream that is as narrow as they are."""
+
     @property
     def stream(self) -> int:
-        return self.weights
+        return self.compute if self.narrow else self.weights
 
     @property
     def gathers(self) -> bool:
