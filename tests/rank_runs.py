@@ -4,6 +4,7 @@ Reads a job a line: {"world": 2, "source": a recipe, "run": a directory, …}; a
 With "gradients", one step's gradients are written there, whole, in the place of a run. "points" are failpoints by rank.
 """
 
+import faulthandler
 import json
 import os
 import signal
@@ -84,6 +85,7 @@ def start(job: dict[str, Any], rank: int, port: int) -> int:
         os.environ["CUTAWAY_FAILPOINT"] = job["points"][str(rank)]
     status = 0
     with Path(f"{job['run']}.{rank}.txt").open("a") as said:
+        faulthandler.register(signal.SIGUSR1, said)
         try:
             work(job, rank)
         except CutawayError as error:
@@ -107,6 +109,8 @@ def carry_out(job: dict[str, Any]) -> list[int]:
             if pid not in ended and (found := os.waitpid(pid, os.WNOHANG))[0]:
                 ended[pid] = found[1]
             elif pid not in ended and time.monotonic() > deadline:
+                os.kill(pid, signal.SIGUSR1)  # where it hangs
+                time.sleep(1)
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
     os.kill(keeper, signal.SIGKILL)

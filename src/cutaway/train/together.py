@@ -29,6 +29,11 @@ PATIENCE = 0.05
 """Seconds between two looks whether the leader is ready."""
 
 
+_last_held: list[object] = []
+"""Process groups of work that is done. If DDP were the last to let go of one, it would wait, holding Python's lock, for
+gloo's thread, which may wait for that lock to free a tensor."""
+
+
 class RankError(CutawayError):
     """One of the processes that train together is gone."""
 
@@ -138,6 +143,7 @@ def joined(device: Device) -> Iterator[Together]:
     store = PrefixStore(f"cutaway/{os.environ.get(RESTARTS, '0')}", store)
     how = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(how, store=store, rank=rank, world_size=world, timeout=patience)
+    _last_held.append(dist.group.WORLD)
     ranks = Together(store, rank, world)
     try:
         yield ranks
