@@ -308,6 +308,40 @@ def test_a_shard_is_the_bytes_of_a_real_one(name: str) -> None:
     assert size.memory.whole["optimizer"] == held
 
 
+@given(model=configs(), kernel=st.sampled_from(["auto", "explicit"]))
+def test_a_loss_in_chunks_multiplies_as_much(model: Config, kernel: str) -> None:
+    setting = Setting(kernel=kernel)
+    whole, chunked = (train(model, 3, 700, setting, loss=loss) for loss in ("whole", "chunked"))
+    assert whole.tally.full == chunked.tally.full
+    assert whole.gradients == chunked.gradients
+
+
+def test_a_loss_in_chunks_never_holds_all_logits() -> None:
+    asked: dict[str, Any] = {"mode": "train", "batch": 16, "context": 1024}
+    whole, chunked = (ct.size("gpt2", loss=loss, **asked) for loss in ("whole", "chunked"))
+    assert chunked.memory.whole["logits"] * 16 == whole.memory.whole["logits"]
+    assert chunked.memory.total < whole.memory.total
+
+
+@pytest.mark.parametrize(
+    ("asked", "devices"),
+    [
+        ({"gpus": 8}, (8, 1, 1)),
+        ({"gpus": 8, "parallel": "sharded"}, (1, 8, 1)),
+        ({"gpus": 8, "parallel": "tensor"}, (1, 1, 8)),
+        ({"gpus": 8, "parallel": "sharded", "tensor": 4}, (1, 2, 4)),
+        ({"gpus": 8, "shards": 2, "tensor": 2}, (2, 2, 2)),
+        ({"gpus": 8, "shards": 4}, (2, 4, 1)),
+    ],
+)
+def test_devices_are_copies_times_shards_times_tensor(asked: dict[str, Any], devices: tuple[int, ...]) -> None:
+    found = ct.size("llama-3-8b", mode="train", batch=8, context=128, **asked)
+    assert (found.question.devices.copies, found.question.devices.shards, found.question.devices.tensor) == devices
+    assert found.batch * devices[0] * devices[1] == 8
+    alone = ct.size("llama-3-8b", mode="train", context=128).memory.whole["weights"]
+    assert found.memory.whole["weights"] * devices[1] * devices[2] == pytest.approx(alone, rel=0.001)
+
+
 def test_quantised_weights_are_smaller_by_what_they_say() -> None:
     sixteen, eight, four = (ct.size("llama-3-8b", dtype=dtype).stored.bytes for dtype in ("bf16", "int8", "int4"))
     matrices = 32 * (4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336)
@@ -386,6 +420,9 @@ def test_a_longer_context_never_takes_less(name: str, batch: int) -> None:
         ({"gpus": 3, "batch": 4}, "multiple of 3"),
         ({"gpus": 3, "parallel": "tensor"}, "key heads"),
         ({"parallel": "magic"}, "sharded"),
+        ({"gpus": 8, "batch": 8, "tensor": 3}, "divisor of 8"),
+        ({"gpus": 8, "batch": 8, "tensor": 2, "shards": 3}, "divisor of 4"),
+        ({"loss": "none"}, "chunked"),
         ({"mode": "train", "dtype": "int4"}, "serving"),
         ({"kv_dtype": "fp7"}, "int8"),
         ({"price": -1}, "price"),

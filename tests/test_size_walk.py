@@ -84,13 +84,14 @@ def test_it_is_exact_for_ordinary_models(name: str, mode: str) -> None:
 
 def test_nothing_is_left_over() -> None:
     """What a pass allocates is freed: only the gradients of the weights stay."""
-    from cutaway.size.walk.model import cross_entropy
-    from cutaway.size.walk.model import model as walk
+    from cutaway.size.walk.loss import cross_entropy
+    from cutaway.size.walk.model import logits, stream
     from cutaway.size.walk.tape import Tape
 
     for mode in MODES:
         tape = Tape(on_cpu("auto", mode))
-        tape.backward(cross_entropy(tape, walk(tape, config("tiny-llama"), 2, 16, 16)))
+        model = config("tiny-llama")
+        tape.backward(cross_entropy(tape, logits(tape, stream(tape, model, 2, 16, 16), model)))
         assert tape.meter.live == sum(storage.bytes for storage in tape.gradients.values())
 
 

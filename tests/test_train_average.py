@@ -34,7 +34,7 @@ def followed(loop: Loop) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     every: list[dict[str, Tensor]] = []
     plain = loop.stepper.step
 
-    def step(number: int) -> dict[str, Any]:
+    def step(number: int, **how: Any) -> dict[str, Any]:
         row = plain(number)
         every.append({name: p.detach().double().clone() for name, p in loop.model.named_parameters()})
         kept = min(DECAY, number / (number + 9))

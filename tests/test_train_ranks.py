@@ -240,3 +240,12 @@ def test_what_cannot_be_is_said_once(
     assert sorted(codes) == [1, 2], said(tmp_path / "run")
     assert said(tmp_path / "run").count("\n") == 1
     assert message in said(tmp_path / "run")
+
+
+def test_shards_in_bf16_are_near_one(run: Run, how: Any, tmp_path: Path) -> None:
+    """Sharded weights are gathered narrow, where one rank alone narrows them for each product."""
+    recipe = how("tiny-llama", parallel={"shards": "all"}, training={"steps": 4, "batch": 5, "precision": "bf16"})
+    for count, name in ((1, "one"), (2, "many")):
+        assert run(count, source=recipe, run=str(tmp_path / name)) == [0] * count, said(tmp_path / name, count)
+    losses = [[row["loss"] for row in rows(tmp_path / name) if "loss" in row] for name in ("one", "many")]
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)

@@ -45,6 +45,7 @@ def size(
         Typed, typer.Option(metavar="NAME", help="What is recomputed: none, selective, full.")
     ] = None,
     kernel: Annotated[Typed, typer.Option(metavar="NAME", help="Of attention: auto, sdpa, explicit, flex.")] = None,
+    loss: Annotated[Typed, typer.Option(metavar="NAME", help="Over logits: whole, or chunked as in train.")] = None,
     gpu: Annotated[
         Typed, typer.Option(metavar="NAME", help="A device that --hardware lists, or 'here', once measured.")
     ] = None,
@@ -53,6 +54,8 @@ def size(
     memory: Annotated[Typed, typer.Option(metavar="80GB", help="and how much it holds.")] = None,
     gpus: Annotated[Typed, typer.Option(metavar="N", help="How many of them.")] = None,
     parallel: Annotated[Typed, typer.Option(metavar="NAME", help="How they share: data, sharded, tensor.")] = None,
+    tensor: Annotated[Typed, typer.Option(metavar="N", help="Of them, how many share each matrix;")] = None,
+    shards: Annotated[Typed, typer.Option(metavar="N", help="and how many share the states.")] = None,
     tokens: Annotated[Typed, typer.Option(metavar="15T", help="To train on; 20 a parameter unless given.")] = None,
     price: Annotated[
         float | None, typer.Option(metavar="2.5", min=0, max=1e9, help="Of one device for an hour, in your money.")
@@ -90,15 +93,18 @@ def size(
         "optimizer": optimizer,
         "checkpointing": checkpointing,
         "kernel": kernel,
+        "loss": loss,
         "hardware": _device(gpu, bandwidth, flops, memory),
         "gpus": _read(parse_count, gpus, "--gpus"),
         "parallel": parallel,
+        "tensor": _read(parse_count, tensor, "--tensor"),
+        "shards": _read(parse_count, shards, "--shards"),
         "tokens": _read(parse_count, tokens, "--tokens"),
         "price": price,
     }
     question = {name: value for name, value in asked.items() if value is not None}
     if batch is None and gpus is not None and parallel != "tensor":
-        question["batch"] = question["gpus"]
+        question["batch"] = max(1, question["gpus"] // question.get("tensor", 1))
     if fit is not None:
         if len(names) > 1 or plot is not None:
             raise InputError("--fit answers for one SOURCE and draws no plot; ask for the others by themselves")

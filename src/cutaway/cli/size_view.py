@@ -10,19 +10,12 @@ from rich.text import Text
 
 from cutaway.size.plot import group
 from cutaway.size.question import DOING
-from cutaway.size.units import GIB, short, si
+from cutaway.size.units import GIB, seconds, short, si
 
 Data = dict[str, Any]
 NARROWEST, WIDEST = 76, 100
 SIGNS = "█▓▒░"
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red", "white")
-
-
-def seconds(value: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if value >= scale:
-            return f"{value / scale:,.3g} {unit}" if value < 1e3 else f"{value:,.0f} s"
-    return f"{value / 1e-9:.3g} ns"
 
 
 def figure(value: float) -> str:
@@ -170,7 +163,7 @@ def flops(told: Data, width: int) -> list[RenderableType]:
 def memory(told: Data, mode: str, width: int) -> list[RenderableType]:
     of, asked = told["memory"][mode], told["question"][mode]
     room = (told.get("hardware") or {}).get("memory")
-    each = f"on each of {asked['gpus']} devices ({asked['parallel']})" if asked["gpus"] > 1 else ""
+    each = f"on each of {asked['gpus']:,} devices ({asked['devices']})" if asked["gpus"] > 1 else ""
     head = heading(f"memory {DOING[mode]}", si(of["total"], "B"), each, f"fullest: {of['fullest']}")
     passing = {name: group(name) in ("activations", "logits and loss") for name in of["parts"]}
     ordered = sorted(of["parts"].items(), key=lambda part: (passing[part[0]], -part[1]))
@@ -185,12 +178,19 @@ def memory(told: Data, mode: str, width: int) -> list[RenderableType]:
             totals = [si(each["total"], "B") for each in choice.values()]
             table.add_row(how, si(next(iter(choice.values()))["activations"], "B"), *totals)
         rows.append(under(table))
+    if mode == "train" and told.get("collectives"):
+        rows.append(under(sent(told["collectives"], width - 2)))
     if room is not None:
         fits = told["fits"][mode]
         verdict = ("fits ", "bold green") if fits else ("does not fit ", "bold red")
         used = f"{of['total'] / GIB:.1f} of {room / GIB:.4g} GiB, {of['total'] / room:.0%}"
         rows.append(under(Text.assemble(verdict, f"{told['hardware']['title']}: {used}")))
     return rows
+
+
+def sent(of: Data, width: int) -> Text:
+    kinds = [f"{each['number']:,} × {kind} {si(each['bytes'], 'B')}" for kind, each in of.items()]
+    return flow([Text("sent in a step:", "dim"), *map(Text, kinds)], width)
 
 
 def cache(of: Data, width: int) -> Text:

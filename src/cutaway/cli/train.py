@@ -26,6 +26,10 @@ def train(
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="a.b=x", help="Change one of the recipe's values; repeatable.")
     ] = None,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Say what one of --world ranks would hold and send; train nothing.")
+    ] = False,
+    world: Annotated[int | None, typer.Option(metavar="N", min=1, help="Ranks to rehearse with.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
     as_schema: Annotated[bool, typer.Option("--schema", help="The JSON schema of a recipe, for editors.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object for each step and each look.")] = False,
@@ -33,6 +37,8 @@ def train(
     """Train a model by a recipe. A run that was stopped, or killed, goes on with --resume as if it had not been.
 
     Example: cutaway train python-stdlib --out runs/first --set training.steps=500
+
+    Example: cutaway train big.toml --rehearse --world 1024 --set parallel.shards=all --set parallel.tensor=8
     """
     from cutaway.train.recipe import recipe as read_recipe
     from cutaway.train.recipe import recipes, schema
@@ -50,6 +56,15 @@ def train(
         return
     if resume is not None and (out is not None or changes):
         raise InputError("a resumed run has its own recipe and directory; leave --out and --set out")
+    if rehearse or world is not None:
+        if world is None or not rehearse or recipe is None or out is not None:
+            raise InputError(
+                "a rehearsal takes a recipe, --rehearse and --world N, and writes nothing; leave --out out"
+            )
+        from cutaway.cli.rehearsal import show as show_rehearsal
+
+        show_rehearsal(read_recipe(recipe, changes or []), world, as_json=as_json)
+        return
     from cutaway.cli.progress import Bar
     from cutaway.train.ranks import together
     from cutaway.train.start import begin, go_on

@@ -41,6 +41,13 @@ def describe(size: "Size", *others: "Size") -> dict[str, Any]:
         "flops": every_flops(size, every[-1]),
         "memory": {each.question.mode: memory(each.memory) for each in every},
     }
+    if size.question.gpus > 1:
+        answer["collectives"] = {
+            kind: {"number": many, "bytes": whole}
+            for each in every
+            if each.question.mode == "train"
+            for kind, (many, whole) in each.collectives.items()
+        }
     if not isinstance(config, Encoder):
         answer["kv_cache"] = kv_cache(size.cache)
     if size.question.hardware is not None:
@@ -70,7 +77,10 @@ def every_flops(size: "Size", step: "Size") -> dict[str, Any]:
 
 def question(size: "Size") -> dict[str, Any]:
     asked = size.question
-    shown = {name: value for name, value in vars(asked).items() if name not in ("config", "hardware", "dtype")}
+    shown = {
+        name: value for name, value in vars(asked).items() if name not in ("config", "hardware", "dtype", "devices")
+    }
+    shown |= asdict(asked.devices) | {"devices": str(asked.devices)}
     shown |= {"dtype": asked.dtype.name, "hardware": asked.hardware.name if asked.hardware else None}
     return shown | {"batch_per_device": size.batch, "beyond": asked.beyond or None}
 

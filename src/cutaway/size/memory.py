@@ -7,7 +7,7 @@ from cutaway.errors import InputError
 from cutaway.size.cache import KVCache
 from cutaway.size.numbers import Numbers
 from cutaway.size.optimizers import optimizer_bytes
-from cutaway.size.params import count
+from cutaway.size.parallel import Devices
 from cutaway.size.tensors import stored, tensors
 from cutaway.size.walk import Pass
 
@@ -51,27 +51,22 @@ def serving(config: Config, numbers: Numbers, cache: KVCache, reading: Pass, *, 
 
 
 def training(
-    config: Config, numbers: Numbers, optimizer: str, step: Pass, *, on_gpu: bool, way: str = "data", gpus: int = 1
+    config: Config, numbers: Numbers, optimizer: str, step: Pass, *, on_gpu: bool, devices: Devices | None = None
 ) -> Memory:
     """Weights and states stay; activations and gradients come and go. `config` is one device's share."""
     if not numbers.trains:
         raise InputError(f"dtype {numbers.name} is for serving; train in fp32, bf16, fp16 or mixed")
-    sharers = gpus if way == "sharded" else 1
-    held = [each.shard(sharers) for each in tensors(config)]
+    devices = devices or Devices()
+    held = [each.shard(devices.shards) for each in tensors(config)]
     weights = sum(each.bytes(numbers) for each in held)
     state = optimizer_bytes(optimizer, held, numbers.other)
     gradients = step.gradients
     moments = dict(step.at_peak)
     fullest = "start of the way back" if moments.get("gradients", 0) < gradients // 2 else "end of the way back"
-    if gradients + step.logits > step.peak:
-        moments, fullest = {"gradients": gradients, "logits": step.logits}, "the optimizer's step"
-    if sharers > 1:
-        parameters = count(config)
-        unit = max(layer.total for layer in parameters.layers)  # this layer, the next one, and its gradients
-        moments["gathered layers"] = unit * (2 * numbers.compute + numbers.other)
-        moments["gathered ends"] = parameters.outside_layers * numbers.compute  # embedding and head, all the time
-    elif way == "data" and gpus > 1:
-        moments["buckets to send"] = gradients
+    if gradients + step.after > step.peak:
+        moments, fullest = {"gradients": gradients, "logits": step.after}, "the optimizer's step"
+    if devices.copies > 1 and devices.shards == devices.tensor == 1:
+        moments["gradients"] = gradients  # they live in the buckets that are sent
     parts = {"weights": weights, "optimizer": state, **moments}
     parts |= {"workspace": WORKSPACE} if on_gpu else {}
     whole = {

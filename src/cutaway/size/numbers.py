@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from cutaway.errors import InputError
+from cutaway.size.parallel import Devices
 from cutaway.size.walk import Setting
 
 
@@ -35,13 +37,15 @@ class Numbers:
         scale = {"row": 2 * rows, "group": 2 * rows * -(-width // GROUP), "matrix": 4 * prod(shape[:-2]), "none": 0}
         return -(-rows * width * self.bits // 8) + scale[self.scales]
 
-    def setting(self, *, kernel: str, recompute: str = "none", device: str = "cuda", sharers: int = 1) -> Setting:
+    def setting(self, devices: Devices, **how: Any) -> Setting:
         """How a pass in these numbers is computed. Sharded weights are gathered as narrow as they are used (FSDP's
         mixed-precision policy), so that autocast has nothing left to do."""
-        alone = Setting(self.other, self.compute, self.autocast, kernel=kernel, recompute=recompute, device=device)
-        if sharers == 1:
+        alone = Setting(self.other, self.compute, self.autocast, **how)
+        alone = replace(alone, copies=devices.copies, sharers=devices.shards, tensor=devices.tensor)
+        alone = replace(alone, narrow=alone.narrow and self.autocast)
+        if not alone.gathers:
             return alone
-        return replace(alone, weights=self.compute, autocast=False, sharers=sharers, gradient=self.other)
+        return replace(alone, weights=self.compute, autocast=False, gradient=self.other)
 
 
 GROUP = 128

@@ -1,6 +1,7 @@
 """What an optimizer keeps for each weight."""
 
 from collections.abc import Callable, Iterable
+from math import prod
 
 from cutaway.size.tensors import Held
 
@@ -26,11 +27,20 @@ def momentum(each: Held, width: int) -> int:
 
 
 def muon(each: Held, width: int) -> int:
-    """One average for a layer's matrix; the rest is AdamW's."""
-    return momentum(each, width) if each.matrix else adamw(each, width)
+    """One average for a layer's matrix; the rest, stacks of experts too, is AdamW's."""
+    return momentum(each, width) if each.turned else adamw(each, width)
+
+
+def adafactor(each: Held, width: int) -> int:
+    """An average a row and one a column of each matrix, one a value of a vector; a count of steps a tensor."""
+    if len(each.shape) < 2:
+        return each.elements * width + 4
+    *stack, rows, columns = each.shape
+    return prod(stack) * (rows + columns) * width + 4
 
 
 OPTIMIZERS: dict[str, Callable[[Held, int], int]] = {
+    "adafactor": adafactor,
     "adamw": adamw,
     "adamw-8bit": adamw_8bit,
     "muon": muon,

@@ -1,5 +1,7 @@
 """One model on several devices: what each of them holds."""
 
+from dataclasses import dataclass
+
 from cutaway.config.attention import Heads, Latent
 from cutaway.config.ffn import FFN, DenseFFN, Moe
 from cutaway.config.stack import Block, CrossBlock, Stack
@@ -7,16 +9,46 @@ from cutaway.config.transformer import Config, EncoderDecoder
 from cutaway.errors import InputError
 
 WAYS = ("data", "sharded", "tensor")
-"""Replicas of everything; replicas of the work with states in shares (FSDP); heads and FFNs in shares."""
+"""What the devices are that nothing else is said of: copies of everything; copies of the work with weights, gradients
+and states in shares (FSDP); or shares of each matrix."""
 
 
-def check_way(way: str, gpus: int, batch: int) -> None:
+@dataclass(frozen=True)
+class Devices:
+    """copies × shards × tensor of them."""
+
+    copies: int = 1
+    shards: int = 1
+    """Devices that have weights, gradients and states in shares, and gather weights to use them."""
+    tensor: int = 1
+    """Devices that have heads, hidden units and vocabulary in shares, and add up what these come to."""
+
+    def __str__(self) -> str:
+        parts = {"copies": self.copies, "shards": self.shards, "tensor": self.tensor}
+        return " × ".join(f"{many:,} {name}" for name, many in parts.items() if many > 1) or "1"
+
+    @property
+    def readers(self) -> int:
+        """Between how many the batch is split: those that share matrices read the same."""
+        return self.copies * self.shards
+
+
+def devices(way: str, gpus: int, batch: int, shards: int | None, tensor: int | None) -> Devices:
+    """What each of the `gpus` is; refuses what does not come out even."""
     if way not in WAYS:
         raise InputError(f"parallel {way!r} is not known; choose one of {', '.join(WAYS)}")
-    if way != "tensor" and batch % gpus:
+    across = tensor or (gpus if way == "tensor" else 1)
+    if gpus % across:
+        raise InputError(f"{gpus} devices cannot be grouped by {across}; let tensor be a divisor of {gpus}")
+    rest = gpus // across
+    sharing = shards or (rest if way == "sharded" else 1)
+    if rest % sharing:
+        raise InputError(f"{rest} copies cannot be grouped by {sharing}; let shards be a divisor of {rest}")
+    if batch % rest:
         raise InputError(
-            f"a batch of {batch} cannot be split over {gpus} devices; give a multiple of {gpus}, or --parallel tensor"
+            f"a batch of {batch} cannot be split over {rest} devices; give a multiple of {rest}, or --parallel tensor"
         )
+    return Devices(rest // sharing, sharing, across)
 
 
 def tensor_share(config: Config, devices: int) -> Config:

@@ -31,7 +31,7 @@ PARTS = {
     "other": "#BBBBBB",
 }
 """Okabe and Ito's colours, told apart by every kind of sight: of models, and of what is in memory."""
-WITHIN = {"gradients on the way": "gradients", "buckets to send": "gradients", "gathered layers": "weights in bf16"}
+WITHIN = {"gradients on the way": "gradients", "gradients to send": "gradients", "gathered weights": "weights in bf16"}
 WITHIN |= {"logits": "logits and loss", "loss": "logits and loss", "workspace": "other"}
 """Parts that are drawn as one with others; what is not named here or above is an activation."""
 INK = "#333333"
@@ -88,7 +88,7 @@ def question(sizes: Sequence[Named]) -> str:
     contexts = sorted({each.question.context for _, several in sizes for each in several})
     context = f"{contexts[0]:,}" if len(contexts) == 1 else f"{contexts[0]:,} to {contexts[-1]:,}"
     where = f" · {asked.hardware.title}" if asked.hardware else ""
-    where = f" · {asked.gpus:,} ×{where[2:]} ({asked.parallel})" if asked.hardware and asked.gpus > 1 else where
+    where = f" · {asked.gpus:,} ×{where[2:]} ({asked.devices})" if asked.hardware and asked.gpus > 1 else where
     return f"{names}\nbatch {asked.batch:,} · context {context} · {dtypes}{where}"
 
 

@@ -14,12 +14,16 @@ from cutaway.size.hardware import Hardware
 from cutaway.size.hardware import hardware as known_hardware
 from cutaway.size.numbers import CACHED, Numbers, numbers
 from cutaway.size.optimizers import OPTIMIZERS
-from cutaway.size.parallel import check_way
+from cutaway.size.parallel import Devices
+from cutaway.size.parallel import devices as devices_of
 
 DOING = {"infer": "to serve", "train": "to train"}
 """The modes, and what they are called."""
 RECOMPUTE = ("none", "selective", "full")
 KERNELS = ("auto", "sdpa", "explicit", "flex")
+LOSSES = ("whole", "chunked")
+"""Over all logits at once, or over a chunk of targets at a time, as `cutaway train` does it; its stream is then as
+narrow as its products."""
 UNASKED, UNKNOWN = 8192, 2048
 """The longest context that is taken unasked, since few sequences fill the longest that a model is made for; and the one
 that is taken where the configuration says none."""
@@ -40,9 +44,13 @@ class Question:
     optimizer: str
     checkpointing: str
     kernel: str
+    loss: str
+    packed: bool
+    """Whether a sequence to train on holds several documents, which do not see each other."""
     hardware: Hardware | None
     gpus: int
     parallel: str
+    devices: Devices
     tokens: int | None
     price: float | None
 
@@ -84,8 +92,12 @@ def ask(
     optimizer: str,
     checkpointing: str,
     kernel: str,
+    loss: str,
+    packed: bool,
     gpus: int,
     parallel: str,
+    shards: int | None,
+    tensor: int | None,
     tokens: int | None,
     price: float | None,
 ) -> Question:
@@ -95,12 +107,14 @@ def ask(
         ("mode", mode, DOING),
         ("checkpointing", checkpointing, RECOMPUTE),
         ("kernel", kernel, KERNELS),
+        ("loss", loss, LOSSES),
         ("optimizer", optimizer, OPTIMIZERS),
         ("kv_dtype", "bf16" if kv_dtype is None else kv_dtype, CACHED),
     ):
         if not (isinstance(given, str) and given in choices):
             raise InputError(f"{what} {given!r} is not known; choose one of {', '.join(choices)}")
     counts = {"batch": batch, "context": context, "source_length": source_length, "gpus": gpus, "tokens": tokens}
+    counts |= {"shards": shards, "tensor": tensor}
     for what, given_count in counts.items():
         open_ = given_count is None and what not in ("batch", "gpus")
         if not (open_ or is_count(given_count)):
@@ -112,7 +126,6 @@ def ask(
         raise InputError("a price is of a device's hours, and no device is given; name one, as in --gpu h100")
     if price is not None and not (isinstance(price, int | float) and 0 <= price < 1e12):
         raise InputError(f"price is {price!r}; give what one device costs an hour, 0 or more")
-    check_way(parallel, gpus, batch)
     length = index(context) if context else min(config.context or UNKNOWN, UNASKED)
     chosen = numbers(dtype or ("mixed" if mode == "train" else "bf16"))
     return Question(
@@ -126,9 +139,12 @@ def ask(
         optimizer=optimizer,
         checkpointing=checkpointing,
         kernel=kernel,
+        loss=loss,
+        packed=packed,
         hardware=device_called(hardware) if isinstance(hardware, str) else hardware,
         gpus=gpus,
         parallel=parallel,
+        devices=devices_of(parallel, gpus, batch, shards, tensor),
         tokens=None if tokens is None else index(tokens),
         price=price,
     )

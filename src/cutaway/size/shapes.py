@@ -233,7 +233,7 @@ def usual_depths(source: Config, width: int) -> list[Config]:
 def splits(config: Config, asked: Question) -> bool:
     """Whether the devices can share it."""
     try:
-        tensor_share(config, asked.gpus if asked.parallel == "tensor" else 1)
+        tensor_share(config, asked.devices.tensor)
     except InputError:
         return False
     return True

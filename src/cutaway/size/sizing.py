@@ -14,7 +14,7 @@ from cutaway.size.calibration import efficiency_of
 from cutaway.size.flops import Flops, flops_of
 from cutaway.size.hardware import Hardware
 from cutaway.size.memory import Memory
-from cutaway.size.parallel import tensor_share
+from cutaway.size.parallel import Devices, tensor_share
 from cutaway.size.params import Params, count
 from cutaway.size.question import RECOMPUTE, Question, ask
 from cutaway.size.roofline import Bound, Work, bound, decode_work, prefill_work, train_work, turning_batch
@@ -58,14 +58,12 @@ class Size:
     @cached_property
     def share(self) -> Config:
         """The model as one device has it."""
-        asked = self.question
-        return tensor_share(asked.config, asked.gpus if asked.parallel == "tensor" else 1)
+        return tensor_share(self.question.config, self.question.devices.tensor)
 
     @property
     def replicas(self) -> int:
         """Devices between which the batch is split."""
-        asked = self.question
-        return 1 if asked.parallel == "tensor" else asked.gpus
+        return self.question.devices.readers
 
     @property
     def batch(self) -> int:
@@ -75,8 +73,8 @@ class Size:
     def setting(self, recompute: str = "none") -> Setting:
         asked = self.question
         device = "cuda" if self.on_gpu else "cpu"
-        sharers = asked.gpus if asked.parallel == "sharded" else 1
-        return asked.dtype.setting(kernel=asked.kernel, recompute=recompute, device=device, sharers=sharers)
+        how: Any = {"kernel": asked.kernel, "recompute": recompute, "device": device}
+        return asked.dtype.setting(asked.devices, narrow=asked.loss == "chunked", **how)
 
     # ------------------------------------------------------------------------------------ FLOPs
 
@@ -95,13 +93,18 @@ class Size:
     def step(self) -> Pass:
         """A training step on one device."""
         asked = self.question
-        return train(self.share, self.batch, asked.context, self.setting(asked.checkpointing), source=asked.source)
+        setting = self.setting(asked.checkpointing)
+        how: Any = {"source": asked.source, "loss": asked.loss, "packed": asked.packed}
+        return train(self.share, self.batch, asked.context, setting, **how)
 
     @cached_property
     def whole(self) -> "Size":
         """The same question for one device that holds the whole model."""
         asked = self.question
-        return self if asked.parallel != "tensor" or asked.gpus == 1 else Size(replace(asked, gpus=1, parallel="data"))
+        if asked.devices.tensor == 1:
+            return self
+        one = Devices(asked.devices.copies, asked.devices.shards)
+        return Size(replace(asked, gpus=one.readers, parallel="data", devices=one))
 
     @cached_property
     def forward_flops(self) -> Flops:
@@ -153,15 +156,13 @@ class Size:
     @cached_property
     def training(self) -> Memory:
         asked = self.question
-        return bytes_of.training(
-            self.share,
-            asked.dtype,
-            asked.optimizer,
-            self.step,
-            on_gpu=self.on_gpu,
-            way=asked.parallel,
-            gpus=asked.gpus,
-        )
+        where: Any = {"on_gpu": self.on_gpu, "devices": asked.devices}
+        return bytes_of.training(self.share, asked.dtype, asked.optimizer, self.step, **where)
+
+    @property
+    def collectives(self) -> dict[str, tuple[int, int]]:
+        """Of a training step, by kind: how many, and bytes, of a whole that is given or taken in parts."""
+        return {kind: (many, self.step.tally.sent_bytes[kind]) for kind, many in self.step.tally.sent.items()}
 
     @property
     def memory(self) -> Memory:
@@ -289,8 +290,12 @@ def size(
     optimizer: str = "adamw",
     checkpointing: str = "none",
     kernel: str = "auto",
+    loss: str = "whole",
+    packed: bool = False,
     gpus: int = 1,
     parallel: str = "data",
+    shards: int | None = None,
+    tensor: int | None = None,
     tokens: int | None = None,
     price: float | None = None,
 ) -> Size:
@@ -298,6 +303,7 @@ def size(
 
     `batch` counts sequences on all devices together, `context` the tokens of each; `mode` is 'infer' or 'train';
     `dtype` is bf16 to infer and mixed (fp32 weights, bf16 products) to train unless given; `hardware` is a device's
-    name, 'here' (as `cutaway bench` measured it), or a Hardware of your own.
+    name, 'here' (as `cutaway bench` measured it), or a Hardware of your own. Of `gpus` devices, `tensor` share each
+    matrix and `shards` the states; 'sharded' and 'tensor' are these for all that are left.
     """
     return Size(ask(**locals()))

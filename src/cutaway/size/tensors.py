@@ -19,7 +19,9 @@ class Held:
     name: str
     shape: tuple[int, ...]
     matrix: bool = False
-    """One of a layer's matrices (or a stack of them, one an expert): what is quantised, and what Muon turns."""
+    """One of a layer's matrices (or a stack of them, one an expert): what is quantised."""
+    turned: bool = False
+    """A single matrix of a layer, of more than one row: what Muon turns."""
     trained: bool = True
     parameter: bool = True
     """Or a buffer: stored and loaded, but not counted as a parameter."""
@@ -35,8 +37,9 @@ class Held:
         return prod(self.shape)
 
     def shard(self, devices: int) -> "Held":
-        """The largest share when rows are dealt out, as PyTorch's fully sharded data parallel does."""
-        return replace(self, shape=(-(-self.shape[0] // devices), *self.shape[1:]))
+        """The largest share when rows are dealt out, as PyTorch's fully sharded data parallel does; what is not trained
+        stays whole."""
+        return self if not self.trained else replace(self, shape=(-(-self.shape[0] // devices), *self.shape[1:]))
 
     def bytes(self, numbers: Numbers) -> int:
         return 4 * self.elements if self.wide else numbers.bytes_of(self.shape, matrix=self.matrix)
@@ -54,6 +57,7 @@ def tensors(config: Config) -> tuple[Held, ...]:
             ".".join(str(part) for part in weight.key),
             weight.shape,
             matrix=is_matrix(weight),
+            turned=is_matrix(weight) and len(weight.shape) == 2 and min(weight.shape) > 1,
             looked_up=not weight.multiplied and weight.key[-1] in TABLES,
             share=weight.share,
         )
@@ -61,7 +65,7 @@ def tensors(config: Config) -> tuple[Held, ...]:
     ]
     d_model = config.d_model
     if isinstance(config, Encoder) and config.pooler:
-        held += [Held("pooler", (d_model, d_model), matrix=True), Held("pooler.bias", (d_model,))]
+        held += [Held("pooler", (d_model, d_model), matrix=True, turned=True), Held("pooler.bias", (d_model,))]
     if isinstance(config.head, Head) and config.head.bias == "fixed":
         held.append(Held("head.bias", (config.vocab_size,), trained=False, parameter=False))
     for name, stack in config.stacks.items():

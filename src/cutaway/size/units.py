@@ -87,3 +87,11 @@ def short(count: float, digits: int = 4) -> str:
         if count >= size:
             return f"{count / size:.{digits}g}{unit}"
     return f"{count:.0f}"
+
+
+def seconds(value: float) -> str:
+    """As people read a time."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if value >= scale:
+            return f"{value / scale:,.3g} {unit}" if value < 1e3 else f"{value:,.0f} s"
+    return f"{value / 1e-9:.3g} ns"

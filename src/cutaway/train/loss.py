@@ -201,12 +201,12 @@ def _in_chunks(
                 continue
             x_grad, trained, sums = into
             inputs = [piece, *trained] if wants_x else trained
-            grads = torch.autograd.grad(logits, inputs, slope.to(logits.dtype), materialize_grads=True)
+            grads = list(torch.autograd.grad(logits, inputs, slope.to(logits.dtype), materialize_grads=True))
             del logits, slope
+            for total in reversed(sums):
+                total += grads.pop()  # gone before the next chunk's is made
             if x_grad is not None:
-                x_grad[part] = grads[0]
-            for total, grad in zip(sums, grads[len(grads) - len(sums) :], strict=True):
-                total += grad
+                x_grad[part] = grads.pop()
     return value, entropy, into or (None, [], [])
 
 

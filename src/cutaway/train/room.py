@@ -1,48 +1,58 @@
 """What a step will take, before there is a model: said, and refused where it cannot be."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from cutaway.config import Config
 from cutaway.errors import InputError
 from cutaway.generate.plan import GIB, free_memory
-from cutaway.size.optimizers import OPTIMIZERS
-from cutaway.size.sizing import size
-from cutaway.train.learner import CHUNK
+from cutaway.size.hardware import custom
+from cutaway.size.sizing import Size, size
 from cutaway.train.ranks import ALONE, Ranks
-from cutaway.train.recipe import Recipe
+from cutaway.train.recipe import Recipe, Seq2Seq
 
-WHOLE_LOGITS = ("logits", "loss", "gradients on the way")
-"""What a plain step holds for the whole vocabulary, and this one for a chunk of targets."""
+CPU = replace(custom(bandwidth=1e9, flops=1e9), kind="cpu")
+"""Asked of for its kind alone: a CPU keeps other things for the way back than a GPU does."""
 
 
-def expected(recipe: Recipe, config: Config, ranks: Ranks = ALONE) -> tuple[int, int]:
-    """Bytes of a rank's step: in all, about, and what it takes for certain: weights, gradients, optimiser."""
-    training, length = recipe.training, recipe.data.length
+def sized(recipe: Recipe, config: Config, device: torch.device, ranks: Ranks = ALONE, *, packed: bool = False) -> Size:
+    """What size says of a rank's part of a piece of a step; `packed` where a row may hold several documents."""
+    training = recipe.training
     rows = max(1, *(high - low for low, high in ranks.portions(training.batch, training.pieces)))
-    kind = {"sgd": "sgd-momentum"}.get(recipe.optimiser.kind, recipe.optimiser.kind)
-    memory = size(
+    return size(
         config,
-        batch=rows,
-        context=length,
+        batch=rows * ranks.data_ranks,
+        context=recipe.data.length,
         mode="train",
         dtype="fp32" if training.precision == "fp32" else "mixed",
-        optimizer=kind if kind in OPTIMIZERS else "sgd",
-    ).memory
-    states = sum(memory.whole[name] for name in ("weights", "gradients", "optimizer"))
-    certain = states // ranks.parts
-    kept = sum(held for name, held in memory.parts.items() if name not in WHOLE_LOGITS) - states + certain
-    chunk = min(CHUNK, rows * length)
-    head = config.vocab_size * (3 * chunk + 2 * config.d_model) * 4  # logits and what becomes of them; its gradient
-    return max(kept + head, certain), certain
+        optimizer={"sgd": "sgd-momentum"}.get(recipe.optimiser.kind, recipe.optimiser.kind),
+        checkpointing=training.recompute,
+        loss="chunked",
+        packed=packed,
+        hardware=CPU if device.type == "cpu" else None,
+        gpus=ranks.world,
+        shards=ranks.parts // ranks.tensor_ranks,
+        tensor=ranks.tensor_ranks,
+    )
+
+
+def expected(recipe: Recipe, config: Config, device: torch.device, ranks: Ranks = ALONE) -> tuple[int, int]:
+    """Bytes of a rank's step: in all, about, and what it takes for certain: weights, gradients, optimiser."""
+    memory = sized(recipe, config, device, ranks, packed=not isinstance(recipe.objective, Seq2Seq)).memory
+    certain = sum(memory.whole[name] for name in ("weights", "gradients", "optimizer"))
+    mean = memory.whole["weights"] if recipe.training.ema is not None else 0
+    certain += mean
+    kept = memory.whole["gradients"] - memory.parts.get("gradients", 0) if recipe.training.pieces > 1 else 0
+    return max(memory.total + kept + mean, certain), certain  # a piece finds the gradients of those before it
 
 
 def check_room(
     recipe: Recipe, config: Config, device: torch.device, say: Callable[[str], None], ranks: Ranks = ALONE
 ) -> None:
     """Say what is expected; refuse what cannot be, whatever the activations take."""
-    about, certain = expected(recipe, config, ranks)
+    about, certain = expected(recipe, config, device, ranks)
     free = free_memory(device)
     if free is None:
         say(f"a step takes about {about / GIB:.2g} GiB")

@@ -41,14 +41,18 @@ def spread(learner: Learner, ranks: Ranks) -> nn.Module:
 
 def shard(learner: Learner, mesh: Any) -> None:
     """Each block by itself, so that one at a time is whole; the rest with the learner, whole for a step."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     frozen = {each for each in learner.parameters() if not each.requires_grad}
+    # Autocast would hold a narrow copy of every weight that was gathered; so they are gathered narrow.
+    narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = narrow if learner.precision == "bf16" else MixedPrecisionPolicy()
+    how: Any = {"mesh": mesh, "mp_policy": policy, "ignored_params": frozen}
     blocks = [block for stack in learner.model.stacks.values() for block in stack.blocks]
     for block in blocks:
         if sum(block is each for each in blocks) == 1:  # layers that share their weights stay whole between them
-            fully_shard(block, mesh=mesh, ignored_params=frozen)
-    fully_shard(learner, mesh=mesh, ignored_params=frozen)
+            fully_shard(block, **how)
+    fully_shard(learner, **how)
 
 
 def fill(model: Transformer, device: torch.device, seed: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from cutaway.config import Config
 from cutaway.config import config as read_config
 from cutaway.errors import InputError
 from cutaway.model import Transformer, build
@@ -116,7 +117,12 @@ def model_of(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, watcher
         )
     check_balance(recipe, config)
     check_room(recipe, config, device, watcher.say, ranks)
-    model = build(config, device=device if ranks.mesh is None else "meta", seed=recipe.training.seed)
+    return shaped(recipe, config, device if ranks.mesh is None else torch.device("meta"))
+
+
+def shaped(recipe: Recipe, config: Config, device: torch.device) -> Transformer:
+    """The model as the recipe trains it; without values on the meta device."""
+    model = build(config, device=device, seed=recipe.training.seed)
     model.use_recompute(recipe.training.recompute)
     pooler = getattr(model, "pooler", None)
     if pooler is not None:

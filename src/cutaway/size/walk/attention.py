@@ -33,6 +33,7 @@ class Scene:
 
 def multi_head(tape: Tape, x: Tensor, config: MultiHead, scene: Scene, key: Key, d_model: int) -> Tensor:
     d_head = config.head_width(d_model)
+    x = tape.given(x)
     q = queries(tape, x, config, key, d_head)
     k, v = keys_and_values(tape, x, config, key, d_head)
     if scene.angles is not None:
@@ -46,14 +47,14 @@ def multi_head(tape: Tape, x: Tensor, config: MultiHead, scene: Scene, key: Key,
 
 def cross_attention(tape: Tape, x: Tensor, config: Cross, scene: Scene, key: Key, d_model: int) -> Tensor:
     d_head = config.head_width(d_model)
-    q = queries(tape, x, config, key, d_head)
+    q = queries(tape, tape.given(x), config, key, d_head)
     assert scene.memory is not None
     assert scene.memory_view is not None
     if scene.memory_known:
         shape = (*scene.memory.shape[:-1], config.n_kv_heads, d_head)
         k = v = Tensor(shape, q.dtype, tape.new((0,), 0).storage, None)
     else:
-        k, v = keys_and_values(tape, scene.memory, config, key, d_head)
+        k, v = keys_and_values(tape, tape.given(scene.memory), config, key, d_head)
     z = attend(tape, q, k, v, scene.memory_view, softcap=config.softcap, dropout=config.dropout)
     return out(tape, z, config, key, d_model)
 
@@ -108,7 +109,7 @@ def from_cache(tape: Tape, x: Tensor, view: View) -> Tensor:
 
 def out(tape: Tape, z: Tensor, config: MultiHead | Cross, key: Key, d_model: int) -> Tensor:
     flat = z.view(*z.shape[:2], z.shape[2] * z.shape[3])
-    return tape.linear(flat, d_model, (*key, "o"), bias="o" in config.bias, part="projections")
+    return tape.summed(tape.linear(flat, d_model, (*key, "o"), bias="o" in config.bias, part="projections"))
 
 
 def absorbed(config: Latent, view: View, *, batch: int) -> tuple[int | None, tuple[int, int] | None]:
@@ -125,7 +126,7 @@ def latent(tape: Tape, x: Tensor, config: Latent, scene: Scene, key: Key, d_mode
     """MLA: a latent a token, expanded to every head's keys and values."""
     assert scene.angles is not None
     heads, d_head, lead = config.heads, config.d_nope + config.d_rope, x.shape[:-1]
-    q = x
+    q = x = tape.given(x)
     if config.q_rank is not None:
         q = tape.linear(q, config.q_rank, (*key, "q_down"), bias=config.bias, part="projections")
         q = norm(tape, q, config.norm, (*key, "q_norm"))
@@ -145,4 +146,4 @@ def latent(tape: Tape, x: Tensor, config: Latent, scene: Scene, key: Key, d_mode
     k = tape.op((*every, heads, d_head), up.dtype, [up, k_rope])
     z = attend(tape, q, k, v, scene.view, dropout=config.dropout, widths=widths)
     flat = z.view(*lead, heads * config.d_value)
-    return tape.linear(flat, d_model, (*key, "o"), bias=config.bias, part="projections")
+    return tape.summed(tape.linear(flat, d_model, (*key, "o"), bias=config.bias, part="projections"))

@@ -12,9 +12,10 @@ Linear = Callable[[Tensor, int, Key, bool], Tensor]
 
 
 def ffn(tape: Tape, x: Tensor, config: FFN, key: Key, d_model: int) -> Tensor:
+    x = tape.given(x)
     if isinstance(config, Moe):
-        return mixture(tape, x, config, key, d_model)
-    return dense(tape, x, config, key, d_model, plain(tape))
+        return tape.summed(mixture(tape, x, config, key, d_model))
+    return tape.summed(dense(tape, x, config, key, d_model, plain(tape)))
 
 
 def plain(tape: Tape) -> Linear:

@@ -1,4 +1,4 @@
-"""The model on sizes: embedding, blocks, final norm, head, and the loss."""
+"""The model on sizes: embedding, blocks, final norm, head."""
 
 from cutaway.config.embedding import Embedding, Head
 from cutaway.config.positions import Learned, Sinusoidal
@@ -12,7 +12,7 @@ from cutaway.size.walk.storage import Key, Tensor, Weight
 from cutaway.size.walk.tape import Tape
 
 
-def model(
+def stream(
     tape: Tape,
     config: Config,
     batch: int,
@@ -33,10 +33,15 @@ def model(
     x = stack(
         tape, config, name, batch, length, memory=memory, past=past, cached=serving or past > 0, source_read=source_read
     )
-    tape.part = "logits"
     if serving:
         x = Tensor((batch, 1, config.d_model), x.dtype, x.storage, x.node)
-    return head(tape, x, config, name) if isinstance(config.head, Head) else x
+    return x
+
+
+def logits(tape: Tape, x: Tensor, config: Config) -> Tensor:
+    """A logit for each token of the vocabulary, where there is a head."""
+    tape.part = "logits"
+    return head(tape, x, config) if isinstance(config.head, Head) else x
 
 
 def stack(
@@ -67,7 +72,7 @@ def stack(
         def run(x: Tensor, each: Block = each, scene: Scene = scene, key: Key = key, first: bool = first) -> Tensor:
             return block(tape, x, each, tower, scene, key, d_model, first=first)
 
-        x = tape.run(run, x)
+        x = tape.run(run, x, key)
     tape.part = "norms"
     if tower.placement.final_norm:
         x = norm(tape, x, tower.norm, (name, "final_norm"))
@@ -75,12 +80,14 @@ def stack(
 
 
 def embed(tape: Tape, config: Config, embedding: Embedding, name: str, batch: int, length: int) -> Tensor:
-    d_model, dtype = config.d_model, tape.setting.stream
+    d_model, dtype = config.d_model, tape.setting.weights
     own = config.source_vocab_size if isinstance(config, EncoderDecoder) and name == "encoder" else None
     width, rows = embedding.table_width(d_model), own or config.vocab_size
     key: Key = ("source tokens",) if own else ("tokens",)
     tokens = tape.new((batch, length), 8)
     x = tape.op((batch, length, width), dtype, saves=[tokens], weights=[Weight(key, (rows, width))])
+    if tape.setting.tensor > 1:  # rows of others' tokens are zeros
+        x = tape.summed(tape.op(x.shape, x.dtype, [x], saves=[tape.new((batch, length), 1)]))
     if embedding.scale_factor(d_model) != 1.0:
         x = tape.op(x.shape, x.dtype, [x])
     factor = embedding.factor
@@ -101,21 +108,21 @@ def embed(tape: Tape, config: Config, embedding: Embedding, name: str, batch: in
     x = dropout(tape, norm(tape, x, embedding.norm, (name, "embedding_norm")), embedding.dropout)
     if factor is not None and factor.positions == "narrow":
         x = tape.linear(x, d_model, (name, "project"), bias=factor.bias, part="embedding")
-    return x
+    return tape.cast(x, tape.setting.stream) if tape.setting.narrow else x
 
 
-def head(tape: Tape, x: Tensor, config: Config, name: str) -> Tensor:
+def head(tape: Tape, x: Tensor, config: Config) -> Tensor:
     """Through the transform, if there is one, to a logit for each token of the vocabulary."""
     config_head = config.head
     assert isinstance(config_head, Head)
     transform = config_head.transform
     if transform is not None:
-        tower = config.stacks[name]
+        *_, tower = config.stacks.values()
         width = tower.embedding.table_width(config.d_model) if config_head.tied else config.d_model
         x = tape.linear(x, width, ("head", "transform"), bias=transform.bias, part="head")
         x = norm(tape, activate(tape, x, transform.activation), transform.norm, ("head", "norm"))
     key: Key = ("tokens",) if config_head.tied else ("head",)
-    logits = tape.linear(x, config.vocab_size, key, bias=config_head.bias == "learned", part="head")
+    logits = tape.linear(tape.given(x), config.vocab_size, key, bias=config_head.bias == "learned", part="head")
     if config_head.scale != 1.0:
         logits = tape.op(logits.shape, logits.dtype, [logits])
     if config_head.softcap is not None:
@@ -123,16 +130,3 @@ def head(tape: Tape, x: Tensor, config: Config, name: str) -> Tensor:
         logits = tape.op(logits.shape, logits.dtype, [logits], saves_result=True)
         logits = tape.op(logits.shape, logits.dtype, [logits])
     return logits
-
-
-def cross_entropy(tape: Tape, logits: Tensor) -> Tensor:
-    """−log softmax at the target. Under autocast the GPU takes the logarithms as they are and widens them afterwards,
-    the CPU widens the logits."""
-    setting = tape.setting
-    wide = tape.cast(logits, 4) if setting.autocast and setting.device == "cpu" else logits
-    flat = tape.op(wide.shape, wide.dtype, [wide], saves_result=True)
-    del wide
-    if setting.autocast:
-        flat = tape.cast(flat, 4)
-    targets = tape.new((logits.elements // logits.shape[-1],), 8)
-    return tape.op((1,), flat.dtype, [flat], saves=[flat, targets], beside=flat.dtype)

@@ -4,9 +4,13 @@ from dataclasses import dataclass, field, replace
 
 from cutaway.config.embedding import Head
 from cutaway.config.transformer import Config
-from cutaway.size.walk.model import cross_entropy, model
+from cutaway.size.walk.loss import chunked, cross_entropy
+from cutaway.size.walk.model import logits, stream
+from cutaway.size.walk.setting import Setting
+from cutaway.size.walk.shares import ENDS, Shares
 from cutaway.size.walk.storage import Weight
-from cutaway.size.walk.tape import Setting, Tally, Tape
+from cutaway.size.walk.tally import Tally
+from cutaway.size.walk.tape import Tape
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Pass:
     gradients: int = 0
     """Bytes of the weights' gradients, all of them."""
     weights: tuple[Weight, ...] = ()
+    after: int = 0
+    """Bytes that are still held when the optimizer takes its step."""
 
     @property
     def kept_bytes(self) -> int:
@@ -51,23 +57,69 @@ def read(
     """
     tape = Tape(replace(setting, grad=False))
     known = past > 0 if source_read is None else source_read
-    logits = model(tape, config, batch, length, source or past + length, past=past, serving=serving, source_read=known)
+    x = stream(tape, config, batch, length, source or past + length, past=past, serving=serving, source_read=known)
+    told = logits(tape, x, config)
     meter, weights = tape.meter, tuple(tape.weights.values())
-    return Pass(tape.tally, logits.bytes, meter.peak, meter.at_peak, tape.steps, weights=weights)
+    return Pass(tape.tally, told.bytes, meter.peak, meter.at_peak, tape.steps, weights=weights)
 
 
-def train(config: Config, batch: int, length: int, setting: Setting, *, source: int | None = None) -> Pass:
-    """Forward, cross-entropy of every token, and back. The caller holds the logits to the end, as most do."""
-    tape = Tape(replace(setting, grad=True))
-    logits = model(tape, config, batch, length, source or length)
-    tape.part = "loss"
-    loss = cross_entropy(tape, logits) if isinstance(config.head, Head) else logits
+def train(
+    config: Config,
+    batch: int,
+    length: int,
+    setting: Setting,
+    *,
+    source: int | None = None,
+    loss: str = "whole",
+    packed: bool = False,
+) -> Pass:
+    """Forward, cross-entropy of every token, and back. With `packed` a sequence holds several documents.
+
+    Over 'whole' logits the caller holds them to the end, as most do; 'chunked' is as `cutaway train` does it.
+    """
+    tape = Tape(replace(setting, grad=True, rows=batch if packed else 0))
+    shares = tape.shares = shared(tape, config)
+    if shares is not None:
+        shares.enter(ENDS)
+        tape.on_way_back(lambda: shares.leave_back(ENDS))
+    x = stream(tape, config, batch, length, source or length)
+    if loss == "chunked" and isinstance(config.head, Head):
+        value, size = chunked(tape, x, config)
+        held = None
+        del x
+    else:
+        held = logits(tape, x, config)
+        del x
+        size = held.bytes
+        tape.part = "loss"
+        value = cross_entropy(tape, held) if isinstance(config.head, Head) else held
     kept = waiting(tape)
     tape.casts.clear()
-    tape.backward(loss)
-    gradients = sum(storage.bytes for storage in tape.gradients.values())
+    if shares is not None:
+        shares.leave(ENDS)
+        tape.on_way_back(lambda: shares.enter_back(ENDS))
+    tape.backward(value)
+    gradients = sum(storage.bytes for storage in tape.gradients.values()) if shares is None else shares.finish()
     meter, weights = tape.meter, tuple(tape.weights.values())
-    return Pass(tape.tally, logits.bytes, meter.peak, meter.at_peak, tape.steps, kept, gradients, weights)
+    after = 0 if held is None else size
+    return Pass(tape.tally, size, meter.peak, meter.at_peak, tape.steps, kept, gradients, weights, after)
+
+
+def shared(tape: Tape, config: Config) -> Shares | None:
+    """How weights come and go where several devices have shares of them."""
+    setting = tape.setting
+    if not setting.gathers:
+        return None
+    return Shares(
+        tape.meter,
+        tape.tally,
+        read(config, 1, 1, Setting()).weights,
+        sharers=setting.sharers,
+        copies=setting.copies,
+        width=setting.weights,
+        kept=setting.gradient or setting.weights,
+        common=[name for name, stack in config.stacks.items() if stack.groups is not None],
+    )
 
 
 def waiting(tape: Tape) -> dict[str, int]:

@@ -46,6 +46,7 @@ class Scenes:
     ) -> None:
         self.tape, self.d_model, self.causal = tape, d_model, causal
         self.length, self.past, self.cached, self.source_read = length, past, cached, source_read
+        self.rows = tape.setting.rows or 1
         self.angles: dict[Any, Angles] = {}
         self.views: dict[Any, View] = {}
         self.tables: dict[Any, int] = {}
@@ -72,7 +73,7 @@ class Scenes:
         pairs = (position.width or width) // 2
         kind = position, attention.heads, width
         if kind not in self.angles:
-            shape, dtype = (1, self.length, 1, pairs), max(4, self.tape.setting.stream)
+            shape, dtype = (self.rows, self.length, 1, pairs), max(4, self.tape.setting.stream)
             self.angles[kind] = Angles(self.tape.new(shape, dtype), self.tape.new(shape, dtype))
         return self.angles[kind]
 
@@ -91,13 +92,13 @@ class Scenes:
         view = View(kernel, self.length, keys, pairs)
         self.views[kind] = view
         narrow = window is not None and window < keys
-        plain = self.past == 0 and not narrow and biased is None
+        plain = self.past == 0 and not narrow and biased is None and not tape.setting.rows
         if kernel == "sdpa" and plain:
             return view
-        view.blind = tape.new((1, 1, self.length, 1), 1)
+        view.blind = tape.new((self.rows, 1, self.length, 1), 1)
         if kernel == "flex":
             return view
-        view.mask = tape.new((1, 1, self.length, keys), 1)
+        view.mask = tape.new((self.rows, 1, self.length, keys), 1)
         if biased is not None:
             table = self.tables.setdefault((biased, attention.heads, own), index)  # by the first layer that uses it
             bias = self.bias(biased, attention.heads, keys, (self.tower_name, table))
@@ -112,10 +113,10 @@ class Scenes:
         return "decoder" if self.causal else "encoder"
 
     def bias(self, position: Alibi | RelativeBias, heads: int, keys: int, key: Key) -> Tensor:
-        tape, shape = self.tape, (1, heads, self.length, keys)
+        tape, shape = self.tape, (self.rows, heads, self.length, keys)
         if isinstance(position, Alibi):
             return tape.new(shape, tape.setting.stream)
-        buckets = tape.new((1, self.length, keys), 8)
+        buckets = tape.new((self.rows, self.length, keys), 8)
         table = Weight((*key, "bias table"), (position.buckets, heads))
         return tape.op(shape, tape.setting.stream, saves=[buckets], weights=[table])
 

@@ -56,7 +56,7 @@ class Storage:
 class Node:
     """One step of the way back: where gradients go, and what was kept to compute them."""
 
-    __slots__ = ("back", "frame", "grad", "inputs", "passes", "saved", "size", "weights")
+    __slots__ = ("action", "back", "frame", "grad", "inputs", "passes", "saved", "sends", "size", "weights")
 
     def __init__(self, size: int, inputs: "Iterable[Tensor]", *, passes: bool = False) -> None:
         self.size = size
@@ -68,6 +68,10 @@ class Node:
         self.weights: list[Weight] = []
         self.back: list[Product] = []
         self.grad: Storage | None = None
+        self.sends = 0
+        """Bytes of the gradient that devices add up here, where they share a matrix."""
+        self.action: Callable[[], None] | None = None
+        """What happens when the way back comes by here."""
 
 
 class Tensor:
@@ -100,6 +104,8 @@ class Weight:
     """In a product, which autocast narrows, rather than looked up or multiplied by element."""
     share: tuple[int, int] | None = None
     """(experts that a token reaches, experts there are)."""
+    summed: bool = False
+    """Its gradient comes as a sum in fp32."""
 
     @property
     def elements(self) -> int:

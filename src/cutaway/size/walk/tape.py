@@ -1,11 +1,10 @@
 """A pass recorded as sizes: what is multiplied, what is kept for the way back, what is alive at once."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
+from typing import TYPE_CHECKING
 
+from cutaway.size.walk.setting import Setting
 from cutaway.size.walk.storage import (
     EnoughError,
     Frame,
@@ -19,60 +18,10 @@ from cutaway.size.walk.storage import (
     Weight,
     receive,
 )
+from cutaway.size.walk.tally import Again, Tally
 
-Phase = Literal["forward", "backward", "recompute"]
-
-
-@dataclass
-class Tally:
-    """FLOPs (2 a multiply-add) by phase and part: over all pairs, and over those that attention's mask lets see."""
-
-    full: Counter[tuple[Phase, str]] = field(default_factory=Counter)
-    seen: Counter[tuple[Phase, str]] = field(default_factory=Counter)
-
-    again: dict[str, list[Product]] = field(default_factory=lambda: {"none": [], "selective": [], "full": []})
-    """Products that each recompute mode does a second time."""
-
-    def add(self, phase: Phase, part: str, full: int, seen: int) -> None:
-        self.full[phase, part] += full
-        self.seen[phase, part] += seen
-
-    def would_repeat(self, block: "Again") -> None:
-        """A block that is run again is run up to the last value that its way back needs."""
-        needed = block.products[: block.needed]
-        self.again["full"] += [product for product, _ in needed]
-        self.again["selective"] += [product for product, costly in needed if not costly]
-
-
-@dataclass
-class Again:
-    """The products of a block in order, and whether selective checkpointing keeps their results."""
-
-    products: list[tuple[Product, bool]] = field(default_factory=list)
-    needed: int = 0
-    """How many of them come before the last value that is kept for the way back."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How a pass is computed. Widths are bytes of a number."""
-
-    weights: int = 4
-    compute: int = 4
-    """Products take and give this; without `autocast` it is the weights' width."""
-    autocast: bool = False
-    grad: bool = True
-    kernel: str = "auto"
-    recompute: str = "none"
-    device: str = "cuda"
-    sharers: int = 1
-    """Devices between which each gradient is scattered as soon as it is there."""
-    gradient: int = 0
-    """Bytes of a gradient's number that is kept, if they are not the weight's."""
-
-    @property
-    def stream(self) -> int:
-        return self.weights
+if TYPE_CHECKING:
+    from cutaway.size.walk.shares import Group, Shares
 
 
 class Tape:
@@ -89,6 +38,7 @@ class Tape:
         """Weights that autocast has narrowed; it keeps them until the forward pass is over."""
         self.weights: dict[Key, Weight] = {}
         self.gradients: dict[Key, Storage] = {}
+        self.shares: Shares | None = None
         self.part = ""
         self.steps = 0
         """Operations so far: at least as many kernels are launched."""
@@ -158,6 +108,22 @@ class Tape:
                 self.nodes.append(node)
         return Tensor(shape, x.dtype, x.storage, node)
 
+    def given(self, x: Tensor) -> Tensor:
+        """What all read that share a matrix: what each finds for its gradient is added up."""
+        if self.setting.tensor == 1:
+            return x
+        x = self.cut(x, *x.shape)
+        if x.node is not None:
+            x.node.sends = x.bytes
+        return x
+
+    def summed(self, x: Tensor) -> Tensor:
+        """What those that share a matrix come to together."""
+        if self.setting.tensor == 1:
+            return x
+        self.tally.send("all-reduce", x.bytes)
+        return self.op(x.shape, x.dtype, [x], passes=True)
+
     def save(self, node: Node, storage: Storage) -> None:
         """Keep for the way back; in a checkpointed block only a slot, which a second run fills."""
         frame = self.frame
@@ -206,22 +172,38 @@ class Tape:
         )
 
     def narrowed(self, weight: Weight) -> Storage:
-        """Autocast's copy of a weight, made once a forward pass."""
-        if weight.key not in self.casts:
-            self.casts[weight.key] = Storage(self.meter, weight.elements * self.setting.compute, "weights in bf16")
-        return self.casts[weight.key]
+        """Autocast's copy of a weight, made once a forward pass; of a part of a matrix, each time."""
+        if weight.key in self.casts:
+            return self.casts[weight.key]
+        made = Storage(self.meter, weight.elements * self.setting.compute, "weights in bf16")
+        if self.setting.tensor == 1:
+            self.casts[weight.key] = made
+        return made
 
     # ------------------------------------------------------------------------------------ blocks run twice
 
-    def run(self, block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def run(self, block: Callable[[Tensor], Tensor], x: Tensor, group: "Group") -> Tensor:
         """block(x), keeping as little as the recompute mode says."""
         if not self.setting.grad:
             return block(x)
         self.block = Again()
+        shares = None if self.shares is None or not self.shares.has(group) else self.shares
+        if shares is not None:
+            shares.enter(group)
+            self.on_way_back(lambda: shares.leave_back(group))
         out = self.run_once(block, x)
+        if shares is not None:
+            shares.leave(group)
+            self.on_way_back(lambda: shares.enter_back(group))
         self.tally.would_repeat(self.block)
         self.block = None
         return out
+
+    def on_way_back(self, action: Callable[[], None]) -> None:
+        """Do this when the way back comes by here."""
+        node = Node(0, [])
+        node.action = action
+        self.nodes.append(node)
 
     def run_once(self, block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         if self.setting.recompute == "none":
@@ -250,13 +232,16 @@ class Tape:
 
     # ------------------------------------------------------------------------------------ the way back
 
-    def backward(self, out: Tensor) -> None:
+    def backward(self, out: Tensor, grad: Storage | None = None) -> None:
         """From `out` to every weight, freeing what each step kept as soon as it is done."""
         assert out.node is not None
-        out.node.grad = Storage(self.meter, out.node.size, "gradients on the way")
-        del out
+        out.node.grad = grad or Storage(self.meter, out.node.size, "gradients on the way")
+        del out, grad
         while self.nodes:
             node = self.nodes.pop()
+            if node.action is not None:
+                node.action()
+                continue
             if node.grad is None:
                 node.saved.clear()
                 continue
@@ -270,6 +255,8 @@ class Tape:
         self.steps += 1 + len(node.weights)
         grad = node.grad
         node.grad = None
+        if node.sends:
+            self.tally.send("all-reduce", node.sends)
         for weight in node.weights:
             self.accumulate(weight)
         for source, size in node.inputs:
@@ -284,15 +271,15 @@ class Tape:
     def accumulate(self, weight: Weight) -> None:
         """A weight's gradient; a tensor that is used twice gets a second one, and their sum takes a third place."""
         setting, way = self.setting, "gradients on the way"
+        wide = Storage(self.meter, weight.elements * max(4, setting.weights), way) if weight.summed else None
         narrow = Storage(self.meter, weight.elements * setting.compute, way) if weight.multiplied else None
-        fresh = narrow
-        if narrow is None or setting.compute != setting.weights:
+        fresh = wide if setting.weights >= 4 and wide is not None else narrow
+        if fresh is None or (fresh is narrow and setting.compute != setting.weights):
             fresh = Storage(self.meter, weight.elements * setting.weights, way)
-        if weight.key in self.gradients and not setting.autocast:
+        held = self.gradients if self.shares is None else self.shares.unsent
+        if weight.key in held and not setting.autocast:
             fresh = Storage(self.meter, weight.elements * setting.weights, way)
-        width = setting.gradient or setting.weights
-        if setting.sharers > 1 or width != setting.weights:
-            rows = -(-weight.shape[0] // setting.sharers)
-            fresh = Storage(self.meter, rows * (weight.elements // weight.shape[0]) * width, way)
-        assert fresh is not None
-        self.gradients[weight.key] = fresh.for_part("gradients")
+        if self.shares is None:
+            self.gradients[weight.key] = fresh.for_part("gradients")
+        else:
+            self.shares.take(weight.key, fresh)
