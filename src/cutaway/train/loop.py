@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutaway.errors import InputError
+from cutaway.errors import ConfigError, InputError
 from cutaway.families.checkpoint import Checkpoint
+from cutaway.families.registry import family_for
 from cutaway.families.save import save
 from cutaway.generate.texts import generate
 from cutaway.model import Transformer
@@ -182,9 +183,13 @@ class Loop:
         return Checkpoint(self.model, self.model.config, read_tokenizer=lambda: self.run.tokenizer)
 
     def export(self) -> Path:
-        """The model as others open it."""
+        """The model as others open it, or as cutaway alone does where no other library has such a one."""
         self.model.eval()
-        return save(self.checkpoint(), self.run.model, overwrite=self.run.model.exists())
+        try:
+            family = family_for(self.model.config)[0].name
+        except ConfigError:
+            family = "cutaway"
+        return save(self.checkpoint(), self.run.model, family=family, overwrite=self.run.model.exists())
 
 
 @contextmanager
