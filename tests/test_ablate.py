@@ -2,10 +2,10 @@
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def test_commas_in_tables_and_quotes_part_nothing() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "kept"),
     [
-        ("model.decoder.placement.kind", "post", {}),
+        ("model.decoder.placement.kind", "post", {"final_norm": False}),
         ("model.decoder.block.ffn.kind", "mlp", {"hidden": 128}),
         ("schedule.kind", "linear", {"warmup": 2}),
         ("optimiser.kind", "muon", {"rate": 3e-3}),
@@ -94,6 +94,12 @@ def test_a_part_of_another_kind_keeps_what_it_knows_of_what_was_set(key: str, va
         here = here[0] if isinstance(here, tuple) else here
     assert here["kind"] == value
     assert {name: here[name] for name in kept} == kept
+
+
+def test_a_part_that_was_left_out_can_be_varied_by_its_fields() -> None:
+    made = changed(recipe(SMALL), [("model.decoder.placement.final_norm", "false"), ("objective.z", "0.5")])
+    assert read_config(made.model).decoder.placement.final_norm is False
+    assert made.objective.z == 0.5
 
 
 @pytest.mark.parametrize("preset", ["tiny-gpt", "tiny-llama", "tiny-gemma", "tiny-moe", "tiny-bert", "tiny-t5"])
@@ -201,7 +207,7 @@ def test_sentences_say_what_the_interval_allows() -> None:
     assert "no interval" in loss.compared("post", "pre", Interval(0.31, None, 1))
     step = METRICS["step_seconds"]
     said = step.compared("a", "b", Interval(math.log(2), math.log(1.1), 3))
-    assert said == "a is slower than b by a factor of 2.00 (1.82 to 2.20)"
+    assert said == "a: time of a step longer than that of b by a factor of 2.00 (1.82 to 2.20)"
 
 
 # What is carried out
@@ -247,30 +253,28 @@ def test_an_ablation_from_beginning_to_end(texts: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.unchecked
-def test_a_killed_ablation_goes_on_to_the_same(texts: Path, tmp_path: Path) -> None:
-    """Its processes die with it; runs that were finished stay, one that was not goes on from its checkpoint."""
-    source = tmp_path / "recipe.json"
+def test_a_killed_ablation_goes_on_to_the_same(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that were finished stay, one that was not goes on from its checkpoint; processes die with their parent."""
+    source, killed = tmp_path / "recipe.json", tmp_path / "killed"
     source.write_text(json.dumps(small(texts)))
-    vary = ["placement=pre,post"]
-    whole = ablation(str(source), vary, out=tmp_path / "whole", seeds=2)
-    whole.carry_out(device="cpu", jobs=1)
+    how: dict[str, Any] = {"vary": ["placement=pre,post"], "seeds": 1}
+    ablation(str(source), out=tmp_path / "whole", **how).carry_out(device="cpu", jobs=1)
+
+    with monkeypatch.context() as soon:
+        soon.setenv("CUTAWAY_FAILPOINT", "after step:3")
+        with pytest.raises(CutawayError, match="ended by itself"):
+            ablation(str(source), out=killed, **how).carry_out(device="cpu", jobs=1)
+    assert not outcomes(killed)
     code = "from cutaway.cli import main; main()"
-    command = [sys.executable, "-c", code, "ablate", str(source), "--vary", *vary, "--seeds", "2", "--jobs", "1"]
-    command += ["--device", "cpu", "--out", str(tmp_path / "killed")]
-    # Each run dies behind its third step, and the whole ends with an error that says so; the second time it goes on.
-    died = subprocess.run(
-        command, env=os.environ | {"CUTAWAY_FAILPOINT": "after step:3"}, capture_output=True, text=True, check=False
-    )
-    assert died.returncode == 2, died.stderr
-    assert "ended by itself" in died.stderr
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    runs = tmp_path / "killed" / "runs"
-    while process.poll() is None and len(list(runs.glob("*/outcome.json"))) < 2:
-        pass
+    command = [sys.executable, "-c", code, "ablate", str(source), "--vary", "placement=pre,post", "--seeds", "1"]
+    process = subprocess.Popen([*command, "--jobs", "1", "--device", "cpu", "--out", str(killed)])
+    while process.poll() is None and not outcomes(killed):
+        time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    ablation(str(source), vary, out=tmp_path / "killed", seeds=2).carry_out(device="cpu", jobs=1)
-    assert outcomes(tmp_path / "killed") == outcomes(tmp_path / "whole")
+
+    ablation(str(source), out=killed, **how).carry_out(device="cpu", jobs=1)
+    assert outcomes(killed) == outcomes(tmp_path / "whole")
 
 
 def test_a_run_that_diverges_is_counted_and_the_others_go_on(texts: Path, tmp_path: Path) -> None:
@@ -369,7 +373,10 @@ def toy(name: str, texts: Path, out: Path) -> Ablation:
     return Ablation(plan, out, study)
 
 
-@pytest.mark.parametrize("name", STUDIES)
+LONG = {name: [] if name == "take-away" else [pytest.mark.nightly] for name in STUDIES}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in LONG.items()])
 def test_studies_measure_what_they_compare(name: str, texts: Path, tmp_path: Path) -> None:
     asked = toy(name, texts, tmp_path / "a")
     data = asked.carry_out(device="cpu", jobs=2)

@@ -12,11 +12,16 @@ from typing import Any
 
 import torch
 
+from cutaway.config import config as read_config
 from cutaway.errors import InputError
+from cutaway.generate.plan import free_memory
 from cutaway.train.ablate.one_run import OUTCOME, Job, work
 from cutaway.train.ablate.plan import Plan, Variant
+from cutaway.train.room import expected
 from cutaway.train.run import ABOUT, Run
 
+PROCESS = 400 << 20
+"""Bytes of a process that has done nothing yet."""
 Outcomes = dict[tuple[str, int], dict[str, Any]]
 """What came of each (variant, seed)."""
 Told = Callable[[str, int, int], None]
@@ -53,9 +58,10 @@ def carry_out(
             if (v, seed) not in waiting:
                 told(f"{v.name}, seed {seed}", v.cost.steps, v.cost.steps)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    # Not by how many are left: with other threads a run that goes on would come to other bits.
-    at_once = min(jobs or (cores if device == "cpu" else 1), len(where))
-    threads = max(1, cores // at_once)
+    wanted = min(jobs or (cores if device == "cpu" else 1), len(where))
+    # Not by how many are left, or find room: with other threads a run that goes on would come to other bits.
+    threads = max(1, cores // wanted)
+    at_once = wanted if jobs else min(wanted, room(plan, torch.device(device)))
     running: list[Running] = []
     # Forks of a process that has imported torch and done nothing else begin at once; where there are none, a new one.
     context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
@@ -78,6 +84,15 @@ def carry_out(
         end_all(running)
         raise
     return {key: json.loads((directory / OUTCOME).read_text("utf-8")) for key, directory in where.items()}
+
+
+def room(plan: Plan, device: torch.device) -> int:
+    """How many of the largest runs there is memory for; one is always tried."""
+    free = free_memory(device)
+    if free is None:
+        return len(plan.variants) * len(plan.seeds)
+    largest = max(expected(each.recipe, read_config(each.recipe.model))[0] for each in plan.variants)
+    return max(1, int(free // (largest + PROCESS)))
 
 
 def start(context: Any, job: Job, name: str, steps: int) -> Running:

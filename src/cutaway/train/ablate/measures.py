@@ -11,6 +11,7 @@ from torch import Tensor
 from cutaway.errors import InputError
 from cutaway.model import Transformer, build
 from cutaway.train.ablate import surgery
+from cutaway.train.ablate.validation import spread
 from cutaway.train.data.batches import Packed
 from cutaway.train.loop import Loop
 from cutaway.train.objectives import Task
@@ -43,8 +44,7 @@ def gradients(loop: Loop) -> list[Reading]:
 def gradient_by_block(model: Transformer, loop: Loop) -> list[float]:
     """On one batch of validation data."""
     model.train().zero_grad(set_to_none=True)
-    batch = loop.recipe.training.batch
-    task = loop.task(loop.reading.validation.batch(0, min(batch, loop.reading.held)), 0)
+    task = spread(loop, loop.recipe.training.batch)
     torch.autograd.backward(task.loss(model).total / task.weights.sum())
     found = []
     for block in surgery.blocks_of(model):
@@ -63,7 +63,7 @@ def taken_away(loop: Loop) -> list[Reading]:
     model = loop.model.eval()
     layers, heads = len(surgery.blocks_of(model)), surgery.blocks_of(model)[0].attn.f.heads
     middle = layers // 2
-    look = partial(looked_at, model, validation(loop))
+    look = partial(looked_at, model, spread(loop, ROWS))
     whole = look(nullcontext())
     away: dict[str, AbstractContextManager[None]] = {
         "without the first block": surgery.without_block(model, 0),
@@ -102,10 +102,6 @@ def looked_at(model: Transformer, task: Task, change: AbstractContextManager[Non
 def reading(what: str, found: Looked, whole: Looked) -> Reading:
     moved = (found[2] - whole[2]).norm(dim=-1) / whole[2].norm(dim=-1).clamp(min=1e-30)
     return {"what": what, "loss": found[0], "top5": found[1], "moved": float(moved.mean())}
-
-
-def validation(loop: Loop) -> Task:
-    return loop.task(loop.reading.validation.batch(0, min(ROWS, loop.reading.held)), 0)
 
 
 # Positions
@@ -150,7 +146,8 @@ def unbroken(loop: Loop, length: int) -> Tensor:
     whole = (batch.documents == batch.documents[:, :1]).all(-1)
     if not bool(whole.any()):
         raise InputError(f"no validation text is {length + 1} tokens long; give longer texts, or a smaller data.length")
-    return batch.tokens[whole][: ROWS // 2].to(loop.model.device)
+    found = batch.tokens[whole]
+    return found[:: -(-len(found) // (ROWS // 2))].to(loop.model.device)  # from all over
 
 
 @torch.no_grad()

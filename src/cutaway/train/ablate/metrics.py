@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from cutaway.train.ablate.statistics import Interval
 
+SMALL = 1e-3
+"""Below it, numbers are written with their power of ten."""
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -27,6 +30,8 @@ class Metric:
             return number(centre) if found.half is None else f"{number(centre)} ×÷ {number(math.exp(found.half))}"
         if found.half is None:
             return number(found.mean)
+        if 0 < found.bound < SMALL:
+            return f"{found.mean:.1e} ± {found.half:.1e}"
         digits = places(found.half, found.mean)
         return f"{found.mean:.{digits}f} ± {found.half:.{digits}f}"
 
@@ -49,13 +54,14 @@ class Metric:
         factor = math.exp(abs(difference.mean))
         if difference.half is None:
             signed = math.exp(difference.mean)
-            return f"{name}: {self.title} is {number(signed)} times that of {other}, from one seed: no interval"
+            return f"{name}: {self.title} {number(signed)} times that of {other}, from one seed: no interval"
         low, high = (math.exp(abs(difference.mean) + side * difference.half) for side in (-1, 1))
         if difference.clear:
             way = self.more if difference.mean > 0 else self.less
-            return f"{name} is {way} than {other} by a factor of {number(factor)} ({number(low)} to {number(high)})"
+            by = f"by a factor of {number(factor)} ({number(low)} to {number(high)})"
+            return f"{name}: {self.title} {way} than that of {other} {by}"
         bound = math.exp(difference.bound)
-        return f"{name} against {other}: no difference in {self.title} larger than a factor of {number(bound)}"
+        return f"{name}: {self.title} differs from that of {other} by no more than a factor of {number(bound)}"
 
     def against_zero(self, name: str, found: Interval) -> str:
         """The same for a value that is a difference already."""
@@ -67,14 +73,14 @@ class Metric:
         if found.clear:
             return f"{name} {self.more if found.mean > 0 else self.less} {size} ± {half}{unit}"
         signed = f"{found.mean:+.{digits}f} ± {half}"
-        return f"{name}: no {self.title} larger than {found.bound:.{digits}f}{unit} ({signed})"
+        return f"{name}, no {self.title} larger than {found.bound:.{digits}f}{unit} ({signed})"
 
 
 METRICS = {
     "loss": Metric("loss", "nats a token", "better", "worse"),
     "bits_per_byte": Metric("bits a byte", "bits a byte", "better", "worse"),
     "seconds": Metric("seconds", "s", "faster", "slower"),
-    "step_seconds": Metric("time of a step", "", "faster", "slower", factor=True),
+    "step_seconds": Metric("time of a step", "", "shorter", "longer", factor=True),
     "top5": Metric("share in the top five"),
     "moved": Metric("change of the final stream"),
     "gradient": Metric("gradient's length", factor=True),

@@ -1,6 +1,7 @@
 """One variant from one seed, in a process of its own: trained, measured, and what came of it written down."""
 
 import json
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from cutaway.errors import CutawayError
 from cutaway.train.ablate.memory import peak_of_a_step
 from cutaway.train.ablate.surgery import SURGERY
+from cutaway.train.ablate.validation import validation_loss
 from cutaway.train.loop import Loop, Watcher
 from cutaway.train.recipe import recipe as read_recipe
 from cutaway.train.run import ABOUT
@@ -49,6 +51,8 @@ def work(job: Job, environment: dict[str, str], pipe: "connection.Connection") -
         done = carry_out(job, pipe)
     except CutawayError as error:
         pipe.send(("error", str(error)))
+    except KeyboardInterrupt:  # before there was anything to save
+        pipe.send(("done", False))
     else:
         pipe.send(("done", done))
 
@@ -97,17 +101,18 @@ def found(loop: Loop, job: Job) -> dict[str, Any]:
     """What is known of a trained model: where it came to, how long it took, and what was asked to be measured."""
     rows = list(loop.rows)
     looks = [row for row in rows if "validation" in row]
+    loss = validation_loss(loop)
     timings = [row["seconds"] for row in loop.timings]
     steady = sorted(timings[len(timings) // 10 :])  # the first steps prepare things
     outcome: dict[str, Any] = {
-        "loss": looks[-1]["validation"],
+        "loss": loss,
         "seconds": sum(timings),
         "step_seconds": steady[len(steady) // 2],
         "curve": [[row["step"], row["loss"]] for row in rows if "loss" in row],
         "looks": [[row["step"], row["validation"]] for row in looks],
     }
-    if "bits_per_byte" in looks[-1]:
-        outcome["bits_per_byte"] = looks[-1]["bits_per_byte"]
+    if loop.reading.bytes_per_token is not None:
+        outcome["bits_per_byte"] = loss / math.log(2) / loop.reading.bytes_per_token
     if job.measure is not None:
         from cutaway.train.ablate.measures import MEASURES
 

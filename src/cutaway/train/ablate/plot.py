@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from cutaway.size.plot import INK, LINES, STYLE
@@ -14,8 +15,9 @@ if TYPE_CHECKING:  # matplotlib is loaded to draw
     from matplotlib.axes import Axes
 
 DASHES = ("-", "--", ":")
-SMOOTH = 12
-"""Points that a curve has at least; steps between them are averaged."""
+POINTS = 24
+"""Of a curve, about; steps between them are averaged."""
+SHADED = "{} seeds set level, 95 % of the mean"
 
 
 def draw(data: dict[str, Any], out: Path) -> list[Path]:
@@ -51,74 +53,95 @@ def finished(data: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 def curves(axes: "Axes", data: dict[str, Any]) -> None:
     """Training loss, averaged over a few steps and over seeds; the band is the mean's interval."""
+    several = {row["variant"]: finished(data, row["variant"]) for row in data["variants"]}
+    stretches = {name: [stretched(run["curve"]) for run in runs] for name, runs in several.items()}
     for row, (colour, dash) in zip(data["variants"], looks(data), strict=True):
-        runs = finished(data, row["variant"])
-        if not runs:
+        if not several[row["variant"]]:
             continue
-        along, bands = smoothed([run["curve"] for run in runs])
-        middle = [band.mean for band in bands]
-        axes.plot(along, middle, dash, color=colour, label=row["variant"], linewidth=1.4)
-        low = [band.mean - (band.half or 0) for band in bands]
-        high = [band.mean + (band.half or 0) for band in bands]
+        along = [step for step, _ in stretches[row["variant"]][0]]
+        own = [[loss for _, loss in each] for each in stretches[row["variant"]]]
+        others = [[[loss for _, loss in each] for each in runs] for runs in stretches.values()]
+        bands = [interval(values) for values in zip(*levelled(own, others), strict=True)]
+        axes.plot(along, [band.mean for band in bands], dash, color=colour, label=row["variant"], linewidth=1.4)
+        low, high = ([band.mean + side * (band.half or 0) for band in bands] for side in (-1, 1))
         axes.fill_between(along, low, high, color=colour, alpha=0.12, linewidth=0)
     axes.set_xlabel("steps")
     axes.set_ylabel("loss in training, nats a token")
-    axes.set_title(f"{data['name']}: {len(data['seeds'])} seeds, 95 % of the mean shaded")
+    axes.set_title(f"{data['name']}: {SHADED.format(len(data['seeds']))}")
     grid(axes)
     axes.legend(ncols=2 if len(data["variants"]) > 6 else 1)
 
 
-def smoothed(several: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[float], list[Any]]:
-    """Points in the middle of stretches of steps, and the interval over seeds of each stretch's mean."""
-    count = min(len(each) for each in several)
-    wide = max(1, count // (2 * SMOOTH))
-    along, bands = [], []
-    for begin in range(0, count - wide + 1, wide):
-        part = [each[begin : begin + wide] for each in several]
-        along.append(sum(step for step, _ in part[0]) / wide)
-        bands.append(interval([sum(loss for _, loss in each) / wide for each in part]))
-    return along, bands
+def stretched(curve: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
+    """A curve of fewer points: the middle of each stretch of steps, and the mean there."""
+    wide = max(1, len(curve) // POINTS)
+    parts = [curve[begin : begin + wide] for begin in range(0, len(curve) - wide + 1, wide)]
+    return [(sum(step for step, _ in part) / wide, sum(loss for _, loss in part) / wide) for part in parts]
+
+
+def levelled(own: Sequence[Sequence[float]], everyone: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """Each seed's values without what that seed did to all variants alike, such as easier text (Cousineau, 2005).
+
+    Where some run came to no end, or variants have other numbers of steps, seeds cannot be set level: as they are.
+    """
+    shapes = {(len(runs), len(run)) for runs in everyone for run in runs} | {(len(runs), 0) for runs in everyone}
+    if len({seeds for seeds, _ in shapes}) > 1 or len({points for _, points in shapes if points}) > 1:
+        return [list(run) for run in own]
+    seeds, points = len(own), len(own[0])
+    here = [[fmean(runs[seed][point] for runs in everyone) for point in range(points)] for seed in range(seeds)]
+    whole = [fmean(each[point] for each in here) for point in range(points)]
+    return [[own[seed][i] - here[seed][i] + whole[i] for i in range(points)] for seed in range(seeds)]
 
 
 def ends(axes: "Axes", data: dict[str, Any]) -> None:
     """Each seed's last loss as a dot, and the mean's interval."""
     metric = data["metric"]
     names = [row["variant"] for row in data["variants"]]
-    for place, (row, (colour, _)) in enumerate(zip(data["variants"], looks(data), strict=True)):
-        runs = finished(data, row["variant"])
-        if not runs:
+    everyone = [[[run[metric]] for run in finished(data, name)] for name in names]
+    for place, (own, (colour, _)) in enumerate(zip(everyone, looks(data), strict=True)):
+        if not own:
             continue
-        found = row[metric]
-        axes.errorbar(found["mean"], place, xerr=found["half"] or 0.0, color=colour, fmt="|", capsize=4, markersize=12)
-        axes.plot([run[metric] for run in runs], [place] * len(runs), "o", color=colour, alpha=0.45, markersize=4)
-    if data["variants"][0][metric] is not None:
-        axes.axvline(data["variants"][0][metric]["mean"], color=INK, linewidth=0.6, linestyle=":")
+        values = [value for [value] in levelled(own, everyone)]
+        found = interval(values)
+        axes.errorbar(found.mean, place, xerr=found.half or 0.0, color=colour, fmt="|", capsize=4, markersize=12)
+        axes.plot(values, [place] * len(values), "o", color=colour, alpha=0.45, markersize=4)
+        if place == 0:
+            axes.axvline(found.mean, color=INK, linewidth=0.6, linestyle=":")
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(f"{METRICS[metric].title} on validation data, {METRICS[metric].unit}")
-    axes.set_title(f"{data['name']}, at equal {data['equal']}: seeds, and 95 % of the mean")
+    axes.set_title(f"{data['name']}, at equal {data['equal']}: {SHADED.format(len(data['seeds']))}")
     grid(axes)
 
 
 def gradients(axes: "Axes", data: dict[str, Any]) -> None:
-    """The gradient's length by block of fresh weights, each as a share of the last block's."""
+    """The gradient's length by block, each as a share of the last block's: fresh weights, and dashed when trained."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     colours = cycle(LINES)
     for row in data["variants"]:
-        found = [
-            each for each in data["readings"]
-            if each["variant"] == row["variant"] and each["metric"] == "gradient" and each["what"].startswith("fresh")
-        ]  # fmt: skip
-        if not found or any("warmup" in change for change in row["changed"]):
+        if any("warmup" in change for change in row["changed"]):
             continue  # fresh weights know of no schedule
-        last = found[-1]["mean"]
-        along = [place / max(1, len(found) - 1) for place in range(len(found))]
-        middle = [math.exp(each["mean"] - last) for each in found]
-        axes.plot(along, middle, "-o", color=next(colours), label=row["variant"], markersize=3)
+        colour = next(colours)
+        for when, dash in (("fresh", "-o"), ("trained", "--")):
+            found = [
+                each["mean"]
+                for each in data["readings"]
+                if (each["variant"], each["metric"]) == (row["variant"], "gradient") and each["what"].startswith(when)
+            ]
+            along = [place / max(1, len(found) - 1) for place in range(len(found))]
+            label = row["variant"] if when == "fresh" else None
+            shares = [math.exp(each - found[-1]) for each in found]
+            axes.plot(along, shares, dash, color=colour, label=label, markersize=3)
     axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 60 * low else (1,)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("depth: 0 is the first block, 1 the last")
     axes.set_ylabel("gradient's length, over the last block's")
-    axes.set_title(f"{data['name']}: fresh weights")
+    axes.set_title(f"{data['name']}: fresh weights, and dashed when trained")
     grid(axes)
     axes.legend()
 

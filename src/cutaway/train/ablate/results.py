@@ -30,13 +30,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One thing against another of the same metric, or against zero where it is a difference already."""
+    """One thing against another of the same metric; against zero where it is a difference already, or just told."""
 
     one: Point
     other: Point | None = None
     name: str | None = None
     """What the one is called in the sentence."""
     against: str | None = None
+    told: bool = False
 
 
 class Results:
@@ -83,6 +84,9 @@ class Results:
         if found is None:
             return None
         name = asked.name or asked.one.name
+        if asked.told:
+            alone = ", from one seed: no interval" if found.half is None else ""
+            return f"{name}: {metric.title} {metric.written(found)}{alone}"
         if asked.other is None:
             return metric.against_zero(name, found)
         return metric.compared(name, asked.against or asked.other.name, found)

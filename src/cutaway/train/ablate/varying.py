@@ -76,7 +76,8 @@ def said(part: BaseModel) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, about in type(part).model_fields.items():
         value = getattr(part, name)
-        if name in ("kind", "form") or about.is_required() or value != about.default:
+        tag = name in ("kind", "form") or isinstance(value, BaseModel)
+        if tag or about.is_required() or value != about.default:
             tree[name] = plain(value)
     return {name: value for name, value in tree.items() if value is not None}
 
@@ -133,9 +134,7 @@ def differences(before: Config | Recipe, after: Config | Recipe) -> list[str]:
 
 
 def tree(part: Config | Recipe) -> dict[str, Any]:
-    if isinstance(part, Recipe):
-        return part.model_dump(mode="json", exclude={"model"})
-    return part.model_dump(mode="json")
+    return {name: value for name, value in said(part).items() if not (name == "model" and isinstance(part, Recipe))}
 
 
 def unequal(path: str, old: Any, new: Any) -> Iterator[str]:
@@ -152,5 +151,7 @@ def unequal(path: str, old: Any, new: Any) -> Iterator[str]:
 
 def short(value: Any) -> str:
     if isinstance(value, dict):
-        return str(value.get("kind", "other"))
+        plain_ones = {name: each for name, each in value.items() if name != "kind" and not isinstance(each, dict)}
+        inside = ", ".join(f"{name} {each}" for name, each in plain_ones.items())
+        return str(value.get("kind", "")) + (f" ({inside})" if inside else "")
     return "default" if value is None else str(value)
