@@ -225,7 +225,7 @@ def outcomes(out: Path) -> dict[str, Any]:
 def test_an_ablation_from_beginning_to_end(texts: Path, tmp_path: Path) -> None:
     asked = ablation(small(texts), ["norm=layernorm,rmsnorm"], out=tmp_path / "a", seeds=2)
     steps: dict[str, int] = {}
-    data = asked.carry_out(device="cpu", told=lambda name, done, of: steps.update({name: done}))
+    data = asked.carry_out(device="cpu", told=lambda name, done: steps.update({name: done}))
     assert set(steps.values()) == {4}
     assert len(steps) == 4
     assert json.loads((tmp_path / "a" / "results.json").read_text()) == data

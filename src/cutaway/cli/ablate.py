@@ -114,7 +114,7 @@ def progress(asked: "Ablation", *, quiet: bool) -> Iterator["Told"]:
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task("", total=total)
 
-        def told(name: str, steps: int, of: int) -> None:
+        def told(name: str, steps: int) -> None:
             done[name] = steps
             bar.update(task, completed=sum(done.values()), description=name)
 

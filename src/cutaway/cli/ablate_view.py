@@ -1,6 +1,5 @@
 """What an ablation found, for people: a table of variants, one of readings, and sentences."""
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -9,7 +8,6 @@ from rich.text import Text
 
 from cutaway.size.units import short, si
 from cutaway.train.ablate.metrics import METRICS
-from cutaway.train.ablate.statistics import Interval
 
 if TYPE_CHECKING:
     from cutaway.train.ablate.ablation import Ablation
@@ -33,7 +31,7 @@ def show(data: dict[str, Any], asked: "Ablation") -> None:
 
 
 def written(found: dict[str, Any] | None, metric: str) -> str:
-    return "–" if found is None else METRICS[metric].written(Interval(**found))
+    return "–" if found is None else METRICS[metric].written(METRICS[metric].interval(found))
 
 
 def variants(data: dict[str, Any]) -> Table:
@@ -66,7 +64,7 @@ def costs(data: dict[str, Any]) -> Table:
             short(row["flops"]),
             short(row["tokens"]),
             "–" if row["seconds"] is None else f"{row['seconds']['mean']:.1f}",
-            "–" if row["step_seconds"] is None else f"{1e3 * math.exp(row['step_seconds']['mean']):.1f} ms",
+            "–" if row["step_seconds"] is None else f"{1e3 * row['step_seconds']['mean']:.1f} ms",
             "–" if row["memory"] is None else si(row["memory"], "B", 3),
             si(row["cache"], "B", 3) if row["cache"] else "–",
         )
@@ -87,7 +85,7 @@ def readings(data: dict[str, Any], study: "Study") -> Table:
 
     def cell(variant: str, what: str, metric: str) -> str:
         row = found.get((variant, what, metric))
-        return "–" if row is None else written({key: row[key] for key in ("mean", "half", "count")}, metric)
+        return written(row, metric)
 
     if by_variant:
         for row in data["variants"]:

@@ -52,7 +52,7 @@ def ablation(
 ) -> Ablation:
     """Variants of a recipe (a shipped one's name, a file, a dict), or a study by its name; 'a.b=value' changes all."""
     named = source if isinstance(source, str) and source in STUDIES else None
-    where = Path(out) if out is not None else Path("runs") / f"ablate-{named or Path(str(source)).stem}"
+    where = Path(out) if out is not None else Path("runs") / f"ablate-{named or called(source)}"
     how: Any = {"seeds": SEEDS if seeds is None else seeds}
     if named is not None:
         if vary or equal is not None:
@@ -64,5 +64,8 @@ def ablation(
         return Ablation(make(named, read_recipe(study.recipe, changes), study.variants, where, **how), where, study)
     asked = combinations([varied(each) for each in vary])
     recipe = read_recipe(source, changes)
-    name = source if isinstance(source, str) else "recipe"
-    return Ablation(make(name, recipe, asked, where, equal=equal or "tokens", **how), where)
+    return Ablation(make(called(source), recipe, asked, where, equal=equal or "tokens", **how), where)
+
+
+def called(source: Any) -> str:
+    return Path(source).stem if isinstance(source, str | Path) else "recipe"

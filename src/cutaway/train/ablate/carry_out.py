@@ -24,8 +24,8 @@ PROCESS = 400 << 20
 """Bytes of a process that has done nothing yet."""
 Outcomes = dict[tuple[str, int], dict[str, Any]]
 """What came of each (variant, seed)."""
-Told = Callable[[str, int, int], None]
-"""Is told the run's name, the steps it has done, and those it has to do."""
+Told = Callable[[str, int], None]
+"""Is told a run's name and the steps it has done."""
 
 
 @dataclass
@@ -33,7 +33,6 @@ class Running:
     """A run in its process."""
 
     name: str
-    steps: int
     process: Any
     pipe: "connection.Connection"
     finished: bool | None = None
@@ -56,7 +55,7 @@ def carry_out(
     for v in plan.variants:
         for seed in plan.seeds:
             if (v, seed) not in waiting:
-                told(f"{v.name}, seed {seed}", v.cost.steps, v.cost.steps)
+                told(f"{v.name}, seed {seed}", v.cost.steps)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     wanted = min(jobs or (cores if device == "cpu" else 1), len(where))
     # Not by how many are left, or find room: with other threads a run that goes on would come to other bits.
@@ -74,7 +73,7 @@ def carry_out(
                 recipe = plan.recipe(variant, seed).model_dump(mode="json", exclude_none=True)
                 directory = str(where[variant.name, seed])
                 job = Job(directory, recipe, variant.surgery, plan.measure, weigh, device, threads)
-                running.append(start(context, job, f"{variant.name}, seed {seed}", variant.cost.steps))
+                running.append(start(context, job, f"{variant.name}, seed {seed}"))
             listen(running, told)
             for run in [run for run in running if not run.process.is_alive()]:
                 running.remove(run)
@@ -95,12 +94,12 @@ def room(plan: Plan, device: torch.device) -> int:
     return max(1, int(free // (largest + PROCESS)))
 
 
-def start(context: Any, job: Job, name: str, steps: int) -> Running:
+def start(context: Any, job: Job, name: str) -> Running:
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=work, args=(job, dict(os.environ), theirs))
     process.start()
     theirs.close()
-    return Running(name, steps, process, ours)
+    return Running(name, process, ours)
 
 
 def listen(running: list[Running], told: Told) -> None:
@@ -113,7 +112,7 @@ def listen(running: list[Running], told: Told) -> None:
             except EOFError:  # it has ended
                 break
             if kind == "step":
-                told(run.name, what, run.steps)
+                told(run.name, what)
             elif kind == "error":
                 raise InputError(f"{run.name}: {what}")
             else:

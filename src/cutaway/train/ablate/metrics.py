@@ -1,7 +1,9 @@
 """What is measured, in which unit, and in what words two of it are compared."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cutaway.train.ablate.statistics import Interval
 
@@ -22,6 +24,20 @@ class Metric:
     def scale(self, value: float) -> float:
         """As it is averaged."""
         return math.log(max(value, 1e-30)) if self.factor else value
+
+    def data(self, found: Interval) -> dict[str, Any]:
+        """An interval in plain values: mean ± half, or of factors mean ×÷ factor."""
+        if not self.factor:
+            return {"mean": found.mean, "half": found.half, "count": found.count}
+        by = None if found.half is None else math.exp(found.half)
+        return {"mean": math.exp(found.mean), "factor": by, "count": found.count}
+
+    def interval(self, data: Mapping[str, Any]) -> Interval:
+        """The same back."""
+        if not self.factor:
+            return Interval(data["mean"], data["half"], data["count"])
+        half = None if data["factor"] is None else math.log(data["factor"])
+        return Interval(math.log(data["mean"]), half, data["count"])
 
     def written(self, found: Interval) -> str:
         """'1.234 ± 0.056', in as many digits as the interval is worth."""

@@ -1,6 +1,5 @@
 """Results as drawings: losses as they fell, and where they ended."""
 
-import math
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
@@ -132,7 +131,7 @@ def gradients(axes: "Axes", data: dict[str, Any]) -> None:
             ]
             along = [place / max(1, len(found) - 1) for place in range(len(found))]
             label = row["variant"] if when == "fresh" else None
-            shares = [math.exp(each - found[-1]) for each in found]
+            shares = [each / found[-1] for each in found]
             axes.plot(along, shares, dash, color=colour, label=label, markersize=3)
     axes.set_yscale("log")
     low, high = axes.get_ylim()

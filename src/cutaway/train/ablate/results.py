@@ -136,18 +136,22 @@ def as_data(results: Results, said: Sequence[str]) -> dict[str, Any]:
 def row(results: Results, name: str) -> dict[str, Any]:
     """One variant, as the table has it."""
     variant = results.plan.variants[results.names.index(name)]
-    first = Point(results.names[0], results.metric)
-    own = Point(name, results.metric)
-    difference = None if name == first.variant else results.compare(Comparison(own, first))
+    first, metric = results.names[0], results.metric
+
+    def shown(metric: str) -> dict[str, Any] | None:
+        found = results.interval(Point(name, metric))
+        return None if found is None else METRICS[metric].data(found)
+
+    against = None if name == first else results.compare(Comparison(Point(name, metric), Point(first, metric)))
     return {
         "variant": name,
         "changed": list(variant.changed),
         **asdict(variant.cost),
         "failed": len(results.failed(name)),
-        results.metric: shown(results.interval(own)),
-        "difference": shown(difference),
-        "seconds": shown(results.interval(Point(name, "seconds"))),
-        "step_seconds": shown(results.interval(Point(name, "step_seconds"))),
+        metric: shown(metric),
+        "difference": None if against is None else METRICS[metric].data(against),
+        "seconds": shown("seconds"),
+        "step_seconds": shown("step_seconds"),
         "memory": results.memory(name),
     }
 
@@ -155,14 +159,10 @@ def row(results: Results, name: str) -> dict[str, Any]:
 def readings(results: Results) -> Iterable[dict[str, Any]]:
     for name in results.names:
         for what in results.whats():
-            for metric in METRICS:
-                found = results.interval(Point(name, metric, what))
+            for key, metric in METRICS.items():
+                found = results.interval(Point(name, key, what))
                 if found is not None:
-                    yield {"variant": name, "what": what, "metric": metric, **(shown(found) or {})}
-
-
-def shown(found: Interval | None) -> dict[str, Any] | None:
-    return None if found is None else asdict(found)
+                    yield {"variant": name, "what": what, "metric": key, **metric.data(found)}
 
 
 def write(data: dict[str, Any], out: Path) -> Path:
