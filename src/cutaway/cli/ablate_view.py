@@ -41,7 +41,7 @@ def variants(data: dict[str, Any]) -> Table:
     table.add_column("variant")
     table.add_column(METRICS[metric].unit, justify="right", no_wrap=True)
     table.add_column("difference", justify="right", no_wrap=True)
-    table.add_column("changed", style="dim")
+    table.add_column("changed", style="dim", overflow="fold")
     for row in data["variants"]:
         name = Text(row["variant"])
         if row["failed"]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cutaway.errors import CutawayError
-from cutaway.train.ablate.memory import peak_of_a_step
+from cutaway.train.ablate.step_costs import peak_of_a_step, seconds_of_a_step
 from cutaway.train.ablate.surgery import SURGERY
 from cutaway.train.ablate.validation import validation_loss
 from cutaway.train.loop import Loop, Watcher
@@ -102,12 +102,9 @@ def found(loop: Loop, job: Job) -> dict[str, Any]:
     rows = list(loop.rows)
     looks = [row for row in rows if "validation" in row]
     loss = validation_loss(loop)
-    timings = [row["seconds"] for row in loop.timings]
-    steady = sorted(timings[len(timings) // 10 :])  # the first steps prepare things
     outcome: dict[str, Any] = {
         "loss": loss,
-        "seconds": sum(timings),
-        "step_seconds": steady[len(steady) // 2],
+        "seconds": sum(row["seconds"] for row in loop.timings),
         "curve": [[row["step"], row["loss"]] for row in rows if "loss" in row],
         "looks": [[row["step"], row["validation"]] for row in looks],
     }
@@ -117,8 +114,10 @@ def found(loop: Loop, job: Job) -> dict[str, Any]:
         from cutaway.train.ablate.measures import MEASURES
 
         outcome["readings"] = MEASURES[job.measure](loop)
+    loop.model.train()
+    outcome["step_seconds"] = seconds_of_a_step(loop)  # last of all, for by these it learns on
     if job.weigh:
-        outcome["memory"] = peak_of_a_step(loop)  # last of all, for it takes a step more
+        outcome["memory"] = peak_of_a_step(loop)
     return outcome
 
 
