@@ -108,7 +108,10 @@ def task_of(recipe: Recipe, tokenizer: Tokenizer, model: Transformer) -> Ask:
     """What the recipe's objective makes of a batch."""
     objective, device = recipe.objective, model.device
     if isinstance(objective, NextToken):
-        return lambda batch, first: objectives.next_token(batch.tokens, batch.documents).to(device)
+        bordered = recipe.data.borders
+        return lambda batch, first: objectives.next_token(batch.tokens, batch.documents if bordered else None).to(
+            device
+        )
     if isinstance(objective, Seq2Seq):
         return lambda batch, first: objectives.seq2seq(*batch).to(device)
     mask = tokenizer.mask_id
@@ -119,7 +122,8 @@ def task_of(recipe: Recipe, tokenizer: Tokenizer, model: Transformer) -> Ask:
 
     def masked(batch: Any, first: int) -> Task:
         positions = range(first, first + len(batch.tokens))
-        return objectives.masked(batch.tokens, batch.documents, positions=positions, **how).to(device)
+        documents = batch.documents if recipe.data.borders else None
+        return objectives.masked(batch.tokens, documents, positions=positions, **how).to(device)
 
     return masked
 

@@ -54,6 +54,8 @@ class Data(Part):
     tokenizer: Annotated[Annotated[Bytes | Bpe | Ready, TAGGED], default_kind("bytes")] = Bytes()
     length: Count = 256
     """Tokens of a sequence."""
+    borders: bool = True
+    """Whether a text sees only itself where several stand in a sequence."""
     validation: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """The share of documents that is kept for looking at."""
 
@@ -152,6 +154,8 @@ class Training(Part):
     clip: Positive = 1.0
     """The gradient's greatest length."""
     precision: Literal["fp32", "bf16"] = "fp32"
+    compile: bool | None = None
+    """Whether blocks are compiled; on a GPU they are, unless told otherwise."""
     seed: NonNegativeInt = 0
 
 
