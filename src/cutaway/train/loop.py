@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cutaway.errors import ConfigError, InputError
 from cutaway.families.checkpoint import Checkpoint
@@ -26,11 +25,15 @@ from cutaway.model import Transformer
 from cutaway.train.failpoints import reach
 from cutaway.train.learner import Learner
 from cutaway.train.optimise import Optimiser
+from cutaway.train.ranks import ALONE, Ranks
 from cutaway.train.reading import Ask, Reading
 from cutaway.train.recipe import Recipe
-from cutaway.train.rows import Rows
+from cutaway.train.rows import Rows, Unwritten
 from cutaway.train.run import Run
-from cutaway.train.step import Row, Stepper, TrainingError, cut, settled
+from cutaway.train.saving import newest, put
+from cutaway.train.saving import save as save_state
+from cutaway.train.spread import gathered
+from cutaway.train.step import Row, Stepper, TrainingError, portion, settled
 from cutaway.train.store import SaveError, Store
 
 SAMPLED = 80
@@ -51,11 +54,14 @@ class Loop:
     """A model that learns from data, in a run's directory."""
 
     run: Run
-    model: Transformer
+    learner: Learner
     optimiser: Optimiser
     reading: Reading
     task: Ask
     watcher: Watcher = field(default_factory=Watcher)
+    ranks: Ranks = ALONE
+    wrapped: nn.Module | None = None
+    """What a step calls in the learner's place where ranks have copies of it."""
 
     def __post_init__(self) -> None:
         self.recipe: Recipe = self.run.recipe
@@ -67,8 +73,9 @@ class Loop:
         self.stop = threading.Event()
         self.untold: Row | None = None
         self.since = time.perf_counter()
-        self.learner = Learner(self.model, self.recipe)
-        self.stepper = Stepper(self.recipe, self.learner, self.optimiser, self.reading, self.task)
+        self.model: Transformer = self.learner.model
+        how = (self.optimiser, self.reading, self.task, self.ranks, self.wrapped)
+        self.stepper = Stepper(self.recipe, self.learner, *how)
 
     # The state as one value
 
@@ -77,26 +84,39 @@ class Loop:
 
     def save(self) -> None:
         """Everything that the next step depends on. A disk that is full is no reason to stop learning."""
-        state = {"step": self.done, "best": self.best, "rows": self.rows.settle(), "timings": self.timings.settle()}
+        state: dict[str, Any] = {
+            "step": self.done,
+            "best": self.best,
+            "rows": self.rows.settle(),
+            "timings": self.timings.settle(),
+        }
+        state |= {"data": self.run.fingerprint}
+        with self.told():
+            save_state(self.store, self.ranks, self.done, self.tensors(), state, best=self.best)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
         try:
-            self.store.save(self.done, self.tensors(), state | {"data": self.run.fingerprint}, best=self.best)
+            yield
         except SaveError as error:
             self.watcher.say(f"{error}; training goes on, and the last checkpoint stays")
 
     def restore(self) -> None:
         """Go on from the newest checkpoint that is whole, or from the beginning if there is none."""
-        found = self.store.newest(report=self.watcher.say)
-        where = self.run.directory
+        found = newest(self.store, self.ranks, self.watcher.say)
         if found is None:
-            self.rows, self.timings = Rows(where / "metrics.jsonl", 0), Rows(where / "timings.jsonl", 0)
+            self.rows, self.timings = self.log("metrics.jsonl", 0), self.log("timings.jsonl", 0)
             return
         if found.state["data"] != self.run.fingerprint:
             raise InputError("this checkpoint is of other data than the run's; restore the run's own files")
-        self.model.load_state_dict(found.tensors["weights"])
+        put(self.model, found.tensors["weights"])
         self.optimiser.load(found.tensors["optimiser"])
         self.done, self.best = found.state["step"], found.state["best"]
-        self.rows = Rows(where / "metrics.jsonl", found.state["rows"])
-        self.timings = Rows(where / "timings.jsonl", found.state["timings"])
+        self.rows = self.log("metrics.jsonl", found.state["rows"])
+        self.timings = self.log("timings.jsonl", found.state["timings"])
+
+    def log(self, name: str, length: int) -> Rows:
+        return Rows(self.run.directory / name, length) if self.ranks.leader else Unwritten()
 
     # The work
 
@@ -107,9 +127,11 @@ class Loop:
         self.model.train()
         device = self.model.device
         mine = [device] if device.type == "cuda" else []
-        with asked_to_stop(self.stop), torch.random.fork_rng(mine):  # whoever called has random numbers of their own
+        # Whoever called has random numbers of their own, and finds the last checkpoint written.
+        with asked_to_stop(self.stop), self.saved(), torch.random.fork_rng(mine):
             self.since = time.perf_counter()
-            while self.done < steps and not self.stop.is_set():
+            stopping = self.ranks.agree(self.stop.is_set())
+            while self.done < steps and not stopping:
                 row = self.step(self.done)
                 self.tell()  # of the step before: a device computes one step while the next is being asked for
                 self.done, self.untold = self.done + 1, row
@@ -118,16 +140,26 @@ class Loop:
                     last or self.done % recipe.watching.every == 0,
                     last or self.done % recipe.saving.every == 0,
                 )
-                if look or save or device.type == "cpu" or self.stop.is_set():
+                if look or save or device.type == "cpu":
                     self.tell()
                 if look:
                     self.look()
-                if save or self.stop.is_set():
+                stopping = self.ranks.agree(self.stop.is_set())
+                if save or stopping:
+                    self.tell()
                     self.save()
                     self.since = time.perf_counter()
                     reach("after save")
         if self.done == steps:
             self.export()
+
+    @contextmanager
+    def saved(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            with self.told():
+                self.store.wait()
 
     def step(self, number: int) -> Row:
         return self.stepper.step(number)
@@ -156,12 +188,12 @@ class Loop:
         self.model.eval()
         total = weight = 0.0
         count = min(self.recipe.watching.sequences, self.reading.held)
-        for low, high in cut(count, max(1, count // self.recipe.training.batch)):
-            piece = self.task(self.reading.validation.batch(low, high - low), low)
+        for low, high in self.ranks.portions(count, max(1, count // self.recipe.training.batch)):
+            piece = portion(self.task, self.reading.validation, low, high - low)
             total += float(self.learner(piece).entropy_total)
             weight += float(piece.weights.sum())
         self.model.train()
-        loss = total / max(1.0, weight)
+        loss = self.ranks.total(total) / max(1.0, self.ranks.total(weight))
         self.best = loss if self.best is None else min(self.best, loss)
         row: dict[str, Any] = {"step": self.done, "validation": loss}
         if self.reading.bytes_per_token is not None:
@@ -173,23 +205,33 @@ class Loop:
         self.since = time.perf_counter()
 
     def sample(self, beginning: str) -> str:
-        """How it goes on from a beginning, by now."""
-        room = max(2, self.recipe.data.length)
+        """How it goes on from a beginning, by now; the leader's."""
+        room, checkpoint = max(2, self.recipe.data.length), self.checkpoint(self.model.device)
+        if checkpoint is None:
+            return ""
         how: Any = {"max_new_tokens": SAMPLED, "temperature": 0.8, "top_k": 50, "seed": self.done}
-        [answer] = generate(self.checkpoint(), beginning, context=room, **how)
+        [answer] = generate(checkpoint, beginning, context=room, **how)
         return beginning + (answer.text or "")
 
-    def checkpoint(self) -> Checkpoint:
-        return Checkpoint(self.model, self.model.config, read_tokenizer=lambda: self.run.tokenizer)
+    def checkpoint(self, device: torch.device) -> Checkpoint | None:
+        """The whole model, for the leader."""
+        model: Transformer | None = self.model
+        if self.ranks.mesh is not None:
+            model = gathered(self.model, device, keep=self.ranks.leader)
+        if model is None or not self.ranks.leader:
+            return None
+        return Checkpoint(model, model.config, read_tokenizer=lambda: self.run.tokenizer)
 
-    def export(self) -> Path:
+    def export(self) -> None:
         """The model as others open it, or as cutaway alone does where no other library has such a one."""
         self.model.eval()
-        try:
-            family = family_for(self.model.config)[0].name
-        except ConfigError:
-            family = "cutaway"
-        return save(self.checkpoint(), self.run.model, family=family, overwrite=self.run.model.exists())
+        checkpoint = self.checkpoint(torch.device("cpu"))
+        if checkpoint is not None:
+            try:
+                family = family_for(checkpoint.config)[0].name
+            except ConfigError:
+                family = "cutaway"
+            save(checkpoint, self.run.model, family=family, overwrite=self.run.model.exists())
 
 
 @contextmanager

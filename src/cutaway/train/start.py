@@ -9,17 +9,17 @@ import torch
 from cutaway.config import config as read_config
 from cutaway.errors import InputError
 from cutaway.model import Transformer, build
-from cutaway.model.inputs import check_device
 from cutaway.text import Tokenizer
+from cutaway.train.learner import Learner
 from cutaway.train.loop import Loop, Watcher
 from cutaway.train.optimise import make
+from cutaway.train.ranks import ALONE, Device, Ranks, together
 from cutaway.train.reading import FORMS, Ask, Reading, read, task_of, tokenizer_of
 from cutaway.train.recipe import Recipe
 from cutaway.train.recipe import recipe as read_recipe
 from cutaway.train.room import check_room
-from cutaway.train.run import Run, check_new
-
-Device = torch.device | str | None
+from cutaway.train.run import ABOUT, Run, check_new
+from cutaway.train.spread import fill, spread
 
 
 def train(
@@ -31,53 +31,75 @@ def train(
     watcher: Watcher | None = None,
 ) -> Run:
     """Carry out a recipe (a shipped one's name, a file, a dict) in a new directory."""
-    loop = begin(read_recipe(source, changes), Path(directory), device=device, watcher=watcher)
-    loop.go()
+    with together(device) as ranks:
+        loop = begin(read_recipe(source, changes), Path(directory), device=device, watcher=watcher, ranks=ranks)
+        loop.go()
     return loop.run
 
 
 def resume(directory: str | Path, *, device: Device = None, watcher: Watcher | None = None) -> Run:
     """Go on with a run, as if it had never stopped."""
-    loop = go_on(Path(directory), device=device, watcher=watcher)
-    loop.go()
+    with together(device) as ranks:
+        loop = go_on(Path(directory), device=device, watcher=watcher, ranks=ranks)
+        loop.go()
     return loop.run
 
 
-def begin(recipe: Recipe, directory: Path, *, device: Device = None, watcher: Watcher | None = None) -> Loop:
-    """A new run; its directory is made when everything it needs is there."""
-    check_new(directory)
-    watcher = watcher or Watcher()
-    tokenizer = tokenizer_of(recipe)
-    model = model_of(recipe, tokenizer, device, watcher)
-    reading = read(recipe, tokenizer, watcher.say)
-    task = task_of(recipe, tokenizer, model)
-    return ready(Run.begin(directory, recipe, tokenizer, reading.fingerprint), reading, model, task, watcher)
+def begin(
+    recipe: Recipe, directory: Path, *, device: Device = None, watcher: Watcher | None = None, ranks: Ranks = ALONE
+) -> Loop:
+    """A new run; its directory is made when everything it needs is there. Of several ranks the leader makes it."""
+    if ranks.restarted and (directory / ABOUT).exists():
+        return go_on(directory, device=device, watcher=watcher, ranks=ranks)
+    where, watcher = ranks.device(device), heard(watcher, ranks)
+    ranks.arrange(recipe.parallel, where)
+    with ranks.in_turn():
+        if ranks.leader:
+            check_new(directory)
+        run = None if ranks.leader else Run.open(directory)
+        tokenizer = tokenizer_of(recipe) if run is None else run.tokenizer
+        model = model_of(recipe, tokenizer, where, watcher, ranks)
+        reading = read(recipe, tokenizer, watcher.say)
+        task = task_of(recipe, tokenizer, model, where)
+        run = run or Run.begin(directory, recipe, tokenizer, reading.fingerprint)
+    return ready(run, reading, model, task, where, watcher, ranks)
 
 
-def go_on(directory: Path, *, device: Device = None, watcher: Watcher | None = None) -> Loop:
+def go_on(directory: Path, *, device: Device = None, watcher: Watcher | None = None, ranks: Ranks = ALONE) -> Loop:
     """A run where it was left: at its newest checkpoint that is whole."""
-    run, watcher = Run.open(directory), watcher or Watcher()
-    tokenizer = run.tokenizer
-    reading = read(run.recipe, tokenizer, watcher.say)
+    run, where, watcher = Run.open(directory), ranks.device(device), heard(watcher, ranks)
+    ranks.arrange(run.recipe.parallel, where)
+    with ranks.in_turn():
+        tokenizer = run.tokenizer
+        reading = read(run.recipe, tokenizer, watcher.say)
+    model = model_of(run.recipe, tokenizer, where, watcher, ranks)
+    return ready(run, reading, model, task_of(run.recipe, tokenizer, model, where), where, watcher, ranks)
+
+
+def ready(
+    run: Run, reading: Reading, model: Transformer, task: Ask, device: torch.device, watcher: Watcher, ranks: Ranks
+) -> Loop:
     if reading.fingerprint != run.fingerprint:
         raise InputError(
-            f"the data has changed since '{directory}' began, so it cannot go on as if it had not stopped; restore the"
-            " files, or begin a new run"
+            f"the data has changed since '{run.directory}' began, so it cannot go on as if it had not stopped; restore"
+            " the files, or begin a new run"
         )
-    model = model_of(run.recipe, tokenizer, device, watcher)
-    return ready(run, reading, model, task_of(run.recipe, tokenizer, model), watcher)
-
-
-def ready(run: Run, reading: Reading, model: Transformer, task: Ask, watcher: Watcher) -> Loop:
     chosen = run.recipe.optimiser
+    learner = Learner(model, run.recipe)
+    wrapped = spread(learner, ranks)
+    if ranks.mesh is not None:
+        fill(model, device, run.recipe.training.seed)
     optimiser = make(chosen.kind, model, **chosen.model_dump(exclude={"kind"}))
-    loop = Loop(run, model, optimiser, reading, task, watcher)
+    loop = Loop(run, learner, optimiser, reading, task, watcher, ranks, wrapped)
     loop.restore()
     return loop
 
 
-def model_of(recipe: Recipe, tokenizer: Tokenizer, device: Device, watcher: Watcher) -> Transformer:
-    """The recipe's model with fresh weights and the tokenizer's vocabulary, if there is memory to train it."""
+def model_of(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, watcher: Watcher, ranks: Ranks) -> Transformer:
+    """The recipe's model with fresh weights and the tokenizer's vocabulary, if there is memory to train it.
+
+    Where ranks share the weights it has none yet.
+    """
     config = read_config(recipe.model).replace(vocab_size=tokenizer.vocab_size)
     form = FORMS[type(recipe.objective)]
     if config.form != form:
@@ -85,6 +107,15 @@ def model_of(recipe: Recipe, tokenizer: Tokenizer, device: Device, watcher: Watc
             f"objective {recipe.objective.kind} is for a model of form {form}, and this one's is {config.form}; change"
             " one of the two"
         )
-    where = check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    check_room(recipe, config, where, watcher.say)
-    return build(config, device=where, seed=recipe.training.seed)
+    check_room(recipe, config, device, watcher.say, ranks)
+    model = build(config, device=device if ranks.mesh is None else "meta", seed=recipe.training.seed)
+    model.use_recompute(recipe.training.recompute)
+    pooler = getattr(model, "pooler", None)
+    if pooler is not None:
+        pooler.requires_grad_(False)  # no objective asks for it, and ranks would wait for its gradient
+    return model
+
+
+def heard(watcher: Watcher | None, ranks: Ranks) -> Watcher:
+    """Only the leader is heard."""
+    return watcher if watcher is not None and ranks.leader else Watcher()
