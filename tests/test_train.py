@@ -94,6 +94,15 @@ def test_a_recipe_is_carried_out(texts: Path, tmp_path: Path) -> None:
     assert ct.generate(checkpoint, "1 and", max_new_tokens=8)[0].tokens
 
 
+def test_a_model_that_no_other_library_has_is_exported_as_our_own(texts: Path, tmp_path: Path) -> None:
+    config = ct.config("tiny-gpt")
+    after = config.replace(decoder=config.decoder.replace(placement={"kind": "post"}))
+    model = after.model_dump(mode="json", exclude_none=True)
+    made = small(texts, training={"steps": 2}) | {"model": model}
+    run = train(made, tmp_path / "run", device="cpu")
+    assert ct.load(run.directory).config.decoder.placement.kind == "post"
+
+
 def test_the_same_recipe_makes_the_same_bits(texts: Path, tmp_path: Path) -> None:
     one, two = (train(small(texts), tmp_path / name, device="cpu") for name in "ab")
     assert fingerprint(one.directory) == fingerprint(two.directory)

@@ -16,6 +16,7 @@ from typer.main import get_command
 from cutaway.errors import CutawayError
 
 VERBS = {
+    "ablate": "cutaway.cli.ablate:ablate",
     "bench": "cutaway.cli.bench:bench",
     "convert": "cutaway.cli.convert:convert",
     "demo": "cutaway.cli.demo:demo",

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cutaway.errors import InputError
+from cutaway.errors import ConfigError, InputError
 from cutaway.families.checkpoint import Checkpoint
+from cutaway.families.registry import family_for
 from cutaway.families.save import save
 from cutaway.generate.texts import generate
 from cutaway.model import Transformer
@@ -256,8 +257,8 @@ class Loop:
         return Checkpoint(model, model.config, read_tokenizer=lambda: self.run.tokenizer)
 
     def export(self) -> None:
-        """The model as others open it."""
+        """The model as others open it, or as cutaway alone does where no other library has such a one."""
         self.model.eval()
         checkpoint = self.checkpoint(torch.device("cpu"))
         if checkpoint is not None:
-            save(checkpoint, self.run.model, overwrite=self.run.model.exists())
+            save(checkpoint, self.run.model, family=written_as(checkpoint.config, self.run.origin.family), overwrite=self.run.model.exists())

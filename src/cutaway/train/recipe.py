@@ -1,6 +1,7 @@
 """What a run is, as data: the model, what it reads, what it must say, and how it learns."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -222,7 +223,7 @@ def recipe(source: Recipe | Mapping[str, Any] | str | Path, changes: Sequence[st
     if isinstance(source, Recipe):
         data = source.model_dump(mode="json", exclude_none=True)
     elif isinstance(source, Mapping):
-        data = dict(source)
+        data = deepcopy(dict(source))  # changes are not the caller's
     elif Path(source).suffix in (".toml", ".json"):
         data = read_table(Path(source))
     else:
