@@ -52,6 +52,8 @@ class Bar:
             return
         said = f"step {row['step']}: validation {row['validation']:.3f} nats a token"
         said += f", {row['bits_per_byte']:.3f} bits a byte" if "bits_per_byte" in row else ""
+        said += f", {row['exact']:.1%} of answers exact" if "exact" in row else ""
+        said += f", {row['accuracy']:.1%} of hidden tokens told" if "accuracy" in row else ""
         self.console.print(said, highlight=False)
         if "sample" in row:
             self.console.print(row["sample"], style="dim", markup=False, highlight=False)

@@ -24,6 +24,10 @@ def train(
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="a.b=x", help="Change one of the recipe's values; repeatable.")
     ] = None,
+    texts: Annotated[
+        list[Path] | None,
+        typer.Option("--text", metavar="FILE", help="Read this instead of the recipe's text; repeatable."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
     as_schema: Annotated[bool, typer.Option("--schema", help="The JSON schema of a recipe, for editors.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object for each step and each look.")] = False,
@@ -31,6 +35,8 @@ def train(
     """Train a model by a recipe. A run that was stopped, or killed, goes on with --resume as if it had not been.
 
     Example: cutaway train python-stdlib --out runs/first --set training.steps=500
+
+    Example: cutaway train gpt2-124m --text books/ --text more.jsonl
     """
     from cutaway.train.recipe import recipe as read_recipe
     from cutaway.train.recipe import recipes, schema
@@ -40,8 +46,8 @@ def train(
         return
     if (recipe is None) == (resume is None):
         raise InputError(f"give a recipe ({', '.join(recipes())}, or a file), or a run with --resume")
-    if resume is not None and (out is not None or changes):
-        raise InputError("a resumed run has its own recipe and directory; leave --out and --set out")
+    if resume is not None and (out is not None or changes or texts):
+        raise InputError("a resumed run has its own recipe and directory; leave --out, --set and --text out")
     from cutaway.cli.progress import Bar
     from cutaway.train.start import begin, go_on
 
@@ -50,7 +56,7 @@ def train(
     if resume is not None:
         loop = go_on(resume, device=device, watcher=watcher)
     else:
-        chosen = read_recipe(str(recipe), changes or [])
+        chosen = read_recipe(str(recipe), changes or [], texts or [])
         loop = begin(chosen, out or Path("runs") / Path(str(recipe)).stem, device=device, watcher=watcher)
     with bar.over(loop):
         loop.go()

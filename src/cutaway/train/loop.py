@@ -20,20 +20,18 @@ from torch import Tensor
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.save import save
-from cutaway.generate.texts import generate
 from cutaway.model import Transformer
 from cutaway.train.failpoints import reach
 from cutaway.train.learner import Learner
 from cutaway.train.optimise import Optimiser
+from cutaway.train.origin import written_as
 from cutaway.train.reading import Ask, Reading
 from cutaway.train.recipe import Recipe
+from cutaway.train.rightness import rightness, sample
 from cutaway.train.rows import Rows
 from cutaway.train.run import Run
 from cutaway.train.step import Row, Stepper, TrainingError, cut, settled
 from cutaway.train.store import SaveError, Store
-
-SAMPLED = 80
-"""Tokens of a sample."""
 
 
 @dataclass
@@ -159,32 +157,30 @@ class Loop:
             piece = self.task(self.reading.validation.batch(low, high - low), low)
             total += float(self.learner(piece).entropy_total)
             weight += float(piece.weights.sum())
-        self.model.train()
         loss = total / max(1.0, weight)
         self.best = loss if self.best is None else min(self.best, loss)
         row: dict[str, Any] = {"step": self.done, "validation": loss}
         if self.reading.bytes_per_token is not None:
             row["bits_per_byte"] = loss / math.log(2) / self.reading.bytes_per_token
-        if self.recipe.watching.sample is not None:
-            row["sample"] = self.sample(self.recipe.watching.sample)
+        row |= rightness(self.checkpoint(), self.reading, self.task, self.recipe)
+        if (text := self.recipe.watching.sample) is not None:
+            row["sample"] = sample(self.checkpoint(), text, length=self.recipe.data.length, seed=self.done)
+        self.model.train()
         self.rows.add(row)
         self.watcher.look(row)
         self.since = time.perf_counter()
 
-    def sample(self, beginning: str) -> str:
-        """How it goes on from a beginning, by now."""
-        room = max(2, self.recipe.data.length)
-        how: Any = {"max_new_tokens": SAMPLED, "temperature": 0.8, "top_k": 50, "seed": self.done}
-        [answer] = generate(self.checkpoint(), beginning, context=room, **how)
-        return beginning + (answer.text or "")
-
     def checkpoint(self) -> Checkpoint:
-        return Checkpoint(self.model, self.model.config, read_tokenizer=lambda: self.run.tokenizer)
+        """The model by now, beside what it was before."""
+        origin, config = self.run.origin, self.model.config
+        beside: Any = {"theirs": origin.theirs, "generation": origin.generation}
+        return Checkpoint(self.model, config, origin.family, read_tokenizer=lambda: self.run.tokenizer, **beside)
 
     def export(self) -> Path:
-        """The model as others open it."""
+        """The model as others open it, if others have such models."""
         self.model.eval()
-        return save(self.checkpoint(), self.run.model, overwrite=self.run.model.exists())
+        family = written_as(self.model.config, self.run.origin.family)
+        return save(self.checkpoint(), self.run.model, family=family, overwrite=self.run.model.exists())
 
 
 @contextmanager

@@ -1,18 +1,22 @@
 """What a run is, as data: the model, what it reads, what it must say, and how it learns."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import Discriminator, Field, NonNegativeFloat, NonNegativeInt, Tag, TypeAdapter, ValidationError
 
 from cutaway.config.part import TAGGED, Count, Part, Positive, Rate, default_kind, explain
 from cutaway.config.source import read_table
 from cutaway.errors import ConfigError
+from cutaway.train.changes import name_texts, put
 
 STANDARD_LIBRARY = "python-stdlib"
 """The path that means the source code of Python's own standard library."""
+DATES = "dates"
+"""The path that means dates in many languages, as pairs of the fields text and iso."""
 
 
 class Bytes(Part):
@@ -36,13 +40,16 @@ class Ready(Part):
 
 
 class Source(Part):
-    """Texts: a file, a directory of files, or Python's own standard library."""
+    """Texts: a file, a directory of files, Python's own standard library, or dates in many languages."""
 
     path: str = STANDARD_LIBRARY
+    """Empty in a recipe whose text its user has to name."""
     field: str = "text"
-    """The column of JSON lines or parquet that holds the text."""
+    """The column of JSON lines, parquet or TSV that holds the text."""
     target: str | None = None
-    """The column that holds the answer, for sequence to sequence."""
+    """The column that holds the answer, for sequence to sequence and prefix."""
+    group: str | None = None
+    """The column whose equal values are learned from or looked at, never both; each document by itself, without."""
     weight: Positive | None = None
     """How often it is read beside the others; as often as it is long, unless any has a weight."""
 
@@ -51,7 +58,8 @@ class Data(Part):
     """What is read."""
 
     sources: Annotated[tuple[Source, ...], Field(min_length=1)] = (Source(),)
-    tokenizer: Annotated[Annotated[Bytes | Bpe | Ready, TAGGED], default_kind("bytes")] = Bytes()
+    tokenizer: Annotated[Annotated[Bytes | Bpe | Ready, TAGGED], default_kind("bytes")] | None = None
+    """Bytes, unless given; or that of the checkpoint which is trained further."""
     length: Count = 256
     """Tokens of a sequence."""
     validation: Annotated[float, Field(gt=0, lt=1)] = 0.05
@@ -85,7 +93,17 @@ class Seq2Seq(Part):
     z: NonNegativeFloat = 0.0
 
 
-Objective = Annotated[Annotated[NextToken | Masked | Seq2Seq, TAGGED], default_kind("next-token")]
+class Prefix(Part):
+    """A decoder reads the source and says the target behind it: prompts and answers."""
+
+    kind: Literal["prefix"] = "prefix"
+    both_ways: bool = False
+    """Whether tokens of the source see those behind them too."""
+    smoothing: Rate = 0.0
+    z: NonNegativeFloat = 0.0
+
+
+Objective = Annotated[Annotated[NextToken | Masked | Seq2Seq | Prefix, TAGGED], default_kind("next-token")]
 
 
 class AdamW(Part):
@@ -163,7 +181,9 @@ class Watching(Part):
     sequences: Count = 64
     """How many of it."""
     sample: str | None = None
-    """A beginning that is continued at each look."""
+    """A text that is continued, answered or filled at each look."""
+    answers: NonNegativeInt = 64
+    """Of pairs: how many are answered at each look, and compared with their targets."""
 
 
 class Saving(Part):
@@ -173,11 +193,32 @@ class Saving(Part):
     keep: Count = 2
 
 
+class Pretrained(Part):
+    """A model that has learned before: its weights, its settings, its tokenizer."""
+
+    checkpoint: str
+    """A directory, a run, a .gguf file or a hub id."""
+
+
+def _sort_of_model(given: Any) -> str:
+    """A table that names a checkpoint says nothing else."""
+    if isinstance(given, str):
+        return "preset"
+    known = isinstance(given, Pretrained) or (isinstance(given, Mapping) and "checkpoint" in given)
+    return "pretrained" if known else "table"
+
+
+Model = Annotated[
+    Annotated[str, Tag("preset")] | Annotated[Pretrained, Tag("pretrained")] | Annotated[dict[str, Any], Tag("table")],
+    Discriminator(_sort_of_model),
+]
+
+
 class Recipe(Part):
     """A whole run."""
 
-    model: str | dict[str, Any] = "tiny-gpt"
-    """A preset's name or a table of settings; its vocabulary is the tokenizer's."""
+    model: Model = "tiny-gpt"
+    """A preset's name or a table of settings, with the tokenizer's vocabulary; or a checkpoint to go on from."""
     data: Data = Data()
     objective: Objective = NextToken()
     optimiser: Optimiser = AdamW()
@@ -190,16 +231,23 @@ class Recipe(Part):
 ADAPTER = TypeAdapter(Recipe)
 
 
-def recipe(source: Recipe | Mapping[str, Any] | str | Path, changes: Sequence[str] = ()) -> Recipe:
-    """A Recipe from a shipped one's name, a dict, or a .toml or .json file; each change is 'a.b=value', as in TOML."""
+def recipe(
+    source: Recipe | Mapping[str, Any] | str | Path, changes: Sequence[str] = (), texts: Sequence[str | Path] = ()
+) -> Recipe:
+    """A Recipe from a shipped one's name, a dict, or a .toml or .json file.
+
+    Each change is 'a.b=value', as in TOML; `texts` are read in the place of the recipe's own.
+    """
     if isinstance(source, Recipe):
         data = source.model_dump(mode="json", exclude_none=True)
     elif isinstance(source, Mapping):
-        data = dict(source)
+        data = deepcopy(dict(source))
     elif Path(source).suffix in (".toml", ".json"):
         data = read_table(Path(source))
     else:
         data = shipped(str(source))
+    if texts:
+        name_texts(data, texts)
     for change in changes:
         put(data, change)
     try:
@@ -219,26 +267,6 @@ def shipped(name: str) -> dict[str, Any]:
     import tomllib
 
     return tomllib.loads((files("cutaway.train.recipes") / f"{name}.toml").read_text(encoding="utf-8"))
-
-
-def put(data: dict[str, Any], change: str) -> None:
-    """Set one value, by its path."""
-    import tomllib
-
-    path, equals, value = change.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys):
-        raise ConfigError(f"'{change}' changes nothing; give a key and a value, such as training.steps=100")
-    try:
-        parsed = tomllib.loads(f"value = {value.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value.strip()  # a word without quotes
-    here: Any = data
-    for key in keys[:-1]:
-        here = here.setdefault(key, {})
-        if not isinstance(here, dict):
-            raise ConfigError(f"'{change}' goes through '{key}', which is no table; set that first")
-    here[keys[-1]] = parsed
 
 
 def schema() -> dict[str, Any]:
