@@ -324,6 +324,15 @@ def test_an_encoder_learns_to_fill_masks(text: Path, tmp_path: Path) -> None:
     assert best.text == shown
 
 
+def test_a_tokenizer_without_a_mask_is_refused(text: Path, tmp_path: Path) -> None:
+    BYTES.save(tmp_path / "bytes")
+    tokenizer = {"kind": "ready", "path": str(tmp_path / "bytes")}
+    how = SMALL | {"model": "tiny-bert", "objective": {"kind": "masked"}}
+    how |= {"data": SMALL["data"] | {"sources": [{"path": str(text)}], "tokenizer": tokenizer}}
+    with pytest.raises(CutawayError, match="behind a mask token, and this tokenizer has none"):
+        begin(recipe(how), tmp_path / "run", device="cpu")
+
+
 # Going on from a checkpoint
 
 

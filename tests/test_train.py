@@ -224,7 +224,6 @@ def test_fifty_steps_are_the_peers(tmp_path: Path) -> None:
         (["data.sources=[{path='/nowhere/at/all'}]"], "/nowhere/at/all"),
         (["training"], "changes nothing"),
         (["training.steps.more=1"], "is no table"),
-        (["objective={kind='masked'}", "model=tiny-bert"], "behind a mask token, and this tokenizer has none"),
         (["data.length=100000"], "give more text, or a smaller length"),
     ],
 )
