@@ -70,7 +70,9 @@ def finished(loop: "Loop", *, as_json: bool) -> None:
         told = {"run": str(where), "step": done, "done": done == steps}
         sys.stdout.write(json.dumps(told | ({"model": str(loop.run.model)} if done == steps else {})) + "\n")
     elif done == steps:
-        sys.stderr.write(f"the model is in {loop.run.model}; try: cutaway generate {where} TEXT\n")
+        mask = loop.run.tokenizer.named.get("mask_token")
+        text = f"'a text with a {mask}'" if loop.model.config.form == "encoder" else "TEXT"
+        sys.stderr.write(f"the model is in {loop.run.model}; try: cutaway generate {where} {text}\n")
     else:
         sys.stderr.write(f"stopped after {done} of {steps} steps; go on with: cutaway train --resume {where}\n")
     if done < steps:
