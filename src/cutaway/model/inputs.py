@@ -4,6 +4,8 @@ Shapes and dtypes are always checked, for free. Values are looked at where that 
 compiled graph, and not for single tokens on an accelerator, where a look would stop the queue.
 """
 
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,8 @@ from cutaway.model.cache import Cache, Widths
 from cutaway.model.masks import INTEGERS
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+KNOWN: ContextVar[bool] = ContextVar("known", default=False)
+"""Set by whoever has looked at all values before sending them to a device."""
 
 
 def check_tokens(name: str, tokens: Tensor, vocab_size: int) -> Tensor:
@@ -153,7 +157,8 @@ def check_turn(cache: Cache, length: int, position: Tensor, turn: int) -> None:
 
 
 def worth_a_look(value: Tensor) -> bool:
-    """On the CPU always; elsewhere a look waits for the device, so not for single steps."""
+    """On the CPU always; elsewhere a look waits for the device, so not for single steps, nor where all is known."""
     if value.device.type == "cpu":
         return True
-    return value.device.type != "meta" and value.shape[-1] > 1 and not torch.cuda.is_current_stream_capturing()
+    known = KNOWN.get() or value.device.type == "meta"
+    return not known and value.shape[-1] > 1 and not torch.cuda.is_current_stream_capturing()

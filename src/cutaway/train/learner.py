@@ -1,12 +1,13 @@
 """A model with what is asked of it: a batch in, what it gets wrong out."""
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from cutaway.model import Transformer
+from cutaway.model.inputs import KNOWN
 from cutaway.train.loss import Loss
 from cutaway.train.objectives import Task
 from cutaway.train.recipe import Recipe
@@ -25,11 +26,27 @@ class Learner(nn.Module):
         self.z, self.precision = recipe.objective.z, recipe.training.precision
 
     def forward(self, task: Task) -> Loss:
-        with self.numbers():
-            return task.loss(self.model, smoothing=self.smoothing, z=self.z, chunk=CHUNK)
+        unknown = KNOWN.set(True)  # ids are the tokenizer's
+        try:
+            with self.numbers():
+                return task.loss(self.model, smoothing=self.smoothing, z=self.z, chunk=CHUNK)
+        finally:
+            KNOWN.reset(unknown)
 
-    def numbers(self) -> AbstractContextManager[Any]:
-        """What products are computed in."""
+    @contextmanager
+    def numbers(self) -> Iterator[None]:
+        """What products are computed in, and what the stream is kept in between: half the traffic, and of gradients'
+        error about a twentieth more than with a stream in fp32."""
         if self.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.model.device.type, torch.bfloat16)
+            yield
+            return
+        narrow = [
+            stack.embed.register_forward_hook(lambda module, given, x: x.to(torch.bfloat16))
+            for stack in self.model.stacks.values()
+        ]
+        try:
+            with torch.autocast(self.model.device.type, torch.bfloat16):
+                yield
+        finally:
+            for hook in narrow:
+                hook.remove()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from cutaway.errors import InputError
+from cutaway.generate.sampling import has_triton
 
 
 class Loss(NamedTuple):
@@ -37,6 +38,39 @@ class Terms(NamedTuple):
     chunk: int
 
 
+class Asked(NamedTuple):
+    """Targets that count, ready for the device that the vectors are on."""
+
+    targets: Int[Tensor, " K"]
+    weights: Float[Tensor, " K"]
+    total: Float[Tensor, ""]
+    kept: Int[Tensor, " K"] | None
+    """Which of all vectors they are of, where some do not count."""
+
+    def to(self, device: torch.device | str) -> "Asked":
+        kept = None if self.kept is None else sent(self.kept, device)
+        return Asked(sent(self.targets, device), sent(self.weights, device), sent(self.total, device), kept)
+
+
+def asked(targets: Int[Tensor, " N"], weights: Float[Tensor, " N"]) -> Asked:
+    """Leave out targets of weight 0. Where weights are on the CPU, nobody waits for a device to know which."""
+    if not weights.is_floating_point():
+        raise InputError(f"weights have dtype {weights.dtype}; a weight is a number: pass weights.float()")
+    weight = weights.detach().to(_wide(weights.dtype))
+    counts = weight != 0
+    if bool(counts.all()):
+        return Asked(targets.long(), weight, weight.sum(), None)
+    chosen = counts.nonzero().squeeze(-1)
+    return Asked(targets[chosen.to(targets.device)].long(), weight[chosen], weight.sum(), chosen)
+
+
+def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """The same on another device; from memory that it can fetch for itself, nobody waits until it has."""
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def head_loss(
     head: nn.Module,
     x: Float[Tensor, "N d"],
@@ -49,25 +83,31 @@ def head_loss(
 ) -> Loss:
     """Σ weight · [cross-entropy with label smoothing + z·logsumexp²] in fp32 (or wider), `chunk` targets at a time.
 
-    Targets of weight 0 are not computed. Weights on the CPU spare a wait for the device to find them. The head's
-    parameters are taken as they are at the call: a wrapper that swaps them (FSDP) must hold them gathered around it.
+    Targets of weight 0 are not computed.
     """
-    _check(x, targets, weights, smoothing, z, chunk)
-    chosen, kept = weights.nonzero().squeeze(-1), None
-    weight = weights.detach().to(torch.promote_types(weights.dtype, torch.float32))
-    total = weight.sum().to(x.device)
-    if len(chosen) < len(weights):
-        weight, targets, kept = weight[chosen], targets[chosen.to(targets.device)], chosen.to(x.device)
-    weight, targets = weight.to(x.device), targets.to(x.device).long()
-    terms = Terms(smoothing, z, chunk)
+    if x.ndim != 2 or targets.shape != x.shape[:1] or weights.shape != x.shape[:1]:
+        shapes = f"{tuple(x.shape)}, {tuple(targets.shape)} and {tuple(weights.shape)}"
+        raise InputError(
+            f"x, targets and weights have shapes {shapes}; they must be (N, d), (N,) and (N,): flatten them"
+        )
+    return asked_loss(head, x, asked(targets, weights).to(x.device), smoothing=smoothing, z=z, chunk=chunk)
+
+
+def asked_loss(
+    head: nn.Module, x: Float[Tensor, "N d"], ask: Asked, *, smoothing: float = 0.0, z: float = 0.0, chunk: int
+) -> Loss:
+    """As `head_loss`. The head's parameters are taken as they are at the call: a wrapper that swaps them (FSDP) must
+    hold them gathered around it."""
+    terms = _checked(smoothing, z, chunk)
     # Autograd must see each parameter as an input, or a tied table would lose this half of its gradient, and DDP's
     # and FSDP's hooks would wait for one that never comes.
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
     if torch.is_grad_enabled() and (x.requires_grad or trained):
-        value, entropy = _HeadLoss.apply(head, terms, kept, targets, weight, x, *trained)  # type: ignore[no-untyped-call]
+        value, entropy = _HeadLoss.apply(head, terms, ask.kept, ask.targets, ask.weights, x, *trained)  # type: ignore[no-untyped-call]
     else:
-        value, entropy, _ = _in_chunks(head, terms, x if kept is None else x[kept], targets, weight, None)
-    return Loss(value, total, entropy)
+        rows = x if ask.kept is None else x[ask.kept]
+        value, entropy, _ = _in_chunks(head, terms, rows, ask.targets, ask.weights, None)
+    return Loss(value, ask.total, entropy)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -85,11 +125,18 @@ class _HeadLoss(torch.autograd.Function):
         *trained: Tensor,
     ) -> tuple[Tensor, Tensor]:
         rows = x.detach() if kept is None else x.detach()[kept]
-        x_grad = torch.zeros_like(rows) if x.requires_grad else None
-        sums = [torch.zeros_like(each, dtype=_wide(each.dtype)) for each in trained]
-        value, entropy, _ = _in_chunks(head, terms, rows, targets, weight, (x_grad, list(trained), sums))
+        x_grad: Tensor | None
+        if _on_gpu(head, rows, trained):
+            from cutaway.train.fused import in_chunks
+
+            how: Any = {"smoothing": terms.smoothing, "z": terms.z}
+            value, entropy, x_grad, *sums = in_chunks(trained[0], rows, targets, weight, **how)
+        else:
+            room = torch.zeros_like(rows) if x.requires_grad else None
+            sums = [torch.zeros_like(each, dtype=_wide(each.dtype)) for each in trained]
+            value, entropy, (x_grad, *_) = _in_chunks(head, terms, rows, targets, weight, (room, list(trained), sums))
         ctx.save_for_backward(kept, x_grad, *sums)
-        ctx.shape, ctx.dtypes = x.shape, [each.dtype for each in trained]
+        ctx.shape, ctx.dtype, ctx.dtypes = x.shape, x.dtype, [each.dtype for each in trained]
         ctx.mark_non_differentiable(entropy)
         return value, entropy
 
@@ -99,11 +146,20 @@ class _HeadLoss(torch.autograd.Function):
         kept, rows, *sums = ctx.saved_tensors
         x_grad = None
         if rows is not None:
-            x_grad = (rows * scale).to(rows.dtype)
+            x_grad = (rows * scale).to(ctx.dtype)
             if kept is not None:
                 x_grad = x_grad.new_zeros(ctx.shape).index_copy_(0, kept, x_grad)
         grads = [(each * scale).to(dtype) for each, dtype in zip(sums, ctx.dtypes, strict=True)]
         return None, None, None, None, None, x_grad, *grads
+
+
+def _on_gpu(head: nn.Module, x: Tensor, trained: tuple[Tensor, ...]) -> bool:
+    """Whether the fused way is open: a bare matrix that is trained, products in bf16, a GPU, and Triton."""
+    if not x.is_cuda or not len(x) or not has_triton():
+        return False
+    from cutaway.train import fused
+
+    return fused.can(head, x) and [each is head.matrix.weight for each in trained] == [True]  # type: ignore[union-attr]
 
 
 Gradients = tuple[Tensor | None, list[Tensor], list[Tensor]]
@@ -112,7 +168,7 @@ Gradients = tuple[Tensor | None, list[Tensor], list[Tensor]]
 
 def _in_chunks(
     head: nn.Module, terms: Terms, x: Tensor, targets: Tensor, weight: Tensor, into: Gradients | None
-) -> tuple[Tensor, Tensor, Gradients | None]:
+) -> tuple[Tensor, Tensor, Gradients]:
     """Loss and plain cross-entropy; the gradients are added to what is given for them."""
     wide = _wide(x.dtype)
     value, entropy = torch.zeros((), dtype=wide, device=x.device), torch.zeros((), dtype=wide, device=x.device)
@@ -139,7 +195,7 @@ def _in_chunks(
                 x_grad[part] = grads[0]
             for total, grad in zip(sums, grads[len(grads) - len(sums) :], strict=True):
                 total += grad
-    return value, entropy, into
+    return value, entropy, into or (None, [], [])
 
 
 def _softmax_part(
@@ -185,14 +241,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _check(x: Tensor, targets: Tensor, weights: Tensor, smoothing: float, z: float, chunk: int) -> None:
-    if x.ndim != 2 or targets.shape != x.shape[:1] or weights.shape != x.shape[:1]:
-        shapes = f"{tuple(x.shape)}, {tuple(targets.shape)} and {tuple(weights.shape)}"
-        raise InputError(
-            f"x, targets and weights have shapes {shapes}; they must be (N, d), (N,) and (N,): flatten them"
-        )
-    if not weights.is_floating_point():
-        raise InputError(f"weights have dtype {weights.dtype}; a weight is a number: pass weights.float()")
+def _checked(smoothing: float, z: float, chunk: int) -> Terms:
     if not 0 <= smoothing < 1:
         raise InputError(
             f"smoothing is {smoothing}; it is the share spread over the vocabulary, so give 0 up to below 1"
@@ -201,3 +250,4 @@ def _check(x: Tensor, targets: Tensor, weights: Tensor, smoothing: float, z: flo
         raise InputError(f"z is {z}; a negative weight would drive logits apart, so give 0 or more")
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
         raise InputError(f"chunk is {chunk!r}; give how many targets to take at once, 1 or more")
+    return Terms(smoothing, z, chunk)

@@ -13,7 +13,7 @@ from cutaway.errors import InputError
 from cutaway.generate.noise import uniform
 from cutaway.model import EncoderOnly, Transformer
 from cutaway.model.masks import places
-from cutaway.train.loss import Loss, head_loss
+from cutaway.train.loss import Asked, Loss, asked, asked_loss, sent
 from cutaway.train.seeds import mixed
 
 MASKED, RANDOM = 0.8, 0.1
@@ -32,6 +32,8 @@ class Task:
     targets: Int[Tensor, "B T"]
     weights: Float[Tensor, "B T"]
     beside: dict[str, Tensor] = field(default_factory=dict)
+    asked: Asked | None = None
+    """Targets that count, once they are where the model is."""
 
     def hidden(self, model: Transformer) -> Float[Tensor, "B T d"]:
         """The vectors that the model's head reads."""
@@ -43,14 +45,16 @@ class Task:
         head = model.head
         if not isinstance(head, torch.nn.Module):
             raise InputError("this model has no head, so it cannot say a token; give it one: head.kind = 'lm'")
-        x, targets, weights = self.hidden(model).flatten(0, 1), self.targets.flatten(), self.weights.flatten()
-        return head_loss(head, x, targets, weights, smoothing=smoothing, z=z, chunk=chunk)
+        x = self.hidden(model).flatten(0, 1)
+        ask = self.asked or asked(self.targets.flatten(), self.weights.flatten()).to(x.device)
+        return asked_loss(head, x, ask, smoothing=smoothing, z=z, chunk=chunk)
 
     def to(self, device: torch.device | str) -> "Task":
         """The same on another device. Weights stay: they are counted here, and asking a device is waiting for it."""
-        reads = tuple(None if each is None else each.to(device, non_blocking=True) for each in self.reads)
-        beside = {name: each.to(device, non_blocking=True) for name, each in self.beside.items()}
-        return Task(reads, self.targets.to(device, non_blocking=True), self.weights, beside)
+        reads = tuple(None if each is None else sent(each, device) for each in self.reads)
+        beside = {name: sent(each, device) for name, each in self.beside.items()}
+        ask = asked(self.targets.flatten(), self.weights.flatten()).to(device)
+        return Task(reads, sent(self.targets, device), self.weights, beside, ask)
 
 
 def next_token(tokens: Int[Tensor, "B T1"], documents: Int[Tensor, "B T1"] | None = None) -> Task:

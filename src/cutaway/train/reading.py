@@ -127,7 +127,10 @@ def task_of(recipe: Recipe, tokenizer: Tokenizer, model: Transformer) -> Ask:
     """What the recipe's objective makes of a batch."""
     objective, device = recipe.objective, model.device
     if isinstance(objective, NextToken):
-        return lambda batch, first: objectives.next_token(batch.tokens, batch.documents).to(device)
+        bordered = recipe.data.borders
+        return lambda batch, first: objectives.next_token(batch.tokens, batch.documents if bordered else None).to(
+            device
+        )
     if isinstance(objective, Seq2Seq):
         return lambda batch, first: objectives.seq2seq(*batch).to(device)
     if isinstance(objective, Prefix):
@@ -143,7 +146,8 @@ def task_of(recipe: Recipe, tokenizer: Tokenizer, model: Transformer) -> Ask:
 
     def masked(batch: Any, first: int) -> Task:
         positions = range(first, first + len(batch.tokens))
-        tokens, documents = batch.tokens[:, :-1], batch.documents[:, :-1]  # the last is the next sequence's first
+        tokens = batch.tokens[:, :-1]  # the last is the next sequence's first
+        documents = batch.documents[:, :-1] if recipe.data.borders else None
         return objectives.masked(tokens, documents, positions=positions, **hiding).to(device)
 
     return masked

@@ -62,6 +62,8 @@ class Data(Part):
     """Bytes, unless given; or that of the checkpoint which is trained further."""
     length: Count = 256
     """Tokens of a sequence."""
+    borders: bool = True
+    """Whether a text sees only itself where several stand in a sequence."""
     validation: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """The share of documents that is kept for looking at."""
 
@@ -170,6 +172,8 @@ class Training(Part):
     clip: Positive = 1.0
     """The gradient's greatest length."""
     precision: Literal["fp32", "bf16"] = "fp32"
+    compile: bool | None = None
+    """Whether blocks are compiled; on a GPU they are, unless told otherwise."""
     seed: NonNegativeInt = 0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cutaway.errors import CutawayError
+from cutaway.train.fast import pace
 from cutaway.train.learner import Learner
 from cutaway.train.optimise import Optimiser, length_of_gradient
 from cutaway.train.reading import Ask, Reading
@@ -34,6 +35,9 @@ class Stepper:
     reading: Reading
     task: Ask
 
+    def __post_init__(self) -> None:
+        self.pace = pace(self.learner.model, self.recipe.training.compile)
+
     def step(self, number: int) -> Row:
         """The gradient of the mean over all targets of the batch, however many pieces it is read in."""
         training = self.recipe.training
@@ -48,11 +52,12 @@ class Stepper:
             raise TrainingError(f"step {number + 1} has no target; lower data.validation, or give longer texts")
         self.optimiser.zero()
         entropy = 0.0
-        for place, piece in enumerate(pieces):
-            torch.manual_seed(mixed(training.seed, number, place))  # what dropout draws
-            loss = self.learner(piece)
-            (loss.total / weight).backward()
-            entropy = entropy + loss.entropy_total.double()
+        with self.pace():
+            for place, piece in enumerate(pieces):
+                torch.manual_seed(mixed(training.seed, number, place))  # what dropout draws
+                loss = self.learner(piece)
+                (loss.total / weight).backward()
+                entropy = entropy + loss.entropy_total.double()
         length = length_of_gradient(self.learner)
         rate = factor(self.recipe.schedule, number, training.steps)
         self.optimiser.step(rate, shrink=(length / training.clip).clamp(min=1.0), skip=~torch.isfinite(length))

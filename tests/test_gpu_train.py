@@ -1,0 +1,108 @@
+"""Training on a GPU: the fused loss is the plain one, a fast step is a plain step, and nothing is left behind."""
+
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+
+import cutaway as ct
+from cutaway.model import Transformer
+from cutaway.train import objectives
+from cutaway.train.fast import pace
+from cutaway.train.learner import Learner
+from cutaway.train.loss import asked, asked_loss
+from cutaway.train.recipe import recipe
+from cutaway.train.start import begin, go_on
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(("smoothing", "z"), [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-3), (0.1, 1e-3)])
+@pytest.mark.parametrize(("vocab", "rows"), [(257, 100), (50257, 640), (4096, 3000)])
+def test_the_fused_loss_is_the_plain_one(vocab: int, rows: int, smoothing: float, z: float) -> None:
+    torch.manual_seed(0)
+    config = ct.config("tiny-gpt").replace(vocab_size=vocab)
+    head = ct.build(config, device="cuda", seed=0).head
+    assert isinstance(head, torch.nn.Module)
+    x = torch.randn(rows, config.d_model, device="cuda") * 3
+    weights = torch.rand(rows) * (torch.rand(rows) > 0.2)
+    ask = asked(torch.randint(vocab, (rows,)), weights).to("cuda")
+    how: Any = {"smoothing": smoothing, "z": z, "chunk": 64}
+
+    def gone_back(dtype: torch.dtype | None) -> tuple[float, float, torch.Tensor, torch.Tensor]:
+        here = x.clone().requires_grad_()
+        head.zero_grad()
+        with torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = asked_loss(head, here, ask, **how)
+        (loss.total / loss.weight).backward()
+        assert here.grad is not None
+        return float(loss.total), float(loss.entropy_total), here.grad, head.matrix.weight.grad.clone()  # type: ignore[union-attr, operator]
+
+    exact, fused = gone_back(None), gone_back(torch.bfloat16)
+    assert fused[0] == pytest.approx(exact[0], rel=2e-3)
+    assert fused[1] == pytest.approx(exact[1], rel=2e-3)
+    for near, true in zip(fused[2:], exact[2:], strict=True):
+        assert (near - true).norm() < 1e-2 * true.norm()
+
+
+def tasks(vocab: int, documents: bool) -> objectives.Task:
+    torch.manual_seed(1)
+    tokens = torch.randint(vocab, (4, 49))
+    borders = (torch.rand(4, 49) < 0.03).cumsum(1) if documents else None
+    return objectives.next_token(tokens, borders).to("cuda")
+
+
+def gradients(model: Transformer, task: objectives.Task, fast: bool, precision: str) -> dict[str, torch.Tensor]:
+    learner = Learner(model, recipe({"training": {"precision": precision}}))
+    model.zero_grad()
+    with pace(model, fast)():
+        loss = learner(task)
+        (loss.total / loss.weight).backward()
+    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt", "tiny-llama", "tiny-gemma"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_fast_step_is_a_plain_step(name: str, documents: bool) -> None:
+    model = ct.build(name, device="cuda", seed=0).train()
+    for module in model.modules():
+        if hasattr(module, "dropout"):
+            module.dropout = 0.0  # type: ignore[assignment]
+    task = tasks(model.config.vocab_size, documents)
+    exact = gradients(model, task, False, "fp32")
+    plain, fast = (gradients(model, task, way, "bf16") for way in (False, True))
+    assert fast.keys() == exact.keys()
+
+    def wrong(found: dict[str, torch.Tensor]) -> float:
+        parts = [((found[key] - exact[key]).square().sum(), exact[key].square().sum()) for key in exact]
+        return float((sum(a for a, _ in parts) / sum(b for _, b in parts)) ** 0.5)  # type: ignore[operator, arg-type]
+
+    assert wrong(fast) < 1.5 * wrong(plain) + 1e-4
+    assert wrong(plain) < 0.05
+    assert all(block._compiled_call_impl is None for stack in model.stacks.values() for block in stack.blocks)
+    left = {type(value) for module in model.modules() for value in vars(module).values()}
+    assert MethodType not in left
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTAWAY_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("\n".join(f"{a} and {b} make {a + b}" for a in range(60) for b in range(60)))
+    how: dict[str, Any] = {
+        "data": {"sources": [{"path": str(tmp_path / "text.txt")}], "length": 64, "validation": 0.2},
+        "optimiser": {"rate": 1e-2},
+        "schedule": {"warmup": 3},
+        "training": {"steps": 20, "batch": 8, "precision": "bf16"},
+        "watching": {"every": 10, "sample": "1 and"},
+        "saving": {"every": 5},
+    }
+    loop = begin(recipe(how), tmp_path / "run", device="cuda")
+    loop.watcher.step = lambda row, timing: loop.stop.set() if row["step"] == 7 else None
+    loop.go()
+    assert 7 <= loop.done <= 9  # a step or two were on their way
+    loop = go_on(tmp_path / "run", device="cuda")
+    loop.go()
+    losses = [row["loss"] for row in loop.rows if "loss" in row]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 1
