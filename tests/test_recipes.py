@@ -132,7 +132,7 @@ def test_recipes_say_what_they_mean() -> None:
     families = {name: written_as(model.config, None) for name, model in built.items()}
     assert families == {
         "dates": "pegasus",
-        "fill-mask": "bert",
+        "fill-mask": "modernbert",
         "gpt2-124m": "gpt2",
         "llama-1b": "llama",
         "python-stdlib": "llama",
