@@ -130,14 +130,18 @@ def test_recipes_say_what_they_mean() -> None:
     assert counts["gpt2-124m"] == sum(each.numel() for each in ct.build("gpt2", device="meta").parameters())
     assert counts["llama-1b"] == sum(each.numel() for each in ct.build("llama-3.2-1b", device="meta").parameters())
     families = {name: written_as(model.config, None) for name, model in built.items()}
-    assert families == {
-        "dates": "pegasus",
-        "fill-mask": "modernbert",
-        "gpt2-124m": "gpt2",
-        "llama-1b": "llama",
-        "python-stdlib": "llama",
-        "translate": "marian",
-    }
+    assert "cutaway" not in families.values()
+    assert (
+        families.items()
+        >= {
+            "dates": "pegasus",
+            "fill-mask": "modernbert",
+            "gpt2-124m": "gpt2",
+            "llama-1b": "llama",
+            "python-stdlib": "llama",
+            "translate": "marian",
+        }.items()
+    )
 
 
 def test_translating_is_as_in_2017() -> None:

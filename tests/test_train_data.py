@@ -511,14 +511,13 @@ def test_ranks_together_see_what_one_sees(split: arrays.Split, first: int, count
     together = torch.empty_like(alone)
     for rank in range(world):
         positions = share(first, count, rank, world)
-        assert all(position % world == rank for position in positions)
         together[[position - first for position in positions]] = data.at(positions).tokens
     assert torch.equal(together, alone)
 
 
 def test_no_rows_make_an_empty_batch(split: arrays.Split) -> None:
     assert Packed(split, 9, 5).batch(0, 0).tokens.shape == (0, 10)
-    assert share(0, 1, 1, 2) == range(1, 1, 2)
+    assert len(share(0, 1, 0, 2)) == 0
 
 
 def test_bad_questions_of_data_are_refused(split: arrays.Split) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,24 +50,29 @@ def train(
     if resume is not None and (out is not None or changes or texts):
         raise InputError("a resumed run has its own recipe and directory; leave --out, --set and --text out")
     from cutaway.cli.progress import Bar
+    from cutaway.train.ranks import together
     from cutaway.train.start import begin, go_on
 
     bar = Bar(as_json=as_json)
     watcher = bar.watcher()
-    if resume is not None:
-        loop = go_on(resume, device=device, watcher=watcher)
-    else:
-        chosen = read_recipe(str(recipe), changes or [], texts or [])
-        loop = begin(chosen, out or Path("runs") / Path(str(recipe)).stem, device=device, watcher=watcher)
-    with bar.over(loop):
-        loop.go()
-    finished(loop, as_json=as_json)
+    with together(device) as ranks:
+        if resume is not None:
+            loop = go_on(resume, device=device, watcher=watcher, ranks=ranks)
+        else:
+            chosen = read_recipe(str(recipe), changes or [], texts or [])
+            where = out or Path("runs") / Path(str(recipe)).stem
+            loop = begin(chosen, where, device=device, watcher=watcher, ranks=ranks)
+        with bar.over(loop) if ranks.leader else nullcontext():
+            loop.go()
+    finished(loop, as_json=as_json, speaks=ranks.leader)
 
 
-def finished(loop: "Loop", *, as_json: bool) -> None:
+def finished(loop: "Loop", *, as_json: bool, speaks: bool) -> None:
     """What was made, and how to go on."""
     done, steps, where = loop.done, loop.recipe.training.steps, loop.run.directory
-    if as_json:
+    if not speaks:
+        pass
+    elif as_json:
         told = {"run": str(where), "step": done, "done": done == steps}
         sys.stdout.write(json.dumps(told | ({"model": str(loop.run.model)} if done == steps else {})) + "\n")
     elif done == steps:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ QUERY = r"\.(attn|cross)\.f\.q\.(2\.)?weight$"  # MLA's q.0 leads down to the la
 TABLE = r"positions\.\d+\.table\.weight$"
 
 
-def initialise(model: nn.Module, config: Config) -> None:
+def initialise(model: nn.Module, config: Config, parameters: Iterable[tuple[str, Tensor]] | None = None) -> None:
     """Draw every parameter anew.
 
     | what                    | normal (GPT-2)       | xavier (2017)       | small (NeoX)        | t5              |
@@ -29,6 +30,7 @@ def initialise(model: nn.Module, config: Config) -> None:
 
     Always: norm gains 1 (0 with the unit offset); biases, sinks and saved buffers 0.
     `sublayers` is how many things write to the stream the matrix stands in (2 a layer, 3 with cross-attention).
+    Other tensors can be filled in the `parameters`' place, one after another, where the model itself has parts of them.
     """
     for module in model.modules():
         if isinstance(module, Sinusoidal):
@@ -37,7 +39,7 @@ def initialise(model: nn.Module, config: Config) -> None:
     for name, buffer in model.named_buffers():
         if name in saved:
             nn.init.zeros_(buffer)
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters or model.named_parameters():
         if not parameter.requires_grad:
             continue  # a frozen table of sinusoids
         if parameter.ndim < 2 or "norm" in name:
@@ -92,13 +94,15 @@ def head_width(name: str, config: Config) -> int:
 
 
 @torch.no_grad()
-def draw(model: nn.Module, config: Config, seed: int | None) -> None:
+def draw(
+    model: nn.Module, config: Config, seed: int | None, parameters: Iterable[tuple[str, Tensor]] | None = None
+) -> None:
     """Initialise, from `seed` alone if it is given, leaving the global generators as they were."""
     if seed is None:
-        initialise(model, config)
+        initialise(model, config, parameters)
         return
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type != "cpu"}
     kind = next(iter(devices)).type if devices else "cuda"
     with torch.random.fork_rng(devices=list(devices), device_type=kind):
         torch.manual_seed(seed)
-        initialise(model, config)
+        initialise(model, config, parameters)

@@ -51,7 +51,7 @@ def joinable(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
     """Modules whose products can be one, with the methods that make them so, by name."""
     found: dict[nn.Module, dict[str, Any]] = {}
     for module in model.modules():
-        if type(module) is MultiHead:
+        if type(module) is MultiHead and type(module.q) is Linear:  # not where ranks share it
             found[module] = {"project": MethodType(project, module)}
         elif (
             type(module) is Gated and module.act is ACTIVATIONS["silu"] and type(module.gate) is Linear and has_triton()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from cutaway.model.inputs import KNOWN
 from cutaway.train.loss import Loss
 from cutaway.train.objectives import Task
 from cutaway.train.recipe import Recipe
+from cutaway.train.vocabulary import Vocabulary
 
 CHUNK = 1024
 """Targets whose logits are held at once."""
@@ -24,12 +26,15 @@ class Learner(nn.Module):
         self.model = model
         self.smoothing: float = getattr(recipe.objective, "smoothing", 0.0)
         self.z, self.precision = recipe.objective.z, recipe.training.precision
+        self.vocabulary: Vocabulary | None = None
+        """Whose logits are here, where ranks share the output matrix."""
 
     def forward(self, task: Task) -> Loss:
         unknown = KNOWN.set(True)  # ids are the tokenizer's
         try:
             with self.numbers():
-                return task.loss(self.model, smoothing=self.smoothing, z=self.z, chunk=CHUNK)
+                how: Any = {"smoothing": self.smoothing, "z": self.z, "vocabulary": self.vocabulary}
+                return task.loss(self.model, chunk=CHUNK, **how)
         finally:
             KNOWN.reset(unknown)
 

@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
@@ -25,12 +24,16 @@ from cutaway.train.failpoints import reach
 from cutaway.train.learner import Learner
 from cutaway.train.optimise import Optimiser
 from cutaway.train.origin import written_as
+from cutaway.train.ranks import ALONE, Ranks
 from cutaway.train.reading import Ask, Reading
 from cutaway.train.recipe import Recipe
-from cutaway.train.rightness import rightness, sample
-from cutaway.train.rows import Rows
+from cutaway.train.rightness import rightness, speaks
+from cutaway.train.rows import Rows, Unwritten
 from cutaway.train.run import Run
-from cutaway.train.step import Row, Stepper, TrainingError, cut, settled
+from cutaway.train.saving import newest, put
+from cutaway.train.saving import save as save_state
+from cutaway.train.spread import gathered
+from cutaway.train.step import Row, Stepper, TrainingError, portion, settled
 from cutaway.train.store import SaveError, Store
 
 
@@ -48,11 +51,14 @@ class Loop:
     """A model that learns from data, in a run's directory."""
 
     run: Run
-    model: Transformer
+    learner: Learner
     optimiser: Optimiser
     reading: Reading
     task: Ask
     watcher: Watcher = field(default_factory=Watcher)
+    ranks: Ranks = ALONE
+    wrapped: nn.Module | None = None
+    """What a step calls in the learner's place where ranks have copies of it."""
 
     def __post_init__(self) -> None:
         self.recipe: Recipe = self.run.recipe
@@ -64,8 +70,9 @@ class Loop:
         self.stop = threading.Event()
         self.untold: Row | None = None
         self.since = time.perf_counter()
-        self.learner = Learner(self.model, self.recipe)
-        self.stepper = Stepper(self.recipe, self.learner, self.optimiser, self.reading, self.task)
+        self.model: Transformer = self.learner.model
+        how = (self.optimiser, self.reading, self.task, self.ranks, self.wrapped)
+        self.stepper = Stepper(self.recipe, self.learner, *how)
 
     # The state as one value
 
@@ -74,26 +81,39 @@ class Loop:
 
     def save(self) -> None:
         """Everything that the next step depends on. A disk that is full is no reason to stop learning."""
-        state = {"step": self.done, "best": self.best, "rows": self.rows.settle(), "timings": self.timings.settle()}
+        state: dict[str, Any] = {
+            "step": self.done,
+            "best": self.best,
+            "rows": self.rows.settle(),
+            "timings": self.timings.settle(),
+        }
+        state |= {"data": self.run.fingerprint}
+        with self.told():
+            save_state(self.store, self.ranks, self.done, self.tensors(), state, best=self.best)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
         try:
-            self.store.save(self.done, self.tensors(), state | {"data": self.run.fingerprint}, best=self.best)
+            yield
         except SaveError as error:
             self.watcher.say(f"{error}; training goes on, and the last checkpoint stays")
 
     def restore(self) -> None:
         """Go on from the newest checkpoint that is whole, or from the beginning if there is none."""
-        found = self.store.newest(report=self.watcher.say)
-        where = self.run.directory
+        found = newest(self.store, self.ranks, self.watcher.say)
         if found is None:
-            self.rows, self.timings = Rows(where / "metrics.jsonl", 0), Rows(where / "timings.jsonl", 0)
+            self.rows, self.timings = self.log("metrics.jsonl", 0), self.log("timings.jsonl", 0)
             return
         if found.state["data"] != self.run.fingerprint:
             raise InputError("this checkpoint is of other data than the run's; restore the run's own files")
-        self.model.load_state_dict(found.tensors["weights"])
+        put(self.model, found.tensors["weights"])
         self.optimiser.load(found.tensors["optimiser"])
         self.done, self.best = found.state["step"], found.state["best"]
-        self.rows = Rows(where / "metrics.jsonl", found.state["rows"])
-        self.timings = Rows(where / "timings.jsonl", found.state["timings"])
+        self.rows = self.log("metrics.jsonl", found.state["rows"])
+        self.timings = self.log("timings.jsonl", found.state["timings"])
+
+    def log(self, name: str, length: int) -> Rows:
+        return Rows(self.run.directory / name, length) if self.ranks.leader else Unwritten()
 
     # The work
 
@@ -104,9 +124,11 @@ class Loop:
         self.model.train()
         device = self.model.device
         mine = [device] if device.type == "cuda" else []
-        with asked_to_stop(self.stop), torch.random.fork_rng(mine):  # whoever called has random numbers of their own
+        # Whoever called has random numbers of their own, and finds the last checkpoint written.
+        with asked_to_stop(self.stop), self.saved(), torch.random.fork_rng(mine):
             self.since = time.perf_counter()
-            while self.done < steps and not self.stop.is_set():
+            stopping = self.ranks.agree(self.stop.is_set())
+            while self.done < steps and not stopping:
                 row = self.step(self.done)
                 self.tell()  # of the step before: a device computes one step while the next is being asked for
                 self.done, self.untold = self.done + 1, row
@@ -115,16 +137,26 @@ class Loop:
                     last or self.done % recipe.watching.every == 0,
                     last or self.done % recipe.saving.every == 0,
                 )
-                if look or save or device.type == "cpu" or self.stop.is_set():
+                if look or save or device.type == "cpu":
                     self.tell()
                 if look:
                     self.look()
-                if save or self.stop.is_set():
+                stopping = self.ranks.agree(self.stop.is_set())
+                if save or stopping:
+                    self.tell()
                     self.save()
                     self.since = time.perf_counter()
                     reach("after save")
         if self.done == steps:
             self.export()
+
+    @contextmanager
+    def saved(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            with self.told():
+                self.store.wait()
 
     def step(self, number: int) -> Row:
         return self.stepper.step(number)
@@ -153,34 +185,40 @@ class Loop:
         self.model.eval()
         total = weight = 0.0
         count = min(self.recipe.watching.sequences, self.reading.held)
-        for low, high in cut(count, max(1, count // self.recipe.training.batch)):
-            piece = self.task(self.reading.validation.batch(low, high - low), low)
+        for low, high in self.ranks.portions(count, max(1, count // self.recipe.training.batch)):
+            piece = portion(self.task, self.reading.validation, low, high - low)
             total += float(self.learner(piece).entropy_total)
             weight += float(piece.weights.sum())
-        loss = total / max(1.0, weight)
+        loss = self.ranks.total(total) / max(1.0, self.ranks.total(weight))
         self.best = loss if self.best is None else min(self.best, loss)
         row: dict[str, Any] = {"step": self.done, "validation": loss}
         if self.reading.bytes_per_token is not None:
             row["bits_per_byte"] = loss / math.log(2) / self.reading.bytes_per_token
-        row |= rightness(self.checkpoint(), self.reading, self.task, self.recipe)
-        if (text := self.recipe.watching.sample) is not None:
-            row["sample"] = sample(self.checkpoint(), text, length=self.recipe.data.length, seed=self.done)
+        if speaks(self.recipe) and (whole := self.checkpoint(self.model.device)) is not None:
+            row |= rightness(whole, self.reading, self.task, self.recipe, seed=self.done)
         self.model.train()
         self.rows.add(row)
         self.watcher.look(row)
         self.since = time.perf_counter()
 
-    def checkpoint(self) -> Checkpoint:
-        """The model by now, beside what it was before."""
-        origin, config = self.run.origin, self.model.config
+    def checkpoint(self, device: torch.device) -> Checkpoint | None:
+        """The whole model beside what it was before, for the leader."""
+        model: Transformer | None = self.model
+        if self.ranks.mesh is not None:
+            model = gathered(self.model, device, keep=self.ranks.leader)
+        if model is None or not self.ranks.leader:
+            return None
+        origin = self.run.origin
         beside: Any = {"theirs": origin.theirs, "generation": origin.generation}
-        return Checkpoint(self.model, config, origin.family, read_tokenizer=lambda: self.run.tokenizer, **beside)
+        return Checkpoint(model, model.config, origin.family, read_tokenizer=lambda: self.run.tokenizer, **beside)
 
-    def export(self) -> Path:
+    def export(self) -> None:
         """The model as others open it, if others have such models."""
         self.model.eval()
-        family = written_as(self.model.config, self.run.origin.family)
-        return save(self.checkpoint(), self.run.model, family=family, overwrite=self.run.model.exists())
+        checkpoint = self.checkpoint(torch.device("cpu"))
+        if checkpoint is not None:
+            family = written_as(checkpoint.config, checkpoint.family)
+            save(checkpoint, self.run.model, family=family, overwrite=self.run.model.exists())
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from cutaway.errors import InputError
 from cutaway.generate.sampling import has_triton
+from cutaway.train.vocabulary import Vocabulary
 
 
 class Loss(NamedTuple):
@@ -31,11 +32,12 @@ class Loss(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What is added up for each target."""
+    """What is added up for each target, and whose logits are here if not all."""
 
     smoothing: float
     z: float
     chunk: int
+    vocabulary: Vocabulary | None = None
 
 
 class Asked(NamedTuple):
@@ -94,11 +96,21 @@ def head_loss(
 
 
 def asked_loss(
-    head: nn.Module, x: Float[Tensor, "N d"], ask: Asked, *, smoothing: float = 0.0, z: float = 0.0, chunk: int
+    head: nn.Module,
+    x: Float[Tensor, "N d"],
+    ask: Asked,
+    *,
+    smoothing: float = 0.0,
+    z: float = 0.0,
+    chunk: int,
+    vocabulary: Vocabulary | None = None,
 ) -> Loss:
-    """As `head_loss`. The head's parameters are taken as they are at the call: a wrapper that swaps them (FSDP) must
-    hold them gathered around it."""
-    terms = _checked(smoothing, z, chunk)
+    """As `head_loss`, of a head that may have a part of the `vocabulary` only.
+
+    The head's parameters are taken as they are at the call: a wrapper that swaps them (FSDP) must hold them gathered
+    around it.
+    """
+    terms = _checked(smoothing, z, chunk)._replace(vocabulary=vocabulary)
     # Autograd must see each parameter as an input, or a tied table would lose this half of its gradient, and DDP's
     # and FSDP's hooks would wait for one that never comes.
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
@@ -180,7 +192,7 @@ def _in_chunks(
             piece = piece.detach().requires_grad_(wants_x)
             logits = head(piece)
         if start == 0:
-            _check_targets(targets, logits.shape[-1])
+            _check_targets(targets, logits.shape[-1] if terms.vocabulary is None else terms.vocabulary.size)
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             slope, loss, plain = _softmax_part(logits.detach(), target, w, terms, wide, into is not None)
             value += loss
@@ -207,22 +219,27 @@ def _softmax_part(
     slopes: bool,
 ) -> tuple[Float[Tensor, "n V"], Float[Tensor, ""], Float[Tensor, ""]]:
     """∂loss/∂logits (in the place of the log-probabilities), the loss, and plain cross-entropy."""
-    log_p = torch.log_softmax(logits, -1, dtype=torch.promote_types(wide, logits.dtype))
-    plain = -log_p.gather(-1, target)
+    spread, dtype = terms.vocabulary, torch.promote_types(wide, logits.dtype)
+    log_p = torch.log_softmax(logits, -1, dtype=dtype) if spread is None else spread.log_softmax(logits, dtype)
+    plain = -(log_p.gather(-1, target) if spread is None else spread.pick(log_p, target))
     loss, s, z = plain, terms.smoothing, terms.z
     if s:
-        loss = (1 - s) * plain - s * log_p.mean(-1, keepdim=True)
+        loss = (1 - s) * plain - s * (log_p.mean(-1, keepdim=True) if spread is None else spread.mean(log_p))
     push = weight
     if z:
-        lse = logits.gather(-1, target).to(log_p.dtype) + plain
+        lse = (logits.gather(-1, target) if spread is None else spread.pick(logits, target)).to(log_p.dtype) + plain
         loss = loss + z * lse.square()
         push = weight * (1 + 2 * z * lse)
     total, entropy = (weight * loss).sum(), (weight * plain).sum()
     if slopes:
         log_p = log_p.exp_().mul_(push)
         if s:
-            log_p -= weight * (s / logits.shape[-1])
-        log_p.scatter_add_(-1, target, (-(1 - s) * weight).to(log_p.dtype))
+            log_p -= weight * (s / (logits.shape[-1] if spread is None else spread.size))
+        pull = (-(1 - s) * weight).to(log_p.dtype)
+        if spread is not None:
+            target, is_mine = spread.here(target, logits.shape[-1])
+            pull = pull * is_mine
+        log_p.scatter_add_(-1, target, pull)
     return log_p, total, entropy
 
 

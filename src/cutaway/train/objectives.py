@@ -15,6 +15,7 @@ from cutaway.model import EncoderOnly, Transformer
 from cutaway.model.masks import places
 from cutaway.train.loss import Asked, Loss, asked, asked_loss, sent
 from cutaway.train.seeds import mixed
+from cutaway.train.vocabulary import Vocabulary
 
 MASKED, RANDOM = 0.8, 0.1
 """Of the hidden tokens, those that become the mask and those that become any token; the rest stay as they are."""
@@ -40,14 +41,22 @@ class Task:
         run: Any = model.encode if isinstance(model, EncoderOnly) else model.hidden
         return run(*self.reads, **self.beside)
 
-    def loss(self, model: Transformer, *, smoothing: float = 0.0, z: float = 0.0, chunk: int = 1024) -> Loss:
+    def loss(
+        self,
+        model: Transformer,
+        *,
+        smoothing: float = 0.0,
+        z: float = 0.0,
+        chunk: int = 1024,
+        vocabulary: Vocabulary | None = None,
+    ) -> Loss:
         """What the model gets wrong, summed over targets."""
         head = model.head
         if not isinstance(head, torch.nn.Module):
             raise InputError("this model has no head, so it cannot say a token; give it one: head.kind = 'lm'")
         x = self.hidden(model).flatten(0, 1)
         ask = self.asked or asked(self.targets.flatten(), self.weights.flatten()).to(x.device)
-        return asked_loss(head, x, ask, smoothing=smoothing, z=z, chunk=chunk)
+        return asked_loss(head, x, ask, smoothing=smoothing, z=z, chunk=chunk, vocabulary=vocabulary)
 
     def to(self, device: torch.device | str) -> "Task":
         """The same on another device. Weights stay: they are counted here, and asking a device is waiting for it."""

@@ -10,6 +10,8 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from cutaway.errors import InputError
 from cutaway.model import Transformer
 from cutaway.model.moe import Router
+from cutaway.train.parts import alike, copies_of, cut, is_part, own, parameter_of
+from cutaway.train.ranks import ALONE, Ranks
 
 FUSED = ("cuda", "cpu", "xpu", "mps")
 """Devices on which PyTorch does a whole step of AdamW or SGD in one kernel."""
@@ -53,9 +55,13 @@ def turned(model: nn.Module) -> set[str]:
 class Optimiser:
     """One or several of PyTorch's, as one; rates are multiplied by a factor that the caller knows."""
 
-    def __init__(self, model: nn.Module, parts: list[Optimizer]) -> None:
+    def __init__(
+        self, model: nn.Module, parts: list[Optimizer], mine: Mapping[str, nn.Parameter] | None = None
+    ) -> None:
         self.parts = parts
         self.parameters = named(model)
+        self.mine = mine or {}
+        """What steps are taken on, where a parameter is shared: this rank's part."""
         self.rates = [[float(group["lr"]) for group in part.param_groups] for part in parts]
 
     def step(self, factor: float = 1.0, *, shrink: Tensor | None = None, skip: Tensor | None = None) -> None:
@@ -63,6 +69,10 @@ class Optimiser:
 
         Where PyTorch does a step in one kernel, that kernel divides and skips, and nobody waits to know.
         """
+        for name, mine in self.mine.items():
+            given = self.parameters[name].grad
+            mine.data = own(self.parameters[name])  # FSDP2 may have laid it elsewhere since
+            mine.grad = None if given is None else own(given)
         if skip is not None and not all(in_one_kernel(part) for part in self.parts):
             if bool(skip):
                 return
@@ -81,6 +91,8 @@ class Optimiser:
         """Forget the gradients."""
         for part in self.parts:
             part.zero_grad(set_to_none=True)
+        for name in self.mine:
+            self.parameters[name].grad = None
 
     def tensors(self) -> dict[str, Tensor]:
         """The state, as 'what/parameter'; the tensors are those in use, so copy them before the next step."""
@@ -88,7 +100,7 @@ class Optimiser:
         for name, parameter, part in self._owned():
             for what, value in part.state.get(parameter, {}).items():
                 assert isinstance(value, Tensor), f"{what} of {name} is no tensor"
-                found[f"{what}/{name}"] = value
+                found[f"{what}/{name}"] = alike(value, self.parameters[name])
         return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -106,7 +118,8 @@ class Optimiser:
         for name, parameter, part in self._owned():
             if name not in given:
                 continue  # it never had a gradient
-            shapes = _state_shapes(part, parameter)
+            whole = self.parameters[name]
+            shapes = _state_shapes(part, whole)
             mine = {what: tuple(tensor.shape) for what, tensor in given[name].items()}
             if mine != shapes:
                 raise InputError(
@@ -114,7 +127,9 @@ class Optimiser:
                     " run with the optimiser it began with"
                 )
             states[part][parameter] = {
-                what: tensor.detach().to(_home(what, part, parameter), copy=True)
+                what: (tensor if what == "step" else cut(tensor, whole))
+                .detach()
+                .to(_home(what, part, parameter), copy=True, memory_format=torch.contiguous_format)
                 for what, tensor in given[name].items()
             }
         for part, state in states.items():
@@ -124,7 +139,8 @@ class Optimiser:
     def _owned(self) -> Iterator[tuple[str, nn.Parameter, Optimizer]]:
         owner = {id(each): part for part in self.parts for each in owned(part)}
         for name, parameter in self.parameters.items():
-            yield name, parameter, owner[id(parameter)]
+            mine = self.mine.get(name, parameter)
+            yield name, mine, owner[id(mine)]
 
 
 def make(
@@ -147,13 +163,20 @@ def make(
     | sgd       | SGD with momentum (0.9 unless given)                                                            |
     """
     parameters = named(model)
+    shared = {name: parameter_of(each) for name, each in parameters.items() if is_part(each)}
+    if shared and kind not in ("adamw", "sgd"):
+        raise InputError(
+            f"{kind} looks at whole matrices, and parallel.shards or parallel.tensor gives each rank a part; use adamw"
+            " or sgd, or set both to 1"
+        )
+    parameters |= shared
     if not parameters:
         raise InputError("nothing in this model is trained; set requires_grad on the weights that should be")
     fused = all(each.device.type in FUSED and each.is_floating_point() for each in parameters.values())
     adam: dict[str, Any] = {"lr": rate, "betas": tuple(betas), "eps": eps, "fused": fused}
     match kind:
         case "adamw":
-            return Optimiser(model, [AdamW(_split(parameters, weight_decay), **adam)])
+            return Optimiser(model, [AdamW(_split(parameters, weight_decay), **adam)], shared)
         case "muon":
             mine = turned(model)
             inner = {name: each for name, each in parameters.items() if name in mine}
@@ -169,7 +192,8 @@ def make(
             return Optimiser(model, [Adafactor(_split(parameters, weight_decay), lr=rate)])
         case "sgd":
             pull = 0.9 if momentum is None else momentum
-            return Optimiser(model, [SGD(_split(parameters, weight_decay), lr=rate, momentum=pull, fused=fused)])
+            part = SGD(_split(parameters, weight_decay), lr=rate, momentum=pull, fused=fused)
+            return Optimiser(model, [part], shared)
     raise InputError(f"optimiser '{kind}' is unknown; use one of {', '.join(KINDS)}")
 
 
@@ -193,9 +217,14 @@ def owned(part: Optimizer) -> list[Tensor]:
     return [each for group in part.param_groups for each in group["params"]]
 
 
-def length_of_gradient(model: nn.Module) -> Tensor:
+def length_of_gradient(model: nn.Module, ranks: Ranks = ALONE) -> Tensor:
     """Of all gradients together; not finite if any of them is not."""
-    return nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
+    found = [each.grad for each in model.parameters() if each.grad is not None]
+    if ranks.mesh is None:
+        return nn.utils.get_total_norm(found)
+    lengths = torch._foreach_norm([own(each) for each in found])
+    copies = torch.tensor([copies_of(each, ranks.world) for each in found], device=lengths[0].device)
+    return ranks.sum_of_all((torch.stack(lengths).square() / copies).sum()).sqrt()
 
 
 def _split(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

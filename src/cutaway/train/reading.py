@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.model import Transformer
@@ -123,9 +125,9 @@ def texts(recipe: Recipe) -> Iterator[str]:
                 yield document.target
 
 
-def task_of(recipe: Recipe, tokenizer: Tokenizer, model: Transformer) -> Ask:
+def task_of(recipe: Recipe, tokenizer: Tokenizer, model: Transformer, device: torch.device) -> Ask:
     """What the recipe's objective makes of a batch."""
-    objective, device = recipe.objective, model.device
+    objective = recipe.objective
     if isinstance(objective, NextToken):
         bordered = recipe.data.borders
         return lambda batch, first: objectives.next_token(batch.tokens, batch.documents if bordered else None).to(

@@ -172,9 +172,20 @@ class Training(Part):
     clip: Positive = 1.0
     """The gradient's greatest length."""
     precision: Literal["fp32", "bf16"] = "fp32"
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What a block computes again on the way back, to hold less meanwhile: nothing, what is cheap, or all of it."""
     compile: bool | None = None
     """Whether blocks are compiled; on a GPU they are, unless told otherwise."""
     seed: NonNegativeInt = 0
+
+
+class Parallel(Part):
+    """What processes share, where torchrun starts several; beside that each has a copy, and sequences of its own."""
+
+    shards: Count | Literal["all"] = 1
+    """Processes that share weights, gradients and the optimiser's state (FSDP2); with 1, each has all of them (DDP)."""
+    tensor: Count = 1
+    """Processes that share each matrix, and read the same sequences."""
 
 
 class Watching(Part):
@@ -228,6 +239,7 @@ class Recipe(Part):
     optimiser: Optimiser = AdamW()
     schedule: Schedule = Schedule()
     training: Training = Training()
+    parallel: Parallel = Parallel()
     watching: Watching = Watching()
     saving: Saving = Saving()
 

@@ -10,7 +10,6 @@ from cutaway.generate.texts import generate
 from cutaway.model import EncoderOnly
 from cutaway.train.reading import Ask, Reading
 from cutaway.train.recipe import Masked, Prefix, Recipe, Seq2Seq
-from cutaway.train.step import cut
 
 SAMPLED = 80
 """Tokens of a sample."""
@@ -18,14 +17,22 @@ SHOWN = 3
 """Answers that are shown."""
 
 
-def rightness(checkpoint: Checkpoint, reading: Reading, task: Ask, recipe: Recipe) -> dict[str, Any]:
-    """The share of hidden tokens that are told, or of answers that are the target; nothing for plain text."""
+def speaks(recipe: Recipe) -> bool:
+    """Whether a look asks for more than the loss."""
+    return recipe.watching.sample is not None or isinstance(recipe.objective, Masked | Seq2Seq | Prefix)
+
+
+def rightness(checkpoint: Checkpoint, reading: Reading, task: Ask, recipe: Recipe, *, seed: int) -> dict[str, Any]:
+    """The share of hidden tokens that are told, or of answers that are the target, and a sample."""
+    found: dict[str, Any] = {}
     match recipe.objective:
         case Masked():
-            return {"accuracy": told(checkpoint, reading, task, recipe)}
+            found["accuracy"] = told(checkpoint, reading, task, recipe)
         case Seq2Seq() | Prefix() if recipe.watching.answers:
-            return answered(checkpoint, reading, recipe)
-    return {}
+            found = answered(checkpoint, reading, recipe)
+    if (text := recipe.watching.sample) is not None:
+        found["sample"] = sample(checkpoint, text, length=recipe.data.length, seed=seed)
+    return found
 
 
 @torch.no_grad()
@@ -35,8 +42,8 @@ def told(checkpoint: Checkpoint, reading: Reading, task: Ask, recipe: Recipe) ->
     assert model.head is not None
     right = every = 0
     count = min(recipe.watching.sequences, reading.held)
-    for low, high in cut(count, max(1, count // recipe.training.batch)):
-        piece = task(reading.validation.batch(low, high - low), low)
+    for low in range(0, count, recipe.training.batch):
+        piece = task(reading.validation.batch(low, min(recipe.training.batch, count - low)), low)
         hidden = (piece.weights > 0).to(model.device)
         said = model.head(piece.hidden(model)[hidden]).argmax(-1)
         right += int((said == piece.targets[hidden]).sum())

@@ -10,16 +10,17 @@ from cutaway.generate.plan import GIB, free_memory
 from cutaway.size.optimizers import OPTIMIZERS
 from cutaway.size.sizing import size
 from cutaway.train.learner import CHUNK
+from cutaway.train.ranks import ALONE, Ranks
 from cutaway.train.recipe import Recipe
 
 WHOLE_LOGITS = ("logits", "loss", "gradients on the way")
 """What a plain step holds for the whole vocabulary, and this one for a chunk of targets."""
 
 
-def expected(recipe: Recipe, config: Config) -> tuple[int, int]:
-    """Bytes of a step: what it takes in all, about, and what it takes for certain: weights, gradients, optimiser."""
+def expected(recipe: Recipe, config: Config, ranks: Ranks = ALONE) -> tuple[int, int]:
+    """Bytes of a rank's step: in all, about, and what it takes for certain: weights, gradients, optimiser."""
     training, length = recipe.training, recipe.data.length
-    rows = -(-training.batch // training.pieces)
+    rows = max(1, *(high - low for low, high in ranks.portions(training.batch, training.pieces)))
     kind = {"sgd": "sgd-momentum"}.get(recipe.optimiser.kind, recipe.optimiser.kind)
     memory = size(
         config,
@@ -29,16 +30,19 @@ def expected(recipe: Recipe, config: Config) -> tuple[int, int]:
         dtype="fp32" if training.precision == "fp32" else "mixed",
         optimizer=kind if kind in OPTIMIZERS else "sgd",
     ).memory
-    certain = sum(memory.whole[name] for name in ("weights", "gradients", "optimizer"))
-    kept = sum(held for name, held in memory.parts.items() if name not in WHOLE_LOGITS)
+    states = sum(memory.whole[name] for name in ("weights", "gradients", "optimizer"))
+    certain = states // ranks.parts
+    kept = sum(held for name, held in memory.parts.items() if name not in WHOLE_LOGITS) - states + certain
     chunk = min(CHUNK, rows * length)
     head = config.vocab_size * (3 * chunk + 2 * config.d_model) * 4  # logits and what becomes of them; its gradient
     return max(kept + head, certain), certain
 
 
-def check_room(recipe: Recipe, config: Config, device: torch.device, say: Callable[[str], None]) -> None:
+def check_room(
+    recipe: Recipe, config: Config, device: torch.device, say: Callable[[str], None], ranks: Ranks = ALONE
+) -> None:
     """Say what is expected; refuse what cannot be, whatever the activations take."""
-    about, certain = expected(recipe, config)
+    about, certain = expected(recipe, config, ranks)
     free = free_memory(device)
     if free is None:
         say(f"a step takes about {about / GIB:.2g} GiB")

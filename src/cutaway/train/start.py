@@ -9,18 +9,19 @@ import torch
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.model import Transformer, build
-from cutaway.model.inputs import check_device
 from cutaway.text import Tokenizer
+from cutaway.train.learner import Learner
 from cutaway.train.loop import Loop, Watcher
 from cutaway.train.optimise import make
 from cutaway.train.origin import Origin, base_of, config_of, same_base
+from cutaway.train.ranks import ALONE, Device, Ranks, together
 from cutaway.train.reading import FORMS, FRESH, Ask, Reading, read, task_of, tokenizer_of
 from cutaway.train.recipe import Recipe
 from cutaway.train.recipe import recipe as read_recipe
 from cutaway.train.room import check_room
-from cutaway.train.run import Run, check_new
-
-Device = torch.device | str | None
+from cutaway.train.run import ABOUT, Run, check_new
+from cutaway.train.saving import put
+from cutaway.train.spread import fill, spread
 
 
 def train(
@@ -33,44 +34,53 @@ def train(
     watcher: Watcher | None = None,
 ) -> Run:
     """Carry out a recipe (a shipped one's name, a file, a dict) in a new directory, on texts of one's own if given."""
-    loop = begin(read_recipe(source, changes, texts), Path(directory), device=device, watcher=watcher)
-    loop.go()
+    with together(device) as ranks:
+        chosen = read_recipe(source, changes, texts)
+        loop = begin(chosen, Path(directory), device=device, watcher=watcher, ranks=ranks)
+        loop.go()
     return loop.run
 
 
 def resume(directory: str | Path, *, device: Device = None, watcher: Watcher | None = None) -> Run:
     """Go on with a run, as if it had never stopped."""
-    loop = go_on(Path(directory), device=device, watcher=watcher)
-    loop.go()
+    with together(device) as ranks:
+        loop = go_on(Path(directory), device=device, watcher=watcher, ranks=ranks)
+        loop.go()
     return loop.run
 
 
-def begin(recipe: Recipe, directory: Path, *, device: Device = None, watcher: Watcher | None = None) -> Loop:
-    """A new run; its directory is made when everything it needs is there."""
-    check_new(directory)
-    watcher = watcher or Watcher()
-    base = base_of(recipe)
-    origin = Origin.of(base)
-    tokenizer = tokenizer_of(recipe, base)
-    model = model_of(recipe, tokenizer, device, watcher, origin, base)
-    reading = read(recipe, tokenizer, watcher.say, origin)
-    task = task_of(recipe, tokenizer, model)
-    return ready(Run.begin(directory, recipe, tokenizer, reading.fingerprint, origin), reading, model, task, watcher)
+def begin(
+    recipe: Recipe, directory: Path, *, device: Device = None, watcher: Watcher | None = None, ranks: Ranks = ALONE
+) -> Loop:
+    """A new run; its directory is made when everything it needs is there. Of several ranks the leader makes it."""
+    if ranks.restarted and (directory / ABOUT).exists():
+        return go_on(directory, device=device, watcher=watcher, ranks=ranks)
+    where, watcher = ranks.device(device), heard(watcher, ranks)
+    ranks.arrange(recipe.parallel, where)
+    with ranks.in_turn():
+        if ranks.leader:
+            check_new(directory)
+        run = None if ranks.leader else Run.open(directory)
+        base = base_of(recipe)
+        origin = Origin.of(base)
+        tokenizer = tokenizer_of(recipe, base) if run is None else run.tokenizer
+        model = model_of(recipe, tokenizer, where, watcher, ranks, origin)
+        reading = read(recipe, tokenizer, watcher.say, origin)
+        task = task_of(recipe, tokenizer, model, where)
+        run = run or Run.begin(directory, recipe, tokenizer, reading.fingerprint, origin)
+    return ready(run, reading, model, task, where, watcher, ranks, base)
 
 
-def go_on(directory: Path, *, device: Device = None, watcher: Watcher | None = None) -> Loop:
+def go_on(directory: Path, *, device: Device = None, watcher: Watcher | None = None, ranks: Ranks = ALONE) -> Loop:
     """A run where it was left: at its newest checkpoint that is whole."""
-    run, watcher = Run.open(directory), watcher or Watcher()
-    tokenizer = run.tokenizer
-    reading = read(run.recipe, tokenizer, watcher.say, run.origin)
-    if reading.fingerprint != run.fingerprint:
-        raise InputError(
-            f"the data has changed since '{directory}' began, so it cannot go on as if it had not stopped; restore the"
-            " files, or begin a new run"
-        )
-    base = same_base(run.recipe, run.origin)
-    model = model_of(run.recipe, tokenizer, device, watcher, run.origin, base)
-    loop = ready(run, reading, model, task_of(run.recipe, tokenizer, model), watcher)
+    run, where, watcher = Run.open(directory), ranks.device(device), heard(watcher, ranks)
+    ranks.arrange(run.recipe.parallel, where)
+    with ranks.in_turn():
+        tokenizer = run.tokenizer
+        reading = read(run.recipe, tokenizer, watcher.say, run.origin)
+    model = model_of(run.recipe, tokenizer, where, watcher, ranks, run.origin)
+    task, base = task_of(run.recipe, tokenizer, model, where), same_base(run.recipe, run.origin)
+    loop = ready(run, reading, model, task, where, watcher, ranks, base)
     if loop.done == 0 and run.origin.config is not None and base is None:
         raise InputError(
             f"'{directory}' has no checkpoint of its own yet, and what it began with is gone or has changed; begin anew"
@@ -78,10 +88,30 @@ def go_on(directory: Path, *, device: Device = None, watcher: Watcher | None = N
     return loop
 
 
-def ready(run: Run, reading: Reading, model: Transformer, task: Ask, watcher: Watcher) -> Loop:
+def ready(
+    run: Run,
+    reading: Reading,
+    model: Transformer,
+    task: Ask,
+    device: torch.device,
+    watcher: Watcher,
+    ranks: Ranks,
+    base: Checkpoint | None = None,
+) -> Loop:
+    if reading.fingerprint != run.fingerprint:
+        raise InputError(
+            f"the data has changed since '{run.directory}' began, so it cannot go on as if it had not stopped; restore"
+            " the files, or begin a new run"
+        )
     chosen = run.recipe.optimiser
+    learner = Learner(model, run.recipe)
+    wrapped = spread(learner, ranks)
+    if ranks.mesh is not None:
+        fill(model, device, run.recipe.training.seed)
+    if base is not None:
+        put(model, base.model.state_dict())
     optimiser = make(chosen.kind, model, **chosen.model_dump(exclude={"kind"}))
-    loop = Loop(run, model, optimiser, reading, task, watcher)
+    loop = Loop(run, learner, optimiser, reading, task, watcher, ranks, wrapped)
     loop.restore()
     return loop
 
@@ -89,12 +119,12 @@ def ready(run: Run, reading: Reading, model: Transformer, task: Ask, watcher: Wa
 def model_of(
     recipe: Recipe,
     tokenizer: Tokenizer,
-    device: Device,
+    device: torch.device,
     watcher: Watcher,
+    ranks: Ranks,
     origin: Origin = FRESH,
-    base: Checkpoint | None = None,
 ) -> Transformer:
-    """The recipe's model with fresh weights, or with those of the checkpoint, if there is memory to train it."""
+    """The recipe's model with fresh weights, if there is memory to train it; where ranks share them it has none yet."""
     config = config_of(recipe, tokenizer, origin)
     form = FORMS[type(recipe.objective)]
     if config.form != form:
@@ -104,6 +134,15 @@ def model_of(
         )
     if config.head.kind == "none":
         raise InputError("this model has no head, so it cannot say a token; give it one: head.kind = 'lm'")
-    where = check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    check_room(recipe, config, where, watcher.say)
-    return build(config, device=where, seed=recipe.training.seed) if base is None else base.model.to(where)
+    check_room(recipe, config, device, watcher.say, ranks)
+    model = build(config, device=device if ranks.mesh is None else "meta", seed=recipe.training.seed)
+    model.use_recompute(recipe.training.recompute)
+    pooler = getattr(model, "pooler", None)
+    if pooler is not None:
+        pooler.requires_grad_(False)  # no objective asks for it, and ranks would wait for its gradient
+    return model
+
+
+def heard(watcher: Watcher | None, ranks: Ranks) -> Watcher:
+    """Only the leader is heard."""
+    return watcher if watcher is not None and ranks.leader else Watcher()

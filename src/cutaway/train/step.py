@@ -1,20 +1,24 @@
 """One step: a function of the weights, the optimiser's state and the step's number, and of nothing else."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from cutaway.errors import CutawayError
+from cutaway.train.data.batches import Data
 from cutaway.train.fast import pace
 from cutaway.train.learner import Learner
+from cutaway.train.loss import Loss
+from cutaway.train.objectives import Task
 from cutaway.train.optimise import Optimiser, length_of_gradient
+from cutaway.train.ranks import ALONE, Ranks
 from cutaway.train.reading import Ask, Reading
 from cutaway.train.recipe import Recipe
 from cutaway.train.schedule import factor
 from cutaway.train.seeds import mixed
+from cutaway.train.spread import until_last
 
 
 class TrainingError(CutawayError):
@@ -34,6 +38,9 @@ class Stepper:
     optimiser: Optimiser
     reading: Reading
     task: Ask
+    ranks: Ranks = ALONE
+    wrapped: nn.Module | None = None
+    """What is called in the learner's place where ranks have copies of it."""
 
     def __post_init__(self) -> None:
         self.pace = pace(self.learner.model, self.recipe.training.compile)
@@ -44,26 +51,29 @@ class Stepper:
         size = training.batch
         first = number * size
         pieces = [
-            self.task(self.reading.train.batch(first + low, high - low), first + low)
-            for low, high in cut(size, training.pieces)
+            portion(self.task, self.reading.train, first + low, high - low)
+            for low, high in self.ranks.portions(size, training.pieces)
         ]
-        weight = sum(float(piece.weights.sum()) for piece in pieces)
+        weight = self.ranks.total(sum(float(piece.weights.sum()) for piece in pieces))
         if weight == 0:
             raise TrainingError(f"step {number + 1} has no target; lower data.validation, or give longer texts")
         self.optimiser.zero()
-        entropy = 0.0
+        entropy: Any = 0.0
+        asked = self.learner if self.wrapped is None else self.wrapped
         with self.pace():
             for place, piece in enumerate(pieces):
-                torch.manual_seed(mixed(training.seed, number, place))  # what dropout draws
-                loss = self.learner(piece)
-                (loss.total / weight).backward()
+                torch.manual_seed(mixed(training.seed, number, place, self.ranks.data_rank))  # what dropout draws
+                with until_last(asked, place == len(pieces) - 1):
+                    loss: Loss = asked(piece)
+                    mean: Any = loss.total * (self.ranks.data_ranks / weight)  # ranks' gradients are averaged
+                    mean.backward()
                 entropy = entropy + loss.entropy_total.double()
-        length = length_of_gradient(self.learner)
+        length = length_of_gradient(self.learner, self.ranks)
         rate = factor(self.recipe.schedule, number, training.steps)
         self.optimiser.step(rate, shrink=(length / training.clip).clamp(min=1.0), skip=~torch.isfinite(length))
         return {
             "step": number + 1,
-            "loss": entropy / weight,
+            "loss": self.ranks.total(entropy) / weight,
             "gradient": length,
             "rate": rate,
             "tokens": int(weight),
@@ -75,7 +85,7 @@ def settled(row: Row) -> Row:
     return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in row.items()}
 
 
-def cut(size: int, pieces: int) -> Iterator[tuple[int, int]]:
-    """(low, high) of each of so many nearly equal parts."""
-    edges = [size * place // pieces for place in range(pieces + 1)]
-    return ((low, high) for low, high in pairwise(edges) if high > low)
+def portion(task: Ask, data: Data[Any, Any], first: int, count: int) -> Task:
+    """What some sequences ask for. A rank that has none reads one, which counts nothing: the others wait for it."""
+    found = task(data.batch(first, max(count, 1)), first)
+    return found if count else replace(found, weights=torch.zeros_like(found.weights), asked=None)

@@ -50,6 +50,7 @@ SHARD = 1 << 30
 """Bytes of tensors in one file, at most, unless one tensor has more: what is held a second time while it is written."""
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
+Copied = Callable[[Tensor], Tensor]
 
 
 class SaveError(CutawayError):
@@ -67,11 +68,22 @@ class Store:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, step: int, tensors: Tensors, state: Mapping[str, Any], *, best: float | None = None) -> Path:
-        """Write a checkpoint; it is on the disk when this returns. The one with the lowest `best`, a loss, is kept."""
+    def save(
+        self,
+        step: int,
+        tensors: Tensors,
+        state: Mapping[str, Any],
+        *,
+        best: float | None = None,
+        copied: Copied | None = None,
+    ) -> Path:
+        """Write a checkpoint; it is on the disk when this returns. The one with the lowest `best`, a loss, is kept.
+
+        `copied` gives a tensor's values on the CPU; it is called for each, group by group, in the order of names.
+        """
         text = _checked(step, tensors, state)
         self._join()
-        return self._write(step, tensors, text, best)
+        return self._write(step, tensors, text, best, copied or _copied)
 
     def save_soon(self, step: int, tensors: Tensors, state: Mapping[str, Any], *, best: float | None = None) -> None:
         """Copy everything now and write it meanwhile. What went wrong with the one before is raised then."""
@@ -82,7 +94,7 @@ class Store:
 
         def write() -> None:
             try:
-                self._write(step, copies, text, best)
+                self._write(step, copies, text, best, lambda tensor: tensor)
             except BaseException as error:  # of whatever kind: it is raised again where somebody listens
                 self._error = error
 
@@ -127,7 +139,7 @@ class Store:
             self._thread.join()
             self._thread = None
 
-    def _write(self, step: int, tensors: Tensors, state: bytes, best: float | None) -> Path:
+    def _write(self, step: int, tensors: Tensors, state: bytes, best: float | None, copied: Copied) -> Path:
         target = self.directory / name_of(step)
         reach("before save")
         try:
@@ -136,7 +148,7 @@ class Store:
                 sync(self.directory.parent)
             troubles = self._sweep()
             with aside(target) as work:
-                self._fill(work, step, tensors, state, best)
+                self._fill(work, step, tensors, state, best, copied)
                 reach("before rename")
                 old = put(work, target)
                 reach("after rename")
@@ -156,7 +168,7 @@ class Store:
             raise SaveError(f"'{target}' is saved, but {'; '.join(troubles)}; remove by hand what is not needed")
         return target
 
-    def _fill(self, work: Path, step: int, tensors: Tensors, state: bytes, best: float | None) -> None:
+    def _fill(self, work: Path, step: int, tensors: Tensors, state: bytes, best: float | None, copied: Copied) -> None:
         """Every file of a checkpoint, the manifest last."""
         files: dict[str, Listed] = {}
 
@@ -169,7 +181,7 @@ class Store:
             pieces = _pieces(part)
             for n, names in enumerate(pieces, 1):
                 file = f"{group}.safetensors" if len(pieces) == 1 else f"{group}-{n:05d}.safetensors"
-                add(file, serialised({name: _copied(part[name]) for name in names}), group)
+                add(file, serialised({name: copied(part[name]) for name in names}), group)
         add(STATE, state)
         reach("before manifest")
         known = [manifest_of(folder) for folder in self._folders()]

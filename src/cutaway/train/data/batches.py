@@ -52,7 +52,7 @@ def share(first: int, count: int, rank: int, world: int) -> range:
     """The positions of a batch that are one rank's: all ranks' together are the batch."""
     if not 0 <= rank < world:
         raise InputError(f"rank {rank} is none of 0 … {world - 1}; give the rank and the number of ranks")
-    return range(first + (rank - first) % world, first + count, world)
+    return range(first + count * rank // world, first + count * (rank + 1) // world)
 
 
 class Data(ABC, Generic[Row, Gathered]):
