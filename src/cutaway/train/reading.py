@@ -19,9 +19,10 @@ from cutaway.train.data import dates, documents, shards
 from cutaway.train.data.arrays import Split
 from cutaway.train.data.batches import Data, Joined, Mixture, Packed, Pairs
 from cutaway.train.data.sources import Source
+from cutaway.train.ingredients import DATES, STANDARD_LIBRARY, Bpe, Ready
 from cutaway.train.objectives import Task
 from cutaway.train.origin import Origin, tokenizer_beside
-from cutaway.train.recipe import DATES, STANDARD_LIBRARY, Bpe, Masked, NextToken, Prefix, Ready, Recipe, Seq2Seq
+from cutaway.train.recipe import Masked, NextToken, Prefix, Recipe, Seq2Seq
 
 Say = Callable[[str], None]
 Ask = Callable[[Any, int], Task]

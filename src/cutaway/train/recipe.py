@@ -12,60 +12,7 @@ from cutaway.config.part import TAGGED, Count, Part, Positive, Rate, default_kin
 from cutaway.config.source import read_table
 from cutaway.errors import ConfigError
 from cutaway.train.changes import name_texts, put
-
-STANDARD_LIBRARY = "python-stdlib"
-"""The path that means the source code of Python's own standard library."""
-DATES = "dates"
-"""The path that means dates in many languages, as pairs of the fields text and iso."""
-
-
-class Bytes(Part):
-    """Every byte is a token."""
-
-    kind: Literal["bytes"] = "bytes"
-
-
-class Bpe(Part):
-    """Byte-level BPE, trained on the data."""
-
-    kind: Literal["bpe"] = "bpe"
-    vocab_size: Count = 4096
-
-
-class Ready(Part):
-    """The tokenizer that lies in a directory."""
-
-    kind: Literal["ready"] = "ready"
-    path: str
-
-
-class Source(Part):
-    """Texts: a file, a directory of files, Python's own standard library, or dates in many languages."""
-
-    path: str = STANDARD_LIBRARY
-    """Empty in a recipe whose text its user has to name."""
-    field: str = "text"
-    """The column of JSON lines, parquet or TSV that holds the text."""
-    target: str | None = None
-    """The column that holds the answer, for sequence to sequence and prefix."""
-    group: str | None = None
-    """The column whose equal values are learned from or looked at, never both; each document by itself, without."""
-    weight: Positive | None = None
-    """How often it is read beside the others; as often as it is long, unless any has a weight."""
-
-
-class Data(Part):
-    """What is read."""
-
-    sources: Annotated[tuple[Source, ...], Field(min_length=1)] = (Source(),)
-    tokenizer: Annotated[Annotated[Bytes | Bpe | Ready, TAGGED], default_kind("bytes")] | None = None
-    """Bytes, unless given; or that of the checkpoint which is trained further."""
-    length: Count = 256
-    """Tokens of a sequence."""
-    borders: bool = True
-    """Whether a text sees only itself where several stand in a sequence."""
-    validation: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """The share of documents that is kept for looking at."""
+from cutaway.train.ingredients import Data
 
 
 class NextToken(Part):
@@ -74,6 +21,8 @@ class NextToken(Part):
     kind: Literal["next-token"] = "next-token"
     z: NonNegativeFloat = 0.0
     """Weight of logsumexp², which keeps logits from drifting."""
+    balance: NonNegativeFloat = 0.0
+    """Weight of how unevenly a mixture of experts uses them; 0.01 is usual."""
 
 
 class Masked(Part):
@@ -84,6 +33,7 @@ class Masked(Part):
     spans: bool = False
     """Whether neighbours are hidden together."""
     z: NonNegativeFloat = 0.0
+    balance: NonNegativeFloat = 0.0
 
 
 class Seq2Seq(Part):
@@ -93,6 +43,7 @@ class Seq2Seq(Part):
     smoothing: Rate = 0.0
     """Of each target's certainty, the share that all tokens get."""
     z: NonNegativeFloat = 0.0
+    balance: NonNegativeFloat = 0.0
 
 
 class Prefix(Part):
@@ -103,6 +54,7 @@ class Prefix(Part):
     """Whether tokens of the source see those behind them too."""
     smoothing: Rate = 0.0
     z: NonNegativeFloat = 0.0
+    balance: NonNegativeFloat = 0.0
 
 
 Objective = Annotated[Annotated[NextToken | Masked | Seq2Seq | Prefix, TAGGED], default_kind("next-token")]
@@ -171,11 +123,16 @@ class Training(Part):
     """Parts that a step's batch is cut into, one after another: less memory, the same step."""
     clip: Positive = 1.0
     """The gradient's greatest length."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What products are computed in; weights stay fp32. In fp16 the loss is scaled; what overflows is left out."""
+    ema: Rate | None = None
+    """How much of a running mean of the weights each step keeps; the mean is then looked at and exported."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What a block computes again on the way back, to hold less meanwhile: nothing, what is cheap, or all of it."""
     compile: bool | None = None
-    """Whether blocks are compiled; on a GPU they are, unless told otherwise."""
+    """Whether blocks are compiled; on a GPU they are, unless told otherwise or objective.balance is given."""
+    on_spike: Literal["skip", "go-on"] = "skip"
+    """What is done with a step whose gradient is far longer than usual."""
     seed: NonNegativeInt = 0
 
 
@@ -199,6 +156,8 @@ class Watching(Part):
     """A text that is continued, answered or filled at each look."""
     answers: NonNegativeInt = 64
     """Of pairs: how many are answered at each look, and compared with their targets."""
+    tensorboard: bool = False
+    """Whether the run's figures are written for TensorBoard too."""
 
 
 class Saving(Part):

@@ -10,8 +10,10 @@ from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.model import Transformer, build
 from cutaway.text import Tokenizer
+from cutaway.train.audience import Watcher
+from cutaway.train.balance import check as check_balance
 from cutaway.train.learner import Learner
-from cutaway.train.loop import Loop, Watcher
+from cutaway.train.loop import Loop
 from cutaway.train.optimise import make
 from cutaway.train.origin import Origin, base_of, config_of, same_base
 from cutaway.train.ranks import ALONE, Device, Ranks, together
@@ -21,7 +23,9 @@ from cutaway.train.recipe import recipe as read_recipe
 from cutaway.train.room import check_room
 from cutaway.train.run import ABOUT, Run, check_new
 from cutaway.train.saving import put
+from cutaway.train.schedule import check as check_schedule
 from cutaway.train.spread import fill, spread
+from cutaway.train.track import check_installed
 
 
 def train(
@@ -60,6 +64,9 @@ def begin(
     with ranks.in_turn():
         if ranks.leader:
             check_new(directory)
+        check_schedule(recipe.schedule, recipe.training.steps)
+        if recipe.watching.tensorboard:
+            check_installed()
         run = None if ranks.leader else Run.open(directory)
         base = base_of(recipe)
         origin = Origin.of(base)
@@ -134,6 +141,7 @@ def model_of(
         )
     if config.head.kind == "none":
         raise InputError("this model has no head, so it cannot say a token; give it one: head.kind = 'lm'")
+    check_balance(recipe, config)
     check_room(recipe, config, device, watcher.say, ranks)
     model = build(config, device=device if ranks.mesh is None else "meta", seed=recipe.training.seed)
     model.use_recompute(recipe.training.recompute)
