@@ -13,9 +13,9 @@ import sys
 import time
 from pathlib import Path
 
+from cutaway.train.policy import TrainingError
 from cutaway.train.recipe import recipe
 from cutaway.train.start import begin, go_on
-from cutaway.train.step import TrainingError
 
 
 def child(source: str, run: Path, point: str | None) -> int:

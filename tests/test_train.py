@@ -190,7 +190,6 @@ def test_a_batch_in_pieces_is_the_same_step(texts: Path, tmp_path: Path) -> None
         (["data.sources=[{path='/nowhere/at/all'}]"], "/nowhere/at/all"),
         (["training"], "changes nothing"),
         (["training.steps.more=1"], "is no table"),
-        (["objective={kind='masked'}", "model=tiny-bert"], "behind a mask token, and this tokenizer has none"),
         (["data.length=100000"], "give more text, or a smaller length"),
     ],
 )

@@ -84,7 +84,10 @@ class Bar:
             self.write(row)
             return
         said = f"step {row['step']}: validation {row['validation']:.3f} nats a token"
-        self.say(said + (f", {row['bits_per_byte']:.3f} bits a byte" if "bits_per_byte" in row else ""))
+        said += f", {row['bits_per_byte']:.3f} bits a byte" if "bits_per_byte" in row else ""
+        said += f", {row['exact']:.1%} of answers exact" if "exact" in row else ""
+        said += f", {row['accuracy']:.1%} of hidden tokens told" if "accuracy" in row else ""
+        self.say(said)
         if "sample" in row:
             self.show(visible(row["sample"]), "dim")
 

@@ -30,6 +30,10 @@ def train(
         bool, typer.Option("--rehearse", help="Say what one of --world ranks would hold and send; train nothing.")
     ] = False,
     world: Annotated[int | None, typer.Option(metavar="N", min=1, help="Ranks to rehearse with.")] = None,
+    texts: Annotated[
+        list[Path] | None,
+        typer.Option("--text", metavar="FILE", help="Read this instead of the recipe's text; repeatable."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
     as_schema: Annotated[bool, typer.Option("--schema", help="The JSON schema of a recipe, for editors.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object for each step and each look.")] = False,
@@ -37,6 +41,8 @@ def train(
     """Train a model by a recipe. A run that was stopped, or killed, goes on with --resume as if it had not been.
 
     Example: cutaway train python-stdlib --out runs/first --set training.steps=500
+
+    Example: cutaway train gpt2-124m --text books/ --text more.jsonl
 
     Example: cutaway train big.toml --rehearse --world 1024 --set parallel.shards=all --set parallel.tensor=8
     """
@@ -54,8 +60,8 @@ def train(
         found = told(show)
         sys.stdout.write((json.dumps(found) if as_json else "\n".join(lines(found))) + "\n")
         return
-    if resume is not None and (out is not None or changes):
-        raise InputError("a resumed run has its own recipe and directory; leave --out and --set out")
+    if resume is not None and (out is not None or changes or texts):
+        raise InputError("a resumed run has its own recipe and directory; leave --out, --set and --text out")
     if rehearse or world is not None:
         if world is None or not rehearse or recipe is None or out is not None:
             raise InputError(
@@ -63,7 +69,7 @@ def train(
             )
         from cutaway.cli.rehearsal import show as show_rehearsal
 
-        show_rehearsal(read_recipe(recipe, changes or []), world, as_json=as_json)
+        show_rehearsal(read_recipe(recipe, changes or [], texts or []), world, as_json=as_json)
         return
     from cutaway.cli.progress import Bar
     from cutaway.train.ranks import together
@@ -77,7 +83,8 @@ def train(
             if ranks.leader and loop.done == loop.recipe.training.steps:
                 bar.say(f"'{resume}' is finished: all {loop.done:,} steps have been taken")
         else:
-            chosen, where = read_recipe(str(recipe), changes or []), out or Path("runs") / Path(str(recipe)).stem
+            chosen = read_recipe(str(recipe), changes or [], texts or [])
+            where = out or Path("runs") / Path(str(recipe)).stem
             loop = begin(chosen, where, device=device, watcher=watcher, ranks=ranks)
         with bar.over(loop) if ranks.leader else nullcontext():
             loop.go()
@@ -93,7 +100,9 @@ def finished(loop: "Loop", *, as_json: bool, speaks: bool) -> None:
         told = {"run": str(where), "step": done, "done": done == steps}
         sys.stdout.write(json.dumps(told | ({"model": str(loop.run.model)} if done == steps else {})) + "\n")
     elif done == steps:
-        sys.stderr.write(f"the model is in {loop.run.model}; try: cutaway generate {where} TEXT\n")
+        mask = loop.run.tokenizer.named.get("mask_token")
+        text = f"'a text with a {mask}'" if loop.model.config.form == "encoder" else "TEXT"
+        sys.stderr.write(f"the model is in {loop.run.model}; try: cutaway generate {where} {text}\n")
     else:
         sys.stderr.write(f"stopped after {done} of {steps} steps; go on with: cutaway train --resume {where}\n")
     if done < steps:

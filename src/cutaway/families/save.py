@@ -173,6 +173,8 @@ def _describe(checkpoint: Checkpoint, name: str | None) -> tuple[Family, dict[st
         ids = {name: getattr(checkpoint.tokenizer, f"{name}_id") for name in ("bos", "eos", "pad")}
         known = {name: value for name, value in ids.items() if value is None or value < config.vocab_size}
         theirs = theirs | {f"{name}_token_id": value for name, value in known.items()}
+        if config.form == "encoder-decoder":  # what `read_start` takes where no file says it
+            theirs["decoder_start_token_id"] = known.get("bos")
     dtype = str(checkpoint.model.dtype).removeprefix("torch.")
     kept = {
         key: value for key, value in theirs.items() if key not in ("torch_dtype", "auto_map", "transformers_version")

@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cutaway.errors import ConfigError, InputError
+from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
-from cutaway.families.registry import family_for
 from cutaway.families.save import save
-from cutaway.generate.texts import generate
 from cutaway.model import Transformer
 from cutaway.train.audience import Audience, Watcher
 from cutaway.train.average import Average
@@ -28,11 +26,13 @@ from cutaway.train.health import read as read_health
 from cutaway.train.health import troubles
 from cutaway.train.learner import Learner
 from cutaway.train.optimise import Optimiser
+from cutaway.train.origin import written_as
 from cutaway.train.pace import Pace
 from cutaway.train.policy import Policy
 from cutaway.train.ranks import ALONE, Ranks
 from cutaway.train.reading import Ask, Reading
 from cutaway.train.recipe import Recipe
+from cutaway.train.rightness import rightness, speaks
 from cutaway.train.rows import Rows, Unwritten
 from cutaway.train.run import Run
 from cutaway.train.saving import newest, put
@@ -42,9 +42,6 @@ from cutaway.train.signals import asked_to_stop
 from cutaway.train.spread import gathered
 from cutaway.train.step import Row, Stepper, portion, settled
 from cutaway.train.store import SaveError, Store
-
-SAMPLED = 80
-"""Tokens of a sample."""
 
 
 @dataclass
@@ -215,14 +212,14 @@ class Loop:
             total += float(self.learner(piece).entropy_total)
             weight += float(piece.weights.sum())
         health = self.health()
-        self.model.train()
         loss = self.ranks.total(total) / max(1.0, self.ranks.total(weight))
         self.best = loss if self.best is None else min(self.best, loss)
         row: dict[str, Any] = {"step": self.done, "validation": loss}
         if self.reading.bytes_per_token is not None:
             row["bits_per_byte"] = loss / math.log(2) / self.reading.bytes_per_token
-        if self.recipe.watching.sample is not None:
-            row["sample"] = self.sample(self.recipe.watching.sample)
+        if speaks(self.recipe) and (whole := self.checkpoint(self.model.device)) is not None:
+            row |= rightness(whole, self.reading, self.task, self.recipe, seed=self.done)
+        self.model.train()
         self.rows.add(row)
         self.audience.look(row)
         if health is not None:
@@ -238,27 +235,21 @@ class Loop:
         found = read_health(self.learner, self.task(self.reading.validation.batch(0, 1), 0), self.stepper.changes)
         return found | {"troubles": troubles(found, self.model.config.d_model)}
 
-    def sample(self, beginning: str) -> str:
-        """How it goes on from a beginning, by now; the leader's."""
-        room, checkpoint = max(2, self.recipe.data.length), self.checkpoint(self.model.device)
-        if checkpoint is None:
-            return ""
-        how: Any = {"max_new_tokens": SAMPLED, "temperature": 0.8, "top_k": 50, "seed": self.done}
-        [answer] = generate(checkpoint, beginning, context=room, **how)
-        return beginning + (answer.text or "")
-
     def checkpoint(self, device: torch.device) -> Checkpoint | None:
-        """The whole model, for the leader."""
+        """The whole model beside what it was before, for the leader."""
         model: Transformer | None = self.model
         if self.ranks.mesh is not None:
             model = gathered(self.model, device, keep=self.ranks.leader)
         if model is None or not self.ranks.leader:
             return None
-        return Checkpoint(model, model.config, read_tokenizer=lambda: self.run.tokenizer)
+        origin = self.run.origin
+        beside: Any = {"theirs": origin.theirs, "generation": origin.generation}
+        return Checkpoint(model, model.config, origin.family, read_tokenizer=lambda: self.run.tokenizer, **beside)
 
     def export(self) -> None:
-        """The model as others open it, or as cutaway alone does where no other library has such a one."""
+        """The model as others open it, if others have such models."""
         self.model.eval()
         checkpoint = self.checkpoint(torch.device("cpu"))
         if checkpoint is not None:
-            save(checkpoint, self.run.model, family=written_as(checkpoint.config, self.run.origin.family), overwrite=self.run.model.exists())
+            family = written_as(checkpoint.config, checkpoint.family)
+            save(checkpoint, self.run.model, family=family, overwrite=self.run.model.exists())

@@ -76,14 +76,28 @@ def next_token(tokens: Int[Tensor, "B T1"], documents: Int[Tensor, "B T1"] | Non
     return Task((tokens[:, :-1],), tokens[:, 1:], weights, _packed(documents[:, :-1]))
 
 
-def prefix(tokens: Int[Tensor, "B T1"], documents: Int[Tensor, "B T1"] | None, lengths: Int[Tensor, " B"]) -> Task:
-    """As next_token, but the first `lengths[b]` tokens of each document in row b see each other and are no targets."""
+def prefix(
+    tokens: Int[Tensor, "B T1"],
+    documents: Int[Tensor, "B T1"] | None,
+    lengths: Int[Tensor, " B"],
+    *,
+    mask: Bool[Tensor, "B T1"] | None = None,
+    both_ways: bool = True,
+) -> Task:
+    """As next_token, but the first `lengths[b]` tokens of each document in row b are no targets.
+
+    They see each other, unless not `both_ways`. Padding, where `mask` is False, stands on the right, where nothing
+    that counts sees it.
+    """
     task = next_token(tokens, documents)
     if lengths.shape != tokens.shape[:1]:
         raise InputError(f"lengths has shape {tuple(lengths.shape)}; give one length for each of {len(tokens)} rows")
     position = places(len(tokens), tokens.shape[-1], tokens.device, documents=documents).position
     told = position[:, 1:] >= lengths.unsqueeze(-1)
-    return Task(task.reads, task.targets, task.weights * told, task.beside | {"prefix": lengths})
+    if mask is not None:
+        told = told & mask[:, 1:]
+    beside = task.beside | ({"prefix": lengths} if both_ways else {})
+    return Task(task.reads, task.targets, task.weights * told, beside)
 
 
 def seq2seq(

@@ -6,59 +6,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import Discriminator, Field, NonNegativeFloat, NonNegativeInt, Tag, TypeAdapter, ValidationError
 
+from cutaway.config import Config
+from cutaway.config import config as read_config
 from cutaway.config.part import TAGGED, Count, Part, Positive, Rate, default_kind, explain
 from cutaway.config.source import read_table
 from cutaway.errors import ConfigError
-
-STANDARD_LIBRARY = "python-stdlib"
-"""The path that means the source code of Python's own standard library."""
-
-
-class Bytes(Part):
-    """Every byte is a token."""
-
-    kind: Literal["bytes"] = "bytes"
-
-
-class Bpe(Part):
-    """Byte-level BPE, trained on the data."""
-
-    kind: Literal["bpe"] = "bpe"
-    vocab_size: Count = 4096
-
-
-class Ready(Part):
-    """The tokenizer that lies in a directory."""
-
-    kind: Literal["ready"] = "ready"
-    path: str
-
-
-class Source(Part):
-    """Texts: a file, a directory of files, or Python's own standard library."""
-
-    path: str = STANDARD_LIBRARY
-    field: str = "text"
-    """The column of JSON lines or parquet that holds the text."""
-    target: str | None = None
-    """The column that holds the answer, for sequence to sequence."""
-    weight: Positive | None = None
-    """How often it is read beside the others; as often as it is long, unless any has a weight."""
-
-
-class Data(Part):
-    """What is read."""
-
-    sources: Annotated[tuple[Source, ...], Field(min_length=1)] = (Source(),)
-    tokenizer: Annotated[Annotated[Bytes | Bpe | Ready, TAGGED], default_kind("bytes")] = Bytes()
-    length: Count = 256
-    """Tokens of a sequence."""
-    borders: bool = True
-    """Whether a text sees only itself where several stand in a sequence."""
-    validation: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """The share of documents that is kept for looking at."""
+from cutaway.train.changes import name_texts, put
+from cutaway.train.ingredients import Data
 
 
 class NextToken(Part):
@@ -92,7 +48,18 @@ class Seq2Seq(Part):
     balance: NonNegativeFloat = 0.0
 
 
-Objective = Annotated[Annotated[NextToken | Masked | Seq2Seq, TAGGED], default_kind("next-token")]
+class Prefix(Part):
+    """A decoder reads the source and says the target behind it: prompts and answers."""
+
+    kind: Literal["prefix"] = "prefix"
+    both_ways: bool = False
+    """Whether tokens of the source see those behind them too."""
+    smoothing: Rate = 0.0
+    z: NonNegativeFloat = 0.0
+    balance: NonNegativeFloat = 0.0
+
+
+Objective = Annotated[Annotated[NextToken | Masked | Seq2Seq | Prefix, TAGGED], default_kind("next-token")]
 
 
 class AdamW(Part):
@@ -188,7 +155,9 @@ class Watching(Part):
     sequences: Count = 64
     """How many of it."""
     sample: str | None = None
-    """A beginning that is continued at each look."""
+    """A text that is continued, answered or filled at each look."""
+    answers: NonNegativeInt = 64
+    """Of pairs: how many are answered at each look, and compared with their targets."""
     tensorboard: bool = False
     """Whether the run's figures are written for TensorBoard too."""
 
@@ -200,11 +169,32 @@ class Saving(Part):
     keep: Count = 2
 
 
+class Pretrained(Part):
+    """A model that has learned before: its weights, its settings, its tokenizer."""
+
+    checkpoint: str
+    """A directory, a run, a .gguf file or a hub id."""
+
+
+def _sort_of_model(given: Any) -> str:
+    """A table that names a checkpoint says nothing else."""
+    if isinstance(given, str):
+        return "preset"
+    known = isinstance(given, Pretrained) or (isinstance(given, Mapping) and "checkpoint" in given)
+    return "pretrained" if known else "table"
+
+
+Model = Annotated[
+    Annotated[str, Tag("preset")] | Annotated[Pretrained, Tag("pretrained")] | Annotated[dict[str, Any], Tag("table")],
+    Discriminator(_sort_of_model),
+]
+
+
 class Recipe(Part):
     """A whole run."""
 
-    model: str | dict[str, Any] = "tiny-gpt"
-    """A preset's name or a table of settings; its vocabulary is the tokenizer's."""
+    model: Model = "tiny-gpt"
+    """A preset's name or a table of settings, with the tokenizer's vocabulary; or a checkpoint to go on from."""
     data: Data = Data()
     objective: Objective = NextToken()
     optimiser: Optimiser = AdamW()
@@ -214,12 +204,26 @@ class Recipe(Part):
     watching: Watching = Watching()
     saving: Saving = Saving()
 
+    @property
+    def shape(self) -> Config:
+        """What a model is that begins afresh."""
+        if isinstance(self.model, Pretrained):
+            raise ConfigError(
+                "this recipe goes on from a checkpoint; give its model as a preset or a table of settings"
+            )
+        return read_config(self.model)
+
 
 ADAPTER = TypeAdapter(Recipe)
 
 
-def recipe(source: Recipe | Mapping[str, Any] | str | Path, changes: Sequence[str] = ()) -> Recipe:
-    """A Recipe from a shipped one's name, a dict, or a .toml or .json file; each change is 'a.b=value', as in TOML."""
+def recipe(
+    source: Recipe | Mapping[str, Any] | str | Path, changes: Sequence[str] = (), texts: Sequence[str | Path] = ()
+) -> Recipe:
+    """A Recipe from a shipped one's name, a dict, or a .toml or .json file.
+
+    Each change is 'a.b=value', as in TOML; `texts` are read in the place of the recipe's own.
+    """
     if isinstance(source, Recipe):
         data = source.model_dump(mode="json", exclude_none=True)
     elif isinstance(source, Mapping):
@@ -228,6 +232,8 @@ def recipe(source: Recipe | Mapping[str, Any] | str | Path, changes: Sequence[st
         data = read_table(Path(source))
     else:
         data = shipped(str(source))
+    if texts:
+        name_texts(data, texts)
     for change in changes:
         put(data, change)
     try:
@@ -247,26 +253,6 @@ def shipped(name: str) -> dict[str, Any]:
     import tomllib
 
     return tomllib.loads((files("cutaway.train.recipes") / f"{name}.toml").read_text(encoding="utf-8"))
-
-
-def put(data: dict[str, Any], change: str) -> None:
-    """Set one value, by its path."""
-    import tomllib
-
-    path, equals, value = change.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys):
-        raise ConfigError(f"'{change}' changes nothing; give a key and a value, such as training.steps=100")
-    try:
-        parsed = tomllib.loads(f"value = {value.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value.strip()  # a word without quotes
-    here: Any = data
-    for key in keys[:-1]:
-        here = here.setdefault(key, {})
-        if not isinstance(here, dict):
-            raise ConfigError(f"'{change}' goes through '{key}', which is no table; set that first")
-    here[keys[-1]] = parsed
 
 
 def schema() -> dict[str, Any]:

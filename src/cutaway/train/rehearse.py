@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
-from cutaway.config import config as read_config
 from cutaway.errors import InputError
 from cutaway.model import Transformer
 from cutaway.size.parallel import Devices
 from cutaway.size.sizing import Size
 from cutaway.text import byte_tokenizer
+from cutaway.train.ingredients import Bpe, Bytes
 from cutaway.train.learner import Learner
 from cutaway.train.ledger import Ledger
 from cutaway.train.loss import Asked
@@ -30,7 +30,7 @@ from cutaway.train.parts import own
 from cutaway.train.policy import Policy
 from cutaway.train.ranks import ALONE, Ranks
 from cutaway.train.reading import tokenizer_of
-from cutaway.train.recipe import Bpe, Bytes, Recipe, Seq2Seq
+from cutaway.train.recipe import Recipe, Seq2Seq
 from cutaway.train.room import sized
 from cutaway.train.spread import spread
 from cutaway.train.start import shaped
@@ -102,7 +102,7 @@ def rehearse(recipe: Recipe, world: int) -> Rehearsal:
     """Rank 0's part of a step of `world` ranks. Nothing is read and nothing written."""
     if world < 1:
         raise InputError(f"a world of {world} has no rank; give the number of processes, 1 or more")
-    config = read_config(recipe.model).replace(vocab_size=vocabulary(recipe))
+    config = recipe.shape.replace(vocab_size=vocabulary(recipe))
     with pretended(world) as ranks:
         ranks.arrange(recipe.parallel, CPU)
         if ranks.mesh is None and world > 1:

@@ -6,6 +6,7 @@ from typing import Any
 
 from cutaway.errors import InputError
 from cutaway.text import Tokenizer, tokenizer_from_directory
+from cutaway.train.origin import Origin
 from cutaway.train.recipe import Recipe, recipe
 
 ABOUT = "run.json"
@@ -15,20 +16,21 @@ FORMAT = 1
 class Run:
     """Where a run keeps what it makes."""
 
-    def __init__(self, directory: Path, recipe: Recipe, fingerprint: str) -> None:
-        self.directory, self.recipe, self.fingerprint = directory, recipe, fingerprint
+    def __init__(self, directory: Path, recipe: Recipe, fingerprint: str, origin: Origin) -> None:
+        self.directory, self.recipe, self.fingerprint, self.origin = directory, recipe, fingerprint, origin
 
     @classmethod
-    def begin(cls, directory: Path, recipe: Recipe, tokenizer: Tokenizer, fingerprint: str) -> "Run":
+    def begin(cls, directory: Path, recipe: Recipe, tokenizer: Tokenizer, fingerprint: str, origin: Origin) -> "Run":
         """A new directory; one that exists must be empty."""
         check_new(directory)
         directory.mkdir(parents=True, exist_ok=True)
         tokenizer.save(directory / "tokenizer")
         about = {"format": FORMAT, "data": fingerprint, "recipe": recipe.model_dump(mode="json", exclude_none=True)}
+        about |= {"origin": origin.as_data()} if origin.config is not None else {}
         draft = directory / f".{ABOUT}"
         draft.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         draft.replace(directory / ABOUT)  # what has it is whole
-        return cls(directory, recipe, fingerprint)
+        return cls(directory, recipe, fingerprint, origin)
 
     @classmethod
     def open(cls, directory: Path) -> "Run":
@@ -42,7 +44,7 @@ class Run:
             raise InputError(f"'{directory / ABOUT}' cannot be read: {error}; restore it, or begin anew") from None
         if not isinstance(about, dict) or about.get("format") != FORMAT:
             raise InputError(f"'{directory / ABOUT}' is of another format than {FORMAT}; update cutaway")
-        return cls(directory, recipe(about["recipe"]), str(about["data"]))
+        return cls(directory, recipe(about["recipe"]), str(about["data"]), Origin(**about.get("origin", {})))
 
     @property
     def tokenizer(self) -> Tokenizer:

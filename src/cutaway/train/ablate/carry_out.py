@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from cutaway.config import config as read_config
 from cutaway.errors import InputError
 from cutaway.generate.plan import free_memory
 from cutaway.train.ablate.one_run import OUTCOME, Job, work
@@ -90,7 +89,7 @@ def room(plan: Plan, device: torch.device) -> int:
     free = free_memory(device)
     if free is None:
         return len(plan.variants) * len(plan.seeds)
-    largest = max(expected(each.recipe, read_config(each.recipe.model))[0] for each in plan.variants)
+    largest = max(expected(each.recipe, each.recipe.shape, device)[0] for each in plan.variants)
     return max(1, int(free // (largest + PROCESS)))
 
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cutaway.config import Config, to_dict
-from cutaway.config import config as read_config
 from cutaway.errors import InputError
 from cutaway.size.cache import kv_cache
 from cutaway.size.params import count
@@ -31,7 +30,7 @@ class Cost:
 
 
 def cost(recipe: Recipe) -> Cost:
-    config, training = read_config(recipe.model), recipe.training
+    config, training = recipe.shape, recipe.training
     per_step = training.batch * flops_of(config, recipe.data.length)
     kept = 0
     if config.form != "encoder":
@@ -55,7 +54,7 @@ def made_equal(name: str, recipe: Recipe, first: Recipe, equal: Equal) -> Recipe
     if equal == "tokens":
         return recipe
     if equal == "parameters":
-        model = same_parameters(name, read_config(recipe.model), count(read_config(first.model)).total)
+        model = same_parameters(name, recipe.shape, count(first.shape).total)
         return recipe.replace(model=to_dict(model))
     return same_flops(name, recipe, cost(first).flops)
 

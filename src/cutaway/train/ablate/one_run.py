@@ -16,11 +16,12 @@ from cutaway.errors import CutawayError
 from cutaway.train.ablate.step_costs import peak_of_a_step, seconds_of_a_step
 from cutaway.train.ablate.surgery import SURGERY
 from cutaway.train.ablate.validation import validation_loss
-from cutaway.train.loop import Loop, Watcher
+from cutaway.train.audience import Watcher
+from cutaway.train.loop import Loop
+from cutaway.train.policy import TrainingError
 from cutaway.train.recipe import recipe as read_recipe
 from cutaway.train.run import ABOUT
 from cutaway.train.start import begin, go_on
-from cutaway.train.step import TrainingError
 
 OUTCOME = "outcome.json"
 OFTEN = 0.2

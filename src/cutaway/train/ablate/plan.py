@@ -8,13 +8,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from cutaway.config import config as read_config
 from cutaway.config import to_dict
 from cutaway.errors import ConfigError, InputError
 from cutaway.train.ablate.equal import Cost, Equal, cost, made_equal
 from cutaway.train.ablate.varying import Choice, Varied, changed, differences
+from cutaway.train.ingredients import Bpe, Ready
 from cutaway.train.reading import tokenizer_of
-from cutaway.train.recipe import Bpe, Ready, Recipe
+from cutaway.train.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def make(
 
 
 def told_changes(base: Recipe, own: Recipe, surgery: str | None) -> tuple[str, ...]:
-    model = differences(read_config(base.model), read_config(own.model))
+    model = differences(base.shape, own.shape)
     return (*model, *differences(base, own), *([f"the built model: {surgery}"] if surgery else []))
 
 
@@ -130,7 +130,7 @@ class Tokenizers:
         if key not in self.known:
             self.known[key] = self.ready(recipe, hashlib.sha256(key.encode()).hexdigest()[:12])
         size, tokenizer = self.known[key]
-        model = read_config(recipe.model).replace(vocab_size=size)
+        model = recipe.shape.replace(vocab_size=size)
         return recipe.replace(model=to_dict(model), data=recipe.data.replace(tokenizer=tokenizer))
 
     def ready(self, recipe: Recipe, key: str) -> tuple[int, Any]:

@@ -11,8 +11,9 @@ from cutaway.config import config as read_config
 from cutaway.config.transformer import ADAPTER as CONFIGS
 from cutaway.errors import ConfigError
 from cutaway.train.ablate.shorthands import SHORTHANDS, edited
+from cutaway.train.changes import put
 from cutaway.train.recipe import ADAPTER as RECIPES
-from cutaway.train.recipe import Recipe, put
+from cutaway.train.recipe import Recipe
 from cutaway.train.recipe import recipe as read_recipe
 
 Choice = tuple[str, str]
@@ -57,7 +58,7 @@ def parted(text: str) -> Iterator[str]:
 
 def changed(recipe: Recipe, choices: Sequence[Choice]) -> Recipe:
     """The recipe with these values in place, its model written out."""
-    data: dict[str, Any] = said(recipe) | {"model": said(read_config(recipe.model))}
+    data: dict[str, Any] = said(recipe) | {"model": said(recipe.shape)}
     for key, value in choices:
         if key in SHORTHANDS:
             data["model"] = said(edited(read_config(data["model"]), key, value))

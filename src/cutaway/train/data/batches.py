@@ -40,6 +40,14 @@ class PairBatch(NamedTuple):
     target_mask: Bool[Tensor, "B T"]
 
 
+class JoinedBatch(NamedTuple):
+    """Sources with their targets behind them, padded on the right, and how long each source is."""
+
+    tokens: Int64[Tensor, "B T"]
+    mask: Bool[Tensor, "B T"]
+    lengths: Int64[Tensor, " B"]
+
+
 def share(first: int, count: int, rank: int, world: int) -> range:
     """The positions of a batch that are one rank's: all ranks' together are the batch."""
     if not 0 <= rank < world:
@@ -145,6 +153,43 @@ class Pairs(Data[tuple[Ids, Ids], PairBatch]):
 
     def gather(self, rows: Sequence[tuple[Ids, Ids]]) -> PairBatch:
         return PairBatch(*_padded([row[0] for row in rows], self.pad), *_padded([row[1] for row in rows], self.pad))
+
+
+class Joined(Data[tuple[Ids, Ids], JoinedBatch]):
+    """Sources with their targets behind them, as a decoder reads them, each pair a row."""
+
+    def __init__(
+        self, split: Split, length: int, seed: int, *, bos: int | None, eos: int | None, pad: int, shuffle: bool = True
+    ) -> None:
+        """Pairs of more than `length` tokens and one to tell are left out."""
+        if split.targets is None:
+            raise InputError("these documents have no targets; name the column that holds them as the source's target")
+        self.split, self.length, self.seed, self.shuffle = split, length, seed, shuffle
+        self.bos, self.eos, self.pad = bos, eos, pad
+        self.kept = np.flatnonzero(np.diff(split.offsets) <= length + 1)
+        self.sequences = len(self.kept)
+        """In an epoch."""
+        if not self.sequences:
+            raise InputError(f"of {split.documents:,} pairs none has at most {length} tokens; allow longer ones")
+
+    @property
+    def kind(self) -> Hashable:
+        return Joined, self.pad
+
+    def rows(self, positions: Sequence[int]) -> list[tuple[Ids, Ids]]:
+        return [self._row(int(self.kept[i])) for i in _picked(positions, self.sequences, self.seed, self.shuffle)]
+
+    def _row(self, number: int) -> tuple[Ids, Ids]:
+        """A source has no end of its own, and what goes on from it no beginning."""
+        assert self.split.targets is not None
+        first, middle, last = self.split.offsets[number], self.split.targets[number], self.split.offsets[number + 1]
+        source, target = (self.split.tokens[a:b].astype(np.int64) for a, b in ((first, middle), (middle, last)))
+        source = source[:-1] if len(source) > 1 and source[-1] == self.eos else source
+        return source, target[1:] if len(target) > 1 and target[0] == self.bos else target
+
+    def gather(self, rows: Sequence[tuple[Ids, Ids]]) -> JoinedBatch:
+        tokens, mask = _padded([np.concatenate(row) for row in rows], self.pad)
+        return JoinedBatch(tokens, mask, torch.tensor([len(source) for source, _ in rows], dtype=torch.int64))
 
 
 class Mixture(Data[Row, Gathered]):

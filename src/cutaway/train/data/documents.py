@@ -1,4 +1,4 @@
-"""Documents, one after another, from text files, JSON lines and parquet. Bad ones are counted and passed over."""
+"""Documents, one after another, from text files, JSON lines, TSV and parquet. Bad ones are counted and passed over."""
 
 import importlib
 import io
@@ -22,6 +22,8 @@ ROWS = 256
 class Document(NamedTuple):
     text: str
     target: str | None = None
+    group: str | None = None
+    """Documents of one group fall to one side of the split."""
 
 
 @dataclass
@@ -62,12 +64,14 @@ def read_file(file: File, source: Source, troubles: Troubles, longest: int | Non
     try:
         if path.suffix == ".parquet":
             yield from _parquet(path, source, troubles)
-        elif path.suffix != ".jsonl" and source.target is not None:
+        elif path.suffix not in (".jsonl", ".tsv") and source.target is not None:
             troubles.add("text where pairs are asked for", str(path))
         else:
             with path.open("rb") as stream:
                 if path.suffix == ".jsonl":
                     yield from json_lines(str(path), stream, source, troubles)
+                elif path.suffix == ".tsv" and source.target is not None:
+                    yield from tab_lines(str(path), stream, source, troubles)
                 else:
                     yield from text(str(path), stream, troubles, longest or LONGEST)
     except OSError as error:
@@ -110,6 +114,21 @@ def json_lines(name: str, stream: BinaryIO, source: Source, troubles: Troubles) 
             yield from _row(row, source, where, troubles)
 
 
+def tab_lines(name: str, stream: BinaryIO, source: Source, troubles: Troubles) -> Iterator[Document]:
+    """Columns between tabs. The first line names them if it has the wanted ones; else they come in the wanted order."""
+    names = list(dict.fromkeys(source.columns))
+    for number, line in enumerate(stream, 1):
+        try:
+            cells = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n").split("\t")
+        except UnicodeDecodeError as error:
+            troubles.add("undecodable bytes", f"{name} line {number}: {error.reason} at byte {error.start}")
+            continue
+        if number == 1 and set(names) <= set(cells):
+            names = cells
+        elif line.strip():
+            yield from _row(dict(zip(names, cells, strict=False)), source, f"{name} line {number}", troubles)
+
+
 def _parquet(path: Path, source: Source, troubles: Troubles) -> Iterator[Document]:
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
@@ -117,7 +136,7 @@ def _parquet(path: Path, source: Source, troubles: Troubles) -> Iterator[Documen
         raise InputError(
             f"'{path}' is parquet, which needs pyarrow to be read; pip install pyarrow, or give JSON lines"
         ) from None
-    columns = [source.field, *([source.target] if source.target else [])]
+    columns = list(dict.fromkeys(source.columns))
     number = 0
     try:
         table = parquet.ParquetFile(path)
@@ -133,12 +152,11 @@ def _parquet(path: Path, source: Source, troubles: Troubles) -> Iterator[Documen
 
 
 def _row(row: object, source: Source, where: str, troubles: Troubles) -> Iterator[Document]:
-    columns = [source.field, *([source.target] if source.target else [])]
     if not isinstance(row, dict):
         troubles.add("missing field", f"{where} is no object")
         return
-    texts = []
-    for column in columns:
+    texts = {}
+    for column in source.columns:
         text = row.get(column)
         if not isinstance(text, str):
             why = f"{type(text).__name__}, not text" if column in row else "missing"
@@ -152,5 +170,6 @@ def _row(row: object, source: Source, where: str, troubles: Troubles) -> Iterato
         except UnicodeEncodeError as error:
             troubles.add("undecodable bytes", f"{where}: half a surrogate pair at character {error.start}")
             return
-        texts.append(text)
-    yield Document(*texts)
+        texts[column] = text
+    target = None if source.target is None else texts[source.target]
+    yield Document(texts[source.field], target, None if source.group is None else texts[source.group])

@@ -105,7 +105,8 @@ def _key(listed: Listed, tokenizer: Tokenizer, validation: float, seed: int) -> 
     name = sha256(f"{FORMAT} {validation!r} {seed} {backend.encode_special_tokens}".encode())
     name.update(json.dumps([type(tokenizer).__name__, sorted(tokenizer.named.items()), backend.to_str()]).encode())
     for source, file in listed:
-        row = [str(file.path.absolute()), file.name, file.size, file.modified, source.field, source.target]
+        row = [str(file.path.absolute()), file.name, file.size, file.modified]
+        row += [source.field, source.target, source.group]
         name.update(json.dumps(row).encode() + b"\n")
     return name.hexdigest()[:32]
 
@@ -156,7 +157,7 @@ def _write(
             some = encoded.lengths[:, : 2 if pairs else 1].min(1) > 0
             for _ in np.flatnonzero(~some):
                 troubles.add("no tokens", "a text that the tokenizer makes nothing of")
-            held = np.array([held_out(digest, seed, validation) for digest in encoded.digests], bool)
+            held = np.array([held_out(side, seed, validation) for side in encoded.sides], bool)
             train.add(encoded, some & ~held)
             kept.add(encoded, some & held)
             contents.update(b"".join(encoded.digests))
@@ -173,7 +174,7 @@ def _write(
 
 def longest_of(listed: Listed) -> int:
     """How long a document may be: a few files of text are cut, so that some of it can be kept for looking at."""
-    if len(listed) >= FEW or any(file.path.suffix in (".jsonl", ".parquet") for _, file in listed):
+    if len(listed) >= FEW or any(file.path.suffix in (".jsonl", ".parquet", ".tsv") for _, file in listed):
         return LONGEST
     return min(LONGEST, max(SHORTEST, sum(file.size for _, file in listed) // FEW))
 
@@ -195,7 +196,7 @@ def _documents(listed: Listed, troubles: Troubles, progress: Progress | None) ->
 
 
 def held_out(digest: bytes, seed: int, share: float) -> bool:
-    """Whether a document is kept for looking at: a matter of its own content, whichever others there are."""
+    """Whether a document is kept for looking at: a matter of its content or group, whichever others there are."""
     drawn = sha256(f"{seed}:".encode() + digest).digest()[:8]
     return int.from_bytes(drawn, "big") < int(share * 2**64)
 

@@ -26,12 +26,20 @@ class Source:
     """The column that holds the answer, where source and target are pairs."""
     weight: float = 1.0
     """How often it is read beside other sources; see `batches.Mixture`."""
+    group: str | None = None
+    """The column whose equal values fall to one side of the split; without one, documents fall each by itself."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise InputError(f"a source has weight {self.weight}; give a number above 0, or leave the source out")
-        if self.path is None and self.target is not None:
-            raise InputError("the standard library has no target column; name a file of pairs, or leave target out")
+        for name in ("target", "group"):
+            if self.path is None and getattr(self, name) is not None:
+                raise InputError(f"the standard library has no {name} column; name a file, or leave {name} out")
+
+    @property
+    def columns(self) -> list[str]:
+        """What a row must have."""
+        return [self.field, *(column for column in (self.target, self.group) if column is not None)]
 
 
 class File(NamedTuple):

@@ -33,6 +33,8 @@ class Encoded(NamedTuple):
     """(documents, 2): how many ids are the text's, and how many behind them the target's."""
     digests: list[bytes]
     """Of each document's content."""
+    sides: list[bytes]
+    """What decides on which side of the split a document falls: its group, or else its content."""
     sizes: NDArray[np.int64]
     """UTF-8 bytes of what is to be learnt: the text, or of a pair the target."""
 
@@ -50,6 +52,7 @@ def encode(tokenizer: Tokenizer, chunk: Chunk) -> Encoded:
         np.concatenate(flat) if flat else np.zeros(0, np.uint32),
         np.array([[len(text), len(target)] for text, target in rows], np.int64).reshape(-1, 2),
         [digest(document) for document in chunk],
+        [digest(d) if d.group is None else sha256(d.group.encode()).digest() for d in chunk],
         np.array([len((d.text if d.target is None else d.target).encode()) for d in chunk], np.int64),
     )
 
