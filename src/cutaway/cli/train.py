@@ -41,8 +41,10 @@ def train(
         return
     if (recipe is None) == (resume is None):
         raise InputError(f"give a recipe ({', '.join(recipes())}, or a file), or a run with --resume")
-    if resume is not None and (out is not None or changes):
-        raise InputError("a resumed run has its own recipe and directory; leave --out and --set out")
+    if resume is not None and (out is not None or not all(each.startswith("parallel.") for each in changes or [])):
+        raise InputError(
+            "a resumed run has its own recipe and directory, and only parallel can change; leave out --out and --set"
+        )
     from cutaway.cli.progress import Bar
     from cutaway.train.ranks import together
     from cutaway.train.start import begin, go_on
@@ -51,7 +53,7 @@ def train(
     watcher = bar.watcher()
     with together(device) as ranks:
         if resume is not None:
-            loop = go_on(resume, device=device, watcher=watcher, ranks=ranks)
+            loop = go_on(resume, changes=changes or [], device=device, watcher=watcher, ranks=ranks)
         else:
             chosen, where = read_recipe(str(recipe), changes or []), out or Path("runs") / Path(str(recipe)).stem
             loop = begin(chosen, where, device=device, watcher=watcher, ranks=ranks)
