@@ -222,6 +222,14 @@ def test_a_rank_is_killed(way: str, rank: int, run: Run, how: Any, tmp_path: Pat
     assert digest(tmp_path / "run") == digest(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_a_disk_that_is_full_stops_nobody(way: str, run: Run, how: Any, tmp_path: Path) -> None:
+    """The leader cannot write; the others bring their parts all the same, and training goes on."""
+    assert run(2, source=how(**WAYS[way][1]), run=str(tmp_path / "run"), full=True) == [0, 0], said(tmp_path / "run")
+    assert rows(tmp_path / "run")[-1]["step"] == 4
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [
