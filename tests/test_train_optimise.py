@@ -158,7 +158,7 @@ def test_matrices_and_tables_decay_and_nothing_else(name: str) -> None:
     count = sum(each.numel() for each in model.parameters() if each.requires_grad)
     assert sum(each.numel() for group in both for each in group["params"]) == count
     for key, parameter in named(model).items():
-        exempt = parameter.ndim < 2 or key.endswith("bias") or "norm" in key
+        exempt = parameter.ndim < 2 or key.endswith("bias") or "norm" in key or ".positions." in key
         assert decays(key, parameter) != exempt, key
 
 

@@ -22,6 +22,7 @@ def train(
         Path | None, typer.Option("--out", "-o", help="The run's directory; runs/RECIPE, unless given.")
     ] = None,
     resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Go on with this run.")] = None,
+    show: Annotated[Path | None, typer.Option("--show", metavar="RUN", help="Say how far this run came.")] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="a.b=x", help="Change one of the recipe's values; repeatable.")
     ] = None,
@@ -39,8 +40,14 @@ def train(
     if as_schema:
         sys.stdout.write(json.dumps(schema(), indent=2) + "\n")
         return
-    if (recipe is None) == (resume is None):
-        raise InputError(f"give a recipe ({', '.join(recipes())}, or a file), or a run with --resume")
+    if sum(given is not None for given in (recipe, resume, show)) != 1:
+        raise InputError(f"give a recipe ({', '.join(recipes())}, or a file), or a run with --resume or --show")
+    if show is not None:
+        from cutaway.cli.run_view import lines, told
+
+        found = told(show)
+        sys.stdout.write((json.dumps(found) if as_json else "\n".join(lines(found))) + "\n")
+        return
     if resume is not None and (out is not None or not all(each.startswith("parallel.") for each in changes or [])):
         raise InputError(
             "a resumed run has its own recipe and directory, and only parallel can change; leave out --out and --set"
@@ -54,6 +61,8 @@ def train(
     with together(device) as ranks:
         if resume is not None:
             loop = go_on(resume, changes=changes or [], device=device, watcher=watcher, ranks=ranks)
+            if ranks.leader and loop.done == loop.recipe.training.steps:
+                bar.say(f"'{resume}' is finished: all {loop.done:,} steps have been taken")
         else:
             chosen, where = read_recipe(str(recipe), changes or []), out or Path("runs") / Path(str(recipe)).stem
             loop = begin(chosen, where, device=device, watcher=watcher, ranks=ranks)

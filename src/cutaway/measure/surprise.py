@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,16 +36,25 @@ class Surprise(NamedTuple):
 
 def surprise(head: nn.Module, x: Float[Tensor, "N d"], targets: Int[Tensor, " N"], vocab_size: int) -> Surprise:
     """−Σ log p(target), from the vectors that the head reads; summed in 64 bits."""
+    nats, likeliest = by_token(head, x, targets, vocab_size)
+    return Surprise(float(nats.double().sum()), int(likeliest.sum()))
+
+
+def by_token(
+    head: nn.Module, x: Float[Tensor, "N d"], targets: Int[Tensor, " N"], vocab_size: int
+) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"]]:
+    """−log p of each target, and whether it was the likeliest token."""
     chunk = max(1, LOGITS // vocab_size)
-    nats, right = torch.zeros((), dtype=torch.float64, device=x.device), torch.zeros((), device=x.device).long()
+    nats, likeliest = [], []
     for start in range(0, len(x), chunk):
         logits, target = head(x[start : start + chunk]), targets[start : start + chunk]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        nats += F.cross_entropy(wide, target, reduction="none").double().sum()
-        right += (wide.argmax(-1) == target).sum()
-    if bool(nats.isnan()):
+        nats.append(F.cross_entropy(wide, target, reduction="none"))
+        likeliest.append(wide.argmax(-1) == target)
+    found = torch.cat(nats) if nats else x.new_zeros(0)
+    if bool(found.isnan().any()):
         raise WeightError("the logits are not numbers; the weights are damaged, or too large for their dtype")
-    return Surprise(float(nats), int(right))
+    return found, torch.cat(likeliest) if likeliest else found.bool()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from torch import nn
 
 from cutaway.model import Transformer
 from cutaway.model.inputs import KNOWN
+from cutaway.train.balance import balance, watched
 from cutaway.train.loss import Loss
 from cutaway.train.objectives import Task
 from cutaway.train.recipe import Recipe
@@ -28,29 +29,37 @@ class Learner(nn.Module):
         self.z, self.precision = recipe.objective.z, recipe.training.precision
         self.vocabulary: Vocabulary | None = None
         """Whose logits are here, where ranks share the output matrix."""
+        self.balance = recipe.objective.balance
 
     def forward(self, task: Task) -> Loss:
         unknown = KNOWN.set(True)  # ids are the tokenizer's
         try:
             with self.numbers():
-                how: Any = {"smoothing": self.smoothing, "z": self.z, "vocabulary": self.vocabulary}
-                return task.loss(self.model, chunk=CHUNK, **how)
+                return self.balanced(task) if self.balance and torch.is_grad_enabled() else self.plain(task)
         finally:
             KNOWN.reset(unknown)
 
+    def plain(self, task: Task) -> Loss:
+        how: Any = {"smoothing": self.smoothing, "z": self.z, "vocabulary": self.vocabulary}
+        return task.loss(self.model, chunk=CHUNK, **how)
+
+    def balanced(self, task: Task) -> Loss:
+        """With what uneven use of experts costs, as often as there are targets: the step divides by them."""
+        with watched(self.model) as seen:
+            loss = self.plain(task)
+        return loss._replace(total=loss.total + self.balance * loss.weight * balance(seen))
+
     @contextmanager
     def numbers(self) -> Iterator[None]:
-        """What products are computed in, and what the stream is kept in between: half the traffic, and of gradients'
-        error about a twentieth more than with a stream in fp32."""
+        """What products are computed in, and for bf16 what the stream is kept in between: half the traffic, and of
+        gradients' error about a twentieth more than with a stream in fp32. In fp16 a stream may grow too large."""
         if self.precision == "fp32":
             yield
             return
-        narrow = [
-            stack.embed.register_forward_hook(lambda module, given, x: x.to(torch.bfloat16))
-            for stack in self.model.stacks.values()
-        ]
+        stacks = self.model.stacks.values() if self.precision == "bf16" else ()
+        narrow = [stack.embed.register_forward_hook(lambda module, given, x: x.to(torch.bfloat16)) for stack in stacks]
         try:
-            with torch.autocast(self.model.device.type, torch.bfloat16):
+            with torch.autocast(self.model.device.type, torch.bfloat16 if self.precision == "bf16" else torch.float16):
                 yield
         finally:
             for hook in narrow:

@@ -5,11 +5,10 @@ from its last checkpoint to the same bits that it would have reached.
 """
 
 import math
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +20,15 @@ from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.save import save
 from cutaway.generate.texts import generate
 from cutaway.model import Transformer
+from cutaway.train.audience import Audience, Watcher
+from cutaway.train.average import Average
 from cutaway.train.failpoints import reach
+from cutaway.train.health import read as read_health
+from cutaway.train.health import troubles
 from cutaway.train.learner import Learner
 from cutaway.train.optimise import Optimiser
+from cutaway.train.pace import Pace
+from cutaway.train.policy import Policy
 from cutaway.train.ranks import ALONE, Ranks
 from cutaway.train.reading import Ask, Reading
 from cutaway.train.recipe import Recipe
@@ -31,21 +36,14 @@ from cutaway.train.rows import Rows, Unwritten
 from cutaway.train.run import Run
 from cutaway.train.saving import newest, put
 from cutaway.train.saving import save as save_state
+from cutaway.train.scale import Scale
+from cutaway.train.signals import asked_to_stop
 from cutaway.train.spread import gathered
-from cutaway.train.step import Row, Stepper, TrainingError, portion, settled
+from cutaway.train.step import Row, Stepper, portion, settled
 from cutaway.train.store import SaveError, Store
 
 SAMPLED = 80
 """Tokens of a sample."""
-
-
-@dataclass
-class Watcher:
-    """Whom the loop tells what it does; each is called if it is given."""
-
-    step: Callable[[dict[str, Any], dict[str, Any]], None] = lambda row, timing: None
-    look: Callable[[dict[str, Any]], None] = lambda row: None
-    say: Callable[[str], None] = lambda text: None
 
 
 @dataclass
@@ -73,16 +71,29 @@ class Loop:
         self.untold: Row | None = None
         self.since = time.perf_counter()
         self.model: Transformer = self.learner.model
-        how = (self.optimiser, self.reading, self.task, self.ranks, self.wrapped)
+        training, device = self.recipe.training, self.model.device
+        self.policy = Policy(training.pieces, training.on_spike, device=device, say=self.watcher.say)
+        self.scale = Scale(device) if training.precision == "fp16" else None
+        self.average = None if training.ema is None else Average(self.model, training.ema, learner=self.learner)
+        how = (self.optimiser, self.reading, self.task, self.policy, self.scale, self.ranks, self.wrapped)
         self.stepper = Stepper(self.recipe, self.learner, *how)
+        self.pace = Pace.of(self.recipe, self.model.config, device, self.ranks.world)
+        self.audience: Audience
 
     # The state as one value
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        return {"weights": dict(self.model.state_dict()), "optimiser": self.optimiser.tensors()}
+        parts = {name: part.tensors() for name, part in self.parts().items()}
+        return {"weights": dict(self.model.state_dict()), **parts}
+
+    def parts(self) -> dict[str, Any]:
+        """What has a state of its own beside the weights; some only in some runs."""
+        every = {"optimiser": self.optimiser, "policy": self.policy, "average": self.average, "scale": self.scale}
+        return {name: part for name, part in every.items() if part is not None}
 
     def save(self) -> None:
         """Everything that the next step depends on. A disk that is full is no reason to stop learning."""
+        self.audience.settle()
         state: dict[str, Any] = {
             "step": self.done,
             "best": self.best,
@@ -104,18 +115,22 @@ class Loop:
         """Go on from the newest checkpoint that is whole, or from the beginning if there is none."""
         found = newest(self.store, self.ranks, self.watcher.say)
         if found is None:
-            self.rows, self.timings = self.log("metrics.jsonl", 0), self.log("timings.jsonl", 0)
+            self.log(0, 0)
             return
         if found.state["data"] != self.run.fingerprint:
             raise InputError("this checkpoint is of other data than the run's; restore the run's own files")
         put(self.model, found.tensors["weights"])
-        self.optimiser.load(found.tensors["optimiser"])
+        for name, part in self.parts().items():
+            part.load(found.tensors[name])
         self.done, self.best = found.state["step"], found.state["best"]
-        self.rows = self.log("metrics.jsonl", found.state["rows"])
-        self.timings = self.log("timings.jsonl", found.state["timings"])
+        self.log(found.state["rows"], found.state["timings"])
 
-    def log(self, name: str, length: int) -> Rows:
-        return Rows(self.run.directory / name, length) if self.ranks.leader else Unwritten()
+    def log(self, rows: int, timings: int) -> None:
+        """Go on with the logs behind so many bytes of them; of several ranks one writes."""
+        where, mine = self.run.directory, self.ranks.leader
+        self.rows = Rows(where / "metrics.jsonl", rows) if mine else Unwritten()
+        self.timings = Rows(where / "timings.jsonl", timings) if mine else Unwritten()
+        self.audience = Audience(self.run, self.rows, self.watcher, self.done, heard=mine)
 
     # The work
 
@@ -127,22 +142,19 @@ class Loop:
         device = self.model.device
         mine = [device] if device.type == "cuda" else []
         # Whoever called has random numbers of their own, and finds the last checkpoint written.
-        with asked_to_stop(self.stop), self.saved(), torch.random.fork_rng(mine):
+        with closing(self.audience), asked_to_stop(self.stop), self.saved(), torch.random.fork_rng(mine):
             self.since = time.perf_counter()
             stopping = self.ranks.agree(self.stop.is_set())
             while self.done < steps and not stopping:
                 row = self.step(self.done)
                 self.tell()  # of the step before: a device computes one step while the next is being asked for
                 self.done, self.untold = self.done + 1, row
-                last = self.done == steps
-                look, save = (
-                    last or self.done % recipe.watching.every == 0,
-                    last or self.done % recipe.saving.every == 0,
-                )
+                look, save = self.looks(self.done), self.done == steps or self.done % recipe.saving.every == 0
                 if look or save or device.type == "cpu":
                     self.tell()
                 if look:
-                    self.look()
+                    with self.shown():
+                        self.look()
                 stopping = self.ranks.agree(self.stop.is_set())
                 if save or stopping:
                     self.tell()
@@ -150,7 +162,8 @@ class Loop:
                     self.since = time.perf_counter()
                     reach("after save")
         if self.done == steps:
-            self.export()
+            with self.shown():
+                self.export()
 
     @contextmanager
     def saved(self) -> Iterator[None]:
@@ -161,7 +174,18 @@ class Loop:
                 self.store.wait()
 
     def step(self, number: int) -> Row:
-        return self.stepper.step(number)
+        row = self.stepper.step(number, measure=self.ranks.mesh is None and self.looks(number + 1))
+        if self.average is not None:
+            self.average.step(number)
+        return row
+
+    def looks(self, done: int) -> bool:
+        """Whether so many steps are followed by a look."""
+        return done == self.recipe.training.steps or done % self.recipe.watching.every == 0
+
+    def shown(self) -> AbstractContextManager[None]:
+        """The weights that others see: their mean, where the recipe asks for one."""
+        return nullcontext() if self.average is None else self.average.shown()
 
     def tell(self) -> None:
         """Write down what the last step has come to; this waits until it has."""
@@ -170,15 +194,12 @@ class Loop:
         row, self.untold = settled(self.untold), None
         now = time.perf_counter()
         took, self.since = now - self.since, now
-        if not math.isfinite(row["gradient"]):
-            raise TrainingError(
-                f"the gradient of step {row['step']} is not finite; begin a run with a lower optimiser.rate, a longer"
-                " schedule.warmup, or precision fp32"
-            )
+        self.policy.tell(row, row.pop("judged"))
         timing = {"step": row["step"], "seconds": took, "tokens_per_second": row["tokens"] / took}
+        timing |= self.pace.told(took)
         self.rows.add(row)
         self.timings.add(timing)
-        self.watcher.step(row, timing)
+        self.audience.step(row, timing)
         reach("after step")
 
     @torch.no_grad()
@@ -187,10 +208,12 @@ class Loop:
         self.model.eval()
         total = weight = 0.0
         count = min(self.recipe.watching.sequences, self.reading.held)
-        for low, high in self.ranks.portions(count, max(1, count // self.recipe.training.batch)):
+        at_once = -(-self.recipe.training.batch // self.policy.pieces)  # what memory holds
+        for low, high in self.ranks.portions(count, max(1, count // at_once)):
             piece = portion(self.task, self.reading.validation, low, high - low)
             total += float(self.learner(piece).entropy_total)
             weight += float(piece.weights.sum())
+        health = self.health()
         self.model.train()
         loss = self.ranks.total(total) / max(1.0, self.ranks.total(weight))
         self.best = loss if self.best is None else min(self.best, loss)
@@ -200,8 +223,19 @@ class Loop:
         if self.recipe.watching.sample is not None:
             row["sample"] = self.sample(self.recipe.watching.sample)
         self.rows.add(row)
-        self.watcher.look(row)
+        self.audience.look(row)
+        if health is not None:
+            self.rows.add({"step": self.done, "health": health})
+            self.audience.health({"step": self.done, "health": health})
+        self.audience.draw()
         self.since = time.perf_counter()
+
+    def health(self) -> dict[str, Any] | None:
+        """Readings of each layer, where a rank has whole ones."""
+        if self.ranks.mesh is not None:
+            return None
+        found = read_health(self.learner, self.task(self.reading.validation.batch(0, 1), 0), self.stepper.changes)
+        return found | {"troubles": troubles(found, self.model.config.d_model)}
 
     def sample(self, beginning: str) -> str:
         """How it goes on from a beginning, by now; the leader's."""
@@ -227,23 +261,3 @@ class Loop:
         checkpoint = self.checkpoint(torch.device("cpu"))
         if checkpoint is not None:
             save(checkpoint, self.run.model, overwrite=self.run.model.exists())
-
-
-@contextmanager
-def asked_to_stop(stop: threading.Event) -> Iterator[None]:
-    """SIGTERM and Ctrl-C end a run after the step at hand, with a checkpoint; a second Ctrl-C at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ask(number: int, frame: Any) -> None:
-        if stop.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

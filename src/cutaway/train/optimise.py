@@ -26,10 +26,12 @@ def named(model: nn.Module) -> dict[str, nn.Parameter]:
 def decays(name: str, parameter: Tensor) -> bool:
     """Matrices and tables shrink, embeddings too, as with GPT-2's (and nanoGPT's) two axes and more.
 
-    Norm gains and biases do not, also where they have a second axis: one a head, or one an expert.
+    Norm gains and biases do not, also where they have a second axis: one a head, one an expert, or T5's table of what
+    is added to scores.
     """
     owner, _, leaf = name.rpartition(".")
-    return parameter.ndim >= 2 and leaf == "weight" and "norm" not in owner.rpartition(".")[-1]
+    is_bias = leaf != "weight" or "positions" in owner.split(".")
+    return parameter.ndim >= 2 and not is_bias and "norm" not in owner.rpartition(".")[-1]
 
 
 def groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

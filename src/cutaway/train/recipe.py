@@ -66,6 +66,8 @@ class NextToken(Part):
     kind: Literal["next-token"] = "next-token"
     z: NonNegativeFloat = 0.0
     """Weight of logsumexp², which keeps logits from drifting."""
+    balance: NonNegativeFloat = 0.0
+    """Weight of how unevenly a mixture of experts uses them; 0.01 is usual."""
 
 
 class Masked(Part):
@@ -76,6 +78,7 @@ class Masked(Part):
     spans: bool = False
     """Whether neighbours are hidden together."""
     z: NonNegativeFloat = 0.0
+    balance: NonNegativeFloat = 0.0
 
 
 class Seq2Seq(Part):
@@ -85,6 +88,7 @@ class Seq2Seq(Part):
     smoothing: Rate = 0.0
     """Of each target's certainty, the share that all tokens get."""
     z: NonNegativeFloat = 0.0
+    balance: NonNegativeFloat = 0.0
 
 
 Objective = Annotated[Annotated[NextToken | Masked | Seq2Seq, TAGGED], default_kind("next-token")]
@@ -153,11 +157,16 @@ class Training(Part):
     """Parts that a step's batch is cut into, one after another: less memory, the same step."""
     clip: Positive = 1.0
     """The gradient's greatest length."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What products are computed in; weights stay fp32. In fp16 the loss is scaled; what overflows is left out."""
+    ema: Rate | None = None
+    """How much of a running mean of the weights each step keeps; the mean is then looked at and exported."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What a block computes again on the way back, to hold less meanwhile: nothing, what is cheap, or all of it."""
     compile: bool | None = None
-    """Whether blocks are compiled; on a GPU they are, unless told otherwise."""
+    """Whether blocks are compiled; on a GPU they are, unless told otherwise or objective.balance is given."""
+    on_spike: Literal["skip", "go-on"] = "skip"
+    """What is done with a step whose gradient is far longer than usual."""
     seed: NonNegativeInt = 0
 
 
@@ -179,6 +188,8 @@ class Watching(Part):
     """How many of it."""
     sample: str | None = None
     """A beginning that is continued at each look."""
+    tensorboard: bool = False
+    """Whether the run's figures are written for TensorBoard too."""
 
 
 class Saving(Part):

@@ -1,6 +1,7 @@
 """A log of one JSON object a line, that a resumed run continues as if it had never stopped."""
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ class Rows:
 
     def add(self, row: Mapping[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(plain(row), allow_nan=False) + "\n")
 
     def settle(self) -> int:
         """Have everything on the disk, and say how many bytes that is."""
@@ -30,10 +31,24 @@ class Rows:
             return file.tell()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        with self.path.open(encoding="utf-8") as file:
-            for line in file:
-                if line.endswith("\n"):
-                    yield json.loads(line)
+        return written(self.path)
+
+
+def written(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a log; one that is being written is none yet."""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it: what is no number is null there."""
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Unwritten(Rows):

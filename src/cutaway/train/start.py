@@ -10,8 +10,10 @@ from cutaway.config import config as read_config
 from cutaway.errors import InputError
 from cutaway.model import Transformer, build
 from cutaway.text import Tokenizer
+from cutaway.train.audience import Watcher
+from cutaway.train.balance import check as check_balance
 from cutaway.train.learner import Learner
-from cutaway.train.loop import Loop, Watcher
+from cutaway.train.loop import Loop
 from cutaway.train.optimise import make
 from cutaway.train.ranks import ALONE, Device, Ranks, together
 from cutaway.train.reading import FORMS, Ask, Reading, read, task_of, tokenizer_of
@@ -19,7 +21,9 @@ from cutaway.train.recipe import Recipe
 from cutaway.train.recipe import recipe as read_recipe
 from cutaway.train.room import check_room
 from cutaway.train.run import ABOUT, Run, check_new
+from cutaway.train.schedule import check as check_schedule
 from cutaway.train.spread import fill, spread
+from cutaway.train.track import check_installed
 
 
 def train(
@@ -56,6 +60,9 @@ def begin(
     with ranks.in_turn():
         if ranks.leader:
             check_new(directory)
+        check_schedule(recipe.schedule, recipe.training.steps)
+        if recipe.watching.tensorboard:
+            check_installed()
         run = None if ranks.leader else Run.open(directory)
         tokenizer = tokenizer_of(recipe) if run is None else run.tokenizer
         model = model_of(recipe, tokenizer, where, watcher, ranks)
@@ -114,6 +121,7 @@ def model_of(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, watcher
             f"objective {recipe.objective.kind} is for a model of form {form}, and this one's is {config.form}; change"
             " one of the two"
         )
+    check_balance(recipe, config)
     check_room(recipe, config, device, watcher.say, ranks)
     model = build(config, device=device if ranks.mesh is None else "meta", seed=recipe.training.seed)
     model.use_recompute(recipe.training.recompute)
