@@ -1,7 +1,8 @@
 """Carries out runs by several processes, as torchrun would start them. torch is imported once: the processes are forks.
 
 Reads a job a line: {"world": 2, "source": a recipe, "run": a directory, …}; answers with each process's exit status.
-With "gradients", one step's gradients are written there, whole, in the place of a run. "points" are failpoints by rank.
+With "gradients", one step's gradients are written there, whole, in the place of a run. "points" are failpoints by rank;
+"stop" is a rank and the step in which it is asked to; with "full", nothing can be saved.
 """
 
 import faulthandler
@@ -64,6 +65,8 @@ def work(job: dict[str, Any], rank: int) -> None:
                 return plain(number)
 
             loop.step = step  # type: ignore[method-assign]
+        if job.get("full"):
+            loop.store.directory = Path(os.devnull) / "nowhere"
         loop.go()
 
 

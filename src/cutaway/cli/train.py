@@ -60,8 +60,12 @@ def train(
         found = told(show)
         sys.stdout.write((json.dumps(found) if as_json else "\n".join(lines(found))) + "\n")
         return
-    if resume is not None and (out is not None or changes or texts):
-        raise InputError("a resumed run has its own recipe and directory; leave --out, --set and --text out")
+    others = [each for each in changes or [] if not each.startswith("parallel.")]
+    if resume is not None and (out is not None or others or texts):
+        raise InputError(
+            "a resumed run has its own recipe and directory, and only parallel can change; leave --out, --set and"
+            " --text out"
+        )
     if rehearse or world is not None:
         if world is None or not rehearse or recipe is None or out is not None:
             raise InputError(
@@ -79,7 +83,7 @@ def train(
     watcher = bar.watcher()
     with together(device) as ranks:
         if resume is not None:
-            loop = go_on(resume, device=device, watcher=watcher, ranks=ranks)
+            loop = go_on(resume, changes=changes or [], device=device, watcher=watcher, ranks=ranks)
             if ranks.leader and loop.done == loop.recipe.training.steps:
                 bar.say(f"'{resume}' is finished: all {loop.done:,} steps have been taken")
         else:

@@ -79,10 +79,17 @@ def begin(
     return ready(run, reading, model, task, where, watcher, ranks, base)
 
 
-def go_on(directory: Path, *, device: Device = None, watcher: Watcher | None = None, ranks: Ranks = ALONE) -> Loop:
-    """A run where it was left: at its newest checkpoint that is whole."""
+def go_on(
+    directory: Path,
+    *,
+    changes: Sequence[str] = (),
+    device: Device = None,
+    watcher: Watcher | None = None,
+    ranks: Ranks = ALONE,
+) -> Loop:
+    """A run where it was left: at its newest checkpoint that is whole. Changes are of what ranks share."""
     run, where, watcher = Run.open(directory), ranks.device(device), heard(watcher, ranks)
-    ranks.arrange(run.recipe.parallel, where)
+    ranks.arrange(read_recipe(run.recipe, changes).parallel, where)
     with ranks.in_turn():
         tokenizer = run.tokenizer
         reading = read(run.recipe, tokenizer, watcher.say, run.origin)

@@ -94,7 +94,10 @@ def carry_out(job: Job, pipe: "connection.Connection") -> bool:
     if job.surgery is not None:
         drop_model(loop)
     pipe.send(("step", loop.done))
-    write(directory, found(loop, job))
+    if math.isfinite(validation_loss(loop)):
+        write(directory, found(loop, job))
+    else:
+        write(directory, {"failed": "its loss is not finite; vary within a lower optimiser.rate"})
     return True
 
 

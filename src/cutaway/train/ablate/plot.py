@@ -1,5 +1,6 @@
 """Results as drawings: losses as they fell, and where they ended."""
 
+import math
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
@@ -71,10 +72,11 @@ def curves(axes: "Axes", data: dict[str, Any]) -> None:
     axes.legend(ncols=2 if len(data["variants"]) > 6 else 1)
 
 
-def stretched(curve: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
-    """A curve of fewer points: the middle of each stretch of steps, and the mean there."""
+def stretched(curve: Sequence[tuple[int, float | None]]) -> list[tuple[float, float]]:
+    """A curve of fewer points: the middle of each stretch of steps, and the mean there; none where there is no loss."""
+    known = [(step, math.nan if loss is None else loss) for step, loss in curve]
     wide = max(1, len(curve) // POINTS)
-    parts = [curve[begin : begin + wide] for begin in range(0, len(curve) - wide + 1, wide)]
+    parts = [known[begin : begin + wide] for begin in range(0, len(curve) - wide + 1, wide)]
     return [(sum(step for step, _ in part) / wide, sum(loss for _, loss in part) / wide) for part in parts]
 
 
