@@ -109,5 +109,5 @@ def test_a_verb_imports_only_what_it_needs(tmp_path: Path) -> None:
 def test_odd_texts_are_shown_as_they_are() -> None:
     assert '"[/]"' in cutaway("demo", "--text", "[/]")
     assert "at most 2048" in cutaway("demo", "tiny-llama", "--text", "x" * 5000, code=2)
-    assert "seed is -1" in cutaway("demo", "--seed", "-1", code=2)
+    assert "seed is -1" in cutaway("demo", "tiny-gpt", "--seed", "-1", code=2)
     assert cutaway("--version").startswith("cutaway ")

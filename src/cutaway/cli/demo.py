@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -13,17 +14,31 @@ LONGEST = 2048
 
 
 def demo(
-    source: Annotated[str, typer.Argument(help="A preset's name, or a .toml or .json configuration.")] = "tiny-gpt",
-    text: Annotated[str, typer.Option(help="What the model reads, byte by byte.")] = "The cat sat on the",
+    source: Annotated[
+        str | None,
+        typer.Argument(help="A preset's name, or a .toml or .json configuration: follow a token through it."),
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="What that model reads, byte by byte.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the fresh weights.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="How long the model of the tour learns.")] = 120,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """Build a small model, run it, and follow the last token: each stage, its shape and norm, and the top five.
+    """Train a small model for about a minute, look at what it learned, and follow a token through a trained one.
+
+    With a model's name or a text: build that model, run it, and follow the last token: each stage, its shape and norm.
+
+    Example: cutaway demo
 
     Example: cutaway demo tiny-moe --text "Attention is all you"
     """
+    if source is None and text is None:
+        from cutaway.cli.tour import tour
+
+        tour(steps=steps, seed=seed, as_json=as_json)
+        return
     from cutaway.config import config
 
+    source, text = source or "tiny-gpt", "The cat sat on the" if text is None else text
     model_config = config(source)
     if not text:
         raise InputError("--text is empty; give at least one character")
@@ -40,7 +55,7 @@ def demo(
     if as_json:
         sys.stdout.write(json.dumps(to_data(journey, text, str(model)), indent=2) + "\n")
     else:
-        show(journey, text, str(model), source, trained=False)
+        show(journey, text, str(model), source)
 
 
 def to_data(journey: Any, text: str, model: str) -> dict[str, Any]:
@@ -62,22 +77,40 @@ def is_added(stage: Any) -> bool:
     return stage.site.endswith(".out")
 
 
-def show(journey: Any, text: str, model: str, source: str, *, trained: bool) -> None:
+def spelled(token: int) -> str:
+    """Of a model that reads bytes."""
+    return repr(bytes([token])) if token < 256 else f"<{token}>"
+
+
+def told(stages: Any) -> list[Any]:
+    """All of the first block, and of deeper models' other blocks what is added and what comes of it."""
+    deep = any(stage.site.startswith("blocks.2.") for stage in stages)
+    middle = [stage.site.startswith("blocks.") and not stage.site.startswith("blocks.0.") for stage in stages]
+    return [
+        stage
+        for stage, later in zip(stages, middle, strict=True)
+        if not (deep and later) or is_added(stage) or stage.site.endswith("resid_post")
+    ]
+
+
+def show(journey: Any, text: str, model: str, source: str, *, spell: Callable[[int], str] | None = None) -> None:
+    """`spell` says a token of a trained model; without it the weights are fresh, and the tokens bytes."""
     from rich.console import Console  # --json and --help draw nothing
     from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
     last = text.encode("utf-8", "surrogateescape")[-1:]
+    way = f"byte by byte; following the last one, {last!r}" if spell is None else "following its last token"
     console.print(f"[bold]{escape(source)}[/bold]  {model}")
-    console.print(f'[dim]reading[/dim] "{escape(text)}" [dim]byte by byte; following the last one, {last!r}[/dim]\n')
+    console.print(f'[dim]reading[/dim] "{escape(text)}" [dim]{way}[/dim]\n')
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("stage", "what it is", "shape"):
         table.add_column(name, no_wrap=True)
     table.add_column("norm", justify="right")
     table.add_column("")
     longest = max(stage.norm for stage in journey.stages if on_stream(stage) or is_added(stage))
-    for stage in journey.stages:
+    for stage in told(journey.stages):
         style = "bold cyan" if on_stream(stage) else "yellow" if is_added(stage) else ""
         bar = "━" * max(1, round(10 * stage.norm / longest)) if style else ""
         shape = " ".join(f"{axis}={size}" for axis, size in zip(stage.axes.split(), stage.shape, strict=True))
@@ -85,10 +118,10 @@ def show(journey: Any, text: str, model: str, source: str, *, trained: bool) -> 
         table.add_row(*cells, style=style)
     console.print(table)
     if journey.top:
-        note = "" if trained else " [dim](fresh weights: still close to chance)[/dim]"
+        note = "" if spell is not None else " [dim](fresh weights: still close to chance)[/dim]"
         console.print(f"\n[bold]top five for the next token[/bold]{note}")
     for token, probability in journey.top:
-        shown = repr(bytes([token])) if token < 256 else f"<{token}>"
+        shown = escape((spell or spelled)(token))
         bar = "━" * max(1, round(40 * probability / journey.top[0][1]))
         console.print(f"  {shown:10} {probability:7.2%} [cyan]{bar}[/cyan]")
     console.print("\n[bold]proof[/bold]")
@@ -97,11 +130,12 @@ def show(journey: Any, text: str, model: str, source: str, *, trained: bool) -> 
     if journey.row_error is not None:
         console.print(f"  rows of every pattern sum to 1     largest difference {journey.row_error:.1e}")
     command = "cutaway" if shutil.which("cutaway") else sys.argv[0]
-    console.print(
-        "\n[bold]try next[/bold]\n"
-        f"  {command} presets                      the models that have a name\n"
-        f"  {command} presets tiny-gpt > my.toml   a configuration to change\n"
-        f"  {command} demo my.toml                 and its journey\n"
-        f"  {command} demo tiny-mla                latent attention and experts",
-        soft_wrap=True,
-    )
+    tries = {
+        "presets": "the models that have a name",
+        "demo tiny-mla": "a fresh one's journey: latent attention and experts",
+        "train python-stdlib": "the first part of the tour, for longer",
+        "generate tiny-python 'import '": "more of what it writes",
+    }
+    console.print("\n[bold]try next[/bold]")
+    for verb, why in tries.items():
+        console.print(f"  {command} {verb:32} {why}", soft_wrap=True)

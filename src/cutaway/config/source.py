@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from cutaway.config.part import explain
 from cutaway.config.transformer import ADAPTER, Config, Form
 from cutaway.errors import ConfigError
+from cutaway.shipped import where
 
 LARGEST = 64 << 20
 """Bytes of a file of settings, at most."""
@@ -29,6 +30,8 @@ def config(source: Config | Mapping[str, Any] | str | Path) -> Config:
         return _understood(read_table(path))
     if stands(path, Path.is_dir):
         return _understood(read_table(_described_by(path)))
+    if (own := where(str(source))) is not None:
+        return _understood(read_table(_described_by(own)))
     from cutaway.config.presets import PRESETS, preset
 
     if str(source) not in PRESETS and stands(path, Path.exists):

@@ -16,6 +16,7 @@ from cutaway.families.native import MARK, load_native
 from cutaway.families.registry import family_of
 from cutaway.families.store import PICKLES, Store, open_directory, read_json, why_no_pickle
 from cutaway.families.unpack import unpacked
+from cutaway.shipped import where
 
 if TYPE_CHECKING:
     from cutaway.text import Tokenizer
@@ -36,7 +37,9 @@ def load(
     check: bool | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Checkpoint:
-    """Open a directory of another library's or of cutaway's own, a .gguf file, or a hub id ('owner/name[@revision]').
+    """Open a directory of another library's or of cutaway's own, a run's, a .gguf file, or a hub id.
+
+    A hub id is 'owner/name[@revision]'; 'tiny-python' is the model that comes with cutaway.
 
     Weights keep the dtype they are stored in, unless one is asked for. `check` says whether every number is looked at
     for NaN and infinity; unless given, it is in checkpoints of up to half a gigabyte, and in larger ones only small
@@ -99,6 +102,8 @@ def find(source: str | Path) -> Path:
     except (OSError, ValueError, RuntimeError) as error:
         said = getattr(error, "strerror", None) or error
         raise InputError(f"{str(source)[:80]!r} cannot be opened: {said}") from None
+    if (own := where(str(source))) is not None:
+        return own
     name, _, revision = str(source).partition("@")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name, re.ASCII) or ".." in name:
         raise InputError(

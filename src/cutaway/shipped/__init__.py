@@ -1,0 +1,15 @@
+"""The trained model that comes with cutaway, so that every verb has one at once: `tiny-python`."""
+
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def shipped() -> list[str]:
+    """The names."""
+    return sorted(path.name for path in HERE.iterdir() if (path / "config.json").is_file())
+
+
+def where(name: str) -> Path | None:
+    """The directory of the model that has this name, if there is one."""
+    return HERE / name if name in shipped() else None
