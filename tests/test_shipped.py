@@ -44,7 +44,7 @@ def test_a_directory_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     ct.save(ct.load("tiny-python"), tmp_path / "tiny-python")
     (tmp_path / "tiny-python" / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match="model.safetensors"):
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
         ct.load("tiny-python")
 
 
