@@ -24,6 +24,7 @@ from cutaway.train.data.batches import Batch
 from cutaway.train.learner import Learner
 from cutaway.train.objectives import next_token
 from cutaway.train.optimise import make
+from cutaway.train.policy import Policy
 from cutaway.train.recipe import recipe
 from cutaway.train.step import Stepper
 
@@ -59,6 +60,7 @@ def ours(preset: str, batch: int, length: int) -> Step:
         optimiser,
         reading,
         lambda batch, first: next_token(batch.tokens).to("cuda"),
+        Policy(1, device="cuda"),
     )
     numbers = iter(range(10**9))
     return lambda: stepper.step(next(numbers))

@@ -12,10 +12,10 @@ import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,20 +42,19 @@ def still(config: Any) -> Any:
 
 
 def ours() -> Callable[[int], float]:
-    """A step of a run's own loop, over tokens from memory."""
+    """A step as a run takes it, over tokens from memory."""
     import cutaway as ct
-    from cutaway.train import objectives
-    from cutaway.train.loop import Loop
+    from cutaway.train.learner import Learner
+    from cutaway.train.objectives import next_token
     from cutaway.train.optimise import make
-    from cutaway.train.reading import Reading
+    from cutaway.train.policy import Policy
     from cutaway.train.recipe import recipe
-    from cutaway.train.run import Run
-    from cutaway.train.step import settled
+    from cutaway.train.step import Stepper, settled
 
     how = recipe(
         {
-            "model": "gpt2",
             "optimiser": {"rate": RATE, "weight_decay": DECAY},
+            "schedule": {"kind": "constant", "warmup": 0},
             "training": {"batch": BATCH, "clip": CLIP, "steps": 1000},
             "data": {"length": LENGTH},
         }
@@ -67,11 +66,11 @@ def ours() -> Callable[[int], float]:
 
     model = ct.build(still(ct.config("gpt2").model_dump(mode="json")), seed=0).train()
     optimiser = make("adamw", model, **how.optimiser.model_dump(exclude={"kind"}))
-    drawn: Any = Drawn()
-    reading = Reading(drawn, drawn, 1, None, "")
-    run = Run(Path(tempfile.mkdtemp()), how, "")
-    loop = Loop(run, model, optimiser, reading, lambda batch, first: objectives.next_token(batch))
-    return lambda number: float(settled(loop.step(number))["loss"])
+    reading: Any = SimpleNamespace(train=Drawn())
+    stepper = Stepper(
+        how, Learner(model, how), optimiser, reading, lambda batch, first: next_token(batch), Policy(1, device="cpu")
+    )
+    return lambda number: float(settled(stepper.step(number))["loss"])
 
 
 def theirs(compiled: bool) -> Callable[[int], float]:

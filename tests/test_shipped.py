@@ -54,10 +54,9 @@ def test_the_tour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     source = tmp_path / "lib"
     source.mkdir()
     monkeypatch.setattr("sys.argv", ["cutaway", "demo", "--steps", "2", "--json"])
-    try:
+    with pytest.raises(SystemExit) as end:
         main()
-    except SystemExit as end:
-        assert not end.code
+    assert not end.value.code
     told = json.loads(capsys.readouterr().out)
     assert told["tiny-python"]["bits_per_byte"] < 3
     assert told["yours"]["bits_per_byte"] > 3

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 import cutaway as ct
 from cutaway.errors import InputError
-from cutaway.train import objectives
+from cutaway.model.embedding import Head
+from cutaway.train import bare, objectives
 from cutaway.train.loss import head_loss
 
 V, D = 23, 8
@@ -472,3 +473,37 @@ def test_seq2seq_is_t5s_loss(tmp_path: Path) -> None:
     task = objectives.seq2seq(source, source_mask, target, F.pad(real, (1, 0), value=True))
     peer = theirs(input_ids=source, attention_mask=source_mask.long(), labels=labels.masked_fill(~real, -100)).loss
     assert_same(theirs, ours, peer, task, "shared.weight")
+
+
+@pytest.mark.parametrize(("smoothing", "z"), [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.1, 1e-2)])
+@pytest.mark.parametrize("ones", [True, False])
+def test_by_hand_is_by_autograd(smoothing: float, z: float, ones: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that is a matrix alone is gone through by hand, and comes to what autograd comes to."""
+    monkeypatch.setitem(bare.LOGITS, "cpu", 128 * 300)  # several chunks
+    model = ct.build(ct.config("tiny-gpt").replace(vocab_size=300), seed=0)
+    assert isinstance(model.head, Head)
+    x, targets = torch.randn(500, model.config.d_model), torch.randint(300, (500,))
+    weights = torch.ones(500) if ones else torch.rand(500) * (torch.rand(500) > 0.3)
+    found = []
+    for by_hand in (True, False):
+        with monkeypatch.context() as patch:
+            if not by_hand:
+                patch.setattr(bare, "can", lambda *given: False)
+            here = x.clone().requires_grad_()
+            model.zero_grad()
+            loss = head_loss(model.head, here, targets, weights, smoothing=smoothing, z=z, chunk=64)
+            (loss.total / 7).backward()
+        matrix = model.head.matrix.weight
+        found.append([loss.total.detach(), loss.entropy_total, here.grad, matrix.grad])  # type: ignore[list-item]
+    for hand, auto in zip(*found, strict=True):
+        torch.testing.assert_close(hand, auto, rtol=1e-4, atol=1e-5)
+
+
+def test_by_hand_goes_back_once() -> None:
+    model = ct.build("tiny-gpt", seed=0)
+    assert isinstance(model.head, Head)
+    x = torch.randn(9, model.config.d_model, requires_grad=True)
+    loss = head_loss(model.head, x, torch.zeros(9, dtype=torch.long), torch.ones(9), chunk=4).total
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="compute it again"):
+        loss.backward()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from cutaway.errors import InputError
-from cutaway.generate.sampling import has_triton
+from cutaway.train import bare
 from cutaway.train.vocabulary import Vocabulary
 
 
@@ -137,12 +137,12 @@ class _HeadLoss(torch.autograd.Function):
         *trained: Tensor,
     ) -> tuple[Tensor, Tensor]:
         rows = x.detach() if kept is None else x.detach()[kept]
-        x_grad: Tensor | None
-        if _on_gpu(head, rows, trained):
-            from cutaway.train.fused import in_chunks
-
+        ctx.by_hand = None
+        if terms.vocabulary is None and bare.can(head, rows, trained):
+            _check_targets(targets, len(trained[0]))
             how: Any = {"smoothing": terms.smoothing, "z": terms.z}
-            value, entropy, x_grad, *sums = in_chunks(trained[0], rows, targets, weight, **how)
+            ctx.by_hand = bare.in_chunks(trained[0], rows, targets, weight, **how)
+            value, entropy, x_grad, sums = ctx.by_hand.loss, ctx.by_hand.entropy, None, []
         else:
             room = torch.zeros_like(rows) if x.requires_grad else None
             sums = [torch.zeros_like(each, dtype=_wide(each.dtype)) for each in trained]
@@ -154,24 +154,23 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, scale: Tensor | None, _: Tensor) -> tuple[Tensor | None, ...]:
         kept, rows, *sums = ctx.saved_tensors
+        if not sums and ctx.dtypes:  # by hand: scaled where they are, for a head's gradient is large
+            if ctx.by_hand is None:
+                raise RuntimeError("this loss has been gone back through; compute it again to do so twice")
+            (_, _, rows, *sums), ctx.by_hand = ctx.by_hand, None
+            for each in (rows, *sums):
+                each.mul_(scale)
+            scale = None
         x_grad = None
         if rows is not None:
-            x_grad = (rows * scale).to(ctx.dtype)
+            x_grad = (rows if scale is None else rows * scale).to(ctx.dtype)
             if kept is not None:
                 x_grad = x_grad.new_zeros(ctx.shape).index_copy_(0, kept, x_grad)
-        grads = [(each * scale).to(dtype) for each, dtype in zip(sums, ctx.dtypes, strict=True)]
+        scaled = sums if scale is None else [each * scale for each in sums]
+        grads = [each.to(dtype) for each, dtype in zip(scaled, ctx.dtypes, strict=True)]
         return None, None, None, None, None, x_grad, *grads
-
-
-def _on_gpu(head: nn.Module, x: Tensor, trained: tuple[Tensor, ...]) -> bool:
-    """Whether the fused way is open: a bare matrix that is trained, products in bf16, a GPU, and Triton."""
-    if not x.is_cuda or not len(x) or not has_triton():
-        return False
-    from cutaway.train import fused
-
-    return fused.can(head, x) and [each is head.matrix.weight for each in trained] == [True]  # type: ignore[union-attr]
 
 
 Gradients = tuple[Tensor | None, list[Tensor], list[Tensor]]

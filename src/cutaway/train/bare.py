@@ -1,0 +1,101 @@
+"""The loss of a head that is a matrix and nothing else, by hand: logits become their own gradient where they stand.
+
+For a chunk of targets, three products with the matrix and one pass over the logits (the equation is `loss`'s); memory
+for the chunk is taken once. In fp32 on a CPU, and in bf16 on a GPU, where the pass is one kernel (`fused`).
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cutaway.generate.sampling import has_triton
+from cutaway.model.embedding import Head
+
+LOGITS = {"cpu": 2**24, "cuda": 2**30}
+"""Values held at once, at most: on a GPU larger products are faster."""
+TILE = 128
+"""Columns that the vocabulary is a multiple of on a GPU; products with others are half as fast."""
+
+
+class Result(NamedTuple):
+    """Sums over targets, and their gradients before whatever the loss is multiplied by."""
+
+    loss: Tensor
+    entropy: Tensor
+    x: Tensor
+    matrix: Tensor
+
+
+def can(head: Any, x: Tensor, trained: Sequence[Tensor]) -> bool:
+    """Whether this is a head for it, whose matrix is trained, and numbers and a device for it."""
+    plain = isinstance(head, Head) and head.transform is None and head.bias is None and head.softcap is None
+    if not plain or head.scale != 1.0 or not len(x) or [each is head.matrix.weight for each in trained] != [True]:
+        return False
+    kind, weight = x.device.type, trained[0]
+    narrow = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+    if kind == "cpu":
+        return x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    return kind == "cuda" and has_triton() and (narrow or x.dtype == weight.dtype == torch.bfloat16)
+
+
+def in_chunks(matrix: Tensor, x: Tensor, targets: Tensor, weights: Tensor, *, smoothing: float, z: float) -> Result:
+    """The loss over all targets, a chunk of them at a time."""
+    (rows, width), vocab, on_gpu = x.shape, len(matrix), x.is_cuda
+    columns = -(-vocab // TILE) * TILE if on_gpu else vocab
+    table = matrix.detach()
+    if on_gpu:
+        table = x.new_zeros(columns, width, dtype=torch.bfloat16)
+        table[:vocab] = matrix
+    x = x.to(table.dtype)
+    chunk = min(rows, max(TILE, LOGITS[x.device.type] // columns // TILE * TILE))
+    logits = x.new_empty(chunk, columns)
+    slopes = logits if on_gpu else torch.empty_like(logits)
+    x_grad, grad = torch.empty_like(x), x.new_zeros(columns, width, dtype=torch.float32)
+    losses, entropies = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    wide: Any = {"out_dtype": torch.float32} if on_gpu else {}
+    if on_gpu:
+        from cutaway.train.fused import slopes_in_place as pass_over
+    else:
+        pass_over = slopes_beside
+    for start in range(0, rows, chunk):
+        part = slice(start, start + chunk)
+        piece, here = x[part], slice(0, min(chunk, rows - start))
+        torch.mm(piece, table.T, out=logits[here])
+        terms = (targets[part], weights[part], losses[part], entropies[part], vocab, smoothing, z)
+        pass_over(logits[here], slopes[here], *terms)
+        torch.mm(slopes[here], table, out=x_grad[part])
+        torch.addmm(grad, slopes[here].T, piece, out=grad, **wide)
+    return Result(losses.sum(), entropies.sum(), x_grad, grad[:vocab])
+
+
+def slopes_beside(
+    logits: Tensor,
+    slopes: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    losses: Tensor,
+    entropies: Tensor,
+    vocab: int,
+    smoothing: float,
+    z: float,
+) -> None:
+    """∂loss/∂logits into `slopes`, and each row's loss and plain cross-entropy."""
+    target, weight = targets[:, None], weights[:, None]
+    torch.ops.aten._log_softmax.out(logits, -1, False, out=slopes)
+    plain = -slopes.gather(-1, target)
+    loss, push = plain, weight
+    if smoothing:
+        loss = (1 - smoothing) * plain - smoothing * slopes.mean(-1, keepdim=True)
+    if z:
+        lse = logits.gather(-1, target) + plain
+        loss, push = loss + z * lse.square(), weight * (1 + 2 * z * lse)
+    losses.copy_((weight * loss).squeeze(-1))
+    entropies.copy_((weight * plain).squeeze(-1))
+    slopes.exp_()
+    if not bool((push == 1).all()):
+        slopes.mul_(push)
+    if smoothing:
+        slopes.sub_(weight * (smoothing / vocab))
+    slopes.scatter_add_(-1, target, -(1 - smoothing) * weight)
