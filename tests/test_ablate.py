@@ -259,6 +259,7 @@ def test_an_ablation_from_beginning_to_end(texts: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.unchecked
+@pytest.mark.nightly
 def test_a_killed_ablation_goes_on_to_the_same(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that were finished stay, one that was not goes on from its checkpoint; processes die with their parent."""
     source, killed = tmp_path / "recipe.json", tmp_path / "killed"
@@ -379,10 +380,8 @@ def toy(name: str, texts: Path, out: Path) -> Ablation:
     return Ablation(plan, out, study)
 
 
-LONG = {name: [] if name == "take-away" else [pytest.mark.nightly] for name in STUDIES}
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in LONG.items()])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", STUDIES)
 def test_studies_measure_what_they_compare(name: str, texts: Path, tmp_path: Path) -> None:
     asked = toy(name, texts, tmp_path / "a")
     data = asked.carry_out(device="cpu", jobs=2)
