@@ -4,7 +4,7 @@ For a chunk of targets, three products with the matrix and one pass over the log
 for the chunk is taken once. In fp32 on a CPU, and in bf16 on a GPU, where the pass is one kernel (`fused`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor
 from cutaway.generate.sampling import has_triton
 from cutaway.model.embedding import Head
 
-LOGITS = {"cpu": 2**24, "cuda": 2**30}
-"""Values held at once, at most: on a GPU larger products are faster."""
+LOGITS = {"cpu": 2**26, "cuda": 2**30}
+"""Values held at once, at most: larger products are faster."""
 TILE = 128
 """Columns that the vocabulary is a multiple of on a GPU; products with others are half as fast."""
 
@@ -40,8 +40,17 @@ def can(head: Any, x: Tensor, trained: Sequence[Tensor]) -> bool:
     return kind == "cuda" and has_triton() and (narrow or x.dtype == weight.dtype == torch.bfloat16)
 
 
-def in_chunks(matrix: Tensor, x: Tensor, targets: Tensor, weights: Tensor, *, smoothing: float, z: float) -> Result:
-    """The loss over all targets, a chunk of them at a time."""
+def in_chunks(
+    matrix: Tensor,
+    x: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    *,
+    smoothing: float,
+    z: float,
+    room: dict[str, Tensor] | None = None,
+) -> Result:
+    """The loss over all targets, a chunk of them at a time; on a CPU `room` is memory to use again the next time."""
     (rows, width), vocab, on_gpu = x.shape, len(matrix), x.is_cuda
     columns = -(-vocab // TILE) * TILE if on_gpu else vocab
     table = matrix.detach()
@@ -50,8 +59,9 @@ def in_chunks(matrix: Tensor, x: Tensor, targets: Tensor, weights: Tensor, *, sm
         table[:vocab] = matrix
     x = x.to(table.dtype)
     chunk = min(rows, max(TILE, LOGITS[x.device.type] // columns // TILE * TILE))
-    logits = x.new_empty(chunk, columns)
-    slopes = logits if on_gpu else torch.empty_like(logits)
+    own = None if on_gpu else room  # a GPU's allocator keeps memory by itself, where a system's hands out zeros
+    logits = taken(own, "logits", x.new_empty, chunk, columns)
+    slopes = logits if on_gpu else taken(own, "slopes", x.new_empty, chunk, columns)
     x_grad, grad = torch.empty_like(x), x.new_zeros(columns, width, dtype=torch.float32)
     losses, entropies = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
     wide: Any = {"out_dtype": torch.float32} if on_gpu else {}
@@ -68,6 +78,16 @@ def in_chunks(matrix: Tensor, x: Tensor, targets: Tensor, weights: Tensor, *, sm
         torch.mm(slopes[here], table, out=x_grad[part])
         torch.addmm(grad, slopes[here].T, piece, out=grad, **wide)
     return Result(losses.sum(), entropies.sum(), x_grad, grad[:vocab])
+
+
+def taken(room: dict[str, Tensor] | None, name: str, make: Callable[..., Tensor], *shape: int) -> Tensor:
+    """Memory of this shape that was used before, if there is; there is the next time."""
+    found = None if room is None else room.get(name)
+    if found is None or found.shape != shape:
+        found = make(*shape)
+        if room is not None:
+            room[name] = found
+    return found
 
 
 def slopes_beside(

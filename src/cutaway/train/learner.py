@@ -30,6 +30,8 @@ class Learner(nn.Module):
         self.vocabulary: Vocabulary | None = None
         """Whose logits are here, where ranks share the output matrix."""
         self.balance = recipe.objective.balance
+        self.room: dict[str, Any] = {}
+        """Memory that one step's loss leaves to the next's."""
 
     def forward(self, task: Task) -> Loss:
         unknown = KNOWN.set(True)  # ids are the tokenizer's
@@ -40,7 +42,7 @@ class Learner(nn.Module):
             KNOWN.reset(unknown)
 
     def plain(self, task: Task) -> Loss:
-        how: Any = {"smoothing": self.smoothing, "z": self.z, "vocabulary": self.vocabulary}
+        how: Any = {"smoothing": self.smoothing, "z": self.z, "vocabulary": self.vocabulary, "room": self.room}
         return task.loss(self.model, chunk=CHUNK, **how)
 
     def balanced(self, task: Task) -> Loss:

@@ -38,6 +38,8 @@ class Terms(NamedTuple):
     z: float
     chunk: int
     vocabulary: Vocabulary | None = None
+    room: dict[str, Tensor] | None = None
+    """Memory to use again."""
 
 
 class Asked(NamedTuple):
@@ -104,13 +106,14 @@ def asked_loss(
     z: float = 0.0,
     chunk: int,
     vocabulary: Vocabulary | None = None,
+    room: dict[str, Tensor] | None = None,
 ) -> Loss:
-    """As `head_loss`, of a head that may have a part of the `vocabulary` only.
+    """As `head_loss`, of a head that may have a part of the `vocabulary` only; `room` is memory to use again.
 
     The head's parameters are taken as they are at the call: a wrapper that swaps them (FSDP) must hold them gathered
     around it.
     """
-    terms = _checked(smoothing, z, chunk)._replace(vocabulary=vocabulary)
+    terms = _checked(smoothing, z, chunk)._replace(vocabulary=vocabulary, room=room)
     # Autograd must see each parameter as an input, or a tied table would lose this half of its gradient, and DDP's
     # and FSDP's hooks would wait for one that never comes.
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
@@ -140,7 +143,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx.by_hand = None
         if terms.vocabulary is None and bare.can(head, rows, trained):
             _check_targets(targets, len(trained[0]))
-            how: Any = {"smoothing": terms.smoothing, "z": terms.z}
+            how: Any = {"smoothing": terms.smoothing, "z": terms.z, "room": terms.room}
             ctx.by_hand = bare.in_chunks(trained[0], rows, targets, weight, **how)
             value, entropy, x_grad, sums = ctx.by_hand.loss, ctx.by_hand.entropy, None, []
         else:

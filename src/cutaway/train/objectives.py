@@ -49,6 +49,7 @@ class Task:
         z: float = 0.0,
         chunk: int = 1024,
         vocabulary: Vocabulary | None = None,
+        room: dict[str, Tensor] | None = None,
     ) -> Loss:
         """What the model gets wrong, summed over targets."""
         head = model.head
@@ -56,7 +57,7 @@ class Task:
             raise InputError("this model has no head, so it cannot say a token; give it one: head.kind = 'lm'")
         x = self.hidden(model).flatten(0, 1)
         ask = self.asked or asked(self.targets.flatten(), self.weights.flatten()).to(x.device)
-        return asked_loss(head, x, ask, smoothing=smoothing, z=z, chunk=chunk, vocabulary=vocabulary)
+        return asked_loss(head, x, ask, smoothing=smoothing, z=z, chunk=chunk, vocabulary=vocabulary, room=room)
 
     def to(self, device: torch.device | str) -> "Task":
         """The same on another device. Weights stay: they are counted here, and asking a device is waiting for it."""
