@@ -112,7 +112,7 @@ WAYS = {
     "copies-shards": (4, {"parallel": {"shards": 2}}),
 }
 FEW = {("tiny-gpt", way) for way in ("ddp", "pieces", "fsdp", "tensor", "three")} | {
-    (model, way) for model in ("tiny-llama", "tiny-t5", "tiny-bert") for way in ("fsdp", "tensor")
+    (model, way) for model in ("tiny-llama", "tiny-bert") for way in ("fsdp", "tensor")
 }
 FEW |= {("tiny-bert", "ddp"), ("sinks", "tensor")}
 MODELS = (
