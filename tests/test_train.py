@@ -378,3 +378,11 @@ def test_a_gradient_that_is_no_number_ends_the_run(texts: Path, tmp_path: Path) 
     (tmp_path / "file").touch()
     with pytest.raises(CutawayError, match="is a file, and a run needs a directory"):
         train(how, tmp_path / "file", device="cpu")
+
+
+def test_a_checkpoint_that_lacks_a_part_is_named(texts: Path, tmp_path: Path) -> None:
+    loop = begin(recipe(small(texts)), tmp_path / "run", device="cpu")
+    parts = {name: part for name, part in loop.tensors().items() if name != "policy"}
+    loop.store.save(1, parts, {"step": 1, "best": None, "rows": 0, "timings": 0, "data": loop.run.fingerprint})
+    with pytest.raises(CutawayError, match="has no policy"):
+        go_on(tmp_path / "run", device="cpu")

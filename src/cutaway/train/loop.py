@@ -119,6 +119,8 @@ class Loop:
             raise InputError("this checkpoint is of other data than the run's; restore the run's own files")
         put(self.model, found.tensors["weights"])
         for name, part in self.parts().items():
+            if name not in found.tensors:
+                raise InputError(f"this checkpoint has no {name}, as those of another version; begin a new run from it")
             part.load(found.tensors[name])
         self.done, self.best = found.state["step"], found.state["best"]
         self.log(found.state["rows"], found.state["timings"])
