@@ -480,6 +480,7 @@ def test_seq2seq_is_t5s_loss(tmp_path: Path) -> None:
 def test_by_hand_is_by_autograd(smoothing: float, z: float, ones: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that is a matrix alone is gone through by hand, and comes to what autograd comes to."""
     monkeypatch.setitem(bare.LOGITS, "cpu", 128 * 300)  # several chunks
+    monkeypatch.setattr(bare, "FEW", 0)
     model = ct.build(ct.config("tiny-gpt").replace(vocab_size=300), seed=0)
     assert isinstance(model.head, Head)
     x, targets = torch.randn(500, model.config.d_model), torch.randint(300, (500,))
@@ -499,7 +500,8 @@ def test_by_hand_is_by_autograd(smoothing: float, z: float, ones: bool, monkeypa
         torch.testing.assert_close(hand, auto, rtol=1e-4, atol=1e-5)
 
 
-def test_by_hand_goes_back_once() -> None:
+def test_by_hand_goes_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bare, "FEW", 0)
     model = ct.build("tiny-gpt", seed=0)
     assert isinstance(model.head, Head)
     x = torch.randn(9, model.config.d_model, requires_grad=True)

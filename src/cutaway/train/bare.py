@@ -15,6 +15,8 @@ from cutaway.model.embedding import Head
 
 LOGITS = {"cpu": 2**26, "cuda": 2**30}
 """Values held at once, at most: larger products are faster."""
+FEW = 2**22
+"""Logits of all targets, below which a CPU gains nothing by this."""
 TILE = 128
 """Columns that the vocabulary is a multiple of on a GPU; products with others are half as fast."""
 
@@ -36,7 +38,8 @@ def can(head: Any, x: Tensor, trained: Sequence[Tensor]) -> bool:
     kind, weight = x.device.type, trained[0]
     narrow = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
     if kind == "cpu":
-        return x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+        wide = x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+        return wide and len(x) * len(weight) >= FEW
     return kind == "cuda" and has_triton() and (narrow or x.dtype == weight.dtype == torch.bfloat16)
 
 
