@@ -41,7 +41,9 @@ def told(directory: Path) -> dict[str, Any]:
 def lines(found: dict[str, Any]) -> list[str]:
     """The same for people."""
     recipe = found["recipe"]
-    model = recipe["model"] if isinstance(recipe["model"], str) else f"a {recipe['model'].get('form')} of its own"
+    model = (
+        recipe["model"] if isinstance(recipe["model"], str) else f"a model of its own ({recipe['model'].get('form')})"
+    )
     said = [
         f"{found['run']}: {model}, {recipe['objective']['kind']}, {recipe['optimiser']['kind']}",
         f"step {found['step']:,} of {found['steps']:,}, {clock(found['seconds'])} of steps"
