@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cutaway.generate.sampling import has_triton
 from cutaway.model.embedding import Head
+from cutaway.train.softmax import Terms, softmax_part
 
 LOGITS = {"cpu": 2**26, "cuda": 2**30}
 """Values held at once, at most: larger products are faster."""
@@ -43,17 +44,8 @@ def can(head: Any, x: Tensor, trained: Sequence[Tensor]) -> bool:
     return kind == "cuda" and has_triton() and (narrow or x.dtype == weight.dtype == torch.bfloat16)
 
 
-def in_chunks(
-    matrix: Tensor,
-    x: Tensor,
-    targets: Tensor,
-    weights: Tensor,
-    *,
-    smoothing: float,
-    z: float,
-    room: dict[str, Tensor] | None = None,
-) -> Result:
-    """The loss over all targets, a chunk of them at a time; on a CPU `room` is memory to use again the next time."""
+def in_chunks(matrix: Tensor, x: Tensor, targets: Tensor, weights: Tensor, terms: Terms) -> Result:
+    """The loss over all targets, a chunk of them at a time; on a CPU `terms.room` is memory to use again."""
     (rows, width), vocab, on_gpu = x.shape, len(matrix), x.is_cuda
     columns = -(-vocab // TILE) * TILE if on_gpu else vocab
     table = matrix.detach()
@@ -62,22 +54,25 @@ def in_chunks(
         table[:vocab] = matrix
     x = x.to(table.dtype)
     chunk = min(rows, max(TILE, LOGITS[x.device.type] // columns // TILE * TILE))
-    own = None if on_gpu else room  # a GPU's allocator keeps memory by itself, where a system's hands out zeros
+    own = None if on_gpu else terms.room  # a GPU's allocator keeps memory by itself, where a system's hands out zeros
     logits = taken(own, "logits", x.new_empty, chunk, columns)
     slopes = logits if on_gpu else taken(own, "slopes", x.new_empty, chunk, columns)
     x_grad, grad = torch.empty_like(x), x.new_zeros(columns, width, dtype=torch.float32)
     losses, entropies = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
     wide: Any = {"out_dtype": torch.float32} if on_gpu else {}
-    if on_gpu:
-        from cutaway.train.fused import slopes_in_place as pass_over
-    else:
-        pass_over = slopes_beside
     for start in range(0, rows, chunk):
         part = slice(start, start + chunk)
         piece, here = x[part], slice(0, min(chunk, rows - start))
         torch.mm(piece, table.T, out=logits[here])
-        terms = (targets[part], weights[part], losses[part], entropies[part], vocab, smoothing, z)
-        pass_over(logits[here], slopes[here], *terms)
+        if on_gpu:
+            from cutaway.train.fused import slopes_in_place
+
+            into = (losses[part], entropies[part])
+            slopes_in_place(logits[here], targets[part], weights[part], *into, vocab, terms.smoothing, terms.z)
+        else:
+            asked = (targets[part, None], weights[part, None], terms, torch.float32)
+            _, loss, plain = softmax_part(logits[here], *asked, out=slopes[here])
+            losses[part], entropies[part] = loss.squeeze(-1), plain.squeeze(-1)
         torch.mm(slopes[here], table, out=x_grad[part])
         torch.addmm(grad, slopes[here].T, piece, out=grad, **wide)
     return Result(losses.sum(), entropies.sum(), x_grad, grad[:vocab])
@@ -91,34 +86,3 @@ def taken(room: dict[str, Tensor] | None, name: str, make: Callable[..., Tensor]
         if room is not None:
             room[name] = found
     return found
-
-
-def slopes_beside(
-    logits: Tensor,
-    slopes: Tensor,
-    targets: Tensor,
-    weights: Tensor,
-    losses: Tensor,
-    entropies: Tensor,
-    vocab: int,
-    smoothing: float,
-    z: float,
-) -> None:
-    """∂loss/∂logits into `slopes`, and each row's loss and plain cross-entropy."""
-    target, weight = targets[:, None], weights[:, None]
-    torch.ops.aten._log_softmax.out(logits, -1, False, out=slopes)
-    plain = -slopes.gather(-1, target)
-    loss, push = plain, weight
-    if smoothing:
-        loss = (1 - smoothing) * plain - smoothing * slopes.mean(-1, keepdim=True)
-    if z:
-        lse = logits.gather(-1, target) + plain
-        loss, push = loss + z * lse.square(), weight * (1 + 2 * z * lse)
-    losses.copy_((weight * loss).squeeze(-1))
-    entropies.copy_((weight * plain).squeeze(-1))
-    slopes.exp_()
-    if not bool((push == 1).all()):
-        slopes.mul_(push)
-    if smoothing:
-        slopes.sub_(weight * (smoothing / vocab))
-    slopes.scatter_add_(-1, target, -(1 - smoothing) * weight)

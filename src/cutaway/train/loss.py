@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from cutaway.errors import InputError
 from cutaway.train import bare
+from cutaway.train.softmax import Terms, softmax_part
 from cutaway.train.vocabulary import Vocabulary
 
 
@@ -29,17 +30,6 @@ class Loss(NamedTuple):
     """Σ of the weights."""
     entropy_total: Float[Tensor, ""]
     """Plain cross-entropy, without smoothing and z, to report."""
-
-
-class Terms(NamedTuple):
-    """What is added up for each target, and whose logits are here if not all."""
-
-    smoothing: float
-    z: float
-    chunk: int
-    vocabulary: Vocabulary | None = None
-    room: dict[str, Tensor] | None = None
-    """Memory to use again."""
 
 
 class Asked(NamedTuple):
@@ -143,8 +133,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx.by_hand = None
         if terms.vocabulary is None and bare.can(head, rows, trained):
             _check_targets(targets, len(trained[0]))
-            how: Any = {"smoothing": terms.smoothing, "z": terms.z, "room": terms.room}
-            ctx.by_hand = bare.in_chunks(trained[0], rows, targets, weight, **how)
+            ctx.by_hand = bare.in_chunks(trained[0], rows, targets, weight, terms)
             value, entropy, x_grad, sums = ctx.by_hand.loss, ctx.by_hand.entropy, None, []
         else:
             room = torch.zeros_like(rows) if x.requires_grad else None
@@ -196,9 +185,10 @@ def _in_chunks(
         if start == 0:
             _check_targets(targets, logits.shape[-1] if terms.vocabulary is None else terms.vocabulary.size)
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            slope, loss, plain = _softmax_part(logits.detach(), target, w, terms, wide, into is not None)
-            value += loss
-            entropy += plain
+            dtype = torch.promote_types(wide, logits.dtype)
+            slope, losses, plain = softmax_part(logits.detach(), target, w, terms, dtype, slopes=into is not None)
+            value += losses.sum()
+            entropy += plain.sum()
             if into is None:
                 continue
             x_grad, trained, sums = into
@@ -210,39 +200,6 @@ def _in_chunks(
             if x_grad is not None:
                 x_grad[part] = grads.pop()
     return value, entropy, into or (None, [], [])
-
-
-def _softmax_part(
-    logits: Float[Tensor, "n V"],
-    target: Int[Tensor, "n 1"],
-    weight: Float[Tensor, "n 1"],
-    terms: Terms,
-    wide: torch.dtype,
-    slopes: bool,
-) -> tuple[Float[Tensor, "n V"], Float[Tensor, ""], Float[Tensor, ""]]:
-    """∂loss/∂logits (in the place of the log-probabilities), the loss, and plain cross-entropy."""
-    spread, dtype = terms.vocabulary, torch.promote_types(wide, logits.dtype)
-    log_p = torch.log_softmax(logits, -1, dtype=dtype) if spread is None else spread.log_softmax(logits, dtype)
-    plain = -(log_p.gather(-1, target) if spread is None else spread.pick(log_p, target))
-    loss, s, z = plain, terms.smoothing, terms.z
-    if s:
-        loss = (1 - s) * plain - s * (log_p.mean(-1, keepdim=True) if spread is None else spread.mean(log_p))
-    push = weight
-    if z:
-        lse = (logits.gather(-1, target) if spread is None else spread.pick(logits, target)).to(log_p.dtype) + plain
-        loss = loss + z * lse.square()
-        push = weight * (1 + 2 * z * lse)
-    total, entropy = (weight * loss).sum(), (weight * plain).sum()
-    if slopes:
-        log_p = log_p.exp_().mul_(push)
-        if s:
-            log_p -= weight * (s / (logits.shape[-1] if spread is None else spread.size))
-        pull = (-(1 - s) * weight).to(log_p.dtype)
-        if spread is not None:
-            target, is_mine = spread.here(target, logits.shape[-1])
-            pull = pull * is_mine
-        log_p.scatter_add_(-1, target, pull)
-    return log_p, total, entropy
 
 
 def _check_targets(targets: Tensor, vocab_size: int) -> None:
