@@ -1,7 +1,6 @@
 """Training on a GPU: the fused loss is the plain one, a fast step is a plain step, and nothing is left behind."""
 
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -71,6 +70,7 @@ def test_a_fast_step_is_a_plain_step(name: str, documents: bool) -> None:
         if hasattr(module, "dropout"):
             module.dropout = 0.0  # type: ignore[assignment]
     task = tasks(model.config.vocab_size, documents)
+    before = [set(vars(module)) for module in model.modules()]
     exact = gradients(model, task, False, "fp32")
     plain, fast = (gradients(model, task, way, "bf16") for way in (False, True))
     assert fast.keys() == exact.keys()
@@ -81,9 +81,43 @@ def test_a_fast_step_is_a_plain_step(name: str, documents: bool) -> None:
 
     assert wrong(fast) < 1.5 * wrong(plain) + 1e-4
     assert wrong(plain) < 0.05
-    assert all(block._compiled_call_impl is None for stack in model.stacks.values() for block in stack.blocks)
-    left = {type(value) for module in model.modules() for value in vars(module).values()}
-    assert MethodType not in left
+    assert [set(vars(module)) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("tanh", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(7, 40), (300, 513), (4096, 1024)])
+def test_the_wide_gelu_is_the_plain_one(rows: int, columns: int, biased: bool, tanh: bool) -> None:
+    from cutaway.train.gelu import WideGelu
+
+    torch.manual_seed(0)
+    made = [torch.randn(*shape, device="cuda", requires_grad=True) for shape in ((rows, 24), (columns, 24), (columns,))]
+    x, weight, bias = made[0], made[1], made[2] if biased else None
+    slope = torch.randn(rows, columns, device="cuda")
+
+    def gone_back(result: torch.Tensor) -> list[torch.Tensor]:
+        asked = [each for each in (x, weight, bias) if each is not None]
+        return [result.detach(), *torch.autograd.grad(result, asked, slope)]
+
+    ours = gone_back(WideGelu.apply(x, weight, bias, tanh))  # type: ignore[no-untyped-call]
+    plain = torch.nn.functional.linear(x, weight, bias)
+    theirs = gone_back(torch.nn.functional.gelu(plain, approximate="tanh" if tanh else "none"))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-3)
+
+
+def test_blocks_are_compiled_in_pieces_or_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ct.config("tiny-gpt").model_dump(mode="json", exclude_none=True)
+    settings["decoder"]["layers"] = 5
+    model = ct.build(ct.config(settings), device="cuda", seed=0).train()
+    task = tasks(model.config.vocab_size, False)
+    plain = gradients(model, task, False, "fp32")
+    for piece, mode in ((2, "none"), (16, "none"), (16, "full")):
+        model.use_recompute(mode)  # type: ignore[arg-type]
+        monkeypatch.setattr("cutaway.train.fast.PIECE", piece)
+        found = gradients(model, task, True, "fp32")
+        for key, value in plain.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4)
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def _keep_costly(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoint
 
 def run_block(mode: Recompute, block: nn.Module, x: Tensor, scene: Any) -> Tensor:
     """block(x, scene), storing as little as `mode` says."""
-    if mode == "none" or not torch.is_grad_enabled():
+    if mode == "none" or not (block.training and torch.is_grad_enabled()):
         return block(x, scene)
     if mode == "full":
         return checkpoint(block, x, scene, use_reentrant=False)

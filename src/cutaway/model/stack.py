@@ -89,10 +89,13 @@ class Stack(nn.Module):
         scenes = self.scenes(places, x.dtype, cache, steps or {})
         if memory_places is not None:
             self.show_memory(scenes, memory, view_of_memory(places, memory_places), x.dtype, cache)
-        mode = self.recompute if self.training else "none"
+        return F.dropout(self.run(x, scenes), self.final_dropout, self.training)
+
+    def run(self, x: Float[Tensor, "B T d"], scenes: list[Scene]) -> Float[Tensor, "B T d"]:
+        """Through all blocks, and the final norm."""
         for block, scene in zip(self.blocks, scenes, strict=True):
-            x = run_block(mode, block, x, scene)
-        return F.dropout(self.final_norm(x), self.final_dropout, self.training)
+            x = run_block(self.recompute, block, x, scene)
+        return self.final_norm(x)
 
     def scenes(self, q: Places, dtype: torch.dtype, cache: Cache | None, steps: dict[int, Step]) -> list[Scene]:
         """What each layer is given. Rotations and plans are made once for all layers that can share them."""

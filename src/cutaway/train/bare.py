@@ -53,7 +53,8 @@ def in_chunks(matrix: Tensor, x: Tensor, targets: Tensor, weights: Tensor, terms
         table = x.new_zeros(columns, width, dtype=torch.bfloat16)
         table[:vocab] = matrix
     x = x.to(table.dtype)
-    chunk = min(rows, max(TILE, LOGITS[x.device.type] // columns // TILE * TILE))
+    count = -(-rows // max(TILE, LOGITS[x.device.type] // columns))
+    chunk = min(rows, -(-rows // count // TILE) * TILE)  # all but the last alike
     own = None if on_gpu else terms.room  # a GPU's allocator keeps memory by itself, where a system's hands out zeros
     logits = taken(own, "logits", x.new_empty, chunk, columns)
     slopes = logits if on_gpu else taken(own, "slopes", x.new_empty, chunk, columns)

@@ -41,20 +41,26 @@ def _row(
     BLOCK: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
+    LANE: tl.constexpr = 8
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target, weight = tl.load(targets + row), tl.load(weights + row)
-    place = tl.arange(0, BLOCK)
-    top, total, plain = -float("inf"), 0.0, 0.0
+    place = tl.arange(0, BLOCK // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
+    # Each lane keeps its own greatest score and sum: threads wait for each other once a row, not once a block.
+    tops, totals = tl.full((BLOCK // LANE,), -1e30, tl.float32), tl.zeros((BLOCK // LANE,), tl.float32)
+    plains = tl.zeros((BLOCK // LANE,), tl.float32)
     for start in range(0, vocab, BLOCK):
         here = start + place < vocab
         scores = tl.load(logits + start + place, mask=here, other=-float("inf"), eviction_policy="evict_last")
         scores = scores.to(tl.float32) * LOG2E
-        higher = tl.maximum(top, tl.max(scores, 0))
-        total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(scores - higher), 0)
-        top = higher
+        higher = tl.maximum(tops, tl.max(scores, 1))
+        totals = totals * tl.exp2(tops - higher) + tl.sum(tl.exp2(scores - higher[:, None]), 1)
+        tops = higher
         if SMOOTH:
-            plain += tl.sum(tl.where(here, scores, 0.0), 0)
+            plains += tl.sum(tl.where(here, scores, 0.0), 1)
+    top = tl.max(tops, 0)
+    total = tl.sum(totals * tl.exp2(tops - top), 0)
+    plain = tl.sum(plains, 0)
     lse = (top + tl.log2(total)) / LOG2E
     entropy = lse - tl.load(logits + target).to(tl.float32)
     loss = entropy + z * lse * lse

@@ -47,7 +47,8 @@ class Stepper:
     def __post_init__(self) -> None:
         # Matrices in slices are not joined; what hooks watch, compiled blocks would not call again.
         plain = self.ranks.tensor_ranks > 1 or bool(self.recipe.objective.balance)
-        self.pace = pace(self.learner.model, False if plain else self.recipe.training.compile)
+        compiled = False if plain else self.recipe.training.compile
+        self.pace = pace(self.learner.model, compiled, alone=self.ranks.world == 1)
 
     def step(self, number: int, *, measure: bool = False) -> Row:
         """By the gradient, unless the policy skips it."""
