@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from cutaway.families.load import load as load
     from cutaway.families.save import save as save
     from cutaway.generate.texts import generate as generate
+    from cutaway.lens.trace import trace as trace
     from cutaway.model import Cache as Cache
     from cutaway.model import Transformer as Transformer
     from cutaway.model import build as build
@@ -28,6 +29,7 @@ _HOMES = {
     "load": "cutaway.families.load",
     "presets": "cutaway.config.presets",
     "save": "cutaway.families.save",
+    "trace": "cutaway.lens.trace",
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "presets",
     "save",
     "size",
+    "trace",
     "train",
 ]
 

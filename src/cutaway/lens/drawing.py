@@ -1,0 +1,57 @@
+"""Pictures and tables of values; matplotlib is imported only when something is drawn."""
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from torch import Tensor
+
+Row = tuple[str, str, tuple[int, ...], float]
+
+
+def sizes(axes: str, shape: tuple[int, ...]) -> str:
+    return " × ".join(f"{axis} {size}" for axis, size in zip(axes, shape, strict=True))
+
+
+def listing(rows: Sequence[Row]) -> str:
+    """A line a site: its name, its shape by named axes, its bytes."""
+    if not rows:
+        return "nothing yet"
+    wide, broad = max(len(name) for name, *_ in rows), max(len(sizes(axes, shape)) for _, axes, shape, _ in rows)
+    lines = [f"{name:{wide}}  {sizes(axes, shape):{broad}}  {bytes_in_words(size)}" for name, axes, shape, size in rows]
+    return "\n".join(lines)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The same for a notebook, with the length of the vector."""
+    cells = [(escape(name), escape(sizes(axes, shape)), f"{norm:.4g}") for name, axes, shape, norm in rows]
+    body = "".join(
+        f"<tr><td><code>{name}</code></td><td>{shape}</td><td>{norm}</td></tr>" for name, shape, norm in cells
+    )
+    return f"<table><thead><tr><th>site</th><th>shape</th><th>norm</th></tr></thead><tbody>{body}</tbody></table>"
+
+
+def bytes_in_words(size: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"
+
+
+def heat(value: Tensor, title: str, axes: str, **how: Any) -> Any:
+    """A heat map; lighter is larger, and about 0 two colours part."""
+    from matplotlib import pyplot
+
+    shown = value.float().cpu().numpy()
+    figure, ax = pyplot.subplots(figsize=how.pop("figsize", (6, 4)))
+    signed = bool((value < 0).any())
+    top = float(abs(shown).max()) or 1.0
+    limits = {"vmin": -top, "vmax": top} if signed else {"vmin": 0.0}
+    image = ax.imshow(shown, aspect="auto", cmap="RdBu_r" if signed else "viridis", **limits | how)
+    ax.set_title(title)
+    ax.set_ylabel(axes[0])
+    ax.set_xlabel(axes[-1])
+    figure.colorbar(image)
+    pyplot.close(figure)
+    return figure

@@ -1,0 +1,112 @@
+"""The vocabulary of places in a model: each named value is what some module is given or gives back.
+
+    embed · final_norm · logits
+    blocks.{i}. resid_pre · attn.{in, q, k, v, scores, pattern, z, out} · resid_mid · ffn.{in, hidden, out} · resid_post
+
+Two stacks are told apart by `encoder.` and `decoder.`, and the decoder's blocks have `cross.*` like `attn.*`, with the
+stream before it as `cross.resid_pre`. `*.out` is exactly what is added to the stream. Experts have `ffn.router`, the
+weights of those chosen.
+
+Axes: B rows, T tokens, S tokens that are looked at, H heads, G heads of keys and values, D and E their widths, d the
+stream's width, h the FFN's, V the vocabulary, N tokens of all rows, K experts chosen.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from cutaway.model import Transformer
+from cutaway.model.attention import Latent
+from cutaway.model.block import Block
+from cutaway.model.stack import Stack
+
+Side = Literal["in", "out", "scores", "pattern"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A value on its way: what `module` is given (its argument `index`) or gives back, or what its attention saw."""
+
+    name: str
+    axes: str
+    """A letter for each axis."""
+    module: nn.Module
+    side: Side = "out"
+    index: int = 0
+    layer: int | None = None
+    stack: Stack | None = None
+    widths: tuple[tuple[str, int], ...] = ()
+    """The axes whose sizes the model decides."""
+
+    def shape(self, batch: int, length: int, seen: int | None = None) -> tuple[int, ...]:
+        """For so many rows and tokens; `seen`: tokens that are looked at, if others."""
+        sizes = {"B": batch, "T": length, "S": length if seen is None else seen, "N": batch * length}
+        sizes |= dict(self.widths)
+        return tuple(sizes[axis] for axis in self.axes)
+
+    @property
+    def heads(self) -> int | None:
+        """How many heads the value has an axis for, those of queries if both."""
+        sizes = dict(self.widths)
+        return sizes["H"] if "H" in self.axes else sizes["G"] if "G" in self.axes else None
+
+
+def sites(model: Transformer) -> dict[str, Site]:
+    """Every site of a model by name, in the order in which values come to them."""
+    stacks = model.stacks
+    found: list[Site] = []
+    for name, stack in stacks.items():
+        found += of_stack(stack, f"{name}." if len(stacks) > 1 else "", model.config.d_model)
+    head: Any = getattr(model, "head", None)
+    if head is not None:
+        found.append(Site("logits", "BTV", head, widths=(("V", head.matrix.weight.shape[0]),)))
+    return {site.name: site for site in found}
+
+
+def of_stack(stack: Stack, prefix: str, d_model: int) -> Iterator[Site]:
+    stream: Any = {"axes": "BTd", "widths": (("d", d_model),), "stack": stack}
+    yield Site(f"{prefix}embed", module=stack.embed, **stream)
+    for layer, block in enumerate(stack.blocks):
+        here = f"{prefix}blocks.{layer}"
+        at: Any = {**stream, "layer": layer}
+        yield Site(f"{here}.resid_pre", module=block, side="in", **at)
+        yield from of_attention(f"{here}.attn", block.attn, at)
+        if getattr(block, "cross", None) is not None:
+            yield Site(f"{here}.cross.resid_pre", module=block.cross, side="in", **at)  # type: ignore[arg-type]
+            yield from of_attention(f"{here}.cross", block.cross, at)
+        if isinstance(block, Block):
+            yield Site(f"{here}.resid_mid", module=block.ffn, side="in", **at)
+        yield from of_ffn(f"{here}.ffn", block.ffn, at)
+        yield Site(f"{here}.resid_post", module=block, **at)
+    yield Site(f"{prefix}final_norm", module=stack.final_norm, **stream)
+
+
+def of_attention(name: str, branch: Any, at: dict[str, Any]) -> Iterator[Site]:
+    f, kernel = branch.f, branch.f.kernel
+    latent = isinstance(f, Latent)
+    d_head = f.d_nope + f.d_rope if latent else f.d_head
+    groups, value = (f.heads, f.d_value) if latent else (f.kv_heads, f.d_head)
+    of_heads: Any = at | {"widths": (("H", f.heads), ("G", groups), ("D", d_head), ("E", value)), "module": kernel}
+    yield Site(f"{name}.in", module=f, side="in", **at)
+    for index, (letter, axes) in enumerate((("q", "BTHD"), ("k", "BSGD"), ("v", "BSGE"))):
+        yield Site(f"{name}.{letter}", side="in", index=index, **of_heads | {"axes": axes})
+    yield Site(f"{name}.scores", side="scores", **of_heads | {"axes": "BHTS"})
+    yield Site(f"{name}.pattern", side="pattern", **of_heads | {"axes": "BHTS"})
+    yield Site(f"{name}.z", **of_heads | {"axes": "BTHE"})
+    yield Site(f"{name}.out", module=branch, **at)
+
+
+def of_ffn(name: str, branch: Any, at: dict[str, Any]) -> Iterator[Site]:
+    f = branch.f
+    yield Site(f"{name}.in", module=f, side="in", **at)
+    router, shared = getattr(f, "router", None), getattr(f, "shared", None)
+    if router is not None:
+        yield Site(f"{name}.router", module=router, **at | {"axes": "NK", "widths": (("K", router.top_k),)})
+    for where, dense in ((f"{name}.shared", shared), (name, None if router is not None else f)):
+        if dense is not None:
+            width = dense.down.weight.shape[-1]
+            hidden: Any = at | {"axes": "BTh", "widths": (("h", width),)}
+            yield Site(f"{where}.hidden", module=dense.down, side="in", **hidden)
+    yield Site(f"{name}.out", module=branch, **at)

@@ -1,0 +1,250 @@
+"""`ct.trace`: read any value inside a model while it runs, and leave nothing behind.
+
+with ct.trace(model, "resid_post", "attn.pattern", layers=[0, -1]) as t:
+    model(tokens)
+t["blocks.0.attn.pattern"]
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cutaway.errors import InputError
+from cutaway.lens import pattern
+from cutaway.lens.choice import Numbers, chosen, numbers
+from cutaway.lens.drawing import bytes_in_words, listing
+from cutaway.lens.sites import Site, sites
+from cutaway.lens.taps import Passing, Taps, in_backward
+from cutaway.lens.value import Value, valued
+from cutaway.model import Transformer
+
+
+class Trace:
+    """What passed the chosen sites: `t[site]`, or `t[site, call]` where the model was called several times."""
+
+    def __init__(
+        self,
+        model: Any,
+        *patterns: str,
+        layers: Numbers | None = None,
+        positions: Numbers | None = None,
+        heads: Numbers | None = None,
+        gradients: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.model = unwrapped(model)
+        self.sites = chosen(sites(self.model), patterns, layers)
+        self.positions, self.heads = positions, heads
+        self.gradients, self.device, self.dtype = gradients, device, dtype
+        self.seen: dict[str, list[Tensor]] = {site.name: [] for site in self.sites}
+        self.slopes: dict[str, dict[int, Tensor]] = {site.name: {} for site in self.sites}
+        self.taps = Taps()
+        for site in self.sites:
+            self.heads_of(site)  # refused before anything runs
+
+    def __enter__(self) -> "Trace":
+        try:
+            for site in self.sites:
+                self.taps.attach(site, self.read, heads=self.heads_of(site) if "H" in site.axes else None)
+        except BaseException:
+            self.taps.remove()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.taps.remove()
+        if kind is None and not any(self.seen.values()):
+            raise InputError(
+                f"nothing passed {self.sites[0].name}; call the model inside the with-block: the model itself, "
+                "not a compiled copy of it"
+            )
+
+    def heads_of(self, site: Site) -> list[int] | None:
+        if self.heads is None or site.heads is None:
+            return None
+        count = dict(site.widths)["H"]
+        wanted = numbers(self.heads, count, "heads", f"the heads of {site.name}")
+        if "H" in site.axes:
+            return wanted
+        return list(dict.fromkeys(head * site.heads // count for head in wanted))
+
+    def read(self, passing: Passing) -> Tensor | None:
+        if in_backward():  # a block that is computed again
+            return None
+        site, value = passing.site, passing.value
+        call = len(self.seen[site.name])
+        if self.gradients:
+            if site.side in ("scores", "pattern"):
+                self.follow_inside(passing, call)
+            elif value.requires_grad:
+                if site.name.endswith(".in"):  # others may read the same tensor, and their slope is not this site's
+                    value = value.view_as(value)
+                value.register_hook(lambda slope: self.keep_slope(site, call, slope))  # type: ignore[no-untyped-call]
+        self.seen[site.name].append(self.kept(site, passing.value))
+        return None if value is passing.value else value
+
+    def follow_inside(self, passing: Passing, call: int) -> None:
+        """A pattern that is computed aside has no gradient of its own; z's gives it: z = pattern·v."""
+        site = passing.site
+        if not passing.result.requires_grad:
+            return
+        heads = self.heads_of(site)
+        mixed, weights = pattern.values(passing.args, heads).detach(), passing.value.detach()
+        if site.side == "scores":
+            weights = pattern.seen(site.module, passing.args, heads).pattern().detach()  # type: ignore[arg-type]
+
+        def keep(slope: Tensor) -> None:
+            slope = slope if heads is None else slope[:, :, heads]
+            inner = torch.einsum("bthe,bshe->bhts", slope, mixed)
+            if site.side == "scores":
+                inner = weights * (inner - (inner * weights).sum(-1, keepdim=True))
+            self.keep_slope(site, call, inner)
+
+        passing.result.register_hook(keep)
+
+    def keep_slope(self, site: Site, call: int, slope: Tensor) -> None:
+        kept, held = self.kept(site, slope), self.slopes[site.name]
+        held[call] = held[call] + kept if call in held else kept
+
+    def kept(self, site: Site, value: Tensor) -> Tensor:
+        """The part that was asked for, as a tensor that holds no more than itself."""
+        value = value.detach()
+        tokens = site.axes.find("T") if "T" in site.axes else site.axes.find("S")
+        if self.positions is not None and tokens >= 0:
+            size = value.shape[tokens]
+            where = numbers(self.positions, size, "positions", "the tokens of this call")
+            value = value.index_select(tokens, torch.tensor(where, device=value.device))
+        heads = self.heads_of(site)
+        if heads is not None and site.side in ("in", "out"):
+            value = value.index_select(2, torch.tensor(heads, device=value.device))
+        moved = value.to(device=self.device or value.device, dtype=self.dtype or value.dtype)
+        if moved.untyped_storage().nbytes() > moved.numel() * moved.element_size():
+            moved = moved.clone()  # a view would hold, and follow, what it is a part of
+        return moved
+
+    def __getitem__(self, asked: str | tuple[str, int]) -> Value:
+        name, call = asked if isinstance(asked, tuple) else (asked, None)
+        return self.pick(name, call, dict(enumerate(self.of(name))))
+
+    def gradient(self, name: str, call: int | None = None) -> Value:
+        """∂loss/∂value, after backward() in or after the with-block."""
+        name = self.name_of(name)
+        if not self.gradients:
+            raise InputError("gradients were not asked for; write trace(…, gradients=True)")
+        return self.pick(name, call, self.slopes[name])
+
+    def of(self, name: str) -> list[Tensor]:
+        """What passed, one value a call."""
+        return self.seen[self.name_of(name)]
+
+    def name_of(self, name: str) -> str:
+        """A full name, or an end that only one site has."""
+        found = [name] if name in self.seen else [each for each in self.seen if each.endswith(f".{name}")]
+        if len(found) != 1:
+            why = "is not one of the sites traced" if not found else f"is the end of {len(found)} sites"
+            raise InputError(f"'{name}' {why}; there is {', '.join(found or list(self.seen)[:6])} …")
+        return found[0]
+
+    def pick(self, name: str, call: int | None, found: dict[int, Tensor]) -> Value:
+        name = self.name_of(name)
+        site = next(site for site in self.sites if site.name == name)
+        calls = len(self.seen[name])
+        if call is None and calls > 1:
+            raise InputError(
+                f"{name} was passed {calls} times; say which, as in t['{name}', -1], or take t.of('{name}')"
+            )
+        number = (0 if call is None else call) % max(calls, 1)
+        if number not in found or not -calls <= (call or 0) < calls:
+            raise InputError(f"nothing passed {name} in that call; it was passed {calls} times")
+        return valued(found[number], name, site.axes)
+
+    def stacked(self, end: str) -> Tensor:
+        """(layers, …): the values of the sites whose names end so, one call's, one above the other."""
+        found = [site for site in self.sites if site.name == end or site.name.endswith(f".{end}")]
+        if not found:
+            self.name_of(end)
+        return torch.stack([self[site.name] for site in found])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.seen)
+
+    def __len__(self) -> int:
+        return len(self.seen)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.seen
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        values = [each for found in self.seen.values() for each in found]
+        return sum(each.nbytes for each in values)
+
+    def plan(self, batch: int, length: int, seen: int | None = None) -> "Plan":
+        """What one call with so many rows and tokens will hold, before it runs."""
+        rows = []
+        for site in self.sites:
+            shape = list(site.shape(batch, length, seen))
+            tokens = site.axes.find("T") if "T" in site.axes else site.axes.find("S")
+            if self.positions is not None and tokens >= 0:
+                shape[tokens] = len(numbers(self.positions, shape[tokens], "positions", "the tokens of this call"))
+            heads = self.heads_of(site)
+            if heads is not None:
+                shape[site.axes.index("H" if "H" in site.axes else "G")] = len(heads)
+            size = (self.dtype or self.model.dtype).itemsize
+            rows.append(Planned(site.name, site.axes, tuple(shape), size * torch.Size(shape).numel()))
+        return Plan(rows)
+
+    def save(self, path: str | Path) -> None:
+        """All of it as safetensors; the calls of one site are numbered."""
+        from safetensors.torch import save_file
+
+        flat = {
+            name if len(found) == 1 else f"{name}@{call}": each.contiguous()
+            for name, found in self.seen.items()
+            for call, each in enumerate(found)
+        }
+        save_file(flat, path, {site.name: site.axes for site in self.sites})
+
+    def __repr__(self) -> str:
+        rows = [(name, each) for name, found in self.seen.items() for each in found[-1:]]
+        axes = {site.name: site.axes for site in self.sites}
+        return listing([(name, axes[name], tuple(each.shape), each.nbytes) for name, each in rows])
+
+
+class Planned(NamedTuple):
+    """A site, and what one call holds of it."""
+
+    site: str
+    axes: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class Plan(list[Planned]):
+    """What a trace will hold."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(row.nbytes for row in self)
+
+    def __repr__(self) -> str:
+        return f"{listing(list(self))}\n{bytes_in_words(self.nbytes)} a call"
+
+
+def unwrapped(model: Any) -> Transformer:
+    """A checkpoint's model, a compiled one's original."""
+    if not isinstance(model, nn.Module) and isinstance(getattr(model, "model", None), nn.Module):
+        model = model.model
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, Transformer):
+        raise InputError(f"a {type(model).__name__} is no cutaway model; give one of ct.build(…) or ct.load(…)")
+    return model
+
+
+trace = Trace
