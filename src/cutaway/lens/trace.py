@@ -18,7 +18,7 @@ from cutaway.lens import pattern
 from cutaway.lens.choice import Numbers, chosen, numbers
 from cutaway.lens.drawing import bytes_in_words, listing
 from cutaway.lens.sites import Site, sites
-from cutaway.lens.taps import Passing, Taps, in_backward
+from cutaway.lens.taps import Passing, Taps, in_backward, index
 from cutaway.lens.value import Value, valued
 from cutaway.model import Transformer
 
@@ -48,16 +48,12 @@ class Trace:
             self.heads_of(site)  # refused before anything runs
 
     def __enter__(self) -> "Trace":
-        try:
-            for site in self.sites:
-                self.taps.attach(site, self.read, heads=self.heads_of(site) if "H" in site.axes else None)
-        except BaseException:
-            self.taps.remove()
-            raise
+        inside = [(site, self.heads_of(site) if site.side in ("scores", "pattern") else None) for site in self.sites]
+        self.taps.open((site, self.read, heads) for site, heads in inside)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.taps.remove()
+        self.taps.close()
         if kind is None and not any(self.seen.values()):
             raise InputError(
                 f"nothing passed {self.sites[0].name}; call the model inside the with-block: the model itself, "
@@ -118,10 +114,10 @@ class Trace:
         if self.positions is not None and tokens >= 0:
             size = value.shape[tokens]
             where = numbers(self.positions, size, "positions", "the tokens of this call")
-            value = value.index_select(tokens, torch.tensor(where, device=value.device))
+            value = value.index_select(tokens, index(where, value))
         heads = self.heads_of(site)
         if heads is not None and site.side in ("in", "out"):
-            value = value.index_select(2, torch.tensor(heads, device=value.device))
+            value = value.index_select(2, index(heads, value))
         moved = value.to(device=self.device or value.device, dtype=self.dtype or value.dtype)
         if moved.untyped_storage().nbytes() > moved.numel() * moved.element_size():
             moved = moved.clone()  # a view would hold, and follow, what it is a part of
@@ -185,11 +181,11 @@ class Trace:
         values = [each for found in self.seen.values() for each in found]
         return sum(each.nbytes for each in values)
 
-    def plan(self, batch: int, length: int, seen: int | None = None) -> "Plan":
+    def plan(self, batch: int, length: int, source: int | None = None) -> "Plan":
         """What one call with so many rows and tokens will hold, before it runs."""
         rows = []
         for site in self.sites:
-            shape = list(site.shape(batch, length, seen))
+            shape = list(site.shape(batch, length, source))
             tokens = site.axes.find("T") if "T" in site.axes else site.axes.find("S")
             if self.positions is not None and tokens >= 0:
                 shape[tokens] = len(numbers(self.positions, shape[tokens], "positions", "the tokens of this call"))
