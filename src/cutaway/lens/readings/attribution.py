@@ -78,7 +78,7 @@ def refuse_unless_sum(this: Subject) -> None:
                 f"block {layer} has norms on the stream itself (post-norm), so its stream is no sum of parts; "
                 "attribution needs norms inside the branches: pre, sandwich, output or parallel placement"
             )
-    if this.head.transform is not None:
+    if this.need_head().transform is not None:
         raise InputError(
             "this model's head has a layer with an activation before the output matrix, so a logit is no sum of "
             "parts; attribution needs a plain head"
@@ -88,7 +88,7 @@ def refuse_unless_sum(this: Subject) -> None:
 def parts_of(
     this: Subject, here: Trace, everywhere: Trace, chosen: int, other: int | None, *, by_head: bool, by_token: bool
 ) -> Iterator[Part]:
-    head, stack, prefix = this.head, this.stack, this.prefix
+    head, stack, prefix = this.need_head(), this.stack, this.prefix
     matrix: Any = head.matrix.weight
     direction = wide(matrix[chosen]) * head.scale
     bias = head.scale * wide(head.bias)[chosen] if head.bias is not None else None
@@ -155,7 +155,7 @@ def told(
     else:
         amounts = torch.stack([part.amount for part in parts])
     whole = logits[0, at, chosen] - (0 if other is None else logits[0, at, other])
-    cap = this.head.softcap
+    cap = this.need_head().softcap
     capped = "" if cap is None else f", before the cap at ±{cap:g}"
     note = f"the parts add up to {float(amounts.sum()):.6g}{capped}; the model says {float(whole):.6g}"
     axes = ("part", "token") if by_token else ("part",)

@@ -26,7 +26,7 @@ def logit_lens(
     if of is None and unit == "rank":
         raise InputError("the likeliest token's rank is always 1; name the token whose rank is asked for")
     this = subject(model, tokens, source)
-    head, stack = this.head, this.stack
+    head, stack = this.need_head(), this.stack
     chosen = None if of is None else this.token(of, "the token to follow")
     names = [f"{this.prefix}embed", *(f"{this.prefix}blocks.{at}.resid_post" for at in range(len(stack.blocks)))]
     rows, ids = [], []
@@ -42,8 +42,14 @@ def logit_lens(
             if unit == "rank":
                 rows.append(1 + (logits > mine).sum(-1))
             else:
-                rows.append((mine - logits.logsumexp(-1, keepdim=True)).exp()[:, 0] if unit == "probability" else mine[:, 0])
+                rows.append(
+                    (mine - logits.logsumexp(-1, keepdim=True)).exp()[:, 0] if unit == "probability" else mine[:, 0]
+                )
     labels = ("embed", *(str(layer) for layer in range(len(stack.blocks))))
     texts = np.array([this.texts(row) for row in ids], dtype=object)
-    title = "the likeliest token after each block" if chosen is None else f"'{shown(this.texts([chosen])[0])}' after each block"
+    title = (
+        "the likeliest token after each block"
+        if chosen is None
+        else f"'{shown(this.texts([chosen])[0])}' after each block"
+    )
     return Reading(title, torch.stack(rows), ("layer", "token"), (labels, this.words), unit, texts=texts)

@@ -1,4 +1,4 @@
-"""Norms as the linear maps they are at one token: their statistics frozen, a direction can be carried back through them.
+"""Norms as the linear maps they are at one token, statistics frozen: a direction can be carried back through them.
 
 y = (x − mean(x)) / s · γ + β with s held at what it was gives y·u = x·g + β·u, where g is the direction u carried back.
 """

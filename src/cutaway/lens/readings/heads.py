@@ -21,7 +21,9 @@ def attention_entropy(model: Any, tokens: Text, *, source: Text | None = None) -
     """
     this = subject(model, tokens, source)
     patterns = patterns_of(this)
-    return by_head([entropy(pattern) for _, pattern in patterns], [name for name, _ in patterns], "entropy of attention", "bits")
+    return by_head(
+        [entropy(pattern) for _, pattern in patterns], [name for name, _ in patterns], "entropy of attention", "bits"
+    )
 
 
 def entropy(pattern: Tensor) -> Tensor:
@@ -32,7 +34,7 @@ def entropy(pattern: Tensor) -> Tensor:
 
 
 def patterns_of(this: Subject) -> list[tuple[str, Tensor]]:
-    """Every attention's pattern (B, H, T, S) by a short name: the layer, and which stack and kind if there are several."""
+    """Every attention's pattern (B, H, T, S) by its layer, and by its stack and kind where there are several."""
     with resting(this.model), trace(this.model, "attn.pattern", *(["cross.pattern"] if this.prefix else [])) as t:
         this.run()
     return [(short(name), wide(t[name])) for name in t]
@@ -62,7 +64,9 @@ def head_kinds(model: Any, *, length: int | None = None, rows: int = 8, seed: in
     """
     inner = unwrapped(model)
     if isinstance(inner, EncoderDecoder):
-        raise InputError("kinds of heads are scored on one text, and this model reads two; take a decoder or an encoder")
+        raise InputError(
+            "kinds of heads are scored on one text, and this model reads two; take a decoder or an encoder"
+        )
     tokens = repeated(inner, getattr(model, "tokenizer", None), length, rows, seed)
     half = tokens.shape[1] // 2
     scores, names = [], []
@@ -76,9 +80,11 @@ def head_kinds(model: Any, *, length: int | None = None, rows: int = 8, seed: in
 
 
 def kinds_of(pattern: Tensor, half: int) -> list[Tensor]:
-    """(H,) for each kind; the last three in the second half only, where they can be told apart."""
-    back = {gap: pattern.diagonal(-gap, -2, -1) for gap in (1, half, half - 1)}  # (B, H, T − gap): row t looks at t − gap
-    previous = back[1].mean((0, 2))
+    """(H,) for each kind, in the second half only, where they can be told apart."""
+    back = {
+        gap: pattern.diagonal(-gap, -2, -1) for gap in (1, half, half - 1)
+    }  # (B, H, T − gap): row t looks at t − gap
+    previous = back[1][..., half - 1 :].mean((0, 2))
     duplicate = back[half].mean((0, 2))
     induction = back[half - 1][..., 1:].mean((0, 2))  # from the second half's first token on
     first = pattern[..., half + 1 :, 0].mean((0, 2))
@@ -91,9 +97,11 @@ def repeated(model: Transformer, tokenizer: Any, length: int | None, rows: int, 
     special = set(getattr(tokenizer, "special_ids", ()))
     usual = torch.tensor([token for token in range(size) if token not in special])
     context = getattr(model.config, "context", None) or 128
-    length = min(64, context // 2, len(usual)) if length is None else length
+    length = min(32, context // 2, len(usual)) if length is None else length
     if isinstance(length, bool) or not isinstance(length, int) or not 3 <= length <= len(usual):
-        raise InputError(f"length is {length!r}; give 3 to {len(usual)}, as the tokens that are repeated are all different")
+        raise InputError(
+            f"length is {length!r}; give 3 to {len(usual)}, as the tokens that are repeated are all different"
+        )
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise InputError(f"rows is {rows!r}; give at least 1")
     draw = torch.Generator().manual_seed(seed)

@@ -6,13 +6,13 @@ Geva et al. 2021, https://arxiv.org/abs/2012.14913
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cutaway.errors import InputError
 from cutaway.lens.choice import numbers
 from cutaway.lens.readings.frozen import through_gain
 from cutaway.lens.readings.reading import Reading
-from cutaway.lens.readings.subject import Subject, Text, resting, subject, wide
+from cutaway.lens.readings.subject import Subject, Text, alone, resting, subject, wide
 from cutaway.lens.trace import trace
 
 
@@ -32,11 +32,13 @@ def neuron_values(model: Any, layer: int, unit: int, *, count: int = 10) -> Read
     What it writes is read by the head directly, with the gains of the norms on the way and without their scale, which
     depends on the text: the numbers are in proportion, not in logits.
     """
-    this = subject_alone(model)
+    this = alone(model)
     layer, unit, down = dense(this, layer, unit)
-    head, stack = this.head, this.stack
+    head, stack = this.need_head(), this.stack
     if head.transform is not None:
-        raise InputError("this model's head has a layer with an activation before the output matrix; none can be read through it")
+        raise InputError(
+            "this model's head has a layer with an activation before the output matrix; none can be read through it"
+        )
     matrix: Any = head.matrix.weight
     branch: Any = stack.blocks[layer].ffn
     with torch.no_grad():
@@ -61,11 +63,3 @@ def dense(this: Subject, layer: int, unit: int) -> tuple[int, int, Any]:
         raise InputError(f"block {layer} has experts, each with neurons of its own; name a layer whose FFN is dense")
     weight: Any = down.weight
     return layer, numbers(unit, weight.shape[-1], "unit", f"the neurons of block {layer}")[0], down
-
-
-def subject_alone(model: Any) -> Subject:
-    """A model without a text."""
-    from cutaway.lens.trace import unwrapped
-
-    nothing: Tensor = torch.zeros(1, 0, dtype=torch.long)
-    return Subject(unwrapped(model), getattr(model, "tokenizer", None), nothing, None)

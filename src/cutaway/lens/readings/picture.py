@@ -10,7 +10,7 @@ from cutaway.lens.readings.reading import shown
 if TYPE_CHECKING:
     from cutaway.lens.readings.reading import Reading
 
-ORDERED = ("layer", "token", "distance", "sublayer")
+ORDERED = ("layer", "token", "sublayer", "position", "other position")
 """Axes whose neighbours belong together, so that a line between them says something."""
 MOST_LABELS = 48
 
@@ -29,7 +29,7 @@ def picture(reading: "Reading", **how: Any) -> Any:
     figure, grid = pyplot.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
     shared = limits(reading)
     for place, (name, part) in zip(grid.flat, panels, strict=False):
-        if len(part.axes) == 2:
+        if is_map(part):
             image = heat_map(place, part, shared | how)
         else:
             profile(place, part, how)
@@ -37,18 +37,23 @@ def picture(reading: "Reading", **how: Any) -> Any:
             place.set_title(name, fontsize=9)
     for place in grid.flat[len(panels) :]:
         place.set_visible(False)
-    if len(panels[0][1].axes) == 2:
+    if is_map(panels[0][1]):
         figure.colorbar(image, ax=grid, label=reading.unit, shrink=0.8)
     figure.suptitle(reading.title, fontsize=10)
     pyplot.close(figure)
     return figure
 
 
+def is_map(part: "Reading") -> bool:
+    """Two axes, unless the second is depth: then a line for each place on the first can be followed."""
+    return len(part.axes) == 2 and part.axes[1] != "layer"
+
+
 def panel_size(part: "Reading") -> tuple[float, float]:
-    if len(part.axes) == 1:
-        return 3.5, min(max(5.0, 0.22 * part.shape[0]), 16.0)
+    if not is_map(part):
+        return 3.5, min(max(5.0, 0.22 * part.shape[-1]), 16.0)
     column = 0.62 if part.texts is not None else 0.3
-    return tuple(min(max(2.6, 1.4 + each), 16.0) for each in (0.24 * part.shape[0], column * part.shape[1]))  # type: ignore[return-value]
+    return tuple(min(max(2.6, 1.4 + each), 12.0) for each in (0.24 * part.shape[0], column * part.shape[1]))  # type: ignore[return-value]
 
 
 def limits(reading: "Reading") -> dict[str, Any]:
@@ -75,14 +80,18 @@ def heat_map(place: Any, part: "Reading", how: dict[str, Any]) -> Any:
 
 def profile(place: Any, part: "Reading", how: dict[str, Any]) -> None:
     values = part.values.float().cpu().numpy()
-    spots = np.arange(len(values))
-    if part.axes[0] in ORDERED:
+    spots = np.arange(values.shape[-1])
+    if len(part.axes) == 2:
+        for name, row in zip(part.labels[0], values, strict=True):
+            place.plot(spots, row, marker="o", markersize=3, label=shown(name), **how)
+        place.legend(fontsize=8)
+    elif part.axes[0] in ORDERED:
         place.plot(spots, values, marker="o", markersize=3, **how)
     else:
         place.bar(spots, values, color=["#c8504a" if value < 0 else "#4678c8" for value in values], **how)
     place.axhline(0, color="grey", linewidth=0.5)
     place.set_ylabel(part.unit)
-    named(place.xaxis, part.axes[0], part.labels[0])
+    named(place.xaxis, part.axes[-1], part.labels[-1])
 
 
 def named(axis: Any, name: str, labels: tuple[str, ...]) -> None:

@@ -33,7 +33,7 @@ class Reading:
 
     def __post_init__(self) -> None:
         assert tuple(self.values.shape) == tuple(map(len, self.labels)), (self.values.shape, self.labels)
-        assert len(self.axes) == len(self.labels)
+        assert len(set(self.axes)) == len(self.labels)
         assert self.texts is None or self.texts.shape == tuple(self.values.shape)
 
     @property
@@ -126,9 +126,7 @@ class Reading:
 
     def __repr__(self) -> str:
         head = self.title + (f" ({self.unit})" if self.unit else "")
-        tables = [
-            (f"{self.axes[-1]} {name}\n" if name else "") + text_table(part) for name, part in self.sheets()
-        ]
+        tables = [(f"{self.axes[-1]} {name}\n" if name else "") + text_table(part) for name, part in self.sheets()]
         return "\n".join([head, *tables, *([self.note] if self.note else [])])
 
     def _repr_html_(self) -> str:
@@ -144,7 +142,9 @@ class Reading:
         if len(self.axes) <= 2:
             return [("", self)]
         parts = [(name, self.at(**{self.axes[-1]: at})) for at, name in enumerate(self.labels[-1])]
-        return [(" · ".join(filter(None, (name, inner))), sheet) for name, part in parts for inner, sheet in part.sheets()]
+        return [
+            (" · ".join(filter(None, (name, inner))), sheet) for name, part in parts for inner, sheet in part.sheets()
+        ]
 
 
 def shown(label: str) -> str:

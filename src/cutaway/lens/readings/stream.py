@@ -28,7 +28,9 @@ def update_sizes(model: Any, tokens: Text, *, source: Text | None = None) -> Rea
     this = subject(model, tokens, source)
     names, pairs = updates(this)
     sizes = torch.stack([added.norm(dim=-1) / stream.norm(dim=-1) for added, stream in pairs])
-    return Reading("size of what is added to the stream", sizes, ("sublayer", "token"), (names, this.words), "|out|/|x|")
+    return Reading(
+        "size of what is added to the stream", sizes, ("sublayer", "token"), (names, this.words), "|out|/|x|"
+    )
 
 
 def update_cosines(model: Any, tokens: Text, *, source: Text | None = None) -> Reading:
@@ -36,7 +38,9 @@ def update_cosines(model: Any, tokens: Text, *, source: Text | None = None) -> R
     this = subject(model, tokens, source)
     names, pairs = updates(this)
     cosines = torch.stack([F.cosine_similarity(added, stream, dim=-1) for added, stream in pairs])
-    return Reading("direction of what is added to the stream", cosines, ("sublayer", "token"), (names, this.words), "cosine")
+    return Reading(
+        "direction of what is added to the stream", cosines, ("sublayer", "token"), (names, this.words), "cosine"
+    )
 
 
 def updates(this: Subject) -> tuple[tuple[str, ...], list[tuple[Tensor, Tensor]]]:

@@ -38,8 +38,8 @@ class Subject:
         """What the names of that stack's sites begin with."""
         return "decoder." if len(self.model.stacks) > 1 else ""
 
-    @property
-    def head(self) -> Head:
+    def need_head(self) -> Head:
+        """The head, which not every encoder has."""
         head = getattr(self.model, "head", None)
         if head is None:
             raise InputError("this model has no head, so nothing in it can be read as tokens; take one with a head")
@@ -89,6 +89,11 @@ def subject(model: Any, tokens: Text, source: Text | None = None) -> Subject:
     row = as_row("tokens", tokens, tokenizer).to(inner.device)
     beside = None if source is None else as_row("source", source, tokenizer).to(inner.device)
     return Subject(inner, tokenizer, row, beside)
+
+
+def alone(model: Any) -> Subject:
+    """A model without a text."""
+    return Subject(unwrapped(model), getattr(model, "tokenizer", None), torch.zeros(1, 0, dtype=torch.long), None)
 
 
 def as_row(name: str, given: Text, tokenizer: Any) -> Tensor:
