@@ -300,3 +300,13 @@ def test_texts_in_and_out() -> None:
 def test_what_cannot_be_read_is_said(ask: Any, said: str) -> None:
     with pytest.raises(InputError, match=said):
         ask(build("tiny-gpt", seed=0))
+
+
+def test_what_came_from_the_source_is_told_apart() -> None:
+    """Cross-attention's parts stand at the source's tokens, and nothing else does."""
+    config = ct.config("tiny-t5")
+    spread = attribution(lively(config, torch.float64), **text_for(config), by_token=True)
+    beside = [at for at, label in enumerate(spread.labels[1]) if label.startswith("source: ")]
+    assert len(beside) == 5
+    for row, part in enumerate(spread.labels[0]):
+        assert bool(spread.values[row, beside].any()) == part.endswith(".cross")

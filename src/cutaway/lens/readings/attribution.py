@@ -150,6 +150,7 @@ def told(
     labels: tuple[tuple[str, ...], ...] = (tuple(part.name for part in parts),)
     if by_token:
         beside = () if this.source is None else this.texts(this.source[0].tolist())
+        beside = tuple(f"source: {word}" for word in beside)
         rows = [spread(part, at, len(words), len(beside)) for part in parts]
         amounts, labels = torch.stack(rows), (*labels, (*words, *beside))
     else:

@@ -12,6 +12,8 @@ from cutaway.lens.trace import trace, unwrapped
 from cutaway.model import EncoderDecoder, Transformer
 
 KINDS = ("previous", "duplicate", "induction", "first")
+USUAL_LENGTH = 32
+"""Random tokens before they are repeated."""
 
 
 def attention_entropy(model: Any, tokens: Text, *, source: Text | None = None) -> Reading:
@@ -96,8 +98,9 @@ def repeated(model: Transformer, tokenizer: Any, length: int | None, rows: int, 
     size = model.config.vocab_size
     special = set(getattr(tokenizer, "special_ids", ()))
     usual = torch.tensor([token for token in range(size) if token not in special])
-    context = getattr(model.config, "context", None) or 128
-    length = min(32, context // 2, len(usual)) if length is None else length
+    stack = next(iter(model.stacks.values()))
+    context = getattr(stack.embed.position, "length", None) or model.config.context or 2 * USUAL_LENGTH
+    length = min(USUAL_LENGTH, context // 2, len(usual)) if length is None else length
     if isinstance(length, bool) or not isinstance(length, int) or not 3 <= length <= len(usual):
         raise InputError(
             f"length is {length!r}; give 3 to {len(usual)}, as the tokens that are repeated are all different"

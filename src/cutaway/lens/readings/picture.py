@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 ORDERED = ("layer", "token", "sublayer", "position", "other position")
 """Axes whose neighbours belong together, so that a line between them says something."""
-MOST_LABELS = 48
+MOST_LABELS = 72
 
 
 def picture(reading: "Reading", **how: Any) -> Any:
