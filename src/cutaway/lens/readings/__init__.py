@@ -5,6 +5,8 @@ from cutaway.lens.readings.decoded import logit_lens
 from cutaway.lens.readings.depth import gradient_by_depth, gradient_by_placement
 from cutaway.lens.readings.heads import attention_entropy, head_kinds
 from cutaway.lens.readings.neurons import neuron_keys, neuron_values
+from cutaway.lens.readings.patching import patching
+from cutaway.lens.readings.paths import path_patching
 from cutaway.lens.readings.places import position_similarity
 from cutaway.lens.readings.reading import Reading
 from cutaway.lens.readings.stream import stream_norms, update_cosines, update_sizes
@@ -19,6 +21,8 @@ __all__ = [
     "logit_lens",
     "neuron_keys",
     "neuron_values",
+    "patching",
+    "path_patching",
     "position_similarity",
     "stream_norms",
     "update_cosines",

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from cutaway.errors import InputError
 from cutaway.lens.readings.frozen import carried_back
 from cutaway.lens.readings.reading import Reading, shown
 from cutaway.lens.readings.subject import Subject, Text, Token, resting, subject, wide
 from cutaway.lens.trace import Trace, trace
-from cutaway.model.block import Block
 
 
 @dataclass(frozen=True)
@@ -71,13 +70,7 @@ def attribution(
 
 def refuse_unless_sum(this: Subject) -> None:
     """Only a stream that is a plain sum, and a head that is linear, can be taken apart."""
-    for layer, block in enumerate(this.stack.blocks):
-        norms = (block.after_attn, block.after_cross, block.after_ffn) if isinstance(block, Block) else ()
-        if any(not isinstance(norm, nn.Identity | None) for norm in norms) or getattr(block, "keep", 1.0) != 1.0:
-            raise InputError(
-                f"block {layer} has norms on the stream itself (post-norm), so its stream is no sum of parts; "
-                "attribution needs norms inside the branches: pre, sandwich, output or parallel placement"
-            )
+    this.need_sum("attribution")
     if this.need_head().transform is not None:
         raise InputError(
             "this model's head has a layer with an activation before the output matrix, so a logit is no sum of "

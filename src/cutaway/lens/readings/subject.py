@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cutaway.errors import InputError
 from cutaway.lens.trace import unwrapped
 from cutaway.model import EncoderDecoder, EncoderOnly, Transformer
+from cutaway.model.block import Block
 from cutaway.model.embedding import Head
 from cutaway.model.stack import Stack
 
@@ -44,6 +45,16 @@ class Subject:
         if head is None:
             raise InputError("this model has no head, so nothing in it can be read as tokens; take one with a head")
         return head
+
+    def need_sum(self, what: str) -> None:
+        """Refuse a stream that is not the sum of what was written to it."""
+        for layer, block in enumerate(self.stack.blocks):
+            norms = (block.after_attn, block.after_cross, block.after_ffn) if isinstance(block, Block) else ()
+            if any(not isinstance(norm, nn.Identity | None) for norm in norms) or getattr(block, "keep", 1.0) != 1.0:
+                raise InputError(
+                    f"block {layer} has norms on the stream itself (post-norm), so its stream is no sum of parts; "
+                    f"{what} needs norms inside the branches: pre, sandwich, output or parallel placement"
+                )
 
     @property
     def words(self) -> tuple[str, ...]:
