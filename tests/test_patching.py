@@ -97,7 +97,7 @@ def planted() -> Transformer:
 
 
 def test_a_planted_fact_is_found() -> None:
-    """Late it is at the last token, where attention alone can have brought it; without the layer that did, it is gone."""
+    """Late it is at the last token, where attention must have brought it; without the layer that did, it is gone."""
     model = planted()
     clean, corrupt = torch.full((1, 8), 70), torch.full((1, 8), 70)
     clean[0, 2], corrupt[0, 2] = 4, 11
