@@ -24,6 +24,7 @@ VERBS = {
     "generate": "cutaway.cli.generate:generate",
     "presets": "cutaway.cli.presets:presets",
     "size": "cutaway.cli.size:size",
+    "trace": "cutaway.cli.trace:trace",
     "train": "cutaway.cli.train:train",
 }
 """The function behind each verb. Its file is imported when the verb is asked for, so that none waits for the others."""
