@@ -133,6 +133,13 @@ def test_a_journey_leaves_nothing_behind() -> None:
     assert torch.equal(before, model(tokens))
 
 
+def test_who_traces_around_a_journey_sees_one_pass() -> None:
+    model, tokens, _ = made("tiny-gpt")
+    with Trace(model, "*") as t:
+        follow(model, tokens)
+    assert {len(t.of(name)) for name in t} == {1}
+
+
 def test_layers_that_share_a_block_are_told_apart() -> None:
     """Each of ALBERT's layers reads another stream through the same weights."""
     model, tokens, _ = made("tiny-albert")

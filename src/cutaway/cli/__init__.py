@@ -79,7 +79,7 @@ def options(
     """The Transformer with its side open: build it, run it, look into it."""
 
 
-STAND_INS = str.maketrans("−–×·█▓▒░✓✗≤…²³", "--x.#=+-yn<~23")
+STAND_INS = str.maketrans("−–×·█▓▒░✓✗≤…²³→━Σ⊙ᵀ⏎", "--x.#=+-yn<~23>=S*T/")
 
 
 def stand_in(error: UnicodeError) -> tuple[str, int]:

@@ -9,7 +9,6 @@ from cutaway.errors import InputError
 if TYPE_CHECKING:  # torch is imported when the work begins
     from cutaway.cli.convert import DType
     from cutaway.model import Transformer
-    from cutaway.text import Tokenizer
 
 LONGEST = 2048
 """Tokens of a text: every score is drawn."""
@@ -25,7 +24,7 @@ class Reading:
     """Of a decoder's own text, if there is an encoder beside it."""
     source: list[int] | None = None
     target: str | None = None
-    tokenizer: "Tokenizer | None" = None
+    tokenizer: Any = None
     fresh: bool = False
     """Whether the weights are random, and the tokens bytes."""
     notes: list[str] = field(default_factory=list)
@@ -163,10 +162,10 @@ def as_tokens(checkpoint: Any, text: str, target: str | None) -> Reading:
     return Reading(model, text, [start.decoder_start, *own], ids, target, tokenizer)
 
 
-def encoded(tokenizer: "Tokenizer | None", text: str, *, special: bool = True) -> list[int]:
+def encoded(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
     """A text's tokens; where there is no tokenizer the text is their numbers."""
     if tokenizer is not None:
-        found = tokenizer.encode(text, special=special)
+        found: list[int] = tokenizer.encode(text, special=special)
         if not found:
             raise InputError("the text has no token that this model knows; give another")
         return found

@@ -184,11 +184,13 @@ def decoded(
     own = [name for name in wanted if known[name].stack is writer]
     raw = [name for name in own if on_stream(name) and name in notes.vectors]
     normed = [name for name in own if name.endswith("final_norm")]
-    vectors = [writer.final_norm(notes.vectors[name][None]) for name in raw]
-    vectors += [notes.vectors[name][None] for name in normed]
+    vectors = [notes.vectors[name] for name in normed]
+    if raw:
+        vectors = [*writer.final_norm.forward(torch.stack([notes.vectors[name] for name in raw])), *vectors]
     if not vectors:
         return {}
-    return dict(zip(raw + normed, likeliest(head(torch.cat(vectors))), strict=True))
+    # `forward` passes hooks by: for whoever traces the model around this, it has run once.
+    return dict(zip(raw + normed, likeliest(head.forward(torch.stack(vectors))), strict=True))
 
 
 def likeliest(logits: Tensor) -> list[Likely]:
