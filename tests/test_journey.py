@@ -4,8 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from strategies import SEEDS, configs, lively, tokens_for
 
 import cutaway as ct
+from cutaway.config import Config
 from cutaway.errors import InputError
 from cutaway.lens import Journey, Trace, follow, pattern, sites
 from cutaway.lens.journey import run
@@ -140,6 +143,13 @@ def test_who_traces_around_a_journey_sees_one_pass() -> None:
     assert {len(t.of(name)) for name in t} == {1}
 
 
+def test_a_journey_draws_itself() -> None:
+    model, tokens, _ = made("tiny-gpt")
+    drawn = follow(model, tokens)._repr_html_()
+    assert drawn.count("<tr>") == 1 + len(sites(model))
+    assert "H 4 × T 7 × S 7" in drawn
+
+
 def test_layers_that_share_a_block_are_told_apart() -> None:
     """Each of ALBERT's layers reads another stream through the same weights."""
     model, tokens, _ = made("tiny-albert")
@@ -202,3 +212,18 @@ def test_a_saved_trace_holds_every_site(tmp_path: Any) -> None:
     assert found.keys() == set(sites(model))
     for name, value in found.items():
         assert torch.equal(value, t[name])
+
+
+@settings(max_examples=15)
+@given(config=configs(), seed=SEEDS)
+def test_any_transformer_can_be_followed(config: Config, seed: int) -> None:
+    """Every site that the model has is told of, and where blocks only add, the sum is the stream."""
+    model = lively(config, torch.float64, seed)
+    tokens = tokens_for(config, 1, 6, seed)
+    source = tokens_for(config, 1, 4, seed, "source") if len(model.stacks) > 1 else None
+    journey = follow(model, tokens, source, at=2, source_at=1)
+    assert [stage.site for stage in journey.stages] == list(sites(model))
+    assert all(stage.equation for stage in journey.stages)
+    plain = all(stack.placement.kind != "post" for stack in config.stacks.values())
+    assert journey.sum_error == 0.0 if plain else journey.sum_error is None or journey.sum_error == 0.0
+    assert journey.row_error is None or journey.row_error < 1e-5

@@ -72,4 +72,4 @@ def try_next() -> None:
     }
     console.print("\n[bold]try next[/bold]")
     for verb, why in tries.items():
-        console.print(f"  {command} {verb:34} {why}", soft_wrap=True)
+        console.print(f"  {command} {verb:36} {why}", soft_wrap=True)

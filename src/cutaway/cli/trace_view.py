@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cutaway.cli.screen import visible
+from cutaway.cli.size_view import flow
 from cutaway.lens.drawing import bytes_in_words
 from cutaway.lens.equations import is_added, on_stream
 
@@ -66,7 +67,7 @@ def to_data(journey: "Journey", reading: "Reading") -> dict[str, Any]:
 def show(journey: "Journey", reading: "Reading", name: str, *, hint: str = "") -> None:
     """The table, what comes out in the end, and the proof. `hint`: how to see the blocks that are left out."""
     console = Console(highlight=False)
-    say(console, *opening(journey, reading, name))
+    say(console, *opening(journey, reading, name, console.width))
     say(console, *table(journey, reading, hint, wide=console.width >= WIDE), Text(), *legend(journey, console.width))
     say(console, *ending(journey, reading), Text(), Text("proof", "bold"), *proof(journey, reading))
 
@@ -102,7 +103,7 @@ def flowing(items: Sequence[str], width: int) -> list[str]:
 # ---------------------------------------------------------------------------------------- what is read
 
 
-def opening(journey: "Journey", reading: "Reading", name: str) -> list[Text]:
+def opening(journey: "Journey", reading: "Reading", name: str, width: int) -> list[Text]:
     lines = [Text.assemble((visible(name), "bold"), f"  {reading.model}")]
     if reading.fresh:
         lines.append(Text("fresh weights: they have learned nothing, and read the text byte by byte", "dim"))
@@ -112,30 +113,34 @@ def opening(journey: "Journey", reading: "Reading", name: str) -> list[Text]:
         texts = dict.fromkeys(journey.at, (reading.text, reading.tokens))
     for stack, place in journey.at.items():
         text, tokens = texts[stack]
-        lines += read_by(stack if len(journey.at) > 1 else "", text, tokens or [], place, reading)
+        lines.append(read_by(stack if len(journey.at) > 1 else "", text, tokens or [], place, reading))
+        lines += numbered(tokens or [], place, reading, width)
     return [*lines, *(Text(note, "yellow") for note in reading.notes), Text()]
 
 
-def read_by(stack: str, text: str | None, tokens: Sequence[int], place: int, reading: "Reading") -> list[Text]:
-    """The text, its tokens by number if they are few, and which is followed."""
+def read_by(stack: str, text: str | None, tokens: Sequence[int], place: int, reading: "Reading") -> Text:
+    """The text, and which of its tokens is followed."""
     quoted = "" if text is None else f'"{visible(short(text))}" '
     which = "the last" if place + 1 == len(tokens) else f"number {place}"
     count = f"{len(tokens)} token{'s' if len(tokens) != 1 else ''}"
-    line = Text.assemble(
+    return Text.assemble(
         (f"{stack} " if stack else "", "bold"),
         ("reading ", "dim"),
         quoted,
         (f"{'as ' if quoted else ''}{count}, following {which}: ", "dim"),
         (reading.spelled(tokens[place]), "bold cyan"),
     )
+
+
+def numbered(tokens: Sequence[int], place: int, reading: "Reading", width: int) -> list[Text]:
+    """The tokens of a short text by the numbers that --at takes."""
     if not 1 < len(tokens) <= NAMED:
-        return [line]
-    named = Text("  ")
-    for number, token in enumerate(tokens):
-        named.append(f"{number} ", "dim")
-        named.append(reading.spelled(token) + "  ", "bold cyan" if number == place else "")
-    named.rstrip()
-    return [line, named]
+        return []
+    items = [
+        Text.assemble((f"{number} ", "dim"), (reading.spelled(token), "bold cyan" if number == place else ""))
+        for number, token in enumerate(tokens)
+    ]
+    return [Text.assemble("  ", line) for line in flow(items, width - 2).split("\n")]
 
 
 def short(text: str) -> str:
@@ -222,7 +227,7 @@ def laid(row: Cells, widths: Sequence[int], style: str) -> Text:
 
 
 def says(stage: "Stage", reading: "Reading") -> Text:
-    line = Text("    → " if block_of(stage.site) else "  → ", "dim")
+    line = Text.assemble(("    → " if block_of(stage.site) else "  → ", "dim"))
     for number, (token, share) in enumerate(stage.top):
         line.append("  " if number else "")
         line.append(spelled(token, reading, 16), "cyan")

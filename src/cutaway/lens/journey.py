@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cutaway.errors import InputError
 from cutaway.lens.choice import numbers
+from cutaway.lens.drawing import table
 from cutaway.lens.equations import equation, is_added, on_stream
 from cutaway.lens.pattern import given
 from cutaway.lens.sites import Site, sites
@@ -57,6 +58,9 @@ class Journey:
     """Largest difference between embedding + Σ additions and the final stream; None where norms stand on the stream."""
     row_error: float | None
     """Largest difference between a row of the patterns seen and 1; None where a sink takes a share."""
+
+    def _repr_html_(self) -> str:
+        return table([(stage.site, stage.axes.replace(" ", ""), stage.shape, stage.norm) for stage in self.stages])
 
 
 @dataclass
