@@ -233,7 +233,7 @@ def test_what_fails_leaves_no_file(run: Run, plain: Path, tmp_path: Path, monkey
         (["tiny-gpt", "x" * 65], "learned positions 0 to 63; shorten it"),
         (["tiny-llama", "x" * 2049], "at most 2048"),
         (["llama-3.1-405b", "abc"], "choose a smaller one"),
-        (["tiny-gpt", "abc", "--target", "d"], "--target is for encoder-decoders"),
+        (["tiny-bert", "abc", "--target", "d"], "--target is for encoder-decoders, and this is an encoder"),
         (["tiny-gpt", "abc", "--save", "a.pt"], "should end in .safetensors"),
         (["tiny-gpt", "abc", "--save", "no/such/a.safetensors"], "is no directory"),
         (["tiny-gpt", "abc", "--device", "tpu"], "which is not here"),

@@ -169,6 +169,10 @@ def test_what_cannot_be_followed() -> None:
         follow(model, tokens, at=7)
     with pytest.raises(InputError, match=r"\(1, length\)"):
         follow(model, tokens.expand(2, -1))
+    with pytest.raises(InputError, match="no site 'resid_pst'; there is resid_post"):
+        follow(model, tokens, only=["resid_pst"])
+    told = follow(model, tokens, only=["resid_post", "embed"]).stages
+    assert [stage.site for stage in told] == ["embed", "blocks.0.resid_post", "blocks.1.resid_post"]
     with pytest.raises(InputError, match="meta"):
         follow(ct.build("tiny-gpt", device="meta"), tokens)
 

@@ -179,4 +179,5 @@ def encoded(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
 
 def check_target(model: "Transformer", target: str | None) -> None:
     if target is not None and len(model.stacks) == 1:
-        raise InputError(f"--target is for encoder-decoders, and this is a {model.config.form}; leave it out")
+        form = f"a{'n' if model.config.form == 'encoder' else ''} {model.config.form}"
+        raise InputError(f"--target is for encoder-decoders, and this is {form}; leave it out")

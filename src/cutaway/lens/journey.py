@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cutaway.errors import InputError
-from cutaway.lens.choice import numbers
+from cutaway.lens.choice import chosen, numbers
 from cutaway.lens.drawing import table
 from cutaway.lens.equations import equation, is_added, on_stream
 from cutaway.lens.pattern import given
@@ -100,8 +100,8 @@ def follow(
 ) -> Journey:
     """Run the model on one text, (1, T), and follow the token `at` a place.
 
-    An encoder-decoder reads `source`, of which the token `source_at` is followed. `only`: names of the sites to tell
-    of, all unless given; scores and patterns are made for no others.
+    An encoder-decoder reads `source`, of which the token `source_at` is followed. `only`: the sites to tell of, named
+    as for a trace, all unless given; scores and patterns are made for no others.
     """
     model = unwrapped(model)
     read = tokens if source is None else source
@@ -113,7 +113,7 @@ def follow(
     stacks = model.stacks
     places = {"decoder": placed(at, tokens), "encoder": placed(source_at if len(stacks) > 1 else at, read)}
     known = sites(model)
-    wanted = set(known if only is None else only)
+    wanted = set(known) if only is None else asked_for(known, list(only))
     writer = stacks.get("decoder") or stacks["encoder"]
     ordered = sorted(stacks, key=lambda name: stacks[name] is not writer)  # the head reads the writer's token
     notes = Notes({stacks[name]: places[name] for name in ordered}, places["encoder"])
@@ -133,6 +133,12 @@ def follow(
     row_error = max(map(float, notes.rows), default=None)
     found = {name: places[name] for name in stacks}
     return Journey(tuple(stages), found, top, max(errors) if whole else None, row_error)
+
+
+def asked_for(known: dict[str, Site], only: list[str]) -> set[str]:
+    """Full names stand for themselves; ends of names and globs are looked up, and refused if there is no such site."""
+    others = [name for name in only if name not in known]
+    return {*only} - {*others} | {site.name for site in (chosen(known, others) if others else ())}
 
 
 def placed(at: int, tokens: Tensor) -> int:
