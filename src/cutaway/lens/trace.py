@@ -200,11 +200,15 @@ class Trace:
         """All of it as safetensors; the calls of one site are numbered."""
         from safetensors.torch import save_file
 
-        flat = {
-            name if len(found) == 1 else f"{name}@{call}": each.contiguous()
-            for name, found in self.seen.items()
-            for call, each in enumerate(found)
-        }
+        flat: dict[str, Tensor] = {}
+        held: set[int] = set()
+        for name, found in self.seen.items():
+            for call, each in enumerate(found):
+                whole = each.contiguous()
+                if whole.data_ptr() in held:  # one block's resid_post is the next one's resid_pre: a file wants two
+                    whole = whole.clone()
+                held.add(whole.data_ptr())
+                flat[name if len(found) == 1 else f"{name}@{call}"] = whole
         save_file(flat, path, {site.name: site.axes for site in self.sites})
 
     def __repr__(self) -> str:
