@@ -1,5 +1,6 @@
 """Readings: questions put to a model, answered by labelled arrays that draw themselves."""
 
+from cutaway.lens.readings.ablation import ablation, head_ablation
 from cutaway.lens.readings.attribution import attribution
 from cutaway.lens.readings.decoded import logit_lens
 from cutaway.lens.readings.depth import gradient_by_depth, gradient_by_placement
@@ -13,10 +14,12 @@ from cutaway.lens.readings.stream import stream_norms, update_cosines, update_si
 
 __all__ = [
     "Reading",
+    "ablation",
     "attention_entropy",
     "attribution",
     "gradient_by_depth",
     "gradient_by_placement",
+    "head_ablation",
     "head_kinds",
     "logit_lens",
     "neuron_keys",

@@ -6,7 +6,7 @@ token's logit, or of the difference of two.
 
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from cutaway.lens.readings.subject import Subject, Text, Token, resting, subject
 from cutaway.lens.sites import Site, sites
 from cutaway.lens.trace import trace
 
+Step = TypeVar("Step")
 ROWS = 32
 """Cells of the matrix that are computed in one pass, each as a row of its batch."""
 
@@ -147,7 +148,7 @@ def repeated(which: Subject, rows: int) -> Subject:
     return Subject(which.model, which.tokenizer, which.tokens.expand(rows, -1), source)
 
 
-def shown_as_bar(steps: list[Site], progress: bool, what: str) -> Iterable[Site]:
+def shown_as_bar(steps: list[Step], progress: bool, what: str) -> Iterable[Step]:
     """A bar for a person, which goes when it is done."""
     if not progress or not sys.stderr.isatty():
         return steps
