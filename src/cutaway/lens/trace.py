@@ -20,7 +20,9 @@ from cutaway.lens.drawing import bytes_in_words, listing
 from cutaway.lens.sites import Site, sites
 from cutaway.lens.taps import Passing, Taps, in_backward
 from cutaway.lens.value import Value, valued
-from cutaway.model import Transformer
+
+UNNAMED = "·"
+"""An axis that no vocabulary names."""
 
 
 class Trace:
@@ -46,6 +48,11 @@ class Trace:
         self.taps = Taps()
         for site in self.sites:
             self.heads_of(site)  # refused before anything runs
+            if not site.axes and not (positions is None and heads is None):
+                raise InputError(
+                    f"{site.name} is a module's path, and which of its axes are tokens or heads is not known; "
+                    "leave positions and heads away, and cut what you get"
+                )
 
     def __enter__(self) -> "Trace":
         try:
@@ -82,7 +89,9 @@ class Trace:
             if site.side in ("scores", "pattern"):
                 self.follow_inside(passing, call)
             elif value.requires_grad:
-                if site.name.endswith(".in"):  # others may read the same tensor, and their slope is not this site's
+                if site.part is not None and not site.part.as_it_is:
+                    value = value.view_as(value)  # which is put back, so that the way to the loss is by this value
+                elif site.name.endswith(".in"):  # others may read the same tensor, and their slope is not this site's
                     value = value.view_as(value)
                 value.register_hook(lambda slope: self.keep_slope(site, call, slope))  # type: ignore[no-untyped-call]
         self.seen[site.name].append(self.kept(site, passing.value))
@@ -121,9 +130,11 @@ class Trace:
             value = value.index_select(tokens, torch.tensor(where, device=value.device))
         heads = self.heads_of(site)
         if heads is not None and site.side in ("in", "out"):
-            value = value.index_select(2, torch.tensor(heads, device=value.device))
+            axis = site.axes.index("H" if "H" in site.axes else "G")
+            value = value.index_select(axis, torch.tensor(heads, device=value.device))
         moved = value.to(device=self.device or value.device, dtype=self.dtype or value.dtype)
-        if moved.untyped_storage().nbytes() > moved.numel() * moved.element_size():
+        follows = site.part is not None and moved is value  # other libraries write into values that they have used
+        if follows or moved.untyped_storage().nbytes() > moved.numel() * moved.element_size():
             moved = moved.clone()  # a view would hold, and follow, what it is a part of
         return moved
 
@@ -161,7 +172,7 @@ class Trace:
         number = (0 if call is None else call) % max(calls, 1)
         if number not in found or not -calls <= (call or 0) < calls:
             raise InputError(f"nothing passed {name} in that call; it was passed {calls} times")
-        return valued(found[number], name, site.axes)
+        return valued(found[number], name, site.axes or UNNAMED * found[number].ndim)
 
     def stacked(self, end: str) -> Tensor:
         """(layers, …): the values of the sites whose names end so, one call's, one above the other."""
@@ -189,6 +200,8 @@ class Trace:
         """What one call with so many rows and tokens will hold, before it runs."""
         rows = []
         for site in self.sites:
+            if not site.axes:
+                raise InputError(f"what passes {site.name} is known when it has passed; see t.nbytes after a call")
             shape = list(site.shape(batch, length, seen))
             tokens = site.axes.find("T") if "T" in site.axes else site.axes.find("S")
             if self.positions is not None and tokens >= 0:
@@ -196,7 +209,7 @@ class Trace:
             heads = self.heads_of(site)
             if heads is not None:
                 shape[site.axes.index("H" if "H" in site.axes else "G")] = len(heads)
-            size = (self.dtype or self.model.dtype).itemsize
+            size = (self.dtype or next(self.model.parameters()).dtype).itemsize
             rows.append(Planned(site.name, site.axes, tuple(shape), size * torch.Size(shape).numel()))
         return Plan(rows)
 
@@ -214,7 +227,9 @@ class Trace:
     def __repr__(self) -> str:
         rows = [(name, each) for name, found in self.seen.items() for each in found[-1:]]
         axes = {site.name: site.axes for site in self.sites}
-        return listing([(name, axes[name], tuple(each.shape), each.nbytes) for name, each in rows])
+        return listing(
+            [(name, axes[name] or UNNAMED * each.ndim, tuple(each.shape), each.nbytes) for name, each in rows]
+        )
 
 
 class Planned(NamedTuple):
@@ -237,13 +252,16 @@ class Plan(list[Planned]):
         return f"{listing(list(self))}\n{bytes_in_words(self.nbytes)} a call"
 
 
-def unwrapped(model: Any) -> Transformer:
+def unwrapped(model: Any) -> nn.Module:
     """A checkpoint's model, a compiled one's original."""
     if not isinstance(model, nn.Module) and isinstance(getattr(model, "model", None), nn.Module):
         model = model.model
     model = getattr(model, "_orig_mod", model)
-    if not isinstance(model, Transformer):
-        raise InputError(f"a {type(model).__name__} is no cutaway model; give one of ct.build(…) or ct.load(…)")
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"a {type(model).__name__} is no model; give one of ct.build(…) or ct.load(…), one of transformers, or "
+            "another nn.Module"
+        )
     return model
 
 

@@ -1,0 +1,153 @@
+"""Values inside what modules of other libraries are given or give back: in tuples and dicts, with others in one tensor.
+
+Each part can be taken out and put back, so that what is read can be changed and followed backward.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from cutaway.errors import InputError
+
+See = Callable[[Tensor], Tensor | None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The first tensor, as it is."""
+
+    as_it_is = True
+    """Whether what is taken is the very tensor that the model goes on with."""
+
+    def fits(self, key: Any, item: Any) -> bool:
+        """Whether this is the item of a tuple or dict that holds the value."""
+        return isinstance(item, Tensor)
+
+    def taken(self, whole: Tensor) -> Tensor:
+        return whole
+
+    def put(self, whole: Tensor, new: Tensor) -> Tensor:
+        return new
+
+    def passed(self, whole: Any, see: See) -> Tensor | None:
+        """Show the value; what is to stand in the tensor's place, if anything."""
+        new = see(self.taken(whole))
+        return None if new is None else self.put(whole, new)
+
+    def attach(self, module: nn.Module, see: See, *, entering: bool, first: bool) -> RemovableHandle:
+        """Call `see` with each value that passes; `first`: before other hooks."""
+
+        def on_way_in(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            names = list(signature(module.forward).parameters)
+            named = sorted(kwargs.items(), key=lambda item: names.index(item[0]) if item[0] in names else len(names))
+            for key, item in (*enumerate(args), *named):
+                if self.fits(key, item):
+                    new = self.passed(item, see)
+                    if new is None:
+                        return None
+                    return (args, {**kwargs, key: new}) if isinstance(key, str) else (swapped(args, key, new), kwargs)
+            return None
+
+        def on_way_out(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+            for key, item in items(result):
+                if self.fits(key, item):
+                    new = self.passed(item, see)
+                    return None if new is None else swapped(result, key, new)
+            return self.nothing(module)
+
+        if entering:
+            return module.register_forward_pre_hook(on_way_in, with_kwargs=True, prepend=first)
+        return module.register_forward_hook(on_way_out, prepend=first)
+
+    def nothing(self, module: nn.Module) -> None:
+        """What to do with a result that does not hold the value; a module need not give a tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Heads(Part):
+    """Heads side by side in the last axis, all of it or some columns."""
+
+    heads: int
+    columns: Tensor | None = None
+    as_it_is = False
+
+    def taken(self, whole: Tensor) -> Tensor:
+        some = whole if self.columns is None else whole.index_select(-1, self.columns.to(whole.device))
+        return some.reshape(*some.shape[:-1], self.heads, -1)
+
+    def put(self, whole: Tensor, new: Tensor) -> Tensor:
+        flat = new.flatten(-2)
+        return flat if self.columns is None else whole.index_copy(-1, self.columns.to(whole.device), flat)
+
+
+@dataclass(frozen=True)
+class Scaled(Part):
+    """A tensor that is multiplied before it is added."""
+
+    by: float
+    as_it_is = False
+
+    def taken(self, whole: Tensor) -> Tensor:
+        return whole * self.by
+
+    def put(self, whole: Tensor, new: Tensor) -> Tensor:
+        # As a difference: what is put back unchanged changes no bit. The gradient comes by way of what is new alone.
+        return whole.detach() + (new - self.taken(whole).detach()) / self.by
+
+
+@dataclass(frozen=True)
+class Weights(Part):
+    """The pattern that an attention gives back beside its result: the last tensor with four axes."""
+
+    def attach(self, module: nn.Module, see: See, *, entering: bool, first: bool) -> RemovableHandle:
+        def on_way_out(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+            found = [item for _, item in items(result) if isinstance(item, Tensor) and item.ndim == 4]
+            if not found:
+                raise InputError(
+                    f"{type(module).__name__} gave back no pattern; make the model with attn_implementation='eager'"
+                )
+            if see(found[-1]) is not None:
+                self.refuse()
+
+        return module.register_forward_hook(on_way_out, prepend=first)
+
+    def refuse(self) -> NoReturn:
+        raise InputError(
+            "a pattern of another library's model can be read and not changed, for its attention has been there "
+            "before it is seen; open the model with ct.load, and edit that"
+        )
+
+
+@dataclass(frozen=True)
+class Logits(Part):
+    """The logits among all that a model gives back."""
+
+    def fits(self, key: Any, item: Any) -> bool:
+        return isinstance(item, Tensor) and (key == "logits" if isinstance(key, str) else item.ndim == 3)
+
+
+def items(whole: Any) -> Iterator[tuple[Any, Any]]:
+    """The items of a tuple or dict with their keys; anything else is its own only item."""
+    if isinstance(whole, Mapping):
+        yield from whole.items()
+    elif isinstance(whole, tuple | list):
+        yield from enumerate(whole)
+    else:
+        yield None, whole
+
+
+def swapped(whole: Any, key: Any, new: Tensor) -> Any:
+    """The same with another item under this key."""
+    if key is None:
+        return new
+    if isinstance(whole, Mapping):
+        other: Any = copy(whole)
+        other[key] = new
+        return other
+    kept = [new if place == key else item for place, item in enumerate(whole)]
+    return type(whole)(*kept) if hasattr(whole, "_fields") else type(whole)(kept)
