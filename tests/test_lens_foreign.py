@@ -1,7 +1,8 @@
 """A trace of another library's model, by our names ≡ a trace of ours that was loaded from it."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cache
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from family_parity import randomise
 from torch import Tensor, nn
 
 import cutaway as ct
+from cutaway.errors import InputError
 from cutaway.lens import sites
+from cutaway.lens.taps import Passing, Taps
 
 CAUSAL, MASKED, BOTH = (
     transformers.AutoModelForCausalLM,
@@ -47,10 +50,20 @@ BART = {
     "max_position_embeddings": 40,
     "pad_token_id": 1,
 }
+OPT = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "word_embed_proj_dim": 24,
+    "ffn_dim": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 40,
+}
 STREAM = {"resid_pre", "resid_post"}
 ATTENTION = {"attn.in", "attn.v", "attn.pattern", "attn.z", "attn.out"}
 FFN = {"ffn.in", "ffn.hidden", "ffn.out"}
 TURNED = STREAM | ATTENTION | FFN
+MIXED = STREAM | ATTENTION | {"resid_mid", "ffn.in", "ffn.out"}
 STILL = TURNED | {"resid_mid", "attn.q", "attn.k"}
 
 
@@ -73,20 +86,25 @@ PEERS = {
     "granite": Peer({key: value for key, value in LLAMA.items() if key != "head_dim"} | {"residual_multiplier": 0.3}),
     "gpt_neox": Peer(NEOX, TURNED),
     "phi": Peer(NEOX, TURNED),
+    "opt": Peer(OPT, STILL),
+    "qwen3_moe": Peer(LLAMA | {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}, MIXED),
+    "albert": Peer(BERT | {"embedding_size": 12, "num_hidden_groups": 1}, STILL - {"attn.in"}, MASKED),
     "bert": Peer(BERT, STILL, MASKED),
     "t5": Peer(T5, STILL, BOTH),
     "bart": Peer(BART, STILL, BOTH),
 }
 
 
-def made(name: str, directory: Path, **given: Any) -> tuple[Any, Any]:
+@cache
+def made(name: str) -> tuple[Any, Any]:
     """Theirs with random weights, and ours loaded from it."""
     peer = PEERS[name]
     config = transformers.CONFIG_MAPPING[name](**peer.settings)
-    theirs = peer.auto.from_config(config, **{"attn_implementation": "eager"} | given).float().eval()
+    theirs = peer.auto.from_config(config, attn_implementation="eager").float().eval()
     randomise(theirs, 0)
-    theirs.save_pretrained(directory)
-    return theirs, ct.load(directory).model
+    with TemporaryDirectory() as directory:
+        theirs.save_pretrained(directory)
+        return theirs, ct.load(directory).model
 
 
 def texts(ours: Any) -> tuple[Tensor, ...]:
@@ -99,8 +117,9 @@ def asked(tokens: tuple[Tensor, ...], **extra: Any) -> dict[str, Any]:
     return dict(zip(("input_ids", "decoder_input_ids"), tokens, strict=False)) | extra
 
 
-def no_hooks(model: nn.Module) -> bool:
-    return not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+def hooks(model: nn.Module) -> int:
+    """Their library leaves some of its own, when hidden states are asked for."""
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
 def same(one: Tensor, other: Tensor, what: str) -> None:
@@ -110,8 +129,8 @@ def same(one: Tensor, other: Tensor, what: str) -> None:
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_values_in_theirs_are_those_in_ours(name: str, tmp_path: Path) -> None:
-    theirs, ours = made(name, tmp_path)
+def test_values_in_theirs_are_those_in_ours(name: str) -> None:
+    theirs, ours = made(name)
     tokens = texts(ours)
     known = sites(theirs)
     assert known.keys() <= sites(ours).keys()
@@ -121,6 +140,7 @@ def test_values_in_theirs_are_those_in_ours(name: str, tmp_path: Path) -> None:
         found = {name.split(".", 3 if stack else 2)[-1] for name in known if name.startswith(f"{stack}blocks.0.")}
         assert found >= PEERS[name].ends, PEERS[name].ends - found
         assert known.keys() >= {f"{stack}embed", f"{stack}final_norm"}
+    before = hooks(theirs)
     with torch.no_grad():
         alone = theirs(**asked(tokens)).logits
         with ct.trace(theirs, "*") as t:
@@ -128,7 +148,7 @@ def test_values_in_theirs_are_those_in_ours(name: str, tmp_path: Path) -> None:
         with ct.trace(ours, *known) as own:
             ours(*tokens)
     assert torch.equal(traced, alone)
-    assert no_hooks(theirs)
+    assert hooks(theirs) == before
     assert torch.equal(t["logits"], traced)
     for site in known:
         assert t[site].axes == own[site].axes
@@ -136,8 +156,8 @@ def test_values_in_theirs_are_those_in_ours(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_streams_and_patterns_are_what_the_peer_tells_itself(name: str, tmp_path: Path) -> None:
-    theirs, ours = made(name, tmp_path)
+def test_streams_and_patterns_are_what_the_peer_tells_itself(name: str) -> None:
+    theirs, ours = made(name)
     tokens = texts(ours)
     with torch.no_grad(), ct.trace(theirs, "resid_post", "pattern", "embed", "final_norm") as t:
         out = theirs(**asked(tokens), output_hidden_states=True, output_attentions=True)
@@ -155,3 +175,159 @@ def test_streams_and_patterns_are_what_the_peer_tells_itself(name: str, tmp_path
             assert torch.equal(t[f"{stack}blocks.{layer}.{kind}.pattern"], pattern)
             after = t[f"{stack}blocks.{layer}.resid_post"] if layer < len(patterns) - 1 else t[f"{stack}final_norm"]
             assert torch.equal(after, stream[layer + 1])
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_gradients_in_theirs_are_those_in_ours(name: str) -> None:
+    theirs, ours = made(name)
+    tokens = texts(ours)
+    known = list(sites(theirs))
+    weight = torch.randn(2, tokens[-1].shape[1], 61, generator=torch.Generator().manual_seed(2))
+    with ct.trace(theirs, *known, gradients=True) as t:
+        logits = theirs(**asked(tokens)).logits
+        (logits * weight).sum().backward()
+    with ct.trace(ours, *known, gradients=True) as own:
+        (ours(*tokens) * weight).sum().backward()
+    with torch.no_grad():
+        assert torch.equal(logits, theirs(**asked(tokens)).logits)
+    for site in known:
+        same(t.gradient(site), own.gradient(site), site)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "granite", "gpt_neox", "opt", "albert", "t5"])
+def test_what_is_put_back_unchanged_changes_nothing_and_zeros_do(name: str) -> None:
+    theirs, ours = made(name)
+    tokens, before = asked(texts(ours)), hooks(theirs)
+    with torch.no_grad():
+        alone = theirs(**tokens).logits
+        for site in sites(theirs).values():
+            if site.name.endswith("pattern"):
+                continue
+            after = [changed(theirs, site, tokens, factor) for factor in (1.0, 0.0)]
+            assert torch.equal(after[0], alone), site.name
+            assert not torch.equal(after[1], alone), site.name
+    assert hooks(theirs) == before
+
+
+def changed(model: Any, site: Any, tokens: dict[str, Any], factor: float) -> Tensor:
+    """The logits when what passes the site is multiplied."""
+    taps = Taps()
+
+    def multiplied(passing: Passing) -> Tensor:
+        return passing.value * factor
+
+    taps.attach(site, multiplied, changes=True)
+    try:
+        return model(**tokens).logits
+    finally:
+        taps.remove()
+
+
+def test_a_pattern_cannot_be_changed_there() -> None:
+    theirs, ours = made("llama")
+    before = hooks(theirs)
+    with torch.no_grad(), pytest.raises(InputError, match=r"ct\.load"):
+        changed(theirs, sites(theirs)["blocks.0.attn.pattern"], asked(texts(ours)), 0.5)
+    assert hooks(theirs) == before
+
+
+def test_layers_positions_heads_and_the_preview() -> None:
+    theirs, ours = made("llama")
+    some: dict[str, Any] = {"layers": -1, "positions": [0, -1], "heads": [1, 3]}
+    names = ("resid_post", "pattern", "attn.v", "attn.z", "logits")
+    with torch.no_grad():
+        with ct.trace(theirs, *names, **some) as t:
+            theirs(**asked(texts(ours)))
+        with ct.trace(ours, *names, **some) as own:
+            ours(*texts(ours))
+    assert list(t) == list(own)
+    for site in t:
+        same(t[site], own[site], site)
+    assert t.plan(2, 9).nbytes == t.nbytes
+    assert repr(t) == repr(own)
+
+
+def test_each_step_of_their_generation_is_a_call() -> None:
+    theirs, ours = made("gpt2")
+    (tokens,) = texts(ours)
+    with torch.no_grad():
+        with ct.trace(theirs, "resid_post", "attn.v", layers=0) as t:
+            whole = theirs.generate(tokens, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
+        with ct.trace(theirs, "resid_post", "attn.v", layers=0) as once:
+            theirs(whole[:, :-1])
+    for site in t:
+        assert [value.shape[1] for value in t.of(site)] == [9, 1, 1, 1]
+        same(torch.cat(t.of(site), 1), once[site], site)
+
+
+def test_the_trunk_and_a_classifier_have_all_but_the_logits() -> None:
+    theirs, _ = made("llama")
+    classifier = transformers.LlamaForSequenceClassification(theirs.config).eval()
+    for model in (theirs.model, classifier):
+        assert sites(theirs).keys() - sites(model).keys() == {"logits"}
+        with pytest.raises(InputError, match="no head that predicts tokens"):
+            ct.trace(model, "logits")
+    tokens = texts(made("llama")[1])[0]
+    with torch.no_grad(), ct.trace(theirs.model, "final_norm") as t:
+        out = theirs.model(tokens)
+    assert torch.equal(t["final_norm"], out.last_hidden_state)
+    headless = transformers.AlbertModel(made("albert")[0].config).eval()
+    with torch.no_grad(), ct.trace(headless, "resid_post") as t:
+        stream = headless(tokens, output_hidden_states=True).hidden_states
+        assert t.stacked("resid_post").equal(torch.stack(stream[1:]))
+
+
+def test_what_cannot_be_had_says_why() -> None:
+    theirs, _ = made("llama")
+    fast = transformers.AutoModelForCausalLM.from_config(theirs.config, attn_implementation="sdpa")
+    assert "blocks.0.attn.pattern" not in sites(fast)
+    for model, site, why in (
+        (fast, "attn.pattern", "attn_implementation='eager'"),
+        (fast, "blocks.0.attn.q", r"turned inside its attention; .*ct\.load"),
+        (fast, "scores", "never leave its attention"),
+        (made("qwen3_moe")[0], "ffn.router", "experts"),
+        (nn.Sequential(nn.Linear(2, 2)), "resid_post", "the paths of its modules"),
+        (nn.Sequential(nn.Linear(2, 2)), "1.out", "the paths of its modules"),
+    ):
+        with pytest.raises(InputError, match=why):
+            ct.trace(model, site)
+
+
+class Odd(nn.Module):
+    """Gives back what it likes, and writes into what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.told = nn.Linear(4, 4), nn.ReLU(inplace=True), Told()
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return self.told(scale=2.0, x=self.act(self.first(x)))
+
+
+class Told(nn.Module):
+    def forward(self, x: Tensor, scale: float) -> dict[str, Any]:
+        return {"scale": scale, "x": x * scale, "nothing": None}
+
+
+def test_any_module_by_path() -> None:
+    model, x = Odd(), torch.randn(3, 4)
+    assert list(sites(model)) == [f"{path}.{side}" for path in ("first", "act", "told") for side in ("in", "out")]
+    with ct.trace(model, "*", gradients=True) as t:
+        out = model(x)
+        out["x"].sum().backward()
+    assert not hooks(model)
+    assert torch.equal(t["first.in"], x)
+    assert torch.equal(t["first.out"], model.first(x)), "the ReLU wrote over it"
+    assert torch.equal(t["told.in"], t["act.out"])
+    assert torch.equal(t["told.out"], out["x"])
+    assert torch.equal(t.gradient("told.in"), torch.full((3, 4), 2.0))
+    assert "· 3 × · 4" in repr(t["first.in"])
+    assert "told.out" in repr(t)
+    for refused in (lambda: ct.trace(model, "told.in", positions=0), lambda: t.plan(1, 3)):
+        with pytest.raises(InputError):
+            refused()
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(InputError, match=r"nn\.Module"):
+        ct.trace("gpt2", "embed")

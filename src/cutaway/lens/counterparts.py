@@ -1,5 +1,6 @@
 """Which module of another library's model does what a module of ours does, by the rows of its family."""
 
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -23,13 +24,20 @@ class Counterparts:
 
     def __init__(self, family: Family, ours: Transformer, theirs: nn.Module) -> None:
         self.ours, self.theirs = ours, theirs
+        self.modules = dict(theirs.named_modules(remove_duplicate=False))
         self.shapes = {name: tensor.shape for name, tensor in ours.state_dict().items()}
         named = current_names(family, theirs.state_dict(keep_vars=True))
         self.held: dict[str, Held] = {}
+        self.paths: dict[str, list[str]] = {}
+        """Where a file would have each tensor of ours; their modules may hold several of those in one."""
+        bare = all(not there.startswith(family.prefix) for there in named.values())
         for step in steps_of(family.rows, ours.config, ours):
             there = [named[name] for name in step.theirs if name in named]
-            for name in step.ours if there else ():
-                self.held.setdefault(name, Held(there[0], step))
+            paths = [name.removeprefix(family.prefix if bare else "") for name in step.theirs]
+            for name in step.ours:
+                self.paths.setdefault(name, []).extend(paths)
+                if there:
+                    self.held.setdefault(name, Held(there[0], step))
 
     def path_of(self, ours: str) -> str | None:
         """The path of the module that holds the weights of this one of ours."""
@@ -38,23 +46,28 @@ class Counterparts:
 
     def module(self, ours: str) -> nn.Module | None:
         path = self.path_of(ours)
-        return None if path is None else self.theirs.get_submodule(path)
+        return None if path is None else self.modules[path]
 
-    def caller(self, ours: str) -> nn.Module | None:
-        """The innermost module around all that this one of ours holds; lists are never called."""
-        paths = [held.name.split(".")[:-1] for name, held in self.held.items() if name.startswith(f"{ours}.")]
-        if not paths:
-            return None
-        common = [parts[0] for parts in zip(*paths, strict=False) if len(set(parts)) == 1]
-        while common and isinstance(self.theirs.get_submodule(".".join(common)), nn.ModuleList | nn.ModuleDict):
+    def caller(self, *ours: str) -> nn.Module | None:
+        """The innermost module around all that these of ours hold; lists are never called."""
+        heads = tuple(f"{each}." for each in ours)
+        paths = [path.split(".")[:-1] for name in self.paths if name.startswith(heads) for path in self.paths[name]]
+        parts = zip(*paths, strict=False)
+        common = [part[0] for part in takewhile(lambda part: len(set(part)) == 1, parts)]
+        while isinstance(self.modules.get(".".join(common)), nn.ModuleList | nn.ModuleDict):
             common.pop()
-        return self.theirs.get_submodule(".".join(common)) if common else None
+        return self.modules.get(".".join(common)) if common else None
 
-    def shared(self, block: str) -> bool:
-        """Whether the same module serves several layers."""
-        stack, _, _ = block.split(".")
-        blocks = self.ours.stacks[stack].blocks
-        return len({id(each) for each in blocks}) < len(blocks)
+    def has(self, ours: str) -> bool:
+        """Whether theirs has anything of this one of ours."""
+        return any(name.startswith(f"{ours}.") for name in self.held)
+
+    def turn(self, stack: str, layer: int) -> int | None:
+        """How many layers before this one use the same block; None where each has its own."""
+        blocks = list(self.ours.stacks[stack].blocks)
+        if len(set(blocks)) == len(blocks):
+            return None
+        return sum(block is blocks[layer] for block in blocks[:layer])
 
     def turning(self, stack: str) -> set[str]:
         """The position methods of a stack that turn queries and keys."""

@@ -19,7 +19,7 @@ from cutaway.errors import ConfigError
 from cutaway.families import families
 from cutaway.families.family import Family
 from cutaway.lens.counterparts import Counterparts
-from cutaway.lens.parts import Heads, Logits, Part, Scaled, Weights
+from cutaway.lens.parts import Heads, Logits, Part, Scaled, Turn, Unrolled, Weights
 from cutaway.lens.sites import Site, Sites, of_ours
 from cutaway.model import build
 from cutaway.model.attention import Latent
@@ -91,59 +91,67 @@ def has_head(family: Family, model: nn.Module) -> bool | None:
 
 def spot(site: Site, known: Counterparts) -> Spot:
     """Where the value of this site of ours is in theirs."""
-    model, name = known.ours, site.name
-    if name == "logits":
+    if site.name == "logits":
         if known.path_of("head.matrix") is None:
             raise UnseenError("it has no head that predicts tokens")
         return known.theirs, False, Logits()
-    stack = name.split(".")[0] if len(model.stacks) > 1 else next(iter(model.stacks))
-    end = name.removeprefix(f"{stack}.")
-    if site.layer is None:
-        return of_ends(end, stack, known)
-    at = f"{stack}.blocks.{site.layer}"
-    if known.shared(at):
-        raise UnseenError("its layers share their modules, and cannot be told apart from outside")
-    end = end.removeprefix(f"blocks.{site.layer}.")
+    stacks = known.ours.stacks
+    stack = site.name.split(".")[0] if len(stacks) > 1 else next(iter(stacks))
+    end, layer = site.name.removeprefix(f"{stack}."), site.layer
+    if end == "final_norm" and not isinstance(stacks[stack].final_norm, nn.Identity):
+        return known.module(f"{stack}.final_norm"), False, Part()
+    if layer is None:  # the stream where the blocks begin and end
+        layer, end = (0, "resid_pre") if end == "embed" else (len(stacks[stack].blocks) - 1, "resid_post")
+    at = f"{stack}.blocks.{layer}"
+    module, entering, part = in_block(end.removeprefix(f"blocks.{layer}."), at, known)
+    turn = known.turn(stack, layer)
+    return module, entering, part if turn is None else Turn(part, turn, known.caller(stack) or known.theirs)
+
+
+def in_block(end: str, at: str, known: Counterparts) -> Spot:
     if end in ("resid_pre", "resid_post"):
         return known.caller(at), end == "resid_pre", Part()
     if end == "resid_mid":
-        return before(f"{at}.ffn", known), True, Part()
+        return before(f"{at}.ffn", known), True, unrolled(f"{at}.ffn", known)
     sublayer, _, value = end.partition(".")
     if value == "resid_pre":
         return before(f"{at}.{sublayer}", known), True, Part()
-    branch = model.get_submodule(f"{at}.{sublayer}")
+    branch = known.ours.get_submodule(f"{at}.{sublayer}")
     of_sublayer: Callable[..., Spot] = of_ffn if sublayer == "ffn" else of_attention
     return of_sublayer(value, f"{at}.{sublayer}", branch, known)
 
 
-def of_ends(end: str, stack: str, known: Counterparts) -> Spot:
-    """The stream where the blocks begin and end, and after the last norm."""
-    blocks = known.ours.stacks[stack].blocks
-    if end == "embed":
-        first = f"{stack}.blocks.0"
-        return None if known.shared(first) else known.caller(first), True, Part()
-    last = f"{stack}.blocks.{len(blocks) - 1}"
-    if isinstance(known.ours.stacks[stack].final_norm, nn.Identity):
-        return None if known.shared(last) else known.caller(last), False, Part()
-    return known.module(f"{stack}.final_norm"), False, Part()
-
-
 def before(at: str, known: Counterparts) -> nn.Module | None:
     """The first module of a sublayer: what it is given is the stream."""
-    found = (known.module(f"{at}.{name}") for name in ("norm_in", *FIRST))
-    return next((module for module in found if module is not None), None)
+    branch: Any = known.ours.get_submodule(at)
+    return first(at, known) if isinstance(branch.norm_in, nn.Identity) else known.module(f"{at}.norm_in")
 
 
-FIRST = ("f.q", "f.q.0", "f.gate", "f.up")
-"""What a sublayer's own input goes into."""
+def first(at: str, known: Counterparts) -> nn.Module | None:
+    """The module around all that reads what a sublayer is given."""
+    experts = known.has(f"{at}.f.router")
+    return known.caller(*(f"{at}.{name}" for name in (("f",) if experts else READERS)))
+
+
+READERS = ("f.q", "f.k", "f.v", "f.kv_down", "f.gate", "f.up")
 
 
 def given(at: str, known: Counterparts) -> Spot:
-    for name in FIRST:
-        module = known.module(f"{at}.{name}")
-        if module is not None:
-            return module, True, Part()
-    return known.module(f"{at}.norm_in"), False, Part()
+    """What a sublayer is given, at a place that all of it passes and nothing else."""
+    module = first(at, known)
+    if module is None:
+        return known.module(f"{at}.norm_in"), False, Part()
+    block, _, sublayer = at.rpartition(".")
+    after = f"{block}.after_{sublayer}"
+    if known.has(after) and known.caller(*(f"{at}.{name}" for name in READERS), after) is module:
+        raise UnseenError("the stream passes the same module beside it; resid_pre is the same value")
+    return module, True, Part()
+
+
+def unrolled(at: str, known: Counterparts) -> Part:
+    """An FFN knows no rows, and some are given all tokens in one."""
+    block = known.caller(at.rpartition(".")[0])
+    return Part() if block is None else Unrolled(block)
 
 
 def added(at: str, branch: Any, last: nn.Module | None, known: Counterparts) -> Spot:
@@ -187,11 +195,14 @@ def projected(letter: str, at: str, f: Any, known: Counterparts) -> Spot:
 
 def of_ffn(value: str, at: str, branch: Any, known: Counterparts) -> Spot:
     experts = hasattr(branch.f, "router")
-    if value == "in":
-        return given(at, known)
-    if value == "out":
-        return added(at, branch, known.caller(f"{at}.f") if experts else known.module(f"{at}.f.down"), known)
     if value == "router":
         raise UnseenError("which experts are chosen, and by how much, is told in another shape in each of their models")
-    dense = f"{at}.f.shared" if value == "shared.hidden" else f"{at}.f"
-    return known.module(f"{dense}.down"), True, Part()
+    if value == "in":
+        module, entering, part = given(at, known)
+    elif value == "out":
+        last = known.caller(f"{at}.f") if experts else known.module(f"{at}.f.down")
+        module, entering, part = added(at, branch, last, known)
+    else:
+        dense = f"{at}.f.shared" if value == "shared.hidden" else f"{at}.f"
+        module, entering, part = known.module(f"{dense}.down"), True, Part()
+    return module, entering, unrolled(at, known) if type(part) is Part else part

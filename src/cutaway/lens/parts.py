@@ -7,22 +7,20 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, NoReturn
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from cutaway.errors import InputError
 
-See = Callable[[Tensor], Tensor | None]
+See = Callable[[Tensor, Tensor], Tensor | None]
+"""Given a value and the whole that it was taken from, what is to stand in the value's place, if anything."""
 
 
 @dataclass(frozen=True)
 class Part:
     """The first tensor, as it is."""
-
-    as_it_is = True
-    """Whether what is taken is the very tensor that the model goes on with."""
 
     def fits(self, key: Any, item: Any) -> bool:
         """Whether this is the item of a tuple or dict that holds the value."""
@@ -34,12 +32,16 @@ class Part:
     def put(self, whole: Tensor, new: Tensor) -> Tensor:
         return new
 
-    def passed(self, whole: Any, see: See) -> Tensor | None:
+    def slope(self, slope: Tensor, shape: Size) -> Tensor:
+        """The value's gradient from the whole's; the value is of this shape."""
+        return slope
+
+    def passed(self, whole: Tensor, see: See) -> Tensor | None:
         """Show the value; what is to stand in the tensor's place, if anything."""
-        new = see(self.taken(whole))
+        new = see(self.taken(whole), whole)
         return None if new is None else self.put(whole, new)
 
-    def attach(self, module: nn.Module, see: See, *, entering: bool, first: bool) -> RemovableHandle:
+    def attach(self, module: nn.Module, see: See, *, entering: bool, first: bool) -> list[RemovableHandle]:
         """Call `see` with each value that passes; `first`: before other hooks."""
 
         def on_way_in(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -58,14 +60,11 @@ class Part:
                 if self.fits(key, item):
                     new = self.passed(item, see)
                     return None if new is None else swapped(result, key, new)
-            return self.nothing(module)
+            return None
 
         if entering:
-            return module.register_forward_pre_hook(on_way_in, with_kwargs=True, prepend=first)
-        return module.register_forward_hook(on_way_out, prepend=first)
-
-    def nothing(self, module: nn.Module) -> None:
-        """What to do with a result that does not hold the value; a module need not give a tensor."""
+            return [module.register_forward_pre_hook(on_way_in, with_kwargs=True, prepend=first)]
+        return [module.register_forward_hook(on_way_out, prepend=first)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +73,6 @@ class Heads(Part):
 
     heads: int
     columns: Tensor | None = None
-    as_it_is = False
 
     def taken(self, whole: Tensor) -> Tensor:
         some = whole if self.columns is None else whole.index_select(-1, self.columns.to(whole.device))
@@ -84,13 +82,15 @@ class Heads(Part):
         flat = new.flatten(-2)
         return flat if self.columns is None else whole.index_copy(-1, self.columns.to(whole.device), flat)
 
+    def slope(self, slope: Tensor, shape: Size) -> Tensor:
+        return self.taken(slope)
+
 
 @dataclass(frozen=True)
 class Scaled(Part):
     """A tensor that is multiplied before it is added."""
 
     by: float
-    as_it_is = False
 
     def taken(self, whole: Tensor) -> Tensor:
         return whole * self.by
@@ -99,28 +99,79 @@ class Scaled(Part):
         # As a difference: what is put back unchanged changes no bit. The gradient comes by way of what is new alone.
         return whole.detach() + (new - self.taken(whole).detach()) / self.by
 
+    def slope(self, slope: Tensor, shape: Size) -> Tensor:
+        return slope / self.by
+
+
+@dataclass(frozen=True, eq=False)
+class Unrolled(Part):
+    """A tensor that may have all rows' tokens in one axis; how many rows there are is seen at a module around it."""
+
+    around: nn.Module
+
+    def attach(self, module: nn.Module, see: See, *, entering: bool, first: bool) -> list[RemovableHandle]:
+        lead: list[int] = []
+
+        def see_rows(value: Tensor, whole: Tensor) -> None:
+            lead[:] = value.shape[:2]
+
+        def see_unrolled(value: Tensor, whole: Tensor) -> Tensor | None:
+            if value.ndim > 2:
+                return see(value, whole)
+            new = see(value.reshape(*lead, -1), whole)
+            return None if new is None else new.flatten(0, 1)
+
+        noting = Part().attach(self.around, see_rows, entering=True, first=True)
+        return noting + super().attach(module, see_unrolled, entering=entering, first=first)
+
+    def slope(self, slope: Tensor, shape: Size) -> Tensor:
+        return slope.reshape(shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Turn(Part):
+    """What passes a module in one of its turns, where a model uses it several times in a call."""
+
+    inner: Part
+    turn: int
+    around: nn.Module
+
+    def attach(self, module: nn.Module, see: See, *, entering: bool, first: bool) -> list[RemovableHandle]:
+        turn = [0]
+
+        def start(value: Tensor, whole: Tensor) -> None:
+            turn[0] = 0
+
+        def see_in_turn(value: Tensor, whole: Tensor) -> Tensor | None:
+            turn[0] += 1
+            return see(value, whole) if turn[0] == self.turn + 1 else None
+
+        starting = Part().attach(self.around, start, entering=True, first=True)
+        return starting + self.inner.attach(module, see_in_turn, entering=entering, first=first)
+
+    def slope(self, slope: Tensor, shape: Size) -> Tensor:
+        return self.inner.slope(slope, shape)
+
 
 @dataclass(frozen=True)
 class Weights(Part):
     """The pattern that an attention gives back beside its result: the last tensor with four axes."""
 
-    def attach(self, module: nn.Module, see: See, *, entering: bool, first: bool) -> RemovableHandle:
+    def attach(self, module: nn.Module, see: See, *, entering: bool, first: bool) -> list[RemovableHandle]:
         def on_way_out(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
             found = [item for _, item in items(result) if isinstance(item, Tensor) and item.ndim == 4]
             if not found:
                 raise InputError(
-                    f"{type(module).__name__} gave back no pattern; make the model with attn_implementation='eager'"
+                    f"{type(module).__name__} gave back no pattern; make the model with attn_implementation='eager', "
+                    "and call it with output_attentions=True"
                 )
-            if see(found[-1]) is not None:
-                self.refuse()
+            if see(found[-1], found[-1]) is not None:
+                raise InputError(
+                    "a pattern of another library's model can be read and not changed, for its values are mixed before "
+                    "it is seen; open the model with ct.load, and edit that"
+                )
 
-        return module.register_forward_hook(on_way_out, prepend=first)
-
-    def refuse(self) -> NoReturn:
-        raise InputError(
-            "a pattern of another library's model can be read and not changed, for its attention has been there "
-            "before it is seen; open the model with ct.load, and edit that"
-        )
+        return [module.register_forward_hook(on_way_out, prepend=first)]
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Passing(NamedTuple):
     args: tuple[Any, ...]
     """What the module was given."""
     result: Any
-    """What it gave back, where that is known."""
+    """What it gave back, where that is known; of another library's, the tensor that the value was taken from."""
 
 
 Reader = Callable[[Passing], Tensor | None]
@@ -47,9 +47,9 @@ class Taps:
     def attach(self, site: Site, read: Reader, *, heads: list[int] | None = None, changes: bool = False) -> None:
         """Call `read` with what passes the site; if it `changes` values, before those who do not."""
         if site.part is not None:
-            see = lambda value: read(Passing(site, value, (), None))  # noqa: E731
+            see = lambda value, whole: read(Passing(site, value, (), whole))  # noqa: E731
             entering = site.side == "in"
-            self.handles.append(site.part.attach(site.module, see, entering=entering, first=changes))
+            self.handles += site.part.attach(site.module, see, entering=entering, first=changes)
             return
         depth = self.depth_of(site)
         leaving = site.side == "out" and site.stack is not None and site.module in set(site.stack.blocks)

@@ -17,6 +17,7 @@ from cutaway.errors import InputError
 from cutaway.lens import pattern
 from cutaway.lens.choice import Numbers, chosen, numbers
 from cutaway.lens.drawing import bytes_in_words, listing
+from cutaway.lens.parts import Part
 from cutaway.lens.sites import Site, sites
 from cutaway.lens.taps import Passing, Taps, in_backward
 from cutaway.lens.value import Value, valued
@@ -89,11 +90,12 @@ class Trace:
             if site.side in ("scores", "pattern"):
                 self.follow_inside(passing, call)
             elif value.requires_grad:
-                if site.part is not None and not site.part.as_it_is:
-                    value = value.view_as(value)  # which is put back, so that the way to the loss is by this value
-                elif site.name.endswith(".in"):  # others may read the same tensor, and their slope is not this site's
+                if site.name.endswith(".in"):  # others may read the same tensor, and their slope is not this site's
                     value = value.view_as(value)
-                value.register_hook(lambda slope: self.keep_slope(site, call, slope))  # type: ignore[no-untyped-call]
+                if site.part is None or value is not passing.value:
+                    value.register_hook(lambda slope: self.keep_slope(site, call, slope))  # type: ignore[no-untyped-call]
+                else:
+                    self.follow_whole(passing, site.part, call)
         self.seen[site.name].append(self.kept(site, passing.value))
         return None if value is passing.value else value
 
@@ -115,6 +117,11 @@ class Trace:
             self.keep_slope(site, call, inner)
 
         passing.result.register_hook(keep)
+
+    def follow_whole(self, passing: Passing, part: Part, call: int) -> None:
+        """A value that was taken out of a tensor is on no way to the loss; the tensor is."""
+        site, shape = passing.site, passing.value.shape
+        passing.result.register_hook(lambda slope: self.keep_slope(site, call, part.slope(slope, shape)))
 
     def keep_slope(self, site: Site, call: int, slope: Tensor) -> None:
         kept, held = self.kept(site, slope), self.slopes[site.name]
