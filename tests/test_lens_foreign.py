@@ -1,5 +1,6 @@
 """A trace of another library's model, by our names ≡ a trace of ours that was loaded from it."""
 
+import copy
 from dataclasses import dataclass, field
 from functools import cache
 from tempfile import TemporaryDirectory
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers
 from family_parity import randomise
+from inside_parity import asked, compare_inside, hooks, same
 from torch import Tensor, nn
 
 import cutaway as ct
@@ -112,47 +114,16 @@ def texts(ours: Any) -> tuple[Tensor, ...]:
     return (tokens, tokens[:, :7]) if len(ours.stacks) > 1 else (tokens,)
 
 
-def asked(tokens: tuple[Tensor, ...], **extra: Any) -> dict[str, Any]:
-    """How their models want to be called."""
-    return dict(zip(("input_ids", "decoder_input_ids"), tokens, strict=False)) | extra
-
-
-def hooks(model: nn.Module) -> int:
-    """Their library leaves some of its own, when hidden states are asked for."""
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
-
-
-def same(one: Tensor, other: Tensor, what: str) -> None:
-    assert one.shape == other.shape, (what, one.shape, other.shape)
-    worst, bound = (one - other).abs().max().item(), 1e-5 * max(1.0, other.abs().max().item())
-    assert worst <= bound, f"{what}: worst difference {worst:.2e}, bound {bound:.2e}"
-
-
 @pytest.mark.parametrize("name", PEERS)
 def test_values_in_theirs_are_those_in_ours(name: str) -> None:
     theirs, ours = made(name)
-    tokens = texts(ours)
+    compare_inside(theirs, ours, texts(ours))
     known = sites(theirs)
-    assert known.keys() <= sites(ours).keys()
-    assert known.keys() | known.absent.keys() == sites(ours).keys()
     stacks = [f"{stack}." for stack in ours.stacks] if len(ours.stacks) > 1 else [""]
     for stack in stacks:
         found = {name.split(".", 3 if stack else 2)[-1] for name in known if name.startswith(f"{stack}blocks.0.")}
         assert found >= PEERS[name].ends, PEERS[name].ends - found
         assert known.keys() >= {f"{stack}embed", f"{stack}final_norm"}
-    before = hooks(theirs)
-    with torch.no_grad():
-        alone = theirs(**asked(tokens)).logits
-        with ct.trace(theirs, "*") as t:
-            traced = theirs(**asked(tokens)).logits
-        with ct.trace(ours, *known) as own:
-            ours(*tokens)
-    assert torch.equal(traced, alone)
-    assert hooks(theirs) == before
-    assert torch.equal(t["logits"], traced)
-    for site in known:
-        assert t[site].axes == own[site].axes
-        same(t[site], own[site], site)
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -291,6 +262,28 @@ def test_what_cannot_be_had_says_why() -> None:
     ):
         with pytest.raises(InputError, match=why):
             ct.trace(model, site)
+
+
+class Adapted(nn.Module):
+    """A layer with a small one beside it, as adapters have it."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base_layer, self.beside = base, nn.Linear(24, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.beside(x)
+
+
+def test_an_adapter_in_a_modules_place_is_seen_through() -> None:
+    theirs = copy.deepcopy(made("llama")[0])
+    attention = theirs.model.layers[0].self_attn
+    attention.v_proj = Adapted(attention.v_proj)
+    (tokens,) = texts(made("llama")[1])
+    with torch.no_grad(), ct.trace(theirs, "attn.in", "attn.v", layers=0) as t:
+        theirs(tokens)
+    with torch.no_grad():
+        assert torch.equal(t["attn.v"].flatten(-2), attention.v_proj(t["attn.in"]))
 
 
 class Odd(nn.Module):

@@ -2,8 +2,8 @@
 
 A family's table says which of their weights is which of ours, and so which of their modules does what which of ours
 does: our `attn.z` is what the module is given that holds our `attn.f.o`. Values that no module there is given or gives
-back (rotated queries, scores) cannot be had, and the reason is kept. In training, `*.out` and `pattern` are what
-dropout is given there, for it stands in other places.
+back (rotated queries, scores) cannot be had, and the reason is kept. Keys and values are those of a call's own tokens,
+for the cache stands behind them there; with dropout, `*.out` is seen before it.
 
 Any other module has the paths of its parts, with `.in` and `.out`: the first tensor of each.
 """
@@ -32,7 +32,7 @@ class UnseenError(Exception):
     """Why a value cannot be had."""
 
 
-NO_MODULE = "the table of its family knows no module there that is given it or gives it back"
+NO_MODULE = "its family's table leads to no module that is given it or gives it back"
 
 
 def of_theirs(model: nn.Module) -> Sites:
@@ -78,6 +78,7 @@ def family_of(model: nn.Module) -> tuple[Family | None, dict[str, Any]]:
     if written is None:
         return None, {}
     theirs = json.loads(written(use_diff=False))
+    theirs.pop("quantization_config", None)  # how weights are packed moves no module
     return families().get(theirs.get("model_type")), theirs
 
 
@@ -92,7 +93,7 @@ def has_head(family: Family, model: nn.Module) -> bool | None:
 def spot(site: Site, known: Counterparts) -> Spot:
     """Where the value of this site of ours is in theirs."""
     if site.name == "logits":
-        if known.path_of("head.matrix") is None:
+        if known.module("head.matrix") is None:
             raise UnseenError("it has no head that predicts tokens")
         return known.theirs, False, Logits()
     stacks = known.ours.stacks
@@ -182,7 +183,7 @@ def projected(letter: str, at: str, f: Any, known: Counterparts) -> Spot:
     if isinstance(f, Latent):
         raise UnseenError("its queries, keys and values are put together from parts inside its attention")
     stack, layer = at.split(".")[0], int(at.split(".")[2])
-    turned = at.endswith(".attn") and f"{known.ours.stacks[stack].position_of[layer]}" in known.turning(stack)
+    turned = at.endswith(".attn") and known.turns(stack, layer)
     if letter in "qk" and (turned or not isinstance(getattr(f, f"{letter}_norm"), nn.Identity)):
         raise UnseenError(
             "they are normed or turned inside its attention; open the model with ct.load, which shows them"

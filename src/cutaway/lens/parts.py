@@ -45,9 +45,7 @@ class Part:
         """Call `see` with each value that passes; `first`: before other hooks."""
 
         def on_way_in(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            names = list(signature(module.forward).parameters)
-            named = sorted(kwargs.items(), key=lambda item: names.index(item[0]) if item[0] in names else len(names))
-            for key, item in (*enumerate(args), *named):
+            for key, item in (*enumerate(args), *in_order(module, kwargs)):
                 if self.fits(key, item):
                     new = self.passed(item, see)
                     if new is None:
@@ -180,6 +178,12 @@ class Logits(Part):
 
     def fits(self, key: Any, item: Any) -> bool:
         return isinstance(item, Tensor) and (key == "logits" if isinstance(key, str) else item.ndim == 3)
+
+
+def in_order(module: nn.Module, kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Arguments given by name, as the module's forward lists them."""
+    names = list(signature(module.forward).parameters) if len(kwargs) > 1 else []
+    return sorted(kwargs.items(), key=lambda item: names.index(item[0]) if item[0] in names else len(names))
 
 
 def items(whole: Any) -> Iterator[tuple[Any, Any]]:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from cutaway.errors import InputError
 from cutaway.lens import pattern
+from cutaway.lens.parts import Part
 from cutaway.lens.sites import Site
 from cutaway.model.stack import Stack
 
@@ -47,9 +48,7 @@ class Taps:
     def attach(self, site: Site, read: Reader, *, heads: list[int] | None = None, changes: bool = False) -> None:
         """Call `read` with what passes the site; if it `changes` values, before those who do not."""
         if site.part is not None:
-            see = lambda value, whole: read(Passing(site, value, (), whole))  # noqa: E731
-            entering = site.side == "in"
-            self.handles += site.part.attach(site.module, see, entering=entering, first=changes)
+            self.attach_to_part(site, site.part, read, changes)
             return
         depth = self.depth_of(site)
         leaving = site.side == "out" and site.stack is not None and site.module in set(site.stack.blocks)
@@ -97,6 +96,14 @@ class Taps:
         else:
             hook: Any = on_way_out if site.side == "out" else within
             self.handles.append(site.module.register_forward_hook(hook, prepend=changes))
+
+    def attach_to_part(self, site: Site, part: Part, read: Reader, changes: bool) -> None:
+        """In another library's model."""
+
+        def see(value: Tensor, whole: Tensor) -> Tensor | None:
+            return read(Passing(site, value, (), whole))
+
+        self.handles += part.attach(site.module, see, entering=site.side == "in", first=changes)
 
     def depth_of(self, site: Site) -> list[int] | None:
         """Where to look up the layer that a stack is in, if this site's block serves several."""
