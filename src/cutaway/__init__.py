@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from cutaway.families.load import load as load
     from cutaway.families.save import save as save
     from cutaway.generate.texts import generate as generate
+    from cutaway.lens.edit import edit as edit
     from cutaway.lens.trace import trace as trace
     from cutaway.model import Cache as Cache
     from cutaway.model import Transformer as Transformer
@@ -26,6 +27,7 @@ _HOMES = {
     "CutawayError": "cutaway.errors",
     "Transformer": "cutaway.model",
     "build": "cutaway.model",
+    "edit": "cutaway.lens.edit",
     "load": "cutaway.families.load",
     "presets": "cutaway.config.presets",
     "save": "cutaway.families.save",
@@ -40,6 +42,7 @@ __all__ = [
     "Transformer",
     "build",
     "config",
+    "edit",
     "generate",
     "load",
     "presets",

@@ -112,20 +112,24 @@ def spot(site: Site, known: Counterparts) -> Spot:
 def in_block(end: str, at: str, known: Counterparts) -> Spot:
     if end in ("resid_pre", "resid_post"):
         return known.caller(at), end == "resid_pre", Part()
-    if end == "resid_mid":
-        return before(f"{at}.ffn", known), True, unrolled(f"{at}.ffn", known)
     sublayer, _, value = end.partition(".")
-    if value == "resid_pre":
-        return before(f"{at}.{sublayer}", known), True, Part()
+    if end == "resid_mid" or value == "resid_pre":
+        return between(f"{at}.{sublayer if value else 'ffn'}", known)
     branch = known.ours.get_submodule(f"{at}.{sublayer}")
     of_sublayer: Callable[..., Spot] = of_ffn if sublayer == "ffn" else of_attention
     return of_sublayer(value, f"{at}.{sublayer}", branch, known)
 
 
-def before(at: str, known: Counterparts) -> nn.Module | None:
-    """The first module of a sublayer: what it is given is the stream."""
+def between(at: str, known: Counterparts) -> Spot:
+    """The stream before a sublayer that is not the block's first: from the norm on it, or into what reads it."""
+    block = at.rpartition(".")[0]
+    for earlier in ("cross", "attn"):
+        norm = known.module(f"{block}.after_{earlier}")
+        if norm is not None and not at.endswith(earlier):
+            return norm, False, unrolled(at, known)
     branch: Any = known.ours.get_submodule(at)
-    return first(at, known) if isinstance(branch.norm_in, nn.Identity) else known.module(f"{at}.norm_in")
+    reader = first(at, known) if isinstance(branch.norm_in, nn.Identity) else known.module(f"{at}.norm_in")
+    return reader, True, unrolled(at, known, read_only=True)
 
 
 def first(at: str, known: Counterparts) -> nn.Module | None:
@@ -149,10 +153,12 @@ def given(at: str, known: Counterparts) -> Spot:
     return module, True, Part()
 
 
-def unrolled(at: str, known: Counterparts) -> Part:
+def unrolled(at: str, known: Counterparts, *, read_only: bool = False) -> Part:
     """An FFN knows no rows, and some are given all tokens in one."""
     block = known.caller(at.rpartition(".")[0])
-    return Part() if block is None else Unrolled(block)
+    if block is None:
+        raise UnseenError(NO_MODULE)
+    return Unrolled(block, read_only)
 
 
 def added(at: str, branch: Any, last: nn.Module | None, known: Counterparts) -> Spot:

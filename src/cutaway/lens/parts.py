@@ -41,8 +41,8 @@ class Part:
         new = see(self.taken(whole), whole)
         return None if new is None else self.put(whole, new)
 
-    def attach(self, module: nn.Module, see: See, *, entering: bool, first: bool) -> list[RemovableHandle]:
-        """Call `see` with each value that passes; `first`: before other hooks."""
+    def attach(self, module: nn.Module, see: See, *, entering: bool) -> list[RemovableHandle]:
+        """Call `see` with each value that passes."""
 
         def on_way_in(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             for key, item in (*enumerate(args), *in_order(module, kwargs)):
@@ -61,8 +61,8 @@ class Part:
             return None
 
         if entering:
-            return [module.register_forward_pre_hook(on_way_in, with_kwargs=True, prepend=first)]
-        return [module.register_forward_hook(on_way_out, prepend=first)]
+            return [module.register_forward_pre_hook(on_way_in, with_kwargs=True)]
+        return [module.register_forward_hook(on_way_out)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,21 +106,26 @@ class Unrolled(Part):
     """A tensor that may have all rows' tokens in one axis; how many rows there are is seen at a module around it."""
 
     around: nn.Module
+    read_only: bool = False
+    """Whether the model goes on with the tensor elsewhere too, so that another one here would not be its stream."""
 
-    def attach(self, module: nn.Module, see: See, *, entering: bool, first: bool) -> list[RemovableHandle]:
+    def attach(self, module: nn.Module, see: See, *, entering: bool) -> list[RemovableHandle]:
         lead: list[int] = []
 
         def see_rows(value: Tensor, whole: Tensor) -> None:
             lead[:] = value.shape[:2]
 
         def see_unrolled(value: Tensor, whole: Tensor) -> Tensor | None:
-            if value.ndim > 2:
-                return see(value, whole)
-            new = see(value.reshape(*lead, -1), whole)
-            return None if new is None else new.flatten(0, 1)
+            new = see(value if value.ndim > 2 else value.reshape(*lead, -1), whole)
+            if new is not None and self.read_only:
+                raise InputError(
+                    "the stream inside a block of another library's model can be read and not changed; change "
+                    "resid_pre or resid_post, or open the model with ct.load, and edit that"
+                )
+            return None if new is None else new.view_as(value)
 
-        noting = Part().attach(self.around, see_rows, entering=True, first=True)
-        return noting + super().attach(module, see_unrolled, entering=entering, first=first)
+        noting = Part().attach(self.around, see_rows, entering=True)
+        return noting + super().attach(module, see_unrolled, entering=entering)
 
     def slope(self, slope: Tensor, shape: Size) -> Tensor:
         return slope.reshape(shape)
@@ -134,7 +139,7 @@ class Turn(Part):
     turn: int
     around: nn.Module
 
-    def attach(self, module: nn.Module, see: See, *, entering: bool, first: bool) -> list[RemovableHandle]:
+    def attach(self, module: nn.Module, see: See, *, entering: bool) -> list[RemovableHandle]:
         turn = [0]
 
         def start(value: Tensor, whole: Tensor) -> None:
@@ -144,8 +149,8 @@ class Turn(Part):
             turn[0] += 1
             return see(value, whole) if turn[0] == self.turn + 1 else None
 
-        starting = Part().attach(self.around, start, entering=True, first=True)
-        return starting + self.inner.attach(module, see_in_turn, entering=entering, first=first)
+        starting = Part().attach(self.around, start, entering=True)
+        return starting + self.inner.attach(module, see_in_turn, entering=entering)
 
     def slope(self, slope: Tensor, shape: Size) -> Tensor:
         return self.inner.slope(slope, shape)
@@ -155,7 +160,7 @@ class Turn(Part):
 class Weights(Part):
     """The pattern that an attention gives back beside its result: the last tensor with four axes."""
 
-    def attach(self, module: nn.Module, see: See, *, entering: bool, first: bool) -> list[RemovableHandle]:
+    def attach(self, module: nn.Module, see: See, *, entering: bool) -> list[RemovableHandle]:
         def on_way_out(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
             found = [item for _, item in items(result) if isinstance(item, Tensor) and item.ndim == 4]
             if not found:
@@ -169,7 +174,7 @@ class Weights(Part):
                     "it is seen; open the model with ct.load, and edit that"
                 )
 
-        return [module.register_forward_hook(on_way_out, prepend=first)]
+        return [module.register_forward_hook(on_way_out)]
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,11 @@ class Site:
     part: Part | None = None
     """Where the value stands in what a module of another library's is given or gives back."""
 
-    def shape(self, batch: int, length: int, seen: int | None = None) -> tuple[int, ...]:
-        """For so many rows and tokens; `seen`: tokens that are looked at, if others."""
-        sizes = {"B": batch, "T": length, "S": length if seen is None else seen, "N": batch * length}
+    def shape(self, batch: int, length: int, source: int | None = None) -> tuple[int, ...]:
+        """For so many rows and tokens, and tokens of a source, if they are as many or not."""
+        other = length if source is None else source
+        mine = other if self.name.startswith("encoder.") else length
+        sizes = {"B": batch, "T": mine, "S": other if ".cross." in self.name else mine, "N": batch * mine}
         sizes |= dict(self.widths)
         return tuple(sizes[axis] for axis in self.axes)
 
@@ -98,10 +100,10 @@ def of_stack(stack: Stack, prefix: str, d_model: int) -> Iterator[Site]:
         yield Site(f"{here}.resid_pre", module=block, side="in", **at)
         yield from of_attention(f"{here}.attn", block.attn, at)
         if getattr(block, "cross", None) is not None:
-            yield Site(f"{here}.cross.resid_pre", module=block.cross, side="in", **at)  # type: ignore[arg-type]
+            yield Site(f"{here}.cross.resid_pre", module=block.after_attn, **at)  # type: ignore[arg-type]
             yield from of_attention(f"{here}.cross", block.cross, at)
-        if isinstance(block, Block):
-            yield Site(f"{here}.resid_mid", module=block.ffn, side="in", **at)
+        if isinstance(block, Block):  # where the stream itself can be changed, not only what the FFN reads of it
+            yield Site(f"{here}.resid_mid", module=block.after_cross or block.after_attn, **at)
         yield from of_ffn(f"{here}.ffn", block.ffn, at)
         yield Site(f"{here}.resid_post", module=block, **at)
     yield Site(f"{prefix}final_norm", module=stack.final_norm, **stream)

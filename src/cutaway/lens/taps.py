@@ -1,7 +1,7 @@
 """Hooks at sites: what passes is handed over, and replaced if something else is handed back.
 
-All hooks of a `Taps` go together, whatever happens. Who changes values stands before who reads them: a reader sees
-what the model goes on with.
+All hooks of a `Taps` go together, whatever happens. Who reads stands behind who changes, whoever came first: a reader
+sees what the model goes on with.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ from cutaway.lens.sites import Site
 from cutaway.model.stack import Stack
 
 CHANGED: WeakKeyDictionary[nn.Module, dict[tuple[int | None, int], Tensor]] = WeakKeyDictionary()
-"""Patterns put in the place of a kernel's own in its last call, by layer and head, for those who read them."""
+"""Patterns put in the place of a kernel's own in this call, by layer and head."""
 
 
 class Passing(NamedTuple):
@@ -33,22 +33,53 @@ class Passing(NamedTuple):
     """What it gave back, where that is known; of another library's, the tensor that the value was taken from."""
 
 
-Reader = Callable[[Passing], Tensor | None]
+Act = Callable[[Passing], Tensor | None]
 
 
 class Taps:
     """Hooks that are removed together."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, change: bool = False) -> None:
+        self.change = change
+        self.wanted: list[tuple[Site, Act, list[int] | None]] = []
         self.handles: list[RemovableHandle] = []
         self.depths: dict[Stack, list[int]] = {}
         """Where layers share a block: how many a stack has entered, and how many it has left."""
-        self.changed: list[nn.Module] = []
 
-    def attach(self, site: Site, read: Reader, *, heads: list[int] | None = None, changes: bool = False) -> None:
-        """Call `read` with what passes the site; if it `changes` values, before those who do not."""
+    def open(self, wanted: Iterable[tuple[Site, Act, list[int] | None]]) -> None:
+        """Hand over what passes these sites; of what is inside attention, just these heads."""
+        self.wanted = list(wanted)
+        try:
+            self.hang()
+            for others in READERS if self.change else ():
+                others.unhang()
+                others.hang()
+        except BaseException:
+            self.close()
+            raise
+        if not self.change:
+            READERS.append(self)
+
+    def close(self) -> None:
+        self.unhang()
+        if self in READERS:
+            READERS.remove(self)
+
+    def hang(self) -> None:
+        for site, act, heads in self.wanted:
+            self.attach(site, act, heads)
+
+    def unhang(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self.depths.clear()
+        for site, *_ in self.wanted if self.change else ():
+            CHANGED.pop(site.module, None)
+
+    def attach(self, site: Site, act: Act, heads: list[int] | None) -> None:
         if site.part is not None:
-            self.attach_to_part(site, site.part, read, changes)
+            self.attach_to_part(site, site.part, act)
             return
         depth = self.depth_of(site)
         leaving = site.side == "out" and site.stack is not None and site.module in set(site.stack.blocks)
@@ -59,97 +90,94 @@ class Taps:
         def on_way_in(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             if elsewhere():
                 return None
-            new = read(Passing(site, args[site.index], args, None))
-            return None if new is None else (*args[: site.index], new, *args[site.index + 1 :])
+            return swapped(args, site.index, act(Passing(site, args[site.index], args, None)))
 
         def on_way_out(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
             if elsewhere():
                 return None
             if not isinstance(result, tuple):
-                return read(Passing(site, result, args, result))
-            new = read(Passing(site, result[site.index], args, result))
-            return None if new is None else (*result[: site.index], new, *result[site.index + 1 :])
+                return act(Passing(site, result, args, result))
+            return swapped(result, site.index, act(Passing(site, result[site.index], args, result)))
 
         def within(module: Any, args: tuple[Any, ...], result: Tensor) -> Tensor | None:
             if elsewhere():
                 return None
             seen = pattern.seen(module, args, heads)
-            before = seen.pattern()
-            if not changes and module in CHANGED:
-                parts = zip(all_heads(heads, before), before.unbind(1), strict=True)
-                before = torch.stack([CHANGED[module].get((site.layer, head), own) for head, own in parts], 1)
-            new = read(Passing(site, seen.scores if site.side == "scores" else before, args, result))
+            own = seen.pattern()
+            numbers = list(range(own.shape[1])) if heads is None else heads
+            changed = CHANGED.get(module, {})
+            parts = [changed.get((site.layer, head), row) for head, row in zip(numbers, own.unbind(1), strict=True)]
+            before = torch.stack(parts, 1) if changed else own
+            new = act(Passing(site, seen.scores if site.side == "scores" else before, args, result))
             if new is None:
                 return None
             after = seen.pattern(new) if site.side == "scores" else new
-            for head, row in zip(all_heads(heads, after), after.unbind(1), strict=True):
+            for head, row in zip(numbers, after.unbind(1), strict=True):
                 CHANGED.setdefault(module, {})[site.layer, head] = row
-            mixed = torch.einsum("bhts,bshe->bthe", after - before, pattern.values(args, heads))
-            if heads is None:
-                return result + mixed
-            return result.index_add(2, torch.tensor(heads, device=result.device), mixed)
+            # z = pattern·v, so z moves by what the pattern moves by; where nothing was changed, by exactly nothing.
+            moved = torch.einsum("bhts,bshe->bthe", after - before, pattern.values(args, heads))
+            return result + moved if heads is None else result.index_add(2, index(heads, result), moved)
 
-        if changes and site.side in ("scores", "pattern"):
-            self.changed.append(site.module)
+        inside = site.side in ("scores", "pattern")
+        if inside and self.change:
+            self.handles.append(site.module.register_forward_pre_hook(forget))
         if site.side == "in":
-            self.handles.append(site.module.register_forward_pre_hook(on_way_in, prepend=changes))
+            self.handles.append(site.module.register_forward_pre_hook(on_way_in))
         else:
-            hook: Any = on_way_out if site.side == "out" else within
-            self.handles.append(site.module.register_forward_hook(hook, prepend=changes))
+            hook: Any = within if inside else on_way_out
+            self.handles.append(site.module.register_forward_hook(hook))
 
-    def attach_to_part(self, site: Site, part: Part, read: Reader, changes: bool) -> None:
+    def attach_to_part(self, site: Site, part: Part, act: Act) -> None:
         """In another library's model."""
 
         def see(value: Tensor, whole: Tensor) -> Tensor | None:
-            return read(Passing(site, value, (), whole))
+            return act(Passing(site, value, (), whole))
 
-        self.handles += part.attach(site.module, see, entering=site.side == "in", first=changes)
+        self.handles += part.attach(site.module, see, entering=site.side == "in")
 
     def depth_of(self, site: Site) -> list[int] | None:
         """Where to look up the layer that a stack is in, if this site's block serves several."""
         stack, layer = site.stack, site.layer
-        if stack is None or layer is None:
-            return None
-        if sum(block is stack.blocks[layer] for block in stack.blocks) == 1:
+        if stack is None or layer is None or sum(each is stack.blocks[layer] for each in stack.blocks) == 1:
             return None
         if stack.recompute != "none" and stack.training:
             raise InputError(
                 "layers that share a block cannot be told apart when they are computed again; "
-                "model.use_recompute('none')"
+                "call model.use_recompute('none')"
             )
-        if stack not in self.depths:
-            depth = self.depths.setdefault(stack, [0, 0])
+        if stack in self.depths:
+            return self.depths[stack]
+        depth = self.depths.setdefault(stack, [0, 0])
 
-            def start(module: nn.Module, args: tuple[Any, ...]) -> None:
-                depth[:] = 0, 0
+        def start(module: nn.Module, args: tuple[Any, ...]) -> None:
+            depth[:] = 0, 0
 
-            def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
-                depth[0] += 1
+        def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+            depth[0] += 1
 
-            def leave(module: nn.Module, args: tuple[Any, ...], result: Tensor) -> None:
-                depth[1] += 1
+        def leave(module: nn.Module, args: tuple[Any, ...], result: Tensor) -> None:
+            depth[1] += 1
 
-            self.handles.append(stack.register_forward_pre_hook(start))
-            for block in distinct(stack.blocks):
-                self.handles += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
-        return self.depths[stack]
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        for module in self.changed:
-            CHANGED.pop(module, None)
-        self.handles.clear()
-        self.depths.clear()
-        self.changed.clear()
+        self.handles.append(stack.register_forward_pre_hook(start))
+        for block in {id(block): block for block in stack.blocks}.values():
+            self.handles += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
+        return depth
 
 
-def distinct(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    return list({id(module): module for module in modules}.values())
+READERS: list[Taps] = []
+"""Those who only look, and hang behind whoever comes to change."""
 
 
-def all_heads(heads: list[int] | None, value: Tensor) -> list[int]:
-    return list(range(value.shape[1])) if heads is None else heads
+def swapped(values: tuple[Any, ...], place: int, new: Tensor | None) -> tuple[Any, ...] | None:
+    return None if new is None else (*values[:place], new, *values[place + 1 :])
+
+
+def forget(module: nn.Module, args: tuple[Any, ...]) -> None:
+    CHANGED.pop(module, None)
+
+
+def index(numbers: list[int], like: Tensor) -> Tensor:
+    return torch.tensor(numbers, device=like.device)
 
 
 def in_backward() -> bool:

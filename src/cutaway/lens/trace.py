@@ -19,7 +19,7 @@ from cutaway.lens.choice import Numbers, chosen, numbers
 from cutaway.lens.drawing import bytes_in_words, listing
 from cutaway.lens.parts import Part
 from cutaway.lens.sites import Site, sites
-from cutaway.lens.taps import Passing, Taps, in_backward
+from cutaway.lens.taps import Passing, Taps, in_backward, index
 from cutaway.lens.value import Value, valued
 
 UNNAMED = "·"
@@ -56,16 +56,12 @@ class Trace:
                 )
 
     def __enter__(self) -> "Trace":
-        try:
-            for site in self.sites:
-                self.taps.attach(site, self.read, heads=self.heads_of(site) if "H" in site.axes else None)
-        except BaseException:
-            self.taps.remove()
-            raise
+        inside = [(site, self.heads_of(site) if site.side in ("scores", "pattern") else None) for site in self.sites]
+        self.taps.open((site, self.read, heads) for site, heads in inside)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.taps.remove()
+        self.taps.close()
         if kind is None and not any(self.seen.values()):
             raise InputError(
                 f"nothing passed {self.sites[0].name}; call the model inside the with-block: the model itself, "
@@ -134,11 +130,11 @@ class Trace:
         if self.positions is not None and tokens >= 0:
             size = value.shape[tokens]
             where = numbers(self.positions, size, "positions", "the tokens of this call")
-            value = value.index_select(tokens, torch.tensor(where, device=value.device))
+            value = value.index_select(tokens, index(where, value))
         heads = self.heads_of(site)
         if heads is not None and site.side in ("in", "out"):
             axis = site.axes.index("H" if "H" in site.axes else "G")
-            value = value.index_select(axis, torch.tensor(heads, device=value.device))
+            value = value.index_select(axis, index(heads, value))
         moved = value.to(device=self.device or value.device, dtype=self.dtype or value.dtype)
         follows = site.part is not None and moved is value  # other libraries write into values that they have used
         if follows or moved.untyped_storage().nbytes() > moved.numel() * moved.element_size():
@@ -203,13 +199,13 @@ class Trace:
         values = [each for found in self.seen.values() for each in found]
         return sum(each.nbytes for each in values)
 
-    def plan(self, batch: int, length: int, seen: int | None = None) -> "Plan":
+    def plan(self, batch: int, length: int, source: int | None = None) -> "Plan":
         """What one call with so many rows and tokens will hold, before it runs."""
         rows = []
         for site in self.sites:
             if not site.axes:
                 raise InputError(f"what passes {site.name} is known when it has passed; see t.nbytes after a call")
-            shape = list(site.shape(batch, length, seen))
+            shape = list(site.shape(batch, length, source))
             tokens = site.axes.find("T") if "T" in site.axes else site.axes.find("S")
             if self.positions is not None and tokens >= 0:
                 shape[tokens] = len(numbers(self.positions, shape[tokens], "positions", "the tokens of this call"))

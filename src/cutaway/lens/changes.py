@@ -1,0 +1,117 @@
+"""What can be done to a value on its way: zero, mean, resample, add, replace, scale; all of it or a part."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from cutaway.errors import InputError
+from cutaway.lens.choice import Numbers, numbers
+from cutaway.lens.sites import Site
+from cutaway.lens.taps import index
+
+Do = Literal["zero", "mean", "resample", "add", "replace", "scale"]
+DOES: tuple[str, ...] = get_args(Do)
+NEEDS = {"add": "a vector or a number to add", "replace": "a tensor to put there", "scale": "a number to multiply by"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a value, in some of its positions, heads and units (of the last axis) if not in all.
+
+    mean: of all rows and tokens of the call. resample: each row takes the next row's. The rest use `value`.
+    """
+
+    do: Do
+    value: Any = None
+    positions: Numbers | None = None
+    heads: Numbers | None = None
+    units: Numbers | None = None
+
+    def __post_init__(self) -> None:
+        if self.do not in DOES:
+            raise InputError(f"a value cannot be changed by '{self.do}'; it can by {', '.join(DOES)}, or a function")
+        if (self.value is None) == (self.do in NEEDS):
+            rest = f"needs {NEEDS[self.do]} as value" if self.do in NEEDS else "takes no value; leave it out"
+            raise InputError(f"'{self.do}' {rest}")
+        if self.do == "scale" and (isinstance(self.value, bool) or not isinstance(self.value, int | float)):
+            raise InputError(f"'scale' has the value {self.value!r}; give a number to multiply by")
+
+    def __call__(self, site: Site, value: Tensor) -> Tensor:
+        return part(value, self.places(site, value), lambda chosen: self.changed(site, chosen))
+
+    def heads_of(self, site: Site) -> list[int] | None:
+        """Those to change, counted as the site counts them."""
+        if self.heads is None:
+            return None
+        if site.heads is None:
+            raise InputError(f"{site.name} has no heads, so leave heads out; attn.z has them")
+        sizes = dict(site.widths)
+        found = numbers(self.heads, sizes["H"], "heads", f"the heads of {site.name}")
+        return found if "H" in site.axes else sorted({head * sizes["G"] // sizes["H"] for head in found})
+
+    def places(self, site: Site, value: Tensor) -> list[tuple[int, list[int]]]:
+        """For each axis that is not taken whole, where."""
+        axes, found = site.axes, []
+        if self.positions is not None:
+            axis = axes.find("T") if "T" in axes else axes.find("S")
+            if axis < 0:
+                raise InputError(f"{site.name} has no axis for tokens, so leave positions out")
+            found.append((axis, numbers(self.positions, value.shape[axis], "positions", "the tokens of this call")))
+        heads = self.heads_of(site)
+        if heads is not None and site.side in ("in", "out"):  # inside attention, just these heads come here
+            found.append((axes.find("H") if "H" in axes else axes.find("G"), heads))
+        if self.units is not None:
+            last = value.ndim - 1
+            found.append((last, numbers(self.units, value.shape[last], "units", f"the last axis of {site.name}")))
+        return found
+
+    def changed(self, site: Site, value: Tensor) -> Tensor:
+        if self.do == "zero":
+            return torch.zeros_like(value)
+        if self.do == "scale":
+            return value * self.value
+        if self.do == "mean":
+            if not site.axes:
+                raise InputError(
+                    f"'mean' at {site.name} is over rows and tokens, and which axes those are is not known"
+                )
+            over = [axis for axis, name in enumerate(site.axes) if name in ("B", "N", "T" if "T" in site.axes else "S")]
+            return value.mean(over, keepdim=True).expand_as(value)
+        if self.do == "resample":
+            if len(value) == 1:
+                raise InputError(f"'resample' at {site.name} takes another row's value, and there is one row; give two")
+            return value.roll(-1, 0)
+        other = torch.as_tensor(self.value, dtype=value.dtype, device=value.device)
+        try:
+            fitted = other.expand_as(value)
+        except RuntimeError:
+            raise InputError(
+                f"the value for '{self.do}' at {site.name} has shape {tuple(other.shape)}; "
+                f"what is changed there has {tuple(value.shape)}"
+            ) from None
+        return fitted if self.do == "replace" else value + fitted
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: what is not said is left out."""
+        return {name: plain(each) for name, each in asdict(self).items() if each is not None}
+
+
+def part(value: Tensor, places: list[tuple[int, list[int]]], change: Callable[[Tensor], Tensor]) -> Tensor:
+    """The value with what stands at these places changed."""
+    if not places:
+        return change(value)
+    (axis, where), *rest = places
+    chosen = index(where, value)
+    return value.index_copy(axis, chosen, part(value.index_select(axis, chosen), rest, change))
+
+
+def plain(value: Any) -> Any:
+    """In JSON's words."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, slice):
+        raise InputError(f"{value} cannot be written as JSON; give the numbers as a list")
+    return value if isinstance(value, int | float | str | list) else list(value)

@@ -1,0 +1,132 @@
+"""Changes of a model's build: a block skipped or turned round, a norm, a mask or positions taken away.
+
+Each returns what undoes it, and says through `fired` that the model has come by.
+"""
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from cutaway.errors import InputError
+from cutaway.model import Transformer
+from cutaway.model.attention import Latent, Scene
+from cutaway.model.block import Block, ParallelBlock
+from cutaway.model.stack import Stack
+
+Undo = Callable[[], None]
+Fired = Callable[[], None]
+
+
+def places(model: nn.Module) -> dict[str, tuple[str, Stack, int | None]]:
+    """What has a build to change, by name: (kind, stack, layer); nothing of models that are not ours."""
+    found: dict[str, tuple[str, Stack, int | None]] = {}
+    if not isinstance(model, Transformer):
+        return found
+    for name, stack in model.stacks.items():
+        prefix = f"{name}." if len(model.stacks) > 1 else ""
+        for layer in range(len(stack.blocks)):
+            found[f"{prefix}blocks.{layer}"] = ("block", stack, layer)
+        for kind in ("final_norm", "mask", "positions"):
+            found[f"{prefix}{kind}"] = (kind, stack, None)
+    return found
+
+
+def change(kind: str, stack: Stack, layer: int | None, name: str, how: str, fired: Fired) -> Undo:
+    """Make the change; the names are those of WAYS."""
+    if how not in WAYS[kind]:
+        raise InputError(f"'{how}' is not known for {name}; there is {', '.join(WAYS[kind])}")
+    if layer is not None:
+        return turned(stack, layer, name, how, fired)
+    return {"final_norm": without_norm, "mask": without_mask, "positions": without_positions}[kind](stack, name, fired)
+
+
+WAYS = {
+    "block": ("skip", "swap", "no_residual"),
+    "final_norm": ("drop",),
+    "mask": ("drop",),
+    "positions": ("drop",),
+}
+
+
+def turned(stack: Stack, layer: int, name: str, how: str, fired: Fired) -> Undo:
+    block: Any = stack.blocks[layer]
+    if sum(each is block for each in stack.blocks) > 1:
+        raise InputError(f"{name} serves several layers, so it cannot be changed in one; change what it adds instead")
+    if how == "swap" and isinstance(block, ParallelBlock):
+        raise InputError(f"{name} reads attention and FFN side by side; there is no order to swap")
+    way = WAY[how]
+
+    def forward(self: Any, x: Tensor, scene: Scene) -> Tensor:
+        fired()
+        return way(self, x, scene)
+
+    block.forward = MethodType(forward, block)
+    return lambda: delattr(block, "forward")
+
+
+def skip(block: Any, x: Tensor, scene: Scene) -> Tensor:
+    return x
+
+
+def swap(block: Block, x: Tensor, scene: Scene) -> Tensor:
+    """The FFN first, attention last."""
+    x = block.after_ffn(block.carry(x) + block.ffn(x))
+    if block.cross is not None and block.after_cross is not None:
+        x = block.after_cross(block.carry(x) + block.cross(x, scene))
+    return block.after_attn(block.carry(x) + block.attn(x, scene))
+
+
+def no_residual(block: Any, x: Tensor, scene: Scene) -> Tensor:
+    """What the sublayers make, and nothing of what came in."""
+    if isinstance(block, ParallelBlock):
+        h = block.norm(x)
+        return block.attn(h, scene) + block.ffn(h)
+    x = block.after_attn(block.attn(x, scene))
+    if block.cross is not None:
+        x = block.after_cross(block.cross(x, scene))
+    return block.after_ffn(block.ffn(x))
+
+
+WAY: dict[str, Callable[[Any, Tensor, Scene], Tensor]] = {"skip": skip, "swap": swap, "no_residual": no_residual}
+
+
+def without_norm(stack: Stack, name: str, fired: Fired) -> Undo:
+    if isinstance(stack.final_norm, nn.Identity):
+        raise InputError(f"there is no {name} in this model to drop")
+
+    def pass_by(module: nn.Module, args: tuple[Any, ...], result: Tensor) -> Any:
+        fired()
+        return args[0]
+
+    return stack.final_norm.register_forward_hook(pass_by).remove
+
+
+def without_mask(stack: Stack, name: str, fired: Fired) -> Undo:
+    if not stack.causal:
+        raise InputError(f"there is no {name} to drop: in an encoder every token sees every token")
+    stack.causal = False
+    watching = stack.register_forward_pre_hook(lambda module, args: fired())
+
+    def undo() -> None:
+        watching.remove()
+        stack.causal = True
+
+    return undo
+
+
+def without_positions(stack: Stack, name: str, fired: Fired) -> Undo:
+    if any(isinstance(block.attn.f, Latent) for block in stack.blocks):  # type: ignore[union-attr]
+        raise InputError(f"{name} cannot be dropped: latent attention has keys that are nothing but position")
+    embed, inside = stack.embed.position, stack.positions
+    if embed is None and not inside:
+        raise InputError(f"there are no {name} in this model to drop")
+    stack.embed.position, stack.positions = None, nn.ModuleDict()
+    watching = stack.register_forward_pre_hook(lambda module, args: fired())
+
+    def undo() -> None:
+        watching.remove()
+        stack.embed.position, stack.positions = embed, inside
+
+    return undo
