@@ -51,7 +51,8 @@ def nearest(known: Mapping[str, Site], pattern: str) -> str:
     close = get_close_matches(end(pattern), ends, 3, 0.5) or ends
     blocks = len({site.layer for site in known.values() if site.layer is not None})
     beyond = f" (it has {blocks} blocks)" if "blocks." in pattern else ""
-    return f"there is {', '.join(close)}{beyond}"
+    more = ", …" if len(close) > 30 else ""  # (any module's paths may be thousands)
+    return f"there is {', '.join(close[:30])}{more}{beyond}"
 
 
 def end(name: str) -> str:

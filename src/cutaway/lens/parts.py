@@ -122,7 +122,7 @@ class Unrolled(Part):
                     "the stream inside a block of another library's model can be read and not changed; change "
                     "resid_pre or resid_post, or open the model with ct.load, and edit that"
                 )
-            return None if new is None else new.view_as(value)
+            return None if new is None else new.reshape(value.shape)
 
         noting = Part().attach(self.around, see_rows, entering=True)
         return noting + super().attach(module, see_unrolled, entering=entering)

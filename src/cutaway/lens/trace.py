@@ -3,6 +3,8 @@
 with ct.trace(model, "resid_post", "attn.pattern", layers=[0, -1]) as t:
     model(tokens)
 t["blocks.0.attn.pattern"]
+
+A model of transformers has the same names, as far as its modules show such values; any other module has its paths.
 """
 
 from collections.abc import Iterator
