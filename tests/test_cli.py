@@ -44,10 +44,12 @@ def test_a_preset_is_a_file_to_start_from(tmp_path: Path) -> None:
 def test_the_journey_and_its_proof(name: str) -> None:
     journey = json.loads(cutaway("demo", name, "--json", "--text", "naïve"))
     sites = [stage["site"] for stage in journey["stages"]]
-    assert sites[0] == "embed"
+    two = c.config(name).form == "encoder-decoder"
+    assert sites[0] == ("encoder.embed" if two else "embed")
     has_head = c.config(name).head.kind == "lm"
     assert sites[-1] == ("logits" if has_head else "final_norm")
-    assert {"blocks.0.attn.in", "blocks.0.attn.pattern", "blocks.0.attn.out", "blocks.0.resid_mid"} <= set(sites)
+    here = "decoder.blocks.0" if two else "blocks.0"
+    assert {f"{here}.{end}" for end in ("attn.in", "attn.pattern", "attn.out", "resid_mid")} <= set(sites)
     assert len(journey["top"]) == (5 if has_head else 0)
     assert sum(row["probability"] for row in journey["top"]) <= 1
     for proof in ("sum_error", "row_error"):

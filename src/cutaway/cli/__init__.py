@@ -24,6 +24,7 @@ VERBS = {
     "generate": "cutaway.cli.generate:generate",
     "presets": "cutaway.cli.presets:presets",
     "size": "cutaway.cli.size:size",
+    "trace": "cutaway.cli.trace:trace",
     "train": "cutaway.cli.train:train",
 }
 """The function behind each verb. Its file is imported when the verb is asked for, so that none waits for the others."""
@@ -78,7 +79,7 @@ def options(
     """The Transformer with its side open: build it, run it, look into it."""
 
 
-STAND_INS = str.maketrans("−–×·█▓▒░✓✗≤…²³", "--x.#=+-yn<~23")
+STAND_INS = str.maketrans("−–×·█▓▒░✓✗≤…²³→━Σ⊙ᵀ⏎", "--x.#=+-yn<~23>=S*T/")
 
 
 def stand_in(error: UnicodeError) -> tuple[str, int]:

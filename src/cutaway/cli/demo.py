@@ -3,14 +3,11 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from cutaway.errors import InputError
-
-LONGEST = 2048
 
 
 def demo(
@@ -42,100 +39,37 @@ def demo(
     model_config = config(source)
     if not text:
         raise InputError("--text is empty; give at least one character")
-    import torch
-
-    from cutaway.lens import follow
+    from cutaway.cli import trace_view
+    from cutaway.cli.reading import LONGEST, as_bytes
+    from cutaway.cli.trace import followed, for_people
     from cutaway.model import build
 
-    model = build(model_config, seed=seed)
-    ids = [byte % model_config.vocab_size for byte in text.encode("utf-8", "surrogateescape")]
-    if len(ids) > LONGEST:
-        raise InputError(f"--text has {len(ids)} bytes; every score is drawn, so give at most {LONGEST}")
-    journey = follow(model, torch.tensor([ids]))
+    reading = as_bytes(build(model_config, seed=seed), text, None)
+    if len(reading.tokens) > LONGEST:
+        raise InputError(f"--text has {len(reading.tokens)} bytes; every score is drawn, so give at most {LONGEST}")
+    journey = followed(reading, shown=None if as_json else for_people(reading.model))
     if as_json:
-        sys.stdout.write(json.dumps(to_data(journey, text, str(model)), indent=2) + "\n")
+        from cutaway.cli.convert import plain
+
+        sys.stdout.write(json.dumps(plain(trace_view.to_data(journey, reading)), indent=2, allow_nan=False) + "\n")
     else:
-        show(journey, text, str(model), source)
+        trace_view.show(journey, reading, source)
+        try_next()
 
 
-def to_data(journey: Any, text: str, model: str) -> dict[str, Any]:
-    return {
-        "model": model,
-        "text": text,
-        "stages": [vars(stage) for stage in journey.stages],
-        "top": [{"token": token, "probability": probability} for token, probability in journey.top],
-        "sum_error": journey.sum_error,
-        "row_error": journey.row_error,
-    }
-
-
-def on_stream(stage: Any) -> bool:
-    return stage.site == "embed" or "resid" in stage.site
-
-
-def is_added(stage: Any) -> bool:
-    return stage.site.endswith(".out")
-
-
-def spelled(token: int) -> str:
-    """Of a model that reads bytes."""
-    return repr(bytes([token])) if token < 256 else f"<{token}>"
-
-
-def told(stages: Any) -> list[Any]:
-    """All of the first block, and of deeper models' other blocks what is added and what comes of it."""
-    deep = any(stage.site.startswith("blocks.2.") for stage in stages)
-    middle = [stage.site.startswith("blocks.") and not stage.site.startswith("blocks.0.") for stage in stages]
-    return [
-        stage
-        for stage, later in zip(stages, middle, strict=True)
-        if not (deep and later) or is_added(stage) or stage.site.endswith("resid_post")
-    ]
-
-
-def show(journey: Any, text: str, model: str, source: str, *, spell: Callable[[int], str] | None = None) -> None:
-    """`spell` says a token of a trained model; without it the weights are fresh, and the tokens bytes."""
+def try_next() -> None:
+    """Where to go from here."""
     from rich.console import Console  # --json and --help draw nothing
-    from rich.markup import escape
-    from rich.table import Table
 
     console = Console(highlight=False)
-    last = text.encode("utf-8", "surrogateescape")[-1:]
-    way = f"byte by byte; following the last one, {last!r}" if spell is None else "following its last token"
-    console.print(f"[bold]{escape(source)}[/bold]  {model}")
-    console.print(f'[dim]reading[/dim] "{escape(text)}" [dim]{way}[/dim]\n')
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("stage", "what it is", "shape"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("norm", justify="right")
-    table.add_column("")
-    longest = max(stage.norm for stage in journey.stages if on_stream(stage) or is_added(stage))
-    for stage in told(journey.stages):
-        style = "bold cyan" if on_stream(stage) else "yellow" if is_added(stage) else ""
-        bar = "━" * max(1, round(10 * stage.norm / longest)) if style else ""
-        shape = " ".join(f"{axis}={size}" for axis, size in zip(stage.axes.split(), stage.shape, strict=True))
-        cells = (stage.site, escape(stage.equation), shape, f"{stage.norm:.3f}", bar)
-        table.add_row(*cells, style=style)
-    console.print(table)
-    if journey.top:
-        note = "" if spell is not None else " [dim](fresh weights: still close to chance)[/dim]"
-        console.print(f"\n[bold]top five for the next token[/bold]{note}")
-    for token, probability in journey.top:
-        shown = escape((spell or spelled)(token))
-        bar = "━" * max(1, round(40 * probability / journey.top[0][1]))
-        console.print(f"  {shown:10} {probability:7.2%} [cyan]{bar}[/cyan]")
-    console.print("\n[bold]proof[/bold]")
-    if journey.sum_error is not None:
-        console.print(f"  embedding + Σ additions = stream   largest difference {journey.sum_error:.1e}")
-    if journey.row_error is not None:
-        console.print(f"  rows of every pattern sum to 1     largest difference {journey.row_error:.1e}")
     command = "cutaway" if shutil.which("cutaway") else sys.argv[0]
     tries = {
         "presets": "the models that have a name",
+        "trace tiny-python 'import o' --all": "any text, any model, any token",
         "demo tiny-mla": "a fresh one's journey: latent attention and experts",
         "train python-stdlib": "the first part of the tour, for longer",
         "generate tiny-python 'import '": "more of what it writes",
     }
     console.print("\n[bold]try next[/bold]")
     for verb, why in tries.items():
-        console.print(f"  {command} {verb:32} {why}", soft_wrap=True)
+        console.print(f"  {command} {verb:36} {why}", soft_wrap=True)

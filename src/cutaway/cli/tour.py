@@ -17,7 +17,10 @@ OWN = ("cli/tour.py", "cli/demo.py", "shipped/__init__.py", "errors.py")
 
 def tour(*, steps: int, seed: int, as_json: bool) -> None:
     """Train, sample, measure; then the same with a model that has learned for longer, and a token's way through it."""
-    from cutaway.cli.demo import show, to_data
+    from cutaway.cli import trace_view
+    from cutaway.cli.demo import try_next
+    from cutaway.cli.reading import as_tokens
+    from cutaway.cli.trace import followed, for_people
     from cutaway.families.load import load
 
     say = silent if as_json else speak
@@ -32,16 +35,16 @@ def tour(*, steps: int, seed: int, as_json: bool) -> None:
             score = f"{told[name]['bits_per_byte']:.2f} bits a byte on cutaway's own source"
             say(f"\n[bold]{name}[/bold]  {checkpoint.model.config.d_model} wide, {score}; it writes:")
             say(told[name]["sample"], plain=True)
-    text = "for name in sorted(os."
-    journey = followed(shipped, text)
+    shipped.model.float()
+    reading = as_tokens(shipped, "for name in sorted(os.", None)
+    journey = followed(reading, shown=None if as_json else for_people(reading.model))
     if as_json:
-        told["journey"] = to_data(journey, text, str(shipped.model))
+        told["journey"] = trace_view.to_data(journey, reading)
         sys.stdout.write(json.dumps(told, indent=2) + "\n")
         return
     say("\n[bold]3  A token's way through it[/bold]\n")
-    tokenizer = shipped.tokenizer
-    assert tokenizer is not None
-    show(journey, text, str(shipped.model), SHIPPED, spell=lambda token: repr(tokenizer.decode([token])))
+    trace_view.show(journey, reading, SHIPPED)
+    try_next()
 
 
 def trained(directory: Path, steps: int, seed: int, *, as_json: bool) -> "tuple[float, Checkpoint]":
@@ -74,15 +77,6 @@ def measured(checkpoint: "Checkpoint", seed: int) -> dict[str, Any]:
     how: Any = {"max_new_tokens": 120, "temperature": 0.7, "top_k": 40, "seed": seed}
     [answer] = generate(checkpoint, BEGINNING, **how)
     return {"bits_per_byte": score.bits_per_byte, "sample": BEGINNING + (answer.text or "").rstrip()}
-
-
-def followed(checkpoint: "Checkpoint", text: str) -> Any:
-    import torch
-
-    from cutaway.lens import follow
-
-    assert checkpoint.tokenizer is not None
-    return follow(checkpoint.model.float(), torch.tensor([checkpoint.tokenizer.encode(text)]))
 
 
 def speak(text: str, *, plain: bool = False) -> None:

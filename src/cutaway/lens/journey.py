@@ -1,29 +1,48 @@
-"""One token's way through a model: every named stage, its shape and the length of the token's vector there."""
+"""One token's way through a model: what it is at every site, what each part adds to it, what it would say by then.
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+Values are reduced while they pass, so that a journey costs one forward pass and holds a vector a site.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from cutaway.model import DecoderOnly, EncoderDecoder, EncoderOnly, Transformer
-from cutaway.model.attention import CrossAttention, Latent, MultiHead
-from cutaway.model.block import Block
+from cutaway.errors import InputError
+from cutaway.lens.choice import chosen, numbers
+from cutaway.lens.drawing import table
+from cutaway.lens.equations import equation, is_added, on_stream
+from cutaway.lens.pattern import given
+from cutaway.lens.sites import Site, sites
+from cutaway.lens.taps import Passing, Taps
+from cutaway.lens.trace import unwrapped
+from cutaway.model import EncoderDecoder, EncoderOnly, Transformer
 from cutaway.model.stack import Stack
+
+Likely = tuple[tuple[int, float], ...]
+"""Tokens and their probabilities, the likeliest first."""
+BEST = 5
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A value on the way, by its site name."""
+    """A value on the way, by its site's name."""
 
     site: str
     equation: str
     axes: str
+    """A letter for each axis, without the batch's."""
     shape: tuple[int, ...]
     norm: float
     """Length of the followed token's vector (of all its heads together)."""
+    share: float | None = None
+    """Of what is added: its length, by that of the stream it is added to."""
+    cosine: float | None = None
+    """And whether it points along the stream (1), against it (−1) or elsewhere (0)."""
+    top: Likely = ()
+    """On the stream: the likeliest tokens, if the final norm and the head read it now."""
 
 
 @dataclass(frozen=True)
@@ -31,137 +50,178 @@ class Journey:
     """Where the token went, what came out, and the proof that nothing was left out."""
 
     stages: tuple[Stage, ...]
-    top: tuple[tuple[int, float], ...]
-    """The five likeliest tokens and their probabilities, over the whole vocabulary."""
+    at: dict[str, int]
+    """The place of the token that was followed through each stack."""
+    top: Likely
+    """The likeliest tokens in the end, their probabilities over the whole vocabulary."""
     sum_error: float | None
     """Largest difference between embedding + Σ additions and the final stream; None where norms stand on the stream."""
     row_error: float | None
-    """Largest difference between a row of attention's pattern and 1; None where a sink takes a share."""
+    """Largest difference between a row of the patterns seen and 1; None where a sink takes a share."""
+
+    def _repr_html_(self) -> str:
+        return table([(stage.site, stage.axes.replace(" ", ""), stage.shape, stage.norm) for stage in self.stages])
+
+
+@dataclass
+class Notes:
+    """What was seen of the followed tokens."""
+
+    at: dict[Stack, int]
+    memory_at: int
+    """The token that cross-attention's keys and values are shown of."""
+    vectors: dict[str, Tensor] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    rows: list[Tensor] = field(default_factory=list)
+
+    def look(self, passing: Passing) -> None:
+        site, value = passing.site, passing.value.detach()
+        if site.axes == "NK":  # tokens of all rows, and there is one row
+            value = value.unsqueeze(0)
+        if site.side == "pattern" and given(passing.args)[-1] is None:
+            self.rows.append((value.float().sum(-1) - 1).abs().max())
+        place = next(iter(self.at.values())) if site.stack is None else self.at[site.stack]
+        if ".cross." in site.name and site.axes[1] == "S":
+            place = self.memory_at
+        vector = value[0, :, place] if site.axes[1] == "H" else value[0, place]
+        self.shapes[site.name] = tuple(value.shape[1:])
+        self.vectors[site.name] = vector.nan_to_num(neginf=0.0) if site.side == "scores" else vector.clone()
 
 
 @torch.no_grad()
-def follow(model: Transformer, tokens: Tensor, source: Tensor | None = None) -> Journey:
-    """Run the model on one text and follow its last token."""
-    stack = model.stacks.get("decoder") or model.stacks["encoder"]
-    watch = Watch()
-    kernels = {module: module.kernel for module in stack.modules() if isinstance(module, MultiHead | Latent)}
+def follow(
+    model: Any,
+    tokens: Tensor,
+    source: Tensor | None = None,
+    *,
+    at: int = -1,
+    source_at: int = -1,
+    only: Iterable[str] | None = None,
+) -> Journey:
+    """Run the model on one text, (1, T), and follow the token `at` a place.
+
+    An encoder-decoder reads `source`, of which the token `source_at` is followed. `only`: the sites to tell of, named
+    as for a trace, all unless given; scores and patterns are made for no others.
+    """
+    model = unwrapped(model)
+    read = tokens if source is None else source
+    for name, text in (("tokens", tokens), ("source", read)):
+        if text.ndim != 2 or len(text) != 1 or not text.numel():
+            raise InputError(f"{name} has shape {tuple(text.shape)}; one text is followed, so pass (1, length)")
+    if model.device.type == "meta":
+        raise InputError("the model is on the meta device, where it has shapes and no values; build it on another")
+    stacks = model.stacks
+    places = {"decoder": placed(at, tokens), "encoder": placed(source_at if len(stacks) > 1 else at, read)}
+    known = sites(model)
+    wanted = set(known) if only is None else asked_for(known, list(only))
+    writer = stacks.get("decoder") or stacks["encoder"]
+    ordered = sorted(stacks, key=lambda name: stacks[name] is not writer)  # the head reads the writer's token
+    notes = Notes({stacks[name]: places[name] for name in ordered}, places["encoder"])
+    taps = Taps()
     try:
-        for module in kernels:
-            module.kernel = module.make_kernel("explicit")
-        watch.stack(stack)
-        logits = run(model, tokens, source)
+        for name, site in known.items():
+            if name in wanted or site.stack is None or is_added(name) or on_stream(name):
+                taps.attach(site, notes.look)
+        run(model, tokens, read)
     finally:
-        watch.stop()
-        for module, kernel in kernels.items():
-            module.kernel = kernel
-    if isinstance(model, EncoderOnly) and model.head is None:
-        return Journey(tuple(watch.stages), (), watch.sum_error(), watch.row_error)
-    watch.stages.append(Stage("logits", "E·x", "T V", tuple(logits.shape[1:]), float(logits[0, -1].norm())))
-    likely = logits[0, -1].float().softmax(-1).topk(min(5, logits.shape[-1]))
-    top = tuple(zip(likely.indices.tolist(), likely.values.tolist(), strict=True))
-    return Journey(tuple(watch.stages), top, watch.sum_error(), watch.row_error)
+        taps.remove()
+    said = decoded(model, notes, writer, [name for name in known if name in wanted], known)
+    stages = [stage(model, known[name], notes, said) for name in known if name in wanted and name in notes.vectors]
+    top = likeliest(notes.vectors["logits"][None])[0] if "logits" in notes.vectors else ()
+    errors = [error for stack in stacks.values() if (error := sum_error(stack, notes, known)) is not None]
+    whole = len(errors) == len(stacks)
+    row_error = max(map(float, notes.rows), default=None)
+    found = {name: places[name] for name in stacks}
+    return Journey(tuple(stages), found, top, max(errors) if whole else None, row_error)
 
 
-def run(model: Transformer, tokens: Tensor, source: Tensor | None) -> Tensor:
+def asked_for(known: dict[str, Site], only: list[str]) -> set[str]:
+    """Full names stand for themselves; ends of names and globs are looked up, and refused if there is no such site."""
+    others = [name for name in only if name not in known]
+    return {*only} - {*others} | {site.name for site in (chosen(known, others) if others else ())}
+
+
+def placed(at: int, tokens: Tensor) -> int:
+    return numbers(at, tokens.shape[-1], "at", "the tokens of this text")[0]
+
+
+def run(model: Transformer, tokens: Tensor, source: Tensor) -> Tensor:
     if isinstance(model, EncoderDecoder):
-        return model(tokens if source is None else source, tokens)
+        return model(source, tokens)
     if isinstance(model, EncoderOnly) and model.head is None:
         return model.encode(tokens)
-    assert isinstance(model, DecoderOnly | EncoderOnly)
     return model(tokens)
 
 
-class Watch:
-    """Hooks on a stack that note each named value as it passes."""
-
-    def __init__(self) -> None:
-        self.stages: list[Stage] = []
-        self.handles: list[RemovableHandle] = []
-        self.added: Tensor | None = None
-        self.final: Tensor | None = None
-        self.row_error: float | None = 0.0
-        self.plain = True
-
-    def stop(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def sum_error(self) -> float | None:
-        if self.added is None or self.final is None or not self.plain:
-            return None
-        return float((self.added - self.final).abs().max())
-
-    def note(self, site: str, equation: str, axes: str, value: Tensor) -> None:
-        value = value[0]
-        last = value[:, -1] if axes.startswith("H") else value[-1]
-        self.stages.append(Stage(site, equation, axes, tuple(value.shape), float(last.float().norm())))
-
-    def addition(self, site: str, equation: str, value: Tensor) -> None:
-        self.note(site, equation, "T d", value)
-        self.added = value if self.added is None else self.added + value
-
-    def after(self, module: nn.Module, act: Any) -> None:
-        self.handles.append(module.register_forward_hook(lambda m, given, out: void(act(given, out))))
-
-    def before(self, module: nn.Module, act: Any) -> None:
-        self.handles.append(module.register_forward_pre_hook(lambda m, given: void(act(given))))
-
-    def stack(self, stack: Stack) -> None:
-        plus = "" if stack.embed.position is None else " + position"
-        self.after(stack.embed, lambda given, out: self.addition("embed", f"E[token]{plus}", out))
-        for site, block in named_blocks(stack):
-            self.plain = self.plain and not (isinstance(block, Block) and not isinstance(block.after_ffn, nn.Identity))
-            self.attention(f"{site}.attn", block.attn)
-            if getattr(block, "cross", None) is not None:
-                self.attention(f"{site}.cross", block.cross)
-            if isinstance(block, Block):
-                self.before(block.ffn, lambda given, site=site: self.note(f"{site}.resid_mid", "x", "T d", given[0]))
-            self.ffn(f"{site}.ffn", block.ffn)
-            self.after(block, lambda given, out, site=site: self.note(f"{site}.resid_post", "x", "T d", out))
-        self.before(stack.final_norm, lambda given: setattr(self, "final", given[0]))
-        self.after(stack.final_norm, lambda given, out: self.note("final_norm", "norm(x)", "T d", out))
-
-    def attention(self, site: str, branch: Any) -> None:
-        heads = branch.f
-        if isinstance(heads, CrossAttention) or heads.sink is None:
-            self.after(heads.kernel.softmax, lambda given, out: self.rows(out))
-        else:
-            self.row_error = None
-        self.before(heads, lambda given: self.note(f"{site}.in", "norm(x)", "T d", given[0]))
-        self.before(heads.kernel, lambda given: self.queries(site, given))
-        self.before(
-            heads.kernel.softmax,
-            lambda given: self.note(f"{site}.scores", "q·kᵀ·scale + mask", "H T S", given[0].nan_to_num(neginf=0.0)),
-        )
-        self.after(
-            heads.kernel.softmax, lambda given, out: self.note(f"{site}.pattern", "softmax(scores)", "H T S", out)
-        )
-        self.after(heads.kernel, lambda given, out: self.note(f"{site}.z", "pattern·v", "T H D", out))
-        self.after(branch, lambda given, out: self.addition(f"{site}.out", "Wo·z, added to x", out))
-
-    def queries(self, site: str, given: tuple[Tensor, ...]) -> None:
-        for name, value in zip("qkv", given[:3], strict=True):
-            self.note(f"{site}.{name}", f"W{name}·in", "T H D" if name == "q" else "S G D", value)
-
-    def rows(self, pattern: Tensor) -> None:
-        if self.row_error is not None:
-            self.row_error = max(self.row_error, float((pattern.sum(-1) - 1).abs().max()))
-
-    def ffn(self, site: str, branch: Any) -> None:
-        self.before(branch.f, lambda given: self.note(f"{site}.in", "norm(x)", "T d", given[0]))
-        if hasattr(branch.f, "down"):
-            self.before(branch.f.down, lambda given: self.note(f"{site}.hidden", "act(W1·in)", "T h", given[0]))
-        self.after(branch, lambda given, out: self.addition(f"{site}.out", "W2·hidden, added to x", out))
+def stage(model: Transformer, site: Site, notes: Notes, said: dict[str, Likely]) -> Stage:
+    vector = exact(notes.vectors[site.name]).flatten()
+    share, cosine = None, None
+    if is_added(site.name):
+        stream = exact(notes.vectors[stream_before(site)]) * kept_of(site)
+        lengths = float(stream.norm()), float(vector.norm())
+        share = lengths[1] / lengths[0] if lengths[0] else None
+        cosine = float((stream @ vector) / (lengths[0] * lengths[1])) if all(lengths) else None
+    axes = site.axes[1:] if site.axes[0] == "B" else site.axes.replace("N", "T")
+    shape, top = notes.shapes[site.name], said.get(site.name, ())
+    return Stage(site.name, equation(model, site), " ".join(axes), shape, float(vector.norm()), share, cosine, top)
 
 
-def void(_: Any) -> None:
-    """A hook that returns something would replace the value it watches."""
+def exact(vector: Tensor) -> Tensor:
+    return vector.cpu().double()  # not every accelerator has doubles
 
 
-def named_blocks(stack: Stack) -> Iterator[tuple[str, Any]]:
-    """Each distinct block by the name of the first layer that uses it."""
-    seen: set[int] = set()
-    for layer, block in enumerate(stack.blocks):
-        if id(block) not in seen:
-            seen.add(id(block))
-            yield f"blocks.{layer}", block
+def stream_before(site: Site) -> str:
+    """The stream that a sublayer's result is added to."""
+    here, part, _ = site.name.rsplit(".", 2)
+    if part == "cross":
+        return f"{here}.cross.resid_pre"
+    block: Any = site.stack.blocks[site.layer]  # type: ignore[union-attr, index]
+    return f"{here}.resid_mid" if part == "ffn" and hasattr(block, "after_ffn") else f"{here}.resid_pre"
+
+
+def kept_of(site: Site) -> float:
+    """How loud the stream is beside the sublayer."""
+    return float(getattr(site.stack.blocks[site.layer], "keep", 1.0))  # type: ignore[union-attr, index]
+
+
+def decoded(
+    model: Any, notes: Notes, writer: Stack, wanted: Iterable[str], known: dict[str, Site]
+) -> dict[str, Likely]:
+    """What the head would say of the stream at each site, read all at once."""
+    head = getattr(model, "head", None)
+    if head is None:
+        return {}
+    own = [name for name in wanted if known[name].stack is writer]
+    raw = [name for name in own if on_stream(name) and name in notes.vectors]
+    normed = [name for name in own if name.endswith("final_norm")]
+    vectors = [notes.vectors[name] for name in normed]
+    if raw:
+        vectors = [*writer.final_norm.forward(torch.stack([notes.vectors[name] for name in raw])), *vectors]
+    if not vectors:
+        return {}
+    # `forward` passes hooks by: for whoever traces the model around this, it has run once.
+    return dict(zip(raw + normed, likeliest(head.forward(torch.stack(vectors))), strict=True))
+
+
+def likeliest(logits: Tensor) -> list[Likely]:
+    best = logits.float().softmax(-1).topk(min(BEST, logits.shape[-1]))
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [tuple(zip(ids, shares, strict=True)) for ids, shares in pairs]
+
+
+def sum_error(stack: Stack, notes: Notes, known: dict[str, Site]) -> float | None:
+    """In the model's own order and dtype, so that it is the same sum."""
+    if not all(plain(block) for block in stack.blocks):
+        return None
+    own = [name for name, site in known.items() if site.stack is stack]
+    total = notes.vectors[next(name for name in own if name.endswith("embed"))]
+    for name in own:
+        total = total + notes.vectors[name] if is_added(name) else total
+    last = next(name for name in reversed(own) if name.endswith("resid_post"))
+    return float((total - notes.vectors[last]).abs().max())
+
+
+def plain(block: Any) -> bool:
+    """Whether a block only adds to the stream."""
+    after = [getattr(block, name, None) for name in ("after_attn", "after_cross", "after_ffn")]
+    return getattr(block, "keep", 1.0) == 1.0 and all(each is None or isinstance(each, nn.Identity) for each in after)

@@ -11,6 +11,7 @@ from torch import Tensor
 from cutaway.errors import KernelError
 from cutaway.model.kernels import DrawnMask, FlexPlan, Kernel, SdpaPlan, Softmax
 
+INFINITE = float("inf")
 Given = tuple[Tensor, Tensor, Tensor, Any, Tensor | None]
 """q, k, v, the kernel's plan and the sink."""
 
@@ -19,11 +20,16 @@ class Seen(NamedTuple):
     """Scores and pattern of some heads, with what makes the one from the other."""
 
     scores: Tensor
-    blind: Tensor
+    blind: Tensor | None
+    """Queries that see nothing; None where all see something."""
     sink: Tensor | None
 
     def pattern(self, scores: Tensor | None = None) -> Tensor:
-        return Softmax()(self.scores if scores is None else scores, self.blind, self.sink)
+        scores = self.scores if scores is None else scores
+        if self.blind is None and self.sink is None:
+            return scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(scores.dtype)
+        blind = scores.new_zeros(1, dtype=torch.bool).view(1, 1, 1, 1) if self.blind is None else self.blind
+        return Softmax()(scores, blind, self.sink)
 
 
 def given(args: tuple[Any, ...]) -> Given:
@@ -37,45 +43,57 @@ def seen(kernel: Kernel, args: tuple[Any, ...], heads: list[int] | None = None) 
     q, k, _, plan, sink = given(args)
     mask = drawn(plan, q, k)
     chosen = list(range(q.shape[2])) if heads is None else heads
-    group = q.shape[2] // k.shape[2]
     whole = heads is None
     queries = q if whole else q[:, :, chosen]
-    keys = k.repeat_interleave(group, 2) if whole else k[:, :, [head // group for head in chosen]]
-    scores = torch.einsum("bthd,bshd->bhts", queries * kernel.scale, keys)
+    scores = torch.einsum("bthd,bshd->bhts", queries * kernel.scale, shared(k, q, heads))
     if kernel.softcap is not None:
         scores = kernel.softcap * torch.tanh(scores / kernel.softcap)
     if mask.bias is not None:
         scores = scores + (mask.bias if whole or mask.bias.shape[1] == 1 else mask.bias[:, chosen])
-    scores = scores.masked_fill(~mask.visible, float("-inf"))
+    hidden = ~mask.visible
+    scores = scores.masked_fill(hidden, -INFINITE) if scores.requires_grad else scores.masked_fill_(hidden, -INFINITE)
     return Seen(scores, mask.blind, sink if sink is None or whole else sink[chosen])
 
 
 def values(args: tuple[Any, ...], heads: list[int] | None = None) -> Tensor:
     """(B, S, H, E): what these heads mix."""
     q, _, v, *_ = given(args)
-    group = q.shape[2] // v.shape[2]
-    return v.repeat_interleave(group, 2) if heads is None else v[:, :, [head // group for head in heads]]
+    return shared(v, q, heads)
 
 
-def drawn(plan: Any, q: Tensor, k: Tensor) -> DrawnMask:
+def shared(kept: Tensor, q: Tensor, heads: list[int] | None) -> Tensor:
+    """Keys or values for each of these heads, of which several may read the same."""
+    group = q.shape[2] // kept.shape[2]
+    if heads is not None:
+        return kept[:, :, [head // group for head in heads]]
+    return kept if group == 1 else kept.repeat_interleave(group, 2)
+
+
+class Mask(NamedTuple):
+    """Who sees whom, drawn in full; who sees nothing, if any; what is added to scores."""
+
+    visible: Tensor
+    blind: Tensor | None
+    bias: Tensor | None
+
+
+def drawn(plan: Any, q: Tensor, k: Tensor) -> Mask:
     """A kernel's plan as a mask and a bias in full."""
     if isinstance(plan, DrawnMask):
-        return plan
+        return Mask(*plan)
     length, slots, device = q.shape[1], k.shape[1], q.device
-    nobody = torch.zeros(1, 1, length, 1, dtype=torch.bool, device=device)
     if isinstance(plan, SdpaPlan):
-        blind = nobody if plan.blind is None else plan.blind
         if plan.mask is None:
             visible = torch.ones(1, 1, length, slots, dtype=torch.bool, device=device)
-            return DrawnMask(visible.tril() if plan.causal else visible, blind, None)
+            return Mask(visible.tril() if plan.causal else visible, plan.blind, None)
         if plan.mask.dtype == torch.bool:
-            return DrawnMask(plan.mask, blind, None)
-        visible = plan.mask != float("-inf")
-        return DrawnMask(visible, blind, plan.mask.masked_fill(~visible, 0.0))
+            return Mask(plan.mask, plan.blind, None)
+        visible = plan.mask != -INFINITE
+        return Mask(visible, plan.blind, plan.mask.masked_fill(~visible, 0.0))
     if isinstance(plan, FlexPlan):
         rows, heads = (torch.arange(size, device=device) for size in (q.shape[0], q.shape[2]))
         i, j = (torch.arange(size, device=device) for size in (length, slots))
         spots = (rows[:, None, None, None], heads[None, :, None, None], i[:, None], j)
         visible = plan.mask.mask_mod(*spots).expand(len(rows), -1, length, slots) | plan.blind
-        return DrawnMask(visible, plan.blind, None if plan.add is None else plan.add(*spots).to(q.dtype))
+        return Mask(visible, plan.blind, None if plan.add is None else plan.add(*spots).to(q.dtype))
     raise KernelError(f"how a {type(plan).__name__} masks is not known here; model.use_kernel('explicit') shows it")

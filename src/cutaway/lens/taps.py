@@ -45,6 +45,7 @@ class Taps:
         self.handles: list[RemovableHandle] = []
         self.depths: dict[Stack, list[int]] = {}
         """Where layers share a block: how many a stack has entered, and how many it has left."""
+        self.latest: tuple[tuple[Any, ...], list[int] | None, tuple[pattern.Seen, Tensor]] | None = None
 
     def open(self, wanted: Iterable[tuple[Site, Act, list[int] | None]]) -> None:
         """Hand over what passes these sites; of what is inside attention, just these heads."""
@@ -74,6 +75,7 @@ class Taps:
             handle.remove()
         self.handles.clear()
         self.depths.clear()
+        self.latest = None
         for site, *_ in self.wanted if self.change else ():
             CHANGED.pop(site.module, None)
 
@@ -102,8 +104,7 @@ class Taps:
         def within(module: Any, args: tuple[Any, ...], result: Tensor) -> Tensor | None:
             if elsewhere():
                 return None
-            seen = pattern.seen(module, args, heads)
-            own = seen.pattern()
+            seen, own = self.inside(module, args, heads)
             numbers = list(range(own.shape[1])) if heads is None else heads
             changed = CHANGED.get(module, {})
             parts = [changed.get((site.layer, head), row) for head, row in zip(numbers, own.unbind(1), strict=True)]
@@ -134,6 +135,13 @@ class Taps:
             return act(Passing(site, value, (), whole))
 
         self.handles += part.attach(site.module, see, entering=site.side == "in")
+
+    def inside(self, module: Any, args: tuple[Any, ...], heads: list[int] | None) -> tuple[pattern.Seen, Tensor]:
+        """What attention saw in this call: two sites that ask for it one after the other share it."""
+        if self.latest is None or self.latest[0] is not args or self.latest[1] != heads:
+            seen = pattern.seen(module, args, heads)
+            self.latest = args, heads, (seen, seen.pattern())
+        return self.latest[2]
 
     def depth_of(self, site: Site) -> list[int] | None:
         """Where to look up the layer that a stack is in, if this site's block serves several."""

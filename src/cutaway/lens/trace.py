@@ -23,6 +23,7 @@ from cutaway.lens.parts import Part
 from cutaway.lens.sites import Site, sites
 from cutaway.lens.taps import Passing, Taps, in_backward, index
 from cutaway.lens.value import Value, valued
+from cutaway.model import Transformer
 
 UNNAMED = "·"
 """An axis that no vocabulary names."""
@@ -222,11 +223,15 @@ class Trace:
         """All of it as safetensors; the calls of one site are numbered."""
         from safetensors.torch import save_file
 
-        flat = {
-            name if len(found) == 1 else f"{name}@{call}": each.contiguous()
-            for name, found in self.seen.items()
-            for call, each in enumerate(found)
-        }
+        flat: dict[str, Tensor] = {}
+        held: set[int] = set()
+        for name, found in self.seen.items():
+            for call, each in enumerate(found):
+                whole = each.contiguous()
+                if whole.data_ptr() in held:  # one block's resid_post is the next one's resid_pre: a file wants two
+                    whole = whole.clone()
+                held.add(whole.data_ptr())
+                flat[name if len(found) == 1 else f"{name}@{call}"] = whole
         save_file(flat, path, {site.name: site.axes for site in self.sites})
 
     def __repr__(self) -> str:
@@ -268,6 +273,14 @@ def unwrapped(model: Any) -> nn.Module:
             "another nn.Module"
         )
     return model
+
+
+def ours(model: Any) -> Transformer:
+    """The same, for what only a model of cutaway's can be asked."""
+    inner = unwrapped(model)
+    if not isinstance(inner, Transformer):
+        raise InputError(f"a {type(inner).__name__} is no cutaway model; give one of ct.build(…) or ct.load(…)")
+    return inner
 
 
 trace = Trace

@@ -1,0 +1,81 @@
+"""What looking costs on the CPU: GPT-2's shape (124 M), 1 × 256 tokens, beside transformers and TransformerLens.
+
+    python bench/lens.py [--repeats 15] [--json FILE]
+
+All in one process and by turns: a busy machine is busy for all. TransformerLens is measured where it is installed.
+"""
+
+import argparse
+import importlib.util
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cutaway as ct
+
+LENGTH = 256
+
+
+def sides() -> tuple[dict[str, Callable[[], Any]], Any]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokens = torch.randint(0, 50257, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    model = ct.build("gpt2", seed=0).eval()
+    peer = GPT2LMHeadModel(GPT2Config(attn_implementation="sdpa", use_cache=False)).eval()
+    found: dict[str, Callable[[], Any]] = {
+        "ours": lambda: model(tokens),
+        "transformers": lambda: peer(tokens).logits,
+        "ours, all residual sites": lambda: traced(model, tokens, "embed", "resid_*"),
+        "ours, everything": lambda: traced(model, tokens, "*"),
+    }
+    if importlib.util.find_spec("transformer_lens"):
+        from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+        shape = {"n_layers": 12, "d_model": 768, "n_ctx": 1024, "d_head": 64, "n_heads": 12, "d_vocab": 50257}
+        lens: Any = HookedTransformer(HookedTransformerConfig(**shape, act_fn="gelu_new")).eval()
+        found["TransformerLens"] = lambda: lens(tokens)
+        found["TransformerLens, run_with_cache"] = lambda: lens.run_with_cache(tokens)
+    return found, (model, tokens)
+
+
+def traced(model: Any, tokens: torch.Tensor, *sites: str) -> Any:
+    with ct.trace(model, *sites) as t:
+        model(tokens)
+    return t
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", metavar="FILE")
+    asked = parser.parse_args()
+    runs, (model, tokens) = sides()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    with torch.inference_mode():
+        for run in runs.values():
+            run()
+        for turn in range(asked.repeats):
+            for name, run in list(runs.items())[:: 1 if turn % 2 else -1]:
+                start = time.perf_counter()
+                run()
+                seconds[name].append(time.perf_counter() - start)
+        held = traced(model, tokens, "*").nbytes
+    planned = ct.trace(model, "*").plan(1, LENGTH).nbytes
+    rows = []
+    for name, taken in seconds.items():
+        ratio = statistics.median(mine / plain for mine, plain in zip(taken, seconds["ours"], strict=True))
+        rows.append({"way": name, "seconds": statistics.median(taken), "of_ours": ratio})
+        print(f"{name:34} {statistics.median(taken) * 1e3:7.1f} ms   {ratio:.2f} × ours untraced")
+    print(f"everything is {held / 1e6:.1f} MB; said before: {planned / 1e6:.1f} MB")
+    told = json.dumps({"bench": "lens", "rows": rows, "bytes": held, "planned": planned})
+    print(told)
+    if asked.json:
+        Path(asked.json).write_text(told + "\n", encoding="utf-8")
+
+
+main()
