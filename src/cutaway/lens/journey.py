@@ -117,14 +117,17 @@ def follow(
     writer = stacks.get("decoder") or stacks["encoder"]
     ordered = sorted(stacks, key=lambda name: stacks[name] is not writer)  # the head reads the writer's token
     notes = Notes({stacks[name]: places[name] for name in ordered}, places["encoder"])
+    needed = [
+        site
+        for name, site in known.items()
+        if name in wanted or site.stack is None or is_added(name) or on_stream(name)
+    ]
     taps = Taps()
     try:
-        for name, site in known.items():
-            if name in wanted or site.stack is None or is_added(name) or on_stream(name):
-                taps.attach(site, notes.look)
+        taps.open((site, notes.look, None) for site in needed)
         run(model, tokens, read)
     finally:
-        taps.remove()
+        taps.close()
     said = decoded(model, notes, writer, [name for name in known if name in wanted], known)
     stages = [stage(model, known[name], notes, said) for name in known if name in wanted and name in notes.vectors]
     top = likeliest(notes.vectors["logits"][None])[0] if "logits" in notes.vectors else ()
