@@ -74,6 +74,10 @@ class Change:
         if self.do == "scale":
             return value * self.value
         if self.do == "mean":
+            if not site.axes:
+                raise InputError(
+                    f"'mean' at {site.name} is over rows and tokens, and which axes those are is not known"
+                )
             over = [axis for axis, name in enumerate(site.axes) if name in ("B", "N", "T" if "T" in site.axes else "S")]
             return value.mean(over, keepdim=True).expand_as(value)
         if self.do == "resample":

@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from cutaway.errors import InputError
-from cutaway.lens.sites import Site
+from cutaway.lens.sites import Site, Sites
 
 Numbers = int | slice | Iterable[int]
 """One, a range, or several; negative ones count from the end."""
@@ -19,7 +19,7 @@ def chosen(known: Mapping[str, Site], patterns: Iterable[str], layers: Numbers |
             raise InputError(f"a site's name is text, and {pattern!r} is a {type(pattern).__name__}; see sites(model)")
         matching = [name for name in known if matches(name, pattern)]
         if not matching:
-            raise InputError(f"this model has no site '{pattern}'; {nearest(known, pattern)}")
+            raise InputError(f"this model has no site '{pattern}'{why_not(known, pattern)}; {nearest(known, pattern)}")
         asked |= dict.fromkeys(matching)
     if not asked:
         raise InputError("no site was named; name one, such as 'resid_post', 'attn.pattern' or 'blocks.0.*'")
@@ -39,13 +39,20 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
+def why_not(known: Mapping[str, Site], pattern: str) -> str:
+    """The reason why a site cannot be had, if there is one."""
+    absent = known.absent.items() if isinstance(known, Sites) else ()
+    return next((f": {why}" for name, why in absent if matches(name, pattern) or fnmatchcase(pattern, name)), "")
+
+
 def nearest(known: Mapping[str, Site], pattern: str) -> str:
     """What may have been meant."""
     ends = list(dict.fromkeys(end(name) for name in known))
     close = get_close_matches(end(pattern), ends, 3, 0.5) or ends
     blocks = len({site.layer for site in known.values() if site.layer is not None})
     beyond = f" (it has {blocks} blocks)" if "blocks." in pattern else ""
-    return f"there is {', '.join(close)}{beyond}"
+    more = ", …" if len(close) > 30 else ""  # (any module's paths may be thousands)
+    return f"there is {', '.join(close[:30])}{more}{beyond}"
 
 
 def end(name: str) -> str:

@@ -17,7 +17,7 @@ from cutaway.lens.equations import equation, is_added, on_stream
 from cutaway.lens.pattern import given
 from cutaway.lens.sites import Site, sites
 from cutaway.lens.taps import Passing, Taps
-from cutaway.lens.trace import unwrapped
+from cutaway.lens.trace import ours
 from cutaway.model import EncoderDecoder, EncoderOnly, Transformer
 from cutaway.model.stack import Stack
 
@@ -103,7 +103,7 @@ def follow(
     An encoder-decoder reads `source`, of which the token `source_at` is followed. `only`: the sites to tell of, named
     as for a trace, all unless given; scores and patterns are made for no others.
     """
-    model = unwrapped(model)
+    model = ours(model)
     read = tokens if source is None else source
     for name, text in (("tokens", tokens), ("source", read)):
         if text.ndim != 2 or len(text) != 1 or not text.numel():

@@ -11,12 +11,13 @@ Axes: B rows, T tokens, S tokens that are looked at, H heads, G heads of keys an
 stream's width, h the FFN's, V the vocabulary, N tokens of all rows, K experts chosen.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
 
+from cutaway.lens.parts import Part
 from cutaway.model import Transformer
 from cutaway.model.attention import Latent
 from cutaway.model.block import Block
@@ -39,6 +40,8 @@ class Site:
     stack: Stack | None = None
     widths: tuple[tuple[str, int], ...] = ()
     """The axes whose sizes the model decides."""
+    part: Part | None = None
+    """Where the value stands in what a module of another library's is given or gives back."""
 
     def shape(self, batch: int, length: int, source: int | None = None) -> tuple[int, ...]:
         """For so many rows and tokens, and tokens of a source, if they are as many or not."""
@@ -55,8 +58,29 @@ class Site:
         return sizes["H"] if "H" in self.axes else sizes["G"] if "G" in self.axes else None
 
 
-def sites(model: Transformer) -> dict[str, Site]:
-    """Every site of a model by name, in the order in which values come to them."""
+class Sites(dict[str, Site]):
+    """Sites by name, with the reasons why others are not there."""
+
+    def __init__(self, found: Iterable[Site], absent: Mapping[str, str] | None = None) -> None:
+        super().__init__((site.name, site) for site in found)
+        self.absent = dict(absent or {})
+        """Names, or globs of them → why such a value cannot be had of this model."""
+
+
+def sites(model: nn.Module) -> Sites:
+    """Every site of a model by name, in the order in which values come to them.
+
+    A model of transformers has the sites that its family's table finds in it; any other module has the paths of its
+    parts, with `.in` and `.out`.
+    """
+    if isinstance(model, Transformer):
+        return of_ours(model)
+    from cutaway.lens.foreign import of_theirs  # (it needs the families' tables, which most traces do not)
+
+    return of_theirs(model)
+
+
+def of_ours(model: Transformer) -> Sites:
     stacks = model.stacks
     found: list[Site] = []
     for name, stack in stacks.items():
@@ -64,7 +88,7 @@ def sites(model: Transformer) -> dict[str, Site]:
     head: Any = getattr(model, "head", None)
     if head is not None:
         found.append(Site("logits", "BTV", head, widths=(("V", head.matrix.weight.shape[0]),)))
-    return {site.name: site for site in found}
+    return Sites(found)
 
 
 def of_stack(stack: Stack, prefix: str, d_model: int) -> Iterator[Site]:

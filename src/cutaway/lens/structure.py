@@ -19,9 +19,11 @@ Undo = Callable[[], None]
 Fired = Callable[[], None]
 
 
-def places(model: Transformer) -> dict[str, tuple[str, Stack, int | None]]:
-    """What has a build to change, by name: (kind, stack, layer)."""
+def places(model: nn.Module) -> dict[str, tuple[str, Stack, int | None]]:
+    """What has a build to change, by name: (kind, stack, layer); nothing of models that are not ours."""
     found: dict[str, tuple[str, Stack, int | None]] = {}
+    if not isinstance(model, Transformer):
+        return found
     for name, stack in model.stacks.items():
         prefix = f"{name}." if len(model.stacks) > 1 else ""
         for layer in range(len(stack.blocks)):

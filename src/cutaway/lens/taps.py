@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from cutaway.errors import InputError
 from cutaway.lens import pattern
+from cutaway.lens.parts import Part
 from cutaway.lens.sites import Site
 from cutaway.model.stack import Stack
 
@@ -29,7 +30,7 @@ class Passing(NamedTuple):
     args: tuple[Any, ...]
     """What the module was given."""
     result: Any
-    """What it gave back, where that is known."""
+    """What it gave back, where that is known; of another library's, the tensor that the value was taken from."""
 
 
 Act = Callable[[Passing], Tensor | None]
@@ -79,6 +80,9 @@ class Taps:
             CHANGED.pop(site.module, None)
 
     def attach(self, site: Site, act: Act, heads: list[int] | None) -> None:
+        if site.part is not None:
+            self.attach_to_part(site, site.part, act)
+            return
         depth = self.depth_of(site)
         leaving = site.side == "out" and site.stack is not None and site.module in set(site.stack.blocks)
 
@@ -123,6 +127,14 @@ class Taps:
         else:
             hook: Any = within if inside else on_way_out
             self.handles.append(site.module.register_forward_hook(hook))
+
+    def attach_to_part(self, site: Site, part: Part, act: Act) -> None:
+        """In another library's model."""
+
+        def see(value: Tensor, whole: Tensor) -> Tensor | None:
+            return act(Passing(site, value, (), whole))
+
+        self.handles += part.attach(site.module, see, entering=site.side == "in")
 
     def inside(self, module: Any, args: tuple[Any, ...], heads: list[int] | None) -> tuple[pattern.Seen, Tensor]:
         """What attention saw in this call: two sites that ask for it one after the other share it."""

@@ -3,6 +3,8 @@
 with ct.trace(model, "resid_post", "attn.pattern", layers=[0, -1]) as t:
     model(tokens)
 t["blocks.0.attn.pattern"]
+
+A model of transformers has the same names, as far as its modules show such values; any other module has its paths.
 """
 
 from collections.abc import Iterator
@@ -17,10 +19,14 @@ from cutaway.errors import InputError
 from cutaway.lens import pattern
 from cutaway.lens.choice import Numbers, chosen, numbers
 from cutaway.lens.drawing import bytes_in_words, listing
+from cutaway.lens.parts import Part
 from cutaway.lens.sites import Site, sites
 from cutaway.lens.taps import Passing, Taps, in_backward, index
 from cutaway.lens.value import Value, valued
 from cutaway.model import Transformer
+
+UNNAMED = "·"
+"""An axis that no vocabulary names."""
 
 
 class Trace:
@@ -46,6 +52,11 @@ class Trace:
         self.taps = Taps()
         for site in self.sites:
             self.heads_of(site)  # refused before anything runs
+            if not site.axes and not (positions is None and heads is None):
+                raise InputError(
+                    f"{site.name} is a module's path, and which of its axes are tokens or heads is not known; "
+                    "leave positions and heads away, and cut what you get"
+                )
 
     def __enter__(self) -> "Trace":
         inside = [(site, self.heads_of(site) if site.side in ("scores", "pattern") else None) for site in self.sites]
@@ -80,7 +91,10 @@ class Trace:
             elif value.requires_grad:
                 if site.name.endswith(".in"):  # others may read the same tensor, and their slope is not this site's
                     value = value.view_as(value)
-                value.register_hook(lambda slope: self.keep_slope(site, call, slope))  # type: ignore[no-untyped-call]
+                if site.part is None or value is not passing.value:
+                    value.register_hook(lambda slope: self.keep_slope(site, call, slope))  # type: ignore[no-untyped-call]
+                else:
+                    self.follow_whole(passing, site.part, call)
         self.seen[site.name].append(self.kept(site, passing.value))
         return None if value is passing.value else value
 
@@ -103,6 +117,11 @@ class Trace:
 
         passing.result.register_hook(keep)
 
+    def follow_whole(self, passing: Passing, part: Part, call: int) -> None:
+        """A value that was taken out of a tensor is on no way to the loss; the tensor is."""
+        site, shape = passing.site, passing.value.shape
+        passing.result.register_hook(lambda slope: self.keep_slope(site, call, part.slope(slope, shape)))
+
     def keep_slope(self, site: Site, call: int, slope: Tensor) -> None:
         kept, held = self.kept(site, slope), self.slopes[site.name]
         held[call] = held[call] + kept if call in held else kept
@@ -117,9 +136,11 @@ class Trace:
             value = value.index_select(tokens, index(where, value))
         heads = self.heads_of(site)
         if heads is not None and site.side in ("in", "out"):
-            value = value.index_select(2, index(heads, value))
+            axis = site.axes.index("H" if "H" in site.axes else "G")
+            value = value.index_select(axis, index(heads, value))
         moved = value.to(device=self.device or value.device, dtype=self.dtype or value.dtype)
-        if moved.untyped_storage().nbytes() > moved.numel() * moved.element_size():
+        follows = site.part is not None and moved is value  # other libraries write into values that they have used
+        if follows or moved.untyped_storage().nbytes() > moved.numel() * moved.element_size():
             moved = moved.clone()  # a view would hold, and follow, what it is a part of
         return moved
 
@@ -157,7 +178,7 @@ class Trace:
         number = (0 if call is None else call) % max(calls, 1)
         if number not in found or not -calls <= (call or 0) < calls:
             raise InputError(f"nothing passed {name} in that call; it was passed {calls} times")
-        return valued(found[number], name, site.axes)
+        return valued(found[number], name, site.axes or UNNAMED * found[number].ndim)
 
     def stacked(self, end: str) -> Tensor:
         """(layers, …): the values of the sites whose names end so, one call's, one above the other."""
@@ -185,6 +206,8 @@ class Trace:
         """What one call with so many rows and tokens will hold, before it runs."""
         rows = []
         for site in self.sites:
+            if not site.axes:
+                raise InputError(f"what passes {site.name} is known when it has passed; see t.nbytes after a call")
             shape = list(site.shape(batch, length, source))
             tokens = site.axes.find("T") if "T" in site.axes else site.axes.find("S")
             if self.positions is not None and tokens >= 0:
@@ -192,7 +215,7 @@ class Trace:
             heads = self.heads_of(site)
             if heads is not None:
                 shape[site.axes.index("H" if "H" in site.axes else "G")] = len(heads)
-            size = (self.dtype or self.model.dtype).itemsize
+            size = (self.dtype or next(self.model.parameters()).dtype).itemsize
             rows.append(Planned(site.name, site.axes, tuple(shape), size * torch.Size(shape).numel()))
         return Plan(rows)
 
@@ -214,7 +237,9 @@ class Trace:
     def __repr__(self) -> str:
         rows = [(name, each) for name, found in self.seen.items() for each in found[-1:]]
         axes = {site.name: site.axes for site in self.sites}
-        return listing([(name, axes[name], tuple(each.shape), each.nbytes) for name, each in rows])
+        return listing(
+            [(name, axes[name] or UNNAMED * each.ndim, tuple(each.shape), each.nbytes) for name, each in rows]
+        )
 
 
 class Planned(NamedTuple):
@@ -237,14 +262,25 @@ class Plan(list[Planned]):
         return f"{listing(list(self))}\n{bytes_in_words(self.nbytes)} a call"
 
 
-def unwrapped(model: Any) -> Transformer:
+def unwrapped(model: Any) -> nn.Module:
     """A checkpoint's model, a compiled one's original."""
     if not isinstance(model, nn.Module) and isinstance(getattr(model, "model", None), nn.Module):
         model = model.model
     model = getattr(model, "_orig_mod", model)
-    if not isinstance(model, Transformer):
-        raise InputError(f"a {type(model).__name__} is no cutaway model; give one of ct.build(…) or ct.load(…)")
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"a {type(model).__name__} is no model; give one of ct.build(…) or ct.load(…), one of transformers, or "
+            "another nn.Module"
+        )
     return model
+
+
+def ours(model: Any) -> Transformer:
+    """The same, for what only a model of cutaway's can be asked."""
+    inner = unwrapped(model)
+    if not isinstance(inner, Transformer):
+        raise InputError(f"a {type(inner).__name__} is no cutaway model; give one of ct.build(…) or ct.load(…)")
+    return inner
 
 
 trace = Trace

@@ -8,7 +8,7 @@ from torch import Tensor
 from cutaway.errors import InputError
 from cutaway.lens.readings.reading import Reading
 from cutaway.lens.readings.subject import Subject, Text, resting, subject, wide
-from cutaway.lens.trace import trace, unwrapped
+from cutaway.lens.trace import ours, trace
 from cutaway.model import EncoderDecoder, Transformer
 
 KINDS = ("previous", "duplicate", "induction", "first")
@@ -64,7 +64,7 @@ def head_kinds(model: Any, *, length: int | None = None, rows: int = 8, seed: in
     previous: the token before · duplicate: where this token stood the first time · induction: what came after it then ·
     first: the first token of all, where heads rest. 1 is always.
     """
-    inner = unwrapped(model)
+    inner = ours(model)
     if isinstance(inner, EncoderDecoder):
         raise InputError(
             "kinds of heads are scored on one text, and this model reads two; take a decoder or an encoder"

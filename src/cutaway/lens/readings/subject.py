@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cutaway.errors import InputError
-from cutaway.lens.trace import unwrapped
+from cutaway.lens.trace import ours
 from cutaway.model import EncoderDecoder, EncoderOnly, Transformer
 from cutaway.model.block import Block
 from cutaway.model.embedding import Head
@@ -93,7 +93,7 @@ class Subject:
 
 def subject(model: Any, tokens: Text, source: Text | None = None) -> Subject:
     """The model of a checkpoint (or itself) and the text as a row of tokens."""
-    tokenizer, inner = getattr(model, "tokenizer", None), unwrapped(model)
+    tokenizer, inner = getattr(model, "tokenizer", None), ours(model)
     if isinstance(inner, EncoderDecoder) != (source is not None):
         need = "reads a source beside the text; pass source=…" if source is None else "reads one text, and no source"
         raise InputError(f"this model {need}")
@@ -104,7 +104,7 @@ def subject(model: Any, tokens: Text, source: Text | None = None) -> Subject:
 
 def alone(model: Any) -> Subject:
     """A model without a text."""
-    return Subject(unwrapped(model), getattr(model, "tokenizer", None), torch.zeros(1, 0, dtype=torch.long), None)
+    return Subject(ours(model), getattr(model, "tokenizer", None), torch.zeros(1, 0, dtype=torch.long), None)
 
 
 def as_row(name: str, given: Text, tokenizer: Any) -> Tensor:
