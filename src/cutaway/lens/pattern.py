@@ -38,10 +38,9 @@ def given(args: tuple[Any, ...]) -> Given:
     return q, k, v, plan, rest[0] if rest else None
 
 
-def seen(kernel: Kernel, args: tuple[Any, ...], heads: list[int] | None = None) -> Seen:
+def seen(kernel: Kernel, args: tuple[Any, ...], heads: list[int] | None, mask: "Mask") -> Seen:
     """softmax's input for these heads, as the equation is written in the explicit kernel."""
-    q, k, _, plan, sink = given(args)
-    mask = drawn(plan, q, k)
+    q, k, _, _, sink = given(args)
     chosen = list(range(q.shape[2])) if heads is None else heads
     whole = heads is None
     queries = q if whole else q[:, :, chosen]
@@ -50,8 +49,8 @@ def seen(kernel: Kernel, args: tuple[Any, ...], heads: list[int] | None = None) 
         scores = kernel.softcap * torch.tanh(scores / kernel.softcap)
     if mask.bias is not None:
         scores = scores + (mask.bias if whole or mask.bias.shape[1] == 1 else mask.bias[:, chosen])
-    hidden = ~mask.visible
-    scores = scores.masked_fill(hidden, -INFINITE) if scores.requires_grad else scores.masked_fill_(hidden, -INFINITE)
+    fill = scores.masked_fill if scores.requires_grad else scores.masked_fill_
+    scores = fill(mask.hidden, -INFINITE)
     return Seen(scores, mask.blind, sink if sink is None or whole else sink[chosen])
 
 
@@ -72,28 +71,30 @@ def shared(kept: Tensor, q: Tensor, heads: list[int] | None) -> Tensor:
 class Mask(NamedTuple):
     """Who sees whom, drawn in full; who sees nothing, if any; what is added to scores."""
 
-    visible: Tensor
+    hidden: Tensor
+    """True where a query does not see a key."""
     blind: Tensor | None
     bias: Tensor | None
 
 
-def drawn(plan: Any, q: Tensor, k: Tensor) -> Mask:
+def drawn(args: tuple[Any, ...]) -> Mask:
     """A kernel's plan as a mask and a bias in full."""
+    q, k, _, plan, _ = given(args)
     if isinstance(plan, DrawnMask):
-        return Mask(*plan)
+        return Mask(~plan.visible, plan.blind, plan.bias)
     length, slots, device = q.shape[1], k.shape[1], q.device
     if isinstance(plan, SdpaPlan):
         if plan.mask is None:
-            visible = torch.ones(1, 1, length, slots, dtype=torch.bool, device=device)
-            return Mask(visible.tril() if plan.causal else visible, plan.blind, None)
+            later = torch.full((1, 1, length, slots), plan.causal, dtype=torch.bool, device=device)
+            return Mask(later.triu(1), plan.blind, None)
         if plan.mask.dtype == torch.bool:
-            return Mask(plan.mask, plan.blind, None)
-        visible = plan.mask != -INFINITE
-        return Mask(visible, plan.blind, plan.mask.masked_fill(~visible, 0.0))
+            return Mask(~plan.mask, plan.blind, None)
+        hidden = plan.mask == -INFINITE
+        return Mask(hidden, plan.blind, plan.mask.masked_fill(hidden, 0.0))
     if isinstance(plan, FlexPlan):
         rows, heads = (torch.arange(size, device=device) for size in (q.shape[0], q.shape[2]))
         i, j = (torch.arange(size, device=device) for size in (length, slots))
         spots = (rows[:, None, None, None], heads[None, :, None, None], i[:, None], j)
         visible = plan.mask.mask_mod(*spots).expand(len(rows), -1, length, slots) | plan.blind
-        return Mask(visible, plan.blind, None if plan.add is None else plan.add(*spots).to(q.dtype))
+        return Mask(~visible, plan.blind, None if plan.add is None else plan.add(*spots).to(q.dtype))
     raise KernelError(f"how a {type(plan).__name__} masks is not known here; model.use_kernel('explicit') shows it")

@@ -45,7 +45,8 @@ class Taps:
         self.handles: list[RemovableHandle] = []
         self.depths: dict[Stack, list[int]] = {}
         """Where layers share a block: how many a stack has entered, and how many it has left."""
-        self.latest: tuple[tuple[Any, ...], list[int] | None, tuple[pattern.Seen, Tensor]] | None = None
+        self.latest: tuple[tuple[Any, ...], list[int] | None, pattern.Seen] | None = None
+        self.mask: tuple[tuple[Any, int, int], pattern.Mask] | None = None
 
     def open(self, wanted: Iterable[tuple[Site, Act, list[int] | None]]) -> None:
         """Hand over what passes these sites; of what is inside attention, just these heads."""
@@ -75,7 +76,7 @@ class Taps:
             handle.remove()
         self.handles.clear()
         self.depths.clear()
-        self.latest = None
+        self.latest, self.mask = None, None
         for site, *_ in self.wanted if self.change else ():
             CHANGED.pop(site.module, None)
 
@@ -104,11 +105,16 @@ class Taps:
         def within(module: Any, args: tuple[Any, ...], result: Tensor) -> Tensor | None:
             if elsewhere():
                 return None
-            seen, own = self.inside(module, args, heads)
-            numbers = list(range(own.shape[1])) if heads is None else heads
-            changed = CHANGED.get(module, {})
-            parts = [changed.get((site.layer, head), row) for head, row in zip(numbers, own.unbind(1), strict=True)]
-            before = torch.stack(parts, 1) if changed else own
+            if self.latest is None or self.latest[0] is not args or self.latest[1] != heads:
+                self.latest = args, heads, pattern.seen(module, args, heads, self.mask_of(args))
+            seen = self.latest[2]  # computed once for two sites that ask one after the other
+            if site.side == "scores" and not self.change:
+                return act(Passing(site, seen.scores, args, result))
+            before, changed = seen.pattern(), CHANGED.get(module, {})
+            numbers = list(range(before.shape[1])) if heads is None else heads
+            if changed:
+                rows = zip(numbers, before.unbind(1), strict=True)
+                before = torch.stack([changed.get((site.layer, head), row) for head, row in rows], 1)
             new = act(Passing(site, seen.scores if site.side == "scores" else before, args, result))
             if new is None:
                 return None
@@ -136,12 +142,12 @@ class Taps:
 
         self.handles += part.attach(site.module, see, entering=site.side == "in")
 
-    def inside(self, module: Any, args: tuple[Any, ...], heads: list[int] | None) -> tuple[pattern.Seen, Tensor]:
-        """What attention saw in this call: two sites that ask for it one after the other share it."""
-        if self.latest is None or self.latest[0] is not args or self.latest[1] != heads:
-            seen = pattern.seen(module, args, heads)
-            self.latest = args, heads, (seen, seen.pattern())
-        return self.latest[2]
+    def mask_of(self, args: tuple[Any, ...]) -> pattern.Mask:
+        """Drawn once for all layers that share a plan."""
+        key = args[3], args[0].shape[1], args[1].shape[1]
+        if self.mask is None or self.mask[0][0] is not key[0] or self.mask[0][1:] != key[1:]:
+            self.mask = key, pattern.drawn(args)
+        return self.mask[1]
 
     def depth_of(self, site: Site) -> list[int] | None:
         """Where to look up the layer that a stack is in, if this site's block serves several."""

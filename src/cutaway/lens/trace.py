@@ -106,7 +106,8 @@ class Trace:
         heads = self.heads_of(site)
         mixed, weights = pattern.values(passing.args, heads).detach(), passing.value.detach()
         if site.side == "scores":
-            weights = pattern.seen(site.module, passing.args, heads).pattern().detach()  # type: ignore[arg-type]
+            seen = pattern.seen(site.module, passing.args, heads, self.taps.mask_of(passing.args))  # type: ignore[arg-type]
+            weights = seen.pattern().detach()
 
         def keep(slope: Tensor) -> None:
             slope = slope if heads is None else slope[:, :, heads]
