@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "measure": {"config", "size", "model", "text", "generate"},
     # A family's table says which modules of another library's model are which of ours: so a lens sees into those too.
     "lens": {"config", "size", "model", "families"},
-    "train": {"config", "size", "model", "text", "families", "generate"},
+    "train": {"config", "size", "model", "text", "families", "generate", "lens"},
     "bench": {"config", "generate", "size", "model"},
     "cli": {"bench", "config", "size", "model", "families", "generate", "lens", "measure", "train"},
 }

@@ -6,9 +6,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cutaway.errors import InputError
+from cutaway.lens.edit import edit
 from cutaway.model import Transformer, build
 from cutaway.train.ablate import surgery
 from cutaway.train.ablate.validation import spread
@@ -65,19 +66,23 @@ def taken_away(loop: Loop) -> list[Reading]:
     middle = layers // 2
     look = partial(looked_at, model, spread(loop, ROWS))
     whole = look(nullcontext())
-    away: dict[str, AbstractContextManager[None]] = {
-        "without the first block": surgery.without_block(model, 0),
-        "without a middle block": surgery.without_block(model, middle),
-        "without the last block": surgery.without_block(model, layers - 1),
-        "without the final norm": surgery.without_final_norm(model),
+    stack = model.stacks["decoder"]
+    placed = stack.embed.position is not None or len(stack.positions) > 0
+    normed = not isinstance(stack.final_norm, nn.Identity)
+    away: dict[str, AbstractContextManager[Any]] = {
+        "without the first block": edit(model, {"blocks.0": "skip"}),
+        "without a middle block": edit(model, {f"blocks.{middle}": "skip"}),
+        "without the last block": edit(model, {f"blocks.{layers - 1}": "skip"}),
+        "without the final norm": edit(model, {"final_norm": "drop"}) if normed else nullcontext(),
         "FFN first": surgery.for_a_while(model, surgery.ffn_first),
-        "without positions": surgery.without_positions(model),
+        "without positions": edit(model, {"positions": "drop"}) if placed else nullcontext(),
         "without mask": surgery.for_a_while(model, surgery.without_mask),
         "with the mask": surgery.for_a_while(model, surgery.with_mask),
     }
     readings = [reading("as it is", whole, whole)]
     readings += [reading(what, look(change), whole) for what, change in away.items()]
-    each = [look(surgery.without_head(model, middle, head)) for head in range(heads)]
+    heads_away = [{f"blocks.{middle}.attn.z": {"do": "zero", "heads": [head]}} for head in range(heads)]
+    each = [look(edit(model, change)) for change in heads_away]
     each.sort(key=lambda found: found[0])
     readings.append(reading("without a middle block's least head", each[0], whole))
     readings.append(reading("without a middle block's greatest head", each[-1], whole))
@@ -89,7 +94,7 @@ Looked = tuple[float, float, Tensor]
 
 
 @torch.no_grad()
-def looked_at(model: Transformer, task: Task, change: AbstractContextManager[None]) -> Looked:
+def looked_at(model: Transformer, task: Task, change: AbstractContextManager[Any]) -> Looked:
     with change:
         x = task.hidden(model).flatten(0, 1)[task.weights.flatten() > 0]
         logits = torch.as_tensor(model.head(x))  # type: ignore[operator]

@@ -1,12 +1,11 @@
-"""What no configuration says: changes of a built model, for training that way or for a look at trained weights."""
+"""What no configuration says: changes of a built model, for training that way."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from cutaway.errors import InputError
 from cutaway.model import Transformer
@@ -47,9 +46,6 @@ SURGERY: dict[str, Callable[[Transformer], None]] = {"without mask": without_mas
 """What a variant may be trained with."""
 
 
-# For a while, on trained weights
-
-
 @contextmanager
 def for_a_while(model: Transformer, change: Callable[[Transformer], None]) -> Iterator[None]:
     """One of the changes above, and back."""
@@ -62,54 +58,3 @@ def for_a_while(model: Transformer, change: Callable[[Transformer], None]) -> It
         stack.causal = causal
         for block, kind in zip(stack.blocks, kinds, strict=True):
             block.__class__ = kind
-
-
-@contextmanager
-def without_block(model: Transformer, layer: int) -> Iterator[None]:
-    """The stream goes past a block."""
-    block = blocks_of(model)[layer]
-    hook = block.register_forward_hook(lambda module, given, result: given[0])
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-@contextmanager
-def without_final_norm(model: Transformer) -> Iterator[None]:
-    stack = model.stacks["decoder"]
-    kept, stack.final_norm = stack.final_norm, nn.Identity()
-    try:
-        yield
-    finally:
-        stack.final_norm = kept
-
-
-@contextmanager
-def without_positions(model: Transformer) -> Iterator[None]:
-    """Neither what is added to the embedding nor what acts in attention."""
-    stack = model.stacks["decoder"]
-    inside, added = stack.positions, stack.embed.position
-    try:
-        stack.positions, stack.embed.position = nn.ModuleDict(), None
-        yield
-    finally:
-        stack.positions, stack.embed.position = inside, added
-
-
-@contextmanager
-def without_head(model: Transformer, layer: int, head: int) -> Iterator[None]:
-    """What a head found is not passed on."""
-    attention = blocks_of(model)[layer].attn.f
-    width = attention.o.weight.shape[1] // attention.heads
-
-    def silence(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        kept = torch.ones_like(given[0])
-        kept[..., head * width : (head + 1) * width] = 0
-        return (given[0] * kept,)
-
-    hook = attention.o.register_forward_pre_hook(silence)
-    try:
-        yield
-    finally:
-        hook.remove()
