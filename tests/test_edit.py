@@ -133,6 +133,38 @@ def test_builds(model: Transformer) -> None:
         torch.testing.assert_close(model(later)[:, 0], plain[:, 0])
 
 
+def test_positions_can_be_moved() -> None:
+    """What turns by distance does not notice a shift; a table does. An order is noticed by both."""
+    llama, gpt = (ct.build(name, seed=0, dtype=torch.float64) for name in ("tiny-llama", "tiny-gpt"))
+    shift: Any = {"positions": {"do": "shift", "value": 7}}
+    shuffle: Any = {"positions": {"do": "shuffle", "value": 3}}
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(llama, shift), llama(TOKENS))
+        assert not torch.allclose(logits_of(gpt, shift), gpt(TOKENS))
+        where = torch.arange(7, 16).expand(2, -1)
+        torch.testing.assert_close(logits_of(gpt, shift), gpt(TOKENS, positions=where))
+        for model in (llama, gpt):
+            assert not torch.allclose(logits_of(model, shuffle), model(TOKENS))
+            later = TOKENS.clone()
+            later[:, -1] = 3
+            with edit(model, shuffle):
+                assert torch.equal(model(later)[:, :-1], model(TOKENS)[:, :-1])  # the mask is the one it was
+    for name, change, said in (
+        ("tiny-gpt", {"do": "shift", "value": 60}, "has learned 0 to 63"),
+        ("tiny-gpt", {"do": "shift"}, "an integer from 0 on"),
+        ("tiny-gpt", {"do": "drop", "value": 1}, "takes no value"),
+        ("tiny-gpt", {"do": "drop", "heads": 1}, "has 'heads'"),
+    ):
+        with pytest.raises(InputError, match=said):
+            logits_of(ct.build(name, seed=0), {"positions": change})
+    t5 = ct.build("tiny-t5", seed=0)
+    with (
+        pytest.raises(InputError, match="can be dropped, not moved"),
+        edit(t5, {"encoder.positions": shift["positions"]}),
+    ):
+        t5(TOKENS, TOKENS)
+
+
 def test_without_positions_and_mask_order_is_nothing(model: Transformer) -> None:
     order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), edit(model, {"mask": "drop", "positions": "drop"}):

@@ -7,6 +7,7 @@ with ct.edit(model, {"blocks.3.attn.z": {"do": "zero", "heads": [4]}, "blocks.5"
 import json
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -40,13 +41,13 @@ class Edit:
             raise InputError("edits are a table of changes by site, with one at least; see help(ct.edit)")
         self.changes = dict(changes)
         self.values: list[tuple[str, Site, Change | Function]] = []
-        self.builds: list[tuple[str, tuple[str, Stack, int | None], str]] = []
+        self.builds: list[tuple[str, tuple[str, Stack, int | None], str, Any]] = []
         known, parts = sites(self.model), structure.places(self.model)
         for name, what in self.changes.items():
             how = build_of(what)
             matching = [place for place in parts if fnmatchcase(place, name)]
             if how is not None and matching:
-                self.builds += [(place, parts[place], how) for place in matching]
+                self.builds += [(place, parts[place], how, value_of(name, what)) for place in matching]
                 continue
             change = change_of(name, what)
             self.values += [(name, site, change) for site in chosen(known, [name])]
@@ -57,8 +58,8 @@ class Edit:
     def __enter__(self) -> "Edit":
         self.fired = {name: 0 for name, *_ in self.values} | {place: 0 for place, *_ in self.builds}
         try:
-            for place, (kind, stack, layer), how in self.builds:
-                self.undo.append(structure.change(kind, stack, layer, place, how, lambda name=place: self.count(name)))  # type: ignore[misc]
+            for place, part, how, value in self.builds:
+                self.undo.append(structure.change(*part, place, how, value, partial(self.count, place)))
             self.taps.open((site, self.act(name, change), heads_of(site, change)) for name, site, change in self.values)
         except BaseException:
             self.restore()
@@ -120,6 +121,15 @@ def build_of(what: What) -> str | None:
     """The name of a change of the build, if it is one."""
     how = what.get("do") if isinstance(what, Mapping) else what
     return how if isinstance(how, str) and any(how in ways for ways in structure.WAYS.values()) else None
+
+
+def value_of(name: str, what: What) -> Any:
+    """What a change of the build is given beside its name."""
+    if not isinstance(what, Mapping):
+        return None
+    if extra := what.keys() - {"do", "value"}:
+        raise InputError(f"the edit of {name} has '{min(extra)}'; a change of the build takes do, and some a value")
+    return what.get("value")
 
 
 def change_of(name: str, what: What) -> Change | Function:

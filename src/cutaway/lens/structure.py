@@ -1,18 +1,21 @@
-"""Changes of a model's build: a block skipped or turned round, a norm, a mask or positions taken away.
+"""Changes of a model's build: a block skipped or turned round, a norm or a mask taken away, positions taken or moved.
 
 Each returns what undoes it, and says through `fired` that the model has come by.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from cutaway.errors import InputError
 from cutaway.model import Transformer
 from cutaway.model.attention import Latent, Scene
 from cutaway.model.block import Block, ParallelBlock
+from cutaway.model.positions import ScoreBias
 from cutaway.model.stack import Stack
 
 Undo = Callable[[], None]
@@ -33,20 +36,25 @@ def places(model: nn.Module) -> dict[str, tuple[str, Stack, int | None]]:
     return found
 
 
-def change(kind: str, stack: Stack, layer: int | None, name: str, how: str, fired: Fired) -> Undo:
+def change(kind: str, stack: Stack, layer: int | None, name: str, how: str, value: Any, fired: Fired) -> Undo:
     """Make the change; the names are those of WAYS."""
     if how not in WAYS[kind]:
         raise InputError(f"'{how}' is not known for {name}; there is {', '.join(WAYS[kind])}")
+    if how in MOVES:
+        return moved_positions(stack, name, how, value, fired)
+    if value is not None:
+        raise InputError(f"'{how}' takes no value, so leave it out of the edit of {name}")
     if layer is not None:
         return turned(stack, layer, name, how, fired)
     return {"final_norm": without_norm, "mask": without_mask, "positions": without_positions}[kind](stack, name, fired)
 
 
+MOVES = ("shift", "shuffle")
 WAYS = {
     "block": ("skip", "swap", "no_residual"),
     "final_norm": ("drop",),
     "mask": ("drop",),
-    "positions": ("drop",),
+    "positions": ("drop", *MOVES),
 }
 
 
@@ -128,5 +136,47 @@ def without_positions(stack: Stack, name: str, fired: Fired) -> Undo:
     def undo() -> None:
         watching.remove()
         stack.embed.position, stack.positions = embed, inside
+
+    return undo
+
+
+def moved_positions(stack: Stack, name: str, how: str, value: Any, fired: Fired) -> Undo:
+    """Tokens are told that they stand elsewhere: so much later, or in an order drawn by a seed. Who sees whom stays."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        need = "how much later tokens stand" if how == "shift" else "the seed of the order"
+        raise InputError(f"'{how}' of {name} has the value {value!r}; give {need}, an integer from 0 on")
+    if any(isinstance(module, ScoreBias) for module in stack.positions.values()):
+        raise InputError(
+            f"{name} are distances here, added to scores (ALiBi, T5's bias); they can be dropped, not moved"
+        )
+    if stack.embed.position is None and not stack.positions:
+        raise InputError(f"there are no {name} in this model to move")
+
+    def elsewhere(position: Tensor) -> Tensor:
+        if how == "shift":
+            return torch.where(position < 0, position, position + value)
+        order = torch.randperm(int(position.max()) + 1, generator=torch.Generator().manual_seed(value))
+        return torch.where(position < 0, position, order.to(position.device)[position.clamp(min=0)])
+
+    def at_embedding(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        fired()
+        new, limit = elsewhere(args[0]), getattr(module, "length", None)
+        if limit is not None and int(new.max()) >= limit:
+            raise InputError(
+                f"'{how}' moves a token to position {int(new.max())}; the model has learned 0 to {limit - 1}"
+            )
+        return (new, *args[1:])
+
+    def at_rotation(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        fired()
+        return (replace(args[0], position=elsewhere(args[0].position), plain=False), *args[1:])
+
+    handles = [rope.register_forward_pre_hook(at_rotation) for rope in stack.positions.values()]
+    if stack.embed.position is not None:
+        handles.append(stack.embed.position.register_forward_pre_hook(at_embedding))
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
 
     return undo
