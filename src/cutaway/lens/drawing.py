@@ -40,18 +40,20 @@ def bytes_in_words(size: float) -> str:
 
 
 def heat(value: Tensor, title: str, axes: str, **how: Any) -> Any:
-    """A heat map; lighter is larger, and about 0 two colours part."""
+    """A heat map; darker is further from 0, blue above it and red below. What was masked is left blank."""
     from matplotlib import pyplot
 
-    shown = value.float().cpu().numpy()
-    figure, ax = pyplot.subplots(figsize=how.pop("figsize", (6, 4)))
-    signed = bool((value < 0).any())
-    top = float(abs(shown).max()) or 1.0
-    limits = {"vmin": -top, "vmax": top} if signed else {"vmin": 0.0}
-    image = ax.imshow(shown, aspect="auto", cmap="RdBu_r" if signed else "viridis", **limits | how)
-    ax.set_title(title)
+    seen = value.float().cpu()
+    shown, known = seen.masked_fill(seen.isinf(), float("nan")).numpy(), seen[seen.isfinite()]
+    signed, top = bool((known < 0).any()), float(known.abs().max()) if len(known) else 0.0
+    limits = {"vmin": -top if signed else 0.0, "vmax": top or 1.0}
+    figure, ax = pyplot.subplots(figsize=how.pop("figsize", (5, 3.6)), layout="constrained")
+    colours = {"cmap": "RdBu" if signed else "Blues", "interpolation": "nearest"}
+    image = ax.imshow(shown, aspect="auto", **colours | limits | how)
+    ax.set_title(title, fontsize=10)
     ax.set_ylabel(axes[0])
     ax.set_xlabel(axes[-1])
+    ax.locator_params(integer=True)
     figure.colorbar(image)
     pyplot.close(figure)
     return figure

@@ -47,7 +47,8 @@ def path_patching(
         raise InputError(f"none of {', '.join(receivers)} reads what {sender} writes; name one that comes later")
     delta = difference(pair, begin, writer, heads)
     scores = [along(pair, each, delta) for each in shown_as_bar(later, progress, f"from {sender}")]
-    title = f"what of {pair.title} goes straight from the clean {sender}"
+    some = "" if heads is None else f", heads {', '.join(map(str, heads_of(begin, heads)))}"
+    title = f"what of {pair.title} goes straight from the clean {sender}{some}"
     return Reading(title, torch.cat(scores), ("receiver",), (tuple(each.name for each in later),), note=pair.note)
 
 
@@ -59,11 +60,15 @@ def difference(pair: Pair, begin: Site, writer: Site, heads: Numbers | None) -> 
     if heads is not None:
         if "H" not in begin.axes:
             raise InputError(f"{begin.name} has no heads; name attn.z to send from some of them")
-        found = numbers(heads, dict(begin.widths)["H"], "heads", f"the heads of {begin.name}")
+        found = heads_of(begin, heads)
         change |= {"value": clean.index_select(begin.axes.index("H"), torch.tensor(found)), "heads": found}
     with resting(model), edit(model, {begin.name: change}), trace(model, writer.name) as t:
         pair.corrupt.run()
     return t[writer.name].as_subclass(Tensor) - plain
+
+
+def heads_of(begin: Site, heads: Numbers) -> list[int]:
+    return numbers(heads, dict(begin.widths)["H"], "heads", f"the heads of {begin.name}")
 
 
 def along(pair: Pair, receiver: Site, delta: Tensor) -> Tensor:
