@@ -11,7 +11,6 @@ the table is missing.
 import re
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +26,11 @@ import cutaway as ct
 
 BOUND = 1e-5
 VOCAB = 61
+REAL = (
+    torch.ones(2, 11, dtype=torch.bool),
+    torch.tensor([[True] * 11, [True] * 7 + [False] * 4, [False] * 4 + [True] * 7]),
+)
+"""The calls: whole rows, and rows padded on the right and on the left, where what stands at padding is left out."""
 
 
 class Same(NamedTuple):
@@ -88,69 +92,68 @@ def write(config: Any, directory: Path) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(directory)
 
 
-def difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest, relative to the largest value; infinite if they are not of one shape or do not hide the same."""
-    hidden = ours == -torch.inf
-    if ours.shape != theirs.shape or not torch.equal(hidden, theirs <= torch.finfo(theirs.dtype).min / 2):
-        return torch.inf
-    ours, theirs = ours[~hidden], theirs[~hidden]
-    worst = (ours - theirs).abs().max() / theirs.abs().max()
-    return worst.item() if torch.isfinite(worst) else torch.inf
-
-
-class Row(NamedTuple):
-    """A site in all layers."""
-
-    theirs: str
-    shapes: list[tuple[int, ...]]
-    apart: list[float]
-
-
-def run(directory: Path) -> tuple[Any, dict[str, Tensor], list[str]]:
-    """Our trace and their cache of one text, and what of theirs had no value in it."""
+def run(directory: Path) -> tuple[Any, list[dict[str, Tensor]], list[str]]:
+    """Our trace of all calls, their cache of each, and what of theirs never had a value."""
     bridge = TransformerBridge.boot_transformers(str(directory), dtype=torch.float32)
     checkpoint = ct.load(directory)
-    tokens = torch.randint(3, VOCAB, (2, 11), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        _, cache = bridge.run_with_cache(tokens)
-        with ct.trace(checkpoint, "*") as t:
-            checkpoint.model(tokens)
-    return t, dict(cache.items()), [name for name in bridge.hook_dict if name not in cache]
+    caches: list[dict[str, Tensor]] = []
+    with torch.inference_mode(), ct.trace(checkpoint, "*") as t:
+        for real in REAL:
+            tokens = torch.randint(3, VOCAB, real.shape, generator=torch.Generator().manual_seed(0))
+            mask = None if real.all() else real
+            checkpoint.model(tokens, mask)
+            _, cache = bridge.run_with_cache(tokens, attention_mask=None if mask is None else mask.long())
+            caches.append(dict(cache.items()))
+    return t, caches, [name for name in bridge.hook_dict if name not in caches[0]]
 
 
-def kinds(names: Iterable[str]) -> list[str]:
-    """Names with the layer left open, each once."""
-    return list(dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.{i}.", name) for name in names))
+def kind(name: str) -> str:
+    """The name with its layer left open."""
+    return re.sub(r"^blocks\.\d+\.", "blocks.{i}.", name)
+
+
+def names(site: str, theirs: dict[str, Tensor]) -> list[str]:
+    """What of theirs, added up, is this site; nothing if they lack it."""
+    layer = site.split(".")[1] if site.startswith("blocks.") else ""
+    ways = [[name.replace("{i}", layer) for name in way] for way in TABLE[kind(site)].theirs]
+    return next((way for way in ways if all(name in theirs for name in way)), [])
+
+
+def difference(ours: Any, theirs: list[Tensor], real: Tensor) -> float:
+    """The largest, relative to the largest value; infinite if they are not of one shape or do not hide the same."""
+    if [value.shape for value in theirs] != [ours.shape] * max(len(theirs), 1):
+        return torch.inf
+    tokens = ours.axes.index("T" if "T" in ours.axes else "S")
+    here, there = (value.movedim(tokens, 1)[real] for value in (ours, torch.stack(theirs).sum(0)))
+    hidden = here == -torch.inf
+    if not torch.equal(hidden, there <= torch.finfo(there.dtype).min / 2):
+        return torch.inf
+    worst = ((here - there)[~hidden].abs().max() / there[~hidden].abs().max()).item()
+    return worst if worst < torch.inf else torch.inf  # not a number is no small one
 
 
 def compare(directory: Path) -> tuple[str, bool]:
     """A model's table, and whether all of it is equal."""
-    t, theirs, silent = run(directory)
-    rows = {kind: Row(" + ".join(same.theirs[-1]), [], []) for kind, same in TABLE.items()}
-    met: set[int] = set()
-    for site in t:
-        [kind] = kinds([site])
-        layer = site.split(".")[1] if site.startswith("blocks.") else ""
-        for way in TABLE[kind].theirs if kind in TABLE else ():
-            found = [theirs.get(name.replace("{i}", layer)) for name in way]
-            values = [value for value in found if value is not None]
-            if len(values) == len(way):
-                shapes, apart = [*rows[kind].shapes, tuple(t[site].shape)], rows[kind].apart
-                rows[kind] = Row(" + ".join(way), shapes, [*apart, difference(t[site], torch.stack(values).sum(0))])
-                met |= {value.data_ptr() for value in values}
-                break
+    t, caches, silent = run(directory)
+    first, fine = caches[0], True
     lines = [f"{'site':24} {'theirs':28} {'shape':16} {'layers':>6} {'difference':>10}"]
-    for kind, row in rows.items():
-        shape, worst = " × ".join(map(str, row.shapes[0] if row.shapes else ())), max(row.apart, default=torch.inf)
-        named = row.theirs.replace("blocks.{i}.", "")
-        lines.append(f"{kind:24} {named:28} {shape:16} {len(row.apart):6} {worst:10.1e}  {TABLE[kind].said}".rstrip())
+    for row, same in TABLE.items():
+        layers = [site for site in t if kind(site) == row]
+        pairs = [(t[site, call], names(site, cache), call) for site in layers for call, cache in enumerate(caches)]
+        apart = [difference(ours, [caches[call][name] for name in met], REAL[call]) for ours, met, call in pairs]
+        worst = max(apart, default=torch.inf)
+        fine = fine and worst <= BOUND
+        ours, met, _ = pairs[-1] if pairs else (torch.empty(0), [], 0)
+        named = " + ".join(name.removeprefix("blocks.").lstrip("0123456789.") for name in met) or "nothing"
+        shape = " × ".join(map(str, ours.shape))
+        lines.append(f"{row:24} {named:28} {shape:16} {len(layers):6} {worst:10.1e}  {same.said}".rstrip())
     # A value under two names is one value: what is left is what no site of ours holds.
-    rest = [name for name, value in theirs.items() if value.data_ptr() not in met]
-    others = {"only ours": [kind for kind in kinds(t) if kind not in TABLE], "only theirs": kinds(rest)}
-    others["theirs, without a value in this call"] = kinds(silent)
-    lines += [f"{what}: {', '.join(names) or 'none'}" for what, names in others.items()]
-    whole = all(len(rows[kind].apart) == sum(kinds([site]) == [kind] for site in t) > 0 for kind in rows)
-    return "\n".join(lines), whole and max(each for row in rows.values() for each in row.apart) <= BOUND
+    held = {first[name].data_ptr() for site in t if kind(site) in TABLE for name in names(site, first)}
+    rest = [name for name, value in first.items() if value.data_ptr() not in held]
+    others = {"only ours": [site for site in t if kind(site) not in TABLE], "only theirs": rest}
+    for what, found in (others | {"theirs, without a value in these calls": silent}).items():
+        lines.append(f"{what}: {', '.join(dict.fromkeys(map(kind, found))) or 'none'}")
+    return "\n".join(lines), fine
 
 
 def main() -> None:
