@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,13 +35,21 @@ def sides() -> tuple[dict[str, Callable[[], Any]], Any]:
         "ours, everything": lambda: traced(model, tokens, "*"),
     }
     if importlib.util.find_spec("transformer_lens"):
-        from transformer_lens import HookedTransformer, HookedTransformerConfig
-
-        shape = {"n_layers": 12, "d_model": 768, "n_ctx": 1024, "d_head": 64, "n_heads": 12, "d_vocab": 50257}
-        lens: Any = HookedTransformer(HookedTransformerConfig(**shape, act_fn="gelu_new")).eval()
-        found["TransformerLens"] = lambda: lens(tokens)
-        found["TransformerLens, run_with_cache"] = lambda: lens.run_with_cache(tokens)
+        found |= of_transformer_lens(GPT2LMHeadModel(GPT2Config(use_cache=False)).eval(), tokens)
     return found, (model, tokens)
+
+
+def of_transformer_lens(model: Any, tokens: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """Its bridge around a model of transformers, which it has compute attention in the open."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    with tempfile.TemporaryDirectory() as directory:
+        model.config.save_pretrained(directory)
+        lens: Any = TransformerBridge.boot_transformers(directory, hf_model=model)
+    return {
+        "TransformerLens": lambda: lens(tokens),
+        "TransformerLens, run_with_cache": lambda: lens.run_with_cache(tokens),
+    }
 
 
 def traced(model: Any, tokens: torch.Tensor, *sites: str) -> Any:
@@ -72,10 +81,15 @@ def main() -> None:
         rows.append({"way": name, "seconds": statistics.median(taken), "of_ours": ratio})
         print(f"{name:34} {statistics.median(taken) * 1e3:7.1f} ms   {ratio:.2f} × ours untraced")
     print(f"everything is {held / 1e6:.1f} MB; said before: {planned / 1e6:.1f} MB")
-    told = json.dumps({"bench": "lens", "rows": rows, "bytes": held, "planned": planned})
-    print(told)
+    told = {"bench": "lens", "rows": rows, "bytes": held, "planned": planned}
+    if "TransformerLens, run_with_cache" in runs:
+        with torch.inference_mode():
+            _, cache = runs["TransformerLens, run_with_cache"]()
+        told["theirs"] = sum({value.data_ptr(): value.nbytes for value in cache.values()}.values())
+        print(f"TransformerLens' cache is {told['theirs'] / 1e6:.1f} MB, values under several names counted once")
+    print(json.dumps(told))
     if asked.json:
-        Path(asked.json).write_text(told + "\n", encoding="utf-8")
+        Path(asked.json).write_text(json.dumps(told) + "\n", encoding="utf-8")
 
 
 main()
