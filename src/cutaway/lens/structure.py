@@ -56,14 +56,19 @@ def turned(stack: Stack, layer: int, name: str, how: str, fired: Fired) -> Undo:
         raise InputError(f"{name} serves several layers, so it cannot be changed in one; change what it adds instead")
     if how == "swap" and isinstance(block, ParallelBlock):
         raise InputError(f"{name} reads attention and FFN side by side; there is no order to swap")
-    way = WAY[how]
+    before = block.__dict__.get("forward")  # another edit's, around this one
+    block.forward = MethodType(WAY[how], block)
+    # A hook, so that whoever makes a model fast sees that it is not as it was built.
+    watching = block.register_forward_pre_hook(lambda module, args: fired())
 
-    def forward(self: Any, x: Tensor, scene: Scene) -> Tensor:
-        fired()
-        return way(self, x, scene)
+    def undo() -> None:
+        watching.remove()
+        if before is None:
+            del block.forward
+        else:
+            block.forward = before
 
-    block.forward = MethodType(forward, block)
-    return lambda: delattr(block, "forward")
+    return undo
 
 
 def skip(block: Any, x: Tensor, scene: Scene) -> Tensor:
@@ -100,7 +105,8 @@ def without_norm(stack: Stack, name: str, fired: Fired) -> Undo:
         fired()
         return args[0]
 
-    return stack.final_norm.register_forward_hook(pass_by).remove
+    # First of all hooks: what others make of the value is kept.
+    return stack.final_norm.register_forward_hook(pass_by, prepend=True).remove
 
 
 def without_mask(stack: Stack, name: str, fired: Fired) -> Undo:
