@@ -50,7 +50,8 @@ def seen(kernel: Kernel, args: tuple[Any, ...], heads: list[int] | None = None) 
         scores = kernel.softcap * torch.tanh(scores / kernel.softcap)
     if mask.bias is not None:
         scores = scores + (mask.bias if whole or mask.bias.shape[1] == 1 else mask.bias[:, chosen])
-    hidden = ~mask.visible
+    visible = mask.visible if whole or mask.visible.shape[1] == 1 else mask.visible[:, chosen]
+    hidden = ~visible
     scores = scores.masked_fill(hidden, -INFINITE) if scores.requires_grad else scores.masked_fill_(hidden, -INFINITE)
     return Seen(scores, mask.blind, sink if sink is None or whole else sink[chosen])
 
