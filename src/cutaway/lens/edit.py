@@ -43,9 +43,13 @@ class Edit:
         self.builds: list[tuple[str, tuple[str, Stack, int | None], str]] = []
         known, parts = sites(self.model), structure.places(self.model)
         for name, what in self.changes.items():
+            if not isinstance(name, str):
+                raise InputError(f"a site's name is text, and {name!r} is a {type(name).__name__}; see sites(model)")
             how = build_of(what)
             matching = [place for place in parts if fnmatchcase(place, name)]
             if how is not None and matching:
+                if isinstance(what, Mapping) and len(what) > 1:
+                    raise InputError(f"'{how}' of {name} is done to all of it; leave {max(what.keys() - {'do'})} out")
                 self.builds += [(place, parts[place], how) for place in matching]
                 continue
             change = change_of(name, what)
@@ -55,6 +59,7 @@ class Edit:
         self.undo: list[structure.Undo] = []
 
     def __enter__(self) -> "Edit":
+        self.taps.refuse_if_open()
         self.fired = {name: 0 for name, *_ in self.values} | {place: 0 for place, *_ in self.builds}
         try:
             for place, (kind, stack, layer), how in self.builds:
@@ -83,7 +88,7 @@ class Edit:
         def changed(passing: Passing) -> Tensor:
             self.count(name)
             site, value = passing.site, passing.value
-            new = change(site, value) if isinstance(change, Change) else change(value)
+            new = change(site, value) if isinstance(change, Change) else change(value.clone())  # it may write into it
             if not isinstance(new, Tensor) or new.shape != value.shape:
                 found = tuple(new.shape) if isinstance(new, Tensor) else type(new).__name__
                 raise InputError(f"the function for {site.name} gave {found}; it must give {tuple(value.shape)}")
@@ -109,7 +114,7 @@ def read(path: str | Path) -> dict[str, Any]:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"edits cannot be read from '{path}': {error.strerror}; give a JSON file or a table") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"'{path}' is no JSON ({error}); write edits there with edit.save(path)") from None
     if not isinstance(found, dict):
         raise InputError(f"'{path}' holds a {type(found).__name__}; edits are a table of changes by site")
