@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cutaway.errors import InputError
 from cutaway.lens import pattern
-from cutaway.lens.choice import Numbers, chosen, numbers
+from cutaway.lens.choice import Numbers, chosen, numbers, settled
 from cutaway.lens.drawing import bytes_in_words, listing
 from cutaway.lens.parts import Part
 from cutaway.lens.sites import Site, sites
@@ -45,7 +45,7 @@ class Trace:
     ) -> None:
         self.model = unwrapped(model)
         self.sites = chosen(sites(self.model), patterns, layers)
-        self.positions, self.heads = positions, heads
+        self.positions, self.heads = settled(positions, "positions"), settled(heads, "heads")
         self.gradients, self.device, self.dtype = gradients, device, dtype
         self.seen: dict[str, list[Tensor]] = {site.name: [] for site in self.sites}
         self.slopes: dict[str, dict[int, Tensor]] = {site.name: {} for site in self.sites}
@@ -106,7 +106,7 @@ class Trace:
         heads = self.heads_of(site)
         mixed, weights = pattern.values(passing.args, heads).detach(), passing.value.detach()
         if site.side == "scores":
-            weights = pattern.seen(site.module, passing.args, heads).pattern().detach()  # type: ignore[arg-type]
+            weights = pattern.seen(site.module, passing.args, heads).pattern(weights)  # type: ignore[arg-type]
 
         def keep(slope: Tensor) -> None:
             slope = slope if heads is None else slope[:, :, heads]
@@ -139,7 +139,8 @@ class Trace:
             axis = site.axes.index("H" if "H" in site.axes else "G")
             value = value.index_select(axis, index(heads, value))
         moved = value.to(device=self.device or value.device, dtype=self.dtype or value.dtype)
-        follows = site.part is not None and moved is value  # other libraries write into values that they have used
+        # Other libraries write into values that they have used, a cache into its keys and values, a user into logits.
+        follows = moved is value and (site.part is not None or site.axes[:2] == "BS" or site.layer is None)
         if follows or moved.untyped_storage().nbytes() > moved.numel() * moved.element_size():
             moved = moved.clone()  # a view would hold, and follow, what it is a part of
         return moved
