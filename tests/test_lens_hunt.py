@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import json
 import threading
 import weakref
@@ -16,6 +17,7 @@ from test_trace import TOKENS, hooks
 import cutaway as ct
 from cutaway.errors import InputError
 from cutaway.lens import Change, edit, trace
+from cutaway.lens.readings import Reading, head_ablation, path_patching
 from cutaway.lens.taps import CHANGED, OPEN
 from cutaway.model import Transformer
 
@@ -74,9 +76,9 @@ def test_a_pattern_is_changed_before_z_whoever_is_named_first(model: Transformer
 
 @torch.no_grad()
 def test_later_changes_and_readers_see_changed_scores(model: Transformer) -> None:
-    with edit(model, {SCORES: Change("zero", heads=[0])}), edit(model, {SCORES: lambda value: value * 2}):
-        with trace(model, SCORES, PATTERN) as t:
-            model(TOKENS)
+    first, second = edit(model, {SCORES: Change("zero", heads=[0])}), edit(model, {SCORES: lambda value: value * 2})
+    with first, second, trace(model, SCORES, PATTERN) as t:
+        model(TOKENS)
     with trace(model, SCORES) as plain:
         model(TOKENS)
     low = torch.full((9, 9), float("-inf")).triu(1)
@@ -284,3 +286,39 @@ def test_a_trace_goes_when_nobody_holds_it(model: Transformer) -> None:
         assert [each() for each in gone] == [None, None, None]
     finally:
         gc.enable()
+
+
+def drawn(reading: Reading) -> None:
+    reading.plot().savefig(io.BytesIO())
+    assert repr(reading)
+    assert reading._repr_html_()
+
+
+def test_readings_of_odd_labels_and_values_are_drawn() -> None:
+    odd = ("$\\q$", "$x^$", "", "\n", "a$", "_$abcdefghijklm$nop$")
+    values = torch.tensor([0.0, float("nan"), float("inf"), -float("inf"), 1e6, -1.0])
+    title = "what wrote '$\\frac$'"
+    drawn(Reading(title, values, ("part",), (odd,), "$u_$"))
+    drawn(Reading(title, values.expand(6, 6), ("layer", "token"), (odd, odd), "$u_$"))
+    drawn(Reading(title, values.expand(6, 6), ("placement", "layer"), (odd, odd), "$u_$"))
+    drawn(Reading(title, values.expand(6, 6, 6), ("layer", "token", "kind"), (odd, odd, odd), "$u_$"))
+
+
+def test_a_reading_is_not_cut_down_to_nothing() -> None:
+    reading = Reading("r", torch.ones(2), ("token",), (("a", "b"),))
+    for place, said in (([], "leaves nothing"), (slice(2, None), "leaves nothing"), ([slice(1)], "none of them")):
+        with pytest.raises(InputError, match=said):
+            reading[place]  # type: ignore[index]
+
+
+def test_in_a_parallel_block_nothing_goes_from_attention_to_its_ffn() -> None:
+    settings: Any = ct.config("tiny-gpt").model_dump(mode="json", exclude_none=True)
+    settings["decoder"]["placement"] = {"kind": "parallel"}
+    model = ct.build(ct.config(settings), seed=0)
+    found = path_patching(model, [1, 2, 3, 4], [1, 9, 3, 4], 5, "blocks.0.attn.out", progress=False)
+    assert found.labels == (("blocks.1.attn.out", "blocks.1.ffn.out", "logits"),)
+
+
+def test_one_token_has_no_loss(model: Transformer) -> None:
+    with pytest.raises(InputError, match="a text of one token has no next token"):
+        head_ablation(model, [1])

@@ -34,12 +34,12 @@ def picture(reading: "Reading", **how: Any) -> Any:
         else:
             profile(place, part, how)
         if name:
-            place.set_title(name, fontsize=9)
+            place.set_title(literal(name), fontsize=9)
     for place in grid.flat[len(panels) :]:
         place.set_visible(False)
     if is_map(panels[0][1]):
-        figure.colorbar(image, ax=grid, label=reading.unit, shrink=0.8)
-    figure.suptitle(reading.title, fontsize=10)
+        figure.colorbar(image, ax=grid, label=literal(reading.unit), shrink=0.8)
+    figure.suptitle(literal(reading.title), fontsize=10)
     pyplot.close(figure)
     return figure
 
@@ -83,14 +83,14 @@ def profile(place: Any, part: "Reading", how: dict[str, Any]) -> None:
     spots = np.arange(values.shape[-1])
     if len(part.axes) == 2:
         for name, row in zip(part.labels[0], values, strict=True):
-            place.plot(spots, row, marker="o", markersize=3, label=shown(name), **how)
+            place.plot(spots, row, marker="o", markersize=3, label=literal(shown(name)), **how)
         place.legend(fontsize=8)
     elif part.axes[0] in ORDERED:
         place.plot(spots, values, marker="o", markersize=3, **how)
     else:
         place.bar(spots, values, color=["#c8504a" if value < 0 else "#4678c8" for value in values], **how)
     place.axhline(0, color="grey", linewidth=0.5)
-    place.set_ylabel(part.unit)
+    place.set_ylabel(literal(part.unit))
     named(place.xaxis, part.axes[-1], part.labels[-1])
 
 
@@ -104,6 +104,11 @@ def named(axis: Any, name: str, labels: tuple[str, ...]) -> None:
 
 
 def clipped(text: str) -> str:
-    """Short, and without the sign that starts a formula in matplotlib."""
-    text = shown(text).replace("$", r"\$")
-    return text if len(text) <= 14 else f"{text[:13]}…"
+    """Short, and of signs that can be seen."""
+    text = shown(text)
+    return literal(text if len(text) <= 14 else f"{text[:13]}…")
+
+
+def literal(text: str) -> str:
+    """Without the sign that starts a formula in matplotlib."""
+    return text.replace("$", r"\$")
