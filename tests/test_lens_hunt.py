@@ -16,7 +16,7 @@ from test_trace import TOKENS, hooks
 
 import cutaway as ct
 from cutaway.errors import InputError
-from cutaway.lens import Change, edit, trace
+from cutaway.lens import Change, edit, sites, trace
 from cutaway.lens.readings import Reading, head_ablation, path_patching
 from cutaway.lens.taps import CHANGED, OPEN
 from cutaway.model import Transformer
@@ -296,7 +296,7 @@ def drawn(reading: Reading) -> None:
 
 def test_readings_of_odd_labels_and_values_are_drawn() -> None:
     odd = ("$\\q$", "$x^$", "", "\n", "a$", "_$abcdefghijklm$nop$")
-    values = torch.tensor([0.0, float("nan"), float("inf"), -float("inf"), 1e6, -1.0])
+    values = torch.tensor([0.0, float("nan"), float("inf"), 2.0, 1e6, -1.0])
     title = "what wrote '$\\frac$'"
     drawn(Reading(title, values, ("part",), (odd,), "$u_$"))
     drawn(Reading(title, values.expand(6, 6), ("layer", "token"), (odd, odd), "$u_$"))
@@ -322,3 +322,57 @@ def test_in_a_parallel_block_nothing_goes_from_attention_to_its_ffn() -> None:
 def test_one_token_has_no_loss(model: Transformer) -> None:
     with pytest.raises(InputError, match="a text of one token has no next token"):
         head_ablation(model, [1])
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_all_is_traced_and_edited_where_blocks_are_computed_again(mode: Any) -> None:
+    """With dropout: what is drawn again is what was drawn."""
+    model = with_dropout()
+    slopes = []
+    for how, looked in (("none", False), (mode, False), (mode, True)):
+        torch.manual_seed(0)
+        model.use_recompute(how).zero_grad()
+        asked = [name for name in sites(model) if not name.endswith(("pattern", "scores"))]
+        with edit(model, {PATTERN: Change("scale", 0.5), "blocks.1.attn.scores": "mean"}):
+            if looked:
+                with trace(model, *asked, gradients=True) as t, trace(model, "attn.pattern", "attn.scores") as inner:
+                    model(TOKENS).square().mean().backward()
+                assert all(len(each.of(name)) == 1 for each in (t, inner) for name in each)
+            else:
+                model(TOKENS).square().mean().backward()
+        slopes.append(torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]))
+    for each in slopes[1:]:
+        torch.testing.assert_close(each, slopes[0])
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_gradients_of_everything_where_blocks_are_computed_again(mode: Any) -> None:
+    found = []
+    for how in ("none", mode):
+        model = ct.build("tiny-gpt", seed=0).train().use_recompute(how)
+        with trace(model, "*", gradients=True) as t:
+            model(TOKENS).square().mean().backward()
+        found.append({name: t.gradient(name) for name in t})
+    for name, slope in found[0].items():
+        torch.testing.assert_close(found[1][name].as_subclass(torch.Tensor), slope.as_subclass(torch.Tensor))
+
+
+def test_a_gradient_that_is_not_there_is_said(model: Transformer) -> None:
+    with (
+        pytest.raises(InputError, match="attention is dropped out"),
+        trace(with_dropout(), PATTERN, gradients=True) as t,
+    ):
+        t.model(TOKENS)
+    with trace(model, "embed", gradients=True) as t:
+        model(TOKENS, cache=model.new_cache(2, 9))
+    with pytest.raises(InputError, match="no gradient came to embed"):
+        t.gradient("embed")
+
+
+def test_a_value_can_be_copied(model: Transformer) -> None:
+    value = seen(model, {"blocks.0": "skip"}, "embed")["embed"]
+    other = copy.deepcopy({"embed": value})["embed"]
+    assert torch.equal(other, value)
+    assert (other.site, other.axes) == ("embed", "BTd")
+    other.zero_()
+    assert value.any()

@@ -52,7 +52,9 @@ def seen(kernel: Kernel, args: tuple[Any, ...], heads: list[int] | None = None) 
         scores = scores + (mask.bias if whole or mask.bias.shape[1] == 1 else mask.bias[:, chosen])
     visible = mask.visible if whole or mask.visible.shape[1] == 1 else mask.visible[:, chosen]
     hidden = ~visible
-    scores = scores.masked_fill(hidden, -INFINITE) if scores.requires_grad else scores.masked_fill_(hidden, -INFINITE)
+    # In training, products may be kept for a block that is computed again, and must stay as they are.
+    kept = scores.requires_grad or kernel.training
+    scores = scores.masked_fill(hidden, -INFINITE) if kept else scores.masked_fill_(hidden, -INFINITE)
     return Seen(scores, mask.blind, sink if sink is None or whole else sink[chosen])
 
 

@@ -172,8 +172,9 @@ class Taps:
     def inside(self, module: Any, args: tuple[Any, ...], heads: list[int] | None) -> tuple[pattern.Seen, Tensor]:
         """What attention saw in this call: two sites that ask for it one after the other share it."""
         if self.latest is None or self.latest[0] is not args or self.latest[1] != heads:
-            seen = pattern.seen(module, args, heads)
-            self.latest = args, heads, (seen, seen.pattern())
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.change):  # what is only read has no graph
+                seen = pattern.seen(module, args, heads)
+                self.latest = args, heads, (seen, seen.pattern())
         return self.latest[2]
 
     def depth_of(self, site: Site) -> list[int] | None:

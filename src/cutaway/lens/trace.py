@@ -103,10 +103,16 @@ class Trace:
         site = passing.site
         if not passing.result.requires_grad:
             return
+        kernel: Any = site.module
+        if kernel.training and kernel.dropout > 0:
+            raise InputError(
+                f"{site.name} has no gradient of its own where attention is dropped out; call model.eval()"
+            )
         heads = self.heads_of(site)
         mixed, weights = pattern.values(passing.args, heads).detach(), passing.value.detach()
         if site.side == "scores":
-            weights = pattern.seen(site.module, passing.args, heads).pattern(weights)  # type: ignore[arg-type]
+            # No product is made anew: a block that is computed again must make the same ones.
+            weights = self.taps.inside(kernel, passing.args, heads)[0].pattern(weights).detach()
 
         def keep(slope: Tensor) -> None:
             slope = slope if heads is None else slope[:, :, heads]
@@ -154,6 +160,10 @@ class Trace:
         name = self.name_of(name)
         if not self.gradients:
             raise InputError("gradients were not asked for; write trace(…, gradients=True)")
+        if self.seen[name] and not self.slopes[name]:
+            raise InputError(
+                f"no gradient came to {name}; call backward(), and the model with gradients on and without a cache"
+            )
         return self.pick(name, call, self.slopes[name])
 
     def of(self, name: str) -> list[Tensor]:

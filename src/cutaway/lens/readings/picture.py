@@ -80,6 +80,7 @@ def heat_map(place: Any, part: "Reading", how: dict[str, Any]) -> Any:
 
 def profile(place: Any, part: "Reading", how: dict[str, Any]) -> None:
     values = part.values.float().cpu().numpy()
+    values = np.where(np.isfinite(values), values, np.nan)  # no line goes there
     spots = np.arange(values.shape[-1])
     if len(part.axes) == 2:
         for name, row in zip(part.labels[0], values, strict=True):
