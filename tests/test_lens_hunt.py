@@ -376,3 +376,24 @@ def test_a_value_can_be_copied(model: Transformer) -> None:
     assert (other.site, other.axes) == ("embed", "BTd")
     other.zero_()
     assert value.any()
+
+
+@torch.no_grad()
+def test_edits_may_end_in_any_order(model: Transformer) -> None:
+    plain = model(TOKENS)
+    pairs: list[tuple[Any, Any]] = [
+        ({"blocks.1": "skip"}, {"blocks.1": "swap"}),
+        ({"mask": "drop"}, {"positions": "drop"}),
+        ({PATTERN: "zero"}, {PATTERN: "mean", "blocks.2": "skip"}),
+    ]
+    for one, other in pairs:
+        with edit(model, other):
+            alone = model(TOKENS)
+        first, second = edit(model, one), edit(model, other)
+        first.__enter__()
+        second.__enter__()
+        model(TOKENS)
+        first.__exit__(None, None, None)
+        assert torch.equal(model(TOKENS), alone)
+        second.__exit__(None, None, None)
+        assert torch.equal(model(TOKENS), plain)

@@ -6,6 +6,7 @@ Each returns what undoes it, and says through `fired` that the model has come by
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -50,23 +51,29 @@ WAYS = {
 }
 
 
+TURNED: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+"""Blocks that are changed now, with each change; the last is at work."""
+
+
 def turned(stack: Stack, layer: int, name: str, how: str, fired: Fired) -> Undo:
     block: Any = stack.blocks[layer]
     if sum(each is block for each in stack.blocks) > 1:
         raise InputError(f"{name} serves several layers, so it cannot be changed in one; change what it adds instead")
     if how == "swap" and isinstance(block, ParallelBlock):
         raise InputError(f"{name} reads attention and FFN side by side; there is no order to swap")
-    before = block.__dict__.get("forward")  # another edit's, around this one
-    block.forward = MethodType(WAY[how], block)
+    mine, all_ways = MethodType(WAY[how], block), TURNED.setdefault(block, [])
+    all_ways.append(mine)
+    block.forward = mine
     # A hook, so that whoever makes a model fast sees that it is not as it was built.
     watching = block.register_forward_pre_hook(lambda module, args: fired())
 
     def undo() -> None:
         watching.remove()
-        if before is None:
-            del block.forward
+        all_ways[:] = [way for way in all_ways if way is not mine]
+        if all_ways:  # of other edits, whichever goes first
+            block.forward = all_ways[-1]
         else:
-            block.forward = before
+            del block.forward, TURNED[block]
 
     return undo
 
