@@ -397,3 +397,43 @@ def test_edits_may_end_in_any_order(model: Transformer) -> None:
         assert torch.equal(model(TOKENS), alone)
         second.__exit__(None, None, None)
         assert torch.equal(model(TOKENS), plain)
+
+
+@torch.no_grad()
+def test_a_kernel_that_is_changed_under_a_trace_or_an_edit_is_said(model: Transformer) -> None:
+    for kernel, make in (
+        ("explicit", lambda: trace(model, "attn.pattern", "embed")),
+        ("sdpa", lambda: edit(model, {"attn.z": "zero"})),
+    ):
+        made = make()
+        made.__enter__()
+        model(TOKENS)
+        model.use_kernel(kernel)
+        with pytest.raises(InputError, match="no longer a part of the model"):
+            made.__exit__(None, None, None)
+        with pytest.raises(InputError, match="no longer a part of the model"), made:
+            pass
+
+
+@torch.no_grad()
+def test_what_cannot_be_asked_of_a_trace_is_said(model: Transformer) -> None:
+    with trace(model, "embed") as t:
+        model(TOKENS)
+    asked: list[Any] = [("embed",), ("embed", 0, 0), ("embed", "x"), None, 3]
+    for each in asked:
+        with pytest.raises(InputError, match="names no value"):
+            t[each]
+    for sizes in ((0, 1), (1, -1), (1, 2, 0)):
+        with pytest.raises(InputError, match="1 or more"):
+            t.plan(*sizes)
+    for dtype in (torch.int8, torch.bool):
+        with pytest.raises(InputError, match="dtype is"):
+            trace(model, "embed", dtype=dtype)
+    with pytest.raises(InputError, match="nowhere"):
+        trace(model, "embed", device="nowhere")
+
+
+def test_heads_named_twice_send_once(model: Transformer) -> None:
+    how: Any = {"sender": Z, "progress": False}
+    twice, once = (path_patching(model, [1, 2, 3], [9, 2, 3], 5, heads=heads, **how) for heads in ([1, 0, 1], [0, 1]))
+    torch.testing.assert_close(twice.values, once.values)

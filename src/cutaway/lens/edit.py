@@ -17,7 +17,7 @@ from cutaway.errors import InputError
 from cutaway.lens import structure
 from cutaway.lens.changes import DOES, Change
 from cutaway.lens.choice import chosen
-from cutaway.lens.sites import Site, sites
+from cutaway.lens.sites import Site, refuse_if_gone, sites
 from cutaway.lens.taps import Passing, Taps
 from cutaway.lens.trace import unwrapped
 from cutaway.model.stack import Stack
@@ -60,6 +60,7 @@ class Edit:
 
     def __enter__(self) -> "Edit":
         self.taps.refuse_if_open()
+        refuse_if_gone(self.model, [site for _, site, _ in self.values])
         self.fired = {name: 0 for name, *_ in self.values} | {place: 0 for place, *_ in self.builds}
         try:
             for place, (kind, stack, layer), how in self.builds:
@@ -72,6 +73,8 @@ class Edit:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.restore()
+        if kind is None:
+            refuse_if_gone(self.model, [site for _, site, _ in self.values])
         idle = [name for name, count in self.fired.items() if not count]
         if kind is None and idle:
             raise InputError(

@@ -10,7 +10,7 @@ A model of transformers has the same names, as far as its modules show such valu
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from cutaway.errors import InputError
 from cutaway.lens import pattern
 from cutaway.lens.choice import Numbers, chosen, numbers, settled
-from cutaway.lens.drawing import bytes_in_words, listing
+from cutaway.lens.drawing import listing
 from cutaway.lens.parts import Part
-from cutaway.lens.sites import Site, sites
+from cutaway.lens.plan import Plan, Planned
+from cutaway.lens.sites import Site, refuse_if_gone, sites
 from cutaway.lens.taps import Passing, Taps, in_backward, index
 from cutaway.lens.value import Value, valued
-from cutaway.model import Transformer
+from cutaway.model import Transformer, inputs
 
 UNNAMED = "·"
 """An axis that no vocabulary names."""
@@ -46,6 +47,9 @@ class Trace:
         self.model = unwrapped(model)
         self.sites = chosen(sites(self.model), patterns, layers)
         self.positions, self.heads = settled(positions, "positions"), settled(heads, "heads")
+        inputs.check_dtype(dtype)
+        if device is not None:
+            inputs.check_device(device)
         self.gradients, self.device, self.dtype = gradients, device, dtype
         self.seen: dict[str, list[Tensor]] = {site.name: [] for site in self.sites}
         self.slopes: dict[str, dict[int, Tensor]] = {site.name: {} for site in self.sites}
@@ -59,12 +63,15 @@ class Trace:
                 )
 
     def __enter__(self) -> "Trace":
+        refuse_if_gone(self.model, self.sites)
         inside = [(site, self.heads_of(site) if site.side in ("scores", "pattern") else None) for site in self.sites]
         self.taps.open((site, self.read, heads) for site, heads in inside)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.taps.close()
+        if kind is None:
+            refuse_if_gone(self.model, self.sites)
         if kind is None and not any(self.seen.values()):
             raise InputError(
                 f"nothing passed {self.sites[0].name}; call the model inside the with-block: the model itself, "
@@ -152,7 +159,9 @@ class Trace:
         return moved
 
     def __getitem__(self, asked: str | tuple[str, int]) -> Value:
-        name, call = asked if isinstance(asked, tuple) else (asked, None)
+        name, call = asked if isinstance(asked, tuple) and len(asked) == 2 else (asked, None)
+        if not isinstance(name, str) or not (call is None or isinstance(call, int)):
+            raise InputError(f"{asked!r} names no value; give a site, or a site and the number of a call")
         return self.pick(name, call, dict(enumerate(self.of(name))))
 
     def gradient(self, name: str, call: int | None = None) -> Value:
@@ -213,8 +222,10 @@ class Trace:
         values = [each for found in self.seen.values() for each in found]
         return sum(each.nbytes for each in values)
 
-    def plan(self, batch: int, length: int, source: int | None = None) -> "Plan":
+    def plan(self, batch: int, length: int, source: int | None = None) -> Plan:
         """What one call with so many rows and tokens will hold, before it runs."""
+        for what, count in (("batch", batch), ("length", length), ("source", 1 if source is None else source)):
+            inputs.check_size(what, count)
         rows = []
         for site in self.sites:
             if not site.axes:
@@ -251,26 +262,6 @@ class Trace:
         return listing(
             [(name, axes[name] or UNNAMED * each.ndim, tuple(each.shape), each.nbytes) for name, each in rows]
         )
-
-
-class Planned(NamedTuple):
-    """A site, and what one call holds of it."""
-
-    site: str
-    axes: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-
-class Plan(list[Planned]):
-    """What a trace will hold."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(row.nbytes for row in self)
-
-    def __repr__(self) -> str:
-        return f"{listing(list(self))}\n{bytes_in_words(self.nbytes)} a call"
 
 
 def unwrapped(model: Any) -> nn.Module:

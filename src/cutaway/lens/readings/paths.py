@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.lens.choice import Numbers, chosen, numbers
+from cutaway.lens.choice import Numbers, chosen, numbers, settled
 from cutaway.lens.edit import edit
 from cutaway.lens.readings.patching import Pair, shown_as_bar
 from cutaway.lens.readings.reading import Reading
@@ -66,7 +66,8 @@ def difference(pair: Pair, begin: Site, writer: Site, heads: Numbers | None) -> 
     if heads is not None:
         if "H" not in begin.axes:
             raise InputError(f"{begin.name} has no heads; name attn.z to send from some of them")
-        found = numbers(heads, dict(begin.widths)["H"], "heads", f"the heads of {begin.name}")
+        named = numbers(settled(heads, "heads"), dict(begin.widths)["H"], "heads", f"the heads of {begin.name}")
+        found = list(dict.fromkeys(named))
         change |= {"value": clean.index_select(begin.axes.index("H"), index(found, clean)), "heads": found}
     with resting(model), edit(model, {begin.name: change}), trace(model, writer.name) as t:
         pair.corrupt.run()
