@@ -1,19 +1,21 @@
 """What can be done to a value on its way: zero, mean, resample, add, replace, scale; all of it or a part."""
 
+import reprlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.lens.choice import Numbers, numbers
+from cutaway.lens.choice import Numbers, numbers, settled
 from cutaway.lens.sites import Site
 from cutaway.lens.taps import index
 
 Do = Literal["zero", "mean", "resample", "add", "replace", "scale"]
 DOES: tuple[str, ...] = get_args(Do)
+HIDDEN = float("-inf")
 NEEDS = {"add": "a vector or a number to add", "replace": "a tensor to put there", "scale": "a number to multiply by"}
 
 
@@ -36,11 +38,15 @@ class Change:
         if (self.value is None) == (self.do in NEEDS):
             rest = f"needs {NEEDS[self.do]} as value" if self.do in NEEDS else "takes no value; leave it out"
             raise InputError(f"'{self.do}' {rest}")
-        if self.do == "scale" and (isinstance(self.value, bool) or not isinstance(self.value, int | float)):
-            raise InputError(f"'scale' has the value {self.value!r}; give a number to multiply by")
+        if self.do in NEEDS and not is_number(self.value) and (self.do == "scale" or not is_array(self.value)):
+            raise InputError(f"'{self.do}' has the value {reprlib.repr(self.value)}; give {NEEDS[self.do]}")
+        for name in ("positions", "heads", "units"):
+            object.__setattr__(self, name, settled(getattr(self, name), name))
 
     def __call__(self, site: Site, value: Tensor) -> Tensor:
-        return part(value, self.places(site, value), lambda chosen: self.changed(site, chosen))
+        new = part(value, self.places(site, value), lambda chosen: self.changed(site, chosen))
+        # A score of −∞ is the mask: what is hidden stays hidden, and 0 · −∞ is no number.
+        return torch.where(value == HIDDEN, value, new) if site.side == "scores" else new
 
     def heads_of(self, site: Site) -> list[int] | None:
         """Those to change, counted as the site counts them."""
@@ -50,7 +56,8 @@ class Change:
             raise InputError(f"{site.name} has no heads, so leave heads out; attn.z has them")
         sizes = dict(site.widths)
         found = numbers(self.heads, sizes["H"], "heads", f"the heads of {site.name}")
-        return found if "H" in site.axes else sorted({head * sizes["G"] // sizes["H"] for head in found})
+        groups = found if "H" in site.axes else [head * sizes["G"] // sizes["H"] for head in found]
+        return list(dict.fromkeys(groups))  # each once, in the order of what may be put there
 
     def places(self, site: Site, value: Tensor) -> list[tuple[int, list[int]]]:
         """For each axis that is not taken whole, where."""
@@ -79,8 +86,14 @@ class Change:
                     f"'mean' at {site.name} is over rows and tokens, and which axes those are is not known"
                 )
             over = [axis for axis, name in enumerate(site.axes) if name in ("B", "N", "T" if "T" in site.axes else "S")]
+            if site.side == "scores":  # of those that see the token
+                seen = value != HIDDEN
+                total, count = value.masked_fill(~seen, 0.0).sum(over, keepdim=True), seen.sum(over, keepdim=True)
+                return (total / count.clamp(min=1)).to(value.dtype).expand_as(value)
             return value.mean(over, keepdim=True).expand_as(value)
         if self.do == "resample":
+            if "N" in site.axes:
+                raise InputError(f"'resample' at {site.name} takes another row's value, and there rows are not apart")
             if len(value) == 1:
                 raise InputError(f"'resample' at {site.name} takes another row's value, and there is one row; give two")
             return value.roll(-1, 0)
@@ -96,7 +109,7 @@ class Change:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: what is not said is left out."""
-        return {name: plain(each) for name, each in asdict(self).items() if each is not None}
+        return {each.name: plain(value) for each in fields(self) if (value := getattr(self, each.name)) is not None}
 
 
 def part(value: Tensor, places: list[tuple[int, list[int]]], change: Callable[[Tensor], Tensor]) -> Tensor:
@@ -108,9 +121,27 @@ def part(value: Tensor, places: list[tuple[int, list[int]]], change: Callable[[T
     return value.index_copy(axis, chosen, part(value.index_select(axis, chosen), rest, change))
 
 
+def is_number(value: Any) -> bool:
+    """One that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return isinstance(float(value), float)
+    except OverflowError:
+        return False
+
+
+def is_array(value: Any) -> bool:
+    """Whether a tensor can be made of it."""
+    try:
+        return not torch.as_tensor(value).is_complex()
+    except (TypeError, ValueError, RuntimeError, OverflowError, RecursionError):
+        return False
+
+
 def plain(value: Any) -> Any:
     """In JSON's words."""
-    if isinstance(value, Tensor):
+    if hasattr(value, "tolist"):  # a tensor or an array
         return value.tolist()
     if isinstance(value, slice):
         raise InputError(f"{value} cannot be written as JSON; give the numbers as a list")

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 from cutaway.errors import InputError
 from cutaway.lens.sites import Site, Sites
@@ -27,7 +28,8 @@ def chosen(known: Mapping[str, Site], patterns: Iterable[str], layers: Numbers |
     if layers is None:
         return found
     depth = 1 + max((site.layer for site in known.values() if site.layer is not None), default=0)
-    wanted = set(numbers(layers, depth, "layers", "the model's blocks"))
+    asked_layers = settled(layers, "layers")
+    wanted = set() if asked_layers == [] else set(numbers(asked_layers, depth, "layers", "the model's blocks"))
     found = [site for site in found if site.layer is None or site.layer in wanted]
     if not found:
         raise InputError(f"none of the sites named is in layers {sorted(wanted)}")
@@ -61,6 +63,21 @@ def end(name: str) -> str:
     return ".".join(parts[parts.index("blocks") + 2 :]) or name if "blocks" in parts else name
 
 
+def settled(asked: Any, what: str) -> Any:
+    """As it can be read again and again, whatever it was: a generator, an array."""
+    if asked is None or isinstance(asked, int | slice | range):
+        return asked
+    if isinstance(asked, str) or not (hasattr(asked, "tolist") or isinstance(asked, Iterable)):
+        raise InputError(f"{what} is {asked!r}; give a number, several, or a slice")
+    listed = asked.tolist() if hasattr(asked, "tolist") else list(asked)
+    return listed if isinstance(listed, int) else list(map(plain, listed))
+
+
+def plain(number: Any) -> Any:
+    """An array's number as Python's."""
+    return number.item() if hasattr(number, "item") and getattr(number, "ndim", 0) == 0 else number
+
+
 def numbers(asked: Numbers, size: int, what: str, of: str) -> list[int]:
     """Those meant, from 0; refuses what is not there."""
     if isinstance(asked, slice):
@@ -69,6 +86,8 @@ def numbers(asked: Numbers, size: int, what: str, of: str) -> list[int]:
             raise InputError(f"{what} {asked} leaves nothing of {of}, 0 to {size - 1}")
         return found
     listed = [asked] if isinstance(asked, int) else list(asked)
+    if not listed:
+        raise InputError(f"{what} is empty, which leaves nothing of {of}, 0 to {size - 1}; leave it out to take all")
     for each in listed:
         if isinstance(each, bool) or not isinstance(each, int) or not -size <= each < size:
             raise InputError(f"{what} holds {each!r}; {of} are 0 to {size - 1}, or −1 from the end")

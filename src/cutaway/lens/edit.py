@@ -18,7 +18,7 @@ from cutaway.errors import InputError
 from cutaway.lens import structure
 from cutaway.lens.changes import DOES, Change
 from cutaway.lens.choice import chosen
-from cutaway.lens.sites import Site, sites
+from cutaway.lens.sites import Site, refuse_if_gone, sites
 from cutaway.lens.taps import Passing, Taps
 from cutaway.lens.trace import unwrapped
 from cutaway.model.stack import Stack
@@ -44,6 +44,8 @@ class Edit:
         self.builds: list[tuple[str, tuple[str, Stack, int | None], str, Any]] = []
         known, parts = sites(self.model), structure.places(self.model)
         for name, what in self.changes.items():
+            if not isinstance(name, str):
+                raise InputError(f"a site's name is text, and {name!r} is a {type(name).__name__}; see sites(model)")
             how = build_of(what)
             matching = [place for place in parts if fnmatchcase(place, name)]
             if how is not None and matching:
@@ -56,6 +58,8 @@ class Edit:
         self.undo: list[structure.Undo] = []
 
     def __enter__(self) -> "Edit":
+        self.taps.refuse_if_open()
+        refuse_if_gone(self.model, [site for _, site, _ in self.values])
         self.fired = {name: 0 for name, *_ in self.values} | {place: 0 for place, *_ in self.builds}
         try:
             for place, part, how, value in self.builds:
@@ -68,6 +72,8 @@ class Edit:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.restore()
+        if kind is None:
+            refuse_if_gone(self.model, [site for _, site, _ in self.values])
         idle = [name for name, count in self.fired.items() if not count]
         if kind is None and idle:
             raise InputError(
@@ -84,7 +90,7 @@ class Edit:
         def changed(passing: Passing) -> Tensor:
             self.count(name)
             site, value = passing.site, passing.value
-            new = change(site, value) if isinstance(change, Change) else change(value)
+            new = change(site, value) if isinstance(change, Change) else change(value.clone())  # it may write into it
             if not isinstance(new, Tensor) or new.shape != value.shape:
                 found = tuple(new.shape) if isinstance(new, Tensor) else type(new).__name__
                 raise InputError(f"the function for {site.name} gave {found}; it must give {tuple(value.shape)}")
@@ -110,7 +116,7 @@ def read(path: str | Path) -> dict[str, Any]:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"edits cannot be read from '{path}': {error.strerror}; give a JSON file or a table") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"'{path}' is no JSON ({error}); write edits there with edit.save(path)") from None
     if not isinstance(found, dict):
         raise InputError(f"'{path}' holds a {type(found).__name__}; edits are a table of changes by site")
@@ -128,7 +134,10 @@ def value_of(name: str, what: What) -> Any:
     if not isinstance(what, Mapping):
         return None
     if extra := what.keys() - {"do", "value"}:
-        raise InputError(f"the edit of {name} has '{min(extra)}'; a change of the build takes do, and some a value")
+        wrong = min(map(str, extra))
+        raise InputError(
+            f"the edit of {name} has '{wrong}', and '{what['do']}' is done to all of it; leave {wrong} out"
+        )
     return what.get("value")
 
 

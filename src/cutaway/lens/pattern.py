@@ -49,8 +49,10 @@ def seen(kernel: Kernel, args: tuple[Any, ...], heads: list[int] | None, mask: "
         scores = kernel.softcap * torch.tanh(scores / kernel.softcap)
     if mask.bias is not None:
         scores = scores + (mask.bias if whole or mask.bias.shape[1] == 1 else mask.bias[:, chosen])
-    fill = scores.masked_fill if scores.requires_grad else scores.masked_fill_
-    scores = fill(mask.hidden, -INFINITE)
+    hidden = mask.hidden if whole or mask.hidden.shape[1] == 1 else mask.hidden[:, chosen]
+    # In training, products may be kept for a block that is computed again, and must stay as they are.
+    fill = scores.masked_fill if scores.requires_grad or kernel.training else scores.masked_fill_
+    scores = fill(hidden, -INFINITE)
     return Seen(scores, mask.blind, sink if sink is None or whole else sink[chosen])
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from cutaway.errors import InputError
 from cutaway.lens.parts import Part
 from cutaway.model import Transformer
 from cutaway.model.attention import Latent
@@ -136,3 +137,14 @@ def of_ffn(name: str, branch: Any, at: dict[str, Any]) -> Iterator[Site]:
             hidden: Any = at | {"axes": "BTh", "widths": (("h", width),)}
             yield Site(f"{where}.hidden", module=dense.down, side="in", **hidden)
     yield Site(f"{name}.out", module=branch, **at)
+
+
+def refuse_if_gone(model: nn.Module, found: Iterable[Site]) -> None:
+    """A model whose kernel was changed has other modules than when its sites were looked up."""
+    there = set(model.modules())
+    gone = next((site.name for site in found if site.module not in there), None)
+    if gone is not None:
+        raise InputError(
+            f"{gone} is no longer a part of the model, as after use_kernel; change the kernel first, and then make the "
+            "trace or edit"
+        )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -58,20 +59,31 @@ WAYS = {
 }
 
 
+TURNED: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+"""Blocks that are changed now, with each change; the last is at work."""
+
+
 def turned(stack: Stack, layer: int, name: str, how: str, fired: Fired) -> Undo:
     block: Any = stack.blocks[layer]
     if sum(each is block for each in stack.blocks) > 1:
         raise InputError(f"{name} serves several layers, so it cannot be changed in one; change what it adds instead")
     if how == "swap" and isinstance(block, ParallelBlock):
         raise InputError(f"{name} reads attention and FFN side by side; there is no order to swap")
-    way = WAY[how]
+    mine, all_ways = MethodType(WAY[how], block), TURNED.setdefault(block, [])
+    all_ways.append(mine)
+    block.forward = mine
+    # A hook, so that whoever makes a model fast sees that it is not as it was built.
+    watching = block.register_forward_pre_hook(lambda module, args: fired())
 
-    def forward(self: Any, x: Tensor, scene: Scene) -> Tensor:
-        fired()
-        return way(self, x, scene)
+    def undo() -> None:
+        watching.remove()
+        all_ways[:] = [way for way in all_ways if way is not mine]
+        if all_ways:  # of other edits, whichever goes first
+            block.forward = all_ways[-1]
+        else:
+            del block.forward, TURNED[block]
 
-    block.forward = MethodType(forward, block)
-    return lambda: delattr(block, "forward")
+    return undo
 
 
 def skip(block: Any, x: Tensor, scene: Scene) -> Tensor:
@@ -108,7 +120,8 @@ def without_norm(stack: Stack, name: str, fired: Fired) -> Undo:
         fired()
         return args[0]
 
-    return stack.final_norm.register_forward_hook(pass_by).remove
+    # First of all hooks: what others make of the value is kept.
+    return stack.final_norm.register_forward_hook(pass_by, prepend=True).remove
 
 
 def without_mask(stack: Stack, name: str, fired: Fired) -> Undo:

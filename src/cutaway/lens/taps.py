@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -18,8 +19,8 @@ from cutaway.lens.parts import Part
 from cutaway.lens.sites import Site
 from cutaway.model.stack import Stack
 
-CHANGED: WeakKeyDictionary[nn.Module, dict[tuple[int | None, int], Tensor]] = WeakKeyDictionary()
-"""Patterns put in the place of a kernel's own in this call, by layer and head."""
+CHANGED: WeakKeyDictionary[nn.Module, dict[tuple[str, int | None, int], Tensor]] = WeakKeyDictionary()
+"""Scores and patterns put in the place of a kernel's own in this call, by layer and head."""
 
 
 class Passing(NamedTuple):
@@ -50,26 +51,47 @@ class Taps:
 
     def open(self, wanted: Iterable[tuple[Site, Act, list[int] | None]]) -> None:
         """Hand over what passes these sites; of what is inside attention, just these heads."""
+        self.refuse_if_open()
         self.wanted = list(wanted)
         try:
-            self.hang()
-            for others in READERS if self.change else ():
-                others.unhang()
-                others.hang()
+            OPEN.append(self)
+            self.arrange()
         except BaseException:
             self.close()
             raise
-        if not self.change:
-            READERS.append(self)
+
+    def refuse_if_open(self) -> None:
+        if self in OPEN:
+            raise InputError("this with-block is open already, so it cannot be entered again; make a second one")
 
     def close(self) -> None:
         self.unhang()
-        if self in READERS:
-            READERS.remove(self)
+        self.wanted = []  # which hold their owner, and with it all that it has seen
+        if self in OPEN:
+            OPEN.remove(self)
 
-    def hang(self) -> None:
+    def arrange(self) -> None:
+        """Hang all hooks of the modules that this has a part in, in the order in which values are made."""
+        mine = self.modules
+        near = [each for each in list(OPEN) if each is self or (self.change and not mine.isdisjoint(each.modules))]
+        for each in near:
+            each.unhang()
+        changers = [each for each in near if each.change]
+        for sides in SIDES:
+            for each in changers:
+                each.hang(sides)
+        for each in near:
+            if not each.change:
+                each.hang(ALL)
+
+    @property
+    def modules(self) -> set[nn.Module]:
+        return {site.module for site, *_ in self.wanted}
+
+    def hang(self, sides: tuple[str, ...]) -> None:
         for site, act, heads in self.wanted:
-            self.attach(site, act, heads)
+            if site.side in sides:
+                self.attach(site, act, heads)
 
     def unhang(self) -> None:
         for handle in self.handles:
@@ -87,43 +109,52 @@ class Taps:
         depth = self.depth_of(site)
         leaving = site.side == "out" and site.stack is not None and site.module in set(site.stack.blocks)
 
-        def elsewhere() -> bool:
+        def elsewhere(module: nn.Module) -> bool:
+            if module is not site.module:  # a copy of the model, made while this hangs there
+                return True
             return depth is not None and (depth[0] - 1 if leaving else depth[1]) != site.layer
 
         def on_way_in(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            if elsewhere():
+            if elsewhere(module):
                 return None
             return swapped(args, site.index, act(Passing(site, args[site.index], args, None)))
 
         def on_way_out(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
-            if elsewhere():
+            if elsewhere(module):
                 return None
             if not isinstance(result, tuple):
                 return act(Passing(site, result, args, result))
             return swapped(result, site.index, act(Passing(site, result[site.index], args, result)))
 
         def within(module: Any, args: tuple[Any, ...], result: Tensor) -> Tensor | None:
-            if elsewhere():
+            if elsewhere(module):
                 return None
-            if self.latest is None or self.latest[0] is not args or self.latest[1] != heads:
-                self.latest = args, heads, pattern.seen(module, args, heads, self.mask_of(args))
-            seen = self.latest[2]  # computed once for two sites that ask one after the other
+            seen = self.inside(module, args, heads)
+            numbers = list(range(seen.scores.shape[1])) if heads is None else heads
+
+            def standing(side: str, rows: Tensor) -> Tensor:
+                """With what was put there before."""
+                changed = CHANGED.get(module)
+                if not changed:
+                    return rows
+                found = zip(numbers, rows.unbind(1), strict=True)
+                return torch.stack([changed.get((side, site.layer, head), row) for head, row in found], 1)
+
             if site.side == "scores" and not self.change:
-                return act(Passing(site, seen.scores, args, result))
-            before, changed = seen.pattern(), CHANGED.get(module, {})
-            numbers = list(range(before.shape[1])) if heads is None else heads
-            if changed:
-                rows = zip(numbers, before.unbind(1), strict=True)
-                before = torch.stack([changed.get((site.layer, head), row) for head, row in rows], 1)
-            new = act(Passing(site, seen.scores if site.side == "scores" else before, args, result))
+                return act(Passing(site, standing("scores", seen.scores), args, result))
+            with self.drawing():
+                before = standing("pattern", seen.pattern())
+            value = standing("scores", seen.scores) if site.side == "scores" else before
+            new = act(Passing(site, value, args, result))
             if new is None:
                 return None
             after = seen.pattern(new) if site.side == "scores" else new
-            for head, row in zip(numbers, after.unbind(1), strict=True):
-                CHANGED.setdefault(module, {})[site.layer, head] = row
-            # z = pattern·v, so z moves by what the pattern moves by; where nothing was changed, by exactly nothing.
-            moved = torch.einsum("bhts,bshe->bthe", after - before, pattern.values(args, heads))
-            return result + moved if heads is None else result.index_add(2, index(heads, result), moved)
+            kept = CHANGED.setdefault(module, {})
+            for side, rows in (("pattern", after), (site.side, new)):
+                kept |= {(side, site.layer, head): row for head, row in zip(numbers, rows.unbind(1), strict=True)}
+            mine = result if heads is None else result.index_select(2, index(heads, result))
+            mixed = remixed(module, mine, before, after, pattern.values(args, heads))
+            return mixed if heads is None else result.index_copy(2, index(heads, result), mixed)
 
         inside = site.side in ("scores", "pattern")
         if inside and self.change:
@@ -141,6 +172,17 @@ class Taps:
             return act(Passing(site, value, (), whole))
 
         self.handles += part.attach(site.module, see, entering=site.side == "in")
+
+    def drawing(self) -> torch.set_grad_enabled:
+        """What is only read has no graph."""
+        return torch.set_grad_enabled(torch.is_grad_enabled() and self.change)
+
+    def inside(self, module: Any, args: tuple[Any, ...], heads: list[int] | None) -> pattern.Seen:
+        """What attention saw in this call: two sites that ask for it one after the other share it."""
+        if self.latest is None or self.latest[0] is not args or self.latest[1] != heads:
+            with self.drawing():
+                self.latest = args, heads, pattern.seen(module, args, heads, self.mask_of(args))
+        return self.latest[2]
 
     def mask_of(self, args: tuple[Any, ...]) -> pattern.Mask:
         """Drawn once for all layers that share a plan."""
@@ -178,8 +220,23 @@ class Taps:
         return depth
 
 
-READERS: list[Taps] = []
-"""Those who only look, and hang behind whoever comes to change."""
+OPEN: list[Taps] = []
+"""All that hang, in the order in which they came."""
+SIDES: tuple[tuple[str, ...], ...] = (("in", "scores"), ("pattern",), ("out",))
+"""Scores are changed before the pattern that is made of them, and that before z, whoever was named first."""
+ALL = tuple(side for sides in SIDES for side in sides)
+
+
+def remixed(kernel: Any, z: Tensor, before: Tensor, after: Tensor, values: Tensor) -> Tensor:
+    """z by another pattern: made anew where a row was changed; elsewhere, bit for bit, as it was."""
+    changed = (after != before).any(-1).transpose(1, 2).unsqueeze(-1)  # (B, T, H, 1)
+    # A change of 0 has a slope all the same: z moves by what the pattern moves by.
+    moved = z + torch.einsum("bhts,bshe->bthe", after - before, values)
+    if kernel.training and kernel.dropout > 0:
+        if not changed.any():  # nothing is drawn, so that what is drawn later stays as it was
+            return moved
+        after = F.dropout(after, kernel.dropout)
+    return torch.where(changed, torch.einsum("bhts,bshe->bthe", after, values), moved)
 
 
 def swapped(values: tuple[Any, ...], place: int, new: Tensor | None) -> tuple[Any, ...] | None:

@@ -10,20 +10,21 @@ A model of transformers has the same names, as far as its modules show such valu
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cutaway.errors import InputError
 from cutaway.lens import pattern
-from cutaway.lens.choice import Numbers, chosen, numbers
-from cutaway.lens.drawing import bytes_in_words, listing
+from cutaway.lens.choice import Numbers, chosen, numbers, settled
+from cutaway.lens.drawing import listing
 from cutaway.lens.parts import Part
-from cutaway.lens.sites import Site, sites
+from cutaway.lens.plan import Plan, Planned
+from cutaway.lens.sites import Site, refuse_if_gone, sites
 from cutaway.lens.taps import Passing, Taps, in_backward, index
 from cutaway.lens.value import Value, valued
-from cutaway.model import Transformer
+from cutaway.model import Transformer, inputs
 
 UNNAMED = "·"
 """An axis that no vocabulary names."""
@@ -45,7 +46,10 @@ class Trace:
     ) -> None:
         self.model = unwrapped(model)
         self.sites = chosen(sites(self.model), patterns, layers)
-        self.positions, self.heads = positions, heads
+        self.positions, self.heads = settled(positions, "positions"), settled(heads, "heads")
+        inputs.check_dtype(dtype)
+        if device is not None:
+            inputs.check_device(device)
         self.gradients, self.device, self.dtype = gradients, device, dtype
         self.seen: dict[str, list[Tensor]] = {site.name: [] for site in self.sites}
         self.slopes: dict[str, dict[int, Tensor]] = {site.name: {} for site in self.sites}
@@ -59,12 +63,15 @@ class Trace:
                 )
 
     def __enter__(self) -> "Trace":
+        refuse_if_gone(self.model, self.sites)
         inside = [(site, self.heads_of(site) if site.side in ("scores", "pattern") else None) for site in self.sites]
         self.taps.open((site, self.read, heads) for site, heads in inside)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.taps.close()
+        if kind is None:
+            refuse_if_gone(self.model, self.sites)
         if kind is None and not any(self.seen.values()):
             raise InputError(
                 f"nothing passed {self.sites[0].name}; call the model inside the with-block: the model itself, "
@@ -103,11 +110,16 @@ class Trace:
         site = passing.site
         if not passing.result.requires_grad:
             return
+        kernel: Any = site.module
+        if kernel.training and kernel.dropout > 0:
+            raise InputError(
+                f"{site.name} has no gradient of its own where attention is dropped out; call model.eval()"
+            )
         heads = self.heads_of(site)
         mixed, weights = pattern.values(passing.args, heads).detach(), passing.value.detach()
         if site.side == "scores":
-            seen = pattern.seen(site.module, passing.args, heads, self.taps.mask_of(passing.args))  # type: ignore[arg-type]
-            weights = seen.pattern().detach()
+            # No product is made anew: a block that is computed again must make the same ones.
+            weights = self.taps.inside(kernel, passing.args, heads).pattern(weights).detach()
 
         def keep(slope: Tensor) -> None:
             slope = slope if heads is None else slope[:, :, heads]
@@ -140,13 +152,16 @@ class Trace:
             axis = site.axes.index("H" if "H" in site.axes else "G")
             value = value.index_select(axis, index(heads, value))
         moved = value.to(device=self.device or value.device, dtype=self.dtype or value.dtype)
-        follows = site.part is not None and moved is value  # other libraries write into values that they have used
+        # Other libraries write into values that they have used, a cache into its keys and values, a user into logits.
+        follows = moved is value and (site.part is not None or site.axes[:2] == "BS" or site.layer is None)
         if follows or moved.untyped_storage().nbytes() > moved.numel() * moved.element_size():
             moved = moved.clone()  # a view would hold, and follow, what it is a part of
         return moved
 
     def __getitem__(self, asked: str | tuple[str, int]) -> Value:
-        name, call = asked if isinstance(asked, tuple) else (asked, None)
+        name, call = asked if isinstance(asked, tuple) and len(asked) == 2 else (asked, None)
+        if not isinstance(name, str) or not (call is None or isinstance(call, int)):
+            raise InputError(f"{asked!r} names no value; give a site, or a site and the number of a call")
         return self.pick(name, call, dict(enumerate(self.of(name))))
 
     def gradient(self, name: str, call: int | None = None) -> Value:
@@ -154,6 +169,10 @@ class Trace:
         name = self.name_of(name)
         if not self.gradients:
             raise InputError("gradients were not asked for; write trace(…, gradients=True)")
+        if self.seen[name] and not self.slopes[name]:
+            raise InputError(
+                f"no gradient came to {name}; call backward(), and the model with gradients on and without a cache"
+            )
         return self.pick(name, call, self.slopes[name])
 
     def of(self, name: str) -> list[Tensor]:
@@ -203,8 +222,10 @@ class Trace:
         values = [each for found in self.seen.values() for each in found]
         return sum(each.nbytes for each in values)
 
-    def plan(self, batch: int, length: int, source: int | None = None) -> "Plan":
+    def plan(self, batch: int, length: int, source: int | None = None) -> Plan:
         """What one call with so many rows and tokens will hold, before it runs."""
+        for what, count in (("batch", batch), ("length", length), ("source", 1 if source is None else source)):
+            inputs.check_size(what, count)
         rows = []
         for site in self.sites:
             if not site.axes:
@@ -241,26 +262,6 @@ class Trace:
         return listing(
             [(name, axes[name] or UNNAMED * each.ndim, tuple(each.shape), each.nbytes) for name, each in rows]
         )
-
-
-class Planned(NamedTuple):
-    """A site, and what one call holds of it."""
-
-    site: str
-    axes: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-
-class Plan(list[Planned]):
-    """What a trace will hold."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(row.nbytes for row in self)
-
-    def __repr__(self) -> str:
-        return f"{listing(list(self))}\n{bytes_in_words(self.nbytes)} a call"
 
 
 def unwrapped(model: Any) -> nn.Module:

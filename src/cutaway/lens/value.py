@@ -21,6 +21,9 @@ class Value(Tensor):
         plain = self.as_subclass(Tensor)
         return f"{self.site}  {sizes or 'a number'}  {str(self.dtype).removeprefix('torch.')}\n{plain}"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Value":
+        return valued(self.as_subclass(Tensor).clone(), self.site, self.axes)
+
     def _repr_html_(self) -> str:
         return table([(self.site, self.axes, tuple(self.shape), float(self.as_subclass(Tensor).float().norm()))])
 

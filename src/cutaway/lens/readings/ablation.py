@@ -52,7 +52,7 @@ def ablation(
             with edit(this.model, asked[name]):
                 rows.append(measured(this, wide(this.run())[0], plain))
     labels = ("as it is", *asked)
-    note = "" if has_loss(this) else "an encoder's text has no next token, so there is no loss"
+    note = "" if has_loss(this) else f"{lossless(this)}, so there is no loss"
     return Reading("what a change does", torch.stack(rows), ("change", "measure"), (labels, MEASURES), "nats", note)
 
 
@@ -60,9 +60,7 @@ def head_ablation(model: Any, tokens: Text, *, source: Text | None = None, progr
     """How much the text's loss rises without each head: layer × head."""
     this = subject(model, tokens, source)
     if not has_loss(this):
-        raise InputError(
-            "an encoder's text has no next token, so there is no loss to rise; use ablation(…), which has KL"
-        )
+        raise InputError(f"{lossless(this)}, so there is no loss to rise; use ablation(…), which has KL")
     asked = chosen(sites(this.model), [f"{this.prefix}blocks.*.attn.z"])
     most = max(site.heads or 0 for site in asked)
     found = torch.full((len(asked), most), float("nan"))
@@ -103,6 +101,12 @@ def usual(this: Subject) -> dict[str, dict[str, What]]:
 
 def has_loss(this: Subject) -> bool:
     return not isinstance(this.model, EncoderOnly) and this.tokens.shape[1] > 1
+
+
+def lossless(this: Subject) -> str:
+    """Why there is no loss."""
+    what = "an encoder's text" if isinstance(this.model, EncoderOnly) else "a text of one token"
+    return f"{what} has no next token"
 
 
 def loss(this: Subject, logits: Tensor) -> Tensor:

@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.lens.choice import Numbers, chosen, numbers
+from cutaway.lens.choice import Numbers, chosen, numbers, settled
 from cutaway.lens.edit import edit
 from cutaway.lens.readings.patching import Pair, shown_as_bar
 from cutaway.lens.readings.reading import Reading
 from cutaway.lens.readings.subject import Text, Token, resting
 from cutaway.lens.sites import Site
+from cutaway.lens.taps import index
 from cutaway.lens.trace import trace
+from cutaway.model.block import Block
 
 
 def path_patching(
@@ -42,7 +44,12 @@ def path_patching(
     if writer is None or writer.stack is not pair.clean.stack or len(chosen(pair.known, [sender])) > 1:
         raise InputError(f"'{sender}' is not one site that writes to the stream; name one such as blocks.0.attn.out")
     order = list(pair.known)
-    later = [each for each in chosen(pair.known, receivers) if order.index(each.name) > order.index(writer.name)]
+    beside = not isinstance(pair.clean.stack.blocks[writer.layer or 0], Block)  # its FFN reads what attention reads
+    later = [
+        each
+        for each in chosen(pair.known, receivers)
+        if order.index(each.name) > order.index(writer.name) and not (beside and each.layer == writer.layer)
+    ]
     if not later:
         raise InputError(f"none of {', '.join(receivers)} reads what {sender} writes; name one that comes later")
     delta = difference(pair, begin, writer, heads)
@@ -61,14 +68,15 @@ def difference(pair: Pair, begin: Site, writer: Site, heads: Numbers | None) -> 
         if "H" not in begin.axes:
             raise InputError(f"{begin.name} has no heads; name attn.z to send from some of them")
         found = heads_of(begin, heads)
-        change |= {"value": clean.index_select(begin.axes.index("H"), torch.tensor(found)), "heads": found}
+        change |= {"value": clean.index_select(begin.axes.index("H"), index(found, clean)), "heads": found}
     with resting(model), edit(model, {begin.name: change}), trace(model, writer.name) as t:
         pair.corrupt.run()
     return t[writer.name].as_subclass(Tensor) - plain
 
 
 def heads_of(begin: Site, heads: Numbers) -> list[int]:
-    return numbers(heads, dict(begin.widths)["H"], "heads", f"the heads of {begin.name}")
+    named = numbers(settled(heads, "heads"), dict(begin.widths)["H"], "heads", f"the heads of {begin.name}")
+    return list(dict.fromkeys(named))
 
 
 def along(pair: Pair, receiver: Site, delta: Tensor) -> Tensor:

@@ -125,6 +125,7 @@ def is_dark(image: Any, value: float) -> bool:
 
 def profile(place: Any, part: "Reading", how: dict[str, Any]) -> None:
     values = part.values.float().cpu().numpy()
+    values = np.where(np.isfinite(values), values, np.nan)  # no line goes there
     spots = np.arange(values.shape[-1])
     if lies(part):
         lying(place, part, values, how)

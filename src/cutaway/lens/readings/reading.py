@@ -74,11 +74,15 @@ class Reading:
     def find(self, axis: str, place: Any) -> int | list[int]:
         """The numbers of the places meant on an axis."""
         labels = self.labels[self.axes.index(axis)]
-        if isinstance(place, slice):
-            return list(range(len(labels)))[place]
-        if isinstance(place, list | tuple):
-            found = [self.find(axis, each) for each in place]
-            return [each for each in found if isinstance(each, int)]
+        if isinstance(place, slice | list | tuple):
+            found = list(range(len(labels)))[place] if isinstance(place, slice) else [self.one(axis, p) for p in place]
+            if not found:
+                raise InputError(f"{place} leaves nothing of the axis {axis}, which has {len(labels)} places")
+            return found
+        return self.one(axis, place)
+
+    def one(self, axis: str, place: Any) -> int:
+        labels = self.labels[self.axes.index(axis)]
         if isinstance(place, str):
             numbers = [number for number, label in enumerate(labels) if label == place]
             if len(numbers) != 1:
@@ -184,7 +188,9 @@ def rows_of(reading: Reading) -> tuple[list[str], list[tuple[str, list[tuple[str
 
 
 def number(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.3g}"
+    if math.isnan(value):
+        return ""
+    return f"{value:.0f}" if abs(value) < 1e6 and value == round(value) else f"{value:.3g}"
 
 
 def text_table(reading: Reading) -> str:
