@@ -154,9 +154,9 @@ class Trace:
         moved = value.to(device=self.device or value.device, dtype=self.dtype or value.dtype)
         # Other libraries write into values that they have used, a cache into its keys and values, a user into logits.
         follows = moved is value and (site.part is not None or site.axes[:2] == "BS" or site.layer is None)
-        if follows or moved.untyped_storage().nbytes() > moved.numel() * moved.element_size():
-            moved = moved.clone()  # a view would hold, and follow, what it is a part of
-        return moved
+        if moved.untyped_storage().nbytes() > moved.numel() * moved.element_size():
+            return moved.clone()  # a view would hold, and follow, what it is a part of
+        return copied_when_written(moved) if follows else moved
 
     def __getitem__(self, asked: str | tuple[str, int]) -> Value:
         name, call = asked if isinstance(asked, tuple) and len(asked) == 2 else (asked, None)
@@ -262,6 +262,14 @@ class Trace:
         return listing(
             [(name, axes[name] or UNNAMED * each.ndim, tuple(each.shape), each.nbytes) for name, each in rows]
         )
+
+
+def copied_when_written(value: Tensor) -> Tensor:
+    """A copy that is made when someone writes into either, so mostly never: logits are large."""
+    try:
+        return torch._lazy_clone(value)
+    except RuntimeError:  # memory that is not PyTorch's own
+        return value.clone()
 
 
 def unwrapped(model: Any) -> nn.Module:
