@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from inside_parity import compare_inside
+from inside_parity import check_inside, compare_inside
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -121,6 +121,7 @@ def check_family(peer: Peer, directory: Path, seed: int = 0) -> Checkpoint:
         texts = (tokens, tokens[:, :7]) if checkpoint.config.form == "encoder-decoder" else (tokens,)
         # Some give back patterns only when they are asked to, and those that are asked are changed by it.
         compare_inside(copy.deepcopy(model), checkpoint.model, texts, output_attentions=not peer.skip_eager)
+        check_inside(checkpoint.model, texts)
     check_export(peer, model, checkpoint, directory, seed)
     return checkpoint
 

@@ -1,12 +1,15 @@
 """Ours ≡ transformers, inside: every site that both have."""
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import cutaway as ct
+from cutaway.config import Post
 from cutaway.lens import sites
+from cutaway.lens.readings import attribution
 
 
 def asked(tokens: tuple[Tensor, ...], **extra: Any) -> dict[str, Any]:
@@ -44,3 +47,44 @@ def compare_inside(theirs: Any, ours: Any, tokens: tuple[Tensor, ...], **extra: 
     for site in known:
         assert t[site].axes == own[site].axes
         same(t[site], own[site], site)
+
+
+def check_inside(checkpoint_model: Any, tokens: tuple[Tensor, ...]) -> None:
+    """Every site of ours is passed, as large as it says, can be changed and left; what was added adds up, in fp64."""
+    model = copy.deepcopy(checkpoint_model).double()
+    run = model.encode if getattr(model, "head", None) is None else model
+    known = sites(model)
+    length, source = tokens[-1].shape[1], tokens[0].shape[1]
+    with torch.no_grad():
+        plain = run(*tokens)
+        with ct.trace(model, "*") as t:
+            assert torch.equal(run(*tokens), plain)
+        for site in t.sites:
+            assert tuple(t[site.name].shape) == site.shape(len(tokens[0]), length, source), site.name
+        with ct.edit(model, dict.fromkeys(known, torch.clone)):
+            assert torch.equal(run(*tokens), plain)
+        for name in list(known)[::5]:
+            with ct.edit(model, {name: lambda value: value + 0.1 * torch.arange(value.shape[-1])}):
+                assert not torch.equal(run(*tokens), plain), name
+        assert torch.equal(run(*tokens), plain)
+    assert hooks(model) == 0
+    check_sums(model, t, tokens)
+
+
+def check_sums(model: Any, t: Any, tokens: tuple[Tensor, ...]) -> None:
+    """Embedding + Σ additions = stream, Σ attributions = logit, where norms do not stand on the stream."""
+    beside = {"source": tokens[0][:1]} if len(tokens) > 1 else {}
+    for name, stack in model.stacks.items():
+        if isinstance(model.config.stacks[name].placement, Post):
+            continue
+        prefix = f"{name}." if len(model.stacks) > 1 else ""
+        added = [each for each in t if each.startswith(f"{prefix}blocks.") and each.endswith(".out")]
+        end = t[f"{prefix}blocks.{len(stack.blocks) - 1}.resid_post"]
+        error = (t[f"{prefix}embed"] + sum(t[each] for each in added) - end).abs().max()
+        assert error <= 1e-9 * max(1.0, float(end.abs().max())), name
+        head = getattr(model, "head", None)
+        if head is None or head.transform is not None or head.softcap is not None or name == "encoder":
+            continue
+        parts = attribution(model, tokens[-1][:1], of=7, by_head=True, **beside)
+        logit = float(t["logits"][0, -1, 7])
+        assert abs(float(parts.values.sum()) - logit) <= 1e-9 * max(1.0, float(t["logits"].abs().max()))
