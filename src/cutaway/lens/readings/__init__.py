@@ -10,6 +10,8 @@ from cutaway.lens.readings.patching import patching
 from cutaway.lens.readings.paths import path_patching
 from cutaway.lens.readings.places import position_similarity
 from cutaway.lens.readings.reading import Reading
+from cutaway.lens.readings.recomputed import recomputation
+from cutaway.lens.readings.steps import step_by_step
 from cutaway.lens.readings.stream import stream_norms, update_cosines, update_sizes
 
 __all__ = [
@@ -27,6 +29,8 @@ __all__ = [
     "patching",
     "path_patching",
     "position_similarity",
+    "recomputation",
+    "step_by_step",
     "stream_norms",
     "update_cosines",
     "update_sizes",
