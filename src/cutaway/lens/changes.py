@@ -3,18 +3,17 @@
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.lens.choice import Numbers, numbers, settled
+from cutaway.lens.choice import Numbers, numbers, settled, some_heads
 from cutaway.lens.sites import Site
 from cutaway.lens.taps import index
 
-Do = Literal["zero", "mean", "resample", "add", "replace", "scale"]
-DOES: tuple[str, ...] = get_args(Do)
+DOES = ("zero", "mean", "resample", "add", "replace", "scale")
 HIDDEN = float("-inf")
 NEEDS = {"add": "a vector or a number to add", "replace": "a tensor to put there", "scale": "a number to multiply by"}
 
@@ -26,7 +25,7 @@ class Change:
     mean: of all rows and tokens of the call. resample: each row takes the next row's. The rest use `value`.
     """
 
-    do: Do
+    do: str
     value: Any = None
     positions: Numbers | None = None
     heads: Numbers | None = None
@@ -54,22 +53,19 @@ class Change:
             return None
         if site.heads is None:
             raise InputError(f"{site.name} has no heads, so leave heads out; attn.z has them")
-        sizes = dict(site.widths)
-        found = numbers(self.heads, sizes["H"], "heads", f"the heads of {site.name}")
-        groups = found if "H" in site.axes else [head * sizes["G"] // sizes["H"] for head in found]
-        return list(dict.fromkeys(groups))  # each once, in the order of what may be put there
+        return some_heads(site, self.heads)
 
     def places(self, site: Site, value: Tensor) -> list[tuple[int, list[int]]]:
         """For each axis that is not taken whole, where."""
-        axes, found = site.axes, []
+        found = []
         if self.positions is not None:
-            axis = axes.find("T") if "T" in axes else axes.find("S")
-            if axis < 0:
+            axis = site.token_axis
+            if axis is None:
                 raise InputError(f"{site.name} has no axis for tokens, so leave positions out")
             found.append((axis, numbers(self.positions, value.shape[axis], "positions", "the tokens of this call")))
         heads = self.heads_of(site)
-        if heads is not None and site.side in ("in", "out"):  # inside attention, just these heads come here
-            found.append((axes.find("H") if "H" in axes else axes.find("G"), heads))
+        if heads is not None and site.head_axis is not None and site.side in ("in", "out"):
+            found.append((site.head_axis, heads))  # inside attention, just these heads come here
         if self.units is not None:
             last = value.ndim - 1
             found.append((last, numbers(self.units, value.shape[last], "units", f"the last axis of {site.name}")))
@@ -85,7 +81,7 @@ class Change:
                 raise InputError(
                     f"'mean' at {site.name} is over rows and tokens, and which axes those are is not known"
                 )
-            over = [axis for axis, name in enumerate(site.axes) if name in ("B", "N", "T" if "T" in site.axes else "S")]
+            over = [axis for axis, letter in enumerate(site.axes) if letter in "BN" or axis == site.token_axis]
             if site.side == "scores":  # of those that see the token
                 seen = value != HIDDEN
                 total, count = value.masked_fill(~seen, 0.0).sum(over, keepdim=True), seen.sum(over, keepdim=True)

@@ -78,6 +78,13 @@ def plain(number: Any) -> Any:
     return number.item() if hasattr(number, "item") and getattr(number, "ndim", 0) == 0 else number
 
 
+def some_heads(site: Site, heads: Numbers) -> list[int]:
+    """Those meant, each once and as the site counts them: of keys and values, the ones that these heads read."""
+    sizes = dict(site.widths)
+    found = numbers(heads, sizes["H"], "heads", f"the heads of {site.name}")
+    return list(dict.fromkeys(found if "H" in site.axes else [head * sizes["G"] // sizes["H"] for head in found]))
+
+
 def numbers(asked: Numbers, size: int, what: str, of: str) -> list[int]:
     """Those meant, from 0; refuses what is not there."""
     if isinstance(asked, slice):

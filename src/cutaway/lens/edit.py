@@ -18,9 +18,9 @@ from cutaway.errors import InputError
 from cutaway.lens import structure
 from cutaway.lens.changes import DOES, Change
 from cutaway.lens.choice import chosen
+from cutaway.lens.models import unwrapped
 from cutaway.lens.sites import Site, refuse_if_gone, sites
 from cutaway.lens.taps import Passing, Taps
-from cutaway.lens.trace import unwrapped
 from cutaway.model.stack import Stack
 
 Function = Callable[[Tensor], Tensor]
@@ -149,7 +149,7 @@ def change_of(name: str, what: What) -> Change | Function:
     if isinstance(what, str):
         if (how := build_of(what)) is not None:
             raise InputError(f"'{how}' is for a part of the model, such as blocks.0, and '{name}' is none of this one")
-        return Change(what)  # type: ignore[arg-type]
+        return Change(what)
     if isinstance(what, Mapping):
         extra = what.keys() - {"do", "value", "positions", "heads", "units"}
         if extra or "do" not in what:

@@ -25,6 +25,23 @@ def is_added(name: str) -> bool:
     return name.endswith(".out")
 
 
+def stream_before(site: Site) -> str:
+    """The stream that a sublayer reads, and that its result is added to."""
+    assert site.stack is not None
+    assert site.layer is not None
+    here, part, _ = site.name.rsplit(".", 2)
+    if part == "cross":
+        return f"{here}.cross.resid_pre"
+    in_turn = not isinstance(site.stack.blocks[site.layer], ParallelBlock)
+    return f"{here}.resid_mid" if part == "ffn" and in_turn else f"{here}.resid_pre"
+
+
+def only_adds(block: Any) -> bool:
+    """Whether a block does nothing to the stream but add to it."""
+    after = [getattr(block, name, None) for name in ("after_attn", "after_cross", "after_ffn")]
+    return getattr(block, "keep", 1.0) == 1.0 and all(isinstance(norm, nn.Identity | None) for norm in after)
+
+
 def equation(model: Transformer, site: Site) -> str:
     """In the letters that textbooks use; x is the stream."""
     if site.stack is None:

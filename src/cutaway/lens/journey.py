@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cutaway.errors import InputError
 from cutaway.lens.choice import chosen, numbers
 from cutaway.lens.drawing import table
-from cutaway.lens.equations import equation, is_added, on_stream
+from cutaway.lens.equations import equation, is_added, on_stream, only_adds, stream_before
+from cutaway.lens.models import ours, run
 from cutaway.lens.pattern import given
 from cutaway.lens.sites import Site, sites
 from cutaway.lens.taps import Passing, Taps
-from cutaway.lens.trace import ours
-from cutaway.model import EncoderDecoder, EncoderOnly, Transformer
+from cutaway.model import Transformer
 from cutaway.model.stack import Stack
 
 Likely = tuple[tuple[int, float], ...]
@@ -148,14 +148,6 @@ def placed(at: int, tokens: Tensor) -> int:
     return numbers(at, tokens.shape[-1], "at", "the tokens of this text")[0]
 
 
-def run(model: Transformer, tokens: Tensor, source: Tensor) -> Tensor:
-    if isinstance(model, EncoderDecoder):
-        return model(source, tokens)
-    if isinstance(model, EncoderOnly) and model.head is None:
-        return model.encode(tokens)
-    return model(tokens)
-
-
 def stage(model: Transformer, site: Site, notes: Notes, said: dict[str, Likely]) -> Stage:
     vector = exact(notes.vectors[site.name]).flatten()
     share, cosine = None, None
@@ -173,18 +165,11 @@ def exact(vector: Tensor) -> Tensor:
     return vector.cpu().double()  # not every accelerator has doubles
 
 
-def stream_before(site: Site) -> str:
-    """The stream that a sublayer's result is added to."""
-    here, part, _ = site.name.rsplit(".", 2)
-    if part == "cross":
-        return f"{here}.cross.resid_pre"
-    block: Any = site.stack.blocks[site.layer]  # type: ignore[union-attr, index]
-    return f"{here}.resid_mid" if part == "ffn" and hasattr(block, "after_ffn") else f"{here}.resid_pre"
-
-
 def kept_of(site: Site) -> float:
     """How loud the stream is beside the sublayer."""
-    return float(getattr(site.stack.blocks[site.layer], "keep", 1.0))  # type: ignore[union-attr, index]
+    assert site.stack is not None
+    assert site.layer is not None
+    return float(getattr(site.stack.blocks[site.layer], "keep", 1.0))
 
 
 def decoded(
@@ -214,7 +199,7 @@ def likeliest(logits: Tensor) -> list[Likely]:
 
 def sum_error(stack: Stack, notes: Notes, known: dict[str, Site]) -> float | None:
     """In the model's own order and dtype, so that it is the same sum."""
-    if not all(plain(block) for block in stack.blocks):
+    if not all(only_adds(block) for block in stack.blocks):
         return None
     own = [name for name, site in known.items() if site.stack is stack]
     total = notes.vectors[next(name for name in own if name.endswith("embed"))]
@@ -222,9 +207,3 @@ def sum_error(stack: Stack, notes: Notes, known: dict[str, Site]) -> float | Non
         total = total + notes.vectors[name] if is_added(name) else total
     last = next(name for name in reversed(own) if name.endswith("resid_post"))
     return float((total - notes.vectors[last]).abs().max())
-
-
-def plain(block: Any) -> bool:
-    """Whether a block only adds to the stream."""
-    after = [getattr(block, name, None) for name in ("after_attn", "after_cross", "after_ffn")]
-    return getattr(block, "keep", 1.0) == 1.0 and all(each is None or isinstance(each, nn.Identity) for each in after)

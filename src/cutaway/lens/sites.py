@@ -53,6 +53,15 @@ class Site:
         return tuple(sizes[axis] for axis in self.axes)
 
     @property
+    def token_axis(self) -> int | None:
+        """Where its tokens are: those that look, or, where there are none, those looked at."""
+        return next((self.axes.index(letter) for letter in "TS" if letter in self.axes), None)
+
+    @property
+    def head_axis(self) -> int | None:
+        return next((self.axes.index(letter) for letter in "HG" if letter in self.axes), None)
+
+    @property
     def heads(self) -> int | None:
         """How many heads the value has an axis for, those of queries if both."""
         sizes = dict(self.widths)
@@ -95,13 +104,14 @@ def of_ours(model: Transformer) -> Sites:
 def of_stack(stack: Stack, prefix: str, d_model: int) -> Iterator[Site]:
     stream: Any = {"axes": "BTd", "widths": (("d", d_model),), "stack": stack}
     yield Site(f"{prefix}embed", module=stack.embed, **stream)
+    block: Any
     for layer, block in enumerate(stack.blocks):
         here = f"{prefix}blocks.{layer}"
         at: Any = {**stream, "layer": layer}
         yield Site(f"{here}.resid_pre", module=block, side="in", **at)
         yield from of_attention(f"{here}.attn", block.attn, at)
         if getattr(block, "cross", None) is not None:
-            yield Site(f"{here}.cross.resid_pre", module=block.after_attn, **at)  # type: ignore[arg-type]
+            yield Site(f"{here}.cross.resid_pre", module=block.after_attn, **at)
             yield from of_attention(f"{here}.cross", block.cross, at)
         if isinstance(block, Block):  # where the stream itself can be changed, not only what the FFN reads of it
             yield Site(f"{here}.resid_mid", module=block.after_cross or block.after_attn, **at)

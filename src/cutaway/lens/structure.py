@@ -41,6 +41,8 @@ def change(kind: str, stack: Stack, layer: int | None, name: str, how: str, valu
     """Make the change; the names are those of WAYS."""
     if how not in WAYS[kind]:
         raise InputError(f"'{how}' is not known for {name}; there is {', '.join(WAYS[kind])}")
+    if why := why_not(kind, stack, layer, name, how):
+        raise InputError(why)
     if how in MOVES:
         return moved_positions(stack, name, how, value, fired)
     if value is not None:
@@ -48,6 +50,34 @@ def change(kind: str, stack: Stack, layer: int | None, name: str, how: str, valu
     if layer is not None:
         return turned(stack, layer, name, how, fired)
     return {"final_norm": without_norm, "mask": without_mask, "positions": without_positions}[kind](stack, name, fired)
+
+
+def why_not(kind: str, stack: Stack, layer: int | None, name: str, how: str) -> str | None:
+    """What stands against a change in this model, if anything."""
+    blocks: Any = stack.blocks
+    if layer is not None:
+        block = blocks[layer]
+        if sum(each is block for each in blocks) > 1:
+            return f"{name} serves several layers, so it cannot be changed in one; change what it adds instead"
+        if how == "swap" and isinstance(block, ParallelBlock):
+            return f"{name} reads attention and FFN side by side; there is no order to swap"
+    if kind == "final_norm" and isinstance(stack.final_norm, nn.Identity):
+        return f"there is no {name} in this model to drop"
+    if kind == "mask" and not stack.causal:
+        return f"there is no {name} to drop: in an encoder every token sees every token"
+    if kind == "positions":
+        if stack.embed.position is None and not stack.positions:
+            return f"there are no {name} in this model"
+        if how == "drop" and any(isinstance(block.attn.f, Latent) for block in blocks):
+            return f"{name} cannot be dropped: latent attention has keys that are nothing but position"
+        if how in MOVES and any(isinstance(module, ScoreBias) for module in stack.positions.values()):
+            return f"{name} are distances here, added to scores (ALiBi, T5's bias); they can be dropped, not moved"
+    return None
+
+
+def can(model: nn.Module, name: str, how: str) -> bool:
+    """Whether this model has what the change is of."""
+    return why_not(*places(model)[name], name, how) is None
 
 
 MOVES = ("shift", "shuffle")
@@ -65,10 +95,6 @@ TURNED: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
 def turned(stack: Stack, layer: int, name: str, how: str, fired: Fired) -> Undo:
     block: Any = stack.blocks[layer]
-    if sum(each is block for each in stack.blocks) > 1:
-        raise InputError(f"{name} serves several layers, so it cannot be changed in one; change what it adds instead")
-    if how == "swap" and isinstance(block, ParallelBlock):
-        raise InputError(f"{name} reads attention and FFN side by side; there is no order to swap")
     mine, all_ways = MethodType(WAY[how], block), TURNED.setdefault(block, [])
     all_ways.append(mine)
     block.forward = mine
@@ -113,8 +139,6 @@ WAY: dict[str, Callable[[Any, Tensor, Scene], Tensor]] = {"skip": skip, "swap": 
 
 
 def without_norm(stack: Stack, name: str, fired: Fired) -> Undo:
-    if isinstance(stack.final_norm, nn.Identity):
-        raise InputError(f"there is no {name} in this model to drop")
 
     def pass_by(module: nn.Module, args: tuple[Any, ...], result: Tensor) -> Any:
         fired()
@@ -125,8 +149,6 @@ def without_norm(stack: Stack, name: str, fired: Fired) -> Undo:
 
 
 def without_mask(stack: Stack, name: str, fired: Fired) -> Undo:
-    if not stack.causal:
-        raise InputError(f"there is no {name} to drop: in an encoder every token sees every token")
     stack.causal = False
     watching = stack.register_forward_pre_hook(lambda module, args: fired())
 
@@ -138,11 +160,7 @@ def without_mask(stack: Stack, name: str, fired: Fired) -> Undo:
 
 
 def without_positions(stack: Stack, name: str, fired: Fired) -> Undo:
-    if any(isinstance(block.attn.f, Latent) for block in stack.blocks):  # type: ignore[union-attr]
-        raise InputError(f"{name} cannot be dropped: latent attention has keys that are nothing but position")
     embed, inside = stack.embed.position, stack.positions
-    if embed is None and not inside:
-        raise InputError(f"there are no {name} in this model to drop")
     stack.embed.position, stack.positions = None, nn.ModuleDict()
     watching = stack.register_forward_pre_hook(lambda module, args: fired())
 
@@ -158,12 +176,6 @@ def moved_positions(stack: Stack, name: str, how: str, value: Any, fired: Fired)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         need = "how much later tokens stand" if how == "shift" else "the seed of the order"
         raise InputError(f"'{how}' of {name} has the value {value!r}; give {need}, an integer from 0 on")
-    if any(isinstance(module, ScoreBias) for module in stack.positions.values()):
-        raise InputError(
-            f"{name} are distances here, added to scores (ALiBi, T5's bias); they can be dropped, not moved"
-        )
-    if stack.embed.position is None and not stack.positions:
-        raise InputError(f"there are no {name} in this model to move")
 
     def elsewhere(position: Tensor) -> Tensor:
         if how == "shift":

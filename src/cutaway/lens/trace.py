@@ -13,18 +13,19 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cutaway.errors import InputError
 from cutaway.lens import pattern
-from cutaway.lens.choice import Numbers, chosen, numbers, settled
+from cutaway.lens.choice import Numbers, chosen, numbers, settled, some_heads
 from cutaway.lens.drawing import listing
+from cutaway.lens.models import unwrapped
 from cutaway.lens.parts import Part
 from cutaway.lens.plan import Plan, Planned
 from cutaway.lens.sites import Site, refuse_if_gone, sites
 from cutaway.lens.taps import Passing, Taps, in_backward, index
 from cutaway.lens.value import Value, valued
-from cutaway.model import Transformer, inputs
+from cutaway.model import inputs
 
 UNNAMED = "·"
 """An axis that no vocabulary names."""
@@ -81,11 +82,7 @@ class Trace:
     def heads_of(self, site: Site) -> list[int] | None:
         if self.heads is None or site.heads is None:
             return None
-        count = dict(site.widths)["H"]
-        wanted = numbers(self.heads, count, "heads", f"the heads of {site.name}")
-        if "H" in site.axes:
-            return wanted
-        return list(dict.fromkeys(head * site.heads // count for head in wanted))
+        return some_heads(site, self.heads)
 
     def read(self, passing: Passing) -> Tensor | None:
         if in_backward():  # a block that is computed again
@@ -99,7 +96,8 @@ class Trace:
                 if site.name.endswith(".in"):  # others may read the same tensor, and their slope is not this site's
                     value = value.view_as(value)
                 if site.part is None or value is not passing.value:
-                    value.register_hook(lambda slope: self.keep_slope(site, call, slope))  # type: ignore[no-untyped-call]
+                    followed: Any = value  # PyTorch's own method has no types
+                    followed.register_hook(lambda slope: self.keep_slope(site, call, slope))
                 else:
                     self.follow_whole(passing, site.part, call)
         self.seen[site.name].append(self.kept(site, passing.value))
@@ -142,15 +140,13 @@ class Trace:
     def kept(self, site: Site, value: Tensor) -> Tensor:
         """The part that was asked for, as a tensor that holds no more than itself."""
         value = value.detach()
-        tokens = site.axes.find("T") if "T" in site.axes else site.axes.find("S")
-        if self.positions is not None and tokens >= 0:
-            size = value.shape[tokens]
+        if self.positions is not None and site.token_axis is not None:
+            size = value.shape[site.token_axis]
             where = numbers(self.positions, size, "positions", "the tokens of this call")
-            value = value.index_select(tokens, index(where, value))
+            value = value.index_select(site.token_axis, index(where, value))
         heads = self.heads_of(site)
-        if heads is not None and site.side in ("in", "out"):
-            axis = site.axes.index("H" if "H" in site.axes else "G")
-            value = value.index_select(axis, index(heads, value))
+        if heads is not None and site.head_axis is not None and site.side in ("in", "out"):
+            value = value.index_select(site.head_axis, index(heads, value))
         moved = value.to(device=self.device or value.device, dtype=self.dtype or value.dtype)
         # Other libraries write into values that they have used, a cache into its keys and values, a user into logits.
         follows = moved is value and (site.part is not None or site.axes[:2] == "BS" or site.layer is None)
@@ -231,12 +227,11 @@ class Trace:
             if not site.axes:
                 raise InputError(f"what passes {site.name} is known when it has passed; see t.nbytes after a call")
             shape = list(site.shape(batch, length, source))
-            tokens = site.axes.find("T") if "T" in site.axes else site.axes.find("S")
-            if self.positions is not None and tokens >= 0:
-                shape[tokens] = len(numbers(self.positions, shape[tokens], "positions", "the tokens of this call"))
-            heads = self.heads_of(site)
-            if heads is not None:
-                shape[site.axes.index("H" if "H" in site.axes else "G")] = len(heads)
+            axis, heads = site.token_axis, self.heads_of(site)
+            if self.positions is not None and axis is not None:
+                shape[axis] = len(numbers(self.positions, shape[axis], "positions", "the tokens of this call"))
+            if heads is not None and site.head_axis is not None:
+                shape[site.head_axis] = len(heads)
             size = (self.dtype or next(self.model.parameters()).dtype).itemsize
             rows.append(Planned(site.name, site.axes, tuple(shape), size * torch.Size(shape).numel()))
         return Plan(rows)
@@ -270,27 +265,6 @@ def copied_when_written(value: Tensor) -> Tensor:
         return torch._lazy_clone(value)
     except RuntimeError:  # memory that is not PyTorch's own
         return value.clone()
-
-
-def unwrapped(model: Any) -> nn.Module:
-    """A checkpoint's model, a compiled one's original."""
-    if not isinstance(model, nn.Module) and isinstance(getattr(model, "model", None), nn.Module):
-        model = model.model
-    model = getattr(model, "_orig_mod", model)
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"a {type(model).__name__} is no model; give one of ct.build(…) or ct.load(…), one of transformers, or "
-            "another nn.Module"
-        )
-    return model
-
-
-def ours(model: Any) -> Transformer:
-    """The same, for what only a model of cutaway's can be asked."""
-    inner = unwrapped(model)
-    if not isinstance(inner, Transformer):
-        raise InputError(f"a {type(inner).__name__} is no cutaway model; give one of ct.build(…) or ct.load(…)")
-    return inner
 
 
 trace = Trace

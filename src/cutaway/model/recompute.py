@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 Recompute = Literal["none", "selective", "full"]
 """Keep everything; keep the results of matrix products and attention; keep block inputs only."""
-MODES: tuple[str, ...] = get_args(Recompute)
+MODES: tuple[Recompute, ...] = get_args(Recompute)
 
 aten = torch.ops.aten
 COSTLY = {

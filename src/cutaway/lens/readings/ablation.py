@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from cutaway.errors import InputError
+from cutaway.lens import structure
 from cutaway.lens.choice import chosen
 from cutaway.lens.edit import What, edit
 from cutaway.lens.readings.patching import shown_as_bar
@@ -15,15 +16,16 @@ from cutaway.lens.readings.reading import Reading
 from cutaway.lens.readings.subject import Subject, Text, resting, subject, wide
 from cutaway.lens.sites import sites
 from cutaway.model import EncoderOnly
-from cutaway.model.attention import Latent
-from cutaway.model.block import Block
 
 MEASURES = ("loss", "KL", "top-5 kept")
 BEST = 5
-WAYS = {
-    "skip": "without block",
-    "swap": "FFN before attention in block",
-    "no_residual": "no residual in block",
+SAID = {
+    ("block", "skip"): "without block",
+    ("block", "swap"): "FFN before attention in block",
+    ("block", "no_residual"): "no residual in block",
+    ("final_norm", "drop"): "without the final norm",
+    ("mask", "drop"): "without the mask",
+    ("positions", "drop"): "without positions",
 }
 
 
@@ -78,24 +80,11 @@ def head_ablation(model: Any, tokens: Text, *, source: Text | None = None, progr
 
 def usual(this: Subject) -> dict[str, dict[str, What]]:
     """Everything of this model that can be taken away."""
-    stack, prefix = this.stack, this.prefix
     found: dict[str, dict[str, What]] = {}
-    alone = [layer for layer, block in enumerate(stack.blocks) if sum(block is each for each in stack.blocks) == 1]
-    for how, named in (
-        ("skip", "without block"),
-        ("swap", "FFN before attention in block"),
-        ("no_residual", "no residual in block"),
-    ):
-        for layer in alone:
-            if how != "swap" or isinstance(stack.blocks[layer], Block):
-                found[f"{named} {layer}"] = {f"{prefix}blocks.{layer}": how}
-    if not isinstance(stack.final_norm, nn.Identity):
-        found["without the final norm"] = {f"{prefix}final_norm": "drop"}
-    if stack.causal:
-        found["without the mask"] = {f"{prefix}mask": "drop"}
-    turned = stack.embed.position is not None or len(stack.positions) > 0
-    if turned and not any(isinstance(block.attn.f, Latent) for block in stack.blocks):  # type: ignore[union-attr]
-        found["without positions"] = {f"{prefix}positions": "drop"}
+    for (kind, how), said in SAID.items():
+        for name, (other, stack, layer) in structure.places(this.model).items():
+            if other == kind and stack is this.stack and structure.can(this.model, name, how):
+                found[said if layer is None else f"{said} {layer}"] = {name: how}
     return found
 
 

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
+from cutaway.lens.models import ours
 from cutaway.lens.readings.reading import Reading
 from cutaway.lens.readings.subject import Subject, Text, resting, subject, wide
-from cutaway.lens.trace import ours, trace
+from cutaway.lens.trace import trace
 from cutaway.model import EncoderDecoder, Transformer
 
 KINDS = ("previous", "duplicate", "induction", "first")

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.lens.choice import Numbers, chosen, numbers, settled
+from cutaway.lens.choice import Numbers, chosen, settled, some_heads
 from cutaway.lens.edit import edit
+from cutaway.lens.equations import stream_before
 from cutaway.lens.readings.patching import Pair, shown_as_bar
 from cutaway.lens.readings.reading import Reading
 from cutaway.lens.readings.subject import Text, Token, resting
@@ -37,6 +38,7 @@ def path_patching(
     `sender` is a site that writes (`blocks.2.attn.out`), or `blocks.2.attn.z` with `heads`. What it writes when clean
     is shown to one receiver alone, and what that makes of it goes on through the model; `logits` gets it as it is.
     """
+    heads = settled(heads, "heads")
     pair = Pair(model, clean, corrupt, of, against, position, source)
     pair.clean.need_sum("a path straight through it")
     [begin] = chosen(pair.known, [sender])[:1]
@@ -54,7 +56,7 @@ def path_patching(
         raise InputError(f"none of {', '.join(receivers)} reads what {sender} writes; name one that comes later")
     delta = difference(pair, begin, writer, heads)
     scores = [along(pair, each, delta) for each in shown_as_bar(later, progress, f"from {sender}")]
-    some = "" if heads is None else f", heads {', '.join(map(str, heads_of(begin, heads)))}"
+    some = "" if heads is None else f", heads {', '.join(map(str, some_heads(begin, settled(heads, 'heads'))))}"
     title = f"what of {pair.title} goes straight from the clean {sender}{some}"
     return Reading(title, torch.cat(scores), ("receiver",), (tuple(each.name for each in later),), note=pair.note)
 
@@ -67,16 +69,11 @@ def difference(pair: Pair, begin: Site, writer: Site, heads: Numbers | None) -> 
     if heads is not None:
         if "H" not in begin.axes:
             raise InputError(f"{begin.name} has no heads; name attn.z to send from some of them")
-        found = heads_of(begin, heads)
+        found = some_heads(begin, heads)
         change |= {"value": clean.index_select(begin.axes.index("H"), index(found, clean)), "heads": found}
     with resting(model), edit(model, {begin.name: change}), trace(model, writer.name) as t:
         pair.corrupt.run()
     return t[writer.name].as_subclass(Tensor) - plain
-
-
-def heads_of(begin: Site, heads: Numbers) -> list[int]:
-    named = numbers(settled(heads, "heads"), dict(begin.widths)["H"], "heads", f"the heads of {begin.name}")
-    return list(dict.fromkeys(named))
 
 
 def along(pair: Pair, receiver: Site, delta: Tensor) -> Tensor:
@@ -85,15 +82,10 @@ def along(pair: Pair, receiver: Site, delta: Tensor) -> Tensor:
     if receiver.layer is None:
         last = f"{prefix}blocks.{len(pair.clean.stack.blocks) - 1}.resid_post"
         return pair.share({last: lambda value: value + delta})
-    inlet = f"{prefix}blocks.{receiver.layer}.{inlet_of(receiver, pair.known)}"
-    with resting(model), edit(model, {inlet: lambda value: value + delta}), trace(model, receiver.name) as t:
+    with (
+        resting(model),
+        edit(model, {stream_before(receiver): lambda value: value + delta}),
+        trace(model, receiver.name) as t,
+    ):
         pair.corrupt.run()
     return pair.share({receiver.name: t[receiver.name].as_subclass(Tensor)})
-
-
-def inlet_of(receiver: Site, known: dict[str, Site]) -> str:
-    """The stream that a sublayer reads."""
-    block = receiver.name.rsplit(".", 2)[0]
-    if receiver.name.endswith("ffn.out") and f"{block}.resid_mid" in known:
-        return "resid_mid"
-    return "cross.resid_pre" if receiver.name.endswith("cross.out") else "resid_pre"

@@ -24,7 +24,7 @@ def recomputation(model: Any, tokens: Text, *, source: Text | None = None, repea
     try:
         this.model.train()
         for mode in MODES:
-            this.model.use_recompute(mode)  # type: ignore[arg-type]
+            this.model.use_recompute(mode)
             taken = [once(this) for _ in range(repeats + 1)][1:]
             rows.append(torch.tensor([kept_bytes(this) / 1e6, median(taken) * 1e3]))
     finally:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.lens.trace import ours
-from cutaway.model import EncoderDecoder, EncoderOnly, Transformer
-from cutaway.model.block import Block
+from cutaway.lens.equations import only_adds
+from cutaway.lens.models import ours, run
+from cutaway.model import EncoderDecoder, Transformer
 from cutaway.model.embedding import Head
 from cutaway.model.stack import Stack
 
@@ -49,8 +49,7 @@ class Subject:
     def need_sum(self, what: str) -> None:
         """Refuse a stream that is not the sum of what was written to it."""
         for layer, block in enumerate(self.stack.blocks):
-            norms = (block.after_attn, block.after_cross, block.after_ffn) if isinstance(block, Block) else ()
-            if any(not isinstance(norm, nn.Identity | None) for norm in norms) or getattr(block, "keep", 1.0) != 1.0:
+            if not only_adds(block):
                 raise InputError(
                     f"block {layer} has norms on the stream itself (post-norm), so its stream is no sum of parts; "
                     f"{what} needs norms inside the branches: pre, sandwich, output or parallel placement"
@@ -66,11 +65,7 @@ class Subject:
 
     def run(self) -> Tensor:
         """Logits (1, T, V), or the encoder's vectors where there is no head."""
-        if isinstance(self.model, EncoderDecoder):
-            return self.model(self.source, self.tokens)
-        if isinstance(self.model, EncoderOnly) and self.model.head is None:
-            return self.model.encode(self.tokens)
-        return self.model(self.tokens)
+        return run(self.model, self.tokens, self.source)
 
     def token(self, asked: Token, what: str) -> int:
         """A token's id, from itself or from a text that is one token."""

@@ -6,10 +6,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cutaway.errors import InputError
 from cutaway.lens.edit import edit
+from cutaway.lens.structure import can
 from cutaway.model import Transformer, build
 from cutaway.train.ablate import surgery
 from cutaway.train.ablate.validation import spread
@@ -66,16 +67,17 @@ def taken_away(loop: Loop) -> list[Reading]:
     middle = layers // 2
     look = partial(looked_at, model, spread(loop, ROWS))
     whole = look(nullcontext())
-    stack = model.stacks["decoder"]
-    placed = stack.embed.position is not None or len(stack.positions) > 0
-    normed = not isinstance(stack.final_norm, nn.Identity)
+
+    def without(part: str) -> AbstractContextManager[Any]:
+        return edit(model, {part: "drop"}) if can(model, part, "drop") else nullcontext()
+
     away: dict[str, AbstractContextManager[Any]] = {
         "without the first block": edit(model, {"blocks.0": "skip"}),
         "without a middle block": edit(model, {f"blocks.{middle}": "skip"}),
         "without the last block": edit(model, {f"blocks.{layers - 1}": "skip"}),
-        "without the final norm": edit(model, {"final_norm": "drop"}) if normed else nullcontext(),
+        "without the final norm": without("final_norm"),
         "FFN first": surgery.for_a_while(model, surgery.ffn_first),
-        "without positions": edit(model, {"positions": "drop"}) if placed else nullcontext(),
+        "without positions": without("positions"),
         "without mask": surgery.for_a_while(model, surgery.without_mask),
         "with the mask": surgery.for_a_while(model, surgery.with_mask),
     }
