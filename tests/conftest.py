@@ -1,6 +1,8 @@
 """The test run checks every tensor's shape against its annotation; compiled models are tested without those checks."""
 
+import io
 import os
+import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -12,6 +14,7 @@ if not os.environ.get("JAXTYPING_DISABLE"):
 import hypothesis
 import pytest
 import torch
+from verbs import Run
 
 # Drawing a whole Transformer takes a while: that is no sign of ill health.
 PATIENT = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck)}
@@ -25,3 +28,21 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    from cutaway.cli import main
+
+    def with_arguments(*arguments: object, code: int = 0, typed: str | bytes | None = None, columns: int = 80) -> str:
+        data = typed.encode() if isinstance(typed, str) else typed or b""
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(sys, "argv", ["cutaway", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+        with pytest.raises(SystemExit) as ended:
+            main()
+        written = capsys.readouterr()
+        assert (ended.value.code or 0) == code, written.err
+        return written.err if code else written.out
+
+    return with_arguments

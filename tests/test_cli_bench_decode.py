@@ -1,44 +1,29 @@
 """`cutaway bench decode` and `prefill`: figures that follow from each other, and a peer that takes turns."""
 
 import json
-import sys
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
+from verbs import Run
 
 import cutaway as ct
 from cutaway.bench import decode
 from cutaway.bench.decode import ROUNDS, WARM, Measured, Side, copy_bandwidth, measure_speed
 from cutaway.bench.machine import device_name
-from cutaway.cli import main
 from cutaway.generate import Engine
 from cutaway.size.calibration import recorded, where
 
 pytestmark = pytest.mark.unchecked
 
 
-class Run(Protocol):
-    def __call__(self, *arguments: object, code: int = 0) -> str: ...
-
-
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """The verb with these arguments on the CPU, in a terminal of 80 columns: what it wrote, or its complaint."""
+def run(verb: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """The verb with these arguments on the CPU."""
     monkeypatch.setenv("CUTAWAY_CACHE", str(tmp_path / "cache"))
-
-    def with_arguments(*arguments: object, code: int = 0) -> str:
-        monkeypatch.setenv("COLUMNS", "80")
-        monkeypatch.setattr(sys, "argv", ["cutaway", "bench", *map(str, arguments), "--device", "cpu"])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        written = capsys.readouterr()
-        assert (ended.value.code or 0) == code, written.err
-        return written.err if code else written.out
-
-    return with_arguments
+    return lambda *arguments, **how: verb("bench", *arguments, "--device", "cpu", **how)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """`cutaway generate` as a person and as a machine use it."""
 
-import io
 import itertools
 import json
 import os
@@ -13,17 +12,18 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
 from test_real_weights import carried
 from test_text_peers import bert
+from verbs import Run
 
 import cutaway as ct
-from cutaway.cli import main
 from cutaway.cli.answers import summary, tell
 from cutaway.cli.chat import Conversation
 from cutaway.cli.flow import begin
@@ -71,26 +71,9 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small(tmp_path_factory.mktemp("chatty") / "model", template=TEMPLATE, context=2048)
 
 
-class Run(Protocol):
-    def __call__(self, *arguments: object, code: int = 0, typed: str | bytes | None = None) -> str: ...
-
-
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The verb with these arguments and this standard input: what it wrote, or its complaint."""
-
-    def with_arguments(*arguments: object, code: int = 0, typed: str | bytes | None = None) -> str:
-        data = typed.encode() if isinstance(typed, str) else typed or b""
-        monkeypatch.setenv("COLUMNS", "80")
-        monkeypatch.setattr(sys, "argv", ["cutaway", "generate", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
-        with pytest.raises(SystemExit) as ended:
-            main()
-        written = capsys.readouterr()
-        assert (ended.value.code or 0) == code, written.err
-        return written.err if code else written.out
-
-    return with_arguments
+def run(verb: Run) -> Run:
+    return partial(verb, "generate")
 
 
 def objects(written: str) -> list[dict[str, Any]]:

@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
+from verbs import Run
 
 import cutaway as ct
-from cutaway.cli import main
 from cutaway.size import hardware, known, size
 from cutaway.size.describe import describe
 from cutaway.size.fit import fit
@@ -19,24 +20,9 @@ from cutaway.size.fit import fit
 pytestmark = pytest.mark.unchecked
 
 
-class Run(Protocol):
-    def __call__(self, *arguments: str, code: int = 0) -> str: ...
-
-
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The verb with these arguments, in a terminal of 80 columns: what it wrote, or its complaint."""
-
-    def with_arguments(*arguments: str, code: int = 0) -> str:
-        monkeypatch.setenv("COLUMNS", "80")
-        monkeypatch.setattr(sys, "argv", ["cutaway", "size", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        written = capsys.readouterr()
-        assert (ended.value.code or 0) == code, written.err
-        return written.err if code else written.out
-
-    return with_arguments
+def run(verb: Run) -> Run:
+    return partial(verb, "size")
 
 
 def as_json(value: Any) -> Any:

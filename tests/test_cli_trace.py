@@ -1,20 +1,19 @@
 """`cutaway trace` as a person and as a machine use it."""
 
-import io
 import json
 import re
-import sys
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from test_cli_generate import small
 from test_text_peers import bert
+from verbs import Run
 
 import cutaway as ct
-from cutaway.cli import main
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.lens import Trace, follow, sites
 from cutaway.text import byte_tokenizer
@@ -22,25 +21,9 @@ from cutaway.text import byte_tokenizer
 pytestmark = pytest.mark.unchecked
 
 
-class Run(Protocol):
-    def __call__(self, *arguments: object, code: int = 0, typed: str = "", columns: int = 80) -> str: ...
-
-
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The verb with these arguments: what it wrote, or its complaint."""
-
-    def with_arguments(*arguments: object, code: int = 0, typed: str = "", columns: int = 80) -> str:
-        monkeypatch.setenv("COLUMNS", str(columns))
-        monkeypatch.setattr(sys, "argv", ["cutaway", "trace", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode()), encoding="utf-8"))
-        with pytest.raises(SystemExit) as ended:
-            main()
-        written = capsys.readouterr()
-        assert (ended.value.code or 0) == code, written.err
-        return written.err if code else written.out
-
-    return with_arguments
+def run(verb: Run) -> Run:
+    return partial(verb, "trace")
 
 
 @pytest.fixture(scope="module")
