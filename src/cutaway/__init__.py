@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cutaway.check.run import check as check
     from cutaway.config.presets import presets as presets
     from cutaway.config.source import config as config
     from cutaway.config.transformer import Config as Config
@@ -41,6 +42,7 @@ __all__ = [
     "CutawayError",
     "Transformer",
     "build",
+    "check",
     "config",
     "edit",
     "generate",
@@ -54,7 +56,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("config", "generate", "size", "train"):  # rooms that can be called: cutaway.config(...)
+    if name in ("check", "config", "generate", "size", "train"):  # rooms that can be called: cutaway.config(...)
         return import_module(f"cutaway.{name}")
     if name == "__version__":
         from importlib.metadata import version  # takes longer than the rest of this file

@@ -1,0 +1,84 @@
+"""From what a user has to a `Target`: functions and facts are found where they can be, and taken where given."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cutaway.check.target import Target
+from cutaway.errors import InputError
+from cutaway.model import Transformer
+
+KNOWN = {each.name for each in fields(Target)}
+
+
+def discover(thing: Any, given: dict[str, Any], *, seed: int) -> Target:
+    """The target, with what was given in place of what was found."""
+    unknown = given.keys() - KNOWN
+    if unknown:
+        raise InputError(
+            f"'{sorted(unknown)[0]}' is nothing a target can offer; it may have {', '.join(sorted(KNOWN))}"
+        )
+    found = replace(thing) if isinstance(thing, Target) else found_in(thing, given, seed)
+    for name, value in given.items():
+        setattr(found, name, value)
+    finish(found)
+    return found
+
+
+def found_in(thing: Any, given: dict[str, Any], seed: int) -> Target:
+    from cutaway.check import ours, plain, theirs
+
+    model = thing
+    if not isinstance(model, nn.Module) and isinstance(getattr(model, "model", None), Transformer):
+        model = model.model  # a checkpoint
+    if isinstance(getattr(model, "_orig_mod", model), Transformer):
+        return ours.target(model, thing, seed)
+    if isinstance(model, nn.Module) and theirs.is_one(model):
+        return theirs.target(model, seed)
+    if isinstance(model, nn.Module):
+        return plain.of_module(model, given)
+    if thing is None and ("logits" in given or "attention" in given):
+        return Target()
+    if callable(thing):
+        return plain.of_function(thing, given)
+    raise InputError(
+        f"a {type(thing).__name__} cannot be checked; give a model of ct.build(…) or ct.load(…), one of transformers, "
+        "another nn.Module, or a function from tokens to logits"
+    )
+
+
+@torch.no_grad()
+def finish(found: Target) -> None:
+    """Find out what follows from what is there, and that the target answers at all."""
+    if found.logits is None and found.attention is not None:
+        from cutaway.check.plain import by_attention
+
+        by_attention(found)
+    if found.logits is None:
+        raise InputError("there is nothing to ask: give a function tokens (B, T) → logits (B, T, V) as logits=")
+    if found.module is not None:
+        found.module.eval()
+        parameter = next(found.module.parameters(), None)
+        if parameter is not None:
+            found.device = parameter.device
+            found.dtype = found.dtype or parameter.dtype
+    low = 0 if found.vocab is None else min(found.vocab - 1, 1)
+    probe = torch.full((1, 2), low, dtype=torch.long, device=found.device)
+    try:
+        out = found.logits(probe)
+    except Exception as error:
+        said = (str(error).strip().splitlines() or [""])[0][:200]
+        raise InputError(
+            f"{found.name} was called with two tokens and raised {type(error).__name__}: {said}; give a function "
+            "tokens (B, T) → logits (B, T, V) as logits="
+        ) from error
+    if not isinstance(out, Tensor) or out.ndim != 3 or out.shape[:2] != probe.shape:
+        what = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        raise InputError(
+            f"{found.name} gave {what} for tokens of shape (1, 2); it must give logits of shape (1, 2, V): "
+            "give a function that does as logits="
+        )
+    found.vocab = found.vocab or out.shape[-1]
+    found.dtype = found.dtype or out.dtype

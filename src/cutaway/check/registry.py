@@ -1,0 +1,92 @@
+"""The checks by name."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from cutaway.check.finding import Part
+from cutaway.errors import InputError
+
+if TYPE_CHECKING:
+    from cutaway.check.exam import Exam
+
+ROOMS = ("causality",)
+CAUSAL = ("decoder", "encoder-decoder")
+ANY = ("decoder", "encoder", "encoder-decoder")
+Run = Callable[["Exam"], Part | Iterable[Part]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question that a model can be asked, and the bug that it finds."""
+
+    name: str
+    catches: str
+    """The bug, in a sentence."""
+    cause: str
+    """What is usually wrong where it fails."""
+    fix: str
+    needs: tuple[str, ...]
+    """What a target must offer; `a|b` is either."""
+    kinds: tuple[str, ...]
+    quick: bool
+    """Whether training asks it before the first step."""
+    own: bool
+    """Asked in the model's own precision; all others in fp32 where weights are narrower."""
+    run: Run
+    asks: str = ""
+    """How it is asked: the check's docstring."""
+
+    @property
+    def page(self) -> str:
+        return f"docs/checks/{self.name}.md"
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def check(
+    name: str,
+    *,
+    catches: str,
+    cause: str,
+    fix: str,
+    needs: tuple[str, ...] = ("logits",),
+    kinds: tuple[str, ...] = ANY,
+    quick: bool = False,
+    own: bool = False,
+) -> Callable[[Run], Run]:
+    """Enter a function as a check."""
+
+    def enter(run: Run) -> Run:
+        assert name not in CHECKS, name
+        CHECKS[name] = Check(name, catches, cause, fix, needs, kinds, quick, own, run, (run.__doc__ or "").strip())
+        return run
+
+    return enter
+
+
+def checks() -> dict[str, Check]:
+    """All of them, in the order in which they are asked."""
+    for room in ROOMS:
+        import_module(f"cutaway.check.checks.{room}")
+    return CHECKS
+
+
+def chosen(only: Iterable[str] | None, skip: Iterable[str] | None) -> list[Check]:
+    """Those that are asked for, by name or by the beginning of a name (`cache` means all of `cache-…`)."""
+    known = checks()
+
+    def named(names: Iterable[str]) -> set[str]:
+        found = set()
+        for name in [names] if isinstance(names, str) else names:
+            hits = {each for each in known if each == name or each.startswith(f"{name}-")}
+            if not hits:
+                raise InputError(f"there is no check '{name}'; there are {', '.join(known)}")
+            found |= hits
+        return found
+
+    wanted = set(known) if only is None else named(only)
+    wanted -= named(skip or ())
+    return [each for name, each in known.items() if name in wanted]

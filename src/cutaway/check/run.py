@@ -1,0 +1,146 @@
+"""Ask a target all that it can be asked."""
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from cutaway.check.discover import discover
+from cutaway.check.exam import NARROW, CannotError, Exam, widened
+from cutaway.check.finding import SEVERITY, Finding, Part, Report
+from cutaway.check.registry import Check, chosen
+from cutaway.check.target import Target
+from cutaway.errors import InputError
+
+Progress = Callable[[int, int, str], None]
+"""Called with checks done, all checks, and the name of the next."""
+
+
+def check(
+    target: Any = None,
+    *,
+    only: Iterable[str] | None = None,
+    skip: Iterable[str] | None = None,
+    seed: int = 0,
+    budget: float = 30.0,
+    quick: bool = False,
+    progress: Progress | None = None,
+    **offers: Any,
+) -> Report:
+    """Is this Transformer right?
+
+    `target` is a model of cutaway or of transformers, another nn.Module, or a function tokens (B, T) → logits (B, T, V).
+    `offers` are what it has beside (`padded=`, `cached=`, `loss=` …) and facts (`kind=`, `window=` …), as `Target` lists them.
+    Checks are chosen by `only` and `skip`; after `budget` seconds the rest is skipped. The model is left as it was.
+    """
+    asked = chosen(only, skip)
+    asked = [each for each in asked if each.quick] if quick else asked
+    if budget <= 0:
+        raise InputError(f"the budget is {budget} seconds; give some time, such as 30")
+    with kept(target, offers), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        found = discover(target, offers, seed=seed)
+        return examine(found, asked, seed=seed, budget=budget, progress=progress)
+
+
+def kept(target: Any, offers: dict[str, Any]) -> Any:
+    """The module's modes, gradients and switches are put back when all is over."""
+    module = offers.get("module", target)
+    module = getattr(module, "model", module) if not isinstance(module, nn.Module) else module
+    return Kept(module) if isinstance(module, nn.Module) else nullcontext()
+
+
+class Kept:
+    """Modes and gradients of a module, before and after."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __enter__(self) -> None:
+        self.modes = {part: part.training for part in self.module.modules()}
+        self.gradients = {part: part.grad for part in self.module.parameters()}
+        self.module.eval()
+
+    def __exit__(self, *_: object) -> None:
+        for part, training in self.modes.items():
+            part.training = training
+        for parameter, gradient in self.gradients.items():
+            parameter.grad = gradient
+
+
+def examine(
+    target: Target, asked: list[Check], *, seed: int, budget: float, progress: Progress | None = None
+) -> Report:
+    """All findings on a target."""
+    start = time.monotonic()
+    narrow = target.dtype in NARROW
+    exam = Exam(target, seed=seed, budget=budget)
+    findings: list[Finding] = []
+    noise: dict[str, float] = {}
+    for own in (True, False) if narrow else (False,):
+        with nullcontext() if own else widened(target.module):
+            if target.logits is not None:
+                exam.calibrate()
+                noise[str(target.dtype if own else torch.float32).removeprefix("torch.")] = exam.ratio
+            for each in asked:
+                if narrow and each.own != own:
+                    continue
+                if progress is not None:
+                    progress(len(findings), len(asked), each.name)
+                findings.append(ask(each, exam))
+    order = {each.name: n for n, each in enumerate(asked)}
+    findings.sort(key=lambda finding: order[finding.check])
+    return Report(target.name, findings, seed, time.monotonic() - start, target.facts(), noise)
+
+
+def ask(check: Check, exam: Exam) -> Finding:
+    """One check's finding: the worst of what it tried."""
+    start = time.monotonic()
+    missing = missing_for(check, exam.target)
+    if missing:
+        return Finding(check.name, "skip", f"skipped: {missing}", page=check.page)
+    if exam.left <= 0:
+        return Finding(
+            check.name, "skip", f"skipped: {exam.budget:g} s are over; give a larger budget", page=check.page
+        )
+    exam.generator.manual_seed(exam.seed)  # so that a check asked alone sees what it sees among others
+    try:
+        found = check.run(exam)
+        parts = [found] if isinstance(found, Part) else list(found)
+    except CannotError as error:
+        parts = [Part("skip", f"skipped: {error}")]
+    except Exception as error:  # the target's own code broke: that is a finding, and no reason to stop
+        said = (str(error).strip().splitlines() or [""])[0][:200]
+        parts = [Part("warn", f"could not be tried: it raised {type(error).__name__}: {said}")]
+    if exam.target.module is not None:
+        exam.target.module.eval()
+    parts = parts or [Part("skip", "skipped: there was nothing to try")]
+    worst = max(parts, key=lambda part: (SEVERITY[part.verdict], part.verdict == "pass"))
+    trouble = worst.verdict in ("fail", "warn")
+    return Finding(
+        check.name,
+        worst.verdict,
+        worst.message,
+        worst.measured,
+        worst.threshold,
+        worst.where,
+        check.cause if trouble else None,
+        check.fix if trouble else None,
+        check.page,
+        time.monotonic() - start,
+        parts,
+    )
+
+
+def missing_for(check: Check, target: Target) -> str | None:
+    """What a target lacks to be asked."""
+    if target.kind not in check.kinds:
+        return f"for {' and '.join(f'{kind}s' for kind in check.kinds)} only"
+    offered = set(target.offers())
+    for need in check.needs:
+        if not offered & set(need.split("|")):
+            return f"needs {need.replace('|', ' or ')}"
+    return None

@@ -1,0 +1,144 @@
+"""What a model of transformers offers. Its own package is not imported here: the model brings it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cutaway.check.plain import logits_of, parameters
+from cutaway.check.target import Target
+
+GREEDY: dict[str, Any] = {
+    "do_sample": False,
+    "num_beams": 1,
+    "eos_token_id": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "bad_words_ids": None,
+}
+SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "cls_token_id", "sep_token_id")
+SHORT = ("dynamic", "longrope")
+"""Scalings of RoPE that turn all tokens by other angles beyond the original length."""
+
+
+def is_one(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers."""
+    return any(each.__module__.startswith("transformers.") for each in type(module).__mro__) and hasattr(
+        module, "config"
+    )
+
+
+def target(model: Any, seed: int) -> Target:
+    """A target by the arguments that its forward takes."""
+    config = model.config.get_text_config(decoder=True) if not model.config.is_encoder_decoder else model.config
+    takes = parameters(model.forward)
+    found = Target(name=type(model).__name__, module=model)
+    found.kind = kind_of(model, config)
+    found.device, found.dtype = model.device, model.dtype
+    facts(found, model, config)
+    plain: dict[str, Any] = {"use_cache": False} if "use_cache" in takes else {}
+    if found.kind == "encoder-decoder":
+        of_both(found, model, config, seed)
+        return found
+    found.logits = lambda tokens: logits_of(model(input_ids=tokens, **plain))
+    if "attention_mask" in takes:
+        found.padded = lambda tokens, mask: logits_of(
+            model(input_ids=tokens, **masked(found, model, takes, mask), **plain)
+        )
+    if "position_ids" in takes:
+        found.placed = lambda tokens, positions: logits_of(model(input_ids=tokens, position_ids=positions, **plain))
+    if found.kind == "decoder" and "past_key_values" in takes:
+        found.cached = stepper(lambda tokens, state: model(input_ids=tokens, past_key_values=state, use_cache=True))
+        found.generate = lambda tokens, n: written(model, tokens, n, attention_mask=torch.ones_like(tokens))
+        found.generate_padded = lambda tokens, mask, n: written(model, tokens, n, attention_mask=mask.long())
+    if "labels" in takes and found.kind == "decoder":
+        found.loss = lambda tokens, labels: model(input_ids=tokens, labels=labels, **plain).loss
+    return found
+
+
+def kind_of(model: Any, config: Any) -> Any:
+    """Decoder, encoder or both."""
+    if config.is_encoder_decoder:
+        return "encoder-decoder"
+    if model.can_generate() or getattr(config, "is_decoder", False):
+        return "decoder"
+    causal = [getattr(part, "is_causal", None) for part in model.modules() if hasattr(part, "is_causal")]
+    return "decoder" if causal and all(causal) else "encoder"
+
+
+def facts(found: Target, model: Any, config: Any) -> None:
+    """What the configuration says."""
+    found.vocab = getattr(config, "vocab_size", None)
+    found.layers = getattr(config, "num_hidden_layers", None)
+    found.tied = getattr(config, "tie_word_embeddings", None)
+    found.pad, found.eos = number(config, "pad_token_id"), number(config, "eos_token_id")
+    special = [number(config, name) for name in SPECIAL]
+    found.special = tuple(sorted({token for token in special if token is not None}))
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))] if isinstance(rope, dict) else []
+    lengths = [getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)]
+    lengths += [each.get("original_max_position_embeddings") for each in ropes if each.get("rope_type") in SHORT]
+    known = [length for length in lengths if isinstance(length, int) and length > 0]
+    found.longest = min(known) if known else None
+    types = set(getattr(config, "layer_types", None) or [])
+    window = getattr(config, "sliding_window", None)
+    found.window = window if types == {"sliding_attention"} or (not types and isinstance(window, int)) else None
+
+
+def number(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    value = value[0] if isinstance(value, list) and value else value
+    return value if isinstance(value, int) else None
+
+
+def masked(found: Target, model: Any, takes: list[str], mask: Tensor) -> dict[str, Any]:
+    """The mask, and the positions that follow from it where they are to be told (its own `generate` does the same)."""
+    told: dict[str, Any] = {"attention_mask": mask.long()}
+    counts_itself = any(hasattr(part, "create_position_ids_from_input_ids") for part in model.modules())
+    if "position_ids" in takes and not counts_itself:
+        told["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    return told
+
+
+def stepper(call: Callable[[Tensor, Any], Any]) -> Callable[[Tensor, Any], tuple[Tensor, Any]]:
+    """Steps with the cache that it makes itself."""
+
+    def step(tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+        out = call(tokens, state)
+        return out.logits, out.past_key_values
+
+    return step
+
+
+def written(model: Any, tokens: Tensor, n: int, **how: Any) -> Tensor:
+    """The tokens that its own `generate` adds."""
+    out = model.generate(tokens, max_new_tokens=n, min_new_tokens=n, pad_token_id=0, **GREEDY, **how)
+    return out[:, -n:]
+
+
+def of_both(found: Target, model: Any, config: Any, seed: int) -> None:
+    """An encoder-decoder: a fixed source for questions about the target's tokens."""
+    low = min(5, config.vocab_size - 1)
+    draw = torch.randint(low, config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(seed + 1))
+    source = draw.to(model.device)
+
+    def rows(tokens: Tensor) -> Tensor:
+        return source.expand(len(tokens), -1)
+
+    def run(tokens: Tensor, **how: Any) -> Any:
+        return model(input_ids=rows(tokens), decoder_input_ids=tokens, **{"use_cache": False} | how)
+
+    def crossed(source: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
+        told = {} if mask is None else {"attention_mask": mask.long()}
+        return logits_of(model(input_ids=source, decoder_input_ids=tokens, use_cache=False, **told))
+
+    def step(tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+        memory, past = (None, None) if state is None else state
+        memory = model.get_encoder()(input_ids=rows(tokens)) if memory is None else memory
+        out = model(encoder_outputs=memory, decoder_input_ids=tokens, past_key_values=past, use_cache=True)
+        return out.logits, (memory, out.past_key_values)
+
+    found.logits = lambda tokens: logits_of(run(tokens))
+    found.padded = lambda tokens, mask: logits_of(run(tokens, decoder_attention_mask=mask.long()))
+    found.crossed, found.cached = crossed, step

@@ -1,0 +1,1 @@
+"""Seeded bugs: at least one for each check, each caught by its check."""
