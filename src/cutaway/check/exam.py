@@ -88,7 +88,8 @@ class Exam:
         start = time.monotonic()
         base = self.target.logits(tokens)
         self.seconds_a_pass = time.monotonic() - start
-        self.ratio = self.noise(lambda: self.target.logits(tokens), base) / max(scale_of(base), 1e-30)  # type: ignore[misc]
+        noise = self.noise(lambda: self.target.logits(tokens), base)  # type: ignore[misc]
+        self.ratio = noise / max(scale_of(base), 1e-30)
 
     def noise(self, make: Make, base: Tensor | None = None) -> float:
         """The most that a result moves when it is computed again, with each product rounded otherwise."""
@@ -98,9 +99,8 @@ class Exam:
             with Jitter(self.seed + n):
                 again = make()
             if again.shape == base.shape:
-                worst = torch.maximum(
-                    worst, (again.detach().float() - base.detach().float()).abs().nan_to_num(0.0).max()
-                )
+                moved = (again.detach().float() - base.detach().float()).abs()
+                worst = torch.maximum(worst, moved.nan_to_num(0.0).max())
         floor = torch.finfo(base.dtype).eps * scale_of(base) if base.is_floating_point() else 0.0
         return max(float(worst), floor)
 

@@ -32,8 +32,9 @@ def check(
 ) -> Report:
     """Is this Transformer right?
 
-    `target` is a model of cutaway or of transformers, another nn.Module, or a function tokens (B, T) → logits (B, T, V).
-    `offers` are what it has beside (`padded=`, `cached=`, `loss=` …) and facts (`kind=`, `window=` …), as `Target` lists them.
+    `target` is a model of cutaway or of transformers, another nn.Module, or a function tokens (B, T) → logits
+    (B, T, V). `offers` are what it has beside (`padded=`, `cached=`, `loss=` …) and facts (`kind=`, `window=` …), as
+    `Target` lists them.
     Checks are chosen by `only` and `skip`; after `budget` seconds the rest is skipped. The model is left as it was.
     """
     asked = chosen(only, skip)

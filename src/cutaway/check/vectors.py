@@ -37,7 +37,7 @@ def tables(module: nn.Module, run: Any, tokens: Tensor) -> list[nn.Module]:
 
 @contextmanager
 def moved(module: nn.Module | None, run: Any, tokens: Tensor) -> Iterator[list[Tensor]]:
-    """While it lasts, `run(tokens)` adds zeros to the tokens' vectors: the list, filled by then, holds them for gradients."""
+    """While it lasts, `run(tokens)` adds zeros to the tokens' vectors; the list then holds them, for gradients."""
     found = [] if module is None else tables(module, run, tokens)
     if not found:
         raise CannotError("needs the module, with an embedding that is given the tokens")
