@@ -18,6 +18,7 @@ from cutaway.errors import CutawayError
 VERBS = {
     "ablate": "cutaway.cli.ablate:ablate",
     "bench": "cutaway.cli.bench:bench",
+    "check": "cutaway.cli.check:check",
     "convert": "cutaway.cli.convert:convert",
     "demo": "cutaway.cli.demo:demo",
     "eval": "cutaway.cli.eval:evaluate",

@@ -106,15 +106,22 @@ def opened(
     return reading
 
 
-def fresh(source: str, device: str | None, dtype: "DType | None") -> Any:
-    """The model that a preset's name or a file of settings describes; None if it is a checkpoint's."""
-    from cutaway.config import config, presets
+def is_described(source: str) -> bool:
+    """Whether a source is a preset's name or a file of settings, and no checkpoint."""
+    from cutaway.config import presets
     from cutaway.shipped import where
 
     is_file = source.endswith((".toml", ".json"))
-    if Path(source).exists() and not is_file:
-        return None
-    if where(source) is not None or not (is_file or source in presets() or "/" not in source.partition("@")[0]):
+    if (Path(source).exists() and not is_file) or where(source) is not None:
+        return False
+    return is_file or source in presets() or "/" not in source.partition("@")[0]
+
+
+def fresh(source: str, device: str | None, dtype: "DType | None") -> Any:
+    """The model that a preset's name or a file of settings describes; None if it is a checkpoint's."""
+    from cutaway.config import config
+
+    if not is_described(source):
         return None
     described = config(source)  # a misspelt name is told its nearest
     import torch
