@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from inspect import cleandoc
+from io import StringIO
 from pathlib import Path
 
 import torch
@@ -75,7 +76,7 @@ def picture(name: str) -> str:
     report = examined(bug, only=[name])
     report.findings = [report[name]]
     source = f"home:{bug.name.partition('/')[2].replace(' ', '_')}"
-    out = Console(record=True, width=100, file=Path("/dev/null").open("w"), highlight=False)  # noqa: SIM115
+    out = Console(record=True, width=100, file=StringIO(), highlight=False)
     show(report, source, timed=False, out=out)
     svg = out.export_svg(title=f"cutaway check {source} --only {name}", unique_id="report")
     return "\n".join(line.rstrip() for line in FONTS.sub("", svg).splitlines()) + "\n"

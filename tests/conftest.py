@@ -43,6 +43,6 @@ def verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
             main()
         written = capsys.readouterr()
         assert (ended.value.code or 0) == code, written.err
-        return written.err if code else written.out
+        return written.err if code > 1 else written.out
 
     return with_arguments

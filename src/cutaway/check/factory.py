@@ -23,7 +23,7 @@ def is_named(source: str) -> bool:
 def found(source: str, folder: Path | None = None) -> Any:
     """What `module.path:factory` names. Its module is imported, as Python does from the directory one stands in."""
     named = NAMED.fullmatch(source)
-    if named is None:
+    if named is None or named[1].endswith(".py"):
         raise InputError(
             f"'{source}' is no module.path:factory; write the module as Python imports it, as in models.gpt:make"
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+import cutaway.check.checks  # noqa: F401  the package first: imported later, it would take the place of `checks()`
 from cutaway.check.finding import Part
 from cutaway.errors import InputError
 
