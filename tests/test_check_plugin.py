@@ -120,4 +120,4 @@ def test_without_its_option_it_does_nothing_and_imports_nothing(project: Run) ->
 
 def test_pytest_finds_it_by_itself() -> None:
     entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["pytest11"]
-    assert resolve_name(entries["cutaway"]).pytest_addoption
+    assert resolve_name(entries["cutaway.pytest_plugin"]).pytest_addoption

@@ -28,7 +28,7 @@ def show(
 ) -> None:
     """A report on one screen. Without `timed` it says nothing that differs from run to run."""
     out = out or console()
-    parts: list[RenderableType] = [title(report, source)]
+    parts: list[RenderableType] = [heading(visible(source), visible(report.target)), under(Text(known(report), "dim"))]
     parts += [under(Text(visible(note), "dim")) for note in notes]
     for finding in (*report.failures, *report.warnings):
         parts += [Text(), problem(finding)]
@@ -37,14 +37,14 @@ def show(
     out.print(Group(*parts, verdict(report, timed=timed)))
 
 
-def title(report: Report, source: str) -> Text:
+def known(report: Report) -> str:
+    """What the target is, in a line."""
     facts = report.facts
-    known = [facts["kind"]] if facts.get("kind") and facts["kind"] not in report.target else []
-    known += [f"{facts['layers']} layers"] if "layers" in facts else []
-    known += [f"vocabulary of {facts['vocab']:,}"] if "vocab" in facts else []
-    known += [str(facts[name]).removeprefix("torch.") for name in ("dtype", "device") if name in facts]
-    name = source if source == report.target else f"{source}  {report.target}"
-    return heading(visible(name), " · ".join(known))
+    told = [facts["kind"]] if facts.get("kind") and facts["kind"] not in report.target else []
+    told += [f"{facts['layers']} layers"] if "layers" in facts else []
+    told += [f"vocabulary of {facts['vocab']:,}"] if "vocab" in facts else []
+    told += [str(facts[name]).removeprefix("torch.") for name in ("dtype", "device") if name in facts]
+    return " · ".join(told)
 
 
 def problem(finding: Finding) -> RenderableType:
