@@ -105,8 +105,9 @@ class Exam:
         return max(float(worst), floor)
 
     def same(self, one: Make, other: Make, *, first: Tensor | None = None, gradients: bool = False) -> Gap:
-        """Compare two ways to one result (`first`: what `one` gave, where it is known). Where they seem apart, the noise
-        of just these two is measured too."""
+        """Compare two ways to one result (`first`: what `one` gave, where it is known).
+
+        Where they seem apart, the noise of just these two is measured too."""
         with nullcontext() if gradients else torch.no_grad():
             a = one() if first is None else first
             b = other()

@@ -15,6 +15,7 @@ from cutaway.check.registry import Check, chosen
 from cutaway.check.target import Target
 from cutaway.errors import InputError
 
+UNTRIED = "could not be tried"
 Progress = Callable[[int, int, str], None]
 """Called with checks done, all checks, and the name of the next."""
 
@@ -115,12 +116,12 @@ def ask(check: Check, exam: Exam) -> Finding:
         parts = [Part("skip", f"skipped: {error}")]
     except Exception as error:  # the target's own code broke: that is a finding, and no reason to stop
         said = (str(error).strip().splitlines() or [""])[0][:200]
-        parts = [Part("warn", f"could not be tried: it raised {type(error).__name__}: {said}")]
+        parts = [Part("warn", f"{UNTRIED}: it raised {type(error).__name__}: {said}")]
     if exam.target.module is not None:
         exam.target.module.eval()
     parts = parts or [Part("skip", "skipped: there was nothing to try")]
     worst = max(parts, key=lambda part: (SEVERITY[part.verdict], part.verdict == "pass"))
-    trouble = worst.verdict in ("fail", "warn")
+    trouble = worst.verdict in ("fail", "warn") and not worst.message.startswith(UNTRIED)
     return Finding(
         check.name,
         worst.verdict,

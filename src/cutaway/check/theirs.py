@@ -18,6 +18,7 @@ GREEDY: dict[str, Any] = {
     "bad_words_ids": None,
 }
 SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "cls_token_id", "sep_token_id")
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")
 SHORT = ("dynamic", "longrope")
 """Scalings of RoPE that turn all tokens by other angles beyond the original length."""
 
@@ -69,7 +70,7 @@ def kind_of(model: Any, config: Any) -> Any:
 
 def facts(found: Target, model: Any, config: Any) -> None:
     """What the configuration says."""
-    found.vocab = getattr(config, "vocab_size", None)
+    found.vocab = getattr(config, "decoder_vocab_size", None) or getattr(config, "vocab_size", None)
     found.layers = getattr(config, "num_hidden_layers", None)
     found.tied = getattr(config, "tie_word_embeddings", None)
     found.pad, found.eos = number(config, "pad_token_id"), number(config, "eos_token_id")
@@ -77,7 +78,7 @@ def facts(found: Target, model: Any, config: Any) -> None:
     found.special = tuple(sorted({token for token in special if token is not None}))
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))] if isinstance(rope, dict) else []
-    lengths = [getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)]
+    lengths = [getattr(config, name, None) for name in LENGTHS]
     lengths += [each.get("original_max_position_embeddings") for each in ropes if each.get("rope_type") in SHORT]
     known = [length for length in lengths if isinstance(length, int) and length > 0]
     found.longest = min(known) if known else None

@@ -14,7 +14,10 @@ from cutaway.check.vectors import moved
 from cutaway.check.where import first_difference
 
 CAUSE = "the causal mask is missing, shifted by one, transposed, or not applied on this path"
-FIX = "hide key j from query i wherever j > i, with -inf before the softmax, on every path"
+FIX = (
+    "hide key j from query i wherever j > i, with -inf before the softmax, on every path; a model that is meant to see "
+    "both sides is checked with kind='encoder'"
+)
 EDGES = (8, 16, 32, 64)
 EXACT = 1e-12
 """A hidden token weighs exactly nothing: this share of the largest gradient is far below any rounding."""
@@ -135,15 +138,15 @@ def causality_gradient(exam: Exam) -> Part:
         reader, seen = divmod(int(above.argmax()), length)
         message = f"the logits at position {reader} have a gradient with respect to token {seen}, which comes later"
         return Part("fail", message, float(above.max()), bound, f"position {reader}")
-    reach = length if exam.target.window is None else (exam.target.layers or 1) * (exam.target.window - 1)
-    dead = [(t, s) for t in range(length) for s in range(t + 1) if t - s <= reach and not table[t, s] > 0]
-    if dead and exam.target.window is None:
+    dead = [(t, s) for t in range(length) for s in range(t + 1) if not table[t, s] > 0]
+    near = min((t - s for t, s in dead), default=length)
+    window = all((t - s >= near) == ((t, s) in dead) for t in range(length) for s in range(t + 1))
+    if not window or near == 0:  # where nobody sees further than some distance, that is a window
         reader, seen = dead[0]
-        message = (
-            f"the logits at position {reader} have no gradient with respect to token {seen}, which they should see"
-        )
+        message = f"the logits at position {reader} do not depend on token {seen}, which they should see"
         return Part("fail", message, 0.0, 0.0, f"position {reader}")
-    return Part("pass", "zero for later tokens, alive for earlier ones", float(above.max()), bound)
+    reach = "" if near == length else f", {near} tokens far"
+    return Part("pass", f"zero for later tokens, alive for earlier ones{reach}", float(above.max()), bound)
 
 
 @check(
