@@ -13,9 +13,12 @@ from cutaway.check.finding import Part
 from cutaway.check.noise import Jitter
 from cutaway.check.target import Target
 from cutaway.check.witness import Attention, Witness
+from cutaway.generate.plan import free_memory
 
 LENGTH = 24
 """Tokens of a usual text."""
+SLOW, SHORT = 0.03, 16
+"""From so many seconds a pass on, texts have so many tokens."""
 MARGIN = 10.0
 """How many times its own noise two equal results may be apart."""
 NULLS = 3
@@ -90,6 +93,8 @@ class Exam:
         self.seconds_a_pass = time.monotonic() - start
         noise = self.noise(lambda: self.target.logits(tokens), base)  # type: ignore[misc]
         self.ratio = noise / max(scale_of(base), 1e-30)
+        if self.seconds_a_pass > SLOW:
+            self.length = min(self.length, SHORT)
 
     def noise(self, make: Make, base: Tensor | None = None) -> float:
         """The most that a result moves when it is computed again, with each product rounded otherwise."""
@@ -168,6 +173,15 @@ def apart(a: Tensor, b: Tensor) -> Gap:
 
 
 NARROW = (torch.bfloat16, torch.float16)
+
+
+def can_widen(target: Target) -> bool:
+    """Whether there is a module, and room for its weights in fp32."""
+    if target.module is None:
+        return False
+    more = 4 * sum(each.numel() for each in target.module.parameters() if each.dtype in NARROW)
+    free = free_memory(target.device)
+    return free is None or more < free / 2
 
 
 @contextmanager

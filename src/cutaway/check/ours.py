@@ -1,6 +1,7 @@
 """What a model of cutaway offers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from cutaway.check.target import Target
 from cutaway.config import Config
+from cutaway.errors import KernelError
 from cutaway.lens.models import unwrapped
 from cutaway.model import EncoderDecoder, EncoderOnly, Transformer
 
@@ -86,16 +88,28 @@ def stepper(model: Transformer, call: Callable[..., Tensor]) -> Callable[[Tensor
 def kernels(model: Transformer, logits: Any) -> dict[str, Any]:
     """Each kernel that can compute this model; flex is left out, for it compiles."""
 
+    @contextmanager
+    def switched(name: str) -> Iterator[None]:
+        before = [(module, module.kernel) for module in model.modules() if hasattr(module, "make_kernel")]
+        try:
+            model.use_kernel(name)
+            yield
+        finally:
+            for module, kernel in before:
+                module.kernel = kernel
+
+    def able(name: str) -> bool:
+        try:
+            with switched(name):
+                return True
+        except KernelError:
+            return False
+
     def by(name: str) -> Callable[[Tensor], Tensor]:
         def run(tokens: Tensor) -> Tensor:
-            before = [(module, module.kernel) for module in model.modules() if hasattr(module, "make_kernel")]
-            try:
-                model.use_kernel(name)
+            with switched(name):
                 return logits(tokens)
-            finally:
-                for module, kernel in before:
-                    module.kernel = kernel
 
         return run
 
-    return {name: by(name) for name in ("explicit", "sdpa")}
+    return {name: by(name) for name in ("explicit", "sdpa") if able(name)}

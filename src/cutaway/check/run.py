@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cutaway.check.discover import discover
-from cutaway.check.exam import NARROW, CannotError, Exam, widened
+from cutaway.check.exam import NARROW, CannotError, Exam, can_widen, widened
 from cutaway.check.finding import SEVERITY, Finding, Part, Report
 from cutaway.check.registry import Check, chosen
 from cutaway.check.target import Target
@@ -78,15 +78,16 @@ def examine(
 ) -> Report:
     """All findings on a target."""
     start = time.monotonic()
-    narrow = target.dtype in NARROW
+    narrow = target.dtype in NARROW and can_widen(target)
     exam = Exam(target, seed=seed, budget=budget)
     findings: list[Finding] = []
     noise: dict[str, float] = {}
     for own in (True, False) if narrow else (False,):
-        with nullcontext() if own else widened(target.module):
+        with widened(target.module) if narrow and not own else nullcontext():
             if target.logits is not None:
                 exam.calibrate()
-                noise[str(target.dtype if own else torch.float32).removeprefix("torch.")] = exam.ratio
+                dtype = torch.float32 if narrow and not own else target.dtype
+                noise[str(dtype).removeprefix("torch.")] = exam.ratio
             for each in asked:
                 if narrow and each.own != own:
                     continue

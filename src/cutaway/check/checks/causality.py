@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from cutaway.check.exam import CannotError, Exam, Gap
+from cutaway.check.exam import SLOW, CannotError, Exam, Gap
 from cutaway.check.finding import Part
 from cutaway.check.registry import CAUSAL, check
 from cutaway.check.target import Logits
@@ -73,7 +73,7 @@ def causality(exam: Exam) -> Iterator[Part]:
     yield from leaks(exam, logits, tokens, list(range(1, tokens.shape[1])))
     with torch.no_grad():
         base = logits(tokens)
-    for cut in range(1, tokens.shape[1], 1 if exam.seconds_a_pass < 0.01 else 5):
+    for cut in range(1, tokens.shape[1], 1 if exam.seconds_a_pass < SLOW else 5):
         gap = exam.same(
             lambda cut=cut: logits(tokens)[:, :cut],  # type: ignore[misc]
             lambda cut=cut: logits(tokens[:, :cut]),  # type: ignore[misc]
@@ -97,7 +97,8 @@ def causality_edges(exam: Exam) -> Iterator[Part]:
     """In a text of 67 tokens, change all tokens from just before, at and just after 8, 16, 32 and 64."""
     longest = exam.target.longest or 10_000
     length = min(max(EDGES) + 3, longest)
-    cuts = [cut for edge in EDGES for cut in (edge - 1, edge, edge + 1) if cut < length]
+    around = (-1, 0, 1) if exam.seconds_a_pass < SLOW else (0,)
+    cuts = [edge + step for edge in EDGES for step in around if edge + step < length]
     if not cuts:
         raise CannotError(f"it reads {longest} tokens at most, fewer than a tile has")
     assert exam.target.logits is not None
@@ -114,7 +115,7 @@ def causality_edges(exam: Exam) -> Iterator[Part]:
 )
 def causality_gradient(exam: Exam) -> Part:
     """The Jacobian of the logits by the tokens' vectors: exactly zero above the diagonal, alive below it."""
-    logits, tokens = exam.target.logits, exam.text(1, min(12, exam.length))
+    logits, tokens = exam.target.logits, exam.text(1, min(12 if exam.seconds_a_pass < SLOW else 8, exam.length))
     assert logits is not None
     length = tokens.shape[1]
     weights = None
