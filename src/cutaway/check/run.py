@@ -1,7 +1,7 @@
 """Ask a target all that it can be asked."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -93,16 +93,20 @@ def examine(
                     continue
                 if progress is not None:
                     progress(len(findings), len(asked), each.name)
-                findings.append(ask(each, exam))
+                failed = {finding.check for finding in findings if finding.verdict == "fail"}
+                findings.append(ask(each, exam, failed))
     order = {each.name: n for n, each in enumerate(asked)}
     findings.sort(key=lambda finding: order[finding.check])
     return Report(target.name, findings, seed, time.monotonic() - start, target.facts(), noise)
 
 
-def ask(check: Check, exam: Exam) -> Finding:
+def ask(check: Check, exam: Exam, failed: Collection[str] = ()) -> Finding:
     """One check's finding: the worst of what it tried."""
     start = time.monotonic()
     missing = missing_for(check, exam.target)
+    known = [name for name in check.after if name in failed]
+    if known and missing is None:
+        missing = f"{known[0]} failed, which would show here too"
     if missing:
         return Finding(check.name, "skip", f"skipped: {missing}", page=check.page)
     if exam.left <= 0:

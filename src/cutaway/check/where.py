@@ -15,16 +15,17 @@ MOST = 1 << 28
 
 @torch.no_grad()
 def first_difference(
-    exam: "Exam", one: Callable[[], Any], other: Callable[[], Any], positions: slice = slice(None)
+    exam: "Exam", one: Callable[[], Any], other: Callable[[], Any], positions: slice = slice(None), length: int = 0
 ) -> str | None:
     """The path of the first module whose output differs at these positions; None where there is no module to look into.
 
-    A module is done before those that hold it, so the smallest part that differs is named.
+    A module is done before those that hold it, so the smallest part that differs is named. Positions are along the
+    axis that has `length` values: the second, or the third where heads come first.
     """
     module = exam.target.module
     if module is None:
         return None
-    a, b = outputs(module, one, positions), outputs(module, other, positions)
+    a, b = outputs(module, one, positions, length), outputs(module, other, positions, length)
     for (name, x), (again, y) in zip(a, b, strict=False):
         if name != again or x.shape != y.shape:
             return name or None
@@ -34,8 +35,8 @@ def first_difference(
     return None
 
 
-def outputs(module: Any, run: Callable[[], Any], positions: slice) -> list[tuple[str, Tensor]]:
-    """What each module gives in one run, in order, at these positions of the second axis."""
+def outputs(module: Any, run: Callable[[], Any], positions: slice, length: int) -> list[tuple[str, Tensor]]:
+    """What each module gives in one run, in order, at these positions."""
     seen: list[tuple[str, Tensor]] = []
     bytes_kept = 0
     hooks = []
@@ -45,7 +46,10 @@ def outputs(module: Any, run: Callable[[], Any], positions: slice) -> list[tuple
             nonlocal bytes_kept
             out = out[0] if isinstance(out, tuple) and out else out
             if isinstance(out, Tensor) and out.is_floating_point() and out.ndim >= 3 and bytes_kept < MOST:
-                kept = out[:, positions].detach().clone()
+                if length and length not in out.shape[1:3]:
+                    return
+                by_heads = length and out.shape[1] != length
+                kept = (out[:, :, positions] if by_heads else out[:, positions]).detach().clone()
                 bytes_kept += kept.nbytes
                 seen.append((name, kept))
 

@@ -51,7 +51,7 @@ def told(exam: Exam, logits: Logits, tokens: Tensor, cut: int, gap: Gap, path: s
         other = exam.changed(tokens, slice(at, at + 1))
         if not exam.same(lambda: logits(tokens)[:, reader], lambda other=other: logits(other)[:, reader]).ok:  # type: ignore[misc]
             break
-    module = first_difference(exam, lambda: logits(tokens), lambda: logits(other), slice(0, cut))
+    module = first_difference(exam, lambda: logits(tokens), lambda: logits(other), slice(0, cut), tokens.shape[1])
     where = f"position {reader}" + (f", first in {module}" if module else "")
     message = f"the logits at position {reader} change with token {at}, which comes later{path}"
     return Part("fail", message, gap.worst, gap.bound, where)
@@ -92,6 +92,7 @@ def causality(exam: Exam) -> Iterator[Part]:
     cause="a tile on the diagonal is not masked, or the last tile of a length that is no multiple of the block",
     fix="mask each tile by its absolute positions, and test lengths around every multiple of the block size",
     kinds=CAUSAL,
+    after=("causality",),
 )
 def causality_edges(exam: Exam) -> Iterator[Part]:
     """In a text of 67 tokens, change all tokens from just before, at and just after 8, 16, 32 and 64."""
@@ -112,6 +113,7 @@ def causality_edges(exam: Exam) -> Iterator[Part]:
     fix=FIX,
     needs=("logits", "module"),
     kinds=CAUSAL,
+    after=("causality",),
 )
 def causality_gradient(exam: Exam) -> Part:
     """The Jacobian of the logits by the tokens' vectors: exactly zero above the diagonal, alive below it."""
@@ -156,6 +158,7 @@ def causality_gradient(exam: Exam) -> Part:
     cause="each branch makes a mask of its own: with a padding mask, a cache, dropout or another kernel",
     fix="make the mask in one place from positions, and use it on every path",
     kinds=CAUSAL,
+    after=("causality",),
     quick=True,
 )
 def causality_paths(exam: Exam) -> Iterator[Part]:
