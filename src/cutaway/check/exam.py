@@ -59,6 +59,8 @@ class Exam:
         allowed = [token for token in range(min(target.vocab, 50_000)) if token not in special]
         self.allowed = torch.tensor(allowed or list(range(target.vocab)))
         self.length = min(LENGTH, target.longest or LENGTH)
+        self.known: dict[str, Any] = {}
+        """What several checks ask for and is made once."""
 
     # time
     @property
@@ -146,6 +148,12 @@ class Exam:
         with Witness(self.target.module) as witness:
             self.target.logits(tokens)
         return witness.attentions
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What was made under this name before, or is made now."""
+        if name not in self.known:
+            self.known[name] = make()
+        return self.known[name]
 
     def need(self, *names: str) -> None:
         """Refuse what cannot be tried."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutaway.check import ours_state
 from cutaway.check.target import Target
 from cutaway.config import Config
 from cutaway.errors import KernelError
@@ -37,6 +38,7 @@ def target(model: Any, thing: Any, seed: int) -> Target:
         found.packed = lambda tokens, documents: inner(tokens, documents=documents)
         found.cached = stepper(inner, lambda tokens, cache: inner(tokens, cache=cache))
     found.kernels = kernels(inner, found.logits)
+    ours_state.offer(found, inner, seed)
     return found
 
 

@@ -6,10 +6,13 @@ others they are keyword arguments of `ct.check`. What is not offered is not chec
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from cutaway.check.again import Again
 
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
 Logits = Callable[[Tensor], Tensor]
@@ -61,13 +64,20 @@ class Target:
     kernels: Mapping[str, Logits] = field(default_factory=dict)
     """Names of attention kernels, and the logits by each."""
     variants: Callable[[], Mapping[str, Callable[[], Logits]]] | None = None
-    """() → by the name of a setting: how to make the model with that setting changed, with the same weights."""
+    """() → by the name of a setting: how to make the model with that setting changed, with the same weights; a
+    ValueError is a refusal, which is as good. Under "" is what they are compared with, if it is not the model itself."""
     exported: Callable[[], Logits] | None = None
     """() → the logits of the model that was saved, and loaded again."""
     recomputed: Callable[[bool], None] | None = None
     """Switches activation checkpointing on and off."""
     against: Logits | None = None
     """The same model by another implementation."""
+    make: Callable[[], nn.Module] | None = None
+    """() → the module made anew from the same settings, with any weights."""
+    reloaded: Callable[[], "Again"] | None = None
+    """() → what was saved and loaded again, with what the loading said."""
+    from_shapes: Callable[[], nn.Module] | None = None
+    """() → the module made on the meta device and filled with these weights, as its own loading does it."""
     module: nn.Module | None = None
 
     # facts

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cutaway.check import theirs_state
 from cutaway.check.plain import logits_of, parameters
 from cutaway.check.target import Target
 
@@ -38,6 +39,7 @@ def target(model: Any, seed: int) -> Target:
     found.kind = kind_of(model, config)
     found.device, found.dtype = model.device, model.dtype
     facts(found, model, config)
+    theirs_state.offer(found, model, seed)
     plain: dict[str, Any] = {"use_cache": False} if "use_cache" in takes else {}
     if found.kind == "encoder-decoder":
         of_both(found, model, config, seed)
@@ -118,11 +120,16 @@ def written(model: Any, tokens: Tensor, n: int, **how: Any) -> Tensor:
     return out[:, -n:]
 
 
-def of_both(found: Target, model: Any, config: Any, seed: int) -> None:
-    """An encoder-decoder: a fixed source for questions about the target's tokens."""
+def source_for(model: Any, config: Any, seed: int) -> Tensor:
+    """A source text without special tokens."""
     low = min(5, config.vocab_size - 1)
     draw = torch.randint(low, config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(seed + 1))
-    source = draw.to(model.device)
+    return draw.to(model.device)
+
+
+def of_both(found: Target, model: Any, config: Any, seed: int) -> None:
+    """An encoder-decoder: a fixed source for questions about the target's tokens."""
+    source = source_for(model, config, seed)
 
     def rows(tokens: Tensor) -> Tensor:
         return source.expand(len(tokens), -1)
