@@ -11,7 +11,7 @@ from cutaway.errors import InputError
 if TYPE_CHECKING:
     from cutaway.check.exam import Exam
 
-ROOMS = ("causality",)
+ROOMS = ("causality", "cache", "writing", "choosing")
 CAUSAL = ("decoder", "encoder-decoder")
 ANY = ("decoder", "encoder", "encoder-decoder")
 Run = Callable[["Exam"], Part | Iterable[Part]]

@@ -15,16 +15,21 @@ MOST = 1 << 28
 
 @torch.no_grad()
 def first_difference(
-    exam: "Exam", one: Callable[[], Any], other: Callable[[], Any], positions: slice = slice(None)
+    exam: "Exam",
+    one: Callable[[], Any],
+    other: Callable[[], Any],
+    positions: slice = slice(None),
+    others: slice | None = None,
 ) -> str | None:
     """The path of the first module whose output differs at these positions; None where there is no module to look into.
 
-    A module is done before those that hold it, so the smallest part that differs is named.
+    A module is done before those that hold it, so the smallest part that differs is named. `others` are the positions
+    of the other run, where they are not the same.
     """
     module = exam.target.module
     if module is None:
         return None
-    a, b = outputs(module, one, positions), outputs(module, other, positions)
+    a, b = outputs(module, one, positions), outputs(module, other, positions if others is None else others)
     for (name, x), (again, y) in zip(a, b, strict=False):
         if name != again or x.shape != y.shape:
             return name or None
