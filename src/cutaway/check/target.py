@@ -43,8 +43,8 @@ class Target:
     """tokens, mask, n → the same for texts padded on the left."""
     beams: Callable[[Tensor, int, int], tuple[Tensor, Tensor]] | None = None
     """tokens (1, T), n, k → the k best (k, n) continuations, and their (k,) sums of log-probabilities."""
-    sample: Callable[[Tensor, int], Tensor] | None = None
-    """logits (V,), n → n tokens drawn from softmax(logits)."""
+    sample: Callable[..., Tensor] | None = None
+    """logits (V,), n → n tokens drawn from softmax(logits); it may take temperature=, top_k= and top_p= too."""
     speculate: Callable[[Tensor, int], Tensor] | None = None
     """tokens, n → the (B, n) tokens of speculative decoding at temperature 0."""
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -61,6 +61,8 @@ class Target:
     """q (B, H, T, D), k, v (B, G, T, D) → (B, H, T, D)."""
     poisoned: Callable[[Tensor, float], Tensor] | None = None
     """tokens, value → logits of a cached pass in whose unused cache slots the value was written."""
+    rolled: Callable[[Tensor, int], Tensor] | None = None
+    """tokens, n → logits of a text read in pieces of n tokens, in a cache that keeps no more than a window."""
     kernels: Mapping[str, Logits] = field(default_factory=dict)
     """Names of attention kernels, and the logits by each."""
     variants: Callable[[], Mapping[str, Callable[[], Logits]]] | None = None
@@ -86,6 +88,8 @@ class Target:
     """Tokens it can read."""
     window: int | None = None
     """Tokens that every layer's attention sees, itself included; None for all."""
+    windows: tuple[int, ...] = ()
+    """The windows of those layers that have one, each once."""
     layers: int | None = None
     tied: bool | None = None
     """Whether the head is the embedding's table."""

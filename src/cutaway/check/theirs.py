@@ -9,15 +9,8 @@ from torch import Tensor, nn
 from cutaway.check import theirs_state
 from cutaway.check.plain import logits_of, parameters
 from cutaway.check.target import Target
+from cutaway.check.theirs_writing import add_writing, fixed_cache
 
-GREEDY: dict[str, Any] = {
-    "do_sample": False,
-    "num_beams": 1,
-    "eos_token_id": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "bad_words_ids": None,
-}
 SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "cls_token_id", "sep_token_id")
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")
 SHORT = ("dynamic", "longrope")
@@ -53,8 +46,12 @@ def target(model: Any, seed: int) -> Target:
         found.placed = lambda tokens, positions: logits_of(model(input_ids=tokens, position_ids=positions, **plain))
     if found.kind == "decoder" and "past_key_values" in takes:
         found.cached = stepper(lambda tokens, state: model(input_ids=tokens, past_key_values=state, use_cache=True))
-        found.generate = lambda tokens, n: written(model, tokens, n, attention_mask=torch.ones_like(tokens))
-        found.generate_padded = lambda tokens, mask, n: written(model, tokens, n, attention_mask=mask.long())
+        if model.can_generate():
+            add_writing(found, model, told)
+        found.poisoned = fixed_cache(
+            model,
+            lambda tokens, cache: logits_of(model(input_ids=tokens, past_key_values=cache, use_cache=True)),
+        )
     if "labels" in takes and found.kind == "decoder":
         found.loss = lambda tokens, labels: model(input_ids=tokens, labels=labels, **plain).loss
     return found
@@ -86,6 +83,8 @@ def facts(found: Target, model: Any, config: Any) -> None:
     found.longest = min(known) if known else None
     types = set(getattr(config, "layer_types", None) or [])
     window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in types if types else isinstance(window, int)
+    found.windows = (window,) if slides and isinstance(window, int) else ()
     found.window = window if types == {"sliding_attention"} or (not types and isinstance(window, int)) else None
 
 
@@ -114,10 +113,9 @@ def stepper(call: Callable[[Tensor, Any], Any]) -> Callable[[Tensor, Any], tuple
     return step
 
 
-def written(model: Any, tokens: Tensor, n: int, **how: Any) -> Tensor:
-    """The tokens that its own `generate` adds."""
-    out = model.generate(tokens, max_new_tokens=n, min_new_tokens=n, pad_token_id=0, **GREEDY, **how)
-    return out[:, -n:]
+def told(tokens: Tensor, mask: Tensor | None) -> dict[str, Any]:
+    """A text for its `generate`."""
+    return {"inputs": tokens, "attention_mask": torch.ones_like(tokens) if mask is None else mask.long()}
 
 
 def source_for(model: Any, config: Any, seed: int) -> Tensor:
@@ -150,3 +148,13 @@ def of_both(found: Target, model: Any, config: Any, seed: int) -> None:
     found.logits = lambda tokens: logits_of(run(tokens))
     found.padded = lambda tokens, mask: logits_of(run(tokens, decoder_attention_mask=mask.long()))
     found.crossed, found.cached = crossed, step
+    if model.can_generate():
+        add_writing(
+            found,
+            model,
+            lambda tokens, _: {
+                "inputs": rows(tokens),
+                "decoder_input_ids": tokens,
+                "decoder_start_token_id": int(tokens[0, 0]),
+            },
+        )

@@ -15,17 +15,21 @@ MOST = 1 << 28
 
 @torch.no_grad()
 def first_difference(
-    exam: "Exam", one: Callable[[], Any], other: Callable[[], Any], positions: slice = slice(None), length: int = 0
+    exam: "Exam",
+    one: Callable[[], Any],
+    other: Callable[[], Any],
+    positions: slice = slice(None),
+    others: slice | None = None,
 ) -> str | None:
     """The path of the first module whose output differs at these positions; None where there is no module to look into.
 
-    A module is done before those that hold it, so the smallest part that differs is named. Positions are along the
-    axis that has `length` values: the second, or the third where heads come first.
+    A module is done before those that hold it, so the smallest part that differs is named. `others` are the positions
+    of the other run, where they are not the same.
     """
     module = exam.target.module
     if module is None:
         return None
-    a, b = outputs(module, one, positions, length), outputs(module, other, positions, length)
+    a, b = outputs(module, one, positions), outputs(module, other, positions if others is None else others)
     for (name, x), (again, y) in zip(a, b, strict=False):
         if name != again or x.shape != y.shape:
             return name or None
@@ -35,7 +39,7 @@ def first_difference(
     return None
 
 
-def outputs(module: Any, run: Callable[[], Any], positions: slice, length: int) -> list[tuple[str, Tensor]]:
+def outputs(module: Any, run: Callable[[], Any], positions: slice) -> list[tuple[str, Tensor]]:
     """What each module gives in one run, in order, at these positions."""
     seen: list[tuple[str, Tensor]] = []
     bytes_kept = 0
@@ -45,11 +49,8 @@ def outputs(module: Any, run: Callable[[], Any], positions: slice, length: int) 
         def hook(_module: Any, _given: Any, out: Any) -> None:
             nonlocal bytes_kept
             out = out[0] if isinstance(out, tuple) and out else out
-            if isinstance(out, Tensor) and out.is_floating_point() and out.ndim >= 3 and bytes_kept < MOST:
-                if length and length not in out.shape[1:3]:
-                    return
-                by_heads = length and out.shape[1] != length
-                kept = (out[:, :, positions] if by_heads else out[:, positions]).detach().clone()
+            if isinstance(out, Tensor) and out.is_floating_point() and out.ndim == 3 and bytes_kept < MOST:
+                kept = out[:, positions].detach().clone()
                 bytes_kept += kept.nbytes
                 seen.append((name, kept))
 

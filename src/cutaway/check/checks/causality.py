@@ -51,7 +51,7 @@ def told(exam: Exam, logits: Logits, tokens: Tensor, cut: int, gap: Gap, path: s
         other = exam.changed(tokens, slice(at, at + 1))
         if not exam.same(lambda: logits(tokens)[:, reader], lambda other=other: logits(other)[:, reader]).ok:  # type: ignore[misc]
             break
-    module = first_difference(exam, lambda: logits(tokens), lambda: logits(other), slice(0, cut), tokens.shape[1])
+    module = first_difference(exam, lambda: logits(tokens), lambda: logits(other), slice(0, cut))
     where = f"position {reader}" + (f", first in {module}" if module else "")
     message = f"the logits at position {reader} change with token {at}, which comes later{path}"
     return Part("fail", message, gap.worst, gap.bound, where)
