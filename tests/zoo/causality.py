@@ -15,21 +15,17 @@ def seeing(rule) -> Home:  # type: ignore[no-untyped-def]
     return model
 
 
-SIDES = ("causality-edges", "causality-gradient", "causality-paths", "cache-steps", "cache-chunks", "generation")
-"""What else sees a leak: the checks of the same, and those that compare a whole text with its parts."""
-
-
-@bug("causality", also=(*SIDES, "left-padding", "right-padding", "pad-contents"))
+@bug("causality")
 def no_mask() -> Home:
     return seeing(lambda query, key: (key >= 0)[:, None, :].expand(-1, query.shape[1], -1))
 
 
-@bug("causality", also=(*SIDES, "left-padding", "right-padding"))
+@bug("causality")
 def mask_off_by_one() -> Home:
     return seeing(lambda query, key: (key >= 0)[:, None, :] & (key[:, None, :] <= query[:, :, None] + 1))
 
 
-@bug("causality", also=SIDES)
+@bug("causality")
 def mean_over_time() -> Home:
     """A norm that looks at the whole sequence."""
     model = Home()
@@ -38,7 +34,7 @@ def mean_over_time() -> Home:
     return model
 
 
-@bug("causality-edges", also=SIDES)
+@bug("causality-edges")
 def tiles_of_sixteen() -> Home:
     """A block that sees itself whole: within 16 tokens of a tile nothing is hidden, from the second tile on."""
 

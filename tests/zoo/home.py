@@ -164,6 +164,66 @@ class Home(nn.Module):
             chosen.append(logits[:, -1:].argmax(-1))
         return torch.cat(chosen, 1)
 
+    def reorder(self, state: State, parents: Tensor) -> State:
+        """The rows of the new beams."""
+        return [(k[parents], v[parents], held[parents]) for k, v, held in state]
+
+    def search(self, tokens: Tensor, n: int, width: int) -> tuple[Tensor, Tensor]:
+        """The likeliest continuations and their log-probabilities: a beam search through the cache."""
+        logits, state = self(tokens)
+        sums, found = torch.zeros(1), tokens[:, :0]
+        for _ in range(n):
+            total = sums[:, None] + logits[:, -1].log_softmax(-1)
+            sums, place = total.flatten().topk(width)
+            parents, token = place // self.vocab, place[:, None] % self.vocab
+            found = torch.cat((found[parents], token), 1)
+            state = self.reorder(state, parents)
+            logits, state = self(token, state=state)
+        return found, sums
+
+    def guess(self, text: list[int], n: int) -> list[int]:
+        """What followed the last time that the last token was there."""
+        seen = [at for at in range(len(text) - 1) if text[at] == text[-1]]
+        return text[seen[-1] + 1 :][:n] if seen else []
+
+    def accepted(self, guess: list[int], own: list[int]) -> int:
+        """How many guesses are what the model says itself."""
+        return next((n for n, (a, b) in enumerate(zip(guess, own, strict=False)) if a != b), len(guess))
+
+    def speculate(self, tokens: Tensor, n: int) -> Tensor:
+        """n tokens more, several guessed ones read at a time."""
+        rows = []
+        for text in tokens.tolist():
+            begun = len(text)
+            while len(text) < begun + n:
+                guess = self.guess(text, 3)
+                logits = self(torch.tensor([text + guess]))[0][0, len(text) - 1 :]
+                own = logits.argmax(-1).tolist()
+                kept = self.accepted(guess, own)
+                text = [*text, *guess[:kept], own[kept]]
+            rows.append(text[begun : begun + n])
+        return torch.tensor(rows)
+
+    def poisoned(self, tokens: Tensor, value: float) -> Tensor:
+        """Logits behind slots that hold no token."""
+        spare = []
+        for block in self.blocks:
+            x = torch.full((len(tokens), block.attention.groups, 5, block.attention.width), value)
+            spare.append((x, x, torch.full((len(tokens), 5), -1)))
+        return self(tokens, state=spare)[0]
+
+
+def sample(
+    logits: Tensor, n: int, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
+) -> Tensor:
+    """n draws."""
+    p, tokens = (logits / temperature).softmax(-1).sort(descending=True)
+    if top_k is not None:
+        p = torch.where(torch.arange(len(p)) < top_k, p, 0.0)
+    if top_p is not None:
+        p = torch.where(p.cumsum(0) - p < top_p, p, 0.0)
+    return tokens[torch.multinomial(p, n, replacement=True)]
+
 
 def places_of(documents: Tensor) -> Tensor:
     """Positions that begin anew with each document."""
@@ -183,6 +243,10 @@ def offers(model: Home) -> dict[str, Any]:
         "cached": lambda tokens, state: model(tokens, state=state),
         "generate": model.write,
         "generate_padded": lambda tokens, mask, n: model.write(tokens, n, mask),
+        "beams": model.search,
+        "sample": sample,
+        "speculate": model.speculate,
+        "poisoned": model.poisoned,
         "loss": model.loss,
         "accumulated": model.accumulated,
         "window": model.window,

@@ -10,6 +10,8 @@ from cutaway.check.target import Target
 from cutaway.errors import InputError
 from cutaway.model import Transformer
 
+MOST = 72
+"""No check asks with more tokens, unless it knows that they can be read."""
 KNOWN = {each.name for each in fields(Target)}
 
 
@@ -81,4 +83,33 @@ def finish(found: Target) -> None:
             "give a function that does as logits="
         )
     found.vocab = found.vocab or out.shape[-1]
+    if found.longest is None:
+        found.longest = longest(found, low)
     found.dtype = found.dtype or out.dtype
+
+
+def longest(found: Target, token: int) -> int | None:
+    """How many tokens it reads, where that is fewer than the longest text of a check; None where all can be read."""
+    if found.device.type != "cpu":  # an index beyond a table ends every later use of a GPU: ask the tables instead
+        tables = (
+            [part.num_embeddings for part in found.module.modules() if isinstance(part, nn.Embedding)]
+            if found.module
+            else []
+        )
+        return min((size for size in tables if size > 1), default=None)
+    assert found.logits is not None
+
+    def reads(length: int) -> bool:
+        try:
+            found.logits(torch.full((1, length), token))  # type: ignore[misc]
+        except Exception:  # whatever it raises, such a text cannot be asked about
+            return False
+        return True
+
+    if reads(MOST):
+        return None
+    low, high = 2, MOST  # it reads two, and not the most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if reads(middle) else (low, middle)
+    return low

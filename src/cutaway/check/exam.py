@@ -13,9 +13,12 @@ from cutaway.check.finding import Part
 from cutaway.check.noise import Jitter
 from cutaway.check.target import Target
 from cutaway.check.witness import Attention, Witness
+from cutaway.generate.plan import free_memory
 
 LENGTH = 24
 """Tokens of a usual text."""
+SLOW, SHORT = 0.03, 16
+"""From so many seconds a pass on, texts have so many tokens."""
 MARGIN = 10.0
 """How many times its own noise two equal results may be apart."""
 NULLS = 3
@@ -56,6 +59,8 @@ class Exam:
         allowed = [token for token in range(min(target.vocab, 50_000)) if token not in special]
         self.allowed = torch.tensor(allowed or list(range(target.vocab)))
         self.length = min(LENGTH, target.longest or LENGTH)
+        self.known: dict[str, Any] = {}
+        """What several checks ask for and is made once."""
 
     # time
     @property
@@ -90,6 +95,8 @@ class Exam:
         self.seconds_a_pass = time.monotonic() - start
         noise = self.noise(lambda: self.target.logits(tokens), base)  # type: ignore[misc]
         self.ratio = noise / max(scale_of(base), 1e-30)
+        if self.seconds_a_pass > SLOW:
+            self.length = min(self.length, SHORT)
 
     def noise(self, make: Make, base: Tensor | None = None) -> float:
         """The most that a result moves when it is computed again, with each product rounded otherwise."""
@@ -105,8 +112,9 @@ class Exam:
         return max(float(worst), floor)
 
     def same(self, one: Make, other: Make, *, first: Tensor | None = None, gradients: bool = False) -> Gap:
-        """Compare two ways to one result (`first`: what `one` gave, where it is known). Where they seem apart, the noise
-        of just these two is measured too."""
+        """Compare two ways to one result (`first`: what `one` gave, where it is known).
+
+        Where they seem apart, the noise of just these two is measured too."""
         with nullcontext() if gradients else torch.no_grad():
             a = one() if first is None else first
             b = other()
@@ -141,6 +149,12 @@ class Exam:
             self.target.logits(tokens)
         return witness.attentions
 
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What was made under this name before, or is made now."""
+        if name not in self.known:
+            self.known[name] = make()
+        return self.known[name]
+
     def need(self, *names: str) -> None:
         """Refuse what cannot be tried."""
         for name in names:
@@ -167,6 +181,15 @@ def apart(a: Tensor, b: Tensor) -> Gap:
 
 
 NARROW = (torch.bfloat16, torch.float16)
+
+
+def can_widen(target: Target) -> bool:
+    """Whether there is a module, and room for its weights in fp32."""
+    if target.module is None:
+        return False
+    more = 4 * sum(each.numel() for each in target.module.parameters() if each.dtype in NARROW)
+    free = free_memory(target.device)
+    return free is None or more < free / 2
 
 
 @contextmanager

@@ -1,13 +1,17 @@
 """What a model of cutaway offers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cutaway.check import ours_state
+from cutaway.check.ours_writing import add_writing
 from cutaway.check.target import Target
 from cutaway.config import Config
+from cutaway.errors import KernelError
 from cutaway.lens.models import unwrapped
 from cutaway.model import EncoderDecoder, EncoderOnly, Transformer
 
@@ -34,7 +38,9 @@ def target(model: Any, thing: Any, seed: int) -> Target:
         found.placed = lambda tokens, positions: inner(tokens, positions=positions)
         found.packed = lambda tokens, documents: inner(tokens, documents=documents)
         found.cached = stepper(inner, lambda tokens, cache: inner(tokens, cache=cache))
+        add_writing(found, inner, lambda tokens, cache: inner(tokens, cache=cache))
     found.kernels = kernels(inner, found.logits)
+    ours_state.offer(found, inner, seed)
     return found
 
 
@@ -43,6 +49,7 @@ def facts(found: Target, config: Config) -> None:
     stack = config.stacks.get("decoder") or config.stacks["encoder"]
     found.layers = len(stack.blocks)
     windows = {getattr(block.attention, "window", None) for block in stack.blocks}
+    found.windows = tuple(sorted(window for window in windows if window is not None))
     found.window = windows.pop() if len(windows) == 1 else None
     lengths = [getattr(each.embedding.position, "length", None) for each in config.stacks.values()]
     lengths += [changes_at(block.attention) for block in stack.blocks]
@@ -68,9 +75,9 @@ def of_both(found: Target, model: EncoderDecoder, seed: int) -> None:
     found.logits = lambda tokens: model(rows(tokens), tokens)
     found.padded = lambda tokens, mask: model(rows(tokens), tokens, None, mask)
     found.crossed = lambda source, mask, tokens: model(source, tokens, mask)
-    found.cached = stepper(
-        model, lambda tokens, cache: model(rows(tokens) if cache.memory is None else None, tokens, cache=cache)
-    )
+    step: Any = lambda tokens, cache: model(rows(tokens) if cache.memory is None else None, tokens, cache=cache)  # noqa: E731
+    found.cached = stepper(model, step)
+    add_writing(found, model, step, draw)
 
 
 def stepper(model: Transformer, call: Callable[..., Tensor]) -> Callable[[Tensor, Any], tuple[Tensor, Any]]:
@@ -86,16 +93,28 @@ def stepper(model: Transformer, call: Callable[..., Tensor]) -> Callable[[Tensor
 def kernels(model: Transformer, logits: Any) -> dict[str, Any]:
     """Each kernel that can compute this model; flex is left out, for it compiles."""
 
+    @contextmanager
+    def switched(name: str) -> Iterator[None]:
+        before = [(module, module.kernel) for module in model.modules() if hasattr(module, "make_kernel")]
+        try:
+            model.use_kernel(name)
+            yield
+        finally:
+            for module, kernel in before:
+                module.kernel = kernel
+
+    def able(name: str) -> bool:
+        try:
+            with switched(name):
+                return True
+        except KernelError:
+            return False
+
     def by(name: str) -> Callable[[Tensor], Tensor]:
         def run(tokens: Tensor) -> Tensor:
-            before = [(module, module.kernel) for module in model.modules() if hasattr(module, "make_kernel")]
-            try:
-                model.use_kernel(name)
+            with switched(name):
                 return logits(tokens)
-            finally:
-                for module, kernel in before:
-                    module.kernel = kernel
 
         return run
 
-    return {name: by(name) for name in ("explicit", "sdpa")}
+    return {name: by(name) for name in ("explicit", "sdpa") if able(name)}

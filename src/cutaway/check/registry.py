@@ -12,7 +12,7 @@ from cutaway.errors import InputError
 if TYPE_CHECKING:
     from cutaway.check.exam import Exam
 
-ROOMS = ("causality",)
+ROOMS = ("causality", "cache", "writing", "choosing", "state", "modes", "comparison")
 CAUSAL = ("decoder", "encoder-decoder")
 ANY = ("decoder", "encoder", "encoder-decoder")
 Run = Callable[["Exam"], Part | Iterable[Part]]
@@ -35,6 +35,8 @@ class Check:
     """Whether training asks it before the first step."""
     own: bool
     """Asked in the model's own precision; all others in fp32 where weights are narrower."""
+    after: tuple[str, ...]
+    """Checks that see the same bug nearer to its cause: where one of them fails, this one has nothing to add."""
     run: Run
     asks: str = ""
     """How it is asked: the check's docstring."""
@@ -57,12 +59,14 @@ def check(
     kinds: tuple[str, ...] = ANY,
     quick: bool = False,
     own: bool = False,
+    after: tuple[str, ...] = (),
 ) -> Callable[[Run], Run]:
     """Enter a function as a check."""
 
     def enter(run: Run) -> Run:
         assert name not in CHECKS, name
-        CHECKS[name] = Check(name, catches, cause, fix, needs, kinds, quick, own, run, (run.__doc__ or "").strip())
+        asks = " ".join((run.__doc__ or "").split())
+        CHECKS[name] = Check(name, catches, cause, fix, needs, kinds, quick, own, after, run, asks)
         return run
 
     return enter

@@ -1,7 +1,7 @@
 """Ask a target all that it can be asked."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from cutaway.check.discover import discover
-from cutaway.check.exam import NARROW, CannotError, Exam, widened
+from cutaway.check.exam import NARROW, CannotError, Exam, can_widen, widened
 from cutaway.check.finding import SEVERITY, Finding, Part, Report
 from cutaway.check.registry import Check, chosen
 from cutaway.check.target import Target
 from cutaway.errors import InputError
 
+UNTRIED = "could not be tried"
 Progress = Callable[[int, int, str], None]
 """Called with checks done, all checks, and the name of the next."""
 
@@ -77,30 +78,35 @@ def examine(
 ) -> Report:
     """All findings on a target."""
     start = time.monotonic()
-    narrow = target.dtype in NARROW
+    narrow = target.dtype in NARROW and can_widen(target)
     exam = Exam(target, seed=seed, budget=budget)
     findings: list[Finding] = []
     noise: dict[str, float] = {}
     for own in (True, False) if narrow else (False,):
-        with nullcontext() if own else widened(target.module):
+        with widened(target.module) if narrow and not own else nullcontext():
             if target.logits is not None:
                 exam.calibrate()
-                noise[str(target.dtype if own else torch.float32).removeprefix("torch.")] = exam.ratio
+                dtype = torch.float32 if narrow and not own else target.dtype
+                noise[str(dtype).removeprefix("torch.")] = exam.ratio
             for each in asked:
                 if narrow and each.own != own:
                     continue
                 if progress is not None:
                     progress(len(findings), len(asked), each.name)
-                findings.append(ask(each, exam))
+                failed = {finding.check for finding in findings if finding.verdict == "fail"}
+                findings.append(ask(each, exam, failed))
     order = {each.name: n for n, each in enumerate(asked)}
     findings.sort(key=lambda finding: order[finding.check])
     return Report(target.name, findings, seed, time.monotonic() - start, target.facts(), noise)
 
 
-def ask(check: Check, exam: Exam) -> Finding:
+def ask(check: Check, exam: Exam, failed: Collection[str] = ()) -> Finding:
     """One check's finding: the worst of what it tried."""
     start = time.monotonic()
     missing = missing_for(check, exam.target)
+    known = [name for name in check.after if name in failed]
+    if known and missing is None:
+        missing = f"{known[0]} failed, which would show here too"
     if missing:
         return Finding(check.name, "skip", f"skipped: {missing}", page=check.page)
     if exam.left <= 0:
@@ -115,12 +121,12 @@ def ask(check: Check, exam: Exam) -> Finding:
         parts = [Part("skip", f"skipped: {error}")]
     except Exception as error:  # the target's own code broke: that is a finding, and no reason to stop
         said = (str(error).strip().splitlines() or [""])[0][:200]
-        parts = [Part("warn", f"could not be tried: it raised {type(error).__name__}: {said}")]
+        parts = [Part("warn", f"{UNTRIED}: it raised {type(error).__name__}: {said}")]
     if exam.target.module is not None:
         exam.target.module.eval()
     parts = parts or [Part("skip", "skipped: there was nothing to try")]
     worst = max(parts, key=lambda part: (SEVERITY[part.verdict], part.verdict == "pass"))
-    trouble = worst.verdict in ("fail", "warn")
+    trouble = worst.verdict in ("fail", "warn") and not worst.message.startswith(UNTRIED)
     return Finding(
         check.name,
         worst.verdict,

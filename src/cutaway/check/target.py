@@ -6,10 +6,13 @@ others they are keyword arguments of `ct.check`. What is not offered is not chec
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from cutaway.check.again import Again
 
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
 Logits = Callable[[Tensor], Tensor]
@@ -40,8 +43,8 @@ class Target:
     """tokens, mask, n → the same for texts padded on the left."""
     beams: Callable[[Tensor, int, int], tuple[Tensor, Tensor]] | None = None
     """tokens (1, T), n, k → the k best (k, n) continuations, and their (k,) sums of log-probabilities."""
-    sample: Callable[[Tensor, int], Tensor] | None = None
-    """logits (V,), n → n tokens drawn from softmax(logits)."""
+    sample: Callable[..., Tensor] | None = None
+    """logits (V,), n → n tokens drawn from softmax(logits); it may take temperature=, top_k= and top_p= too."""
     speculate: Callable[[Tensor, int], Tensor] | None = None
     """tokens, n → the (B, n) tokens of speculative decoding at temperature 0."""
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -58,16 +61,25 @@ class Target:
     """q (B, H, T, D), k, v (B, G, T, D) → (B, H, T, D)."""
     poisoned: Callable[[Tensor, float], Tensor] | None = None
     """tokens, value → logits of a cached pass in whose unused cache slots the value was written."""
+    rolled: Callable[[Tensor, int], Tensor] | None = None
+    """tokens, n → logits of a text read in pieces of n tokens, in a cache that keeps no more than a window."""
     kernels: Mapping[str, Logits] = field(default_factory=dict)
     """Names of attention kernels, and the logits by each."""
     variants: Callable[[], Mapping[str, Callable[[], Logits]]] | None = None
-    """() → by the name of a setting: how to make the model with that setting changed, with the same weights."""
+    """() → by the name of a setting: how to make the model with that setting changed, with the same weights; a
+    ValueError is a refusal, which is as good. Under "" is what they are compared with, if it is not the model itself."""
     exported: Callable[[], Logits] | None = None
     """() → the logits of the model that was saved, and loaded again."""
     recomputed: Callable[[bool], None] | None = None
     """Switches activation checkpointing on and off."""
     against: Logits | None = None
     """The same model by another implementation."""
+    make: Callable[[], nn.Module] | None = None
+    """() → the module made anew from the same settings, with any weights."""
+    reloaded: Callable[[], "Again"] | None = None
+    """() → what was saved and loaded again, with what the loading said."""
+    from_shapes: Callable[[], nn.Module] | None = None
+    """() → the module made on the meta device and filled with these weights, as its own loading does it."""
     module: nn.Module | None = None
 
     # facts
@@ -76,6 +88,8 @@ class Target:
     """Tokens it can read."""
     window: int | None = None
     """Tokens that every layer's attention sees, itself included; None for all."""
+    windows: tuple[int, ...] = ()
+    """The windows of those layers that have one, each once."""
     layers: int | None = None
     tied: bool | None = None
     """Whether the head is the embedding's table."""

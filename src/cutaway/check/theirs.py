@@ -6,18 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cutaway.check import theirs_state
 from cutaway.check.plain import logits_of, parameters
 from cutaway.check.target import Target
+from cutaway.check.theirs_writing import add_writing, fixed_cache
 
-GREEDY: dict[str, Any] = {
-    "do_sample": False,
-    "num_beams": 1,
-    "eos_token_id": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "bad_words_ids": None,
-}
 SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "cls_token_id", "sep_token_id")
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")
 SHORT = ("dynamic", "longrope")
 """Scalings of RoPE that turn all tokens by other angles beyond the original length."""
 
@@ -37,6 +32,7 @@ def target(model: Any, seed: int) -> Target:
     found.kind = kind_of(model, config)
     found.device, found.dtype = model.device, model.dtype
     facts(found, model, config)
+    theirs_state.offer(found, model, seed)
     plain: dict[str, Any] = {"use_cache": False} if "use_cache" in takes else {}
     if found.kind == "encoder-decoder":
         of_both(found, model, config, seed)
@@ -50,8 +46,12 @@ def target(model: Any, seed: int) -> Target:
         found.placed = lambda tokens, positions: logits_of(model(input_ids=tokens, position_ids=positions, **plain))
     if found.kind == "decoder" and "past_key_values" in takes:
         found.cached = stepper(lambda tokens, state: model(input_ids=tokens, past_key_values=state, use_cache=True))
-        found.generate = lambda tokens, n: written(model, tokens, n, attention_mask=torch.ones_like(tokens))
-        found.generate_padded = lambda tokens, mask, n: written(model, tokens, n, attention_mask=mask.long())
+        if model.can_generate():
+            add_writing(found, model, told)
+        found.poisoned = fixed_cache(
+            model,
+            lambda tokens, cache: logits_of(model(input_ids=tokens, past_key_values=cache, use_cache=True)),
+        )
     if "labels" in takes and found.kind == "decoder":
         found.loss = lambda tokens, labels: model(input_ids=tokens, labels=labels, **plain).loss
     return found
@@ -69,7 +69,7 @@ def kind_of(model: Any, config: Any) -> Any:
 
 def facts(found: Target, model: Any, config: Any) -> None:
     """What the configuration says."""
-    found.vocab = getattr(config, "vocab_size", None)
+    found.vocab = getattr(config, "decoder_vocab_size", None) or getattr(config, "vocab_size", None)
     found.layers = getattr(config, "num_hidden_layers", None)
     found.tied = getattr(config, "tie_word_embeddings", None)
     found.pad, found.eos = number(config, "pad_token_id"), number(config, "eos_token_id")
@@ -77,12 +77,14 @@ def facts(found: Target, model: Any, config: Any) -> None:
     found.special = tuple(sorted({token for token in special if token is not None}))
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))] if isinstance(rope, dict) else []
-    lengths = [getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)]
+    lengths = [getattr(config, name, None) for name in LENGTHS]
     lengths += [each.get("original_max_position_embeddings") for each in ropes if each.get("rope_type") in SHORT]
     known = [length for length in lengths if isinstance(length, int) and length > 0]
     found.longest = min(known) if known else None
     types = set(getattr(config, "layer_types", None) or [])
     window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in types if types else isinstance(window, int)
+    found.windows = (window,) if slides and isinstance(window, int) else ()
     found.window = window if types == {"sliding_attention"} or (not types and isinstance(window, int)) else None
 
 
@@ -111,17 +113,21 @@ def stepper(call: Callable[[Tensor, Any], Any]) -> Callable[[Tensor, Any], tuple
     return step
 
 
-def written(model: Any, tokens: Tensor, n: int, **how: Any) -> Tensor:
-    """The tokens that its own `generate` adds."""
-    out = model.generate(tokens, max_new_tokens=n, min_new_tokens=n, pad_token_id=0, **GREEDY, **how)
-    return out[:, -n:]
+def told(tokens: Tensor, mask: Tensor | None) -> dict[str, Any]:
+    """A text for its `generate`."""
+    return {"inputs": tokens, "attention_mask": torch.ones_like(tokens) if mask is None else mask.long()}
+
+
+def source_for(model: Any, config: Any, seed: int) -> Tensor:
+    """A source text without special tokens."""
+    low = min(5, config.vocab_size - 1)
+    draw = torch.randint(low, config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(seed + 1))
+    return draw.to(model.device)
 
 
 def of_both(found: Target, model: Any, config: Any, seed: int) -> None:
     """An encoder-decoder: a fixed source for questions about the target's tokens."""
-    low = min(5, config.vocab_size - 1)
-    draw = torch.randint(low, config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(seed + 1))
-    source = draw.to(model.device)
+    source = source_for(model, config, seed)
 
     def rows(tokens: Tensor) -> Tensor:
         return source.expand(len(tokens), -1)
@@ -142,3 +148,13 @@ def of_both(found: Target, model: Any, config: Any, seed: int) -> None:
     found.logits = lambda tokens: logits_of(run(tokens))
     found.padded = lambda tokens, mask: logits_of(run(tokens, decoder_attention_mask=mask.long()))
     found.crossed, found.cached = crossed, step
+    if model.can_generate():
+        add_writing(
+            found,
+            model,
+            lambda tokens, _: {
+                "inputs": rows(tokens),
+                "decoder_input_ids": tokens,
+                "decoder_start_token_id": int(tokens[0, 0]),
+            },
+        )

@@ -16,12 +16,7 @@ def tables(module: nn.Module, run: Any, tokens: Tensor) -> list[nn.Module]:
     hooks = []
 
     def look(part: nn.Module, given: Any, out: Any) -> None:
-        same = (
-            given
-            and isinstance(given[0], Tensor)
-            and given[0].shape == tokens.shape
-            and bool((given[0] == tokens).all())
-        )
+        same = is_given(given, tokens)
         if same and isinstance(out, Tensor) and out.ndim == 3 and out.is_floating_point() and part not in found:
             found.append(part)
 
@@ -35,6 +30,12 @@ def tables(module: nn.Module, run: Any, tokens: Tensor) -> list[nn.Module]:
     return found
 
 
+def is_given(given: Any, tokens: Tensor) -> bool:
+    """Whether these arguments are just these tokens."""
+    first = given[0] if given else None
+    return isinstance(first, Tensor) and first.shape == tokens.shape and bool((first == tokens).all())
+
+
 @contextmanager
 def moved(module: nn.Module | None, run: Any, tokens: Tensor) -> Iterator[list[Tensor]]:
     """While it lasts, `run(tokens)` adds zeros to the tokens' vectors; the list then holds them, for gradients."""
@@ -43,7 +44,9 @@ def moved(module: nn.Module | None, run: Any, tokens: Tensor) -> Iterator[list[T
         raise CannotError("needs the module, with an embedding that is given the tokens")
     added: list[Tensor] = []
 
-    def add(_part: nn.Module, _given: Any, out: Tensor) -> Tensor:
+    def add(_part: nn.Module, given: Any, out: Tensor) -> Tensor:
+        if not is_given(given, tokens):  # of an encoder-decoder, the source may be read by the same table
+            return out
         if not added:
             added.append(torch.zeros_like(out, requires_grad=True))
         return out + added[0]

@@ -15,16 +15,21 @@ MOST = 1 << 28
 
 @torch.no_grad()
 def first_difference(
-    exam: "Exam", one: Callable[[], Any], other: Callable[[], Any], positions: slice = slice(None)
+    exam: "Exam",
+    one: Callable[[], Any],
+    other: Callable[[], Any],
+    positions: slice = slice(None),
+    others: slice | None = None,
 ) -> str | None:
     """The path of the first module whose output differs at these positions; None where there is no module to look into.
 
-    A module is done before those that hold it, so the smallest part that differs is named.
+    A module is done before those that hold it, so the smallest part that differs is named. `others` are the positions
+    of the other run, where they are not the same.
     """
     module = exam.target.module
     if module is None:
         return None
-    a, b = outputs(module, one, positions), outputs(module, other, positions)
+    a, b = outputs(module, one, positions), outputs(module, other, positions if others is None else others)
     for (name, x), (again, y) in zip(a, b, strict=False):
         if name != again or x.shape != y.shape:
             return name or None
@@ -35,7 +40,7 @@ def first_difference(
 
 
 def outputs(module: Any, run: Callable[[], Any], positions: slice) -> list[tuple[str, Tensor]]:
-    """What each module gives in one run, in order, at these positions of the second axis."""
+    """What each module gives in one run, in order, at these positions."""
     seen: list[tuple[str, Tensor]] = []
     bytes_kept = 0
     hooks = []
@@ -44,7 +49,7 @@ def outputs(module: Any, run: Callable[[], Any], positions: slice) -> list[tuple
         def hook(_module: Any, _given: Any, out: Any) -> None:
             nonlocal bytes_kept
             out = out[0] if isinstance(out, tuple) and out else out
-            if isinstance(out, Tensor) and out.is_floating_point() and out.ndim >= 3 and bytes_kept < MOST:
+            if isinstance(out, Tensor) and out.is_floating_point() and out.ndim == 3 and bytes_kept < MOST:
                 kept = out[:, positions].detach().clone()
                 bytes_kept += kept.nbytes
                 seen.append((name, kept))

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from cutaway.check.exam import CannotError, Exam, Gap
+from cutaway.check.exam import SLOW, CannotError, Exam, Gap
 from cutaway.check.finding import Part
 from cutaway.check.registry import CAUSAL, check
 from cutaway.check.target import Logits
@@ -14,7 +14,10 @@ from cutaway.check.vectors import moved
 from cutaway.check.where import first_difference
 
 CAUSE = "the causal mask is missing, shifted by one, transposed, or not applied on this path"
-FIX = "hide key j from query i wherever j > i, with -inf before the softmax, on every path"
+FIX = (
+    "hide key j from query i wherever j > i, with -inf before the softmax, on every path; a model that is meant to see "
+    "both sides is checked with kind='encoder'"
+)
 EDGES = (8, 16, 32, 64)
 EXACT = 1e-12
 """A hidden token weighs exactly nothing: this share of the largest gradient is far below any rounding."""
@@ -70,7 +73,7 @@ def causality(exam: Exam) -> Iterator[Part]:
     yield from leaks(exam, logits, tokens, list(range(1, tokens.shape[1])))
     with torch.no_grad():
         base = logits(tokens)
-    for cut in range(1, tokens.shape[1], 1 if exam.seconds_a_pass < 0.01 else 5):
+    for cut in range(1, tokens.shape[1], 1 if exam.seconds_a_pass < SLOW else 5):
         gap = exam.same(
             lambda cut=cut: logits(tokens)[:, :cut],  # type: ignore[misc]
             lambda cut=cut: logits(tokens[:, :cut]),  # type: ignore[misc]
@@ -89,12 +92,14 @@ def causality(exam: Exam) -> Iterator[Part]:
     cause="a tile on the diagonal is not masked, or the last tile of a length that is no multiple of the block",
     fix="mask each tile by its absolute positions, and test lengths around every multiple of the block size",
     kinds=CAUSAL,
+    after=("causality",),
 )
 def causality_edges(exam: Exam) -> Iterator[Part]:
     """In a text of 67 tokens, change all tokens from just before, at and just after 8, 16, 32 and 64."""
     longest = exam.target.longest or 10_000
     length = min(max(EDGES) + 3, longest)
-    cuts = [cut for edge in EDGES for cut in (edge - 1, edge, edge + 1) if cut < length]
+    around = (-1, 0, 1) if exam.seconds_a_pass < SLOW else (0,)
+    cuts = [edge + step for edge in EDGES for step in around if edge + step < length]
     if not cuts:
         raise CannotError(f"it reads {longest} tokens at most, fewer than a tile has")
     assert exam.target.logits is not None
@@ -108,10 +113,11 @@ def causality_edges(exam: Exam) -> Iterator[Part]:
     fix=FIX,
     needs=("logits", "module"),
     kinds=CAUSAL,
+    after=("causality",),
 )
 def causality_gradient(exam: Exam) -> Part:
     """The Jacobian of the logits by the tokens' vectors: exactly zero above the diagonal, alive below it."""
-    logits, tokens = exam.target.logits, exam.text(1, min(12, exam.length))
+    logits, tokens = exam.target.logits, exam.text(1, min(12 if exam.seconds_a_pass < SLOW else 8, exam.length))
     assert logits is not None
     length = tokens.shape[1]
     weights = None
@@ -135,15 +141,15 @@ def causality_gradient(exam: Exam) -> Part:
         reader, seen = divmod(int(above.argmax()), length)
         message = f"the logits at position {reader} have a gradient with respect to token {seen}, which comes later"
         return Part("fail", message, float(above.max()), bound, f"position {reader}")
-    reach = length if exam.target.window is None else (exam.target.layers or 1) * (exam.target.window - 1)
-    dead = [(t, s) for t in range(length) for s in range(t + 1) if t - s <= reach and not table[t, s] > 0]
-    if dead and exam.target.window is None:
+    dead = [(t, s) for t in range(length) for s in range(t + 1) if not table[t, s] > 0]
+    near = min((t - s for t, s in dead), default=length)
+    window = all((t - s >= near) == ((t, s) in dead) for t in range(length) for s in range(t + 1))
+    if not window or near == 0:  # where nobody sees further than some distance, that is a window
         reader, seen = dead[0]
-        message = (
-            f"the logits at position {reader} have no gradient with respect to token {seen}, which they should see"
-        )
+        message = f"the logits at position {reader} do not depend on token {seen}, which they should see"
         return Part("fail", message, 0.0, 0.0, f"position {reader}")
-    return Part("pass", "zero for later tokens, alive for earlier ones", float(above.max()), bound)
+    reach = "" if near == length else f", {near} tokens far"
+    return Part("pass", f"zero for later tokens, alive for earlier ones{reach}", float(above.max()), bound)
 
 
 @check(
@@ -152,6 +158,7 @@ def causality_gradient(exam: Exam) -> Part:
     cause="each branch makes a mask of its own: with a padding mask, a cache, dropout or another kernel",
     fix="make the mask in one place from positions, and use it on every path",
     kinds=CAUSAL,
+    after=("causality",),
     quick=True,
 )
 def causality_paths(exam: Exam) -> Iterator[Part]:

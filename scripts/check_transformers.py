@@ -1,0 +1,110 @@
+"""Check the models of transformers, of every family that cutaway opens, and write down what was found.
+
+    python scripts/check_transformers.py [--families llama,bert] [--seeds 3] [--write docs/transformers.md]
+
+The models are small and random: those that the tests of families compare with.
+"""
+
+import argparse
+import sys
+import time
+import warnings
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from peers import FAMILIES, model_of, peers  # noqa: E402
+
+import cutaway as ct  # noqa: E402
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DEFECTS = ROOT / "docs" / "defects"
+
+Row = dict[str, Any]
+
+
+def examine(family: str, seeds: int) -> list[Row]:
+    """Every model of one family, by both kernels, wide and narrow."""
+    rows = []
+    for seed in range(seeds):
+        for peer in peers(family, seed):
+            for kernel in ("eager", "sdpa"):
+                for dtype, kind in DTYPES.items():
+                    try:
+                        model = model_of(peer, seed, kernel=kernel).to(kind)
+                    except ValueError:  # it has no such kernel
+                        continue
+                    report = ct.check(model, seed=seed, budget=300)
+                    rows.append({"seed": seed, "kernel": kernel, "dtype": dtype, "report": report})
+    return rows
+
+
+def told(found: dict[str, list[Row]], seconds: float) -> str:
+    """The page."""
+    runs = [row for rows in found.values() for row in rows]
+    asked = sum(sum(row["report"].counts()[v] for v in ("fail", "warn", "pass")) for row in runs)
+    lines = [
+        "# What `cutaway check` says of transformers",
+        "",
+        f"transformers {transformers.__version__}, PyTorch {torch.__version__.split('+')[0]}: {len(found)} families, "
+        f"{len(runs)} small random models (fp32 and bf16, eager and SDPA), {asked:,} questions asked and answered. "
+        "`python scripts/check_transformers.py` writes this page.",
+        "",
+        "| family | models | passed | skipped | failed | to look at |",
+        "|---|---|---|---|---|---|",
+    ]
+    for family, rows in found.items():
+        counts: dict[str, int] = defaultdict(int)
+        for row in rows:
+            for verdict, count in row["report"].counts().items():
+                counts[verdict] += count
+        named = {v: names(rows, v) for v in ("fail", "warn")}
+        lines.append(
+            f"| {family} | {len(rows)} | {counts['pass']} | {counts['skip']} | {named['fail']} | {named['warn']} |"
+        )
+    lines += ["", "## What was found, and how to see it without cutaway", ""]
+    for path in sorted(DEFECTS.glob("*.py")):
+        first = path.read_text().split('"""')[1].strip()
+        lines += [f"- [`{path.name}`](defects/{path.name}): {' '.join(first.split())}"]
+    return "\n".join(lines) + "\n"
+
+
+def names(rows: list[Row], verdict: str) -> str:
+    """Which checks gave a verdict, and for how many of the models."""
+    count: dict[str, int] = defaultdict(int)
+    for row in rows:
+        for finding in row["report"].findings:
+            count[finding.check] += finding.verdict == verdict
+    return ", ".join(f"{name} ({n})" for name, n in count.items() if n)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--write", type=Path)
+    given = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore")
+    start, found = time.monotonic(), {}
+    for family in given.families.split(","):
+        found[family] = examine(family, given.seeds)
+        for row in found[family]:
+            for finding in (*row["report"].failures, *row["report"].warnings):
+                sys.stdout.write(f"{family} seed {row['seed']} {row['kernel']} {row['dtype']}: {finding}\n")
+        sys.stderr.write(f"{family}: {len(found[family])} models, {time.monotonic() - start:.0f} s\n")
+    page = told(found, time.monotonic() - start)
+    if given.write:
+        given.write.write_text(page)
+    else:
+        sys.stdout.write(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""No false alarm: healthy models of every family, ours and transformers', wide and narrow, fresh and trained."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from peers import FAMILIES, model_of, peers
+from strategies import SEEDS, configs, lively
+
+import cutaway as ct
+from cutaway.check import Report
+
+warnings.filterwarnings("ignore")
+transformers.logging.set_verbosity_error()
+
+KNOWN: dict[tuple[str, str], str] = {}
+"""Real defects of transformers that its models here have, by family and check: docs/transformers.md shows each."""
+
+
+def alarms(report: Report, family: str = "") -> list[str]:
+    """What it says against a model, beside what is known."""
+    found = [each for each in (*report.failures, *report.warnings) if (family, each.check) not in KNOWN]
+    return [str(each) for each in found]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_transformers_give_no_alarm(family: str, seed: int, dtype: torch.dtype) -> None:
+    for peer in peers(family, seed):
+        for kernel in ("eager", "sdpa"):
+            if kernel == "eager" and peer.skip_eager:
+                continue
+            report = ct.check(model_of(peer, seed, kernel=kernel).to(dtype), seed=seed, budget=120)
+            assert not alarms(report, family), (kernel, peer.config.to_diff_dict())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_models_in_ours_give_no_alarm(family: str, seed: int, tmp_path: Path) -> None:
+    for n, peer in enumerate(peers(family, seed)):
+        model_of(peer, seed).save_pretrained(tmp_path / str(n))
+        for dtype in (torch.float32, torch.bfloat16):
+            checkpoint = ct.load(tmp_path / str(n), dtype=dtype)
+            assert not alarms(ct.check(checkpoint, seed=seed, budget=120)), (dtype, checkpoint.config)
+
+
+@settings(max_examples=60)
+@given(configs(), SEEDS)
+def test_random_models_give_no_alarm(config: Any, seed: int) -> None:
+    report = ct.check(lively(config, seed=seed), seed=seed, budget=120)
+    assert not alarms(report), config
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_trained_model_gives_no_alarm(dtype: torch.dtype) -> None:
+    assert not alarms(ct.check(ct.load("tiny-python", dtype=dtype)))
