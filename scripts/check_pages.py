@@ -46,9 +46,15 @@ def main() -> None:
     (options.out / "img").mkdir(parents=True, exist_ok=True)
     for path, text in pages().items():
         (options.out / path).write_text(text, encoding="utf-8")
+    assert BUGS
+    bugs = {each.caught: each for each in reversed(ZOO.values())}  # of several, the first
     for name in options.names or checks():
-        (options.out / "img" / f"{name}.svg").write_text(picture(name), encoding="utf-8")
+        if name in bugs:
+            (options.out / "img" / f"{name}.svg").write_text(picture(bugs[name]), encoding="utf-8")
     clear(options.out)
+    without = [name for name in checks() if name not in bugs]
+    if without:
+        sys.exit(f"no picture for {', '.join(without)}: tests/zoo has no bug that they catch")
 
 
 def pages() -> dict[str, str]:
@@ -64,21 +70,14 @@ def clear(out: Path) -> None:
             path.unlink()
 
 
-def bug_of(name: str) -> Bug:
-    """The bug that a check's page shows: the first of its zoo."""
-    assert BUGS
-    return next(each for each in ZOO.values() if each.caught == name)
-
-
-def picture(name: str) -> str:
-    """The report on a bug, as the terminal shows it."""
-    bug = bug_of(name)
-    report = examined(bug, only=[name])
-    report.findings = [report[name]]
+def picture(bug: Bug) -> str:
+    """What its check says of a bug, as the terminal shows it."""
+    report = examined(bug, only=[bug.caught])
+    report.findings = [report[bug.caught]]
     source = f"home:{bug.name.partition('/')[2].replace(' ', '_')}"
     out = Console(record=True, width=100, file=StringIO(), highlight=False)
     show(report, source, timed=False, out=out)
-    svg = out.export_svg(title=f"cutaway check {source} --only {name}", unique_id="report")
+    svg = out.export_svg(title=f"cutaway check {source} --only {bug.caught}", unique_id="report")
     return "\n".join(line.rstrip() for line in FONTS.sub("", svg).splitlines()) + "\n"
 
 

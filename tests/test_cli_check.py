@@ -19,9 +19,9 @@ from cutaway.errors import InputError
 from cutaway.size import count
 
 MODULE = """
+import zoo.causality
 from zoo.bug import ZOO
 from zoo.home import Home, offers
-from zoo.rooms import ROOMS
 
 print("this is printed by someone's module")
 instance = Home()
@@ -106,7 +106,7 @@ def test_a_right_model_has_no_problem(verb: Run) -> None:
     said = verb("check", "mine:right")
     assert "nothing wrong was found" in said
     assert "✗" not in said
-    assert "passed  causality" in said
+    assert "✓ passed" in said
     whole = verb("check", "mine:right", "--only", "causality", "--verbose", columns=100)
     assert "no logit changes with a later token" in whole
     assert "seconds" in whole
@@ -264,7 +264,8 @@ def test_junit_is_what_ci_systems_read(tmp_path: Path) -> None:
 
 def test_the_verb_writes_it_where_a_check_fails_too(verb: Run, tmp_path: Path) -> None:
     verb("check", "mine:leaks", "--only", "causality", "--junit", tmp_path / "r.xml", code=1)
-    assert Tree.parse(tmp_path / "r.xml").getroot().get("failures") == "4"
+    cases = {case.get("name"): case for case in Tree.parse(tmp_path / "r.xml").getroot().iter("testcase")}
+    assert cases["causality"].find("failure") is not None
 
 
 def test_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
