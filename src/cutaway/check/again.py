@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,9 @@ class Again:
     gap: Gap = field(default_factory=lambda: Gap(0.0, 0.0, ()))
     """How far its logits are from the model's."""
     rounded: list[str] = field(default_factory=list)
-    """Buffers that are the fresh ones, rounded."""
+    """Constants that are the fresh ones, rounded."""
     apart: list[str] = field(default_factory=list)
-    """Buffers that are not saved, and are not what a fresh model has."""
+    """Constants that are not what a fresh model has."""
     broke: str = ""
     """What was raised in saving or loading, where that was impossible."""
     parity: Gap | None = None
@@ -63,7 +63,7 @@ def standing_in(module: nn.Module, other: nn.Module) -> Iterator[None]:
 @contextmanager
 def nudged(module: nn.Module, generator: torch.Generator) -> Iterator[None]:
     """While it lasts, the weights of a small model are moved a little from where they began."""
-    kept: list[tuple[Tensor, Tensor]] = []
+    kept: list[tuple[nn.Parameter, Tensor]] = []
     trained = [each for each in module.parameters() if each.requires_grad and each.is_floating_point()]
     try:
         if sum(each.numel() for each in trained) <= SMALL:
@@ -84,8 +84,8 @@ def size_of(module: nn.Module) -> int:
 
 
 def again(exam: Exam, *, broken: bool = False) -> Again:
-    """The model saved and loaded, or made anew, and compared; done once for all checks that ask about it. One that could
-    not be is given only to who asks for that."""
+    """The model saved and loaded, or made anew, and compared: once for all checks that ask about it. One that could not
+    be is given only to who asks for that."""
     found = exam.once("again", lambda: made_again(exam))
     if isinstance(found, CannotError):
         raise found
@@ -143,7 +143,8 @@ def refilled(target: "Target") -> Again:
     if type(fresh) is not type(module):
         raise CannotError(f"make() gave a {type(fresh).__name__} for a {type(module).__name__}")
     fresh.to(target.device)
-    for tensor in [*fresh.parameters(), *fresh.buffers()]:
+    tensors: list[Tensor] = [*fresh.parameters(), *fresh.buffers()]
+    for tensor in tensors:
         tensor.data = tensor.data.float() if tensor.dtype in NARROW else tensor.data
     state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     shapes = {name: tensor.shape for name, tensor in fresh.state_dict().items()}
@@ -154,13 +155,23 @@ def refilled(target: "Target") -> Again:
     return Again(fresh, list(said.missing_keys), list(said.unexpected_keys))
 
 
-def compare_buffers(module: nn.Module, found: Again) -> None:
-    """Which of the buffers that are not saved are not those of the other: rounded to a narrower dtype, or others."""
+def constants(module: nn.Module) -> dict[str, Tensor]:
+    """What follows from the configuration, most likely: buffers that are not saved, and parameters that are frozen."""
     saved = module.state_dict().keys()
-    other = dict(found.module.named_buffers())
-    for name, mine in module.named_buffers():
+    found: dict[str, Tensor] = {name: each for name, each in module.named_buffers() if name not in saved}
+    return found | {name: each for name, each in module.named_parameters() if not each.requires_grad}
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def compare_buffers(module: nn.Module, found: Again) -> None:
+    """Which constants are not those of the other: rounded to a narrower dtype, or others."""
+    other = tensors_of(found.module)
+    for name, mine in constants(module).items():
         fresh = other.get(name)
-        if name in saved or fresh is None or fresh.shape != mine.shape or fresh.is_meta or alike(fresh, mine):
+        if fresh is None or fresh.shape != mine.shape or fresh.is_meta or alike(fresh, mine):
             continue
         rounded = any(torch.equal(fresh.to(dtype).to(mine.dtype), mine) for dtype in NARROW)
         (found.rounded if rounded else found.apart).append(name)
@@ -168,7 +179,7 @@ def compare_buffers(module: nn.Module, found: Again) -> None:
 
 def settle_rounded(module: nn.Module, found: Again) -> None:
     """Give the other the rounded buffers too (`model.to(bfloat16)` makes them): another check asks about these."""
-    mine, other = dict(module.named_buffers()), dict(found.module.named_buffers())
+    mine, other = constants(module), tensors_of(found.module)
     for name in found.rounded:
         other[name].data = mine[name].data.clone().to(other[name].dtype)
 
@@ -192,7 +203,7 @@ def copied(module: nn.Module) -> nn.Module:
 
 def shared(module: nn.Module) -> dict[str, frozenset[str]]:
     """Names of parameters → all names of the same tensor, where there are several."""
-    names: dict[tuple[int, int, torch.Size], set[str]] = {}
+    names: dict[tuple[Any, ...], set[str]] = {}
     for name, each in module.named_parameters(remove_duplicate=False):
         key = (each.untyped_storage().data_ptr(), each.storage_offset(), each.shape)
         names.setdefault(key, set()).add(name)

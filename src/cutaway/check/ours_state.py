@@ -60,7 +60,7 @@ def variants(model: Transformer, seed: int) -> Mapping[str, Callable[[], Logits]
     plain = to_dict(model.config)
     written = model.config.model_dump(mode="json")
     made: dict[str, Callable[[], Logits]] = {"": partial(with_settings, model, plain, state, seed)}
-    for path, value in changes(written, ()):
+    for path, value in changes(written, (), model.config.d_model):
         data = deepcopy(written)
         inside: Any = data
         for key in path[:-1]:
@@ -86,13 +86,25 @@ def with_settings(model: Transformer, data: dict[str, Any], state: Mapping[str, 
     return logits
 
 
-def changes(part: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def changes(part: Any, path: tuple[Any, ...], d_model: int) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """The paths of settings, each with another value."""
+    hidden = unseen(part, d_model) if isinstance(part, dict) else ()
     for key, value in enumerate(part) if isinstance(part, list) else part.items():
-        if isinstance(value, dict | list) and key not in ("init", "scaling"):
-            yield from changes(value, (*path, key))
+        if key in hidden:
+            continue
+        if isinstance(value, dict | list):
+            yield from changes(value, (*path, key), d_model)
         elif isinstance(part, dict) and (other := instead(part, str(key), value)) is not None:
             yield (*path, key), other
+
+
+def unseen(part: dict[str, Any], d_model: int) -> tuple[str, ...]:
+    """Keys whose settings need not be seen: scores where a token sees only itself, angles where few dimensions turn."""
+    if part.get("window") == 1:
+        return "position", "scale", "softcap", "qk_norm"
+    if "heads" in part and (part.get("d_rope") or part.get("d_head") or d_model // part["heads"]) <= 4:
+        return ("position",)
+    return "init", "scaling"
 
 
 def instead(part: dict[str, Any], key: str, value: Any) -> Any:

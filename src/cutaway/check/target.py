@@ -67,7 +67,7 @@ class Target:
     """Names of attention kernels, and the logits by each."""
     variants: Callable[[], Mapping[str, Callable[[], Logits]]] | None = None
     """() → by the name of a setting: how to make the model with that setting changed, with the same weights; a
-    ValueError is a refusal, which is as good. Under "" is what they are compared with, if it is not the model itself."""
+    ValueError is a refusal, which is as good. Under "" is what they are compared with, where it is not the model."""
     exported: Callable[[], Logits] | None = None
     """() → the logits of the model that was saved, and loaded again."""
     recomputed: Callable[[bool], None] | None = None

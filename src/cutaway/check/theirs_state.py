@@ -17,6 +17,7 @@ from cutaway.check.again import SMALL, Again
 from cutaway.check.settings import WIDE, another, fits, healthy, times
 from cutaway.check.target import Logits, Target
 from cutaway.errors import CutawayError
+from cutaway.families.fields import Only
 from cutaway.families.load import load
 from cutaway.families.registry import families
 from cutaway.model import EncoderDecoder, EncoderOnly, Transformer
@@ -55,6 +56,8 @@ def reloaded(model: Any, found: Target, seed: int) -> Again:
             model.config.__dict__.clear()
             model.config.__dict__.update(kept)
         how = {"dtype": model.dtype, "attn_implementation": model.config._attn_implementation}
+        if getattr(model.config, "_experts_implementation", None) is not None:
+            how["experts_implementation"] = model.config._experts_implementation
         back, said = type(model).from_pretrained(directory, output_loading_info=True, **how)
         back.to(model.device)
         missing = [*map(str, said["missing_keys"]), *(str(key) for key in said.get("mismatched_keys", ()))]
@@ -73,6 +76,10 @@ def read_by_cutaway(again: Again, model: Any, found: Target, directory: Path, se
     kind = type(model)
     family = families().get(getattr(model.config, "model_type", ""))
     known = family is not None and kind.__name__ in (family.architecture, family.trunk)
+    bias = getattr(getattr(model.config, "attn_config", None), "alibi_bias_max", 8)
+    if bias != 8:
+        again.why = f"needs against (transformers computes every MPT as if alibi_bias_max were 8, and it is {bias})"
+        return
     if not known or not kind.__module__.startswith("transformers."):
         again.why = f"needs against (cutaway has no reading of a {kind.__name__} of its own)"
         return
@@ -124,13 +131,14 @@ def parted(theirs: Any, second: Any, ours: Transformer, tokens: Tensor, noise: f
 
 
 def variants(model: Any, seed: int) -> Mapping[str, Callable[[], Logits]]:
-    """For each setting that the family's table counts as used and that is known to act: the model with another value."""
+    """For each setting that the family's table counts as used, and that must be seen: the model with another value."""
     small = sum(each.numel() for each in model.parameters()) <= SMALL
     state = healthy(model, seed) if small else {name: each.detach() for name, each in model.state_dict().items()}
-    used = {key for field in families()[model.config.model_type].fields for key in field.keys}
+    fields = families()[model.config.model_type].fields
+    used = {key for field in fields if not isinstance(field, Only) for key in field.keys}
     made: dict[str, Callable[[], Logits]] = {"": partial(with_settings, model, {}, state, seed)}
     for key in sorted(used):
-        if hasattr(model.config, key):
+        if getattr(model.config, key, None) is not None:  # what is not asked for need not be there
             other = instead(model.config, key, getattr(model.config, key))
             if other is not None:
                 made[key] = partial(with_settings, model, {key: other}, state, seed)
@@ -155,6 +163,9 @@ def with_settings(model: Any, settings: dict[str, Any], state: Mapping[str, Tens
 
 def instead(config: Any, key: str, value: Any) -> Any:
     """Another value for a setting that must then be seen; none where it need not be."""
+    alone = getattr(config, "sliding_window", None) == 1  # a token that sees only itself has no use for scores
+    if alone and key in ("rope_parameters", "attn_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier"):
+        return None
     if key == "rope_parameters" and isinstance(value, dict):
         return other_angles(config, value)
     if key == "sliding_window":
@@ -176,13 +187,11 @@ def instead(config: Any, key: str, value: Any) -> Any:
 
 def other_angles(config: Any, value: dict[str, Any]) -> Any:
     """RoPE with another base, for all kinds of layers; none where so few dimensions turn that it need not be seen."""
-    heads = getattr(config, "num_attention_heads", 1)
-    width = (
-        getattr(config, "head_dim", None) or getattr(config, "qk_rope_head_dim", None) or config.hidden_size // heads
-    )
+    width = getattr(config, "head_dim", None) or getattr(config, "qk_rope_head_dim", None)
+    width = width or config.hidden_size // getattr(config, "num_attention_heads", 1)
     other = deepcopy(value)
     for each in (other, *(inner for inner in other.values() if isinstance(inner, dict))):
-        if "rope_theta" in each and each.get("rope_type", "default") == "default":
-            if width * each.get("partial_rotary_factor", 1.0) > 4:
-                each["rope_theta"] = each["rope_theta"] * 0.01
+        plain = each.get("rope_type", "default") == "default"
+        if "rope_theta" in each and plain and width * each.get("partial_rotary_factor", 1.0) > 4:
+            each["rope_theta"] = each["rope_theta"] * 0.01
     return other if other != value else None
