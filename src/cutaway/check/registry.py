@@ -1,5 +1,7 @@
 """The checks by name."""
 
+import difflib
+import fnmatch
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
@@ -80,15 +82,19 @@ def checks() -> dict[str, Check]:
 
 
 def chosen(only: Iterable[str] | None, skip: Iterable[str] | None) -> list[Check]:
-    """Those that are asked for, by name or by the beginning of a name (`cache` means all of `cache-…`)."""
+    """Those that are asked for: by name, by the beginning of names (`cache` means all of `cache-…`), or by a pattern
+    (`causality*`)."""
     known = checks()
 
     def named(names: Iterable[str]) -> set[str]:
         found = set()
         for name in [names] if isinstance(names, str) else names:
-            hits = {each for each in known if each == name or each.startswith(f"{name}-")}
+            hits = {name} & known.keys() or {each for each in known if each.startswith(f"{name}-")}
+            hits = hits or set(fnmatch.filter(known, name))
             if not hits:
-                raise InputError(f"there is no check '{name}'; there are {', '.join(known)}")
+                near = difflib.get_close_matches(name, known, 1)
+                meant = f"did you mean '{near[0]}'? T" if near else "t"
+                raise InputError(f"there is no check '{name}'; {meant}here are {', '.join(known)}")
             found |= hits
         return found
 
