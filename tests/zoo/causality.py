@@ -1,10 +1,12 @@
 """Bugs that let a token see what comes after it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from zoo.bug import bug
-from zoo.home import Home
+from zoo.home import Home, offers
 
 
 def seeing(rule) -> Home:  # type: ignore[no-untyped-def]
@@ -86,3 +88,14 @@ def no_mask_in_training() -> Home:
             (key >= 0)[:, None, :].expand(-1, query.shape[1], -1) if one.training else plain(query, key)
         )
     return model
+
+
+@bug("causality-paths")
+def labels_are_read() -> tuple[Home, dict[str, Any]]:
+    """The answers are added to the text, where there are any."""
+    model = Home()
+
+    def labelled(tokens: Tensor, labels: Tensor) -> Tensor:
+        return model(torch.where(labels > 30, labels.roll(-1, 1), tokens))[0]
+
+    return model, offers(model) | {"labelled": labelled}

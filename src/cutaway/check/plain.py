@@ -35,16 +35,18 @@ def of_function(function: Callable[..., Any], given: Mapping[str, Any], signatur
         def asked(tokens: Tensor) -> Tensor:
             return logits_of(function(tokens, targets=tokens))
 
-        def loss(tokens: Tensor, labels: Tensor) -> Tensor:
+        def taught(tokens: Tensor, labels: Tensor) -> Any:
             after = torch.full_like(labels, -100)
             after[:, :-1] = labels[:, 1:]
-            return loss_of(function(tokens, targets=after))
+            return function(tokens, targets=after)
 
-        found.logits, found.loss = asked, loss
+        found.logits, found.loss = asked, lambda tokens, labels: loss_of(taught(tokens, labels))
+        found.labelled = lambda tokens, labels: logits_of(taught(tokens, labels))
     else:
         found.logits = lambda tokens: logits_of(function(tokens))
     if "labels" in names:
         found.loss = lambda tokens, labels: loss_of(function(tokens, labels=labels))
+        found.labelled = lambda tokens, labels: logits_of(function(tokens, labels=labels))
     if "attention_mask" in names:
         found.padded = lambda tokens, mask: logits_of(function(tokens, attention_mask=mask.long()))
     for name in ("position_ids", "positions"):

@@ -49,6 +49,8 @@ class Target:
     """tokens, n → the (B, n) tokens of speculative decoding at temperature 0."""
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     """tokens, labels (the same tokens; -100 is not asked) → the mean loss, as training has it."""
+    labelled: Callable[[Tensor, Tensor], Tensor] | None = None
+    """tokens, labels (as `loss` takes them) → the logits of that very pass."""
     accumulated: Callable[[Sequence[tuple[Tensor, Tensor]]], Tensor] | None = None
     """(tokens, labels) of each piece → the loss of all of them accumulated, as training has it."""
     patterns: Callable[[Tensor], Sequence[Tensor]] | None = None

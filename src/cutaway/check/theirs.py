@@ -54,6 +54,7 @@ def target(model: Any, seed: int) -> Target:
         )
     if "labels" in takes and found.kind == "decoder":
         found.loss = lambda tokens, labels: model(input_ids=tokens, labels=labels, **plain).loss
+        found.labelled = lambda tokens, labels: logits_of(model(input_ids=tokens, labels=labels, **plain))
     return found
 
 

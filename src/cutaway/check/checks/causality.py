@@ -163,7 +163,7 @@ def causality_gradient(exam: Exam) -> Part:
 )
 def causality_paths(exam: Exam) -> Iterator[Part]:
     """Look for leaks again in training mode (with the same dropout), with gradients, by each kernel, with padding, in a
-    batch, and among the tokens of a piece that is read behind a cache."""
+    batch, and among the tokens of a piece that is read behind a cache. The labels of a pass must not change it."""
     target, tokens = exam.target, exam.text()
     length = tokens.shape[1]
     cuts = [cut for cut in FEW if cut < length] or [length - 1]
@@ -183,8 +183,19 @@ def causality_paths(exam: Exam) -> Iterator[Part]:
 
         body = tokens[:, : length - 4]
         yield from leaks(exam, behind, body, [c for c in cuts if c < length - 4], " within a piece behind a cache")
+    if target.labelled is not None:
+        yield told_labels(exam, tokens)
     twice = exam.text(3)
     yield from leaks(exam, plain, twice, cuts[:2], " in a batch of three")
+
+
+def told_labels(exam: Exam, tokens: Tensor) -> Part:
+    """Whether the logits know the labels that they are to be judged by."""
+    labelled, other = exam.target.labelled, exam.changed(tokens)
+    assert labelled is not None
+    gap = exam.same(lambda: labelled(tokens, tokens), lambda: labelled(tokens, other))
+    broken = "the logits change with the labels, which they should foretell"
+    return exam.judge(gap, held="no logit changes with the labels", broken=broken)
 
 
 def paths(exam: Exam) -> dict[str, Logits]:
