@@ -33,6 +33,7 @@ def quick(exam: Exam) -> bool:
     fix="number new tokens from the cache's length on, store each key once as it is used, and mask by positions",
     needs=("logits", "cached"),
     kinds=CAUSAL,
+    after=("causality",),
     quick=True,
 )
 @torch.no_grad()
@@ -65,6 +66,7 @@ def cache_steps(exam: Exam) -> Iterator[Part]:
     fix="make the mask from the positions of queries and of all stored keys, not from the shape of the piece",
     needs=("logits", "cached"),
     kinds=CAUSAL,
+    after=("causality", "cache-steps"),
 )
 @torch.no_grad()
 def cache_chunks(exam: Exam) -> Iterator[Part]:
@@ -104,6 +106,7 @@ def cache_chunks(exam: Exam) -> Iterator[Part]:
     fix="mask every slot that holds no token of this text, by its position, before the softmax",
     needs=("logits", "poisoned"),
     kinds=CAUSAL,
+    after=("causality",),
 )
 @torch.no_grad()
 def cache_poison(exam: Exam) -> Part:
@@ -134,6 +137,7 @@ def cache_poison(exam: Exam) -> Part:
     fix="keep window + new tokens − 1 keys, and mask by the position that each slot holds",
     needs=("logits", "cached|rolled"),
     kinds=CAUSAL,
+    after=("causality", "cache-steps"),
 )
 @torch.no_grad()
 def cache_window(exam: Exam) -> Iterator[Part]:

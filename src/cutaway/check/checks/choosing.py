@@ -29,6 +29,7 @@ PATIENCE = 0.15
     fix="reorder every row of the state by the new beams' parents, and add log-probabilities along each one's path",
     needs=("logits", "beams"),
     kinds=CAUSAL,
+    after=("causality", "cache-steps", "generation"),
 )
 @torch.no_grad()
 def beams(exam: Exam) -> Iterator[Part]:
@@ -107,7 +108,7 @@ def sampler(exam: Exam) -> Iterator[Part]:
     settings: list[dict[str, Any]] = [{}]
     settings += [
         {name: value}
-        for name, value in (("temperature", 0.5), ("temperature", 2.0), ("top_k", 3), ("top_p", 0.7))
+        for name, value in (("temperature", 0.5), ("temperature", 2.0), ("top_k", 3), ("top_k", 1), ("top_p", 0.7), ("top_p", 0.05))
         if name in names
     ]
     for how in settings:
@@ -120,6 +121,9 @@ def sampler(exam: Exam) -> Iterator[Part]:
             token = int((counts * never).argmax())
             message = f"{int(counts[token])} of {int(counts.sum())} draws{path} were a token that must not come up"
             yield Part("fail", message, float(counts[token]), 0.0, f"token {token}")
+            continue
+        if int((~never).sum()) == 1:  # one token is left, and it alone was drawn
+            yield Part("pass", f"all {int(counts.sum())} draws{path} are the only token that is left")
             continue
         chance, kinds = fits(counts, wanted)
         if kinds < 2:

@@ -96,6 +96,7 @@ def greedily(
     fix="take the logits of the last real token, feed each token once, and number tokens from the first real one",
     needs=("logits", "generate|generate_padded"),
     kinds=CAUSAL,
+    after=("causality", "cache-steps"),
 )
 @torch.no_grad()
 def generation(exam: Exam) -> Iterator[Part]:
@@ -130,6 +131,7 @@ def padded(exam: Exam, length: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     fix="keep guesses up to the first that is not the model's own, then its own token, and roll the cache back there",
     needs=("logits", "speculate"),
     kinds=CAUSAL,
+    after=("causality", "generation"),
 )
 @torch.no_grad()
 def speculation(exam: Exam) -> Iterator[Part]:
