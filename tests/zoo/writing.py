@@ -46,8 +46,10 @@ def padding_that_counts() -> Home:
 @bug("generation")
 def every_row_like_the_first() -> Home:
     model = Home()
-    model.write = lambda tokens, n, mask=None: (  # type: ignore[method-assign]
-        Home.write(model, tokens, n, mask)[:1].expand(len(tokens), -1)
+    model.write = (
+        lambda tokens, n, mask=None: (  # type: ignore[method-assign]
+            Home.write(model, tokens, n, mask)[:1].expand(len(tokens), -1)
+        )
     )
     return model
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutaway.check.exam import CannotError, Exam, Gap
+from cutaway.check.exam import MARGIN, CannotError, Exam, Gap, apart, scale_of
 from cutaway.check.finding import Part
 from cutaway.check.pieces import REFUSALS, first_far, in_pieces, read, seeming_position, sized, where
 from cutaway.check.registry import CAUSAL, check
@@ -20,6 +20,9 @@ SLOW = 3.0
 """Seconds that passing a window may take."""
 HUGE = 1e4
 """So large that a slot with it is felt wherever it is seen, and times a weight of 0 it is 0."""
+
+SHARE = 1e-2
+"""Of the largest logit: what no rounding of one and the same pass comes to."""
 
 
 def quick(exam: Exam) -> bool:
@@ -106,7 +109,7 @@ def cache_chunks(exam: Exam) -> Iterator[Part]:
     fix="mask every slot that holds no token of this text, by its position, before the softmax",
     needs=("logits", "poisoned"),
     kinds=CAUSAL,
-    after=("causality",),
+    after=("causality", "cache-steps"),
 )
 @torch.no_grad()
 def cache_poison(exam: Exam) -> Part:
@@ -204,7 +207,10 @@ def cache_reuse(exam: Exam) -> Iterator[Part]:
     for path, make in passes(exam).items():
         first = make(mine)
         make(longer)
-        gap = exam.same(lambda make=make: make(mine), lambda make=make: make(mine), first=first)  # type: ignore[misc]
+        gap = apart(first, make(mine))
+        if gap.worst > 0.0:  # what stays behind moves a pass that is made again, and must not pass for noise
+            noise = exam.noise(lambda make=make: make(mine), first)  # type: ignore[misc]
+            gap = Gap(gap.worst, min(MARGIN * noise, SHARE * scale_of(first)), gap.index)
         broken = f"{path} gives other logits after another text was read"
         part = exam.judge(gap, held=f"{path} gives the same after another text", broken=broken)
         yield part
