@@ -42,7 +42,7 @@ def beams(exam: Exam) -> Iterator[Part]:
     length = 1 if exam.target.kind == "encoder-decoder" else length  # its answers begin with one token
     vocab = exam.target.vocab or 2
     width = min(BEAMS, vocab)
-    for _ in range(PROMPTS if exam.seconds_a_pass < 0.01 else 1):
+    for _ in range(PROMPTS if exam.seconds_a_pass < 0.01 else 2):
         prompt = exam.text(1, length)
         best, gaps, moved = search(exam, prompt, n, width)
         if moved:
@@ -82,22 +82,22 @@ def scored(exam: Exam, prompt: Tensor, found: Tensor) -> Tensor:
 
 
 def search(exam: Exam, prompt: Tensor, n: int, width: int) -> tuple[Tensor, float, bool]:
-    """The sums of a beam search by whole passes, the best first; by how little a beam was left out; and whether beams
-    changed places, without which a cache that stays as it is would be right."""
+    """The sums of a beam search by whole passes, the best first; by how little a beam was left out; and whether one of
+    those that are returned changed its place on the way, without which a cache that stays as it is would be right."""
     assert exam.target.logits is not None
-    tokens, sums, least, moved = prompt, torch.zeros(1, device=prompt.device), float("inf"), False
-    for _ in range(n):
+    tokens, sums, least = prompt, torch.zeros(1, device=prompt.device), float("inf")
+    moved = torch.zeros(1, dtype=torch.bool, device=prompt.device)
+    for step in range(n):
         log_p = exam.target.logits(tokens)[:, -1].float().log_softmax(-1)
         total = (sums[:, None] + log_p).flatten()
         best, place = total.topk(min(width + 1, len(total)))
         least = min(least, float(best[width - 1] - best[width])) if len(best) > width else least
         sums, parents, token = best[:width], place[:width] // log_p.shape[-1], place[:width] % log_p.shape[-1]
-        # The last step's places do not matter: nothing is read behind them.
-        moved = moved or (
-            len(tokens) > 1 and tokens.shape[1] < prompt.shape[1] + n - 1 and parents.tolist() != [*range(width)]
-        )
+        moved = moved[parents]
+        if 0 < step < n - 1:  # first there is one row only, and behind the last nothing is read
+            moved = moved | (parents != torch.arange(width, device=parents.device))
         tokens = torch.cat((tokens[parents], token[:, None]), 1)
-    return sums, least, moved
+    return sums, least, bool(moved.any())
 
 
 @check(
