@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutaway.check.exam import CannotError, Exam, Gap
+from cutaway.check.exam import MARGIN, CannotError, Exam, Gap, apart, scale_of
 from cutaway.check.finding import Part
 from cutaway.check.pieces import REFUSALS, first_far, in_pieces, read, seeming_position, sized, where
 from cutaway.check.registry import CAUSAL, check
@@ -21,6 +21,9 @@ SLOW = 3.0
 HUGE = 1e4
 """So large that a slot with it is felt wherever it is seen, and times a weight of 0 it is 0."""
 
+SHARE = 1e-2
+"""Of the largest logit: what no rounding of one and the same pass comes to."""
+
 
 def quick(exam: Exam) -> bool:
     return exam.seconds_a_pass < QUICK
@@ -33,6 +36,7 @@ def quick(exam: Exam) -> bool:
     fix="number new tokens from the cache's length on, store each key once as it is used, and mask by positions",
     needs=("logits", "cached"),
     kinds=CAUSAL,
+    after=("causality",),
     quick=True,
 )
 @torch.no_grad()
@@ -65,6 +69,7 @@ def cache_steps(exam: Exam) -> Iterator[Part]:
     fix="make the mask from the positions of queries and of all stored keys, not from the shape of the piece",
     needs=("logits", "cached"),
     kinds=CAUSAL,
+    after=("causality", "cache-steps"),
 )
 @torch.no_grad()
 def cache_chunks(exam: Exam) -> Iterator[Part]:
@@ -104,6 +109,7 @@ def cache_chunks(exam: Exam) -> Iterator[Part]:
     fix="mask every slot that holds no token of this text, by its position, before the softmax",
     needs=("logits", "poisoned"),
     kinds=CAUSAL,
+    after=("causality", "cache-steps"),
 )
 @torch.no_grad()
 def cache_poison(exam: Exam) -> Part:
@@ -134,6 +140,7 @@ def cache_poison(exam: Exam) -> Part:
     fix="keep window + new tokens − 1 keys, and mask by the position that each slot holds",
     needs=("logits", "cached|rolled"),
     kinds=CAUSAL,
+    after=("causality", "cache-steps"),
 )
 @torch.no_grad()
 def cache_window(exam: Exam) -> Iterator[Part]:
@@ -200,7 +207,10 @@ def cache_reuse(exam: Exam) -> Iterator[Part]:
     for path, make in passes(exam).items():
         first = make(mine)
         make(longer)
-        gap = exam.same(lambda make=make: make(mine), lambda make=make: make(mine), first=first)  # type: ignore[misc]
+        gap = apart(first, make(mine))
+        if gap.worst > 0.0:  # what stays behind moves a pass that is made again, and must not pass for noise
+            noise = exam.noise(lambda make=make: make(mine), first)  # type: ignore[misc]
+            gap = Gap(gap.worst, min(MARGIN * noise, SHARE * scale_of(first)), gap.index)
         broken = f"{path} gives other logits after another text was read"
         part = exam.judge(gap, held=f"{path} gives the same after another text", broken=broken)
         yield part

@@ -96,6 +96,7 @@ def greedily(
     fix="take the logits of the last real token, feed each token once, and number tokens from the first real one",
     needs=("logits", "generate|generate_padded"),
     kinds=CAUSAL,
+    after=("causality", "cache-steps"),
 )
 @torch.no_grad()
 def generation(exam: Exam) -> Iterator[Part]:
@@ -130,6 +131,7 @@ def padded(exam: Exam, length: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     fix="keep guesses up to the first that is not the model's own, then its own token, and roll the cache back there",
     needs=("logits", "speculate"),
     kinds=CAUSAL,
+    after=("causality", "cache-steps", "generation"),
 )
 @torch.no_grad()
 def speculation(exam: Exam) -> Iterator[Part]:
@@ -152,8 +154,8 @@ def speculation(exam: Exam) -> Iterator[Part]:
     kinds=CAUSAL,
 )
 def mode_restored(exam: Exam) -> Iterator[Part]:
-    """In training and in evaluation mode, let it write, and look: the mode of every part, which weights ask for gradients
-    and whether any are taken must be as before."""
+    """In training and in evaluation mode, let it write, and look: the mode of every part, which weights ask for
+    gradients and whether any are taken must be as before."""
     target, module = exam.target, exam.target.module
     assert module is not None
     prompt = exam.text(1, max(1, min(4, exam.length // 2)))
@@ -168,21 +170,27 @@ def mode_restored(exam: Exam) -> Iterator[Part]:
     for path, write in ways.items():
         for training in (True, False):
             module.train(training)
-            asked = {name: p.requires_grad for name, p in module.named_parameters()}
+            weights = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
+            asked = {name: p.requires_grad for name, p in weights.items()}
+            for p in weights.values():  # all ask, so that what an earlier text froze is seen to be frozen again
+                p.requires_grad_(True)
             with torch.enable_grad():
                 try:
                     write()
+                    taken = torch.is_grad_enabled()
+                    frozen = [name for name, p in weights.items() if not p.requires_grad]
                 except REFUSALS as error:
                     yield Part("skip", f"skipped: {path} in training it refuses: {str(error)[:100]}")
                     break
-                taken = torch.is_grad_enabled()
+                finally:
+                    for name, p in weights.items():
+                        p.requires_grad_(asked[name])
             left = [name for name, part in parts.items() if part.training != training]
             if left:
                 now = "training" if parts[left[0]].training else "evaluation"
                 what = f"after {path}, {len(left)} of {len(parts)} parts of the model are left in {now} mode"
                 yield Part("fail", what, float(len(left)), 0.0, left[0] or "the whole model")
                 return
-            frozen = [name for name, p in module.named_parameters() if p.requires_grad != asked[name]]
             if frozen or not taken:
                 what = f"{frozen[0]} asks for other gradients" if frozen else "no gradients are taken any more"
                 yield Part("fail", f"after {path}, {what}", where=frozen[0] if frozen else None)
