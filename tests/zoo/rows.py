@@ -1,0 +1,1 @@
+"""Bugs in masks: padding that is seen, text that is not."""
