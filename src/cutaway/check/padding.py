@@ -44,7 +44,9 @@ def real(out: Tensor, mask: Tensor) -> Tensor:
 def ragged(exam: Exam, extra: int = 0) -> tuple[list[Tensor], int]:
     """Three rows, the first of which fills the batch."""
     short, width = sizes(exam)
-    return [exam.text(1, n) for n in (width - extra, max(1, (short + width) // 2 - extra), max(1, short - extra))], width
+    return [
+        exam.text(1, n) for n in (width - extra, max(1, (short + width) // 2 - extra), max(1, short - extra))
+    ], width
 
 
 def place_of(rows: list[Tensor], at: int) -> tuple[int, int]:

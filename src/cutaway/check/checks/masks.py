@@ -46,7 +46,9 @@ def both_sides(exam: Exam) -> Iterator[Part]:
     for side, readers in blind.items():
         if readers:
             message = f"the output at position {readers[0]} does not change with the {side} token beside it"
-            yield Part("fail", f"{message} ({len(readers)} of {length - 1} positions)", 0.0, 0.0, f"position {readers[0]}")
+            yield Part(
+                "fail", f"{message} ({len(readers)} of {length - 1} positions)", 0.0, 0.0, f"position {readers[0]}"
+            )
             return
     yield Part("pass", f"each position sees the tokens on both sides, in {asked} cases")
 
@@ -161,7 +163,9 @@ def padded_rows(exam: Exam, side: str) -> Iterator[Part]:
             if reason:
                 yield Part("skip", f"skipped: {reason}")
                 return
-            message = f"with {pads} padding tokens on the {side}, the logits at position {at} are not those of the text alone"  # noqa: E501
+            message = (
+                f"with {pads} padding tokens on the {side}, the logits at position {at} are not those of the text alone"  # noqa: E501
+            )
             yield Part("fail", message + path, gap.worst, gap.bound, f"row {row}, position {at}")
             return
         yield Part("pass", f"padded on the {side}{path}, each row is as if alone", gap.worst, gap.bound)
@@ -292,7 +296,11 @@ def source_used(exam: Exam) -> Iterator[Part]:
     length = min(8, exam.length)
     source, text = source_text(exam, 1, length), exam.text(1, min(6, exam.length))
     base = crossed(source, None, text)
-    for what, place in (("the source", slice(None)), ("its first token", slice(0, 1)), ("its last token", slice(-1, None))):
+    for what, place in (
+        ("the source", slice(None)),
+        ("its first token", slice(0, 1)),
+        ("its last token", slice(-1, None)),
+    ):
         other = source.clone()
         for _ in range(20):
             other[:, place] = source_text(exam, 1, length)[:, place]
@@ -364,5 +372,3 @@ def masked_row(exam: Exam) -> Iterator[Part]:
                 return
     if not out[1].isfinite().all():
         yield Part("warn", "a row of padding alone gives NaN, which a backward pass would carry on", where="row 1")
-
-
