@@ -2,4 +2,5 @@
 
 from importlib import import_module
 
-ROOMS = [import_module(f"zoo.{name}") for name in ("causality", "cache", "writing", "state", "comparison")]
+NAMES = ("causality", "masks", "rows", "cache", "writing", "state", "comparison")
+ROOMS = [import_module(f"zoo.{name}") for name in NAMES]

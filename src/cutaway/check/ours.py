@@ -24,6 +24,8 @@ def target(model: Any, thing: Any, seed: int) -> Target:
     found = Target(name=f"cutaway {config.form}", kind=config.form, module=inner, vocab=config.vocab_size)
     found.device, found.dtype = inner.device, inner.dtype
     facts(found, config)
+    found.counted = True
+    found.source_vocab = getattr(config, "source_vocab_size", None)
     if isinstance(inner, EncoderDecoder):
         of_both(found, inner, seed)
     elif isinstance(inner, EncoderOnly):

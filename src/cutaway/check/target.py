@@ -59,6 +59,8 @@ class Target:
     """tokens → the stream (B, T, d) before, between and after the layers."""
     crossed: Callable[[Tensor, Tensor | None, Tensor], Tensor] | None = None
     """source, source mask or None, tokens → logits."""
+    balance: Callable[[Tensor, Tensor], Tensor] | None = None
+    """tokens, mask → the loss that spreads tokens over experts."""
     attention: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     """q (B, H, T, D), k, v (B, G, T, D) → (B, H, T, D)."""
     poisoned: Callable[[Tensor, float], Tensor] | None = None
@@ -101,6 +103,12 @@ class Target:
     """Whether it has positions at all."""
     relative: bool | None = None
     """Whether only distances between positions count (RoPE, ALiBi), so that all may be shifted."""
+    counted: bool | None = None
+    """Whether `padded` numbers real tokens only, so that padding may stand on the left; None where that is not known."""
+    pads_counted: bool = False
+    """Whether positions are counted by the padding token (RoBERTa), so that padding must be just that."""
+    source_vocab: int | None = None
+    """Tokens of the source's own vocabulary, where it has one."""
     special: tuple[int, ...] = ()
     """Tokens with a meaning of their own (padding, ends), which are not drawn."""
     pad: int | None = None

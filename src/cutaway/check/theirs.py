@@ -33,6 +33,10 @@ def target(model: Any, seed: int) -> Target:
     found.device, found.dtype = model.device, model.dtype
     facts(found, model, config)
     theirs_state.offer(found, model, seed)
+    found.pads_counted = any(hasattr(part, "create_position_ids_from_input_ids") for part in model.modules())
+    found.source_vocab = getattr(config, "src_vocab_size", None) or config.vocab_size
+    if found.kind != "encoder-decoder" and ("position_ids" in takes or found.pads_counted):
+        found.counted = True
     plain: dict[str, Any] = {"use_cache": False} if "use_cache" in takes else {}
     if found.kind == "encoder-decoder":
         of_both(found, model, config, seed)
@@ -98,8 +102,7 @@ def number(config: Any, name: str) -> int | None:
 def masked(found: Target, model: Any, takes: list[str], mask: Tensor) -> dict[str, Any]:
     """The mask, and the positions that follow from it where they are to be told (its own `generate` does the same)."""
     told: dict[str, Any] = {"attention_mask": mask.long()}
-    counts_itself = any(hasattr(part, "create_position_ids_from_input_ids") for part in model.modules())
-    if "position_ids" in takes and not counts_itself:
+    if "position_ids" in takes and not found.pads_counted:
         told["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
     return told
 
