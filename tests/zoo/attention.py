@@ -10,6 +10,10 @@ from zoo.bug import bug
 from zoo.home import Home, offers
 
 
+FELT = ("causality", "cache-steps", "cache-chunks", "cache-poison", "generation", "beams", "speculation")
+"""Where the future counts in a row's sum, a text is no longer the same with more behind it."""
+
+
 def changed(how: dict[str, Any] | None = None, **methods: Any) -> Home:
     """A model whose attentions have other methods."""
     model = Home(**(how or {}))
@@ -52,7 +56,7 @@ def a_bare_kernel_that_forgets_a_head() -> tuple[Any, dict[str, Any]]:
     return attention, {}
 
 
-@bug("softmax-axis", also=("causality", "causality-gradient", "parity"))
+@bug("softmax-axis", also=FELT)
 def over_queries() -> Home:
     return changed(pattern=lambda scores: scores.softmax(-2).nan_to_num(0.0))
 
@@ -62,7 +66,7 @@ def over_heads() -> Home:
     return changed(pattern=lambda scores: scores.softmax(1).nan_to_num(0.0))
 
 
-@bug("softmax-axis")
+@bug("softmax-axis", also=FELT)
 def masked_behind_the_softmax() -> Home:
     return changed(
         pattern=lambda scores: scores.masked_fill(scores == -torch.inf, 0.0).softmax(-1) * (scores != -torch.inf)
