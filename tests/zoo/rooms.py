@@ -2,5 +2,15 @@
 
 from importlib import import_module
 
-NAMES = ("causality", "masks", "rows", "cache", "writing", "state", "comparison")
+NAMES = (
+    "causality",
+    "rows",
+    "masks",
+    "cache",
+    "writing",
+    "attention",
+    "positions",
+    "state",
+    "comparison",
+)
 ROOMS = [import_module(f"zoo.{name}") for name in NAMES]

@@ -57,6 +57,10 @@ def facts(found: Target, config: Config) -> None:
     lengths += [changes_at(block.attention) for block in stack.blocks]
     known = [length for length in lengths if length is not None]
     found.longest = min(known) if known else None
+    added = stack.embedding.position.kind != "none"
+    inside = {block.attention.position.kind for block in stack.blocks} - {"none"}
+    found.ordered = added or bool(inside)
+    found.relative = bool(inside) and not added
     tied = getattr(config.head, "tied", None)
     found.tied = tied
 

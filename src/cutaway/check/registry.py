@@ -14,7 +14,19 @@ from cutaway.errors import InputError
 if TYPE_CHECKING:
     from cutaway.check.exam import Exam
 
-ROOMS = ("causality", "masks", "rows", "cache", "writing", "choosing", "state", "modes", "comparison")
+ROOMS = (
+    "causality",
+    "rows",
+    "masks",
+    "cache",
+    "writing",
+    "choosing",
+    "attention",
+    "positions",
+    "state",
+    "modes",
+    "comparison",
+)
 CAUSAL = ("decoder", "encoder-decoder")
 ANY = ("decoder", "encoder", "encoder-decoder")
 Run = Callable[["Exam"], Part | Iterable[Part]]

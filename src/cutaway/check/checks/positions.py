@@ -1,0 +1,179 @@
+"""Positions: that there are any, and that only distances count where that is meant."""
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from cutaway.check.checks.attention import own_attentions, visible
+from cutaway.check.exam import MARGIN, NARROW, CannotError, Exam, Gap, apart, scale_of
+from cutaway.check.finding import Part
+from cutaway.check.registry import check
+from cutaway.check.witness import Attention, Witness
+
+ROTARY = re.compile(r"rope|rotary|inv_freq|freqs|frequenc|cos|sin_?cached")
+LEAST = 1e-4
+"""Of the largest score: what the rounding of angles may come to."""
+ANGLE = 2.0
+"""Angles up to here are as exact in 8 bits as the numbers that they turn."""
+
+
+def constant(exam: Exam) -> Tensor:
+    """One token again and again: without positions, nothing tells its places apart."""
+    return exam.text(1, 1).expand(-1, min(exam.length, 13)).contiguous()
+
+
+def spread(exam: Exam, one: Attention) -> tuple[float, float]:
+    """How far the scores of a head are apart, where it sees, and what rounding explains."""
+    scores = one.scores[..., : one.scores.shape[-2]].float()
+    seen = visible(one)
+    high = scores.masked_fill(~seen, -torch.inf).amax((-1, -2))
+    low = scores.masked_fill(~seen, torch.inf).amin((-1, -2))
+    return float((high - low).max()), noise(one, exam)
+
+
+def noise(one: Attention, exam: Exam) -> float:
+    scores = one.scores.float()[..., : one.scores.shape[-2]][visible(one)]
+    size = scale_of(scores)
+    if one.q is not None and one.k is not None:  # a small score may be the sum of large products
+        size = max(
+            size, (one.scale or 0.0) * scale_of(one.q.float().norm(dim=-1)) * scale_of(one.k.float().norm(dim=-1))
+        )
+    return max(MARGIN * exam.ratio, LEAST / 10, 8 * torch.finfo(one.scores.dtype).eps) * size
+
+
+def places_differ(exam: Exam, tokens: Tensor) -> Gap:
+    """Whether the logits of a text of one token are the same at all places."""
+    logits = exam.target.logits
+    assert logits is not None
+    return exam.same(lambda: logits(tokens)[:, 1:], lambda: logits(tokens)[:, :1].expand(-1, tokens.shape[1] - 1, -1))
+
+
+@check(
+    "token-order",
+    catches="a model that does not know positions: a table that is never added, a rotation that is never applied",
+    cause="positions are not added, all are zero, or another axis (heads, rows) is taken for the sequence",
+    fix="number the tokens along the sequence, and see that each token's place reaches the embedding or q and k",
+)
+def token_order(exam: Exam) -> Iterator[Part]:
+    """Read one token again and again. Without positions its logits are the same everywhere, and in every attention so
+    are all scores; with them one of the two is not."""
+    target, tokens = exam.target, constant(exam)
+    if tokens.shape[1] < 3:
+        raise CannotError("needs texts of three tokens")
+    told = places_differ(exam, tokens)
+    if not told.ok:
+        part = Part("pass", "one token has other logits at other places", told.worst, told.bound)
+        if not target.ordered:
+            part = Part("fail", "it is said to have no positions, but one token has other logits at other places",
+                        told.worst, told.bound)  # fmt: skip
+        yield part
+        return
+    if not target.ordered:
+        yield Part("pass", "places are not told apart, as it is meant", told.worst, told.bound)
+        return
+    seen = own_attentions(exam, tokens)
+    worst = max((spread(exam, one) for one in seen), key=lambda pair: pair[0] / max(pair[1], 1e-30))
+    if worst[0] > worst[1]:
+        yield Part("pass", "scores change with the distance", *worst)
+    else:
+        yield Part(
+            "fail", "nothing tells the places of a text apart: neither logits nor scores change with them", *worst
+        )
+
+
+@check(
+    "rope-shift",
+    catches="a rotation by which more than distances counts: q and k are turned by different rules",
+    cause="only one of q and k is turned, or each by other pairs, angles or positions (a cache's length, say)",
+    fix="turn q and k by one function with their true positions; q·k then depends on i - j alone",
+)
+def rope_shift(exam: Exam) -> Iterator[Part]:
+    """Read one token again and again: each score must be that of the next query with the next key. Then number a text
+    from 0 and from later on: the logits must stay."""
+    target = exam.target
+    if target.relative is False or not target.ordered:
+        raise CannotError("for models in which only distances count")
+    tokens = constant(exam)
+    if not places_differ(exam, tokens).ok:
+        if target.relative:
+            yield Part("fail", "only distances are to count, but one token has other logits at other places")
+            return
+        raise CannotError("for models in which only distances count; this one has absolute positions")
+    if target.relative or turns(exam, tokens):
+        yield along_diagonals(exam, tokens)
+    if target.placed is not None and target.relative:
+        yield from shifted(exam)
+
+
+def turns(exam: Exam, tokens: Tensor) -> bool:
+    """Whether there are signs of a rotation: angles are taken, or something is named so."""
+    assert exam.target.logits is not None
+    with torch.no_grad(), Witness(exam.target.module) as witness:
+        exam.target.logits(tokens)
+    if witness.turned:
+        return True
+    module = exam.target.module
+    names = [] if module is None else [name for part in module.modules() for name in (*vars(part), *part._buffers)]
+    names += [] if module is None else [name for name, _ in module.named_modules()]
+    return any(ROTARY.search(name.lower()) for name in names)
+
+
+def along_diagonals(exam: Exam, tokens: Tensor) -> Part:
+    worst = Gap(0.0, 0.0, ())
+    for one in own_attentions(exam, tokens):
+        length = one.scores.shape[-2]
+        scores, seen = one.scores[..., :length].float(), visible(one)
+        both = seen[..., 1:, 1:] & seen[..., :-1, :-1]
+        gap = apart(scores[..., 1:, 1:].masked_fill(~both, 0.0), scores[..., :-1, :-1].masked_fill(~both, 0.0))
+        gap.bound = length * noise(one, exam)
+        if not gap.ok:
+            _, head, i, j = gap.index
+            message = (
+                f"one token scores differently at distance {i - j}, from place {i} and from place {i + 1} (head {head})"
+            )
+            return Part("fail", message, gap.worst, gap.bound, one.module or None)
+        worst = max(worst, gap, key=lambda each: each.worst)
+    return Part("pass", "scores of one token depend on distances alone", worst.worst, worst.bound)
+
+
+def shifted(exam: Exam) -> Iterator[Part]:
+    placed, tokens = exam.target.placed, exam.text()
+    assert placed is not None
+    plain = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    for step in (1, 37):
+        if exam.target.longest is not None and tokens.shape[1] + step > exam.target.longest:
+            continue
+        gap = exam.same(lambda: placed(tokens, plain), lambda step=step: placed(tokens, plain + step))  # type: ignore[misc]
+        gap.bound *= 1 + step  # angles grow, and with them their rounding
+        yield exam.judge(
+            gap,
+            held=f"numbered from {step} on, a text has the same logits",
+            broken=f"numbered from {step} on, a text has other logits, though only distances should count",
+            where=None if gap.ok else f"position {gap.index[1]}",
+        )
+
+
+@check(
+    "rope-precision",
+    catches="angles taken in bf16 or fp16: far positions fall together, and distances are no longer what they were",
+    cause="positions or frequencies are cast with the rest of the model, or autocast lowers their product",
+    fix="keep frequencies in fp32 and take angles, cos and sin in fp32 with autocast off; round cos and sin only",
+    own=True,
+)
+def rope_precision(exam: Exam) -> Iterator[Part]:
+    """Watch cos and sin in a pass in the model's own precision: of large angles none may be taken in 8 or 11 bits."""
+    assert exam.target.logits is not None
+    with torch.no_grad(), Witness(exam.target.module) as witness:
+        exam.target.logits(exam.text())
+    if not witness.turned:
+        raise CannotError("needs angles whose cos or sin is taken in a pass")
+    for one in witness.turned:
+        if one.dtype in NARROW and one.largest > ANGLE:
+            name = str(one.dtype).removeprefix("torch.")
+            message = f"cos or sin is taken of angles up to {one.largest:.0f} in {name}"
+            error = one.largest * torch.finfo(one.dtype).eps / 2
+            yield Part("fail", f"{message}: they are off by up to {error:.2g}", error, 1e-3, one.module or None)
+            return
+    yield Part("pass", f"{len(witness.turned)} cosines and sines are taken of fp32 angles")
