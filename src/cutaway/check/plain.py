@@ -36,9 +36,7 @@ def of_function(function: Callable[..., Any], given: Mapping[str, Any], signatur
             return logits_of(function(tokens, targets=tokens))
 
         def loss(tokens: Tensor, labels: Tensor) -> Tensor:
-            after = torch.full_like(labels, -100)
-            after[:, :-1] = labels[:, 1:]
-            return loss_of(function(tokens, targets=after))
+            return next_loss(function, tokens[:, :-1], labels[:, 1:])
 
         found.logits, found.loss = asked, loss
     else:
@@ -51,6 +49,16 @@ def of_function(function: Callable[..., Any], given: Mapping[str, Any], signatur
         if name in names:
             found.placed = lambda tokens, positions, name=name: logits_of(function(tokens, **{name: positions}))
     return found
+
+
+def next_loss(function: Callable[..., Any], tokens: Tensor, targets: Tensor) -> Any:
+    """The loss of next tokens. What is not asked is -100, and -1 for those who say so (nanoGPT does)."""
+    try:
+        return loss_of(function(tokens, targets=targets))
+    except (IndexError, RuntimeError):
+        if not bool((targets == -100).any()) or targets.device.type != "cpu":
+            raise
+        return loss_of(function(tokens, targets=targets.masked_fill(targets == -100, -1)))
 
 
 def parameters(function: Any) -> list[str]:
