@@ -1,6 +1,5 @@
 """The loss of a model of cutaway, and its recomputation."""
 
-
 from cutaway.check.target import Target
 from cutaway.model import Transformer
 

@@ -60,7 +60,7 @@ def gradients(exam: Exam, tokens: Tensor) -> Tensor:
         loss = backward(exam, tokens)
     found = [loss.float().reshape(1)]
     for each in trained_tensors(exam).values():
-        flat = torch.zeros(1, device=loss.device) if each.grad is None else each.grad.flatten().float()
+        flat = (torch.zeros_like(each) if each.grad is None else each.grad).detach().flatten().float()
         found.append(flat[:: max(1, flat.numel() // SAMPLED)])
     forget(exam)
     return torch.cat(found)
@@ -226,7 +226,7 @@ def overfit(exam: Exam) -> Part:
 @check(
     "gradient-reach",
     catches="parameters that act and get no gradient: they never learn, and nothing says so",
-    cause="detach(), no_grad(), .data or a new tensor made from numbers cuts the graph; or reentrant checkpointing does",
+    cause="detach(), no_grad(), .data or a new tensor made from numbers cuts the graph; so does reentrant checkpointing",
     fix="compute with the parameter itself, under grad, all the way from the loss",
     needs=("logits", "module"),
 )
@@ -263,7 +263,7 @@ def acts(exam: Exam, tokens: Tensor, tensors: list[nn.Parameter]) -> bool:
     draw = torch.Generator().manual_seed(exam.seed)
     before = float(own_loss(exam, tokens))
     moved = 0.0
-    floor = max(1.0, abs(before)) * max(100 * MARGIN * exam.ratio, 1e-5)
+    floor = MARGIN * exam.noise(lambda: own_loss(exam, tokens).reshape(1))
     for sign in (1.0, -1.0):
         kept = [(each, each.data) for each in tensors]
         try:

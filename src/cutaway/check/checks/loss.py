@@ -142,7 +142,7 @@ def seen_shift(exam: Exam, tokens: Tensor) -> int | None:
 
 @check(
     "loss-uniform",
-    catches="a loss that is not the mean of −log p: a sum, a mean over the batch or the vocabulary, softmax taken twice",
+    catches="a loss that is not the mean of −log p: a sum, a mean over the vocabulary, softmax taken twice",
     cause="the wrong reduction, the wrong count in the denominator, or probabilities given where logits are wanted",
     fix="F.cross_entropy(logits.flatten(0, 1), labels.flatten()) on raw logits: uniform ones then give ln V",
     needs=("logits", "loss"),
@@ -230,12 +230,12 @@ def loss_eos(exam: Exam) -> Iterator[Part]:
                 yield Part("fail", message, value, whole, f"position {tokens.shape[1] - 1}")
                 return
             near = abs(value - whole) < 0.2 * abs(whole - less)
-            yield Part("pass" if near else "skip", f"the end token {when} counts" if near else "skipped: not to be told")
+            yield Part(
+                "pass" if near else "skip", f"the end token {when} counts" if near else "skipped: not to be told"
+            )
 
 
-def theirs_beside(
-    exam: Exam, tokens: Tensor, labels: Tensor, *ways: Tensor
-) -> tuple[float, ...]:
+def theirs_beside(exam: Exam, tokens: Tensor, labels: Tensor, *ways: Tensor) -> tuple[float, ...]:
     """The offered loss, then its definition for each way to take the labels; without what no label changes."""
     return (float(offered(exam, tokens, labels)), *(float(ours(exam, tokens, way)) for way in ways))
 
