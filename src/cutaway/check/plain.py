@@ -36,7 +36,7 @@ def of_function(function: Callable[..., Any], given: Mapping[str, Any], signatur
             return logits_of(function(tokens, targets=tokens))
 
         def loss(tokens: Tensor, labels: Tensor) -> Tensor:
-            return next_loss(function, tokens[:, :-1], labels[:, 1:])
+            return next_loss(function, tokens[:, :-1].contiguous(), labels[:, 1:].contiguous())
 
         found.logits, found.loss = asked, loss
     else:

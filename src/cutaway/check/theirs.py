@@ -148,7 +148,7 @@ def of_both(found: Target, model: Any, config: Any, seed: int) -> None:
     found.padded = lambda tokens, mask: logits_of(run(tokens, decoder_attention_mask=mask.long()))
     found.crossed, found.cached = crossed, step
     if "labels" in parameters(model.forward):
-        found.loss = lambda tokens, labels: run(tokens[:, :-1], labels=labels[:, 1:]).loss
+        found.loss = lambda tokens, labels: run(tokens[:, :-1], labels=labels[:, 1:].contiguous()).loss
     if model.can_generate():
         add_writing(
             found,
