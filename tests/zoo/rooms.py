@@ -11,6 +11,8 @@ NAMES = (
     "attention",
     "positions",
     "state",
+    "loss",
+    "learning",
     "comparison",
 )
 ROOMS = [import_module(f"zoo.{name}") for name in NAMES]

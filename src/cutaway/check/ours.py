@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutaway.check import ours_state
+from cutaway.check import ours_learning, ours_state
 from cutaway.check.ours_writing import add_writing
 from cutaway.check.target import Target
 from cutaway.config import Config
@@ -43,6 +43,7 @@ def target(model: Any, thing: Any, seed: int) -> Target:
         add_writing(found, inner, lambda tokens, cache: inner(tokens, cache=cache))
     found.kernels = kernels(inner, found.logits)
     ours_state.offer(found, inner, seed)
+    ours_learning.offer(found, inner)
     return found
 
 

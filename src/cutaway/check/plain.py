@@ -35,13 +35,13 @@ def of_function(function: Callable[..., Any], given: Mapping[str, Any], signatur
         def asked(tokens: Tensor) -> Tensor:
             return logits_of(function(tokens, targets=tokens))
 
-        def taught(tokens: Tensor, labels: Tensor) -> Any:
-            after = torch.full_like(labels, -100)
-            after[:, :-1] = labels[:, 1:]
-            return function(tokens, targets=after)
+        def loss(tokens: Tensor, labels: Tensor) -> Tensor:
+            return next_loss(function, tokens[:, :-1].contiguous(), labels[:, 1:].contiguous())
 
-        found.logits, found.loss = asked, lambda tokens, labels: loss_of(taught(tokens, labels))
-        found.labelled = lambda tokens, labels: logits_of(taught(tokens, labels))
+        def labelled(tokens: Tensor, labels: Tensor) -> Tensor:
+            return logits_of(function(tokens, targets=labels.roll(-1, 1)))
+
+        found.logits, found.loss, found.labelled = asked, loss, labelled
     else:
         found.logits = lambda tokens: logits_of(function(tokens))
     if "labels" in names:
@@ -53,6 +53,16 @@ def of_function(function: Callable[..., Any], given: Mapping[str, Any], signatur
         if name in names:
             found.placed = lambda tokens, positions, name=name: logits_of(function(tokens, **{name: positions}))
     return found
+
+
+def next_loss(function: Callable[..., Any], tokens: Tensor, targets: Tensor) -> Any:
+    """The loss of next tokens. What is not asked is -100, and -1 for those who say so (nanoGPT does)."""
+    try:
+        return loss_of(function(tokens, targets=targets))
+    except (IndexError, RuntimeError):
+        if not bool((targets == -100).any()) or targets.device.type != "cpu":
+            raise
+        return loss_of(function(tokens, targets=targets.masked_fill(targets == -100, -1)))
 
 
 def parameters(function: Any) -> list[str]:

@@ -25,6 +25,8 @@ ROOMS = (
     "positions",
     "state",
     "modes",
+    "loss",
+    "learning",
     "comparison",
 )
 CAUSAL = ("decoder", "encoder-decoder")

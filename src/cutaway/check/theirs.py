@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cutaway.check import theirs_state
+from cutaway.check import theirs_learning, theirs_state
 from cutaway.check.plain import logits_of, parameters
 from cutaway.check.target import Target
 from cutaway.check.theirs_writing import add_writing, fixed_cache
@@ -38,6 +38,7 @@ def target(model: Any, seed: int) -> Target:
     if found.kind != "encoder-decoder" and ("position_ids" in takes or found.pads_counted):
         found.counted = True
     plain: dict[str, Any] = {"use_cache": False} if "use_cache" in takes else {}
+    theirs_learning.offer(found, model, takes, plain)
     if found.kind == "encoder-decoder":
         of_both(found, model, config, seed)
         return found
@@ -57,7 +58,6 @@ def target(model: Any, seed: int) -> Target:
             lambda tokens, cache: logits_of(model(input_ids=tokens, past_key_values=cache, use_cache=True)),
         )
     if "labels" in takes and found.kind == "decoder":
-        found.loss = lambda tokens, labels: model(input_ids=tokens, labels=labels, **plain).loss
         found.labelled = lambda tokens, labels: logits_of(model(input_ids=tokens, labels=labels, **plain))
     return found
 
@@ -152,6 +152,8 @@ def of_both(found: Target, model: Any, config: Any, seed: int) -> None:
     found.logits = lambda tokens: logits_of(run(tokens))
     found.padded = lambda tokens, mask: logits_of(run(tokens, decoder_attention_mask=mask.long()))
     found.crossed, found.cached = crossed, step
+    if "labels" in parameters(model.forward):
+        found.loss = lambda tokens, labels: run(tokens[:, :-1], labels=labels[:, 1:].contiguous()).loss
     if model.can_generate():
         add_writing(
             found,
