@@ -2,4 +2,4 @@
 
 from importlib import import_module
 
-ROOMS = [import_module(f"zoo.{name}") for name in ("causality", "state", "comparison")]
+ROOMS = [import_module(f"zoo.{name}") for name in ("causality", "state", "health", "comparison")]
