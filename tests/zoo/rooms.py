@@ -13,6 +13,7 @@ NAMES = (
     "state",
     "loss",
     "learning",
+    "health",
     "comparison",
 )
 ROOMS = [import_module(f"zoo.{name}") for name in NAMES]

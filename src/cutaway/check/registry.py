@@ -27,6 +27,7 @@ ROOMS = (
     "modes",
     "loss",
     "learning",
+    "health",
     "comparison",
 )
 CAUSAL = ("decoder", "encoder-decoder")

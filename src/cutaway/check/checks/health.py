@@ -1,0 +1,241 @@
+"""Signs of a sick model: attention that says nothing, values near overflow, heads and neurons that do nothing."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from cutaway.check.exam import SLOW, CannotError, Exam
+from cutaway.check.finding import Part
+from cutaway.check.inside import HIDDEN, Inside, Product, Seen, streams
+from cutaway.check.reads import refuse_compiled
+from cutaway.check.registry import check
+
+FEW = 4
+"""Rows that see fewer keys say nothing about a pattern."""
+FLAT, SHARP, LOGITS = 1e-6, 0.995, 500.0
+HALF, ROOM = 65504.0, 4.0
+STEP, WHOLE = 1e3, 1e6
+DEAD, SIGMAS, SHARE = 1e-6, 6.0, 0.05
+
+
+def inside(exam: Exam) -> tuple[Inside, Tensor]:
+    """One pass with its attentions and products, and the logits."""
+
+    def make() -> tuple[Inside, Tensor]:
+        target = exam.target
+        assert target.logits is not None
+        if target.module is not None:
+            refuse_compiled(target.module)
+        tokens = exam.text(1 if exam.seconds_a_pass > SLOW else 2)
+        with torch.enable_grad(), Inside(target.module, len(tokens)) as seen:
+            out = target.logits(tokens)
+        return seen, out
+
+    found: tuple[Inside, Tensor] = exam.once(f"inside {exam.ratio}", make)
+    return found
+
+
+def attentions(exam: Exam) -> list[Seen]:
+    found = inside(exam)[0].seen
+    if not found:
+        raise CannotError("needs attention by softmax or scaled_dot_product_attention")
+    return found
+
+
+def spread(one: Seen) -> tuple[Tensor, Tensor]:
+    """The largest less the smallest score that each query sees, and how many it sees."""
+    shown = (one.scores > HIDDEN) & one.scores.isfinite()
+    high = one.scores.masked_fill(~shown, -torch.inf).amax(-1)
+    low = one.scores.masked_fill(~shown, torch.inf).amin(-1)
+    return (high - low).nan_to_num(0.0, 0.0, 0.0), shown.sum(-1)
+
+
+@check(
+    "attention-entropy",
+    catches="attention that does not choose (the same weight for every key), or that sees one key only, in all heads",
+    cause="queries, keys or the scale are zero; or scores have grown so far that softmax lets one key through",
+    fix="look at the scale and at the weights of q and k; in training, normalise queries and keys (qk-norm)",
+)
+def attention_entropy(exam: Exam) -> Iterator[Part]:
+    """Watch every softmax of one pass. Weights that are equal to the last digit for all queries of a head are flat; a
+    layer whose heads all give more than 0.995 to one key that is not the first has collapsed."""
+    for one in attentions(exam):
+        apart, keys = spread(one)
+        asked = keys >= FEW
+        if not bool(asked.any()):
+            continue
+        wide = apart.masked_fill(~asked, 0.0).amax((0, 2))
+        flat = [n for n, value in enumerate(wide.tolist()) if value <= FLAT]
+        if flat:
+            message = f"head {flat[0]} gives every key the same weight ({len(flat)} of {len(wide)} heads)"
+            yield Part("warn", message, float(wide[flat[0]]), FLAT, one.module)
+        top, at = one.pattern.max(-1)
+        asked = asked & (at > 0)
+        if int(asked.sum()) * 2 < int((keys >= FEW).sum()):
+            continue
+        mean = float(top[asked].mean())
+        if mean > SHARP:
+            yield Part("warn", "all heads see one key only: the attention has collapsed", mean, SHARP, one.module)
+    yield Part("pass", "attention chooses, and is not collapsed")
+
+
+@check(
+    "attention-logits",
+    catches="attention logits so large that softmax is saturated and narrow types cannot tell keys apart",
+    cause="the scale is missing or inverted, or q and k have grown without bound in training",
+    fix="multiply q·k by 1/sqrt(d_head); in training, use qk-norm, a soft-cap or a smaller learning rate",
+)
+def attention_logits(exam: Exam) -> Part:
+    """Measure how far apart the scores are that one query sees, in every attention of a pass. Beyond 500, bf16 knows
+    scores to 2 only: a factor of seven in the weights."""
+    sizes = [(float(spread(one)[0].max()), one.module) for one in attentions(exam)]
+    worst, where = max(sizes)
+    if worst > LOGITS:
+        return Part("warn", f"attention logits of one query are {worst:.0f} apart", worst, LOGITS, where)
+    return Part("pass", f"attention logits of one query are at most {worst:.1f} apart", worst, LOGITS)
+
+
+@check(
+    "half-headroom",
+    catches="values that fp16 cannot hold, or that are so near to its limit of 65504 that other texts overflow",
+    cause="weights of a model trained in bf16 or fp32 are used in fp16, or a factor is wrong",
+    fix="run it in bf16 or fp32, or keep the layer that is named in fp32",
+    own=True,
+)
+def half_headroom(exam: Exam) -> Part:
+    """Take the largest number that goes into or out of any product with a weight. An fp16 model must stay a factor of 4
+    below 65504; any other below 65504 itself."""
+    products = inside(exam)[0].products
+    if not products:
+        raise CannotError("needs products by linear layers")
+    narrow = exam.target.dtype == torch.float16
+    limit = HALF / ROOM if narrow else HALF
+    sizes = [(largest(each), n) for n, each in enumerate(products)]
+    worst, at = max(sizes)
+    where = products[at].module or f"product {at}"
+    if worst == torch.inf and narrow:
+        at = next(n for size, n in sizes if size == torch.inf)
+        return Part("fail", "a value overflowed in fp16", worst, HALF, products[at].module or f"product {at}")
+    if worst > limit:
+        return Part("warn", f"values reach {worst:.3g}; fp16 ends at 65504", worst, limit, where)
+    return Part("pass", f"values reach {worst:.3g}, far from fp16's limit", worst, limit)
+
+
+def largest(one: Product) -> float:
+    values = [float(x.float().abs().max()) for x in (one.x, one.out) if x.numel()]
+    return max((torch.inf if value != value else value for value in values), default=0.0)
+
+
+@check(
+    "residual-growth",
+    catches="a stream that explodes or vanishes from block to block",
+    cause="a missing norm, a wrong factor on a branch, or a residual connection that is left out",
+    fix="normalise what each branch reads, add what it gives to the stream, and look at the factor of the block named",
+    needs=("logits", "module"),
+)
+def residual_growth(exam: Exam) -> Iterator[Part]:
+    """Follow the stream through blocks that each read what the one before gave. A usual token's vector must not grow or
+    shrink by more than a thousand in one block, nor by more than a million in all."""
+    target = exam.target
+    assert target.module is not None
+    assert target.logits is not None
+    refuse_compiled(target.module)
+    with torch.no_grad(), streams(target.module) as chains:
+        target.logits(exam.text())
+    chains = [chain for chain in chains if len(chain.names) > 1]
+    if not chains:
+        raise CannotError("needs blocks, each a module that is given what the one before it gave")
+    for chain in chains:
+        sizes = [float(x.float().square().mean(-1).sqrt().median()) for x in chain.values]
+        for n, name in enumerate(chain.names):
+            if not all(bool(x.isfinite().all()) for x in chain.values[n : n + 2]):
+                yield Part("fail", "the stream is not finite", where=name)
+                break
+            for ratio, limit in ((sizes[n + 1] / max(sizes[n], 1e-30), STEP),
+                                 (sizes[n + 1] / max(sizes[0], 1e-30), WHOLE)):  # fmt: skip
+                if not 1 / limit < ratio < limit:
+                    what = "grows" if ratio > 1 else "shrinks"
+                    since = "in one block" if limit == STEP else "since the first block"
+                    yield Part("warn", f"the stream {what} by a factor of {ratio:.2g} {since}", ratio, limit, name)
+    yield Part("pass", "the stream neither explodes nor vanishes")
+
+
+@check(
+    "dead-heads",
+    catches="heads that add nothing: their values or their part of the output matrix are zero",
+    cause="weights were pruned, not loaded, or loaded into the wrong place; or what attention gives is not used",
+    fix="look at v and o of the layer that is named; what is not wanted can be taken out",
+)
+def dead_heads(exam: Exam) -> Iterator[Part]:
+    """Put a gate on what each head reads, and take the gradient of a random sum of the logits with respect to it
+    (Michel et al. 2019). A head whose gate has none adds nothing."""
+    found, out = attentions(exam), inside(exam)[1]
+    if not out.requires_grad:
+        raise CannotError("needs gradients")
+    draw = torch.randn(out.shape, generator=torch.Generator().manual_seed(exam.seed)).to(out.device, out.dtype)
+    gates = [one.gate for one in found]
+    slopes = torch.autograd.grad((out * draw).sum(), gates, allow_unused=True, retain_graph=True)
+    sizes = []
+    for one, slope in zip(found, slopes, strict=True):
+        got = torch.zeros_like(one.gate) if slope is None else slope
+        got = got.unflatten(0, one.pattern.shape[:2]) if got.ndim == 3 else got
+        sizes.append(got.float().abs().amax((0, 2, 3)))
+    top = max(float(each.max()) for each in sizes)
+    if top == 0.0:
+        yield Part("pass", "no attention adds anything yet: its last matrices are zero, as some fresh models have them")
+        return
+    for one, each in zip(found, sizes, strict=True):
+        dead = [n for n, value in enumerate(each.tolist()) if value <= DEAD * max(float(each.max()), DEAD * top)]
+        if dead:
+            message = f"head {dead[0]} adds nothing ({len(dead)} of {len(each)} heads)"
+            yield Part("warn", message, float(each[dead[0]]), DEAD * float(each.max()), one.module)
+    yield Part("pass", "every head adds something")
+
+
+@check(
+    "dead-neurons",
+    catches="neurons of feed-forward layers that never fire, or that nothing reads",
+    cause="a large negative bias, a wrong sign before the activation, or weights that are zero",
+    fix="look at the weights and biases on both sides of the layer that is named",
+)
+def dead_neurons(exam: Exam) -> Iterator[Part]:
+    """Find products that read what another made wider. A neuron is dead if it gives zero for all tokens and what comes
+    before its activation lies six deviations below zero; or if its outgoing weights are all zero."""
+    pairs = list(layers(inside(exam)[0].products))
+    if not pairs:
+        raise CannotError("needs feed-forward layers of two linear layers")
+    unread = [one.weight.abs().amax(0) == 0 for one, _ in pairs]
+    fresh = all(bool(each.all()) for each in unread)
+    for (one, before), blind in zip(pairs, unread, strict=True):
+        x = one.x.float().flatten(0, -2)
+        size = x.abs().amax(0)
+        silent = size <= DEAD * float(size.median())
+        if not bool(silent.all()):
+            silent = silent & quiet(before, len(size))
+        dead = silent if fresh else silent | blind
+        share = float(dead.float().mean())
+        if share >= SHARE:
+            message = f"{int(dead.sum())} of {len(dead)} neurons are dead, such as {int(dead.long().argmax())}"
+            yield Part("warn", message, share, SHARE, one.module or None)
+    yield Part("pass", "no layer has dead neurons")
+
+
+def quiet(before: Tensor, width: int) -> Tensor:
+    """Which neurons are far from firing, by what comes before the activation (gates may lie beside it)."""
+    y = before.float().flatten(0, -2)
+    far = y.mean(0) + SIGMAS * y.std(0) <= 0
+    return far if len(far) == width else far[:width] | far[width:] | far[::2] | far[1::2]
+
+
+def layers(products: list[Product]) -> Iterator[tuple[Product, Tensor]]:
+    """Each last product of a feed-forward layer, with what the first one gave."""
+    for n, one in enumerate(products):
+        rows, (out, width) = one.x.shape[:-1].numel(), one.weight.shape
+        if rows < 8 or n == 0:
+            continue
+        for other in products[max(0, n - 3) : n]:
+            wide = other.weight.shape[0] in (width, 2 * width) and other.weight.shape[1] == out
+            if wide and other.passed == one.passed and other.out.shape[:-1].numel() == rows and width > out:
+                yield one, other.out
+                break

@@ -1,0 +1,80 @@
+"""Models that run, and are sick."""
+
+import torch
+from torch.nn import functional as F
+
+from zoo.bug import bug
+from zoo.home import Home
+
+
+@bug("attention-entropy")
+def keys_of_zero() -> Home:
+    model = Home()
+    torch.nn.init.zeros_(model.blocks[1].attention.k.weight)
+    return model
+
+
+@bug("attention-entropy")
+def a_scale_of_zero() -> Home:
+    model = Home()
+    model.blocks[0].attention.scale = lambda: 0.0
+    return model
+
+
+@bug("attention-logits", also=("attention-entropy",))
+def queries_that_have_grown() -> Home:
+    model = Home()
+    model.blocks[0].attention.q.weight.data.mul_(1000.0)
+    return model
+
+
+@bug("half-headroom")
+def an_up_projection_of_large_numbers() -> Home:
+    model = Home()
+    model.blocks[0].up.weight.data.mul_(1e5)
+    model.blocks[0].down.weight.data.mul_(1e-5)
+    return model
+
+
+@bug("residual-growth")
+def a_branch_times_ten_thousand() -> Home:
+    model = Home()
+    plain = model.blocks[0].down.forward
+    model.blocks[0].down.forward = lambda x: plain(x) * 1e4  # type: ignore[method-assign]
+    return model
+
+
+@bug("dead-heads")
+def a_head_that_o_does_not_read() -> Home:
+    model = Home()
+    model.blocks[1].attention.o.weight.data[:, 8:16] = 0.0
+    return model
+
+
+@bug("dead-heads")
+def values_of_zero() -> Home:
+    model = Home()
+    model.blocks[0].attention.v.weight.data[:8] = 0.0
+    return model
+
+
+@bug("dead-neurons")
+def biases_far_below_zero() -> Home:
+    model = Home()
+    model.blocks[0].up.bias.data[:64] = -100.0
+    return model
+
+
+@bug("dead-neurons")
+def an_activation_of_the_wrong_sign() -> Home:
+    model = Home()
+    up = model.blocks[1].up
+    up.forward = lambda x: -F.linear(x, up.weight, up.bias).abs() - 40.0  # type: ignore[method-assign]
+    return model
+
+
+@bug("dead-neurons")
+def columns_that_were_pruned() -> Home:
+    model = Home()
+    model.blocks[1].down.weight.data[:, ::4] = 0.0
+    return model
