@@ -12,7 +12,7 @@ from cutaway.errors import InputError
 if TYPE_CHECKING:
     from cutaway.check.exam import Exam
 
-ROOMS = ("causality", "cache", "writing", "choosing", "state", "modes", "comparison", "loss", "learning")
+ROOMS = ("causality", "cache", "writing", "choosing", "state", "modes", "comparison", "loss", "learning", "steps")
 CAUSAL = ("decoder", "encoder-decoder")
 ANY = ("decoder", "encoder", "encoder-decoder")
 Run = Callable[["Exam"], Part | Iterable[Part]]
