@@ -27,6 +27,7 @@ ROOMS = (
     "modes",
     "loss",
     "learning",
+    "steps",
     "health",
     "comparison",
 )

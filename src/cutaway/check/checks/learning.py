@@ -67,62 +67,6 @@ def gradients(exam: Exam, tokens: Tensor) -> Tensor:
 
 
 @check(
-    "recomputation",
-    catches="activation checkpointing that changes what is learned: other dropout masks, or gradients that are lost",
-    cause="the second pass draws anew or sees other state, or inputs without a gradient cut the graph (reentrant)",
-    fix="torch.utils.checkpoint with use_reentrant=False and preserve_rng_state=True",
-    needs=("logits", "module", "recomputed"),
-)
-def recomputation(exam: Exam) -> Iterator[Part]:
-    """In training mode, from one state of chance: the loss and the gradients with recomputation must be those without,
-    as the model is, and with its dropouts at 0.3."""
-    target = exam.target
-    assert target.module is not None
-    assert target.recomputed is not None
-    module, switch = target.module, target.recomputed
-    refuse_compiled(module)
-    tokens = exam.text(1, min(8, exam.length))
-
-    def made(on: bool) -> Tensor:
-        module.train()
-        switch(on)
-        try:
-            return gradients(exam, tokens)
-        finally:
-            switch(False)
-            module.eval()
-
-    drops = [part for part in module.modules() if isinstance(part, nn.Dropout)]
-    shares = [part.p for part in drops]
-    try:
-        for share in (None, 0.3) if drops and exam.seconds_a_pass < SLOW else (None,):
-            for part in drops if share is not None else ():
-                part.p = share  # type: ignore[assignment]
-            plain = made(False)
-            gap = exam.same(lambda: made(False), lambda: made(True), first=plain, gradients=True)
-            when = "" if share is None else f" with dropout of {share:g}"
-            held = f"loss and gradients are the same with recomputation{when}"
-            part_ = exam.judge(gap, held=held, broken=f"recomputation changes the loss or the gradients{when}")
-            part_.where = part_.where or (place(exam, gap.index[0]) if not gap.ok else None)
-            yield part_
-    finally:
-        for part, p in zip(drops, shares, strict=True):
-            part.p = p
-
-
-def place(exam: Exam, index: int) -> str:
-    """Which parameter's gradient a number of the sample is of."""
-    if index == 0:
-        return "the loss"
-    seen = 1
-    for name, each in trained_tensors(exam).items():
-        seen += len(range(0, each.numel(), max(1, each.numel() // SAMPLED)))
-        if index < seen:
-            return f"the gradient of {name}"
-    return ""
-
-
-@check(
     "initial-loss",
     catches="fresh weights of the wrong size: the first loss is far from ln V, and the first steps only mend that",
     cause="the embedding kept its default of N(0, 1) and is the head too, or the stream grows with depth",
@@ -226,7 +170,7 @@ def overfit(exam: Exam) -> Part:
 @check(
     "gradient-reach",
     catches="parameters that act and get no gradient: they never learn, and nothing says so",
-    cause="detach(), no_grad(), .data or a new tensor made from numbers cuts the graph; so does reentrant checkpointing",
+    cause="detach(), no_grad(), .data or a new tensor made from numbers cuts the graph, as reentrant checkpointing may",
     fix="compute with the parameter itself, under grad, all the way from the loss",
     needs=("logits", "module"),
 )

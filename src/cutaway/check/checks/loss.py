@@ -1,6 +1,6 @@
 """Whether the loss is the mean of −log p of just the tokens that are asked."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import torch
@@ -299,33 +299,3 @@ def ways(exam: Exam, tokens: Tensor, labels: Tensor) -> dict[str, float]:
         ": they are learned as token 0": float(mean(logits, zeros, shift)),
         ": they are learned": float(mean(logits, same, shift)),
     }
-
-
-@check(
-    "accumulation",
-    catches="gradient accumulation that is not the whole batch: short pieces weigh as much as long ones",
-    cause="each piece's mean is taken, and the means are averaged, however many labels each piece has",
-    fix="sum the losses of all pieces, and divide by the count of labels in all of them",
-    needs=("loss", "accumulated"),
-    after=("loss-shift", "loss-uniform", "loss-pads"),
-)
-@torch.no_grad()
-def accumulation(exam: Exam) -> Iterator[Part]:
-    """Cut a batch into pieces with few and many labels: accumulated, they must have the loss of the whole batch."""
-    assert exam.target.accumulated is not None
-    accumulated = exam.target.accumulated
-    tokens = exam.text(3)
-    labels = tokens.clone()
-    labels[0, 3:] = HIDDEN
-    pieces = [(tokens[:1], labels[:1]), (tokens[1:], labels[1:])]
-    summed: Callable[[], Tensor] = lambda: accumulated(pieces).float().reshape(1)  # noqa: E731
-    with Settled(exam, tokens):
-        whole = offered(exam, tokens, labels)
-        means = [float(offered(exam, *piece)) for piece in pieces]
-        gap = exam.same(lambda: offered(exam, tokens, labels), summed, first=whole)
-        gap.bound = max(gap.bound, 1e-5 * max(1.0, abs(float(whole))))
-        value = float(summed())
-    known = {"the mean of the pieces' means": sum(means) / 2, "the sum of the pieces' means": sum(means)}
-    why = next((f"; it is {name}" for name, other in known.items() if abs(value - other) <= gap.bound), "")
-    broken = f"two pieces accumulate to {value:.4g}, and the whole batch has a loss of {float(whole):.4g}{why}"
-    yield exam.judge(gap, held="accumulated pieces are the whole batch", broken=broken)
