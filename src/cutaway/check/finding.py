@@ -18,6 +18,9 @@ class Part:
     threshold: float | None = None
     where: str | None = None
     """The layer, position or path where it first appears."""
+    cause: str | None = None
+    """What is usually wrong, where it is not what the check says."""
+    fix: str | None = None
 
 
 @dataclass

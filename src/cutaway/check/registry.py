@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cutaway.check.exam import Exam
 
 ROOMS = (
+    "modes",
     "causality",
     "rows",
     "masks",
@@ -24,7 +25,6 @@ ROOMS = (
     "attention",
     "positions",
     "state",
-    "modes",
     "loss",
     "learning",
     "steps",

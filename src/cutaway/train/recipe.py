@@ -135,6 +135,8 @@ class Training(Part):
     """Whether blocks are compiled; on a GPU they are, unless told otherwise or objective.balance is given."""
     on_spike: Literal["skip", "go-on"] = "skip"
     """What is done with a step whose gradient is far longer than usual."""
+    check: bool = True
+    """Whether the model is asked, before the first step, if it is right; one that sees the future is not trained."""
     seed: NonNegativeInt = 0
 
 

@@ -13,6 +13,7 @@ from cutaway.model import Transformer, build
 from cutaway.text import Tokenizer
 from cutaway.train.audience import Watcher
 from cutaway.train.balance import check as check_balance
+from cutaway.train.doubt import doubt
 from cutaway.train.learner import Learner
 from cutaway.train.loop import Loop
 from cutaway.train.optimise import make
@@ -75,6 +76,8 @@ def begin(
         model = model_of(recipe, tokenizer, where, watcher, ranks, origin)
         reading = read(recipe, tokenizer, watcher.say, origin)
         task = task_of(recipe, tokenizer, model, where)
+        if run is None and recipe.training.check and ranks.mesh is None:  # where ranks share it, it has no weights yet
+            doubt(model, recipe.training.seed, watcher.say)
         run = run or Run.begin(directory, recipe, tokenizer, reading.fingerprint, origin)
     return ready(run, reading, model, task, where, watcher, ranks, base)
 

@@ -198,6 +198,7 @@ def cost(exam: Exam, length: int) -> float:
     cause="a cache, a position counter or a mask is kept in the module, and is not made anew for the next text",
     fix="pass the state as an argument, or reset all of it where a text begins",
     kinds=CAUSAL,
+    after=("dropout-off", "eval-repeatable"),
 )
 @torch.no_grad()
 def cache_reuse(exam: Exam) -> Iterator[Part]:

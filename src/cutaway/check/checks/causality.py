@@ -194,8 +194,16 @@ def told_labels(exam: Exam, tokens: Tensor) -> Part:
     labelled, other = exam.target.labelled, exam.changed(tokens)
     assert labelled is not None
     gap = exam.same(lambda: labelled(tokens, tokens), lambda: labelled(tokens, other))
-    broken = "the logits change with the labels, which they should foretell"
-    return exam.judge(gap, held="no logit changes with the labels", broken=broken)
+    if gap.ok:
+        return Part("pass", "no logit changes with the labels", gap.worst, gap.bound)
+    return Part(
+        "fail",
+        "the logits change with the labels, which they should foretell",
+        gap.worst,
+        gap.bound,
+        cause="the labels are read as a part of the text",
+        fix="use labels for nothing but the loss",
+    )
 
 
 def paths(exam: Exam) -> dict[str, Logits]:

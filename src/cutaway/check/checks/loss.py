@@ -13,6 +13,8 @@ from cutaway.check.finding import Part
 from cutaway.check.registry import check
 
 TOLD = {0: "the token itself", 1: "the next token", 2: "the token after the next", -1: "the token before"}
+LEAKS = ("causality", "causality-paths", "eval-repeatable")
+"""Where logits change with what they should not, a loss cannot be what its logits say."""
 CLOSE = 1e-3
 """How near a factor must be to one that has a name."""
 
@@ -73,6 +75,7 @@ def flat(exam: Exam, tokens: Tensor) -> bool:
     cause="data and model both shift the labels, or neither does; or the shift runs over the ends of rows",
     fix="shift in one place only: logits[:, :-1] against labels[:, 1:], row by row",
     needs=("logits", "loss"),
+    after=LEAKS,
 )
 @torch.no_grad()
 def loss_shift(exam: Exam) -> Iterator[Part]:
@@ -89,7 +92,7 @@ def loss_shift(exam: Exam) -> Iterator[Part]:
         value = float(offered(exam, tokens, tokens))
         for name, other in other_shifts(exam, tokens, right).items():
             if abs(value - other) <= gap.bound:
-                yield Part("fail", f"the logits at a position are held to {name}, not to {TOLD[right]}", gap.worst,
+                yield Part("fail", f"the logits at a position are held to {name.strip()}, not to {TOLD[right]}", gap.worst,
                            gap.bound)  # fmt: skip
                 return
         seen = seen_shift(exam, tokens)
@@ -108,6 +111,8 @@ def other_shifts(exam: Exam, tokens: Tensor, right: int) -> dict[str, float]:
     logits = exam.target.logits(tokens).float()
     rows = logits.log_softmax(-1)
     found = {TOLD[shift]: float(mean(logits, tokens, shift)) for shift in (0, 1, 2) if shift != right}
+    if right:  # a loss may be given the text without its last token
+        found |= {f"{TOLD[0]} ": float(mean(logits[:, :-1], tokens[:, :-1], 0))}
     back = -rows[:, 1:].gather(-1, tokens[:, :-1, None])
     found[TOLD[-1]] = float(back.mean())
     ones = rows.flatten(0, 1)
@@ -146,7 +151,7 @@ def seen_shift(exam: Exam, tokens: Tensor) -> int | None:
     cause="the wrong reduction, the wrong count in the denominator, or probabilities given where logits are wanted",
     fix="F.cross_entropy(logits.flatten(0, 1), labels.flatten()) on raw logits: uniform ones then give ln V",
     needs=("logits", "loss"),
-    after=("loss-shift",),
+    after=("loss-shift", *LEAKS),
 )
 @torch.no_grad()
 def loss_uniform(exam: Exam) -> Iterator[Part]:
