@@ -138,3 +138,18 @@ def a_matrix_too_small_to_last() -> Home:
     plain = down.forward
     down.forward = lambda x: plain(x * 1e5)
     return model
+
+
+@bug("gradient-reach", also=("recomputation",))
+def the_stream_is_cut_in_one_block() -> Home:
+    """Every parameter gets a gradient, and it is not the slope."""
+    model = Home()
+    block = model.blocks[1]
+    plain = block.forward
+
+    def forward(x: Tensor, *given: Any) -> Any:
+        out, state = plain(x, *given)
+        return out - x + x.detach(), state
+
+    block.forward = forward  # type: ignore[method-assign]
+    return model

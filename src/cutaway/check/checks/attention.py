@@ -109,7 +109,7 @@ def seen_rows(exam: Exam, tokens: Tensor, sizes: tuple[int, ...]) -> Iterator[Pa
     cause="a feature was built into one kernel, and the other ignores the argument instead of refusing it",
     fix="let each kernel refuse what it cannot compute, and compare all of them with the equation",
     needs=("logits", "kernels|attention"),
-    after=("causality", "attention-scale", "softmax-axis"),
+    after=("causality", "attention-scale", "softmax-axis", "eval-repeatable"),
 )
 def kernels(exam: Exam) -> Iterator[Part]:
     """Read one text by each kernel, past the smallest window: the same logits. A bare kernel is compared with
@@ -168,6 +168,7 @@ def equation(exam: Exam, q: Tensor, k: Tensor, v: Tensor, scale: float | None = 
     catches="a softmax over queries or heads, or rows that do not sum to one where v is read",
     cause="softmax has the wrong dim (or none, which PyTorch guesses), or the mask is applied behind it",
     fix="softmax over the keys, dim=-1, with -inf where nothing may be seen before it",
+    after=("dropout-off",),
 )
 def softmax_axis(exam: Exam) -> Iterator[Part]:
     """Watch every softmax of attention: the axis that it sums to one is the one that the product with v sums over, and

@@ -13,6 +13,7 @@ from cutaway.check.exam import MARGIN, SLOW, CannotError, Exam
 from cutaway.check.finding import Part
 from cutaway.check.reads import refuse_compiled
 from cutaway.check.registry import check
+from cutaway.check.slope import slope
 
 ABOVE, BELOW = 2.0, 0.5
 """Nats above ln V, and the share of it, from which on a first loss is no usual one: logits of σ² = 4 give 2 more."""
@@ -176,7 +177,8 @@ def overfit(exam: Exam) -> Part:
 )
 def gradient_reach(exam: Exam) -> Iterator[Part]:
     """Run back from the loss of a text. A parameter without a gradient is moved a little: where the loss then changes,
-    it acts, and should have had one. Unused experts and heads that see one token only have none with reason."""
+    it acts, and should have had one. Unused experts and heads that see one token only have none with reason. Then
+    move the text's vectors: what the logits change by must be what the gradient says."""
     module = exam.target.module
     assert module is not None
     refuse_compiled(module)
@@ -199,6 +201,10 @@ def gradient_reach(exam: Exam) -> Iterator[Part]:
         return
     reached = len(tensors) - len(silent)
     yield Part("pass", f"{reached} of {len(tensors)} parameters get a gradient; the others do not act on this text")
+    try:
+        yield slope(exam)
+    except CannotError as error:
+        yield Part("skip", f"skipped: the slope {error}")
 
 
 @torch.no_grad()

@@ -55,6 +55,7 @@ def places_differ(exam: Exam, tokens: Tensor) -> Gap:
     catches="a model that does not know positions: a table that is never added, a rotation that is never applied",
     cause="positions are not added, all are zero, or another axis (heads, rows) is taken for the sequence",
     fix="number the tokens along the sequence, and see that each token's place reaches the embedding or q and k",
+    after=("eval-repeatable",),
 )
 def token_order(exam: Exam) -> Iterator[Part]:
     """Read one token again and again. Without positions its logits are the same everywhere, and in every attention so
