@@ -83,6 +83,9 @@ def finish(found: Target) -> None:
             "give a function that does as logits="
         )
     found.vocab = found.vocab or out.shape[-1]
+    for name in ("pad", "eos"):  # some configurations name tokens that a small table does not have
+        if not 0 <= (getattr(found, name) or 0) < found.vocab:
+            setattr(found, name, None)
     if found.longest is None:
         found.longest = longest(found, low)
     found.dtype = found.dtype or out.dtype

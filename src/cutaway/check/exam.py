@@ -111,20 +111,28 @@ class Exam:
         floor = torch.finfo(base.dtype).eps * scale_of(base) if base.is_floating_point() else 0.0
         return max(float(worst), floor)
 
-    def same(self, one: Make, other: Make, *, first: Tensor | None = None, gradients: bool = False) -> Gap:
-        """Compare two ways to one result (`first`: what `one` gave, where it is known).
+    def same(
+        self,
+        one: Make,
+        other: Make,
+        *,
+        first: Tensor | None = None,
+        second: Tensor | None = None,
+        gradients: bool = False,
+    ) -> Gap:
+        """Compare two ways to one result (`first` and `second`: what they gave, where it is known).
 
         Where they seem apart, the noise of just these two is measured too."""
         with nullcontext() if gradients else torch.no_grad():
             a = one() if first is None else first
-            b = other()
+            b = other() if second is None else second
             if a.shape != b.shape:
                 raise CannotError(f"results of shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be compared")
             if a.numel() == 0:
                 return Gap(0.0, 0.0, ())
             gap = apart(a, b)
             bound = MARGIN * max(self.ratio * max(scale_of(a), scale_of(b)), 0.0)
-            if gap.worst <= bound:
+            if gap.worst <= bound or gap.worst == float("inf"):  # no rounding makes NaN of a number
                 return Gap(gap.worst, bound, gap.index)
             bound = max(bound, MARGIN * max(self.noise(one, a), self.noise(other, b)))
             return Gap(gap.worst, bound, gap.index)

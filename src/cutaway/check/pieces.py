@@ -43,7 +43,7 @@ def in_pieces(exam: Exam, tokens: Tensor, sizes: Sequence[int], base: Tensor) ->
     assert exam.target.logits is not None
     logits = exam.target.logits
     out, at = read(exam, tokens, sizes)
-    gap = exam.same(lambda: logits(tokens)[:, at], lambda: read(exam, tokens, sizes)[0], first=base[:, at])
+    gap = exam.same(lambda: logits(tokens)[:, at], lambda: read(exam, tokens, sizes)[0], first=base[:, at], second=out)
     return gap, at[first_far(out, base[:, at], gap.bound)]
 
 

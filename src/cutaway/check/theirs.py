@@ -89,8 +89,9 @@ def facts(found: Target, model: Any, config: Any) -> None:
     types = set(getattr(config, "layer_types", None) or [])
     window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in types if types else isinstance(window, int)
+    slides = slides and found.kind == "decoder"  # what sees both sides counts its window in other ways
     found.windows = (window,) if slides and isinstance(window, int) else ()
-    found.window = window if types == {"sliding_attention"} or (not types and isinstance(window, int)) else None
+    found.window = window if found.windows and types <= {"sliding_attention"} else None
 
 
 def number(config: Any, name: str) -> int | None:

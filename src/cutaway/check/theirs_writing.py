@@ -84,6 +84,8 @@ def fixed_cache(model: Any, call: Callable[[Tensor, Any], Any]) -> Callable[[Ten
         kind = getattr(sys.modules.get("transformers.cache_utils"), "StaticCache", None)
         if kind is None:
             raise CannotError("this version of transformers has no StaticCache")
+        if not getattr(model, "_can_compile_fullgraph", False):
+            raise CannotError("it says that it takes no cache of fixed size")
         cache = kind(config=model.config, max_cache_len=tokens.shape[1] + SPARE)
         call(tokens[:, :1], cache)  # makes its buffers
         cache.reset()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ ABOVE, BELOW = 2.0, 0.5
 """Nats above ln V, and the share of it, from which on a first loss is no usual one: logits of σ² = 4 give 2 more."""
 RATES, STEPS, FALLS = (3e-3, 3e-2, 3e-4), 30, 0.9
 """Learning rates that are tried in turn, for so many steps; the loss must fall to this share."""
+MANY = 1 << 16
+"""Numbers of a gradient by which its usual size is told."""
 SAMPLED = 256
 """Numbers of a gradient that are compared."""
 NUDGE = 1e-2
@@ -47,6 +50,44 @@ def backward(exam: Exam, tokens: Tensor) -> Tensor:
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
+
+
+@dataclass
+class Slope:
+    """What is known of one parameter's gradient."""
+
+    finite: bool
+    alive: bool
+    ratio: float | None
+    """A first step of Adam as a share of the parameter's usual size; None where there is none, or it is no matrix."""
+
+
+def slopes(exam: Exam) -> tuple[float, dict[str, Slope]]:
+    """The loss of a text, and of each parameter's gradient what the checks ask; made once, for it costs a way back."""
+
+    def look() -> tuple[float, dict[str, Slope]]:
+        loss = float(backward(exam, exam.text(1, min(12, exam.length))))
+        found = {name: slope_of(each) for name, each in trained_tensors(exam).items()}
+        forget(exam)
+        return loss, found
+
+    return exam.once(f"slopes {exam.ratio}", look)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def slope_of(tensor: nn.Parameter) -> Slope:
+    if tensor.grad is None:
+        return Slope(True, False, None)
+    total = float(tensor.grad.abs().sum())
+    flat, weights = tensor.grad.flatten(), tensor.flatten()
+    step = max(1, flat.numel() // MANY)
+    some = flat[::step].float()
+    some = some[some != 0]
+    size = float(weights[::step].float().square().mean().sqrt())
+    ratio = None
+    if tensor.ndim >= 2 and size > 0 and len(some):
+        ratio = RATE * float((some / (some.abs() + 1e-8)).square().mean().sqrt()) / size
+    return Slope(math.isfinite(total), total != 0, ratio)
 
 
 def forget(exam: Exam) -> None:
@@ -183,21 +224,20 @@ def gradient_reach(exam: Exam) -> Iterator[Part]:
     assert module is not None
     refuse_compiled(module)
     tokens, tensors = exam.text(1, min(12, exam.length)), trained_tensors(exam)
-    loss = backward(exam, tokens)
-    bad = [name for name, each in tensors.items() if each.grad is not None and not bool(each.grad.isfinite().all())]
-    silent = [name for name, each in tensors.items() if each.grad is None or not bool(each.grad.any())]
-    forget(exam)
-    if not math.isfinite(float(loss)):
+    loss, found = slopes(exam)
+    bad = [name for name, each in found.items() if not each.finite]
+    silent = [name for name, each in found.items() if not each.alive]
+    if not math.isfinite(loss):
         raise CannotError("needs a loss that is a number")
     if bad:
         yield Part("fail", f"the gradient of {bad[0]} is not finite", len(bad), 0, bad[0])
         return
     acting = [] if not silent or not acts(exam, tokens, [tensors[name] for name in silent]) else silent
-    found = [name for name in acting[:12] if acts(exam, tokens, [tensors[name]])]
-    if found:
+    named = [name for name in acting[:12] if acts(exam, tokens, [tensors[name]])]
+    if named:
         more = f" and {len(acting) - 1} more" if len(acting) > 1 else ""
-        message = f"{found[0]}{more} act on the loss and get no gradient"
-        yield Part("fail", message, len(acting), 0, found[0])
+        message = f"{named[0]}{more} act on the loss and get no gradient"
+        yield Part("fail", message, len(acting), 0, named[0])
         return
     reached = len(tensors) - len(silent)
     yield Part("pass", f"{reached} of {len(tensors)} parameters get a gradient; the others do not act on this text")
@@ -238,18 +278,9 @@ def acts(exam: Exam, tokens: Tensor, tensors: list[nn.Parameter]) -> bool:
 )
 def update_ratio(exam: Exam) -> Part:
     """Compare what a first step of Adam at 3e-4 would add to each matrix with the matrix itself."""
-    tensors = trained_tensors(exam)
-    loss = backward(exam, exam.text(1, min(12, exam.length)))
-    ratios: dict[str, float] = {}
-    for name, each in tensors.items():
-        size = float(each.detach().float().square().mean().sqrt())
-        if each.ndim >= 2 and each.grad is not None and size > 0:
-            alive = each.grad.detach().float().flatten()
-            alive = alive[alive != 0]
-            if len(alive):
-                ratios[name] = RATE * float((alive / (alive.abs() + 1e-8)).square().mean().sqrt()) / size
-    forget(exam)
-    if not ratios or not math.isfinite(float(loss)):
+    loss, found = slopes(exam)
+    ratios = {name: each.ratio for name, each in found.items() if each.ratio is not None}
+    if not ratios or not math.isfinite(loss):
         raise CannotError("needs matrices with a gradient")
     low, high = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
     if ratios[high] > MOST:

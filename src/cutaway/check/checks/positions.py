@@ -15,6 +15,8 @@ from cutaway.check.witness import Attention, Witness
 ROTARY = re.compile(r"rope|rotary|inv_freq|freqs|frequenc|cos|sin_?cached")
 LEAST = 1e-4
 """Of the largest score: what the rounding of angles may come to."""
+SUM = 1e-3
+"""Of one: what no rounding of a row's sum comes to."""
 ANGLE = 2.0
 """Angles up to here are as exact in 8 bits as the numbers that they turn."""
 
@@ -33,28 +35,35 @@ def spread(exam: Exam, one: Attention) -> tuple[float, float]:
     return float((high - low).max()), noise(one, exam)
 
 
-def noise(one: Attention, exam: Exam) -> float:
+def noise(one: Attention, exam: Exam, dtype: torch.dtype | None = None) -> float:
+    """What the rounding of scores comes to, and of angles in a type."""
     scores = one.scores.float()[..., : one.scores.shape[-2]][visible(one)]
     size = scale_of(scores)
     if one.q is not None and one.k is not None:  # a small score may be the sum of large products
         size = max(
             size, (one.scale or 0.0) * scale_of(one.q.float().norm(dim=-1)) * scale_of(one.k.float().norm(dim=-1))
         )
-    return max(MARGIN * exam.ratio, LEAST / 10, 8 * torch.finfo(one.scores.dtype).eps) * size
+    return max(MARGIN * exam.ratio, LEAST / 10, 8 * torch.finfo(dtype or one.scores.dtype).eps) * size
 
 
 def places_differ(exam: Exam, tokens: Tensor) -> Gap:
     """Whether the logits of a text of one token are the same at all places."""
     logits = exam.target.logits
     assert logits is not None
-    return exam.same(lambda: logits(tokens)[:, 1:], lambda: logits(tokens)[:, :1].expand(-1, tokens.shape[1] - 1, -1))
+
+    def seen() -> Gap:
+        later = tokens.shape[1] - 1
+        return exam.same(lambda: logits(tokens)[:, 1:], lambda: logits(tokens)[:, :1].expand(-1, later, -1))
+
+    return exam.once(f"places {exam.ratio} {tokens.tolist()}", seen)  # type: ignore[no-any-return]
 
 
 @check(
     "token-order",
     catches="a model that does not know positions: a table that is never added, a rotation that is never applied",
     cause="positions are not added, all are zero, or another axis (heads, rows) is taken for the sequence",
-    fix="number the tokens along the sequence, and see that each token's place reaches the embedding or q and k",
+    fix="number the tokens along the sequence, and see that its place reaches the embedding or q and k; with "
+    "ordered=False a model is meant to have none",
     after=("eval-repeatable",),
 )
 def token_order(exam: Exam) -> Iterator[Part]:
@@ -98,14 +107,24 @@ def rope_shift(exam: Exam) -> Iterator[Part]:
         raise CannotError("for models in which only distances count")
     tokens = constant(exam)
     if not places_differ(exam, tokens).ok:
-        if target.relative:
+        if not target.relative:
+            raise CannotError("for models in which only distances count; this one has absolute positions")
+        if all_weigh_one(exam, tokens):
             yield Part("fail", "only distances are to count, but one token has other logits at other places")
             return
-        raise CannotError("for models in which only distances count; this one has absolute positions")
     if target.relative or turns(exam, tokens):
         yield along_diagonals(exam, tokens)
     if target.placed is not None and target.relative:
         yield from shifted(exam)
+
+
+def all_weigh_one(exam: Exam, tokens: Tensor) -> bool:
+    """Whether each query's weights sum to one; beside a sink they do not, and then it counts how many there are."""
+    length = tokens.shape[1]
+    return all(
+        bool(((one.pattern[..., :length].float().sum(-1) - 1).abs() < SUM).all())
+        for one in own_attentions(exam, tokens)
+    )
 
 
 def turns(exam: Exam, tokens: Tensor) -> bool:
@@ -128,7 +147,9 @@ def along_diagonals(exam: Exam, tokens: Tensor) -> Part:
         scores, seen = one.scores[..., :length].float(), visible(one)
         both = seen[..., 1:, 1:] & seen[..., :-1, :-1]
         gap = apart(scores[..., 1:, 1:].masked_fill(~both, 0.0), scores[..., :-1, :-1].masked_fill(~both, 0.0))
-        gap.bound = length * noise(one, exam)
+        # Tables of angles that were rounded with the weights stay so, in whatever they are multiplied.
+        narrow = exam.target.dtype if exam.target.dtype in NARROW else None
+        gap.bound = max(length * noise(one, exam), noise(one, exam, narrow))
         if not gap.ok:
             _, head, i, j = gap.index
             message = (
