@@ -5,8 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cutaway.check.exam import CannotError, Exam
+from cutaway.check.exam import MARGIN, CannotError, Exam, Gap, Make, apart, scale_of
 
+CLEARLY = 100.0
+"""How far beyond the bound two results are apart for certain."""
 PADS = 5
 """Padding tokens of the shortest row, where there is room."""
 
@@ -61,3 +63,15 @@ def place_of(rows: list[Tensor], at: int) -> tuple[int, int]:
 def alone(rows: list[Tensor], logits: Callable[[Tensor], Tensor]) -> Tensor:
     """Each row's own logits, one after another."""
     return torch.cat([logits(row)[0] for row in rows])
+
+
+@torch.no_grad()
+def moves(exam: Exam, one: Make, other: Make, first: Tensor) -> Gap:
+    """Compare two results that should differ. What is far beyond all noise needs no measure of it."""
+    gap, b = Gap(0.0, 0.0, ()), other()
+    if first.shape == b.shape and b.isfinite().all() and first.isfinite().all():
+        gap = apart(first, b)
+        gap.bound = MARGIN * exam.ratio * max(scale_of(first), scale_of(b))
+        if gap.worst > CLEARLY * gap.bound:
+            return gap
+    return exam.same(one, other, first=first)

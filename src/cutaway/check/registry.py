@@ -18,6 +18,8 @@ ROOMS = (
     "causality",
     "rows",
     "masks",
+    "padded",
+    "source",
     "cache",
     "writing",
     "choosing",
