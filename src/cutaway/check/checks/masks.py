@@ -28,6 +28,8 @@ LOW = -5_000.0
 @torch.no_grad()
 def both_sides(exam: Exam) -> Iterator[Part]:
     """Change the token after each position, then the one before: the position's output must change."""
+    if exam.target.window == 1:
+        raise CannotError("in a window of one token, each sees itself only")
     logits, tokens = exam.target.logits, exam.text(1, min(8, exam.length))
     assert logits is not None
     base, length = logits(tokens), tokens.shape[1]
