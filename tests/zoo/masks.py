@@ -240,3 +240,18 @@ def encoder_and_decoder_that_read_all_but_the_last() -> tuple[Pair, dict[str, An
         )
     )
     return pair(model)
+
+
+@bug("source-used")
+def a_triangle_over_the_source() -> tuple[Pair, dict[str, Any]]:
+    """Cross-attention is given the mask of self-attention: later tokens of the source are hidden."""
+    model = Pair()
+    for layer in model.body.decoder.layers:
+        plain = layer.multihead_attn.forward
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, plain: Any = plain, **how: Any) -> Any:
+            later = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).triu(1)
+            return plain(query, key, value, **how | {"attn_mask": later, "is_causal": False})
+
+        layer.multihead_attn.forward = attend
+    return pair(model)

@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from cutaway.check.exam import MARGIN, CannotError, Exam, Gap, Make, apart, scale_of
+from cutaway.check.witness import Attention
 
 CLEARLY = 100.0
 """How far beyond the bound two results are apart for certain."""
+LOW = -5_000.0
+"""A score so far below its row's best is a mask's: code hides by -1e4, -1e9, the least number or -inf."""
 PADS = 5
 """Padding tokens of the shortest row, where there is room."""
 
@@ -75,3 +78,10 @@ def moves(exam: Exam, one: Make, other: Make, first: Tensor) -> Gap:
         if gap.worst > CLEARLY * gap.bound:
             return gap
     return exam.same(one, other, first=first)
+
+
+def masked_out(each: Attention) -> Tensor:
+    """What a mask hides of an attention, (B, H, T, S); what only underflows is not hidden."""
+    scores = each.scores.float()
+    best = scores.amax(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
+    return (each.pattern == 0) & (scores - best < LOW)

@@ -7,14 +7,12 @@ from torch import Tensor
 
 from cutaway.check.exam import CannotError, Exam
 from cutaway.check.finding import Part
-from cutaway.check.padding import batch, filler, moves, sizes
+from cutaway.check.padding import batch, filler, masked_out, moves, sizes
 from cutaway.check.registry import check
 from cutaway.check.witness import Attention, Witness
 
 HIDDEN = 1 - 1e-4
 """A share of attention from which on nothing else is seen."""
-LOW = -5_000.0
-"""A score so far below its row's best is a mask's: code hides by -1e4, -1e9, the least number or -inf."""
 
 
 @check(
@@ -142,12 +140,9 @@ def self_visible(exam: Exam) -> Iterator[Part]:
 
 def hidden_from_itself(each: Attention, length: int) -> Tensor:
     """Heads and positions from the second on (the first, blind, may look anywhere) with no weight on themselves, by a
-    mask's score or by a pattern that was blanked behind softmax; what only underflows is not hidden."""
-    scores, pattern = each.scores[0, ..., :length].float(), each.pattern[0, ..., :length].float()
-    best = scores.amax(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
-    own = pattern.diagonal(dim1=-2, dim2=-1)
-    hidden = (own == 0) & ((scores - best).diagonal(dim1=-2, dim2=-1) < LOW)
+    mask or by a pattern that was blanked behind softmax."""
+    hidden = masked_out(each)[0, ..., :length].diagonal(dim1=-2, dim2=-1)
     if each.used is not None and each.used.shape[-2:] == each.pattern.shape[-2:]:
-        used = each.used[0, ..., :length].detach().float()
-        hidden = hidden | (used.diagonal(dim1=-2, dim2=-1) == 0) & (own > 0)
+        used, own = (x[0, ..., :length].detach().diagonal(dim1=-2, dim2=-1) for x in (each.used, each.pattern))
+        hidden = hidden | (used == 0) & (own > 0)
     return hidden.flatten(0, -2)[:, 1:]

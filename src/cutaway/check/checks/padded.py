@@ -19,14 +19,8 @@ MOST = 1 << 16
 FLOOD = 48
 """Padding tokens that are more than a text, all of one kind."""
 CHOICES = {torch.topk, Tensor.topk, torch.argmax, Tensor.argmax, torch.sort, Tensor.sort, torch.argsort, Tensor.argsort}
-NEARER = ("causality", "rows-apart", "batch-size", "mask-polarity")
+NEARER = ("causality", "rows-apart", "batch-size", "mask-polarity", "self-visible")
 """What would show in every padded batch."""
-
-
-def reachable(exam: Exam, padded: Padded, tokens: Tensor, mask: Tensor) -> bool:
-    """Whether there is an embedding that is given the tokens."""
-    assert exam.target.module is not None
-    return bool(tables(exam.target.module, lambda each: padded(each, mask), tokens))
 
 
 @check(
@@ -38,51 +32,60 @@ def reachable(exam: Exam, padded: Padded, tokens: Tensor, mask: Tensor) -> bool:
     after=NEARER,
 )
 def masked_row(exam: Exam) -> Iterator[Part]:
-    """A batch of a text padded on the left and a row of padding alone: the text's logits must be numbers, those of the
-    text beside a usual row, and so must gradients by them."""
+    """A batch of a text padded on the left (on the right where it cannot be otherwise) and a row of padding alone: the
+    text's logits must be numbers, those of the text beside a usual row, and so must gradients by them."""
     target = exam.target
     padded, logits = target.padded, target.logits
     assert padded is not None
     assert logits is not None
     short, width = sizes(exam)
     text = exam.text(1, short)
-    tokens, mask = batch([text, text], width, "left", filler(exam))
+    side = "right" if limit(exam, "left") else "left"
+    tokens, mask = batch([text, text], width, side, filler(exam))
     empty = mask.clone()
     empty[1] = False
+    own = slice(0, short) if side == "right" else slice(-short, None)
     with torch.no_grad():
-        usual, out = padded(tokens, mask), padded(tokens, empty)
-        if not usual[:1, -short:].isfinite().all() and logits(text).isfinite().all():
-            yield Part("fail", "behind padding, the logits of a text are not numbers", where="row 0")
+        usual, out = padded(tokens, mask)[:1, own], padded(tokens, empty)
+        if not usual.isfinite().all():
+            broken = bool(logits(text).isfinite().all())
+            said = f"with padding on the {side}, the logits of a text are not numbers"
+            yield Part("fail", said, where="row 0") if broken else Part("skip", "skipped: it gives no numbers at all")
             return
-    beside = usual[:1, -short:]
-    gap = exam.same(lambda: padded(tokens, mask)[:1, -short:], lambda: padded(tokens, empty)[:1, -short:], first=beside)
+    gap = exam.same(lambda: padded(tokens, mask)[:1, own], lambda: padded(tokens, empty)[:1, own], first=usual)
     yield exam.judge(
         gap,
         held="a row of padding alone changes nothing for the row beside it",
         broken="a row of padding alone changes the logits of the row beside it",
         where=f"position {gap.index[1]}",
     )
-    if not beside.isfinite().all() or not gap.ok:
+    if not gap.ok:
         return
-    if target.module is not None and reachable(exam, padded, tokens, empty):
-        with torch.enable_grad(), moved(target.module, lambda each: padded(each, empty), tokens) as added:
-            given = padded(tokens, empty)
-            if given.requires_grad and added:
-                named = [(name, each) for name, each in target.module.named_parameters()
-                         if each.requires_grad and each.numel() <= MOST]  # fmt: skip
-                loss = given[:1, -short:].float().logsumexp(-1).sum()
-                slopes = torch.autograd.grad(loss, [added[0], *(each for _, each in named)], allow_unused=True)
-                names = ["the text's vectors", *(name for name, _ in named)]
-                bad = [name for name, slope in zip(names, slopes, strict=True)
-                       if slope is not None and not slope.isfinite().all()]  # fmt: skip
-                if bad:
-                    message = "beside a row of padding alone, the gradients of a real row's loss are not finite"
-                    yield Part("fail", f"{message} ({len(bad)} of {len(names)})", len(bad), 0, bad[-1])
-                    return
-                yield Part("pass", "gradients beside a row of padding alone are finite")
-                return
-    if not out[1].isfinite().all():
+    slopes = by_weights(exam, padded, tokens, empty, own)
+    bad = [name for name, slope in slopes.items() if not slope.isfinite().all()]
+    if bad:
+        message = "beside a row of padding alone, the gradients of a real row's loss are not finite"
+        yield Part("fail", f"{message} ({len(bad)} of {len(slopes)})", len(bad), 0, bad[-1])
+    elif slopes:
+        yield Part("pass", "gradients beside a row of padding alone are finite")
+    elif not out[1].isfinite().all():
         yield Part("warn", "a row of padding alone gives NaN, which a backward pass would carry on", where="row 1")
+
+
+def by_weights(exam: Exam, padded: Padded, tokens: Tensor, mask: Tensor, own: slice) -> dict[str, Tensor]:
+    """The gradients of the first row's logits by the vectors of all rows and by small weights; none where there are
+    none."""
+    module = exam.target.module
+    if module is None or not tables(module, lambda each: padded(each, mask), tokens):
+        return {}
+    with torch.enable_grad(), moved(module, lambda each: padded(each, mask), tokens) as added:
+        out = padded(tokens, mask)
+        if not out.requires_grad or not added:
+            return {}
+        asked = {name: each for name, each in module.named_parameters() if each.requires_grad and each.numel() <= MOST}
+        asked = {"the text's vectors": added[0]} | asked
+        slopes = torch.autograd.grad(out[:1, own].float().logsumexp(-1).sum(), list(asked.values()), allow_unused=True)
+    return {name: slope for name, slope in zip(asked, slopes, strict=True) if slope is not None}
 
 
 def padded_rows(exam: Exam, side: str) -> Iterator[Part]:

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from cutaway.check.exam import Exam
 from cutaway.check.finding import Part
-from cutaway.check.padding import batch, filler, moves, sizes
+from cutaway.check.padding import batch, filler, masked_out, moves, sizes
 from cutaway.check.registry import check
+from cutaway.check.witness import Witness
 
 
 def source_text(exam: Exam, rows: int, length: int) -> Tensor:
@@ -29,24 +30,24 @@ def source_text(exam: Exam, rows: int, length: int) -> Tensor:
 )
 @torch.no_grad()
 def source_used(exam: Exam) -> Iterator[Part]:
-    """Change the whole source, then its first and its last token: the logits at every position must change."""
+    """Change the whole source, then its first and its last token: the logits at every position must change. And no
+    cross-attention may hide a token of a source without padding."""
     crossed = exam.target.crossed
     assert crossed is not None
     length = min(8, exam.length)
-    source, text = source_text(exam, 1, length), exam.text(1, min(6, exam.length))
-    base = crossed(source, None, text)
-    for what, place in (
-        ("the source", slice(None)),
-        ("its first token", slice(0, 1)),
-        ("its last token", slice(-1, None)),
-    ):
+    source, text = source_text(exam, 1, length), exam.text(1, max(1, length - 2))
+    last = text.shape[1] - 1
+    with Witness(exam.target.module) as witness:
+        base = crossed(source, None, text)
+    places = {"the source": slice(None), "its first token": slice(0, 1), "its last token": slice(-1, None)}
+    for what, place in places.items():
         other = source.clone()
         for _ in range(20):
             other[:, place] = source_text(exam, 1, length)[:, place]
             if bool((other != source)[:, place].any()):
                 break
         out = crossed(other, None, text)
-        for at in range(text.shape[1]) if what == "the source" else (text.shape[1] - 1,):
+        for at in range(text.shape[1]) if what == "the source" else (last,):
             gap = moves(exam, lambda: crossed(source, None, text)[:, at], lambda: out[:, at], base[:, at])  # noqa: B023
             broken = f"the logits at position {at} do not change with {what}"
             part = exam.judge_alive(gap, held=f"the logits change with {what}", broken=broken, where=f"position {at}")
@@ -54,6 +55,18 @@ def source_used(exam: Exam) -> Iterator[Part]:
                 yield part
                 return
         yield part
+    for each in witness.attentions:
+        if each.pattern.shape[-2:] != (last + 1, length) or each.axis != -1:
+            continue
+        hidden = masked_out(each)[0].any(0)
+        if bool(hidden.any()):
+            reader, unseen = divmod(int(hidden.flatten().long().argmax()), length)
+            message = (
+                f"cross-attention at position {reader} cannot see token {unseen} of the source, which has no padding"
+            )
+            yield Part("fail", message, float(hidden.float().mean()), 0.0, each.module or None)
+            return
+        yield Part("pass", "cross-attention sees all of the source")
 
 
 @check(
