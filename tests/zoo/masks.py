@@ -47,17 +47,17 @@ def upside_down(model: Home, blocks: list[int]) -> Home:
     return model
 
 
-@bug("mask-polarity", also=("generation", "batch-size"))
+@bug("mask-polarity", also=("generation", "cache-poison"))
 def a_mask_upside_down() -> Home:
     return upside_down(Home(), [0, 1])
 
 
-@bug("mask-polarity", also=("generation", "batch-size"))
+@bug("mask-polarity", also=("generation", "cache-poison"))
 def a_mask_upside_down_in_one_layer() -> Home:
     return upside_down(Home(), [1])
 
 
-@bug("self-visible")
+@bug("self-visible", also=("rope-shift",))
 def the_diagonal_is_hidden() -> Home:
     model = Home()
     for block in model.blocks:
@@ -65,7 +65,7 @@ def the_diagonal_is_hidden() -> Home:
     return model
 
 
-@bug("self-visible")
+@bug("self-visible", also=("rope-shift",))
 def the_diagonal_is_hidden_in_the_last_layer() -> Home:
     model = Home()
     model.blocks[1].attention.visible = lambda query, key: (
@@ -74,31 +74,47 @@ def the_diagonal_is_hidden_in_the_last_layer() -> Home:
     return model
 
 
+@bug("self-visible", also=("rope-shift",))
+def the_diagonal_is_hidden_from_some_position_on() -> Home:
+    model = Home()
+    model.blocks[0].attention.visible = lambda query, key: (
+        (key >= 0)[:, None, :]
+        & (key[:, None, :] <= query[:, :, None])
+        & ((key[:, None, :] != query[:, :, None]) | (key[:, None, :] < 5))
+    )
+    return model
+
+
+class Seated(nn.Embedding):
+    """A token's vector, and that of its slot."""
+
+    def __init__(self, vocab: int, d: int) -> None:
+        super().__init__(vocab, d)
+        self.places, self.begun = nn.Embedding(128, d), 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + self.places(torch.arange(self.begun, self.begun + tokens.shape[1]))
+
+
 class Learned(Home):
     """Positions in a learned table, counted from the first slot."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.places = nn.Embedding(128, 32)
+        super().__init__(tied=False)
+        self.embed = Seated(61, 32)
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None, **how: Any) -> Any:
-        plain = self.embed.forward
-        begun = 0 if how.get("state") is None else how["state"][0][0].shape[2]
-        places = torch.arange(begun, begun + tokens.shape[1])
-        self.embed.forward = lambda ids: plain(ids) + self.places(places)  # type: ignore[method-assign]
-        try:
-            return super().forward(tokens, mask, **how)
-        finally:
-            del self.embed.forward
+        self.embed.begun = 0 if how.get("state") is None else how["state"][0][0].shape[2]
+        return super().forward(tokens, mask, **how)
 
 
-@bug("left-padding", also=("generation", "routing-padding"))
+@bug("left-padding")
 def positions_that_count_padding() -> tuple[Home, dict[str, Any]]:
     model = Learned()
     return model, {name: offers(model)[name] for name in ("logits", "padded")}
 
 
-@bug("left-padding", also=("pad-contents", "right-padding", "generation", "batch-size"))
+@bug("left-padding", also=("pad-contents", "right-padding", "generation"))
 def the_mask_of_the_first_row_for_all() -> Home:
     model = Home()
     plain = model.number
@@ -132,8 +148,8 @@ def softmax_over_nothing() -> tuple[Home, dict[str, Any]]:
         attention = block.attention
 
         def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-            scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~seen[:, None], -torch.inf)
-            return scores.softmax(-1).nan_to_num(0.0) @ v
+            added = torch.where(seen, 0.0, -torch.inf)[:, None]
+            return (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + added).softmax(-1).nan_to_num(0.0) @ v
 
         attention.attend = attend
     return model, given
@@ -207,7 +223,7 @@ def no_source_mask_in_the_encoder() -> tuple[Pair, dict[str, Any]]:
     return pair(model)
 
 
-@bug("source-used")
+@bug("source-used", also=("dead-heads", "attention-entropy"))
 def a_source_that_is_not_read() -> tuple[Pair, dict[str, Any]]:
     model = Pair()
     model.seen = lambda memory: torch.zeros_like(memory)  # type: ignore[method-assign]
@@ -223,4 +239,19 @@ def encoder_and_decoder_that_read_all_but_the_last() -> tuple[Pair, dict[str, An
             source[:, :-1], None if mask is None else mask[:, :-1], tokens
         )
     )
+    return pair(model)
+
+
+@bug("source-used")
+def a_triangle_over_the_source() -> tuple[Pair, dict[str, Any]]:
+    """Cross-attention is given the mask of self-attention: later tokens of the source are hidden."""
+    model = Pair()
+    for layer in model.body.decoder.layers:
+        plain = layer.multihead_attn.forward
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, plain: Any = plain, **how: Any) -> Any:
+            later = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).triu(1)
+            return plain(query, key, value, **how | {"attn_mask": later, "is_causal": False})
+
+        layer.multihead_attn.forward = attend
     return pair(model)

@@ -9,7 +9,7 @@ from zoo.bug import bug
 from zoo.home import Home, offers, places_of
 
 
-@bug("rows-apart", also=("causality-paths", "cache-reuse", "eval-repeatable"))
+@bug("rows-apart", also=("speculation", "accumulation"))
 def a_norm_over_the_batch() -> Home:
     model = Home()
     plain = model.norm.forward
@@ -17,7 +17,7 @@ def a_norm_over_the_batch() -> Home:
     return model
 
 
-@bug("rows-apart")
+@bug("rows-apart", also=("generation", "accumulation"))
 def heads_and_rows_mixed() -> Home:
     """A view in place of a transpose, where there is more than one row."""
     model = Home()
@@ -32,7 +32,22 @@ def heads_and_rows_mixed() -> Home:
     return model
 
 
-@bug("batch-size")
+@bug("rows-apart", also=("causality-paths", "eval-repeatable"))
+def a_norm_over_the_batch_in_training_only() -> Home:
+    """BatchNorm: in evaluation its statistics are fixed, and nothing shows."""
+    model = Home()
+    model.norm = Batched(32)
+    return model.eval()
+
+
+class Batched(nn.BatchNorm1d):
+    """Over channels, which are last here."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+@bug("batch-size", also=("beams", "accumulation"))
 def another_scale_in_a_batch() -> Home:
     model = Home()
     plain = model.norm.forward
@@ -40,7 +55,7 @@ def another_scale_in_a_batch() -> Home:
     return model
 
 
-@bug("batch-size", also=("pad-contents", "left-padding", "routing-padding", "generation"))
+@bug("batch-size")
 def padding_is_hidden_from_two_rows_on() -> Home:
     model = Home()
     plain = model.number

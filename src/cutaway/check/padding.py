@@ -5,8 +5,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cutaway.check.exam import CannotError, Exam
+from cutaway.check.exam import MARGIN, CannotError, Exam, Gap, Make, apart, scale_of
+from cutaway.check.witness import Attention
 
+CLEARLY = 100.0
+"""How far beyond the bound two results are apart for certain."""
+LOW = -5_000.0
+"""A score so far below its row's best is a mask's: code hides by -1e4, -1e9, the least number or -inf."""
 PADS = 5
 """Padding tokens of the shortest row, where there is room."""
 
@@ -61,3 +66,22 @@ def place_of(rows: list[Tensor], at: int) -> tuple[int, int]:
 def alone(rows: list[Tensor], logits: Callable[[Tensor], Tensor]) -> Tensor:
     """Each row's own logits, one after another."""
     return torch.cat([logits(row)[0] for row in rows])
+
+
+@torch.no_grad()
+def moves(exam: Exam, one: Make, other: Make, first: Tensor) -> Gap:
+    """Compare two results that should differ. What is far beyond all noise needs no measure of it."""
+    gap, b = Gap(0.0, 0.0, ()), other()
+    if first.shape == b.shape and b.isfinite().all() and first.isfinite().all():
+        gap = apart(first, b)
+        gap.bound = MARGIN * exam.ratio * max(scale_of(first), scale_of(b))
+        if gap.worst > CLEARLY * gap.bound:
+            return gap
+    return exam.same(one, other, first=first)
+
+
+def masked_out(each: Attention) -> Tensor:
+    """What a mask hides of an attention, (B, H, T, S); what only underflows is not hidden."""
+    scores = each.scores.float()
+    best = scores.amax(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
+    return (each.pattern == 0) & (scores - best < LOW)

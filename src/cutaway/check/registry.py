@@ -19,6 +19,8 @@ ROOMS = (
     "causality",
     "rows",
     "masks",
+    "padded",
+    "source",
     "cache",
     "writing",
     "choosing",

@@ -104,7 +104,7 @@ class Target:
     relative: bool | None = None
     """Whether only distances between positions count (RoPE, ALiBi), so that all may be shifted."""
     counted: bool | None = None
-    """Whether `padded` numbers real tokens only, so that padding may stand on the left; None where that is not known."""
+    """Whether `padded` numbers real tokens only, so that padding may stand on the left; None where not known."""
     pads_counted: bool = False
     """Whether positions are counted by the padding token (RoBERTa), so that padding must be just that."""
     source_vocab: int | None = None

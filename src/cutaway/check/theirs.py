@@ -13,6 +13,8 @@ from cutaway.check.theirs_writing import add_writing, fixed_cache
 
 SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "cls_token_id", "sep_token_id")
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")
+BY_PADS = ("create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds")
+"""Methods of embeddings whose positions are counted by the padding token."""
 SHORT = ("dynamic", "longrope")
 """Scalings of RoPE that turn all tokens by other angles beyond the original length."""
 
@@ -33,7 +35,7 @@ def target(model: Any, seed: int) -> Target:
     found.device, found.dtype = model.device, model.dtype
     facts(found, model, config)
     theirs_state.offer(found, model, seed)
-    found.pads_counted = any(hasattr(part, "create_position_ids_from_input_ids") for part in model.modules())
+    found.pads_counted = any(hasattr(part, name) for part in model.modules() for name in BY_PADS)
     found.source_vocab = getattr(config, "src_vocab_size", None) or config.vocab_size
     if found.kind != "encoder-decoder" and ("position_ids" in takes or found.pads_counted):
         found.counted = True
