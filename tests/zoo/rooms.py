@@ -10,6 +10,7 @@ NAMES = (
     "writing",
     "attention",
     "positions",
+    "scale",
     "state",
     "loss",
     "learning",

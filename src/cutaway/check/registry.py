@@ -23,6 +23,7 @@ ROOMS = (
     "choosing",
     "attention",
     "positions",
+    "scale",
     "state",
     "modes",
     "loss",
