@@ -24,6 +24,7 @@ ROOMS = (
     "attention",
     "positions",
     "scale",
+    "rope",
     "state",
     "modes",
     "loss",

@@ -41,7 +41,7 @@ class Trail:
     """Why the factor is not all that counts."""
     width: int = 0
     """Of scores: how many products each sums."""
-    loud: float = 1.0
+    loud: float | None = None
     """The largest of the numbers that its dimensions were multiplied by one by one: cosines, most likely."""
     born: int = 0
     """Of scores: which product they come from."""
@@ -55,7 +55,7 @@ class Scaled:
     factor: float
     width: int
     doubt: str | None
-    loud: float
+    loud: float | None
     square: bool
     """Whether there are as many keys as queries."""
 
@@ -100,7 +100,7 @@ class Trails(Witness):
         trails = [each for each in before if each is not None]
         values = [each for each in trails if each.kind != "learned"]
         if func in PROJECTIONS or (func in PRODUCTS and len(values) < 2):
-            return Trail("vector")
+            return Trail("vector", doubt=None if len(trails) > 1 or func in PROJECTIONS else "multiplied by a matrix")
         if func in PRODUCTS:
             self.born += 1
             return replace(product(func, args, kwargs, given, before), born=self.born)
@@ -139,7 +139,7 @@ class Trails(Witness):
                 if one.kind == "scores" or x.ndim == 0 or (x.shape[-1] == 1 and mine.shape[-1] > 1):
                     return replace(one, doubt=one.doubt or "multiplied by many numbers")
                 largest = float(x.abs().max())
-                return replace(one, loud=one.loud * largest) if largest else one
+                return replace(one, loud=largest * (1.0 if one.loud is None else one.loud)) if largest else one
             factor = single
         if over and factor == 0:
             return replace(one, doubt="divided by zero")
@@ -189,7 +189,11 @@ def constant(x: Tensor) -> float | None:
 
 def meet(q: Trail, k: Trail, width: int) -> Trail:
     """q·k."""
-    return Trail("scores", q.factor * k.factor, q.doubt or k.doubt, width, max(q.loud, k.loud))
+    return Trail("scores", q.factor * k.factor, q.doubt or k.doubt, width, loudest(q, k))
+
+
+def loudest(*trails: Trail) -> float | None:
+    return max((each.loud for each in trails if each.loud is not None), default=None)
 
 
 def product(func: Any, args: Any, kwargs: Any, given: list[Tensor], before: list[Trail | None]) -> Trail:
@@ -223,4 +227,4 @@ def together(func: Any, values: list[Trail]) -> Trail:
         doubt = doubt or "a sum of several products"
     if not all(math.isclose(each.factor, first.factor, rel_tol=1e-4) for each in values):
         doubt = doubt or "a sum of differently scaled parts"
-    return replace(first, doubt=doubt, loud=max(each.loud for each in values))
+    return replace(first, doubt=doubt, loud=loudest(*values))
