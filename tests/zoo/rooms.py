@@ -11,6 +11,7 @@ NAMES = (
     "attention",
     "positions",
     "scale",
+    "rope",
     "state",
     "loss",
     "learning",
