@@ -10,6 +10,8 @@ NAMES = (
     "writing",
     "attention",
     "positions",
+    "scale",
+    "rope",
     "state",
     "loss",
     "learning",

@@ -26,6 +26,8 @@ ROOMS = (
     "choosing",
     "attention",
     "positions",
+    "scale",
+    "rope",
     "state",
     "loss",
     "learning",

@@ -99,6 +99,8 @@ class Target:
     """Whether the head is the embedding's table."""
     scale: float | None = None
     """What q·k is multiplied by; 1/sqrt(d_head) where not given."""
+    rope: Mapping[str, Any] | None = None
+    """How q and k are turned, in the words of cutaway's configuration: theta, width, layout, scaling."""
     ordered: bool = True
     """Whether it has positions at all."""
     relative: bool | None = None

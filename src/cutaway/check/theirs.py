@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cutaway.check import theirs_learning, theirs_state
+from cutaway.check import theirs_attention, theirs_learning, theirs_state
 from cutaway.check.plain import logits_of, parameters
 from cutaway.check.target import Target
 from cutaway.check.theirs_writing import add_writing, fixed_cache
@@ -43,8 +43,10 @@ def target(model: Any, seed: int) -> Target:
     theirs_learning.offer(found, model, takes, plain)
     if found.kind == "encoder-decoder":
         of_both(found, model, config, seed)
+        theirs_attention.offer(found, model)
         return found
     found.logits = lambda tokens: logits_of(model(input_ids=tokens, **plain))
+    theirs_attention.offer(found, model)
     if "attention_mask" in takes:
         found.padded = lambda tokens, mask: logits_of(
             model(input_ids=tokens, **masked(found, model, takes, mask), **plain)
