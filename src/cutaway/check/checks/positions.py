@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cutaway.check.checks.attention import own_attentions, visible
+from cutaway.check.described import config_of, own_layers
 from cutaway.check.exam import MARGIN, NARROW, CannotError, Exam, Gap, apart, scale_of
 from cutaway.check.finding import Part
 from cutaway.check.registry import check
@@ -15,6 +16,7 @@ from cutaway.check.witness import Attention, Witness
 ROTARY = re.compile(r"rope|rotary|inv_freq|freqs|frequenc|cos|sin_?cached")
 LEAST = 1e-4
 """Of the largest score: what the rounding of angles may come to."""
+EXACT = 1e-6
 ANGLE = 2.0
 """Angles up to here are as exact in 8 bits as the numbers that they turn."""
 
@@ -96,13 +98,17 @@ def rope_shift(exam: Exam) -> Iterator[Part]:
     if target.relative is False or not target.ordered:
         raise CannotError("for models in which only distances count")
     tokens = constant(exam)
-    if not places_differ(exam, tokens).ok:
+    if not places_differ(exam, tokens).ok and not (target.relative and has_sinks(exam, tokens)):
         if target.relative:
             yield Part("fail", "only distances are to count, but one token has other logits at other places")
             return
         raise CannotError("for models in which only distances count; this one has absolute positions")
-    if target.relative or turns(exam, tokens):
-        yield along_diagonals(exam, tokens)
+    config = config_of(target)
+    known = None if config is None else [layer.position for layer in own_layers(config)]
+    turning = turns(exam, tokens) if known is None else any(each.kind == "rope" for each in known)
+    rounded = any(getattr(each, "rounded", False) for each in known or ())  # Falcon's ALiBi, to bf16
+    if (target.relative or turning) and not rounded:
+        yield along_diagonals(exam, tokens, centred=not turning)
     if target.placed is not None and target.relative:
         yield from shifted(exam)
 
@@ -120,11 +126,24 @@ def turns(exam: Exam, tokens: Tensor) -> bool:
     return any(ROTARY.search(name.lower()) for name in names)
 
 
-def along_diagonals(exam: Exam, tokens: Tensor) -> Part:
+def has_sinks(exam: Exam, tokens: Tensor) -> bool:
+    """Whether some attention goes to nothing: of that, places with few tokens before them have more."""
+    config = config_of(exam.target)
+    if config is not None:
+        return any(getattr(layer, "sink", False) for layer in own_layers(config))
+    return any(one.scores.shape[-1] > one.scores.shape[-2] for one in own_attentions(exam, tokens))
+
+
+def along_diagonals(exam: Exam, tokens: Tensor, *, centred: bool = False) -> Part:
+    """Whether scores are the same along each diagonal; `centred` is for ALiBi, which may add anything to a row."""
     worst = Gap(0.0, 0.0, ())
     for one in own_attentions(exam, tokens):
+        if one.v is not None and not torch.allclose(one.v, one.v[..., :1, :], rtol=1e-3, atol=1e-3 * scale_of(one.v)):
+            continue  # behind sinks
         length = one.scores.shape[-2]
         scores, seen = one.scores[..., :length].float(), visible(one)
+        if centred or float(one.scores.amax(-1).abs().max()) < EXACT:  # or each row was lowered by its largest
+            scores = scores - scores.diagonal(dim1=-2, dim2=-1)[..., None]
         both = seen[..., 1:, 1:] & seen[..., :-1, :-1]
         gap = apart(scores[..., 1:, 1:].masked_fill(~both, 0.0), scores[..., :-1, :-1].masked_fill(~both, 0.0))
         gap.bound = length * noise(one, exam)
