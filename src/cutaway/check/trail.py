@@ -107,7 +107,6 @@ class Trails(Witness):
         if not values:
             return trails[0]
         first = max(values, key=lambda each: each.kind == "scores")
-        first = first if all(each.kind != "scores" for each in values) else first
         if func in NORMS:
             return replace(first, doubt=first.doubt or "normalised")
         if func in TIMES or func in OVER:

@@ -43,7 +43,7 @@ def described(found: set[tuple[str, int, int]]) -> str:
     "rope-layout",
     catches="a rotation of the wrong pairs: neighbours where halves are meant, or a mixture that is no rotation at all",
     cause="two habits are mixed: pairs (j, j + width/2) and pairs (2j, 2j + 1), in the code, its tables or the weights",
-    fix="build cos and sin for the pairs that are turned, and permute q and k weights when changing from one to the other",
+    fix="build cos and sin for the pairs that are turned, and permute q and k weights when changing the habit",
 )
 def rope_layout(exam: Exam) -> Iterator[Part]:
     """Read one token again and again: its queries and keys may only turn from place to place. The pairs that keep
@@ -128,9 +128,9 @@ def off(
 
 @check(
     "rope-scaling",
-    catches="angles that are not the configured ones: theta or the scaling of long contexts is ignored, or half applied",
+    catches="angles that are not the configured ones: theta or a scaling for long contexts is ignored, or half applied",
     cause="theta, the scaling's factor, its blend of frequencies or its attention factor is read and never used",
-    fix="compute frequencies (and the factor of cos and sin) from the configuration alone, and compare with the formula",
+    fix="compute frequencies (and the factor of cos and sin) from the configuration alone, and compare with a formula",
     after=("rope-layout",),
 )
 def rope_scaling(exam: Exam) -> Iterator[Part]:
