@@ -76,6 +76,8 @@ def token_order(exam: Exam) -> Iterator[Part]:
         yield Part("pass", "places are not told apart, as it is meant", told.worst, told.bound)
         return
     seen = own_attentions(exam, tokens)
+    if not any(bool((visible(one).sum(-1) > 1).any()) for one in seen):
+        raise CannotError("each token sees itself alone")
     worst = max((spread(exam, one) for one in seen), key=lambda pair: pair[0] / max(pair[1], 1e-30))
     if worst[0] > worst[1]:
         yield Part("pass", "scores change with the distance", *worst)
@@ -126,6 +128,15 @@ def turns(exam: Exam, tokens: Tensor) -> bool:
     return any(ROTARY.search(name.lower()) for name in names)
 
 
+def narrow(one: Attention, exam: Exam) -> float:
+    """What tables of cosines in a narrow type may do to a score."""
+    if exam.target.dtype not in NARROW or one.q is None or one.k is None:
+        return 0.0
+    scale = one.scale or one.q.shape[-1] ** -0.5
+    size = scale * scale_of(one.q.float().norm(dim=-1)) * scale_of(one.k.float().norm(dim=-1))
+    return 4 * torch.finfo(exam.target.dtype).eps * max(size, 1e-30)
+
+
 def has_sinks(exam: Exam, tokens: Tensor) -> bool:
     """Whether some attention goes to nothing: of that, places with few tokens before them have more."""
     config = config_of(exam.target)
@@ -146,7 +157,7 @@ def along_diagonals(exam: Exam, tokens: Tensor, *, centred: bool = False) -> Par
             scores = scores - scores.diagonal(dim1=-2, dim2=-1)[..., None]
         both = seen[..., 1:, 1:] & seen[..., :-1, :-1]
         gap = apart(scores[..., 1:, 1:].masked_fill(~both, 0.0), scores[..., :-1, :-1].masked_fill(~both, 0.0))
-        gap.bound = length * noise(one, exam)
+        gap.bound = max(length * noise(one, exam), narrow(one, exam))
         if not gap.ok:
             _, head, i, j = gap.index
             message = (
