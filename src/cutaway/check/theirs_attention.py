@@ -79,8 +79,8 @@ def remade(model: Any) -> dict[str, Logits]:
             with import_module("transformers.initialization").no_init_weights(), model.device:
                 other = type(model)._from_config(deepcopy(model.config), attn_implementation=name)
             other.load_state_dict(model.state_dict(), assign=True)
-            for name, part in other.named_modules():
-                part._buffers = model.get_submodule(name)._buffers
+            for path, part in other.named_modules():
+                part._buffers = model.get_submodule(path)._buffers
             return logits_of(other.eval()(input_ids=tokens, use_cache=False))
 
         return run
