@@ -1,4 +1,4 @@
-"""What a model's configuration says it is, in cutaway's words: for our models, and for those of families that we know."""
+"""What a model's configuration says it is, in cutaway's words: for our models, and those of families that we know."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def own_layers(config: Config) -> list[Any]:
 
 
 def all_layers(config: Config) -> list[Any]:
-    """Every attention in the order of a pass: an encoder's, then each decoder block's own and what reads the encoder."""
+    """Every attention in the order of a pass: an encoder's, then each decoder block's own and its reading of that."""
     found: list[Any] = []
     for name in ("encoder", "decoder"):
         for block in config.stacks[name].blocks if name in config.stacks else ():

@@ -2,14 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
 from cutaway.check.described import config_in, own_layers
+from cutaway.check.plain import logits_of
 from cutaway.check.target import Logits, Target
 
 KERNELS = ("eager", "sdpa")
+SMALL = 10**8
+"""Weights of a model that is made anew."""
 
 
 def offer(found: Target, model: Any) -> None:
@@ -57,5 +62,27 @@ def kernels(model: Any, logits: Logits) -> dict[str, Logits]:
 
     if getattr(model.config, "_attn_implementation", None) not in KERNELS:
         return {}
+    if not model._can_set_attn_implementation():
+        return remade(model)
     found: dict[str, Logits] = {name: by(name) for name in KERNELS if able(name)}
     return found if len(found) > 1 else {}
+
+
+def remade(model: Any) -> dict[str, Logits]:
+    """The same for a small model that chooses its kernel when it is made: it is made anew around the same weights."""
+    small = sum(each.numel() for each in model.parameters()) <= SMALL
+    if not small or not getattr(model, "_supports_sdpa", False) or model.config.is_encoder_decoder:
+        return {}
+
+    def by(name: str) -> Logits:
+        def run(tokens: Tensor) -> Tensor:
+            with import_module("transformers.initialization").no_init_weights(), model.device:
+                other = type(model)._from_config(deepcopy(model.config), attn_implementation=name)
+            other.load_state_dict(model.state_dict(), assign=True)
+            for path, part in other.named_modules():
+                part._buffers = model.get_submodule(path)._buffers
+            return logits_of(other.eval()(input_ids=tokens, use_cache=False))
+
+        return run
+
+    return {name: by(name) for name in KERNELS}
