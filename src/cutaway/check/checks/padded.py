@@ -167,16 +167,16 @@ def right_padding(exam: Exam) -> Iterator[Part]:
 @torch.no_grad()
 def pad_contents(exam: Exam) -> Iterator[Part]:
     """Put other tokens where the padding is, on either side: the logits of real tokens must stay."""
-    padded = exam.target.padded
+    padded, unplaced = exam.target.padded, exam.target.unplaced
     assert padded is not None
     rows, width = ragged(exam)
-    for side in ("right", "left"):
+    for side, ask in (("right", padded), ("left", unplaced or padded)):
         if side == "left" and exam.target.pads_counted:
             yield Part("skip", "skipped: on the left, its positions are counted by the padding token")
             continue
         tokens, mask = batch(rows, width, side, filler(exam))
         other = torch.where(mask, tokens, exam.text(len(rows), width))
-        gap = exam.same(lambda: real(padded(tokens, mask), mask), lambda: real(padded(other, mask), mask))  # noqa: B023
+        gap = exam.same(lambda: real(ask(tokens, mask), mask), lambda: real(ask(other, mask), mask))  # noqa: B023
         row, at = place_of(rows, gap.index[0])
         yield exam.judge(
             gap,
