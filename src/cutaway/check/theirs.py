@@ -13,7 +13,7 @@ from cutaway.check.theirs_writing import add_writing, fixed_cache
 
 SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "cls_token_id", "sep_token_id")
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")
-BY_PADS = ("create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds")
+BY_PADS = ("create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds", "make_positions")
 """Methods of embeddings whose positions are counted by the padding token."""
 SHORT = ("dynamic", "longrope")
 """Scalings of RoPE that turn all tokens by other angles beyond the original length."""
@@ -51,6 +51,8 @@ def target(model: Any, seed: int) -> Target:
         found.padded = lambda tokens, mask: logits_of(
             model(input_ids=tokens, **masked(found, model, takes, mask), **plain)
         )
+    if "position_ids" in takes and "attention_mask" in takes:
+        found.unplaced = lambda tokens, mask: logits_of(model(input_ids=tokens, attention_mask=mask.long(), **plain))
     if "position_ids" in takes:
         found.placed = lambda tokens, positions: logits_of(model(input_ids=tokens, position_ids=positions, **plain))
     if found.kind == "decoder" and "past_key_values" in takes:
