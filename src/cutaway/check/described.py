@@ -19,7 +19,7 @@ def config_of(target: Target) -> Config | None:
 def config_in(module: nn.Module) -> Config | None:
     if isinstance(module, Transformer):
         return module.config
-    theirs = getattr(module, "config", None)
+    theirs: Any = getattr(module, "config", None)
     if not hasattr(theirs, "to_dict"):
         return None
     try:

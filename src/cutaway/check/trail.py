@@ -19,7 +19,7 @@ from cutaway.check.witness import FUSED, SOFTMAX, WHOLE, Witness
 TIMES = {torch.mul, Tensor.mul, Tensor.mul_, torch.multiply, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__}
 TIMES |= {Tensor.__imul__}
 OVER = {torch.div, Tensor.div, Tensor.div_, torch.divide, Tensor.divide, torch.true_divide, Tensor.true_divide}
-OVER |= {Tensor.__truediv__, Tensor.__itruediv__, Tensor.__div__, Tensor.__idiv__}  # type: ignore[attr-defined]
+OVER |= {Tensor.__truediv__, Tensor.__itruediv__, Tensor.__div__, Tensor.__idiv__}
 SUMS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, torch.sub, Tensor.sub}
 SUMS |= {Tensor.sub_, Tensor.__sub__, Tensor.__rsub__, Tensor.__isub__, torch.cat, torch.concat, torch.stack}
 PROJECTIONS = {F.linear, torch.addmm, Tensor.addmm, torch.mm, Tensor.mm, F.conv1d, F.bilinear, F.embedding}
