@@ -179,7 +179,7 @@ def dead_heads(exam: Exam) -> Iterator[Part]:
     sizes = []
     for one, slope in zip(found, slopes, strict=True):
         got = torch.zeros_like(one.gate) if slope is None else slope
-        got = got.unflatten(0, one.pattern.shape[:2]) if got.ndim == 3 else got
+        got = got.reshape(*one.pattern.shape[:2], *got.shape[1:]) if got.ndim == 3 else got
         sizes.append(got.float().abs().amax((0, 2, 3)))
     top = max(float(each.max()) for each in sizes)
     if top == 0.0:

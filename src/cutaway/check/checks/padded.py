@@ -83,8 +83,8 @@ def by_weights(exam: Exam, padded: Padded, tokens: Tensor, mask: Tensor, own: sl
         return {}
     if module is None or not out.requires_grad or not added:
         return {}
-    asked = {name: each for name, each in module.named_parameters() if each.requires_grad and each.numel() <= MOST}
-    asked = {"the text's vectors": added[0]} | asked
+    small = {name: each for name, each in module.named_parameters() if each.requires_grad and each.numel() <= MOST}
+    asked: dict[str, Tensor] = {"the text's vectors": added[0], **small}
     slopes = torch.autograd.grad(out[:1, own].float().logsumexp(-1).sum(), list(asked.values()), allow_unused=True)
     return {name: slope for name, slope in zip(asked, slopes, strict=True) if slope is not None}
 

@@ -57,7 +57,7 @@ def places_differ(exam: Exam, tokens: Tensor) -> Gap:
         later = tokens.shape[1] - 1
         return exam.same(lambda: logits(tokens)[:, 1:], lambda: logits(tokens)[:, :1].expand(-1, later, -1))
 
-    return exam.once(f"places {exam.ratio} {tokens.tolist()}", seen)  # type: ignore[no-any-return]
+    return exam.once(f"places {exam.ratio} {tokens.tolist()}", seen)
 
 
 @check(
