@@ -16,7 +16,7 @@ FEW = 4
 FLAT, SHARP, LOGITS = 1e-6, 0.995, 500.0
 HALF, ROOM = 65504.0, 4.0
 STEP, WHOLE = 1e3, 1e6
-DEAD, SIGMAS, SHARE = 1e-6, 6.0, 0.05
+DEAD, SIGMAS, SHARE = 1e-6, 6.0, 0.3
 
 
 def inside(exam: Exam) -> tuple[Inside, Tensor]:
