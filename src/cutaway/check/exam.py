@@ -92,10 +92,12 @@ class Exam:
         assert self.target.logits is not None
         self.length = min(length, self.target.longest or length)
         tokens = self.text()
-        self.target.logits(tokens)
-        start = time.monotonic()
-        base = self.target.logits(tokens)
-        self.seconds_a_pass = time.monotonic() - start
+        for _ in range(2):  # a first pass may have to make things ready
+            start = time.monotonic()
+            base = self.target.logits(tokens)
+            self.seconds_a_pass = time.monotonic() - start
+            if self.seconds_a_pass > SLOWER:
+                break
         noise = self.noise(lambda: self.target.logits(tokens), base)  # type: ignore[misc]
         self.ratio = noise / max(scale_of(base), 1e-30)
         if self.seconds_a_pass > SLOW:

@@ -16,7 +16,7 @@ from cutaway.check.target import Target
 from cutaway.errors import InputError
 
 UNTRIED = "could not be tried"
-BRIEF = 8
+BRIEF = 6
 """Tokens of a text in a model's own precision, which a CPU may be very slow in."""
 Progress = Callable[[int, int, str], None]
 """Called with checks done, all checks, and the name of the next."""

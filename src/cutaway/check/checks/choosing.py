@@ -20,7 +20,7 @@ DRAWS, FEWEST = 4000, 20.0
 """Tokens drawn; and how many of a kind must be expected for it to count as a kind of its own."""
 CHANCE = 1e-12
 """That a right sampler is called wrong."""
-PATIENCE = 0.15
+PATIENCE = 0.05
 """Seconds for the draws of one setting."""
 
 
