@@ -177,7 +177,11 @@ def dead_heads(exam: Exam) -> Iterator[Part]:
     gates = [one.gate for one in found]
     slopes = torch.autograd.grad((out * draw).sum(), gates, allow_unused=True, retain_graph=True)
     sizes = []
+    used = {one.module for one, slope in zip(found, slopes, strict=True) if slope is not None}
     for one, slope in zip(found, slopes, strict=True):
+        if slope is None and one.module in used:  # computed beside another, to be looked at only
+            sizes.append(torch.ones(one.pattern.shape[1], device=one.gate.device))
+            continue
         got = torch.zeros_like(one.gate) if slope is None else slope
         got = got.unflatten(0, one.pattern.shape[:2]) if got.ndim == 3 else got
         sizes.append(got.float().abs().amax((0, 2, 3)))
