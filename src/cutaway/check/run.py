@@ -11,6 +11,7 @@ from torch import nn
 from cutaway.check.discover import discover
 from cutaway.check.exam import NARROW, CannotError, Exam, can_widen, widened
 from cutaway.check.finding import SEVERITY, Finding, Part, Report
+from cutaway.check.offered import OfferError
 from cutaway.check.registry import Check, chosen
 from cutaway.check.target import Target
 from cutaway.errors import InputError
@@ -119,6 +120,8 @@ def ask(check: Check, exam: Exam, failed: Collection[str] = ()) -> Finding:
         parts = [found] if isinstance(found, Part) else list(found)
     except CannotError as error:
         parts = [Part("skip", f"skipped: {error}")]
+    except OfferError as error:
+        parts = [Part("warn", f"{UNTRIED}: {error}")]
     except Exception as error:  # the target's own code broke: that is a finding, and no reason to stop
         said = (str(error).strip().splitlines() or [""])[0][:200]
         parts = [Part("warn", f"{UNTRIED}: it raised {type(error).__name__}: {said}")]

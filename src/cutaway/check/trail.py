@@ -28,6 +28,7 @@ POWERS = {torch.exp, Tensor.exp, Tensor.exp_}
 """A softmax written out."""
 NORMS = {F.layer_norm, F.rms_norm, F.normalize, F.group_norm, F.batch_norm, F.instance_norm, torch.rms_norm}
 NORMS |= {torch.layer_norm, torch.nn.functional.local_response_norm}
+LIKE = {Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, Tensor.to}
 BIASED = "given a learned bias"
 """As T5 does, which has no scale at all: its first weights are smaller instead."""
 
@@ -100,6 +101,8 @@ class Trails(Witness):
 
     def after(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], before: list[Trail | None]) -> Trail | None:
         """What is known of a function's result."""
+        if func in LIKE:  # the second tensor says a type or a shape only
+            return before[0]
         trails = [each for each in before if each is not None]
         values = [each for each in trails if each.kind != "learned"]
         if func in PROJECTIONS or (func in PRODUCTS and len(values) < 2):
@@ -110,7 +113,6 @@ class Trails(Witness):
         if not values:
             return trails[0]
         first = max(values, key=lambda each: each.kind == "scores")
-        first = first if all(each.kind != "scores" for each in values) else first
         if func in NORMS:
             return replace(first, doubt=first.doubt or "normalised")
         if func in TIMES or func in OVER:
