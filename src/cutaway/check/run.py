@@ -14,9 +14,11 @@ from cutaway.check.finding import SEVERITY, Finding, Part, Report
 from cutaway.check.offered import OfferError
 from cutaway.check.registry import Check, chosen
 from cutaway.check.target import Target
-from cutaway.errors import InputError
+from cutaway.errors import CutawayError, InputError
 
 UNTRIED = "could not be tried"
+SMALL = 1 << 16
+"""Numbers of a buffer that is put back as it was."""
 Progress = Callable[[int, int, str], None]
 """Called with checks done, all checks, and the name of the next."""
 
@@ -64,12 +66,17 @@ class Kept:
 
     def __enter__(self) -> None:
         self.modes = {part: part.training for part in self.module.modules()}
+        self.buffers = [(each, each.detach().clone()) for each in self.module.buffers() if each.numel() <= SMALL]
         self.gradients = {part: part.grad for part in self.module.parameters()}
         self.module.eval()
 
     def __exit__(self, *_: object) -> None:
         for part, training in self.modes.items():
             part.training = training
+        for buffer, before in self.buffers:  # running means, say
+            if not buffer.is_meta and not torch.equal(buffer, before):
+                with torch.no_grad():
+                    buffer.copy_(before)
         for parameter, gradient in self.gradients.items():
             parameter.grad = gradient
 
@@ -86,7 +93,7 @@ def examine(
     for own in (True, False) if narrow else (False,):
         with widened(target.module) if narrow and not own else nullcontext():
             if target.logits is not None:
-                exam.calibrate()
+                calibrate(exam)
                 dtype = torch.float32 if narrow and not own else target.dtype
                 noise[str(dtype).removeprefix("torch.")] = exam.ratio
             for each in asked:
@@ -99,6 +106,21 @@ def examine(
     order = {each.name: n for n, each in enumerate(asked)}
     findings.sort(key=lambda finding: order[finding.check])
     return Report(target.name, findings, seed, time.monotonic() - start, target.facts(), noise)
+
+
+def calibrate(exam: Exam) -> None:
+    """A first text: where even that raises, it is most likely for its tokens or its length."""
+    try:
+        exam.calibrate()
+    except CutawayError:
+        raise
+    except Exception as error:
+        said = (str(error).strip().splitlines() or [""])[0][:200]
+        target = exam.target
+        raise InputError(
+            f"{target.name} was called with {exam.length} tokens below {target.vocab} and raised {type(error).__name__}: "
+            f"{said}; where that is not how it is to be called, give vocab= and longest="
+        ) from error
 
 
 def ask(check: Check, exam: Exam, failed: Collection[str] = ()) -> Finding:

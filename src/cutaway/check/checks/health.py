@@ -96,6 +96,9 @@ def attention_logits(exam: Exam) -> Part:
     return Part("pass", f"attention logits of one query are at most {worst:.1f} apart", worst, LOGITS)
 
 
+NAN = "weights that were not loaded or have diverged, 0/0 in a norm, or a softmax over nothing"
+
+
 @check(
     "half-headroom",
     catches="values that fp16 cannot hold, or that are so near to its limit of 65504 that other texts overflow",
@@ -111,6 +114,12 @@ def half_headroom(exam: Exam) -> Part:
         raise CannotError("needs products by linear layers")
     narrow = exam.target.dtype == torch.float16
     limit = HALF / ROOM if narrow else HALF
+    nan = next((n for n, each in enumerate(products) if bool(each.out.isnan().any())), None)
+    if nan is not None:
+        where = products[nan].module or f"product {nan}"
+        learned = not bool(products[nan].weight.isfinite().all())
+        message = "a weight is not a number" if learned else "a value is not a number"
+        return Part("fail", message, where=where, cause=NAN, fix="find where it first comes up, with the module named")
     sizes = [(largest(each), n) for n, each in enumerate(products)]
     worst, at = max(sizes)
     where = products[at].module or f"product {at}"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cutaway.check.again import SMALL
 from cutaway.check.entropy import own_loss
-from cutaway.check.exam import MARGIN, SLOW, CannotError, Exam
+from cutaway.check.exam import MARGIN, SLOW, CannotError, Exam, are_chances
 from cutaway.check.finding import Part
 from cutaway.check.reads import refuse_compiled
 from cutaway.check.registry import check
@@ -122,6 +122,11 @@ def initial_loss(exam: Exam) -> Part:
     so, or where each norm's gain and each bias is as it began and rows of the token table are of one length."""
     target = exam.target
     assert target.module is not None
+    assert target.logits is not None
+    if are_chances(target.logits(exam.text(2))):
+        return Part("fail", "what it gives as logits are probabilities: none is negative, and they sum to one",
+                    cause="softmax is taken in the model, and the loss takes it again",
+                    fix="give the logits, and take softmax where probabilities are wanted")  # fmt: skip
     if target.trained or (target.trained is None and not fresh(target.module, target.vocab)):
         raise CannotError("needs fresh weights (the fact trained=False)")
     loss, even = float(own_loss(exam, exam.text(2))), math.log(target.vocab or 1)

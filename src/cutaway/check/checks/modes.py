@@ -43,7 +43,14 @@ def eval_repeatable(exam: Exam) -> Iterator[Part]:
     assert target.logits is not None
     logits, tokens = target.logits, exam.text()
     with torch.no_grad():
-        base = seeded(logits, tokens, exam.seed)
+        given = tokens.clone()
+        base = seeded(logits, given, exam.seed)
+        if not torch.equal(given, tokens):
+            at = int((given != tokens)[0].long().argmax())
+            yield Part("fail", f"a pass changes the tokens that it is given, at position {at}", where=f"position {at}",
+                       cause="an operation in place works on the caller's tensor",
+                       fix="work on a copy: tokens.clone(), or masked_fill in place of masked_fill_")  # fmt: skip
+            return
         yield judged(exam, logits, tokens, base, seeded(logits, tokens, exam.seed + 1), "from another random state")
         for rows, length in ((1, max(1, exam.length // 2)), (3, exam.length)):
             seeded(logits, exam.text(rows, length), exam.seed)
