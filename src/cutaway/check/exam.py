@@ -177,12 +177,6 @@ def scale_of(x: Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
 
 
-def are_chances(x: Tensor) -> bool:
-    """Whether numbers are probabilities: none is negative, and they sum to one."""
-    sums = x.float().sum(-1)
-    return x.shape[-1] > 2 and bool((x >= 0).all()) and bool(((sums - 1).abs() < 1e-2).all())
-
-
 def apart(a: Tensor, b: Tensor) -> Gap:
     """The largest difference and where it is; infinite where one is a number and the other is not."""
     a, b = a.detach().float(), b.detach().float()

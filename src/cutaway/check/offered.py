@@ -8,6 +8,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from cutaway.check.finding import Part
 from cutaway.check.plain import logits_of, loss_of
 from cutaway.check.target import OFFERS, Kind
 from cutaway.errors import InputError
@@ -117,3 +118,27 @@ def written(name: str, function: Any) -> Any:
         return out
 
     return write
+
+
+def no_logits(x: Tensor, kind: str) -> Part | None:
+    """Whether numbers are no logits: probabilities, or what an activation has left of them."""
+    if x.shape[-1] < 3 or not bool((x >= 0).all()):
+        return None
+    if bool(((x.float().sum(-1) - 1).abs() < 1e-2).all()):
+        return Part(
+            "fail",
+            "what it gives as logits are probabilities: none is negative, and they sum to one",
+            cause="softmax is taken in the model, and the loss takes it again",
+            fix="give the logits, and take softmax where probabilities are wanted",
+        )
+    zeros = float((x == 0).float().mean())
+    if kind != "encoder" and 0.05 < zeros < 1:
+        return Part(
+            "fail",
+            f"no logit is negative, and {zeros:.0%} are exactly zero",
+            zeros,
+            0.05,
+            cause="an activation stands behind the head",
+            fix="give what the head gives: unlikely tokens have negative logits",
+        )
+    return None

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from cutaway.check.again import SMALL
 from cutaway.check.entropy import own_loss
-from cutaway.check.exam import MARGIN, SLOW, CannotError, Exam, are_chances
+from cutaway.check.exam import MARGIN, SLOW, CannotError, Exam
 from cutaway.check.finding import Part
+from cutaway.check.offered import no_logits
 from cutaway.check.reads import refuse_compiled
 from cutaway.check.registry import check
 from cutaway.check.slope import slope
@@ -123,10 +124,8 @@ def initial_loss(exam: Exam) -> Part:
     target = exam.target
     assert target.module is not None
     assert target.logits is not None
-    if are_chances(target.logits(exam.text(2))):
-        return Part("fail", "what it gives as logits are probabilities: none is negative, and they sum to one",
-                    cause="softmax is taken in the model, and the loss takes it again",
-                    fix="give the logits, and take softmax where probabilities are wanted")  # fmt: skip
+    if wrong := no_logits(target.logits(exam.text(2)), target.kind):
+        return wrong
     if target.trained or (target.trained is None and not fresh(target.module, target.vocab)):
         raise CannotError("needs fresh weights (the fact trained=False)")
     loss, even = float(own_loss(exam, exam.text(2))), math.log(target.vocab or 1)
