@@ -144,6 +144,8 @@ def causality_gradient(exam: Exam) -> Part:
     if not table.any():
         if bool((out == out[..., :1]).all()):
             raise CannotError("all its logits are equal: the head is zero, as some fresh models have it")
+        if (0, 0) not in unreached(exam, tokens, {0}):
+            raise CannotError("its logits carry no gradient")
         return Part("fail", "the logits depend on no token at all", 0.0, 0.0)
     dead = [(t, s) for t in range(length) for s in range(t + 1) if not table[t, s] > 0]
     near = windowed(dead, length)
