@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cutaway.check.offered import OfferError, guarded
 from cutaway.check.target import Target
 from cutaway.errors import InputError
 from cutaway.model import Transformer
@@ -24,7 +25,7 @@ def discover(thing: Any, given: dict[str, Any], *, seed: int) -> Target:
         )
     found = replace(thing) if isinstance(thing, Target) else found_in(thing, given, seed)
     for name, value in given.items():
-        setattr(found, name, value)
+        setattr(found, name, guarded(name, value))
     finish(found)
     return found
 
@@ -70,6 +71,8 @@ def finish(found: Target) -> None:
     probe = torch.full((1, 2), low, dtype=torch.long, device=found.device)
     try:
         out = found.logits(probe)
+    except OfferError as error:
+        raise InputError(str(error)) from error
     except Exception as error:
         said = (str(error).strip().splitlines() or [""])[0][:200]
         raise InputError(

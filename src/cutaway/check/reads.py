@@ -39,17 +39,39 @@ class Reads(TorchFunctionMode):
         for name, parameter in module.named_parameters(remove_duplicate=False):
             self.names.setdefault(place(parameter), []).append(name)
         self.places: set[int] = set()
+        self.strange: list[tuple[int, ...]] = []
+        """Shapes of parameters that are read within the module and are none of its own."""
+        self.depth, self.hooks, self.module = 0, [], module  # type: ignore[var-annotated]
         self.tables: list[int] = []
         self.head: int | None = None
+
+    def __enter__(self) -> "Reads":
+        self.hooks = [
+            self.module.register_forward_pre_hook(lambda *_: self.step(1)),
+            self.module.register_forward_hook(lambda *_: self.step(-1), always_call=True),
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for hook in self.hooks:
+            hook.remove()
+
+    def step(self, by: int) -> None:
+        self.depth += by
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if getattr(func, "__name__", "") in TALK:
             return out
-        found = [at for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and (at := self.known(each))]
+        leaves = tree_leaves((args, kwargs))
+        found = [at for each in leaves if isinstance(each, Tensor) and (at := self.known(each))]
+        if self.depth and not found:
+            self.strange += [tuple(x.shape) for x in leaves if isinstance(x, nn.Parameter) and x.requires_grad]
         self.places.update(found)
-        if found and func in LOOKUPS and any(looks_up(each) for each in tree_leaves((args, kwargs))):
+        if found and func in LOOKUPS and any(looks_up(each) for each in leaves):
             self.tables += [at for at in found if at not in self.tables]
         if func in PRODUCTS and isinstance(out, Tensor) and out.ndim and out.shape[-1] == self.vocab:
             self.head = found[0] if found else None

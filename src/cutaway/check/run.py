@@ -11,13 +11,16 @@ from torch import nn
 from cutaway.check.discover import discover
 from cutaway.check.exam import LENGTH, NARROW, CannotError, Exam, can_widen, widened
 from cutaway.check.finding import SEVERITY, Finding, Part, Report
+from cutaway.check.offered import OfferError
 from cutaway.check.registry import Check, chosen
 from cutaway.check.target import Target
-from cutaway.errors import InputError
+from cutaway.errors import CutawayError, InputError
 
 UNTRIED = "could not be tried"
 BRIEF = 6
 """Tokens of a text in a model's own precision, which a CPU may be very slow in."""
+SMALL = 1 << 16
+"""Numbers of a buffer that is put back as it was."""
 Progress = Callable[[int, int, str], None]
 """Called with checks done, all checks, and the name of the next."""
 
@@ -65,12 +68,17 @@ class Kept:
 
     def __enter__(self) -> None:
         self.modes = {part: part.training for part in self.module.modules()}
+        self.buffers = [(each, each.detach().clone()) for each in self.module.buffers() if each.numel() <= SMALL]
         self.gradients = {part: part.grad for part in self.module.parameters()}
         self.module.eval()
 
     def __exit__(self, *_: object) -> None:
         for part, training in self.modes.items():
             part.training = training
+        for buffer, before in self.buffers:  # running means, say
+            if not buffer.is_meta and not torch.equal(buffer, before):
+                with torch.no_grad():
+                    buffer.copy_(before)
         for parameter, gradient in self.gradients.items():
             parameter.grad = gradient
 
@@ -87,7 +95,7 @@ def examine(
     for own in (True, False) if narrow else (False,):
         with widened(target.module) if narrow and not own else nullcontext():
             if target.logits is not None:
-                exam.calibrate(BRIEF if own else LENGTH)
+                calibrate(exam, BRIEF if own else LENGTH)
                 dtype = torch.float32 if narrow and not own else target.dtype
                 noise[str(dtype).removeprefix("torch.")] = exam.ratio
             for each in asked:
@@ -100,6 +108,21 @@ def examine(
     order = {each.name: n for n, each in enumerate(asked)}
     findings.sort(key=lambda finding: order[finding.check])
     return Report(target.name, findings, seed, time.monotonic() - start, target.facts(), noise)
+
+
+def calibrate(exam: Exam, length: int) -> None:
+    """A first text: where even that raises, it is most likely for its tokens or its length."""
+    try:
+        exam.calibrate(length)
+    except CutawayError:
+        raise
+    except Exception as error:
+        said = (str(error).strip().splitlines() or [""])[0][:200]
+        target = exam.target
+        raise InputError(
+            f"{target.name} was called with {exam.length} tokens below {target.vocab} and raised {type(error).__name__}: "
+            f"{said}; where that is not how it is to be called, give vocab= and longest="
+        ) from error
 
 
 def ask(check: Check, exam: Exam, failed: Collection[str] = ()) -> Finding:
@@ -121,6 +144,8 @@ def ask(check: Check, exam: Exam, failed: Collection[str] = ()) -> Finding:
         parts = [found] if isinstance(found, Part) else list(found)
     except CannotError as error:
         parts = [Part("skip", f"skipped: {error}")]
+    except OfferError as error:
+        parts = [Part("warn", f"{UNTRIED}: {error}")]
     except Exception as error:  # the target's own code broke: that is a finding, and no reason to stop
         said = (str(error).strip().splitlines() or [""])[0][:200]
         parts = [Part("warn", f"{UNTRIED}: it raised {type(error).__name__}: {said}")]

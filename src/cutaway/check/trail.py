@@ -22,11 +22,15 @@ OVER = {torch.div, Tensor.div, Tensor.div_, torch.divide, Tensor.divide, torch.t
 OVER |= {Tensor.__truediv__, Tensor.__itruediv__, Tensor.__div__, Tensor.__idiv__}
 SUMS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, torch.sub, Tensor.sub}
 SUMS |= {Tensor.sub_, Tensor.__sub__, Tensor.__rsub__, Tensor.__isub__, torch.cat, torch.concat, torch.stack}
+JOINS = {torch.cat, torch.concat, torch.stack}
 PROJECTIONS = {F.linear, torch.addmm, Tensor.addmm, torch.mm, Tensor.mm, F.conv1d, F.bilinear, F.embedding}
 POWERS = {torch.exp, Tensor.exp, Tensor.exp_}
 """A softmax written out."""
 NORMS = {F.layer_norm, F.rms_norm, F.normalize, F.group_norm, F.batch_norm, F.instance_norm, torch.rms_norm}
 NORMS |= {torch.layer_norm, torch.nn.functional.local_response_norm}
+LIKE = {Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, Tensor.to}
+BIASED = "given a learned bias"
+"""As T5 does, which has no scale at all: its first weights are smaller instead."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,8 @@ class Trails(Witness):
 
     def after(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], before: list[Trail | None]) -> Trail | None:
         """What is known of a function's result."""
+        if func in LIKE:  # the second tensor says a type or a shape only
+            return before[0]
         trails = [each for each in before if each is not None]
         values = [each for each in trails if each.kind != "learned"]
         if func in PROJECTIONS or (func in PRODUCTS and len(values) < 2):
@@ -113,7 +119,9 @@ class Trails(Witness):
             return self.times(first, func in OVER, args, kwargs, given, before)
         if func in SUMS and len(values) > 1:
             return together(func, values)
-        if func in SUMS and func in (torch.cat, torch.concat, torch.stack) and len(given) > len(values):
+        if func in SUMS and first.kind == "scores" and len(trails) > 1 and func not in JOINS:
+            return replace(first, doubt=first.doubt or BIASED)
+        if func in JOINS and len(given) > len(values):
             learned = first.kind == "scores"  # a column for attention to nothing
             return first if learned else replace(first, doubt=first.doubt or "joined with other numbers")
         if func is F.pad:
@@ -153,6 +161,9 @@ class Trails(Witness):
         scale = kwargs.get("scale", args[6] if len(args) > 6 else None)
         factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
         met = meet(q, k, query.shape[-1])
+        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+        if self.of(mask) is not None:
+            met = replace(met, doubt=met.doubt or BIASED)
         self.note(replace(met, factor=met.factor * factor), query.shape[-2] == key.shape[-2])
 
     def softmax(self, x: Tensor, trail: Trail | None) -> None:
@@ -220,9 +231,11 @@ def together(func: Any, values: list[Trail]) -> Trail:
         return first
     if any(each.kind != first.kind for each in values):
         scores = [each for each in values if each.kind == "scores"]
+        if len(scores) == 1 and func not in JOINS:
+            return replace(scores[0], doubt=scores[0].doubt or BIASED)
         return scores[0] if len(scores) == 1 else replace(first, doubt="a sum of several things")
     doubt = next((each.doubt for each in values if each.doubt), None)
-    if first.kind == "scores" and func not in (torch.cat, torch.concat, torch.stack):
+    if first.kind == "scores" and func not in JOINS:
         doubt = doubt or "a sum of several products"
     if not all(math.isclose(each.factor, first.factor, rel_tol=1e-4) for each in values):
         doubt = doubt or "a sum of differently scaled parts"

@@ -137,6 +137,24 @@ def kernels(exam: Exam) -> Iterator[Part]:
             broken="the kernel gives something else than softmax(q·kᵀ·scale)·v",
             where=None if gap.ok else f"head {gap.index[1]}, position {gap.index[2]}",
         )
+        if gap.ok:
+            yield of_large_scores(exam, q, k, v)
+
+
+def of_large_scores(exam: Exam, q: Tensor, k: Tensor, v: Tensor) -> Part:
+    """Scores of some hundreds are rare and real: no softmax may overflow there."""
+    attention = exam.target.attention
+    assert attention is not None
+    largest = 8.0 * math.sqrt(q.shape[-1])
+    out = attention(largest * q, largest * k / 8, v)
+    if bool(out.isfinite().all()):
+        return Part("pass", "large scores overflow nowhere")
+    return Part(
+        "fail",
+        f"with scores of some {8 * WIDTH:d} the kernel gives numbers that are not finite",
+        cause="exp is taken of the scores as they are",
+        fix="subtract each row's largest score first, as torch.softmax does",
+    )
 
 
 def drawn(exam: Exam, groups: int, length: int = 12) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from cutaway.check.exam import SLOW, CannotError, Exam, Gap
+from cutaway.check.exam import MARGIN, SLOW, CannotError, Exam, Gap, scale_of
 from cutaway.check.finding import Part
 from cutaway.check.registry import CAUSAL, check
 from cutaway.check.target import Logits
@@ -141,15 +141,44 @@ def causality_gradient(exam: Exam) -> Part:
         reader, seen = divmod(int(above.argmax()), length)
         message = f"the logits at position {reader} have a gradient with respect to token {seen}, which comes later"
         return Part("fail", message, float(above.max()), bound, f"position {reader}")
+    if not table.any():
+        if bool((out == out[..., :1]).all()):
+            raise CannotError("all its logits are equal: the head is zero, as some fresh models have it")
+        if (0, 0) not in unreached(exam, tokens, {0}):
+            raise CannotError("its logits carry no gradient")
+        return Part("fail", "the logits depend on no token at all", 0.0, 0.0)
     dead = [(t, s) for t in range(length) for s in range(t + 1) if not table[t, s] > 0]
-    near = min((t - s for t, s in dead), default=length)
-    window = all((t - s >= near) == ((t, s) in dead) for t in range(length) for s in range(t + 1))
-    if not window or near == 0:  # where nobody sees further than some distance, that is a window
+    near = windowed(dead, length)
+    if near == 0:  # an attention that is all on one key has no slope, and yet it may turn to another
+        dead = [pair for pair in dead if pair in unreached(exam, tokens, {s for _, s in dead})]
+        near = windowed(dead, length)
+    if near == 0:
         reader, seen = dead[0]
         message = f"the logits at position {reader} do not depend on token {seen}, which they should see"
         return Part("fail", message, 0.0, 0.0, f"position {reader}")
     reach = "" if near == length else f", {near} tokens far"
     return Part("pass", f"zero for later tokens, alive for earlier ones{reach}", float(above.max()), bound)
+
+
+def windowed(dead: list[tuple[int, int]], length: int) -> int:
+    """How far all see, where nobody sees further than some distance: a window; 0 where that does not explain it."""
+    near, without = min((t - s for t, s in dead), default=length), set(dead)
+    explained = all((t - s >= near) == ((t, s) in without) for t in range(length) for s in range(t + 1))
+    return near if explained else 0
+
+
+@torch.no_grad()
+def unreached(exam: Exam, tokens: Tensor, changing: set[int]) -> set[tuple[int, int]]:
+    """The pairs (reader, token) where none of eight other tokens changes what is read."""
+    logits, length = exam.target.logits, tokens.shape[1]
+    assert logits is not None
+    found = set()
+    for s in changing:
+        out = logits(torch.cat([exam.changed(tokens, slice(s, s + 1)) for _ in range(8)])).float()
+        moved = (out - out[:1]).abs().amax((0, 2))
+        bound = MARGIN * exam.ratio * scale_of(out)
+        found |= {(t, s) for t in range(length) if not float(moved[t]) > bound}
+    return found
 
 
 @check(

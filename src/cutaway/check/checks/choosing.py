@@ -100,6 +100,10 @@ def search(exam: Exam, prompt: Tensor, n: int, width: int) -> tuple[Tensor, floa
     return sums, least, bool(moved.any())
 
 
+EMPTY = "the filter keeps one token too few: where it keeps one, none is left"
+KEEP = "keep the token that crosses top-p, and as many tokens as top-k says"
+
+
 @check(
     "sampler",
     catches="draws that do not follow the probabilities: temperature applied twice, a filter that keeps one too few",
@@ -133,7 +137,14 @@ def sampler(exam: Exam) -> Iterator[Part]:
     for how in settings:
         told = ", ".join(f"{name} {value:g}" for name, value in how.items())
         path = f" with {told}" if told else ""
-        counts = drawn(sample, logits, how)
+        try:
+            counts = drawn(sample, logits, how)
+        except (RuntimeError, IndexError, AssertionError) as error:
+            if not how:
+                raise
+            said = (str(error).strip().splitlines() or [""])[0][:120]
+            yield Part("fail", f"a draw{path} raised {type(error).__name__}: {said}", cause=EMPTY, fix=KEEP)
+            continue
         wanted = probabilities(logits, **how)
         never = wanted < 1e-12
         if int(counts[never].sum()):

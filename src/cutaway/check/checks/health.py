@@ -96,6 +96,9 @@ def attention_logits(exam: Exam) -> Part:
     return Part("pass", f"attention logits of one query are at most {worst:.1f} apart", worst, LOGITS)
 
 
+NAN = "weights that were not loaded or have diverged, 0/0 in a norm, or a softmax over nothing"
+
+
 @check(
     "half-headroom",
     catches="values that fp16 cannot hold, or that are so near to its limit of 65504 that other texts overflow",
@@ -108,6 +111,12 @@ def half_headroom(exam: Exam) -> Part:
     products = inside(exam)[0].products
     if not products:
         raise CannotError("needs products by linear layers")
+    nan = next((n for n, each in enumerate(products) if bool(each.out.isnan().any())), None)
+    if nan is not None:
+        where = products[nan].module or f"product {nan}"
+        learned = not bool(products[nan].weight.isfinite().all())
+        message = "a weight is not a number" if learned else "a value is not a number"
+        return Part("fail", message, where=where, cause=NAN, fix="find where it first comes up, with the module named")
     sizes = [(largest(each), n) for n, each in enumerate(products)]
     worst, at = max(sizes)
     where = products[at].module or f"product {at}"
@@ -174,7 +183,11 @@ def dead_heads(exam: Exam) -> Iterator[Part]:
     gates = [one.gate for one in found]
     slopes = torch.autograd.grad((out * draw).sum(), gates, allow_unused=True, retain_graph=True)
     sizes = []
+    used = {one.module for one, slope in zip(found, slopes, strict=True) if slope is not None}
     for one, slope in zip(found, slopes, strict=True):
+        if slope is None and one.module in used:  # computed beside another, to be looked at only
+            sizes.append(torch.ones(one.pattern.shape[1], device=one.gate.device))
+            continue
         got = torch.zeros_like(one.gate) if slope is None else slope
         got = got.reshape(*one.pattern.shape[:2], *got.shape[1:]) if got.ndim == 3 else got
         sizes.append(got.float().abs().amax((0, 2, 3)))

@@ -12,6 +12,7 @@ from cutaway.check.again import SMALL
 from cutaway.check.entropy import own_loss
 from cutaway.check.exam import MARGIN, SLOW, CannotError, Exam
 from cutaway.check.finding import Part
+from cutaway.check.offered import no_logits
 from cutaway.check.reads import refuse_compiled
 from cutaway.check.registry import check
 from cutaway.check.slope import slope
@@ -122,6 +123,9 @@ def initial_loss(exam: Exam) -> Part:
     so, or where each norm's gain and each bias is as it began and rows of the token table are of one length."""
     target = exam.target
     assert target.module is not None
+    assert target.logits is not None
+    if wrong := no_logits(target.logits(exam.text(2)), target.kind):
+        return wrong
     if target.trained or (target.trained is None and not fresh(target.module, target.vocab)):
         raise CannotError("needs fresh weights (the fact trained=False)")
     loss, even = float(own_loss(exam, exam.text(2))), math.log(target.vocab or 1)

@@ -43,7 +43,19 @@ def eval_repeatable(exam: Exam) -> Iterator[Part]:
     assert target.logits is not None
     logits, tokens = target.logits, exam.text()
     with torch.no_grad():
-        base = seeded(logits, tokens, exam.seed)
+        given, before = tokens.clone(), beginnings(target.module)
+        base = seeded(logits, given, exam.seed)
+        if not torch.equal(given, tokens):
+            at = int((given != tokens)[0].long().argmax())
+            yield Part("fail", f"a pass changes the tokens that it is given, at position {at}", where=f"position {at}",
+                       cause="an operation in place works on the caller's tensor",
+                       fix="work on a copy: tokens.clone(), or masked_fill in place of masked_fill_")  # fmt: skip
+            return
+        for name, first in beginnings(target.module).items():
+            if not torch.equal(first.nan_to_num(), before[name].nan_to_num()):
+                yield Part("fail", f"a pass changes the weight {name}", where=name,
+                           cause="weights are worked on in place", fix="compute from a copy of them")  # fmt: skip
+                return
         yield judged(exam, logits, tokens, base, seeded(logits, tokens, exam.seed + 1), "from another random state")
         for rows, length in ((1, max(1, exam.length // 2)), (3, exam.length)):
             seeded(logits, exam.text(rows, length), exam.seed)
@@ -54,6 +66,12 @@ def eval_repeatable(exam: Exam) -> Iterator[Part]:
             yield judged(exam, logits, tokens, base, tenth, "for the tenth time")
     if target.module is not None:
         yield from modes_kept(exam, target.module)
+
+
+def beginnings(module: nn.Module | None) -> dict[str, Tensor]:
+    """The first numbers of each parameter: what works on weights works on these too."""
+    found = {} if module is None else dict(module.named_parameters())
+    return {name: each.detach().reshape(-1)[:256].clone() for name, each in found.items() if not each.is_meta}
 
 
 def judged(exam: Exam, logits: Logits, tokens: Tensor, base: Tensor, other: Tensor, when: str) -> Part:

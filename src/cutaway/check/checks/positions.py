@@ -22,6 +22,9 @@ EXACT = 1e-6
 ANGLE = 2.0
 """Angles up to here are as exact in 8 bits as the numbers that they turn."""
 
+UPSIDE = "the bias of the distance (ALiBi) has the wrong sign"
+NEARER = "add -slope · (i - j) to the score of query i and key j"
+
 
 def constant(exam: Exam) -> Tensor:
     """One token again and again: without positions, nothing tells its places apart."""
@@ -183,8 +186,21 @@ def along_diagonals(exam: Exam, tokens: Tensor, *, centred: bool = False) -> Par
                 f"one token scores differently at distance {i - j}, from place {i} and from place {i + 1} (head {head})"
             )
             return Part("fail", message, gap.worst, gap.bound, one.module or None)
+        if heads := growing(scores, seen, gap.bound):
+            message = f"the further a key is, the more it weighs, by an even step a token (all {heads} heads)"
+            return Part("fail", message, where=one.module or None, cause=UPSIDE, fix=NEARER)
         worst = max(worst, gap, key=lambda each: each.worst)
     return Part("pass", "scores of one token depend on distances alone", worst.worst, worst.bound)
+
+
+def growing(scores: Tensor, seen: Tensor, bound: float) -> int:
+    """How many heads there are, where the last query's scores grow with the distance by an even step in all of them."""
+    row, shown = scores[0, :, -1], seen[0, :, -1]
+    if row.shape[-1] < 4 or not bool(shown.all()):
+        return 0
+    steps = row[:, :-1] - row[:, 1:]
+    even = (steps - steps[:, :1]).abs().amax(-1) <= bound
+    return len(row) if bool((even & (steps.amin(-1) > 0) & (steps.sum(-1) > 4 * bound)).all()) else 0
 
 
 def shifted(exam: Exam) -> Iterator[Part]:

@@ -18,6 +18,8 @@ MOST = 96
 """Tokens of a text that passes the length for which a scaling was made."""
 VAGUE = 0.3
 """Radians: an angle whose rounding may be larger says nothing."""
+ALIKE = "the exponent is the same for all pairs: an integer division, or the index of the pair is not in it"
+SPREAD = "take theta ** (-2 j / width) for the pair j, in floating point"
 NAMES = {"half": "(j, j + width/2)", "interleaved": "(2j, 2j + 1)"}
 
 
@@ -89,7 +91,11 @@ def of_any(exam: Exam) -> Iterator[Part]:
             continue
         tried += 1
         of_q, of_k = fitting(q, bound), fitting(k, bound)
-        if of_q & of_k or along_diagonals(exam, constant(exam)).verdict != "fail":
+        same = of_q & of_k
+        if same and (alike := one_angle(q, max(same, key=lambda each: each[1]), bound)):
+            yield Part("fail", f"all {alike} pairs turn by the same angle", where=layer.where, cause=ALIKE, fix=SPREAD)
+            return
+        if same or along_diagonals(exam, constant(exam)).verdict != "fail":
             continue
         if of_q and of_k:
             message = f"queries turn by {described(of_q)}, and keys by {described(of_k)}"
@@ -103,6 +109,15 @@ def of_any(exam: Exam) -> Iterator[Part]:
     if not tried:
         raise CannotError("needs queries and keys that turn")
     yield Part("pass", f"in {tried} layers q and k turn by the same pairs")
+
+
+def one_angle(x: Tensor, how: tuple[str, int, int], bound: float) -> int:
+    """How many pairs turn, where all turn by one and the same angle; else 0."""
+    z = pairs(x, *how)
+    z = z[:, :, z[:, 0].abs().amin(0) > 1e-2 * float(z.abs().max())]
+    turn = z[:, 1] / z[:, 0]
+    alike = z.shape[-1] > 1 and bool(((turn - turn[:, :1]).abs() < bound).all())
+    return z.shape[-1] if alike and bool(((turn - 1).abs() > bound).all()) else 0
 
 
 def off(

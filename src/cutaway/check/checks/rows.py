@@ -98,6 +98,8 @@ def slopes(exam: Exam, tokens: Tensor, make: Make) -> Tensor:
 def stands_apart(what: str, slope: Tensor) -> Part:
     """Whether rows 0 and 2 have no part in what is row 1's."""
     size = slope.abs().amax((1, 2))
+    if not bool(size.isfinite().all()):
+        raise CannotError("its gradients are not finite")
     far, bound = float(torch.maximum(size[0], size[2])), EXACT * float(size[1])
     if not far <= bound:
         return Part("fail", f"the {what} a gradient with respect to other rows", far, bound, "row 1")

@@ -12,7 +12,7 @@ from cutaway.check.finding import Part
 from cutaway.check.plain import HEADS, WIDTH
 from cutaway.check.registry import check
 from cutaway.check.theirs import is_one
-from cutaway.check.trail import Scaled, Trails
+from cutaway.check.trail import BIASED, Scaled, Trails
 
 OFF = 0.02
 """Of a scale: far less than any mistake, far more than rounding."""
@@ -40,7 +40,9 @@ def attention_scale(exam: Exam) -> Iterator[Part]:
     tried = 0
     doubt = None
     for one, scale in zip(trails.scaled, wanted, strict=True):
-        if one.doubt not in (None, *(("normalised", "learned") if known else ())):
+        biased = known or not math.isclose(one.factor, 1.0)  # T5 has a learned bias, and no scale at all
+        sure = (None, *((BIASED,) if biased else ()), *(("normalised", "learned") if known else ()))
+        if one.doubt not in sure:
             doubt = one.doubt
             continue
         tried += 1

@@ -188,6 +188,10 @@ def lost_ties(before: dict[str, frozenset[str]], after: dict[str, frozenset[str]
     yield Part("pass", f"{len(set(before.values()))} ties stay when the model is {how}")
 
 
+UNSEEN = "layers are kept in a list or a dict of Python's: no optimiser, no state_dict() and no .to() knows of them"
+REGISTER = "keep them in nn.ModuleList, nn.ModuleDict or nn.ParameterList"
+
+
 @check(
     "tensors-used",
     catches="weights that are never read, or left out when the model is loaded: fresh numbers where trained ones were",
@@ -222,6 +226,11 @@ def tensors_used(exam: Exam) -> Iterator[Part]:
             target.loss(tokens, tokens)
     if not reads.places:
         raise CannotError("needs code whose operations can be seen")
+    if reads.strange:
+        shape = tuple(reads.strange[0])
+        message = f"a pass reads a parameter of shape {shape} that is not among the model's parameters"
+        yield Part("fail", message, len(set(reads.strange)), 0, cause=UNSEEN, fix=REGISTER)
+        return
     declared = " ".join(str(getattr(part, "_tied_weights_keys", "") or "") for part in module.modules())
     unread = [name for name in reads.unread if name not in declared]
     passed = [name for name in unread if any(word in name.lower() for word in ELSEWHERE)]
