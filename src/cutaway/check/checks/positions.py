@@ -142,14 +142,16 @@ def turns(exam: Exam, tokens: Tensor) -> bool:
 
 def along_diagonals(exam: Exam, tokens: Tensor) -> Part:
     worst = Gap(0.0, 0.0, ())
+    # Tables of angles that were rounded with the weights stay so, in whatever they are multiplied.
+    narrow = exam.target.dtype if exam.target.dtype in NARROW else None
     for one in own_attentions(exam, tokens):
         length = one.scores.shape[-2]
         scores, seen = one.scores[..., :length].float(), visible(one)
-        both = seen[..., 1:, 1:] & seen[..., :-1, :-1]
-        gap = apart(scores[..., 1:, 1:].masked_fill(~both, 0.0), scores[..., :-1, :-1].masked_fill(~both, 0.0))
-        # Tables of angles that were rounded with the weights stay so, in whatever they are multiplied.
-        narrow = exam.target.dtype if exam.target.dtype in NARROW else None
-        gap.bound = max(length * noise(one, exam), noise(one, exam, narrow))
+        bound = max(length * noise(one, exam), noise(one, exam, narrow))
+        gap = diagonal(scores, seen, bound)
+        if not gap.ok and turned_alike(one, exam, seen, narrow):
+            # What is added to a whole row (ALiBi by keys alone, less the largest) does not count in a softmax.
+            gap = diagonal(scores - scores.diagonal(dim1=-2, dim2=-1)[..., None], seen, bound)
         if not gap.ok:
             _, head, i, j = gap.index
             message = (
@@ -158,6 +160,23 @@ def along_diagonals(exam: Exam, tokens: Tensor) -> Part:
             return Part("fail", message, gap.worst, gap.bound, one.module or None)
         worst = max(worst, gap, key=lambda each: each.worst)
     return Part("pass", "scores of one token depend on distances alone", worst.worst, worst.bound)
+
+
+def diagonal(scores: Tensor, seen: Tensor, bound: float) -> Gap:
+    """How far each score is from that of the next query with the next key."""
+    both = seen[..., 1:, 1:] & seen[..., :-1, :-1]
+    gap = apart(scores[..., 1:, 1:].masked_fill(~both, 0.0), scores[..., :-1, :-1].masked_fill(~both, 0.0))
+    return Gap(gap.worst, bound, gap.index)
+
+
+def turned_alike(one: Attention, exam: Exam, seen: Tensor, narrow: torch.dtype | None) -> bool:
+    """Whether q·k alone, before anything is added, depends on distances alone."""
+    if one.q is None or one.k is None or one.q.shape[1] % one.k.shape[1] or one.k.shape[-2] < one.q.shape[-2]:
+        return False
+    q, k = one.q.float(), one.k.float().repeat_interleave(one.q.shape[1] // one.k.shape[1], 1)
+    length, size = q.shape[-2], scale_of(q.norm(dim=-1)) * scale_of(k.norm(dim=-1))
+    bound = length * max(MARGIN * exam.ratio, LEAST / 10, 8 * torch.finfo(narrow or one.q.dtype).eps) * size
+    return diagonal((q @ k.transpose(-1, -2))[..., :length], seen, bound).ok
 
 
 def shifted(exam: Exam) -> Iterator[Part]:
