@@ -106,14 +106,15 @@ def rope_shift(exam: Exam) -> Iterator[Part]:
     if target.relative is False or not target.ordered:
         raise CannotError("for models in which only distances count")
     tokens = constant(exam)
-    if not places_differ(exam, tokens).ok:
+    alike = places_differ(exam, tokens).ok
+    if not alike:
         if not target.relative:
             raise CannotError("for models in which only distances count; this one has absolute positions")
         if all_weigh_one(exam, tokens):
             yield Part("fail", "only distances are to count, but one token has other logits at other places")
             return
     if target.relative or turns(exam, tokens):
-        yield along_diagonals(exam, tokens)
+        yield along_diagonals(exam, tokens, alike)
     if target.placed is not None and target.relative:
         yield from shifted(exam)
 
@@ -140,11 +141,12 @@ def turns(exam: Exam, tokens: Tensor) -> bool:
     return any(ROTARY.search(name.lower()) for name in names)
 
 
-def along_diagonals(exam: Exam, tokens: Tensor) -> Part:
+def along_diagonals(exam: Exam, tokens: Tensor, alike: bool) -> Part:
+    """Each layer's scores; where places are told apart by the number of keys beside a sink, the first layer's only."""
     worst = Gap(0.0, 0.0, ())
     # Tables of angles that were rounded with the weights stay so, in whatever they are multiplied.
     narrow = exam.target.dtype if exam.target.dtype in NARROW else None
-    for one in own_attentions(exam, tokens):
+    for one in own_attentions(exam, tokens)[: None if alike else 1]:
         length = one.scores.shape[-2]
         scores, seen = one.scores[..., :length].float(), visible(one)
         bound = max(length * noise(one, exam), noise(one, exam, narrow))
