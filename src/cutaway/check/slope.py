@@ -9,6 +9,8 @@ from cutaway.check.vectors import moved, tables
 
 STEP = 1e-2
 """Of the vectors' usual size: how far they are moved; then half as far."""
+SHARES = (1.0, 1 / 8, 1 / 64)
+"""Of that: where the gradient seems to be another one, smaller steps leave the bends of a ReLU behind."""
 SMOOTH, WRONG = 0.02, 0.06
 """How far two slopes may be apart to be called one, and the gradient from them to be called another."""
 
@@ -31,7 +33,9 @@ def slope(exam: Exam) -> Part:
         with torch.no_grad():
             size = float(tables(module, logits, tokens)[0](tokens).float().square().mean().sqrt())
             noise = exam.ratio * scale_of(out) * out.numel() ** 0.5 / (STEP * max(size, 1e-30))
-            due, seen = [], []
+            tries = 3 if exam.seconds_a_pass < SLOW else 1
+            ways = [torch.randn(gradient.shape, generator=exam.generator).to(gradient.device) for _ in range(tries)]
+            due = [float((gradient.float() * way).sum()) for way in ways]
 
             def risen(direction: Tensor, step: float) -> float:
                 values = []
@@ -40,18 +44,18 @@ def slope(exam: Exam) -> Part:
                     values.append(float((logits(tokens).float() * weights).sum(dtype=torch.float64)))
                 return (values[0] - values[1]) / (2 * step)
 
-            for _ in range(3 if exam.seconds_a_pass < SLOW else 1):
-                direction = torch.randn(gradient.shape, generator=exam.generator).to(gradient.device)
-                due.append(float((gradient.float() * direction).sum()))
-                seen.append([risen(direction, STEP * size * share) for share in (1.0, 0.5)])
+            for share in SHARES:
+                seen = [[risen(way, STEP * size * each) for each in (share, share / 2)] for way in ways]
+                whole = max(sum(each[1] ** 2 for each in seen), sum(each**2 for each in due)) ** 0.5
+                bound = WRONG * whole + MARGIN * noise / share
+                rough = sum((a - b) ** 2 for a, b in seen) ** 0.5
+                gap = sum((each - b) ** 2 for each, (_, b) in zip(due, seen, strict=True)) ** 0.5
+                if gap <= bound or 8 * MARGIN * noise / share > WRONG * whole:  # a smaller step would be all noise
+                    break
             added[0].data.zero_()
-    whole = max(sum(each[1] ** 2 for each in seen), sum(each**2 for each in due)) ** 0.5
-    bound = WRONG * whole + MARGIN * noise
-    rough = sum((a - b) ** 2 for a, b in seen) ** 0.5
-    gap = sum((each - b) ** 2 for each, (_, b) in zip(due, seen, strict=True)) ** 0.5
     if gap <= bound:
         return Part("pass", "the gradient by the text's vectors is what moving them does", gap, bound)
-    if rough > SMOOTH * whole + MARGIN * noise:
+    if rough > SMOOTH * whole + MARGIN * noise / share:
         raise CannotError("needs logits that change smoothly with the text's vectors")
     return wrong(
         f"the gradient by the text's vectors is {due[0]:.4g} where moving them gives {seen[0][1]:.4g}", gap, bound
