@@ -15,6 +15,8 @@ SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "cls_
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")
 BY_PADS = ("create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds")
 """Methods of embeddings whose positions are counted by the padding token."""
+PLACED = "embed_positions"
+"""A table that numbers tokens by the mask itself, where it takes one (OPT)."""
 SHORT = ("dynamic", "longrope")
 """Scalings of RoPE that turn all tokens by other angles beyond the original length."""
 
@@ -51,7 +53,7 @@ def target(model: Any, seed: int) -> Target:
         found.padded = lambda tokens, mask: logits_of(
             model(input_ids=tokens, **masked(found, model, takes, mask), **plain)
         )
-    if "position_ids" in takes:
+    if "position_ids" in takes and not getattr(config, "alibi", False):
         found.placed = lambda tokens, positions: logits_of(model(input_ids=tokens, position_ids=positions, **plain))
     if found.kind == "decoder" and "past_key_values" in takes:
         found.cached = stepper(lambda tokens, state: model(input_ids=tokens, past_key_values=state, use_cache=True))
@@ -107,9 +109,15 @@ def number(config: Any, name: str) -> int | None:
 def masked(found: Target, model: Any, takes: list[str], mask: Tensor) -> dict[str, Any]:
     """The mask, and the positions that follow from it where they are to be told (its own `generate` does the same)."""
     told: dict[str, Any] = {"attention_mask": mask.long()}
-    if "position_ids" in takes and not found.pads_counted:
+    if "position_ids" in takes and not found.pads_counted and not by_mask(model):
         told["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
     return told
+
+
+def by_mask(model: Any) -> bool:
+    """Whether the model numbers real tokens by the mask, so that nobody else has to."""
+    tables = [part for name, part in model.named_modules() if name.endswith(PLACED)]
+    return any("attention_mask" in parameters(part.forward) for part in tables)
 
 
 def stepper(call: Callable[[Tensor, Any], Any]) -> Callable[[Tensor, Any], tuple[Tensor, Any]]:
@@ -132,6 +140,16 @@ def source_for(model: Any, config: Any, seed: int) -> Tensor:
     low = min(5, config.vocab_size - 1)
     draw = torch.randint(low, config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(seed + 1))
     return draw.to(model.device)
+
+
+def started(model: Any, source: Tensor, row: Tensor) -> Tensor:
+    """The loss of one text, as training has it: what the decoder reads is made of the labels by the model itself."""
+    before = model.config.decoder_start_token_id
+    try:
+        model.config.decoder_start_token_id = int(row[0])
+        return model(input_ids=source, labels=row[None, 1:], use_cache=False).loss  # type: ignore[no-any-return]
+    finally:
+        model.config.decoder_start_token_id = before
 
 
 def of_both(found: Target, model: Any, config: Any, seed: int) -> None:
@@ -158,7 +176,11 @@ def of_both(found: Target, model: Any, config: Any, seed: int) -> None:
     found.padded = lambda tokens, mask: logits_of(run(tokens, decoder_attention_mask=mask.long()))
     found.crossed, found.cached = crossed, step
     if "labels" in parameters(model.forward):
-        found.loss = lambda tokens, labels: run(tokens[:, :-1], labels=labels[:, 1:].contiguous()).loss
+        found.loss = lambda tokens, labels: (
+            torch.stack([started(model, source, row) for row in tokens]).mean()
+            if config.pad_token_id is not None and torch.equal(tokens, labels)
+            else run(tokens[:, :-1], labels=labels[:, 1:].contiguous()).loss
+        )
     if model.can_generate():
         add_writing(
             found,

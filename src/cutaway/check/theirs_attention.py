@@ -2,14 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
+from cutaway.check.again import standing_in
 from cutaway.check.described import config_in, own_layers
 from cutaway.check.target import Logits, Target
 
 KERNELS = ("eager", "sdpa")
+FEW = 50_000_000
+"""Parameters up to which a model that cannot change its kernel is made a second time."""
 
 
 def offer(found: Target, model: Any) -> None:
@@ -58,4 +63,35 @@ def kernels(model: Any, logits: Logits) -> dict[str, Logits]:
     if getattr(model.config, "_attn_implementation", None) not in KERNELS:
         return {}
     found: dict[str, Logits] = {name: by(name) for name in KERNELS if able(name)}
+    if len(found) == 1:
+        (other,) = set(KERNELS) - found.keys()
+        found |= made_for(model, other, logits)
     return found if len(found) > 1 else {}
+
+
+def made_for(model: Any, name: str, logits: Logits) -> dict[str, Logits]:
+    """A second model of the same weights whose layers were made for another kernel (Falcon has a class for each)."""
+
+    def twin() -> Any:
+        config = deepcopy(model.config)
+        config._attn_implementation = name
+        with import_module("transformers.initialization").no_init_weights(), model.device:
+            other = type(model)(config).eval()
+        other.load_state_dict(model.state_dict(), assign=True)
+        for part, mine in zip(other.modules(), model.modules(), strict=True):
+            part._buffers.update(mine._buffers)
+        return other
+
+    def run(tokens: Tensor) -> Tensor:
+        with standing_in(model, twin()):
+            return logits(tokens)
+
+    if not (name == "eager" or getattr(model, "_supports_sdpa", False)):
+        return {}
+    if sum(each.numel() for each in model.parameters()) > FEW:
+        return {}
+    try:
+        able = twin().config._attn_implementation == name
+    except Exception:  # however it refuses, that is no kernel of its
+        return {}
+    return {name: run} if able else {}

@@ -81,7 +81,11 @@ def expected(exam: Exam, seen: list[Scaled]) -> tuple[list[float], bool]:
 def named(one: Scaled, exam: Exam) -> str:
     """Which mistake makes such a number."""
     width = one.width
-    names = {"no scale at all": 1.0, "1/d_head, without the root": 1 / width, "sqrt(d_head), not its inverse": width**0.5}
+    names = {
+        "no scale at all": 1.0,
+        "1/d_head, without the root": 1 / width,
+        "sqrt(d_head), not its inverse": width**0.5,
+    }
     names |= {"the scale once too often": one.width**-1.0, "1/sqrt(sqrt(d_head))": width**-0.25}
     names |= {f"1/sqrt({width * n}), the width of {n} heads": (width * n) ** -0.5 for n in range(2, 129)}
     for name, value in names.items():
