@@ -144,12 +144,13 @@ def source_for(model: Any, config: Any, seed: int) -> Tensor:
 
 def started(model: Any, source: Tensor, row: Tensor) -> Tensor:
     """The loss of one text, as training has it: what the decoder reads is made of the labels by the model itself."""
-    before = model.config.decoder_start_token_id
+    kept = dict(model.config.__dict__)
     try:
         model.config.decoder_start_token_id = int(row[0])
         return model(input_ids=source, labels=row[None, 1:], use_cache=False).loss  # type: ignore[no-any-return]
     finally:
-        model.config.decoder_start_token_id = before
+        model.config.__dict__.clear()
+        model.config.__dict__.update(kept)
 
 
 def of_both(found: Target, model: Any, config: Any, seed: int) -> None:
