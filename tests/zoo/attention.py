@@ -9,7 +9,6 @@ from torch.nn import functional as F
 from zoo.bug import bug
 from zoo.home import Home, offers
 
-
 FELT = ("causality", "cache-steps", "cache-chunks", "cache-poison", "generation", "beams", "speculation")
 """Where the future counts in a row's sum, a text is no longer the same with more behind it."""
 

@@ -28,12 +28,22 @@ def queries_that_have_grown() -> Home:
     return model
 
 
-@bug("half-headroom")
-def an_up_projection_of_large_numbers() -> Home:
+def large_inside(factor: float) -> Home:
+    """Numbers that are large between the two matrices of a feed-forward layer only."""
     model = Home()
-    model.blocks[0].up.weight.data.mul_(1e5)
-    model.blocks[0].down.weight.data.mul_(1e-5)
-    return model
+    model.blocks[0].up.weight.data.mul_(factor)
+    model.blocks[0].down.weight.data.div_(factor)
+    return model.half()
+
+
+@bug("half-headroom", also=("own-precision",))
+def more_than_fp16_holds() -> Home:
+    return large_inside(3e4)
+
+
+@bug("half-headroom")
+def near_the_end_of_fp16() -> Home:
+    return large_inside(8e3)
 
 
 @bug("residual-growth")

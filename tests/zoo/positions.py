@@ -45,7 +45,7 @@ def queries_alone_are_turned() -> Home:
     return keys_otherwise(lambda plain, x, positions: x)
 
 
-@bug("rope-shift")
+@bug("rope-shift", also=("rope-layout",))
 def keys_in_pairs_of_neighbours() -> Home:
     def neighbours(plain: Any, x: Tensor, positions: Tensor) -> Tensor:
         split = torch.cat((x[..., 0::2], x[..., 1::2]), -1)

@@ -1,4 +1,4 @@
-"""What a model's configuration says it is, in cutaway's words: for our models, and for those of families that we know."""
+"""What a model's configuration says it is, in cutaway's words: for our models, and those of families that we know."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def config_of(target: Target) -> Config | None:
 def config_in(module: nn.Module) -> Config | None:
     if isinstance(module, Transformer):
         return module.config
-    theirs = getattr(module, "config", None)
+    theirs: Any = getattr(module, "config", None)
     if not hasattr(theirs, "to_dict"):
         return None
     try:
@@ -35,7 +35,7 @@ def own_layers(config: Config) -> list[Any]:
 
 
 def all_layers(config: Config) -> list[Any]:
-    """Every attention in the order of a pass: an encoder's, then each decoder block's own and what reads the encoder."""
+    """Every attention in the order of a pass: an encoder's, then each decoder block's own and its reading of that."""
     found: list[Any] = []
     for name in ("encoder", "decoder"):
         for block in config.stacks[name].blocks if name in config.stacks else ():

@@ -19,6 +19,8 @@ LENGTH = 24
 """Tokens of a usual text."""
 SLOW, SHORT = 0.03, 16
 """From so many seconds a pass on, texts have so many tokens."""
+SLOWER = 0.3
+"""From so many seconds on, noise is measured by one run."""
 MARGIN = 10.0
 """How many times its own noise two equal results may be apart."""
 NULLS = 3
@@ -85,9 +87,10 @@ class Exam:
 
     # comparisons
     @torch.no_grad()
-    def calibrate(self) -> None:
-        """Measure the noise, and what a pass costs, on one text."""
+    def calibrate(self, length: int = LENGTH) -> None:
+        """Measure the noise, and what a pass costs, on one text; others will be no longer."""
         assert self.target.logits is not None
+        self.length = min(length, self.target.longest or length)
         tokens = self.text()
         self.target.logits(tokens)
         start = time.monotonic()
@@ -102,7 +105,7 @@ class Exam:
         """The most that a result moves when it is computed again, with each product rounded otherwise."""
         base = make() if base is None else base
         worst = torch.zeros((), device=base.device)
-        for n in range(NULLS):
+        for n in range(NULLS if self.seconds_a_pass < SLOWER else 1):
             with Jitter(self.seed + n):
                 again = make()
             if again.shape == base.shape:

@@ -82,8 +82,8 @@ class Inside(Witness):
     def gated(self, out: Tensor, scores: Tensor, pattern: Tensor) -> Tensor:
         gate = torch.ones(*out.shape[:-1], 1, dtype=out.dtype, device=out.device, requires_grad=True)
         if pattern.ndim == 3:
-            heads = (self.rows, -1) if pattern.shape[0] % self.rows == 0 else (1, -1)
-            scores, pattern = scores.unflatten(0, heads), pattern.unflatten(0, heads)
+            rows = self.rows if pattern.shape[0] % self.rows == 0 else 1
+            scores, pattern = (each.reshape(rows, -1, *each.shape[1:]) for each in (scores, pattern))
         self.seen.append(Seen(self.at[-1] or f"attention {len(self.seen)}", scores.float(), pattern.float(), gate))
         return out * gate
 

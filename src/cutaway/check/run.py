@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 from cutaway.check.discover import discover
-from cutaway.check.exam import NARROW, CannotError, Exam, can_widen, widened
+from cutaway.check.exam import LENGTH, NARROW, CannotError, Exam, can_widen, widened
 from cutaway.check.finding import SEVERITY, Finding, Part, Report
 from cutaway.check.registry import Check, chosen
 from cutaway.check.target import Target
 from cutaway.errors import InputError
 
 UNTRIED = "could not be tried"
+BRIEF = 8
+"""Tokens of a text in a model's own precision, which a CPU may be very slow in."""
 Progress = Callable[[int, int, str], None]
 """Called with checks done, all checks, and the name of the next."""
 
@@ -85,7 +87,7 @@ def examine(
     for own in (True, False) if narrow else (False,):
         with widened(target.module) if narrow and not own else nullcontext():
             if target.logits is not None:
-                exam.calibrate()
+                exam.calibrate(BRIEF if own else LENGTH)
                 dtype = torch.float32 if narrow and not own else target.dtype
                 noise[str(dtype).removeprefix("torch.")] = exam.ratio
             for each in asked:

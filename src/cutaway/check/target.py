@@ -31,6 +31,8 @@ class Target:
     """tokens → logits."""
     padded: Callable[[Tensor, Tensor], Tensor] | None = None
     """tokens, mask → logits."""
+    unplaced: Callable[[Tensor, Tensor], Tensor] | None = None
+    """tokens, mask → logits, where `padded` tells positions too: here the mask alone must hide padding."""
     placed: Callable[[Tensor, Tensor], Tensor] | None = None
     """tokens, positions (B, T) → logits."""
     packed: Callable[[Tensor, Tensor], Tensor] | None = None

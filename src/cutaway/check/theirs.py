@@ -13,10 +13,8 @@ from cutaway.check.theirs_writing import add_writing, fixed_cache
 
 SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "cls_token_id", "sep_token_id")
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")
-BY_PADS = ("create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds")
+BY_PADS = ("create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds", "make_positions")
 """Methods of embeddings whose positions are counted by the padding token."""
-PLACED = "embed_positions"
-"""A table that numbers tokens by the mask itself, where it takes one (OPT)."""
 SHORT = ("dynamic", "longrope")
 """Scalings of RoPE that turn all tokens by other angles beyond the original length."""
 
@@ -53,6 +51,8 @@ def target(model: Any, seed: int) -> Target:
         found.padded = lambda tokens, mask: logits_of(
             model(input_ids=tokens, **masked(found, model, takes, mask), **plain)
         )
+    if "position_ids" in takes and "attention_mask" in takes:
+        found.unplaced = lambda tokens, mask: logits_of(model(input_ids=tokens, attention_mask=mask.long(), **plain))
     if "position_ids" in takes and not getattr(config, "alibi", False):
         found.placed = lambda tokens, positions: logits_of(model(input_ids=tokens, position_ids=positions, **plain))
     if found.kind == "decoder" and "past_key_values" in takes:
@@ -109,15 +109,9 @@ def number(config: Any, name: str) -> int | None:
 def masked(found: Target, model: Any, takes: list[str], mask: Tensor) -> dict[str, Any]:
     """The mask, and the positions that follow from it where they are to be told (its own `generate` does the same)."""
     told: dict[str, Any] = {"attention_mask": mask.long()}
-    if "position_ids" in takes and not found.pads_counted and not by_mask(model):
+    if "position_ids" in takes and not found.pads_counted:
         told["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
     return told
-
-
-def by_mask(model: Any) -> bool:
-    """Whether the model numbers real tokens by the mask, so that nobody else has to."""
-    tables = [part for name, part in model.named_modules() if name.endswith(PLACED)]
-    return any("attention_mask" in parameters(part.forward) for part in tables)
 
 
 def stepper(call: Callable[[Tensor, Any], Any]) -> Callable[[Tensor, Any], tuple[Tensor, Any]]:

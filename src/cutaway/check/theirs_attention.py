@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from cutaway.check.again import standing_in
 from cutaway.check.described import config_in, own_layers
+from cutaway.check.plain import logits_of
 from cutaway.check.target import Logits, Target
 
 KERNELS = ("eager", "sdpa")
-FEW = 50_000_000
-"""Parameters up to which a model that cannot change its kernel is made a second time."""
+SMALL = 10**8
+"""Weights of a model that is made anew."""
 
 
 def offer(found: Target, model: Any) -> None:
@@ -62,36 +62,27 @@ def kernels(model: Any, logits: Logits) -> dict[str, Logits]:
 
     if getattr(model.config, "_attn_implementation", None) not in KERNELS:
         return {}
+    if not model._can_set_attn_implementation():
+        return remade(model)
     found: dict[str, Logits] = {name: by(name) for name in KERNELS if able(name)}
-    if len(found) == 1:
-        (other,) = set(KERNELS) - found.keys()
-        found |= made_for(model, other, logits)
     return found if len(found) > 1 else {}
 
 
-def made_for(model: Any, name: str, logits: Logits) -> dict[str, Logits]:
-    """A second model of the same weights whose layers were made for another kernel (Falcon has a class for each)."""
-
-    def twin() -> Any:
-        config = deepcopy(model.config)
-        config._attn_implementation = name
-        with import_module("transformers.initialization").no_init_weights(), model.device:
-            other = type(model)(config).eval()
-        other.load_state_dict(model.state_dict(), assign=True)
-        for part, mine in zip(other.modules(), model.modules(), strict=True):
-            part._buffers.update(mine._buffers)
-        return other
-
-    def run(tokens: Tensor) -> Tensor:
-        with standing_in(model, twin()):
-            return logits(tokens)
-
-    if not (name == "eager" or getattr(model, "_supports_sdpa", False)):
+def remade(model: Any) -> dict[str, Logits]:
+    """The same for a small model that chooses its kernel when it is made: it is made anew around the same weights."""
+    small = sum(each.numel() for each in model.parameters()) <= SMALL
+    if not small or not getattr(model, "_supports_sdpa", False) or model.config.is_encoder_decoder:
         return {}
-    if sum(each.numel() for each in model.parameters()) > FEW:
-        return {}
-    try:
-        able = twin().config._attn_implementation == name
-    except Exception:  # however it refuses, that is no kernel of its
-        return {}
-    return {name: run} if able else {}
+
+    def by(name: str) -> Logits:
+        def run(tokens: Tensor) -> Tensor:
+            with import_module("transformers.initialization").no_init_weights(), model.device:
+                other = type(model)._from_config(deepcopy(model.config), attn_implementation=name)
+            other.load_state_dict(model.state_dict(), assign=True)
+            for path, part in other.named_modules():
+                part._buffers = model.get_submodule(path)._buffers
+            return logits_of(other.eval()(input_ids=tokens, use_cache=False))
+
+        return run
+
+    return {name: by(name) for name in KERNELS}

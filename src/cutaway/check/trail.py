@@ -19,7 +19,7 @@ from cutaway.check.witness import FUSED, SOFTMAX, WHOLE, Witness
 TIMES = {torch.mul, Tensor.mul, Tensor.mul_, torch.multiply, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__}
 TIMES |= {Tensor.__imul__}
 OVER = {torch.div, Tensor.div, Tensor.div_, torch.divide, Tensor.divide, torch.true_divide, Tensor.true_divide}
-OVER |= {Tensor.__truediv__, Tensor.__itruediv__, Tensor.__div__, Tensor.__idiv__}  # type: ignore[attr-defined]
+OVER |= {Tensor.__truediv__, Tensor.__itruediv__, Tensor.__div__, Tensor.__idiv__}
 SUMS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, torch.sub, Tensor.sub}
 SUMS |= {Tensor.sub_, Tensor.__sub__, Tensor.__rsub__, Tensor.__isub__, torch.cat, torch.concat, torch.stack}
 PROJECTIONS = {F.linear, torch.addmm, Tensor.addmm, torch.mm, Tensor.mm, F.conv1d, F.bilinear, F.embedding}
@@ -107,7 +107,6 @@ class Trails(Witness):
         if not values:
             return trails[0]
         first = max(values, key=lambda each: each.kind == "scores")
-        first = first if all(each.kind != "scores" for each in values) else first
         if func in NORMS:
             return replace(first, doubt=first.doubt or "normalised")
         if func in TIMES or func in OVER:
@@ -205,11 +204,11 @@ def product(func: Any, args: Any, kwargs: Any, given: list[Tensor], before: list
     width = x.shape[-1]
     if func is torch.einsum:
         equation = str(args[0]).replace(" ", "")
-        a, b = equation.partition("->")[0].split(",")[:2]
+        a, b = (part.replace("...", "") for part in equation.partition("->")[0].split(",")[:2])
         summed = [letter for letter in a if letter in b and letter not in equation.partition("->")[2]]
         if len(summed) != 1 or "." in a:
             return replace(meet(one, other, width), doubt="an einsum of many letters")
-        width = x.shape[a.index(summed[0])]
+        width = x.shape[a.index(summed[0]) - len(a)]
     met = meet(one, other, width)
     return replace(met, factor=met.factor * float(kwargs.get("alpha", 1)))
 

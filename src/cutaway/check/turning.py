@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cutaway.check.described import config_of, own_layers
-from cutaway.check.exam import MARGIN, Exam
+from cutaway.check.exam import MARGIN, NARROW, Exam
 from cutaway.check.trail import Trails
 from cutaway.check.witness import Attention
 from cutaway.config import Latent
@@ -67,22 +67,24 @@ def rope_of(exam: Exam) -> list[tuple[RopeConfig | None, bool]] | None:
     return found
 
 
-def layers(exam: Exam, *, length: int | None = None) -> list[Layer]:
+def layers(exam: Exam, *, beyond: int | None = None) -> list[Layer]:
     """The attentions whose content is the same at all places, with queries and keys that were seen.
 
-    With a length the text is of so many tokens; otherwise it stands at near and far positions, where these are taken.
+    The text stands at near and far positions, where these are taken; `beyond` a length, where that is asked for.
     """
     ropes, target = rope_of(exam), exam.target
     assert target.logits is not None
     limit = target.longest or (UNKNOWN if ropes is None or target.rope is not None else KNOWN)
     places = [place for place in (*NEAR, *FAR) if place < limit]
-    if length is not None or target.placed is None:
-        size = length or min(exam.length, 13)
+    if beyond is not None:
+        places = [*NEAR, beyond + 5, 2 * beyond + 7]
+    if target.placed is None:
+        size = min(exam.length, 13) if beyond is None else beyond + 3
         places = list(range(size if size != 9 else 8))  # a source has nine tokens: so they are told apart
     positions = torch.tensor([places], device=target.device)
     tokens = exam.text(1, 1).expand(-1, len(places)).contiguous()
     with torch.no_grad(), Trails(target.module) as seen:
-        if length is not None or target.placed is None:
+        if target.placed is None:
             target.logits(tokens)
         else:
             target.placed(tokens, positions)
@@ -146,4 +148,6 @@ def frequencies(layer: Layer) -> tuple[Tensor, float]:
 
 
 def bound_of(exam: Exam) -> float:
-    return max(2 * SAME, MARGIN * exam.ratio)
+    """What rounding may come to, also that of tables of cosines in a narrow type."""
+    narrow = 2 * torch.finfo(exam.target.dtype).eps if exam.target.dtype in NARROW else 0.0
+    return max(2 * SAME, MARGIN * exam.ratio, narrow)

@@ -7,7 +7,7 @@ patterns are seen without an adapter, and named by the module that was running.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ class Witness(TorchFunctionMode):
         self.last: Product | None = None
         self.hooks: list[Any] = []
 
-    def __enter__(self) -> "Witness":
+    def __enter__(self) -> Self:
         if self.module is not None:
             for name, part in self.module.named_modules():
                 self.hooks.append(part.register_forward_pre_hook(self.enter(name)))

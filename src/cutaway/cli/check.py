@@ -36,7 +36,7 @@ def check(
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", metavar="A,B", help="Only these checks, or all that begin so (cache: cache-…)."),
+        typer.Option("--only", metavar="A,B", help="Only these checks, or all that begin so (cache); causality* too."),
     ] = None,
     skip: Annotated[list[str] | None, typer.Option("--skip", metavar="A,B", help="All but these.")] = None,
     budget: Annotated[

@@ -80,7 +80,7 @@ def own_precision(exam: Exam) -> Iterator[Part]:
         if exact.isfinite().all() and not own.isfinite().all():
             yield Part("fail", f"logits are not finite in {name_of(target.dtype)}, and are in fp32{where}")
             return
-        gap = exam.same(run, wide, first=own)
+        gap = exam.same(run, wide, first=own, second=exact)
         yield exam.judge(
             gap,
             held=f"in {name_of(target.dtype)} as near to fp32 as rounding explains{where}",

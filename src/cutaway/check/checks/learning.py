@@ -71,7 +71,7 @@ def slopes(exam: Exam) -> tuple[float, dict[str, Slope]]:
         forget(exam)
         return loss, found
 
-    return exam.once(f"slopes {exam.ratio}", look)  # type: ignore[no-any-return]
+    return exam.once(f"slopes {exam.ratio}", look)
 
 
 @torch.no_grad()

@@ -92,8 +92,8 @@ def loss_shift(exam: Exam) -> Iterator[Part]:
         value = float(offered(exam, tokens, tokens))
         for name, other in other_shifts(exam, tokens, right).items():
             if abs(value - other) <= gap.bound:
-                yield Part("fail", f"the logits at a position are held to {name.strip()}, not to {TOLD[right]}", gap.worst,
-                           gap.bound)  # fmt: skip
+                message = f"the logits at a position are held to {name.strip()}, not to {TOLD[right]}"
+                yield Part("fail", message, gap.worst, gap.bound)
                 return
         seen = seen_shift(exam, tokens)
     if seen is None:

@@ -75,7 +75,9 @@ def mask_polarity(exam: Exam) -> Iterator[Part]:
     pad = filler(exam)
     tokens, mask = batch([text], width, "left", pad)
     others, _ = batch([other], width, "left", pad)
-    base, out = logits(text)[:, -1], padded(tokens, mask)[:, -1]
+    base = logits(text)[:, -1]
+    with Witness(target.module) as witness:
+        out = padded(tokens, mask)[:, -1]
     if moves(exam, lambda: logits(text)[:, -1], lambda: logits(other)[:, -1], base).ok:
         raise CannotError("its last token does not depend on those before it, with or without a mask")
     if not out.isfinite().all() and base.isfinite().all():
@@ -86,21 +88,13 @@ def mask_polarity(exam: Exam) -> Iterator[Part]:
         held="behind padding, the last token sees those of the text before it",
         broken="behind padding, the last token does not see those of the text before it: the mask hides what is real",
     )
-    for each in watched(exam, tokens, mask):
+    for each in witness.attentions:
         if each.pattern.shape[-2:] == (width, width) and each.axis == -1:
             pads = each.pattern[..., -1, : width - short].float().sum(-1)
             if bool((pads > HIDDEN).all()):
                 message = "the attention of the last real token lies on padding alone"
                 yield Part("fail", message, float(pads.min()), HIDDEN, each.module or None)
                 return
-
-
-def watched(exam: Exam, tokens: Tensor, mask: Tensor) -> list[Attention]:
-    """Every attention of a padded pass."""
-    assert exam.target.padded is not None
-    with Witness(exam.target.module) as witness:
-        exam.target.padded(tokens, mask)
-    return witness.attentions
 
 
 @check(

@@ -11,7 +11,7 @@ from cutaway.check.exam import CannotError, Exam
 from cutaway.check.finding import Part
 from cutaway.check.padding import alone, batch, filler, place_of, ragged, real, sizes
 from cutaway.check.registry import check
-from cutaway.check.vectors import moved, tables
+from cutaway.check.vectors import moved
 
 Padded = Callable[[Tensor, Tensor], Tensor]
 MOST = 1 << 16
@@ -46,7 +46,7 @@ def masked_row(exam: Exam) -> Iterator[Part]:
     empty[1] = False
     own = slice(0, short) if side == "right" else slice(-short, None)
     with torch.no_grad():
-        usual, out = padded(tokens, mask)[:1, own], padded(tokens, empty)
+        usual = padded(tokens, mask)[:1, own]
         if not usual.isfinite().all():
             broken = bool(logits(text).isfinite().all())
             said = f"with padding on the {side}, the logits of a text are not numbers"
@@ -68,7 +68,7 @@ def masked_row(exam: Exam) -> Iterator[Part]:
         yield Part("fail", f"{message} ({len(bad)} of {len(slopes)})", len(bad), 0, bad[-1])
     elif slopes:
         yield Part("pass", "gradients beside a row of padding alone are finite")
-    elif not out[1].isfinite().all():
+    elif not padded(tokens, empty)[1].isfinite().all():
         yield Part("warn", "a row of padding alone gives NaN, which a backward pass would carry on", where="row 1")
 
 
@@ -76,15 +76,16 @@ def by_weights(exam: Exam, padded: Padded, tokens: Tensor, mask: Tensor, own: sl
     """The gradients of the first row's logits by the vectors of all rows and by small weights; none where there are
     none."""
     module = exam.target.module
-    if module is None or not tables(module, lambda each: padded(each, mask), tokens):
+    try:
+        with torch.enable_grad(), moved(module, lambda each: padded(each, mask), tokens) as added:
+            out = padded(tokens, mask)
+    except CannotError:
         return {}
-    with torch.enable_grad(), moved(module, lambda each: padded(each, mask), tokens) as added:
-        out = padded(tokens, mask)
-        if not out.requires_grad or not added:
-            return {}
-        asked = {name: each for name, each in module.named_parameters() if each.requires_grad and each.numel() <= MOST}
-        asked = {"the text's vectors": added[0]} | asked
-        slopes = torch.autograd.grad(out[:1, own].float().logsumexp(-1).sum(), list(asked.values()), allow_unused=True)
+    if module is None or not out.requires_grad or not added:
+        return {}
+    small = {name: each for name, each in module.named_parameters() if each.requires_grad and each.numel() <= MOST}
+    asked: dict[str, Tensor] = {"the text's vectors": added[0], **small}
+    slopes = torch.autograd.grad(out[:1, own].float().logsumexp(-1).sum(), list(asked.values()), allow_unused=True)
     return {name: slope for name, slope in zip(asked, slopes, strict=True) if slope is not None}
 
 
@@ -94,10 +95,9 @@ def padded_rows(exam: Exam, side: str) -> Iterator[Part]:
     padded, logits = target.padded, target.logits
     assert padded is not None
     assert logits is not None
-    rows, width = ragged(exam)
-    tokens, mask = batch(rows, width, side, filler(exam))
     with torch.no_grad():
-        base = alone(rows, logits)
+        (rows, width), base = exam.once("ragged rows", lambda: with_own(exam, logits))
+    tokens, mask = batch(rows, width, side, filler(exam))
     for path in ("", " with gradients"):
 
         def make(path: str = path) -> Tensor:
@@ -118,6 +118,12 @@ def padded_rows(exam: Exam, side: str) -> Iterator[Part]:
             )
             return
         yield Part("pass", f"padded on the {side}{path}, each row is as if alone", gap.worst, gap.bound)
+
+
+def with_own(exam: Exam, logits: Callable[[Tensor], Tensor]) -> tuple[tuple[list[Tensor], int], Tensor]:
+    """Rows of different lengths, and what each gives alone."""
+    drawn = ragged(exam)
+    return drawn, alone(drawn[0], logits)
 
 
 def limit(exam: Exam, side: str) -> str | None:
@@ -167,16 +173,16 @@ def right_padding(exam: Exam) -> Iterator[Part]:
 @torch.no_grad()
 def pad_contents(exam: Exam) -> Iterator[Part]:
     """Put other tokens where the padding is, on either side: the logits of real tokens must stay."""
-    padded = exam.target.padded
+    padded, unplaced = exam.target.padded, exam.target.unplaced
     assert padded is not None
     rows, width = ragged(exam)
-    for side in ("right", "left"):
+    for side, ask in (("right", padded), ("left", unplaced or padded)):
         if side == "left" and exam.target.pads_counted:
             yield Part("skip", "skipped: on the left, its positions are counted by the padding token")
             continue
         tokens, mask = batch(rows, width, side, filler(exam))
         other = torch.where(mask, tokens, exam.text(len(rows), width))
-        gap = exam.same(lambda: real(padded(tokens, mask), mask), lambda: real(padded(other, mask), mask))  # noqa: B023
+        gap = exam.same(lambda: real(ask(tokens, mask), mask), lambda: real(ask(other, mask), mask))  # noqa: B023
         row, at = place_of(rows, gap.index[0])
         yield exam.judge(
             gap,

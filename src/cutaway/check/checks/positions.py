@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cutaway.check.checks.attention import own_attentions, visible
+from cutaway.check.described import config_of, own_layers
 from cutaway.check.exam import MARGIN, NARROW, CannotError, Exam, Gap, apart, scale_of
 from cutaway.check.finding import Part
 from cutaway.check.registry import check
@@ -17,6 +18,7 @@ LEAST = 1e-4
 """Of the largest score: what the rounding of angles may come to."""
 SUM = 1e-3
 """Of one: what no rounding of a row's sum comes to."""
+EXACT = 1e-6
 ANGLE = 2.0
 """Angles up to here are as exact in 8 bits as the numbers that they turn."""
 
@@ -35,15 +37,15 @@ def spread(exam: Exam, one: Attention) -> tuple[float, float]:
     return float((high - low).max()), noise(one, exam)
 
 
-def noise(one: Attention, exam: Exam, dtype: torch.dtype | None = None) -> float:
-    """What the rounding of scores comes to, and of angles in a type."""
+def noise(one: Attention, exam: Exam) -> float:
+    """What the rounding of scores comes to."""
     scores = one.scores.float()[..., : one.scores.shape[-2]][visible(one)]
     size = scale_of(scores)
     if one.q is not None and one.k is not None:  # a small score may be the sum of large products
         size = max(
             size, (one.scale or 0.0) * scale_of(one.q.float().norm(dim=-1)) * scale_of(one.k.float().norm(dim=-1))
         )
-    return max(MARGIN * exam.ratio, LEAST / 10, 8 * torch.finfo(dtype or one.scores.dtype).eps) * size
+    return max(MARGIN * exam.ratio, LEAST / 10, 8 * torch.finfo(one.scores.dtype).eps) * size
 
 
 def places_differ(exam: Exam, tokens: Tensor) -> Gap:
@@ -55,7 +57,7 @@ def places_differ(exam: Exam, tokens: Tensor) -> Gap:
         later = tokens.shape[1] - 1
         return exam.same(lambda: logits(tokens)[:, 1:], lambda: logits(tokens)[:, :1].expand(-1, later, -1))
 
-    return exam.once(f"places {exam.ratio} {tokens.tolist()}", seen)  # type: ignore[no-any-return]
+    return exam.once(f"places {exam.ratio} {tokens.tolist()}", seen)
 
 
 @check(
@@ -86,6 +88,8 @@ def token_order(exam: Exam) -> Iterator[Part]:
         yield Part("pass", "places are not told apart, as it is meant", told.worst, told.bound)
         return
     seen = own_attentions(exam, tokens)
+    if not any(bool((visible(one).sum(-1) > 1).any()) for one in seen):
+        raise CannotError("each token sees itself alone")
     worst = max((spread(exam, one) for one in seen), key=lambda pair: pair[0] / max(pair[1], 1e-30))
     if worst[0] > worst[1]:
         yield Part("pass", "scores change with the distance", *worst)
@@ -125,15 +129,17 @@ def rope_shift(exam: Exam) -> Iterator[Part]:
     if target.relative is False or not target.ordered:
         raise CannotError("for models in which only distances count")
     tokens = constant(exam)
-    alike = places_differ(exam, tokens).ok
-    if not alike:
-        if not target.relative:
-            raise CannotError("for models in which only distances count; this one has absolute positions")
-        if all_weigh_one(exam, tokens):
+    if not places_differ(exam, tokens).ok and not (target.relative and has_sinks(exam, tokens)):
+        if target.relative:
             yield Part("fail", "only distances are to count, but one token has other logits at other places")
             return
-    if target.relative or turns(exam, tokens):
-        yield along_diagonals(exam, tokens, alike)
+        raise CannotError("for models in which only distances count; this one has absolute positions")
+    config = config_of(target)
+    known = None if config is None else [layer.position for layer in own_layers(config)]
+    turning = turns(exam, tokens) if known is None else any(each.kind == "rope" for each in known)
+    rounded = any(getattr(each, "rounded", False) for each in known or ())  # Falcon's ALiBi, to bf16
+    if (target.relative or turning) and not rounded:
+        yield along_diagonals(exam, tokens, centred=not turning)
     if target.placed is not None and target.relative:
         yield from shifted(exam)
 
@@ -160,19 +166,36 @@ def turns(exam: Exam, tokens: Tensor) -> bool:
     return any(ROTARY.search(name.lower()) for name in names)
 
 
-def along_diagonals(exam: Exam, tokens: Tensor, alike: bool = True) -> Part:
-    """Each layer's scores; where places are told apart by the number of keys beside a sink, the first layer's only."""
+def narrow(one: Attention, exam: Exam) -> float:
+    """What tables of cosines in a narrow type may do to a score."""
+    if exam.target.dtype not in NARROW or one.q is None or one.k is None:
+        return 0.0
+    scale = one.scale or one.q.shape[-1] ** -0.5
+    size = scale * scale_of(one.q.float().norm(dim=-1)) * scale_of(one.k.float().norm(dim=-1))
+    return 4 * torch.finfo(exam.target.dtype).eps * max(size, 1e-30)
+
+
+def has_sinks(exam: Exam, tokens: Tensor) -> bool:
+    """Whether some attention goes to nothing: of that, places with few tokens before them have more."""
+    config = config_of(exam.target)
+    if config is not None:
+        return any(getattr(layer, "sink", False) for layer in own_layers(config))
+    return not all_weigh_one(exam, tokens)
+
+
+def along_diagonals(exam: Exam, tokens: Tensor, *, centred: bool = False) -> Part:
+    """Whether scores are the same along each diagonal; `centred` is for ALiBi, which may add anything to a row."""
     worst = Gap(0.0, 0.0, ())
-    # Tables of angles that were rounded with the weights stay so, in whatever they are multiplied.
-    narrow = exam.target.dtype if exam.target.dtype in NARROW else None
-    for one in own_attentions(exam, tokens)[: None if alike else 1]:
+    for one in own_attentions(exam, tokens):
+        if one.v is not None and not torch.allclose(one.v, one.v[..., :1, :], rtol=1e-3, atol=1e-3 * scale_of(one.v)):
+            continue  # behind sinks
         length = one.scores.shape[-2]
         scores, seen = one.scores[..., :length].float(), visible(one)
-        bound = max(length * noise(one, exam), noise(one, exam, narrow))
-        gap = diagonal(scores, seen, bound)
-        if not gap.ok and turned_alike(one, exam, seen, narrow):
-            # What is added to a whole row (ALiBi by keys alone, less the largest) does not count in a softmax.
-            gap = diagonal(scores - scores.diagonal(dim1=-2, dim2=-1)[..., None], seen, bound)
+        if centred or float(one.scores.amax(-1).abs().max()) < EXACT:  # or each row was lowered by its largest
+            scores = scores - scores.diagonal(dim1=-2, dim2=-1)[..., None]
+        both = seen[..., 1:, 1:] & seen[..., :-1, :-1]
+        gap = apart(scores[..., 1:, 1:].masked_fill(~both, 0.0), scores[..., :-1, :-1].masked_fill(~both, 0.0))
+        gap.bound = max(length * noise(one, exam), narrow(one, exam))
         if not gap.ok:
             _, head, i, j = gap.index
             message = (
@@ -183,32 +206,19 @@ def along_diagonals(exam: Exam, tokens: Tensor, alike: bool = True) -> Part:
     return Part("pass", "scores of one token depend on distances alone", worst.worst, worst.bound)
 
 
-def diagonal(scores: Tensor, seen: Tensor, bound: float) -> Gap:
-    """How far each score is from that of the next query with the next key."""
-    both = seen[..., 1:, 1:] & seen[..., :-1, :-1]
-    gap = apart(scores[..., 1:, 1:].masked_fill(~both, 0.0), scores[..., :-1, :-1].masked_fill(~both, 0.0))
-    return Gap(gap.worst, bound, gap.index)
-
-
-def turned_alike(one: Attention, exam: Exam, seen: Tensor, narrow: torch.dtype | None) -> bool:
-    """Whether q·k alone, before anything is added, depends on distances alone."""
-    if one.q is None or one.k is None or one.q.shape[1] % one.k.shape[1] or one.k.shape[-2] < one.q.shape[-2]:
-        return False
-    q, k = one.q.float(), one.k.float().repeat_interleave(one.q.shape[1] // one.k.shape[1], 1)
-    length, size = q.shape[-2], scale_of(q.norm(dim=-1)) * scale_of(k.norm(dim=-1))
-    bound = length * max(MARGIN * exam.ratio, LEAST / 10, 8 * torch.finfo(narrow or one.q.dtype).eps) * size
-    return diagonal((q @ k.transpose(-1, -2))[..., :length], seen, bound).ok
-
-
 def shifted(exam: Exam) -> Iterator[Part]:
     placed, tokens = exam.target.placed, exam.text()
     assert placed is not None
     plain = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    with torch.no_grad():
+        size = scale_of(placed(tokens, plain))
     for step in (1, 37):
         if exam.target.longest is not None and tokens.shape[1] + step > exam.target.longest:
             continue
         gap = exam.same(lambda: placed(tokens, plain), lambda step=step: placed(tokens, plain + step))  # type: ignore[misc]
         gap.bound *= 1 + step  # angles grow, and with them their rounding
+        if exam.target.dtype in NARROW:  # of tables of cosines too
+            gap.bound = max(gap.bound, 4 * torch.finfo(exam.target.dtype).eps * size)
         yield exam.judge(
             gap,
             held=f"numbered from {step} on, a text has the same logits",

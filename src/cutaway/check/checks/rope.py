@@ -10,6 +10,7 @@ from cutaway.check.exam import NARROW, CannotError, Exam
 from cutaway.check.finding import Part
 from cutaway.check.registry import check
 from cutaway.check.turning import Layer, bound_of, fitting, frequencies, layers, moved, pairs, rope_of, strain
+from cutaway.config import DynamicNTK, LongRope
 
 LOUD = 5e-3
 """Of the factor of cos and sin."""
@@ -43,7 +44,7 @@ def described(found: set[tuple[str, int, int]]) -> str:
     "rope-layout",
     catches="a rotation of the wrong pairs: neighbours where halves are meant, or a mixture that is no rotation at all",
     cause="two habits are mixed: pairs (j, j + width/2) and pairs (2j, 2j + 1), in the code, its tables or the weights",
-    fix="build cos and sin for the pairs that are turned, and permute q and k weights when changing from one to the other",
+    fix="build cos and sin for the pairs that are turned, and permute q and k weights when changing the habit",
 )
 def rope_layout(exam: Exam) -> Iterator[Part]:
     """Read one token again and again: its queries and keys may only turn from place to place. The pairs that keep
@@ -128,9 +129,9 @@ def off(
 
 @check(
     "rope-scaling",
-    catches="angles that are not the configured ones: theta or the scaling of long contexts is ignored, or half applied",
+    catches="angles that are not the configured ones: theta or a scaling for long contexts is ignored, or half applied",
     cause="theta, the scaling's factor, its blend of frequencies or its attention factor is read and never used",
-    fix="compute frequencies (and the factor of cos and sin) from the configuration alone, and compare with the formula",
+    fix="compute frequencies (and the factor of cos and sin) from the configuration alone, and compare with a formula",
     after=("token-order", "rope-layout"),
 )
 def rope_scaling(exam: Exam) -> Iterator[Part]:
@@ -144,18 +145,18 @@ def rope_scaling(exam: Exam) -> Iterator[Part]:
         raise CannotError("for models with RoPE")
     lengths: list[int | None] = [None]
     for rope, _ in ropes:
-        original = getattr(rope.scaling, "original_length", None) if rope is not None else None
-        if rope is not None and rope.scaling.kind in ("dynamic", "longrope") and original and original + 3 <= MOST:
-            lengths.append(original + 3)
+        if rope is not None and isinstance(rope.scaling, DynamicNTK | LongRope):
+            original = rope.scaling.original_length
+            lengths += [original] if exam.target.placed is not None or original + 3 <= MOST else []
     for length in dict.fromkeys(lengths):
         yield from angles(exam, length)
 
 
-def angles(exam: Exam, length: int | None) -> Iterator[Part]:
-    tried = [layer for layer in layers(exam, length=length) if layer.rope is not None]
+def angles(exam: Exam, beyond: int | None) -> Iterator[Part]:
+    tried = [layer for layer in layers(exam, beyond=beyond) if layer.rope is not None]
     if not tried:
         raise CannotError("needs queries and keys that can be seen, with no other positions in them")
-    text = "" if length is None else f", in a text of {length} tokens"
+    text = "" if beyond is None else f", in a text of more than {beyond} tokens"
     worst = (0.0, 0.0, 0.0)
     for layer in tried:
         assert layer.rope is not None
@@ -166,7 +167,7 @@ def angles(exam: Exam, length: int | None) -> Iterator[Part]:
             share, gap, bound, pair, place = off(layer, x, layout_of(layer, x), start_of(layer), frequency, exam)
             worst = max(worst, (share, gap, bound))
             if share > 1:
-                message = f"pair {pair} of the {name} at position {place} is not where {meant} turn it{text}"
+                message = f"pair {pair} of the {name} at position {place} is not where {meant} would turn it{text}"
                 yield Part("fail", message, gap, bound, layer.where)
                 return
         if layer.loud is not None and abs(layer.loud / magnitude - 1) > LOUD:

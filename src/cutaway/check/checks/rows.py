@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from cutaway.check.exam import CannotError, Exam, Make
+from cutaway.check.exam import SLOW, CannotError, Exam, Make
 from cutaway.check.finding import Part
 from cutaway.check.padding import batch, filler, sizes
 from cutaway.check.registry import check
@@ -33,7 +33,7 @@ def rows_apart(exam: Exam) -> Iterator[Part]:
     assert logits is not None
     with torch.no_grad():
         base = logits(tokens)
-        for kept in (0, 2):
+        for kept in (0, 2) if exam.seconds_a_pass < SLOW else (0,):
             other = exam.changed(tokens)
             other[kept] = tokens[kept]
             gap = exam.same(lambda k=kept: logits(tokens)[k], lambda k=kept, o=other: logits(o)[k], first=base[kept])  # type: ignore[misc]  # fmt: skip
@@ -60,13 +60,15 @@ def slopes_apart(exam: Exam, tokens: Tensor) -> Iterator[Part]:
     assert target.module is not None
     logits, loss = target.logits, target.loss
     mine: Make = lambda: logits(tokens)[1].float().logsumexp(-1).sum()  # noqa: E731
-    yield stands_apart("logits of row 1 have", slopes(exam, tokens, mine))
+    slow = exam.seconds_a_pass >= SLOW  # training mode sees the same, and more
+    if not slow:
+        yield stands_apart("logits of row 1 have", slopes(exam, tokens, mine))
     with in_training(target.module):
         try:
             yield stands_apart("logits of row 1, in training mode, have", slopes(exam, tokens, mine))
         except (RuntimeError, ValueError, TypeError) as error:
             yield Part("skip", f"skipped: in training mode it raised {type(error).__name__}")
-    if loss is None:
+    if loss is None or slow:
         return
 
     def asking(row: int) -> Tensor:
@@ -132,18 +134,17 @@ def batch_size(exam: Exam) -> Iterator[Part]:
     target, length = exam.target, min(12, exam.length)
     logits = target.logits
     assert logits is not None
-    for rows in (2, 5):
-        tokens = exam.text(rows, length)
+    for rows in (2, 5) if exam.seconds_a_pass < SLOW else (2,):
+        tokens, ends = exam.text(rows, length), [0, rows - 1]
         gap = exam.same(
-            lambda t=tokens: logits(t),  # type: ignore[misc]
-            lambda t=tokens: torch.cat([logits(t[n : n + 1]) for n in (0, len(t) - 1)]) if len(t) == 2  # type: ignore[misc]
-            else torch.cat([logits(t[n : n + 1]) for n in range(len(t))]),
-        )  # fmt: skip
+            lambda t=tokens, e=ends: logits(t)[e],  # type: ignore[misc]
+            lambda t=tokens, e=ends: torch.cat([logits(t[n : n + 1]) for n in e]),  # type: ignore[misc]
+        )
         part = exam.judge(
             gap,
             held=f"rows of a batch of {rows} give what they give alone",
             broken=f"rows of a batch of {rows} do not give what they give alone",
-            where=f"row {gap.index[0]}, position {gap.index[1]}",
+            where=f"row {ends[gap.index[0]]}, position {gap.index[1]}",
         )
         yield part
         if part.verdict == "fail":

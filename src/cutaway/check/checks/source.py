@@ -55,8 +55,14 @@ def source_used(exam: Exam) -> Iterator[Part]:
                 yield part
                 return
         yield part
+    readers = {each.pattern.shape[-2] for each in witness.attentions}
     for each in witness.attentions:
-        if each.pattern.shape[-2:] != (last + 1, length) or each.axis != -1:
+        asks, keys = each.pattern.shape[-2:]
+        if asks == last + 1 and keys < asks and length in readers and keys not in readers:
+            message = f"cross-attention reads {keys} of the {length} tokens of the source"
+            yield Part("fail", message, keys, length, each.module or None)
+            return
+        if (asks, keys) != (last + 1, length) or each.axis != -1:
             continue
         hidden = masked_out(each)[0].any(0)
         if bool(hidden.any()):
