@@ -43,13 +43,11 @@ def peers(family: str, seed: int = 0) -> list[Peer]:
 
 
 def model_of(peer: Peer, seed: int = 0, *, kernel: str | None = None) -> Any:
-    """A model of transformers with weights that keep every part alive."""
+    """A model of transformers with weights that keep every part alive, as it is: what a test mends in it is not."""
     torch.manual_seed(seed)
     first = kernel or ("sdpa" if peer.skip_eager else "eager")
     model = peer.auto.from_config(peer.config, attn_implementation=first).float().eval()
     randomise(model, seed, peer.frozen)
-    if peer.tweak is not None:
-        peer.tweak(model)
     return model
 
 

@@ -69,3 +69,9 @@ def angles_in_bf16() -> tuple[Home, dict[str, Any]]:
 
         attention.turn = turn
     return model, offers(model)
+
+
+@bug("token-order", also=("packing",))
+def given_positions_are_ignored() -> Any:
+    model = Home()
+    return model, offers(model) | {"placed": lambda tokens, positions: model(tokens)[0]}

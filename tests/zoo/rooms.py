@@ -9,6 +9,7 @@ NAMES = (
     "cache",
     "writing",
     "attention",
+    "peers_bugs",
     "positions",
     "scale",
     "rope",

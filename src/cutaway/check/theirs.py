@@ -53,7 +53,7 @@ def target(model: Any, seed: int) -> Target:
         )
     if "position_ids" in takes and "attention_mask" in takes:
         found.unplaced = lambda tokens, mask: logits_of(model(input_ids=tokens, attention_mask=mask.long(), **plain))
-    if "position_ids" in takes:
+    if "position_ids" in takes and not getattr(config, "alibi", False):
         found.placed = lambda tokens, positions: logits_of(model(input_ids=tokens, position_ids=positions, **plain))
     if found.kind == "decoder" and "past_key_values" in takes:
         found.cached = stepper(lambda tokens, state: model(input_ids=tokens, past_key_values=state, use_cache=True))
@@ -136,6 +136,17 @@ def source_for(model: Any, config: Any, seed: int) -> Tensor:
     return draw.to(model.device)
 
 
+def started(model: Any, source: Tensor, row: Tensor) -> Tensor:
+    """The loss of one text, as training has it: what the decoder reads is made of the labels by the model itself."""
+    kept = dict(model.config.__dict__)
+    try:
+        model.config.decoder_start_token_id = int(row[0])
+        return model(input_ids=source, labels=row[None, 1:], use_cache=False).loss  # type: ignore[no-any-return]
+    finally:
+        model.config.__dict__.clear()
+        model.config.__dict__.update(kept)
+
+
 def of_both(found: Target, model: Any, config: Any, seed: int) -> None:
     """An encoder-decoder: a fixed source for questions about the target's tokens."""
     source = source_for(model, config, seed)
@@ -160,7 +171,11 @@ def of_both(found: Target, model: Any, config: Any, seed: int) -> None:
     found.padded = lambda tokens, mask: logits_of(run(tokens, decoder_attention_mask=mask.long()))
     found.crossed, found.cached = crossed, step
     if "labels" in parameters(model.forward):
-        found.loss = lambda tokens, labels: run(tokens[:, :-1], labels=labels[:, 1:].contiguous()).loss
+        found.loss = lambda tokens, labels: (
+            torch.stack([started(model, source, row) for row in tokens]).mean()
+            if config.pad_token_id is not None and torch.equal(tokens, labels)
+            else run(tokens[:, :-1], labels=labels[:, 1:].contiguous()).loss
+        )
     if model.can_generate():
         add_writing(
             found,

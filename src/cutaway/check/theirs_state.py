@@ -167,7 +167,7 @@ def instead(config: Any, key: str, value: Any) -> Any:
     if alone and key in ("rope_parameters", "attn_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier"):
         return None
     if key == "rope_parameters" and isinstance(value, dict):
-        return other_angles(config, value)
+        return None if getattr(config, "alibi", False) else other_angles(config, value)
     if key == "sliding_window":
         types = getattr(config, "layer_types", None)
         slides = "sliding_attention" in types if types else getattr(config, "use_sliding_window", True)
@@ -180,7 +180,8 @@ def instead(config: Any, key: str, value: Any) -> Any:
         ("routed_scaling_factor", "embedding_multiplier"): times(value, 3),
         ("query_pre_attn_scalar",): times(value, 9),
         ("scale_attn_weights", "use_parallel_residual", "scale_embedding"): not value,
-        ("clip_qkv",): another(value, 0.1, 0.2),
+        ("clip_qkv", "swiglu_limit"): another(value, 0.1, 0.2),
+        ("swiglu_alpha",): times(value, 3),
     }
     return next((other for keys, other in table.items() if key in keys), None)
 

@@ -31,7 +31,7 @@ PATIENCE = 0.05
     fix="reorder every row of the state by the new beams' parents, and add log-probabilities along each one's path",
     needs=("logits", "beams"),
     kinds=CAUSAL,
-    after=("causality", "cache-steps", "generation"),
+    after=("causality", "rows-apart", "cache-steps", "generation"),
 )
 @torch.no_grad()
 def beams(exam: Exam) -> Iterator[Part]:

@@ -210,7 +210,7 @@ def named(exam: Exam, factor: float, tokens: Tensor) -> str:
     cause="padding is hidden by comparing labels with the pad token, and the pad token is the end token",
     fix="hide padding by the attention mask or by lengths, never by the token's number",
     needs=("logits", "loss"),
-    after=("loss-shift", "loss-uniform"),
+    after=("loss-shift", "loss-uniform", "eval-repeatable"),
 )
 @torch.no_grad()
 def loss_eos(exam: Exam) -> Iterator[Part]:
@@ -251,7 +251,7 @@ def theirs_beside(exam: Exam, tokens: Tensor, labels: Tensor, *ways: Tensor) -> 
     cause="the mean is taken over all positions, or row by row, or labels of padding are not hidden",
     fix="leave labels of -100 out of the sum and out of the count: ignore_index=-100 over the flattened batch",
     needs=("logits", "loss"),
-    after=("loss-shift", "loss-uniform", "causality"),
+    after=("loss-shift", "loss-uniform", *LEAKS),
 )
 @torch.no_grad()
 def loss_pads(exam: Exam) -> Iterator[Part]:

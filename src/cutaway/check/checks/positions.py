@@ -73,10 +73,12 @@ def places_differ(exam: Exam, tokens: Tensor) -> Gap:
 )
 def token_order(exam: Exam) -> Iterator[Part]:
     """Read one token again and again. Without positions its logits are the same everywhere, and in every attention so
-    are all scores; with them one of the two is not."""
+    are all scores; with them one of the two is not. Where positions can be given, number a text backwards: its logits
+    must change."""
     target, tokens = exam.target, constant(exam)
     if tokens.shape[1] < 3:
         raise CannotError("needs texts of three tokens")
+    yield from heeded(exam)
     told = places_differ(exam, tokens)
     if not told.ok:
         part = Part("pass", "one token has other logits at other places", told.worst, told.bound)
@@ -100,11 +102,28 @@ def token_order(exam: Exam) -> Iterator[Part]:
         )
 
 
+def heeded(exam: Exam) -> Iterator[Part]:
+    """Whether positions that are given are used at all."""
+    target = exam.target
+    placed, tokens = target.placed, exam.text()
+    if placed is None or not target.ordered or target.window == 1:
+        return
+    plain = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    given: list[list[Tensor]] = []
+    for positions in (plain, plain.flip(-1)):
+        with torch.no_grad(), Witness(target.module) as witness:
+            out = placed(tokens, positions)
+        given.append([out, *(one.scores for one in witness.attentions)])
+    if len(given[0]) == len(given[1]) > 1 and all(map(torch.equal, *given)):
+        yield Part("fail", "the positions that a text is given change nothing, forwards or backwards", 0.0, 0.0)
+
+
 @check(
     "rope-shift",
     catches="a rotation by which more than distances counts: q and k are turned by different rules",
     cause="only one of q and k is turned, or each by other pairs, angles or positions (a cache's length, say)",
     fix="turn q and k by one function with their true positions; q·k then depends on i - j alone",
+    after=("causality", "causality-paths", "rows-apart"),
 )
 def rope_shift(exam: Exam) -> Iterator[Part]:
     """Read one token again and again: each score must be that of the next query with the next key. Then number a text

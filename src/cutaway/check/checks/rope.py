@@ -147,7 +147,7 @@ def off(
     catches="angles that are not the configured ones: theta or a scaling for long contexts is ignored, or half applied",
     cause="theta, the scaling's factor, its blend of frequencies or its attention factor is read and never used",
     fix="compute frequencies (and the factor of cos and sin) from the configuration alone, and compare with a formula",
-    after=("rope-layout",),
+    after=("token-order", "rope-layout"),
 )
 def rope_scaling(exam: Exam) -> Iterator[Part]:
     """Read one token at near and far positions, and see by how much each pair of q and k turns: position times the

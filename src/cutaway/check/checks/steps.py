@@ -20,7 +20,7 @@ from cutaway.check.registry import check
     cause="each piece's mean is taken, and the means are averaged, however many labels each piece has",
     fix="sum the losses of all pieces, and divide by the count of labels in all of them",
     needs=("loss", "accumulated"),
-    after=("loss-shift", "loss-uniform", "loss-pads"),
+    after=("rows-apart", "loss-shift", "loss-uniform", "loss-pads"),
 )
 @torch.no_grad()
 def accumulation(exam: Exam) -> Iterator[Part]:
