@@ -1,4 +1,4 @@
-"""Falcon with ALiBi says that it takes a cache of fixed size (`_can_compile_fullgraph`), and raises when it is given one.
+"""Falcon with ALiBi says that it takes a cache of fixed size (`_can_compile_fullgraph`), and raises when given one.
 Found by `cache-poison`."""
 
 import torch

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cutaway.check import theirs
 from cutaway.check.offered import OfferError, guarded
 from cutaway.check.target import Target
 from cutaway.errors import InputError
@@ -31,7 +32,7 @@ def discover(thing: Any, given: dict[str, Any], *, seed: int) -> Target:
 
 
 def found_in(thing: Any, given: dict[str, Any], seed: int) -> Target:
-    from cutaway.check import ours, plain, theirs
+    from cutaway.check import ours, plain
 
     model = thing
     if not isinstance(model, nn.Module) and isinstance(getattr(model, "model", None), Transformer):
@@ -89,9 +90,14 @@ def finish(found: Target) -> None:
     for name in ("pad", "eos"):  # some configurations name tokens that a small table does not have
         if not 0 <= (getattr(found, name) or 0) < found.vocab:
             setattr(found, name, None)
-    if found.longest is None:
+    if found.longest is None and not describes_itself(found.module):
         found.longest = longest(found, low)
     found.dtype = found.dtype or out.dtype
+
+
+def describes_itself(module: nn.Module | None) -> bool:
+    """Whether a model's configuration says how much it reads: nothing is then nothing to ask for."""
+    return module is not None and (isinstance(module, Transformer) or theirs.is_one(module))
 
 
 def longest(found: Target, token: int) -> int | None:

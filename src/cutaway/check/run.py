@@ -47,10 +47,13 @@ def check(
     asked = [each for each in asked if each.quick] if quick else asked
     if budget <= 0:
         raise InputError(f"the budget is {budget} seconds; give some time, such as 30")
+    start = time.monotonic()
     with kept(target, offers), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         found = discover(target, offers, seed=seed)
-        return examine(found, asked, seed=seed, budget=budget, progress=progress)
+        report = examine(found, asked, seed=seed, budget=budget, progress=progress)
+    report.seconds = time.monotonic() - start
+    return report
 
 
 def kept(target: Any, offers: dict[str, Any]) -> Any:
@@ -120,8 +123,8 @@ def calibrate(exam: Exam, length: int) -> None:
         said = (str(error).strip().splitlines() or [""])[0][:200]
         target = exam.target
         raise InputError(
-            f"{target.name} was called with {exam.length} tokens below {target.vocab} and raised {type(error).__name__}: "
-            f"{said}; where that is not how it is to be called, give vocab= and longest="
+            f"{target.name} was called with {exam.length} tokens below {target.vocab} and raised "
+            f"{type(error).__name__}: {said}; where that is not how it is to be called, give vocab= and longest="
         ) from error
 
 
