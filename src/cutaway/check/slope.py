@@ -9,6 +9,8 @@ from cutaway.check.vectors import moved, tables
 
 STEP = 1e-2
 """Of the vectors' usual size: how far they are moved; then half as far."""
+NEAR = 1 / 16
+"""Of a step: where the gradient is right there, it was a kink."""
 SMOOTH, WRONG = 0.02, 0.06
 """How far two slopes may be apart to be called one, and the gradient from them to be called another."""
 
@@ -32,6 +34,7 @@ def slope(exam: Exam) -> Part:
             size = float(tables(module, logits, tokens)[0](tokens).float().square().mean().sqrt())
             noise = exam.ratio * scale_of(out) * out.numel() ** 0.5 / (STEP * max(size, 1e-30))
             due, seen = [], []
+            near: list[tuple[float, float]] = []
 
             def risen(direction: Tensor, step: float) -> float:
                 values = []
@@ -44,6 +47,8 @@ def slope(exam: Exam) -> Part:
                 direction = torch.randn(gradient.shape, generator=exam.generator).to(gradient.device)
                 due.append(float((gradient.float() * direction).sum()))
                 seen.append([risen(direction, STEP * size * share) for share in (1.0, 0.5)])
+                if abs(due[-1] - seen[-1][1]) > WRONG * abs(due[-1]):  # a kink may lie within the step, and not nearer
+                    near.append((abs(due[-1] - seen[-1][1]), abs(due[-1] - risen(direction, STEP * size * NEAR))))
             added[0].data.zero_()
     whole = max(sum(each[1] ** 2 for each in seen), sum(each**2 for each in due)) ** 0.5
     bound = WRONG * whole + MARGIN * noise
@@ -51,7 +56,8 @@ def slope(exam: Exam) -> Part:
     gap = sum((each - b) ** 2 for each, (_, b) in zip(due, seen, strict=True)) ** 0.5
     if gap <= bound:
         return Part("pass", "the gradient by the text's vectors is what moving them does", gap, bound)
-    if rough > SMOOTH * whole + MARGIN * noise:
+    kinked = bool(near) and sum(b for _, b in near) < 0.5 * sum(a for a, _ in near)
+    if kinked or rough > SMOOTH * whole + MARGIN * noise:
         raise CannotError("needs logits that change smoothly with the text's vectors")
     return wrong(
         f"the gradient by the text's vectors is {due[0]:.4g} where moving them gives {seen[0][1]:.4g}", gap, bound
