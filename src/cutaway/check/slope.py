@@ -7,7 +7,7 @@ from cutaway.check.exam import MARGIN, SLOW, CannotError, Exam, scale_of
 from cutaway.check.finding import Part
 from cutaway.check.vectors import moved, tables
 
-STEPS = (1e-2, 2e-3)
+STEPS = (1e-2, 2e-3, 5e-4)
 """Of the vectors' usual size: how far they are moved, and half as far."""
 SMOOTH, WRONG = 0.02, 0.06
 """How far two slopes may be apart to be called one, and the gradient from them to be called another."""
