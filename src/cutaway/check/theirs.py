@@ -15,6 +15,8 @@ SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "cls_
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")
 BY_PADS = ("create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds", "make_positions")
 """Methods of embeddings whose positions are counted by the padding token."""
+PLACED = "embed_positions"
+"""A table that numbers tokens by the mask itself, where it takes one (OPT)."""
 SHORT = ("dynamic", "longrope")
 """Scalings of RoPE that turn all tokens by other angles beyond the original length."""
 
@@ -109,9 +111,15 @@ def number(config: Any, name: str) -> int | None:
 def masked(found: Target, model: Any, takes: list[str], mask: Tensor) -> dict[str, Any]:
     """The mask, and the positions that follow from it where they are to be told (its own `generate` does the same)."""
     told: dict[str, Any] = {"attention_mask": mask.long()}
-    if "position_ids" in takes and not found.pads_counted:
+    if "position_ids" in takes and not found.pads_counted and not by_mask(model):
         told["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
     return told
+
+
+def by_mask(model: Any) -> bool:
+    """Whether the model numbers real tokens by the mask, so that nobody else has to."""
+    tables = [part for name, part in model.named_modules() if name.endswith(PLACED)]
+    return any("attention_mask" in parameters(part.forward) for part in tables)
 
 
 def stepper(call: Callable[[Tensor, Any], Any]) -> Callable[[Tensor, Any], tuple[Tensor, Any]]:
