@@ -16,7 +16,7 @@ FEW = 4
 FLAT, SHARP, LOGITS = 1e-6, 0.995, 500.0
 HALF, ROOM = 65504.0, 4.0
 STEP, WHOLE = 1e3, 1e6
-DEAD, SIGMAS, SHARE = 1e-6, 6.0, 0.3
+DEAD, SIGMAS, SHARE, UNREAD = 1e-6, 6.0, 0.3, 0.05
 
 
 def inside(exam: Exam) -> tuple[Inside, Tensor]:
@@ -224,8 +224,8 @@ def dead_neurons(exam: Exam) -> Iterator[Part]:
         if not bool(silent.all()):
             silent = silent & quiet(before, len(size))
         dead = silent if fresh else silent | blind
-        share = float(dead.float().mean())
-        if share >= SHARE:
+        share, unused = float(dead.float().mean()), float(blind.float().mean())
+        if share >= SHARE or (not fresh and unused >= UNREAD):
             message = f"{int(dead.sum())} of {len(dead)} neurons are dead, such as {int(dead.long().argmax())}"
             yield Part("warn", message, share, SHARE, one.module or None)
     yield Part("pass", "no layer has dead neurons")
