@@ -17,7 +17,7 @@ from cutaway.generate.plan import free_memory
 
 LENGTH = 24
 """Tokens of a usual text."""
-SLOW, SHORT = 0.03, 16
+SLOW, SHORT = 0.03, 10
 """From so many seconds a pass on, texts have so many tokens."""
 SLOWER = 0.3
 """From so many seconds on, noise is measured by one run."""

@@ -21,7 +21,7 @@ FIX = (
 EDGES = (8, 16, 32, 64)
 EXACT = 1e-12
 """A hidden token weighs exactly nothing: this share of the largest gradient is far below any rounding."""
-FEW = (1, 5, 12, 23)
+FEW = (1, 5, 9, 23)
 """Cuts that are tried on every path."""
 
 
@@ -247,7 +247,8 @@ def paths(exam: Exam) -> dict[str, Logits]:
         with torch.enable_grad():
             return plain(tokens).detach()
 
-    found["with gradients"] = with_gradients
+    if exam.seconds_a_pass < SLOW or target.module is None:  # training mode takes them too
+        found["with gradients"] = with_gradients
     if target.module is not None:
         module = target.module
 

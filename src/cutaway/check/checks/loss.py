@@ -29,10 +29,18 @@ def offered(exam: Exam, tokens: Tensor, labels: Tensor) -> Tensor:
     return loss.float().reshape(1)
 
 
+def read(exam: Exam, tokens: Tensor) -> Tensor:
+    """The logits of a text; of the last one asked for they are known."""
+    assert exam.target.logits is not None
+    kept = exam.known.get("read")
+    if kept is None or kept[0].shape != tokens.shape or not torch.equal(kept[0], tokens):
+        kept = exam.known["read"] = (tokens.clone(), exam.target.logits(tokens))
+    return kept[1]
+
+
 def ours(exam: Exam, tokens: Tensor, labels: Tensor, shift: int | None = None) -> Tensor:
     """What it should be."""
-    assert exam.target.logits is not None
-    logits = over_words(exam, exam.target.logits(tokens))
+    logits = over_words(exam, read(exam, tokens))
     return mean(logits, labels, shift_of(exam) if shift is None else shift).reshape(1)
 
 
@@ -40,8 +48,7 @@ def compare(exam: Exam, tokens: Tensor, labels: Tensor, shift: int | None = None
     """The offered loss beside its definition."""
     gap = exam.same(lambda: ours(exam, tokens, labels, shift), lambda: offered(exam, tokens, labels))
     # A mean over logits is rounded otherwise in each implementation, and one number shows little of its own noise.
-    assert exam.target.logits is not None
-    scale = float(exam.target.logits(tokens).float().abs().max())
+    scale = float(read(exam, tokens).float().abs().max())
     return Gap(gap.worst, max(gap.bound, MARGIN * (exam.ratio + 1e-6) * max(1.0, scale)), gap.index)
 
 
@@ -54,8 +61,11 @@ class Settled(ExitStack):
 
     def __enter__(self) -> "Settled":
         super().__enter__()
+        self.exam.known.pop("read", None)
+        self.callback(self.exam.known.pop, "read", None)  # by these weights
         if flat(self.exam, self.tokens) and self.exam.target.module is not None:
             self.enter_context(nudged(self.exam.target.module, self.exam.generator))
+            self.exam.known.pop("read", None)
         if flat(self.exam, self.tokens):
             self.close()
             raise CannotError("needs logits that tell tokens apart; these are all alike")
@@ -64,8 +74,7 @@ class Settled(ExitStack):
 
 def flat(exam: Exam, tokens: Tensor) -> bool:
     """Whether −log p of all tokens is the same."""
-    assert exam.target.logits is not None
-    told = each(over_words(exam, exam.target.logits(tokens)), tokens, shift_of(exam))[0]
+    told = each(over_words(exam, read(exam, tokens)), tokens, shift_of(exam))[0]
     return bool(told.max() - told.min() <= 1e-5 + MARGIN * exam.ratio * float(told.abs().max()))
 
 
@@ -107,8 +116,7 @@ def loss_shift(exam: Exam) -> Iterator[Part]:
 
 def other_shifts(exam: Exam, tokens: Tensor, right: int) -> dict[str, float]:
     """What the loss would be by other shifts."""
-    assert exam.target.logits is not None
-    logits = exam.target.logits(tokens).float()
+    logits = read(exam, tokens).float()
     rows = logits.log_softmax(-1)
     found = {TOLD[shift]: float(mean(logits, tokens, shift)) for shift in (0, 1, 2) if shift != right}
     if right:  # a loss may be given the text without its last token
@@ -129,8 +137,7 @@ def other_shifts(exam: Exam, tokens: Tensor, right: int) -> dict[str, float]:
 def seen_shift(exam: Exam, tokens: Tensor) -> int | None:
     """The shift by which one label alone acts on the loss, whatever else is added to it."""
     at = tokens.shape[1] // 2
-    assert exam.target.logits is not None
-    logits = exam.target.logits(tokens).float()
+    logits = read(exam, tokens).float()
     other = exam.changed(tokens, slice(at, at + 1))
     alone = torch.full_like(tokens, HIDDEN)
     one, two = alone.clone(), alone.clone()
@@ -166,8 +173,7 @@ def loss_uniform(exam: Exam) -> Iterator[Part]:
         labels = [tokens, *(exam.changed(tokens) for _ in range(3))]
         theirs = [float(offered(exam, tokens, given)) for given in labels]
         due = [float(ours(exam, tokens, given)) for given in labels]
-        assert exam.target.logits is not None
-        logits = exam.target.logits(tokens).float()
+        logits = read(exam, tokens).float()
     slopes = [(theirs[0] - theirs[n]) / ((due[0] - due[n]) or 1e-30) for n in (1, 2, 3)]
     slope = sorted(slopes)[1]
     told = f"the loss is {theirs[0]:.4g}, and the mean of −log p is {due[0]:.4g}"
@@ -235,9 +241,8 @@ def loss_eos(exam: Exam) -> Iterator[Part]:
                 yield Part("fail", message, value, whole, f"position {tokens.shape[1] - 1}")
                 return
             near = abs(value - whole) < 0.2 * abs(whole - less)
-            yield Part(
-                "pass" if near else "skip", f"the end token {when} counts" if near else "skipped: not to be told"
-            )
+            told = f"the end token {when} counts" if near else "skipped: not to be told"
+            yield Part("pass" if near else "skip", told)
 
 
 def theirs_beside(exam: Exam, tokens: Tensor, labels: Tensor, *ways: Tensor) -> tuple[float, ...]:
@@ -291,8 +296,7 @@ def loss_pads(exam: Exam) -> Iterator[Part]:
 
 def ways(exam: Exam, tokens: Tensor, labels: Tensor) -> dict[str, float]:
     """What the loss would be if hidden labels were treated otherwise."""
-    assert exam.target.logits is not None
-    logits, shift = exam.target.logits(tokens), shift_of(exam)
+    logits, shift = read(exam, tokens), shift_of(exam)
     told, at = each(logits, labels, shift)
     asked = tokens.shape[1] - shift
     rows = torch.stack([told[at[:, 0] == row].mean() for row in range(len(tokens))])

@@ -108,14 +108,16 @@ def heeded(exam: Exam) -> Iterator[Part]:
     placed, tokens = target.placed, exam.text()
     if placed is None or not target.ordered or target.window == 1:
         return
+    if target.longest is not None:
+        tokens = tokens[:, : target.longest // 2]
     plain = torch.arange(tokens.shape[1], device=tokens.device)[None]
     given: list[list[Tensor]] = []
-    for positions in (plain, plain.flip(-1)):
+    for positions in (plain, 2 * plain):
         with torch.no_grad(), Witness(target.module) as witness:
             out = placed(tokens, positions)
         given.append([out, *(one.scores for one in witness.attentions)])
     if len(given[0]) == len(given[1]) > 1 and all(map(torch.equal, *given)):
-        yield Part("fail", "the positions that a text is given change nothing, forwards or backwards", 0.0, 0.0)
+        yield Part("fail", "the positions that a text is given change nothing, not even twice as far apart", 0.0, 0.0)
 
 
 @check(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutaway.check.exam import MARGIN, CannotError, Exam
+from cutaway.check.exam import MARGIN, SLOW, CannotError, Exam
 from cutaway.check.finding import Part
 from cutaway.check.pieces import REFUSALS
 from cutaway.check.registry import CAUSAL, check
@@ -14,7 +14,7 @@ from cutaway.check.registry import CAUSAL, check
 
 def prompt_and_room(exam: Exam, most: int = 8) -> tuple[int, int]:
     """Tokens of a prompt, and of what is written behind it."""
-    n = max(1, min(most, exam.length // 2))
+    n = max(1, min(most, exam.length // (2 if exam.seconds_a_pass < SLOW else 3)))
     return max(1, min(exam.length - n, 10)), n
 
 
