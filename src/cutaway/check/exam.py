@@ -15,10 +15,11 @@ from cutaway.check.target import Target
 from cutaway.check.witness import Attention, Witness
 from cutaway.generate.plan import free_memory
 
-LENGTH = 24
-"""Tokens of a usual text."""
-SLOW, SHORT = 0.03, 10
-"""From so many seconds a pass on, texts have so many tokens."""
+LENGTH, SHORT = 16, 10
+"""Tokens of a usual text, and of one for a slow model."""
+LARGE, SLOW = 3_000_000, 0.1
+"""From so many parameters, or so many seconds a pass, on a model is called slow. Parameters are counted first, so that
+the same is asked on a busy machine."""
 SLOWER = 0.3
 """From so many seconds on, noise is measured by one run."""
 MARGIN = 10.0
@@ -56,6 +57,8 @@ class Exam:
         self.ratio = 0.0
         """The target's noise as a share of its largest output, measured by `calibrate`."""
         self.seconds_a_pass = 0.0
+        self.slow = False
+        """Whether fewer and shorter texts are to be read."""
         assert target.vocab is not None
         special = set(target.special)
         allowed = [token for token in range(min(target.vocab, 50_000)) if token not in special]
@@ -100,7 +103,10 @@ class Exam:
                 break
         noise = self.noise(lambda: self.target.logits(tokens), base)  # type: ignore[misc]
         self.ratio = noise / max(scale_of(base), 1e-30)
-        if self.seconds_a_pass > SLOW:
+        module = self.target.module
+        count = 0 if module is None else sum(each.numel() for each in module.parameters())
+        self.slow = count > LARGE or self.seconds_a_pass > SLOW
+        if self.slow:
             self.length = min(self.length, SHORT)
 
     def noise(self, make: Make, base: Tensor | None = None) -> float:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from cutaway.check.exam import MARGIN, SLOW, CannotError, Exam, scale_of
+from cutaway.check.exam import MARGIN, CannotError, Exam, scale_of
 from cutaway.check.finding import Part
 from cutaway.check.vectors import moved, tables
 
@@ -30,7 +30,7 @@ def slope(exam: Exam) -> Part:
             return wrong("the text's vectors get no gradient", 0.0)
         with torch.no_grad():
             size = max(float(tables(module, logits, tokens)[0](tokens).float().square().mean().sqrt()), 1e-30)
-            count = 3 if exam.seconds_a_pass < SLOW else 1
+            count = 3 if not exam.slow else 1
             directions = [
                 torch.randn(gradient.shape, generator=exam.generator).to(gradient.device) for _ in range(count)
             ]

@@ -12,8 +12,6 @@ from cutaway.check.finding import Part
 from cutaway.check.pieces import REFUSALS, first_far, in_pieces, read, seeming_position, sized, where
 from cutaway.check.registry import CAUSAL, check
 
-QUICK = 0.01
-"""Seconds of a pass below which a model is tried at every place."""
 LONG, SHORT = 34, 17
 """Tokens of a text for those, past a block of 32; and of one that is read in many ways."""
 SLOW = 3.0
@@ -23,10 +21,6 @@ HUGE = 1e4
 
 SHARE = 1e-2
 """Of the largest logit: what no rounding of one and the same pass comes to."""
-
-
-def quick(exam: Exam) -> bool:
-    return exam.seconds_a_pass < QUICK
 
 
 @check(
@@ -45,9 +39,9 @@ def cache_steps(exam: Exam) -> Iterator[Part]:
     of one pass over the whole."""
     logits = exam.target.logits
     assert logits is not None
-    most = LONG if quick(exam) else min(10, exam.length)
+    most = LONG if not exam.slow else min(10, exam.length)
     whole = exam.text(2, min(most, exam.target.longest or most))
-    few = 8 if quick(exam) else 3
+    few = 4 if not exam.slow else 3
     for path, first in (("token by token", 0), ("token by token behind a prompt", min(8, whole.shape[1] - 1))):
         tokens = whole[:, : first + few] if first else whole
         base = logits(tokens)
@@ -79,9 +73,9 @@ def cache_chunks(exam: Exam) -> Iterator[Part]:
     tokens, logits = exam.text(2, min(SHORT, exam.length)), exam.target.logits
     assert logits is not None
     length = tokens.shape[1]
-    cuts = range(1, length) if quick(exam) else sorted({1, length // 3, 2 * length // 3, length - 1})
+    cuts = range(1, length) if not exam.slow else sorted({1, length // 2})
     ways = [(f"cut at {cut}", [cut, length - cut]) for cut in cuts]
-    piece = 3 if quick(exam) else 7
+    piece = 3 if not exam.slow else 7
     ways.append((f"in pieces of {piece}", sized(length, piece)))
     base = logits(tokens)
     worst, done, refused = Gap(0.0, 0.0, ()), 0, ""
@@ -219,7 +213,7 @@ def cache_reuse(exam: Exam) -> Iterator[Part]:
         if part.verdict == "fail":
             return
     if target.generate is not None:
-        n = max(1, min(6, length // 3))
+        n = max(1, min(2 if exam.slow else 6, length // 3))
         first = target.generate(mine[:, : length - n], n)
         target.generate(longer[:, : length - n], n)
         again = target.generate(mine[:, : length - n], n)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from cutaway.check.exam import MARGIN, SLOW, CannotError, Exam, Gap, scale_of
+from cutaway.check.exam import MARGIN, CannotError, Exam, Gap, scale_of
 from cutaway.check.finding import Part
 from cutaway.check.registry import CAUSAL, check
 from cutaway.check.target import Logits
@@ -73,7 +73,7 @@ def causality(exam: Exam) -> Iterator[Part]:
     yield from leaks(exam, logits, tokens, list(range(1, tokens.shape[1])))
     with torch.no_grad():
         base = logits(tokens)
-    for cut in range(1, tokens.shape[1], 1 if exam.seconds_a_pass < SLOW else 5):
+    for cut in range(1, tokens.shape[1], 2 if not exam.slow else 5):
         gap = exam.same(
             lambda cut=cut: logits(tokens)[:, :cut],  # type: ignore[misc]
             lambda cut=cut: logits(tokens[:, :cut]),  # type: ignore[misc]
@@ -98,7 +98,7 @@ def causality_edges(exam: Exam) -> Iterator[Part]:
     """In a text of 67 tokens, change all tokens from just before, at and just after 8, 16, 32 and 64."""
     longest = exam.target.longest or 10_000
     length = min(max(EDGES) + 3, longest)
-    around = (-1, 0, 1) if exam.seconds_a_pass < SLOW else (0,)
+    around = (-1, 0, 1) if not exam.slow else (0,)
     cuts = [edge + step for edge in EDGES for step in around if edge + step < length]
     if not cuts:
         raise CannotError(f"it reads {longest} tokens at most, fewer than a tile has")
@@ -117,7 +117,7 @@ def causality_edges(exam: Exam) -> Iterator[Part]:
 )
 def causality_gradient(exam: Exam) -> Part:
     """The Jacobian of the logits by the tokens' vectors: exactly zero above the diagonal, alive below it."""
-    logits, tokens = exam.target.logits, exam.text(1, min(12 if exam.seconds_a_pass < SLOW else 8, exam.length))
+    logits, tokens = exam.target.logits, exam.text(1, min(12 if not exam.slow else 8, exam.length))
     assert logits is not None
     length = tokens.shape[1]
     weights = None
@@ -195,7 +195,7 @@ def causality_paths(exam: Exam) -> Iterator[Part]:
     batch, and among the tokens of a piece that is read behind a cache. The labels of a pass must not change it."""
     target, tokens = exam.target, exam.text()
     length = tokens.shape[1]
-    few = FEW if exam.seconds_a_pass < SLOW else FEW[::2]
+    few = FEW if not exam.slow else FEW[1:2]
     cuts = [cut for cut in few if cut < length] or [length - 1]
     assert target.logits is not None
     plain = target.logits
@@ -247,7 +247,7 @@ def paths(exam: Exam) -> dict[str, Logits]:
         with torch.enable_grad():
             return plain(tokens).detach()
 
-    if exam.seconds_a_pass < SLOW or target.module is None:  # training mode takes them too
+    if not exam.slow or target.module is None:  # training mode takes them too
         found["with gradients"] = with_gradients
     if target.module is not None:
         module = target.module

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cutaway.check.exam import SLOW, CannotError, Exam
+from cutaway.check.exam import CannotError, Exam
 from cutaway.check.finding import Part
 from cutaway.check.inside import HIDDEN, Inside, Product, Seen, streams
 from cutaway.check.reads import refuse_compiled
@@ -27,7 +27,7 @@ def inside(exam: Exam) -> tuple[Inside, Tensor]:
         assert target.logits is not None
         if target.module is not None:
             refuse_compiled(target.module)
-        tokens = exam.text(1 if exam.seconds_a_pass > SLOW else 2)
+        tokens = exam.text(1 if exam.slow else 2)
         with torch.enable_grad(), Inside(target.module, len(tokens)) as seen:
             out = target.logits(tokens)
         return seen, out

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cutaway.check.again import SMALL
 from cutaway.check.entropy import own_loss
-from cutaway.check.exam import MARGIN, SLOW, CannotError, Exam
+from cutaway.check.exam import MARGIN, CannotError, Exam
 from cutaway.check.finding import Part
 from cutaway.check.offered import no_logits
 from cutaway.check.reads import refuse_compiled
@@ -190,7 +190,7 @@ def overfit(exam: Exam) -> Part:
     assert module is not None
     tensors = trained_tensors(exam)
     count = sum(each.numel() for each in tensors.values())
-    if count > SMALL or exam.seconds_a_pass > SLOW:
+    if count > SMALL or exam.slow:
         raise CannotError(f"needs a small model (at most {SMALL:,} parameters), for it is trained")
     tokens = exam.text(1, min(8, exam.length))
     best = math.inf

@@ -38,7 +38,7 @@ def seeded(logits: Logits, tokens: Tensor, seed: int) -> Tensor:
 )
 def eval_repeatable(exam: Exam) -> Iterator[Part]:
     """Read one text again from another state of chance, after other texts, and a tenth time: the logits must stay. Then
-    see that a pass and a generation leave the mode of every module as it was."""
+    see that a pass leaves the mode of every module as it was."""
     target = exam.target
     assert target.logits is not None
     logits, tokens = target.logits, exam.text()
@@ -65,7 +65,7 @@ def eval_repeatable(exam: Exam) -> Iterator[Part]:
                 tenth = seeded(logits, tokens, exam.seed)
             yield judged(exam, logits, tokens, base, tenth, "for the tenth time")
     if target.module is not None:
-        yield from modes_kept(exam, target.module)
+        yield modes_kept(exam, target.module)
 
 
 def beginnings(module: nn.Module | None) -> dict[str, Tensor]:
@@ -90,27 +90,17 @@ def judged(exam: Exam, logits: Logits, tokens: Tensor, base: Tensor, other: Tens
     return exam.judge(gap, held=f"the same logits {when}", broken=f"other logits {when}", where=where)
 
 
-def modes_kept(exam: Exam, module: nn.Module) -> Iterator[Part]:
-    """Whether calls leave the modes as they were."""
-    target, tokens = exam.target, exam.text(1, min(4, exam.length))
-    calls: list[tuple[str, Callable[[], Any], bool]] = [("a pass", lambda: target.logits(tokens), False)]  # type: ignore[misc]
-    if target.generate is not None:
-        calls += [(f"a generation in {mode} mode", lambda: target.generate(tokens, 2), on)  # type: ignore[misc]
-                  for mode, on in (("eval", False), ("training", True))]  # fmt: skip
-    for name, call, training in calls:
-        module.train(training)
-        before = {path: part.training for path, part in module.named_modules()}
-        with torch.no_grad(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            call()
-        changed = [path for path, part in module.named_modules() if before.get(path, part.training) != part.training]
-        module.eval()
-        if changed:
-            now = "eval" if training else "training"
-            message = f"{name} leaves {changed[0] or 'the model'} in {now} mode"
-            # What generates may well be told to call eval() first; what leaves eval mode is wrong in any case.
-            yield Part("warn" if training else "fail", message, where=changed[0] or None)
-            return
-    yield Part("pass", "calls leave the mode as it was")
+def modes_kept(exam: Exam, module: nn.Module) -> Part:
+    """Whether a pass leaves the modes as they were; mode-restored asks the same of writing."""
+    logits, tokens = exam.target.logits, exam.text(1, min(4, exam.length))
+    assert logits is not None
+    with torch.no_grad(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        logits(tokens)
+    changed = [path for path, part in module.named_modules() if part.training]
+    module.eval()
+    if changed:
+        return Part("fail", f"a pass leaves {changed[0] or 'the model'} in training mode", where=changed[0] or None)
+    return Part("pass", "a pass leaves the mode as it was")
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]

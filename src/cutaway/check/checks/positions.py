@@ -16,6 +16,8 @@ from cutaway.check.witness import Attention, Witness
 ROTARY = re.compile(r"rope|rotary|inv_freq|freqs|frequenc|cos|sin_?cached")
 LEAST = 1e-4
 """Of the largest score: what the rounding of angles may come to."""
+CLEAR = 100.0
+"""Times the noise: what no measuring of it again could explain."""
 SUM = 1e-3
 """Of one: what no rounding of a row's sum comes to."""
 EXACT = 1e-6
@@ -56,8 +58,14 @@ def places_differ(exam: Exam, tokens: Tensor) -> Gap:
     logits = exam.target.logits
     assert logits is not None
 
+    @torch.no_grad()
     def seen() -> Gap:
         later = tokens.shape[1] - 1
+        out = logits(tokens)
+        gap = apart(out[:, 1:], out[:, :1].expand(-1, later, -1))
+        gap.bound = MARGIN * exam.ratio * scale_of(out)
+        if gap.worst > CLEAR * gap.bound:
+            return gap
         return exam.same(lambda: logits(tokens)[:, 1:], lambda: logits(tokens)[:, :1].expand(-1, later, -1))
 
     return exam.once(f"places {exam.ratio} {tokens.tolist()}", seen)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from cutaway.check.exam import SLOW, CannotError, Exam, Make
+from cutaway.check.exam import CannotError, Exam, Make
 from cutaway.check.finding import Part
 from cutaway.check.padding import batch, filler, sizes
 from cutaway.check.registry import check
@@ -33,7 +33,7 @@ def rows_apart(exam: Exam) -> Iterator[Part]:
     assert logits is not None
     with torch.no_grad():
         base = logits(tokens)
-        for kept in (0, 2) if exam.seconds_a_pass < SLOW else (0,):
+        for kept in (0, 2) if not exam.slow else (0,):
             other = exam.changed(tokens)
             other[kept] = tokens[kept]
             gap = exam.same(lambda k=kept: logits(tokens)[k], lambda k=kept, o=other: logits(o)[k], first=base[kept])  # type: ignore[misc]  # fmt: skip
@@ -60,7 +60,7 @@ def slopes_apart(exam: Exam, tokens: Tensor) -> Iterator[Part]:
     assert target.module is not None
     logits, loss = target.logits, target.loss
     mine: Make = lambda: logits(tokens)[1].float().logsumexp(-1).sum()  # noqa: E731
-    slow = exam.seconds_a_pass >= SLOW  # training mode sees the same, and more
+    slow = exam.slow  # training mode sees the same, and more
     if not slow:
         yield stands_apart("logits of row 1 have", slopes(exam, tokens, mine))
     with in_training(target.module):
@@ -136,7 +136,7 @@ def batch_size(exam: Exam) -> Iterator[Part]:
     target, length = exam.target, min(12, exam.length)
     logits = target.logits
     assert logits is not None
-    for rows in (2, 5) if exam.seconds_a_pass < SLOW else (2,):
+    for rows in (2, 5) if not exam.slow else (2,):
         tokens, ends = exam.text(rows, length), [0, rows - 1]
         gap = exam.same(
             lambda t=tokens, e=ends: logits(t)[e],  # type: ignore[misc]

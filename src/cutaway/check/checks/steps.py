@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from cutaway.check.checks.learning import SAMPLED, gradients, trained_tensors
 from cutaway.check.checks.loss import Settled, offered
 from cutaway.check.entropy import HIDDEN
-from cutaway.check.exam import SLOW, Exam
+from cutaway.check.exam import Exam
 from cutaway.check.finding import Part
 from cutaway.check.reads import refuse_compiled
 from cutaway.check.registry import check
@@ -73,7 +73,7 @@ def recomputation(exam: Exam) -> Iterator[Part]:
     drops = [part for part in module.modules() if isinstance(part, nn.Dropout)]
     shares = [part.p for part in drops]
     try:
-        for share in (None, 0.3) if drops and exam.seconds_a_pass < SLOW else (None,):
+        for share in (None, 0.3) if drops and not exam.slow else (None,):
             for part in drops if share is not None else ():
                 part.p = share  # type: ignore[assignment]
             plain = made(False)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutaway.check.exam import MARGIN, SLOW, CannotError, Exam
+from cutaway.check.exam import MARGIN, CannotError, Exam
 from cutaway.check.finding import Part
 from cutaway.check.pieces import REFUSALS
 from cutaway.check.registry import CAUSAL, check
@@ -14,7 +14,7 @@ from cutaway.check.registry import CAUSAL, check
 
 def prompt_and_room(exam: Exam, most: int = 8) -> tuple[int, int]:
     """Tokens of a prompt, and of what is written behind it."""
-    n = max(1, min(most, exam.length // (2 if exam.seconds_a_pass < SLOW else 3)))
+    n = max(1, min(most, exam.length // (2 if not exam.slow else 3)))
     return max(1, min(exam.length - n, 10)), n
 
 
@@ -106,7 +106,8 @@ def generation(exam: Exam) -> Iterator[Part]:
     length, n = prompt_and_room(exam)
     if target.generate is not None:
         yield greedily(exam, target.generate, exam.text(2, length), n, "in a batch of two", None)
-        yield greedily(exam, target.generate, exam.text(1, max(1, length // 2)), n, "alone", None)
+        if not exam.slow:
+            yield greedily(exam, target.generate, exam.text(1, max(1, length // 2)), n, "alone", None)
     if target.generate_padded is not None:
         prompt, mask, alone = padded(exam, length)
         write = target.generate_padded
@@ -141,7 +142,8 @@ def speculation(exam: Exam) -> Iterator[Part]:
     assert speculate is not None
     length, n = prompt_and_room(exam, 10)
     repeated = exam.text(2, max(1, length // 3)).repeat(1, 3)
-    for prompt, how in ((repeated, "behind a text that repeats itself"), (exam.text(2, length), "behind another text")):
+    ways = [(repeated, "behind a text that repeats itself"), (exam.text(2, length), "behind another text")]
+    for prompt, how in ways[:1] if exam.slow else ways:
         yield greedily(exam, speculate, prompt, n, f"speculatively {how}", None)
 
 
