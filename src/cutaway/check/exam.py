@@ -15,13 +15,15 @@ from cutaway.check.target import Target
 from cutaway.check.witness import Attention, Witness
 from cutaway.generate.plan import free_memory
 
-LENGTH, SHORT = 16, 10
+LENGTH, SHORT = 16, 8
 """Tokens of a usual text, and of one for a slow model."""
 LARGE, SLOW = 3_000_000, 0.1
 """From so many parameters, or so many seconds a pass, on a model is called slow. Parameters are counted first, so that
 the same is asked on a busy machine."""
 SLOWER = 0.3
 """From so many seconds on, noise is measured by one run."""
+BRIEF = 6
+"""Tokens of a text in a model's own precision."""
 MARGIN = 10.0
 """How many times its own noise two equal results may be apart."""
 NULLS = 3
@@ -89,11 +91,16 @@ class Exam:
         return out
 
     # comparisons
+    def narrow(self, dtype: torch.dtype | None) -> None:
+        """Go on in a narrower type, which a CPU may be very slow in: rounding grows with its last place."""
+        assert dtype is not None
+        self.ratio *= torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
+        self.length = min(self.length, BRIEF // 2 if self.slow else BRIEF)
+
     @torch.no_grad()
-    def calibrate(self, length: int = LENGTH) -> None:
+    def calibrate(self) -> None:
         """Measure the noise, and what a pass costs, on one text; others will be no longer."""
         assert self.target.logits is not None
-        self.length = min(length, self.target.longest or length)
         tokens = self.text()
         for _ in range(2):  # a first pass may have to make things ready
             start = time.monotonic()
@@ -166,6 +173,7 @@ class Exam:
         assert self.target.logits is not None
         with Witness(self.target.module) as witness:
             self.target.logits(tokens)
+        self.known["turned"] = bool(witness.turned)
         return witness.attentions
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:

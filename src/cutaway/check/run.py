@@ -1,15 +1,15 @@
 """Ask a target all that it can be asked."""
 
 import time
-from collections.abc import Callable, Collection, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from cutaway.check.discover import discover
-from cutaway.check.exam import LENGTH, NARROW, CannotError, Exam, can_widen, widened
+from cutaway.check.exam import LARGE, NARROW, CannotError, Exam, can_widen, widened
 from cutaway.check.finding import SEVERITY, Finding, Part, Report
 from cutaway.check.offered import OfferError
 from cutaway.check.registry import Check, chosen
@@ -17,8 +17,6 @@ from cutaway.check.target import Target
 from cutaway.errors import CutawayError, InputError
 
 UNTRIED = "could not be tried"
-BRIEF = 6
-"""Tokens of a text in a model's own precision, which a CPU may be very slow in."""
 SMALL = 1 << 16
 """Numbers of a buffer that is put back as it was."""
 Progress = Callable[[int, int, str], None]
@@ -48,7 +46,7 @@ def check(
     if budget <= 0:
         raise InputError(f"the budget is {budget} seconds; give some time, such as 30")
     start = time.monotonic()
-    with kept(target, offers), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with kept(target, offers), alone(target), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         found = discover(target, offers, seed=seed)
         report = examine(found, asked, seed=seed, budget=budget, progress=progress)
@@ -61,6 +59,20 @@ def kept(target: Any, offers: dict[str, Any]) -> Any:
     module = offers.get("module", target)
     module = getattr(module, "model", module) if not isinstance(module, nn.Module) else module
     return Kept(module) if isinstance(module, nn.Module) else nullcontext()
+
+
+@contextmanager
+def alone(target: Any) -> Iterator[None]:
+    """A small model is asked by one thread: several would only wait for each other."""
+    module = getattr(target, "model", target)
+    count = sum(each.numel() for each in module.parameters()) if isinstance(module, nn.Module) else LARGE
+    threads = torch.get_num_threads()
+    if count < LARGE:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class Kept:
@@ -95,10 +107,13 @@ def examine(
     exam = Exam(target, seed=seed, budget=budget)
     findings: list[Finding] = []
     noise: dict[str, float] = {}
-    for own in (True, False) if narrow else (False,):
+    for own in (False, True) if narrow else (False,):  # what a CPU may be slow in comes last
         with widened(target.module) if narrow and not own else nullcontext():
+            if target.logits is not None and own:
+                exam.narrow(target.dtype)
+            elif target.logits is not None:
+                calibrate(exam)
             if target.logits is not None:
-                calibrate(exam, BRIEF if own else LENGTH)
                 dtype = torch.float32 if narrow and not own else target.dtype
                 noise[str(dtype).removeprefix("torch.")] = exam.ratio
             for each in asked:
@@ -113,10 +128,10 @@ def examine(
     return Report(target.name, findings, seed, time.monotonic() - start, target.facts(), noise)
 
 
-def calibrate(exam: Exam, length: int) -> None:
+def calibrate(exam: Exam) -> None:
     """A first text: where even that raises, it is most likely for its tokens or its length."""
     try:
-        exam.calibrate(length)
+        exam.calibrate()
     except CutawayError:
         raise
     except Exception as error:

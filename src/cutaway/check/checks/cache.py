@@ -12,7 +12,7 @@ from cutaway.check.finding import Part
 from cutaway.check.pieces import REFUSALS, first_far, in_pieces, read, seeming_position, sized, where
 from cutaway.check.registry import CAUSAL, check
 
-LONG, SHORT = 34, 17
+LONG, SHORT = 34, 12
 """Tokens of a text for those, past a block of 32; and of one that is read in many ways."""
 SLOW = 3.0
 """Seconds that passing a window may take."""
@@ -35,15 +35,15 @@ SHARE = 1e-2
 )
 @torch.no_grad()
 def cache_steps(exam: Exam) -> Iterator[Part]:
-    """Read a text token by token, and again token by token behind a prompt of eight: each token's logits must be those
+    """Read a text token by token, and again token by token behind a prompt: each token's logits must be those
     of one pass over the whole."""
     logits = exam.target.logits
     assert logits is not None
-    most = LONG if not exam.slow else min(10, exam.length)
+    most, many, few = (10, 8, 3) if exam.slow else (LONG, 12, 6)
     whole = exam.text(2, min(most, exam.target.longest or most))
-    few = 4 if not exam.slow else 3
-    for path, first in (("token by token", 0), ("token by token behind a prompt", min(8, whole.shape[1] - 1))):
-        tokens = whole[:, : first + few] if first else whole
+    behind = max(0, whole.shape[1] - few)
+    for path, first in (("token by token", 0), ("token by token behind a prompt", behind)):
+        tokens = whole if first else whole[:, :many]
         base = logits(tokens)
         sizes = sized(tokens.shape[1], 1, first)
         gap, step = in_pieces(exam, tokens, sizes, base)

@@ -21,7 +21,7 @@ FIX = (
 EDGES = (8, 16, 32, 64)
 EXACT = 1e-12
 """A hidden token weighs exactly nothing: this share of the largest gradient is far below any rounding."""
-FEW = (1, 5, 9, 23)
+FEW = (1, 6, 23)
 """Cuts that are tried on every path."""
 
 

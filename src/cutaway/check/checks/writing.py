@@ -12,7 +12,7 @@ from cutaway.check.pieces import REFUSALS
 from cutaway.check.registry import CAUSAL, check
 
 
-def prompt_and_room(exam: Exam, most: int = 8) -> tuple[int, int]:
+def prompt_and_room(exam: Exam, most: int = 6) -> tuple[int, int]:
     """Tokens of a prompt, and of what is written behind it."""
     n = max(1, min(most, exam.length // (2 if not exam.slow else 3)))
     return max(1, min(exam.length - n, 10)), n
@@ -140,7 +140,7 @@ def speculation(exam: Exam) -> Iterator[Part]:
     does not: each token must be the likeliest in one pass."""
     speculate = exam.target.speculate
     assert speculate is not None
-    length, n = prompt_and_room(exam, 10)
+    length, n = prompt_and_room(exam, 7)
     repeated = exam.text(2, max(1, length // 3)).repeat(1, 3)
     ways = [(repeated, "behind a text that repeats itself"), (exam.text(2, length), "behind another text")]
     for prompt, how in ways[:1] if exam.slow else ways:
