@@ -149,7 +149,7 @@ def peeking(rule: Any) -> Home:
     return model
 
 
-@bug("cache-poison", also=("left-padding", "generation"))
+@bug("cache-poison", also=("left-padding", "generation", "right-padding", "pad-contents"))
 def empty_slots_that_are_seen() -> Home:
     return peeking(lambda seen, query, key: seen | ((key < 0)[:, None, :] & (query >= 0)[:, :, None]))
 

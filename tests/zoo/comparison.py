@@ -24,7 +24,7 @@ def another_activation_in_one_layer() -> tuple[Any, dict[str, Any]]:
     return model, {}
 
 
-@bug("own-precision")
+@bug("own-precision", also=("rope-precision",))
 def angles_in_bf16() -> Home:
     """Beyond 256, whole numbers are no longer that in bf16."""
     model = Home().to(torch.bfloat16)
@@ -40,7 +40,7 @@ def angles_in_bf16() -> Home:
     return model
 
 
-@bug("own-precision")
+@bug("own-precision", also=("update-ratio", "half-headroom"))
 def more_than_fp16_holds() -> Home:
     model = Home()
     with torch.no_grad():

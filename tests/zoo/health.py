@@ -14,14 +14,14 @@ def keys_of_zero() -> Home:
     return model
 
 
-@bug("attention-entropy")
+@bug("attention-entropy", also=("attention-scale",))
 def a_scale_of_zero() -> Home:
     model = Home()
     model.blocks[0].attention.scale = lambda: 0.0
     return model
 
 
-@bug("attention-logits", also=("attention-entropy",))
+@bug("attention-logits", also=("attention-entropy", "update-ratio"))
 def queries_that_have_grown() -> Home:
     model = Home()
     model.blocks[0].attention.q.weight.data.mul_(1000.0)
@@ -36,12 +36,12 @@ def large_inside(factor: float) -> Home:
     return model.half()
 
 
-@bug("half-headroom", also=("own-precision",))
+@bug("half-headroom", also=("own-precision", "update-ratio"))
 def more_than_fp16_holds() -> Home:
     return large_inside(3e4)
 
 
-@bug("half-headroom")
+@bug("half-headroom", also=("update-ratio",))
 def near_the_end_of_fp16() -> Home:
     return large_inside(8e3)
 

@@ -35,7 +35,7 @@ def labels_shifted_twice() -> Made:
     return losing(lambda logits, labels: entropy(logits[:, :-2], labels[:, 2:]))
 
 
-@bug("loss-shift")
+@bug("loss-shift", also=("rows-apart",))
 def a_shift_across_the_ends_of_rows() -> Made:
     return losing(lambda logits, labels: F.cross_entropy(logits.flatten(0, 1)[:-1], labels.flatten()[1:]))
 

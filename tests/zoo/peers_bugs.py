@@ -29,7 +29,7 @@ def labels_that_are_not_shifted_for_the_decoder() -> Any:
     return model, {}
 
 
-@bug("left-padding")
+@bug("left-padding", also=("generation", "token-order"))
 def opt_counts_slots_for_positions() -> Any:
     """A table that numbers tokens by the mask, and does not."""
     torch.manual_seed(0)
@@ -45,7 +45,7 @@ def opt_counts_slots_for_positions() -> Any:
     return model, {}
 
 
-@bug("tensors-used", also=("parity",))
+@bug("tensors-used", also=("parity", "export"))
 def shared_experts_are_never_called() -> Any:
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP
 

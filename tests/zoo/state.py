@@ -88,7 +88,7 @@ def a_buffer_of_nan() -> Home:
     return model
 
 
-@bug("meta-buffers", also=("export", "parity"))
+@bug("meta-buffers", also=("export", "parity", "rope-scaling"))
 def frequencies_of_another_model() -> tuple[Any, dict[str, Any]]:
     model = llama()
     model.model.rotary_emb.inv_freq.mul_(0.9)
@@ -254,7 +254,7 @@ class Direct(nn.Module):
         return self.inner.forward(*args)
 
 
-@bug("hooks")
+@bug("hooks", also=("cache-poison",))
 def forward_called_by_name() -> Home:
     model = Home()
     model.blocks[1] = Direct(model.blocks[1])

@@ -1,5 +1,6 @@
 """From what a user has to a `Target`: functions and facts are found where they can be, and taken where given."""
 
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cutaway.check import theirs
+from cutaway.check.exam import can_widen, widened
 from cutaway.check.offered import OfferError, guarded
 from cutaway.check.target import Target
 from cutaway.errors import InputError
@@ -91,13 +93,14 @@ def finish(found: Target) -> None:
         if not 0 <= (getattr(found, name) or 0) < found.vocab:
             setattr(found, name, None)
     if found.longest is None and not describes_itself(found.module):
-        found.longest = longest(found, low)
+        with widened(found.module) if can_widen(found) else nullcontext():  # a CPU may be slow in less
+            found.longest = longest(found, low)
     found.dtype = found.dtype or out.dtype
 
 
 def describes_itself(module: nn.Module | None) -> bool:
     """Whether a model's configuration says how much it reads: nothing is then nothing to ask for."""
-    return module is not None and (isinstance(module, Transformer) or theirs.is_one(module))
+    return module is not None and theirs.is_one(module)
 
 
 def longest(found: Target, token: int) -> int | None:

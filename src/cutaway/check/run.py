@@ -75,6 +75,27 @@ def alone(target: Any) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+class Buffers:
+    """The small buffers of a module as they are now: running means, say, or frequencies that follow a text's length."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        parts = [] if module is None else module.modules()
+        self.found = [
+            (part, name, each, each.detach().clone())
+            for part in parts
+            for name, each in part._buffers.items()
+            if each is not None and each.numel() <= SMALL and not each.is_meta
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for part, name, buffer, before in self.found:
+            if part._buffers.get(name) is not buffer:
+                part._buffers[name] = buffer
+            if not torch.equal(buffer, before.to(buffer.dtype)):
+                buffer.copy_(before)
+
+
 class Kept:
     """Modes and gradients of a module, before and after."""
 
@@ -83,17 +104,14 @@ class Kept:
 
     def __enter__(self) -> None:
         self.modes = {part: part.training for part in self.module.modules()}
-        self.buffers = [(each, each.detach().clone()) for each in self.module.buffers() if each.numel() <= SMALL]
+        self.buffers = Buffers(self.module)
         self.gradients = {part: part.grad for part in self.module.parameters()}
         self.module.eval()
 
     def __exit__(self, *_: object) -> None:
         for part, training in self.modes.items():
             part.training = training
-        for buffer, before in self.buffers:  # running means, say
-            if not buffer.is_meta and not torch.equal(buffer, before):
-                with torch.no_grad():
-                    buffer.copy_(before)
+        self.buffers.put_back()
         for parameter, gradient in self.gradients.items():
             parameter.grad = gradient
 
@@ -116,6 +134,7 @@ def examine(
             if target.logits is not None:
                 dtype = torch.float32 if narrow and not own else target.dtype
                 noise[str(dtype).removeprefix("torch.")] = exam.ratio
+            buffers = Buffers(target.module)
             for each in asked:
                 if narrow and each.own != own:
                     continue
@@ -123,6 +142,7 @@ def examine(
                     progress(len(findings), len(asked), each.name)
                 failed = {finding.check for finding in findings if finding.verdict == "fail"}
                 findings.append(ask(each, exam, failed))
+                buffers.put_back()
     order = {each.name: n for n, each in enumerate(asked)}
     findings.sort(key=lambda finding: order[finding.check])
     return Report(target.name, findings, seed, time.monotonic() - start, target.facts(), noise)

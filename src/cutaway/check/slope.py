@@ -9,7 +9,7 @@ from cutaway.check.vectors import moved, tables
 
 STEPS = (1e-2, 2e-3, 5e-4)
 """Of the vectors' usual size: how far they are moved, and half as far."""
-SMOOTH, WRONG = 0.02, 0.06
+SMOOTH, WRONG = 0.02, 0.15
 """How far two slopes may be apart to be called one, and the gradient from them to be called another."""
 
 

@@ -238,7 +238,7 @@ def grouped_heads(exam: Exam) -> Iterator[Part]:
         return
     shared = 0
     for one in exam.attentions(exam.text(1, min(exam.length, 11))):
-        layouts = [layout(x) for x in (one.k, one.v) if x is not None]
+        layouts = [layout(x) for x in (one.k, one.v) if x is not None and bool(x.any())]
         for what, groups in zip(("keys", "values"), layouts, strict=False):
             size = len(groups) // (max(groups) + 1)
             if groups != [head // size for head in range(len(groups))] and max(groups) + 1 < len(groups):

@@ -30,7 +30,10 @@ SHARE = 1e-2
     fix="number new tokens from the cache's length on, store each key once as it is used, and mask by positions",
     needs=("logits", "cached"),
     kinds=CAUSAL,
-    after=("causality",),
+    after=(
+        "causality-edges",
+        "causality",
+    ),
     quick=True,
 )
 @torch.no_grad()
@@ -104,7 +107,7 @@ def cache_chunks(exam: Exam) -> Iterator[Part]:
     fix="mask every slot that holds no token of this text, by its position, before the softmax",
     needs=("logits", "poisoned"),
     kinds=CAUSAL,
-    after=("causality", "cache-steps"),
+    after=("causality-gradient", "causality", "cache-steps"),
 )
 @torch.no_grad()
 def cache_poison(exam: Exam) -> Part:

@@ -28,7 +28,7 @@ SAMPLED = 256
 NUDGE = 1e-2
 """By which share of its usual size a tensor is moved to see whether it acts."""
 RATE = 3e-4
-LEAST, MOST = 1e-7, 3.0
+LEAST, MOST = 1e-8, 3.0
 """Of a tensor's usual size: what a first step of Adam should move it by."""
 
 
@@ -63,14 +63,15 @@ class Slope:
     """A first step of Adam as a share of the parameter's usual size; None where there is none, or it is no matrix."""
 
 
-def slopes(exam: Exam) -> tuple[float, dict[str, Slope]]:
-    """The loss of a text, and of each parameter's gradient what the checks ask; made once, for it costs a way back."""
+def slopes(exam: Exam) -> tuple[Tensor, float, dict[str, Slope]]:
+    """A text, its loss, and of each parameter's gradient what the checks ask; made once, for it costs a way back."""
 
-    def look() -> tuple[float, dict[str, Slope]]:
-        loss = float(backward(exam, exam.text(1, min(12, exam.length))))
+    def look() -> tuple[Tensor, float, dict[str, Slope]]:
+        tokens = exam.text(1, min(12, exam.length))
+        loss = float(backward(exam, tokens))
         found = {name: slope_of(each) for name, each in trained_tensors(exam).items()}
         forget(exam)
-        return loss, found
+        return tokens, loss, found
 
     return exam.once(f"slopes {exam.ratio}", look)
 
@@ -227,8 +228,8 @@ def gradient_reach(exam: Exam) -> Iterator[Part]:
     module = exam.target.module
     assert module is not None
     refuse_compiled(module)
-    tokens, tensors = exam.text(1, min(12, exam.length)), trained_tensors(exam)
-    loss, found = slopes(exam)
+    tensors = trained_tensors(exam)
+    tokens, loss, found = slopes(exam)
     bad = [name for name, each in found.items() if not each.finite]
     silent = [name for name, each in found.items() if not each.alive]
     if not math.isfinite(loss):
@@ -282,7 +283,7 @@ def acts(exam: Exam, tokens: Tensor, tensors: list[nn.Parameter]) -> bool:
 )
 def update_ratio(exam: Exam) -> Part:
     """Compare what a first step of Adam at 3e-4 would add to each matrix with the matrix itself."""
-    loss, found = slopes(exam)
+    _, loss, found = slopes(exam)
     ratios = {name: each.ratio for name, each in found.items() if each.ratio is not None}
     if not ratios or not math.isfinite(loss):
         raise CannotError("needs matrices with a gradient")

@@ -102,7 +102,10 @@ def mask_polarity(exam: Exam) -> Iterator[Part]:
     catches="a token that cannot attend to itself: the mask cuts out the diagonal too",
     cause="the triangle begins one place too early (j < i in place of j <= i), or a window ends before the token",
     fix="hide key j from query i where j > i, and leave j = i: torch.triu(…, diagonal=1)",
-    after=("causality",),
+    after=(
+        "dropout-off",
+        "causality",
+    ),
 )
 @torch.no_grad()
 def self_visible(exam: Exam) -> Iterator[Part]:

@@ -133,7 +133,7 @@ def heeded(exam: Exam) -> Iterator[Part]:
     catches="a rotation by which more than distances counts: q and k are turned by different rules",
     cause="only one of q and k is turned, or each by other pairs, angles or positions (a cache's length, say)",
     fix="turn q and k by one function with their true positions; q·k then depends on i - j alone",
-    after=("causality", "causality-paths", "rows-apart"),
+    after=("causality-edges", "causality", "causality-paths", "rows-apart"),
 )
 def rope_shift(exam: Exam) -> Iterator[Part]:
     """Read one token again and again: each score must be that of the next query with the next key. Then number a text

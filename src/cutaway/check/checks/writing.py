@@ -96,7 +96,7 @@ def greedily(
     fix="take the logits of the last real token, feed each token once, and number tokens from the first real one",
     needs=("logits", "generate|generate_padded"),
     kinds=CAUSAL,
-    after=("causality", "cache-steps"),
+    after=("causality-paths", "causality", "cache-steps"),
 )
 @torch.no_grad()
 def generation(exam: Exam) -> Iterator[Part]:
