@@ -1,6 +1,6 @@
 """Check the models of transformers, of every family that cutaway opens, and write down what was found.
 
-    python scripts/check_transformers.py [--families llama,bert] [--seeds 3] [--write docs/transformers.md]
+    python scripts/check_transformers.py [--families llama,bert] [--seeds 3] [--jobs 2] [--write docs/transformers.md]
 
 The models are small and random: those that the tests of families compare with.
 """
@@ -10,6 +10,8 @@ import sys
 import time
 import warnings
 from collections import defaultdict
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,9 @@ Row = dict[str, Any]
 
 def examine(family: str, seeds: int) -> list[Row]:
     """Every model of one family, by both kernels, wide and narrow."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore")
     rows = []
     for seed in range(seeds):
         for peer in peers(family, seed):
@@ -45,7 +50,7 @@ def examine(family: str, seeds: int) -> list[Row]:
     return rows
 
 
-def told(found: dict[str, list[Row]], seconds: float) -> str:
+def told(found: dict[str, list[Row]]) -> str:
     """The page."""
     runs = [row for rows in found.values() for row in rows]
     asked = sum(sum(row["report"].counts()[v] for v in ("fail", "warn", "pass")) for row in runs)
@@ -88,18 +93,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--write", type=Path)
     given = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    warnings.filterwarnings("ignore")
-    start, found = time.monotonic(), {}
-    for family in given.families.split(","):
-        found[family] = examine(family, given.seeds)
-        for row in found[family]:
-            for finding in (*row["report"].failures, *row["report"].warnings):
-                sys.stdout.write(f"{family} seed {row['seed']} {row['kernel']} {row['dtype']}: {finding}\n")
-        sys.stderr.write(f"{family}: {len(found[family])} models, {time.monotonic() - start:.0f} s\n")
-    page = told(found, time.monotonic() - start)
+    start, found, families = time.monotonic(), {}, given.families.split(",")
+    with get_context("spawn").Pool(given.jobs) as pool:
+        for family, rows in zip(families, pool.imap(partial(examine, seeds=given.seeds), families), strict=True):
+            found[family] = rows
+            for row in rows:
+                for finding in (*row["report"].failures, *row["report"].warnings):
+                    sys.stdout.write(f"{family} seed {row['seed']} {row['kernel']} {row['dtype']}: {finding}\n")
+            sys.stderr.write(f"{family}: {len(rows)} models, {time.monotonic() - start:.0f} s\n")
+    page = told(found)
     if given.write:
         given.write.write_text(page)
     else:

@@ -1,5 +1,8 @@
 """No false alarm: healthy models of every family, ours and transformers', wide and narrow, fresh and trained."""
 
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,13 @@ from cutaway.check import Report
 warnings.filterwarnings("ignore")
 transformers.logging.set_verbosity_error()
 
+DEFECTS = Path(__file__).parent.parent / "docs" / "defects"
 KNOWN: dict[tuple[str, str], str] = {
     ("falcon", "kernels"): "falcon_alibi_kernels",
     ("falcon", "parity"): "falcon_alibi_kernels",
     ("falcon", "cache-poison"): "falcon_alibi_static_cache",
+    ("phi3", "cache-steps"): "window_of_one",
+    ("phi3", "causality-paths"): "window_of_one",
 }
 """Real defects of transformers that its models here have, by family and check: docs/transformers.md shows each."""
 
@@ -55,7 +61,7 @@ def test_the_same_models_in_ours_give_no_alarm(family: str, seed: int, tmp_path:
             assert not alarms(ct.check(checkpoint, seed=seed, budget=120)), (dtype, checkpoint.config)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 10)
 @given(configs(), SEEDS)
 def test_random_models_give_no_alarm(config: Any, seed: int) -> None:
     report = ct.check(lively(config, seed=seed), seed=seed, budget=120)
@@ -65,3 +71,15 @@ def test_random_models_give_no_alarm(config: Any, seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_trained_model_gives_no_alarm(dtype: torch.dtype) -> None:
     assert not alarms(ct.check(ct.load("tiny-python", dtype=dtype)))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("script", sorted(DEFECTS.glob("*.py")), ids=lambda path: path.stem)
+def test_a_defect_is_still_shown_by_its_script(script: Path) -> None:
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip()
+
+
+def test_every_known_defect_has_a_script() -> None:
+    assert set(KNOWN.values()) <= {path.stem for path in DEFECTS.glob("*.py")}
