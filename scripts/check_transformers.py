@@ -74,6 +74,10 @@ def told(found: dict[str, list[Row]]) -> str:
             f"| {family} | {len(rows)} | {counts['pass']} | {counts['skip']} | {named['fail']} | {named['warn']} |"
         )
     lines += ["", "## What was found, and how to see it without cutaway", ""]
+    lines += [
+        "Most of it needs settings that few of the models above have: ALiBi, a window of one, a scaling of RoPE.",
+        "",
+    ]
     for path in sorted(DEFECTS.glob("*.py")):
         first = path.read_text().split('"""')[1].strip()
         lines += [f"- [`{path.name}`](defects/{path.name}): {' '.join(first.split())}"]

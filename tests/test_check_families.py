@@ -25,6 +25,7 @@ KNOWN: dict[tuple[str, str], str] = {
     ("falcon", "kernels"): "falcon_alibi_kernels",
     ("falcon", "parity"): "falcon_alibi_kernels",
     ("falcon", "cache-poison"): "falcon_alibi_static_cache",
+    ("mpt", "config-fields"): "mpt_alibi_bias_max",
     ("phi3", "cache-steps"): "window_of_one",
     ("phi3", "causality-paths"): "window_of_one",
 }

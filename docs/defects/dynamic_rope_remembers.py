@@ -1,6 +1,6 @@
 """RoPE with `dynamic` scaling keeps the frequencies of the longest text that a model has read: a text gives other
-logits after a longer one was read, until a short one resets them. Found by `cache-reuse` and `eval-repeatable`, where
-a text may be longer than `original_max_position_embeddings`."""
+logits after a longer one was read, until a short one resets them. Found by `rope-scaling`, where `longest=` allows
+texts beyond `original_max_position_embeddings`."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

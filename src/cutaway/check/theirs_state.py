@@ -138,11 +138,19 @@ def variants(model: Any, seed: int) -> Mapping[str, Callable[[], Logits]]:
     used = {key for field in fields if not isinstance(field, Only) for key in field.keys}
     made: dict[str, Callable[[], Logits]] = {"": partial(with_settings, model, {}, state, seed)}
     for key in sorted(used):
-        if getattr(model.config, key, None) is not None:  # what is not asked for need not be there
-            other = instead(model.config, key, getattr(model.config, key))
+        for path, config, value in settings_in(model.config, key):
+            other = instead(config, path.rpartition(".")[2], value)
             if other is not None:
-                made[key] = partial(with_settings, model, {key: other}, state, seed)
+                made[path] = partial(with_settings, model, {path: other}, state, seed)
     return made
+
+
+def settings_in(config: Any, key: str) -> list[tuple[str, Any, Any]]:
+    """A setting's path, the configuration that holds it, and its value; of one that holds others, theirs."""
+    value = getattr(config, key, None)
+    if hasattr(value, "to_dict"):
+        return [(f"{key}.{name}", value, each) for name, each in value.to_dict().items() if each is not None]
+    return [] if value is None else [(key, config, value)]  # what is not asked for need not be there
 
 
 def with_settings(model: Any, settings: dict[str, Any], state: Mapping[str, Tensor], seed: int) -> Logits:
@@ -150,8 +158,9 @@ def with_settings(model: Any, settings: dict[str, Any], state: Mapping[str, Tens
     from cutaway.check import theirs
 
     config = deepcopy(model.config)
-    for key, value in settings.items():
-        setattr(config, key, value)
+    for path, value in settings.items():
+        holder, _, key = path.rpartition(".")
+        setattr(getattr(config, holder) if holder else config, key, value)
     with quiet(), import_module("transformers.initialization").no_init_weights(), model.device:
         other = type(model)(config)
     fits(other, state)
@@ -181,7 +190,8 @@ def instead(config: Any, key: str, value: Any) -> Any:
         ("query_pre_attn_scalar",): times(value, 9),
         ("scale_attn_weights", "use_parallel_residual", "scale_embedding"): not value,
         ("clip_qkv", "swiglu_limit"): another(value, 0.1, 0.2),
-        ("swiglu_alpha",): times(value, 3),
+        ("swiglu_alpha", "softmax_scale"): times(value, 3),
+        ("alibi_bias_max",): times(value, 4) if getattr(config, "alibi", False) else None,
     }
     return next((other for keys, other in table.items() if key in keys), None)
 
