@@ -147,7 +147,7 @@ def variants(model: Any, seed: int) -> Mapping[str, Callable[[], Logits]]:
 
 def settings_in(config: Any, key: str) -> list[tuple[str, Any, Any]]:
     """A setting's path, the configuration that holds it, and its value; of one that holds others, theirs."""
-    value = getattr(config, key, None)
+    value: Any = getattr(config, key, None)
     if hasattr(value, "to_dict"):
         return [(f"{key}.{name}", value, each) for name, each in value.to_dict().items() if each is not None]
     return [] if value is None else [(key, config, value)]  # what is not asked for need not be there

@@ -28,7 +28,7 @@ SAMPLED = 256
 NUDGE = 1e-2
 """By which share of its usual size a tensor is moved to see whether it acts."""
 RATE = 3e-4
-LEAST, MOST = 1e-8, 3.0
+LEAST, MOST = 1e-11, 3.0
 """Of a tensor's usual size: what a first step of Adam should move it by."""
 
 
