@@ -62,7 +62,7 @@ def test_the_same_models_in_ours_give_no_alarm(family: str, seed: int, tmp_path:
             assert not alarms(ct.check(checkpoint, seed=seed, budget=120)), (dtype, checkpoint.config)
 
 
-@settings(max_examples=60 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 10)
+@settings(max_examples=60 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 6)
 @given(configs(), SEEDS)
 def test_random_models_give_no_alarm(config: Any, seed: int) -> None:
     report = ct.check(lively(config, seed=seed), seed=seed, budget=120)

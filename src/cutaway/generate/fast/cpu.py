@@ -85,7 +85,7 @@ class Bf16(Product):
 
     def pack(self, weight: Tensor) -> None:
         weight = weight.bfloat16()
-        self.packed = has_onednn()
+        self.packed = has_onednn() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 1) if self.packed else weight
 
     def pack_bias(self, bias: Tensor) -> Tensor:
