@@ -62,14 +62,16 @@ def test_the_same_models_in_ours_give_no_alarm(family: str, seed: int, tmp_path:
             assert not alarms(ct.check(checkpoint, seed=seed, budget=120)), (dtype, checkpoint.config)
 
 
-@settings(max_examples=60 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 6)
+@settings(max_examples=60 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 4)
 @given(configs(), SEEDS)
 def test_random_models_give_no_alarm(config: Any, seed: int) -> None:
     report = ct.check(lively(config, seed=seed), seed=seed, budget=120)
     assert not alarms(report), config
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)], ids=["fp32", "bf16"]
+)  # some CPUs are very slow in bf16
 def test_a_trained_model_gives_no_alarm(dtype: torch.dtype) -> None:
     assert not alarms(ct.check(ct.load("tiny-python", dtype=dtype)))
 
