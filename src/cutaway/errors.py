@@ -28,3 +28,14 @@ class KernelError(CutawayError):
 
 class WeightError(CutawayError):
     """Weights that are not numbers, or not this model's."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line of bounded length; its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def raised(error: BaseException) -> str:
+    """An error's kind, and what it says where it says something."""
+    kind, said = type(error).__name__, first_line(error)
+    return f"raised {kind}" if said == kind else f"raised {kind}: {said}"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cutaway.check.exam import NARROW, CannotError, Exam, Gap
+from cutaway.errors import first_line
 
 if TYPE_CHECKING:
     from cutaway.check.target import Logits, Target
@@ -110,8 +111,7 @@ def made_again(exam: Exam) -> Again | CannotError:
         except (CannotError, OSError) as error:
             return error if isinstance(error, CannotError) else CannotError(f"needs room to save it ({error})")
         except Exception as error:  # whatever it is, it is the target's own code: the check of export says so
-            said = (str(error).strip().splitlines() or [""])[0][:200]
-            return Again(module, broke=f"{type(error).__name__}: {said}")
+            return Again(module, broke=f"{type(error).__name__}: {first_line(error)}")
         found.module.eval()
         compare_buffers(module, found)
 

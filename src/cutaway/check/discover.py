@@ -11,7 +11,7 @@ from cutaway.check import theirs
 from cutaway.check.exam import can_widen, widened
 from cutaway.check.offered import OfferError, guarded
 from cutaway.check.target import Target
-from cutaway.errors import InputError
+from cutaway.errors import InputError, raised
 from cutaway.model import Transformer
 
 MOST = 72
@@ -77,9 +77,8 @@ def finish(found: Target) -> None:
     except OfferError as error:
         raise InputError(str(error)) from error
     except Exception as error:
-        said = (str(error).strip().splitlines() or [""])[0][:200]
         raise InputError(
-            f"{found.name} was called with two tokens and raised {type(error).__name__}: {said}; give a function "
+            f"{found.name} was called with two tokens and {raised(error)}; give a function "
             "tokens (B, T) → logits (B, T, V) as logits="
         ) from error
     if not isinstance(out, Tensor) or out.ndim != 3 or out.shape[:2] != probe.shape:

@@ -1,8 +1,8 @@
 """One target under examination: its texts, its noise, its clock; and how two results are compared."""
 
 import time
-from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,17 +220,22 @@ def can_widen(target: Target) -> bool:
 
 
 @contextmanager
-def widened(module: nn.Module | None) -> Any:
-    """For as long as it lasts, weights narrower than fp32 are fp32; afterwards they are the same tensors as before."""
+def swapped(module: nn.Module | None, other: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+    """For as long as it lasts, weights and buffers are others (None: as they are); then the same tensors as before."""
     kept: list[tuple[Tensor, Tensor]] = []
-    seen: set[int] = set()
+    tensors = [] if module is None else [*module.parameters(), *module.buffers()]
     try:
-        for tensor in [] if module is None else [*module.parameters(), *module.buffers()]:
-            if id(tensor) not in seen and tensor.dtype in NARROW:
-                seen.add(id(tensor))
+        for tensor in {id(each): each for each in tensors}.values():
+            changed = other(tensor.data)
+            if changed is not None:
                 kept.append((tensor, tensor.data))
-                tensor.data = tensor.data.float()
+                tensor.data = changed
         yield
     finally:
         for tensor, data in kept:
             tensor.data = data
+
+
+def widened(module: nn.Module | None) -> AbstractContextManager[None]:
+    """For as long as it lasts, weights narrower than fp32 are fp32."""
+    return swapped(module, lambda data: data.float() if data.dtype in NARROW else None)

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cutaway.errors import InputError
+from cutaway.errors import InputError, raised
 
 NAMED = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)")
 Made = tuple[Any, dict[str, Any]]
@@ -89,9 +89,3 @@ def as_offers(source: str, target: Any, offers: dict[Any, Any]) -> Made:
     if target is None and not {"logits", "attention"} & offers.keys():
         raise InputError(f"'{source}' gave a dict without a model to ask; it needs logits, attention or module")
     return target, offers
-
-
-def raised(error: Exception) -> str:
-    """An error's kind and first line."""
-    said = (str(error).strip().splitlines() or [""])[0][:200]
-    return f"raised {type(error).__name__}: {said}" if said else f"raised {type(error).__name__}"

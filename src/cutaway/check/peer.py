@@ -7,7 +7,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from cutaway.errors import InputError
+from cutaway.errors import InputError, first_line
 from cutaway.families.load import find
 
 
@@ -29,8 +29,7 @@ def by_transformers(source: str, *, device: Any = None, dtype: Any = None) -> An
             opens = class_of(transformers, path)
             model = opens.from_pretrained(path, dtype=dtype or "auto", trust_remote_code=False, use_safetensors=True)
     except Exception as error:  # whatever it is, it is the other library's
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"transformers does not open '{source}': {said}") from None
+        raise InputError(f"transformers does not open '{source}': {first_line(error)}") from None
     return model.to(device).eval() if device is not None else model.eval()
 
 

@@ -91,6 +91,6 @@ def seeming_position(exam: Exam, tokens: Tensor, sizes: Sequence[int], step: int
             given = placed(tokens[:, : step + 1], places)[:, -1]
         except REFUSALS:  # some take rising positions only
             continue
-        if exam.same(lambda given=given: given, lambda: out[:, at.index(step)]).ok:  # type: ignore[misc]
+        if exam.same(lambda: given, lambda: out[:, at.index(step)]).ok:
             return position
     return None

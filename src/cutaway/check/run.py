@@ -14,7 +14,7 @@ from cutaway.check.finding import SEVERITY, Finding, Part, Report
 from cutaway.check.offered import OfferError
 from cutaway.check.registry import Check, chosen
 from cutaway.check.target import Target
-from cutaway.errors import CutawayError, InputError
+from cutaway.errors import CutawayError, InputError, raised
 
 UNTRIED = "could not be tried"
 SMALL = 1 << 16
@@ -155,11 +155,10 @@ def calibrate(exam: Exam) -> None:
     except CutawayError:
         raise
     except Exception as error:
-        said = (str(error).strip().splitlines() or [""])[0][:200]
         target = exam.target
         raise InputError(
-            f"{target.name} was called with {exam.length} tokens below {target.vocab} and raised "
-            f"{type(error).__name__}: {said}; where that is not how it is to be called, give vocab= and longest="
+            f"{target.name} was called with {exam.length} tokens below {target.vocab} and {raised(error)}; "
+            f"where that is not how it is to be called, give vocab= and longest="
         ) from error
 
 
@@ -185,8 +184,7 @@ def ask(check: Check, exam: Exam, failed: Collection[str] = ()) -> Finding:
     except OfferError as error:
         parts = [Part("warn", f"{UNTRIED}: {error}")]
     except Exception as error:  # the target's own code broke: that is a finding, and no reason to stop
-        said = (str(error).strip().splitlines() or [""])[0][:200]
-        parts = [Part("warn", f"{UNTRIED}: it raised {type(error).__name__}: {said}")]
+        parts = [Part("warn", f"{UNTRIED}: it {raised(error)}")]
     if exam.target.module is not None:
         exam.target.module.eval()
     parts = parts or [Part("skip", "skipped: there was nothing to try")]

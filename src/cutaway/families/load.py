@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cutaway.errors import ConfigError, InputError, WeightError
+from cutaway.errors import ConfigError, InputError, WeightError, first_line
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.fill import fill_model
 from cutaway.families.gguf.convert import load_gguf
@@ -124,7 +124,6 @@ def _fetch(name: str, revision: str | None) -> Path:
             " and the network, or give a directory"
         ) from None
     except (HfHubHTTPError, OSError, ValueError) as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"the hub does not give '{name}': {said}; check the name, and log in if it is private"
+            f"the hub does not give '{name}': {first_line(error)}; check the name, and log in if it is private"
         ) from None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cutaway.config import Encoder, EncoderDecoder
-from cutaway.errors import InputError
+from cutaway.errors import InputError, first_line
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.load import find, load
 from cutaway.families.registry import families
@@ -129,8 +129,8 @@ def _peer(checkpoint: Checkpoint, path: Path) -> Any:
         with redirect_stderr(StringIO()):  # its progress bars
             return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **where).eval()
     except Exception as error:  # whatever it is, it is the other library's
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"transformers does not open '{path}', so there is nothing to compare with: {said}") from None
+        why = f"transformers does not open '{path}', so there is nothing to compare with: {first_line(error)}"
+        raise InputError(why) from None
 
 
 def _inputs(checkpoint: Checkpoint) -> dict[str, Tensor]:

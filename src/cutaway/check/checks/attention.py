@@ -120,7 +120,7 @@ def kernels(exam: Exam) -> Iterator[Part]:
     past = max((size + 4 for size in target.windows if size <= 64), default=0)
     tokens = exam.text(2, min(max(exam.length, past), target.longest or LONGEST))
     for name, other in target.kernels.items():
-        gap = exam.same(lambda: logits(tokens), lambda other=other: other(tokens))  # type: ignore[misc]
+        gap = exam.same(lambda: logits(tokens), lambda: other(tokens))
         yield exam.judge(
             gap,
             held=f"the kernel {name} gives the same logits",
@@ -276,7 +276,7 @@ def bare_groups(exam: Exam) -> Iterator[Part]:
             attention(q, k, v)
         except Exception as error:  # whatever it raises, it does not take fewer heads of keys
             raise CannotError(f"with {groups} heads of keys it raises {type(error).__name__}") from error
-        gap = exam.same(lambda: attention(q, *wide), lambda: attention(q, k, v))  # noqa: B023
+        gap = exam.same(lambda: attention(q, *wide), lambda: attention(q, k, v))
         yield exam.judge(
             gap,
             held=f"{groups} heads of keys give what they give repeated",

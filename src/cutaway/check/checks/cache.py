@@ -119,7 +119,7 @@ def cache_poison(exam: Exam) -> Part:
     base = logits(tokens)
     clean = exam.same(lambda: logits(tokens), lambda: poisoned(tokens, 0.0), first=base)
     for value in (HUGE, -HUGE):
-        gap = exam.same(lambda: logits(tokens), lambda value=value: poisoned(tokens, value), first=base)  # type: ignore[misc]
+        gap = exam.same(lambda: logits(tokens), lambda: poisoned(tokens, value), first=base)
         if not gap.ok:
             what = "even with zeros in them" if not clean.ok else f"with {value:g} in them"
             message = f"unused slots of the cache are seen: {what} the logits at position {gap.index[1]} change"
@@ -208,7 +208,7 @@ def cache_reuse(exam: Exam) -> Iterator[Part]:
         make(longer)
         gap = apart(first, make(mine))
         if gap.worst > 0.0:  # what stays behind moves a pass that is made again, and must not pass for noise
-            noise = exam.noise(lambda make=make: make(mine), first)  # type: ignore[misc]
+            noise = exam.noise(lambda: make(mine), first)
             gap = Gap(gap.worst, min(MARGIN * noise, SHARE * scale_of(first)), gap.index)
         broken = f"{path} gives other logits after another text was read"
         part = exam.judge(gap, held=f"{path} gives the same after another text", broken=broken)

@@ -33,8 +33,8 @@ def leaks(exam: Exam, logits: Logits, tokens: Tensor, cuts: list[int], path: str
     for cut in cuts:
         other = exam.changed(tokens, slice(cut, None))
         gap = exam.same(
-            lambda cut=cut: logits(tokens)[:, :cut],  # type: ignore[misc]
-            lambda cut=cut, other=other: logits(other)[:, :cut],  # type: ignore[misc]
+            lambda: logits(tokens)[:, :cut],
+            lambda: logits(other)[:, :cut],
             first=base[:, :cut],
         )
         worst = max(worst, gap, key=lambda each: each.worst)
@@ -49,7 +49,7 @@ def told(exam: Exam, logits: Logits, tokens: Tensor, cut: int, gap: Gap, path: s
     reader = gap.index[1]
     for at in range(cut, tokens.shape[1]):
         other = exam.changed(tokens, slice(at, at + 1))
-        if not exam.same(lambda: logits(tokens)[:, reader], lambda other=other: logits(other)[:, reader]).ok:  # type: ignore[misc]
+        if not exam.same(lambda: logits(tokens)[:, reader], lambda: logits(other)[:, reader]).ok:
             break
     module = first_difference(exam, lambda: logits(tokens), lambda: logits(other), slice(0, cut))
     where = f"position {reader}" + (f", first in {module}" if module else "")
@@ -75,8 +75,8 @@ def causality(exam: Exam) -> Iterator[Part]:
         base = logits(tokens)
     for cut in range(1, tokens.shape[1], 2 if not exam.slow else 5):
         gap = exam.same(
-            lambda cut=cut: logits(tokens)[:, :cut],  # type: ignore[misc]
-            lambda cut=cut: logits(tokens[:, :cut]),  # type: ignore[misc]
+            lambda: logits(tokens)[:, :cut],
+            lambda: logits(tokens[:, :cut]),
             first=base[:, :cut],
         )
         if not gap.ok:

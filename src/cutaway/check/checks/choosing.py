@@ -12,6 +12,7 @@ from cutaway.check.exam import MARGIN, CannotError, Exam
 from cutaway.check.finding import Part
 from cutaway.check.plain import parameters
 from cutaway.check.registry import CAUSAL, check
+from cutaway.errors import raised
 
 BEAMS = 3
 PROMPTS = 8
@@ -144,8 +145,7 @@ def sampler(exam: Exam) -> Iterator[Part]:
         except (RuntimeError, IndexError, AssertionError) as error:
             if not how:
                 raise
-            said = (str(error).strip().splitlines() or [""])[0][:120]
-            yield Part("fail", f"a draw{path} raised {type(error).__name__}: {said}", cause=EMPTY, fix=KEEP)
+            yield Part("fail", f"a draw{path} {raised(error)}", cause=EMPTY, fix=KEEP)
             continue
         wanted = probabilities(logits, **how)
         never = wanted < 1e-12

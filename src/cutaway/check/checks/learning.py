@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from cutaway.check.again import SMALL
 from cutaway.check.entropy import own_loss
-from cutaway.check.exam import MARGIN, CannotError, Exam
+from cutaway.check.exam import MARGIN, CannotError, Exam, swapped
 from cutaway.check.finding import Part
 from cutaway.check.offered import no_logits
 from cutaway.check.reads import refuse_compiled
@@ -160,23 +159,6 @@ def is_drawn(bias: Tensor) -> bool:
     return bool(bias.numel() >= 8 and size.max() <= 2.5 * size.mean() and size.max() < 1)
 
 
-@contextmanager
-def lent(module: nn.Module) -> Iterator[None]:
-    """While it lasts, weights and buffers are copies; afterwards they are the same tensors as before."""
-    kept: list[tuple[Tensor, Tensor]] = []
-    seen: set[int] = set()
-    try:
-        for each in [*module.parameters(), *module.buffers()]:
-            if id(each) not in seen:
-                seen.add(id(each))
-                kept.append((each, each.data))
-                each.data = each.data.clone()
-        yield
-    finally:
-        for each, data in kept:
-            each.data = data
-
-
 @check(
     "overfit",
     catches="a model that cannot learn a single line by heart: something between loss and weights is broken",
@@ -197,7 +179,7 @@ def overfit(exam: Exam) -> Part:
     best = math.inf
     first = math.inf
     for rate in RATES:
-        with lent(module), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with swapped(module, Tensor.clone), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             optimiser = torch.optim.AdamW(tensors.values(), lr=rate, weight_decay=0.0)
             for step in range(STEPS):
                 loss = float(backward(exam, tokens))

@@ -39,7 +39,7 @@ def both_sides(exam: Exam) -> Iterator[Part]:
         for side, r in (("later", at - 1), ("earlier", at + 1)):
             if 0 <= r < length:
                 asked += 1
-                if moves(exam, lambda: logits(tokens)[:, r], lambda: out[:, r], base[:, r]).ok:  # noqa: B023
+                if moves(exam, lambda: logits(tokens)[:, r], lambda: out[:, r], base[:, r]).ok:
                     blind[side].append(r)
     for side, readers in blind.items():
         if readers:

@@ -182,7 +182,7 @@ def pad_contents(exam: Exam) -> Iterator[Part]:
             continue
         tokens, mask = batch(rows, width, side, filler(exam))
         other = torch.where(mask, tokens, exam.text(len(rows), width))
-        gap = exam.same(lambda: real(ask(tokens, mask), mask), lambda: real(ask(other, mask), mask))  # noqa: B023
+        gap = exam.same(lambda: real(ask(tokens, mask), mask), lambda: real(ask(other, mask), mask))
         row, at = place_of(rows, gap.index[0])
         yield exam.judge(
             gap,
@@ -234,8 +234,8 @@ def routing_padding(exam: Exam) -> Iterator[Part]:
         if target.pads_counted and side == "left":
             continue
         gap = exam.same(
-            lambda t=few, m=few_mask: padded(t, m)[m],  # type: ignore[misc]
-            lambda t=many, m=many_mask: padded(t, m)[m],  # type: ignore[misc]
+            lambda: padded(few, few_mask)[few_mask],
+            lambda: padded(many, many_mask)[many_mask],
         )
         yield exam.judge(
             gap,
@@ -255,7 +255,7 @@ def routing_padding(exam: Exam) -> Iterator[Part]:
                 continue
             gap = exam.same(
                 lambda: balance(tokens, mask).reshape(1),
-                lambda c=changed, t=told: balance(c, t).reshape(1),  # type: ignore[misc]
+                lambda: balance(changed, told).reshape(1),
             )
             yield exam.judge(
                 gap,

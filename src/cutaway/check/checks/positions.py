@@ -241,7 +241,7 @@ def shifted(exam: Exam) -> Iterator[Part]:
     for step in (1, 37):
         if exam.target.longest is not None and tokens.shape[1] + step > exam.target.longest:
             continue
-        gap = exam.same(lambda: placed(tokens, plain), lambda step=step: placed(tokens, plain + step))  # type: ignore[misc]
+        gap = exam.same(lambda: placed(tokens, plain), lambda: placed(tokens, plain + step))
         gap.bound *= 1 + step  # angles grow, and with them their rounding
         if exam.target.dtype in NARROW:  # of tables of cosines too
             gap.bound = max(gap.bound, 4 * torch.finfo(exam.target.dtype).eps * size)

@@ -36,7 +36,7 @@ def rows_apart(exam: Exam) -> Iterator[Part]:
         for kept in (0, 2) if not exam.slow else (0,):
             other = exam.changed(tokens)
             other[kept] = tokens[kept]
-            gap = exam.same(lambda k=kept: logits(tokens)[k], lambda k=kept, o=other: logits(o)[k], first=base[kept])  # type: ignore[misc]  # fmt: skip
+            gap = exam.same(lambda: logits(tokens)[kept], lambda: logits(other)[kept], first=base[kept])
             part = exam.judge(
                 gap,
                 held=f"row {kept} stays as it is when all other rows change",
@@ -139,8 +139,8 @@ def batch_size(exam: Exam) -> Iterator[Part]:
     for rows in (2, 5) if not exam.slow else (2,):
         tokens, ends = exam.text(rows, length), [0, rows - 1]
         gap = exam.same(
-            lambda t=tokens, e=ends: logits(t)[e],  # type: ignore[misc]
-            lambda t=tokens, e=ends: torch.cat([logits(t[n : n + 1]) for n in e]),  # type: ignore[misc]
+            lambda: logits(tokens)[ends],
+            lambda: torch.cat([logits(tokens[n : n + 1]) for n in ends]),
         )
         part = exam.judge(
             gap,
@@ -189,8 +189,8 @@ def packing(exam: Exam) -> Iterator[Part]:
         documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None].to(exam.target.device)
         tokens = exam.text(1, length)
         gap = exam.same(
-            lambda t=tokens, d=documents: packed(t, d),  # type: ignore[misc]
-            lambda t=tokens, n=lengths: torch.cat([logits(each) for each in t.split(n, 1)], 1),  # type: ignore[misc]
+            lambda: packed(tokens, documents),
+            lambda: torch.cat([logits(each) for each in torch.split(tokens, lengths, 1)], 1),
         )
         at = gap.index[1] if gap.index else 0
         part = exam.judge(

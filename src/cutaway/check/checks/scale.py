@@ -103,7 +103,7 @@ def bare(exam: Exam) -> Part:
     q, k, v = drawn(exam, HEADS)
     tried = (meant, 1.0, 1 / WIDTH, WIDTH**0.5, WIDTH**-0.25, (HEADS * WIDTH) ** -0.5, WIDTH**-0.5)
     for scale in tried:
-        gap = exam.same(lambda: attention(q, k, v), lambda scale=scale: equation(exam, q, k, v, scale))  # type: ignore[misc]
+        gap = exam.same(lambda: attention(q, k, v), lambda: equation(exam, q, k, v, scale))
         if gap.ok:
             right = math.isclose(scale, meant, rel_tol=OFF)
             said = f"the kernel multiplies q·k by {scale:.4g}"

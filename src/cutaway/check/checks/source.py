@@ -48,7 +48,7 @@ def source_used(exam: Exam) -> Iterator[Part]:
                 break
         out = crossed(other, None, text)
         for at in range(text.shape[1]) if what == "the source" else (last,):
-            gap = moves(exam, lambda: crossed(source, None, text)[:, at], lambda: out[:, at], base[:, at])  # noqa: B023
+            gap = moves(exam, lambda: crossed(source, None, text)[:, at], lambda: out[:, at], base[:, at])
             broken = f"the logits at position {at} do not change with {what}"
             part = exam.judge_alive(gap, held=f"the logits change with {what}", broken=broken, where=f"position {at}")
             if part.verdict == "fail":

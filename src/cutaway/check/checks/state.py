@@ -57,7 +57,7 @@ def config_fields(exam: Exam) -> Iterator[Part]:
         tried.append(name)
         # What is plainly another result needs no noise to be judged by: there are many settings, and this is quick.
         if second.shape == first.shape and apart(first, second).worst <= PLAIN * exam.ratio * scale_of(first):
-            gap = exam.same(lambda: base(tokens), lambda other=other: other(tokens), first=first)  # type: ignore[misc]
+            gap = exam.same(lambda: base(tokens), lambda: other(tokens), first=first)
             if gap.ok:
                 yield Part("fail", f"the setting {name} changes nothing", gap.worst, gap.bound, name)
     if not tried and not refused:
