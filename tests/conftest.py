@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -26,8 +27,12 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded() -> Iterator[None]:
+    """Each test begins the same: one in bf16 may turn oneDNN off for the whole process where the CPU has no bf16."""
     torch.manual_seed(0)
+    onednn = torch.backends.mkldnn.enabled
+    yield
+    torch.backends.mkldnn.enabled = onednn
 
 
 @pytest.fixture

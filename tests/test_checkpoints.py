@@ -148,9 +148,14 @@ def peak():  # of this process alone: getrusage starts at what its parent had
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 before = peak()
 model = ct.load(source, dtype=dtype, check=True).model
-total = sum(float(p.sum()) for p in model.parameters())  # every page is touched
-size = sum(p.numel() * p.itemsize for p in model.parameters())
-print((peak() - before) / size)
+total = sum(float(p.detach().sum()) for p in model.parameters())  # every page is touched
+loaded, size = peak() - before, sum(p.numel() * p.itemsize for p in model.parameters())
+if dtype == torch.bfloat16:  # as it is stored: mapped, not copied
+    print(loaded / size)
+else:  # an allocator may take more than it is asked for: so as many tensors are made plainly, and all lie there again
+    shapes, before = [p.shape for p in model.parameters()], peak()
+    plain = [torch.ones(shape) for shape in shapes]
+    print(loaded / max(size, peak() - before))
 """
 
 

@@ -57,6 +57,20 @@ def test_being_asked_changes_no_bit_of_a_run(recipe: dict[str, Any], tmp_path: P
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_being_asked_changes_nothing_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product in bf16 turns oneDNN off where the CPU has none; later fp32 products would be rounded otherwise."""
+    model, before = ct.build("tiny-gpt", seed=0), (torch.backends.mkldnn.enabled, torch.get_num_threads())
+    right = model.forward
+
+    def forward(*given: Any, **how: Any) -> Any:
+        torch.backends.mkldnn.enabled = False
+        return right(*given, **how)
+
+    monkeypatch.setattr(model, "forward", forward)
+    doubt(model, 0, lambda _: None)
+    assert (torch.backends.mkldnn.enabled, torch.get_num_threads()) == before
+
+
 def test_what_else_is_found_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     model, told = ct.build("tiny-gpt", seed=0), []
     right = model.forward

@@ -63,16 +63,21 @@ def kept(target: Any, offers: dict[str, Any]) -> Any:
 
 @contextmanager
 def alone(target: Any) -> Iterator[None]:
-    """A small model is asked by one thread: several would only wait for each other."""
+    """A small model is asked by one thread: several would only wait for each other.
+
+    Where the CPU has no bf16, torch turns oneDNN off for the whole process at the first product in it: after the check
+    it is as before, or else a training that was asked first would not end in the bits of one that was not.
+    """
     module = getattr(target, "model", target)
     count = sum(each.numel() for each in module.parameters()) if isinstance(module, nn.Module) else LARGE
-    threads = torch.get_num_threads()
+    threads, onednn = torch.get_num_threads(), torch.backends.mkldnn.enabled
     if count < LARGE:
         torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+        torch.backends.mkldnn.enabled = onednn
 
 
 class Buffers:
