@@ -75,12 +75,15 @@ class Notes:
     rows: list[Tensor] = field(default_factory=list)
 
     def look(self, passing: Passing) -> None:
-        site, value = passing.site, passing.value.detach()
+        if passing.site.side == "pattern" and given(passing.args)[-1] is None:
+            self.rows.append((passing.value.detach().float().sum(-1) - 1).abs().max())
+        self.write(passing.site, passing.value.detach())
+
+    def write(self, site: Site, value: Tensor) -> None:
+        """Take the followed token's vector out of a site's value."""
         if site.axes == "NK":  # tokens of all rows, and there is one row
             value = value.unsqueeze(0)
-        if site.side == "pattern" and given(passing.args)[-1] is None:
-            self.rows.append((value.float().sum(-1) - 1).abs().max())
-        place = next(iter(self.at.values())) if site.stack is None else self.at[site.stack]
+        place = [*self.at.values()][-1] if site.stack is None else self.at[site.stack]  # the head reads the last stack's
         if ".cross." in site.name and site.axes[1] == "S":
             place = self.memory_at
         vector = value[0, :, place] if site.axes[1] == "H" else value[0, place]
@@ -114,9 +117,7 @@ def follow(
     places = {"decoder": placed(at, tokens), "encoder": placed(source_at if len(stacks) > 1 else at, read)}
     known = sites(model)
     wanted = set(known) if only is None else asked_for(known, list(only))
-    writer = stacks.get("decoder") or stacks["encoder"]
-    ordered = sorted(stacks, key=lambda name: stacks[name] is not writer)  # the head reads the writer's token
-    notes = Notes({stacks[name]: places[name] for name in ordered}, places["encoder"])
+    notes = Notes({stacks[name]: places[name] for name in stacks}, places["encoder"])
     needed = [
         site
         for name, site in known.items()
@@ -128,14 +129,12 @@ def follow(
         run(model, tokens, read)
     finally:
         taps.close()
-    said = decoded(model, notes, writer, [name for name in known if name in wanted], known)
+    said = what_is_said(model, notes, [name for name in known if name in wanted], known)
     stages = [stage(model, known[name], notes, said) for name in known if name in wanted and name in notes.vectors]
     top = likeliest(notes.vectors["logits"][None])[0] if "logits" in notes.vectors else ()
-    errors = [error for stack in stacks.values() if (error := sum_error(stack, notes, known)) is not None]
-    whole = len(errors) == len(stacks)
     row_error = max(map(float, notes.rows), default=None)
     found = {name: places[name] for name in stacks}
-    return Journey(tuple(stages), found, top, max(errors) if whole else None, row_error)
+    return Journey(tuple(stages), found, top, stream_error(model, notes, known), row_error)
 
 
 def asked_for(known: dict[str, Site], only: list[str]) -> set[str]:
@@ -172,11 +171,9 @@ def kept_of(site: Site) -> float:
     return float(getattr(site.stack.blocks[site.layer], "keep", 1.0))
 
 
-def decoded(
-    model: Any, notes: Notes, writer: Stack, wanted: Iterable[str], known: dict[str, Site]
-) -> dict[str, Likely]:
+def what_is_said(model: Any, notes: Notes, wanted: Iterable[str], known: dict[str, Site]) -> dict[str, Likely]:
     """What the head would say of the stream at each site, read all at once."""
-    head = getattr(model, "head", None)
+    head, writer = getattr(model, "head", None), [*model.stacks.values()][-1]
     if head is None:
         return {}
     own = [name for name in wanted if known[name].stack is writer]
@@ -195,6 +192,13 @@ def likeliest(logits: Tensor) -> list[Likely]:
     best = logits.float().softmax(-1).topk(min(BEST, logits.shape[-1]))
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return [tuple(zip(ids, shares, strict=True)) for ids, shares in pairs]
+
+
+def stream_error(model: Transformer, notes: Notes, known: dict[str, Site]) -> float | None:
+    """Of all stacks together; None where one of them does more than add."""
+    errors = [sum_error(stack, notes, known) for stack in model.stacks.values()]
+    found = [error for error in errors if error is not None]
+    return max(found) if len(found) == len(errors) else None
 
 
 def sum_error(stack: Stack, notes: Notes, known: dict[str, Site]) -> float | None:

@@ -1,0 +1,128 @@
+"""A model that is looked into: passes over texts, the latest of them kept within a limit of memory."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutaway.config import Config
+from cutaway.errors import InputError
+from cutaway.lens import edit, sites
+from cutaway.lens.equations import is_added, on_stream
+from cutaway.lens.readings.subject import resting, text_of
+from cutaway.lens.taps import Taps
+from cutaway.model import EncoderDecoder, EncoderOnly, Transformer
+from cutaway.serve.inspect.job import Job
+from cutaway.serve.inspect.kept import SQUARE, Kept, planned
+from cutaway.serve.inspect.look import Look
+
+LIMIT = 1 << 30
+"""Bytes of passes that are kept."""
+
+
+class Inspector:
+    """One model for all questions. A pass has it alone: an edit changes it for as long as it runs."""
+
+    def __init__(
+        self, model: Transformer, tokenizer: Any = None, *, name: str = "", run: Path | None = None, limit: int = LIMIT
+    ) -> None:
+        self.model, self.tokenizer, self.name, self.run, self.limit = model.eval(), tokenizer, name, run, limit
+        self.sites = sites(model)
+        self.alone = threading.RLock()
+        self.passes: OrderedDict[str, Kept] = OrderedDict()
+
+    @property
+    def config(self) -> Config:
+        return self.model.config
+
+    def kept(self, look: Look, job: Job) -> Kept:
+        """The pass over a text: one that was kept, or a new one."""
+        self.refuse(look)
+        with self.alone:
+            found = self.passes.get(look.key)
+            if found is None:
+                found = Kept(look)
+                self.read(found, self.affordable(look), job)
+                self.passes[look.key] = found
+            self.passes.move_to_end(look.key)
+            while len(self.passes) > 1 and sum(each.nbytes for each in self.passes.values()) > self.limit:
+                self.passes.popitem(last=False)
+            return found
+
+    def with_values(self, look: Look, names: list[str], job: Job) -> Kept:
+        """The same, with the values of these sites even where keeping all of them was too much."""
+        kept = self.kept(look, job)
+        missing = [name for name in names if name not in kept.values]
+        if missing:
+            if wrong := next((name for name in missing if name not in self.sites), None):
+                raise InputError(f"'{wrong}' is no place in this model; there is {', '.join(list(self.sites)[:4])} …")
+            with self.alone:
+                self.read(kept, missing, job)
+        return kept
+
+    def affordable(self, look: Look) -> list[str]:
+        """All but what is quadratic, if half of the limit holds it; else the stream and what is added to it."""
+        found = [each for each in self.sites.values() if each.side not in SQUARE and each.name != "logits"]
+        source = None if look.source is None else len(look.source)
+        if planned(found, len(look.tokens), source, self.model.dtype.itemsize) > self.limit // 2:
+            found = [each for each in found if on_stream(each.name) or is_added(each.name) or each.layer is None]
+        return [each.name for each in found]
+
+    def read(self, kept: Kept, names: list[str], job: Job) -> None:
+        taps, note = Taps(), kept.reader(job)
+        with self.changed(kept.look):
+            try:
+                taps.open((self.sites[name], note, None) for name in names)
+                self.hidden(kept.look)
+            finally:
+                taps.close()
+
+    @contextmanager
+    def changed(self, look: Look) -> Iterator[None]:
+        """The model alone, at rest, with the look's edits."""
+        with self.alone, ExitStack() as stack:
+            stack.enter_context(resting(self.model))
+            if look.edits:
+                stack.enter_context(edit(self.model, look.edits))
+            yield
+
+    def hidden(self, look: Look) -> Tensor:
+        """The stream that the head reads, (1, T, d)."""
+        tokens = torch.tensor([look.tokens], device=self.model.device)
+        if isinstance(self.model, EncoderDecoder):
+            return self.model.hidden(torch.tensor([look.source], device=self.model.device), tokens)
+        return self.model.encode(tokens) if isinstance(self.model, EncoderOnly) else self.model.hidden(tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What the head says of vectors, in fp32; hooks are passed by."""
+        head: Any = getattr(self.model, "head", None)
+        if head is None:
+            raise InputError("this model has no head, so it says no tokens; look at its vectors instead")
+        with torch.no_grad():
+            return head.forward(hidden).float()
+
+    def refuse(self, look: Look) -> None:
+        """What this model cannot read, before anything is made of it."""
+        two = isinstance(self.model, EncoderDecoder)
+        if two != (look.source is not None):
+            raise InputError("this model reads a source beside the text" if two else "this model reads no source")
+        size = self.config.vocab_size
+        for name, text, most in (
+            ("tokens", look.tokens, size),
+            ("source", look.source or (), getattr(self.config, "source_vocab_size", None) or size),
+        ):
+            if outside := next((token for token in text if token >= most), None):
+                raise InputError(f"{name} has {outside}, and the vocabulary ends at {most - 1}")
+
+    def word(self, token: int) -> str:
+        if self.tokenizer is None and self.config.vocab_size <= 300 and token < 256:  # never trained: it reads bytes
+            return bytes([token]).decode("ascii", "replace") if 32 <= token < 127 else f"\\x{token:02x}"
+        return text_of(self.tokenizer, token)
+
+    def likely(self, pairs: Any) -> list[dict[str, Any]]:
+        return [{"token": token, "text": self.word(token), "share": share} for token, share in pairs]

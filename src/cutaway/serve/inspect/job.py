@@ -1,0 +1,34 @@
+"""A piece of work that can be watched and given up."""
+
+import threading
+from collections.abc import Callable
+
+from cutaway.serve.inspect.wire import ANSWER, PART, PROGRESS, Answer, frame, told
+
+
+class GivenUp(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Job:
+    """Who asks is told how far it is; whoever works asks now and then whether anybody still waits."""
+
+    def __init__(self, tell: Callable[[bytes], None] = lambda frame: None) -> None:
+        self.tell = tell
+        self.stop = threading.Event()
+
+    def check(self) -> None:
+        if self.stop.is_set():
+            raise GivenUp
+
+    def progress(self, done: int, total: int, what: str = "") -> None:
+        self.check()
+        self.tell(told(PROGRESS, {"done": done, "total": total, "what": what}))
+
+    def part(self, answer: Answer) -> None:
+        """Some of the answer, as it comes."""
+        self.check()
+        self.tell(frame(PART, answer.packed()))
+
+    def done(self, answer: Answer) -> None:
+        self.tell(frame(ANSWER, answer.packed()))

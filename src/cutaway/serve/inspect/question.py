@@ -1,0 +1,26 @@
+"""A question is its own form: what must be given, and how it is answered."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cutaway.serve.inspect.inspector import Inspector
+from cutaway.serve.inspect.job import Job
+from cutaway.serve.inspect.look import MOST_TOKENS, Look
+from cutaway.serve.inspect.wire import Answer
+
+Place = Annotated[int, Field(strict=True, ge=0, lt=MOST_TOKENS)]
+"""A token's, from 0."""
+
+
+class Question(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def answer(self, of: Inspector, job: Job) -> Answer:
+        raise NotImplementedError
+
+
+class OfText(Question):
+    """One about a text."""
+
+    look: Look

@@ -1,0 +1,4 @@
+declare module "virtual:formulas" {
+  const drawn: Record<string, string>;
+  export default drawn;
+}

@@ -1,0 +1,22 @@
+import { svelte } from "@sveltejs/vite-plugin-svelte";
+import { defineConfig } from "vite";
+import { formulas } from "./formulas";
+
+// One script and one style sheet: the page is served from memory, sent as a file, and shown in notebooks.
+export default defineConfig({
+  plugins: [svelte(), formulas()],
+  base: "./",
+  build: {
+    outDir: "../src/cutaway/serve/page",
+    emptyOutDir: true,
+    target: "es2022",
+    cssCodeSplit: false,
+    modulePreload: false,
+    assetsInlineLimit: 0,
+    rollupOptions: {
+      input: "src/main.ts",
+      output: { format: "es", entryFileNames: "page.js", assetFileNames: "page[extname]", inlineDynamicImports: true },
+      preserveEntrySignatures: "strict",
+    },
+  },
+});
