@@ -1,0 +1,1 @@
+"""HTTP: the API that others call, the inspector's, and the page."""
