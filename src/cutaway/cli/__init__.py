@@ -23,6 +23,7 @@ VERBS = {
     "demo": "cutaway.cli.demo:demo",
     "eval": "cutaway.cli.eval:evaluate",
     "generate": "cutaway.cli.generate:generate",
+    "open": "cutaway.cli.open:open_page",
     "presets": "cutaway.cli.presets:presets",
     "size": "cutaway.cli.size:size",
     "trace": "cutaway.cli.trace:trace",

@@ -83,7 +83,9 @@ class Notes:
         """Take the followed token's vector out of a site's value."""
         if site.axes == "NK":  # tokens of all rows, and there is one row
             value = value.unsqueeze(0)
-        place = [*self.at.values()][-1] if site.stack is None else self.at[site.stack]  # the head reads the last stack's
+        place = (
+            [*self.at.values()][-1] if site.stack is None else self.at[site.stack]
+        )  # the head reads the last stack's
         if ".cross." in site.name and site.axes[1] == "S":
             place = self.memory_at
         vector = value[0, :, place] if site.axes[1] == "H" else value[0, place]

@@ -20,7 +20,7 @@ export interface About {
   sites: string[];
   builds: Record<string, string[]>;
   has_head: boolean;
-  has_tokenizer: boolean;
+  fresh: boolean;
   is_run: boolean;
   most_tokens: number;
   text: string;
@@ -66,8 +66,8 @@ class Session {
     try {
       const two = this.about?.form === "encoder-decoder";
       const [mine, other] = await Promise.all([
-        ask<Read>("tokens", { text, special: true, side: "text" }),
-        two ? ask<Read>("tokens", { text: source, special: true, side: "source" }) : undefined,
+        ask<Read>("tokens", { text, side: "text" }),
+        two ? ask<Read>("tokens", { text: source, side: "source" }) : undefined,
       ]);
       if (turn !== this.#turn) return;
       this.words = mine.facts.words;

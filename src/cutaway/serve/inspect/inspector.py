@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ from cutaway.config import Config
 from cutaway.errors import InputError
 from cutaway.lens import edit, sites
 from cutaway.lens.equations import is_added, on_stream
-from cutaway.lens.readings.subject import resting, text_of
+from cutaway.lens.readings.subject import resting
 from cutaway.lens.taps import Taps
-from cutaway.model import EncoderDecoder, EncoderOnly, Transformer
+from cutaway.model import DecoderOnly, EncoderDecoder, EncoderOnly, Transformer
 from cutaway.serve.inspect.job import Job
 from cutaway.serve.inspect.kept import SQUARE, Kept, planned
 from cutaway.serve.inspect.look import Look
+from cutaway.serve.inspect.words import Words
 
 LIMIT = 1 << 30
 """Bytes of passes that are kept."""
@@ -29,9 +30,9 @@ class Inspector:
     """One model for all questions. A pass has it alone: an edit changes it for as long as it runs."""
 
     def __init__(
-        self, model: Transformer, tokenizer: Any = None, *, name: str = "", run: Path | None = None, limit: int = LIMIT
+        self, model: Transformer, words: Words, *, name: str = "", run: Path | None = None, limit: int = LIMIT
     ) -> None:
-        self.model, self.tokenizer, self.name, self.run, self.limit = model.eval(), tokenizer, name, run, limit
+        self.model, self.words, self.name, self.run, self.limit = model.eval(), words, name, run, limit
         self.sites = sites(model)
         self.alone = threading.RLock()
         self.passes: OrderedDict[str, Kept] = OrderedDict()
@@ -96,7 +97,10 @@ class Inspector:
         tokens = torch.tensor([look.tokens], device=self.model.device)
         if isinstance(self.model, EncoderDecoder):
             return self.model.hidden(torch.tensor([look.source], device=self.model.device), tokens)
-        return self.model.encode(tokens) if isinstance(self.model, EncoderOnly) else self.model.hidden(tokens)
+        if isinstance(self.model, EncoderOnly):
+            return self.model.encode(tokens)
+        assert isinstance(self.model, DecoderOnly)
+        return self.model.hidden(tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What the head says of vectors, in fp32; hooks are passed by."""
@@ -119,10 +123,6 @@ class Inspector:
             if outside := next((token for token in text if token >= most), None):
                 raise InputError(f"{name} has {outside}, and the vocabulary ends at {most - 1}")
 
-    def word(self, token: int) -> str:
-        if self.tokenizer is None and self.config.vocab_size <= 300 and token < 256:  # never trained: it reads bytes
-            return bytes([token]).decode("ascii", "replace") if 32 <= token < 127 else f"\\x{token:02x}"
-        return text_of(self.tokenizer, token)
-
-    def likely(self, pairs: Any) -> list[dict[str, Any]]:
-        return [{"token": token, "text": self.word(token), "share": share} for token, share in pairs]
+    def likely(self, pairs: Iterable[tuple[int, float]]) -> list[dict[str, Any]]:
+        """Tokens with their shares, as the page is told of them."""
+        return [{"token": token, "text": self.words.of(token), "share": share} for token, share in pairs]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from cutaway.serve.inspect.wire import ANSWER, PART, PROGRESS, Answer, frame, told
 
 
-class GivenUp(Exception):
+class GivenUp(Exception):  # noqa: N818  # what happened, as it reads at a `raise`
     """Nobody waits for the answer any more."""
 
 

@@ -1,4 +1,4 @@
-"""What the page is answered: facts and arrays in one piece, in the layout of safetensors; pieces follow each other as frames.
+"""What the page is answered: facts and arrays in one piece, in the layout of safetensors. Pieces come as frames.
 
 A frame is its length (4 bytes, little-endian), its kind (1 byte) and what it holds.
 """

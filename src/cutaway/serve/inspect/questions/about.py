@@ -1,6 +1,6 @@
 """What model this is, and a text as it reads it."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -40,10 +40,11 @@ class About(Question):
                     for name, part in places(model).items()
                 },
                 "has_head": getattr(model, "head", None) is not None,
-                "has_tokenizer": of.tokenizer is not None,
-                "mask": None if of.tokenizer is None else of.tokenizer.mask_id,
                 "is_run": of.run is not None,
                 "most_tokens": MOST_TOKENS,
+                "fresh": of.words.fresh,
+                "text": of.words.text,
+                "source": of.words.source,
             }
         )
 
@@ -59,18 +60,15 @@ def layers(stack: Stack) -> list[dict[str, Any]]:
 
 
 class Tokens(Question):
-    """A text as the model reads it: ids, and each one's text."""
+    """A text as the model reads it: ids, and each one's text. The source of an encoder-decoder is a side of its own."""
 
     text: Annotated[str, Field(max_length=MOST_LETTERS)]
-    special: bool = True
+    side: Literal["text", "source"] = "text"
 
     def answer(self, of: Inspector, job: Job) -> Answer:
-        if of.tokenizer is not None:
-            ids = of.tokenizer.encode(self.text, special=self.special)
-        else:
-            ids = [byte for byte in self.text.encode("utf-8", "replace") if byte < of.config.vocab_size]
+        ids = of.words.source_ids(self.text) if self.side == "source" else of.words.ids(self.text)
         if not ids:
             raise InputError("this text has no tokens; type a word")
         if len(ids) > MOST_TOKENS:
             raise InputError(f"this text has {len(ids):,} tokens, and up to {MOST_TOKENS:,} are shown; shorten it")
-        return Answer({"tokens": ids, "words": [of.word(token) for token in ids]})
+        return Answer({"tokens": ids, "words": [of.words.of(token) for token in ids]})

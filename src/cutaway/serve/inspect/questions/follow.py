@@ -20,7 +20,7 @@ class Stream(OfText):
         kept = of.kept(self.look, job)
         points: dict[str, list[str]] = {}
         for name, site in of.sites.items():
-            if on_stream(name) and not name.endswith("resid_pre") and name in kept.values:
+            if on_stream(name) and not same_as_before(name) and name in kept.values:
                 side = next(side for side, stack in of.model.stacks.items() if stack is site.stack)
                 points.setdefault(side, []).append(name)
         lengths = {
@@ -39,11 +39,16 @@ class Lane(OfText):
         kept = of.kept(self.look, job)
         with of.alone, torch.no_grad():
             notes = notes_of(of, kept, self.at, self.source_at)
-            names = list(notes.vectors)
+            names = [name for name in notes.vectors if not same_as_before(name)]
             said = what_is_said(of.model, notes, names, of.sites)
             stages = [stage(of.model, of.sites[name], notes, said) for name in names]
             error = stream_error(of.model, notes, of.sites)
         return Answer({"stages": [told(of, each) for each in stages], "sum_error": error})
+
+
+def same_as_before(name: str) -> bool:
+    """What a block is given is what the one before it gave."""
+    return name.endswith(".resid_pre") and not name.endswith(".cross.resid_pre")
 
 
 def notes_of(of: Inspector, kept: Kept, at: int, source_at: int) -> Notes:

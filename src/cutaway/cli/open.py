@@ -1,0 +1,79 @@
+"""`cutaway open`: the page where one follows a token."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cutaway.cli.convert import DType
+
+if TYPE_CHECKING:  # torch is imported when the work begins
+    from cutaway.serve.inspect.inspector import Inspector
+
+
+def open_page(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SOURCE", help="A model's or run's directory, .gguf file, hub id, or a preset's name."),
+    ] = "tiny-python",
+    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="What it reads when the page opens.")] = None,
+    port: Annotated[int, typer.Option("--port", help="0: any that is free.")] = 0,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Show the page in a browser.")] = True,
+    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda; the GPU if there is one.")] = None,
+    dtype: Annotated[DType | None, typer.Option("--dtype", help="Of the weights; as stored, unless given.")] = None,
+) -> None:
+    """Open a page on this machine that shows what happens to a word on its way through a model.
+
+    Example: cutaway open tiny-python
+
+    Example: cutaway open ./gpt2 "The capital of Italy is"
+    """
+    from cutaway.serve import built
+
+    built.files()  # an installation without a page is told at once
+    from cutaway.serve.app import make_app
+    from cutaway.serve.inspect import routes
+    from cutaway.serve.limits import Limits
+    from cutaway.serve.server import address, listen, make_door, serve
+
+    host, limits = "127.0.0.1", Limits()
+    listening = listen(host, port)
+    desk = routes.Desk(inspector(source, text, device, dtype))
+    app = make_app(
+        [routes.router(desk), built.router()], door=make_door(host, None), limits=limits, closing=[desk.close]
+    )
+    where = f"{address(listening)}/"
+
+    def ready() -> None:
+        sys.stdout.write(f"{source} is open at {where}\nCtrl-C ends it.\n")
+        sys.stdout.flush()
+        if browser:
+            import webbrowser
+
+            webbrowser.open(where)
+
+    serve(app, listening, limits, ready)
+
+
+def inspector(source: str, text: str | None, device: str | None, dtype: Any) -> "Inspector":
+    """The model and its words."""
+    from cutaway.cli import generate, reading
+    from cutaway.serve.inspect.inspector import Inspector
+    from cutaway.serve.inspect.words import CODE, PROSE, Words
+
+    model, tokenizer, start = reading.fresh(source, device, dtype), None, None
+    if model is None:
+        from cutaway.generate.texts import opened
+
+        model, tokenizer, begin = opened(generate.opened(source, device, dtype, quiet=False))
+        start = begin.decoder_start
+    two = len(model.stacks) > 1
+    usual = CODE if source == "tiny-python" else PROSE
+    words = Words(
+        model.config.vocab_size,
+        tokenizer,
+        (start or 0) if two else None,
+        "" if two else text or usual,
+        (text or PROSE) if two else None,
+    )
+    return Inspector(model, words, name=source)

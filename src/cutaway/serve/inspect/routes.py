@@ -1,0 +1,105 @@
+"""Questions over HTTP: a form is posted, frames come back. Whoever goes away before the answer stops the work."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+from fastapi import APIRouter, Request
+from fastapi.responses import StreamingResponse
+from pydantic import ValidationError
+
+from cutaway.errors import CutawayError
+from cutaway.serve.inspect.inspector import Inspector
+from cutaway.serve.inspect.job import GivenUp, Job
+from cutaway.serve.inspect.question import Question
+from cutaway.serve.inspect.questions import QUESTIONS
+from cutaway.serve.inspect.wire import ERROR, told
+from cutaway.serve.refusal import Refused
+
+WORKERS = 4
+"""Questions at work at once. Passes of the model take turns; what needs none does not wait for them."""
+WAITING = 64
+BINARY = "application/octet-stream"
+log = logging.getLogger("cutaway.serve")
+
+
+class Desk:
+    """Where questions are taken and worked on."""
+
+    def __init__(self, of: Inspector) -> None:
+        self.of = of
+        self.pool = ThreadPoolExecutor(WORKERS, "cutaway question")
+        self.jobs: set[Job] = set()
+
+    def close(self) -> None:
+        for job in list(self.jobs):
+            job.stop.set()
+        self.pool.shutdown(wait=True, cancel_futures=True)
+
+    async def answer(self, question: Question) -> AsyncIterator[bytes]:
+        """Frames as they come; None ends them."""
+        if len(self.jobs) >= WAITING:
+            raise Refused(429, "too many questions are waiting; ask again in a moment", headers={"retry-after": "1"})
+        loop = asyncio.get_running_loop()
+        frames: asyncio.Queue[bytes | None] = asyncio.Queue()
+        job = Job(lambda frame: deliver(loop, frames, frame))
+        self.jobs.add(job)
+        work = loop.run_in_executor(self.pool, self.work, question, job)
+        work.add_done_callback(lambda _: frames.put_nowait(None))
+        try:
+            while (frame := await frames.get()) is not None:
+                yield frame
+        finally:
+            job.stop.set()
+            self.jobs.discard(job)
+
+    def work(self, question: Question, job: Job) -> None:
+        try:
+            job.check()
+            job.done(question.answer(self.of, job))
+        except GivenUp:
+            return
+        except CutawayError as error:
+            job.tell(told(ERROR, {"message": str(error)}))
+        except Exception:
+            log.exception("a question could not be answered")
+            job.tell(told(ERROR, {"message": "the server made a mistake with this question; its log says more"}))
+
+
+def deliver(loop: asyncio.AbstractEventLoop, frames: "asyncio.Queue[bytes | None]", frame: bytes) -> None:
+    try:
+        loop.call_soon_threadsafe(frames.put_nowait, frame)
+    except RuntimeError:  # the server has ended
+        raise GivenUp from None
+
+
+def read_question(name: str, body: bytes) -> Question:
+    form = QUESTIONS.get(name)
+    if form is None:
+        raise Refused(404, "there is no such question")
+    try:
+        return form.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part)[:40] for part in first["loc"][:6])
+        raise Refused(400, f"{place or 'the question'}: {first['msg'][:300]}", param=place or None) from None
+
+
+def router(desk: Desk) -> APIRouter:
+    made = APIRouter(prefix="/api")
+
+    @made.post("/ask/{name}", include_in_schema=False)
+    async def ask(name: str, request: Request) -> StreamingResponse:
+        question = read_question(name, await request.body())
+        frames = desk.answer(question)
+        first = await anext(frames)  # what is refused at once is told by its status
+
+        async def rest() -> AsyncIterator[bytes]:
+            yield first
+            async for frame in frames:
+                yield frame
+
+        return StreamingResponse(rest(), media_type=BINARY, headers={"x-accel-buffering": "no"})
+
+    return made
