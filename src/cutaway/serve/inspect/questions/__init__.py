@@ -3,9 +3,25 @@
 from typing import TYPE_CHECKING
 
 from cutaway.serve.inspect.questions.about import About, Tokens
+from cutaway.serve.inspect.questions.attention import Attentions, Head, Row, Wall
+from cutaway.serve.inspect.questions.credit import Credit, Kinds
 from cutaway.serve.inspect.questions.follow import Lane, Stream
+from cutaway.serve.inspect.questions.writing import Fill, Write
 
 if TYPE_CHECKING:
     from cutaway.serve.inspect.question import Question
 
-QUESTIONS: dict[str, "type[Question]"] = {"about": About, "tokens": Tokens, "stream": Stream, "lane": Lane}
+QUESTIONS: dict[str, "type[Question]"] = {
+    "about": About,
+    "tokens": Tokens,
+    "stream": Stream,
+    "lane": Lane,
+    "attentions": Attentions,
+    "wall": Wall,
+    "head": Head,
+    "row": Row,
+    "credit": Credit,
+    "kinds": Kinds,
+    "write": Write,
+    "fill": Fill,
+}
