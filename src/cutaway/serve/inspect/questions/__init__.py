@@ -4,8 +4,20 @@ from typing import TYPE_CHECKING
 
 from cutaway.serve.inspect.questions.about import About, Tokens
 from cutaway.serve.inspect.questions.follow import Lane, Stream
+from cutaway.serve.inspect.questions.next import Next
+from cutaway.serve.inspect.questions.proof import Glance, Proof
+from cutaway.serve.inspect.questions.stage import Stage
 
 if TYPE_CHECKING:
     from cutaway.serve.inspect.question import Question
 
-QUESTIONS: dict[str, "type[Question]"] = {"about": About, "tokens": Tokens, "stream": Stream, "lane": Lane}
+QUESTIONS: dict[str, "type[Question]"] = {
+    "about": About,
+    "tokens": Tokens,
+    "stream": Stream,
+    "lane": Lane,
+    "stage": Stage,
+    "next": Next,
+    "glance": Glance,
+    "proof": Proof,
+}
