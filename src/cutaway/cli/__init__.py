@@ -24,6 +24,7 @@ VERBS = {
     "eval": "cutaway.cli.eval:evaluate",
     "generate": "cutaway.cli.generate:generate",
     "presets": "cutaway.cli.presets:presets",
+    "serve": "cutaway.cli.serve:serve",
     "size": "cutaway.cli.size:size",
     "trace": "cutaway.cli.trace:trace",
     "train": "cutaway.cli.train:train",

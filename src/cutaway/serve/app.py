@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from cutaway.errors import CutawayError
-from cutaway.serve.door import Door, Doorway
+from cutaway.serve.door import Door, Doorway, Watch
 from cutaway.serve.limits import Limits
 from cutaway.serve.refusal import Refused
 
@@ -20,8 +20,10 @@ def make_app(
     door: Door | None = None,
     limits: Limits | None = None,
     closing: Iterable[Callable[[], object]] = (),
+    watch: Watch | None = None,
 ) -> FastAPI:
-    """These routes behind the door; what is in `closing` is called, in a thread, when the server ends."""
+    """These routes behind the door. What is in `closing` is called, in a thread, when the server ends; `watch` is told
+    of each answer."""
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -32,7 +34,7 @@ def make_app(
     app = FastAPI(title="cutaway", docs_url=None, redoc_url=None, lifespan=life, redirect_slashes=False)
     for router in routers:
         app.include_router(router)
-    app.add_middleware(Doorway, door=door or Door(), limits=limits or Limits())
+    app.add_middleware(Doorway, door=door or Door(), limits=limits or Limits(), watch=watch)
     app.add_exception_handler(Refused, say_refused)
     app.add_exception_handler(HTTPException, say_status)
     app.add_exception_handler(RequestValidationError, say_invalid)
