@@ -41,6 +41,7 @@ def serve(
     ] = None,
     waiting: Annotated[int, typer.Option("--waiting", help="Answers that may wait for a row.")] = 256,
     seconds: Annotated[float, typer.Option("--seconds", help="For a request, at most.")] = 300.0,
+    grace: Annotated[float, typer.Option("--grace", help="Seconds for what runs when it is told to end.")] = 5.0,
     device: Annotated[str | None, typer.Option("--device", help="cpu or cuda; the GPU if there is one.")] = None,
     dtype: Annotated[DType | None, typer.Option("--dtype", help="Of the weights; as stored, unless given.")] = None,
     bits: Annotated[
@@ -60,8 +61,8 @@ def serve(
     """
     if rows is not None and rows < 1:
         raise InputError(f"--rows is {rows}; give at least 1")
-    if waiting < 1 or not 1 <= seconds <= 86_400:
-        raise InputError("--waiting must be 1 or more, and --seconds from 1 to 86400; change them")
+    if waiting < 1 or not 1 <= seconds <= 86_400 or not 0 <= grace <= 86_400:
+        raise InputError("--waiting must be 1 or more, --seconds from 1 and --grace from 0, to 86400; change them")
     if bits is not None and bits not in (16, 8, 4):
         raise InputError(f"--bits is {bits}; weights can have 16, 8 or 4")
     from cutaway.serve.limits import Limits
@@ -77,7 +78,7 @@ def serve(
     from cutaway.size.units import parse_count
 
     length = None if context is None else parse_count(context)
-    limits = replace(Limits(), waiting=waiting, seconds=seconds)
+    limits = replace(Limits(), waiting=waiting, seconds=seconds, grace_seconds=grace)
     checkpoint = opened(source, device, dtype, quiet=as_json)
     how: dict[str, Any] = {"rows": rows, "context": length, "pooling": own_pooling(find(source))}
     how |= {} if bits is None else {"bits": bits}

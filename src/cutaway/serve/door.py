@@ -36,6 +36,8 @@ STRICT = {
 """On every answer."""
 Watch = Callable[[str, int, float], object]
 """Told of each answer: its route, its status, and the seconds it took."""
+SLACK = 10.0
+"""Seconds that a route has, after a request's time, to say that it is over."""
 log = logging.getLogger("cutaway.serve")
 
 
@@ -144,7 +146,7 @@ class Doorway:
             incoming.again = await self.read_body(headers, incoming)
             if incoming.again:
                 check_json(incoming.again, self.limits)
-            async with asyncio.timeout(self.limits.seconds + self.limits.grace_seconds):
+            async with asyncio.timeout(self.limits.seconds + SLACK):
                 await self.app(scope, incoming, dressed)
         except Refused as refused:
             if begun:

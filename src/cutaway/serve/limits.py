@@ -73,5 +73,5 @@ class Limits:
     """Requests whose texts wait to become tokens or vectors."""
     retry_after: int = 1
     """Seconds after which one who was refused because others wait may ask again."""
-    grace_seconds: int = 5
+    grace_seconds: float = 5.0
     """For what is running when the server is told to stop."""

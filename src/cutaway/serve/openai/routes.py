@@ -42,6 +42,8 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     )
 }
 
+ALSO_EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
+
 
 def make_router(host: Host) -> APIRouter:
     """Routes for this checkpoint."""
@@ -71,7 +73,7 @@ def make_router(host: Host) -> APIRouter:
         host.named(model)
         return card
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", responses=ALSO_EVENTS)
     async def completions(fields: CompletionFields, request: Request) -> Response:
         """Continue prompts; an encoder-decoder answers them."""
         checked(fields, host)
@@ -79,7 +81,7 @@ def make_router(host: Host) -> APIRouter:
         asked = await host.ask(read, settings)
         return await reply(asked, Form(host, chat=False, wants=settings.logprobs), fields, request)
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", responses=ALSO_EVENTS)
     async def chat(fields: ChatFields, request: Request) -> Response:
         """Answer a chat, by the checkpoint's own template."""
         checked(fields, host)
