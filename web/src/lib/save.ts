@@ -1,0 +1,66 @@
+// A picture as a file: drawings with the colours they have on the page, tables as numbers.
+
+export function save(name: string, blob: Blob): void {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}
+
+/** Rows of cells; what a spreadsheet could take for a formula is marked as text. */
+export function csv(rows: readonly (readonly (string | number)[])[]): string {
+  return rows.map((row) => row.map(cell).join(",")).join("\r\n") + "\r\n";
+}
+
+function cell(value: string | number): string {
+  if (typeof value === "number") return Number.isFinite(value) ? String(value) : "";
+  const text = /^[=+\-@\t\r]/.test(value) ? `'${value}` : value;
+  return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+}
+
+const DRAWN = [
+  "fill", "fill-opacity", "stroke", "stroke-width", "stroke-opacity", "stroke-dasharray", "stroke-linecap", "opacity",
+  "font-family", "font-size", "font-weight", "text-anchor", "dominant-baseline", "visibility", "display",
+]; // prettier-ignore
+
+/** A drawing that stands alone: what style sheets say is written into it, canvases become images. */
+export function asSvg(picture: SVGSVGElement | HTMLCanvasElement): string {
+  const { width, height } = picture.getBoundingClientRect();
+  const paper = getComputedStyle(document.body).backgroundColor;
+  if (picture instanceof HTMLCanvasElement) {
+    const image = `<image width="${width}" height="${height}" href="${picture.toDataURL("image/png")}" image-rendering="pixelated"/>`;
+    return `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}">${image}</svg>`;
+  }
+  const copy = picture.cloneNode(true) as SVGSVGElement;
+  const before = [picture, ...picture.querySelectorAll("*")];
+  const after = [copy, ...copy.querySelectorAll("*")];
+  before.forEach((element, at) => {
+    const style = getComputedStyle(element);
+    for (const name of DRAWN) after[at]?.setAttribute(name, style.getPropertyValue(name));
+    after[at]?.removeAttribute("class");
+    after[at]?.removeAttribute("tabindex");
+  });
+  copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
+  copy.setAttribute("width", String(width));
+  copy.setAttribute("height", String(height));
+  const ground = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+  for (const [name, value] of Object.entries({ width: "100%", height: "100%", fill: paper })) ground.setAttribute(name, value);
+  copy.insertBefore(ground, copy.firstChild);
+  return new XMLSerializer().serializeToString(copy);
+}
+
+export async function asPng(picture: SVGSVGElement | HTMLCanvasElement): Promise<Blob> {
+  const { width, height } = picture.getBoundingClientRect();
+  const image = new Image();
+  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(asSvg(picture))}`;
+  await image.decode();
+  const canvas = document.createElement("canvas");
+  canvas.width = Math.ceil(width * 2); // sharp in print
+  canvas.height = Math.ceil(height * 2);
+  const pen = canvas.getContext("2d");
+  if (!pen) throw new Error("this browser does not draw on canvases");
+  pen.scale(2, 2);
+  pen.drawImage(image, 0, 0, width, height);
+  return new Promise((resolve, reject) => canvas.toBlob((blob) => (blob ? resolve(blob) : reject(new Error("no picture was made"))), "image/png"));
+}
