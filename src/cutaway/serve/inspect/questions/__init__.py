@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from cutaway.serve.inspect.questions.about import About, Tokens
+from cutaway.serve.inspect.questions.breaking import Broken, Trained
 from cutaway.serve.inspect.questions.follow import Lane, Stream
 from cutaway.serve.inspect.questions.next import Next
 from cutaway.serve.inspect.questions.proof import Glance, Proof
@@ -20,4 +21,6 @@ QUESTIONS: dict[str, "type[Question]"] = {
     "next": Next,
     "glance": Glance,
     "proof": Proof,
+    "broken": Broken,
+    "trained": Trained,
 }
