@@ -3,6 +3,8 @@
 from pathlib import Path
 
 HERE = Path(__file__).parent
+ABLATIONS = HERE / "ablations.json"
+"""What `cutaway ablate take-away --seeds 3` came to: parts taken out of trained weights, and models trained so."""
 
 
 def shipped() -> list[str]:

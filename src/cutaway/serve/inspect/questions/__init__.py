@@ -4,8 +4,12 @@ from typing import TYPE_CHECKING
 
 from cutaway.serve.inspect.questions.about import About, Tokens
 from cutaway.serve.inspect.questions.attention import Attentions, Head, Row, Wall
+from cutaway.serve.inspect.questions.breaking import Broken, Trained
 from cutaway.serve.inspect.questions.credit import Credit, Kinds
 from cutaway.serve.inspect.questions.follow import Lane, Stream
+from cutaway.serve.inspect.questions.next import Next
+from cutaway.serve.inspect.questions.proof import Glance, Proof
+from cutaway.serve.inspect.questions.stage import Stage
 from cutaway.serve.inspect.questions.writing import Fill, Write
 
 if TYPE_CHECKING:
@@ -24,4 +28,10 @@ QUESTIONS: dict[str, "type[Question]"] = {
     "kinds": Kinds,
     "write": Write,
     "fill": Fill,
+    "stage": Stage,
+    "next": Next,
+    "glance": Glance,
+    "proof": Proof,
+    "broken": Broken,
+    "trained": Trained,
 }

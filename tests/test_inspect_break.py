@@ -1,0 +1,67 @@
+"""What the page says of a broken model is what the library says."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import cutaway as ct
+from cutaway.lens.readings import ablation, stream_norms
+from cutaway.serve.inspect.inspector import Inspector
+from cutaway.serve.inspect.job import Job
+from cutaway.serve.inspect.look import Look
+from cutaway.serve.inspect.questions.breaking import Broken
+from cutaway.serve.inspect.words import Words
+
+EDITS: list[dict[str, Any]] = [
+    {"blocks.0": "skip"},
+    {"blocks.1": "swap", "final_norm": "drop"},
+    {"blocks.*": "no_residual"},
+    {"mask": "drop"},
+    {"positions": "drop"},
+    {"blocks.0.attn.z": {"do": "zero", "heads": [0]}, "blocks.1.ffn.out": {"do": "mean"}},
+    {"blocks.1.attn.out": {"do": "scale", "value": 2.5}},
+]
+
+
+def inspector(name: str) -> Inspector:
+    model = ct.build(name, seed=0)
+    return Inspector(model, Words(model.config.vocab_size), name=name)
+
+
+@pytest.mark.parametrize("edits", EDITS)
+def test_before_and_after_are_what_the_ablation_says(edits: dict[str, Any]) -> None:
+    of, text = inspector("tiny-gpt"), [5, 9, 2, 44, 7, 7, 3] * 8
+    found = Broken(look=Look(tokens=tuple(text), edits=edits), at=4).answer(of, Job())
+    said = ablation(of.model, text, {"it": edits}, progress=False).values
+    assert [found.facts["loss_before"], 0, 1] == pytest.approx(said[0].tolist(), abs=1e-5)
+    mine = [found.facts[name] for name in ("loss_after", "kl", "kept")]
+    assert mine == pytest.approx(said[1].tolist(), rel=1e-4, abs=1e-5)
+    with ct.edit(of.model, edits):
+        lengths = stream_norms(of.model, text).values
+        with torch.no_grad():
+            shares = of.model(torch.tensor([text]))[0, 4].softmax(-1)
+    torch.testing.assert_close(found.arrays["norms_after"], lengths)
+    torch.testing.assert_close(found.arrays["norms_before"], stream_norms(of.model, text).values)
+    best = shares.topk(5)
+    after = sorted((row for row in found.facts["top"] if row["rank_after"] is not None), key=lambda r: r["rank_after"])
+    assert [row["token"] for row in after] == best.indices.tolist()
+    assert [row["after"] for row in after] == pytest.approx(best.values.tolist(), rel=1e-4)
+
+
+def test_an_encoder_decoder_is_broken_on_both_sides() -> None:
+    of, text, source = inspector("tiny-t5"), [0, 4, 9], [3, 8, 8, 1]
+    edits = {"encoder.blocks.0": "skip", "decoder.blocks.1.cross.z": {"do": "zero", "heads": [1]}}
+    look = Look(tokens=tuple(text), source=tuple(source), edits=edits)
+    found = Broken(look=look, at=2).answer(of, Job())
+    said = ablation(of.model, text, {"it": edits}, source=source, progress=False).values
+    mine = [found.facts[name] for name in ("loss_after", "kl", "kept")]
+    assert mine == pytest.approx(said[1].tolist(), rel=1e-4, abs=1e-5)
+
+
+def test_an_encoder_has_no_loss() -> None:
+    of, text, edits = inspector("tiny-bert"), [3, 8, 8, 1], {"blocks.1": "swap"}
+    found = Broken(look=Look(tokens=tuple(text), edits=edits), at=3).answer(of, Job())
+    assert found.facts["loss_after"] is None
+    said = ablation(of.model, text, {"it": edits}, progress=False).values
+    assert found.facts["kl"] == pytest.approx(float(said[1, 1]), rel=1e-4)
