@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from cutaway.serve.inspect.questions.about import About, Tokens
 from cutaway.serve.inspect.questions.breaking import Broken, Trained
 from cutaway.serve.inspect.questions.follow import Lane, Stream
+from cutaway.serve.inspect.questions.gradients import Placements, Slope
+from cutaway.serve.inspect.questions.runs import RunLog
 
 if TYPE_CHECKING:
     from cutaway.serve.inspect.question import Question
@@ -16,4 +18,7 @@ QUESTIONS: dict[str, "type[Question]"] = {
     "lane": Lane,
     "broken": Broken,
     "trained": Trained,
+    "placements": Placements,
+    "slope": Slope,
+    "run": RunLog,
 }
