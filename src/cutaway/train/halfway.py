@@ -8,7 +8,7 @@ from cutaway.model import build
 from cutaway.train.folders import listing
 from cutaway.train.origin import config_of
 from cutaway.train.run import Run
-from cutaway.train.saved import Saved, name_of, read
+from cutaway.train.saved import Saved, read
 
 
 def halfway(directory: Path, *, device: str | None = None) -> tuple[Checkpoint, int]:

@@ -7,6 +7,7 @@ from cutaway.serve.inspect.questions.breaking import Broken, Trained
 from cutaway.serve.inspect.questions.follow import Lane, Stream
 from cutaway.serve.inspect.questions.gradients import Placements, Slope
 from cutaway.serve.inspect.questions.runs import RunLog
+from cutaway.serve.inspect.questions.sizes import Choices, Fits, Sizes
 
 if TYPE_CHECKING:
     from cutaway.serve.inspect.question import Question
@@ -21,4 +22,7 @@ QUESTIONS: dict[str, "type[Question]"] = {
     "placements": Placements,
     "slope": Slope,
     "run": RunLog,
+    "choices": Choices,
+    "sizes": Sizes,
+    "fits": Fits,
 }
