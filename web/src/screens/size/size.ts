@@ -82,3 +82,6 @@ export function bytes(value: number): string {
 }
 
 export const whole = (value: number): string => value.toLocaleString("en");
+
+/** Parameters: thousand millions are billions, as everybody says. */
+export const count = (value: number): string => si(value).replace("G", "B");
