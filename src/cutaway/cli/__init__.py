@@ -25,6 +25,7 @@ VERBS = {
     "generate": "cutaway.cli.generate:generate",
     "open": "cutaway.cli.open:open_page",
     "presets": "cutaway.cli.presets:presets",
+    "serve": "cutaway.cli.serve:serve",
     "size": "cutaway.cli.size:size",
     "trace": "cutaway.cli.trace:trace",
     "train": "cutaway.cli.train:train",

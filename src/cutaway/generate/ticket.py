@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from cutaway.errors import CutawayError
 from cutaway.generate.answer import Answer, Generation, Piece
@@ -21,6 +21,8 @@ class Ticket:
         self.done = threading.Event()
         self.error: CutawayError | None = None
         self.cancelled = False
+        self.heard: Callable[[], object] | None = None
+        """Called by the engine's thread whenever something new is there; it must be quick, and raise nothing."""
         self._pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
         # The engine's own: where the request stands.
         self.number = 0
@@ -80,6 +82,8 @@ class Ticket:
 
     def tell(self, piece: Piece) -> None:
         self._pieces.put(piece)
+        if self.heard is not None:
+            self.heard()
 
     def finish(self, reason: str | None = None, error: CutawayError | None = None) -> None:
         """Once; later calls change nothing."""
@@ -94,3 +98,5 @@ class Ticket:
         self.error = error
         self.done.set()
         self._pieces.put(None)
+        if self.heard is not None:
+            self.heard()

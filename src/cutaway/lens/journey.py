@@ -210,6 +210,7 @@ def sum_error(stack: Stack, notes: Notes, known: dict[str, Site]) -> float | Non
     own = [name for name, site in known.items() if site.stack is stack]
     total = notes.vectors[next(name for name in own if name.endswith("embed"))]
     for name in own:
-        total = total + notes.vectors[name] if is_added(name) else total
+        if is_added(name) and name in notes.vectors:  # a block that an edit skips adds nothing
+            total = total + notes.vectors[name]
     last = next(name for name in reversed(own) if name.endswith("resid_post"))
     return float((total - notes.vectors[last]).abs().max())

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio.to_thread
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -9,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from cutaway.errors import CutawayError
-from cutaway.serve.door import Door, Doorway
+from cutaway.serve.door import Door, Doorway, Watch
 from cutaway.serve.limits import Limits
 from cutaway.serve.refusal import Refused
 
@@ -20,8 +21,10 @@ def make_app(
     door: Door | None = None,
     limits: Limits | None = None,
     closing: Iterable[Callable[[], object]] = (),
+    watch: Watch | None = None,
 ) -> FastAPI:
-    """These routes behind the door; what is in `closing` is called, in a thread, when the server ends."""
+    """These routes behind the door. What is in `closing` is called, in a thread, when the server ends; `watch` is told
+    of each answer."""
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -32,12 +35,24 @@ def make_app(
     app = FastAPI(title="cutaway", docs_url=None, redoc_url=None, lifespan=life, redirect_slashes=False)
     for router in routers:
         app.include_router(router)
-    app.add_middleware(Doorway, door=door or Door(), limits=limits or Limits())
+    described = app.openapi
+    app.openapi = lambda: without_422(described())  # type: ignore[method-assign]
+    app.add_middleware(Doorway, door=door or Door(), limits=limits or Limits(), watch=watch)
     app.add_exception_handler(Refused, say_refused)
     app.add_exception_handler(HTTPException, say_status)
     app.add_exception_handler(RequestValidationError, say_invalid)
     app.add_exception_handler(CutawayError, say_wrong)
     return app
+
+
+def without_422(described: dict[str, Any]) -> dict[str, Any]:
+    """FastAPI's description of the API, less the answer to wrong fields that ours is not: see `say_invalid`."""
+    for methods in described["paths"].values():
+        for method in methods.values():
+            method["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        described.get("components", {}).get("schemas", {}).pop(name, None)
+    return described
 
 
 def told(refused: Refused) -> Response:

@@ -5,6 +5,8 @@ import hmac
 import ipaddress
 import logging
 import secrets
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -32,6 +34,10 @@ STRICT = {
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
 }
 """On every answer."""
+Watch = Callable[[str, int, float], object]
+"""Told of each answer: its route, its status, and the seconds it took."""
+SLACK = 10.0
+"""Seconds that a route has, after a request's time, to say that it is over."""
 log = logging.getLogger("cutaway.serve")
 
 
@@ -103,8 +109,8 @@ class Incoming:
 class Doorway:
     """The middleware: what is refused here reaches no route."""
 
-    def __init__(self, app: ASGIApp, door: Door, limits: Limits) -> None:
-        self.app, self.door, self.limits = app, door, limits
+    def __init__(self, app: ASGIApp, door: Door, limits: Limits, watch: Watch | None = None) -> None:
+        self.app, self.door, self.limits, self.watch = app, door, limits, watch
         self.inside = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,12 +122,13 @@ class Doorway:
             await send({"type": "websocket.close", "code": 1008, "reason": ""})
 
     async def visit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun, incoming = False, Incoming(scope, receive)
+        begun, status, incoming = False, 500, Incoming(scope, receive)
+        arrived = time.monotonic()
 
         async def dressed(message: Message) -> None:
-            nonlocal begun
+            nonlocal begun, status
             if message["type"] == "http.response.start":
-                begun = True
+                begun, status = True, message["status"]
                 message = {**message, "headers": dress(message.get("headers", []))}
             await send(message)
 
@@ -139,7 +146,7 @@ class Doorway:
             incoming.again = await self.read_body(headers, incoming)
             if incoming.again:
                 check_json(incoming.again, self.limits)
-            async with asyncio.timeout(self.limits.seconds + self.limits.grace_seconds):
+            async with asyncio.timeout(self.limits.seconds + SLACK):
                 await self.app(scope, incoming, dressed)
         except Refused as refused:
             if begun:
@@ -155,6 +162,8 @@ class Doorway:
                 await self.refuse(Refused(500, "the server failed to answer; its log says why"), incoming, dressed)
         finally:
             self.inside -= 1
+            if self.watch is not None:
+                self.watch(getattr(scope.get("route"), "path", "none"), status, time.monotonic() - arrived)
 
     def check_sender(self, scope: Scope, headers: dict[bytes, str]) -> None:
         """Whether the request is meant for this server, and made by its own page or by no page."""

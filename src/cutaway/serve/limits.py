@@ -35,6 +35,8 @@ class Limits:
     """At work at once, whatever they ask for."""
     characters: int = 1_000_000
     """Of all prompts of a request."""
+    characters_per_token: int = 64
+    """Of a text, for each token of the context: what is longer is not read to find that it is."""
     prompt_tokens: int = 131_072
     """Of one prompt; the model's context may be less."""
     max_tokens: int = 32_768
@@ -63,13 +65,13 @@ class Limits:
     """Of all texts to embed in one request."""
     seconds: float = 300.0
     """For a whole request."""
-    template_seconds: float = 5.0
-    """For a chat template, which bounds itself more tightly still."""
+    reading_seconds: float = 10.0
+    """For prompts to become tokens, once it is their turn; a chat template bounds itself more tightly still."""
     waiting: int = 256
     """Answers that wait for a row; more are refused, to be asked for again."""
-    encoding: int = 32
+    encoding: int = 256
     """Requests whose texts wait to become tokens or vectors."""
     retry_after: int = 1
     """Seconds after which one who was refused because others wait may ask again."""
-    grace_seconds: int = 5
+    grace_seconds: float = 5.0
     """For what is running when the server is told to stop."""

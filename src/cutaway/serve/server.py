@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import math
 import os
 import signal
 import socket
@@ -23,7 +24,14 @@ from cutaway.serve.limits import Limits
 
 PLAIN = [*STRICT.items(), ("content-type", "text/plain"), ("connection", "close"), ("cache-control", "no-store")]
 FULL = "\r\n".join(
-    ["HTTP/1.1 503 Service Unavailable", *(f"{name}: {value}" for name, value in PLAIN), "retry-after: 1", "", ""]
+    [
+        "HTTP/1.1 503 Service Unavailable",
+        *(f"{name}: {value}" for name, value in PLAIN),
+        "retry-after: 1",
+        "content-length: 0",
+        "",
+        "",
+    ]
 ).encode("ascii")
 EVERYWHERE = ("0.0.0.0", "::", "")
 
@@ -80,17 +88,19 @@ class Impatient(H11Protocol):
 
     limits = Limits()
     timer: asyncio.TimerHandle | None = None
+    full = False
     unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.limits.connections:
-            self.transport.write(FULL)
-            self.transport.close()
-            return
+        self.full = len(self.connections) > self.limits.connections
         self.timer = self.loop.call_later(self.limits.header_seconds, self.transport.abort)
 
     def data_received(self, data: bytes) -> None:
+        if self.full:  # said when the request is here: a connection that ends before is only broken
+            self.transport.write(FULL)
+            self.transport.close()
+            return
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             cancel(self.timer)
@@ -142,7 +152,7 @@ class Server(uvicorn.Server):
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=limits.idle_seconds,
-            timeout_graceful_shutdown=limits.grace_seconds,
+            timeout_graceful_shutdown=math.ceil(limits.grace_seconds),
             h11_max_incomplete_event_size=limits.header_bytes + limits.target,
         )
         super().__init__(config)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from cutaway.config import Config
 from cutaway.errors import InputError
@@ -17,6 +18,7 @@ from cutaway.lens.equations import is_added, on_stream
 from cutaway.lens.readings.subject import resting
 from cutaway.lens.taps import Taps
 from cutaway.model import DecoderOnly, EncoderDecoder, EncoderOnly, Transformer
+from cutaway.model.stack import Stack
 from cutaway.serve.inspect.job import Job
 from cutaway.serve.inspect.kept import SQUARE, Kept, planned
 from cutaway.serve.inspect.look import Look
@@ -77,11 +79,15 @@ class Inspector:
     def read(self, kept: Kept, names: list[str], job: Job) -> None:
         taps, note = Taps(), kept.reader(job)
         with self.changed(kept.look):
+            watching: list[RemovableHandle] = []
             try:
+                watching.extend(kept.watch(self.model))
                 taps.open((self.sites[name], note, None) for name in names)
                 self.hidden(kept.look)
             finally:
                 taps.close()
+                for handle in watching:
+                    handle.remove()
 
     @contextmanager
     def changed(self, look: Look) -> Iterator[None]:
@@ -122,6 +128,16 @@ class Inspector:
         ):
             if outside := next((token for token in text if token >= most), None):
                 raise InputError(f"{name} has {outside}, and the vocabulary ends at {most - 1}")
+
+    @property
+    def writer(self) -> Stack:
+        """The stack that the head reads."""
+        return [*self.model.stacks.values()][-1]
+
+    def place(self, look: Look, at: int) -> int:
+        if at >= len(look.tokens):
+            raise InputError(f"the text has {len(look.tokens)} tokens, 0 to {len(look.tokens) - 1}, and {at} is none")
+        return at
 
     def likely(self, pairs: Iterable[tuple[int, float]]) -> list[dict[str, Any]]:
         """Tokens with their shares, as the page is told of them."""

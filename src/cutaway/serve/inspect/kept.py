@@ -3,14 +3,16 @@
 Scores and patterns are made again from the q and k that were kept, for the heads that are asked for.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from cutaway.lens import pattern
 from cutaway.lens.sites import Site
 from cutaway.lens.taps import Passing
+from cutaway.model import Transformer
 from cutaway.serve.inspect.job import Job
 from cutaway.serve.inspect.look import Look
 
@@ -25,8 +27,8 @@ class Kept:
         self.values: dict[str, Tensor] = {}
         self.calls: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         """By the name of an attention: its kernel, and what it was given."""
-        self.results: dict[str, Any] = {}
-        """What else was worked out for this look, by a name; small."""
+        self.inputs: dict[str, Any] = {}
+        """What says where tokens stand: `embed.position`, and rotations by layer."""
 
     def reader(self, job: Job) -> Any:
         """Writes down what passes; a pass that nobody waits for ends at its next value."""
@@ -37,6 +39,21 @@ class Kept:
             self.values[site.name] = passing.value.detach()
             if site.name.endswith(".q"):
                 self.calls[site.name.removesuffix(".q")] = (site.module, passing.args)
+
+        return look
+
+    def watch(self, model: Transformer) -> Iterator[RemovableHandle]:
+        """Hooks for what has no site of its own: what says where tokens stand."""
+        for side, stack in model.stacks.items():
+            prefix = f"{side}." if len(model.stacks) > 1 else ""
+            parts = {"embed.position": stack.embed.position, **stack.positions}
+            for name, module in parts.items():
+                if module is not None:
+                    yield module.register_forward_hook(self.put_down(f"{prefix}{name}"))
+
+    def put_down(self, name: str) -> Any:
+        def look(module: Any, args: Any, out: Any) -> None:
+            self.inputs[name] = out
 
         return look
 

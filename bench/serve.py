@@ -1,0 +1,261 @@
+"""`cutaway serve` under load: many clients at once, some of whom leave in the middle of their answers.
+
+    python bench/serve.py --clients 200 --seconds 60
+
+Every answer is compared with what the same request gets alone; nobody may be lost, mixed up or kept waiting for `/health`.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PROMPTS = [
+    "def add(",
+    "import os\n",
+    "class Node:\n    def ",
+    "for i in range(",
+    "x = [",
+    "with open(",
+    "return ",
+    "if not ",
+]
+
+
+@dataclass
+class Tally:
+    """What became of the requests."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+    """Seconds of each answer that was waited for."""
+    tokens: int = 0
+
+
+def requests() -> list[dict[str, Any]]:
+    """A few dozen different ones: greedy and drawn, short and long, whole and streamed, one answer and several."""
+    rng = random.Random(0)
+    asks = []
+    for number in range(32):
+        ask = {
+            "prompt": f"# {number}\n{rng.choice(PROMPTS)}",
+            "max_tokens": rng.choice([4, 16, 48]),
+            "stream": number % 3 > 0,
+        }
+        ask |= {"temperature": 0} if number % 2 else {"temperature": 0.8, "top_p": 0.95, "seed": number}
+        ask |= {"n": 2} if number % 8 == 0 else {}
+        ask |= {"stop": ["\n\n"]} if number % 5 == 0 else {}
+        ask |= {"logprobs": 2} if number % 7 == 0 else {}
+        asks.append(ask)
+    return asks
+
+
+async def ask(port: int, body: dict[str, Any], leave_after: int | None = None) -> tuple[int, bytes, bytes]:
+    """Status, head and body of an answer; one who leaves does so after so many bytes of it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        data = json.dumps(body).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        await writer.drain()
+        said = await reader.readuntil(b"\r\n\r\n")
+        if leave_after is not None:
+            await reader.read(leave_after)
+            return 0, said, b""
+        rest = await reader.read()
+        return int(said.split(b" ", 2)[1]), said, dechunked(rest) if b"chunked" in said.lower() else rest
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+def dechunked(data: bytes) -> bytes:
+    parts = []
+    while data:
+        size, _, data = data.partition(b"\r\n")
+        length = int(size, 16)
+        if not length:
+            break
+        parts.append(data[:length])
+        data = data[length + 2 :]
+    return b"".join(parts)
+
+
+def texts(body: bytes, stream: bool) -> tuple[Any, int]:
+    """The answers and how they ended, by number; and how many tokens if that is said."""
+    if not stream:
+        told = json.loads(body)
+        return {one["index"]: (one["text"], one["finish_reason"]) for one in told["choices"]}, told["usage"][
+            "completion_tokens"
+        ]
+    events = body.decode().split("\n\n")
+    assert events[-2] == "data: [DONE]", events[-2:]
+    found: dict[int, list[Any]] = {}
+    for event in events[:-2]:
+        for one in json.loads(event.removeprefix("data: "))["choices"]:
+            text = found.setdefault(one["index"], ["", None])
+            text[0] += one["text"]
+            text[1] = one["finish_reason"] or text[1]
+    return {place: tuple(one) for place, one in found.items()}, len(events)
+
+
+async def alone(port: int, asks: list[dict[str, Any]]) -> list[Any]:
+    """What each request gets with nobody else there."""
+    expected = []
+    for each in asks:
+        status, _, body = await ask(port, each)
+        assert status == 200, body
+        expected.append(texts(body, each["stream"])[0])
+    return expected
+
+
+async def visit(
+    port: int, asks: list[dict[str, Any]], expected: list[Any], until: float, seed: int, tally: Tally
+) -> None:
+    """One client: request after request until the time is over; one in ten is left in the middle."""
+    rng = random.Random(seed)
+    while time.monotonic() < until:
+        number = rng.randrange(len(asks))
+        leave = rng.randrange(1, 600) if rng.random() < 0.1 else None
+        began = time.monotonic()
+        try:
+            status, head, body = await ask(port, asks[number] | ({"stream": True} if leave else {}), leave)
+        except (OSError, asyncio.IncompleteReadError) as error:
+            tally.outcomes[f"lost ({type(error).__name__})"] += 1
+            continue
+        if leave is not None:
+            tally.outcomes["left"] += 1
+        elif status == 429:
+            tally.outcomes["refused" if b"retry-after: " in head.lower() else "refused without saying until when"] += 1
+            await asyncio.sleep(0.2)
+        elif status != 200:
+            tally.outcomes[f"status {status}"] += 1
+        else:
+            found, tokens = texts(body, asks[number]["stream"])
+            tally.outcomes["right" if found == expected[number] else "wrong"] += 1
+            tally.tokens += tokens
+            tally.waited.append(time.monotonic() - began)
+            if found != expected[number] and len(tally.wrong) < 3:
+                tally.wrong.append(f"{asks[number]}: {found} instead of {expected[number]}")
+
+
+async def load(port: int, clients: int, seconds: float, asks: list[dict[str, Any]], expected: list[Any]) -> Tally:
+    tally, until = Tally(), time.monotonic() + seconds
+    await asyncio.gather(*(visit(port, asks, expected, until, seed, tally) for seed in range(clients)))
+    return tally
+
+
+async def burst(port: int, count: int, asks: list[dict[str, Any]], expected: list[Any]) -> Tally:
+    """So many at the same moment, each once: more than may wait."""
+    tally = Tally()
+
+    async def once(number: int) -> None:
+        place = number % len(asks)
+        status, head, body = await ask(port, asks[place])
+        if status == 429 and b"retry-after: " in head.lower():
+            tally.outcomes["refused"] += 1
+        else:
+            right = status == 200 and texts(body, asks[place]["stream"])[0] == expected[place]
+            tally.outcomes["right" if right else f"wrong or {status}"] += 1
+
+    await asyncio.gather(*(once(number) for number in range(count)))
+    return tally
+
+
+def probe(port: int, stop: Any, found: Any) -> None:
+    """`/health` every 50 ms in a process of its own, as a watchdog would ask; the seconds that each answer took."""
+    import http.client
+
+    took = []
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    while not stop.is_set():
+        began = time.perf_counter()
+        connection.request("GET", "/health")
+        assert connection.getresponse().read() == b'{"status":"ok"}'
+        took.append(time.perf_counter() - began)
+        time.sleep(0.05)
+    found.put(took)
+
+
+def memory(process: int) -> float:
+    """MiB that a process has in memory."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+async def watched(
+    port: int, process: int, clients: int, seconds: float, asks: Any, expected: Any
+) -> tuple[Tally, list[float]]:
+    """The load, and the server's memory every few seconds while it lasts."""
+    sizes: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(max(0.5, seconds / 12))
+            sizes.append(memory(process))
+
+    watching = asyncio.ensure_future(watch())
+    tally = await load(port, clients, seconds, asks, expected)
+    watching.cancel()
+    return tally, sizes
+
+
+def main() -> int:
+    given = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    given.add_argument("--source", default="tiny-python")
+    given.add_argument("--clients", type=int, default=200)
+    given.add_argument("--seconds", type=float, default=60)
+    given.add_argument("--rows", type=int, default=32)
+    chosen = given.parse_args()
+    how = ["--port", "0", "--dtype", "float32", "--json", "--rows", str(chosen.rows)]
+    server = subprocess.Popen([sys.executable, "-m", "cutaway", "serve", chosen.source, *how], stdout=subprocess.PIPE)
+    try:
+        assert server.stdout is not None
+        port = int(json.loads(server.stdout.readline())["address"].rsplit(":", 1)[1])
+        asks = requests()
+        expected = asyncio.run(alone(port, asks))
+        stop, found = multiprocessing.Event(), multiprocessing.Queue()
+        prober = multiprocessing.Process(target=probe, args=(port, stop, found), daemon=True)
+        prober.start()
+        tally, sizes = asyncio.run(watched(port, server.pid, chosen.clients, chosen.seconds, asks, expected))
+        stop.set()
+        health = sorted(found.get(timeout=30))
+        crowd = asyncio.run(burst(port, 600, asks, expected))
+        server.send_signal(signal.SIGTERM)
+        code = server.wait(30)
+    finally:
+        server.kill()
+    waited = sorted(tally.waited)
+    print(f"{chosen.clients} clients for {chosen.seconds:g} s: {dict(tally.outcomes)}")
+    print(
+        f"answers: median {waited[len(waited) // 2]:.2f} s, longest {waited[-1]:.2f} s; {tally.tokens / chosen.seconds:.0f} tokens/s"
+    )
+    share = f"99 % within {health[int(len(health) * 0.99)] * 1e3:.1f}, longest {health[-1] * 1e3:.1f} ms"
+    print(f"/health: {len(health)} times, median {health[len(health) // 2] * 1e3:.1f} ms, {share}")
+    print(f"memory of the server in MiB: {[round(size) for size in sizes]}")
+    print(f"600 at one moment: {dict(crowd.outcomes)}; ended with code {code}")
+    for line in tally.wrong:
+        print(line)
+    fine = set(tally.outcomes) <= {"right", "left", "refused"} and set(crowd.outcomes) == {"right", "refused"}
+    flat = sizes[-1] - sizes[len(sizes) // 3] < 16
+    quick = health[-1] < 0.1
+    print(
+        f"none lost or mixed up: {fine}; /health < 100 ms throughout: {quick}; memory flat: {flat}; clean end: {code == 0}"
+    )
+    return 0 if fine and flat and quick and code == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

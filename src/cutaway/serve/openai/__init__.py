@@ -1,0 +1,1 @@
+"""The API that OpenAI's clients speak, on one checkpoint."""
