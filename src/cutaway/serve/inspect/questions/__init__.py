@@ -5,8 +5,11 @@ from typing import TYPE_CHECKING
 from cutaway.serve.inspect.questions.about import About, Tokens
 from cutaway.serve.inspect.questions.breaking import Broken, Trained
 from cutaway.serve.inspect.questions.follow import Lane, Stream
+from cutaway.serve.inspect.questions.gradients import Placements, Slope
 from cutaway.serve.inspect.questions.next import Next
 from cutaway.serve.inspect.questions.proof import Glance, Proof
+from cutaway.serve.inspect.questions.runs import RunLog
+from cutaway.serve.inspect.questions.sizes import Choices, Fits, Sizes
 from cutaway.serve.inspect.questions.stage import Stage
 
 if TYPE_CHECKING:
@@ -23,4 +26,10 @@ QUESTIONS: dict[str, "type[Question]"] = {
     "proof": Proof,
     "broken": Broken,
     "trained": Trained,
+    "placements": Placements,
+    "slope": Slope,
+    "run": RunLog,
+    "choices": Choices,
+    "sizes": Sizes,
+    "fits": Fits,
 }
