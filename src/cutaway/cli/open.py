@@ -1,6 +1,7 @@
 """`cutaway open`: the page where one follows a token."""
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -57,15 +58,16 @@ def open_page(
 
 def inspector(source: str, text: str | None, device: str | None, dtype: Any) -> "Inspector":
     """The model and its words."""
-    from cutaway.cli import generate, reading
+    from cutaway.cli import reading
     from cutaway.serve.inspect.inspector import Inspector
     from cutaway.serve.inspect.words import CODE, PROSE, Words
 
+    run = run_at(source)
     model, tokenizer, start, begin = reading.fresh(source, device, dtype), None, None, None
     if model is None:
         from cutaway.generate.texts import opened
 
-        model, tokenizer, begin = opened(generate.opened(source, device, dtype, quiet=False))
+        model, tokenizer, begin = opened(checkpoint(source, run, device, dtype))
         start = begin.decoder_start
     two = len(model.stacks) > 1
     usual = CODE if source == "tiny-python" else PROSE
@@ -77,4 +79,26 @@ def inspector(source: str, text: str | None, device: str | None, dtype: Any) -> 
         (text or PROSE) if two else None,
         begin,
     )
-    return Inspector(model, words, name=source)
+    return Inspector(model, words, name=source, run=run)
+
+
+def run_at(source: str) -> Path | None:
+    """The directory, if it is a run's."""
+    from cutaway.config.source import stands
+    from cutaway.families.load import RUN
+
+    path = Path(source).expanduser()
+    return path if stands(path / RUN, Path.is_file) else None
+
+
+def checkpoint(source: str, run: Path | None, device: str | None, dtype: Any) -> Any:
+    """A trained model; of a run that is not done, what it has come to."""
+    if run is None or (run / "model").is_dir():
+        from cutaway.cli import generate
+
+        return generate.opened(source, device, dtype, quiet=False)
+    from cutaway.train.halfway import halfway
+
+    found, step = halfway(run, device=device)
+    sys.stderr.write(f"{source} is not done yet: this is its model after {step:,} steps\n")
+    return found

@@ -75,5 +75,5 @@ export function told(site: string, change: Change): string {
   if (!part) return `${block}: ${DONE[change.do] ?? change.do}`;
   const what = part === "ffn" ? "FFN" : part === "cross" ? "cross-attention" : "attention";
   const of = change.heads ? `head${change.heads.length > 1 ? "s" : ""} ${change.heads.join(", ")} of ${what}` : what;
-  return `${block}: ${of} ${change.do === "scale" ? `times ${change.value ?? 1}` : `adds ${VALUES[change.do] ?? change.do}`}`;
+  return `${block}: ${of} ${change.do === "scale" ? `times ${change.value ?? 1}` : `${(change.heads?.length ?? 0) > 1 ? "add" : "adds"} ${VALUES[change.do] ?? change.do}`}`;
 }

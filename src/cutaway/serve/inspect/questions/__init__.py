@@ -7,8 +7,11 @@ from cutaway.serve.inspect.questions.attention import Attentions, Head, Row, Wal
 from cutaway.serve.inspect.questions.breaking import Broken, Trained
 from cutaway.serve.inspect.questions.credit import Credit, Kinds
 from cutaway.serve.inspect.questions.follow import Lane, Stream
+from cutaway.serve.inspect.questions.gradients import Placements, Slope
 from cutaway.serve.inspect.questions.next import Next
 from cutaway.serve.inspect.questions.proof import Glance, Proof
+from cutaway.serve.inspect.questions.runs import RunLog
+from cutaway.serve.inspect.questions.sizes import Choices, Fits, Sizes
 from cutaway.serve.inspect.questions.stage import Stage
 from cutaway.serve.inspect.questions.writing import Fill, Write
 
@@ -34,4 +37,10 @@ QUESTIONS: dict[str, "type[Question]"] = {
     "proof": Proof,
     "broken": Broken,
     "trained": Trained,
+    "placements": Placements,
+    "slope": Slope,
+    "run": RunLog,
+    "choices": Choices,
+    "sizes": Sizes,
+    "fits": Fits,
 }
