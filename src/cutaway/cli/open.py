@@ -63,7 +63,7 @@ def inspector(source: str, text: str | None, device: str | None, dtype: Any) -> 
     from cutaway.serve.inspect.words import CODE, PROSE, Words
 
     run = run_at(source)
-    model, tokenizer, start = reading.fresh(source, device, dtype), None, None
+    model, tokenizer, start, begin = reading.fresh(source, device, dtype), None, None, None
     if model is None:
         from cutaway.generate.texts import opened
 
@@ -77,6 +77,7 @@ def inspector(source: str, text: str | None, device: str | None, dtype: Any) -> 
         (start or 0) if two else None,
         "" if two else text or usual,
         (text or PROSE) if two else None,
+        begin,
     )
     return Inspector(model, words, name=source, run=run)
 

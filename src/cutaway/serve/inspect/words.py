@@ -18,6 +18,8 @@ class Words:
     """The token that an encoder-decoder's answers begin with."""
     text: str = PROSE
     source: str | None = None
+    begin: Any = None
+    """What the model's files say about writing with it: a `Start`, or None."""
 
     @property
     def fresh(self) -> bool:
