@@ -9,7 +9,11 @@ import typer
 from cutaway.cli.convert import DType
 
 if TYPE_CHECKING:  # torch is imported when the work begins
+    from cutaway.model import Transformer
     from cutaway.serve.inspect.inspector import Inspector
+
+WIDENED = 1 << 30
+"""Parameters up to which narrow numbers are read as fp32 on a CPU."""
 
 
 def open_page(
@@ -69,6 +73,8 @@ def inspector(source: str, text: str | None, device: str | None, dtype: Any) -> 
 
         model, tokenizer, begin = opened(checkpoint(source, run, device, dtype))
         start = begin.decoder_start
+        if dtype is None and is_small(model):
+            model.float()  # 16 bits are slow on many CPUs, and round away what the proofs show
     two = len(model.stacks) > 1
     usual = CODE if source == "tiny-python" else PROSE
     words = Words(
@@ -80,6 +86,11 @@ def inspector(source: str, text: str | None, device: str | None, dtype: Any) -> 
         begin,
     )
     return Inspector(model, words, name=source, run=run)
+
+
+def is_small(model: "Transformer") -> bool:
+    """On a CPU that holds it in 32 bits easily."""
+    return model.device.type == "cpu" and sum(each.numel() for each in model.parameters()) <= WIDENED
 
 
 def run_at(source: str) -> Path | None:
