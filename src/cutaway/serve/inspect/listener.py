@@ -66,19 +66,16 @@ class Listener(Sampler):
         self.heard.append(Choice(logits[0].detach().float().clone(), chances, self.state()))
         return super().sample(logits, needs, active)
 
-    def layers(self) -> list[dict[str, Any]]:
-        """Of each layer's cache: its slots, and the bytes of one."""
-        return [{"slots": layer.slots, "bytes": bytes_of_slot(layer)} for layer in self.cache.paged]
-
     def state(self) -> dict[str, Any]:
-        """What the cache holds now: tokens read, and by number of slots the position that stands in each."""
+        """What the cache holds now: tokens read, slots and bytes by layer; of rings that have wrapped, by their size,
+        the position that stands in each slot (elsewhere a token's slot is its position)."""
         length = int(self.cache.length[0])
         filled = [min(length, layer.slots) for layer in self.cache.paged]
         own = [count * bytes_of_slot(layer) for count, layer in zip(filled, self.cache.paged, strict=True)]
-        rings = sorted({layer.slots for layer in self.cache.paged})
+        slots = [layer.slots for layer in self.cache.paged]
         source = sum(each.numel() * each.element_size() for each in self.cache.sources())
-        held = {str(slots): positions(self.cache, slots) for slots in rings}
-        return {"length": length, "filled": filled, "bytes": own, "source": source, "held": held}
+        held = {str(ring): positions(self.cache, ring) for ring in sorted(set(slots)) if ring < length}
+        return {"length": length, "slots": slots, "filled": filled, "bytes": own, "source": source, "held": held}
 
 
 def bytes_of_slot(layer: Any) -> int:

@@ -19,6 +19,7 @@ from cutaway.serve.inspect.look import Look, Token
 from cutaway.serve.inspect.question import OfText, Place, Question
 from cutaway.serve.inspect.wire import Answer
 
+ROWS = 4
 KNOWN: WeakKeyDictionary[Inspector, Answer] = WeakKeyDictionary()
 """Kinds of heads of a model as it is, which take a few passes."""
 
@@ -65,7 +66,7 @@ class Kinds(Question):
     def answer(self, of: Inspector, job: Job) -> Answer:
         if of not in KNOWN:
             with of.changed(Look(tokens=(0,))):
-                found = head_kinds(SimpleNamespace(model=of.model, tokenizer=of.words.tokenizer))
+                found = head_kinds(SimpleNamespace(model=of.model, tokenizer=of.words.tokenizer), rows=ROWS)
             names = [f"blocks.{layer}.attn" for layer in found.labels[0]]
             KNOWN[of] = Answer({"kinds": list(KINDS), "names": names, "note": found.note}, {"scores": found.values})
         return KNOWN[of]

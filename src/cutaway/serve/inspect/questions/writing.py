@@ -128,7 +128,6 @@ class Writing:
         self.engine.runner.let_go()
         reason = answer.reason if self.ticket.done.is_set() else None
         facts: dict[str, Any] = {"reason": reason, "slots": self.plan.slots, "kind": self.plan.kind}
-        facts["layers"] = self.listener.layers()
         if not self.heard:
             return Answer({**facts, "check": None})
         job.check()
