@@ -5,7 +5,7 @@ from typing import Any
 
 from cutaway.lens.readings.subject import text_of
 
-CODE, PROSE = "def add(a, b):\n    return a", "The capital of Italy is"
+CODE, PROSE = "import os\n\nfor name in sorted(os.", "The capital of Italy is"
 
 
 @dataclass(frozen=True)
