@@ -29,14 +29,12 @@ export async function run(page, url) {
   const before = await tokens.allInnerTexts();
   await tokens.nth(1).click();
   const other = page.locator("table button:not([disabled])").first();
-  const word = (await other.innerText()).replace(/,.*/s, "");
   await other.click();
   await page.getByText("taken by you").waitFor();
   assert.equal(await tokens.count(), 2);
   const after = await tokens.allInnerTexts();
   assert.equal(after[0], before[0]);
   assert.notEqual(after[1], before[1]);
-  assert.ok(word.length > 0);
   await page.getByRole("button", { name: "Step" }).click();
   await page.getByRole("heading", { name: /^Token 3: / }).waitFor();
 

@@ -16,8 +16,8 @@ from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.look import Look
 
 TOP = 5
-ROUNDINGS = 16
-"""So many of the last bit, of the largest logit, add up on the way through a model."""
+PROMISED = {torch.float32: 1e-5, torch.float64: 1e-10}
+"""By how much cached and full passes may differ, as a share of the largest logit; of 16 bits nothing is promised."""
 TOGETHER = 64
 """Rows of logits that are compared at once: a vocabulary is wide."""
 
@@ -103,10 +103,10 @@ def compared(of: Inspector, look: Look, heard: list[Choice]) -> tuple[dict[str, 
         apart[first : first + TOGETHER] = (whole - single).abs().amax(-1).cpu()
         highest = max(highest, float(whole.abs().max()))
     largest, at = float(apart.max()), int(apart.argmax())
-    told = {"largest": largest, "at": at, "of": highest, "compared": len(heard), "rounding": rounding(of, highest)}
+    told = {"largest": largest, "at": at, "of": highest, "compared": len(heard), "promised": promised(of, highest)}
     return told, {"apart": apart}
 
 
-def rounding(of: Inspector, size: float) -> float:
-    """By how much two orders of the same sums may differ in this model's numbers."""
-    return ROUNDINGS * torch.finfo(of.model.dtype).eps * max(1.0, size)
+def promised(of: Inspector, size: float) -> float | None:
+    share = PROMISED.get(of.model.dtype)
+    return None if share is None else share * max(1.0, size)

@@ -38,7 +38,8 @@ export interface Step {
 export interface Check {
   largest: number;
   of: number;
-  rounding: number;
+  /** The most that they may differ by; 16-bit numbers have no such bound. */
+  promised: number | null;
   compared: number;
 }
 
@@ -125,7 +126,7 @@ export class Writer {
     this.check = {
       largest: Math.max(check.largest, before?.largest ?? 0),
       of: Math.max(check.of, before?.of ?? 0),
-      rounding: Math.max(check.rounding, before?.rounding ?? 0),
+      promised: check.promised === null ? null : Math.max(check.promised, before?.promised ?? 0),
       compared: check.compared + (before?.compared ?? 0),
     };
   }
