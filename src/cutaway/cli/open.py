@@ -78,7 +78,7 @@ def inspector(source: str, text: str | None, device: str | None, dtype: Any) -> 
         "" if two else text or usual,
         (text or PROSE) if two else None,
     )
-    return Inspector(model, words, name=source, run=run)
+    return Inspector(model, words, name=source if run is None else run.resolve().name, run=run)
 
 
 def run_at(source: str) -> Path | None:
