@@ -89,5 +89,5 @@ def test_surgery_and_training_are_told_apart_with_intervals_over_seeds() -> None
     whole = [run["losses"] for run in shipped_results()["runs"] if run["variant"] == "whole"]
     found = interval([losses["without the final norm"] for losses in whole])
     assert rows["final_norm"]["surgery"]["mean"] == pytest.approx(found.mean, abs=1e-5)
-    assert rows["no_residual"] == {"sign": "no_residual", "part": "the residual", "surgery": None, "trained": None}
+    assert rows["no_residual"] == {"sign": "no_residual", "part": "no residual", "surgery": None, "trained": None}
     assert told["leak"]["mean"] < told["whole"]["mean"] < rows["mask"]["trained"]["mean"]

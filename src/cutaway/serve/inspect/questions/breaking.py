@@ -119,15 +119,15 @@ def finite(value: Tensor) -> float | None:
 
 
 PAIRS = (
-    ("skip", "a block", "without a middle block", "a block fewer", AS_IS),
-    ("swap", "attention before FFN", "FFN first", "FFN first", AS_IS),
-    ("final_norm", "the final norm", "without the final norm", "no final norm", AS_IS),
-    ("positions", "positions", "without positions", "no positions", AS_IS),
-    ("head", "a head", "without a middle block's greatest head", "a head fewer", AS_IS),
-    ("mask", "the mask", "without mask", "no mask", "with the mask"),
+    ("skip", "a block fewer", "without a middle block", "a block fewer", AS_IS),
+    ("swap", "FFN first", "FFN first", "FFN first", AS_IS),
+    ("final_norm", "no final norm", "without the final norm", "no final norm", AS_IS),
+    ("positions", "no positions", "without positions", "no positions", AS_IS),
+    ("head", "a head fewer", "without a middle block's greatest head", "a head fewer", AS_IS),
+    ("mask", "no mask", "without mask", "no mask", "with the mask"),
 )
 """What is taken away: a sign for it, its name, the reading of surgery, the variant that was trained so, its reading."""
-NOT_TRAINED = (("no_residual", "the residual"),)
+NOT_TRAINED = (("no_residual", "no residual"),)
 
 
 class Trained(Question):
