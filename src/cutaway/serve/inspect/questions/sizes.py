@@ -15,7 +15,7 @@ from cutaway.serve.inspect.job import Job
 from cutaway.serve.inspect.question import Question
 from cutaway.serve.inspect.wire import Answer
 from cutaway.size import Size, known, size
-from cutaway.size.fit import MOST, largest, longest_context
+from cutaway.size.fit import MOST, largest, longest_context, position_limit
 from cutaway.size.numbers import NUMBERS
 from cutaway.size.plot import grouped
 from cutaway.size.roofline import Bound
@@ -195,7 +195,8 @@ class Fits(Asked):
             return Answer({"longest_context": None, "largest_batch": None, "known": False})
         room = int(device.memory)
         job.check()
-        context = longest_context(asked, room, MOST, source_follows=True)
+        limit = position_limit(asked, source_follows=True)
+        context = longest_context(asked, room, min(limit or MOST, MOST), source_follows=True)
         job.check()
         batch = largest(lambda many: Size(replace(asked, batch=many)).memory.total, room, MOST)
         return Answer(
@@ -206,6 +207,7 @@ class Fits(Asked):
                 "unbounded_context": context == MOST,
                 "unbounded_batch": batch == MOST,
                 "made_for": asked.config.context,
+                "position_limit": limit,
             }
         )
 
