@@ -3,21 +3,24 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test lint fast nightly gpu bench clean
+.PHONY: demo test page lint fast nightly gpu bench clean
 .DEFAULT_GOAL := demo
 
 .venv/ready: pyproject.toml constraints.txt scripts/setup.sh
 	@sh scripts/setup.sh "$(PYTHON)"
 
+page: .venv/ready  ## build the page again, if its sources have changed
+	@$(BIN)/python hatch_build.py
+
 demo: .venv/ready  ## build a small model and follow a token through it
 	@$(BIN)/cutaway demo
 
-test: .venv/ready lint  ## everything that must hold
+test: .venv/ready page lint  ## everything that must hold
 	@echo "tests, as a user runs it (compiled models, bad input):" && OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 -m "unchecked and not nightly and not gpu"
 	@echo "tests, shapes checked as they run:" && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not unchecked and not nightly and not gpu"
 
 lint: .venv/ready
-	@$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check . && $(BIN)/mypy --no-error-summary && echo "lint and types: fine"
+	@$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check . && $(BIN)/mypy --no-error-summary && $(BIN)/python scripts/check_page.py && echo "lint and types: fine"
 
 nightly: .venv/ready  ## the long suites
 	@OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 -m "unchecked and not gpu"

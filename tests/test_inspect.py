@@ -66,7 +66,7 @@ def test_each_stage_is_what_its_own_snippet_prints(name: str) -> None:
     look, told, without = look_at(of), 0, 0
     for site in stages(of):
         if site.endswith(".position") and not has_position(of, site):
-            with pytest.raises(InputError, match="position|stands"):
+            with pytest.raises(InputError, match=r"position|stands"):
                 ask(of, "stage", look=look, site=site, at=4, source_at=2)
             without += 1
             continue

@@ -391,6 +391,30 @@ def test_what_fails_within_is_not_told(monkeypatch: pytest.MonkeyPatch, caplog: 
         assert "ZeroDivisionError" in caplog.text
 
 
+def test_a_step_that_fails_fails_alone_and_a_broken_engine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("/srv/secret.py")
+
+    with served(bytewise("tiny-llama")) as found:
+        engine = found.host.engine
+        assert engine is not None
+        with monkeypatch.context() as broken:
+            broken.setattr(engine.runner, "step", fail)
+            status, _, data = found.ask("POST", "/v1/completions", json.dumps(OK), JSON)
+            assert status == 500
+            assert b"secret" not in data
+            _, _, data = found.ask("POST", "/v1/completions", json.dumps(OK | {"stream": True}), JSON)
+            assert b'"error"' in data
+            assert b"secret" not in data
+        assert found.ask("POST", "/v1/completions", json.dumps(OK), JSON)[0] == 200
+        monkeypatch.setattr(engine, "_admit", fail)
+        assert found.ask("POST", "/v1/completions", json.dumps(OK), JSON)[0] == 500
+        status, _, data = found.ask("POST", "/v1/completions", json.dumps(OK), JSON)
+        assert status == 503
+        assert b"secret" not in data
+        assert found.ask("GET", "/health")[0] == 503
+
+
 def test_a_public_bind_needs_a_key(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.org", ""):
         with pytest.raises(InputError, match="key"):

@@ -9,7 +9,11 @@ import typer
 from cutaway.cli.convert import DType
 
 if TYPE_CHECKING:  # torch is imported when the work begins
+    from cutaway.model import Transformer
     from cutaway.serve.inspect.inspector import Inspector
+
+WIDENED = 1 << 30
+"""Parameters up to which narrow numbers are read as fp32 on a CPU."""
 
 
 def open_page(
@@ -63,12 +67,14 @@ def inspector(source: str, text: str | None, device: str | None, dtype: Any) -> 
     from cutaway.serve.inspect.words import CODE, PROSE, Words
 
     run = run_at(source)
-    model, tokenizer, start = reading.fresh(source, device, dtype), None, None
+    model, tokenizer, start, begin = reading.fresh(source, device, dtype), None, None, None
     if model is None:
         from cutaway.generate.texts import opened
 
         model, tokenizer, begin = opened(checkpoint(source, run, device, dtype))
         start = begin.decoder_start
+        if dtype is None and is_small(model):
+            model.float()  # 16 bits are slow on many CPUs, and round away what the proofs show
     two = len(model.stacks) > 1
     usual = CODE if source == "tiny-python" else PROSE
     words = Words(
@@ -77,8 +83,14 @@ def inspector(source: str, text: str | None, device: str | None, dtype: Any) -> 
         (start or 0) if two else None,
         "" if two else text or usual,
         (text or PROSE) if two else None,
+        begin,
     )
     return Inspector(model, words, name=source if run is None else run.resolve().name, run=run)
+
+
+def is_small(model: "Transformer") -> bool:
+    """On a CPU that holds it in 32 bits easily."""
+    return model.device.type == "cpu" and sum(each.numel() for each in model.parameters()) <= WIDENED
 
 
 def run_at(source: str) -> Path | None:

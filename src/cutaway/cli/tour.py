@@ -17,6 +17,8 @@ OWN = ("cli/tour.py", "cli/demo.py", "shipped/__init__.py", "errors.py")
 
 def tour(*, steps: int, seed: int, as_json: bool) -> None:
     """Train, sample, measure; then the same with a model that has learned for longer, and a token's way through it."""
+    import torch
+
     from cutaway.cli import trace_view
     from cutaway.cli.demo import try_next
     from cutaway.cli.reading import as_tokens
@@ -27,7 +29,7 @@ def tour(*, steps: int, seed: int, as_json: bool) -> None:
     say("[bold]1  A Transformer that has read nothing learns from Python's standard library[/bold]")
     with TemporaryDirectory(prefix="cutaway-demo-") as directory:
         bits, fresh = trained(Path(directory) / "run", steps, seed, as_json=as_json)
-        shipped = load(SHIPPED)
+        shipped = load(SHIPPED, dtype=torch.float32)  # 16 bits are slow on many CPUs
         told: dict[str, Any] = {"steps": steps, "validation_bits_per_byte": bits}
         say("\n[bold]2  What each has learned[/bold]  [dim]in a minute here, and in a minute on one GPU[/dim]")
         for name, checkpoint in (("yours", fresh), (SHIPPED, shipped)):
@@ -35,7 +37,6 @@ def tour(*, steps: int, seed: int, as_json: bool) -> None:
             score = f"{told[name]['bits_per_byte']:.2f} bits a byte on cutaway's own source"
             say(f"\n[bold]{name}[/bold]  {checkpoint.model.config.d_model} wide, {score}; it writes:")
             say(told[name]["sample"], plain=True)
-    shipped.model.float()
     reading = as_tokens(shipped, "for name in sorted(os.", None)
     journey = followed(reading, shown=None if as_json else for_people(reading.model))
     if as_json:

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cutaway.serve.json_body import check_json
 from cutaway.serve.limits import Limits
 from cutaway.serve.refusal import Refused
+from cutaway.serve.turns import Turns
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 ONCE = (b"host", b"content-length", b"content-type", b"transfer-encoding", b"authorization", b"origin", b"cookie")
@@ -111,7 +112,7 @@ class Doorway:
 
     def __init__(self, app: ASGIApp, door: Door, limits: Limits, watch: Watch | None = None) -> None:
         self.app, self.door, self.limits, self.watch = app, door, limits, watch
-        self.inside = 0
+        self.inside, self.turns = 0, Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -145,6 +146,7 @@ class Doorway:
                 return
             incoming.again = await self.read_body(headers, incoming)
             if incoming.again:
+                await self.turns.mine()
                 check_json(incoming.again, self.limits)
             async with asyncio.timeout(self.limits.seconds + SLACK):
                 await self.app(scope, incoming, dressed)

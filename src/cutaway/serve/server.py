@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import math
 import os
 import signal
@@ -33,6 +34,8 @@ FULL = "\r\n".join(
         "",
     ]
 ).encode("ascii")
+BACKLOG, AT_ONCE = 1024, 8
+"""Connections that may wait to be taken, and that are taken before the event loop looks at the others again."""
 EVERYWHERE = ("0.0.0.0", "::", "")
 
 
@@ -67,7 +70,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
-        made.listen(512)
+        made.listen(BACKLOG)
     except OSError as error:
         made.close()
         if error.errno == errno.EADDRINUSE:
@@ -150,6 +153,7 @@ class Server(uvicorn.Server):
             log_level="critical",
             access_log=False,  # it would show keys in addresses
             server_header=False,
+            backlog=AT_ONCE,
             proxy_headers=False,
             timeout_keep_alive=limits.idle_seconds,
             timeout_graceful_shutdown=math.ceil(limits.grace_seconds),
@@ -160,6 +164,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)
         if self.ready is not None and self.started:
             self.ready()
 
@@ -183,6 +189,8 @@ class Server(uvicorn.Server):
 def serve(app: FastAPI, listening: socket.socket, limits: Limits, ready: Callable[[], object] | None = None) -> None:
     """Answer until a signal says to stop. `ready` is called once requests are taken."""
     server = Server(app, limits, ready)
+    gc.collect()
+    gc.freeze()  # what was made up to here stays: to look through it again would hold all requests up
     server.run(sockets=[listening])
     if server.force_exit:  # what still runs is not waited for
         for stream in (sys.stdout, sys.stderr):

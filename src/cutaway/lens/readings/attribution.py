@@ -6,7 +6,7 @@ is linear; so the logit is a sum too: embed·g + Σ out·g + biases, with one di
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,13 @@ from cutaway.errors import InputError
 from cutaway.lens.readings.frozen import carried_back
 from cutaway.lens.readings.reading import Reading, shown
 from cutaway.lens.readings.subject import Subject, Text, Token, resting, subject, wide
-from cutaway.lens.trace import Trace, trace
+from cutaway.lens.trace import trace
+
+
+class Values(Protocol):
+    """By the names of sites, as a trace has them."""
+
+    def __getitem__(self, name: str, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ def refuse_unless_sum(this: Subject) -> None:
 
 
 def parts_of(
-    this: Subject, here: Trace, everywhere: Trace, chosen: int, other: int | None, *, by_head: bool, by_token: bool
+    this: Subject, here: Values, everywhere: Values, chosen: int, other: int | None, *, by_head: bool, by_token: bool
 ) -> Iterator[Part]:
     head, stack, prefix = this.need_head(), this.stack, this.prefix
     matrix: Any = head.matrix.weight
@@ -113,7 +119,7 @@ def parts_of(
 
 
 def heads_of(
-    branch: Any, here: Trace, everywhere: Trace, site: str, g: Tensor, *, by_token: bool
+    branch: Any, here: Values, everywhere: Values, site: str, g: Tensor, *, by_token: bool
 ) -> tuple[Tensor, Tensor | None]:
     """What each head adds, (H,) or (H, S) by where it looked, and what the biases behind them add."""
     f = branch.f

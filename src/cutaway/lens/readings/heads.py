@@ -31,9 +31,14 @@ def attention_entropy(model: Any, tokens: Text, *, source: Text | None = None) -
 
 def entropy(pattern: Tensor) -> Tensor:
     """(B, H, T, S) → (H,), in bits."""
+    return entropy_by_token(pattern).mean((0, 2))
+
+
+def entropy_by_token(pattern: Tensor) -> Tensor:
+    """(…, T, S) → (…, T), in bits."""
     sink = (1 - pattern.sum(-1, keepdim=True)).clamp(min=0)
     shares = torch.cat((pattern, sink), -1)
-    return -torch.xlogy(shares, shares).sum(-1).mean((0, 2)) / torch.log(torch.tensor(2.0))
+    return -torch.xlogy(shares, shares).sum(-1) / torch.log(torch.tensor(2.0))
 
 
 def patterns_of(this: Subject) -> list[tuple[str, Tensor]]:

@@ -29,6 +29,8 @@ class Kept:
         """By the name of an attention: its kernel, and what it was given."""
         self.inputs: dict[str, Any] = {}
         """What says where tokens stand: `embed.position`, and rotations by layer."""
+        self.results: dict[str, Any] = {}
+        """What else was worked out for this look, by a name; small."""
 
     def reader(self, job: Job) -> Any:
         """Writes down what passes; a pass that nobody waits for ends at its next value."""

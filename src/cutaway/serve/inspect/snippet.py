@@ -15,7 +15,11 @@ LINE = 100
 
 def snippet(of: Inspector, look: Look, name: str, at: int) -> str:
     """A program for one stage of one token."""
-    opened = f"model = ct.build({of.name!r}, seed=0)" if of.words.fresh else f"model = ct.load({of.name!r}).model"
+    opened = (
+        f"model = ct.build({of.name!r}, seed=0)"
+        if of.words.fresh
+        else f"model = ct.load({of.name!r}, dtype={of.model.dtype}).model"
+    )
     call = calling(of, look)
     lines = ["import torch", "import cutaway as ct", "", opened, f"tokens = torch.tensor([{list(look.tokens)}])"]
     if look.source is not None:

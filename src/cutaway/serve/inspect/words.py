@@ -5,7 +5,7 @@ from typing import Any
 
 from cutaway.lens.readings.subject import text_of
 
-CODE, PROSE = "def add(a, b):\n    return a", "The capital of Italy is"
+CODE, PROSE = "import os\n\nfor name in sorted(os.", "The capital of Italy is"
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,8 @@ class Words:
     """The token that an encoder-decoder's answers begin with."""
     text: str = PROSE
     source: str | None = None
+    begin: Any = None
+    """What the model's files say about writing with it: a `Start`, or None."""
 
     @property
     def fresh(self) -> bool:

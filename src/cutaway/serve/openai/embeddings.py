@@ -1,7 +1,6 @@
 """Vectors for texts: the mean of a text's last hidden states, or what the checkpoint's own files say, of length one."""
 
 import base64
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutaway.errors import ConfigError
+from cutaway.families.store import read_json
 from cutaway.model import Transformer
 
 TOGETHER = 4096
@@ -21,8 +22,8 @@ def own_pooling(directory: Path) -> str | None:
     beside = directory / "1_Pooling" / "config.json"
     if not beside.is_file():
         return None
-    told: Any = json.loads(beside.read_text(encoding="utf-8"))
-    return next((way for key, way in WAYS.items() if isinstance(told, dict) and told.get(key) is True), None)
+    told = read_json(beside, ConfigError)
+    return next((way for key, way in WAYS.items() if told.get(key) is True), None)
 
 
 def embed(

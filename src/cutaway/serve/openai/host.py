@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from cutaway.errors import InputError
-from cutaway.generate import BusyError, Engine, Settings
+from cutaway.generate import BusyError, Engine, EngineError, Settings
 from cutaway.generate.texts import Source, fitting, make_plan, opened, own_limits, seeds
 from cutaway.serve.limits import Limits
 from cutaway.serve.metrics import Metrics
@@ -168,6 +168,8 @@ class Host:
                 ticket.cancel()
             if isinstance(error, BusyError):
                 raise self.busy() from None
+            if isinstance(error, EngineError):
+                raise Refused(503, "the engine broke down; the server must be started again") from error
             raise
 
     def _limited(self, prompt: Sequence[int], settings: Settings, open_end: bool) -> Settings:

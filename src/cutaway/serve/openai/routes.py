@@ -39,6 +39,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
         (429, "others wait: ask again later"),
         (431, "too many headers"),
         (500, "the server failed"),
+        (503, "the engine broke down"),
     )
 }
 

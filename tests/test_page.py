@@ -1,0 +1,109 @@
+"""The page in a real browser, against a live server: what it shows is what Python says."""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cutaway as ct
+from cutaway.cli.open import inspector
+from cutaway.lens import follow
+from cutaway.serve import built
+from cutaway.serve.app import make_app
+from cutaway.serve.inspect import routes
+from cutaway.serve.server import listen, make_door, serving
+
+HERE = Path(__file__).parent.parent
+sys.path.insert(0, str(HERE))
+from hatch_build import programs  # noqa: E402
+
+pytestmark = pytest.mark.unchecked
+TEXT = "import os\n\nfor name in sorted(os."
+LONG = "def first(values):\n    for value in values:\n        if value is not None:\n            return value\n" * 24
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[str]:
+    """Where the shipped model is open."""
+    assert shutil.which("chromium"), "the page is tried in Chromium; install Debian's package of that name"
+    desk = routes.Desk(inspector("tiny-python", None, "cpu", None))
+    door = make_door("127.0.0.1", None)
+    app = make_app([routes.router(desk), built.router()], door=door, closing=[desk.close])
+    with serving(app, listen("127.0.0.1", 0)) as where:
+        yield f"{where}/"
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, Any]:
+    """What the page should show, by the library."""
+    opened = ct.load("tiny-python", dtype=torch.float32)
+    model, tokenizer = opened.model, opened.tokenizer
+    assert tokenizer is not None
+    ids = tokenizer.encode(TEXT)
+    tokens = torch.tensor([ids])
+    journey = follow(model, tokens)
+    names = ("embed", "resid_mid", "resid_post", "final_norm")
+    points = [stage for stage in journey.stages if stage.site.endswith(names)]
+    dice = random.Random(0)
+    values = []
+    for site in ("embed", "blocks.2.attn.in", "blocks.0.attn.q", "blocks.3.attn.pattern", "blocks.5.ffn.hidden"):
+        at, index = dice.randrange(1, len(ids)), dice.randrange(8)
+        with torch.no_grad(), ct.trace(model, site) as t:
+            model(tokens)
+        seen = t[site][0, :, at] if site.endswith("pattern") else t[site][0, at]
+        index = min(index, seen.shape[-1] - 1, at)
+        values.append({"site": site, "at": at, "index": index, "values": brief(float(seen.reshape(-1)[index]))})
+    long = tokenizer.encode(LONG)[:512]
+    text = tokenizer.decode(long)
+    return {
+        "text": TEXT,
+        "points": [
+            {"length": brief(stage.norm), "says": shown(tokenizer.decode([stage.top[0][0]]))} for stage in points
+        ],
+        "next": [{"said": f"{shown(tokenizer.decode([token]))} {percent(share)}"} for token, share in journey.top],
+        "values": values,
+        "long": text,
+        "long_tokens": len(tokenizer.encode(text)),
+        "longest_task": 400,  # this machine may be busy with other tests; alone it must hold at 200
+    }
+
+
+def brief(value: float) -> str:
+    """As the page writes numbers."""
+    size = abs(value)
+    if size != 0 and (size < 1e-3 or size >= 1e6):
+        mantissa, _, power = f"{value:.1e}".partition("e")
+        text = f"{mantissa}e{int(power):+d}"
+    else:
+        text = f"{value:.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.3f}"
+    return text.replace("-", "−")
+
+
+def percent(share: float) -> str:
+    return "<0.1 %" if 0 < share < 0.001 else f"{100 * share:.1f} %"
+
+
+def shown(word: str) -> str:
+    text = word.replace("\n", "↵").replace("\t", "⇥").replace("\r", "␍")
+    if not text.strip():
+        return text.replace(" ", "·") or "∅"
+    left, right = len(text) - len(text.lstrip(" ")), len(text) - len(text.rstrip(" "))
+    return "·" * left + text.strip(" ") + "·" * right
+
+
+@pytest.mark.parametrize(
+    "name", ["follow", "attention", "generate", "break", "gradients", "size", "everywhere", "long"]
+)
+def test_the_page(name: str, page: str, facts: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "facts.json").write_text(json.dumps(facts))
+    node, _ = programs()
+    command = [node, "e2e/run.mjs", page, str(tmp_path / "facts.json"), name]
+    done = subprocess.run(command, cwd=HERE / "web", capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
