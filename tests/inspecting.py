@@ -15,8 +15,8 @@ from cutaway.serve.inspect.questions import QUESTIONS
 from cutaway.serve.inspect.wire import ANSWER, PART, Answer
 
 
-def opened(source: str, text: str | None = None, dtype: Any = None) -> Inspector:
-    return inspector(source, text, "cpu", dtype)
+def opened(source: str, text: str | None = None) -> Inspector:
+    return inspector(source, text, "cpu", None)
 
 
 def asked(of: Inspector, question: str, **given: Any) -> tuple[dict[str, Any], Mapping[str, Tensor]]:

@@ -9,7 +9,6 @@ from inspecting import asked, heard, ids, opened
 from test_text_peers import bert
 
 import cutaway as ct
-from cutaway.cli.convert import DType
 from cutaway.errors import InputError
 from cutaway.generate.fill_mask import fill_mask
 from cutaway.serve.inspect.inspector import Inspector
@@ -26,7 +25,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def python() -> Inspector:
-    return opened("tiny-python", dtype=DType.float32)
+    return opened("tiny-python")
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

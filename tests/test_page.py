@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cutaway as ct
-from cutaway.cli.open import inspector
+from cutaway.cli.open import inspector, write
 from cutaway.lens import follow
 from cutaway.serve import built
 from cutaway.serve.app import make_app
@@ -41,8 +41,10 @@ def page() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def facts() -> dict[str, Any]:
+def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the page should show, by the library."""
+    file = tmp_path_factory.mktemp("page") / "page.html"
+    write(file, "tiny-python", TEXT, "cpu", None, as_json=True)
     opened = ct.load("tiny-python", dtype=torch.float32)
     model, tokenizer = opened.model, opened.tokenizer
     assert tokenizer is not None
@@ -63,6 +65,7 @@ def facts() -> dict[str, Any]:
     long = tokenizer.encode(LONG)[:512]
     text = tokenizer.decode(long)
     return {
+        "file": str(file),
         "text": TEXT,
         "points": [
             {"length": brief(stage.norm), "says": shown(tokenizer.decode([stage.top[0][0]]))} for stage in points
@@ -98,9 +101,10 @@ def shown(word: str) -> str:
     return "·" * left + text.strip(" ") + "·" * right
 
 
-@pytest.mark.parametrize(
-    "name", ["follow", "attention", "generate", "break", "gradients", "size", "everywhere", "long"]
-)
+SCREENS = ["follow", "attention", "generate", "break", "gradients", "size"]
+
+
+@pytest.mark.parametrize("name", [*SCREENS, "everywhere", "long", "file", "notebook"])
 def test_the_page(name: str, page: str, facts: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "facts.json").write_text(json.dumps(facts))
     node, _ = programs()

@@ -10,6 +10,7 @@ class Themes {
   /** What the colours are taken from. */
   root = $state<HTMLElement>();
   #turns = $state(0);
+  #known = new Map<string, Colour>();
 
   constructor() {
     this.chosen = THEMES.find((each) => each === stored()) ?? "auto";
@@ -25,9 +26,16 @@ class Themes {
     }
   }
 
+  /** Another text whenever the colours are others. */
+  get key(): string {
+    return `${this.#turns} ${this.chosen} ${this.root ? 1 : 0}`;
+  }
+
   /** A variable's colour as it is now; whoever asks is asked again when the theme turns. */
   colour(name: string): Colour {
-    void [this.#turns, this.chosen];
+    const key = `${this.key} ${name}`;
+    const known = this.#known.get(key);
+    if (known) return known;
     const home = this.root ?? document.body;
     const probe = document.createElement("span");
     probe.style.colorScheme = this.chosen === "auto" ? "light dark" : this.chosen;
@@ -35,7 +43,9 @@ class Themes {
     home.appendChild(probe);
     const found = getComputedStyle(probe).color.match(/[\d.]+/g)?.map(Number) ?? [];
     probe.remove();
-    return [found[0] ?? 0, found[1] ?? 0, found[2] ?? 0];
+    const colour: Colour = [found[0] ?? 0, found[1] ?? 0, found[2] ?? 0];
+    this.#known.set(key, colour);
+    return colour;
   }
 }
 

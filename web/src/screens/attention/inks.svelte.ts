@@ -2,6 +2,8 @@
 import { theme, type Colour } from "../../lib/theme.svelte";
 
 class Inks {
+  #table: { key: string; colours: Uint8ClampedArray } | undefined;
+
   /** A variable's colour as it is now. */
   of(name: string): Colour {
     return theme.colour(name);
@@ -13,12 +15,15 @@ class Inks {
 
   /** 256 colours for weights of 0 to 1: the root of a weight, so that small ones are seen too. */
   get weights(): Uint8ClampedArray {
+    const key = theme.key;
+    if (this.#table?.key === key) return this.#table.colours;
     const [from, to] = [this.of("sheet"), this.of("lane")];
     const table = new Uint8ClampedArray(4 * 256);
     for (let at = 0; at < 256; at++) {
       for (let part = 0; part < 3; part++) table[4 * at + part] = (from[part] ?? 0) + ((to[part] ?? 0) - (from[part] ?? 0)) * (at / 255);
       table[4 * at + 3] = 255;
     }
+    this.#table = { key, colours: table };
     return table;
   }
 }

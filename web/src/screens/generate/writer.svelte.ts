@@ -55,7 +55,7 @@ export interface Asked {
 }
 
 const AHEAD = 8;
-const BATCH = 16;
+const BATCH = 48;
 
 export class Writer {
   steps = $state.raw<Step[]>([]);
@@ -142,4 +142,4 @@ export const readForced = (text: string | undefined): Record<number, number> =>
 
 export const writeForced = (forced: Record<number, number>): string | null => Object.entries(forced).map(([at, token]) => `${at}:${token}`).join(",") || null;
 
-export const bytes = (count: number): string => (count >= 1 << 20 ? `${(count / (1 << 20)).toFixed(2)} MiB` : count >= 1024 ? `${(count / 1024).toFixed(1)} KiB` : `${count} B`);
+export const bytes = (count: number): string => (count >= 1 << 20 ? `${(count / (1 << 20)).toFixed(2)} MiB` : count >= 1024 ? `${(count / 1024).toFixed(1)} KiB` : `${Math.round(count)} B`);

@@ -1,0 +1,53 @@
+// Generate: step, play, pause, another token in its place; the address leads back to the same text.
+import assert from "node:assert/strict";
+
+export async function run(page, url) {
+  await page.goto(`${url}#/generate?most=24`);
+  await page.getByRole("heading", { name: "The first choice" }).waitFor();
+  const tokens = page.getByRole("listbox", { name: "Written tokens" }).getByRole("option");
+  assert.equal(await tokens.count(), 0);
+
+  await page.getByRole("button", { name: "Step" }).click();
+  await page.getByRole("heading", { name: /^Token 1: / }).waitFor();
+  assert.equal(await tokens.count(), 1);
+  await page.keyboard.press("ArrowRight");
+  await page.getByRole("heading", { name: /^Token 2: / }).waitFor();
+  assert.match(page.url(), /shown=2/);
+
+  await page.evaluate(() => document.activeElement?.blur());
+  await page.keyboard.press("Space");
+  await page.waitForFunction(() => document.querySelectorAll('[aria-label="Written tokens"] [role=option]').length >= 5);
+  await page.evaluate(() => document.activeElement?.blur());
+  await page.keyboard.press("Space");
+  const paused = await tokens.count();
+  await page.waitForTimeout(600);
+  assert.equal(await tokens.count(), paused);
+  assert.match(page.url(), new RegExp(`shown=${paused}`));
+  await page.getByText("✔ Yes").waitFor();
+
+  // Another token is taken, and the text goes on from there.
+  const before = await tokens.allInnerTexts();
+  await tokens.nth(1).click();
+  const other = page.locator("table button:not([disabled])").first();
+  const word = (await other.innerText()).replace(/,.*/s, "");
+  await other.click();
+  await page.getByText("taken by you").waitFor();
+  assert.equal(await tokens.count(), 2);
+  const after = await tokens.allInnerTexts();
+  assert.equal(after[0], before[0]);
+  assert.notEqual(after[1], before[1]);
+  assert.ok(word.length > 0);
+  await page.getByRole("button", { name: "Step" }).click();
+  await page.getByRole("heading", { name: /^Token 3: / }).waitFor();
+
+  const [there, all] = [page.url(), await tokens.allInnerTexts()];
+  assert.match(there, /forced=1%3A\d+/);
+  await page.goto("about:blank");
+  await page.goto(there);
+  await page.getByRole("heading", { name: /^Token 3: / }).waitFor();
+  assert.deepEqual(await tokens.allInnerTexts(), all);
+
+  const saved = page.waitForEvent("download");
+  await page.getByRole("button", { name: /cache.*save as CSV/ }).click();
+  assert.equal((await saved).suggestedFilename(), "cache.csv");
+}
