@@ -1,25 +1,10 @@
-// Colours for canvases, taken from the page's own variables; `turn` changes when the theme does.
-
-export type Colour = readonly [number, number, number];
+// Colours for canvases, taken from the page's own variables.
+import { theme, type Colour } from "../../lib/theme.svelte";
 
 class Inks {
-  turn = $state(0);
-
-  constructor() {
-    const turned = (): number => (this.turn += 1);
-    new MutationObserver(turned).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", turned);
-  }
-
   /** A variable's colour as it is now. */
   of(name: string): Colour {
-    void this.turn;
-    const probe = document.createElement("span");
-    probe.style.color = `var(--${name})`;
-    document.body.appendChild(probe);
-    const found = getComputedStyle(probe).color.match(/[\d.]+/g)?.map(Number) ?? [];
-    probe.remove();
-    return [found[0] ?? 0, found[1] ?? 0, found[2] ?? 0];
+    return theme.colour(name);
   }
 
   css(name: string): string {
