@@ -15,6 +15,7 @@ import torch
 import cutaway as ct
 from cutaway.cli.open import inspector, write
 from cutaway.lens import follow
+from cutaway.lens.readings import ablation
 from cutaway.serve import built
 from cutaway.serve.app import make_app
 from cutaway.serve.inspect import routes
@@ -62,6 +63,8 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         seen = t[site][0, :, at] if site.endswith("pattern") else t[site][0, at]
         index = min(index, seen.shape[-1] - 1, at)
         values.append({"site": site, "at": at, "index": index, "values": brief(float(seen.reshape(-1)[index]))})
+    broken: dict[str, Any] = {"blocks.1": "swap", "blocks.2.attn.z": {"do": "zero", "heads": [1, 3]}}
+    whole, changed = ablation(model, ids, {"it": broken}, progress=False).values.tolist()
     long = tokenizer.encode(LONG)[:512]
     text = tokenizer.decode(long)
     return {
@@ -72,6 +75,10 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ],
         "next": [{"said": f"{shown(tokenizer.decode([token]))} {percent(share)}"} for token, share in journey.top],
         "values": values,
+        "broken": {
+            "edits": "blocks.1:swap,blocks.2.attn.z:zero@1.3",
+            "said": [f"{brief(whole[0])} → {brief(changed[0])}", brief(changed[1]), percent(changed[2])],
+        },
         "long": text,
         "long_tokens": len(tokenizer.encode(text)),
         "longest_task": 400,  # this machine may be busy with other tests; alone it must hold at 200
