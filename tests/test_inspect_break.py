@@ -10,8 +10,11 @@ from cutaway.lens.readings import ablation, stream_norms
 from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.job import Job
 from cutaway.serve.inspect.look import Look
-from cutaway.serve.inspect.questions.breaking import Broken
+from cutaway.serve.inspect.questions.breaking import Broken, Trained, shipped_results
 from cutaway.serve.inspect.words import Words
+from cutaway.shipped import ABLATIONS
+from cutaway.train.ablate.statistics import interval
+from cutaway.train.ablate.studies import take_away
 
 EDITS: list[dict[str, Any]] = [
     {"blocks.0": "skip"},
@@ -51,7 +54,7 @@ def test_before_and_after_are_what_the_ablation_says(edits: dict[str, Any]) -> N
 
 def test_an_encoder_decoder_is_broken_on_both_sides() -> None:
     of, text, source = inspector("tiny-t5"), [0, 4, 9], [3, 8, 8, 1]
-    edits = {"encoder.blocks.0": "skip", "decoder.blocks.1.cross.z": {"do": "zero", "heads": [1]}}
+    edits: dict[str, Any] = {"encoder.blocks.0": "skip", "decoder.blocks.1.cross.z": {"do": "zero", "heads": [1]}}
     look = Look(tokens=tuple(text), source=tuple(source), edits=edits)
     found = Broken(look=look, at=2).answer(of, Job())
     said = ablation(of.model, text, {"it": edits}, source=source, progress=False).values
@@ -60,8 +63,31 @@ def test_an_encoder_decoder_is_broken_on_both_sides() -> None:
 
 
 def test_an_encoder_has_no_loss() -> None:
-    of, text, edits = inspector("tiny-bert"), [3, 8, 8, 1], {"blocks.1": "swap"}
+    of, text = inspector("tiny-bert"), [3, 8, 8, 1]
+    edits: dict[str, Any] = {"blocks.1": "swap"}
     found = Broken(look=Look(tokens=tuple(text), edits=edits), at=3).answer(of, Job())
     assert found.facts["loss_after"] is None
     said = ablation(of.model, text, {"it": edits}, progress=False).values
     assert found.facts["kl"] == pytest.approx(float(said[1, 1]), rel=1e-4)
+
+
+def test_what_was_trained_so_is_of_the_study_as_it_is_now() -> None:
+    shipped, study = shipped_results(), take_away()
+    assert ABLATIONS.stat().st_size < 50_000
+    assert shipped["recipe"] == study.recipe
+    assert [row["variant"] for row in shipped["variants"]] == [asked.name for asked in study.variants]
+    assert len(shipped["seeds"]) >= 3
+
+
+def test_surgery_and_training_are_told_apart_with_intervals_over_seeds() -> None:
+    told = Trained().answer(inspector("tiny-gpt"), Job()).facts
+    rows = {row["sign"]: row for row in told["rows"]}
+    by_seed = [run["losses"] for run in shipped_results()["runs"] if run["variant"] == "no final norm"]
+    found = interval([losses["as it is"] for losses in by_seed])
+    assert rows["final_norm"]["trained"]["mean"] == pytest.approx(found.mean, abs=1e-5)
+    assert rows["final_norm"]["trained"]["half"] == pytest.approx(found.half, abs=1e-4)
+    whole = [run["losses"] for run in shipped_results()["runs"] if run["variant"] == "whole"]
+    found = interval([losses["without the final norm"] for losses in whole])
+    assert rows["final_norm"]["surgery"]["mean"] == pytest.approx(found.mean, abs=1e-5)
+    assert rows["no_residual"] == {"sign": "no_residual", "part": "no residual", "surgery": None, "trained": None}
+    assert told["leak"]["mean"] < told["whole"]["mean"] < rows["mask"]["trained"]["mean"]

@@ -10,7 +10,7 @@ from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.job import Job
 from cutaway.serve.inspect.questions.sizes import Choices, Fits, Shape, Sizes, changed
 from cutaway.serve.inspect.words import Words
-from cutaway.size.fit import fit
+from cutaway.size.fit import compare, fit
 
 OWN = "tiny-gpt"
 
@@ -32,9 +32,8 @@ def test_numbers_are_those_of_size(of: Inspector, base: str, mode: Any) -> None:
     assert told["memory"]["total"] == said.memory.total == sum(told["memory"]["parts"].values())
     assert told["fits"] == said.fits
     times = [said.train_time] if mode == "train" else [said.prefill_time, said.decode_time]
-    expected = [each.seconds for each in times if each is not None]
-    assert [each["seconds"] for each in told["bounds"]] == expected
-    assert told["bounds"][0]["intensity"] == times[0].intensity
+    expected = [(each.seconds, each.intensity) for each in times if each is not None]
+    assert [(each["seconds"], each["intensity"]) for each in told["bounds"]] == expected
 
 
 def test_without_a_name_it_is_the_model_that_is_open(of: Inspector) -> None:
@@ -85,11 +84,11 @@ def test_an_unknown_device_is_refused(of: Inspector) -> None:
         Fits(hardware="abacus").answer(of, Job())
 
 
-@pytest.mark.parametrize("mode", ["infer", "train"])
-def test_what_fits_is_what_fit_says(of: Inspector, mode: Any) -> None:
-    told = Fits(model=Shape(base="llama-3.2-1b"), batch=2, mode=mode, hardware="rtx-4090").answer(of, Job()).facts
+@pytest.mark.parametrize(("base", "mode"), [("llama-3.2-1b", "infer"), ("gpt2", "train")])
+def test_what_fits_is_what_fit_says(of: Inspector, base: str, mode: Any) -> None:
+    told = Fits(model=Shape(base=base), batch=2, mode=mode, hardware="rtx-4090").answer(of, Job()).facts
     memory = next(each["memory"] for each in Choices().answer(of, Job()).facts["devices"] if each["name"] == "rtx-4090")
-    said = fit(memory, "llama-3.2-1b", batch=2, mode=mode)
+    said = fit(memory, base, batch=2, mode=mode)
     assert told["longest_context"] == said.longest_context
     assert told["largest_batch"] == said.largest_batch
 
@@ -102,3 +101,10 @@ def test_a_device_has_room_for_what_is_said_to_fit(of: Inspector) -> None:
         .facts["models"]
     )
     assert edge["fits"]
+
+
+def test_side_by_side_the_shortest_context_counts(of: Inspector) -> None:
+    told = Sizes(models=(Shape(base="gpt2"), Shape(base="llama-3-8b"))).answer(of, Job()).facts["models"]
+    said = compare(["gpt2", "llama-3-8b"])
+    assert [each["context"] for each in told] == [each.question.context for each in said] == [1024, 1024]
+    assert [each["memory"]["total"] for each in told] == [each.memory.total for each in said]

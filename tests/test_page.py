@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import cutaway as ct
-from cutaway.cli.open import inspector
+from cutaway.cli.open import inspector, write
 from cutaway.lens import follow
+from cutaway.lens.readings import ablation
 from cutaway.serve import built
 from cutaway.serve.app import make_app
 from cutaway.serve.inspect import routes
@@ -41,8 +42,10 @@ def page() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def facts() -> dict[str, Any]:
+def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the page should show, by the library."""
+    file = tmp_path_factory.mktemp("page") / "page.html"
+    write(file, "tiny-python", TEXT, "cpu", None, as_json=True)
     opened = ct.load("tiny-python", dtype=torch.float32)
     model, tokenizer = opened.model, opened.tokenizer
     assert tokenizer is not None
@@ -60,15 +63,22 @@ def facts() -> dict[str, Any]:
         seen = t[site][0, :, at] if site.endswith("pattern") else t[site][0, at]
         index = min(index, seen.shape[-1] - 1, at)
         values.append({"site": site, "at": at, "index": index, "values": brief(float(seen.reshape(-1)[index]))})
+    broken: dict[str, Any] = {"blocks.1": "swap", "blocks.2.attn.z": {"do": "zero", "heads": [1, 3]}}
+    whole, changed = ablation(model, ids, {"it": broken}, progress=False).values.tolist()
     long = tokenizer.encode(LONG)[:512]
     text = tokenizer.decode(long)
     return {
+        "file": str(file),
         "text": TEXT,
         "points": [
             {"length": brief(stage.norm), "says": shown(tokenizer.decode([stage.top[0][0]]))} for stage in points
         ],
         "next": [{"said": f"{shown(tokenizer.decode([token]))} {percent(share)}"} for token, share in journey.top],
         "values": values,
+        "broken": {
+            "edits": "blocks.1:swap,blocks.2.attn.z:zero@1.3",
+            "said": [f"{brief(whole[0])} → {brief(changed[0])}", brief(changed[1]), percent(changed[2])],
+        },
         "long": text,
         "long_tokens": len(tokenizer.encode(text)),
         "longest_task": 400,  # this machine may be busy with other tests; alone it must hold at 200
@@ -98,9 +108,10 @@ def shown(word: str) -> str:
     return "·" * left + text.strip(" ") + "·" * right
 
 
-@pytest.mark.parametrize(
-    "name", ["follow", "attention", "generate", "break", "gradients", "size", "everywhere", "long"]
-)
+SCREENS = ["follow", "attention", "generate", "break", "gradients", "size"]
+
+
+@pytest.mark.parametrize("name", [*SCREENS, "everywhere", "long", "file", "notebook"])
 def test_the_page(name: str, page: str, facts: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "facts.json").write_text(json.dumps(facts))
     node, _ = programs()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cutaway.model import Cache as Cache
     from cutaway.model import Transformer as Transformer
     from cutaway.model import build as build
+    from cutaway.serve.notebook import view as view
     from cutaway.size.sizing import size as size
     from cutaway.train.start import train as train
 
@@ -33,6 +34,7 @@ _HOMES = {
     "presets": "cutaway.config.presets",
     "save": "cutaway.families.save",
     "trace": "cutaway.lens.trace",
+    "view": "cutaway.serve.notebook",
 }
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     "size",
     "trace",
     "train",
+    "view",
 ]
 
 

@@ -1,7 +1,12 @@
 // Break it: switches stand in the address, what is shown is what the server says, a bar chooses its token.
 import assert from "node:assert/strict";
 
-export async function run(page, url) {
+export async function run(page, url, facts) {
+  // What Python says of the same change.
+  await page.goto(`${url}#/break?${new URLSearchParams({ text: facts.text, edits: facts.broken.edits })}`);
+  await page.getByText(/top five that stay/).waitFor();
+  assert.deepEqual(await page.locator(".verdict dd").allInnerTexts(), facts.broken.said);
+
   await page.goto(`${url}#/break?`);
   await page.getByText("Nothing is broken yet").waitFor();
   const board = page.getByRole("grid", { name: "Switches" });

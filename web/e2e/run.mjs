@@ -18,7 +18,7 @@ for (const name of names) {
   page.on("console", (message) => message.type() === "error" && wrong.push(`console: ${message.text()}`));
   page.on("request", (request) => {
     const there = new URL(request.url());
-    if (!["data:", "blob:", "about:"].includes(there.protocol) && there.origin !== new URL(url).origin) wrong.push(`a request to ${there.origin}`);
+    if (!["data:", "blob:", "about:", "file:"].includes(there.protocol) && there.origin !== new URL(url).origin) wrong.push(`a request to ${there.origin}`);
   });
   page.setDefaultTimeout(60_000);
   try {

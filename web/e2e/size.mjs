@@ -17,9 +17,9 @@ export async function run(page, url) {
   await page.getByRole("button", { name: "Back to gpt2" }).click();
   await page.getByText("gpt2: 124,439,808").waitFor();
 
-  await page.getByLabel("Compare with").selectOption("llama-3-8b");
+  await page.getByRole("combobox", { name: /^Compare with/ }).selectOption("llama-3-8b");
   await page.getByText("llama-3-8b: 8,030,261,248").waitFor();
-  await page.getByLabel("Device").selectOption("t4");
+  await page.getByRole("combobox", { name: /^Device/ }).selectOption("t4");
   await page.getByText("✗ does not fit").waitFor();
   await page.getByText("✓ fits").waitFor();
   const there = page.url();

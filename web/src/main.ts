@@ -1,13 +1,28 @@
-import { mount } from "svelte";
+// The page, wherever it is shown: served, as a file that holds its answers, or in a notebook.
+import { mount, unmount } from "svelte";
 import App from "./App.svelte";
+import { answeredBy } from "./lib/ask";
+import { fromFile } from "./lib/frozen";
+import { fromKernel, type Kernel } from "./lib/notebook";
+import { place } from "./lib/place.svelte";
 import "./page.css";
 
-export { answeredBy } from "./lib/ask";
-
-/** Draw the page into an element; returns what takes it away again. */
-export function show(target: Element): Record<string, unknown> {
-  return mount(App, { target });
+const own = document.getElementById("cutaway");
+if (own) {
+  const answers = document.getElementById("cutaway-answers");
+  if (answers) {
+    const { name, held } = JSON.parse(answers.textContent ?? "") as { name: string; held: Record<string, string> };
+    answeredBy(fromFile(held, name));
+  }
+  mount(App, { target: own });
 }
 
-const own = document.getElementById("cutaway");
-if (own) show(own);
+/** As notebooks call it. */
+export default {
+  render({ model, el }: { model: Kernel & { get(name: string): string }; el: HTMLElement }): () => void {
+    place.aside(model.get("place"));
+    answeredBy(fromKernel(model));
+    const shown = mount(App, { target: el });
+    return () => void unmount(shown);
+  },
+};

@@ -33,11 +33,9 @@ def halfway(directory: Path, *, device: str | None = None) -> tuple[Checkpoint, 
 
 def newest(folder: Path) -> Saved | None:
     """Unlike a run that goes on, this clears nothing up: another process may be writing there."""
-    steps = (
-        int(path.name[5:]) for path in listing(folder) if path.name.startswith("step-") and path.name[5:].isdigit()
-    )
-    for step in sorted(steps, reverse=True):
-        found = read(folder / name_of(step))
+    names = [path.name for path in listing(folder) if path.name.startswith("step-")]
+    for name in sorted(names, reverse=True):  # all as wide, so letters go as numbers do
+        found = read(folder / name)
         if isinstance(found, Saved):
             return found
     return None

@@ -1,9 +1,10 @@
 // Colours for numbers, drawn on canvases: pale at 0, one hue for each sign, in both themes.
+import { theme } from "./theme.svelte";
 
-/** 256 colours from the page's own variables: below 0, 0, above 0. */
-export function ramp(element: Element, low: string, high: string): Uint8ClampedArray {
-  const ground = parsed(element, "--sheet");
-  const ends = [parsed(element, low), parsed(element, high)];
+/** 256 colours from the page's own: below 0, 0, above 0. */
+export function ramp(low: string, high: string): Uint8ClampedArray {
+  const ground = theme.colour("sheet");
+  const ends = [theme.colour(low), theme.colour(high)];
   const table = new Uint8ClampedArray(4 * 256);
   for (let at = 0; at < 256; at++) {
     const value = (at - 128) / 127;
@@ -13,13 +14,4 @@ export function ramp(element: Element, low: string, high: string): Uint8ClampedA
     table[4 * at + 3] = 255;
   }
   return table;
-}
-
-function parsed(element: Element, name: string): number[] {
-  const probe = document.createElement("span");
-  probe.style.color = `var(${name})`;
-  element.appendChild(probe);
-  const found = getComputedStyle(probe).color.match(/[\d.]+/g)?.map(Number) ?? [0, 0, 0];
-  probe.remove();
-  return found;
 }

@@ -7,6 +7,8 @@ type Changes = Record<string, string | number | null | undefined>;
 class Place {
   screen = $state<Screen>("follow");
   #given = $state<Record<string, string>>({});
+  /** Whether the address is this page's own; in a notebook it is not. */
+  alone = true;
 
   get(name: string): string | undefined {
     return this.#given[name];
@@ -28,7 +30,7 @@ class Place {
     this.#given = next;
     if (screen) this.screen = screen;
     const address = `#${this.address()}`;
-    if (address === location.hash) return;
+    if (!this.alone || address === location.hash) return;
     if (step || screen) history.pushState(null, "", address);
     else history.replaceState(null, "", address);
   }
@@ -37,8 +39,14 @@ class Place {
     return `/${screen}?${new URLSearchParams(Object.entries(this.#given).sort()).toString()}`;
   }
 
-  read(): void {
-    const [path = "", query = ""] = location.hash.slice(1).split("?", 2);
+  /** Begin at a place, and leave the address to others. */
+  aside(begin: string): void {
+    this.alone = false;
+    this.read(begin);
+  }
+
+  read(written: string = location.hash.slice(1)): void {
+    const [path = "", query = ""] = written.split("?", 2);
     const name = path.replace(/^\//, "") as Screen;
     this.screen = SCREENS.includes(name) ? name : "follow";
     this.#given = Object.fromEntries(new URLSearchParams(query));

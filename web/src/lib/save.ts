@@ -27,7 +27,7 @@ const DRAWN = [
 /** A drawing that stands alone: what style sheets say is written into it, canvases become images. */
 export function asSvg(picture: SVGSVGElement | HTMLCanvasElement): string {
   const { width, height } = picture.getBoundingClientRect();
-  const paper = getComputedStyle(document.body).backgroundColor;
+  const paper = getComputedStyle(picture.closest(".cutaway") ?? picture).backgroundColor;
   if (picture instanceof HTMLCanvasElement) {
     const image = `<image width="${width}" height="${height}" href="${picture.toDataURL("image/png")}" image-rendering="pixelated"/>`;
     return `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}">${image}</svg>`;

@@ -1,6 +1,7 @@
 """Questions over HTTP: a form is posted, frames come back. Whoever goes away before the answer stops the work."""
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -74,12 +75,13 @@ def deliver(loop: asyncio.AbstractEventLoop, frames: "asyncio.Queue[bytes | None
         raise GivenUp from None
 
 
-def read_question(name: str, body: bytes) -> Question:
+def read_question(name: str, given: bytes | object) -> Question:
+    """From a body, or from what a notebook has parsed."""
     form = QUESTIONS.get(name)
     if form is None:
         raise Refused(404, "there is no such question")
     try:
-        return form.model_validate_json(body)
+        return form.model_validate_json(given if isinstance(given, bytes) else json.dumps(given))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part)[:40] for part in first["loc"][:6])

@@ -1,35 +1,12 @@
-// Colours for canvases, taken from the page's own variables; `turn` changes when the theme does.
-
-export type Colour = readonly [number, number, number];
+// Colours for canvases, taken from the page's own variables.
+import { theme, type Colour } from "../../lib/theme.svelte";
 
 class Inks {
-  turn = $state(0);
-  #known = new Map<string, Colour>();
-  #table: Uint8ClampedArray | undefined;
-
-  constructor() {
-    const turned = (): void => {
-      this.#known.clear();
-      this.#table = undefined;
-      this.turn += 1;
-    };
-    new MutationObserver(turned).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", turned);
-  }
+  #table: { key: string; colours: Uint8ClampedArray } | undefined;
 
   /** A variable's colour as it is now. */
   of(name: string): Colour {
-    void this.turn;
-    const known = this.#known.get(name);
-    if (known) return known;
-    const probe = document.createElement("span");
-    probe.style.color = `var(--${name})`;
-    document.body.appendChild(probe);
-    const found = getComputedStyle(probe).color.match(/[\d.]+/g)?.map(Number) ?? [];
-    probe.remove();
-    const colour: Colour = [found[0] ?? 0, found[1] ?? 0, found[2] ?? 0];
-    this.#known.set(name, colour);
-    return colour;
+    return theme.colour(name);
   }
 
   css(name: string): string {
@@ -38,15 +15,15 @@ class Inks {
 
   /** 256 colours for weights of 0 to 1: the root of a weight, so that small ones are seen too. */
   get weights(): Uint8ClampedArray {
-    void this.turn;
-    if (this.#table) return this.#table;
+    const key = theme.key;
+    if (this.#table?.key === key) return this.#table.colours;
     const [from, to] = [this.of("sheet"), this.of("lane")];
     const table = new Uint8ClampedArray(4 * 256);
     for (let at = 0; at < 256; at++) {
       for (let part = 0; part < 3; part++) table[4 * at + part] = (from[part] ?? 0) + ((to[part] ?? 0) - (from[part] ?? 0)) * (at / 255);
       table[4 * at + 3] = 255;
     }
-    this.#table = table;
+    this.#table = { key, colours: table };
     return table;
   }
 }

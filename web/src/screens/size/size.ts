@@ -64,6 +64,7 @@ export interface Fits {
   unbounded_context?: boolean;
   unbounded_batch?: boolean;
   made_for?: number | null;
+  position_limit?: number | null;
 }
 
 const STEPS: [number, string][] = [[1e24, "Y"], [1e21, "Z"], [1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];

@@ -4,6 +4,7 @@ import json
 import math
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +18,13 @@ from cutaway.serve.inspect.kept import Kept
 from cutaway.serve.inspect.question import OfText, Place, Question
 from cutaway.serve.inspect.wire import Answer
 from cutaway.shipped import ABLATIONS
+from cutaway.train.ablate.studies import WHOLE
 
 ROWS = 32
 """Tokens whose logits are made at once: of a large vocabulary, whole texts would take gigabytes."""
-NAME = "broken"
+COMPARED: WeakKeyDictionary[Kept, dict[str, Any]] = WeakKeyDictionary()
+"""What was worked out for passes that are kept, as long as they are."""
+AS_IS = "as it is"
 
 
 class Broken(OfText):
@@ -40,10 +44,10 @@ class Broken(OfText):
             return Answer(facts, lengths)
         at = min(self.at, len(self.look.tokens) - 1)
         facts["top"] = both_tops(of, said(of, plain, at, at + 1)[0], said(of, changed, at, at + 1)[0])
-        if NAME not in changed.results:
+        if changed not in COMPARED:
             job.part(Answer(facts, lengths))
-            changed.results[NAME] = compared(of, plain, changed, job)
-        told = changed.results[NAME]
+            COMPARED[changed] = compared(of, plain, changed, job)
+        told = COMPARED[changed]
         return Answer(facts | told["facts"], lengths | told["arrays"])
 
 
@@ -114,14 +118,53 @@ def finite(value: Tensor) -> float | None:
     return number if math.isfinite(number) else None
 
 
+PAIRS = (
+    ("skip", "a block fewer", "without a middle block", "a block fewer", AS_IS),
+    ("swap", "FFN first", "FFN first", "FFN first", AS_IS),
+    ("final_norm", "no final norm", "without the final norm", "no final norm", AS_IS),
+    ("positions", "no positions", "without positions", "no positions", AS_IS),
+    ("head", "a head fewer", "without a middle block's greatest head", "a head fewer", AS_IS),
+    ("mask", "no mask", "without mask", "no mask", "with the mask"),
+)
+"""What is taken away: a sign for it, its name, the reading of surgery, the variant that was trained so, its reading."""
+NOT_TRAINED = (("no_residual", "no residual"),)
+
+
 class Trained(Question):
     """Parts taken out of trained weights, beside models trained without them: results that come with cutaway."""
 
     def answer(self, of: Inspector, job: Job) -> Answer:
-        return Answer(shipped_results())
+        return Answer(side_by_side(shipped_results()))
 
 
 @cache
 def shipped_results() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(ABLATIONS.read_text(encoding="utf-8"))
     return found
+
+
+def side_by_side(results: dict[str, Any]) -> dict[str, Any]:
+    """Both losses of each part, on the same text, with their intervals over seeds."""
+    losses = {(row["variant"], row["what"]): row for row in results["readings"] if row["metric"] == "loss"}
+
+    def told(variant: str, what: str) -> dict[str, Any]:
+        row = losses[variant, what]
+        return {name: row[name] for name in ("mean", "half", "count")}
+
+    rows: list[dict[str, Any]] = [
+        {"sign": sign, "part": part, "surgery": told(WHOLE, cut), "trained": told(variant, what)}
+        for sign, part, cut, variant, what in PAIRS
+    ]
+    rows += [{"sign": sign, "part": part, "surgery": None, "trained": None} for sign, part in NOT_TRAINED]
+    model, training = results["recipe"]["model"], results["recipe"]["training"]
+    return {
+        "whole": told(WHOLE, AS_IS),
+        "rows": rows,
+        "leak": told("no mask", AS_IS),
+        "seeds": results["seeds"],
+        "layers": model["decoder"]["layers"],
+        "d_model": model["d_model"],
+        "steps": training["steps"],
+        "command": results["command"],
+        "findings": results["findings"],
+    }

@@ -32,7 +32,7 @@ class Placements(Question):
 
     depths: Annotated[tuple[Depth, ...], Field(min_length=1, max_length=6)] = (4, 12, 24)
     seeds: Annotated[int, Field(strict=True, ge=1, le=10)] = 3
-    d_model: Annotated[int, Field(strict=True, ge=16, le=512, multiple_of=16)] = 64
+    d_model: Annotated[int, Field(strict=True, ge=16, le=256, multiple_of=16)] = 64
     length: Annotated[int, Field(strict=True, ge=2, le=128)] = 32
     init: Literal["normal", "xavier"] = "xavier"
 

@@ -15,8 +15,9 @@ from cutaway.serve.inspect.job import Job
 from cutaway.serve.inspect.question import Question
 from cutaway.serve.inspect.wire import Answer
 from cutaway.size import Size, known, size
-from cutaway.size.fit import MOST, largest, longest_context
+from cutaway.size.fit import MOST, largest, longest_context, position_limit
 from cutaway.size.numbers import NUMBERS
+from cutaway.size.plot import grouped
 from cutaway.size.roofline import Bound
 
 OWN = "this model"
@@ -113,7 +114,12 @@ class Sizes(Asked):
     models: Annotated[tuple[Shape, ...], Field(min_length=1, max_length=4)] = (Shape(),)
 
     def answer(self, of: Inspector, job: Job) -> Answer:
-        return Answer({"models": [self.told(each, of) for each in self.models]})
+        told = [self.told(each, of) for each in self.models]
+        contexts = {each["context"] for each in told if "context" in each}
+        if len(contexts) > 1:  # unasked, each has its own; side by side, the shortest counts for all
+            alike = self.model_copy(update={"context": min(contexts)})
+            told = [alike.told(each, of) for each in self.models]
+        return Answer({"models": told})
 
     def told(self, shape: Shape, of: Inspector) -> dict[str, Any]:
         try:
@@ -127,6 +133,7 @@ class Sizes(Asked):
 
 def costs(found: Size) -> dict[str, Any]:
     asked, memory = found.question, found.memory
+    drawn = {name: size for name, size in grouped(memory.parts).items() if size}
     return {
         "shape": shape_of(asked.config),
         "context": asked.context,
@@ -136,7 +143,7 @@ def costs(found: Size) -> dict[str, Any]:
         "active": found.parameters.active,
         "parts": parameters_by_part(found),
         "flops": {"total": found.flops.total_seen, "per_token": found.flops.per_token_seen, "parts": found.flops.seen},
-        "memory": {"total": memory.total, "parts": memory.parts, "fullest": memory.fullest},
+        "memory": {"total": memory.total, "parts": drawn, "fullest": memory.fullest},
         "fits": found.fits,
         "bounds": [bound(each) for each in bounds(found)],
     }
@@ -188,7 +195,8 @@ class Fits(Asked):
             return Answer({"longest_context": None, "largest_batch": None, "known": False})
         room = int(device.memory)
         job.check()
-        context = longest_context(asked, room, MOST, source_follows=True)
+        limit = position_limit(asked, source_follows=True)
+        context = longest_context(asked, room, min(limit or MOST, MOST), source_follows=True)
         job.check()
         batch = largest(lambda many: Size(replace(asked, batch=many)).memory.total, room, MOST)
         return Answer(
@@ -199,6 +207,7 @@ class Fits(Asked):
                 "unbounded_context": context == MOST,
                 "unbounded_batch": batch == MOST,
                 "made_for": asked.config.context,
+                "position_limit": limit,
             }
         )
 
