@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 export async function run(page, url, facts) {
   await page.goto(`file://${facts.file}`);
   const rows = page.getByRole("listbox", { name: "The stream from embedding to answer" }).getByRole("option");
-  await rows.first().waitFor();
+  await page.getByText("decided here").waitFor();
   assert.equal(await rows.count(), facts.points.length);
   const said = await rows.last().getAttribute("aria-label");
   assert.ok(said.includes(`would say ${facts.points.at(-1).says}`), said);

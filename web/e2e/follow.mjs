@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 export async function run(page, url, facts) {
   await page.goto(`${url}#/follow?text=${encodeURIComponent(facts.text)}`);
   const rows = page.getByRole("listbox", { name: "The stream from embedding to answer" }).getByRole("option");
-  await rows.first().waitFor();
+  await page.getByText("decided here").waitFor();
   assert.equal(await rows.count(), facts.points.length);
   for (const [number, point] of facts.points.entries()) {
     const said = await rows.nth(number).getAttribute("aria-label");

@@ -33,7 +33,7 @@ export async function run(page, url, facts) {
     { url, place: `/follow?text=${encodeURIComponent(facts.text)}` },
   );
   const rows = page.getByRole("listbox", { name: "The stream from embedding to answer" }).getByRole("option");
-  await rows.first().waitFor();
+  await page.getByText("decided here").waitFor();
   assert.equal(await rows.count(), facts.points.length);
   const before = page.url();
   await page.getByRole("link", { name: "Attention" }).click();

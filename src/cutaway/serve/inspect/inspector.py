@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from cutaway.serve.inspect.kept import SQUARE, Kept, planned
 from cutaway.serve.inspect.look import Look
 from cutaway.serve.inspect.words import Words
 
+Passed = Callable[[str, Tensor], None]
 LIMIT = 1 << 30
 """Bytes of passes that are kept."""
 
@@ -43,14 +44,14 @@ class Inspector:
     def config(self) -> Config:
         return self.model.config
 
-    def kept(self, look: Look, job: Job) -> Kept:
-        """The pass over a text: one that was kept, or a new one."""
+    def kept(self, look: Look, job: Job, passed: Passed = lambda name, value: None) -> Kept:
+        """The pass over a text: one that was kept, or a new one, of which `passed` is told site by site."""
         self.refuse(look)
         with self.alone:
             found = self.passes.get(look.key)
             if found is None:
                 found = Kept(look)
-                self.read(found, self.affordable(look), job)
+                self.read(found, self.affordable(look), job, passed)
                 self.passes[look.key] = found
             self.passes.move_to_end(look.key)
             while len(self.passes) > 1 and sum(each.nbytes for each in self.passes.values()) > self.limit:
@@ -76,8 +77,8 @@ class Inspector:
             found = [each for each in found if on_stream(each.name) or is_added(each.name) or each.layer is None]
         return [each.name for each in found]
 
-    def read(self, kept: Kept, names: list[str], job: Job) -> None:
-        taps, note = Taps(), kept.reader(job)
+    def read(self, kept: Kept, names: list[str], job: Job, passed: Passed = lambda name, value: None) -> None:
+        taps, note = Taps(), kept.reader(job, passed)
         with self.changed(kept.look):
             watching: list[RemovableHandle] = []
             try:

@@ -3,7 +3,7 @@
 Scores and patterns are made again from the q and k that were kept, for the heads that are asked for.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -32,13 +32,14 @@ class Kept:
         self.results: dict[str, Any] = {}
         """What else was worked out for this look, by a name; small."""
 
-    def reader(self, job: Job) -> Any:
-        """Writes down what passes; a pass that nobody waits for ends at its next value."""
+    def reader(self, job: Job, passed: Callable[[str, Tensor], None]) -> Any:
+        """Writes down what passes, and tells of it; a pass that nobody waits for ends at its next value."""
 
         def look(passing: Passing) -> None:
             job.check()
             site = passing.site
             self.values[site.name] = passing.value.detach()
+            passed(site.name, self[site.name])
             if site.name.endswith(".q"):
                 self.calls[site.name.removesuffix(".q")] = (site.module, passing.args)
 

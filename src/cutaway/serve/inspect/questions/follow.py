@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cutaway.lens.equations import on_stream
 from cutaway.lens.journey import Notes, placed, stage, stream_error, what_is_said
@@ -14,19 +15,30 @@ from cutaway.serve.inspect.wire import Answer
 
 
 class Stream(OfText):
-    """The length of every token's vector at every point of the stream: the whole highway."""
+    """The length of every token's vector at every point of the stream: the whole highway, as far as it has come."""
 
     def answer(self, of: Inspector, job: Job) -> Answer:
-        kept = of.kept(self.look, job)
-        points: dict[str, list[str]] = {}
-        for name, site in of.sites.items():
-            if on_stream(name) and not same_as_before(name) and name in kept.values:
-                side = next(side for side, stack in of.model.stacks.items() if stack is site.stack)
-                points.setdefault(side, []).append(name)
-        lengths = {
-            side: torch.stack([kept[name].float().norm(dim=-1) for name in names]) for side, names in points.items()
-        }
-        return Answer({"points": points}, lengths)
+        sides = {stack: side for side, stack in of.model.stacks.items()}
+        points: dict[str, list[str]] = {side: [] for side in sides.values()}
+        lengths: dict[str, list[Tensor]] = {side: [] for side in sides.values()}
+
+        def passed(name: str, value: Tensor) -> None:
+            stack = of.sites[name].stack
+            if stack is not None and on_stream(name) and not same_as_before(name):
+                points[sides[stack]].append(name)
+                lengths[sides[stack]].append(value.float().norm(dim=-1))
+                if name.endswith(("embed", "resid_post")):
+                    job.part(told())
+
+        def told() -> Answer:
+            return Answer({"points": points}, {side: torch.stack(found) for side, found in lengths.items() if found})
+
+        kept = of.kept(self.look, job, passed)
+        if not any(points.values()):  # it was there already
+            for name in of.sites:
+                if name in kept.values and on_stream(name):
+                    passed(name, kept[name])
+        return told()
 
 
 class Lane(OfText):
@@ -43,7 +55,7 @@ class Lane(OfText):
             said = what_is_said(of.model, notes, names, of.sites)
             stages = [stage(of.model, of.sites[name], notes, said) for name in names]
             error = stream_error(of.model, notes, of.sites)
-        return Answer({"stages": [told(of, each) for each in stages], "sum_error": error})
+        return Answer({"stages": [stage_told(of, each) for each in stages], "sum_error": error})
 
 
 def same_as_before(name: str) -> bool:
@@ -64,7 +76,7 @@ def notes_of(of: Inspector, kept: Kept, at: int, source_at: int) -> Notes:
     return notes
 
 
-def told(of: Inspector, each: Any) -> dict[str, Any]:
+def stage_told(of: Inspector, each: Any) -> dict[str, Any]:
     return {
         "site": each.site,
         "equation": each.equation,
