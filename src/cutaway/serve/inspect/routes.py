@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 from fastapi import APIRouter, Request
@@ -21,6 +21,8 @@ from cutaway.serve.refusal import Refused
 WORKERS = 4
 """Questions at work at once. Passes of the model take turns; what needs none does not wait for them."""
 WAITING = 64
+SECONDS = 300.0
+"""For one question."""
 BINARY = "application/octet-stream"
 log = logging.getLogger("cutaway.serve")
 
@@ -38,13 +40,13 @@ class Desk:
             job.stop.set()
         self.pool.shutdown(wait=True, cancel_futures=True)
 
-    async def answer(self, question: Question) -> AsyncIterator[bytes]:
+    async def answer(self, question: Question) -> AsyncGenerator[bytes, None]:
         """Frames as they come; None ends them."""
         if len(self.jobs) >= WAITING:
             raise Refused(429, "too many questions are waiting; ask again in a moment", headers={"retry-after": "1"})
         loop = asyncio.get_running_loop()
         frames: asyncio.Queue[bytes | None] = asyncio.Queue()
-        job = Job(lambda frame: deliver(loop, frames, frame))
+        job = Job(lambda frame: deliver(loop, frames, frame), SECONDS)
         self.jobs.add(job)
         work = loop.run_in_executor(self.pool, self.work, question, job)
         work.add_done_callback(lambda _: frames.put_nowait(None))
@@ -95,7 +97,11 @@ def router(desk: Desk) -> APIRouter:
     async def ask(name: str, request: Request) -> StreamingResponse:
         question = read_question(name, await request.body())
         frames = desk.answer(question)
-        first = await anext(frames)  # what is refused at once is told by its status
+        try:
+            first = await first_of(frames, request)  # what is refused at once is told by its status
+        except BaseException:
+            await frames.aclose()
+            raise
 
         async def rest() -> AsyncIterator[bytes]:
             yield first
@@ -105,3 +111,22 @@ def router(desk: Desk) -> APIRouter:
         return StreamingResponse(rest(), media_type=BINARY, headers={"x-accel-buffering": "no"})
 
     return made
+
+
+async def first_of(frames: AsyncIterator[bytes], request: Request) -> bytes:
+    """The first frame, unless whoever asked has gone away meanwhile."""
+    coming = asyncio.ensure_future(anext(frames, None))
+    try:
+        while not (await asyncio.wait([coming], timeout=0.2))[0]:
+            if await request.is_disconnected():
+                raise Refused(499, "nobody waits for this answer any more")
+    finally:
+        if not coming.done():
+            coming.cancel()
+            await asyncio.wait([coming])
+    first = coming.result()
+    if first is None:
+        raise Refused(503, "the server is ending", headers={"retry-after": "1"})
+    if first[4] == ERROR:
+        raise Refused(400, json.loads(first[5:])["message"])
+    return first

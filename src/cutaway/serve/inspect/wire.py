@@ -4,6 +4,7 @@ A frame is its length (4 bytes, little-endian), its kind (1 byte) and what it ho
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +26,17 @@ class Answer:
 
     def packed(self) -> bytes:
         """As a safetensors file whose metadata hold the facts; numbers as fp32, whole ones and truths as they are."""
-        facts = json.dumps(self.facts, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        facts = json.dumps(finite(self.facts), allow_nan=False, separators=(",", ":"))
         return save({name: sent(each) for name, each in self.arrays.items()}, {"facts": facts})
+
+
+def finite(value: Any) -> Any:
+    """JSON knows neither NaN nor infinity, and a broken model has both: they are told as nothing."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: finite(inner) for name, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def sent(value: Tensor) -> Tensor:
@@ -43,4 +53,4 @@ def frame(kind: int, held: bytes) -> bytes:
 
 
 def told(kind: int, facts: Mapping[str, Any]) -> bytes:
-    return frame(kind, json.dumps(facts, ensure_ascii=False).encode())
+    return frame(kind, json.dumps(facts).encode())
