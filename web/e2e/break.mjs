@@ -53,4 +53,13 @@ export async function run(page, url, facts) {
   // What is surgery and what is training is told apart.
   await page.getByText("surgery on trained weights").first().waitFor();
   await page.getByText("trained this way").first().waitFor();
+
+  // What is broken stays so on the other screens, until it is mended.
+  await page.goto(`${url}#/follow?edits=blocks.1:skip`);
+  await page.getByText("block 1: skipped").waitFor();
+  await page.getByText("decided here").waitFor();
+  const rows = page.getByRole("listbox", { name: "The stream from embedding to answer" }).getByRole("option");
+  const fewer = await rows.count();
+  await page.getByRole("button", { name: "Mend it" }).click();
+  await page.waitForFunction((count) => document.querySelectorAll('[aria-label="The stream from embedding to answer"] [role="option"]').length > count, fewer);
 }

@@ -1,5 +1,6 @@
 // The model that is looked into, and the text it reads: what every screen shares.
 import { ask } from "./ask";
+import { read } from "./edits";
 import { place } from "./place.svelte";
 
 export interface Layer {
@@ -45,7 +46,10 @@ class Session {
   source = $derived(place.get("source") ?? this.about?.source ?? "");
   words = $state.raw<string[]>([]);
   sourceWords = $state.raw<string[]>([]);
-  look = $state.raw<Look>();
+  #read = $state.raw<Look>();
+  /** What is changed in the model while it reads. Break it compares with the model as it is, so there it is no part of the look. */
+  edits = $derived(place.screen === "break" || !this.about ? {} : read(place.get("edits")));
+  look = $derived(this.#read && Object.keys(this.edits).length ? { ...this.#read, edits: this.edits } : this.#read);
   problem = $state<string>();
   #turn = 0;
 
@@ -61,7 +65,7 @@ class Session {
   }
 
   /** Turn the texts into tokens; the latest wins. */
-  async read(text: string, source: string): Promise<void> {
+  async readTexts(text: string, source: string): Promise<void> {
     const turn = ++this.#turn;
     try {
       const two = this.about?.form === "encoder-decoder";
@@ -72,7 +76,7 @@ class Session {
       if (turn !== this.#turn) return;
       this.words = mine.facts.words;
       this.sourceWords = other?.facts.words ?? [];
-      this.look = { tokens: mine.facts.tokens, ...(other ? { source: other.facts.tokens } : {}) };
+      this.#read = { tokens: mine.facts.tokens, ...(other ? { source: other.facts.tokens } : {}) };
       this.problem = undefined;
     } catch (error) {
       if (turn === this.#turn) this.problem = (error as Error).message;
