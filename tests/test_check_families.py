@@ -17,6 +17,8 @@ from strategies import SEEDS, configs, lively
 import cutaway as ct
 from cutaway.check import Report
 
+pytestmark = pytest.mark.unchecked
+
 warnings.filterwarnings("ignore")
 transformers.logging.set_verbosity_error()
 

@@ -14,6 +14,8 @@ import zoo.causality  # noqa: F401  so that a run within this one does not enter
 
 from cutaway.check import checks
 
+pytestmark = pytest.mark.unchecked
+
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parent.parent
 MODULE = """

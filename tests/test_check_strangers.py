@@ -14,6 +14,8 @@ import cutaway as ct
 from cutaway.check import Report
 from cutaway.errors import InputError
 
+pytestmark = pytest.mark.unchecked
+
 V, D, HEADS = 53, 32, 4
 
 

@@ -8,6 +8,8 @@ from zoo.rooms import ROOMS  # noqa: F401  enters every bug
 import cutaway as ct
 from cutaway.check import checks
 
+pytestmark = pytest.mark.unchecked
+
 
 @pytest.mark.parametrize("one", ZOO.values(), ids=ZOO)
 def test_a_bug_is_caught_by_its_check(one: Bug) -> None:

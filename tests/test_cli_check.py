@@ -18,6 +18,8 @@ from cutaway.cli.check_view import skipped
 from cutaway.errors import InputError
 from cutaway.size import count
 
+pytestmark = pytest.mark.unchecked
+
 MODULE = """
 import zoo.causality
 from zoo.bug import ZOO

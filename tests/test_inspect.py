@@ -19,6 +19,8 @@ from cutaway.serve.inspect.questions import QUESTIONS
 from cutaway.serve.inspect.wire import Answer
 from cutaway.serve.inspect.words import Words
 
+pytestmark = pytest.mark.unchecked
+
 MODELS = ["tiny-gpt", "tiny-llama", "tiny-t5", "tiny-bert", "tiny-gemma", "tiny-mla", "tiny-moe"]
 
 

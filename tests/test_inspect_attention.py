@@ -11,6 +11,8 @@ from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.questions.attention import CELLS
 from cutaway.serve.inspect.words import Words
 
+pytestmark = pytest.mark.unchecked
+
 ONE = ("tiny-gpt", "tiny-llama", "tiny-gemma", "tiny-mla", "tiny-bert", "tiny-modernbert", "tiny-albert")
 
 

@@ -16,6 +16,8 @@ from cutaway.shipped import ABLATIONS
 from cutaway.train.ablate.statistics import interval
 from cutaway.train.ablate.studies import take_away
 
+pytestmark = pytest.mark.unchecked
+
 EDITS: list[dict[str, Any]] = [
     {"blocks.0": "skip"},
     {"blocks.1": "swap", "final_norm": "drop"},

@@ -16,6 +16,8 @@ from cutaway.serve.inspect.listener import positions
 from cutaway.serve.inspect.words import Words
 from cutaway.text import tokenizer_from_directory
 
+pytestmark = pytest.mark.unchecked
+
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.8, "seed": 3},

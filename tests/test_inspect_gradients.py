@@ -17,6 +17,8 @@ from cutaway.serve.inspect.questions.gradients import Placements, Slope, small
 from cutaway.serve.inspect.questions.runs import RunLog, curves
 from cutaway.serve.inspect.words import Words
 
+pytestmark = pytest.mark.unchecked
+
 
 def inspector(name: str, run: Path | None = None) -> Inspector:
     model = ct.build(name, seed=0)

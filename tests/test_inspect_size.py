@@ -12,6 +12,8 @@ from cutaway.serve.inspect.questions.sizes import Choices, Fits, Shape, Sizes, c
 from cutaway.serve.inspect.words import Words
 from cutaway.size.fit import compare, fit
 
+pytestmark = pytest.mark.unchecked
+
 OWN = "tiny-gpt"
 
 

@@ -14,6 +14,8 @@ from cutaway.model import stack
 from cutaway.train.doubt import SECONDS, doubt
 from cutaway.train.start import train
 
+pytestmark = pytest.mark.unchecked
+
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
