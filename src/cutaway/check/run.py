@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cutaway.check.discover import discover
-from cutaway.check.exam import LARGE, NARROW, CannotError, Exam, can_widen, widened
+from cutaway.check.exam import NARROW, CannotError, Exam, can_widen, widened
 from cutaway.check.finding import SEVERITY, Finding, Part, Report
 from cutaway.check.offered import OfferError
 from cutaway.check.registry import Check, chosen
@@ -19,6 +19,8 @@ from cutaway.errors import CutawayError, InputError, raised
 UNTRIED = "could not be tried"
 SMALL = 1 << 16
 """Numbers of a buffer that is put back as it was."""
+CROWDED = 20_000_000
+"""Parameters below which several threads gain little, and wait long for each other where other programs run."""
 Progress = Callable[[int, int, str], None]
 """Called with checks done, all checks, and the name of the next."""
 
@@ -69,9 +71,9 @@ def alone(target: Any) -> Iterator[None]:
     it is as before, or else a training that was asked first would not end in the bits of one that was not.
     """
     module = getattr(target, "model", target)
-    count = sum(each.numel() for each in module.parameters()) if isinstance(module, nn.Module) else LARGE
+    count = sum(each.numel() for each in module.parameters()) if isinstance(module, nn.Module) else CROWDED
     threads, onednn = torch.get_num_threads(), torch.backends.mkldnn.enabled
-    if count < LARGE:
+    if count < CROWDED:
         torch.set_num_threads(1)
     try:
         yield
