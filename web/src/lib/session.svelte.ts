@@ -41,6 +41,8 @@ interface Read {
 
 class Session {
   about = $state<About>();
+  /** The model's name without the folders it lies in. */
+  called = $derived(this.about?.name.replace(/[/\\]+$/, "").split(/[/\\]/).at(-1) ?? "");
   /** What stands in the address, or what the model is opened with. */
   text = $derived(place.get("text") ?? this.about?.text ?? "");
   source = $derived(place.get("source") ?? this.about?.source ?? "");
