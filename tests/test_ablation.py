@@ -65,7 +65,7 @@ def gain_by_repetition(model: Transformer, heads: list[tuple[int, int]]) -> floa
 
 
 def test_induction_heads_are_found_by_score_and_confirmed_by_ablation() -> None:
-    checkpoint = ct.load("tiny-python")
+    checkpoint = ct.load("tiny-python", dtype=torch.float32)
     model = checkpoint.model.float()
     scores = head_kinds(checkpoint).at(kind="induction")
     ranked = [(int(layer), int(head)) for (layer, head), _ in scores.top(len(scores.values.flatten()))]

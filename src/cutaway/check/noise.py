@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from cutaway.check.dispatch import Dispatch
 
 PRODUCTS = (
     "mm",
@@ -31,7 +32,7 @@ ULPS = 1.5
 """Of the last place: a product is moved by up to as much."""
 
 
-class Jitter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Jitter(Dispatch):
     """While it is on, each product is rounded otherwise, at random."""
 
     def __init__(self, seed: int) -> None:

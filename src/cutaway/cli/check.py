@@ -173,7 +173,7 @@ def opened(
         return by_transformers(source, device=here, dtype=numbers), {}
     from cutaway.cli.generate import opened as loaded
 
-    return loaded(source, device, dtype, quiet=quiet), {}
+    return loaded(source, device, dtype, quiet=quiet, as_stored=True), {}
 
 
 def fresh(source: str, device: Any, dtype: Any, seed: int, notes: list[str]) -> Any:

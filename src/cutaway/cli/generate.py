@@ -1,6 +1,7 @@
 """`cutaway generate`: a prompt, and what a model makes of it."""
 
 import re
+import sys
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -14,6 +15,7 @@ from cutaway.errors import InputError
 if TYPE_CHECKING:  # torch is imported when the work begins
     from cutaway.families.checkpoint import Checkpoint
     from cutaway.generate.settings import Settings
+    from cutaway.model import Transformer
 
 
 class CacheKind(StrEnum):
@@ -252,7 +254,14 @@ def early(chosen: Early | None) -> Any:
     return None if chosen is None else {"yes": True, "no": False, "never": "never"}[chosen]
 
 
-def opened(source: str, device: str | None, dtype: DType | None, *, quiet: bool) -> "Checkpoint":
+WIDENED = 1 << 30
+"""Parameters up to which narrow weights are read as fp32 on a CPU that has no units for them."""
+
+
+def opened(
+    source: str, device: str | None, dtype: DType | None, *, quiet: bool, as_stored: bool = False
+) -> "Checkpoint":
+    """A checkpoint, ready to be asked. `as_stored`: in its own numbers, however slow they are here."""
     import torch
 
     from cutaway.cli.convert import bar
@@ -262,5 +271,19 @@ def opened(source: str, device: str | None, dtype: DType | None, *, quiet: bool)
     with bar("reading", quiet=quiet) as progress:
         numbers = None if dtype is None else getattr(torch, dtype)
         found = load(source, device=where, dtype=numbers, progress=progress)
+    if numbers is None and not as_stored and is_slow_here(found.model):
+        found.model.float()
+        if not quiet:
+            sys.stderr.write(
+                "this CPU has no units for 16-bit numbers, so the weights are widened to 32; --dtype keeps\n"
+            )
     found.model.eval()
     return found
+
+
+def is_slow_here(model: "Transformer") -> bool:
+    """Whether a CPU would emulate the weights' numbers, and holds them easily in 32 bits."""
+    from cutaway.generate.fast.cpu import has_bf16
+
+    narrow = model.dtype.itemsize < 4 and model.device.type == "cpu" and not has_bf16()
+    return narrow and sum(each.numel() for each in model.parameters()) <= WIDENED

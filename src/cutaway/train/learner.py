@@ -11,6 +11,7 @@ from cutaway.model import Transformer
 from cutaway.model.inputs import KNOWN
 from cutaway.train.balance import balance, watched
 from cutaway.train.loss import Loss
+from cutaway.train.narrow import settle
 from cutaway.train.objectives import Task
 from cutaway.train.recipe import Recipe
 from cutaway.train.vocabulary import Vocabulary
@@ -27,6 +28,8 @@ class Learner(nn.Module):
         self.model = model
         self.smoothing: float = getattr(recipe.objective, "smoothing", 0.0)
         self.z, self.precision = recipe.objective.z, recipe.training.precision
+        if self.precision != "fp32":
+            settle(model.device)
         self.vocabulary: Vocabulary | None = None
         """Whose logits are here, where ranks share the output matrix."""
         self.balance = recipe.objective.balance

@@ -10,6 +10,7 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from cutaway.errors import InputError
 from cutaway.model import Transformer
 from cutaway.model.moe import Router
+from cutaway.train.narrow import settle
 from cutaway.train.parts import alike, copies_of, cut, is_part, own, parameter_of
 from cutaway.train.ranks import ALONE, Ranks
 
@@ -180,6 +181,7 @@ def make(
         case "adamw":
             return Optimiser(model, [AdamW(_split(parameters, weight_decay), **adam)], shared)
         case "muon":
+            settle(next(iter(parameters.values())).device)  # it turns matrices in bf16
             mine = turned(model)
             inner = {name: each for name, each in parameters.items() if name in mine}
             rest = {name: each for name, each in parameters.items() if name not in mine}

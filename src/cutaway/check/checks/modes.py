@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from cutaway.check.dispatch import Dispatch
 from cutaway.check.exam import MARGIN, Exam, Gap, apart, scale_of
 from cutaway.check.finding import Part
 from cutaway.check.reads import refuse_compiled
@@ -103,7 +103,7 @@ def modes_kept(exam: Exam, module: nn.Module) -> Part:
     return Part("pass", "a pass leaves the mode as it was")
 
 
-class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Draws(Dispatch):
     """While it is on, it is counted how often a mask is drawn; on the lowest level, where no caller can be missed."""
 
     def __init__(self, witness: Witness) -> None:

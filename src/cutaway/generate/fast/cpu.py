@@ -85,7 +85,7 @@ class Bf16(Product):
 
     def pack(self, weight: Tensor) -> None:
         weight = weight.bfloat16()
-        self.packed = has_onednn() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        self.packed = has_bf16()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 1) if self.packed else weight
 
     def pack_bias(self, bias: Tensor) -> Tensor:
@@ -215,6 +215,11 @@ def fused(linears: Sequence[nn.Linear], kind: type[Product] = Whole) -> Fused:
 def has_onednn() -> bool:
     """Whether this PyTorch was built with oneDNN, whose forms are the packed ones."""
     return bool(torch.backends.mkldnn.is_available())
+
+
+def has_bf16() -> bool:
+    """Whether this CPU has units for bf16. Without them products in it are right, and hundreds of times slower."""
+    return has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def to_integers(weight: Tensor) -> tuple[Tensor, Tensor]:
