@@ -61,6 +61,7 @@ def test_the_journey_and_its_proof(name: str) -> None:
     [
         (["presets", "nope"], "cutaway: there is no preset or file named 'nope'"),
         (["demo", "lama-3-8b"], "did you mean llama-3-8b"),
+        (["trace", "tiny-pyton", "import"], "did you mean tiny-python"),
         (["demo", "missing.toml"], "'missing.toml' does not exist"),
         (["demo", "--text", ""], "is empty"),
         (["presets", "--form", "middle"], "is no form"),

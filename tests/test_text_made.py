@@ -123,3 +123,9 @@ def test_nothing_heavy_is_imported() -> None:
         "import sys, cutaway.text; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'sentencepiece')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_parts_of_a_character_are_told_by_their_bytes() -> None:
+    tokenizer = byte_tokenizer()
+    assert [tokenizer.spelled(token) for token in tokenizer.encode("aé ")] == ["a", "<0xC3>", "<0xA9>", " "]
+    assert tokenizer.spelled(1 << 20) is None

@@ -1,5 +1,9 @@
 // Follow: what is shown is what Python says; the answer's place is marked; every stage opens; a link leads back.
 import assert from "node:assert/strict";
+import { readFile } from "node:fs/promises";
+
+/** An empty text is refused. */
+export const expected = /status of 400/;
 
 export async function run(page, url, facts) {
   await page.goto(`${url}#/follow?text=${encodeURIComponent(facts.text)}`);
@@ -15,6 +19,14 @@ export async function run(page, url, facts) {
   for (const proof of ["embedding + all additions = stream", "attention’s rows sum to 1", "with a cache = without"]) {
     assert.match(await page.locator(".proof", { hasText: proof }).innerText(), /✓/);
   }
+  // The answer, and a way back to where it was decided.
+  assert.ok((await page.locator(".answer").innerText()).includes(facts.points.at(-1).says));
+  const decided = page.getByRole("button", { name: /^decided by / });
+  await rows.nth(0).click();
+  await decided.click();
+  const [part, block] = (await decided.innerText()).match(/^decided by (.*) of block (\d+)$/).slice(1);
+  await page.getByRole("heading", { name: new RegExp(`^${part}: .* block ${block}$`, "i") }).waitFor();
+
   const next = page.getByRole("img", { name: facts.next[0].said });
   await next.waitFor();
   assert.equal(await next.getAttribute("aria-label"), facts.next.map((each) => each.said).join(", "));
@@ -71,5 +83,29 @@ export async function run(page, url, facts) {
     const saved = page.waitForEvent("download");
     await page.getByRole("button", { name: `The stream, from embedding to answer: save as ${kind}` }).click();
     assert.equal((await saved).suggestedFilename(), `cutaway-stream.${kind.toLowerCase()}`);
+    if (kind !== "SVG") continue;
+    const drawing = await readFile(await (await saved).path(), "utf8");
+    assert.ok(!/var\(--|color-mix|oklab/.test(drawing), "a drawing that stands alone has its colours written out");
+    const ramps = await page.locator(".way path.ramp").count();
+    assert.ok(ramps > 0);
+    assert.ok((drawing.match(/<path [^>]*fill="none"[^>]* stroke="rgb\(/g) ?? []).length >= ramps, "every ramp has a colour");
   }
+
+  // Of a text that cannot be read nothing is drawn, least of all the one before; the next text is.
+  const box = page.getByLabel("Text", { exact: true }).and(page.locator("textarea"));
+  await box.fill("");
+  await page.getByText("this text has no tokens").waitFor();
+  assert.equal(await rows.count(), 0);
+  assert.equal(await strip.getByRole("option").count(), 0);
+  await box.fill("import os");
+  await page.getByText("decided here").waitFor();
+  assert.equal(await page.title(), "Follow · tiny-python · cutaway");
+
+  // A link to no whole place leads to the one before; the first Tab leads to the top of the page.
+  await page.goto("about:blank");
+  await page.goto(`${url}#/follow?text=${encodeURIComponent(facts.text)}&at=1.5`);
+  await page.getByText("decided here").waitFor();
+  assert.equal(await strip.getByRole("option", { selected: true }).getAttribute("title"), "token 1");
+  await page.keyboard.press("Tab");
+  assert.equal(await page.evaluate(() => document.activeElement?.closest("header") !== null), true);
 }

@@ -20,6 +20,7 @@ export async function run(page, url, facts) {
     await page.evaluate((name) => { location.hash = location.hash.replace(/^#\/\w+/, `#/${name}`); }, screen);
     await page.waitForTimeout(1500);
     await page.waitForLoadState("networkidle");
+    if (screen === "generate") await page.getByText("Shorten the text, and it writes on").waitFor();
     const long = await page.evaluate(() => window.long.splice(0));
     assert.ok(Math.max(0, ...long) <= facts.longest_task, `${screen}: tasks of ${long.join(", ")} ms`);
   }

@@ -64,6 +64,7 @@ def try_next() -> None:
     console = Console(highlight=False)
     command = "cutaway" if shutil.which("cutaway") else sys.argv[0]
     tries = {
+        "open": "the same way as a picture in the browser",
         "presets": "the models that have a name",
         "trace tiny-python 'import o' --all": "any text, any model, any token",
         "demo tiny-mla": "a fresh one's journey: latent attention and experts",

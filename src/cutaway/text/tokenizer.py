@@ -13,6 +13,7 @@ from cutaway.text.chat import render
 from cutaway.text.files import in_rust
 from cutaway.text.saving import saved_files, write_files
 from cutaway.text.settings import NAMED, ChatTemplate
+from cutaway.text.splits import byte_characters
 from cutaway.text.stream import Stream
 
 # In this order, each over the whole text, as transformers does it.
@@ -96,6 +97,16 @@ class Tokenizer:
 
     def token(self, number: int) -> str | None:
         return in_rust("this id", lambda: self.backend.id_to_token(_id(number)))
+
+    def spelled(self, number: int) -> str | None:
+        """A token's text. What is only a part of a character has none, and is told byte by byte: <0xF0 0x9F>."""
+        text, name = self.decode([number], skip_special=False), self.token(number)
+        if name is None or (text and "\ufffd" not in text):
+            return text or name
+        bytes_of = {character: byte for byte, character in byte_characters().items()}
+        if not text or not set(name) <= bytes_of.keys():
+            return name
+        return f"<{' '.join(f'0x{bytes_of[character]:02X}' for character in name)}>"
 
     def id(self, token: str) -> int | None:
         return self.backend.token_to_id(token)

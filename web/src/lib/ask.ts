@@ -17,6 +17,8 @@ export interface Hearing {
 export type Transport = (question: string, given: unknown, signal?: AbortSignal) => AsyncIterable<Uint8Array>;
 
 export class Refused extends Error {}
+/** Nobody was there to answer. */
+export class Unanswered extends Refused {}
 
 let transport: Transport = overHttp;
 
@@ -34,7 +36,7 @@ export async function ask<F>(question: string, given: unknown, hearing: Hearing 
       else if (kind === ERROR) throw new Refused((JSON.parse(text(bytes)) as { message: string }).message);
     }
   }
-  throw new Refused("the answer ended before it was whole; is the server still running?");
+  throw new Unanswered("the answer ended before it was whole; is the server still running?");
 }
 
 async function* overHttp(question: string, given: unknown, signal?: AbortSignal): AsyncIterable<Uint8Array> {
@@ -45,7 +47,7 @@ async function* overHttp(question: string, given: unknown, signal?: AbortSignal)
     signal: signal ?? null,
   }).catch((error: unknown) => {
     if (signal?.aborted) throw error;
-    throw new Refused("the server does not answer; is `cutaway open` still running?");
+    throw new Unanswered("the server does not answer; is `cutaway open` still running?");
   });
   if (!response.ok) {
     const told = (await response.json().catch(() => null)) as { error?: { message?: string } } | null;

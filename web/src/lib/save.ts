@@ -20,24 +20,37 @@ function cell(value: string | number): string {
 }
 
 const DRAWN = [
-  "fill", "fill-opacity", "stroke", "stroke-width", "stroke-opacity", "stroke-dasharray", "stroke-linecap", "opacity",
+  "fill", "fill-opacity", "stroke", "stroke-width", "stroke-opacity", "stroke-dasharray", "stroke-linecap", "stroke-linejoin", "paint-order", "opacity",
   "font-family", "font-size", "font-weight", "text-anchor", "dominant-baseline", "visibility", "display",
 ]; // prettier-ignore
+
+/** A mixed colour as red, green and blue: few programs that open drawings know other ways to write one. */
+function plain(value: string): string {
+  if (!/^(color|oklab|oklch|lab|lch)\(/.test(value)) return value;
+  const pen = new OffscreenCanvas(1, 1).getContext("2d");
+  if (!pen) return value;
+  pen.fillStyle = value;
+  pen.fillRect(0, 0, 1, 1);
+  const [red = 0, green = 0, blue = 0, alpha = 255] = pen.getImageData(0, 0, 1, 1).data;
+  return alpha === 255 ? `rgb(${red}, ${green}, ${blue})` : `rgba(${red}, ${green}, ${blue}, ${(alpha / 255).toFixed(3)})`;
+}
 
 /** A drawing that stands alone: what style sheets say is written into it, canvases become images. */
 export function asSvg(picture: SVGSVGElement | HTMLCanvasElement): string {
   const { width, height } = picture.getBoundingClientRect();
   const paper = getComputedStyle(picture.closest(".cutaway") ?? picture).backgroundColor;
   if (picture instanceof HTMLCanvasElement) {
-    const image = `<image width="${width}" height="${height}" href="${picture.toDataURL("image/png")}" image-rendering="pixelated"/>`;
-    return `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}">${image}</svg>`;
+    const ground = `<rect width="100%" height="100%" fill="${plain(paper)}"/>`;
+    const image = `<image width="${width}" height="${height}" href="${picture.toDataURL("image/png")}" image-rendering="${getComputedStyle(picture).imageRendering}"/>`;
+    return `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}">${ground}${image}</svg>`;
   }
   const copy = picture.cloneNode(true) as SVGSVGElement;
   const before = [picture, ...picture.querySelectorAll("*")];
   const after = [copy, ...copy.querySelectorAll("*")];
   before.forEach((element, at) => {
     const style = getComputedStyle(element);
-    for (const name of DRAWN) after[at]?.setAttribute(name, style.getPropertyValue(name));
+    for (const name of DRAWN) after[at]?.setAttribute(name, plain(style.getPropertyValue(name)));
+    after[at]?.removeAttribute("style"); // it would win over the attributes, and names variables that only the page has
     after[at]?.removeAttribute("class");
     after[at]?.removeAttribute("tabindex");
   });
@@ -45,7 +58,7 @@ export function asSvg(picture: SVGSVGElement | HTMLCanvasElement): string {
   copy.setAttribute("width", String(width));
   copy.setAttribute("height", String(height));
   const ground = document.createElementNS("http://www.w3.org/2000/svg", "rect");
-  for (const [name, value] of Object.entries({ width: "100%", height: "100%", fill: paper })) ground.setAttribute(name, value);
+  for (const [name, value] of Object.entries({ width: "100%", height: "100%", fill: plain(paper) })) ground.setAttribute(name, value);
   copy.insertBefore(ground, copy.firstChild);
   return new XMLSerializer().serializeToString(copy);
 }
@@ -62,5 +75,6 @@ export async function asPng(picture: SVGSVGElement | HTMLCanvasElement): Promise
   if (!pen) throw new Error("this browser does not draw on canvases");
   pen.scale(2, 2);
   pen.drawImage(image, 0, 0, width, height);
-  return new Promise((resolve, reject) => canvas.toBlob((blob) => (blob ? resolve(blob) : reject(new Error("no picture was made"))), "image/png"));
+  const written = atob(canvas.toDataURL("image/png").split(",")[1] ?? ""); // toBlob waits until the browser is idle, for seconds
+  return new Blob([Uint8Array.from(written, (letter) => letter.charCodeAt(0))], { type: "image/png" });
 }

@@ -1,5 +1,5 @@
 // The model that is looked into, and the text it reads: what every screen shares.
-import { ask } from "./ask";
+import { ask, Unanswered } from "./ask";
 import { read } from "./edits";
 import { place } from "./place.svelte";
 
@@ -41,6 +41,8 @@ interface Read {
 
 class Session {
   about = $state<About>();
+  /** The model's name without the folders it lies in. */
+  called = $derived(this.about?.name.replace(/[/\\]+$/, "").split(/[/\\]/).at(-1) ?? "");
   /** What stands in the address, or what the model is opened with. */
   text = $derived(place.get("text") ?? this.about?.text ?? "");
   source = $derived(place.get("source") ?? this.about?.source ?? "");
@@ -57,8 +59,8 @@ class Session {
   prefix = $derived(this.about?.form === "encoder-decoder" ? "decoder." : "");
   writer = $derived(this.about?.form === "encoder" ? "encoder" : "decoder");
   /** The token that is followed; the last one, unless another was chosen. */
-  at = $derived(Math.min(place.number("at") ?? Infinity, this.words.length - 1));
-  sourceAt = $derived(Math.min(place.number("source_at") ?? Infinity, this.sourceWords.length - 1));
+  at = $derived(within(place.number("at"), this.words));
+  sourceAt = $derived(within(place.number("source_at"), this.sourceWords));
 
   async open(): Promise<void> {
     this.about = (await ask<About>("about", {})).facts;
@@ -79,9 +81,17 @@ class Session {
       this.#read = { tokens: mine.facts.tokens, ...(other ? { source: other.facts.tokens } : {}) };
       this.problem = undefined;
     } catch (error) {
-      if (turn === this.#turn) this.problem = (error as Error).message;
+      if (turn !== this.#turn) return;
+      this.problem = (error as Error).message;
+      if (error instanceof Unanswered) return;
+      [this.words, this.sourceWords, this.#read] = [[], [], undefined]; // a picture of another text would look like this one's
     }
   }
+}
+
+/** A place among the words, whatever the address says; the last one, unless it says any. */
+function within(place: number | undefined, words: readonly string[]): number {
+  return Math.min(Math.max(0, Math.trunc(place ?? Infinity)), words.length - 1);
 }
 
 export const session = new Session();

@@ -17,6 +17,7 @@ from cutaway.config.presets import (
 from cutaway.config.presets.table import Table
 from cutaway.config.transformer import Config
 from cutaway.errors import ConfigError
+from cutaway.shipped import shipped
 
 TABLES = (
     decoders_classic.PRESETS,
@@ -43,7 +44,7 @@ def preset(name: str) -> Config:
     if name not in PRESETS:
         import difflib  # only mistakes need it
 
-        near = difflib.get_close_matches(name, PRESETS, n=3)
+        near = difflib.get_close_matches(name, [*shipped(), *PRESETS], n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "`cutaway presets` lists them"
         raise ConfigError(f"there is no preset or file named '{name}'; {hint}")
     return PRESETS[name]()

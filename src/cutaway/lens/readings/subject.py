@@ -119,11 +119,8 @@ def encode(tokenizer: Any, text: str, what: str, *, special: bool = False) -> li
 
 
 def text_of(tokenizer: Any, token: int) -> str:
-    """A token as text; ids beyond the tokenizer's, and parts of a character, as their names or numbers."""
-    if tokenizer is None:
-        return str(token)
-    text = tokenizer.decode([token], skip_special=False)
-    return text if text and "�" not in text else tokenizer.token(token) or str(token)
+    """A token as text; parts of a character as their bytes, and ids beyond the tokenizer's as numbers."""
+    return str(token) if tokenizer is None else tokenizer.spelled(token) or str(token)
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.look import Look
 
 LINE = 100
+LIKELIEST = 20
+"""Of a vocabulary: all of it is more than is printed."""
 
 
 def snippet(of: Inspector, look: Look, name: str, at: int) -> str:
@@ -33,7 +35,8 @@ def snippet(of: Inspector, look: Look, name: str, at: int) -> str:
         told = pformat(json.loads(json.dumps(look.edits)), width=LINE, sort_dicts=False)
         lines.append(f"edits = {told}")
         inside = [f"with ct.edit(model, edits), {inside[0].removeprefix('with ')}", inside[1]]
-    return "\n".join([*lines, *inside, f"values = t[{site!r}]{index}{after}", "print(values)", ""])
+    likeliest = f".topk({min(LIKELIEST, of.model.config.vocab_size)})" if site == "logits" else ""
+    return "\n".join([*lines, *inside, f"values = t[{site!r}]{index}{after}", f"print(values{likeliest})", ""])
 
 
 def calling(of: Inspector, look: Look) -> str:

@@ -63,9 +63,9 @@ export function hatched(pen: CanvasRenderingContext2D, x: number, y: number, wid
   pen.restore();
 }
 
-/** A canvas of this size in CSS pixels, sharp on every screen. */
+/** A canvas of this size in CSS pixels, sharp on every screen and in print. */
 export function prepared(canvas: HTMLCanvasElement, width: number, height: number): CanvasRenderingContext2D | null {
-  const dense = Math.min(2, window.devicePixelRatio || 1);
+  const dense = 2;
   canvas.width = Math.round(width * dense);
   canvas.height = Math.round(height * dense);
   canvas.style.width = `${width}px`;
