@@ -76,7 +76,7 @@ export async function run(page, url, facts) {
   // Temperature: 0 leaves one token.
   await page.getByLabel(/temperature/).focus();
   await page.keyboard.press("Home");
-  await page.getByText("1 tokens left to draw from").waitFor();
+  await page.getByText("1 token left to draw from").waitFor();
 
   // Every picture can be taken away.
   for (const kind of ["SVG", "PNG", "CSV"]) {

@@ -92,11 +92,10 @@ def steps_apart(of: Inspector, kept: Kept, job: Job) -> tuple[float | None, floa
     alone = max(1, length - STEPS)
     name = next(name for name in reversed(of.sites) if name.endswith("final_norm"))
     whole = of.logits(kept[name][alone - 1 :])
-    worst = 0.0
-    with of.changed(look):
-        cache = model.new_cache(1, length)
-        for at in range(alone - 1, length):
-            job.check()
+    worst, cache = 0.0, model.new_cache(1, length)
+    for at in range(alone - 1, length):
+        job.check()
+        with of.changed(look):  # between steps others may ask
             piece = tokens[:, :alone] if at == alone - 1 else tokens[:, at : at + 1]
             first = source if at == alone - 1 else None
             given_now = (first, piece) if isinstance(model, EncoderDecoder) else (piece,)
