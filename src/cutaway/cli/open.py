@@ -9,7 +9,6 @@ from urllib.parse import urlencode
 import typer
 
 from cutaway.cli.convert import DType
-from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when the work begins
     from cutaway.serve.inspect.inspector import Inspector
@@ -83,13 +82,10 @@ def open_page(
 
 def write(path: Path, source: str, text: str | None, device: str | None, dtype: Any, *, as_json: bool) -> None:
     """The page as a file: whole, or not there."""
-    if path.suffix != ".html":
-        raise InputError(f"--export is '{path}'; it should end in .html")
-    if path.exists() or path.is_symlink():
-        raise InputError(f"'{path}' exists already, and nothing is replaced unasked; name another file")
-    if not path.parent.is_dir():
-        raise InputError(f"'{path.parent}' is no directory, so nothing can be written there; make it, or name another")
     from cutaway.cli.convert import bar
+    from cutaway.cli.trace import check_file
+
+    check_file(path, "--export", ".html")
     from cutaway.serve.inspect.frozen import as_file
 
     of = inspector(source, text, device, dtype, quiet=as_json)

@@ -128,10 +128,10 @@ def same_as_before(name: str) -> bool:
     return name.endswith(".resid_pre") and not name.endswith(".cross.resid_pre")
 
 
-def check_file(path: Path) -> None:
+def check_file(path: Path, option: str = "--save", suffix: str = ".safetensors") -> None:
     """What can be told before anything is read."""
-    if path.suffix != ".safetensors":
-        raise InputError(f"--save is '{path}'; it should end in .safetensors")
+    if path.suffix != suffix:
+        raise InputError(f"{option} is '{path}'; it should end in {suffix}")
     if path.exists() or path.is_symlink():
         raise InputError(f"'{path}' exists already, and nothing is replaced unasked; name another file")
     if not path.parent.is_dir():
