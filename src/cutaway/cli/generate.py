@@ -15,7 +15,6 @@ from cutaway.errors import InputError
 if TYPE_CHECKING:  # torch is imported when the work begins
     from cutaway.families.checkpoint import Checkpoint
     from cutaway.generate.settings import Settings
-    from cutaway.model import Transformer
 
 
 class CacheKind(StrEnum):
@@ -254,10 +253,6 @@ def early(chosen: Early | None) -> Any:
     return None if chosen is None else {"yes": True, "no": False, "never": "never"}[chosen]
 
 
-WIDENED = 1 << 30
-"""Parameters up to which narrow weights are read as fp32 on a CPU that has no units for them."""
-
-
 def opened(
     source: str, device: str | None, dtype: DType | None, *, quiet: bool, as_stored: bool = False
 ) -> "Checkpoint":
@@ -266,12 +261,13 @@ def opened(
 
     from cutaway.cli.convert import bar
     from cutaway.families.load import load
+    from cutaway.generate.fast.cpu import has_bf16, is_narrow
 
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with bar("reading", quiet=quiet) as progress:
         numbers = None if dtype is None else getattr(torch, dtype)
         found = load(source, device=where, dtype=numbers, progress=progress)
-    if numbers is None and not as_stored and is_slow_here(found.model):
+    if numbers is None and not as_stored and is_narrow(found.model) and not has_bf16():
         found.model.float()
         if not quiet:
             sys.stderr.write(
@@ -279,11 +275,3 @@ def opened(
             )
     found.model.eval()
     return found
-
-
-def is_slow_here(model: "Transformer") -> bool:
-    """Whether a CPU would emulate the weights' numbers, and holds them easily in 32 bits."""
-    from cutaway.generate.fast.cpu import has_bf16
-
-    narrow = model.dtype.itemsize < 4 and model.device.type == "cpu" and not has_bf16()
-    return narrow and sum(each.numel() for each in model.parameters()) <= WIDENED

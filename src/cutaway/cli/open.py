@@ -108,14 +108,15 @@ def write(path: Path, source: str, text: str | None, device: str | None, dtype: 
 def inspector(source: str, text: str | None, device: str | None, dtype: Any, *, quiet: bool = False) -> "Inspector":
     """The model and its words."""
     from cutaway.cli import reading
-    from cutaway.serve.inspect.opening import looked_into, widened
+    from cutaway.generate.fast.cpu import is_narrow
+    from cutaway.serve.inspect.opening import looked_into
 
     run = run_at(source)
     found = reading.fresh(source, device, dtype)
     if found is None:
         found = checkpoint(source, run, device, dtype, quiet=quiet)
-        if dtype is None:
-            widened(found.model)
+        if dtype is None and is_narrow(found.model):
+            found.model.float()  # 16 bits round away what the proofs show
     return looked_into(found, text, name=source, run=run)
 
 

@@ -113,6 +113,7 @@ def named(model: "Transformer", asked: list[str] | None) -> list[str]:
 def for_people(model: "Transformer", *, every: bool = False) -> list[str]:
     """The sites outside blocks, and in the first and last blocks of each stack: all that differ from the one above."""
     from cutaway.lens import sites
+    from cutaway.lens.equations import same_as_before
 
     return [
         name
@@ -121,11 +122,6 @@ def for_people(model: "Transformer", *, every: bool = False) -> list[str]:
         or site.stack is None
         or ((every or not ENDS <= site.layer < len(site.stack.blocks) - ENDS) and not same_as_before(name))
     ]
-
-
-def same_as_before(name: str) -> bool:
-    """What a block is given is what the one before it gave."""
-    return name.endswith(".resid_pre") and not name.endswith(".cross.resid_pre")
 
 
 def check_file(path: Path, option: str = "--save", suffix: str = ".safetensors") -> None:

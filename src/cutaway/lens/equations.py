@@ -21,6 +21,11 @@ def on_stream(name: str) -> bool:
     return name.rsplit(".", 1)[-1] in STREAM
 
 
+def same_as_before(name: str) -> bool:
+    """What a block is given is what the one before it gave."""
+    return name.endswith(".resid_pre") and not name.endswith(".cross.resid_pre")
+
+
 def is_added(name: str) -> bool:
     return name.endswith(".out")
 

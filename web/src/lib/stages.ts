@@ -43,7 +43,7 @@ export function steps(site: string, known: ReadonlySet<string>): Step[] {
   const { side, block, part, end } = parse(site);
   const prefix = side ? `${side}.` : "";
   if (block === undefined) {
-    if (end === "embed" || part === "embed") return list(`${prefix}embed`, ["token", "position"], known, `${prefix}embed`, "sum");
+    if (end === "embed" || part === "embed") return list(`${prefix}embed`, ["token", "position"], "sum");
     return [
       { site: `${prefix}final_norm`, label: "final norm" },
       ...(known.has("logits") && side !== "encoder" ? [{ site: "logits", label: "logits" }, { site: "softmax", label: "softmax" }] : []),
@@ -64,8 +64,8 @@ export function steps(site: string, known: ReadonlySet<string>): Step[] {
   ];
 }
 
-function list(here: string, names: string[], _known: ReadonlySet<string>, whole: string, said: string): Step[] {
-  return [...names.map((name) => ({ site: `${here}.${name}`, label: label(name) })), { site: whole, label: said }];
+function list(here: string, names: string[], said: string): Step[] {
+  return [...names.map((name) => ({ site: `${here}.${name}`, label: label(name) })), { site: here, label: said }];
 }
 
 const label = (name: string): string => NAMES[name] ?? name.replace("shared.", "shared ");

@@ -222,6 +222,16 @@ def has_bf16() -> bool:
     return has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+WIDENED = 1 << 30
+"""Parameters that a CPU easily holds in 32 bits."""
+
+
+def is_narrow(model: nn.Module) -> bool:
+    """Whether a model on a CPU has weights of 16 bits, and might as well have 32."""
+    weights = list(model.parameters())
+    return weights[0].device.type == "cpu" and weights[0].itemsize < 4 and sum(map(Tensor.numel, weights)) <= WIDENED
+
+
 def to_integers(weight: Tensor) -> tuple[Tensor, Tensor]:
     """W ≈ step · integers, a step for each row: |W − step · integers| ≤ step / 2."""
     weight = weight.float()

@@ -159,7 +159,10 @@ def shown(label: str) -> str:
 
 
 def finite(value: Any) -> Any:
-    if isinstance(value, list):
+    """JSON knows neither NaN nor infinity: they are told as nothing."""
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
         return [finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

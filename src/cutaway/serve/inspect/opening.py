@@ -9,9 +9,6 @@ from cutaway.model import Transformer
 from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.words import CODE, PROSE, Words
 
-WIDENED = 1 << 30
-"""Parameters up to which narrow numbers are read as fp32 on a CPU."""
-
 
 def looked_into(thing: Any, text: str | None = None, *, name: str = "", run: Path | None = None) -> Inspector:
     """A checkpoint with its tokenizer, or a bare model, which reads bytes."""
@@ -31,9 +28,3 @@ def looked_into(thing: Any, text: str | None = None, *, name: str = "", run: Pat
         begin=begin,
     )
     return Inspector(model, words, name=name, run=run)
-
-
-def widened(model: Transformer) -> Transformer:
-    """In fp32 on a CPU that holds it easily: 16 bits are slow on many, and round away what the proofs show."""
-    small = sum(each.numel() for each in model.parameters()) <= WIDENED
-    return model.float() if model.device.type == "cpu" and small else model

@@ -1,5 +1,6 @@
 """A question is its own form: what must be given, and how it is answered."""
 
+from abc import ABC, abstractmethod
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,11 +14,12 @@ Place = Annotated[int, Field(strict=True, ge=0, lt=MOST_TOKENS)]
 """A token's, from 0."""
 
 
-class Question(BaseModel):
+class Question(BaseModel, ABC):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    @abstractmethod
     def answer(self, of: Inspector, job: Job) -> Answer:
-        raise NotImplementedError
+        """All that was asked, or what stands against it as an error."""
 
 
 class OfText(Question):

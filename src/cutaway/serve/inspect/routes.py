@@ -67,7 +67,8 @@ class Desk:
             job.tell(told(ERROR, {"message": str(error)}))
         except Exception:
             log.exception("a question could not be answered")
-            job.tell(told(ERROR, {"message": "the server made a mistake with this question; its log says more"}))
+            mistake = "the server made a mistake with this question; its log says more"
+            job.tell(told(ERROR, {"message": mistake, "status": 500}))
 
 
 def deliver(loop: asyncio.AbstractEventLoop, frames: "asyncio.Queue[bytes | None]", frame: bytes) -> None:
@@ -128,5 +129,6 @@ async def first_of(frames: AsyncIterator[bytes], request: Request) -> bytes:
     if first is None:
         raise Refused(503, "the server is ending", headers={"retry-after": "1"})
     if first[4] == ERROR:
-        raise Refused(400, json.loads(first[5:])["message"])
+        said = json.loads(first[5:])
+        raise Refused(said.get("status", 400), said["message"])
     return first

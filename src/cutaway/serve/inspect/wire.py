@@ -4,7 +4,6 @@ A frame is its length (4 bytes, little-endian), its kind (1 byte) and what it ho
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import save
 from torch import Tensor
+
+from cutaway.lens.readings.reading import finite
 
 PROGRESS, ANSWER, ERROR, PART = range(4)
 """Kinds of frames: {done, total, what} as JSON; the answer; {message} as JSON; some of an answer, and more to come."""
@@ -28,15 +29,6 @@ class Answer:
         """As a safetensors file whose metadata hold the facts; numbers as fp32, whole ones and truths as they are."""
         facts = json.dumps(finite(self.facts), allow_nan=False, separators=(",", ":"))
         return save({name: sent(each) for name, each in self.arrays.items()}, {"facts": facts})
-
-
-def finite(value: Any) -> Any:
-    """JSON knows neither NaN nor infinity, and a broken model has both: they are told as nothing."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: finite(inner) for name, inner in value.items()}
-    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def sent(value: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutaway.lens.equations import on_stream
+from cutaway.lens.equations import on_stream, same_as_before
 from cutaway.lens.journey import Notes, placed, stage, stream_error, what_is_said
 from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.job import Job
@@ -56,11 +56,6 @@ class Lane(OfText):
             stages = [stage(of.model, of.sites[name], notes, said) for name in names]
             error = stream_error(of.model, notes, of.sites)
         return Answer({"stages": [stage_told(of, each) for each in stages], "sum_error": error})
-
-
-def same_as_before(name: str) -> bool:
-    """What a block is given is what the one before it gave."""
-    return name.endswith(".resid_pre") and not name.endswith(".cross.resid_pre")
 
 
 def notes_of(of: Inspector, kept: Kept, at: int, source_at: int) -> Notes:

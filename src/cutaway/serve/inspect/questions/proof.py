@@ -10,8 +10,11 @@ from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.job import Job
 from cutaway.serve.inspect.kept import Kept
 from cutaway.serve.inspect.question import OfText, Place
-from cutaway.serve.inspect.questions.stage import of_attention
+from cutaway.serve.inspect.questions.stage import final, of_attention
 from cutaway.serve.inspect.wire import Answer
+
+STEPS = 16
+"""Tokens at the end of a text that are read one by one; those before them are read at once."""
 
 
 class Glance(OfText):
@@ -90,8 +93,7 @@ def steps_apart(of: Inspector, kept: Kept, job: Job) -> tuple[float | None, floa
     source = None if look.source is None else torch.tensor([look.source], device=model.device)
     length = tokens.shape[1]
     alone = max(1, length - STEPS)
-    name = next(name for name in reversed(of.sites) if name.endswith("final_norm"))
-    whole = of.logits(kept[name][alone - 1 :])
+    whole = of.logits(kept[final(of)][alone - 1 :])
     worst, cache = 0.0, model.new_cache(1, length)
     for at in range(alone - 1, length):
         job.check()
@@ -102,7 +104,3 @@ def steps_apart(of: Inspector, kept: Kept, job: Job) -> tuple[float | None, floa
             said = model(*given_now, cache=cache)[0, -1].float()
             worst = max(worst, float((said - whole[at - alone + 1]).abs().max()))
     return worst, float(whole.abs().max())
-
-
-STEPS = 16
-"""Tokens at the end of a text that are read one by one; those before them are read at once."""
