@@ -21,9 +21,23 @@ MAY_IMPORT = {
     "lens": {"config", "size", "model", "families"},
     "check": {"config", "size", "model", "text", "families", "generate", "lens", "measure"},
     "train": {"config", "size", "model", "text", "families", "generate", "lens", "check"},
-    "serve": {"config", "size", "model", "text", "families", "generate", "lens", "measure", "train"},
+    "serve": {"config", "size", "model", "text", "families", "generate", "lens", "measure", "train", "learn"},
+    "learn": {"config", "size", "model", "text", "families", "generate", "lens", "measure", "check"},
     "bench": {"config", "generate", "size", "model"},
-    "cli": {"bench", "check", "config", "size", "model", "families", "generate", "lens", "measure", "serve", "train"},
+    "cli": {
+        "bench",
+        "check",
+        "config",
+        "size",
+        "model",
+        "families",
+        "generate",
+        "learn",
+        "lens",
+        "measure",
+        "serve",
+        "train",
+    },
 }
 EVERYWHERE = {"errors", "callable_module", "shipped"}
 

@@ -1,0 +1,39 @@
+"""Every notebook runs from top to bottom, its claims hold, and it opens in Jupyter."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jupytext
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
+
+
+def test_there_are_eleven() -> None:
+    assert [int(path.name[:2]) for path in NOTEBOOKS] == list(range(1, 12))
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_its_claims_hold(path: Path, tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "scripts" / "notebook.py", path, "--out", tmp_path, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout)
+    assert len(told["claims"]) >= 3
+    assert len(told["pictures"]) >= 2
+    assert all((tmp_path / picture).stat().st_size < 200_000 for picture in told["pictures"])
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_goes_to_jupyter_and_back(path: Path, tmp_path: Path) -> None:
+    book = jupytext.read(path)
+    kinds = [cell.cell_type for cell in book.cells]
+    assert kinds[0] == "markdown"
+    assert kinds.count("code") >= 4
+    jupytext.write(book, tmp_path / "there.ipynb")
+    again = jupytext.read(tmp_path / "there.ipynb")
+    assert [cell.source for cell in again.cells] == [cell.source for cell in book.cells]
