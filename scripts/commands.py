@@ -1,0 +1,120 @@
+"""A page's session: its Python in one namespace, its commands in this process, its servers beside it."""
+
+import contextlib
+import io
+import os
+import random
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any, Self
+from unittest import mock
+
+PORT = "8000"
+WIDTH = "100"
+SECONDS = 120
+
+
+class Session:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.names: dict[str, Any] = {"__name__": "__page__"}
+        self.servers: list[subprocess.Popen[bytes]] = []
+        self.port = PORT
+        self.held = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self.held.enter_context(contextlib.chdir(self.folder))
+        self.held.enter_context(mock.patch.dict(os.environ, surroundings()))
+        self.held.enter_context(mock.patch.object(sys, "path", [str(self.folder), *sys.path]))
+        self.held.enter_context(mock.patch.dict(sys.modules))  # a page's own modules are its own
+        random.seed(0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self.servers:
+            server.terminate()
+            server.wait(30)
+        self.held.close()
+
+    def python(self, code: str, where: str) -> str:
+        """What a block prints."""
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code.replace(f":{PORT}", f":{self.port}"), where, "exec"), self.names)
+        return printed.getvalue()
+
+    def bash(self, text: str) -> tuple[str, int]:
+        """What its lines print, on both streams, and how the last one ended; one that fails ends the block."""
+        said, code = "", 0
+        for line in text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while words:
+                end = words.index("&&") if "&&" in words else len(words)
+                command, words = words[:end], words[end + 1 :]
+                if command[0] != "cutaway":
+                    raise ValueError(f"{command[0]!r} is not run here; lines begin with cutaway")
+                if command[-1] == "&":
+                    self.serve(command[1:-1])
+                    continue
+                printed, code = verb(command[1:])
+                said += printed
+                if code:
+                    return said, code
+        return said, code
+
+    def serve(self, words: list[str]) -> None:
+        """Start a server on a free port, and wait until it answers."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = str(free.getsockname()[1])
+        command = [sys.executable, "-m", "cutaway", *words, "--port", self.port]
+        self.servers.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
+        end = time.monotonic() + SECONDS
+        while not answers(int(self.port)):
+            if self.servers[-1].poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"`cutaway {shlex.join(words)}` does not answer")
+            time.sleep(0.1)
+
+
+def answers(port: int) -> bool:
+    connection = HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status < 500
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+def surroundings() -> dict[str, str]:
+    return {"COLUMNS": WIDTH, "NO_COLOR": "1", "TERM": "dumb", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def verb(words: list[str]) -> tuple[str, int]:
+    """Run `cutaway words…` here; `> file` takes what it prints."""
+    from cutaway.cli import main
+
+    target = None
+    if len(words) > 2 and words[-2] == ">":
+        words, target = words[:-2], words[-1]
+    printed, code = io.StringIO(), 0
+    with (
+        mock.patch.object(sys, "argv", ["cutaway", *words]),
+        mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(b""), encoding="utf-8")),
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+    ):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    if target is None:
+        return printed.getvalue(), code
+    Path(target).write_text(printed.getvalue(), encoding="utf-8")
+    return "", code
