@@ -12,13 +12,12 @@ How pages are written:
 - a block with title="mine.toml" is a file, and written. ```toml and ```json must be that.
 - <!-- not run: why --> stands before a block that cannot run here.
 
-The folder has the models of stand_ins.py: small ones, without training, under well-known names. `--fill` writes what was
-printed into the page.
+The folder has the models of stand_ins.py: small ones, without training, under well-known names. `--fill` writes what
+was printed into the page.
 """
 
 import argparse
 import json
-import os
 import re
 import sys
 import tempfile
@@ -30,9 +29,9 @@ from commands import Session
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"(?sm)^(?P<indent> *)(?P<ticks>`{3,})(?P<info>[^`\n]*)\n(?P<body>.*?)^(?P=indent)(?P=ticks) *$")
-MARK = re.compile(r"<!-- (output|not run)(?:: (.*?))? -->\s*\Z", re.DOTALL)
+MARK = re.compile(r"<!-- (output|not run)(?:: ((?:(?!-->).)*?))? -->\s*\Z", re.DOTALL)
 NUMBER = re.compile(r"[-−+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
-TOLD, DATA = ("text",), ("toml", "json")
+TOLD, DATA = ("text",), ("toml", "json", "jsonl")
 SHOWN = ("console", "diff")
 """Languages of blocks that are only shown: what they show is held elsewhere, or is no program."""
 
@@ -112,6 +111,8 @@ def write(block: Block, folder: Path) -> None:
         tomllib.loads(block.body)
     elif block.language == "json":
         json.loads(block.body)
+    elif block.language == "jsonl":
+        [json.loads(row) for row in block.body.splitlines()]
     if block.title:
         (folder / block.title).parent.mkdir(parents=True, exist_ok=True)
         (folder / block.title).write_text(block.body, encoding="utf-8")
@@ -175,19 +176,22 @@ def main() -> None:
     asked.add_argument("page", type=Path, nargs="+")
     asked.add_argument("--fill", action="store_true", help="write what was printed into the pages")
     given, wrong = asked.parse_args(), False
-    pages = [path.resolve() for path in given.page]
-    for path in pages:
-        with tempfile.TemporaryDirectory() as folder:
-            stand_ins(Path(folder))
-            shown = run(path, Path(folder))
-        for block, said in shown.items():
-            apart = difference(said, block.body)
-            if apart and not given.fill:
-                sys.stderr.write(f"{path.name}, block of line {block.line}: {apart}\n")
-                wrong = True
+    for path in [path.resolve() for path in given.page]:
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                stand_ins(Path(folder))
+                shown = run(path, Path(folder))
+        except PageError as error:
+            sys.stderr.write(f"{error}\n")
+            wrong = True
+            continue
         if given.fill:
             path.write_text(filled(path.read_text(encoding="utf-8"), shown), encoding="utf-8")
-    os.chdir(ROOT)
+            continue
+        for block, said in shown.items():
+            if apart := difference(said, block.body):
+                sys.stderr.write(f"{path.name}, block of line {block.line}: {apart}\n")
+                wrong = True
     sys.exit(wrong)
 
 

@@ -31,7 +31,6 @@ class Session:
         self.held.enter_context(contextlib.chdir(self.folder))
         self.held.enter_context(mock.patch.dict(os.environ, surroundings()))
         self.held.enter_context(mock.patch.object(sys, "path", [str(self.folder), *sys.path]))
-        self.held.enter_context(mock.patch.dict(sys.modules))  # a page's own modules are its own
         random.seed(0)
         return self
 
@@ -40,6 +39,9 @@ class Session:
             server.terminate()
             server.wait(30)
         self.held.close()
+        for name, module in list(sys.modules.items()):  # a page's own modules are its own
+            if (getattr(module, "__file__", None) or "").startswith(str(self.folder)):
+                del sys.modules[name]
 
     def python(self, code: str, where: str) -> str:
         """What a block prints."""
@@ -97,24 +99,24 @@ def surroundings() -> dict[str, str]:
 
 
 def verb(words: list[str]) -> tuple[str, int]:
-    """Run `cutaway words…` here; `> file` takes what it prints."""
+    """What `cutaway words…` prints here, with its complaint if it has one; `> file` takes it. Remarks are not kept."""
     from cutaway.cli import main
 
     target = None
     if len(words) > 2 and words[-2] == ">":
         words, target = words[:-2], words[-1]
-    printed, code = io.StringIO(), 0
+    printed, remarks, code = io.StringIO(), io.StringIO(), 0
     with (
         mock.patch.object(sys, "argv", ["cutaway", *words]),
         mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(b""), encoding="utf-8")),
         contextlib.redirect_stdout(printed),
-        contextlib.redirect_stderr(printed),
+        contextlib.redirect_stderr(remarks),
     ):
         try:
             main()
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     if target is None:
-        return printed.getvalue(), code
+        return printed.getvalue() + (remarks.getvalue() if code > 1 else ""), code
     Path(target).write_text(printed.getvalue(), encoding="utf-8")
     return "", code
