@@ -10,6 +10,7 @@ How pages are written:
 - ```text after <!-- output --> is what the block before it printed. <!-- output: exit 1 --> says how its last command
   ended. Spaces count as one, … stands for anything, and a decimal may differ by 1 %.
 - a block with title="mine.toml" is a file, and written. ```toml and ```json must be that.
+- ```diff is applied to a copy of the sources; Python after it runs with that, each block in a process of its own.
 - <!-- not run: why --> stands before a block that cannot run here.
 
 The folder has the models of stand_ins.py: small ones, without training, under well-known names. `--fill` writes what
@@ -32,7 +33,7 @@ FENCE = re.compile(r"(?sm)^(?P<indent> *)(?P<ticks>`{3,})(?P<info>[^`\n]*)\n(?P<
 MARK = re.compile(r"<!-- (output|not run)(?:: ((?:(?!-->).)*?))? -->\s*\Z", re.DOTALL)
 NUMBER = re.compile(r"[-−+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 TOLD, DATA = ("text",), ("toml", "json", "jsonl")
-SHOWN = ("console", "diff")
+SHOWN = ("console",)
 """Languages of blocks that are only shown: what they show is held elsewhere, or is no program."""
 
 
@@ -82,6 +83,8 @@ def run(path: Path, folder: Path) -> dict[Block, str]:
                     expect_exit(block, code)
                 elif block.language == "python" and not block.title:
                     said, code = session.python(block.body, f"{path.name}:{block.line}"), 0
+                elif block.language == "diff":
+                    session.patch(block.body)
                 elif block.language == "bash":
                     said, code = session.bash(block.body)
                     if code and not answered(page, block):

@@ -3,8 +3,8 @@
 import contextlib
 import io
 import os
-import random
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
+SOURCE = Path(__file__).parents[1] / "src" / "cutaway"
 PORT = "8000"
 WIDTH = "100"
 SECONDS = 120
@@ -25,13 +26,16 @@ class Session:
         self.names: dict[str, Any] = {"__name__": "__page__"}
         self.servers: list[subprocess.Popen[bytes]] = []
         self.port = PORT
+        self.changed: Path | None = None
+        """A copy of cutaway's sources, changed by the page's patches; its Python then runs in processes of its own."""
         self.held = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self.held.enter_context(contextlib.chdir(self.folder))
         self.held.enter_context(mock.patch.dict(os.environ, surroundings()))
         self.held.enter_context(mock.patch.object(sys, "path", [str(self.folder), *sys.path]))
-        random.seed(0)
+        for registry in registries():  # what a page enters is its own, too
+            self.held.enter_context(mock.patch.dict(registry))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -45,10 +49,22 @@ class Session:
 
     def python(self, code: str, where: str) -> str:
         """What a block prints."""
+        if self.changed is not None:
+            return outside(code, self.changed)
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(code.replace(f":{PORT}", f":{self.port}"), where, "exec"), self.names)
         return printed.getvalue()
+
+    def patch(self, change: str) -> None:
+        """Change the copy of the sources as a diff says."""
+        if self.changed is None:
+            self.changed = self.folder / "src"
+            shutil.copytree(SOURCE, self.changed / "cutaway", ignore=shutil.ignore_patterns("__pycache__", "page"))
+        command = ["git", "apply", "-C1", "-"]
+        done = subprocess.run(command, cwd=self.folder, input=change, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip())
 
     def bash(self, text: str) -> tuple[str, int]:
         """What its lines print, on both streams, and how the last one ended; one that fails ends the block."""
@@ -81,6 +97,23 @@ class Session:
             if self.servers[-1].poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"`cutaway {shlex.join(words)}` does not answer")
             time.sleep(0.1)
+
+
+def registries() -> list[dict[str, Any]]:
+    """Checks and families by name, all there."""
+    from cutaway.check import checks
+    from cutaway.families import families
+
+    return [checks(), families()]
+
+
+def outside(code: str, sources: Path) -> str:
+    """What a program prints where cutaway is what lies in `sources`."""
+    env = os.environ | {"PYTHONPATH": str(sources)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip())
+    return done.stdout
 
 
 def answers(port: int) -> bool:
