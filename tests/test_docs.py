@@ -7,21 +7,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from blocks import PageError, blocks, difference, run
+from links import links
+from stand_ins import stand_ins
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "scripts"))
 
-from blocks import PageError, blocks, difference, run  # noqa: E402
-from links import links  # noqa: E402
-from stand_ins import stand_ins  # noqa: E402
-
-ELSEWHERE = {"gallery.md": "test_gallery.py", "checks/README.md": "test_check_pages.py"}
+ELSEWHERE = {"docs/gallery.md": "test_gallery.py", "docs/checks/README.md": "test_check_pages.py"}
 """Pages whose Python has a test of its own."""
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WITH_CODE = [
     path
     for path in PAGES
-    if path.relative_to(ROOT / path.relative_to(ROOT).parts[0]).as_posix() not in ELSEWHERE
+    if path.relative_to(ROOT).as_posix() not in ELSEWHERE
     and any(block.language != "console" for block in blocks(path.read_text(encoding="utf-8")))
 ]
 
