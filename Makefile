@@ -13,7 +13,7 @@ page: .venv/ready  ## build the page again, if its sources have changed
 	@$(BIN)/python hatch_build.py
 
 docs: .venv/ready page  ## the documentation's site, in site/
-	@PYTHONPATH=scripts $(BIN)/python scripts/docs.py && echo "site/index.html"
+	@$(BIN)/python scripts/docs.py && echo "the documentation is in site/"
 
 demo: .venv/ready  ## build a small model and follow a token through it
 	@$(BIN)/cutaway demo
@@ -21,6 +21,7 @@ demo: .venv/ready  ## build a small model and follow a token through it
 test: .venv/ready page lint  ## everything that must hold
 	@echo "tests, as a user runs it (compiled models, bad input):" && OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 -m "unchecked and not nightly and not gpu"
 	@echo "tests, shapes checked as they run:" && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not unchecked and not nightly and not gpu"
+	@$(BIN)/python scripts/docs.py && echo "documentation: site/ is built, and every link leads somewhere"
 
 lint: .venv/ready
 	@$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check . && $(BIN)/mypy --no-error-summary && $(BIN)/python scripts/check_page.py && echo "lint and types: fine"

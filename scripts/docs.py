@@ -9,16 +9,22 @@ before.
 
 import argparse
 import hashlib
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from links import Unresolved, gathered, rewritten
 
 ROOT = Path(__file__).parents[1]
 GATHERED, RAN = ROOT / ".pages" / "docs", ROOT / ".pages" / "theory"
+ASKED = re.compile(r'<(?:link|script|img|iframe)\b[^>]*(?:src|href)="(?:https?:)?//[^>]*>')
+"""What a browser would fetch from elsewhere."""
 HOUSE = {"ARCHITECTURE.md": "architecture.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 
@@ -28,32 +34,39 @@ def main() -> None:
     asked.add_argument("--only-gather", action="store_true", help="gather the pages, and build no site")
     asked.add_argument("--site", type=Path, default=ROOT / "site", help="where the site goes")
     given = asked.parse_args()
-    if not given.quick:
-        run_notebooks()
+    for path in [] if given.quick else notebooks():
+        ran(path)
     gather(GATHERED)
     if not given.only_gather:
         build(given.site)
 
 
-def run_notebooks() -> None:
-    """Those whose text, or anything that they may import, has changed since they ran."""
-    RAN.mkdir(parents=True, exist_ok=True)
-    library = digest(sorted((ROOT / "src").rglob("*.py")))
-    for path in notebooks():
-        key, stamp = digest([path, ROOT / "scripts" / "notebook.py"]) + library, RAN / f"{path.stem}.stamp"
-        if stamp.is_file() and stamp.read_text() == key:
-            continue
-        command = [sys.executable, str(ROOT / "scripts" / "notebook.py"), str(path), "--out", str(RAN)]
-        subprocess.run(command, check=True, env=environment())
-        stamp.write_text(key)
+def ran(path: Path) -> dict[str, Any]:
+    """What a notebook claims and draws. It is run, unless it ran before and neither it nor the library has changed."""
+    key, note = digest([path, ROOT / "scripts" / "notebook.py", *library()]), RAN / f"{path.stem}.json"
+    if note.is_file() and (told := json.loads(note.read_text()))["key"] == key:
+        return told
+    command = [sys.executable, str(ROOT / "scripts" / "notebook.py"), str(path), "--out", str(RAN), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+    if done.returncode:
+        raise SystemExit(f"{path.name} does not run:\n{done.stderr[-3000:]}")
+    told = json.loads(done.stdout) | {"key": key}
+    note.write_text(json.dumps(told))
+    return told
 
 
 def notebooks() -> list[Path]:
     return sorted((ROOT / "notebooks").glob("[0-9]*.py"))
 
 
+def library() -> list[Path]:
+    """All that a notebook may import, or load."""
+    files = (path for path in sorted((ROOT / "src").rglob("*")) if path.is_file())
+    return [path for path in files if "__pycache__" not in path.parts and "page" not in path.parts]
+
+
 def digest(files: list[Path]) -> str:
-    whole = hashlib.sha256()
+    whole = hashlib.sha256(version("torch").encode())
     for path in files:
         whole.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return whole.hexdigest()
@@ -99,7 +112,11 @@ def gather(out: Path) -> None:
 
 def build(site: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
-    subprocess.run(command, check=True, cwd=ROOT, env=environment() | {"NO_MKDOCS_2_WARNING": "1"})
+    subprocess.run(command, check=True, cwd=ROOT, env=environment())
+    for path in site.rglob("*.html"):
+        asked = [tag for tag in ASKED.findall(path.read_text(encoding="utf-8")) if 'rel="canonical"' not in tag]
+        if asked:
+            raise SystemExit(f"{path.relative_to(site)} asks another machine: {asked[0]}")
 
 
 if __name__ == "__main__":

@@ -2,14 +2,14 @@
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from blocks import PageError, blocks, difference, run
 from links import links
 from stand_ins import stand_ins
+
+from docs import gather
 
 ROOT = Path(__file__).parent.parent
 
@@ -40,6 +40,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_page_runs_and_prints_what_it_says(path: Path, models: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(models, tmp_path / "here")
     wrong = [difference(said, block.body) for block, said in run(path, folder).items()]
+    assert not any(wrong), "\n".join(wrong)
+
+
+@pytest.mark.nightly
+@pytest.mark.unchecked
+@pytest.mark.parametrize("path", [path for path in WITH_CODE if "<!-- at night -->" in path.read_text()], ids=name)
+def test_a_page_runs_at_night(path: Path, models: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(models, tmp_path / "here")
+    wrong = [difference(said, block.body) for block, said in run(path, folder, night=True).items()]
     assert not any(wrong), "\n".join(wrong)
 
 
@@ -94,11 +103,10 @@ def test_a_page_that_is_wrong_is_told_so(text: str, complaint: str, tmp_path: Pa
         run(page, tmp_path)
 
 
-@pytest.mark.unchecked
-def test_the_site_is_built_without_a_warning_and_asks_no_other_machine(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "scripts" / "docs.py", "--quick", "--site", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for path in tmp_path.rglob("*.html"):
-        asked = re.findall(r'<(?:link|script|img|iframe)\b[^>]*(?:src|href)="(?:https?:)?//[^>]*>', path.read_text())
-        assert not [tag for tag in asked if 'rel="canonical"' not in tag], path
+def test_pages_are_gathered_with_links_that_hold_in_the_site(tmp_path: Path) -> None:
+    """`make docs`, which is a part of `make test`, builds the site of them, and holds anchors and the navigation."""
+    gather(tmp_path)
+    for page in tmp_path.rglob("*.md"):
+        for link in links(page.read_text(encoding="utf-8")):
+            if not re.match(r"[a-z]+:|#", link):
+                assert (page.parent / link.partition("#")[0]).is_file(), f"{page.relative_to(tmp_path)}: {link}"
