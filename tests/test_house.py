@@ -102,7 +102,7 @@ def test_no_branch_on_a_models_name() -> None:
         "from cutaway.size.params import count; from cutaway.config import config; count(config('gpt2'))",
         "from cutaway.families import families, read_config; read_config({'model_type': 'llama'})",
         "from cutaway.text import byte_tokenizer",
-        "from cutaway.measure import entropy; entropy([0.5, 0.5])",
+        "import cutaway as ct; ct.measure.entropy([0.5, 0.5]); ct.measure.calibration([0.5], [1])",
         "from cutaway.cli import app",
     ],
 )

@@ -150,7 +150,7 @@ def tally(confidence: Any, right: Any, bins: int = BINS) -> Calibration:
 
 
 def plain(given: Any) -> Any:
-    return given.detach().double().cpu().numpy() if is_tensor(given) else given
+    return given.detach().cpu().double().numpy() if is_tensor(given) else given
 
 
 def within(targets: Any, shape: Iterable[int]) -> Any:

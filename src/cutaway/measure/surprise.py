@@ -52,8 +52,8 @@ class ByToken(NamedTuple):
 def surprise(head: nn.Module, x: Float[Tensor, "N d"], targets: Int[Tensor, " N"], vocab_size: int) -> Surprise:
     """−Σ log p(target), from the vectors that the head reads; summed in 64 bits."""
     found = by_token(head, x, targets, vocab_size)
-    right = found.right.double().cpu().numpy()
-    told = tally(found.confidence.double().cpu().numpy(), right)
+    right = found.right.cpu().double().numpy()
+    told = tally(found.confidence.cpu().double().numpy(), right)
     return Surprise(float(found.nats.double().sum()), int(right.sum()), told)
 
 
