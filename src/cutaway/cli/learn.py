@@ -8,6 +8,7 @@ import typer
 
 VERBS = {
     "list": "cutaway.cli.learn:list_all",
+    "quiz": "cutaway.cli.learn_quiz:quiz",
 }
 """The function behind each of its verbs; each has its own file where it is longer than a screen."""
 
