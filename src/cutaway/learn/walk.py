@@ -27,6 +27,9 @@ class Lesson:
     notebook: int
     page: str
     """In the documentation."""
+    about: tuple[str, ...] = ()
+    """Topics and stages whose questions belong here."""
+    exercises: tuple[int, ...] = ()
 
 
 def walk(config: Config, *, fresh: bool = False) -> list[Lesson]:
@@ -41,10 +44,21 @@ def walk(config: Config, *, fresh: bool = False) -> list[Lesson]:
             shows=each["instead"]["shows"] if holds(each.get("instead", NEVER), "when", true) else each["shows"],
             notebook=each["notebook"],
             page=each["page"],
+            about=tuple(each["about"]),
+            exercises=tuple(each["exercises"]),
         )
         for each in written()
         if holds(each, "only", true)
     ]
+
+
+def belonging(lessons: list[Lesson], topic: str, stage: str) -> str | None:
+    """The slug of the lesson that a question stands beside: the one that names its topic, or else its stage."""
+    for word in (topic, stage):
+        for lesson in lessons:
+            if word in lesson.about:
+                return lesson.slug
+    return None
 
 
 @cache
