@@ -15,7 +15,7 @@ from cutaway.serve.inspect.wire import Answer
 
 
 class Walk(Question):
-    """Lessons that are true of this model; questions with their answers, which the page judges; exercises and how far one is.
+    """Lessons that are true of this model; questions with their answers, which the page judges; how far one is.
 
     Nothing that a learner wrote is run from here: `cutaway learn check` does that.
     """
