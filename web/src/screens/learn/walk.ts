@@ -33,7 +33,6 @@ export interface Exercise {
   title: string;
   minutes: number;
   hints: string[];
-  state: string;
 }
 
 export interface Walk {

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from cutaway.errors import CutawayError
 from cutaway.learn.exercises import Exercise, exercises
 from cutaway.learn.quiz import Choosing, headings, questions, shuffled
 from cutaway.learn.quiz import Question as Asked
@@ -15,7 +14,7 @@ from cutaway.serve.inspect.wire import Answer
 
 
 class Walk(Question):
-    """Lessons that are true of this model; questions with their answers, which the page judges; how far one is.
+    """Lessons that are true of this model; questions with their answers, which the page judges; exercises.
 
     Nothing that a learner wrote is run from here: `cutaway learn check` does that.
     """
@@ -43,7 +42,7 @@ class Walk(Question):
                 "headings": [
                     {"title": each.title, "questions": [one.id for one in each.questions]} for each in headings()
                 ],
-                "exercises": {str(each.number): task(each, states()) for each in exercises()},
+                "exercises": {str(each.number): task(each) for each in exercises()},
             }
         )
 
@@ -58,19 +57,13 @@ def question(of: Asked) -> dict[str, Any]:
     return {**common, "answer": of.answer, "tolerance": of.tolerance, "unit": of.unit, "why": of.why, "near": near}
 
 
-def task(of: Exercise, known: dict[int, str]) -> dict[str, Any]:
-    return {
-        "number": of.number,
-        "title": of.title,
-        "minutes": of.minutes,
-        "hints": of.hints,
-        "state": known.get(of.number, "not begun"),
-    }
+def task(of: Exercise) -> dict[str, Any]:
+    return {"number": of.number, "title": of.title, "minutes": of.minutes, "hints": of.hints}
 
 
-def states() -> dict[int, str]:
-    """How far the user of this machine is; where that cannot be read, nobody has begun."""
-    try:
-        return {number: record.state for number, record in Progress().records.items()}
-    except CutawayError:
-        return {}
+class Exercised(Question):
+    """How far the user of this machine is with each exercise; a page that is a file knows nothing of it."""
+
+    def answer(self, of: Inspector, job: Job) -> Answer:
+        known = Progress()
+        return Answer({"states": {str(each.number): known.of(each.number).state for each in exercises()}})
