@@ -5,13 +5,25 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from verbs import Run
 
 from cutaway.errors import InputError
-from cutaway.learn.quiz import HEADINGS, Choosing, Reckoning, headings, judge, prove, question, questions, shuffled
+from cutaway.learn.quiz import (
+    HEADINGS,
+    Choice,
+    Choosing,
+    Reckoning,
+    headings,
+    judge,
+    prove,
+    question,
+    questions,
+    shuffled,
+)
 from cutaway.learn.quiz.judging import LETTERS, number
 from cutaway.learn.quiz.proof import ProofError
 from cutaway.learn.quiz.score import Score
@@ -57,10 +69,11 @@ def test_pages_are_there() -> None:
     assert not missing
 
 
-def test_the_right_choice_is_seldom_the_longest() -> None:
+@pytest.mark.parametrize("extreme", [max, min])
+def test_length_does_not_tell_the_right_choice(extreme: Callable[..., Choice]) -> None:
     single = [each for each in CHOOSING if not each.several]
-    longest = [each.id for each in single if max(each.choices, key=lambda one: len(one.text)).right]
-    assert len(longest) < 0.4 * len(single), longest
+    told = [each.id for each in single if extreme(each.choices, key=lambda one: len(one.text)).right]
+    assert len(told) < 0.4 * len(single), told
 
 
 def test_right_letters_are_spread() -> None:
