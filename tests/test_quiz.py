@@ -227,7 +227,7 @@ def test_headings_topics_lists_and_json(verb: Run) -> None:
     assert {each["topic"] for each in told} == {"attention"}
     assert all(each["state"] == "new" and each["belongs_to"] for each in told)
     assert len(json.loads(verb("learn", "quiz", "--json"))) == len(EVERY)
-    listed = verb("learn", "quiz", "--heading", "inference", "--list", columns=140)
+    listed = verb("learn", "quiz", "--heading", "inference", "--list")
     assert all(each.id in listed for each in questions("inference"))
     assert "no questions about 'atention'" in verb("learn", "quiz", "--heading", "atention", code=2)
     assert "import cutaway as ct" in verb("learn", "quiz", "--heading", "sites", "--proofs", typed="a\n")

@@ -24,7 +24,8 @@ class View:
         self.titles = {each.slug: each.title for each in headings()}
 
     def say(self, text: str, style: str = "", left: int = 0) -> None:
-        lines = fill(text, self.width, initial_indent=" " * left, subsequent_indent=" " * left)
+        space = " " * left
+        lines = fill(text, self.width, initial_indent=space, subsequent_indent=space, break_on_hyphens=False)
         self.console.print(Text(lines, style), soft_wrap=True)
 
     def note(self, text: str) -> None:
@@ -65,9 +66,9 @@ class View:
             self.say(f"→ {verdict.answer}", "bold", left=2)
             if verdict.why != verdict.because:
                 self.say(verdict.because, left=4)
-        notebooks = ", ".join(map(str, question.see))
+        several = "s" if len(question.see) > 1 else ""
         page = "" if question.page is None else f", docs/{question.page}"
-        self.say(f"see notebook {notebooks}{page}", "dim", left=4)
+        self.say(f"see notebook{several} {' and '.join(map(str, question.see))}{page}", "dim", left=4)
         if proof and question.proof:
             self.console.print(Text(indent(question.program.rstrip(), " " * 4), "cyan"), soft_wrap=True)
 
@@ -86,12 +87,12 @@ class View:
 
     def show_list(self, asked: Sequence[Question], score: Score) -> None:
         table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in ("", "question", "heading", "topic", "level", "belongs to", "see"):
+        for column in ("", "question", "heading", "topic", "notebooks"):
             table.add_column(column, no_wrap=True)
         for each in asked:
             sign, style = SIGNS[score.state(each.id)]
             see = ", ".join(map(str, each.see))
-            table.add_row(Text(sign, style), each.id, each.heading, each.topic, each.level, each.belongs_to, see)
+            table.add_row(Text(sign, style), each.id, each.heading, each.topic, see)
         self.console.print(table)
         states = [score.state(each.id) for each in asked]
         self.say(f"{len(asked)} questions: {states.count('known')} known, {states.count('missed')} missed.", "dim")
