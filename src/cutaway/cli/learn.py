@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 VERBS = {
     "list": "cutaway.cli.learn:list_all",
-    "quiz": "cutaway.cli.learn_quiz:quiz",
     "start": "cutaway.cli.learn:start",
     "check": "cutaway.cli.learn_check:check",
     "hint": "cutaway.cli.learn:hint",
     "solution": "cutaway.cli.learn:solution",
     "progress": "cutaway.cli.learn:progress",
+    "quiz": "cutaway.cli.learn_quiz:quiz",
 }
 """The function behind each of its verbs."""
 

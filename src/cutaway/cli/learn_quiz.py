@@ -2,7 +2,7 @@
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -41,7 +41,7 @@ def quiz(
     found = questions(heading)
     if as_json:
         chosen = found if as_list else score.ordered(found, seed)
-        told = [as_data(each, score) for each in chosen[:count]]
+        told = [each.to_dict() | {"state": score.state(each.id)} for each in chosen[:count]]
         sys.stdout.write(json.dumps(told, indent=2, ensure_ascii=False) + "\n")
         return
     from cutaway.cli.learn_quiz_view import View
@@ -51,11 +51,6 @@ def quiz(
         view.show_list(found[:count], score)
     else:
         play(score.ordered(found, seed)[: count or ROUND], score, view, seed, proofs=proofs)
-
-
-def as_data(question: "Question", score: "Score") -> dict[str, Any]:
-    """A question in JSON's words."""
-    return question.model_dump(mode="json", exclude_none=True) | {"state": score.state(question.id)}
 
 
 def play(asked: "tuple[Question, ...]", score: "Score", view: "View", seed: int, *, proofs: bool) -> None:

@@ -2,11 +2,9 @@
 
 import sys
 from collections.abc import Sequence
-from textwrap import fill
+from textwrap import fill, indent
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
@@ -25,8 +23,9 @@ class View:
         self.width = min(self.console.width, 100)
         self.titles = {each.slug: each.title for each in headings()}
 
-    def say(self, text: str, style: str = "", indent: int = 0) -> None:
-        lines = fill(text, self.width, initial_indent=" " * indent, subsequent_indent=" " * indent)
+    def say(self, text: str, style: str = "", left: int = 0) -> None:
+        space = " " * left
+        lines = fill(text, self.width, initial_indent=space, subsequent_indent=space, break_on_hyphens=False)
         self.console.print(Text(lines, style), soft_wrap=True)
 
     def note(self, text: str) -> None:
@@ -60,19 +59,18 @@ class View:
 
     def tell(self, question: Question, verdict: Verdict, *, answered: bool, proof: bool) -> None:
         if verdict.right:
-            self.say(f"✓ Right. {verdict.because}", "green", indent=2)
+            self.say(f"✓ Right. {verdict.because}", "green", left=2)
         else:
             if answered:
-                self.say(f"✗ Not so. {verdict.why}", "red", indent=2)
-            self.say(f"→ {verdict.answer}", "bold", indent=2)
+                self.say(f"✗ Not so. {verdict.why}", "red", left=2)
+            self.say(f"→ {verdict.answer}", "bold", left=2)
             if verdict.why != verdict.because:
-                self.say(verdict.because, indent=4)
-        notebooks = ", ".join(map(str, question.see))
+                self.say(verdict.because, left=4)
+        several = "s" if len(question.see) > 1 else ""
         page = "" if question.page is None else f", docs/{question.page}"
-        self.say(f"see notebook {notebooks}{page}", "dim", indent=4)
+        self.say(f"see notebook{several} {' and '.join(map(str, question.see))}{page}", "dim", left=4)
         if proof and question.proof:
-            code = Syntax(question.program.strip(), "python", theme="ansi_dark", background_color="default")
-            self.console.print(Padding(code, (0, 0, 0, 4)))
+            self.console.print(Text(indent(question.program.rstrip(), " " * 4), "cyan"), soft_wrap=True)
 
     def end(self, right: int, missed: Sequence[str], score: Score) -> None:
         self.note(score.note)
@@ -89,12 +87,12 @@ class View:
 
     def show_list(self, asked: Sequence[Question], score: Score) -> None:
         table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in ("", "question", "heading", "topic", "level", "belongs to", "see"):
+        for column in ("", "question", "heading", "topic", "notebooks"):
             table.add_column(column, no_wrap=True)
         for each in asked:
             sign, style = SIGNS[score.state(each.id)]
             see = ", ".join(map(str, each.see))
-            table.add_row(Text(sign, style), each.id, each.heading, each.topic, each.level, each.belongs_to, see)
+            table.add_row(Text(sign, style), each.id, each.heading, each.topic, see)
         self.console.print(table)
         states = [score.state(each.id) for each in asked]
         self.say(f"{len(asked)} questions: {states.count('known')} known, {states.count('missed')} missed.", "dim")

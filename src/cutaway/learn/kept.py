@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ def write(name: str, data: dict[str, Any]) -> Path:
         draft.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         draft.replace(path)
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):  # as unreachable as the rest
+            draft.unlink()
         raise KeptError(
             f"progress cannot be kept in '{path.parent}': {first_line(error)}; set CUTAWAY_HOME to a folder of yours"
         ) from error

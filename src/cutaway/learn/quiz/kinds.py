@@ -66,6 +66,10 @@ class Asked(Piece):
         """The proof as it can be pasted and run."""
         return PREAMBLE + self.proof.strip() + "\n" if self.proof else ""
 
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data, for the page and for JSON."""
+        return self.model_dump(mode="json", exclude_none=True) | {"proof": self.program}
+
 
 class Choosing(Asked):
     """Pick one of several; or, if `several`, all that are right."""

@@ -1,17 +1,16 @@
 """What was answered so far, kept between rounds: what was missed comes again first."""
 
-import json
-import os
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, fields
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
+from cutaway.learn import kept
 from cutaway.learn.quiz.kinds import Choosing, Reckoning
 
+NAME = "quiz"
 State = Literal["new", "missed", "known"]
 _ID = re.compile(r"[a-z0-9-]{1,80}")
 
@@ -28,16 +27,6 @@ class Tally:
     """Seconds since 1970."""
 
 
-def where() -> Path:
-    """In CUTAWAY_HOME, or in the user's state."""
-    given = os.environ.get("CUTAWAY_HOME")
-    home = Path(given) if given else Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "cutaway"
-    try:
-        return home.expanduser() / "quiz.json"
-    except RuntimeError:  # a user without a home, as in many containers
-        return home / "quiz.json"
-
-
 @dataclass
 class Score:
     """Tallies by question."""
@@ -49,20 +38,14 @@ class Score:
     @classmethod
     def read(cls) -> "Score":
         """What is kept. A damaged file is set aside, and the score begins anew."""
-        path = where()
         try:
-            return cls(parsed(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            return cls()
-        except OSError as error:
-            return cls(note=f"the score in '{path}' cannot be read ({error.strerror}), so all questions are new")
-        except (ValueError, TypeError, AttributeError, RecursionError):
-            aside = path.with_name(f"quiz.damaged-{time.time_ns()}.json")
-            try:
-                path.replace(aside)
-            except OSError:
-                return cls(note=f"the score in '{path}' is damaged, so all questions are new")
-            return cls(note=f"the score was damaged: it is set aside as '{aside}', and all questions are new")
+            found, aside = kept.read(NAME, is_sound)
+        except kept.KeptError as error:
+            return cls(note=str(error))
+        score = cls({name: Tally(**row) for name, row in found.items()})
+        if aside is not None:
+            score.note = f"the score was damaged: it is set aside as '{aside}', and all questions are new"
+        return score
 
     def add(self, identity: str, *, right: bool) -> None:
         """Count one answer, and keep it at once: whatever ends the round, it stays."""
@@ -72,15 +55,11 @@ class Score:
         self.save()
 
     def save(self) -> None:
-        """The file appears whole or not at all; where it cannot be written, the round goes on."""
-        path = where()
-        draft = path.with_suffix(f".{os.getpid()}.tmp")
+        """Where it cannot be written, the round goes on."""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps({name: asdict(each) for name, each in self.tallies.items()}, indent=1))
-            draft.replace(path)
-        except OSError as error:
-            self.note = f"the score cannot be kept in '{path}': {error.strerror}; set CUTAWAY_HOME to another folder"
+            kept.write(NAME, {name: asdict(each) for name, each in self.tallies.items()})
+        except kept.KeptError as error:
+            self.note = str(error)
 
     @property
     def answers(self) -> int:
@@ -105,20 +84,15 @@ class Score:
         return tuple(sorted(mixed, key=key))
 
 
-def parsed(text: str) -> dict[str, Tally]:
-    """Tallies from a file; a ValueError or TypeError where it is not one of ours."""
-    found = {}
-    for name, row in json.loads(text).items():
-        tally = Tally(**row)
-        sound = (
-            _ID.fullmatch(name)
-            and isinstance(tally.last, bool)
-            and all(
-                isinstance(each, int | float) and not isinstance(each, bool) and 0 <= each < 1e15
-                for each in (tally.right, tally.wrong, tally.when)
-            )
-        )
-        if not sound:
-            raise ValueError(f"'{name}' is no tally")
-        found[name] = tally
-    return found
+def is_sound(data: dict[str, Any]) -> bool:
+    """Whether this is what `save` writes."""
+    return all(_ID.fullmatch(name) and isinstance(row, dict) and row_is_sound(row) for name, row in data.items())
+
+
+def row_is_sound(row: dict[str, Any]) -> bool:
+    counts = [row.get(name) for name in ("right", "wrong", "when")]
+    return (
+        row.keys() == {each.name for each in fields(Tally)}
+        and isinstance(row["last"], bool)
+        and all(isinstance(each, int | float) and not isinstance(each, bool) and 0 <= each < 1e15 for each in counts)
+    )
