@@ -22,14 +22,21 @@ export async function run(page, url, facts) {
   await page.getByText(`${many} of ${many}`).waitFor();
 
   // What a lesson shows is what Python says.
-  const { site, at, index, values } = facts.values.find((each) => each.site === "blocks.3.attn.pattern");
-  await page.goto(`${url}#/learn?step=pattern&layer=3&head=0&at=${at}&text=${encodeURIComponent(facts.text)}`);
-  await page.getByRole("heading", { name: /attention weights · block 3/ }).waitFor();
-  const heat = page.getByRole("region", { name: "Stage" }).getByRole("application").first();
-  await heat.focus();
-  for (let step = 0; step < index; step++) await page.keyboard.press("ArrowRight");
-  await page.getByRole("region", { name: "Stage" }).getByText(values).first().waitFor();
-  assert.ok(site);
+  const shown = { "blocks.0.attn.q": "step=queries&layer=0", "blocks.3.attn.pattern": "step=pattern&layer=3", "blocks.5.ffn.hidden": "step=ffn&layer=5" };
+  for (const { site, at, index, values } of facts.values.filter((each) => shown[each.site])) {
+    const answered = page.waitForResponse(async (response) => response.url().endsWith("/ask/stage") && (response.request().postData() ?? "").includes(`"${site}"`));
+    await page.goto(`${url}#/learn?${shown[site]}&at=${at}&text=${encodeURIComponent(facts.text)}`);
+    await answered;
+    const stage = page.getByRole("region", { name: "Stage" });
+    const field = stage.getByRole("img", { name: /Arrow keys read values/ });
+    await field.waitFor();
+    await page.waitForTimeout(150);
+    await field.focus();
+    await page.keyboard.press("Home");
+    for (let step = 0; step < index; step++) await page.keyboard.press("ArrowRight");
+    const told = await stage.locator(".said").innerText();
+    assert.ok(told.endsWith(`: ${values}`), `${site} at ${at}, number ${index}: the page says ${told}, Python ${values}`);
+  }
 
   // A wrong answer says why, and what is right; the right one counts.
   await page.goto(`${url}#/learn?step=mask&text=${encodeURIComponent(facts.text)}`);
