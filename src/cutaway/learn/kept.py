@@ -29,12 +29,10 @@ def read(name: str, is_sound: Callable[[Any], bool]) -> tuple[dict[str, Any], Pa
     path = folder() / f"{name}.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except OSError:  # nothing was kept; where nothing can be, `write` says why
         return {}, None
     except (ValueError, RecursionError):
         found = None
-    except OSError as error:
-        raise KeptError(f"'{path}' cannot be read: {first_line(error)}; set CUTAWAY_HOME to another folder") from error
     if isinstance(found, dict) and is_sound(found):
         return found, None
     aside = path.with_name(f"{name}.damaged-{datetime.now():%Y%m%d-%H%M%S}.json")
@@ -54,7 +52,8 @@ def write(name: str, data: dict[str, Any]) -> Path:
         draft.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         draft.replace(path)
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        if draft.exists():
+            draft.unlink()
         raise KeptError(
             f"progress cannot be kept in '{path.parent}': {first_line(error)}; set CUTAWAY_HOME to a folder of yours"
         ) from error
