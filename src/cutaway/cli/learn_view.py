@@ -122,5 +122,6 @@ def verdict(found: dict[str, Any]) -> None:
         out.print(under(Text(visible(found["at"]), "dim")))
     for name in found["mistakes"]:
         out.print(under(Text.assemble("likely mistake: ", (name, "bold"))))
-    for hint in found["hints"]:
+        out.print(under(under(Text(found["hints"][found["mistakes"].index(name)]))))
+    for hint in () if found["mistakes"] else found["hints"]:
         out.print(under(Text(hint)))
