@@ -20,6 +20,7 @@ VERBS = {
     "hint": "cutaway.cli.learn:hint",
     "solution": "cutaway.cli.learn:solution",
     "progress": "cutaway.cli.learn:progress",
+    "quiz": "cutaway.cli.learn_quiz:quiz",
 }
 """The function behind each of its verbs."""
 

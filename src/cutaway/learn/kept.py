@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from cutaway.errors import CutawayError, first_line
 
 
 class KeptError(CutawayError):
-    """The file could not be written."""
+    """The file cannot be read or written."""
 
 
 def folder() -> Path:
@@ -29,10 +30,12 @@ def read(name: str, is_sound: Callable[[Any], bool]) -> tuple[dict[str, Any], Pa
     path = folder() / f"{name}.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:  # nothing was kept; where nothing can be, `write` says why
+    except (FileNotFoundError, NotADirectoryError):  # nothing was kept; where nothing can be, `write` says why
         return {}, None
     except (ValueError, RecursionError):
         found = None
+    except OSError as error:  # something is there: it is not to be written over
+        raise KeptError(f"'{path}' cannot be read: {first_line(error)}; set CUTAWAY_HOME to another folder") from error
     if isinstance(found, dict) and is_sound(found):
         return found, None
     aside = path.with_name(f"{name}.damaged-{datetime.now():%Y%m%d-%H%M%S}.json")
@@ -52,7 +55,7 @@ def write(name: str, data: dict[str, Any]) -> Path:
         draft.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         draft.replace(path)
     except OSError as error:
-        if draft.exists():
+        with suppress(OSError):  # as unreachable as the rest
             draft.unlink()
         raise KeptError(
             f"progress cannot be kept in '{path.parent}': {first_line(error)}; set CUTAWAY_HOME to a folder of yours"
