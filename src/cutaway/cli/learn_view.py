@@ -12,6 +12,8 @@ from cutaway.cli.size_view import console, grid, under
 from cutaway.learn.exercises import Exercise
 from cutaway.learn.guard import Judged
 
+LINES = 20
+"""Of what a learner prints, as many are shown."""
 STYLES = {"passed": "green", "tried": "yellow", "begun": "cyan", "not begun": "dim"}
 SIGNS = {"right": ("✓", "green"), "wrong": ("✗", "red"), "failed": ("✗", "red"), "missing": ("✗", "red")}
 
@@ -21,10 +23,10 @@ def state(of: str) -> Text:
 
 
 def list_all(rows: list[dict[str, Any]]) -> None:
-    table = grid("rlrlll", ["", "exercise", "minutes", "notebook", "about", ""])
+    table = grid("rlrrll", ["", "exercise", "minutes", "notebook", "about", ""])
     for each in rows:
         done = Text() if each["state"] == "not begun" else state(each["state"])
-        notebook = each["notebook"].replace("_", " ")
+        notebook = str(int(each["notebook"][:2]))
         table.add_row(str(each["number"]), each["title"], str(each["minutes"]), notebook, each["belongs_to"], done)
     out = console()
     out.print(table)
@@ -85,9 +87,11 @@ def code(text: str) -> None:
 def judged(exercise: Exercise, path: Path, result: Judged) -> None:
     """The verdict, what is behind it, and what to do next."""
     out = console()
-    if result.printed.strip():
+    printed = result.printed.rstrip().splitlines()
+    if printed:
+        more = [] if len(printed) <= LINES else [f"… {len(printed) - LINES} lines more"]
         out.print(Text("your file printed", "dim"))
-        out.print(under(Text(visible(result.printed.rstrip()))))
+        out.print(under(Text(visible("\n".join([*printed[:LINES], *more])))))
     for each in result.verdicts:
         verdict(each)
     for note in result.notes:
@@ -118,5 +122,6 @@ def verdict(found: dict[str, Any]) -> None:
         out.print(under(Text(visible(found["at"]), "dim")))
     for name in found["mistakes"]:
         out.print(under(Text.assemble("likely mistake: ", (name, "bold"))))
-    for hint in found["hints"]:
+        out.print(under(under(Text(found["hints"][found["mistakes"].index(name)]))))
+    for hint in () if found["mistakes"] else found["hints"]:
         out.print(under(Text(hint)))

@@ -1,4 +1,4 @@
-"""Where a learner's code runs: `python -m cutaway.learn.child 3 file.py …`, started by `cutaway.learn.guard`.
+"""Where a learner's code runs: `python -m cutaway.learn.child 3 20 file.py …`, started by `cutaway.learn.guard`.
 
 This is a guard against accidents — endless loops, all the memory, exits, crashes — and no sandbox: who runs a file
 trusts it as far as any program. Standard output carries the answers, a JSON object a line; what the learner prints
@@ -18,19 +18,29 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cutaway.errors import CutawayError, first_line
+from cutaway.errors import CutawayError, InputError, first_line
 from cutaway.learn.exercises import exercise
-from cutaway.learn.judge import Places, TooLongError, Verdict, is_memory, judge, replaced, torch_now
+from cutaway.learn.judge import Places, TooLongError, Verdict, is_memory, judge, prepare, replaced, torch_now
 from cutaway.learn.sheet import Piece, pieces
 from cutaway.learn.source import UNWRITTEN
 from cutaway.learn.task import Tasks
 
-SECONDS = 20
-"""For one file, from when torch is there."""
 ROOM = 4 << 30
 """Bytes that it may take beside what is there when it begins."""
 FILE = 64 << 20
 """Bytes of a file that it may write."""
+
+
+class NoPythonError(CutawayError):
+    """A file that Python cannot read, and the line where it stops."""
+
+    def __init__(self, error: BaseException, piece: Piece) -> None:
+        super().__init__(error.msg if isinstance(error, SyntaxError) else first_line(error))
+        self.at = (
+            f"line {error.lineno} of {piece.name}: {(error.text or '').strip()}"
+            if isinstance(error, SyntaxError)
+            else piece.name
+        )
 
 
 def main(arguments: list[str]) -> None:
@@ -41,18 +51,27 @@ def main(arguments: list[str]) -> None:
         answers.write(json.dumps(data) + "\n")
         answers.flush()
 
-    number, *files = arguments
+    number, seconds, *files = arguments
     tasks: Tasks = runpy.run_path(str(exercise(int(number)).path))["TASKS"]
-    limit(len(files))
+    prepare(tasks)
+    limit(2 * float(seconds) * len(files))
     tell({"ready": True})
     for file in files:
-        tell(answer(tasks, Path(file)))
-    sys.stdout.flush()
+        found = answer(tasks, Path(file), float(seconds))
+        flush()
+        tell(found)
     answers.close()
     os._exit(0)  # threads and what the learner left to be done at the end are not waited for
 
 
-def limit(files: int) -> None:
+def flush() -> None:
+    """What the learner printed goes out before the answer, after which nobody listens."""
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is not None and not stream.closed:
+            stream.flush()
+
+
+def limit(seconds: float) -> None:
     """What one learner may use. Where the platform has no such limits, the clock of the parent remains."""
     try:
         import resource
@@ -62,7 +81,7 @@ def limit(files: int) -> None:
     wanted = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_FSIZE: FILE,
-        resource.RLIMIT_CPU: int(used) + 2 * SECONDS * files,
+        resource.RLIMIT_CPU: int(used + seconds) + 1,
     }
     statm = Path("/proc/self/statm")
     if statm.exists():
@@ -77,19 +96,20 @@ def too_long(*_: Any) -> None:
     raise TooLongError
 
 
-def answer(tasks: Tasks, path: Path) -> dict[str, Any]:
-    """The verdict on one file, as JSON has it."""
+def answer(tasks: Tasks, path: Path, seconds: float) -> dict[str, Any]:
+    """The verdict on one file within its time, as JSON has it."""
     clock = hasattr(signal, "setitimer")
     if clock:
         signal.signal(signal.SIGALRM, too_long)
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         return verdict(tasks, pieces(path), path)
-    except CutawayError as error:
-        return stopped(str(error))
+    except InputError as error:
+        return stopped(f"cannot be read: {error}")
+    except NoPythonError as error:
+        return stopped(f"is no Python: {error}", error.at)
     except TooLongError as error:
-        at = str(error)
-        return stopped(f"ran longer than {SECONDS} s: is there a loop that never ends?", at)
+        return stopped(f"ran longer than {seconds:g} s: is there a loop that never ends?", str(error))
     finally:
         if clock:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -109,7 +129,7 @@ def verdict(tasks: Tasks, code: list[Piece], path: Path) -> dict[str, Any]:
             f"replaces {changed[0]} by something else, so that nothing can be trusted: give yours a new name"
         )
     verdicts = judge(tasks, written, places)
-    if notes and any(each.state == "missing" for each in verdicts):  # it did not come as far as to define them
+    if notes and all(each.state == "missing" for each in verdicts):  # it did not come as far as to define them
         return stopped(notes[0]["said"], notes[0]["at"])
     changed = replaced(torch_was)
     if changed:
@@ -147,7 +167,7 @@ def run(code: list[Piece], path: Path, places: Places) -> tuple[dict[str, Any], 
         try:
             tree = ast.parse(piece.text, piece.name)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise CutawayError(not_python(error, piece)) from None
+            raise NoPythonError(error, piece) from None
         for node in tree.body:
             if isinstance(node, ast.ImportFrom) and node.module == "__future__":
                 flags |= sum(getattr(__future__, each.name).compiler_flag for each in node.names)
@@ -169,16 +189,11 @@ def note(error: BaseException, places: Places, notes: list[dict[str, str]]) -> N
     said = f"raised {type(error).__name__}: {first_line(error)}"
     if isinstance(error, SystemExit):
         said = "ends itself by exit() or sys.exit(): take that out, so that it can be looked at"
+    if isinstance(error, EOFError):
+        said = "waits for something to be typed, and nobody types here: take input() out"
     if is_memory(error):
         said = f"asked for more memory than an exercise may have ({ROOM >> 30} GiB)"
     notes.append({"said": said, "at": places.of(error)})
-
-
-def not_python(error: BaseException, piece: Piece) -> str:
-    if not isinstance(error, SyntaxError):
-        return f"{piece.name} cannot be read as Python: {first_line(error)}"
-    line = (error.text or "").strip()
-    return f"line {error.lineno} of {piece.name} is no Python: {error.msg}: {line}"
 
 
 if __name__ == "__main__":

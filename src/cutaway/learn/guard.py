@@ -16,8 +16,10 @@ from typing import IO, Any
 from cutaway.errors import CutawayError
 from cutaway.learn.exercises import Exercise
 
-STARTING, WORKING = 180.0, 32.0
-"""Seconds without a word: until torch is imported, and on one file (the child gives up on it a while before)."""
+SECONDS = 20.0
+"""For one file, from when torch is there. A child that cannot give up by itself is ended after half as long again."""
+STARTING = 180.0
+"""Until torch is there."""
 SHOWN = 8_000
 """Characters of what the learner prints."""
 KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "TEMP", "TMP", "SYSTEMROOT", "LD_LIBRARY_PATH")
@@ -45,10 +47,10 @@ class ChildError(CutawayError):
     """The process that judges could not even begin."""
 
 
-def judged(exercise: Exercise, paths: Sequence[Path]) -> list[Judged]:
+def judged(exercise: Exercise, paths: Sequence[Path], *, seconds: float = SECONDS) -> list[Judged]:
     """The verdict on each file. What is printed belongs to all of them."""
     with tempfile.TemporaryDirectory(prefix="cutaway-learn-") as folder:
-        child = Child(exercise, [path.resolve() for path in paths], folder)
+        child = Child(exercise, [path.resolve() for path in paths], folder, seconds)
         try:
             found = child.answers(len(paths))
         finally:
@@ -59,10 +61,11 @@ def judged(exercise: Exercise, paths: Sequence[Path]) -> list[Judged]:
 class Child:
     """The process, and two threads that listen to it."""
 
-    def __init__(self, exercise: Exercise, paths: Sequence[Path], folder: str) -> None:
-        command = [sys.executable, "-P", "-s", "-X", "utf8", "-m", "cutaway.learn.child", str(exercise.number)]
+    def __init__(self, exercise: Exercise, paths: Sequence[Path], folder: str, seconds: float) -> None:
+        self.patience = 1.5 * seconds + 1
+        command = [sys.executable, "-P", "-s", "-X", "utf8", "-m", "cutaway.learn.child"]
         self.process = subprocess.Popen(
-            [*command, *map(str, paths)],
+            [*command, str(exercise.number), str(seconds), *map(str, paths)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -116,7 +119,7 @@ class Child:
             raise ChildError(f"the process that judges exercises did not start: {why[0]}")
         found: list[dict[str, Any]] = []
         while len(found) < count:
-            said = self.heard(WORKING)
+            said = self.heard(self.patience)
             if said is None:
                 said = {"state": "stopped", "said": self.lost(), "at": "", "verdicts": [], "notes": []}
                 return [*found, *[said] * (count - len(found))]
@@ -128,7 +131,7 @@ class Child:
         try:
             code = self.process.wait(timeout=1)
         except subprocess.TimeoutExpired:
-            return f"ran longer than {WORKING:.0f} s and could not be interrupted: is there a loop that never ends?"
+            return f"ran longer than {self.patience:g} s and could not be interrupted: is there a loop that never ends?"
         if code >= 0:
             return f"ended the whole process with exit code {code}: take os._exit or the like out"
         try:

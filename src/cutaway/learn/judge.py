@@ -60,6 +60,14 @@ class Places:
         return f"line {last.lineno} of {last.filename}: {line}"
 
 
+def prepare(tasks: Tasks) -> None:
+    """Compute what is right before anything of the learner's is run."""
+    for task in tasks:
+        if isinstance(task, Task):
+            for n in range(len(task.cases)):
+                crooked(task, Made(), n)
+
+
 def judge(tasks: Tasks, written: Mapping[str, Any], places: Places) -> list[Verdict]:
     """Everything that was asked for, one after another."""
     return [
@@ -84,12 +92,12 @@ def of_function(task: Task, written: Mapping[str, Any], places: Places) -> Verdi
             return verdict
     if first is None:
         return Verdict(task.name, "right")
-    made = likely(task, asked, given)
+    found = likely(task, asked, given)
+    made = tuple(each for each in task.mistakes if each in found)
     if not made:
         return first
-    return Verdict(
-        task.name, first.state, first.said, tuple(made), tuple(task.mistakes[each] for each in made), first.at
-    )
+    hints = tuple(task.mistakes[each] for each in made)
+    return Verdict(task.name, first.state, first.said, made, hints, first.at)
 
 
 def fresh(case: Case) -> tuple[Any, ...]:

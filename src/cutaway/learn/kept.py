@@ -12,7 +12,7 @@ from cutaway.errors import CutawayError, first_line
 
 
 class KeptError(CutawayError):
-    """The file could not be written."""
+    """The file cannot be read or written."""
 
 
 def folder() -> Path:
@@ -30,11 +30,11 @@ def read(name: str, is_sound: Callable[[Any], bool]) -> tuple[dict[str, Any], Pa
     path = folder() / f"{name}.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # nothing was kept; where nothing can be, `write` says why
         return {}, None
     except (ValueError, RecursionError):
         found = None
-    except OSError as error:
+    except OSError as error:  # something is there: it is not to be written over
         raise KeptError(f"'{path}' cannot be read: {first_line(error)}; set CUTAWAY_HOME to another folder") from error
     if isinstance(found, dict) and is_sound(found):
         return found, None

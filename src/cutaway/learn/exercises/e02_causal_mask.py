@@ -6,10 +6,10 @@
 # rows ask, columns are looked at.
 #
 # ```
-#              key 0  1  2
-#   query 0    True   False  False
-#   query 1    True   True   False
-#   query 2    True   True   True
+#              key 0   key 1   key 2
+#   query 0    True    False   False
+#   query 1    True    True    False
+#   query 2    True    True    True
 # ```
 #
 # What may not be seen gets the score $-\infty$ **before** the softmax: $e^{-\infty} = 0$, and the rest of the row

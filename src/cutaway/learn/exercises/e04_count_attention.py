@@ -3,18 +3,13 @@
 #
 # Attention has four matrices. Three read the stream of width $d$: $W_Q$ makes one query for each query head, $W_K$ and
 # $W_V$ one key and one value for each key head (with grouped-query attention these are fewer). The fourth, $W_O$,
-# takes all heads' results side by side back to width $d$. With $H$ query heads, $G$ key heads and heads of width $D$:
-#
-# ```
-#   W_Q   d × H·D        W_K   d × G·D        W_V   d × G·D        W_O   H·D × d
-# ```
-#
-# A bias is one number for each **output** of a matrix. $H \cdot D$ is often $d$, but it need not be: the width of a
+# takes all heads' results side by side back to width $d$. A matrix from $n$ numbers to $m$ has $n \cdot m$ parameters,
+# and its bias one for each **output**, $m$. Heads times their width is often $d$, but it need not be: the width of a
 # head is a setting of its own.
 #
 # **A number to begin with.** GPT-2 small: $d = 768$, 12 heads of width 64 for queries and for keys, with biases: $4
-# \cdot 768 \cdot 768 + 4 \cdot 768 = 2{,}362{,}368$. `cutaway size gpt2` counts them too. The theory is in notebook 8,
-# costs.
+# \cdot 768 \cdot 768 + 4 \cdot 768 = 2{,}362{,}368$. `cutaway size gpt2` counts 28,348,416 in twelve such layers. The
+# theory is in notebook 8, costs.
 
 
 # %%

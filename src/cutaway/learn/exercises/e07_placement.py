@@ -5,9 +5,14 @@
 # norm stands is all that tells the two placements apart:
 #
 # ```
-#   pre-norm    x = x + attention(norm1(x))        post-norm   x = norm1(x + attention(x))
-#               x = x + ffn(norm2(x))                          x = norm2(x + ffn(x))
+#   pre-norm    ──┬── norm1 ── attention ── + ──┬── norm2 ── ffn ── + ──
+#                 └─────────────────────────┘   └───────────────────┘
+#
+#   post-norm   ──┬── attention ── + ── norm1 ──┬── ffn ── + ── norm2 ──
+#                 └────────────────┘            └──────────┘
 # ```
+#
+# Write each as two lines of the form x = …
 #
 # With pre-norm nothing ever touches the stream itself: from the embedding to the end there is a path of additions
 # only, and gradients flow back along it unchanged. The price: nobody has normed the stream when it reaches the head,

@@ -2,17 +2,14 @@
 # # 8 · The memory of a KV cache
 #
 # To write a token a decoder needs the keys and values of all tokens before it. They do not change, so they are kept.
-# For each token, each layer and each **key** head that is one key and one value of the head's width:
-#
-# $$\text{bytes} = 2 \cdot \text{layers} \cdot \text{kv heads} \cdot d_\text{head} \cdot \text{tokens} \cdot
-# \text{batch} \cdot \text{bytes a value}$$
+# For each token, each layer and each **key** head there is one key and one value of the head's width.
 #
 # **A number to begin with.** Llama-3 8B: 32 layers, 32 query heads, 8 key heads of width 128. For 8,192 tokens with
 # two bytes a value that is $2 \cdot 32 \cdot 8 \cdot 128 \cdot 8192 \cdot 2 = 1{,}073{,}741{,}824$ bytes: exactly 1
 # GiB for one text. With a key head for each query head it would be 4 GiB.
 #
-# A GiB is $2^{30}$ bytes, a GB $10^9$: 7 % less. Memory is sold and measured in GiB. `cutaway size llama-3-8b
-# --context 8192` has the same figure. The theory is in notebook 9, decoding.
+# A GiB is $2^{30}$ bytes; a GB is $10^9$, 7 % less. Here we count in GiB; `cutaway size llama-3-8b --context 8192` says
+# 1.074 GB of the same bytes. The theory is in notebook 9, decoding.
 
 
 # %%

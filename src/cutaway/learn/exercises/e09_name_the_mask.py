@@ -46,7 +46,7 @@ def masks_of(form: str) -> dict[str, str]:
 
 # %%
 def may_look(mask: str, queries: int, real: Tensor) -> Tensor:
-    """A "bidirectional" or "causal" mask, (batch, query, key) of truth values; `real` (batch, key) is False for padding."""
+    """A "bidirectional" or "causal" mask (batch, query, key); `real` (batch, key) is False for padding."""
     # begin solution
     seen = torch.ones(queries, real.shape[1], dtype=torch.bool)
     if mask == "causal":

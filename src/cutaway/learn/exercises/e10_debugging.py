@@ -12,7 +12,7 @@
 # | `padding_shifts` | logits of a text alone, and of the same text with padding on its **left** |
 # | `rows_mix` | logits of a text alone, and beside another text in a batch |
 #
-# Floating-point numbers of two computations are never quite the same: `torch.allclose(a, b, atol=1e-4)`, not `==`. And
+# Two ways to compute a number seldom agree in its last digits: `torch.allclose(a, b, atol=1e-4)`, not `==`. And
 # a text of a few tokens finds few bugs: take ten or more.
 #
 # A patient can be asked four things:
@@ -267,7 +267,8 @@ TASKS = [
         {letter: illness_of(letter) for letter in LETTERS},
         {
             "future seen": "`leaks` would say True",
-            "cache off by one": "`cache_differs` would say True",
+            "cache off by one": "`cache_differs` would say True, and `leaks` False: where the future is seen, one "
+            "pass and steps differ too, for in steps it is not there yet",
             "padding shifts positions": "`padding_shifts` would say True",
             "no √d": "model.attention would differ from scaled_dot_product_attention(q, k, v, is_causal=True)",
             "loss not shifted": "model.loss(tokens) would be the cross-entropy of logits[:, t] with tokens[:, t], "
