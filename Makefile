@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test page lint nightly gpu bench release clean
+.PHONY: demo test page docs lint nightly gpu bench release clean
 .DEFAULT_GOAL := demo
 
 .venv/ready: pyproject.toml constraints.txt scripts/setup.sh
@@ -11,6 +11,9 @@ export OMP_NUM_THREADS ?= 2
 
 page: .venv/ready  ## build the page again, if its sources have changed
 	@$(BIN)/python hatch_build.py
+
+docs: .venv/ready page  ## the documentation's site, in site/
+	@PYTHONPATH=scripts $(BIN)/python scripts/docs.py && echo "site/index.html"
 
 demo: .venv/ready  ## build a small model and follow a token through it
 	@$(BIN)/cutaway demo
