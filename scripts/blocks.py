@@ -10,15 +10,15 @@ How pages are written:
 - ```text after <!-- output --> is what the block before it printed. <!-- output: exit 1 --> says how its last command
   ended. Spaces count as one, … stands for anything, and a decimal may differ by 1 %.
 - a block with title="mine.toml" is a file, and written. ```toml and ```json must be that.
+- ```diff is applied to a copy of the sources; Python after it runs with that, each block in a process of its own.
 - <!-- not run: why --> stands before a block that cannot run here.
 
-The folder has the models of stand_ins.py: small ones, without training, under well-known names. `--fill` writes what was
-printed into the page.
+The folder has the models of stand_ins.py: small ones, without training, under well-known names. `--fill` writes what
+was printed into the page.
 """
 
 import argparse
 import json
-import os
 import re
 import sys
 import tempfile
@@ -30,10 +30,10 @@ from commands import Session
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"(?sm)^(?P<indent> *)(?P<ticks>`{3,})(?P<info>[^`\n]*)\n(?P<body>.*?)^(?P=indent)(?P=ticks) *$")
-MARK = re.compile(r"<!-- (output|not run)(?:: (.*?))? -->\s*\Z", re.DOTALL)
+MARK = re.compile(r"<!-- (output|not run)(?:: ((?:(?!-->).)*?))? -->\s*\Z", re.DOTALL)
 NUMBER = re.compile(r"[-−+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
-TOLD, DATA = ("text",), ("toml", "json")
-SHOWN = ("console", "diff")
+TOLD, DATA = ("text",), ("toml", "json", "jsonl")
+SHOWN = ("console",)
 """Languages of blocks that are only shown: what they show is held elsewhere, or is no program."""
 
 
@@ -83,6 +83,8 @@ def run(path: Path, folder: Path) -> dict[Block, str]:
                     expect_exit(block, code)
                 elif block.language == "python" and not block.title:
                     said, code = session.python(block.body, f"{path.name}:{block.line}"), 0
+                elif block.language == "diff":
+                    session.patch(block.body)
                 elif block.language == "bash":
                     said, code = session.bash(block.body)
                     if code and not answered(page, block):
@@ -112,6 +114,8 @@ def write(block: Block, folder: Path) -> None:
         tomllib.loads(block.body)
     elif block.language == "json":
         json.loads(block.body)
+    elif block.language == "jsonl":
+        [json.loads(row) for row in block.body.splitlines()]
     if block.title:
         (folder / block.title).parent.mkdir(parents=True, exist_ok=True)
         (folder / block.title).write_text(block.body, encoding="utf-8")
@@ -175,19 +179,22 @@ def main() -> None:
     asked.add_argument("page", type=Path, nargs="+")
     asked.add_argument("--fill", action="store_true", help="write what was printed into the pages")
     given, wrong = asked.parse_args(), False
-    pages = [path.resolve() for path in given.page]
-    for path in pages:
-        with tempfile.TemporaryDirectory() as folder:
-            stand_ins(Path(folder))
-            shown = run(path, Path(folder))
-        for block, said in shown.items():
-            apart = difference(said, block.body)
-            if apart and not given.fill:
-                sys.stderr.write(f"{path.name}, block of line {block.line}: {apart}\n")
-                wrong = True
+    for path in [path.resolve() for path in given.page]:
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                stand_ins(Path(folder))
+                shown = run(path, Path(folder))
+        except PageError as error:
+            sys.stderr.write(f"{error}\n")
+            wrong = True
+            continue
         if given.fill:
             path.write_text(filled(path.read_text(encoding="utf-8"), shown), encoding="utf-8")
-    os.chdir(ROOT)
+            continue
+        for block, said in shown.items():
+            if apart := difference(said, block.body):
+                sys.stderr.write(f"{path.name}, block of line {block.line}: {apart}\n")
+                wrong = True
     sys.exit(wrong)
 
 
