@@ -69,9 +69,9 @@ claim("without any block a token says itself: share of the vocabulary", itself, 
 # %% [markdown]
 # ## Three small functions
 #
-# RMSNorm divides a vector by its root mean square and multiplies by trained gains: $\mathrm{norm}(x) = x /
-# \sqrt{\mathrm{mean}(x^2) + \epsilon} \cdot g$. Whatever the length of $x$ was, before the gains it is $\sqrt d = 16$
-# afterwards.
+# RMSNorm divides a vector by its root mean square and multiplies by trained gains:
+# $\mathrm{norm}(x) = x / \sqrt{\mathrm{mean}(x^2) + \epsilon} \cdot g$. Whatever the length of $x$ was, before the
+# gains it is $\sqrt d = 16$ afterwards.
 #
 # RoPE turns each pair $(a_i, b_i)$ of a head's values by the angle position $\cdot\ 10000^{-2i/D}$.
 #
@@ -205,8 +205,8 @@ claim("the likeliest token is the one that is generated", best.indices[0], predi
 
 # %% [markdown]
 # The head is linear, and the final norm divides the whole vector by one number. With that number held fixed, the
-# logit is a sum like the stream: every sublayer's part of it is $\text{gain} \odot \text{out} / \text{rms} \cdot
-# E_j$. This is where "who wrote the answer" has an exact meaning.
+# logit is a sum like the stream: every sublayer's part of it is
+# $\text{gain} \odot \text{out} / \text{rms} \cdot E_j$. This is where "who wrote the answer" has an exact meaning.
 
 # %%
 rms = (total.square().mean() + 1e-6).sqrt()
@@ -285,12 +285,12 @@ claim("share of answers that stand by the middle of the model", (decided <= N //
 # %% [markdown]
 # ## Try
 #
-# - Change `text`, and follow `logit_lens`: a text that copies (`"import os, sys, os, "`) is decided earlier than one
-#   that needs a fact.
+# - Change `text`, and follow `logit_lens`. After `"self.name = name\nself.path = path\nself.size ="` the answer, a
+#   space, stands from block 2 on; after `"def f(self):\n    return self."` nothing is settled before block 3.
 # - Leave out `/ math.sqrt(D)` in `attend`: the first place where the two part is `blocks.0.attn.scores`, and
 #   everything after it. Notebook 2 says why the division is there.
 # - Leave out the mask: the first row of every pattern changes most. The last token's values change in later blocks
 #   only; in block 0 it saw everything anyway.
 #
-# Exercises: `cutaway learn start 1` (attention by hand), `cutaway learn start 3` (head splitting), `cutaway learn
-# start 4` (count the parameters of Q, K, V, O). The same way as pictures: `cutaway open tiny-python`.
+# Exercises: `cutaway learn start 1` (attention by hand), `cutaway learn start 3` (head splitting),
+# `cutaway learn start 4` (count the parameters of Q, K, V, O). The same way as pictures: `cutaway open tiny-python`.
