@@ -23,6 +23,8 @@ from cutaway.errors import InputError
 from cutaway.learn import claim
 
 torch.set_grad_enabled(False)
+
+# %%
 METHODS = {
     "none": ({"kind": "none"}, {"kind": "none"}),
     "sinusoidal": ({"kind": "none"}, {"kind": "sinusoidal"}),
@@ -145,9 +147,7 @@ for name in weights:
     if name.endswith((".q.weight", ".k.weight")):
         weights[name] = weights[name].view(4, 8, 32)[:, order].flatten(0, 1)  # heads, then values of a head
 pairs.load_state_dict(weights)
-print(
-    claim("half and interleaved layouts: largest difference", (halves(tokens) - pairs(tokens)).abs().max(), below=1e-5)
-)
+print(claim("half and interleaved: largest difference", (halves(tokens) - pairs(tokens)).abs().max(), below=1e-5))
 
 partly = ct.build(shape({"kind": "rope", "width": 4}), seed=0)
 with ct.trace(partly, "attn.q") as t:
@@ -184,12 +184,15 @@ def angles(scaling, length=512):
     return (q[1] / q[0]).angle()
 
 
+# %%
 SCALINGS = {
     "linear ×4": {"kind": "linear", "factor": 4.0},
     "dynamic NTK at 2,048": {"kind": "dynamic", "factor": 1.0, "original_length": 512},
     "YaRN ×4": {"kind": "yarn", "factor": 4.0, "original_length": 512},
     "Llama 3 ×4": {"kind": "llama3", "factor": 4.0, "original_length": 512},
 }
+
+# %%
 plain = angles({"kind": "none"})
 stretch = {name: plain / angles(scaling, 2048) for name, scaling in SCALINGS.items()}
 print(claim("pairs that turn at least once in 512 tokens", (plain * 512 >= 2 * math.pi).sum(), predicted=8, within=0))
@@ -235,6 +238,7 @@ def losses(scaling):
     return F.cross_entropy(logits[:, :-1].transpose(1, 2), text[:, 1:], reduction="none").mean(0)
 
 
+# %%
 twice = {
     "as trained": losses({"kind": "none"}),
     "YaRN ×2": losses({"kind": "yarn", "factor": 2.0, "original_length": 512}),
@@ -242,11 +246,8 @@ twice = {
 }
 beyond = {name: loss[512:].mean() for name, loss in twice.items()}
 print({name: f"{loss[:512].mean():.2f} → {loss[512:].mean():.2f}" for name, loss in twice.items()})
-print(
-    claim(
-        "as trained: nats a token lost beyond 512", beyond["as trained"] - twice["as trained"][:512].mean(), above=0.3
-    )
-)
+near = twice["as trained"][:512].mean()
+print(claim("as trained: nats a token lost beyond 512", beyond["as trained"] - near, above=0.3))
 print(claim("YaRN wins back beyond 512, nats a token", beyond["as trained"] - beyond["YaRN ×2"], above=0.3))
 claim("dynamic NTK wins back, nats a token", beyond["as trained"] - beyond["dynamic NTK"], above=0.3)
 
@@ -333,6 +334,7 @@ def change(new, old):
     return float((new - old).norm() / old.norm())
 
 
+# %%
 def notices(attention, embedding):
     model = ct.build(shape(attention, embedding, form="encoder", layers=2), seed=0, dtype=torch.float64)
     straight = model(twelve)
@@ -341,6 +343,7 @@ def notices(attention, embedding):
     return reordered[0], moved, reordered[1]
 
 
+# %%
 noticed = torch.tensor([notices(*method) for method in METHODS.values()])  # (6 methods, 3 changes)
 predicted = torch.tensor([[0, 0, 0], [1, 1, 1], [1, 1, 1], [1, 0, 1], [1, 0, 0], [1, 0, 1]]).bool()
 print(claim("largest change where none is predicted", noticed[~predicted].max(), below=1e-5))
@@ -388,6 +391,7 @@ def batch(rows, length, draw):
     return tokens, tokens.gather(1, last)
 
 
+# %%
 @torch.enable_grad()
 def learn(model, draw, steps=120, length=24):
     optimiser = torch.optim.Adam(model.train().parameters(), lr=2e-2)

@@ -174,10 +174,9 @@ def ffn_of(ffn, d_model=4096):
 gpt2 = ct.build("gpt2", device="meta").decoder.blocks[0]
 llama = ct.build("llama-3-8b", device="meta").decoder.blocks[0]
 print(claim("GPT-2: FFN beside attention", matrices(gpt2.ffn) / matrices(gpt2.attn), predicted=2, within=0))
-print(claim("classic FFN at 4,096, millions", ffn_of({"kind": "mlp"}) / 1e6, predicted=8 * 4096**2 / 1e6, within=0))
-print(
-    claim("SwiGLU at 2/3 · 4d beside it", ffn_of({"kind": "gated"}) / ffn_of({"kind": "mlp"}), predicted=1, within=1e-3)
-)
+classic, gated = ffn_of({"kind": "mlp"}), ffn_of({"kind": "gated"})
+print(claim("classic FFN at 4,096, millions", classic / 1e6, predicted=8 * 4096**2 / 1e6, within=0))
+print(claim("SwiGLU at 2/3 · 4d beside it", gated / classic, predicted=1, within=1e-3))
 claim("Llama-3 8B: FFN of a layer, millions", matrices(llama.ffn) / 1e6, predicted=176.16, within=1e-4)
 
 # %% [markdown]
@@ -208,15 +207,11 @@ for name, matrix in kinds.items():
     for _ in range(10):
         x = x @ matrix()
         spreads[name].append(float(x.std()))
-print(
-    claim(
-        "ten matrices of σ = 0.02: log₁₀ of the spread",
-        math.log10(spreads["σ = 0.02"][-1]),
-        predicted=-4.948,
-        within=0.05,
-    )
-)
-print(claim("ten of σ = 0.1: log₁₀ of the spread", math.log10(spreads["σ = 0.1"][-1]), predicted=2.041, within=0.1))
+
+# %%
+small, large = (math.log10(spreads[name][-1]) for name in ("σ = 0.02", "σ = 0.1"))
+print(claim("ten of σ = 0.02: log₁₀ of the spread", small, predicted=10 * math.log10(0.32), within=0.05))
+print(claim("ten of σ = 0.1: log₁₀ of the spread", large, predicted=10 * math.log10(1.6), within=0.1))
 claim("ten of Xavier's: the spread", spreads["Xavier"][-1], predicted=1, within=0.2)
 
 # %%
@@ -236,15 +231,9 @@ axes.legend(frameon=False)
 
 # %%
 glorot = plain(256, 1024, heads=4, init={"kind": "xavier"}).decoder.blocks[0]
-print(
-    claim(
-        "Xavier, q, 256 → 256: spread of the weights",
-        glorot.attn.f.q.weight.std(),
-        predicted=math.sqrt(2 / 512),
-        within=0.02,
-    )
-)
-claim("Xavier, up, 256 → 1024", glorot.ffn.f.up.weight.std(), predicted=math.sqrt(2 / 1280), within=0.02)
+q, up = glorot.attn.f.q.weight.std(), glorot.ffn.f.up.weight.std()
+print(claim("spread of Xavier's weights, 256 → 256", q, predicted=math.sqrt(2 / 512), within=0.02))
+claim("spread of Xavier's weights, 256 → 1024", up, predicted=math.sqrt(2 / 1280), within=0.02)
 
 # %% [markdown]
 # ## First weights: the stream adds
@@ -281,9 +270,7 @@ for scaled in (False, True):
         variances[scaled, depth] = [float(t[name].square().mean()) for name in t]  # depth + 1 values
 plain_end = sigma**2 + 3 * 32 * d**2 * sigma**4
 scaled_end = sigma**2 + 1.5 * d**2 * sigma**4
-print(
-    claim("32 blocks, not scaled: variance of the stream", variances[False, 32][-1], predicted=plain_end, within=0.15)
-)
+print(claim("32 blocks, not scaled: the variance", variances[False, 32][-1], predicted=plain_end, within=0.15))
 print(claim("32 blocks, scaled", variances[True, 32][-1], predicted=scaled_end, within=0.15))
 print(claim("4 blocks, scaled", variances[True, 4][-1], predicted=scaled_end, within=0.25))
 grown = (variances[False, 32][-1] - sigma**2) / (variances[False, 4][-1] - sigma**2)
