@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test page lint fast nightly gpu bench clean
+.PHONY: demo test page lint nightly gpu bench release clean
 .DEFAULT_GOAL := demo
 
 .venv/ready: pyproject.toml constraints.txt scripts/setup.sh
@@ -31,6 +31,9 @@ gpu: .venv/ready  ## what only a GPU can show
 
 bench: .venv/ready  ## side by side with peers
 	@$(BIN)/python bench/forward.py
+
+release: .venv/ready page  ## the sdist and the wheel, tried in an empty environment
+	@$(BIN)/python scripts/release.py --fresh
 
 clean:
 	@rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

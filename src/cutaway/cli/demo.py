@@ -17,7 +17,9 @@ def demo(
     ] = None,
     text: Annotated[str | None, typer.Option(help="What that model reads, byte by byte.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the fresh weights.")] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="How long the model of the tour learns.")] = 120,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="How long the model of the tour learns; else for about a minute.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
     """Train a small model for about a minute, look at what it learned, and follow a token through a trained one.

@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cutaway.families.checkpoint import Checkpoint
+    from cutaway.train.audience import Watcher
+    from cutaway.train.loop import Loop
 
 SHIPPED = "tiny-python"
 BEGINNING = "def "
 OWN = ("cli/tour.py", "cli/demo.py", "shipped/__init__.py", "errors.py")
 """Text that neither model has read: this program's own."""
+MINUTE, TRIED, FEWEST, MOST = 60.0, 5, 20, 120
+"""Seconds to learn for, steps to try beforehand, and how many are taken whatever they cost."""
 
 
-def tour(*, steps: int, seed: int, as_json: bool) -> None:
+def tour(*, steps: int | None, seed: int, as_json: bool) -> None:
     """Train, sample, measure; then the same with a model that has learned for longer, and a token's way through it."""
     import torch
 
@@ -28,6 +32,7 @@ def tour(*, steps: int, seed: int, as_json: bool) -> None:
     say = silent if as_json else speak
     say("[bold]1  A Transformer that has read nothing learns from Python's standard library[/bold]")
     with TemporaryDirectory(prefix="cutaway-demo-") as directory:
+        steps = affordable(Path(directory) / "trial", seed) if steps is None else steps
         bits, fresh = trained(Path(directory) / "run", steps, seed, as_json=as_json)
         shipped = load(SHIPPED, dtype=torch.float32)  # 16 bits are slow on many CPUs
         told: dict[str, Any] = {"steps": steps, "validation_bits_per_byte": bits}
@@ -48,6 +53,18 @@ def tour(*, steps: int, seed: int, as_json: bool) -> None:
     try_next()
 
 
+def affordable(directory: Path, seed: int) -> int:
+    """How many steps take about a minute on this machine as busy as it is: a few are tried."""
+    import time
+
+    from cutaway.train.audience import Watcher
+
+    loop = beginning(directory, TRIED, seed, Watcher(), sequences=1, checked=False)
+    start = time.perf_counter()
+    loop.go()
+    return max(FEWEST, min(MOST, int(MINUTE * TRIED / (time.perf_counter() - start))))
+
+
 def trained(directory: Path, steps: int, seed: int, *, as_json: bool) -> "tuple[float, Checkpoint]":
     """The shipped recipe, for fewer steps; the model is in memory when its directory goes."""
     from contextlib import nullcontext
@@ -55,17 +72,27 @@ def trained(directory: Path, steps: int, seed: int, *, as_json: bool) -> "tuple[
     from cutaway.cli.progress import Bar
     from cutaway.families.load import load
     from cutaway.train.audience import Watcher
-    from cutaway.train.recipe import recipe
-    from cutaway.train.start import begin
 
-    often = {"training.steps": steps, "training.seed": seed, "watching.every": steps, "watching.sequences": 32}
-    changes = [f"{key}={value}" for key, value in {**often, "saving.every": steps, "schedule.warmup": 10}.items()]
     bar = Bar(as_json=False)
-    loop = begin(recipe("python-stdlib", changes), directory, watcher=Watcher() if as_json else bar.watcher())
+    loop = beginning(directory, steps, seed, Watcher() if as_json else bar.watcher())
     with nullcontext() if as_json else bar.over(loop):
         loop.go()
     last = [row["bits_per_byte"] for row in loop.rows if "bits_per_byte" in row][-1]
     return last, load(directory)
+
+
+def beginning(
+    directory: Path, steps: int, seed: int, watcher: "Watcher", *, sequences: int = 32, checked: bool = True
+) -> "Loop":
+    """The shipped recipe, looked at and saved at its end only."""
+    from cutaway.train.recipe import recipe
+    from cutaway.train.start import begin
+
+    often = {"training.steps": steps, "watching.every": steps, "saving.every": steps, "watching.sequences": sequences}
+    whole = {**often, "training.seed": seed, "schedule.warmup": min(10, steps), "training.check": str(checked).lower()}
+    return begin(
+        recipe("python-stdlib", [f"{key}={value}" for key, value in whole.items()]), directory, watcher=watcher
+    )
 
 
 def measured(checkpoint: "Checkpoint", seed: int) -> dict[str, Any]:
