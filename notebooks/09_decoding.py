@@ -57,6 +57,7 @@ class Counted:
         self.hook.remove()
 
 
+# %%
 @torch.no_grad()
 def write(n, cache=None):
     """n tokens, each the likeliest, the first pass over one token."""
@@ -384,6 +385,7 @@ free = ct.generate(checkpoint, prompts, temperature=1.0, n=8, seed=0, **how)
 searched = ct.generate(checkpoint, prompts, beams=4, max_new_tokens=32, ignore_eos=True)
 
 
+# %%
 @torch.no_grad()
 def surprise(prompt, answer):
     """−ln p of each token of an answer, and the entropy it was drawn with."""
@@ -392,6 +394,7 @@ def surprise(prompt, answer):
     return -says[range(len(answer.tokens)), answer.tokens], -(says.exp() * says).sum(-1)
 
 
+# %%
 told = [surprise(prompts[number // 8], answer) for number, answer in enumerate(free)]
 likely = [surprise(prompt, answer)[0] for prompt, answer in zip(prompts, greedy, strict=True)]
 best = [surprise(prompt, answer)[0].sum() for prompt, answer in zip(prompts, searched, strict=True)]
@@ -502,5 +505,5 @@ figure.tight_layout()
 #   you run it.
 #
 # The exercise that belongs here is `cutaway learn start 8`: the memory of a KV cache. `cutaway bench decode
-# tiny-python` measures steps beside the limit of this machine, and the page's *Write* screen (`cutaway open
+# tiny-python` measures steps beside the limit of this machine, and the page's *Generate* screen (`cutaway open
 # tiny-python`) shows each token's chances as it is chosen.

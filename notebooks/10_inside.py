@@ -5,7 +5,7 @@
 # stream half-way, take a part out, or put a value of one run into another. Afterwards you can find which heads carry
 # a name from one line of a program to the next, and show that it is these and no others.
 #
-# It needs the residual stream (notebook 4) and attention (notebook 2). [The gallery](../docs/gallery.md) shows more
+# It needs the residual stream (notebook 4) and attention (notebook 2). The gallery (`docs/gallery.md`) shows more
 # readings of the same model; here each comes with a prediction.
 
 # %%
@@ -307,6 +307,8 @@ gain = model.stacks["decoder"].final_norm.weight.detach()
 louder = float(F.cross_entropy((logits * rms / gain.mean())[:-1], tokens[0, 1:]))
 middle = [lost[f"without block {layer}", "loss"].values - usual for layer in (1, 2, 3, 4)]
 print(f"loss as it is: {usual:.3f} nats a token")
+
+# %%
 print(claim("rise without a middle block, at most", max(middle), above=0, below=1))
 print(
     claim(
@@ -421,4 +423,4 @@ figure.tight_layout()
 #   the same share of attention.
 #
 # The exercise that belongs here is `cutaway learn start 1`: attention by hand. On the page (`cutaway open
-# tiny-python`), *Break* takes parts away by mouse, and *Attention* shows each head's pattern.
+# tiny-python`), *Break it* takes parts away by mouse, and *Attention* shows each head's pattern.

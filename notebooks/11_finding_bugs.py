@@ -259,6 +259,7 @@ def refused(split, length):
     return False
 
 
+# %%
 right, scrambled = Attention(32, 4).split, NoTranspose(32, 4).split
 table = {
     name: [refused(split, 7), refused(split, 4)]
@@ -329,6 +330,7 @@ def train(kind, steps=110):
     return model, losses
 
 
+# %%
 kinds = {
     "right": GPT,
     "mask off by one": with_attention(MaskOffByOne),
@@ -434,6 +436,7 @@ def streams(norms, layers=16):
     return torch.stack([t[name] for name in t])  # (layers + 1, B, T, d)
 
 
+# %%
 right, forgotten = streams(norms=True), streams(norms=False)
 added = right.diff(dim=0).pow(2).sum(-1).mean((1, 2))  # (layers,): |a|²
 squares, wild = (x.pow(2).sum(-1).mean((1, 2)) for x in (right, forgotten))  # (layers + 1,)
@@ -473,5 +476,5 @@ figure.tight_layout()
 #   you train.
 #
 # The exercise that belongs here is `cutaway learn start 10`: a debugging checklist, on models with seeded bugs;
-# `start 2` and `start 9` are about masks. [All checks have a page](../docs/checks/README.md) with a case from a
-# public project, and `pytest --cutaway my_package.model:make_model` makes each of them a test of your own.
+# `start 2` and `start 9` are about masks. All checks have a page (`docs/checks`) with a case from a public project,
+# and `pytest --cutaway my_package.model:make_model` makes each of them a test of your own.
