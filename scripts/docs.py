@@ -15,7 +15,6 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ from links import Unresolved, gathered, rewritten
 
 ROOT = Path(__file__).parents[1]
 GATHERED, RAN = ROOT / ".pages" / "docs", ROOT / ".pages" / "theory"
-ASKED = re.compile(r'<(?:link|script|img|iframe)\b[^>]*(?:src|href)="(?:https?:)?//[^>]*>')
-"""What a browser would fetch from elsewhere."""
 HOUSE = {"ARCHITECTURE.md": "architecture.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 
@@ -39,19 +36,24 @@ def main() -> None:
     gather(GATHERED)
     if not given.only_gather:
         build(given.site)
+        check_alone(given.site)
 
 
 def ran(path: Path) -> dict[str, Any]:
-    """What a notebook claims and draws. It is run, unless it ran before and neither it nor the library has changed."""
-    key, note = digest([path, ROOT / "scripts" / "notebook.py", *library()]), RAN / f"{path.stem}.json"
-    if note.is_file() and (told := json.loads(note.read_text()))["key"] == key:
-        return told
+    """What a notebook claims and draws; it is run if its text, or anything that it may import, has changed since."""
+    RAN.mkdir(parents=True, exist_ok=True)
+    sources = sorted(each for each in (ROOT / "src").rglob("*") if each.suffix in (".py", ".toml", ".json"))
+    key, kept = digest([path, ROOT / "scripts" / "notebook.py", *sources]), RAN / f"{path.stem}.json"
+    if kept.is_file():
+        before: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
+        if before["made_from"] == key:
+            return before
     command = [sys.executable, str(ROOT / "scripts" / "notebook.py"), str(path), "--out", str(RAN), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
     if done.returncode:
-        raise SystemExit(f"{path.name} does not run:\n{done.stderr[-3000:]}")
-    told = json.loads(done.stdout) | {"key": key}
-    note.write_text(json.dumps(told))
+        raise SystemExit(f"{path.name} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    told = {**json.loads(done.stdout), "made_from": key}
+    kept.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return told
 
 
@@ -59,14 +61,8 @@ def notebooks() -> list[Path]:
     return sorted((ROOT / "notebooks").glob("[0-9]*.py"))
 
 
-def library() -> list[Path]:
-    """All that a notebook may import, or load."""
-    files = (path for path in sorted((ROOT / "src").rglob("*")) if path.is_file())
-    return [path for path in files if "__pycache__" not in path.parts and "page" not in path.parts]
-
-
 def digest(files: list[Path]) -> str:
-    whole = hashlib.sha256(version("torch").encode())
+    whole = hashlib.sha256()
     for path in files:
         whole.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return whole.hexdigest()
@@ -112,11 +108,16 @@ def gather(out: Path) -> None:
 
 def build(site: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
-    subprocess.run(command, check=True, cwd=ROOT, env=environment())
+    subprocess.run(command, check=True, cwd=ROOT, env=environment() | {"NO_MKDOCS_2_WARNING": "1"})
+
+
+def check_alone(site: Path) -> None:
+    """No page asks anything of another machine."""
     for path in site.rglob("*.html"):
-        asked = [tag for tag in ASKED.findall(path.read_text(encoding="utf-8")) if 'rel="canonical"' not in tag]
-        if asked:
-            raise SystemExit(f"{path.relative_to(site)} asks another machine: {asked[0]}")
+        asked = re.findall(r'<(?:link|script|img|iframe)\b[^>]*(?:src|href)="(?:https?:)?//[^>]*>', path.read_text())
+        foreign = [tag for tag in asked if 'rel="canonical"' not in tag]
+        if foreign:
+            raise SystemExit(f"{path.relative_to(site)} asks another machine: {foreign[0]}")
 
 
 if __name__ == "__main__":
