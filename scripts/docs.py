@@ -9,11 +9,14 @@ before.
 
 import argparse
 import hashlib
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from links import Unresolved, gathered, rewritten
 
@@ -28,24 +31,30 @@ def main() -> None:
     asked.add_argument("--only-gather", action="store_true", help="gather the pages, and build no site")
     asked.add_argument("--site", type=Path, default=ROOT / "site", help="where the site goes")
     given = asked.parse_args()
-    if not given.quick:
-        run_notebooks()
+    for path in [] if given.quick else notebooks():
+        ran(path)
     gather(GATHERED)
     if not given.only_gather:
         build(given.site)
+        check_alone(given.site)
 
 
-def run_notebooks() -> None:
-    """Those whose text, or anything that they may import, has changed since they ran."""
+def ran(path: Path) -> dict[str, Any]:
+    """What a notebook claims and draws; it is run if its text, or anything that it may import, has changed since."""
     RAN.mkdir(parents=True, exist_ok=True)
-    library = digest(sorted((ROOT / "src").rglob("*.py")))
-    for path in notebooks():
-        key, stamp = digest([path, ROOT / "scripts" / "notebook.py"]) + library, RAN / f"{path.stem}.stamp"
-        if stamp.is_file() and stamp.read_text() == key:
-            continue
-        command = [sys.executable, str(ROOT / "scripts" / "notebook.py"), str(path), "--out", str(RAN)]
-        subprocess.run(command, check=True, env=environment())
-        stamp.write_text(key)
+    sources = sorted(each for each in (ROOT / "src").rglob("*") if each.suffix in (".py", ".toml", ".json"))
+    key, kept = digest([path, ROOT / "scripts" / "notebook.py", *sources]), RAN / f"{path.stem}.json"
+    if kept.is_file():
+        before: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
+        if before["made_from"] == key:
+            return before
+    command = [sys.executable, str(ROOT / "scripts" / "notebook.py"), str(path), "--out", str(RAN), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+    if done.returncode:
+        raise SystemExit(f"{path.name} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    told = {**json.loads(done.stdout), "made_from": key}
+    kept.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return told
 
 
 def notebooks() -> list[Path]:
@@ -100,6 +109,15 @@ def gather(out: Path) -> None:
 def build(site: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
     subprocess.run(command, check=True, cwd=ROOT, env=environment() | {"NO_MKDOCS_2_WARNING": "1"})
+
+
+def check_alone(site: Path) -> None:
+    """No page asks anything of another machine."""
+    for path in site.rglob("*.html"):
+        asked = re.findall(r'<(?:link|script|img|iframe)\b[^>]*(?:src|href)="(?:https?:)?//[^>]*>', path.read_text())
+        foreign = [tag for tag in asked if 'rel="canonical"' not in tag]
+        if foreign:
+            raise SystemExit(f"{path.relative_to(site)} asks another machine: {foreign[0]}")
 
 
 if __name__ == "__main__":

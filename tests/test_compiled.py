@@ -48,14 +48,14 @@ def test_flex_with_packed_texts_and_prefixes(kind: str) -> None:
 @pytest.mark.parametrize("by", ["perturbation", "jacobian"])
 @torch.no_grad()
 def test_no_future_in_flex(by: str) -> None:
-    """At every length up to 70, with and without padding: a change moves its own logits and later ones only.
+    """At lengths up to 70, with and without padding: a change moves its own logits and later ones only.
 
     Flex attention has no backward pass on the CPU, so its Jacobian is taken by differences: a small step of one token's
     embedding instead of another token.
     """
     model = lively(c.config("tiny-llama")).use_kernel("flex")
     step = torch.randn(model.config.d_model) * 1e-2
-    for length in range(1, 71):
+    for length in (1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 70):
         tokens = tokens_for(model.config, 1, length, length)
         for left in {0, length // 4}:
             mask = (torch.arange(length) >= left).unsqueeze(0)
@@ -83,7 +83,7 @@ def test_flex_says_what_it_cannot_do_on_the_cpu() -> None:
 
 
 @given(config=configs(), seed=SEEDS)
-@settings(max_examples=12)
+@settings(max_examples=settings.default.max_examples // 4)
 def test_one_graph_without_breaks(config: c.Config, seed: int) -> None:
     """Forward and backward, traced whole, whatever the configuration."""
     torch._dynamo.reset()

@@ -192,8 +192,14 @@ class TwoLayers(nn.Module):
         return self.second(F.silu(gate) * up)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("d_out", [1, 71])
+@pytest.mark.parametrize(
+    ("kind", "d_out"),
+    [
+        pytest.param(kind, d_out, marks=() if (kind, d_out) in {("fp32", 71), ("int8", 1)} else pytest.mark.nightly)
+        for kind in KINDS
+        for d_out in (1, 71)
+    ],
+)
 @torch.no_grad()
 def test_compiled_in_one_graph_is_eager(kind: str, d_out: int) -> None:
     torch._dynamo.reset()

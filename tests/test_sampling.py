@@ -447,10 +447,10 @@ def test_answers_to_one_prompt_have_seeds_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        ("greedy", "inductor"),
+        pytest.param("greedy", "inductor", marks=pytest.mark.nightly),
         ("mixed", "inductor"),
         ("everything", "aot_eager"),
-        ("top-p", "aot_eager"),
+        pytest.param("top-p", "aot_eager", marks=pytest.mark.nightly),
         pytest.param("everything", "inductor", marks=pytest.mark.nightly),
     ],
 )

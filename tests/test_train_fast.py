@@ -33,7 +33,7 @@ def gradients(model: Transformer, **how: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "piece", "recompute", "alone"),
     [
-        ("tiny-gpt", 1, "none", True),
+        pytest.param("tiny-gpt", 1, "none", True, marks=pytest.mark.nightly),
         pytest.param("tiny-llama", 16, "none", True, marks=pytest.mark.nightly),
         pytest.param("tiny-gpt", 16, "none", False, marks=pytest.mark.nightly),
         ("tiny-gpt", 16, "full", True),

@@ -14,6 +14,7 @@ from cutaway.generate.fast.worth import Cost, Ledger, Pace
 from cutaway.generate.runner import Runner
 
 pytestmark = pytest.mark.unchecked
+GPT, GEMMA, MLA = (pytest.param(name, marks=pytest.mark.nightly) for name in ("tiny-gpt", "tiny-gemma", "tiny-mla"))
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +77,7 @@ def answers(model: Any, **how: Any) -> list[list[int]]:
     return [ticket.result().tokens for ticket in tickets]
 
 
-@pytest.mark.parametrize("name", ["tiny-gpt", "tiny-llama", "tiny-gemma", "tiny-moe", "tiny-mla"])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-moe", GPT, GEMMA, MLA])
 def test_sixteen_bits_pack_and_keep_the_weights(name: str) -> None:
     """A packed model answers as one whose matrices are rounded to bf16, near enough; the model itself is untouched."""
     model: Any = ct.build(name, seed=0)
@@ -90,7 +91,7 @@ def test_sixteen_bits_pack_and_keep_the_weights(name: str) -> None:
         assert [len(tokens) for tokens in other] == [24] * 3
 
 
-@pytest.mark.parametrize("name", ["tiny-gpt", "tiny-llama", "tiny-gemma"])
+@pytest.mark.parametrize("name", ["tiny-llama", GPT, GEMMA])
 def test_compiled_steps_are_one_graph_and_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No breaks (fullgraph), one graph for every length, the same tokens."""
     model: Any = ct.build(name, dtype=torch.float64, seed=0)
