@@ -209,9 +209,9 @@ for name, matrix in kinds.items():
         spreads[name].append(float(x.std()))
 
 # %%
-small, large = (math.log10(spreads[name][-1]) for name in ("σ = 0.02", "σ = 0.1"))
-print(claim("ten of σ = 0.02: log₁₀ of the spread", small, predicted=10 * math.log10(0.32), within=0.05))
-print(claim("ten of σ = 0.1: log₁₀ of the spread", large, predicted=10 * math.log10(1.6), within=0.1))
+shrunk, grown = (math.log10(spreads[name][-1]) for name in ("σ = 0.02", "σ = 0.1"))
+print(claim("ten of σ = 0.02: log₁₀ of the spread", shrunk, predicted=10 * math.log10(0.32), within=0.05))
+print(claim("ten of σ = 0.1: log₁₀ of the spread", grown, predicted=10 * math.log10(1.6), within=0.1))
 claim("ten of Xavier's: the spread", spreads["Xavier"][-1], predicted=1, within=0.2)
 
 # %%
