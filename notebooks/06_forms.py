@@ -198,16 +198,18 @@ print(claim("encoder: the middle letter, both neighbours shown (nats)", told["en
 
 figure, axes = plt.subplots(figsize=(6, 3))
 for shift, (form, colour) in enumerate((("decoder", "#0072b2"), ("encoder", "#d55e00"))):
-    axes.bar([place + 0.36 * shift for place in range(3)], told[form], width=0.34, color=colour, label=form)
+    bars = axes.bar([place + 0.36 * shift for place in range(3)], told[form], width=0.34, color=colour, label=form)
+    axes.bar_label(bars, fmt="%.2f", fontsize=7)
 axes.axhline(math.log(M), color="black", lw=0.7, ls=":")
 axes.text(2.6, math.log(M), "ln 5", va="bottom", ha="right", fontsize=8)
+axes.set_ylim(0, 1.9)
 axes.set(
     xticks=[0.18, 1.18, 2.18],
     xticklabels=["a", "s = a + b", "b"],
     ylabel="loss (nats)",
     title="The middle letter needs what stands to its right",
 )
-axes.legend(fontsize=8)
+axes.legend(fontsize=8, loc="center right")
 figure.tight_layout()
 
 # %% [markdown]

@@ -343,7 +343,7 @@ figure.tight_layout()
 # %%
 def variant(attention=None, ffn=None, norm="rmsnorm"):
     block = {"attention": {"heads": 8, **(attention or {})}, "ffn": ffn or {"kind": "mlp", "bias": False}}
-    stack = {"layers": 4, "norm": {"kind": norm}, "block": block}
+    stack = {"layers": 2, "norm": {"kind": norm}, "block": block}
     return ct.config({"form": "decoder", "vocab_size": 4096, "d_model": 512, "decoder": stack})
 
 
@@ -354,7 +354,7 @@ kinds = {
     "LayerNorm": variant(norm="layernorm"),
 }
 models = {name: ct.build(kind, seed=0) for name, kind in kinds.items()}
-tokens = torch.zeros(2, 128, dtype=torch.long)
+tokens = torch.zeros(1, 128, dtype=torch.long)
 sizes = {name: ct.size(kind, context=128, dtype="fp32") for name, kind in kinds.items()}
 with torch.no_grad():
     pace = {name: seconds(partial(each, tokens), 3) for name, each in models.items()}

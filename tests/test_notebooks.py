@@ -4,6 +4,8 @@ from pathlib import Path
 
 import jupytext
 import pytest
+import torch
+from notebook import run
 
 import docs
 
@@ -35,3 +37,10 @@ def test_a_notebook_goes_to_jupyter_and_back(path: Path, tmp_path: Path) -> None
     jupytext.write(book, tmp_path / "there.ipynb")
     again = jupytext.read(tmp_path / "there.ipynb")
     assert [cell.source for cell in again.cells] == [cell.source for cell in book.cells]
+
+
+def test_what_a_notebook_sets_for_gradients_ends_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "first.py"
+    path.write_text("# %%\nimport torch\ntorch.set_grad_enabled(False)\ntorch.is_grad_enabled()\n")
+    assert "False" in run(path, tmp_path).page
+    assert torch.is_grad_enabled()
