@@ -77,6 +77,8 @@ def test_json_is_one_object_with_what_the_library_finds(run: Run, decoder: Path,
     assert told["loss"] == pytest.approx(score.loss, rel=1e-5)
     assert told["perplexity"] == pytest.approx(score.perplexity, rel=1e-4)
     assert told["bits_per_byte"] == pytest.approx(score.bits_per_byte, rel=1e-5)
+    assert told["calibration"]["error"] == pytest.approx(score.calibration.error, abs=1e-5)
+    assert sum(row["count"] for row in told["calibration"]["bins"]) == score.tokens
     exact = {"tokens": score.tokens, "bytes": score.bytes, "documents": 1, "context": 20, "stride": 7}
     assert (exact | {"form": "decoder", "source": str(decoder), "passed_over": {}}).items() <= told.items()
 
@@ -84,7 +86,8 @@ def test_json_is_one_object_with_what_the_library_finds(run: Run, decoder: Path,
 def test_people_get_a_table(run: Run, decoder: Path, book: Path) -> None:
     shown = run(decoder, "--text", book)
     score = measure(ct.load(decoder), [TEXT])
-    for part in ("nats a token", f"{score.loss:.4f}", f"{score.bits_per_byte:.4f}", f"over {score.tokens:,} tokens"):
+    figures = (score.loss, score.bits_per_byte, score.calibration.error)
+    for part in ("nats a token", *(f"{each:.4f}" for each in figures), f"over {score.tokens:,} tokens"):
         assert part in shown
     assert "read up to 64 tokens at once, 32 further each time" in shown
     assert "Example: cutaway eval" in run("--help")

@@ -1,11 +1,9 @@
 """Measured text ≡ a full pass ≡ transformers' loop over windows; information ≡ the textbook's numbers."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -17,8 +15,7 @@ from torch.nn import functional as F
 import cutaway as ct
 from cutaway.errors import InputError, WeightError
 from cutaway.families.checkpoint import Checkpoint
-from cutaway.measure import information as info
-from cutaway.measure import measure, measure_masked, measure_pairs, surprise
+from cutaway.measure import calibration, measure, measure_masked, measure_pairs, surprise
 from cutaway.measure.surprise import added
 from cutaway.measure.text import stands_for, windows
 from cutaway.text import Tokenizer, byte_tokenizer, tokenizer_from_directory, train_bpe
@@ -70,6 +67,20 @@ def test_a_text_that_fits_is_one_full_pass(preset: str) -> None:
     assert score.loss == score.nats / score.tokens
     assert score.perplexity == pytest.approx(math.exp(score.loss))
     assert score.bits_per_byte == pytest.approx(score.loss / math.log(2))  # a token is a byte here
+
+
+def test_calibration_is_that_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is held at a time, and however texts are batched."""
+    checkpoint, text = small(), TEXT[:60]
+    tokens = torch.tensor([checkpoint.tokenizer.encode(text)])  # type: ignore[union-attr]
+    expected = calibration(logits=checkpoint.model(tokens)[0, :-1].detach(), targets=tokens[0, 1:])
+    monkeypatch.setattr(surprise, "LOGITS", 260 * 7)
+    found = measure(checkpoint, [text]).calibration
+    assert (found.counts, found.rights) == (expected.counts, expected.rights)
+    assert found.to_dict()["error"] == pytest.approx(expected.error, abs=1e-6)
+    assert found.squares == pytest.approx(expected.squares, rel=1e-5)
+    twice = measure(checkpoint, [text, text], batch=1).calibration
+    assert twice.counts == tuple(2 * count for count in expected.counts)
 
 
 def test_behind_a_bos_every_byte_is_told() -> None:
@@ -243,7 +254,8 @@ def test_masked_tokens_are_told_as_by_hand(encoder: Checkpoint) -> None:
     score = measure_masked(encoder, [TEXTS[2]])
     assert (score.tokens, score.documents) == (1, 1)
     assert score.nats == pytest.approx(-logits.log_softmax(-1)[tokens[1]].item(), rel=1e-5)
-    assert score.right == score.accuracy == int(logits.argmax() == tokens[1])
+    assert score.right == score.accuracy == score.calibration.accuracy == int(logits.argmax() == tokens[1])
+    assert score.calibration.confidence == pytest.approx(logits.softmax(-1).max().item(), rel=1e-5)
 
 
 def test_masks_depend_on_the_seed_alone(encoder: Checkpoint) -> None:
@@ -316,7 +328,7 @@ def test_pairs_are_told_as_one_by_one() -> None:
     for batch in (None, 1, 2):
         score = measure_pairs(checkpoint, pairs, batch=batch)
         assert score.nats == pytest.approx(nats, rel=1e-5)
-        assert (score.tokens, score.pairs) == (tokens, 3)
+        assert (score.tokens, score.pairs, score.calibration.count) == (tokens, 3, tokens)
 
 
 def test_its_own_answers_are_right() -> None:
@@ -368,68 +380,3 @@ def test_what_is_no_pair_is_said() -> None:
             measure_pairs(checkpoint, pairs)
     with pytest.raises(WeightError, match="not numbers"):
         measure_pairs(damaged(small("tiny-t5")), PAIRS[:1])
-
-
-# ---------------------------------------------------------------------------------------- information
-
-
-def test_the_textbooks_numbers() -> None:
-    p, q = (0.7, 0.2, 0.1), (0.5, 0.3, 0.2)
-    assert info.entropy((0.5, 0.5)) == 1.0
-    assert info.entropy((0.9, 0.1)) == pytest.approx(0.4690, abs=5e-5)
-    for share, bits in ((0.9, 0.1520), (0.4, 1.3219), (0.01, 6.6439)):
-        assert info.cross_entropy((1, 0), (share, 1 - share)) == pytest.approx(bits, abs=5e-5)
-    assert info.perplexity((1, 0), (0.9, 0.1)) == pytest.approx(1.11, abs=5e-3)
-    assert info.perplexity((1, 0), (0.4, 0.6)) == pytest.approx(2.50)
-    assert info.perplexity([0.25] * 4) == pytest.approx(4.0)
-    found = info.entropy(p), info.kl(p, q), info.cross_entropy(p, q)
-    assert found == pytest.approx((1.1568, 0.1228, 1.2796), abs=5e-5)
-    assert info.mutual_information([[0.5, 0], [0, 0.5]]) == pytest.approx(1.0)
-    assert info.mutual_information([[0.25, 0.25], [0.25, 0.25]]) == 0.0
-
-
-WEIGHTS = st.lists(st.floats(0, 1), min_size=1, max_size=12).filter(lambda each: sum(each) > 1e-3)
-
-
-def normal(weights: Sequence[float]) -> list[float]:
-    return [weight / math.fsum(weights) for weight in weights]
-
-
-@given(weights=WEIGHTS, others=st.lists(st.floats(1e-6, 1), min_size=12, max_size=12))
-def test_cross_entropy_is_entropy_and_divergence(weights: list[float], others: list[float]) -> None:
-    p, q = normal(weights), normal(others[: len(weights)])
-    assert info.cross_entropy(p, q) == pytest.approx(info.entropy(p) + info.kl(p, q), abs=1e-9)
-    assert info.kl(p, q) >= 0
-    assert info.kl(p, p) == 0
-    assert 0 <= info.entropy(p) <= math.log2(len(p)) + 1e-9
-    independent = [[a * b for b in q] for a in p]
-    assert info.mutual_information(independent) == pytest.approx(0, abs=1e-9)
-
-
-def test_tensors_and_arrays_are_distributions_too() -> None:
-    p = [0.7, 0.2, 0.1]
-    for kind in (torch.tensor(p), torch.tensor(p, requires_grad=True), np.array(p), tuple(p), (each for each in p)):
-        assert info.entropy(kind) == pytest.approx(info.entropy(p), abs=1e-6)
-    assert info.entropy(torch.randn(50_000).softmax(-1).bfloat16()) < math.log2(50_000)
-    assert info.kl((0.5, 0.5), (1, 0)) == info.cross_entropy((0.5, 0.5), (1, 0)) == math.inf
-    assert info.perplexity((0.5, 0.5), (1, 0)) == math.inf
-
-
-def test_what_is_no_distribution_is_said() -> None:
-    cases: list[tuple[str, Any]] = [
-        ("p is empty", []),
-        ("sums to 1.1", (0.5, 0.6)),
-        (r"p\[1\] is -0.5", (1.5, -0.5)),
-        (r"p\[0\] is nan", (math.nan, 1.0)),
-        ("is a str", "0.5"),
-        ("is a float", 0.5),
-        ("at a time", [[0.5, 0.5]]),
-        ("no number", [None, 1]),
-    ]
-    for sentence, p in cases:
-        with pytest.raises(InputError, match=sentence):
-            info.entropy(p)
-    with pytest.raises(InputError, match="2 outcomes and q 3"):
-        info.kl((0.5, 0.5), (0.5, 0.25, 0.25))
-    with pytest.raises(InputError, match="different lengths"):
-        info.mutual_information([[0.5, 0.25], [0.25]])

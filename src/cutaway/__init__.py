@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cutaway.generate.texts import generate as generate
     from cutaway.lens.edit import edit as edit
     from cutaway.lens.trace import trace as trace
+    from cutaway.measure.text import measure as measure
     from cutaway.model import Cache as Cache
     from cutaway.model import Transformer as Transformer
     from cutaway.model import build as build
@@ -49,6 +50,7 @@ __all__ = [
     "edit",
     "generate",
     "load",
+    "measure",
     "presets",
     "save",
     "size",
@@ -59,7 +61,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("check", "config", "generate", "size", "train"):  # rooms that can be called: cutaway.config(...)
+    if name in ("check", "config", "generate", "measure", "size", "train"):  # rooms that can be called: ct.config(...)
         return import_module(f"cutaway.{name}")
     if name == "__version__":
         from importlib.metadata import version  # takes longer than the rest of this file

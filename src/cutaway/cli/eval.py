@@ -12,6 +12,7 @@ from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when the work begins
     from cutaway.families.checkpoint import Checkpoint
+    from cutaway.measure import score as measured_by
     from cutaway.train.data.documents import Document, Troubles
 
 Told = dict[str, Any]
@@ -48,7 +49,7 @@ def evaluate(
     dtype: Annotated[DType | None, typer.Option("--dtype", help="Of the weights; as stored, unless given.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")] = False,
 ) -> None:
-    """Measure a model on text: loss, perplexity and bits per byte, or how often it is right.
+    """Measure a model on text: loss, perplexity and bits per byte, or how often it is right; and its calibration.
 
     A decoder tells each token after those before it, an encoder masked tokens, an encoder-decoder answers to sources.
 
@@ -90,8 +91,6 @@ def evaluate(
 
 def measured(checkpoint: "Checkpoint", documents: "list[Document]", how: Told, *, quiet: bool) -> Told:
     """What the model's form is measured by, means before sums."""
-    from dataclasses import asdict
-
     from cutaway.cli.convert import bar
     from cutaway.measure import measure, measure_masked, measure_pairs
 
@@ -100,13 +99,20 @@ def measured(checkpoint: "Checkpoint", documents: "list[Document]", how: Told, *
         if checkpoint.config.form == "decoder":
             score = measure(checkpoint, texts, progress=progress, **how)
             means = {"loss": score.loss, "perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte}
-            return means | asdict(score)
+            return means | sums(score)
         if checkpoint.config.form == "encoder":
             masks = measure_masked(checkpoint, texts, progress=progress, **how)
-            return {"accuracy": masks.accuracy, "loss": masks.loss, "perplexity": masks.perplexity} | asdict(masks)
+            return {"accuracy": masks.accuracy, "loss": masks.loss, "perplexity": masks.perplexity} | sums(masks)
         pairs = [(document.text, document.target or "") for document in documents]
         answers = measure_pairs(checkpoint, pairs, progress=progress, **how)
-        return {"accuracy": answers.accuracy, "loss": answers.loss, "perplexity": answers.perplexity} | asdict(answers)
+        return {"accuracy": answers.accuracy, "loss": answers.loss, "perplexity": answers.perplexity} | sums(answers)
+
+
+def sums(score: "measured_by.Told") -> Told:
+    """What was counted, and whether the model is right as often as it says."""
+    from dataclasses import asdict
+
+    return asdict(score) | {"calibration": score.calibration.to_dict()}
 
 
 def show(told: Told, troubles: "Troubles") -> None:
@@ -126,6 +132,9 @@ def show(told: Told, troubles: "Troubles") -> None:
     table.add_row("perplexity", Text(f"{told['perplexity']:,.4g}", "bold"), f"over {told['tokens']:,} tokens")
     if "bits_per_byte" in told:
         table.add_row("bits per byte", Text(f"{told['bits_per_byte']:.4f}", "bold"), f"over {told['bytes']:,} bytes")
+    calibration = told["calibration"]
+    sure = f"off the truth: {calibration['confidence']:.1%} sure of the likeliest, {calibration['accuracy']:.1%} right"
+    table.add_row("calibration", Text(f"{calibration['error']:.4f}", "bold"), sure)
     if "documents" in told:
         count = told["documents"]
         read = f"read up to {told['context']:,} tokens at once" + (

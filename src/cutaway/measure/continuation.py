@@ -66,9 +66,10 @@ def _tell_some(model: DecoderOnly, asked: Sequence[Asked], part: list[Row]) -> d
             numbers.append(number)
             vectors.append(x[place, len(row.tokens) - len(asked[number].told) : len(row.tokens)])
     targets = torch.tensor([token for number in numbers for token in asked[number].told], device=x.device)
-    nats, likeliest = by_token(model.head, torch.cat(vectors), targets, model.config.vocab_size)
+    found = by_token(model.head, torch.cat(vectors), targets, model.config.vocab_size)
     lengths = [len(asked[number].told) for number in numbers]
-    parts = zip(numbers, torch.split(nats.double().cpu(), lengths), torch.split(likeliest.cpu(), lengths), strict=True)
+    nats, right = (torch.split(each.cpu(), lengths) for each in (found.nats.double(), found.right))
+    parts = zip(numbers, nats, right, strict=True)
     return {number: Found(float(own.sum()), bool(best.all())) for number, own, best in parts}
 
 

@@ -1,102 +1,154 @@
-"""Measures of information, in bits. A distribution is a list, an array or a tensor of probabilities."""
+"""Measures of information: of distributions, of logits, or of samples; in bits, or in nats.
+
+A distribution is a list, an array or a tensor of probabilities, and logits are what softmax makes one of. Arrays and
+tensors of more axes hold one along the last: the answer has the others' shape. Of one distribution it is a float.
+
+    cross-entropy = entropy + divergence        H(P, Q) = H(P) + KL(P ‖ Q)
+"""
 
 import math
-from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from cutaway.errors import InputError
-
-NEAR = 1e-3
-"""How far from 1 probabilities may sum: those of 16-bit numbers miss it. They are divided by their sum."""
-
-
-def entropy(p: Any) -> float:
-    """H(P) = −Σ p·log₂ p: the bits that telling one outcome takes on average, at best."""
-    return _entropy(distribution("p", p))
+from cutaway.measure import equations
+from cutaway.measure.equations import is_tensor, maths_of
+from cutaway.measure.given import Shares, both, chosen, counted, numbers, of_counts, of_logits, one, only, unit_of
+from cutaway.measure.given import probabilities as shares_of
 
 
-def cross_entropy(p: Any, q: Any) -> float:
-    """H(P, Q) = −Σ p·log₂ q: the bits it takes when P is true and Q is believed; infinite where Q rules out what is."""
-    return _cross_entropy(*both(p, q))
+def entropy(
+    p: Any = None, *, logits: Any = None, samples: Any = None, corrected: bool = False, unit: str = "bits"
+) -> Any:
+    """H(P) = −Σ p·log p: what telling one outcome takes on average, at best.
+
+    Of samples it is the plug-in estimate, which is too low while samples are few; `corrected` adds Miller and Madow's
+    (outcomes seen − 1) / 2·samples nats, most of what is missing.
+    """
+    size = unit_of(unit)
+    if only("entropy", p=p, logits=logits, samples=samples) == "samples":
+        return _of_counts(list(counted("samples", samples).values()), corrected) / size
+    if corrected:
+        raise InputError("only an estimate from samples can be corrected; leave `corrected` out, or give samples")
+    found = shares_of("p", p) if logits is None else of_logits("logits", logits)
+    return _told(equations.cross_entropy(*found) / size)
 
 
-def perplexity(p: Any, q: Any = None) -> float:
-    """2^H(P), or 2^H(P, Q): among how many equally likely outcomes one would be as uncertain."""
-    bits = entropy(p) if q is None else cross_entropy(p, q)
-    return 2.0**bits if bits < 1024 else math.inf
+def cross_entropy(
+    p: Any = None,
+    q: Any = None,
+    *,
+    true: Any = None,
+    p_logits: Any = None,
+    q_logits: Any = None,
+    p_samples: Any = None,
+    q_samples: Any = None,
+    unit: str = "bits",
+) -> Any:
+    """H(P, Q) = −Σ p·log q: what it takes when P is true and Q is believed; infinite where Q rules out what is.
+
+    Instead of P, `true` may be the number of the class that came, or an array of them: −log q(true).
+    Samples beside a distribution are numbers of its outcomes; beside samples they may be anything.
+    """
+    size = unit_of(unit)
+    return _told(_cross(p, q, true, p_logits, q_logits, p_samples, q_samples) / size)
 
 
-def kl(p: Any, q: Any) -> float:
-    """KL(P ‖ Q) = Σ p·log₂(p / q) = H(P, Q) − H(P): the bits lost by believing Q."""
-    return _kl(*both(p, q))
+def perplexity(
+    p: Any = None,
+    q: Any = None,
+    *,
+    true: Any = None,
+    p_logits: Any = None,
+    q_logits: Any = None,
+    p_samples: Any = None,
+    q_samples: Any = None,
+) -> Any:
+    """2^H(P), or 2^H(P, Q), in bits: among how many equally likely outcomes one would be as uncertain."""
+    if q is None and q_logits is None and q_samples is None and true is None:
+        nats = entropy(p, logits=p_logits, samples=p_samples, unit="nats")
+    else:
+        nats = _cross(p, q, true, p_logits, q_logits, p_samples, q_samples)
+    with np.errstate(over="ignore"):
+        return _told(maths_of(nats).exp(nats))
 
 
-def mutual_information(joint: Any) -> float:
-    """I(X; Y) = KL(P(x, y) ‖ P(x)·P(y)): the bits that knowing one tells of the other. `joint` has a row for each x."""
-    rows = [numbers(f"row {place} of joint", row) for place, row in enumerate(listed("joint", joint))]
-    if len({len(row) for row in rows}) != 1:
-        raise InputError("joint has rows of different lengths; give a table with one row for each x")
-    width = len(rows[0])
-    flat = distribution("joint", [value for row in rows for value in row])
-    x = [math.fsum(flat[start : start + width]) for start in range(0, len(flat), width)]
-    y = [math.fsum(flat[place::width]) for place in range(width)]
-    return _kl(flat, [one * other for one in x for other in y])
+def kl(
+    p: Any = None,
+    q: Any = None,
+    *,
+    p_logits: Any = None,
+    q_logits: Any = None,
+    p_samples: Any = None,
+    q_samples: Any = None,
+    unit: str = "bits",
+) -> Any:
+    """KL(P ‖ Q) = Σ p·log(p / q) = H(P, Q) − H(P): what is lost by believing Q. It is no distance: order matters."""
+    size = unit_of(unit)
+    mine, theirs = both(p, q, p_logits, q_logits, p_samples, q_samples)
+    return _told(equations.kl(mine.p, mine.log_p, theirs.log_p) / size)
 
 
-def _entropy(p: Sequence[float]) -> float:
-    return math.fsum(-a * math.log2(a) for a in p if a)
+def mutual_information(joint: Any = None, *, samples: Any = None, corrected: bool = False, unit: str = "bits") -> Any:
+    """I(X; Y) = KL(P(x, y) ‖ P(x)·P(y)): what knowing one tells of the other. `joint` has a row for each x.
+
+    `samples` are pairs (x, y). Their plug-in estimate H(X) + H(Y) − H(X, Y) is too high while they are few: of
+    unrelated things it is not 0. `corrected` takes Miller and Madow's correction of each entropy, and may be below 0.
+    """
+    size = unit_of(unit)
+    if only("mutual information", joint=joint, samples=samples) == "samples":
+        return _of_pairs(samples, corrected) / size
+    if corrected:
+        raise InputError("only an estimate from samples can be corrected; leave `corrected` out, or give samples")
+    table = numbers("joint", joint, "probabilities")
+    if table.ndim < 2:
+        raise InputError("joint is one row; give a table with one row for each x")
+    flat = shares_of("joint", table.reshape(*table.shape[:-2], -1))
+    table = flat.p.reshape(table.shape)
+    apart = equations.log(table.sum(-1))[..., :, None] + equations.log(table.sum(-2))[..., None, :]
+    return _told(equations.kl(flat.p, flat.log_p, apart.reshape(flat.p.shape)) / size)
 
 
-def _cross_entropy(p: Sequence[float], q: Sequence[float]) -> float:
-    pairs = [(a, b) for a, b in zip(p, q, strict=True) if a]
-    return math.inf if any(b == 0 for _, b in pairs) else math.fsum(-a * math.log2(b) for a, b in pairs)
+def bits_per_byte(nats: float, bytes: float) -> float:
+    """Surprise by length in UTF-8, of a text or of a mean token: comparable between tokenizers, as loss is not."""
+    if bytes < 0:
+        raise InputError(f"bytes is {bytes}; give the length of the text that was told")
+    return nats / math.log(2) / bytes if bytes else math.inf
 
 
-def _kl(p: Sequence[float], q: Sequence[float]) -> float:
-    """Rounding may bring it below 0, where it never is."""
-    pairs = [(a, b) for a, b in zip(p, q, strict=True) if a]
-    if any(b == 0 for _, b in pairs):
-        return math.inf
-    return max(0.0, math.fsum(a * (math.log2(a) - math.log2(b)) for a, b in pairs))
+def _cross(p: Any, q: Any, true: Any, p_logits: Any, q_logits: Any, p_samples: Any, q_samples: Any) -> Any:
+    """In nats."""
+    if true is None:
+        mine, theirs = both(p, q, p_logits, q_logits, p_samples, q_samples)
+        return equations.cross_entropy(mine.p, theirs.log_p)
+    only("what is true", true=true, p=p, p_logits=p_logits, p_samples=p_samples)
+    if only("q", q=q, q_logits=q_logits, q_samples=q_samples) == "q_samples":
+        raise InputError("a class is told by its number, and samples have none; give q or q_logits")
+    return 0.0 - chosen(true, one("q", q, q_logits))
 
 
-def both(p: Any, q: Any) -> tuple[list[float], list[float]]:
-    """Two distributions over the same outcomes."""
-    one, other = distribution("p", p), distribution("q", q)
-    if len(one) != len(other):
-        raise InputError(f"p has {len(one)} outcomes and q {len(other)}; they must be over the same ones, in one order")
-    return one, other
+def _of_counts(counts: list[int], corrected: bool) -> float:
+    """Nats."""
+    shares: Shares = of_counts(counts)
+    return float(equations.cross_entropy(*shares)) + ((len(counts) - 1) / (2 * sum(counts)) if corrected else 0.0)
 
 
-def distribution(name: str, given: Any) -> list[float]:
-    """Probabilities that sum to 1."""
-    found = numbers(name, given)
-    for place, value in enumerate(found):
-        if not 0 <= value < math.inf:  # NaN is not either
-            raise InputError(f"{name}[{place}] is {value}; a probability is a number from 0 to 1")
-    total = math.fsum(found)
-    if abs(total - 1) > NEAR:
-        raise InputError(f"{name} sums to {total:.6g}; probabilities sum to 1, so divide by their sum")
-    return [value / total for value in found]
+def _of_pairs(samples: Any, corrected: bool) -> float:
+    pairs = counted("samples", samples)
+    x: dict[Any, int] = {}
+    y: dict[Any, int] = {}
+    for pair, count in pairs.items():
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise InputError(f"samples has {pair!r:.40}, which is no pair; give (x, y) as they came together")
+        x[pair[0]], y[pair[1]] = x.get(pair[0], 0) + count, y.get(pair[1], 0) + count
+    own, other, together = (_of_counts(list(each.values()), corrected) for each in (x, y, pairs))
+    found = own + other - together
+    return found if corrected else max(0.0, found)
 
 
-def numbers(name: str, given: Any) -> list[float]:
-    found = listed(name, given)
-    for place, value in enumerate(found):
-        if isinstance(value, list | tuple | str):
-            raise InputError(f"{name}[{place}] is a {type(value).__name__}; give one list of probabilities at a time")
-    try:
-        return [float(value) for value in found]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InputError(f"{name} holds what is no number ({error}); give probabilities") from None
-
-
-def listed(name: str, given: Any) -> list[Any]:
-    """What a sequence, an array or a tensor holds."""
-    found = given.tolist() if hasattr(given, "tolist") else given
-    if isinstance(found, str | bytes) or not isinstance(found, Iterable):
-        raise InputError(f"{name} is a {type(given).__name__}; give a list, an array or a tensor of probabilities")
-    found = list(found)
-    if not found:
-        raise InputError(f"{name} is empty; give the probability of each outcome")
-    return found
+def _told(value: Any) -> Any:
+    """A float, if it is one number."""
+    if getattr(value, "ndim", 0):
+        return value
+    return float(value.detach() if is_tensor(value) else value)

@@ -20,6 +20,7 @@ from cutaway.measure.surprise import (
     surprise,
     texts_of,
     tokenizer_of,
+    total,
 )
 from cutaway.model import EncoderOnly
 from cutaway.model.inputs import check_seed
@@ -67,7 +68,7 @@ def measure_masked(
     if not every:
         raise InputError("there is no token to hide; give texts with at least one")
     check_ids(max(max(ids) for ids, _ in every), model.config.vocab_size)
-    nats, right, done = 0.0, 0, 0
+    parts, done = [], 0
     with reading(model):
         for part in batches(every, lambda piece: len(piece[0]), batch, model.device):
             tokens, real = padded([ids for ids, _ in part], model.device)
@@ -75,13 +76,13 @@ def measure_masked(
             places = torch.tensor([place for _, hidden in part for place in hidden], device=tokens.device)
             targets = tokens[rows, places]
             tokens[rows, places] = mask
-            found_here = surprise(
-                model.head, model.encode(tokens, real)[rows, places], targets, model.config.vocab_size
-            )
-            nats, right, done = nats + found_here.nats, right + found_here.right, done + len(part)
+            wanted = model.encode(tokens, real)[rows, places]
+            parts.append(surprise(model.head, wanted, targets, model.config.vocab_size))
+            done += len(part)
             if progress is not None:
                 progress(done, len(every))
-    return MaskScore(nats, sum(len(hidden) for _, hidden in every), right, documents, context)
+    told, count = total(parts), sum(len(hidden) for _, hidden in every)
+    return MaskScore(told.nats, count, told.calibration, told.right, documents, context)
 
 
 def pieces(tokenizer: Tokenizer, text: str, context: int, rate: float, seed: int, number: int) -> Iterator[Piece]:

@@ -10,7 +10,18 @@ from cutaway.generate import generate
 from cutaway.generate.start import Start
 from cutaway.generate.texts import Source, opened
 from cutaway.measure.score import PairScore
-from cutaway.measure.surprise import Progress, batches, check_ids, padded, reading, size_of, surprise, tokenizer_of
+from cutaway.measure.surprise import (
+    Progress,
+    Surprise,
+    batches,
+    check_ids,
+    padded,
+    reading,
+    size_of,
+    surprise,
+    tokenizer_of,
+    total,
+)
 from cutaway.model import EncoderDecoder
 from cutaway.text import Tokenizer
 from cutaway.text.marian import MarianTokenizer
@@ -45,15 +56,16 @@ def measure_pairs(
     if not every:
         raise InputError("there are no pairs; give at least one source with its target")
     parts = batches(every, lambda pair: max(len(pair.source), len(pair.target)), batch, model.device)
-    nats, exact, done = 0.0, 0, 0
+    told, exact, done = [], 0, 0
     for part in parts:
         with reading(model):
-            nats += tell(model, part)
+            told.append(tell(model, part))
         exact += right_answers(checkpoint, part, batch) if answers else 0
         done += len(part)
         if progress is not None:
             progress(done, len(every))
-    return PairScore(nats, sum(len(pair.target) - 1 for pair in every), exact, len(every))
+    tokens, whole = sum(len(pair.target) - 1 for pair in every), total(told)
+    return PairScore(whole.nats, tokens, whole.calibration, exact, len(every))
 
 
 def encoded(model: EncoderDecoder, tokenizer: Tokenizer, start: Start, number: int, pair: tuple[str, str]) -> Pair:
@@ -84,13 +96,13 @@ def encoded(model: EncoderDecoder, tokenizer: Tokenizer, start: Start, number: i
     return Pair(source, target, text)
 
 
-def tell(model: EncoderDecoder, part: list[Pair]) -> float:
+def tell(model: EncoderDecoder, part: list[Pair]) -> Surprise:
     source, source_real = padded([pair.source for pair in part], model.device)
     target, real = padded([pair.target[:-1] for pair in part], model.device)
     x = model.hidden(source, target, source_real, real)
     wanted = torch.cat([x[row, : len(pair.target) - 1] for row, pair in enumerate(part)])
     targets = torch.tensor([token for pair in part for token in pair.target[1:]], device=x.device)
-    return surprise(model.head, wanted, targets, model.config.vocab_size).nats
+    return surprise(model.head, wanted, targets, model.config.vocab_size)
 
 
 def right_answers(checkpoint: Source, part: list[Pair], batch: int | None) -> int:

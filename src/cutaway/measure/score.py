@@ -3,6 +3,9 @@
 import math
 from dataclasses import dataclass
 
+from cutaway.measure.information import bits_per_byte
+from cutaway.measure.reliability import Calibration
+
 
 @dataclass(frozen=True)
 class Told:
@@ -11,6 +14,8 @@ class Told:
     nats: float
     """−Σ log p(token), over all of them."""
     tokens: int
+    calibration: Calibration
+    """Of the likeliest token, each time."""
 
     @property
     def loss(self) -> float:
@@ -37,7 +42,7 @@ class Score(Told):
     @property
     def bits_per_byte(self) -> float:
         """Comparable between tokenizers, as loss and perplexity are not."""
-        return self.nats / math.log(2) / self.bytes if self.bytes else math.inf
+        return bits_per_byte(self.nats, self.bytes)
 
 
 @dataclass(frozen=True)

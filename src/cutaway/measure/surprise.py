@@ -1,7 +1,10 @@
 """How surprised a model is by tokens: cross-entropy over its head's logits, of which only a chunk is ever there."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from operator import add
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -12,6 +15,7 @@ from torch.nn import functional as F
 
 from cutaway.errors import InputError, WeightError
 from cutaway.generate.runner import at_rest
+from cutaway.measure.reliability import Calibration, tally
 from cutaway.model import Transformer
 from cutaway.text import Tokenizer
 
@@ -32,29 +36,50 @@ class Surprise(NamedTuple):
     nats: float
     right: int
     """Targets that were the likeliest token."""
+    calibration: Calibration
+    """How sure of the likeliest it was, and how often that was the target."""
+
+
+class ByToken(NamedTuple):
+    nats: Float[Tensor, " N"]
+    """−log p of each target."""
+    right: Bool[Tensor, " N"]
+    """Whether it was the likeliest token."""
+    confidence: Float[Tensor, " N"]
+    """p of the likeliest."""
 
 
 def surprise(head: nn.Module, x: Float[Tensor, "N d"], targets: Int[Tensor, " N"], vocab_size: int) -> Surprise:
     """−Σ log p(target), from the vectors that the head reads; summed in 64 bits."""
-    nats, likeliest = by_token(head, x, targets, vocab_size)
-    return Surprise(float(nats.double().sum()), int(likeliest.sum()))
+    found = by_token(head, x, targets, vocab_size)
+    right = found.right.cpu().double().numpy()
+    told = tally(found.confidence.cpu().double().numpy(), right)
+    return Surprise(float(found.nats.double().sum()), int(right.sum()), told)
 
 
-def by_token(
-    head: nn.Module, x: Float[Tensor, "N d"], targets: Int[Tensor, " N"], vocab_size: int
-) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"]]:
-    """−log p of each target, and whether it was the likeliest token."""
+def total(parts: Sequence[Surprise]) -> Surprise:
+    """Of all parts of a text, of which there is at least one."""
+    nats = math.fsum(part.nats for part in parts)
+    calibration = reduce(add, (part.calibration for part in parts))
+    return Surprise(nats, sum(part.right for part in parts), calibration)
+
+
+def by_token(head: nn.Module, x: Float[Tensor, "N d"], targets: Int[Tensor, " N"], vocab_size: int) -> ByToken:
     chunk = max(1, LOGITS // vocab_size)
-    nats, likeliest = [], []
+    nats, right, confidence = [], [], []
     for start in range(0, len(x), chunk):
         logits, target = head(x[start : start + chunk]), targets[start : start + chunk]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        nats.append(F.cross_entropy(wide, target, reduction="none"))
-        likeliest.append(wide.argmax(-1) == target)
-    found = torch.cat(nats) if nats else x.new_zeros(0)
-    if bool(found.isnan().any()):
+        log_p, best = wide.log_softmax(-1), wide.argmax(-1)
+        nats.append(F.nll_loss(log_p, target, reduction="none"))
+        right.append(best == target)
+        confidence.append(log_p.gather(-1, best[:, None])[:, 0].exp())
+    if not nats:
+        return ByToken(x.new_zeros(0), x.new_zeros(0).bool(), x.new_zeros(0))
+    found = ByToken(torch.cat(nats), torch.cat(right), torch.cat(confidence))
+    if bool(found.nats.isnan().any()):
         raise WeightError("the logits are not numbers; the weights are damaged, or too large for their dtype")
-    return found, torch.cat(likeliest) if likeliest else found.bool()
+    return found
 
 
 @contextmanager

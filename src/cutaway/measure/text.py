@@ -21,6 +21,7 @@ from cutaway.generate.texts import Source, opened
 from cutaway.measure.score import Score
 from cutaway.measure.surprise import (
     Progress,
+    Surprise,
     added,
     batches,
     check_ids,
@@ -31,6 +32,7 @@ from cutaway.measure.surprise import (
     surprise,
     texts_of,
     tokenizer_of,
+    total,
 )
 from cutaway.model import DecoderOnly
 from cutaway.text import Tokenizer
@@ -77,15 +79,15 @@ def measure(
     every = [
         window for number, ids in enumerate(documents) for window in windows(number, len(ids), first, context, stride)
     ]
-    nats, done = 0.0, 0
+    parts, done = [], 0
     with reading(model):
         for part in batches(every, lambda window: window.end - window.begin, batch, model.device):
-            nats += tell(model, documents, part)
+            parts.append(tell(model, documents, part))
             done += len(part)
             if progress is not None:
                 progress(done, len(every))
-    tokens = sum(len(ids) - first for ids in documents)
-    return Score(nats, tokens, told, len(documents), context, stride)
+    tokens, whole = sum(len(ids) - first for ids in documents), total(parts)
+    return Score(whole.nats, tokens, whole.calibration, told, len(documents), context, stride)
 
 
 def read(tokenizer: Tokenizer, texts: Iterable[str]) -> tuple[list[Ids], int, int]:
@@ -121,11 +123,11 @@ def windows(document: int, length: int, first: int, context: int, stride: int) -
         begin += stride
 
 
-def tell(model: DecoderOnly, documents: list[Ids], part: list[Window]) -> float:
-    """The nats of what these windows tell."""
+def tell(model: DecoderOnly, documents: list[Ids], part: list[Window]) -> Surprise:
+    """At what these windows tell."""
     tokens, real = padded([documents[w.document][w.begin : w.end] for w in part], model.device)
     x = model.hidden(tokens, real)
     wanted = [x[row, w.first - 1 - w.begin : w.end - w.begin] for row, w in enumerate(part)]
     targets = np.concatenate([documents[w.document][w.first : w.end + 1] for w in part]).astype(np.int64)
     told = torch.from_numpy(targets).to(x.device)
-    return surprise(model.head, torch.cat(wanted), told, model.config.vocab_size).nats
+    return surprise(model.head, torch.cat(wanted), told, model.config.vocab_size)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cutaway.measure import equations
 from cutaway.model import Transformer
 from cutaway.model.attention import Latent, MultiHead
 from cutaway.model.stack import Stack
@@ -165,10 +166,9 @@ def entropy(scores: Tensor, pattern: Tensor) -> Tensor | None:
     What a sink takes is one more thing to choose.
     """
     wide = pattern.float()
-    bits = -torch.xlogy(wide, wide).sum(-1) / math.log(2)
-    taken = (1 - wide.sum(-1)).clamp(min=0)
+    taken = 1 - wide.sum(-1, keepdim=True)
     taken = torch.where(taken > 0.01, taken, 0.0)  # less is rounding
-    bits = bits - torch.xlogy(taken, taken) / math.log(2)
+    bits = (equations.entropy(wide) + equations.entropy(taken)) / equations.UNITS["bits"]
     choosing = ((scores > float("-inf")).sum(-1) > 1).expand_as(bits).float()
     count = choosing.sum((0, 2))
     return None if not bool((count > 0).all()) else (bits * choosing).sum((0, 2)) / count

@@ -4,7 +4,6 @@ Where the data is, what dropout draws and what is masked all follow from (seed, 
 from its last checkpoint to the same bits that it would have reached.
 """
 
-import math
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.save import save
+from cutaway.measure import bits_per_byte
 from cutaway.model import Transformer
 from cutaway.train.audience import Audience, Watcher
 from cutaway.train.average import Average
@@ -218,7 +218,7 @@ class Loop:
         self.best = loss if self.best is None else min(self.best, loss)
         row: dict[str, Any] = {"step": self.done, "validation": loss}
         if self.reading.bytes_per_token is not None:
-            row["bits_per_byte"] = loss / math.log(2) / self.reading.bytes_per_token
+            row["bits_per_byte"] = bits_per_byte(loss, self.reading.bytes_per_token)
         if speaks(self.recipe) and (whole := self.checkpoint(self.model.device)) is not None:
             row |= rightness(whole, self.reading, self.task, self.recipe, seed=self.done)
         self.model.train()

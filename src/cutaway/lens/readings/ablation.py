@@ -15,6 +15,7 @@ from cutaway.lens.readings.patching import shown_as_bar
 from cutaway.lens.readings.reading import Reading
 from cutaway.lens.readings.subject import Subject, Text, resting, subject, wide
 from cutaway.lens.sites import sites
+from cutaway.measure.equations import kl_of_logits
 from cutaway.model import EncoderOnly
 
 MEASURES = ("loss", "KL", "top-5 kept")
@@ -104,8 +105,7 @@ def loss(this: Subject, logits: Tensor) -> Tensor:
 
 
 def measured(this: Subject, logits: Tensor, plain: Tensor) -> Tensor:
-    told, said = logits.log_softmax(-1), plain.log_softmax(-1)
-    apart = F.kl_div(told, said, reduction="batchmean", log_target=True)
+    apart: Tensor = kl_of_logits(plain, logits).mean()
     count = min(BEST, logits.shape[-1])
     mine, theirs = logits.topk(count).indices, plain.topk(count).indices
     kept = (mine[:, :, None] == theirs[:, None, :]).any(-1).float().mean()

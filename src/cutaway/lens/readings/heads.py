@@ -10,6 +10,7 @@ from cutaway.lens.models import ours
 from cutaway.lens.readings.reading import Reading
 from cutaway.lens.readings.subject import Subject, Text, resting, subject, wide
 from cutaway.lens.trace import trace
+from cutaway.measure import equations
 from cutaway.model import EncoderDecoder, Transformer
 
 KINDS = ("previous", "duplicate", "induction", "first")
@@ -36,9 +37,8 @@ def entropy(pattern: Tensor) -> Tensor:
 
 def entropy_by_token(pattern: Tensor) -> Tensor:
     """(…, T, S) → (…, T), in bits."""
-    sink = (1 - pattern.sum(-1, keepdim=True)).clamp(min=0)
-    shares = torch.cat((pattern, sink), -1)
-    return -torch.xlogy(shares, shares).sum(-1) / torch.log(torch.tensor(2.0))
+    bits: Tensor = equations.entropy(equations.with_rest(pattern)) / equations.UNITS["bits"]
+    return bits
 
 
 def patterns_of(this: Subject) -> list[tuple[str, Tensor]]:

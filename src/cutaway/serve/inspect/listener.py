@@ -11,6 +11,7 @@ from cutaway.generate.cache import Rows as CacheRows
 from cutaway.generate.distribution import Needs, probabilities
 from cutaway.generate.runner import Runner
 from cutaway.generate.sampling import Drawn, Sampler
+from cutaway.measure import equations
 from cutaway.model.cache import Cache
 from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.look import Look
@@ -36,7 +37,7 @@ class Choice:
             "share": float(self.logits.softmax(-1)[token]),
             "chance": float(self.drawn[token]),
             "rank": int((self.logits > self.logits[token]).sum()) + 1,
-            "entropy": bits(self.logits.softmax(-1)),
+            "entropy": float(equations.entropy(self.logits.double().softmax(-1))) / equations.UNITS["bits"],
             "left": int((self.drawn > 0).sum()),
         }
 
@@ -46,11 +47,6 @@ class Choice:
         best = shares.topk(min(TOP, len(shares)))
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         return [{"token": token, "share": share, "chance": float(self.drawn[token])} for token, share in pairs]
-
-
-def bits(shares: Tensor) -> float:
-    shares = shares.double()
-    return float(-torch.xlogy(shares, shares).sum() / torch.log(torch.tensor(2.0, dtype=torch.float64)))
 
 
 class Listener(Sampler):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from cutaway.errors import CutawayError
+from cutaway.measure import bits_per_byte
 from cutaway.train.ablate.step_costs import peak_of_a_step, seconds_of_a_step
 from cutaway.train.ablate.surgery import SURGERY
 from cutaway.train.ablate.validation import validation_loss
@@ -113,7 +114,7 @@ def found(loop: Loop, job: Job) -> dict[str, Any]:
         "looks": [[row["step"], row["validation"]] for row in looks],
     }
     if loop.reading.bytes_per_token is not None:
-        outcome["bits_per_byte"] = loss / math.log(2) / loop.reading.bytes_per_token
+        outcome["bits_per_byte"] = bits_per_byte(loss, loop.reading.bytes_per_token)
     if job.measure is not None:
         from cutaway.train.ablate.measures import MEASURES
 

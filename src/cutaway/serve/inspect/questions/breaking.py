@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cutaway.lens.readings.ablation import BEST
+from cutaway.measure import equations
 from cutaway.model import EncoderOnly
 from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.job import Job
@@ -97,7 +98,7 @@ def compared(of: Inspector, plain: Kept, changed: Kept, job: Job) -> dict[str, A
         job.progress(low, length, "comparing what is said")
         before, after = said(of, plain, low, high), said(of, changed, low, high)
         told, was = after.log_softmax(-1), before.log_softmax(-1)
-        kl = F.kl_div(told, was, reduction="none", log_target=True).sum(-1)
+        kl = equations.kl(was.exp(), was, told)
         count = min(BEST, before.shape[-1])
         mine, theirs = after.topk(count).indices, before.topk(count).indices
         found["kl"].append(kl)

@@ -2,12 +2,12 @@
 
 from typing import Annotated
 
-import torch
 from pydantic import Field
 
 from cutaway.generate.distribution import probabilities
 from cutaway.generate.sampling import Sampler
 from cutaway.generate.settings import Settings
+from cutaway.measure import equations
 from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.job import Job
 from cutaway.serve.inspect.question import OfText, Place
@@ -37,6 +37,6 @@ class Next(OfText):
         best = plain.topk(min(BEST, len(plain)))
         shares = zip(best.indices.tolist(), best.values.tolist(), drawn[best.indices].tolist(), strict=True)
         rows = [{"token": t, "text": of.words.of(t), "share": a, "drawn": b} for t, a, b in shares]
-        bits = -float(torch.xlogy(plain, plain).sum()) / float(torch.log(torch.tensor(2.0)))
+        bits = float(equations.entropy(plain)) / equations.UNITS["bits"]
         held = int((drawn > 0).sum())
         return Answer({"top": rows, "entropy": bits, "kept": held, "of": len(plain), "sum": float(plain.sum())})
