@@ -49,8 +49,8 @@ claim("q·k spreads as a power of the width", slope, predicted=0.5, within=0.03)
 #   $e/128 = 0.021$, or 47 keys.
 # - Large $\sigma$: the largest few scores decide. This is a known problem of physics, the random energy model
 #   (Derrida 1981): above $\sigma_c = \sqrt{2 \ln n}$ the weights freeze, and $\sum p^2 \to 1 - \sigma_c/\sigma$ as
-#   $n \to \infty$. With $n = 128$, $\sigma_c = 3.1$, and $\sigma = 8$ gives 0.61: fewer than two keys. At a finite
-#   $n$ allow 15 %.
+#   $n \to \infty$. With $n = 128$, $\sigma_c = 3.1$, and $\sigma = 8$ gives 0.61: fewer than two keys. The limit is
+#   reached slowly, from above (the curve below lies over it throughout), so allow 15 %.
 
 # %%
 n = 128

@@ -22,9 +22,8 @@ from cutaway.config import to_dict
 from cutaway.errors import InputError
 from cutaway.learn import claim
 
-torch.set_grad_enabled(False)
-
 # %%
+torch.set_grad_enabled(False)
 METHODS = {
     "none": ({"kind": "none"}, {"kind": "none"}),
     "sinusoidal": ({"kind": "none"}, {"kind": "sinusoidal"}),
@@ -305,10 +304,11 @@ claim("the distance at which the last bucket begins", (bucket == 31).nonzero()[0
 figure, both = plt.subplots(1, 2, figsize=(6, 3.2), layout="constrained")
 for head in range(6):
     both[0].semilogy(pattern[head, :120], color=plt.cm.viridis(head / 6), label=f"slope 1/{2 ** (head + 1)}")
-both[0].set(ylim=(1e-4, 1), xlabel="tokens back", ylabel="weight", title="ALiBi: how far a head looks")
+both[0].set(ylim=(1e-4, 1), xlabel="tokens back", ylabel="weight", title="ALiBi: where a head looks")
 both[0].legend(frameon=False, fontsize=7)
 both[1].step(range(160), bucket[:160], where="post", color=COLOURS["T5 bias"])
 both[1].set(xlabel="tokens back", ylabel="bucket", title="T5: which number is added")
+figure.suptitle("What is added to a score, by distance", fontsize=10)
 
 # %% [markdown]
 # ## What each method notices

@@ -338,9 +338,12 @@ axes.text(0.25, 11.1, "log₂ V", va="bottom", color="0.4")
 axes.axhline(4, color=BLUE, lw=0.8, ls=":")
 axes.text(5, 4.1, "log₂ 16", ha="right", va="bottom", color=BLUE)
 axes.set(
-    xlabel="temperature", ylabel="entropy of the next token, bits", title="What the settings leave open after `self.`"
+    xlabel="temperature",
+    ylabel="entropy of the next token, bits",
+    title="What the settings leave open after self.",
+    ylim=(0, 12.5),
 )
-axes.legend(frameon=False)
+axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
 figure.tight_layout()
 
 # %% [markdown]

@@ -11,7 +11,7 @@ How pages are written:
   ended. Spaces count as one, … stands for anything, and a decimal may differ by 1 %.
 - a block with title="mine.toml" is a file, and written. ```toml and ```json must be that.
 - ```diff is applied to a copy of the sources; Python after it runs with that, each block in a process of its own.
-- <!-- not run: why --> stands before a block that cannot run here.
+- <!-- not run: why --> stands before a block that cannot run here, <!-- at night --> before one that takes long.
 
 The folder has the models of stand_ins.py: small ones, without training, under well-known names. `--fill` writes what
 was printed into the page.
@@ -30,7 +30,7 @@ from commands import Session
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"(?sm)^(?P<indent> *)(?P<ticks>`{3,})(?P<info>[^`\n]*)\n(?P<body>.*?)^(?P=indent)(?P=ticks) *$")
-MARK = re.compile(r"<!-- (output|not run)(?:: ((?:(?!-->).)*?))? -->\s*\Z", re.DOTALL)
+MARK = re.compile(r"<!-- (output|not run|at night)(?:: ((?:(?!-->).)*?))? -->\s*\Z", re.DOTALL)
 NUMBER = re.compile(r"[-−+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 TOLD, DATA = ("text",), ("toml", "json", "jsonl")
 SHOWN = ("console",)
@@ -48,7 +48,7 @@ class Block:
     title: str
     body: str
     mark: str = ""
-    """`output`, `not run`, or nothing."""
+    """`output`, `not run`, `at night`, or nothing."""
     note: str = ""
     place: tuple[int, int] = (0, 0)
     """Where its body stands in the page."""
@@ -67,20 +67,24 @@ def blocks(page: str) -> list[Block]:
     return found
 
 
-def run(path: Path, folder: Path) -> dict[Block, str]:
-    """Run a page in a folder; what was printed, by the block that shows it. A difference is a PageError."""
+def run(path: Path, folder: Path, *, night: bool = False) -> dict[Block, str]:
+    """Run a page in a folder; what was printed, by the block that shows it. At night, all of it."""
     page = path.read_text(encoding="utf-8")
     shown: dict[Block, str] = {}
     with Session(folder) as session:
         said, code = "", 0
+        passed_over = False
         for block in blocks(page):
             try:
                 if block.mark == "not run":
                     if not block.note:
                         raise PageError("is not run, and no reason is given")
                 elif block.mark == "output":
-                    shown[block] = said
-                    expect_exit(block, code)
+                    if not passed_over:
+                        shown[block] = said
+                        expect_exit(block, code)
+                elif passed_over := block.mark == "at night" and not night:
+                    continue
                 elif block.language == "python" and not block.title:
                     said, code = session.python(block.body, f"{path.name}:{block.line}"), 0
                 elif block.language == "diff":
@@ -125,14 +129,18 @@ def write(block: Block, folder: Path) -> None:
 
 def difference(said: str, meant: str) -> str:
     """What is wrong with the output on a page, or nothing."""
-    rows = [row.rstrip() for row in meant.strip("\n").splitlines()]
     numbers: list[str] = []
-    pattern = "".join(as_pattern(row, numbers) for row in rows)
-    found = re.fullmatch(pattern, "\n".join(row.rstrip() for row in said.strip("\n").splitlines()) + "\n", re.DOTALL)
+    pattern = "".join(as_pattern(row, numbers) for row in trimmed(meant).splitlines())
+    found = re.fullmatch(pattern, trimmed(said), re.DOTALL)
     if found is None:
         return f"the page says\n{meant}\nand the program\n{said}"
     apart = [(page, now) for page, now in zip(numbers, found.groups(), strict=True) if not near(page, now)]
     return f"numbers of the page, and of the program: {apart}\n{said}" if apart else ""
+
+
+def trimmed(text: str) -> str:
+    """Without spaces at the ends of lines, nor empty lines around."""
+    return "\n".join(row.rstrip() for row in text.splitlines()).strip("\n") + "\n"
 
 
 def as_pattern(row: str, numbers: list[str]) -> str:
@@ -167,8 +175,7 @@ def filled(page: str, shown: dict[Block, str]) -> str:
     for block, said in sorted(shown.items(), key=lambda item: -item[0].place[0]):
         if difference(said, block.body):
             start, end = block.place
-            text = "\n".join(row.rstrip() for row in said.strip("\n").splitlines())
-            page = page[:start] + text + "\n" + page[end:]
+            page = page[:start] + trimmed(said) + page[end:]
     return page
 
 
@@ -183,7 +190,7 @@ def main() -> None:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 stand_ins(Path(folder))
-                shown = run(path, Path(folder))
+                shown = run(path, Path(folder), night=True)
         except PageError as error:
             sys.stderr.write(f"{error}\n")
             wrong = True

@@ -32,7 +32,7 @@ class Session:
 
     def __enter__(self) -> Self:
         self.held.enter_context(contextlib.chdir(self.folder))
-        self.held.enter_context(mock.patch.dict(os.environ, surroundings()))
+        self.held.enter_context(mock.patch.dict(os.environ, surroundings(self.folder)))
         self.held.enter_context(mock.patch.object(sys, "path", [str(self.folder), *sys.path]))
         for registry in registries():  # what a page enters is its own, too
             self.held.enter_context(mock.patch.dict(registry))
@@ -127,8 +127,10 @@ def answers(port: int) -> bool:
         connection.close()
 
 
-def surroundings() -> dict[str, str]:
-    return {"COLUMNS": WIDTH, "NO_COLOR": "1", "TERM": "dumb", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+def surroundings(folder: Path) -> dict[str, str]:
+    """Alike on every machine; what cutaway remembers of a user is the page's own."""
+    plain = {"COLUMNS": WIDTH, "NO_COLOR": "1", "TERM": "dumb", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return plain | {"CUTAWAY_HOME": str(folder / ".home"), "CUTAWAY_CACHE": str(folder / ".cache")}
 
 
 def verb(words: list[str]) -> tuple[str, int]:

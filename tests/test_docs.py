@@ -9,6 +9,8 @@ from blocks import PageError, blocks, difference, run
 from links import links
 from stand_ins import stand_ins
 
+from docs import gather
+
 ROOT = Path(__file__).parent.parent
 
 ELSEWHERE = {"docs/gallery.md": "test_gallery.py", "docs/checks/README.md": "test_check_pages.py"}
@@ -38,6 +40,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_page_runs_and_prints_what_it_says(path: Path, models: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(models, tmp_path / "here")
     wrong = [difference(said, block.body) for block, said in run(path, folder).items()]
+    assert not any(wrong), "\n".join(wrong)
+
+
+@pytest.mark.nightly
+@pytest.mark.unchecked
+@pytest.mark.parametrize("path", [path for path in WITH_CODE if "<!-- at night -->" in path.read_text()], ids=name)
+def test_a_page_runs_at_night(path: Path, models: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(models, tmp_path / "here")
+    wrong = [difference(said, block.body) for block, said in run(path, folder, night=True).items()]
     assert not any(wrong), "\n".join(wrong)
 
 
@@ -90,3 +101,12 @@ def test_a_page_that_is_wrong_is_told_so(text: str, complaint: str, tmp_path: Pa
     page.write_text(text)
     with pytest.raises(PageError, match=complaint):
         run(page, tmp_path)
+
+
+def test_pages_are_gathered_with_links_that_hold_in_the_site(tmp_path: Path) -> None:
+    """`make docs`, which is a part of `make test`, builds the site of them, and holds anchors and the navigation."""
+    gather(tmp_path)
+    for page in tmp_path.rglob("*.md"):
+        for link in links(page.read_text(encoding="utf-8")):
+            if not re.match(r"[a-z]+:|#", link):
+                assert (page.parent / link.partition("#")[0]).is_file(), f"{page.relative_to(tmp_path)}: {link}"

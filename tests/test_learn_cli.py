@@ -109,7 +109,10 @@ def test_where_nothing_can_be_kept_the_rest_still_works(verb: Run, home: Path, m
     monkeypatch.setenv("CUTAWAY_HOME", str(home / "flat" / "state"))
     (home / "mine.py").write_text(exercise(8).solution)
     assert "passed" in verb("learn", "check", 8, "mine.py")
-    assert "set CUTAWAY_HOME to a folder of yours" in verb("learn", "hint", 8, code=2)
+    assert "hint 1 of 3" in verb("learn", "hint", 8)
+    assert "04-count-attention.py" in verb("learn", "start", 4)
+    with pytest.raises(kept.KeptError, match="set CUTAWAY_HOME to a folder of yours"):
+        kept.write("exercises", {})
     monkeypatch.delenv("CUTAWAY_HOME")
     monkeypatch.setenv("XDG_STATE_HOME", str(home / "xdg"))
     assert kept.folder() == home / "xdg" / "cutaway"

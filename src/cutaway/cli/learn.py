@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,6 +51,17 @@ def remembered() -> "Progress":
             f"what was kept of your progress was damaged; it is set aside as '{found.aside}', and counting begins anew"
         )
     return found
+
+
+@contextmanager
+def kept_if_possible() -> Iterator[None]:
+    """Where nothing can be kept that is said, and the rest goes on."""
+    from cutaway.learn.kept import KeptError
+
+    try:
+        yield
+    except KeptError as error:
+        aside(str(error))
 
 
 def aside(text: str) -> None:
@@ -108,22 +121,14 @@ def start(
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--dir is '{folder}', which is a file; name a folder")
     path, old = begin(chosen, folder, as_notebook=as_notebook, again=again)
-    remember_begun(number, path)
+    with kept_if_possible():
+        remembered().begun(number, path)
     if as_json:
         told({"number": number, "file": str(path), "kept": None if old is None else str(old)})
         return
     from cutaway.cli import learn_view
 
     learn_view.begun(chosen, path, old)
-
-
-def remember_begun(number: int, path: Path) -> None:
-    from cutaway.learn.kept import KeptError
-
-    try:
-        remembered().begun(number, path)
-    except KeptError as error:  # the file is written all the same
-        aside(str(error))
 
 
 def hint(
@@ -141,7 +146,7 @@ def hint(
     progress = remembered()
     before = progress.of(number).hints
     given = len(chosen.hints) if whole else min(before + 1, len(chosen.hints))
-    if given > before:
+    with kept_if_possible():
         progress.change(number, hints=given)
     if as_json:
         told({"number": number, "hints": chosen.hints[:given], "left": len(chosen.hints) - given})
@@ -169,7 +174,8 @@ def solution(
             f"exercise {number} has not been tried yet, and the solution is worth more afterwards: `cutaway learn hint "
             f"{number}` helps; --anyway shows it now"
         )
-    progress.change(number, shown=True)
+    with kept_if_possible():
+        progress.change(number, shown=True)
     if as_json:
         told({"number": number, "solution": chosen.solution})
         return

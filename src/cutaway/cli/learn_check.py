@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cutaway.cli.learn import Json, Number, aside, remembered, told
+from cutaway.cli.learn import Json, Number, kept_if_possible, remembered, told
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:
@@ -75,12 +75,8 @@ def waited(exercise: "Exercise", path: Path) -> "Judged":
 
 
 def remember(number: int, path: Path, result: "Judged") -> dict[str, object]:
-    from cutaway.learn.kept import KeptError
-
     progress = remembered()
-    try:
+    with kept_if_possible():  # the verdict is worth telling all the same
         if result.state != "not written yet":  # to look at a stub is no try
             progress.tried(number, path, passed=result.passed)
-    except KeptError as error:  # the verdict is worth telling all the same
-        aside(str(error))
     return asdict(progress.of(number))

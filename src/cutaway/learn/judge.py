@@ -115,7 +115,7 @@ def tried(task: Task, function: Any, case: Case, right: Told, places: Places) ->
         raise TooLongError(places.of(error)) from error
     except NotImplementedError as error:
         return Told("raised", "NotImplementedError"), unwritten(task, error, places)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return Told("raised", type(error).__name__), raised(task, case, error, places)
     found = difference(right, value, task.axes)
     if found is not None:
@@ -136,9 +136,13 @@ def unwritten(task: Task, error: NotImplementedError, places: Places) -> Verdict
     return Verdict(task.name, "unwritten", f"is {UNWRITTEN}")
 
 
-def raised(task: Task, case: Case, error: Exception, places: Places) -> Verdict:
+def raised(task: Task, case: Case, error: BaseException, places: Places) -> Verdict:
     """An error of the learner's, in one sentence."""
     at, said = places.of(error), first_line(error)
+    if isinstance(error, SystemExit):
+        return Verdict(
+            task.name, "failed", f"{case.what} ends itself by exit() or sys.exit(): return in place of it", at=at
+        )
     if is_memory(error):
         return Verdict(task.name, "failed", f"{case.what} asked for more memory than an exercise may have", at=at)
     if not at and isinstance(error, TypeError):
@@ -148,7 +152,7 @@ def raised(task: Task, case: Case, error: Exception, places: Places) -> Verdict:
 
 
 def is_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError) or "not enough memory" in str(error) or "can't allocate memory" in str(error)
 
 
 def likely(task: Task, asked: list[Told], given: list[Told]) -> Made:
