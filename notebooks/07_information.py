@@ -223,7 +223,13 @@ print(
         below=by_byte / math.log(2),
     )
 )
-print(claim("against zlib (ratio)", score.bits_per_byte / packed, below=1))
+print(
+    claim(
+        "against guessing each token by its frequency (ratio)",
+        score.bits_per_byte / costs["tokens, counted"],
+        below=0.9,
+    )
+)
 
 figure, axes = plt.subplots(figsize=(6, 2.6))
 bars = axes.barh(list(costs), list(costs.values()), color=["#999999"] * 4 + ["#0072b2"])
