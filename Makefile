@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test page lint nightly gpu bench release clean
+.PHONY: demo test page docs lint nightly gpu bench release clean
 .DEFAULT_GOAL := demo
 
 .venv/ready: pyproject.toml constraints.txt scripts/setup.sh
@@ -12,12 +12,16 @@ export OMP_NUM_THREADS ?= 2
 page: .venv/ready  ## build the page again, if its sources have changed
 	@$(BIN)/python hatch_build.py
 
+docs: .venv/ready page  ## the documentation's site, in site/
+	@PYTHONPATH=scripts $(BIN)/python scripts/docs.py && echo "site/index.html"
+
 demo: .venv/ready  ## build a small model and follow a token through it
 	@$(BIN)/cutaway demo
 
 test: .venv/ready page lint  ## everything that must hold
 	@echo "tests, as a user runs it (compiled models, bad input):" && OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 -m "unchecked and not nightly and not gpu"
 	@echo "tests, shapes checked as they run:" && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not unchecked and not nightly and not gpu"
+	@echo "documentation, with the notebooks as they ran:" && PYTHONPATH=scripts $(BIN)/python scripts/docs.py && echo "site/index.html"
 
 lint: .venv/ready
 	@$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check . && $(BIN)/mypy --no-error-summary && $(BIN)/python scripts/check_page.py && echo "lint and types: fine"
@@ -36,4 +40,4 @@ release: .venv/ready page  ## the sdist and the wheel, tried in an empty environ
 	@$(BIN)/python scripts/release.py --fresh
 
 clean:
-	@rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv .pages site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

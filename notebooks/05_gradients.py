@@ -350,5 +350,5 @@ claim("selective keeps less than all and more than block inputs (place between)"
 # - Take `"placement": {"kind": "sandwich"}` or `"output"`: which of the two curves do they follow, and why?
 #
 # Exercise 7 (`cutaway learn start 7`) asks for the two equations. Claim by claim with confidence intervals: `cutaway
-# ablate depth-and-norm`. Before: [4. FFN, norms, residuals](04_ffn_norms_residuals.md). Next: [6. The three
-# forms](06_forms.md).
+# ablate depth-and-norm`. Before: [4. FFN, norms, residuals](04_ffn_norms_residuals.py). Next: [6. The three
+# forms](06_forms.py).

@@ -339,5 +339,5 @@ claim("encoder: earlier places that move", moved["encoder"], predicted=T - 1, wi
 # - Let the target be the source sorted: what should the cross-attention look like then?
 #
 # Exercises 2 (`cutaway learn start 2`, the causal mask) and 9 (name the mask) belong here. A trained encoder-decoder
-# of this kind that reads dates in 47 locales: `cutaway train dates`. Before: [5. The way back](05_gradients.md). Next:
-# [7. Information](07_information.md).
+# of this kind that reads dates in 47 locales: `cutaway train dates`. Before: [5. The way back](05_gradients.py). Next:
+# [7. Information](07_information.py).

@@ -381,5 +381,5 @@ figure.tight_layout()
 #   above.
 #
 # Exercises: 1 (`cutaway learn start 1`) has the softmax that all of this begins with; 10 has a loss that begins in the
-# wrong place. On the command line: `cutaway eval tiny-python --text FILE`. Before: [6. The three forms](06_forms.md).
-# Next: [8. What it costs](08_costs.md).
+# wrong place. On the command line: `cutaway eval tiny-python --text FILE`. Before: [6. The three forms](06_forms.py).
+# Next: [8. What it costs](08_costs.py).

@@ -393,4 +393,4 @@ claim("at an equal budget no variant is much slower (slowest to fastest)", sprea
 #
 # Exercises 4, 5 and 8 (`cutaway learn start 4`) count by hand what is counted here. On the command line: `cutaway size
 # llama-3-8b --gpu h100`, and `cutaway bench` measures this machine properly. Before: [7.
-# Information](07_information.md). Next: [9. Decoding](09_decoding.md).
+# Information](07_information.py). Next: [9. Decoding](09_decoding.py).

@@ -88,19 +88,25 @@ def signature(value: Any) -> str:
 
 def verbs() -> Iterator[str]:
     """Each verb with its arguments and options."""
-    from cutaway.cli import VERBS, as_command
+    from cutaway.cli import VERBS
+    from cutaway.cli.verbs import as_command
 
-    for verb in VERBS:
-        yield from command(f"cutaway {verb}", as_command(verb))
+    for verb, place in VERBS.items():
+        yield from command(f"cutaway {verb}", as_command(verb, place))
 
 
 def command(name: str, made: Any) -> Iterator[str]:
-    inner = getattr(made, "commands", {})
+    inner = {verb: made.get_command(None, verb) for verb in made.list_commands(None)} if is_group(made) else {}
     options = [given for each in made.params for given in options_of(each) if given != "--help"]
     if options or not inner:
         yield f"{name} {' '.join(options)}".rstrip()
     for verb, each in sorted(inner.items()):
         yield from command(f"{name} {verb}", each)
+
+
+def is_group(made: Any) -> bool:
+    """Whether it has verbs of its own, which may be made only when asked for."""
+    return hasattr(made, "list_commands")
 
 
 def options_of(parameter: Any) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import jupytext
 import matplotlib
+import torch
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -52,11 +53,11 @@ def main() -> None:
 
 
 def run(path: Path, out: Path) -> Ran:
-    """Run the notebook's cells in one namespace, in a process that has done nothing else that matters."""
+    """Run the notebook's cells in one namespace; what it sets for gradients and pictures ends with it."""
     out.mkdir(parents=True, exist_ok=True)
     ran, names, start = Ran(""), {"__name__": "__main__"}, time.perf_counter()
     parts: list[str] = []
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE), torch.enable_grad():
         plt.close("all")
         for place, cell in enumerate(jupytext.read(path).cells):
             if cell.cell_type == "markdown":

@@ -103,6 +103,8 @@ def test_no_branch_on_a_models_name() -> None:
         "from cutaway.families import families, read_config; read_config({'model_type': 'llama'})",
         "from cutaway.text import byte_tokenizer",
         "import cutaway as ct; ct.measure.entropy([0.5, 0.5]); ct.measure.calibration([0.5], [1])",
+        "from cutaway.learn.exercises import exercises; [(e.task, e.stub, e.hints) for e in exercises()]",
+        "import cutaway.cli.learn_check, cutaway.cli.learn_view, cutaway.learn.record, cutaway.learn.guard",
         "from cutaway.cli import app",
     ],
 )

@@ -108,7 +108,7 @@ def shown(word: str) -> str:
     return "·" * left + text.strip(" ") + "·" * right
 
 
-SCREENS = ["follow", "attention", "generate", "break", "gradients", "size"]
+SCREENS = ["follow", "attention", "generate", "break", "gradients", "size", "learn"]
 
 
 @pytest.mark.parametrize("name", [*SCREENS, "everywhere", "long", "file", "notebook"])

@@ -2,7 +2,7 @@
 import { AxeBuilder } from "@axe-core/playwright";
 import assert from "node:assert/strict";
 
-const SCREENS = { follow: "Follow", break: "Break it", attention: "Attention", generate: "Generate", gradients: "Gradients", size: "Size" };
+const SCREENS = { follow: "Follow", break: "Break it", attention: "Attention", generate: "Generate", gradients: "Gradients", size: "Size", learn: "Learn" };
 
 export async function run(page, url) {
   await page.goto(url);

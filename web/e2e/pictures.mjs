@@ -10,6 +10,7 @@ const PLACES = {
   generate: ["/generate?", "light"],
   gradients: ["/gradients?", "dark"],
   size: ["/size?size.base=llama-3-8b", "light"],
+  learn: ["/learn?step=mask", "light"],
 };
 const browser = await chromium.launch({ executablePath: EXECUTABLE, args: ARGUMENTS });
 for (const [name, [place, colorScheme]] of Object.entries(PLACES)) {

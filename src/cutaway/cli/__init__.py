@@ -6,13 +6,11 @@ import io
 import os
 import sys
 from pathlib import Path
-from pkgutil import resolve_name
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
-from typer.main import get_command
 
+from cutaway.cli.verbs import lazy
 from cutaway.errors import CutawayError
 
 VERBS = {
@@ -23,6 +21,7 @@ VERBS = {
     "demo": "cutaway.cli.demo:demo",
     "eval": "cutaway.cli.eval:evaluate",
     "generate": "cutaway.cli.generate:generate",
+    "learn": "cutaway.cli.learn:learn",
     "open": "cutaway.cli.open:open_page",
     "presets": "cutaway.cli.presets:presets",
     "serve": "cutaway.cli.serve:serve",
@@ -33,30 +32,9 @@ VERBS = {
 """The function behind each verb. Its file is imported when the verb is asked for, so that none waits for the others."""
 
 
-class Verbs(TyperGroup):
-    """The verbs as commands, each made when it is first needed: all for --help, one to run it."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(VERBS)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        needed = [cmd_name] if cmd_name in VERBS else VERBS  # a misspelt verb: typer suggests the nearest of all
-        for verb in needed:
-            if verb not in self.commands:
-                self.commands[verb] = as_command(verb)
-        return self.commands.get(cmd_name)
-
-
-def as_command(verb: str) -> Any:
-    """One verb as typer runs it: its options read from its function."""
-    alone = typer.Typer(add_completion=False)
-    alone.command(verb)(resolve_name(VERBS[verb]))
-    return get_command(alone)
-
-
 app = typer.Typer(
     name="cutaway",
-    cls=Verbs,
+    cls=lazy(VERBS),
     help="The Transformer with its side open: build it, run it, look into it.",
     no_args_is_help=True,
     add_completion=False,

@@ -44,7 +44,7 @@ def claim(
     held, parts = math.isfinite(measured), []
     if predicted is not None:
         held &= abs(measured - predicted) <= within * abs(predicted) + 1e-12
-        parts.append(said(predicted) + (f" ± {said(100 * within)} %" if within else ""))
+        parts.append(said(predicted) + (f" ± {said(100 * within)} %" if within and predicted else ""))
     if above is not None:
         held &= measured > above
         parts.append(f"above {said(above)}")
@@ -59,6 +59,6 @@ def claim(
 
 def said(value: float) -> str:
     """A number as people write it: four digits, thousands apart."""
-    if value == int(value) and abs(value) < 1e15:
+    if math.isfinite(value) and value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.4g}" if 1e-3 <= abs(value) < 1e6 else f"{value:.3g}"

@@ -40,11 +40,19 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"cutaway.measure.{_HOMES[name]}"), name)
 
 
-def _of_texts(checkpoint: Any, texts: Any, **how: Any) -> "Score":
-    """How well a decoder tells texts: `measure.measure`, whose options it takes: context, stride, batch, progress."""
+def _of_texts(
+    checkpoint: Any,
+    texts: Any,
+    *,
+    context: int | None = None,
+    stride: int | None = None,
+    batch: int | None = None,
+    progress: Any = None,
+) -> "Score":
+    """How well a decoder tells texts; `measure.measure` says what the options are. Torch is imported by the call."""
     from cutaway.measure.text import measure
 
-    return measure(checkpoint, texts, **how)
+    return measure(checkpoint, texts, context=context, stride=stride, batch=batch, progress=progress)
 
 
 make_callable(__name__, _of_texts)

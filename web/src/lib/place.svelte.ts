@@ -1,5 +1,5 @@
 // Where one is: a screen and what is chosen on it. All of it stands in the address, so that a link leads to the same picture.
-export const SCREENS = ["follow", "break", "attention", "generate", "gradients", "size"] as const;
+export const SCREENS = ["follow", "break", "attention", "generate", "gradients", "size", "learn"] as const;
 export type Screen = (typeof SCREENS)[number];
 
 type Changes = Record<string, string | number | null | undefined>;

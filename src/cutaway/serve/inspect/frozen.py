@@ -54,7 +54,7 @@ def plain(value: Any) -> Any:
 
 
 def questions(of: Inspector) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What the screens Follow and Attention ask about this text, for its last token first."""
+    """What the screens Follow, Attention and Learn ask about this text, for its last token first."""
     yield "about", {}
     words = of.words
     yield "tokens", {"text": words.text, "side": "text"}
@@ -65,7 +65,7 @@ def questions(of: Inspector) -> Iterator[tuple[str, dict[str, Any]]]:
         source = look["source"] = words.source_ids(words.source or "")
     beside = max(len(source) - 1, 0)
     tokens = list(range(len(look["tokens"])))[::-1]
-    yield from (("stream", {"look": look}), ("proof", {"look": look}), ("attentions", {}), ("kinds", {}))
+    yield from (("stream", {"look": look}), ("proof", {"look": look}), ("attentions", {}), ("kinds", {}), ("walk", {}))
     places = [(at, beside) for at in tokens] + [(tokens[0], at) for at in range(beside)]
     for at, source_at in places:
         yield "lane", {"look": look, "at": at, "source_at": source_at}

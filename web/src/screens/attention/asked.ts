@@ -1,4 +1,6 @@
 // What the questions about attention answer.
+import { ask, Refused } from "../../lib/ask";
+import type { Look } from "../../lib/session.svelte";
 import type { Tensor } from "../../lib/wire";
 
 export interface Attention {
@@ -49,6 +51,14 @@ export interface Close {
   first: number;
   sink: number | null;
   sinks?: Tensor;
+}
+
+/** One head, seen close. */
+export async function closeUp(look: Look, attention: string, head: number, signal: AbortSignal): Promise<Close> {
+  const { facts, arrays } = await ask<{ size: [number, number]; entropy: number; first: number; sink: number | null }>("head", { look, attention, head }, { signal });
+  const { pattern, visible, entropy, sink } = arrays;
+  if (!pattern || !visible || !entropy) throw new Refused("the answer about this head is not whole");
+  return { size: facts.size, pattern, visible, entropy, mean: facts.entropy, first: facts.first, sink: facts.sink, ...(sink ? { sinks: sink } : {}) };
 }
 
 /** Which of the attentions are shown together: encoders' own, decoders' own, and what decoders see of the source. */

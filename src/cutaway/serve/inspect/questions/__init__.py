@@ -8,6 +8,7 @@ from cutaway.serve.inspect.questions.breaking import Broken, Trained
 from cutaway.serve.inspect.questions.credit import Credit, Kinds
 from cutaway.serve.inspect.questions.follow import Lane, Stream
 from cutaway.serve.inspect.questions.gradients import Placements, Slope
+from cutaway.serve.inspect.questions.learning import Exercised, Walk
 from cutaway.serve.inspect.questions.next import Next
 from cutaway.serve.inspect.questions.proof import Glance, Proof
 from cutaway.serve.inspect.questions.runs import RunLog
@@ -43,4 +44,6 @@ QUESTIONS: dict[str, "type[Question]"] = {
     "choices": Choices,
     "sizes": Sizes,
     "fits": Fits,
+    "walk": Walk,
+    "exercised": Exercised,
 }

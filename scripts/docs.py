@@ -1,0 +1,124 @@
+"""Builds the documentation: gathers its pages into .pages/docs, and makes site/ of them.
+
+python scripts/docs.py [--quick] [--only-gather]
+
+Pages are docs/ as it is, the papers of the house (ARCHITECTURE.md …), the notebooks as they ran, and every file of the
+repository that a page links to, so that the site needs no other. `--quick` runs no notebook: it takes those that ran
+before.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from links import Unresolved, gathered, rewritten
+
+ROOT = Path(__file__).parents[1]
+GATHERED, RAN = ROOT / ".pages" / "docs", ROOT / ".pages" / "theory"
+HOUSE = {"ARCHITECTURE.md": "architecture.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("--quick", action="store_true", help="take the notebooks that ran before, and run none")
+    asked.add_argument("--only-gather", action="store_true", help="gather the pages, and build no site")
+    asked.add_argument("--site", type=Path, default=ROOT / "site", help="where the site goes")
+    given = asked.parse_args()
+    for path in [] if given.quick else notebooks():
+        ran(path)
+    gather(GATHERED)
+    if not given.only_gather:
+        build(given.site)
+        check_alone(given.site)
+
+
+def ran(path: Path) -> dict[str, Any]:
+    """What a notebook claims and draws; it is run if its text, or anything that it may import, has changed since."""
+    RAN.mkdir(parents=True, exist_ok=True)
+    sources = sorted(each for each in (ROOT / "src").rglob("*") if each.suffix in (".py", ".toml", ".json"))
+    key, kept = digest([path, ROOT / "scripts" / "notebook.py", *sources]), RAN / f"{path.stem}.json"
+    if kept.is_file():
+        before: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
+        if before["made_from"] == key:
+            return before
+    command = [sys.executable, str(ROOT / "scripts" / "notebook.py"), str(path), "--out", str(RAN), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+    if done.returncode:
+        raise SystemExit(f"{path.name} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    told = {**json.loads(done.stdout), "made_from": key}
+    kept.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return told
+
+
+def notebooks() -> list[Path]:
+    return sorted((ROOT / "notebooks").glob("[0-9]*.py"))
+
+
+def digest(files: list[Path]) -> str:
+    whole = hashlib.sha256()
+    for path in files:
+        whole.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return whole.hexdigest()
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT / "src")}
+
+
+def pages() -> dict[Path, Path]:
+    """Each file of the site by where it stands in the repository; paths of the former are within the site."""
+    docs = {path: path.relative_to(ROOT / "docs") for path in sorted((ROOT / "docs").rglob("*")) if path.is_file()}
+    house = {ROOT / name: Path(page) for name, page in HOUSE.items()}
+    theory = {ROOT / "notebooks" / "README.md": Path("theory/README.md")}
+    theory |= {path: Path("theory", f"{path.stem}.md") for path in notebooks() if (RAN / f"{path.stem}.md").is_file()}
+    return {path: page for path, page in docs.items() if path.suffix != ".py"} | house | theory
+
+
+def gather(out: Path) -> None:
+    """The site's pages with links that hold within the site; a link to nothing ends it."""
+    shutil.rmtree(out, ignore_errors=True)
+    site, wrong = pages(), []
+    for source, page in site.items():
+        (out / page).parent.mkdir(parents=True, exist_ok=True)
+        if source.suffix not in (".md", ".py"):
+            shutil.copyfile(source, out / page)
+            continue
+        ran = source.suffix == ".py"
+        text = (RAN / page.name if ran else source).read_text(encoding="utf-8")
+        beside = {picture.name for picture in RAN.glob("*.svg")} if ran else set()
+        try:
+            (out / page).write_text(rewritten(text, source, page, site, ROOT, beside), encoding="utf-8")
+        except Unresolved as error:
+            wrong.append(str(error))
+    for picture in RAN.glob("*.svg"):
+        shutil.copyfile(picture, out / "theory" / picture.name)
+    for path, text in gathered(out, ROOT).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    if wrong:
+        sys.exit("links that lead nowhere:\n" + "\n".join(wrong))
+
+
+def build(site: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    subprocess.run(command, check=True, cwd=ROOT, env=environment() | {"NO_MKDOCS_2_WARNING": "1"})
+
+
+def check_alone(site: Path) -> None:
+    """No page asks anything of another machine."""
+    for path in site.rglob("*.html"):
+        asked = re.findall(r'<(?:link|script|img|iframe)\b[^>]*(?:src|href)="(?:https?:)?//[^>]*>', path.read_text())
+        foreign = [tag for tag in asked if 'rel="canonical"' not in tag]
+        if foreign:
+            raise SystemExit(f"{path.relative_to(site)} asks another machine: {foreign[0]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The forward pass as lessons, with what may be asked and tried beside each."""
+
+from typing import Any
+
+from cutaway.learn.exercises import Exercise, exercises
+from cutaway.learn.quiz import Choosing, headings, questions, shuffled
+from cutaway.learn.quiz import Question as Asked
+from cutaway.learn.record import Progress
+from cutaway.learn.walk import belonging, walk
+from cutaway.serve.inspect.inspector import Inspector
+from cutaway.serve.inspect.job import Job
+from cutaway.serve.inspect.question import Question
+from cutaway.serve.inspect.wire import Answer
+
+
+class Walk(Question):
+    """Lessons that are true of this model; questions with their answers, which the page judges; exercises.
+
+    Nothing that a learner wrote is run from here: `cutaway learn check` does that.
+    """
+
+    def answer(self, of: Inspector, job: Job) -> Answer:
+        lessons = walk(of.config, fresh=of.words.fresh)
+        homes = {each.id: belonging(lessons, each.topic, each.belongs_to) for each in questions()}
+        told = [
+            {
+                "slug": lesson.slug,
+                "title": lesson.title,
+                "sentences": lesson.sentences,
+                "shows": lesson.shows,
+                "notebook": lesson.notebook,
+                "page": lesson.page,
+                "exercises": lesson.exercises,
+                "questions": [name for name, home in homes.items() if home == lesson.slug],
+            }
+            for lesson in lessons
+        ]
+        return Answer(
+            {
+                "lessons": told,
+                "questions": {each.id: question(each) for each in questions()},
+                "headings": [
+                    {"title": each.title, "questions": [one.id for one in each.questions]} for each in headings()
+                ],
+                "exercises": {str(each.number): task(each) for each in exercises()},
+            }
+        )
+
+
+def question(of: Asked) -> dict[str, Any]:
+    """What is asked, and what each answer means."""
+    common = {"id": of.id, "ask": of.ask, "kind": of.kind, "see": of.see}
+    if isinstance(of, Choosing):
+        offered = [{"text": each.text, "why": each.why, "right": each.right} for each in shuffled(of)]
+        return {**common, "choices": offered, "several": of.several}
+    near = [{"value": each.value, "mistake": each.mistake, "why": each.why} for each in of.near]
+    return {**common, "answer": of.answer, "tolerance": of.tolerance, "unit": of.unit, "why": of.why, "near": near}
+
+
+def task(of: Exercise) -> dict[str, Any]:
+    return {"number": of.number, "title": of.title, "minutes": of.minutes, "hints": of.hints}
+
+
+class Exercised(Question):
+    """How far the user of this machine is with each exercise; a page that is a file knows nothing of it."""
+
+    def answer(self, of: Inspector, job: Job) -> Answer:
+        known = Progress()
+        return Answer({"states": {str(each.number): known.of(each.number).state for each in exercises()}})

@@ -1,0 +1,57 @@
+"""What is said to be covered: each page, test, notebook and exercise is there; every page is found from the first."""
+
+import ast
+import os
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+sys.path.append(str(ROOT / "scripts"))
+
+from coverage_table import PAGE, exercise, notebook, rows, written  # noqa: E402
+from links import links  # noqa: E402
+
+
+@cache
+def functions(file: Path) -> set[str]:
+    return {each.name for each in ast.parse(file.read_text()).body if isinstance(each, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row["item"])
+def test_a_row_leads_to_what_is_there(row: dict[str, object]) -> None:
+    page, anchor = str(row["page"]).partition("#")[::2]
+    text = (DOCS / page).read_text(encoding="utf-8")
+    slugs = [re.sub(r"[^\w]+", "-", head.lower()).strip("-") for head in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
+    assert not anchor or anchor in slugs
+    file, test = str(row["test"]).split("::")
+    assert test in functions(ROOT / "tests" / file)
+    if "notebook" in row:
+        assert notebook(int(str(row["notebook"]))).is_file()
+    if "exercise" in row:
+        assert exercise(int(str(row["exercise"]))).is_file()
+
+
+def test_the_table_is_written_from_its_rows() -> None:
+    assert len({row["item"] for row in rows()}) == len(rows()) > 100
+    assert PAGE.read_text(encoding="utf-8") == written(), "run scripts/coverage_table.py"
+
+
+def test_every_page_is_found_from_the_first() -> None:
+    """By links alone, without the site's navigation."""
+    found, ahead = set(), [DOCS / "index.md"]
+    while ahead:
+        path = ahead.pop()
+        if path in found:
+            continue
+        found.add(path)
+        for link in links(path.read_text(encoding="utf-8")):
+            target = Path(os.path.normpath(path.parent / link.partition("#")[0]))
+            target = target / "README.md" if target.is_dir() else target
+            if not re.match(r"[a-z]+:|#", link) and target.suffix == ".md" and target.is_file():
+                ahead.append(target)
+    assert not [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if path not in found]

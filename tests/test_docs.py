@@ -1,0 +1,112 @@
+"""Every block of the documentation runs and prints what its page says; every link leads somewhere."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from blocks import PageError, blocks, difference, run
+from links import links
+from stand_ins import stand_ins
+
+from docs import gather
+
+ROOT = Path(__file__).parent.parent
+
+ELSEWHERE = {"docs/gallery.md": "test_gallery.py", "docs/checks/README.md": "test_check_pages.py"}
+"""Pages whose Python has a test of its own."""
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WITH_CODE = [
+    path
+    for path in PAGES
+    if path.relative_to(ROOT).as_posix() not in ELSEWHERE
+    and any(block.language != "console" for block in blocks(path.read_text(encoding="utf-8")))
+]
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).with_suffix("").as_posix().removeprefix("docs/")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stand_ins")
+    stand_ins(folder)
+    return folder
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("path", WITH_CODE, ids=name)
+def test_a_page_runs_and_prints_what_it_says(path: Path, models: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(models, tmp_path / "here")
+    wrong = [difference(said, block.body) for block, said in run(path, folder).items()]
+    assert not any(wrong), "\n".join(wrong)
+
+
+@pytest.mark.nightly
+@pytest.mark.unchecked
+@pytest.mark.parametrize("path", [path for path in WITH_CODE if "<!-- at night -->" in path.read_text()], ids=name)
+def test_a_page_runs_at_night(path: Path, models: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(models, tmp_path / "here")
+    wrong = [difference(said, block.body) for block, said in run(path, folder, night=True).items()]
+    assert not any(wrong), "\n".join(wrong)
+
+
+def test_few_blocks_are_not_run() -> None:
+    every = [block for path in PAGES for block in blocks(path.read_text(encoding="utf-8")) if block.language != "text"]
+    not_run = [block for block in every if block.mark == "not run"]
+    assert all(len(block.note.split()) >= 2 for block in not_run), "each says why"
+    assert len(not_run) <= 0.1 * len(every), [block.body for block in not_run]
+
+
+def test_files_that_pages_link_to_are_there() -> None:
+    for path in [*PAGES, *ROOT.glob("*.md"), ROOT / "notebooks" / "README.md"]:
+        for link in links(path.read_text(encoding="utf-8")):
+            if not re.match(r"[a-z]+:|#", link):
+                assert (path.parent / link.partition("#")[0]).exists(), f"{name(path)}: {link}"
+
+
+@pytest.mark.parametrize(
+    ("page", "program", "same"),
+    [
+        ("loss 2.218\n", "loss   2.219\n", True),
+        ("loss 2.218\n", "loss 2.318\n", False),
+        ("8,030,261,248 parameters\n", "8,030,261,249 parameters\n", False),
+        ("a … c\n", "a b c\n", True),
+        ("first\n…\nlast\n", "first\n1\n2\nlast\n", True),
+        ("first\n…\nlast\n", "first\n1\n2\n", False),
+        ("−0.5\n", "0.5\n", False),
+        ("1.2e-07\n", "1.21e-07\n", True),
+        ("one\n", "one\ntwo\n", False),
+    ],
+)
+def test_outputs_are_compared_with_care(page: str, program: str, same: bool) -> None:
+    assert (difference(program, page) == "") is same
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("```python\n1 / 0\n```\n", "ZeroDivisionError"),
+        ("```bash\ncutaway size no-such-model\n```\n", "ended with 2"),
+        ("```bash\nrm -r everything\n```\n", "lines begin with cutaway"),
+        ("```toml\na = \n```\n", "TOMLDecodeError"),
+        ("```cobol\nSTOP RUN\n```\n", "no language"),
+        ("<!-- not run -->\n```python\n1 / 0\n```\n", "no reason"),
+    ],
+)
+def test_a_page_that_is_wrong_is_told_so(text: str, complaint: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    with pytest.raises(PageError, match=complaint):
+        run(page, tmp_path)
+
+
+def test_pages_are_gathered_with_links_that_hold_in_the_site(tmp_path: Path) -> None:
+    """`make docs`, which is a part of `make test`, builds the site of them, and holds anchors and the navigation."""
+    gather(tmp_path)
+    for page in tmp_path.rglob("*.md"):
+        for link in links(page.read_text(encoding="utf-8")):
+            if not re.match(r"[a-z]+:|#", link):
+                assert (page.parent / link.partition("#")[0]).is_file(), f"{page.relative_to(tmp_path)}: {link}"
