@@ -50,6 +50,8 @@ export async function run(page, url, facts) {
   await form.getByLabel("The decoder's self-attention", { exact: true }).check();
   await form.getByRole("button", { name: /Answer/ }).click();
   await form.getByText("Right.").waitFor();
+  await form.getByText("The program that proves it").click();
+  await form.getByText("import cutaway as ct").waitFor();
   await page.getByRole("button", { name: /^All \d+ questions 1 right/ }).click();
   await page.getByRole("heading", { name: /questions, 1 answered right/ }).waitFor();
   await page.reload();

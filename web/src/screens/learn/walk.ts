@@ -22,6 +22,8 @@ interface Common {
   id: string;
   ask: string;
   see: number[];
+  /** Python that computes the right answer; empty where nothing is to be computed. */
+  proof: string;
 }
 
 export type Question =

@@ -48,13 +48,9 @@ class Walk(Question):
 
 
 def question(of: Asked) -> dict[str, Any]:
-    """What is asked, and what each answer means."""
-    common = {"id": of.id, "ask": of.ask, "kind": of.kind, "see": of.see}
-    if isinstance(of, Choosing):
-        offered = [{"text": each.text, "why": each.why, "right": each.right} for each in shuffled(of)]
-        return {**common, "choices": offered, "several": of.several}
-    near = [{"value": each.value, "mistake": each.mistake, "why": each.why} for each in of.near]
-    return {**common, "answer": of.answer, "tolerance": of.tolerance, "unit": of.unit, "why": of.why, "near": near}
+    """What is asked, what each answer means, and the program that proves the right one."""
+    shown = {"choices": [choice.model_dump() for choice in shuffled(of)]} if isinstance(of, Choosing) else {}
+    return of.to_dict() | shown
 
 
 def task(of: Exercise) -> dict[str, Any]:
