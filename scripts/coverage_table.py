@@ -53,7 +53,7 @@ def line(row: dict[str, Any]) -> str:
     page = row["page"].partition("#")[0]
     title = (ROOT / "docs" / page).read_text(encoding="utf-8").lstrip().partition("\n")[0].removeprefix("# ")
     file, test = row["test"].split("::")
-    links = [f"[{title}]({row['page']})", f"[`{test}`](../tests/{file})"]
+    links = [f"[{title}]({row['page']})", f"[{test.removeprefix('test_').replace('_', ' ')}](../tests/{file})"]
     links += [number_link(row.get("notebook"), notebook), number_link(row.get("exercise"), exercise)]
     return " | ".join([f"| {row['item']}", *links]) + " |"
 

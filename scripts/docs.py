@@ -1,6 +1,6 @@
 """Builds the documentation: gathers its pages into .pages/docs, and makes site/ of them.
 
-python scripts/docs.py [--quick] [--only-gather]
+python scripts/docs.py [--quick] [--only-gather | --external]
 
 Pages are docs/ as it is, the papers of the house (ARCHITECTURE.md …), the notebooks as they ran, and every file of the
 repository that a page links to, so that the site needs no other. `--quick` runs no notebook: it takes those that ran
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from links import Unresolved, gathered, rewritten
+from links import Unresolved, gathered, links, rewritten
 
 ROOT = Path(__file__).parents[1]
 GATHERED, RAN = ROOT / ".pages" / "docs", ROOT / ".pages" / "theory"
@@ -29,8 +29,12 @@ def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--quick", action="store_true", help="take the notebooks that ran before, and run none")
     asked.add_argument("--only-gather", action="store_true", help="gather the pages, and build no site")
+    asked.add_argument("--external", action="store_true", help="only list the links that lead to other machines")
     asked.add_argument("--site", type=Path, default=ROOT / "site", help="where the site goes")
     given = asked.parse_args()
+    if given.external:
+        sys.stdout.write("\n".join(external()) + "\n")
+        return
     for path in [] if given.quick else notebooks():
         ran(path)
     gather(GATHERED)
@@ -69,7 +73,9 @@ def digest(files: list[Path]) -> str:
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    """A user's: whatever the tests switch off for themselves is on."""
+    kept = {name: value for name, value in os.environ.items() if name != "JAXTYPING_DISABLE"}
+    return kept | {"PYTHONPATH": str(ROOT / "src")}
 
 
 def pages() -> dict[Path, Path]:
@@ -79,6 +85,16 @@ def pages() -> dict[Path, Path]:
     theory = {ROOT / "notebooks" / "README.md": Path("theory/README.md")}
     theory |= {path: Path("theory", f"{path.stem}.md") for path in notebooks() if (RAN / f"{path.stem}.md").is_file()}
     return {path: page for path, page in docs.items() if path.suffix != ".py"} | house | theory
+
+
+def external() -> list[str]:
+    """Links to other machines, each with the first page that has it. They are listed for people, and not followed."""
+    found: dict[str, Path] = {}
+    for path in sorted(path for path in pages() if path.suffix == ".md"):
+        for link in links(path.read_text(encoding="utf-8")):
+            if link.startswith("http"):
+                found.setdefault(link, path.relative_to(ROOT))
+    return [f"{link}  {page}" for link, page in sorted(found.items())]
 
 
 def gather(out: Path) -> None:

@@ -178,7 +178,7 @@ def table(use: Use) -> str:
             by_value.setdefault(value, {}).setdefault(model, []).append(size[0][1:] if size else "")
     count = sum(len(sizes) for models in by_value.values() for sizes in models.values())
     rows = sorted(by_value.items(), key=lambda row: -sum(map(len, row[1].values())))
-    lines = [f"{count} of {len(published)} published presets.", "", "| | presets |", "|---|---|"]
+    lines = [f"{count} of {len(published)} published presets.", "", "| which | presets |", "|---|---|"]
     for value, models in rows:
         shown = [f"`{model}`{' ' * any(sizes)}{' '.join(filter(None, sizes))}" for model, sizes in models.items()]
         many = sum(map(len, models.values())) > MANY

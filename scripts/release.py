@@ -116,12 +116,12 @@ def smoke(python: Path, folder: Path) -> None:
     empty = folder / "empty"
     empty.mkdir()
     for verb in SMOKE:
-        command = [str(python), "-P", "-m", "cutaway", *verb]
+        command = [str(python), "-I", "-m", "cutaway", *verb]
         done = subprocess.run(command, cwd=empty, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"`cutaway {' '.join(verb)}` ended with {done.returncode}:\n{done.stderr[-2000:]}")
         say(f"cutaway {' '.join(verb)}: fine")
-    where = [str(python), "-P", "-c", "import cutaway; print(cutaway.__file__)"]
+    where = [str(python), "-I", "-c", "import cutaway; print(cutaway.__file__)"]
     found = subprocess.run(where, cwd=empty, capture_output=True, text=True, check=True).stdout
     if str(folder) not in found:
         raise SystemExit(f"what was tried is not the wheel but {found.strip()}")

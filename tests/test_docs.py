@@ -1,6 +1,7 @@
 """Every block of the documentation runs and prints what its page says; every link leads somewhere."""
 
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,11 @@ import pytest
 from blocks import PageError, blocks, difference, run
 from links import links
 from stand_ins import stand_ins
+from typer import Context
+from typer.core import TyperGroup
+from typer.main import get_command
 
+from cutaway.cli import app
 from docs import gather
 
 ROOT = Path(__file__).parent.parent
@@ -50,6 +55,19 @@ def test_a_page_runs_at_night(path: Path, models: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(models, tmp_path / "here")
     wrong = [difference(said, block.body) for block, said in run(path, folder, night=True).items()]
     assert not any(wrong), "\n".join(wrong)
+
+
+def test_commands_that_are_only_shown_are_well_formed() -> None:
+    """Those of ```console blocks: the verb is there, and so are its options."""
+    shown = [line for path in PAGES for block in blocks(path.read_text()) for line in block.body.splitlines()]
+    commands = [shlex.split(line[2:], comments=True) for line in shown if line.startswith("$ cutaway ")]
+    assert len(commands) > 60
+    verbs = get_command(app)
+    assert isinstance(verbs, TyperGroup)
+    for _, verb, *words in commands:
+        known = verbs.get_command(Context(verbs), verb)
+        assert known is not None, verb
+        known.make_context(verb, words)
 
 
 def test_few_blocks_are_not_run() -> None:

@@ -53,6 +53,16 @@ def test_what_is_said_is_so(preset: str, slug: str, words: str) -> None:
     assert words in said(preset, slug)
 
 
+def test_lessons_point_to_pages_and_notebooks_that_are_there() -> None:
+    root = Path(__file__).parent.parent
+    for preset in ct.presets():
+        for lesson in walk(ct.config(preset)):
+            assert (root / "docs" / lesson.page).is_file(), lesson
+            assert list((root / "notebooks").glob(f"{lesson.notebook:02}_*.py")), lesson
+    for each in questions():
+        assert each.page is None or (root / "docs" / each.page).is_file(), each
+
+
 def test_an_encoder_has_no_next_step_and_only_a_pair_of_stacks_reads_a_source() -> None:
     slugs = {preset: {each.slug for each in walk(ct.config(preset))} for preset in ("gpt2", "bert-base", "t5-small")}
     assert "next-step" in slugs["gpt2"]

@@ -4,6 +4,7 @@ import json
 import runpy
 from functools import cache
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import jupytext
@@ -207,20 +208,23 @@ def test_a_diagnosis_is_told_what_is_wrong_and_not_what_is_right() -> None:
     assert of_table(table, {"DIAGNOSIS": ["no √d"]}).said.startswith("is a list where a dict was asked")
 
 
-def test_torch_replaced_is_noticed_and_notebooks_keep_their_cells(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["torch.softmax", "torch.nn.functional.softmax", "torch.Tensor.sum"])
+def test_torch_replaced_is_noticed(name: str, tmp_path: Path) -> None:
     one = exercise(1)
-    import torch
-
-    softmax = torch.softmax
+    place, key = resolve_name(name.rpartition(".")[0]), name.rpartition(".")[2]
+    was = vars(place).get(key)
     try:
-        found = judge(one, one.solution + "\ntorch.softmax = lambda *a, **k: a[0]\n", tmp_path)
+        found = judge(one, f"{one.solution}\n{name} = lambda *a, **k: a[0]\n", tmp_path)
     finally:
-        torch.softmax = softmax
-    assert found["said"].startswith("replaces torch.softmax by something else")
-    text = one.solution.replace("return weights(q, k) @ v", "return 1 / 0").replace(
-        "import math", "%matplotlib inline\nimport math"
-    )
-    (tmp_path / "mine.ipynb").write_text(json.dumps(notebook(text)))
+        delattr(place, key) if was is None else setattr(place, key, was)
+    assert found["said"].startswith(f"replaces {name} by something else")
+    assert judge(one, one.solution, tmp_path)["state"] == "passed"
+
+
+def test_errors_in_notebooks_are_told_by_their_cells(tmp_path: Path) -> None:
+    text = exercise(1).solution.replace("return weights(q, k) @ v", "return 1 / 0")
+    book = notebook(text.replace("import math", "%matplotlib inline\nimport math"))
+    (tmp_path / "mine.ipynb").write_text(json.dumps(book))
     found = answer(room_of(1)["TASKS"], tmp_path / "mine.ipynb", 60)
     assert found["verdicts"][0]["state"] == "right"
     assert found["verdicts"][1]["at"] == "line 3 of cell 4: return 1 / 0"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cutaway.learn.exercises import exercise
+from cutaway.learn.exercises import Exercise, exercise, exercises
 from cutaway.learn.guard import judged
 
 pytestmark = pytest.mark.unchecked
@@ -83,3 +83,20 @@ def test_secrets_of_the_environment_are_not_handed_on(tmp_path: Path, monkeypatc
     assert "hush-hush" not in found.printed
     assert str(tmp_path / "mine.py") in found.printed
     assert found.passed
+
+
+def test_torch_has_room_in_the_child_and_no_more_than_that(tmp_path: Path) -> None:
+    one = exercise(1)
+    greedy = "import torch\nweights = lambda q, k: torch.zeros(10**10)\ndef attention(q, k, v):\n    raise SystemExit\n"
+    right, wrong = judged(one, [written(tmp_path, "right", one.solution), written(tmp_path, "wrong", greedy)])
+    assert right.passed
+    assert "asked for more memory than an exercise may have" in wrong.verdicts[0]["said"]
+    assert "ends itself by exit()" in wrong.verdicts[1]["said"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("one", exercises(), ids=lambda one: one.slug)
+def test_each_solution_passes_in_a_child_of_its_own(one: Exercise, tmp_path: Path) -> None:
+    right, blank = judged(one, [written(tmp_path, "right", one.solution), written(tmp_path, "blank", one.stub)])
+    assert right.passed
+    assert blank.state == "not written yet"

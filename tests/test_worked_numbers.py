@@ -43,6 +43,17 @@ def test_ffn_hidden() -> None:
     assert close(seen[0], [0.9, 0, 0.3, 1.25])
 
 
+@pytest.mark.parametrize(
+    "ffn", [c.Mlp(), c.Gated(), c.Moe(experts=4, router=c.Router(top_k=2))], ids=lambda ffn: ffn.kind
+)
+def test_an_ffn_works_on_each_token_alone(ffn: c.FFN) -> None:
+    block = c.Block(attention=c.MultiHead(heads=2), ffn=ffn)
+    model = build(c.Decoder(vocab_size=2, d_model=8, decoder=c.Stack(layers=1, block=block)), seed=0)
+    x = torch.randn(1, 5, 8)
+    alone = torch.cat([model.decoder.blocks[0].ffn(x[:, i : i + 1]) for i in range(5)], 1)
+    assert torch.allclose(model.decoder.blocks[0].ffn(x), alone, atol=1e-6)
+
+
 @torch.no_grad()
 def test_pre_norm_block_with_attention_off() -> None:
     config = c.Decoder(

@@ -31,7 +31,7 @@ Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
 def learn() -> None:
-    """Learn the Transformer: ten exercises that say what is wrong.
+    """Learn the Transformer: ten exercises that say what is wrong, and a quiz.
 
     Example: cutaway learn start 3
     """

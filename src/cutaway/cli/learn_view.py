@@ -92,8 +92,9 @@ def judged(exercise: Exercise, path: Path, result: Judged) -> None:
         more = [] if len(printed) <= LINES else [f"… {len(printed) - LINES} lines more"]
         out.print(Text("your file printed", "dim"))
         out.print(under(Text(visible("\n".join([*printed[:LINES], *more])))))
+    known: set[str] = set()
     for each in result.verdicts:
-        verdict(each)
+        verdict(each, known)
     for note in result.notes:
         out.print(Text(f"· {visible(note['at'] or path.name)} {note['said']}", "dim"))
     number = exercise.number
@@ -113,15 +114,18 @@ def judged(exercise: Exercise, path: Path, result: Judged) -> None:
         out.print(f"[dim]`cutaway learn hint {number}` helps further.[/dim]")
 
 
-def verdict(found: dict[str, Any]) -> None:
+def verdict(found: dict[str, Any], known: set[str]) -> None:
+    """One function. A mistake that shows in several is explained once."""
     out = console()
     sign, style = SIGNS.get(found["state"], ("·", "yellow"))
     said = f" {visible(found['said'])}" if found["said"] else " is right"
     out.print(Text.assemble((f"{sign} ", style), (found["name"], "bold"), said))
     if found["at"]:
         out.print(under(Text(visible(found["at"]), "dim")))
-    for name in found["mistakes"]:
-        out.print(under(Text.assemble("likely mistake: ", (name, "bold"))))
-        out.print(under(under(Text(found["hints"][found["mistakes"].index(name)]))))
+    for name, hint in zip(found["mistakes"], found["hints"], strict=False):
+        out.print(under(Text.assemble("likely mistake: ", (name, "bold"), ", as above" if name in known else "")))
+        if name not in known:
+            out.print(under(under(Text(hint))))
+        known.add(name)
     for hint in () if found["mistakes"] else found["hints"]:
         out.print(under(Text(hint)))

@@ -20,7 +20,7 @@ from typing import Any
 
 from cutaway.errors import CutawayError, InputError, first_line
 from cutaway.learn.exercises import exercise
-from cutaway.learn.judge import Places, TooLongError, Verdict, is_memory, judge, prepare, replaced, torch_now
+from cutaway.learn.judge import LEARNER, Places, TooLongError, Verdict, is_memory, judge, prepare, replaced, torch_now
 from cutaway.learn.sheet import Piece, pieces
 from cutaway.learn.source import UNWRITTEN
 from cutaway.learn.task import Tasks
@@ -154,9 +154,9 @@ def state(verdicts: list[Verdict]) -> str:
 
 def run(code: list[Piece], path: Path, places: Places) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """Run a file statement by statement, as a notebook whose cells may fail: names it made, and what went wrong."""
-    module = types.ModuleType("learner")
+    module = types.ModuleType(LEARNER)
     module.__file__ = str(path)
-    sys.modules["learner"] = module
+    sys.modules[LEARNER] = module
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last: a torch.py beside it hides nothing
     names = module.__dict__

@@ -27,6 +27,10 @@ KNOWN = {
 """What often is behind an error of torch, by a part of what it says."""
 
 
+LEARNER = "learner"
+"""The module that a learner's file becomes."""
+
+
 class TooLongError(BaseException):
     """The learner's time is over. No Exception, so that an `except Exception` in a loop does not catch it."""
 
@@ -204,18 +208,38 @@ def of_table(task: Table, written: Mapping[str, Any]) -> Verdict:
 # ---------------------------------------------------------------------------------------- torch as it was
 
 
-def torch_now() -> dict[str, dict[str, int]]:
-    """What torch consists of, to be compared later."""
+def torch_now() -> dict[str, dict[str, Any]]:
+    """The functions that torch consists of, to be compared later."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
     places = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch.Tensor": torch.Tensor}
-    return {name: {key: id(value) for key, value in vars(place).items()} for name, place in places.items()}
+    return {
+        name: {key: each for key, each in vars(place).items() if is_function(key, each)}
+        for name, place in places.items()
+    }
 
 
-def replaced(before: dict[str, dict[str, int]]) -> list[str]:
-    """Names of torch that are something else by now."""
-    now = torch_now()
-    return [
-        f"{place}.{key}" for place, names in before.items() for key, one in names.items() if now[place].get(key) != one
-    ]
+def is_function(key: str, value: Any) -> bool:
+    return not key.startswith("_") and callable(value) and not isinstance(value, type)
+
+
+def replaced(before: dict[str, dict[str, Any]]) -> list[str]:
+    """Names of torch that are something else by now. What torch itself wrapped in the meantime keeps its name."""
+    found = []
+    for place, names in torch_now().items():
+        was = before.get(place, names)
+        found += [
+            f"{place}.{key}" for key in was if names.get(key) is not was[key] and not is_torchs(names.get(key), key)
+        ]
+        found += [
+            f"{place}.{key}"
+            for key, each in names.items()
+            if key not in was and getattr(each, "__module__", None) == LEARNER
+        ]
+    return found
+
+
+def is_torchs(value: Any, key: str) -> bool:
+    home = getattr(value, "__module__", None) or ""
+    return home.split(".")[0] == "torch" and getattr(value, "__name__", None) == key

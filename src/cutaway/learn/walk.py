@@ -43,7 +43,7 @@ def walk(config: Config, *, fresh: bool = False) -> list[Lesson]:
             sentences=tuple(said["text"].format_map(numbers) for said in each["say"] if holds(said, "when", true)),
             shows=each["instead"]["shows"] if holds(each.get("instead", NEVER), "when", true) else each["shows"],
             notebook=each["notebook"],
-            page=each["page"],
+            page=next((page for word, page in each.get("pages", {}).items() if word in true), each["page"]),
             about=tuple(each["about"]),
             exercises=tuple(each["exercises"]),
         )
