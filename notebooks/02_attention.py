@@ -3,7 +3,7 @@
 #
 # Attention is the only place where tokens mix. Afterwards you know why scores are divided by $\sqrt{d_\text{head}}$
 # and what happens without, who sees whom under each of six masks, that nothing leaks back from the future, what heads
-# come to do in a trained model, and why a model without positions cannot tell the order of its tokens.
+# come to do in a trained model, and why attention without mask and positions cannot tell the order of its tokens.
 #
 # Needs: notebook 1.
 

@@ -73,8 +73,8 @@ claim("directions that LayerNorm takes out of a gradient", dead[1], predicted=2,
 # \text{post-norm: } (I + J_F^\top)\, J_\text{norm}^\top g .$$
 #
 # The first contains $g$ itself, untouched: the identity path. In the second every path goes through a norm, which
-# divides by the size of $x + F(x)$. ([Xiong et al. 2020](https://arxiv.org/abs/2002.04745) is where this was first
-# worked out.)
+# divides by the size of $x + F(x)$. ([Xiong et al. 2020](https://arxiv.org/abs/2002.04745) is where this is worked
+# out.)
 #
 # How much is that? Take fresh Xavier weights. A square matrix keeps the variance of what it multiplies. So does a
 # token's way through $W_v$ and $W_o$; and the FFN's $d \to 4d \to d$ with ReLU has variance

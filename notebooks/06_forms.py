@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 6. Three forms, three objectives
 #
-# One stack makes three kinds of Transformer: a decoder that continues, an encoder that understands what stands there,
+# One stack makes three kinds of Transformer: a decoder that continues, an encoder that reads what stands there,
 # and an encoder-decoder that writes one text while reading another. Afterwards you know who sees whom in each, what
 # each is asked during training, and which tasks each can and cannot learn, with the loss it must end at. Needs:
 # attention and masks (2).

@@ -289,8 +289,7 @@ axes.legend(fontsize=8)
 figure.tight_layout()
 
 # %% [markdown]
-# What lies between the curves is what attention is for: a model that passed everything on from byte to byte would be
-# the chain.
+# What lies between the curves is what attention is for: a model that saw the last byte alone would be the chain.
 #
 # ## Does it know how sure it is?
 #

@@ -36,9 +36,9 @@ def classic(layers, d_model, vocab_size, heads=32):
 #
 # $$12\,N d^2 + 2\,V d.$$
 #
-# Norms and biases are left out: some $2d$ a block beside $12 d^2$, one part in $6d$. With $N=32$, $d=4096$,
-# $V=50{,}000$ this gives 6.85 billion, 13.7 GB at two bytes each: it fits into 16 GB. With $N=40$, $d=5120$ it does
-# not. `ct.size` counts every tensor.
+# Norms and biases are left out: from $2d$ a block (Llama) to $13d$ (GPT-2) beside $12 d^2$, about one part in $d$ at
+# most. With $N=32$, $d=4096$, $V=50{,}000$ this gives 6.85 billion, 13.7 GB at two bytes each: it fits into 16 GB. With
+# $N=40$, $d=5120$ it does not. `ct.size` counts every tensor.
 
 # %%
 V = 50_000
@@ -231,8 +231,8 @@ claim("that is, in matrices of T × T a head and layer", beside[512] / (6 * 8 * 
 # - *decoding one text*: every weight of 4 bytes is read for 2 FLOPs: 0.5 FLOP a byte in 32 bits (1 in 16 bits),
 #   whatever the model. The device waits for memory;
 # - *training on $n$ tokens*: the same weights serve all of them, $6n$ FLOPs for each weight, which is read there and
-#   back, its gradient written and AdamW's state read and written: about 36 bytes. That is $n/6$ FLOPs a byte. With
-#   some hundred tokens the device waits for arithmetic.
+#   back and written anew, its gradient written and read, AdamW's state read and written: at least 36 bytes. That is
+#   $n/6$ FLOPs a byte. With some hundred tokens the device waits for arithmetic.
 #
 # The device turns from one to the other at its own ratio of the two rates, the *ridge*. First this machine's limits,
 # measured bare (one copy, one large product); then a model of 12 million parameters, too large for a cache.

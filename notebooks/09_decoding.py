@@ -5,7 +5,7 @@
 # again without a cache, what a cache weighs, how a token is chosen, and how several can be had in one pass.
 # Afterwards you can say from a configuration what a text costs, and from a distribution what a setting will do to it.
 #
-# It needs attention (notebook 2) and the causal mask (notebook 3).
+# It needs attention and the causal mask (notebook 2).
 
 # %%
 import math

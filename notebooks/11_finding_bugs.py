@@ -363,7 +363,7 @@ figure.tight_layout()
 # By its loss the leaking model is the best. Ask it to *write*, and the answer that it copied is not there yet: give
 # each text up to a token and no further, and score what comes next. The right model must keep its loss, as the future
 # never mattered to it. The leaking one has learned to copy and to be sure of it; with nothing there to copy it should
-# be worse than who guesses evenly, at $\ln 12$ nats.
+# be worse than one who guesses evenly, at $\ln 12$ nats.
 
 
 # %%

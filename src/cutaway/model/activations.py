@@ -28,7 +28,7 @@ def gelu_clipped(x: Tensor) -> Tensor:
 
 
 def laplace(x: Tensor) -> Tensor:
-    """The Laplace distribution's cumulative function, as near relu² as it gets (MEGA). https://arxiv.org/abs/2209.10655"""
+    """A normal distribution's cumulative function, as near relu² as it gets; MEGA's name for it. https://arxiv.org/abs/2209.10655"""
     return 0.5 * (1 + torch.erf((x - 0.707107) / (0.282095 * 2**0.5)))
 
 

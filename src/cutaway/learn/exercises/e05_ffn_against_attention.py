@@ -128,7 +128,7 @@ TASKS = [
         ],
         wrong_hidden,
         {
-            "2/3 forgotten": "that is 4d, a third too wide: three matrices of it cost 12d², not 8d²",
+            "2/3 forgotten": "that is 4d, half as wide again: three matrices of it cost 12d², not 8d²",
             "rounded down": "rounded up was asked: add multiple − 1 before //",
             "rounded to the nearest": "rounded up was asked, not to the nearest multiple",
             "not rounded": "the width must be a multiple of `multiple`",

@@ -16,7 +16,7 @@
 #
 # Some decoders use others yet: in a `window` of $w$ a token sees itself and the $w - 1$ before it; with a `prefix` the
 # first tokens all see each other, and the rest is causal; packed `documents` lie behind each other in one row, each
-# causal and blind for the others.
+# causal and blind to the others. Where each token sees itself alone, call it a window (of 1).
 #
 # ```
 #   causal        window 2      prefix 2      documents 2 + 1
