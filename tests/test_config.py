@@ -129,6 +129,20 @@ def test_refusals_name_the_path_and_what_is_allowed(path: str, value: object, me
     assert message in str(refusal.value)
 
 
+def test_a_copy_is_changed_by_paths() -> None:
+    """A path through a pattern of blocks means each of them; what is not there is told by its path."""
+    start = c.config("gemma-2-2b")
+    assert len(start.decoder.block) == 2
+    other = start.replace({"decoder.block.attention.kv_heads": 2, "decoder.layers": 4}, d_model=1024)
+    assert {block.attention.kv_heads for block in other.decoder.blocks} == {2}
+    assert (other.decoder.layers, other.d_model, other.vocab_size) == (4, 1024, start.vocab_size)
+    assert start.replace({}) == start
+    with pytest.raises(ConfigError, match=r"window\.width: there is no part named 'window' here"):
+        start.replace({"decoder.block.attention.window.width": 3})
+    with pytest.raises(ValidationError, match=r"unknown key 'kv_head' \(did you mean 'kv_heads'\?\)"):
+        start.replace({"decoder.block.attention.kv_head": 2})
+
+
 def test_a_config_cannot_be_changed_in_place() -> None:
     config = ct.config("gpt2")
     with pytest.raises(ValidationError):

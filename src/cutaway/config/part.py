@@ -1,5 +1,6 @@
 """The one base class of everything in a configuration: frozen data that refuses what it does not know."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -62,9 +63,28 @@ class Part(BaseModel):
             properties[name]["description"] = note
         return described
 
-    def replace(self, **changes: Any) -> Self:
-        """A validated copy with some fields changed."""
+    def replace(self, paths: Mapping[str, Any] | None = None, /, **changes: Any) -> Self:
+        """A validated copy with some fields changed; deeper ones by their paths, as {"decoder.block.ffn.hidden": 8}.
+
+        A path through several parts, as a pattern of blocks, means each of them.
+        """
+        below: dict[str, dict[str, Any]] = {}
+        for path, value in (paths or {}).items():
+            name, _, rest = path.partition(".")
+            if rest:
+                below.setdefault(name, {})[rest] = value
+            else:
+                changes[name] = value
+        changes |= {name: _replaced(getattr(self, name, None), name, inner) for name, inner in below.items()}
         return type(self).model_validate({name: getattr(self, name) for name in type(self).model_fields} | changes)
+
+
+def _replaced(part: Any, name: str, paths: dict[str, Any]) -> Any:
+    if isinstance(part, tuple) and part and all(isinstance(each, Part) for each in part):
+        return tuple(each.replace(paths) for each in part)
+    if not isinstance(part, Part):
+        raise ConfigError(f"{name}.{next(iter(paths))}: there is no part named '{name}' here that could be changed")
+    return part.replace(paths)
 
 
 TAGGED = Field(discriminator="kind")
