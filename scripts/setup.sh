@@ -10,7 +10,7 @@ log=.venv/setup.log
 }
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 
-printf 'setting up .venv, once, a few minutes '
+printf 'setting up .venv, once, a few minutes (what it does is in .venv/setup.log) '
 {
     pip=".venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt"
     $pip -e '.[dev]' &&

@@ -20,7 +20,7 @@ TINY = [name for name in presets() if name.startswith("tiny-")]
 
 
 @given(config=configs(), dtype=DTYPES, seed=SEEDS)
-@settings(max_examples=15)
+@settings(max_examples=settings.default.max_examples // 3)
 @torch.no_grad()
 def test_flex_is_explicit(config: c.Config, dtype: torch.dtype, seed: int) -> None:
     torch._dynamo.reset()
@@ -83,7 +83,7 @@ def test_flex_says_what_it_cannot_do_on_the_cpu() -> None:
 
 
 @given(config=configs(), seed=SEEDS)
-@settings(max_examples=settings.default.max_examples // 4)
+@settings(max_examples=settings.default.max_examples // 10)
 def test_one_graph_without_breaks(config: c.Config, seed: int) -> None:
     """Forward and backward, traced whole, whatever the configuration."""
     torch._dynamo.reset()

@@ -73,8 +73,16 @@ def check_same(ours: Any, prompt: list[int], answer: Generation, theirs: list[in
     assert margin < 1e-4, what
 
 
+KINDS = ("full", "ring", "paged")
+
+
 def compare(
-    name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...] = (11, 30)
+    name: str,
+    seed: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: tuple[int, ...] = (11, 30),
+    kinds: tuple[str, ...] = KINDS,
 ) -> None:
     peer = drawn(name, seed, tmp_path, monkeypatch)
     model, checkpoint = opened(peer, tmp_path / "theirs", seed)
@@ -103,7 +111,9 @@ def compare(
         expected.append(tokens[-STEPS:])
     stack = checkpoint.model.stacks["decoder"]
     dynamic = any(getattr(position, "switch_at", None) for position in stack.positions.values())
-    for kind in ("full", "paged") if dynamic else ("full", "ring", "paged"):
+    for kind in ["full"] if dynamic and kinds == ("ring",) else kinds:
+        if dynamic and kind == "ring":
+            continue  # what it has pushed out cannot be turned by other angles
         answers = ct.generate(
             checkpoint, prompts, max_new_tokens=STEPS, ignore_eos=True, cache=kind, context=POSITIONS, rows=2, chunk=16
         )
@@ -115,7 +125,8 @@ def compare(
 @pytest.mark.unchecked
 @pytest.mark.parametrize(("number", "name"), list(enumerate([*CONTINUED, *ANSWERED])))
 def test_greedy_tokens_are_the_peers(number: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare(name, 1 if name == "phi3" else number % 8, tmp_path, monkeypatch)
+    """With one kind of cache each, by turns; with all of them at night."""
+    compare(name, 1 if name == "phi3" else number % 8, tmp_path, monkeypatch, kinds=(KINDS[number % 3],))
 
 
 @pytest.mark.unchecked

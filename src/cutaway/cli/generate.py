@@ -271,7 +271,7 @@ def opened(
         found.model.float()
         if not quiet:
             sys.stderr.write(
-                "this CPU has no units for 16-bit numbers, so the weights are widened to 32; --dtype keeps\n"
+                "this CPU has no units for 16-bit numbers, so weights are widened to 32; --dtype bfloat16 keeps 16\n"
             )
     found.model.eval()
     return found

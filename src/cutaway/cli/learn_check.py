@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def check(
     number: Number,
     file: Annotated[
-        Path | None, typer.Argument(help="Your .py or .ipynb; by default the one that was begun.", show_default=False)
+        Path | None,
+        typer.Argument(help="Your .py or .ipynb; else the one in this folder, or the one begun.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -47,11 +48,9 @@ def check(
 
 
 def found(exercise: "Exercise", record: "Record") -> Path:
-    """The file that was begun, or one of the usual name."""
-    names = [Path(record.file)] if record.file else []
-    for folder in (Path("learn"), Path()):
-        names += [folder / f"{exercise.slug}.{ending}" for ending in ("py", "ipynb")]
-    for path in names:
+    """The one of the usual name in this folder; where there is none, the file that was begun or checked last."""
+    usual = [folder / f"{exercise.slug}.{ending}" for folder in (Path("learn"), Path()) for ending in ("py", "ipynb")]
+    for path in [*usual, *([Path(record.file)] if record.file else [])]:
         if path.is_file():
             return path
     n = exercise.number

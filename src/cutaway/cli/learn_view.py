@@ -99,7 +99,7 @@ def judged(exercise: Exercise, path: Path, result: Judged) -> None:
         out.print(Text(f"· {visible(note['at'] or path.name)} {note['said']}", "dim"))
     number = exercise.number
     if result.passed:
-        out.print(Text(f"✓ {number} · {exercise.title}: passed", "bold green"))
+        out.print(Text.assemble((f"✓ {number} · {exercise.title}: passed", "bold green"), f"  {path}"), soft_wrap=True)
     elif result.state == "stopped":
         out.print(Text(f"✗ {path.name} {visible(result.said)}", "red"))
         if result.at:
@@ -111,7 +111,7 @@ def judged(exercise: Exercise, path: Path, result: Judged) -> None:
     elif result.state == "partly":
         out.print(Text(f"Right so far; {number} · {exercise.title} is not all written yet.", "yellow"))
     else:
-        out.print(f"[dim]`cutaway learn hint {number}` helps further.[/dim]")
+        out.print(Text(f"That is {path}; `cutaway learn hint {number}` helps further.", "dim"), soft_wrap=True)
 
 
 def verdict(found: dict[str, Any], known: set[str]) -> None:

@@ -133,7 +133,7 @@ def tried(task: Task, function: Any, case: Case, right: Told, places: Places) ->
 def unwritten(task: Task, error: NotImplementedError, places: Places) -> Verdict:
     """Either this function is not written, or one that it calls."""
     frames = [each.name for each in traceback.extract_tb(error.__traceback__) if each.filename in places.texts]
-    if str(error) != UNWRITTEN:
+    if str(error) not in (UNWRITTEN, ""):
         return Verdict(task.name, "unwritten", f"raises NotImplementedError: {first_line(error)}", at=places.of(error))
     if frames and frames[-1] != task.name:
         return Verdict(task.name, "unwritten", f"calls {frames[-1]}, which is {UNWRITTEN}")
@@ -160,11 +160,13 @@ def is_memory(error: BaseException) -> bool:
 
 
 def likely(task: Task, asked: list[Told], given: list[Told]) -> Made:
-    """The fewest mistakes that give these very values in all cases, and other ones than are right."""
-    for made in task.made():
-        fits = (alike(crooked(task, made, n), value) for n, value in enumerate(given))
-        if all(fits) and not all(alike(crooked(task, made, n), right) for n, right in enumerate(asked)):
-            return made
+    """The fewest mistakes that give these very values, and other ones than are right: in all cases, or at least in
+    those that gave a value."""
+    for cases in (range(len(given)), [n for n, value in enumerate(given) if value.kind != "raised"]):
+        for made in task.made():
+            fits = all(alike(crooked(task, made, n), given[n]) for n in cases)
+            if fits and not all(alike(crooked(task, made, n), asked[n]) for n in cases):
+                return made
     return Made()
 
 

@@ -86,7 +86,7 @@ def other_kind(asked: Told, got: Told) -> str | None:
     if (asked.kind, got.kind) == ("whole", "real"):
         value = got.numbers[0]
         if value == asked.numbers[0]:
-            return f"gave {value}, a number with a point, where a whole one was asked: divide by // in place of /"
+            return f"gave {value}, a number with a point, where a whole one was asked: int(…), or // of whole numbers"
         return f"gave {said(value)}, and the whole number {said(asked.numbers[0])} is right"
     if got.kind == "tensor" and len(got.numbers) == 1 and asked.kind in ("whole", "real", "truth"):
         return f"gave a tensor of one number where {asked.name} was asked: `.item()` takes it out"
@@ -168,7 +168,7 @@ def shaped(shape: Sequence[int], axes: Sequence[str]) -> str:
 def guess(asked: Told, got: Told, axes: Sequence[str]) -> str:
     """Why a shape might be another."""
     one, other = asked.shape, got.shape
-    if [n for n in one if n != 1] == [n for n in other if n != 1]:
+    if len(one) != len(other) and [n for n in one if n != 1] == [n for n in other if n != 1]:
         return ": an axis of size 1 is missing (keepdim, unsqueeze)" if len(other) < len(one) else ": an axis too many"
     if len(one) == len(other) and len(one) <= 5 and sorted(one) == sorted(other):
         fitting = [p for p in permutations(range(len(one))) if tuple(one[n] for n in p) == other]

@@ -36,18 +36,19 @@ def walk(config: Config, *, fresh: bool = False) -> list[Lesson]:
     """The lessons of this model, in the order in which a tensor goes."""
     numbers, true = facts(config)
     true |= {"fresh"} if fresh else set()
+    found = [each | each["instead"] if holds(each.get("instead", NEVER), "when", true) else each for each in written()]
     return [
         Lesson(
             slug=each["slug"],
             title=each["title"].format_map(numbers),
             sentences=tuple(said["text"].format_map(numbers) for said in each["say"] if holds(said, "when", true)),
-            shows=each["instead"]["shows"] if holds(each.get("instead", NEVER), "when", true) else each["shows"],
+            shows=each["shows"],
             notebook=each["notebook"],
             page=next((page for word, page in each.get("pages", {}).items() if word in true), each["page"]),
             about=tuple(each["about"]),
             exercises=tuple(each["exercises"]),
         )
-        for each in written()
+        for each in found
         if holds(each, "only", true)
     ]
 

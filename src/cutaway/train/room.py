@@ -62,4 +62,4 @@ def check_room(
             f"weights, gradients and the optimiser's state take {certain / GIB:.3g} GiB, and {free / GIB:.3g} are free;"
             " use a smaller model, another device, or an optimiser that keeps less"
         )
-    say(f"a step takes about {about / GIB:.2g} of {free / GIB:.3g} GiB that are free")
+    say(f"a step takes about {about / GIB:.2g} of {free / GIB:.3g} GiB of memory that are free")

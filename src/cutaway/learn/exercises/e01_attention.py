@@ -93,6 +93,8 @@ SHARED = {
     "over the keys, dim=-1",
     "exp without the maximum": "exp of a score in the hundreds is infinite, and ∞/∞ is NaN: take each row's maximum "
     "away first",
+    "one maximum for all": "the largest score of all is taken away from every row, and rows far below it become 0/0: "
+    "each row needs its own maximum, amax(-1, keepdim=True)",
     "no softmax": "the scores are used as they are; softmax makes shares of them that add up to one",
 }
 
@@ -109,7 +111,8 @@ def wrong_weights(made: Made, q: Tensor, k: Tensor) -> Tensor:
         return scores
     axes: tuple[int, ...] = (-2,) if "softmax on the wrong axis" in made else (-1,)
     axes = (-2, -1) if "softmax over everything" in made else (0,) if "softmax over the batch" in made else axes
-    largest = 0.0 if "exp without the maximum" in made else scores.amax(axes, keepdim=True)
+    largest = scores.max() if "one maximum for all" in made else scores.amax(axes, keepdim=True)
+    largest = torch.zeros(()) if "exp without the maximum" in made else largest
     shares = (scores - largest).exp()
     return shares / shares.sum(axes, keepdim=True)
 

@@ -67,14 +67,15 @@ def of_stream(block: Any, name: str) -> list[str]:
 def of_attention(f: Any, end: str, stack: Any, layer: int) -> list[str]:
     cross, position = isinstance(f, CrossAttention), position_of(stack, layer)
     turned = not cross and turns(stack, layer)
+    rope = "position.rope" if getattr(position, "interleaved", True) else "position.rope.half"
     if end in ("q", "k", "v"):
         if isinstance(f, Latent):
             return [f"latent.{end}"]
         source = f"{end}.memory" if cross and end != "q" else end
-        return [source, "position.rope"] if turned and end != "v" else [source]
+        return [source, rope] if turned and end != "v" else [source]
     if end == "position":
         if turned:
-            return ["position.rope"]
+            return [rope]
         return ["position.alibi" if isinstance(position, Alibi) else "position.bias"] if position is not None else []
     if end == "scores":
         found = ["scores.capped" if f.kernel.softcap is not None else "scores"]

@@ -66,8 +66,11 @@ export function judged(question: Question, given: number[] | string): Verdict | 
   const close = (to: number): boolean => Math.abs(value - to) <= question.tolerance * (Math.abs(to) || 1) + 1e-12;
   if (close(question.answer)) return { right: true, why: [question.why] };
   const near = question.near.find((each) => close(each.value));
-  return { right: false, why: near ? [`${near.mistake[0]?.toUpperCase()}${near.mistake.slice(1)}: ${near.why}`] : [], rather: `${question.answer.toLocaleString("en", { maximumSignificantDigits: 6 })} ${question.unit}. ${question.why}` };
+  return { right: false, why: near ? [`${near.mistake[0]?.toUpperCase()}${near.mistake.slice(1)}: ${near.why}`] : [], rather: `${said(question.answer)} ${question.unit}. ${question.why}` };
 }
+
+/** Counts in full, others to six digits. */
+const said = (value: number): string => value.toLocaleString("en", Number.isInteger(value) ? {} : { maximumSignificantDigits: 6 });
 
 const POWERS: Record<string, number> = { "": 1, k: 1e3, m: 1e6, b: 1e9, g: 1e9, t: 1e12 };
 

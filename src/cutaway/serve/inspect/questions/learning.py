@@ -5,6 +5,7 @@ from typing import Any
 from cutaway.learn.exercises import Exercise, exercises
 from cutaway.learn.quiz import Choosing, headings, questions, shuffled
 from cutaway.learn.quiz import Question as Asked
+from cutaway.learn.quiz import question as question_of
 from cutaway.learn.record import Progress
 from cutaway.learn.walk import belonging, walk
 from cutaway.serve.inspect.inspector import Inspector
@@ -31,7 +32,7 @@ class Walk(Question):
                 "notebook": lesson.notebook,
                 "page": lesson.page,
                 "exercises": lesson.exercises,
-                "questions": [name for name, home in homes.items() if home == lesson.slug],
+                "questions": sorted((name for name, home in homes.items() if home == lesson.slug), key=easier),
             }
             for lesson in lessons
         ]
@@ -45,6 +46,11 @@ class Walk(Question):
                 "exercises": {str(each.number): task(each) for each in exercises()},
             }
         )
+
+
+def easier(name: str) -> int:
+    """What one knows comes before what follows from it, and that before what would happen."""
+    return ("recall", "reason", "what-if").index(question_of(name).level)
 
 
 def question(of: Asked) -> dict[str, Any]:
