@@ -18,7 +18,7 @@ from cutaway.serve.inspect.questions.stage import Stage
 from cutaway.serve.inspect.words import Words
 
 pytestmark = pytest.mark.unchecked
-PICTURES = {"tokens", "highway", "next", "cache", "size", "proofs"}
+PICTURES = {"tokens", "highway", "next", "cache", "gradients", "size", "proofs"}
 
 
 def said(preset: str, slug: str) -> str:

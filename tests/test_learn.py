@@ -95,15 +95,18 @@ def test_a_stub_opens_in_jupyter_as_it_is(one: Exercise, tmp_path: Path) -> None
 
 NOT_ITSELF, CHANGED = "off by one: a token does not see itself", "the changed position compared too"
 BOTH = ["n−1 variance", "ε outside the root"]
+HIGHEST = "one maximum for all"
 QUERY_HEADS = "query heads instead of kv heads"
 WRITTEN = [
     (1, "weights", "return torch.softmax(q @ k.transpose(1, 2), dim=-1)", ["no √d"]),
     (1, "weights", "return torch.softmax(q @ k.mT / q.size(-1) ** 0.5, dim=1)", ["softmax on the wrong axis"]),
     (1, "weights", "return torch.softmax(q @ k.mT, dim=-2)", ["no √d", "softmax on the wrong axis"]),
+    (1, "weights", "s = q @ k.mT / q.size(-1) ** 0.5; e = (s - s.max()).exp(); return e / e.sum(-1, True)", [HIGHEST]),
     (2, "causal_mask", "return torch.ones(length, length).tril(-1).bool()", [NOT_ITSELF]),
     (2, "cached_mask", "return causal_mask(past + new)[:new]", ["the new tokens begin at position 0"]),
     (2, "masked_weights", "return scores.softmax(-1) * mask", ["mask after softmax"]),
     (3, "split_heads", "b, t, d = x.shape; return x.reshape(b, n_heads, t, d // n_heads)", ["view without transpose"]),
+    (3, "split_heads", "b, t, d = x.shape; return x.view(b, n_heads, t, -1)", ["view without transpose"]),
     (4, "qkvo_params", "return 2 * d_model * d_head * (n_heads + n_kv_heads)", ["biases forgotten"]),
     (4, "qkvo_params", "n = n_heads * d_head; return 4 * d_model * n + bias * (3 * n + d_model)", ["GQA forgotten"]),
     (5, "ffn_params", "return 2 * d_model * d_hidden + bias * (d_hidden + d_model)", ["third SwiGLU matrix"]),
@@ -158,7 +161,7 @@ HALVED = "def cache_bytes(a, b, c, d, e, f, g): return 4 * a * c * d * e * f * g
         ),
         (3, SWAPPED, "it looks as if time and width had changed places"),
         (6, IN_PLACE, "changed its argument on the way"),
-        (8, HALVED, "divide by // in place of /"),
+        (8, HALVED, "// of whole numbers"),
     ],
 )
 def test_the_first_difference_is_told_in_words(number: int, body: str, said: str, tmp_path: Path) -> None:

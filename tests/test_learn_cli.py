@@ -47,8 +47,11 @@ def test_from_the_list_to_passed(verb: Run, home: Path) -> None:
     assert told["passed"] == 1
     row = told["exercises"][3]
     assert (row["state"], row["tries"], row["hints"], row["shown"]) == ("passed", 3, 3, True)
+    elsewhere = home / "mine.py"
+    elsewhere.write_text(exercise(4).solution)
+    assert "mine.py" in verb("learn", "check", 4, elsewhere)
     path.write_text(exercise(4).stub)
-    verb("learn", "check", 4, code=1)
+    verb("learn", "check", 4, code=1)  # of the file in this folder, not of the one that was checked last
     assert "passed" in verb("learn", "progress")  # what was passed stays so
     assert "1 of 10 passed; next: `cutaway learn start 1`" in verb("learn", "progress")
 

@@ -140,7 +140,7 @@ class Child:
             name = f"signal {-code}"
         why = {
             "SIGKILL": "it was ended from outside, as happens when memory is short",
-            "SIGXCPU": "it used more time than an exercise may",
+            "SIGXCPU": "it used more time than an exercise may: is there a loop that never ends?",
             "SIGXFSZ": "it wrote a file larger than an exercise may",
         }
         return f"ended by {name}: {why.get(name, 'it crashed, deeper than Python can tell')}"
