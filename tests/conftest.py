@@ -21,7 +21,7 @@ from verbs import Run
 PATIENT = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck)}
 # A failing Transformer is shown as drawn: to shrink one takes longer than to read it.
 PHASES = [hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate]
-hypothesis.settings.register_profile("default", max_examples=20, derandomize=True, phases=PHASES, **PATIENT)
+hypothesis.settings.register_profile("default", max_examples=12, derandomize=True, phases=PHASES, **PATIENT)
 hypothesis.settings.register_profile("nightly", max_examples=400, phases=PHASES, **PATIENT)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
