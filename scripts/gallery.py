@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from matplotlib import rc_context
+from notebook import STYLE
 
 PAGE = Path(__file__).parents[1] / "docs" / "gallery.md"
 BLOCK = re.compile(r"```python\n(.*?)```\n(?:\s*!\[[^\]]*\]\(gallery/([\w-]+\.svg)\))?", re.DOTALL)
 COMMAND = re.compile(r"```console\n\$ cutaway (.*?)\n(.*?)```", re.DOTALL)
-STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "cutaway", "font.sans-serif": ["DejaVu Sans", "sans-serif"]}
 
 
 def main() -> None:

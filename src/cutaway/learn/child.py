@@ -20,7 +20,18 @@ from typing import Any
 
 from cutaway.errors import CutawayError, InputError, first_line
 from cutaway.learn.exercises import exercise
-from cutaway.learn.judge import LEARNER, Places, TooLongError, Verdict, is_memory, judge, prepare, replaced, torch_now
+from cutaway.learn.judge import (
+    LEARNER,
+    Places,
+    TooLongError,
+    Verdict,
+    is_memory,
+    is_unwritten,
+    judge,
+    prepare,
+    replaced,
+    torch_now,
+)
 from cutaway.learn.sheet import Piece, pieces
 from cutaway.learn.source import UNWRITTEN
 from cutaway.learn.task import Tasks
@@ -184,7 +195,7 @@ def run(code: list[Piece], path: Path, places: Places) -> tuple[dict[str, Any], 
 
 def note(error: BaseException, places: Places, notes: list[dict[str, str]]) -> None:
     """An error outside of what is asked is no wrong answer, but is told. That something is not written yet is known."""
-    if isinstance(error, NotImplementedError) and str(error) == UNWRITTEN:
+    if is_unwritten(error):
         return
     said = f"raised {type(error).__name__}: {first_line(error)}"
     if isinstance(error, SystemExit):

@@ -61,4 +61,4 @@ def said(value: float) -> str:
     """A number as people write it: four digits, thousands apart."""
     if math.isfinite(value) and value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
-    return f"{value:,.4g}" if 1e-3 <= abs(value) < 1e6 else f"{value:.3g}"
+    return f"{value:,.4g}" if 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"

@@ -130,10 +130,15 @@ def tried(task: Task, function: Any, case: Case, right: Told, places: Places) ->
     return value, None
 
 
+def is_unwritten(error: BaseException) -> bool:
+    """Whether this is the stub's own line, with its words or without."""
+    return isinstance(error, NotImplementedError) and str(error) in (UNWRITTEN, "")
+
+
 def unwritten(task: Task, error: NotImplementedError, places: Places) -> Verdict:
     """Either this function is not written, or one that it calls."""
     frames = [each.name for each in traceback.extract_tb(error.__traceback__) if each.filename in places.texts]
-    if str(error) not in (UNWRITTEN, ""):
+    if not is_unwritten(error):
         return Verdict(task.name, "unwritten", f"raises NotImplementedError: {first_line(error)}", at=places.of(error))
     if frames and frames[-1] != task.name:
         return Verdict(task.name, "unwritten", f"calls {frames[-1]}, which is {UNWRITTEN}")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from random import Random
 
 from cutaway.errors import InputError
+from cutaway.learn.claim import said
 from cutaway.learn.quiz.kinds import Choice, Choosing, Reckoning
 
 LETTERS = "abcde"
@@ -107,10 +108,3 @@ def number(question: Reckoning, typed: str) -> float:
             raise InputError(f"'{rest.strip()}' is not asked for; {wanted}")
         value *= 10.0**power
     return value
-
-
-def said(value: float) -> str:
-    """A number as people write it."""
-    if value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}"
-    return f"{value:,.4g}" if 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
