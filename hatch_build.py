@@ -18,7 +18,7 @@ except ImportError:  # as a program, beside no build
     BuildHookInterface = object  # type: ignore[assignment,misc]
 
 HERE = Path(__file__).parent
-WEB, PAGE = HERE / "web", HERE / "src" / "cutaway" / "serve" / "page"
+WEB, PAGE = HERE / "web", HERE / "src" / "cutaway" / "serve" / "static"
 
 
 class PageHook(BuildHookInterface):  # type: ignore[type-arg,misc]
@@ -45,7 +45,7 @@ def build() -> None:
 
 def stamp_of(web: Path) -> str:
     """Of every source, by path and content."""
-    names = ("package-lock.json", "package.json", "vite.config.ts", "formulas.ts", "tsconfig.json")
+    names = ("package-lock.json", "package.json", "vite.config.ts", "vite-plugin-formulas.ts", "tsconfig.json")
     files = [*(web / name for name in names), *sorted((web / "src").rglob("*")), *sorted((web / "public").rglob("*"))]
     whole = hashlib.sha256()
     for path in files:

@@ -20,86 +20,91 @@ from typing import Any
 
 import torch
 
-BATCH, LENGTH, VOCABULARY = 4, 256, 50257
-RATE, DECAY, CLIP = 6e-4, 0.1, 1.0
-SIDES = ("ours", "transformers eager", "transformers compiled")
-WARM = 2
+BATCH_SIZE, SEQ_LEN, VOCAB_SIZE = 4, 256, 50257
+LR, WEIGHT_DECAY, GRAD_CLIP = 6e-4, 0.1, 1.0
+IMPLEMENTATIONS = ("cutaway", "transformers eager", "transformers compiled")
+WARMUP_STEPS = 2
 """Steps before the first that counts: memory is taken and code compiled."""
 
 
-def tokens_of(step: int) -> torch.Tensor:
+def make_tokens(step: int) -> torch.Tensor:
     """The same for all sides."""
-    return torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    return torch.randint(0, VOCAB_SIZE, (BATCH_SIZE, SEQ_LEN + 1), generator=torch.Generator().manual_seed(step))
 
 
-def still(config: Any) -> Any:
+def without_dropout(config: Any) -> Any:
     """The same without dropout."""
     if isinstance(config, list | tuple):
-        return [still(each) for each in config]
+        return [without_dropout(each) for each in config]
     if not isinstance(config, dict):
         return config
-    return {key: 0.0 if key.endswith("dropout") else still(each) for key, each in config.items()}
+    return {key: 0.0 if key.endswith("dropout") else without_dropout(each) for key, each in config.items()}
 
 
-def ours() -> Callable[[int], float]:
+def build_cutaway_step() -> Callable[[int], float]:
     """A step as a run takes it, over tokens from memory."""
     import cutaway as ct
-    from cutaway.train.learner import Learner
-    from cutaway.train.objectives import next_token
-    from cutaway.train.optimise import make
-    from cutaway.train.policy import Policy
-    from cutaway.train.recipe import recipe
-    from cutaway.train.step import Stepper, settled
+    from cutaway.train.objectives.objective import causal_lm
+    from cutaway.train.optim.optimizer import build_optimizer
+    from cutaway.train.recipe.load import load_recipe
+    from cutaway.train.trainer.step_policy import StepPolicy
+    from cutaway.train.trainer.train_step import TrainStepRunner, metrics_to_python
+    from cutaway.train.trainer.training_module import TrainingModule
 
-    how = recipe(
+    recipe = load_recipe(
         {
-            "optimiser": {"rate": RATE, "weight_decay": DECAY},
-            "schedule": {"kind": "constant", "warmup": 0},
-            "training": {"batch": BATCH, "clip": CLIP, "steps": 1000},
-            "data": {"length": LENGTH},
+            "optimizer": {"lr": LR, "weight_decay": WEIGHT_DECAY},
+            "schedule": {"kind": "constant", "warmup_steps": 0},
+            "training": {"batch_size": BATCH_SIZE, "grad_clip": GRAD_CLIP, "max_steps": 1000},
+            "data": {"seq_len": SEQ_LEN},
         }
     )
 
-    class Drawn:
-        def batch(self, first: int, count: int) -> torch.Tensor:
-            return tokens_of(first // BATCH)[:count]
+    class RandomTokens:
+        def get_batch(self, first: int, count: int) -> torch.Tensor:
+            return make_tokens(first // BATCH_SIZE)[:count]
 
-    model = ct.build(still(ct.config("gpt2").model_dump(mode="json")), seed=0).train()
-    optimiser = make("adamw", model, **how.optimiser.model_dump(exclude={"kind"}))
-    reading: Any = SimpleNamespace(train=Drawn())
-    stepper = Stepper(
-        how, Learner(model, how), optimiser, reading, lambda batch, first: next_token(batch), Policy(1, device="cpu")
+    model = ct.build(without_dropout(ct.config("gpt2").model_dump(mode="json")), seed=0).train()
+    optimizer = build_optimizer("adamw", model, **recipe.optimizer.model_dump(exclude={"kind"}))
+    data: Any = SimpleNamespace(train=RandomTokens())
+    runner = TrainStepRunner(
+        recipe,
+        TrainingModule(model, recipe),
+        optimizer,
+        data,
+        lambda batch, first: causal_lm(batch),
+        StepPolicy(1, device="cpu"),
     )
-    return lambda number: float(settled(stepper.step(number))["loss"])
+    return lambda number: float(metrics_to_python(runner.run(number))["loss"])
 
 
-def theirs(compiled: bool) -> Callable[[int], float]:
+def build_transformers_step(compiled: bool) -> Callable[[int], float]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     model: Any = GPT2LMHeadModel(GPT2Config(attn_implementation="sdpa", use_cache=False, **dropouts)).train()
     shrinking = [each for each in model.parameters() if each.ndim > 1]
     staying = [each for each in model.parameters() if each.ndim < 2]
-    groups = [{"params": shrinking, "weight_decay": DECAY}, {"params": staying, "weight_decay": 0.0}]
-    optimiser = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), fused=True)
+    groups = [{"params": shrinking, "weight_decay": WEIGHT_DECAY}, {"params": staying, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
     run = torch.compile(model) if compiled else model
 
     def step(number: int) -> float:
-        tokens = tokens_of(number)
-        optimiser.zero_grad()
+        tokens = make_tokens(number)
+        optimizer.zero_grad()
         logits = run(tokens[:, :-1]).logits.flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimiser.step()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
+        optimizer.step()
         return loss.item()
 
     return step
 
 
-def work(side: str) -> None:
+def run_worker(name: str) -> None:
     """Take a step whenever a line with its number comes, and say how long it took."""
-    step = ours() if side == "ours" else theirs(compiled=side.endswith("compiled"))
+    step = build_cutaway_step() if name == "cutaway" else build_transformers_step(compiled=name.endswith("compiled"))
     for line in sys.stdin:
         start = time.perf_counter()
         loss = step(int(line))
@@ -108,14 +113,14 @@ def work(side: str) -> None:
         print("\n" + json.dumps({"seconds": taken, "loss": loss, "peak": peak}), flush=True)
 
 
-class Side:
+class WorkerProcess:
     """A process that trains when it is asked to."""
 
     def __init__(self, name: str) -> None:
-        command = [sys.executable, __file__, "--work", name]
+        command = [sys.executable, __file__, "--worker", name]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.seconds: list[float] = []
-        self.told: dict[str, float] = {}
+        self.last_result: dict[str, float] = {}
 
     def step(self, number: int) -> float:
         assert self.process.stdin is not None
@@ -123,11 +128,11 @@ class Side:
         print(number, file=self.process.stdin, flush=True)
         for line in self.process.stdout:
             if line.startswith('{"seconds"'):
-                self.told = json.loads(line)
-                return self.told["seconds"]
+                self.last_result = json.loads(line)
+                return self.last_result["seconds"]
         raise SystemExit(f"a side has ended with exit code {self.process.wait()}")
 
-    def end(self) -> None:
+    def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
@@ -137,35 +142,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--work", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=IMPLEMENTATIONS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.work:
-        work(arguments.work)
+    if arguments.worker:
+        run_worker(arguments.worker)
         return
-    sides = {name: Side(name) for name in SIDES}
+    sides = {name: WorkerProcess(name) for name in IMPLEMENTATIONS}
     for name, side in sides.items():
         first = side.step(0)
-        print(f"{name}: first step after {first:.1f} s, loss {side.told['loss']:.3f}")
-        for number in range(1, WARM):
+        print(f"{name}: first step after {first:.1f} s, loss {side.last_result['loss']:.3f}")
+        for number in range(1, WARMUP_STEPS):
             side.step(number)
     for repeat in range(arguments.repeats):
         for name in list(sides) if repeat % 2 else list(sides)[::-1]:
-            sides[name].seconds.append(sides[name].step(WARM + repeat))
+            sides[name].seconds.append(sides[name].step(WARMUP_STEPS + repeat))
     middle = {name: statistics.median(side.seconds) for name, side in sides.items()}
-    best = min(SIDES[1:], key=middle.__getitem__)
+    best = min(IMPLEMENTATIONS[1:], key=middle.__getitem__)
     rows = []
     for name, side in sides.items():
-        side.end()
+        side.close()
         ratios = [theirs / own for theirs, own in zip(sides[best].seconds, side.seconds, strict=True)]
         low, half, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        rate, peak = BATCH * LENGTH / middle[name], side.told["peak"] / 2**30
-        rows.append({"way": name, "seconds": middle[name], "ratio": half, "quartiles": [low, high], "peak_gib": peak})
+        rate, peak = BATCH_SIZE * SEQ_LEN / middle[name], side.last_result["peak"] / 2**30
+        rows.append(
+            {"implementation": name, "seconds": middle[name], "ratio": half, "quartiles": [low, high], "peak_gib": peak}
+        )
         print(
             f"{name:22} {middle[name]:6.2f} s a step, {rate:6.0f} tokens/s, peak {peak:.2f} GiB,"
             f" {half:.2f} × {best} ({low:.2f}–{high:.2f})"
         )
     threads = torch.get_num_threads()
-    told = {"bench": "train_cpu", "torch": torch.__version__, "threads": threads, "best_peer": best, "rows": rows}
+    told = {"bench": "train_cpu", "torch": torch.__version__, "threads": threads, "best_baseline": best, "rows": rows}
     print(json.dumps(told))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(told, indent=1), encoding="utf-8")

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import cutaway as ct
 from cutaway.learn import claim
-from cutaway.lens import readings
+from cutaway.lens import analysis
 
 torch.set_grad_enabled(False)
 checkpoint = ct.load("tiny-python", dtype=torch.float32)
@@ -38,7 +38,7 @@ text = "for name in sorted(os."
 V, d, N, H, h = 2048, 256, 6, 8, 768
 D = d // H  # 32, the width of a head
 by_hand = V * d + N * (4 * d * d + 3 * d * h + 2 * d) + d
-claim("parameters follow from five sizes", sum(p.numel() for p in model.parameters()), predicted=by_hand, within=0)
+claim("parameters follow from five sizes", sum(p.numel() for p in model.parameters()), predicted=by_hand, rtol=0)
 
 # %% [markdown]
 # ## Text to tokens to vectors
@@ -142,7 +142,7 @@ mine["logits"] = mine["final_norm"] @ table.T  # (1, T, V)
 
 with ct.trace(model, "*") as t:
     model(tokens)
-claim("named values on the way", len(t), predicted=len(mine), within=0)
+claim("named values on the way", len(t), predicted=len(mine), rtol=0)
 
 # %% [markdown]
 # `ct.trace` reads the same values out of the model while it runs. The model uses PyTorch's fused attention and sums
@@ -201,7 +201,7 @@ best = p.topk(5)
 for share, token in zip(best.values, best.indices, strict=True):
     print(f"{tokenizer.decode([token])!r:10} {share:.3f}")
 [answer] = ct.generate(checkpoint, text, max_new_tokens=1)
-claim("the likeliest token is the one that is generated", best.indices[0], predicted=answer.tokens[0], within=0)
+claim("the likeliest token is the one that is generated", best.indices[0], predicted=answer.tokens[0], rtol=0)
 
 # %% [markdown]
 # The head is linear, and the final norm divides the whole vector by one number. With that number held fixed, the
@@ -213,10 +213,10 @@ rms = (total.square().mean() + 1e-6).sqrt()
 row = w["final_norm.weight"] * table[best.indices[0]]  # (d,)
 parts = {"embed": mine["embed"][0, -1], **added}
 written = {name: float(part @ row / rms) for name, part in parts.items()}
-read = readings.attribution(checkpoint, text, answer.text).values  # the library's reading of the same
+read = analysis.direct_logit_attribution(checkpoint, text, answer.text).values  # the library's reading of the same
 print(claim("parts by hand and by the library", (torch.tensor(list(written.values())) - read).abs().max(), below=1e-3))
 logit = float(mine["logits"][0, -1].max())
-claim("the parts of the logit add up to the logit", sum(written.values()), predicted=logit, within=1e-4)
+claim("the parts of the logit add up to the logit", sum(written.values()), predicted=logit, rtol=1e-4)
 
 # %% [markdown]
 # ## Where the answer is decided
@@ -246,7 +246,7 @@ target = many[:, 1:].expand(N + 1, -1)
 surprise = F.cross_entropy(logits[:, :-1].transpose(1, 2), target, reduction="none") / math.log(2)  # bits
 by_depth = surprise.mean(1)
 print(claim("surprise at the embedding, in bits", by_depth[0], above=math.log2(V)))
-claim("blocks after which the surprise is lower than before", (by_depth.diff() < 0).sum(), predicted=N, within=0)
+claim("blocks after which the surprise is lower than before", (by_depth.diff() < 0).sum(), predicted=N, rtol=0)
 
 # %%
 depths = ["embed", *map(str, range(N))]
@@ -265,7 +265,7 @@ axes.legend(frameon=False)
 # `logit_lens`, for the short text:
 
 # %%
-lens = readings.logit_lens(checkpoint, text)
+lens = analysis.logit_lens(checkpoint, text)
 lens.plot()
 
 # %% [markdown]

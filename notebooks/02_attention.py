@@ -16,7 +16,7 @@ import torch
 import cutaway as ct
 from cutaway.config import to_dict
 from cutaway.learn import claim
-from cutaway.lens import readings
+from cutaway.lens import analysis
 
 torch.set_grad_enabled(False)
 draw = torch.Generator().manual_seed(0)
@@ -35,9 +35,9 @@ BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#999999"
 widths = [4, 16, 64, 256, 1024]
 q, k = torch.randn(2, 10_000, 1024, generator=draw)
 spread = torch.stack([(q[:, :width] * k[:, :width]).sum(-1).std() for width in widths])
-print(claim("spread of q·k at a head width of 64", spread[2], predicted=8, within=0.05))
+print(claim("spread of q·k at a head width of 64", spread[2], predicted=8, rtol=0.05))
 slope = (spread[-1] / spread[0]).log() / math.log(widths[-1] / widths[0])
-claim("q·k spreads as a power of the width", slope, predicted=0.5, within=0.03)
+claim("q·k spreads as a power of the width", slope, predicted=0.5, rtol=0.03)
 
 # %% [markdown]
 # What does a spread of 8 do to softmax? Let 128 keys have scores $s_j \sim N(0, \sigma^2)$, and measure how
@@ -58,9 +58,9 @@ q, k = torch.randn(2000, 1, 64, generator=draw), torch.randn(2000, n, 64, genera
 scores = (q * k).sum(-1)  # (2000, n)
 plain, scaled = scores.softmax(-1), (scores / math.sqrt(64)).softmax(-1)
 together = {name: p.square().sum(-1).mean() for name, p in (("plain", plain), ("scaled", scaled))}
-print(claim("divided by √64: concentration", together["scaled"], predicted=math.e / n, within=0.08))
+print(claim("divided by √64: concentration", together["scaled"], predicted=math.e / n, rtol=0.08))
 frozen = 1 - math.sqrt(2 * math.log(n)) / 8
-claim("not divided: concentration", together["plain"], predicted=frozen, within=0.15)
+claim("not divided: concentration", together["plain"], predicted=frozen, rtol=0.15)
 
 # %%
 sigma = torch.linspace(0.25, 12, 48)
@@ -86,20 +86,21 @@ axes.legend(frameon=False, loc="lower right")
 slopes = torch.func.vmap(torch.func.jacrev(lambda s: s.softmax(-1)))(scores[:20])  # (20, n, n)
 left = slopes.diagonal(dim1=-2, dim2=-1).sum(-1).mean()
 concentrated = plain[:20].square().sum(-1).mean()
-claim("what is left of the slope without the division", left, predicted=1 - float(concentrated), within=1e-4)
+claim("what is left of the slope without the division", left, predicted=1 - float(concentrated), rtol=1e-4)
 
 # %% [markdown]
 # ## The shapes, on GPT-2
 #
 # Width 768 in 12 heads is 64 a head. Every head compares all tokens with all tokens: 128 tokens make a matrix of 128
-# × 128 in each of the 12 heads of each layer. `plan` says so before anything runs, on a model without values.
+# × 128 in each of the 12 heads of each layer. `estimate_memory` says so before anything runs, on a model
+# without values.
 
 # %%
 gpt2 = ct.build("gpt2", device="meta")
-wide = ct.trace(gpt2, "attn.q", "attn.scores", layers=0).plan(batch=1, length=128)
+wide = ct.trace(gpt2, "attn.q", "attn.scores", layers=0).estimate_memory(batch_size=1, seq_len=128)
 print(wide)
-print(claim("width of a head, 768 over 12", wide[0].shape[-1], predicted=64, within=0))
-claim("numbers in the scores of one layer", math.prod(wide[1].shape), predicted=12 * 128 * 128, within=0)
+print(claim("width of a head, 768 over 12", wide[0].shape[-1], predicted=64, rtol=0))
+claim("numbers in the scores of one layer", math.prod(wide[1].shape), predicted=12 * 128 * 128, rtol=0)
 
 # %% [markdown]
 # ## Four lines, on a real model
@@ -186,14 +187,14 @@ masks = {
     "causal": (seen(tiny(), twelve), 12 * 13 // 2),
     "left padding": (seen(tiny(), twelve, real), 8 * 9 // 2),
     "window of 4": (seen(tiny(window=4), twelve), 12 * 4 - 4 * 3 // 2),
-    "prefix of 5": (seen(tiny(), twelve, prefix=torch.tensor([5])), 12 * 13 // 2 + 5 * 4 // 2),
-    "packed 4 + 5 + 3": (seen(tiny(), twelve, documents=texts), 4 * 5 // 2 + 5 * 6 // 2 + 3 * 4 // 2),
+    "prefix of 5": (seen(tiny(), twelve, prefix_lengths=torch.tensor([5])), 12 * 13 // 2 + 5 * 4 // 2),
+    "packed 4 + 5 + 3": (seen(tiny(), twelve, document_ids=texts), 4 * 5 // 2 + 5 * 6 // 2 + 3 * 4 // 2),
 }
 translator = ct.build("tiny-t5", seed=0)
 across = seen(translator, source, twelve, source_mask, site="decoder.blocks.0.cross.pattern")
 masks["cross, source 9 − 2"] = (across, 12 * 7)
 for name, (visible, pairs) in masks.items():
-    print(claim(f"{name}: pairs that see each other", visible.sum(), predicted=pairs, within=0))
+    print(claim(f"{name}: pairs that see each other", visible.sum(), predicted=pairs, rtol=0))
 
 # %%
 figure, all_axes = plt.subplots(2, 3, figsize=(6, 4.2), layout="constrained")
@@ -228,9 +229,9 @@ with_mask = moved()
 with ct.edit(model, {"mask": "drop"}):
     without = moved()
 noise = 1e-3
-print(claim("pairs (token, later place) that notice", (with_mask > noise).sum(), predicted=20 * 21 // 2, within=0))
+print(claim("pairs (token, later place) that notice", (with_mask > noise).sum(), predicted=20 * 21 // 2, rtol=0))
 print(claim("largest change at an earlier place", with_mask.tril(-1).max(), below=noise))
-claim("pairs that notice without the mask", (without > noise).sum(), predicted=20 * 20, within=0)
+claim("pairs that notice without the mask", (without > noise).sum(), predicted=20 * 20, rtol=0)
 
 # %%
 figure, both = plt.subplots(1, 2, figsize=(6, 3.2), layout="constrained")
@@ -257,16 +258,16 @@ different = torch.randperm(2000, generator=draw)[:64][None]
 limit = math.log2(math.factorial(64)) / 64
 share = 1 - sum(1 / t for t in range(1, 65)) / 64
 missing = 0.32**4 / 2 / math.log(2) * share
-first = readings.attention_entropy(fresh, different).values[0].mean()
-claim("bits that a fresh block 0 lacks to looking everywhere alike", limit - first, predicted=missing, within=0.2)
+first = analysis.attention_entropy(fresh, different).values[0].mean()
+claim("bits that a fresh block 0 lacks to looking everywhere alike", limit - first, predicted=missing, rtol=0.2)
 
 # %% [markdown]
 # Training takes that away: a head that is of use must choose. The sharpest one should look at less than a quarter of
 # the places that looking everywhere alike would give. On real code, each dot a head:
 
 # %%
-trained = readings.attention_entropy(checkpoint, code).values  # (layers, heads)
-untrained = readings.attention_entropy(fresh, tokens).values
+trained = analysis.attention_entropy(checkpoint, code).values  # (layers, heads)
+untrained = analysis.attention_entropy(fresh, tokens).values
 most = math.lgamma(T + 1) / math.log(2) / T
 figure, axes = plt.subplots(figsize=(6, 3.2))
 for values, colour, name in ((untrained, GREY, "fresh"), (trained, BLUE, "trained")):
@@ -286,10 +287,10 @@ claim("places of the sharpest trained head, 2^entropy, beside all", 2 ** (traine
 # - the best induction head stands in a later block than the best previous-token head.
 
 # %%
-kinds = readings.head_kinds(checkpoint)  # 32 random tokens, twice
-previous, induction = (kinds.at(kind=kind).values for kind in ("previous", "induction"))
+kinds = analysis.head_scores(checkpoint)  # 32 random tokens, twice
+previous, induction = (kinds.select(head_type=each).values for each in ("previous_token", "induction"))
 chance = sum(1 / t for t in range(33, 65)) / 32
-print(claim("induction in block 0, mean of its heads", induction[0].mean(), predicted=chance, within=0.1))
+print(claim("induction in block 0, mean of its heads", induction[0].mean(), predicted=chance, rtol=0.1))
 looks_back, copies = (divmod(int(kind.argmax()), 8) for kind in (previous, induction))
 print(f"best previous-token head {looks_back}, best induction head {copies}, as (block, head)")
 print(claim("best previous-token head, beside chance", previous.max() / chance, above=10))
@@ -317,10 +318,10 @@ bytes_kept = {}
 for groups in (32, 8, 1):
     shape = to_dict(ct.config("llama-3-8b"))
     shape["decoder"]["block"][0]["attention"]["kv_heads"] = groups
-    bytes_kept[groups] = ct.size(shape, batch=1, context=8192, dtype="bf16").memory.parts["kv cache"]
+    bytes_kept[groups] = ct.size(shape, batch_size=1, context=8192, dtype="bf16").memory.peak_by_component["kv cache"]
 print({f"{groups} key heads": f"{size / 2**30:.3f} GiB" for groups, size in bytes_kept.items()})
-print(claim("GQA, 8 of 32: cache beside MHA", bytes_kept[8] / bytes_kept[32], predicted=1 / 4, within=0))
-claim("MQA, 1 of 32: cache beside MHA", bytes_kept[1] / bytes_kept[32], predicted=1 / 32, within=0)
+print(claim("GQA, 8 of 32: cache beside MHA", bytes_kept[8] / bytes_kept[32], predicted=1 / 4, rtol=0))
+claim("MQA, 1 of 32: cache beside MHA", bytes_kept[1] / bytes_kept[32], predicted=1 / 32, rtol=0)
 
 # %% [markdown]
 # It is the same attention: an MHA model whose key and value heads are copies, each as often as it is shared, must say
@@ -365,7 +366,7 @@ claim("no positions, causal mask: the same shuffle", noticed(decoder), above=0.0
 # - Give `n` 1024 keys: $\sigma_c$ grows only as $\sqrt{\ln n}$, to 3.7, so longer texts do not help a score of spread
 #   8.
 # - Use `{"kind": "rope"}` in `unordered`: the encoder notices the shuffle at once.
-# - Put the window mask and packed documents together (`tiny(window=4)` with `documents=texts`): rules are joined by
+# - Put the window mask and packed documents together (`tiny(window=4)` with `document_ids=texts`): rules are joined by
 #   *and*. In the three texts 10 + 14 + 6 pairs are left.
 #
 # Exercises: `cutaway learn start 1` (attention by hand), `cutaway learn start 2` (causal mask),

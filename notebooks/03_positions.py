@@ -71,9 +71,9 @@ omega = 10000 ** (-torch.arange(0, width, 2) / width).double()
 turn = [torch.tensor([[math.cos(a), math.sin(a)], [-math.sin(a), math.cos(a)]]) for a in omega * k]
 M = torch.block_diag(*turn).double()  # (width, width)
 print(claim("PE(p + 7) − M₇·PE(p), largest over 193 positions", (PE[k:] - PE[:-k] @ M.T).abs().max(), below=1e-5))
-print(claim("length of every PE", PE.norm(dim=-1).mean(), predicted=math.sqrt(width / 2), within=1e-6))
+print(claim("length of every PE", PE.norm(dim=-1).mean(), predicted=math.sqrt(width / 2), rtol=1e-6))
 products = PE[100] @ PE.T
-claim("PE(100)·PE(107) = Σ cos 7ω", products[107], predicted=float((omega * k).cos().sum()), within=1e-6)
+claim("PE(100)·PE(107) = Σ cos 7ω", products[107], predicted=float((omega * k).cos().sum()), rtol=1e-6)
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2))
@@ -101,7 +101,7 @@ try:
 except InputError as error:
     refused = 1
     print(error)
-claim("texts longer than the table that are refused", refused, predicted=1, within=0)
+claim("texts longer than the table that are refused", refused, predicted=1, rtol=0)
 
 # %% [markdown]
 # ## RoPE: the score depends on the distance
@@ -134,7 +134,7 @@ claim("largest change of a score", (scores[1] - scores[0]).abs().max(), below=1e
 #
 # - *Layout.* Which two of a head's values are a pair, $(j, j + D/2)$ or $(2j, 2j+1)$, is a matter of numbering.
 #   Reordering the rows of $W_q$ and $W_k$ turns one into the other, and the logits are the same.
-# - *Partial.* Only the first values of a head turn, the rest carry content without position. With `width` 4 of 8,
+# - *Partial.* Only the first values of a head turn, the rest carry content without position. With `rotary_dim` 4 of 8,
 #   half of the values differ between two positions.
 
 # %%
@@ -148,12 +148,12 @@ for name in weights:
 pairs.load_state_dict(weights)
 print(claim("half and interleaved: largest difference", (halves(tokens) - pairs(tokens)).abs().max(), below=1e-5))
 
-partly = ct.build(shape({"kind": "rope", "width": 4}), seed=0)
+partly = ct.build(shape({"kind": "rope", "rotary_dim": 4}), seed=0)
 with ct.trace(partly, "attn.q") as t:
     partly(torch.zeros(1, 8, dtype=torch.long))
 q = t["blocks.0.attn.q"][0, :, 0]  # (T, D), head 0
 differ = ((q[5] - q[0]).abs() > 1e-6).sum()
-claim("values of a head that turn, with width 4 of 8", differ, predicted=4, within=0)
+claim("values of a head that turn, with rotary_dim 4 of 8", differ, predicted=4, rtol=0)
 
 # %% [markdown]
 # ## Wavelengths, and stretching them
@@ -194,12 +194,12 @@ SCALINGS = {
 # %%
 plain = angles({"kind": "none"})
 stretch = {name: plain / angles(scaling, 2048) for name, scaling in SCALINGS.items()}
-print(claim("pairs that turn at least once in 512 tokens", (plain * 512 >= 2 * math.pi).sum(), predicted=8, within=0))
-print(claim("linear: every pair's wavelength", stretch["linear ×4"].mean(), predicted=4, within=1e-4))
-print(claim("dynamic NTK: the slowest pair's", stretch["dynamic NTK at 2,048"][-1], predicted=2048 / 512, within=1e-4))
-print(claim("YaRN: the fastest pair's", stretch["YaRN ×4"][0], predicted=1, within=1e-4))
-print(claim("Llama 3: the slowest pair's", stretch["Llama 3 ×4"][-1], predicted=4, within=1e-4))
-claim("Llama 3: the fastest pair's", stretch["Llama 3 ×4"][0], predicted=1, within=1e-4)
+print(claim("pairs that turn at least once in 512 tokens", (plain * 512 >= 2 * math.pi).sum(), predicted=8, rtol=0))
+print(claim("linear: every pair's wavelength", stretch["linear ×4"].mean(), predicted=4, rtol=1e-4))
+print(claim("dynamic NTK: the slowest pair's", stretch["dynamic NTK at 2,048"][-1], predicted=2048 / 512, rtol=1e-4))
+print(claim("YaRN: the fastest pair's", stretch["YaRN ×4"][0], predicted=1, rtol=1e-4))
+print(claim("Llama 3: the slowest pair's", stretch["Llama 3 ×4"][-1], predicted=4, rtol=1e-4))
+claim("Llama 3: the fastest pair's", stretch["Llama 3 ×4"][0], predicted=1, rtol=1e-4)
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2))
@@ -277,11 +277,11 @@ with ct.edit(alibi, {"blocks.0.attn.q": "zero"}), ct.trace(alibi, "attn.pattern"
     alibi(torch.zeros(1, 768, dtype=torch.long))
 pattern = t["blocks.0.attn.pattern"][0, :, -1].flip(-1)  # (6, 768), by distance
 slope = 2.0 ** -torch.arange(1, 7)
-print(claim("slope of the first head", (pattern[0, 0] / pattern[0, 1]).log(), predicted=1 / 2, within=1e-3))
+print(claim("slope of the first head", (pattern[0, 0] / pattern[0, 1]).log(), predicted=1 / 2, rtol=1e-3))
 far = (pattern * torch.arange(768)).sum(-1)  # (6,)
 expected = 1 / (slope.exp() - 1)
 print([f"{a:.1f}" for a in far.tolist()], "expected", [f"{a:.1f}" for a in expected.tolist()])
-claim("mean distance of the sixth head, slope 1/64", far[5], predicted=float(expected[5]), within=0.01)
+claim("mean distance of the sixth head, slope 1/64", far[5], predicted=float(expected[5]), rtol=0.01)
 
 # %% [markdown]
 # ## T5: a trained number for each bucket of distances
@@ -297,8 +297,8 @@ with ct.edit(t5, {"blocks.0.attn.q": "zero"}), ct.trace(t5, "attn.scores") as t:
     t5.decoder.positions["0"].table.weight.copy_(torch.arange(32.0)[:, None].expand(-1, 4))
     t5(torch.zeros(1, 400, dtype=torch.long))
 bucket = t["blocks.0.attn.scores"][0, 0, -1].flip(-1).round().long()  # (400,), by distance
-print(claim("buckets in use", len(bucket.unique()), predicted=32, within=0))
-claim("the distance at which the last bucket begins", (bucket == 31).nonzero()[0], predicted=113, within=0)
+print(claim("buckets in use", len(bucket.unique()), predicted=32, rtol=0))
+claim("the distance at which the last bucket begins", (bucket == 31).nonzero()[0], predicted=113, rtol=0)
 
 # %%
 figure, both = plt.subplots(1, 2, figsize=(6, 3.2), layout="constrained")
@@ -394,14 +394,14 @@ def batch(rows, length, draw):
 # %%
 @torch.enable_grad()
 def learn(model, draw, steps=120, length=24):
-    optimiser = torch.optim.Adam(model.train().parameters(), lr=2e-2)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 2e-2, total_steps=steps)
+    optimizer = torch.optim.Adam(model.train().parameters(), lr=2e-2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-2, total_steps=steps)
     for _ in range(steps):
         tokens, target = batch(16, length, draw)
         loss = F.cross_entropy(model(tokens).flatten(0, 1), target.flatten())
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         schedule.step()
     return model.eval()
 
@@ -441,13 +441,13 @@ print(claim("ALiBi: nats lost at 2 to 4 times the length", beyond["ALiBi"] - wit
 print(claim("none: loss within the trained length, beside ALiBi's", within["none"] / within["ALiBi"], above=2))
 drawn = ct.build(shape(*METHODS["learned"]), seed=0).decoder.embed.position.table.weight
 moved = (models["learned"].decoder.embed.position.table.weight - drawn).norm(dim=-1) > 0
-claim("learned: rows of 96 that training moved", moved.sum(), predicted=24, within=0)
+claim("learned: rows of 96 that training moved", moved.sum(), predicted=24, rtol=0)
 
 # %% [markdown]
 # ## Try
 #
-# - Train RoPE on the task with `{"kind": "rope", "width": 2}`: one pair, which comes round every six tokens, cannot
-#   tell near from far. It learns no more than no positions at all, and nothing breaks beyond 24.
+# - Train RoPE on the task with `{"kind": "rope", "rotary_dim": 2}`: one pair, which comes round every six tokens,
+#   cannot tell near from far. It learns no more than no positions at all, and nothing breaks beyond 24.
 # - Give `losses` a factor of 4 for these 1,024 tokens: the loss within the first 512 rises; stretching is not free.
 # - Mirror a text under ALiBi with a causal mask (`form="decoder"`): the mask tells before from behind, and the change
 #   is noticed.

@@ -16,8 +16,8 @@ import torch
 import cutaway as ct
 from cutaway.config import LayerNorm, RMSNorm
 from cutaway.learn import claim
-from cutaway.lens import readings
-from cutaway.model.norms import make_norm
+from cutaway.lens import analysis
+from cutaway.model.norms import build_norm
 
 torch.set_grad_enabled(False)
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#999999"
@@ -52,8 +52,8 @@ def moved():
 together = moved()
 with ct.edit(model, {"blocks.*.attn.out": "zero"}):
     alone = moved()
-print(claim("places that move without attention", (alone > 1e-3).sum(), predicted=1, within=0))
-claim("places that move with attention", (together > 1e-3).sum(), predicted=10, within=0)
+print(claim("places that move without attention", (alone > 1e-3).sum(), predicted=1, rtol=0))
+claim("places that move with attention", (together > 1e-3).sum(), predicted=10, rtol=0)
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3))
@@ -106,7 +106,7 @@ claim("FFN by hand: largest difference", (hidden - by_hand).abs().max(), below=1
 
 # %%
 x = torch.tensor([1.0, 2.0, 3.0, 4.0])
-layer_norm, rms_norm = make_norm(LayerNorm(eps=1e-6), 4), make_norm(RMSNorm(eps=1e-6), 4)
+layer_norm, rms_norm = build_norm(LayerNorm(eps=1e-6), 4), build_norm(RMSNorm(eps=1e-6), 4)
 print(layer_norm(x), rms_norm(x))
 centred, divided = torch.tensor([-1.342, -0.447, 0.447, 1.342]), torch.tensor([0.365, 0.730, 1.095, 1.461])
 print(claim("LayerNorm of (1, 2, 3, 4): largest difference", (layer_norm(x) - centred).abs().max(), below=5e-4))
@@ -149,7 +149,7 @@ print(after["pre"])
 by_hand = torch.tensor([[1.632, 3.265], [3.849, 5.131]])
 print(claim("pre-norm block by hand: largest difference", (after["pre"] - by_hand).abs().max(), below=1e-3))
 rms = after["post"].square().mean(-1).sqrt()
-claim("post-norm block: root mean square of every token", rms.mean(), predicted=1, within=1e-4)
+claim("post-norm block: root mean square of every token", rms.mean(), predicted=1, rtol=1e-4)
 
 # %% [markdown]
 # ## Where the parameters are
@@ -173,11 +173,11 @@ def ffn_of(ffn, d_model=4096):
 
 gpt2 = ct.build("gpt2", device="meta").decoder.blocks[0]
 llama = ct.build("llama-3-8b", device="meta").decoder.blocks[0]
-print(claim("GPT-2: FFN beside attention", matrices(gpt2.ffn) / matrices(gpt2.attn), predicted=2, within=0))
+print(claim("GPT-2: FFN beside attention", matrices(gpt2.ffn) / matrices(gpt2.attn), predicted=2, rtol=0))
 classic, gated = ffn_of({"kind": "mlp"}), ffn_of({"kind": "gated"})
-print(claim("classic FFN at 4,096, millions", classic / 1e6, predicted=8 * 4096**2 / 1e6, within=0))
-print(claim("SwiGLU at 2/3 · 4d beside it", gated / classic, predicted=1, within=1e-3))
-claim("Llama-3 8B: FFN of a layer, millions", matrices(llama.ffn) / 1e6, predicted=176.16, within=1e-4)
+print(claim("classic FFN at 4,096, millions", classic / 1e6, predicted=8 * 4096**2 / 1e6, rtol=0))
+print(claim("SwiGLU at 2/3 · 4d beside it", gated / classic, predicted=1, rtol=1e-3))
+claim("Llama-3 8B: FFN of a layer, millions", matrices(llama.ffn) / 1e6, predicted=176.16, rtol=1e-4)
 
 # %% [markdown]
 # ## First weights: what a matrix does to a spread
@@ -210,9 +210,9 @@ for name, matrix in kinds.items():
 
 # %%
 shrunk, grown = (math.log10(spreads[name][-1]) for name in ("σ = 0.02", "σ = 0.1"))
-print(claim("ten of σ = 0.02: log₁₀ of the spread", shrunk, predicted=10 * math.log10(0.32), within=0.05))
-print(claim("ten of σ = 0.1: log₁₀ of the spread", grown, predicted=10 * math.log10(1.6), within=0.1))
-claim("ten of Xavier's: the spread", spreads["Xavier"][-1], predicted=1, within=0.2)
+print(claim("ten of σ = 0.02: log₁₀ of the spread", shrunk, predicted=10 * math.log10(0.32), rtol=0.05))
+print(claim("ten of σ = 0.1: log₁₀ of the spread", grown, predicted=10 * math.log10(1.6), rtol=0.1))
+claim("ten of Xavier's: the spread", spreads["Xavier"][-1], predicted=1, rtol=0.2)
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2))
@@ -232,8 +232,8 @@ axes.legend(frameon=False)
 # %%
 glorot = plain(256, 1024, heads=4, init={"kind": "xavier"}).decoder.blocks[0]
 q, up = glorot.attn.f.q.weight.std(), glorot.ffn.f.up.weight.std()
-print(claim("spread of Xavier's weights, 256 → 256", q, predicted=math.sqrt(2 / 512), within=0.02))
-claim("spread of Xavier's weights, 256 → 1024", up, predicted=math.sqrt(2 / 1280), within=0.02)
+print(claim("spread of Xavier's weights, 256 → 256", q, predicted=math.sqrt(2 / 512), rtol=0.02))
+claim("spread of Xavier's weights, 256 → 1024", up, predicted=math.sqrt(2 / 1280), rtol=0.02)
 
 # %% [markdown]
 # ## First weights: the stream adds
@@ -270,11 +270,11 @@ for scaled in (False, True):
         variances[scaled, depth] = [float(t[name].square().mean()) for name in t]  # depth + 1 values
 plain_end = sigma**2 + 3 * 32 * d**2 * sigma**4
 scaled_end = sigma**2 + 1.5 * d**2 * sigma**4
-print(claim("32 blocks, not scaled: the variance", variances[False, 32][-1], predicted=plain_end, within=0.15))
-print(claim("32 blocks, scaled", variances[True, 32][-1], predicted=scaled_end, within=0.15))
-print(claim("4 blocks, scaled", variances[True, 4][-1], predicted=scaled_end, within=0.25))
+print(claim("32 blocks, not scaled: the variance", variances[False, 32][-1], predicted=plain_end, rtol=0.15))
+print(claim("32 blocks, scaled", variances[True, 32][-1], predicted=scaled_end, rtol=0.15))
+print(claim("4 blocks, scaled", variances[True, 4][-1], predicted=scaled_end, rtol=0.25))
 grown = (variances[False, 32][-1] - sigma**2) / (variances[False, 4][-1] - sigma**2)
-claim("not scaled: what 32 blocks add beside what 4 add", grown, predicted=8, within=0.25)
+claim("not scaled: what 32 blocks add beside what 4 add", grown, predicted=8, rtol=0.25)
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.4))
@@ -299,11 +299,11 @@ axes.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.7))
 unscaled = plain(d, 4 * d, layers=32, heads=4, init={"kind": "normal", "depth_scaled": False})
 with ct.trace(unscaled, "resid_pre", "resid_post") as t:
     unscaled(tokens)
-before, after = t.stacked("resid_pre"), t.stacked("resid_post")  # (32, 256, 1, d)
+before, after = t.stack_activation("resid_pre"), t.stack_activation("resid_post")  # (32, 256, 1, d)
 fresh = ((after - before).norm(dim=-1) / before.norm(dim=-1)).mean((1, 2))  # (32,)
 a = 3 * d**2 * sigma**4
 expected = [math.sqrt(a / (sigma**2 + n * a)) for n in range(32)]
-claim("fresh: update of block 31 beside the stream", fresh[31], predicted=expected[31], within=0.1)
+claim("fresh: update of block 31 beside the stream", fresh[31], predicted=expected[31], rtol=0.1)
 
 # %% [markdown]
 # Trained weights need not keep to that: nothing says that their blocks add alike, or at right angles. Take the rule
@@ -313,7 +313,7 @@ claim("fresh: update of block 31 beside the stream", fresh[31], predicted=expect
 # %%
 with ct.trace(model, "resid_pre", "resid_post") as t:
     model(torch.tensor([checkpoint.tokenizer.encode(code)]))
-before, after = t.stacked("resid_pre"), t.stacked("resid_post")  # (6, 1, T, d)
+before, after = t.stack_activation("resid_pre"), t.stack_activation("resid_post")  # (6, 1, T, d)
 trained = ((after - before).norm(dim=-1) / before.norm(dim=-1)).mean((1, 2))  # (6,)
 rule = 1 / torch.arange(1, 6).sqrt()
 claim("trained: largest miss of the rule at blocks 1 to 5", (trained[1:] / rule - 1).abs().max(), below=0.25)
@@ -326,7 +326,7 @@ claim("trained: largest miss of the rule at blocks 1 to 5", (trained[1:] / rule 
 
 # %%
 grows = (after - before).norm(dim=-1).mean((1, 2))
-sizes = readings.update_sizes(checkpoint, code).values.mean(1).view(6, 2)  # (blocks, attention and FFN)
+sizes = analysis.update_norm_ratios(checkpoint, code).values.mean(1).view(6, 2)  # (blocks, attention and FFN)
 figure, (left, right) = plt.subplots(1, 2, figsize=(6.4, 3.2), layout="constrained")
 left.loglog(range(1, 32), fresh[1:], "o", markersize=3, color=GREY, label="measured")
 left.loglog(range(1, 32), expected[1:], color="black", linestyle=":", label="predicted")

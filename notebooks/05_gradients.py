@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cutaway as ct
 from cutaway.learn import claim
-from cutaway.lens.readings import recomputation
+from cutaway.lens.analysis import activation_checkpointing_cost
 
 torch.manual_seed(0)
 checkpoint = ct.load("tiny-python", dtype=torch.float64)
@@ -61,8 +61,8 @@ apart = (by_hand - layer_found).abs().max()
 print(claim("LayerNorm's Jacobian is (γ/σ)(I − 11ᵀ/d − x̂x̂ᵀ/d): largest difference", apart, below=1e-9))
 
 dead = [int((torch.linalg.svdvals(each) < 1e-4).sum()) for each in (rms_found, layer_found)]
-print(claim("directions that RMSNorm takes out of a gradient", dead[0], predicted=1, within=0))
-claim("directions that LayerNorm takes out of a gradient", dead[1], predicted=2, within=0)
+print(claim("directions that RMSNorm takes out of a gradient", dead[0], predicted=1, rtol=0))
+claim("directions that LayerNorm takes out of a gradient", dead[1], predicted=2, rtol=0)
 
 # %% [markdown]
 # ## Two ways to write a block
@@ -134,7 +134,7 @@ def mean_over_seeds(values):
 
 
 last = mean_over_seeds([gradients["post", 16, s][-5] ** (1 / 4) for s in range(seeds)])
-print(claim("post-norm: a token's own gradient, as a multiple a block", last, predicted=1 / math.sqrt(2), within=0.12))
+print(claim("post-norm: a token's own gradient, as a multiple a block", last, predicted=1 / math.sqrt(2), rtol=0.12))
 least = min(gradients["pre", n, s].min() for n in depths for s in range(seeds))
 claim("pre-norm: the least there is of it at any depth, as a share of the last block's", least, above=0.99)
 
@@ -204,15 +204,15 @@ def walks(count, length, draw):
 
 def learn(placement, warmup, steps=40, rate=0.01, seed=0):
     learner = fresh_model(placement, 6, seed, form="decoder", d_model=32, vocab_size=16)
-    optimiser = torch.optim.AdamW(learner.parameters(), betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(learner.parameters(), betas=(0.9, 0.98))
     batches = walks(32 * steps, 13, torch.Generator().manual_seed(seed)).split(32)
     losses = []
     for step, batch in enumerate(batches):
-        optimiser.param_groups[0]["lr"] = rate * min(1, (step + 1) / max(1, warmup))
+        optimizer.param_groups[0]["lr"] = rate * min(1, (step + 1) / max(1, warmup))
         loss = F.cross_entropy(learner(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.item())
     return losses
 
@@ -221,7 +221,7 @@ curves = {"pre-norm": learn("pre", 0), "post-norm": learn("post", 0), "post-norm
 end = {name: sum(losses[-8:]) / 8 for name, losses in curves.items()}
 
 # %%
-print(claim("cold, post-norm learns how frequent letters are, no more", end["post-norm"], predicted=alike, within=0.04))
+print(claim("cold, post-norm learns how frequent letters are, no more", end["post-norm"], predicted=alike, rtol=0.04))
 way = {name: (alike - loss) / (alike - learnt) for name, loss in end.items()}
 print(claim("cold, pre-norm learns the transitions (share of the way down)", way["pre-norm"], above=0.85))
 print(claim("after a warm-up, post-norm learns them too", way["post-norm, warm-up of 25"], above=0.6))
@@ -282,21 +282,21 @@ def kept_bytes(learner, tokens):
 
 B, T, depths = 2, 128, (2, 4, 6)
 batch = torch.randint(2048, (B, T), generator=torch.Generator().manual_seed(0))
-asked = {"mode": "train", "batch": B, "context": T, "dtype": "fp32", "hardware": "epyc-9654"}  # some CPU
+asked = {"mode": "train", "batch_size": B, "context": T, "dtype": "fp32", "hardware": "epyc-9654"}  # some CPU
 measured, predicted = {}, {}
 for layers in depths:
     learner = ct.build(shaped(layers), seed=0).train()
     for mode in ("none", "full"):
-        measured[mode, layers] = kept_bytes(learner.use_recompute(mode), batch)
-        told = ct.size(shaped(layers), **asked, checkpointing=mode)
-        predicted[mode, layers] = told.memory.whole["activations"]
+        measured[mode, layers] = kept_bytes(learner.use_activation_checkpointing(mode), batch)
+        told = ct.size(shaped(layers), **asked, activation_checkpointing=mode)
+        predicted[mode, layers] = told.memory.bytes_by_component["activations"]
 
 # %%
 for mode in ("none", "full"):
     found_mb, told_mb = measured[mode, 6] / 1e6, predicted[mode, 6] / 1e6
-    print(claim(f"{mode}: megabytes kept by six blocks", found_mb, predicted=told_mb, within=0.02))
+    print(claim(f"{mode}: megabytes kept by six blocks", found_mb, predicted=told_mb, rtol=0.02))
 more = (measured["full", 6] - measured["full", 4]) / 2
-claim("full: bytes that one more block keeps, 4·B·T·d", more, predicted=4 * B * T * d, within=0)
+claim("full: bytes that one more block keeps, 4·B·T·d", more, predicted=4 * B * T * d, rtol=0)
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2))
@@ -316,7 +316,7 @@ figure.tight_layout()
 
 # %%
 def step(mode):
-    learner.use_recompute(mode).zero_grad()
+    learner.use_activation_checkpointing(mode).zero_grad()
     with FlopCounterMode(display=False) as counted:
         F.cross_entropy(learner(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
     return counted.get_total_flops(), [each.grad.clone() for each in learner.parameters()]
@@ -325,17 +325,19 @@ def step(mode):
 (flops, kept), (more_flops, recomputed) = step("none"), step("full")
 down, block, head = d * 768, 4 * d * d + 3 * d * 768, d * 2048  # multiplications a token, scores aside
 again = 6 * (block - down) / (3 * (6 * block + head))
-print(claim("FLOPs with recomputation, as a multiple", more_flops / flops, predicted=1 + again, within=0.02))
+print(claim("FLOPs with recomputation, as a multiple", more_flops / flops, predicted=1 + again, rtol=0.02))
 differing = sum(int((a != b).sum()) for a, b in zip(kept, recomputed, strict=True))
-claim("numbers of the gradient that differ in any bit", differing, predicted=0, within=0)
+claim("numbers of the gradient that differ in any bit", differing, predicted=0, rtol=0)
 
 # %% [markdown]
-# The library asks the same questions of any model: `readings.recomputation` measures memory and time, with the middle
-# way `selective`, which keeps the results of matrix products and repeats only what is cheap. Time follows FLOPs
-# loosely: expect a step to become longer, and far less than twice as long.
+# The library asks the same questions of any model: `analysis.activation_checkpointing_cost` measures memory and time,
+# with the middle way `selective`, which keeps the results of matrix products and repeats only what is cheap. Time
+# follows FLOPs loosely: expect a step to become longer, and far less than twice as long.
 
 # %%
-print(found := recomputation(learner.use_recompute("none"), batch[:1, :64], repeats=3))
+print(
+    found := activation_checkpointing_cost(learner.use_activation_checkpointing("none"), batch[:1, :64], num_repeats=3)
+)
 none, selective, full = found.values.tolist()
 print(claim("full recomputation: time of a step, as a multiple", full[1] / none[1], above=0.7, below=2.5))
 between = (selective[0] - full[0]) / (none[0] - full[0])

@@ -18,17 +18,17 @@ import torch
 import torch.nn.functional as F
 
 import cutaway as ct
-from cutaway.learn import claim
-from cutaway.measure import (
+from cutaway.evaluate import (
     bits_per_byte,
+    calibration,
     cross_entropy,
     entropy,
     information,
-    kl,
+    kl_divergence,
     mutual_information,
     perplexity,
-    reliability,
 )
+from cutaway.learn import claim
 
 # %% [markdown]
 # ## By hand
@@ -45,15 +45,15 @@ from cutaway.measure import (
 
 # %%
 P, Q = [0.7, 0.2, 0.1], [0.5, 0.3, 0.2]
-print(claim("entropy of a fair coin (bits)", entropy([0.5, 0.5]), predicted=1, within=0))
-print(claim("of a coin of 0.9 and 0.1", entropy([0.9, 0.1]), predicted=0.469, within=1e-3))
+print(claim("entropy of a fair coin (bits)", entropy([0.5, 0.5]), predicted=1, rtol=0))
+print(claim("of a coin of 0.9 and 0.1", entropy([0.9, 0.1]), predicted=0.469, rtol=1e-3))
 for p, bits in ((0.9, 0.1520), (0.4, 1.3219), (0.01, 6.6439)):
-    print(claim(f"surprise at a class of p = {p}", cross_entropy(q=[p, 1 - p], true=0), predicted=bits, within=1e-3))
-print(claim("perplexity at p = 0.9", perplexity(q=[0.9, 0.1], true=0), predicted=1.11, within=2e-3))
-print(claim("perplexity at p = 0.4", perplexity(q=[0.4, 0.6], true=0), predicted=2.5, within=0))
-print(claim("H(P)", entropy(P), predicted=1.1568, within=1e-4))
-print(claim("KL(P ‖ Q)", kl(P, Q), predicted=0.1228, within=1e-3))
-claim("cross-entropy is entropy and divergence: H(P, Q)", cross_entropy(P, Q), predicted=1.1568 + 0.1228, within=1e-4)
+    print(claim(f"surprise at a class of p = {p}", cross_entropy(q=[p, 1 - p], target=0), predicted=bits, rtol=1e-3))
+print(claim("perplexity at p = 0.9", perplexity(q=[0.9, 0.1], target=0), predicted=1.11, rtol=2e-3))
+print(claim("perplexity at p = 0.4", perplexity(q=[0.4, 0.6], target=0), predicted=2.5, rtol=0))
+print(claim("H(P)", entropy(P), predicted=1.1568, rtol=1e-4))
+print(claim("KL(P ‖ Q)", kl_divergence(P, Q), predicted=0.1228, rtol=1e-3))
+claim("cross-entropy is entropy and divergence: H(P, Q)", cross_entropy(P, Q), predicted=1.1568 + 0.1228, rtol=1e-4)
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3))
@@ -87,8 +87,8 @@ with torch.no_grad():
 begin = sum(losses) / 3
 print([round(loss, 3) for loss in losses])
 expected = math.log(2048) + 0.02**2 * 256 / 2
-print(claim("loss of fresh weights, ln V + σ²/2 (nats)", begin, predicted=expected, within=0.003))
-claim("as a perplexity, near V", math.exp(begin), predicted=2048, within=0.1)
+print(claim("loss of fresh weights, ln V + σ²/2 (nats)", begin, predicted=expected, rtol=0.003))
+claim("as a perplexity, near V", math.exp(begin), predicted=2048, rtol=0.1)
 
 # %% [markdown]
 # ## Where it must end
@@ -128,14 +128,14 @@ def learn(rows, often, seed=0):
     block = {"attention": {"heads": 2}, "ffn": {"kind": "mlp"}}
     shape = {"form": "decoder", "vocab_size": LETTERS, "d_model": 32, "init": {"kind": "xavier"}}
     model = ct.build({**shape, "decoder": {"layers": 1, "block": block}}, seed=seed)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     batches = walks(rows, often, 64 * STEPS, 17, torch.Generator().manual_seed(seed)).split(64)
     losses = []
     for batch in batches:
         loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.item())
     return model, losses
 
@@ -149,10 +149,10 @@ for sharpness in (4, 2, 0.75):
     with torch.no_grad():
         logits = model(fresh[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), fresh[:, 1:].flatten()).item()
-    divergence = kl(rows[fresh[:, :-1]], q_logits=logits.double(), unit="nats").mean().item()
+    divergence = kl_divergence(rows[fresh[:, :-1]], q_logits=logits.double(), unit="nats").mean().item()
     for into, value in ((rates, rate), (curves, losses), (ended, loss), (missing, divergence)):
         into.append(value)
-    print(claim(f"loss on unseen text of a chain with rate {rate:.3f} nats", loss, predicted=rate, within=0.12))
+    print(claim(f"loss on unseen text of a chain with rate {rate:.3f} nats", loss, predicted=rate, rtol=0.12))
 
 # %%
 gaps = [abs(loss - rate - divergence) for loss, rate, divergence in zip(ended, rates, missing, strict=True)]
@@ -187,7 +187,7 @@ figure.tight_layout()
 # shipped model's 2,048. The text is cutaway's own source, which the model has never read.
 
 # %%
-text = "".join(inspect.getsource(each) for each in (information, reliability))
+text = "".join(inspect.getsource(each) for each in (information, calibration))
 pieces, letters = shipped.tokenizer.encode(text), list(text.encode())
 by_piece, by_byte = (entropy(samples=each, unit="nats") for each in (pieces, letters))
 length = len(letters) / len(pieces)
@@ -202,7 +202,7 @@ claim("bits a byte: the text is cheaper (ratio)", bits_per_byte(by_piece, length
 # without knowing Python.
 
 # %%
-score = ct.measure(shipped, [text], stride=512)
+score = ct.evaluate(shipped, [text], stride=512)
 packed = 8 * len(zlib.compress(text.encode(), 9)) / len(letters)
 costs = {
     "even guess": 8.0,
@@ -316,19 +316,19 @@ def best_temperature(logits, targets):
 
 
 home, abroad = told_of(inspect.getsource(argparse)), told_of(text)
-print(claim("best temperature on the standard library", best_temperature(*home), predicted=1, within=0.15))
+print(claim("best temperature on the standard library", best_temperature(*home), predicted=1, rtol=0.15))
 claim("best temperature on cutaway's own code", best_temperature(*abroad), above=1.15)
 
 # %%
 logits, targets = home
-found = {each: ct.measure.calibration(logits=logits / each, targets=targets) for each in (0.5, 1.0, 2.0)}
+found = {each: ct.evaluate.evaluate_calibration(logits=logits / each, targets=targets) for each in (0.5, 1.0, 2.0)}
 for each, told_so in found.items():
-    said = f"says {told_so.confidence:.3f}, is right {told_so.accuracy:.3f}, calibration error {told_so.error:.3f}"
+    said = f"says {told_so.confidence:.3f}, is right {told_so.accuracy:.3f}, calibration error {told_so.ece:.3f}"
     print(f"τ = {each}: {said}")
 over, under = found[0.5].confidence - found[0.5].accuracy, found[2.0].accuracy - found[2.0].confidence
 print(claim("too sure at τ = 0.5: says more than it is right, by", over, above=0.05))
 print(claim("not sure enough at τ = 2, by", under, above=0.05))
-claim("calibration error at τ = 1", found[1.0].error, below=0.06)
+claim("calibration error at τ = 1", found[1.0].ece, below=0.06)
 
 # %%
 figure, axes = plt.subplots(figsize=(4.2, 3.6))
@@ -356,7 +356,7 @@ figure.tight_layout()
 # - `chain(8)` and `chain(0)`: where must the losses end? (Almost 0; $\ln 12$ at once.)
 # - A chain whose letter depends on the last *two*: a model without attention can only know one of them. What are its
 #   two floors?
-# - `ct.measure(shipped, [text], context=32)`: how many bits a byte does a short memory cost? Compare with the curve
+# - `ct.evaluate(shipped, [text], context=32)`: how many bits a byte does a short memory cost? Compare with the curve
 #   above.
 #
 # Exercises: 1 (`cutaway learn start 1`) has the softmax that all of this begins with; 10 has a loss that is not

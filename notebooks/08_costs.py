@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import cutaway as ct
-from cutaway.bench.limits import copy_rate, rate_at
+from cutaway.bench.hardware import matmul_flops_at_size, measure_copy_bandwidth
 from cutaway.learn import claim
-from cutaway.size import custom
+from cutaway.size import custom_hardware
 
 
 def classic(layers, d_model, vocab_size, heads=32):
@@ -45,16 +45,16 @@ V = 50_000
 for layers, d in ((32, 4096), (40, 5120)):
     sized = ct.size(classic(layers, d, V), dtype="fp16", context=1)
     rule = 12 * layers * d**2 + 2 * V * d
-    billions = sized.params / 1e9
-    print(claim(f"N = {layers}, d = {d:,}: billions of parameters", billions, predicted=rule / 1e9, within=1e-3))
-    print(f"  weights alone: {sized.memory.whole['weights'] / 1e9:.1f} GB of 16")
+    billions = sized.num_parameters / 1e9
+    print(claim(f"N = {layers}, d = {d:,}: billions of parameters", billions, predicted=rule / 1e9, rtol=1e-3))
+    print(f"  weights alone: {sized.memory.bytes_by_component['weights'] / 1e9:.1f} GB of 16")
 
 # %%
 layer = ct.size(classic(1, 4096, V)).parameters.per_layer[0]
-print(claim("classic FFN at d = 4,096, 8d² parameters", layer.ffn, predicted=8 * 4096**2, within=0))
-print(claim("FFN to attention in a classic block", layer.ffn / layer.attention, predicted=2, within=0))
+print(claim("classic FFN at d = 4,096, 8d² parameters", layer.ffn, predicted=8 * 4096**2, rtol=0))
+print(claim("FFN to attention in a classic block", layer.ffn / layer.attention, predicted=2, rtol=0))
 llama = ct.size("llama-3-8b").parameters.per_layer[0]
-claim("Llama 3 8B's SwiGLU, 3·4096·14336 parameters", llama.ffn, predicted=3 * 4096 * 14336, within=0)
+claim("Llama 3 8B's SwiGLU, 3·4096·14336 parameters", llama.ffn, predicted=3 * 4096 * 14336, rtol=0)
 
 # %%
 names = ["gpt2", "gpt2-xl", "opt-6.7b", "llama-2-7b", "llama-3-8b", "gpt3-175b"]
@@ -63,7 +63,7 @@ off = {}
 for name, shape in configs.items():
     tables = 1 if shape.head.tied else 2  # a tied head is the table again
     rule = 12 * shape.decoder.layers * shape.d_model**2 + tables * shape.vocab_size * shape.d_model
-    off[name] = rule / ct.size(shape).params - 1
+    off[name] = rule / ct.size(shape).num_parameters - 1
 figure, axes = plt.subplots(figsize=(6, 2.8))
 axes.barh(names, [100 * each for each in off.values()], color="#0072b2")
 axes.axvline(0, color="black", lw=0.8)
@@ -92,12 +92,12 @@ claim("the rule's largest error for classic shapes (GPT-2, OPT, GPT-3)", worst, 
 # %%
 seven = ct.size("llama-2-7b", context=1)
 gigaflop = seven.decode_flops.total / 1e9
-print(claim("Llama 2 7B: GFLOP for one token, 2N", gigaflop, predicted=2 * seven.params / 1e9, within=0.03))
+print(claim("Llama 2 7B: GFLOP for one token, 2N", gigaflop, predicted=2 * seven.num_parameters / 1e9, rtol=0.03))
 gpt3 = ct.size("gpt3-175b", context=1)
-print(claim("GPT-3 at 100 tokens a second: TFLOP/s", 100 * gpt3.decode_flops.total / 1e12, predicted=35, within=0.03))
-run = ct.size("llama-3-8b", mode="train", tokens=15 * 10**12).budget
-print(claim("Llama 3 8B on 15 T: tokens a parameter", run.tokens_per_parameter, predicted=1875, within=0.01))
-claim("as a multiple of Chinchilla's", run.tokens / run.chinchilla_tokens, predicted=94, within=0.01)
+print(claim("GPT-3 at 100 tokens a second: TFLOP/s", 100 * gpt3.decode_flops.total / 1e12, predicted=35, rtol=0.03))
+run = ct.size("llama-3-8b", mode="train", train_tokens=15 * 10**12).training_budget
+print(claim("Llama 3 8B on 15 T: tokens a parameter", run.tokens_per_parameter, predicted=1875, rtol=0.01))
+claim("as a multiple of Chinchilla's", run.train_tokens / run.chinchilla_tokens, predicted=94, rtol=0.01)
 
 # %% [markdown]
 # Now a real model, and PyTorch's own counter. The shipped model has a tied table of 2,048 × 256, which counts once as
@@ -124,10 +124,10 @@ def counted(length, *, back):
 T = 64
 there, both = counted(T, back=False), counted(T, back=True)
 rule = 2 * N + 4 * layers * T * d
-print(claim("forward, FLOPs a token: 2N + 4·layers·T·d", there / T, predicted=rule, within=0.01))
-print(claim("there and back, FLOPs a token: three times that", both / T, predicted=3 * rule, within=0.01))
+print(claim("forward, FLOPs a token: 2N + 4·layers·T·d", there / T, predicted=rule, rtol=0.01))
+print(claim("there and back, FLOPs a token: three times that", both / T, predicted=3 * rule, rtol=0.01))
 apart = ct.size(model.config, context=512).forward_flops.total - counted(512, back=False)
-claim("ct.size against PyTorch's counter at 512 tokens: FLOPs apart", apart, predicted=0, within=0)
+claim("ct.size against PyTorch's counter at 512 tokens: FLOPs apart", apart, predicted=0, rtol=0)
 
 # %% [markdown]
 # When does the quadratic part overtake the rest? In a classic block, products with weights are $24 d^2$ and attention
@@ -139,10 +139,10 @@ lengths = [256, 1024, 4608, 9216, 16384]
 shares, seen = [], []
 for T in lengths:
     flops = ct.size("gpt2", context=T).forward_flops
-    for sums, into in ((flops.full, shares), (flops.seen, seen)):
+    for sums, into in ((flops.full, shares), (flops.visible, seen)):
         quadratic = sums["scores"] + sums["values"]
         into.append(quadratic / (quadratic + sums["projections"] + sums["ffn"]))
-print(claim("share of attention's quadratic part in GPT-2's blocks at T = 6d", shares[2], predicted=0.5, within=0.01))
+print(claim("share of attention's quadratic part in GPT-2's blocks at T = 6d", shares[2], predicted=0.5, rtol=0.01))
 
 figure, axes = plt.subplots(figsize=(6, 3))
 axes.plot(lengths, shares, "o-", color="#d55e00", label="over all pairs")
@@ -210,16 +210,16 @@ def kept_bytes(kernel, length):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.use_kernel(kernel).hidden(torch.zeros(1, length, dtype=torch.long))
+        model.use_kernel(kernel).hidden_states(torch.zeros(1, length, dtype=torch.long))
     return sum(size for place, (size, _) in held.items() if place not in weights)
 
 
 kept = {(kernel, T): kept_bytes(kernel, T) for kernel in ("sdpa", "explicit") for T in (256, 512)}
 model.use_kernel("sdpa")
 doubled = kept["sdpa", 512] / kept["sdpa", 256]
-print(claim("tiled: memory kept, 512 tokens against 256", doubled, predicted=2, within=0.02))
+print(claim("tiled: memory kept, 512 tokens against 256", doubled, predicted=2, rtol=0.02))
 beside = {T: kept["explicit", T] - kept["sdpa", T] for T in (256, 512)}
-print(claim("what writing the scores out adds, 512 against 256", beside[512] / beside[256], predicted=4, within=0.1))
+print(claim("what writing the scores out adds, 512 against 256", beside[512] / beside[256], predicted=4, rtol=0.1))
 claim("that is, in matrices of T × T a head and layer", beside[512] / (6 * 8 * 512**2 * 4), above=0.9, below=3.1)
 
 # %% [markdown]
@@ -239,19 +239,22 @@ claim("that is, in matrices of T × T a head and layer", beside[512] / (6 * 8 * 
 
 # %%
 cpu = torch.device("cpu")
-bandwidth, peak = copy_rate(cpu), max(rate_at(side, cpu, torch.float32) for side in (256, 1024))
-here = custom(bandwidth=bandwidth, flops=peak)
+bandwidth, peak = (
+    measure_copy_bandwidth(cpu),
+    max(matmul_flops_at_size(side, cpu, torch.float32) for side in (256, 1024)),
+)
+here = custom_hardware(bandwidth=bandwidth, flops=peak)
 print(f"{bandwidth / 1e9:.1f} GB/s, {peak / 1e9:.1f} GFLOP/s: the ridge is at {peak / bandwidth:.1f} FLOP a byte")
 shape = classic(6, 384, 2048, heads=8)
 asked = {"context": 64, "dtype": "fp32", "hardware": here}
 decode = ct.size(shape, **asked).decode_time
-train = ct.size(shape, **asked, batch=8, mode="train").train_time
-print(claim("decoding one text: FLOPs a byte", decode.intensity, predicted=0.5, within=0.15))
-claim("training on 512 tokens: FLOPs a byte, n/6", train.intensity, predicted=512 / 6, within=0.25)
+train = ct.size(shape, **asked, batch_size=8, mode="train").train_time
+print(claim("decoding one text: FLOPs a byte", decode.arithmetic_intensity, predicted=0.5, rtol=0.15))
+claim("training on 512 tokens: FLOPs a byte, n/6", train.arithmetic_intensity, predicted=512 / 6, rtol=0.25)
 
 # %%
 big = ct.build(shape, seed=0)
-optimiser = torch.optim.AdamW(big.parameters(), fused=True)
+optimizer = torch.optim.AdamW(big.parameters(), fused=True)
 
 
 def seconds(work, times):
@@ -274,8 +277,8 @@ def decode_step(rows):
 def train_step():
     tokens = torch.randint(2048, (8, 64))
     F.cross_entropy(big(tokens).flatten(0, 1), tokens.flatten()).backward()
-    optimiser.step()
-    optimiser.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 rows = (1, 2, 4, 8, 16, 32)
@@ -283,8 +286,8 @@ steps = {n: decode_step(n) for n in rows}
 trained = seconds(train_step, 2)
 decoded = steps[1]
 shares = {
-    "decoding one text": (decode.bandwidth / decoded, decode.compute / decoded),
-    "training on 512 tokens": (train.bandwidth / trained, train.compute / trained),
+    "decoding one text": (decode.bandwidth_seconds / decoded, decode.compute_seconds / decoded),
+    "training on 512 tokens": (train.bandwidth_seconds / trained, train.compute_seconds / trained),
 }
 for name, (memory, arithmetic) in shares.items():
     print(f"{name}: {100 * memory:.0f} % of the memory's limit, {100 * arithmetic:.0f} % of the arithmetic's")
@@ -359,8 +362,9 @@ sizes = {name: ct.size(kind, context=128, dtype="fp32") for name, kind in kinds.
 with torch.no_grad():
     pace = {name: seconds(partial(each, tokens), 3) for name, each in models.items()}
 for name, one in sizes.items():
-    costs = f"{one.params / 1e6:6.2f} M parameters {one.flops.total / 1e9:5.2f} GFLOP {one.cache.bytes / 1e6:5.2f} MB"
-    print(f"{name:17}{costs} of cache {1e3 * pace[name]:5.0f} ms")
+    costs = f"{one.num_parameters / 1e6:6.2f} M parameters {one.flops.total / 1e9:5.2f} GFLOP"
+    cache = f"{one.kv_cache.total_bytes / 1e6:5.2f} MB of cache"
+    print(f"{name:17}{costs} {cache} {1e3 * pace[name]:5.0f} ms")
 
 
 # %%
@@ -370,26 +374,27 @@ def cache_bytes(model):
     return sum(each.k.nbytes + each.v.nbytes for each in layers)
 
 
-gelu, gated, grouped, layer_norm = (one.params for one in sizes.values())
-print(claim("SwiGLU with 2/3 of the width: parameters against GELU's", gated / gelu, predicted=1, within=0.005))
-print(claim("fewer key heads, wider FFN: parameters against GELU's", grouped / gelu, predicted=1, within=0.005))
+gelu, gated, grouped, layer_norm = (one.num_parameters for one in sizes.values())
+print(claim("SwiGLU with 2/3 of the width: parameters against GELU's", gated / gelu, predicted=1, rtol=0.005))
+print(claim("fewer key heads, wider FFN: parameters against GELU's", grouped / gelu, predicted=1, rtol=0.005))
 smaller = cache_bytes(models["GELU"]) / cache_bytes(models["GQA, 2 key heads"])
-print(claim("cache of 8 key heads against 2, in real tensors", smaller, predicted=4, within=0))
+print(claim("cache of 8 key heads against 2, in real tensors", smaller, predicted=4, rtol=0))
 print(claim("LayerNorm's extra vectors as a share of all parameters", layer_norm / gelu - 1, below=1e-3))
 spread = max(pace.values()) / min(pace.values())
 claim("at an equal budget no variant is much slower (slowest to fastest)", spread, below=4)
 
 # %% [markdown]
-# Which of them *learns* best at an equal budget is a question of training, seeds and intervals: `cutaway ablate parts`
-# trains all of them, three seeds each, in some minutes.
+# Which of them *learns* best at an equal budget is a question of training, seeds and intervals:
+# `cutaway ablate components` trains all of them, three seeds each, in some minutes.
 #
 # ## Try
 #
-# - `ct.size("llama-3-8b", hardware="h100").turning_batch`: the number of texts at which decoding turns from waiting
-#   for memory to waiting for arithmetic. Estimate it first from the ridge.
-# - `ct.size("llama-3-8b", dtype="int4", context=8192).memory.parts`: what fits into 16 GB after all, and what is then
-#   the largest part?
-# - `optimizer="sgd"` or `checkpointing="full"` in a `mode="train"` question: which of the parts of `memory` move?
+# - `ct.size("llama-3-8b", hardware="h100").compute_bound_batch_size`: the number of texts at which decoding turns
+#   from waiting for memory to waiting for arithmetic. Estimate it first from the ridge.
+# - `ct.size("llama-3-8b", dtype="int4", context=8192).memory.peak_by_component`: what fits into 16 GB after all, and
+#   what is then the largest part?
+# - `optimizer="sgd"` or `activation_checkpointing="full"` in a `mode="train"` question: which of the parts of
+#   `memory` move?
 #
 # Exercises 4, 5 and 8 (`cutaway learn start 4`) count by hand what is counted here. On the command line: `cutaway size
 # llama-3-8b --gpu h100`, and `cutaway bench` measures this machine properly. Before: [7.

@@ -15,12 +15,13 @@ import matplotlib.pyplot as plt
 import torch
 
 import cutaway as ct
-from cutaway.generate import Engine, Plan, Settings
-from cutaway.generate.sampling import Sampler, probabilities
-from cutaway.generate.speculate import Speculation
+from cutaway.evaluate import entropy
+from cutaway.generate import Engine, EngineConfig, SamplingParams
+from cutaway.generate.sampling.logits_processing import logits_to_probs
+from cutaway.generate.sampling.sampler import Sampler
+from cutaway.generate.speculative.speculative_decoder import SpeculativeDecoder
 from cutaway.learn import claim
-from cutaway.lens import readings
-from cutaway.measure import entropy
+from cutaway.lens import analysis
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 checkpoint = ct.load("tiny-python", dtype=torch.float32)
@@ -77,7 +78,7 @@ for n in lengths:
     with Counted() as seen:
         behind = write(n, cache=model.new_cache(1, n))
     kept.append(seen.pairs)
-claim("40 tokens without a cache make 40·41/2 pairs", plain[-1], predicted=40 * 41 / 2, within=0)
+claim("40 tokens without a cache make 40·41/2 pairs", plain[-1], predicted=40 * 41 / 2, rtol=0)
 
 # %% [markdown]
 # With a cache a step makes one pair, so $n$ tokens make $n$. The counts of three lengths fix a parabola; at 1,000
@@ -87,7 +88,7 @@ claim("40 tokens without a cache make 40·41/2 pairs", plain[-1], predicted=40 *
 a, b, c = torch.linalg.solve(
     torch.tensor([[n * n, n, 1.0] for n in lengths[1:]], dtype=torch.float64), torch.tensor(plain[1:]).double()
 )
-print(claim("40 tokens with a cache make 40 pairs", kept[-1], predicted=40, within=0))
+print(claim("40 tokens with a cache make 40 pairs", kept[-1], predicted=40, rtol=0))
 print(claim("and they are the same tokens (differing ones)", (without != behind).sum(), predicted=0))
 claim("1,000 tokens without a cache recompute about half a million pairs", a * 1e6 + b * 1e3 + c, predicted=5e5)
 
@@ -130,7 +131,7 @@ claim(
 # sequential, and both be the same model.
 
 # %%
-apart = readings.step_by_step(checkpoint, text)
+apart = analysis.cached_decoding_error(checkpoint, text)
 largest = model(tokens).detach().abs().max()
 claim("token by token equals one pass (difference over largest logit)", apart.values.max() / largest, below=1e-5)
 
@@ -150,7 +151,7 @@ claim(
     "bytes of the real buffers",
     sum(layer.k.nbytes + layer.v.nbytes for layer in cache.layers),
     predicted=2 * 6 * 8 * 32 * 512 * 4,
-    within=0,
+    rtol=0,
 )
 
 # %% [markdown]
@@ -162,7 +163,7 @@ claim(
 # %%
 contexts = [2**n for n in range(10, 18)]
 names = {"llama-2-7b": RED, "llama-3-8b": ORANGE, "falcon-7b": BLUE}
-gib = {name: [ct.size(name, context=n, dtype="bf16").cache.bytes / 2**30 for n in contexts] for name in names}
+gib = {name: [ct.size(name, context=n, dtype="bf16").kv_cache.total_bytes / 2**30 for n in contexts] for name in names}
 print(
     claim(
         "GiB of Llama-3 8B's cache at 8,192 tokens", gib["llama-3-8b"][3], predicted=2 * 32 * 8 * 128 * 8192 * 2 / 2**30
@@ -195,15 +196,15 @@ figure.tight_layout()
 # differ a little more: they read a stream that earlier rounding has moved already.)
 
 # %%
-in_int8 = Plan(model, rows=1, context=512, cache_dtype=torch.int8).cache()
-print(claim("int8 takes 34 bytes where float32 takes 128", in_int8.bytes / 6_291_456, predicted=34 / 128))
+in_int8 = EngineConfig(model, max_num_seqs=1, max_model_len=512, kv_cache_dtype=torch.int8).build_cache()
+print(claim("int8 takes 34 bytes where float32 takes 128", in_int8.num_bytes / 6_291_456, predicted=34 / 128))
 with torch.no_grad(), ct.trace(model, "blocks.0.attn.k") as t:
     exact = model(tokens)
     rounded = model(tokens, cache=in_int8)
 k, given = t["blocks.0.attn.k", 0], t["blocks.0.attn.k", 1]  # (B, T, H, D): what attention read in each of the passes
 steps = k.abs().amax(-1) / k.pow(2).mean(-1).sqrt() / (127 * math.sqrt(12))  # (B, T, H): the prediction
 lost = (given - k).pow(2).mean(-1).sqrt() / k.pow(2).mean(-1).sqrt()
-print(claim("share of a key that rounding takes", lost.mean(), predicted=float(steps.mean()), within=0.05))
+print(claim("share of a key that rounding takes", lost.mean(), predicted=float(steps.mean()), rtol=0.05))
 moved = torch.nn.functional.kl_div(rounded.log_softmax(-1), exact.log_softmax(-1), reduction="none", log_target=True)
 claim("nats that the next token's distribution moves by", moved.sum(-1).mean(), below=0.01)
 
@@ -220,15 +221,17 @@ claim("nats that the next token's distribution moves by", moved.sum(-1).mean(), 
 
 # %%
 long = torch.randint(300, 2000, (200,), generator=torch.Generator().manual_seed(0)).tolist()
-with Engine(Plan(model, rows=2, context=256, kind="paged", compiled=False)) as engine:
+with Engine(
+    EngineConfig(model, max_num_seqs=2, max_model_len=256, cache_implementation="paged", compile=False)
+) as engine:
     reads = []
     for _ in range(2):
         with Counted() as seen:
-            ticket = engine.submit(long, Settings(max_new_tokens=1), seed=0)
+            ticket = engine.submit(long, SamplingParams(max_new_tokens=1), seed=0)
             engine.run()
         reads.append(seen.pairs)
-print(claim("the first time all 200 tokens are read", reads[0], predicted=200, within=0))
-claim("the second time what is behind the last full page", reads[1], predicted=200 - 64 * (199 // 64), within=0)
+print(claim("the first time all 200 tokens are read", reads[0], predicted=200, rtol=0))
+claim("the second time what is behind the last full page", reads[1], predicted=200 - 64 * (199 // 64), rtol=0)
 
 # %% [markdown]
 # ## Prefill and decode, alone and together
@@ -251,7 +254,7 @@ def fastest(rows, width, tries=5):
         start = time.perf_counter()
         model(tokens[:, :1].expand(rows, width), cache=cache)
         best = min(best, time.perf_counter() - start)
-        cache.rewind(64)
+        cache.crop(64)
     return best
 
 
@@ -288,16 +291,16 @@ logits = exact[0, -1]  # (V,)
 def chances(**settings):
     """The distribution that these settings draw from."""
     sampler = Sampler(1, len(logits))
-    sampler.set(0, Settings(**{"temperature": 1.0, **settings}), [], seed=0)
-    return probabilities(logits[None], sampler.rows(1), sampler.needs(1))[0]
+    sampler.set_row(0, SamplingParams(**{"temperature": 1.0, **settings}), [], seed=0)
+    return logits_to_probs(logits[None], sampler.first_rows(1), sampler.features(1))[0]
 
 
 p = chances()
 mean = (p * logits).sum()
 variance = float((p * (logits - mean) ** 2).sum())
 slope = (entropy(chances(temperature=1.05)) - entropy(chances(temperature=0.95))) / 0.1 * math.log(2)  # in nats
-print(claim("slope of the entropy at temperature 1", slope, predicted=variance, within=0.02))
-claim("bits of entropy at temperature 100", entropy(chances(temperature=100.0)), predicted=11, within=0.01)
+print(claim("slope of the entropy at temperature 1", slope, predicted=variance, rtol=0.02))
+claim("bits of entropy at temperature 100", entropy(chances(temperature=100.0)), predicted=11, rtol=0.01)
 
 # %% [markdown]
 # ## Choosing a token: top-k, top-p, min-p
@@ -319,7 +322,7 @@ by_hand = {
 }
 kept = {name: int((chances(**how) > 0).sum()) for name, how in filters.items()}
 print(kept)
-print(claim("tokens that top_p = 0.9 keeps", kept["top_p = 0.9"], predicted=by_hand["top_p"], within=0))
+print(claim("tokens that top_p = 0.9 keeps", kept["top_p = 0.9"], predicted=by_hand["top_p"], rtol=0))
 print(
     claim(
         "tokens that min_p = 0.1 keeps, of 1/(m·p_max) at most",
@@ -362,15 +365,15 @@ figure.tight_layout()
 n = 3000
 sampler = Sampler(n, len(logits))
 for row in range(n):
-    sampler.set(row, Settings(temperature=1.5, top_k=16), [], seed=row)
-drawn = sampler.sample(logits.expand(n, -1), sampler.needs(n)).tokens  # (n,)
+    sampler.set_row(row, SamplingParams(temperature=1.5, top_k=16), [], seed=row)
+drawn = sampler.sample(logits.expand(n, -1), sampler.features(n)).tokens  # (n,)
 q = chances(temperature=1.5, top_k=16).double()
 counts = torch.bincount(drawn, minlength=len(q)).double()
 among = q > 0
 luck = float((2 * q * (1 - q) / (math.pi * n)).sqrt().sum() / 2)
 chi = float(((counts - n * q)[among] ** 2 / (n * q[among])).sum())
 print(claim("tokens drawn from outside the sixteen", counts[~among].sum(), predicted=0))
-print(claim("total variation of 3,000 draws", (counts / n - q).abs().sum() / 2, predicted=luck, within=0.5))
+print(claim("total variation of 3,000 draws", (counts / n - q).abs().sum() / 2, predicted=luck, rtol=0.5))
 claim("χ² with 15 degrees of freedom, within four deviations", chi, above=0, below=15 + 4 * math.sqrt(30))
 
 # %% [markdown]
@@ -403,9 +406,7 @@ likely = [surprise(prompt, answer)[0] for prompt, answer in zip(prompts, greedy,
 best = [surprise(prompt, answer)[0].sum() for prompt, answer in zip(prompts, searched, strict=True)]
 drawn_nats, uncertain = (torch.cat(each) for each in zip(*told, strict=True))
 print(
-    claim(
-        "nats a drawn token surprises the model by", drawn_nats.mean(), predicted=float(uncertain.mean()), within=0.15
-    )
+    claim("nats a drawn token surprises the model by", drawn_nats.mean(), predicted=float(uncertain.mean()), rtol=0.15)
 )
 print(claim("greedy tokens, as a share of that", torch.cat(likely).mean() / drawn_nats.mean(), below=0.7))
 claim(
@@ -449,8 +450,8 @@ lengths, first = speculate(p, q, 4, 20_000, dice)
 shares = torch.bincount(first, minlength=20) / 20_000
 luck = float((2 * p * (1 - p) / (math.pi * 20_000)).sqrt().sum() / 2)
 print(f"α = {alpha:.3f}")
-print(claim("tokens a pass", lengths.float().mean(), predicted=(1 - alpha**5) / (1 - alpha), within=0.02))
-claim("total variation from p, by luck alone", (shares - p).abs().sum() / 2, predicted=luck, within=0.6)
+print(claim("tokens a pass", lengths.float().mean(), predicted=(1 - alpha**5) / (1 - alpha), rtol=0.02))
+claim("total variation from p, by luck alone", (shares - p).abs().sum() / 2, predicted=luck, rtol=0.6)
 
 # %% [markdown]
 # Now the real thing. The draft is the same model with noise on its matrices, a fifth of their own spread. Eight texts
@@ -465,11 +466,13 @@ with torch.no_grad():
     for weight in draft.parameters():
         if weight.ndim == 2:
             weight += 0.2 * weight.std() * torch.randn(weight.shape, generator=noise)
-start, asked = tokenizer.encode(prompts[2]), Settings(max_new_tokens=32, temperature=1.0, ignore_eos=True)
-speculation = Speculation(Plan(model, rows=8, context=96), draft=draft, ahead=4)
+start, asked = tokenizer.encode(prompts[2]), SamplingParams(max_new_tokens=32, temperature=1.0, ignore_eos=True)
+speculation = SpeculativeDecoder(
+    EngineConfig(model, max_num_seqs=8, max_model_len=96), draft_model=draft, num_draft_tokens=4
+)
 tickets = [speculation.submit(start, asked, seed=seed) for seed in range(8)]
 speculation.run()
-found = speculation.counts.tokens_per_pass
+found = speculation.stats.tokens_per_forward_pass
 
 # %%
 rows = torch.tensor([start + ticket.result().tokens for ticket in tickets])  # (8, T)
@@ -477,8 +480,8 @@ with torch.no_grad():
     p, q = model(rows).softmax(-1), draft(rows).softmax(-1)  # (8, T, V)
 alpha = float(torch.minimum(p, q).sum(-1)[:, len(start) - 1 : -1].mean())
 print(f"α = {alpha:.3f}")
-print(claim("tokens a pass, guessing four ahead", found, predicted=(1 - alpha**5) / (1 - alpha), within=0.2))
-again = ct.generate(checkpoint, prompts[2], draft=draft, max_new_tokens=32, ignore_eos=True)
+print(claim("tokens a pass, guessing four ahead", found, predicted=(1 - alpha**5) / (1 - alpha), rtol=0.2))
+again = ct.generate(checkpoint, prompts[2], draft_model=draft, max_new_tokens=32, ignore_eos=True)
 claim(
     "greedy tokens that a draft changes",
     sum(a != b for a, b in zip(again[0].tokens, greedy[2].tokens, strict=True)),

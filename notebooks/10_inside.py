@@ -19,8 +19,8 @@ import torch.nn.functional as F
 
 import cutaway as ct
 from cutaway.learn import claim
-from cutaway.lens import readings
-from cutaway.shipped import ABLATIONS
+from cutaway.lens import analysis
+from cutaway.pretrained import ABLATIONS_FILE
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 checkpoint = ct.load("tiny-python", dtype=torch.float32)
@@ -73,15 +73,17 @@ claim("embedding and additions, short of the stream by this share", miss, below=
 # stream.
 
 # %%
-cosines = {name: readings.update_cosines(m, tokens).values for name, m in (("fresh", fresh), ("trained", model))}
-sizes = readings.update_sizes(checkpoint, code)  # (sublayer, token)
+cosines = {
+    name: analysis.update_cosine_similarities(m, tokens).values for name, m in (("fresh", fresh), ("trained", model))
+}
+sizes = analysis.update_norm_ratios(checkpoint, code)  # (sublayer, token)
 by_part = sizes.values.mean(1)
 print(
     claim(
         "size of a fresh model's cosines",
         cosines["fresh"].abs().mean(),
         predicted=math.sqrt(2 / math.pi / 256),
-        within=0.2,
+        rtol=0.2,
     )
 )
 print(
@@ -91,7 +93,7 @@ claim("block 5's FFN beside the stream, over block 0's", by_part[11] / by_part[1
 
 # %%
 figure, both = plt.subplots(1, 2, figsize=(6, 3))
-norms = readings.stream_norms(checkpoint, code).values.mean(1)
+norms = analysis.resid_norms(checkpoint, code).values.mean(1)
 both[0].plot(norms, "o-", color=BLUE)
 both[0].set_xticks(range(7), ["in", *range(6)])
 both[0].set(xlabel="after block (in: the embedding)", ylabel="mean length of the stream", title="The stream grows")
@@ -113,9 +115,9 @@ figure.tight_layout()
 # must rise from block to block.
 
 # %%
-lens = readings.logit_lens(checkpoint, code)  # (depth, token), with the likeliest token's text
-says_itself = sum(a == b for a, b in zip(lens.texts[0], lens.labels[1], strict=True)) / len(lens.labels[1])
-agrees = [float((row == lens.texts[-1]).mean()) for row in lens.texts]
+lens = analysis.logit_lens(checkpoint, code)  # (depth, token), with the likeliest token's text
+says_itself = sum(a == b for a, b in zip(lens.annotations[0], lens.labels[1], strict=True)) / len(lens.labels[1])
+agrees = [float((row == lens.annotations[-1]).mean()) for row in lens.annotations]
 print([round(share, 2) for share in agrees])
 print(claim("share of tokens at which the embedding says the token itself", says_itself, above=0.95))
 claim(
@@ -144,12 +146,12 @@ for chance, token in zip(*chances.topk(3), strict=True):
 # must have been brought by attention first.
 
 # %%
-wrote = readings.attribution(checkpoint, clean, "error", against="err")
+wrote = analysis.direct_logit_attribution(checkpoint, clean, "error", incorrect_token="err")
 with torch.no_grad():
     last = model(torch.tensor([tokenizer.encode(clean)]))[0, -1]
 lead = float(last[tokenizer.encode("error")[-1]] - last[tokenizer.encode("err")[-1]])
 print(wrote)
-claim("the parts add up to the lead in logits", wrote.values.sum(), predicted=lead, within=1e-4)
+claim("the parts add up to the lead in logits", wrote.values.sum(), predicted=lead, rtol=1e-4)
 
 # %% [markdown]
 # ## Heads: wide and narrow
@@ -163,9 +165,9 @@ claim("the parts add up to the lead in logits", wrote.values.sum(), predicted=le
 # below.
 
 # %%
-spread = {name: readings.attention_entropy(m, tokens).values for name, m in (("fresh", fresh), ("trained", model))}
+spread = {name: analysis.attention_entropy(m, tokens).values for name, m in (("fresh", fresh), ("trained", model))}
 alike = math.lgamma(tokens.shape[1] + 1) / math.log(2) / tokens.shape[1]
-print(claim("bits of a fresh model's narrowest head", spread["fresh"].min(), predicted=alike, within=0.01))
+print(claim("bits of a fresh model's narrowest head", spread["fresh"].min(), predicted=alike, rtol=0.01))
 print(claim("bits of the trained model's widest head", spread["trained"].max(), below=alike))
 claim("its narrowest head, as a share of looking everywhere", spread["trained"].min() / alike, below=0.5)
 
@@ -179,18 +181,18 @@ claim("its narrowest head, as a share of looking everywhere", spread["trained"].
 # blocks than induction heads, and without them the latter go blind.
 
 # %%
-kinds = readings.head_kinds(checkpoint)  # (layer, head, kind)
+kinds = analysis.head_scores(checkpoint)  # (layer, head, head_type)
 chance = sum(1 / t for t in range(33, 65)) / 32  # looking everywhere alike, in the second half of 64 tokens
-previous, value = kinds.at(kind="previous").top(1)[0]
-copying, score = kinds.at(kind="induction").top(1)[0]
+previous, value = kinds.select(head_type="previous_token").top(1)[0]
+copying, score = kinds.select(head_type="induction").top(1)[0]
 print("looks at the token before: block {}, head {}".format(*previous), f"({value:.2f} of its attention)")
 print("looks at what came next:   block {}, head {}".format(*copying), f"({score:.2f})")
 print(
     claim(
         "a fresh model's heads do it by chance",
-        readings.head_kinds(fresh).at(kind="induction").values.mean(),
+        analysis.head_scores(fresh).select(head_type="induction").values.mean(),
         predicted=chance,
-        within=0.05,
+        rtol=0.05,
     )
 )
 print(claim("the best induction head, over chance", score / chance, above=5))
@@ -205,10 +207,10 @@ claim("blocks from the one to the other", int(copying[0]) - int(previous[0]), ab
 def left_without(head):
     """The induction head's score without one head of the block of the previous-token head."""
     with ct.edit(checkpoint, {f"blocks.{previous[0]}.attn.z": {"do": "zero", "heads": [head]}}):
-        return float(readings.head_kinds(checkpoint, rows=4)[copying[0], copying[1], "induction"])
+        return float(analysis.head_scores(checkpoint, batch_size=4)[copying[0], copying[1], "induction"])
 
 
-whole = float(readings.head_kinds(checkpoint, rows=4)[copying[0], copying[1], "induction"])
+whole = float(analysis.head_scores(checkpoint, batch_size=4)[copying[0], copying[1], "induction"])
 left = [left_without(head) / whole for head in range(8)]
 others = [share for head, share in enumerate(left) if head != int(previous[1])]
 print(claim("share of its score left without the previous-token head", left[int(previous[1])], below=0.6))
@@ -216,9 +218,10 @@ claim("without any other head of that block, at least", min(others), above=0.85)
 
 # %%
 figure, both = plt.subplots(1, 2, figsize=(6.4, 3))
-for axes, kind in zip(both, ("previous", "induction"), strict=True):
-    drawn = axes.imshow(kinds.at(kind=kind).values, cmap="viridis", vmin=0, aspect="auto")
-    axes.set(xlabel="head", ylabel="block", title={"previous": "token before", "induction": "what came next"}[kind])
+titles = {"previous_token": "token before", "induction": "what came next"}
+for axes, (head_type, title) in zip(both, titles.items(), strict=True):
+    drawn = axes.imshow(kinds.select(head_type=head_type).values, cmap="viridis", vmin=0, aspect="auto")
+    axes.set(xlabel="head", ylabel="block", title=title)
     figure.colorbar(drawn, ax=axes, label="share of attention")
 figure.tight_layout()
 
@@ -242,11 +245,11 @@ figure.tight_layout()
 # all).
 
 # %%
-pair = {"clean": clean, "corrupt": corrupt, "of": "error", "against": "err"}
-carried = readings.patching(checkpoint, **pair, site="resid_pre")  # (layer, token)
-heads = readings.patching(checkpoint, **pair, site="attn.z", heads=True)  # (layer, head)
+pair = {"clean": clean, "corrupted": corrupt, "answer_token": "error", "incorrect_token": "err"}
+carried = analysis.activation_patching(checkpoint, **pair, site="resid_pre")  # (layer, token)
+heads = analysis.activation_patching(checkpoint, **pair, site="attn.z", by_head=True)  # (layer, head)
 at = next(place for place, word in enumerate(carried.labels[1]) if "error" in word)
-print(claim("share that is at the name's own token before block 4", carried.values[4, at], predicted=1, within=0.1))
+print(claim("share that is at the name's own token before block 4", carried.values[4, at], predicted=1, rtol=0.1))
 print(claim("share that is at the last token before block 5", carried.values[5, -1], above=0.3))
 best, share = heads.top(1)[0]
 print("the head that brings back most: block {}, head {}".format(*best), f"({share:.2f})")
@@ -300,8 +303,8 @@ figure.tight_layout()
 # - **Positions**: RoPE's turns are gone; every earlier token is as near as any other.
 
 # %%
-lost = readings.ablation(checkpoint, code)
-usual = float(lost["as it is", "loss"])
+lost = analysis.ablation(checkpoint, code)
+usual = float(lost["baseline", "loss"])
 rms = final[0].pow(2).mean(-1, keepdim=True).sqrt()  # (T, 1)
 gain = model.stacks["decoder"].final_norm.weight.detach()
 louder = float(F.cross_entropy((logits * rms / gain.mean())[:-1], tokens[0, 1:]))
@@ -317,11 +320,11 @@ print(
         above=5,
     )
 )
+print(claim("loss without the final norm", float(lost["without the final norm", "loss"]), predicted=louder, rtol=0.02))
 print(
-    claim("loss without the final norm", float(lost["without the final norm", "loss"]), predicted=louder, within=0.02)
-)
-print(
-    claim("share of the top five that stays without it", lost["without the final norm", "top-5 kept"].values, above=0.9)
+    claim(
+        "share of the top five that stays without it", lost["without the final norm", "top-5 overlap"].values, above=0.9
+    )
 )
 print(
     claim(
@@ -342,7 +345,7 @@ claim(
 # alone; if others step in, it costs much more.
 
 # %%
-alone = readings.head_ablation(checkpoint, code)  # (layer, head): rise of the loss
+alone = analysis.head_ablation(checkpoint, code)  # (layer, head): rise of the loss
 with torch.no_grad(), ct.edit(checkpoint, {"blocks.*.attn.z": "zero"}):
     none = float(F.cross_entropy(model(tokens)[0, :-1], tokens[0, 1:]))
 print(f"sum of 48 single losses {float(alone.values.sum()):.2f}, of all at once {none - usual:.2f} nats")
@@ -352,7 +355,7 @@ claim("all heads at once, over the sum of single ones", (none - usual) / float(a
 # %%
 figure, axes = plt.subplots(figsize=(6, 4))
 shown = [
-    "as it is",
+    "baseline",
     *(f"without block {n}" for n in range(6)),
     "FFN before attention in block 0",
     "FFN before attention in block 3",
@@ -364,7 +367,7 @@ for row, name in enumerate(shown):
     axes.text(
         float(lost[name, "loss"]) + 0.1,
         row,
-        f"top-5 kept {float(lost[name, 'top-5 kept']):.2f}",
+        f"top-5 overlap {float(lost[name, 'top-5 overlap']):.2f}",
         va="center",
         fontsize=8,
     )
@@ -376,24 +379,28 @@ figure.tight_layout()
 # %% [markdown]
 # ## Trained that way
 #
-# A part that is taken out afterwards is missed by others that learned with it. What if it was never there? `cutaway
-# ablate take-away` trains small models both ways, three seeds each; its results come with cutaway. Two predictions: a
-# model that never had a part should miss it *less* than one that loses it. And one trained without a mask can read
-# the next token off its input, so its loss must go towards 0: it looks like the best model of all, and can write
-# nothing.
+# A part that is taken out afterwards is missed by others that learned with it. What if it was never there?
+# `cutaway ablate component-removal` trains small models both ways, three seeds each; its results come with cutaway.
+# Two predictions: a model that never had a part should miss it *less* than one that loses it. And one trained without
+# a mask can read the next token off its input, so its loss must go towards 0: it looks like the best model of all, and
+# can write nothing.
 
 # %%
-study = json.loads(ABLATIONS.read_text())
+study = json.loads(ABLATIONS_FILE.read_text())
 trained = {row["variant"]: row["loss"]["mean"] for row in study["variants"]}
-after = {row["what"]: row["mean"] for row in study["readings"] if row["variant"] == "whole" and row["metric"] == "loss"}
+after = {
+    row["condition"]: row["mean"]
+    for row in study["measurements"]
+    if row["variant"] == "full model" and row["metric"] == "loss"
+}
 pairs = {
     "a middle block": ("a block fewer", "without a middle block"),
     "the final norm": ("no final norm", "without the final norm"),
     "positions": ("no positions", "without positions"),
     "the mask": ("no mask", "without mask"),
 }
-never = {name: trained[one] - trained["whole"] for name, (one, _) in pairs.items()}
-gone = {name: after[other] - after["as it is"] for name, (_, other) in pairs.items()}
+never = {name: trained[one] - trained["full model"] for name, (one, _) in pairs.items()}
+gone = {name: after[other] - after["baseline"] for name, (_, other) in pairs.items()}
 print(
     claim(
         "nats that never having positions costs, less than losing them", gone["positions"] - never["positions"], above=0
@@ -423,4 +430,4 @@ figure.tight_layout()
 #   the same share of attention.
 #
 # The exercise that belongs here is `cutaway learn start 1`: attention by hand. On the page (`cutaway open
-# tiny-python`), *Break it* takes parts away by mouse, and *Attention* shows each head's pattern.
+# tiny-python`), *Edit* takes parts away by mouse, and *Attention* shows each head's pattern.

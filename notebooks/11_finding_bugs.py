@@ -19,8 +19,8 @@ from jaxtyping import Float, TypeCheckError, jaxtyped
 from torch import Tensor, nn
 
 import cutaway as ct
+from cutaway.evaluate import entropy
 from cutaway.learn import claim
-from cutaway.measure import entropy
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 
@@ -119,11 +119,11 @@ def examined(model, **how):
     return ct.check(
         model,
         logits=lambda tokens: model(tokens)[0],
-        padded=lambda tokens, mask: model(tokens, mask)[0],
-        cached=lambda tokens, state: model(tokens, state=state),
+        logits_with_mask=lambda tokens, mask: model(tokens, mask)[0],
+        logits_with_cache=lambda tokens, state: model(tokens, state=state),
         loss=model.loss,
-        vocab=32,
-        longest=64,
+        vocab_size=32,
+        max_seq_len=64,
         **how,
     )
 
@@ -141,10 +141,10 @@ claim("checks that it was asked and passed", report.counts()["pass"], above=30)
 # | no mask | logits at $t$ move with token $t+1$ | `causality` |
 # | mask off by one | the same, one token ahead only | `causality` |
 # | no $\sqrt{d}$ | $q \cdot k$ is multiplied by 1, not by $1/\sqrt 8$ | `attention-scale` |
-# | softmax over queries | columns sum to 1, rows do not | `softmax-axis` |
+# | softmax over queries | columns sum to 1, rows do not | `softmax-dim` |
 # | view without transpose | a "head" mixes numbers of several tokens, later ones too | `causality` |
 # | positions count padding | a text behind padding stands at other places | `left-padding` |
-# | cache begins one too early | the first cached token stands where the last one stood | `cache-steps` |
+# | cache begins one too early | the first cached token stands where the last one stood | `cache-decode` |
 # | labels shifted twice | the logits are held to the token after the next | `loss-shift` |
 
 
@@ -199,17 +199,17 @@ predicted = {
     with_attention(NoMask): "causality",
     with_attention(MaskOffByOne): "causality",
     with_attention(NoRoot): "attention-scale",
-    with_attention(WrongAxis): "softmax-axis",
+    with_attention(WrongAxis): "softmax-dim",
     with_attention(NoTranspose): "causality",
     CountsPadding: "left-padding",
-    CacheOffByOne: "cache-steps",
+    CacheOffByOne: "cache-decode",
     ShiftedTwice: "loss-shift",
 }
 found = {kind: examined(kind(), skip=["overfit"]) for kind in predicted}
 for kind, report in found.items():
     print(f"{kind.__name__}: {report[predicted[kind]].message}")
 caught = sum(report[predicted[kind]].verdict == "fail" for kind, report in found.items())
-claim("bugs that are caught by the check that was named before", caught, predicted=8, within=0)
+claim("bugs that are caught by the check that was named before", caught, predicted=8, rtol=0)
 
 # %% [markdown]
 # Checks must also be silent where there is nothing to say, or nobody can work with them. A bug may have consequences
@@ -267,7 +267,7 @@ table = {
 }
 print("refused at 7 tokens, at 4 tokens (as many as heads):", table)
 print(claim("refusals of the correct split", sum(table["right"]), predicted=0))
-print(claim("refusals of a forgotten transpose: at 7 tokens, not at 4", sum(table["forgot"]), predicted=1, within=0))
+print(claim("refusals of a forgotten transpose: at 7 tokens, not at 4", sum(table["forgot"]), predicted=1, rtol=0))
 claim("refusals of a view in the wrong order, which has the right shape", sum(table["scrambled"]), predicted=0)
 
 # %% [markdown]
@@ -319,13 +319,13 @@ def train(kind, steps=110):
     """A model of one block, and its loss at each step: every batch is new, so nothing is learned by heart."""
     text = chain(24 * steps, 24, torch.Generator().manual_seed(0)).view(steps, 24, 24)
     model = kind(vocab=12, layers=1)
-    optimiser, losses = torch.optim.AdamW(model.parameters()), []
+    optimizer, losses = torch.optim.AdamW(model.parameters()), []
     for step, tokens in enumerate(text):
-        optimiser.param_groups[0]["lr"] = 0.01 * min(1, step / 20) * (1 - step / steps)
+        optimizer.param_groups[0]["lr"] = 0.01 * min(1, step / 20) * (1 - step / steps)
         loss = model.loss(tokens, tokens)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.item())
     return model, losses
 
@@ -340,8 +340,8 @@ kinds = {
 runs = {name: train(kind) for name, kind in kinds.items()}
 ends = {name: sum(losses[-20:]) / 20 for name, (_, losses) in runs.items()}
 print({name: round(loss, 3) for name, loss in ends.items()})
-print(claim("the right model's loss", ends["right"], predicted=floor, within=0.03))
-print(claim("shifted twice: the loss", ends["shifted twice"], predicted=two_ahead, within=0.03))
+print(claim("the right model's loss", ends["right"], predicted=floor, rtol=0.03))
+print(claim("shifted twice: the loss", ends["shifted twice"], predicted=two_ahead, rtol=0.03))
 print(claim("not shifted: the loss", ends["not shifted"], above=0, below=0.1))
 claim("the leaking model's loss, as a share of what is possible", ends["mask off by one"] / floor, below=0.5)
 
@@ -377,7 +377,7 @@ def honest(model):
 
 written = {name: honest(runs[name][0]) for name in ("right", "mask off by one")}
 print({name: round(loss, 3) for name, loss in written.items()})
-print(claim("the right model, one prefix at a time", written["right"], predicted=floor, within=0.08))
+print(claim("the right model, one prefix at a time", written["right"], predicted=floor, rtol=0.08))
 claim("the leaking model, one prefix at a time", written["mask off by one"], above=math.log(12))
 
 # %% [markdown]
@@ -410,7 +410,7 @@ text = torch.randint(32, (8, 64), generator=torch.Generator().manual_seed(0))
 widths = [4, 8, 16, 32, 64]
 fewer = 1 - sum(1 / n for n in range(2, 65)) / 63  # the mean of 1 − 1/n
 lost = {kind.__name__: [entropy_lost(kind, width, text) for width in widths] for kind in (GPT, with_attention(NoRoot))}
-print(claim("nats lost by a fresh head of width 64", lost["GPT"][-1], predicted=fewer / 18, within=0.12))
+print(claim("nats lost by a fresh head of width 64", lost["GPT"][-1], predicted=fewer / 18, rtol=0.12))
 claim("without the root, times as much", lost["NoRoot"][-1] / lost["GPT"][-1], above=10)
 
 # %% [markdown]
@@ -440,13 +440,13 @@ def streams(norms, layers=16):
 right, forgotten = streams(norms=True), streams(norms=False)
 added = right.diff(dim=0).pow(2).sum(-1).mean((1, 2))  # (layers,): |a|²
 squares, wild = (x.pow(2).sum(-1).mean((1, 2)) for x in (right, forgotten))  # (layers + 1,)
-print(claim("stream after 16 blocks: |x|²", squares[-1], predicted=float(squares[0] + added.sum()), within=0.2))
-print(claim("of that, at half the depth", squares[8] / squares[-1], predicted=0.5, within=0.25))
+print(claim("stream after 16 blocks: |x|²", squares[-1], predicted=float(squares[0] + added.sum()), rtol=0.2))
+print(claim("of that, at half the depth", squares[8] / squares[-1], predicted=0.5, rtol=0.25))
 claim(
     "norms forgotten: powers of ten in the first 8 blocks and in all 16",
     (wild[-1] / wild[0]).log10() / (wild[8] / wild[0]).log10(),
     predicted=2,
-    within=0.25,
+    rtol=0.25,
 )
 
 # %%

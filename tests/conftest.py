@@ -15,14 +15,14 @@ if not os.environ.get("JAXTYPING_DISABLE"):
 import hypothesis
 import pytest
 import torch
-from verbs import Run
+from support.cli_runner import CliRunner
 
 # Drawing a whole Transformer takes a while: that is no sign of ill health.
-PATIENT = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck)}
+NO_HEALTH_CHECKS = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck)}
 # A failing Transformer is shown as drawn: to shrink one takes longer than to read it.
 PHASES = [hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate]
-hypothesis.settings.register_profile("default", max_examples=12, derandomize=True, phases=PHASES, **PATIENT)
-hypothesis.settings.register_profile("nightly", max_examples=400, phases=PHASES, **PATIENT)
+hypothesis.settings.register_profile("default", max_examples=12, derandomize=True, phases=PHASES, **NO_HEALTH_CHECKS)
+hypothesis.settings.register_profile("nightly", max_examples=400, phases=PHASES, **NO_HEALTH_CHECKS)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
@@ -36,11 +36,11 @@ def _seeded() -> Iterator[None]:
 
 
 @pytest.fixture
-def verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CliRunner:
     from cutaway.cli import main
 
-    def with_arguments(*arguments: object, code: int = 0, typed: str | bytes | None = None, columns: int = 80) -> str:
-        data = typed.encode() if isinstance(typed, str) else typed or b""
+    def with_arguments(*arguments: object, code: int = 0, stdin: str | bytes | None = None, columns: int = 80) -> str:
+        data = stdin.encode() if isinstance(stdin, str) else stdin or b""
         monkeypatch.setenv("COLUMNS", str(columns))
         monkeypatch.setattr(sys, "argv", ["cutaway", *map(str, arguments)])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
@@ -51,10 +51,3 @@ def verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         return written.err if code > 1 else written.out
 
     return with_arguments
-
-
-@pytest.fixture(autouse=True)
-def undoubted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainings of other tests do not ask first whether the model is right; tests/test_train_check.py does."""
-    if "train" in request.node.nodeid and "test_train_check" not in request.node.nodeid:
-        monkeypatch.setattr("cutaway.train.start.doubt", lambda *_: None)

@@ -1,13 +1,13 @@
 import { svelte } from "@sveltejs/vite-plugin-svelte";
 import { defineConfig } from "vite";
-import { formulas } from "./formulas";
+import { formulas } from "./vite-plugin-formulas";
 
 // One script and one style sheet: the page is served from memory, sent as a file, and shown in notebooks.
 export default defineConfig({
   plugins: [svelte(), formulas()],
   base: "./",
   build: {
-    outDir: "../src/cutaway/serve/page",
+    outDir: "../src/cutaway/serve/static",
     emptyOutDir: true,
     target: "es2022",
     cssCodeSplit: false,

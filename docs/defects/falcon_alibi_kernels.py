@@ -1,5 +1,5 @@
 """Falcon with ALiBi: eager and SDPA attention give different logits, far beyond rounding, from one and the same
-weights. Found by `kernels`."""
+weights. Found by `attention-kernels`."""
 
 import torch
 from transformers import FalconConfig, FalconForCausalLM

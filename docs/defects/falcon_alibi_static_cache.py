@@ -1,5 +1,5 @@
 """Falcon with ALiBi says that it takes a cache of fixed size (`_can_compile_fullgraph`), and raises when given one.
-Found by `cache-poison`."""
+Found by `cache-unused-slots`."""
 
 import torch
 from transformers import FalconConfig, FalconForCausalLM

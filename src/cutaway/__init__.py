@@ -1,29 +1,27 @@
-"""The Transformer with its side open. Public names are imported when first used: `import cutaway` needs no torch."""
+"""cutaway: build, train, run, inspect, size and check Transformers. Public names are imported on first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cutaway.check.run import check as check
-    from cutaway.config.presets import presets as presets
-    from cutaway.config.source import config as config
-    from cutaway.config.transformer import Config as Config
-    from cutaway.errors import CutawayError as CutawayError
-    from cutaway.families.checkpoint import Checkpoint as Checkpoint
-    from cutaway.families.load import load as load
-    from cutaway.families.save import save as save
-    from cutaway.generate.texts import generate as generate
-    from cutaway.lens.edit import edit as edit
-    from cutaway.lens.trace import trace as trace
-    from cutaway.measure.text import measure as measure
-    from cutaway.model import Cache as Cache
-    from cutaway.model import Transformer as Transformer
-    from cutaway.model import build as build
-    from cutaway.serve.notebook import view as view
-    from cutaway.size.sizing import size as size
-    from cutaway.train.start import train as train
+    from cutaway.check.api import check
+    from cutaway.config.presets import presets
+    from cutaway.config.serialization import config
+    from cutaway.config.transformer import Config
+    from cutaway.errors import CutawayError
+    from cutaway.evaluate.causal_lm import evaluate_causal_lm as evaluate
+    from cutaway.families.checkpoint import Checkpoint
+    from cutaway.families.load import load
+    from cutaway.families.save import save
+    from cutaway.generate.api import generate
+    from cutaway.lens.edit import edit
+    from cutaway.lens.trace import trace
+    from cutaway.model import Cache, Transformer, build
+    from cutaway.serve.notebook import view
+    from cutaway.size.estimate import size
+    from cutaway.train.trainer.launch import train
 
-_HOMES = {
+_LAZY_EXPORTS = {
     "Cache": "cutaway.model",
     "Checkpoint": "cutaway.families.checkpoint",
     "Config": "cutaway.config",
@@ -50,7 +48,7 @@ __all__ = [
     "edit",
     "generate",
     "load",
-    "measure",
+    "evaluate",
     "presets",
     "save",
     "size",
@@ -61,15 +59,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("check", "config", "generate", "measure", "size", "train"):  # rooms that can be called: ct.config(...)
+    if name in ("check", "config", "generate", "evaluate", "size", "train"):  # callable packages: ct.config(...)
         return import_module(f"cutaway.{name}")
     if name == "__version__":
         from importlib.metadata import version  # takes longer than the rest of this file
 
         return version("cutaway")
-    if name not in _HOMES:
+    if name not in _LAZY_EXPORTS:
         raise AttributeError(f"cutaway has no '{name}'; it has {', '.join(__all__)}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_LAZY_EXPORTS[name]), name)
 
 
 def __dir__() -> list[str]:

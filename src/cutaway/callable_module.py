@@ -1,4 +1,4 @@
-"""Lets a room be called by its name: `cutaway.config` is a package, and `cutaway.config(...)` a function."""
+"""Callable packages: `cutaway.config` is a package, and `cutaway.config(...)` calls its main function."""
 
 import sys
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def make_callable(module_name: str, function: Callable[..., Any]) -> None:
-    """Make the imported package `module_name` answer calls with `function`."""
-    kind = type(
+    """Make calls of the imported package `module_name` call `function`."""
+    callable_class = type(
         "CallableModule",
         (ModuleType,),
         {"__call__": staticmethod(function), "__doc__": function.__doc__},
     )
-    sys.modules[module_name].__class__ = kind
+    sys.modules[module_name].__class__ = callable_class

@@ -1,41 +1,41 @@
-"""What a user of cutaway can get wrong, as `ValueError`s that say what, why and what to do."""
+"""Errors meant for users. Every message says what is wrong, why, and what to do."""
 
-LONGEST = 900
-"""Characters of a message, at most."""
+MAX_MESSAGE_CHARS = 900
+"""Maximum length of an error message."""
 
 
 class CutawayError(ValueError):
-    """The root of every error meant for a user: one line that a terminal can show, of bounded length."""
+    """Base class of all errors meant for users: a single printable line of bounded length."""
 
     def __init__(self, message: object = "") -> None:
         text = str(message)
-        if len(text) > LONGEST:  # names and values come from files, and may be of any size
-            text = f"{text[: LONGEST * 3 // 4]} … {text[-LONGEST // 5 :]}"
-        super().__init__("".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text))
+        if len(text) > MAX_MESSAGE_CHARS:  # names and values from files can have any length
+            text = f"{text[: MAX_MESSAGE_CHARS * 3 // 4]} … {text[-MAX_MESSAGE_CHARS // 5 :]}"
+        super().__init__("".join(char if char.isprintable() else repr(char)[1:-1] for char in text))
 
 
 class ConfigError(CutawayError):
-    """A configuration that does not describe a Transformer."""
+    """An invalid configuration."""
 
 
 class InputError(CutawayError):
-    """An argument that this model cannot take."""
+    """An invalid argument."""
 
 
 class KernelError(CutawayError):
-    """An attention kernel was asked for something it cannot compute."""
+    """An attention kernel does not support the requested operation."""
 
 
 class WeightError(CutawayError):
-    """Weights that are not numbers, or not this model's."""
+    """Weights that are not finite or do not match the model."""
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line of bounded length; its kind where it says nothing."""
+def format_error(error: BaseException) -> str:
+    """First line of an error message, at most 200 characters; the class name if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def raised(error: BaseException) -> str:
-    """An error's kind, and what it says where it says something."""
-    kind, said = type(error).__name__, first_line(error)
-    return f"raised {kind}" if said == kind else f"raised {kind}: {said}"
+def format_raised(error: BaseException) -> str:
+    """The class name and the message of an error: 'raised ValueError: …'."""
+    name, message = type(error).__name__, format_error(error)
+    return f"raised {name}" if message == name else f"raised {name}: {message}"

@@ -1,6 +1,6 @@
 """`pytest --cutaway module:factory`: each check of a model is a test, so that a project's CI keeps them.
 
-It stands outside of `cutaway.check` because pytest imports it at every start, and that room imports torch.
+It stands outside of `cutaway.check` because pytest imports it at every start, and that package imports torch.
 """
 
 import warnings
@@ -41,76 +41,81 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
     """The models are collected after the project's own tests."""
     report = yield
     if isinstance(collector, pytest.Session) and report.passed:
-        report.result += models(collector)
+        report.result += _collect_models(collector)
     return report
 
 
-def models(session: pytest.Session) -> list["Model"]:
+def _collect_models(session: pytest.Session) -> list["ModelCollector"]:
     """Each model that was asked for; a name that is wrong ends the run before it begins."""
     option = session.config.getoption
     sources = list(dict.fromkeys(option("--cutaway")))
     if not sources:
         return []
-    from cutaway.check.factory import found
-    from cutaway.check.registry import chosen
+    from cutaway.check.model_sources import import_factory
+    from cutaway.check.registry import select_checks
 
     made = []
     try:
-        names = [each.name for each in chosen(split(option("--cutaway-only")), split(option("--cutaway-skip")))]
+        names = [
+            each.name
+            for each in select_checks(_split_names(option("--cutaway-only")), _split_names(option("--cutaway-skip")))
+        ]
         for source in sources:
-            value = found(source, session.config.invocation_params.dir)
+            factory = import_factory(source, session.config.invocation_params.dir)
             name = "cutaway" if len(sources) == 1 else f"cutaway[{source}]"
-            how = {"name": name, "nodeid": name, "source": source, "value": value, "checks": names}
-            made.append(Model.from_parent(session, **how))
+            collector = ModelCollector.from_parent(
+                session, name=name, nodeid=name, source=source, factory=factory, checks=names
+            )
+            made.append(collector)
     except CutawayError as error:
         raise pytest.UsageError(f"--cutaway: {error}") from None
     return made
 
 
-def split(names: list[str] | None) -> list[str] | None:
+def _split_names(names: list[str] | None) -> list[str] | None:
     return None if names is None else [name.strip() for each in names for name in each.split(",") if name.strip()]
 
 
-class Model(pytest.Collector):
+class ModelCollector(pytest.Collector):
     """One model. It is made and asked when its first test runs: all checks that were chosen, at once."""
 
-    def __init__(self, *, source: str, value: Any, checks: list[str], **how: Any) -> None:
-        super().__init__(**how)
-        self.source, self.value, self.checks = source, value, checks
+    def __init__(self, *, source: str, factory: Any, checks: list[str], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.source, self.factory, self.checks = source, factory, checks
         self.report: Report | None = None
-        self.trouble: CutawayError | None = None
+        self.error: CutawayError | None = None
 
     def collect(self) -> list[pytest.Item]:
-        return [Asked.from_parent(self, name=name) for name in self.checks]
+        return [CheckItem.from_parent(self, name=name) for name in self.checks]
 
-    def finding(self, check: str) -> "Finding":
-        if self.report is None and self.trouble is None:
-            self.examine()
-        if self.trouble is not None:
-            raise self.trouble
+    def get_finding(self, check: str) -> "Finding":
+        if self.report is None and self.error is None:
+            self.run_checks()
+        if self.error is not None:
+            raise self.error
         assert self.report is not None
         return self.report[check]
 
-    def examine(self) -> None:
+    def run_checks(self) -> None:
         from cutaway.check import check
-        from cutaway.check.factory import made
+        from cutaway.check.model_sources import build_from_factory
 
         seed, budget = self.config.getoption("--cutaway-seed"), self.config.getoption("--cutaway-budget")
         names = [item.name for item in self.session.items if item.parent is self]
         try:
-            target, offers = made(self.source, self.value, seed=seed)
-            self.report = check(target, only=names, seed=seed, budget=budget, **offers)
+            model, overrides = build_from_factory(self.source, self.factory, seed=seed)
+            self.report = check(model, only=names, seed=seed, budget=budget, **overrides)
         except CutawayError as error:
-            self.trouble = error
+            self.error = error
 
 
-class Asked(pytest.Item):
+class CheckItem(pytest.Item):
     """One check of one model."""
 
     def runtest(self) -> None:
-        assert isinstance(self.parent, Model)
-        finding = self.parent.finding(self.name)
-        for name in ("measured", "threshold", "where"):
+        assert isinstance(self.parent, ModelCollector)
+        finding = self.parent.get_finding(self.name)
+        for name in ("measured", "threshold", "location"):
             if getattr(finding, name) is not None:
                 self.user_properties.append((name, getattr(finding, name)))
         if finding.verdict == "skip":
@@ -127,5 +132,5 @@ class Asked(pytest.Item):
         return super().repr_failure(excinfo)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
-        assert isinstance(self.parent, Model)
+        assert isinstance(self.parent, ModelCollector)
         return self.path, None, f"{self.parent.source} {self.name}"

@@ -30,10 +30,10 @@ export async function run(page, url) {
   assert.match(await said.innerText(), /hidden by the mask/);
   await page.keyboard.press("ArrowDown");
   await page.keyboard.press("Enter");
-  assert.match(page.url(), /[?&]at=1/);
+  assert.match(page.url(), /[?&]position=1/);
   await page.getByRole("img", { name: /looks at ‘/ }).waitFor();
 
-  // What the page says is what the server says: by the same question.
+  // What the page says is what the server says: by the same query.
   const there = page.url();
   const told = await said.innerText();
   await page.goto("about:blank");

@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 
 export async function run(page, url) {
-  await page.goto(`${url}#/generate?most=24`);
+  await page.goto(`${url}#/generate?max_new_tokens=24`);
   await page.getByRole("heading", { name: "The first choice" }).waitFor();
   const tokens = page.getByRole("listbox", { name: "Written tokens" }).getByRole("option");
   assert.equal(await tokens.count(), 0);

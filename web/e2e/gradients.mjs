@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 
 export async function run(page, url) {
-  await page.goto(`${url}#/gradients?depths=4.8&seeds=2&stack_width=32`);
+  await page.goto(`${url}#/gradients?depths=4.8&num_seeds=2&stack_d_model=32`);
   await page.getByText("8 stacks, computed just now.").waitFor();
   const picture = page.getByRole("img", { name: /pre-norm: .* at the first block/ });
   assert.equal(await picture.count(), 2);

@@ -23,9 +23,9 @@ export async function run(page, url, facts) {
 
   // What a lesson shows is what Python says.
   const shown = { "blocks.0.attn.q": "step=queries&layer=0", "blocks.3.attn.pattern": "step=pattern&layer=3", "blocks.5.ffn.hidden": "step=ffn&layer=5" };
-  for (const { site, at, index, values } of facts.values.filter((each) => shown[each.site])) {
-    const answered = page.waitForResponse(async (response) => response.url().endsWith("/ask/stage") && (response.request().postData() ?? "").includes(`"${site}"`));
-    await page.goto(`${url}#/learn?${shown[site]}&at=${at}&text=${encodeURIComponent(facts.text)}`);
+  for (const { site, position, index, values } of facts.values.filter((each) => shown[each.site])) {
+    const answered = page.waitForResponse(async (response) => response.url().endsWith("/query/activation") && (response.request().postData() ?? "").includes(`"${site}"`));
+    await page.goto(`${url}#/learn?${shown[site]}&position=${position}&text=${encodeURIComponent(facts.text)}`);
     await answered;
     const stage = page.getByRole("region", { name: "Stage" });
     const field = stage.getByRole("img", { name: /Arrow keys read values/ });
@@ -35,7 +35,7 @@ export async function run(page, url, facts) {
     await page.keyboard.press("Home");
     for (let step = 0; step < index; step++) await page.keyboard.press("ArrowRight");
     const told = await stage.locator(".said").innerText();
-    assert.ok(told.endsWith(`: ${values}`), `${site} at ${at}, number ${index}: the page says ${told}, Python ${values}`);
+    assert.ok(told.endsWith(`: ${values}`), `${site} at ${position}, number ${index}: the page says ${told}, Python ${values}`);
   }
 
   // A wrong answer says why, and what is right; the right one counts.

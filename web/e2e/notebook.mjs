@@ -7,18 +7,18 @@ export async function run(page, url, facts) {
   await page.route(`${url}notebook`, (route) => route.fulfill({ contentType: "text/html", body }));
   await page.goto(`${url}notebook`);
   await page.evaluate(
-    async ({ url, place }) => {
+    async ({ url, fragment }) => {
       const { default: widget } = await import(`${url}page.js`);
       const heard = [];
       const stops = new Map();
       const model = {
-        get: () => place,
+        get: () => fragment,
         on: (_, callback) => heard.push(callback),
-        send: async ({ id, question, given, stop }) => {
-          if (stop) return stops.get(id)?.abort();
+        send: async ({ id, query, params, cancel }) => {
+          if (cancel) return stops.get(id)?.abort();
           stops.set(id, new AbortController());
           try {
-            const answer = await fetch(`${url}api/ask/${question}`, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(given), signal: stops.get(id).signal });
+            const answer = await fetch(`${url}api/query/${query}`, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(params), signal: stops.get(id).signal });
             const bytes = await answer.arrayBuffer();
             const half = bytes.byteLength >> 1; // messages may be cut anywhere
             for (const piece of [bytes.slice(0, half), bytes.slice(half)]) heard.forEach((callback) => callback({ id }, [new DataView(piece)]));
@@ -30,19 +30,19 @@ export async function run(page, url, facts) {
       };
       window.leave = widget.render({ model, el: document.getElementById("cell") });
     },
-    { url, place: `/follow?text=${encodeURIComponent(facts.text)}` },
+    { url, fragment: `/trace?text=${encodeURIComponent(facts.text)}` },
   );
   const rows = page.getByRole("listbox", { name: "The stream from embedding to answer" }).getByRole("option");
-  await page.getByText("decided here").waitFor();
+  await page.getByText("prediction fixed here").waitFor();
   assert.equal(await rows.count(), facts.points.length);
   const before = page.url();
   await page.getByRole("link", { name: "Attention" }).click();
   await page.getByRole("heading", { name: "Where does each head look?" }).waitFor();
-  await page.getByRole("link", { name: "Follow" }).click();
+  await page.getByRole("link", { name: "Trace" }).click();
   await rows.first().waitFor();
   assert.equal(page.url(), before);
   await page.keyboard.press("3"); // keys are the notebook's
-  assert.equal(await page.getByRole("link", { name: "Follow" }).getAttribute("aria-current"), "page");
+  assert.equal(await page.getByRole("link", { name: "Trace" }).getAttribute("aria-current"), "page");
   await page.evaluate(() => window.leave());
   assert.equal(await page.locator("#cell").innerText(), "");
   assert.equal(await page.locator("#around").innerText(), "around");

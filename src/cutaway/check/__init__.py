@@ -1,11 +1,11 @@
 """Is this Transformer right? Checks that take any implementation, each named for the bug it finds."""
 
 from cutaway.callable_module import make_callable
-from cutaway.check.finding import Finding, Part, Report
-from cutaway.check.registry import Check, checks
-from cutaway.check.run import check
-from cutaway.check.target import Target
+from cutaway.check.api import check
+from cutaway.check.checked_model import CheckedModel
+from cutaway.check.registry import Check, get_checks
+from cutaway.check.report.finding import CaseResult, Finding, Report
 
-__all__ = ["Check", "Finding", "Part", "Report", "Target", "check", "checks"]
+__all__ = ["CaseResult", "Check", "CheckedModel", "Finding", "Report", "check", "get_checks"]
 
 make_callable(__name__, check)

@@ -7,37 +7,32 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-import cutaway.check.checks  # noqa: F401  the package first: imported later, it would take the place of `checks()`
-from cutaway.check.finding import Part
+from cutaway.check.report.finding import CaseResult
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:
-    from cutaway.check.exam import Exam
+    from cutaway.check.context import CheckContext
 
-ROOMS = (
-    "modes",
+CHECK_MODULES = (
+    "eval_mode",
     "causality",
-    "rows",
-    "masks",
-    "padded",
-    "source",
-    "cache",
-    "writing",
-    "choosing",
+    "batching",
+    "attention_mask",
+    "padding",
+    "cross_attention",
+    "kv_cache",
+    "generation",
     "attention",
     "positions",
-    "scale",
-    "rope",
-    "state",
+    "config_and_weights",
     "loss",
-    "learning",
-    "steps",
-    "health",
-    "comparison",
+    "training",
+    "activations",
+    "parity",
 )
-CAUSAL = ("decoder", "encoder-decoder")
-ANY = ("decoder", "encoder", "encoder-decoder")
-Run = Callable[["Exam"], Part | Iterable[Part]]
+CAUSAL_KINDS = ("decoder", "encoder-decoder")
+ALL_KINDS = ("decoder", "encoder", "encoder-decoder")
+CheckFunction = Callable[["CheckContext"], CaseResult | Iterable[CaseResult]]
 
 
 @dataclass(frozen=True)
@@ -51,60 +46,60 @@ class Check:
     """What is usually wrong where it fails."""
     fix: str
     needs: tuple[str, ...]
-    """What a target must offer; `a|b` is either."""
+    """Functions of CheckedModel that must be there; `a|b` is either."""
     kinds: tuple[str, ...]
-    quick: bool
+    preflight: bool
     """Whether training asks it before the first step."""
-    own: bool
+    native_dtype: bool
     """Asked in the model's own precision; all others in fp32 where weights are narrower."""
-    after: tuple[str, ...]
+    depends_on: tuple[str, ...]
     """Checks that see the same bug nearer to its cause: where one of them fails, this one has nothing to add."""
-    run: Run
-    asks: str = ""
+    run: CheckFunction
+    description: str = ""
     """How it is asked: the check's docstring."""
 
     @property
-    def page(self) -> str:
+    def docs_path(self) -> str:
         return f"docs/checks/{self.name}.md"
 
 
 CHECKS: dict[str, Check] = {}
 
 
-def check(
+def register_check(
     name: str,
     *,
     catches: str,
     cause: str,
     fix: str,
     needs: tuple[str, ...] = ("logits",),
-    kinds: tuple[str, ...] = ANY,
-    quick: bool = False,
-    own: bool = False,
-    after: tuple[str, ...] = (),
-) -> Callable[[Run], Run]:
+    kinds: tuple[str, ...] = ALL_KINDS,
+    preflight: bool = False,
+    native_dtype: bool = False,
+    depends_on: tuple[str, ...] = (),
+) -> Callable[[CheckFunction], CheckFunction]:
     """Enter a function as a check."""
 
-    def enter(run: Run) -> Run:
+    def enter(run: CheckFunction) -> CheckFunction:
         assert name not in CHECKS, name
         asks = " ".join((run.__doc__ or "").split())
-        CHECKS[name] = Check(name, catches, cause, fix, needs, kinds, quick, own, after, run, asks)
+        CHECKS[name] = Check(name, catches, cause, fix, needs, kinds, preflight, native_dtype, depends_on, run, asks)
         return run
 
     return enter
 
 
-def checks() -> dict[str, Check]:
+def get_checks() -> dict[str, Check]:
     """All of them, in the order in which they are asked."""
-    for room in ROOMS:
-        import_module(f"cutaway.check.checks.{room}")
+    for module in CHECK_MODULES:
+        import_module(f"cutaway.check.checks.{module}")
     return CHECKS
 
 
-def chosen(only: Iterable[str] | None, skip: Iterable[str] | None) -> list[Check]:
+def select_checks(only: Iterable[str] | None, skip: Iterable[str] | None) -> list[Check]:
     """Those that are asked for: by name, by the beginning of names (`cache` means all of `cache-…`), or by a pattern
     (`causality*`)."""
-    known = checks()
+    known = get_checks()
 
     def named(names: Iterable[str]) -> set[str]:
         found = set()

@@ -10,31 +10,29 @@ from typing import Annotated
 
 import typer
 
-from cutaway.cli.verbs import lazy
+from cutaway.cli.lazy_group import lazy_group
 from cutaway.errors import CutawayError
 
 VERBS = {
-    "ablate": "cutaway.cli.ablate:ablate",
-    "bench": "cutaway.cli.bench:bench",
-    "check": "cutaway.cli.check:check",
-    "convert": "cutaway.cli.convert:convert",
-    "demo": "cutaway.cli.demo:demo",
-    "eval": "cutaway.cli.eval:evaluate",
-    "generate": "cutaway.cli.generate:generate",
-    "learn": "cutaway.cli.learn:learn",
-    "open": "cutaway.cli.open:open_page",
-    "presets": "cutaway.cli.presets:presets",
-    "serve": "cutaway.cli.serve:serve",
-    "size": "cutaway.cli.size:size",
-    "trace": "cutaway.cli.trace:trace",
-    "train": "cutaway.cli.train:train",
+    "ablate": "cutaway.cli.verbs.ablate:ablate",
+    "bench": "cutaway.cli.verbs.bench:bench",
+    "check": "cutaway.cli.verbs.check:check",
+    "convert": "cutaway.cli.verbs.convert:convert",
+    "demo": "cutaway.cli.verbs.demo:demo",
+    "eval": "cutaway.cli.verbs.eval:evaluate",
+    "generate": "cutaway.cli.verbs.generate:generate",
+    "learn": "cutaway.cli.verbs.learn:learn",
+    "open": "cutaway.cli.verbs.open:open_page",
+    "presets": "cutaway.cli.verbs.presets:presets",
+    "serve": "cutaway.cli.verbs.serve:serve",
+    "size": "cutaway.cli.verbs.size:size",
+    "trace": "cutaway.cli.verbs.trace:trace",
+    "train": "cutaway.cli.verbs.train:train",
 }
 """The function behind each verb. Its file is imported when the verb is asked for, so that none waits for the others."""
-
-
 app = typer.Typer(
     name="cutaway",
-    cls=lazy(VERBS),
+    cls=lazy_group(VERBS),
     help="The Transformer with its side open: build it, run it, look into it.",
     no_args_is_help=True,
     add_completion=False,
@@ -43,8 +41,8 @@ app = typer.Typer(
 )
 
 
-def show_version(asked: bool) -> None:
-    if asked:
+def show_version(requested: bool) -> None:
+    if requested:
         from importlib.metadata import version  # slow to import, and rarely asked for
 
         sys.stdout.write(f"cutaway {version('cutaway')}\n")
@@ -52,25 +50,25 @@ def show_version(asked: bool) -> None:
 
 
 @app.callback()
-def options(
-    asked: Annotated[
+def root_options(
+    requested: Annotated[
         bool, typer.Option("--version", help="Which version.", callback=show_version, is_eager=True)
     ] = False,
 ) -> None:
     """The Transformer with its side open: build it, run it, look into it."""
 
 
-STAND_INS = str.maketrans("−–×·█▓▒░✓✗≤…²³→━Σ⊙ᵀ⏎", "--x.#=+-yn<~23>=S*T/")
+ASCII_FALLBACKS = str.maketrans("−–×·█▓▒░✓✗≤…²³→━Σ⊙ᵀ⏎", "--x.#=+-yn<~23>=S*T/")
 
 
-def stand_in(error: UnicodeError) -> tuple[str, int]:
+def ascii_fallback(error: UnicodeError) -> tuple[str, int]:
     """For a sign that the terminal does not have, one that it has."""
     assert isinstance(error, UnicodeEncodeError)
-    signs = error.object[error.start : error.end].translate(STAND_INS)
+    signs = error.object[error.start : error.end].translate(ASCII_FALLBACKS)
     return "".join(sign if sign.isascii() else "?" for sign in signs), error.end
 
 
-codecs.register_error("stand-in", stand_in)
+codecs.register_error("cutaway-ascii", ascii_fallback)
 
 
 def main() -> None:
@@ -80,7 +78,7 @@ def main() -> None:
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):  # a terminal that has not all signs shows others
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="stand-in")
+            stream.reconfigure(errors="cutaway-ascii")
     try:
         app()
     except (CutawayError, OSError, MemoryError) as error:

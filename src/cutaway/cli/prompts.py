@@ -6,78 +6,82 @@ from pathlib import Path
 
 from cutaway.errors import InputError
 
-MOST_BYTES = 64 * 2**20
+MAX_PROMPT_BYTES = 64 * 2**20
 """Of a file or of standard input: beyond this it is no prompt."""
-Given = str | list[int]
+PromptInput = str | list[int]
 
 
-def gather(texts: Sequence[str], files: Sequence[Path], tokens: Sequence[str], *, lines: bool) -> list[Given]:
+def collect_prompts(
+    texts: Sequence[str], files: Sequence[Path], tokens: Sequence[str], *, split_lines: bool
+) -> list[PromptInput]:
     """All prompts, in this order. Without any, standard input is one, if something is piped in."""
     piped = not (texts or files or tokens)
     if piped and (sys.stdin is None or sys.stdin.isatty()):
         raise InputError("no prompt is given; write one behind SOURCE, pipe one in, or talk with --chat")
-    if lines and not piped and not files and "-" not in texts:
+    if split_lines and not piped and not files and "-" not in texts:
         raise InputError("--lines splits a file or standard input; give --file, or - to read what is piped in")
     if texts.count("-") > 1:
         raise InputError("- stands for standard input, which can be read once; give it once")
-    found: list[Given] = []
+    found: list[PromptInput] = []
     for text in ("-",) if piped else texts:
-        found += split(standard_input(), lines) if text == "-" else [text]
+        found += split_prompts(read_stdin(), split_lines) if text == "-" else [text]
     for file in files:
-        found += split(file_text(file), lines)
-    found += [ids("--tokens", listed) for listed in tokens]
+        found += split_prompts(_read_text_file(file), split_lines)
+    found += [parse_token_ids("--token-ids", listed) for listed in tokens]
     if not found:
         raise InputError("there is no prompt: what was read has only empty lines; write one a line")
     return found
 
 
-def split(text: str, lines: bool) -> Iterator[str]:
+def split_prompts(text: str, split_lines: bool) -> Iterator[str]:
     """One prompt, or one a line. The end of the last line belongs to no prompt: echo and editors add it."""
-    if lines:
+    if split_lines:
         # Not splitlines: that also splits at form feeds and at Unicode's separators, which stand within texts.
         yield from (line.removesuffix("\r") for line in text.split("\n") if line.strip())
     else:
         yield text.removesuffix("\n").removesuffix("\r")
 
 
-def standard_input() -> str:
+def read_stdin() -> str:
     if sys.stdin is None:
         raise InputError("standard input is closed, so - has nothing to read; pipe a prompt in")
-    return decoded("standard input", sys.stdin.buffer.read(MOST_BYTES + 1))
+    return decode_utf8("standard input", sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1))
 
 
-def file_text(path: Path) -> str:
+def _read_text_file(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            return decoded(f"'{path}'", file.read(MOST_BYTES + 1))
+            return decode_utf8(f"'{path}'", file.read(MAX_PROMPT_BYTES + 1))
     except OSError as error:
         raise InputError(f"'{path}' cannot be read: {error.strerror}; name a text file") from None
 
 
-def decoded(name: str, data: bytes) -> str:
-    if len(data) > MOST_BYTES:
-        raise InputError(f"{name} is longer than {MOST_BYTES >> 20} MiB, too long for a prompt; give a part of it")
+def decode_utf8(name: str, data: bytes) -> str:
+    if len(data) > MAX_PROMPT_BYTES:
+        raise InputError(
+            f"{name} is longer than {MAX_PROMPT_BYTES >> 20} MiB, too long for a prompt; give a part of it"
+        )
     try:
         return data.decode("utf-8").removeprefix("\ufeff")  # a mark that some editors begin files with
     except UnicodeDecodeError as error:
         raise InputError(f"{name} is no UTF-8 text at byte {error.start}; convert it first") from None
 
 
-def ids(option: str, listed: str) -> list[int]:
+def parse_token_ids(option: str, text: str) -> list[int]:
     """Token ids between commas or spaces."""
     try:
-        return [int(number) for number in listed.replace(",", " ").split()]
+        return [int(number) for number in text.replace(",", " ").split()]
     except ValueError:
-        raise InputError(f"{option} is '{listed}'; give token ids between commas, as in 1,2,3") from None
+        raise InputError(f"{option} is '{text}'; give token ids between commas, as in 1,2,3") from None
 
 
-def biases(listed: Sequence[str]) -> dict[int, float]:
+def parse_logit_bias(entries: Sequence[str]) -> dict[int, float]:
     """What is added to the logits of tokens, each as ID=NUMBER."""
     found = {}
-    for each in listed:
+    for each in entries:
         token, _, bias = each.partition("=")
         try:
             found[int(token)] = float(bias)
         except ValueError:
-            raise InputError(f"--bias is '{each}'; give a token id and a number, as in 50256=-5") from None
+            raise InputError(f"--logit-bias is '{each}'; give a token id and a number, as in 50256=-5") from None
     return found

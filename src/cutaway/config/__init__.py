@@ -1,18 +1,19 @@
-"""What a Transformer is, as data. No torch here."""
+"""Model configuration as frozen data (pydantic tagged unions), presets, TOML and JSON. Imports no torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cutaway.callable_module import make_callable
-from cutaway.config.attention import Attention, Cross, Heads, Latent, MultiHead, QKNorm
-from cutaway.config.embedding import Embedding, Factor, Head, NoHead, Transform
-from cutaway.config.ffn import FFN, Activation, ClampedSwiGLU, DenseFFN, Gated, Groups, Mlp, Moe, Router
-from cutaway.config.initialisation import Init, Normal, Small, T5Init, Xavier
+from cutaway.config.attention import Attention, Cross, LatentAttention, MultiHead, MultiHeadBase, QKNorm
+from cutaway.config.embedding import Embedding, FactorizedEmbedding
+from cutaway.config.ffn import FFN, Activation, ClampedSwiGLU, DenseFFN, ExpertGroups, Gated, Mlp, Moe, Router
+from cutaway.config.head import HeadTransform, LMHead, NoHead
+from cutaway.config.init import Init, NormalInit, SmallInit, T5Init, XavierInit
 from cutaway.config.norms import LayerNorm, NoNorm, Norm, RMSNorm
 from cutaway.config.positions import (
     Alibi,
     DynamicNTK,
-    Learned,
+    LearnedPosition,
     LinearScaling,
     Llama3Scaling,
     LongRope,
@@ -20,15 +21,25 @@ from cutaway.config.positions import (
     NoScaling,
     RelativeBias,
     Rope,
-    Sinusoidal,
+    SinusoidalPosition,
     Yarn,
 )
-from cutaway.config.source import config, schema, to_dict, to_json, to_toml
-from cutaway.config.stack import Block, CrossBlock, CrossStack, Output, Parallel, Post, Pre, Sandwich, Stack
+from cutaway.config.serialization import config, schema, to_dict, to_json, to_toml
+from cutaway.config.stack import (
+    Block,
+    CrossBlock,
+    CrossStack,
+    OutputNorm,
+    ParallelResidual,
+    PostNorm,
+    PreNorm,
+    SandwichNorm,
+    Stack,
+)
 from cutaway.config.transformer import Config, Decoder, Encoder, EncoderDecoder
 
 if TYPE_CHECKING:
-    from cutaway.config.presets import presets as presets
+    from cutaway.config.presets import presets
 
 __all__ = [
     "FFN",
@@ -47,43 +58,43 @@ __all__ = [
     "Embedding",
     "Encoder",
     "EncoderDecoder",
-    "Factor",
+    "ExpertGroups",
+    "FactorizedEmbedding",
     "Gated",
-    "Groups",
-    "Head",
-    "Heads",
+    "HeadTransform",
     "Init",
-    "Latent",
+    "LMHead",
+    "LatentAttention",
     "LayerNorm",
-    "Learned",
+    "LearnedPosition",
     "LinearScaling",
     "Llama3Scaling",
     "LongRope",
     "Mlp",
     "Moe",
     "MultiHead",
+    "MultiHeadBase",
     "NoHead",
     "NoNorm",
     "NoPosition",
     "NoScaling",
     "Norm",
-    "Normal",
-    "Output",
-    "Parallel",
-    "Post",
-    "Pre",
+    "NormalInit",
+    "OutputNorm",
+    "ParallelResidual",
+    "PostNorm",
+    "PreNorm",
     "QKNorm",
     "RMSNorm",
     "RelativeBias",
     "Rope",
     "Router",
-    "Sandwich",
-    "Sinusoidal",
-    "Small",
+    "SandwichNorm",
+    "SinusoidalPosition",
+    "SmallInit",
     "Stack",
     "T5Init",
-    "Transform",
-    "Xavier",
+    "XavierInit",
     "Yarn",
     "config",
     "presets",
@@ -97,6 +108,6 @@ make_callable(__name__, config)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "presets":  # a thousand lines of tables that a file's reader does not need; it can be called too
+    if name == "presets":  # imported on first use: a thousand lines of tables; the package is callable too
         return import_module("cutaway.config.presets")
     raise AttributeError(f"cutaway.config has no '{name}'")

@@ -1,10 +1,10 @@
-"""Feed-forward networks: what happens to each token alone."""
+"""Feed-forward networks: MLP, gated MLP, mixture of experts."""
 
 from typing import Annotated, Literal
 
 from pydantic import model_validator
 
-from cutaway.config.part import TAGGED, Count, Part, Positive, Rate, default_kind
+from cutaway.config.node import KIND_DISCRIMINATOR, ConfigNode, PositiveFloat, PositiveInt, Probability, default_kind
 
 Activation = Literal[
     "relu", "gelu", "gelu_tanh", "gelu_quick", "gelu_clipped", "silu", "relu2", "relu6", "leaky_relu", "hardswish",
@@ -12,108 +12,114 @@ Activation = Literal[
 ]  # fmt: skip
 
 
-class Mlp(Part):
+class Mlp(ConfigNode):
     """down(act(up(x)))."""
 
     kind: Literal["mlp"] = "mlp"
-    hidden: Count | None = None
-    """Width in the middle; 4·d_model unless given."""
+    hidden: PositiveInt | None = None
+    """Hidden dimension; default 4·d_model."""
     activation: Activation = "gelu"
     bias: bool = True
-    dropout: Rate = 0.0
-    """On the hidden values."""
+    dropout: Probability = 0.0
+    """Dropout on the hidden activations."""
 
-    def hidden_width(self, d_model: int) -> int:
+    def hidden_dim(self, d_model: int) -> int:
+        """The hidden dimension, with its default resolved."""
         return self.hidden or 4 * d_model
 
 
-class GatedPart(Part):
-    """The three-matrix forms' common fields."""
+class GatedBase(ConfigNode):
+    """Fields that gated FFNs share."""
 
-    hidden: Count | None = None
-    """Width in the middle; 2/3 · 4·d_model, rounded up to a multiple of 8, unless given."""
+    hidden: PositiveInt | None = None
+    """Hidden dimension; default 2/3 · 4·d_model, rounded up to a multiple of 8."""
     bias: bool = False
-    dropout: Rate = 0.0
+    dropout: Probability = 0.0
 
-    def hidden_width(self, d_model: int) -> int:
+    def hidden_dim(self, d_model: int) -> int:
+        """The hidden dimension, with its default resolved."""
         return self.hidden or -(-8 * d_model // 24) * 8
 
 
-class Gated(GatedPart):
+class Gated(GatedBase):
     """down(act(gate(x)) · up(x)): SwiGLU with silu, GeGLU with gelu. https://arxiv.org/abs/2002.05202"""
 
     kind: Literal["gated"] = "gated"
     activation: Activation = "silu"
 
 
-class ClampedSwiGLU(GatedPart):
-    """gpt-oss: gate and up clamped, down((up + 1) · gate · sigmoid(alpha · gate))."""
+class ClampedSwiGLU(GatedBase):
+    """down((up + 1) · gate · sigmoid(alpha · gate)) with gate and up clamped to `limit` (gpt-oss)."""
 
     kind: Literal["clamped-swiglu"] = "clamped-swiglu"
-    limit: Positive = 7.0
-    alpha: Positive = 1.702
+    limit: PositiveFloat = 7.0
+    alpha: PositiveFloat = 1.702
 
 
-DenseFFN = Annotated[Mlp | Gated | ClampedSwiGLU, TAGGED, default_kind("gated")]
+DenseFFN = Annotated[Mlp | Gated | ClampedSwiGLU, KIND_DISCRIMINATOR, default_kind("gated")]
 
 
-class Groups(Part):
-    """Choose whole groups of experts first, then experts within them (DeepSeek)."""
+class ExpertGroups(ConfigNode):
+    """Group-limited routing: select `top_k` groups of experts first, then experts within them (DeepSeek)."""
 
-    count: Count
-    keep: Count
+    num_groups: PositiveInt
+    top_k: PositiveInt
     score: Literal["top2", "max"] = "top2"
-    """A group is worth the sum of its two best experts, or its best one."""
+    """Score of a group: the sum of its two best experts, or its best expert."""
 
 
-class Router(Part):
-    """Which experts a token goes to, and with what weights."""
+class Router(ConfigNode):
+    """Selection and weights of the experts of each token."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
-    top_k: Count
-    renormalise: bool = True
-    """Divide the chosen weights by their sum."""
-    scale: Positive = 1.0
-    """Multiplies the weights, last."""
+    top_k: PositiveInt
+    renormalize: bool = True
+    """Divide the weights of the selected experts by their sum."""
+    scale: PositiveFloat = 1.0
+    """Factor on the final weights."""
     bias: bool = False
-    """A trained bias on the router's logits (gpt-oss)."""
+    """Learned bias on the router logits (gpt-oss)."""
     selection_bias: bool = False
-    """A balance term that helps choose but does not weigh, kept as a buffer (DeepSeek-V3)."""
-    groups: Groups | None = None
+    """Load-balancing bias, a buffer, that affects the selection but not the weights (DeepSeek-V3)."""
+    groups: ExpertGroups | None = None
 
 
-class Moe(Part):
-    """Mixture of experts, dropless: every token reaches all of its chosen experts. https://arxiv.org/abs/1701.06538"""
+class Moe(ConfigNode):
+    """Mixture of experts, dropless: no capacity limit. https://arxiv.org/abs/1701.06538"""
 
     kind: Literal["moe"] = "moe"
-    experts: Count
+    experts: PositiveInt
     router: Router
     expert: DenseFFN = Gated()
     shared: DenseFFN | None = None
-    """A network that every token also passes through."""
+    """Shared expert, applied to every token."""
     shared_gate: bool = False
-    """What the shared network adds is weighed by sigmoid(w·x) (Qwen2-MoE)."""
+    """Scale the shared expert's output by sigmoid(w·x) (Qwen2-MoE)."""
 
     @model_validator(mode="after")
-    def _choices_exist(self) -> "Moe":
+    def _check_routing(self) -> "Moe":
         if self.router.top_k > self.experts:
-            raise ValueError(f"router.top_k {self.router.top_k} is more than the {self.experts} experts there are")
+            raise ValueError(
+                f"router.top_k {self.router.top_k} is more than experts {self.experts}; use at most {self.experts}"
+            )
         if self.shared_gate and self.shared is None:
-            raise ValueError("shared_gate weighs the shared network, but there is none; give shared or leave it out")
+            raise ValueError("shared_gate needs a shared expert; set shared, or leave shared_gate out")
         groups = self.router.groups
         if groups is not None:
-            if self.experts % groups.count:
-                raise ValueError(f"router.groups.count {groups.count} does not divide experts {self.experts}")
-            size = self.experts // groups.count
-            if groups.keep > groups.count:
-                raise ValueError(f"router.groups.keep {groups.keep} is more than the {groups.count} groups there are")
-            if groups.score == "top2" and size < 2:
-                raise ValueError("router.groups.score 'top2' needs at least two experts a group")
-            if self.router.top_k > groups.keep * size:
+            if self.experts % groups.num_groups:
+                raise ValueError(f"router.groups.num_groups {groups.num_groups} does not divide experts {self.experts}")
+            size = self.experts // groups.num_groups
+            if groups.top_k > groups.num_groups:
                 raise ValueError(
-                    f"router.top_k {self.router.top_k} is more than the {groups.keep * size} experts in the kept groups"
+                    f"router.groups.top_k {groups.top_k} is more than router.groups.num_groups {groups.num_groups}"
+                )
+            if groups.score == "top2" and size < 2:
+                raise ValueError("router.groups.score 'top2' needs at least two experts per group")
+            if self.router.top_k > groups.top_k * size:
+                raise ValueError(
+                    f"router.top_k {self.router.top_k} exceeds the {groups.top_k * size} experts of the selected groups"
                 )
         return self
 
 
-FFN = Annotated[Mlp | Gated | ClampedSwiGLU | Moe, TAGGED, default_kind("gated")]
+FFN = Annotated[Mlp | Gated | ClampedSwiGLU | Moe, KIND_DISCRIMINATOR, default_kind("gated")]

@@ -1,32 +1,32 @@
-"""Norms: what a vector is divided by before a sublayer reads it."""
+"""Norms: LayerNorm, RMSNorm, none."""
 
 from typing import Annotated, Literal
 
-from cutaway.config.part import TAGGED, Part, Positive, default_kind
+from cutaway.config.node import KIND_DISCRIMINATOR, ConfigNode, PositiveFloat, default_kind
 
 
-class LayerNorm(Part):
+class LayerNorm(ConfigNode):
     """(x − mean) / sqrt(variance + eps) · gain + bias. https://arxiv.org/abs/1607.06450"""
 
     kind: Literal["layernorm"] = "layernorm"
-    eps: Positive = 1e-5
+    eps: PositiveFloat = 1e-5
     gain: bool = True
     bias: bool = True
 
 
-class RMSNorm(Part):
+class RMSNorm(ConfigNode):
     """x / sqrt(mean(x²) + eps) · gain. https://arxiv.org/abs/1910.07467"""
 
     kind: Literal["rmsnorm"] = "rmsnorm"
-    eps: Positive = 1e-6
+    eps: PositiveFloat = 1e-6
     unit_offset: bool = False
-    """Gemma's form: multiply by 1 + gain, with the gain stored around zero."""
+    """Multiply by 1 + gain, with the gain stored around zero (Gemma)."""
 
 
-class NoNorm(Part):
+class NoNorm(ConfigNode):
     """The identity."""
 
     kind: Literal["none"] = "none"
 
 
-Norm = Annotated[LayerNorm | RMSNorm | NoNorm, TAGGED, default_kind("rmsnorm")]
+Norm = Annotated[LayerNorm | RMSNorm | NoNorm, KIND_DISCRIMINATOR, default_kind("rmsnorm")]

@@ -1,4 +1,4 @@
-"""A stack: embedding, blocks tiled from a pattern, final norm."""
+"""A stack: embedding, blocks from a repeated pattern, norm placement, final norm."""
 
 from typing import Annotated, Literal
 
@@ -7,62 +7,62 @@ from pydantic import BeforeValidator, Field, model_validator
 from cutaway.config.attention import Attention, Cross
 from cutaway.config.embedding import Embedding
 from cutaway.config.ffn import FFN, Gated
+from cutaway.config.node import KIND_DISCRIMINATOR, ConfigNode, PositiveFloat, PositiveInt, Probability
 from cutaway.config.norms import Norm, RMSNorm
-from cutaway.config.part import TAGGED, Count, Part, Positive, Rate
 
 
-class Pre(Part):
+class PreNorm(ConfigNode):
     """x + F(norm(x)). https://arxiv.org/abs/2002.04745"""
 
     kind: Literal["pre"] = "pre"
     final_norm: bool = True
-    bare_start: bool = False
-    """The first attention reads the embedding without a norm of its own (ModernBERT)."""
+    skip_first_prenorm: bool = False
+    """No norm before the first attention (ModernBERT)."""
 
 
-class Post(Part):
-    """norm(x·stream_scale + F(x)): the 2017 Transformer, BERT; DeepNorm with a scale. https://arxiv.org/abs/2203.00555"""
+class PostNorm(ConfigNode):
+    """norm(x·skip_scale + F(x)) (the 2017 Transformer, BERT; DeepNorm with skip_scale). https://arxiv.org/abs/2203.00555"""
 
     kind: Literal["post"] = "post"
     final_norm: bool = False
-    stream_scale: Positive = 1.0
+    skip_scale: PositiveFloat = 1.0
 
 
-class Sandwich(Part):
+class SandwichNorm(ConfigNode):
     """x + norm(F(norm(x))) (Gemma 2)."""
 
     kind: Literal["sandwich"] = "sandwich"
     final_norm: bool = True
 
 
-class Output(Part):
+class OutputNorm(ConfigNode):
     """x + norm(F(x)) (OLMo 2)."""
 
     kind: Literal["output"] = "output"
     final_norm: bool = True
 
 
-class Parallel(Part):
+class ParallelResidual(ConfigNode):
     """x + attention(norm(x)) + FFN(norm(x)) (GPT-J)."""
 
     kind: Literal["parallel"] = "parallel"
     final_norm: bool = True
     norms: Literal["one", "two"] = "one"
-    """Both sublayers read the same normed stream, or each has its own norm (GPT-NeoX)."""
+    """One norm for both sublayers (GPT-J), or one each (GPT-NeoX)."""
 
 
-Placement = Annotated[Pre | Post | Sandwich | Output | Parallel, TAGGED]
+Placement = Annotated[PreNorm | PostNorm | SandwichNorm | OutputNorm | ParallelResidual, KIND_DISCRIMINATOR]
 
 
-class Block(Part):
-    """Attention moves information between tokens, the FFN works on each."""
+class Block(ConfigNode):
+    """A block: attention and FFN."""
 
     attention: Attention
     ffn: FFN = Gated()
 
 
 class CrossBlock(Block):
-    """A decoder's block that also reads the encoder."""
+    """A decoder block with cross-attention."""
 
     cross: Cross
 
@@ -71,8 +71,8 @@ def _as_tuple(data: object) -> object:
     return data if isinstance(data, list | tuple) else (data,)
 
 
-class Stack(Part):
-    """A tower of blocks. `lead` comes first, then `block` (one, or a pattern of several) tiled up to `layers`."""
+class Stack(ConfigNode):
+    """`leading_blocks`, then `block` (one block, or a pattern of several) repeated up to `layers` layers."""
 
     layers: Annotated[int, Field(strict=True, ge=1, le=10_000)]
     block: Annotated[
@@ -80,46 +80,50 @@ class Stack(Part):
         BeforeValidator(_as_tuple, json_schema_input_type=Block | tuple[Block, ...]),
         Field(min_length=1),
     ]
-    lead: tuple[Block, ...] = ()
+    leading_blocks: tuple[Block, ...] = ()
     embedding: Embedding = Embedding()
     norm: Norm = RMSNorm()
-    placement: Placement = Pre()
-    residual_scale: Positive = 1.0
-    """Multiplies what every sublayer adds (Granite)."""
-    dropout: Rate = 0.0
-    """On what every sublayer adds."""
-    attention_dropout: Rate | None = None
-    """On what attention adds, where it is another (DistilBERT: none)."""
-    final_dropout: Rate = 0.0
-    """After the final norm (T5)."""
-    groups: Count | None = None
-    """How many sets of weights the layers share; layer i uses set ⌊i·groups/layers⌋ (ALBERT: 1)."""
+    placement: Placement = PreNorm()
+    residual_scale: PositiveFloat = 1.0
+    """Factor on every sublayer's output (Granite)."""
+    dropout: Probability = 0.0
+    """Dropout on every sublayer's output."""
+    attention_resid_dropout: Probability | None = None
+    """Dropout on the attention output; default `dropout` (DistilBERT: 0)."""
+    final_dropout: Probability = 0.0
+    """Dropout after the final norm (T5)."""
+    layer_groups: PositiveInt | None = None
+    """Cross-layer weight sharing: layer i uses weight set ⌊i·layer_groups/layers⌋ (ALBERT: 1)."""
 
     @model_validator(mode="after")
-    def _tiles(self) -> "Stack":
-        if len(self.lead) > self.layers:
-            raise ValueError(f"lead has {len(self.lead)} blocks but layers is {self.layers}")
-        if len(self.lead) + len(self.block) > self.layers and len(self.block) > 1:
+    def _check_layer_pattern(self) -> "Stack":
+        if len(self.leading_blocks) > self.layers:
             raise ValueError(
-                f"layers {self.layers} is fewer than the {len(self.lead)} lead blocks and the pattern of"
+                f"leading_blocks has {len(self.leading_blocks)} blocks, but layers is only {self.layers}; add layers"
+            )
+        if len(self.leading_blocks) + len(self.block) > self.layers and len(self.block) > 1:
+            raise ValueError(
+                f"layers {self.layers} is fewer than the {len(self.leading_blocks)} leading blocks and the pattern of"
                 f" {len(self.block)}; shorten the pattern or add layers"
             )
-        if self.groups is not None:
-            if self.groups > self.layers:
-                raise ValueError(f"groups {self.groups} is more than the {self.layers} layers")
+        if self.layer_groups is not None:
+            if self.layer_groups > self.layers:
+                raise ValueError(f"layer_groups {self.layer_groups} is more than the {self.layers} layers")
             if len(set(self.blocks)) > 1:
-                raise ValueError("groups shares weights between layers, so all layers must be alike; give one block")
-            if isinstance(self.placement, Pre) and self.placement.bare_start:
                 raise ValueError(
-                    "groups shares weights between layers, so the first cannot differ; set bare_start to false"
+                    "layer_groups shares weights, so all layers must be equal; use one block and no leading_blocks"
+                )
+            if isinstance(self.placement, PreNorm) and self.placement.skip_first_prenorm:
+                raise ValueError(
+                    "layer_groups shares weights, so the first layer cannot differ; set skip_first_prenorm to false"
                 )
         return self
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """One block configuration a layer."""
-        rest = self.layers - len(self.lead)
-        return self.lead + (self.block * -(-rest // len(self.block)))[:rest]
+        """The block configuration of each layer."""
+        rest = self.layers - len(self.leading_blocks)
+        return self.leading_blocks + (self.block * -(-rest // len(self.block)))[:rest]
 
 
 class CrossStack(Stack):
@@ -130,10 +134,10 @@ class CrossStack(Stack):
         BeforeValidator(_as_tuple, json_schema_input_type=CrossBlock | tuple[CrossBlock, ...]),
         Field(min_length=1),
     ]
-    lead: tuple[CrossBlock, ...] = ()
+    leading_blocks: tuple[CrossBlock, ...] = ()
 
     @model_validator(mode="after")
-    def _in_turn(self) -> "CrossStack":
-        if isinstance(self.placement, Parallel):
-            raise ValueError("placement 'parallel' has no place for cross-attention; use pre, post, sandwich or output")
+    def _check_placement(self) -> "CrossStack":
+        if isinstance(self.placement, ParallelResidual):
+            raise ValueError("placement 'parallel' does not support cross-attention; use pre, post, sandwich or output")
         return self

@@ -6,14 +6,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cutaway.config import Config
-from cutaway.families.report import Report
+from cutaway.families.load_report import LoadReport
 from cutaway.model import Transformer
 
 if TYPE_CHECKING:  # read when a tokenizer is asked for
-    from cutaway.text import Tokenizer
+    from cutaway.tokenizer import Tokenizer
 
 
-def _none() -> None:
+def _no_tokenizer() -> None:
     """No tokenizer; a function with a name, so that a checkpoint can be pickled."""
 
 
@@ -24,14 +24,14 @@ class Checkpoint:
     model: Transformer
     config: Config
     family: str | None = None
-    report: Report | None = None
-    theirs: dict[str, Any] = field(default_factory=dict)
+    load_report: LoadReport | None = None
+    hf_config: dict[str, Any] = field(default_factory=dict)
     """The config.json it came with; it goes back out with the model."""
-    generation: dict[str, Any] = field(default_factory=dict)
+    generation_config: dict[str, Any] = field(default_factory=dict)
     """The settings for generation it came with."""
-    read_tokenizer: "Callable[[], Tokenizer | None]" = field(default=_none, repr=False)
+    tokenizer_loader: "Callable[[], Tokenizer | None]" = field(default=_no_tokenizer, repr=False)
 
     @cached_property
     def tokenizer(self) -> "Tokenizer | None":
         """The tokenizer that lies beside the weights, read when first asked for; None if there is none."""
-        return self.read_tokenizer()
+        return self.tokenizer_loader()

@@ -1,4 +1,4 @@
-"""A family: a table of fields, a table of rows, and what may be passed over. Read in both directions, without torch."""
+"""A family: its config fields, its weight mappings, and what may be ignored. Read in both directions, without torch."""
 
 import re
 from collections.abc import Mapping
@@ -7,13 +7,13 @@ from typing import Any
 
 from cutaway.config import Config
 from cutaway.errors import ConfigError, CutawayError
-from cutaway.families.fields import Field, Only, Theirs
-from cutaway.families.report import UNKNOWN
-from cutaway.families.rope import Rope
-from cutaway.families.rows import Row
-from cutaway.families.tree import MISSING, Tree, differences
+from cutaway.families.config_fields import ConfigField, HFConfigReader, SupportedValues
+from cutaway.families.config_tree import MISSING, ConfigTree, diff_configs
+from cutaway.families.load_report import UNKNOWN_KEY_REASON
+from cutaway.families.rope_fields import RopeField
+from cutaway.families.weight_conversion import WeightMapping
 
-HARMLESS = {
+IGNORED_CONFIG_KEYS = {
     "transformers_version": "who wrote the file",
     "_name_or_path": "where the file came from",
     "_commit_hash": "where the file came from",
@@ -76,15 +76,19 @@ HARMLESS = {
 }  # fmt: skip
 """Keys that many files carry and that cannot change what a model computes, with the reason."""
 
-EVERYWHERE: tuple[Field, ...] = (
-    Only(
+COMMON_FIELDS: tuple[ConfigField, ...] = (
+    SupportedValues(
         "quantization_config", (None,), "its weights are packed in fewer bits; load the model as it was before packing"
     ),
-    Only("compression_config", (None,), "its weights are packed in fewer bits; load the unquantised checkpoint"),
-    Only("pruned_heads", ({}, None), "some of its heads were cut out; save it from the library that did so, unpruned"),
-    Only("cross_attention_hidden_size", (None,), "it reads an encoder of another width"),
-    Only("add_cross_attention", (False, None), "it reads an encoder that is not in the file"),
-    Only("tie_encoder_decoder", (False, None), "both stacks would share their weights"),
+    SupportedValues(
+        "compression_config", (None,), "its weights are packed in fewer bits; load the unquantized checkpoint"
+    ),
+    SupportedValues(
+        "pruned_heads", ({}, None), "some of its heads were cut out; save it from the library that did so, unpruned"
+    ),
+    SupportedValues("cross_attention_hidden_size", (None,), "it reads an encoder of another width"),
+    SupportedValues("add_cross_attention", (False, None), "it reads an encoder that is not in the file"),
+    SupportedValues("tie_encoder_decoder", (False, None), "both stacks would share their weights"),
 )
 
 
@@ -98,61 +102,63 @@ class Family:
     """The class that opens it elsewhere, with its head."""
     template: Mapping[str, Any]
     """What all of its models have in common, as a configuration with one `block` a stack."""
-    fields: tuple[Field, ...]
-    rows: tuple[Row, ...]
-    prefix: str = ""
+    fields: tuple[ConfigField, ...]
+    weight_mappings: tuple[WeightMapping, ...]
+    base_model_prefix: str = ""
     """What their names begin with, unless the file holds the bare trunk."""
-    trunk: str | None = None
+    base_architecture: str | None = None
     """The class of the bare trunk, for models without a head."""
-    ignored: Mapping[str, str] = field(default_factory=dict)
+    ignored_weights: Mapping[str, str] = field(default_factory=dict)
     """Tensors that may be passed over: a pattern of their whole name, and why. {past} is a layer past the last."""
-    harmless: Mapping[str, str] = field(default_factory=dict)
+    ignored_config_keys: Mapping[str, str] = field(default_factory=dict)
     """Keys of its config.json that cannot change what the model computes, and why."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    attribute_map: Mapping[str, str] = field(default_factory=dict)
     """Other names that its config.json may use for a key."""
-    renamed: tuple[tuple[str, str], ...] = ()
+    weight_renamings: tuple[tuple[str, str], ...] = ()
     """Old spellings of tensor names: a pattern and what it is now."""
 
-    def read(
-        self, theirs: Mapping[str, Any], *, head: bool | None = None, pooler: bool | None = None
+    def config_from_hf(
+        self, hf_config: Mapping[str, Any], *, head: bool | None = None, pooler: bool | None = None
     ) -> tuple[Config, dict[str, Any], dict[str, str]]:
         """The configuration that a config.json describes, the keys it used, and those it passed over with the reason.
 
         Whether an encoder has a head and a pooler is told by the tensors, if they are known, else by `architectures`.
         """
-        theirs = self._one_name_a_key(theirs)
-        ours = Tree(self.template)
-        seen = Theirs(theirs)
-        if "is_causal" in theirs and theirs["is_causal"] is not (self.template["form"] != "encoder"):
+        hf_config = self._apply_attribute_map(hf_config)
+        tree = ConfigTree(self.template)
+        reader = HFConfigReader(hf_config)
+        if "is_causal" in hf_config and hf_config["is_causal"] is not (self.template["form"] != "encoder"):
             raise ConfigError(
-                f"{self.name}: config.json's 'is_causal' is {theirs['is_causal']!r}, which is another form"
+                f"{self.name}: config.json's 'is_causal' is {hf_config['is_causal']!r}, which is another form"
             )
-        bare = self.trunk is not None and theirs.get("architectures") == [self.trunk]
+        bare = self.base_architecture is not None and hf_config.get("architectures") == [self.base_architecture]
         if head is False or (head is None and bare):
-            ours.set("head", {"kind": "none"})
-        if pooler or (pooler is None and bare and any(row.targets == ("pooler.dense",) for row in self.rows)):
-            ours.set("pooler", True)
+            tree.set("head", {"kind": "none"})
+        if pooler or (
+            pooler is None and bare and any(row.model_keys == ("pooler.dense",) for row in self.weight_mappings)
+        ):
+            tree.set("pooler", True)
         try:
-            for entry in (*EVERYWHERE, *self.fields):
-                entry.read(seen, ours)
-            config = ours.finish()
+            for entry in (*COMMON_FIELDS, *self.fields):
+                entry.from_hf(reader, tree)
+            config = tree.to_config()
         except CutawayError as error:
-            raise ConfigError(f"{self.name}: {self._in_their_words(str(error))}") from None
+            raise ConfigError(f"{self.name}: {self._add_hf_key_to_error(str(error))}") from None
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ConfigError(
                 f"{self.name}: config.json holds a value of a kind that does not belong: {error}"
             ) from None
-        known = {key for entry in (*EVERYWHERE, *self.fields) for key in entry.keys}
-        reasons = HARMLESS | dict(self.harmless)
-        used = {key: value for key, value in theirs.items() if key in known}
-        passed = {key: reasons.get(key, UNKNOWN) for key in theirs if key not in known}
+        known = {key for entry in (*COMMON_FIELDS, *self.fields) for key in entry.keys}
+        reasons = IGNORED_CONFIG_KEYS | dict(self.ignored_config_keys)
+        used = {key: value for key, value in hf_config.items() if key in known}
+        passed = {key: reasons.get(key, UNKNOWN_KEY_REASON) for key in hf_config if key not in known}
         return config, used, passed
 
-    def _one_name_a_key(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    def _apply_attribute_map(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Other names of a key replaced by its own; two that say different things are refused."""
-        named = {key: value for key, value in theirs.items() if key not in self.aliases}
-        for other in self.aliases.keys() & theirs.keys():
-            key, value = self.aliases[other], theirs[other]
+        named = {key: value for key, value in hf_config.items() if key not in self.attribute_map}
+        for other in self.attribute_map.keys() & hf_config.keys():
+            key, value = self.attribute_map[other], hf_config[other]
             kept = named.setdefault(key, value)
             # (the number of layers is told by the tensors, and shortened models may keep the old one here)
             if kept is not None and value is not None and kept != value and other != "num_hidden_layers":
@@ -162,46 +168,48 @@ class Family:
                 )
         return named
 
-    def _in_their_words(self, problem: str) -> str:
+    def _add_hf_key_to_error(self, message: str) -> str:
         """A problem at a path of ours, with the key of config.json that it came from."""
-        path = re.sub(r"\[\d+\]", "", problem.split(": ")[0]).replace(".lead", ".block")
+        path = re.sub(r"\[\d+\]", "", message.split(": ")[0]).replace(".leading_blocks", ".block")
         for entry in self.fields:
             paths = getattr(entry, "path", ())
             if entry.keys and path in ((paths,) if isinstance(paths, str) else paths):
-                return f"config.json's '{entry.keys[0]}' does not fit ({problem})"
-        return problem
+                return f"config.json's '{entry.keys[0]}' does not fit ({message})"
+        return message
 
-    def write(self, config: Config) -> dict[str, Any]:
+    def config_to_hf(self, config: Config) -> dict[str, Any]:
         """The config.json that describes this configuration; refused where the family cannot say it."""
         if config.form != self.template["form"]:
             raise ConfigError(f"{self.name}: this is a model of form '{config.form}', not '{self.template['form']}'")
         headless = getattr(config.head, "kind", None) == "none"
-        theirs: dict[str, Any] = {"architectures": [self.trunk if headless and self.trunk else self.architecture]}
-        theirs["model_type"] = self.name
-        ours = Tree.of(config)
+        hf_config: dict[str, Any] = {
+            "architectures": [self.base_architecture if headless and self.base_architecture else self.architecture]
+        }
+        hf_config["model_type"] = self.name
+        tree = ConfigTree.from_config(config)
         try:
             for entry in self.fields:
-                entry.write(ours, theirs)
+                entry.to_hf(tree, hf_config)
             for entry in self.fields:
-                if isinstance(entry, Rope):
-                    entry.repeat(theirs)
-            again = self.read(theirs, head=not headless, pooler=getattr(config, "pooler", False))[0]
+                if isinstance(entry, RopeField):
+                    entry.write_legacy_keys(hf_config)
+            again = self.config_from_hf(hf_config, head=not headless, pooler=getattr(config, "pooler", False))[0]
         except CutawayError as error:
             raise ConfigError(f"family '{self.name}' cannot describe this model: {error}") from None
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError):
             raise ConfigError(
                 f"family '{self.name}' cannot describe this model: its parts are of other kinds"
             ) from None
-        lost = differences(config, again)
+        lost = diff_configs(config, again)
         if lost:
             more = f" (and {len(lost) - 3} more)" if len(lost) > 3 else ""
             raise ConfigError(f"family '{self.name}' cannot describe this model: {'; '.join(lost[:3])}{more}")
-        return {key: value for key, value in theirs.items() if value is not MISSING}
+        return {key: value for key, value in hf_config.items() if value is not MISSING}
 
-    def why_ignored(self, name: str, layers: int) -> str | None:
+    def reason_ignored(self, name: str, num_layers: int) -> str | None:
         """The reason to pass over a tensor of theirs in a model of so many layers, or None."""
-        for pattern, why in self.ignored.items():
+        for pattern, why in self.ignored_weights.items():
             found = re.fullmatch(pattern.replace("{past}", r"(?P<past>\d+)"), name)
-            if found and int(found.groupdict().get("past", layers)) >= layers:
+            if found and int(found.groupdict().get("past", num_layers)) >= num_layers:
                 return why
         return None

@@ -12,7 +12,7 @@ from cutaway.errors import ConfigError
 from cutaway.families import tables
 from cutaway.families.family import Family
 
-PLAIN = ("bert", "gpt2", "llama", "t5")
+PREFERRED_FAMILIES = ("bert", "gpt2", "llama", "t5")
 """Families that most tools open: tried before the others where several could describe a model."""
 
 
@@ -23,12 +23,12 @@ def families() -> dict[str, Family]:
     return {family.name: family for family in sorted(found, key=lambda family: family.name)}
 
 
-def family_of(theirs: Mapping[str, Any]) -> Family:
+def resolve_family(hf_config: Mapping[str, Any]) -> Family:
     """The family that a config.json belongs to."""
-    name = theirs.get("model_type")
+    name = hf_config.get("model_type")
     known = families()
     if name is None:
-        classes = theirs.get("architectures") or []
+        classes = hf_config.get("architectures") or []
         names = {family.architecture: family for family in known.values()}
         for one in classes if isinstance(classes, list) else []:
             if isinstance(one, str) and one in names:
@@ -43,22 +43,24 @@ def family_of(theirs: Mapping[str, Any]) -> Family:
     return known[name]
 
 
-def read_config(theirs: Mapping[str, Any]) -> Config:
+def config_from_hf(hf_config: Mapping[str, Any]) -> Config:
     """The configuration that another library's config.json describes; how its weights are packed is no part of it."""
-    return family_of(theirs).read({key: value for key, value in theirs.items() if key != "quantization_config"})[0]
+    return resolve_family(hf_config).config_from_hf(
+        {key: value for key, value in hf_config.items() if key != "quantization_config"}
+    )[0]
 
 
-def family_for(config: Config, name: str | None = None) -> tuple[Family, dict[str, Any]]:
+def find_family(config: Config, name: str | None = None) -> tuple[Family, dict[str, Any]]:
     """The family (the named one, or the first that can) which can describe a configuration, and its config.json."""
     known = families()
     if name is not None:
         if name not in known:
             raise ConfigError(f"'{name}' is no family of cutaway's; it has: {', '.join(known)}")
-        return known[name], known[name].write(config)
+        return known[name], known[name].config_to_hf(config)
     refusals = []
-    for family in sorted(known.values(), key=lambda family: family.name not in PLAIN):
+    for family in sorted(known.values(), key=lambda family: family.name not in PREFERRED_FAMILIES):
         try:
-            return family, family.write(config)
+            return family, family.config_to_hf(config)
         except ConfigError as error:
             refusals.append(str(error))
     nearest = min((text for text in refusals if "of form" not in text), key=len, default=refusals[0])

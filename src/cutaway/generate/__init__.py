@@ -1,13 +1,23 @@
 """From logits to text: caches, sampling, beams, speculation, and the engine that does it for many at once."""
 
 from cutaway.callable_module import make_callable
-from cutaway.generate.answer import Generation, Piece
-from cutaway.generate.engine import BusyError, Engine, EngineError
-from cutaway.generate.plan import Plan
-from cutaway.generate.settings import Settings
-from cutaway.generate.texts import generate
-from cutaway.generate.ticket import Ticket
+from cutaway.generate.api import generate
+from cutaway.generate.engine.config import EngineConfig
+from cutaway.generate.engine.engine import BusyError, Engine, EngineError
+from cutaway.generate.engine.output import Completion, CompletionChunk
+from cutaway.generate.engine.request import Request
+from cutaway.generate.sampling.sampling_params import SamplingParams
 
-__all__ = ["BusyError", "Engine", "EngineError", "Generation", "Piece", "Plan", "Settings", "Ticket", "generate"]
+__all__ = [
+    "BusyError",
+    "Completion",
+    "CompletionChunk",
+    "Engine",
+    "EngineConfig",
+    "EngineError",
+    "Request",
+    "SamplingParams",
+    "generate",
+]
 
 make_callable(__name__, generate)

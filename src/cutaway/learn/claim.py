@@ -14,50 +14,50 @@ class ClaimError(CutawayError, AssertionError):
 class Claim:
     """A claim that held; `claim` makes it."""
 
-    what: str
+    statement: str
     measured: float
-    promise: str
+    prediction: str
     """What it was held against, in words: `8 ± 5 %`, `above 1.5`."""
 
     def __repr__(self) -> str:
-        return f"✓ {self.what}\n  predicted {self.promise}   measured {said(self.measured)}"
+        return f"✓ {self.statement}\n  predicted {self.prediction}   measured {format_number(self.measured)}"
 
 
 def claim(
-    what: str,
+    statement: str,
     measured: float,
     *,
     predicted: float | None = None,
-    within: float = 0.01,
+    rtol: float = 0.01,
     above: float | None = None,
     below: float | None = None,
 ) -> Claim:
-    """Hold a measured number against a prediction made before: a value (`within` its share of it), or bounds.
+    """Hold a measured number against a prediction made before: a value (within `rtol` of it), or bounds.
 
-    >>> claim("scores of random vectors spread by √d_head", 7.97, predicted=8, within=0.05)
+    >>> claim("scores of random vectors spread by √d_head", 7.97, predicted=8, rtol=0.05)
     ✓ scores of random vectors spread by √d_head
       predicted 8 ± 5 %   measured 7.97
     """
     measured = float(measured)
     if predicted is None and above is None and below is None:
-        raise ValueError(f"'{what}' predicts nothing; give predicted=, above= or below=")
+        raise ValueError(f"'{statement}' predicts nothing; give predicted=, above= or below=")
     held, parts = math.isfinite(measured), []
     if predicted is not None:
-        held &= abs(measured - predicted) <= within * abs(predicted) + 1e-12
-        parts.append(said(predicted) + (f" ± {said(100 * within)} %" if within and predicted else ""))
+        held &= abs(measured - predicted) <= rtol * abs(predicted) + 1e-12
+        parts.append(format_number(predicted) + (f" ± {format_number(100 * rtol)} %" if rtol and predicted else ""))
     if above is not None:
         held &= measured > above
-        parts.append(f"above {said(above)}")
+        parts.append(f"above {format_number(above)}")
     if below is not None:
         held &= measured < below
-        parts.append(f"below {said(below)}")
+        parts.append(f"below {format_number(below)}")
     promise = " and ".join(parts)
     if not held:
-        raise ClaimError(f"'{what}' does not hold: predicted {promise}, measured {said(measured)}")
-    return Claim(what, measured, promise)
+        raise ClaimError(f"'{statement}' does not hold: predicted {promise}, measured {format_number(measured)}")
+    return Claim(statement, measured, promise)
 
 
-def said(value: float) -> str:
+def format_number(value: float) -> str:
     """A number as people write it: four digits, thousands apart."""
     if math.isfinite(value) and value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"

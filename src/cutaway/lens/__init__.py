@@ -1,9 +1,10 @@
 """Look inside a model, and change what is there."""
 
-from cutaway.lens.changes import Change
+from cutaway.lens.adapters import sites
 from cutaway.lens.edit import Edit, edit
-from cutaway.lens.journey import Journey, Stage, follow
-from cutaway.lens.sites import Site, sites
+from cutaway.lens.interventions import Intervention
+from cutaway.lens.journey import Journey, Stage, follow_token
+from cutaway.lens.sites import Site
 from cutaway.lens.trace import Trace, trace
 
-__all__ = ["Change", "Edit", "Journey", "Site", "Stage", "Trace", "edit", "follow", "sites", "trace"]
+__all__ = ["Edit", "Intervention", "Journey", "Site", "Stage", "Trace", "edit", "follow_token", "sites", "trace"]

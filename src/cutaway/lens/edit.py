@@ -15,82 +15,94 @@ from typing import Any
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.lens import structure
-from cutaway.lens.changes import DOES, Change
-from cutaway.lens.choice import chosen
-from cutaway.lens.models import unwrapped
-from cutaway.lens.sites import Site, refuse_if_gone, sites
-from cutaway.lens.taps import Passing, Taps
+from cutaway.lens import structural_edits
+from cutaway.lens.adapters import sites, unwrap_model
+from cutaway.lens.hooks import HookContext, SiteHooks
+from cutaway.lens.interventions import OPERATIONS, Intervention
+from cutaway.lens.sites import Site, check_sites_in_model, select_sites
 from cutaway.model.stack import Stack
 
-Function = Callable[[Tensor], Tensor]
-What = str | Mapping[str, Any] | Change | Tensor | Function
+TensorFn = Callable[[Tensor], Tensor]
+EditSpec = str | Mapping[str, Any] | Intervention | Tensor | TensorFn
 
 
 class Edit:
-    """Changes by site: a name ('zero', 'skip', …), a table {"do": …}, a `Change`, a tensor to put there, a function.
+    """Changes by site: a name ('zero', 'skip', …), a table {"do": …}, an `Intervention`, a tensor, a function.
 
     Later changes see what earlier ones made. One whose site nothing passes is an error at the end.
     """
 
-    def __init__(self, model: Any, changes: Mapping[str, What] | str | Path) -> None:
-        self.model = unwrapped(model)
-        if isinstance(changes, str | Path):
-            changes = read(changes)
-        if not isinstance(changes, Mapping) or not changes:
+    def __init__(self, model: Any, edits: Mapping[str, EditSpec] | str | Path) -> None:
+        self.model = unwrap_model(model)
+        if isinstance(edits, str | Path):
+            edits = read_edits(edits)
+        if not isinstance(edits, Mapping) or not edits:
             raise InputError("edits are a table of changes by site, with one at least; see help(ct.edit)")
-        self.changes = dict(changes)
-        self.values: list[tuple[str, Site, Change | Function]] = []
-        self.builds: list[tuple[str, tuple[str, Stack, int | None], str, Any]] = []
-        known, parts = sites(self.model), structure.places(self.model)
-        for name, what in self.changes.items():
+        self.edits = dict(edits)
+        self.value_edits: list[tuple[str, Site, Intervention | TensorFn]] = []
+        self.structural_edits: list[tuple[str, tuple[str, Stack, int | None], str, Any]] = []
+        known, parts = sites(self.model), structural_edits.structural_targets(self.model)
+        for name, what in self.edits.items():
             if not isinstance(name, str):
                 raise InputError(f"a site's name is text, and {name!r} is a {type(name).__name__}; see sites(model)")
-            how = build_of(what)
+            how = _structural_op(what)
             matching = [place for place in parts if fnmatchcase(place, name)]
             if how is not None and matching:
-                self.builds += [(place, parts[place], how, value_of(name, what)) for place in matching]
+                self.structural_edits += [
+                    (place, parts[place], how, _structural_value(name, what)) for place in matching
+                ]
                 continue
-            change = change_of(name, what)
-            self.values += [(name, site, change) for site in chosen(known, [name])]
-        self.fired: dict[str, int] = {}
-        self.taps = Taps(change=True)
-        self.undo: list[structure.Undo] = []
+            change = _parse_intervention(name, what)
+            self.value_edits += [(name, site, change) for site in select_sites(known, [name])]
+        self.call_counts: dict[str, int] = {}
+        self._hooks = SiteHooks(modifies=True)
+        self._undo_stack: list[structural_edits.UndoFn] = []
 
     def __enter__(self) -> "Edit":
-        self.taps.refuse_if_open()
-        refuse_if_gone(self.model, [site for _, site, _ in self.values])
-        self.fired = {name: 0 for name, *_ in self.values} | {place: 0 for place, *_ in self.builds}
+        self._hooks.check_not_registered()
+        check_sites_in_model(self.model, [site for _, site, _ in self.value_edits])
+        self.call_counts = {name: 0 for name, *_ in self.value_edits} | {
+            place: 0 for place, *_ in self.structural_edits
+        }
         try:
-            for place, part, how, value in self.builds:
-                self.undo.append(structure.change(*part, place, how, value, partial(self.count, place)))
-            self.taps.open((site, self.act(name, change), heads_of(site, change)) for name, site, change in self.values)
+            for place, part, how, value in self.structural_edits:
+                self._undo_stack.append(
+                    structural_edits.apply_structural_edit(*part, place, how, value, partial(self._count_call, place))
+                )
+            self._hooks.register(
+                (site, self._hook_fn(name, change), _attention_heads(site, change))
+                for name, site, change in self.value_edits
+            )
         except BaseException:
-            self.restore()
+            self._restore()
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.restore()
-        if kind is None:
-            refuse_if_gone(self.model, [site for _, site, _ in self.values])
-        idle = [name for name, count in self.fired.items() if not count]
-        if kind is None and idle:
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._restore()
+        if exc_type is None:
+            check_sites_in_model(self.model, [site for _, site, _ in self.value_edits])
+        idle = [name for name, count in self.call_counts.items() if not count]
+        if exc_type is None and idle:
             raise InputError(
                 f"nothing passed {', '.join(idle)}, so that edit did nothing; call the model inside the with-block: "
                 "the model itself, not a compiled copy of it"
             )
 
-    def restore(self) -> None:
-        self.taps.close()
-        while self.undo:
-            self.undo.pop()()
+    def _restore(self) -> None:
+        self._hooks.remove()
+        while self._undo_stack:
+            self._undo_stack.pop()()
 
-    def act(self, name: str, change: Change | Function) -> Callable[[Passing], Tensor]:
-        def changed(passing: Passing) -> Tensor:
-            self.count(name)
+    def _hook_fn(self, name: str, intervention: Intervention | TensorFn) -> Callable[[HookContext], Tensor]:
+        def changed(passing: HookContext) -> Tensor:
+            self._count_call(name)
             site, value = passing.site, passing.value
-            new = change(site, value) if isinstance(change, Change) else change(value.clone())  # it may write into it
+            new = (
+                intervention(site, value) if isinstance(intervention, Intervention) else intervention(value.clone())
+            )  # it may write into it
             if not isinstance(new, Tensor) or new.shape != value.shape:
                 found = tuple(new.shape) if isinstance(new, Tensor) else type(new).__name__
                 raise InputError(f"the function for {site.name} gave {found}; it must give {tuple(value.shape)}")
@@ -98,12 +110,12 @@ class Edit:
 
         return changed
 
-    def count(self, name: str) -> None:
-        self.fired[name] += 1
+    def _count_call(self, name: str) -> None:
+        self.call_counts[name] += 1
 
     def to_dict(self) -> dict[str, Any]:
         """The changes in JSON's words."""
-        return {name: told(name, what) for name, what in self.changes.items()}
+        return {name: _spec_to_json(name, what) for name, what in self.edits.items()}
 
     def save(self, path: str | Path) -> None:
         """As JSON, which `ct.edit(model, path)` takes."""
@@ -111,7 +123,7 @@ class Edit:
         Path(path).write_text(text, encoding="utf-8")
 
 
-def read(path: str | Path) -> dict[str, Any]:
+def read_edits(path: str | Path) -> dict[str, Any]:
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -123,56 +135,58 @@ def read(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def build_of(what: What) -> str | None:
+def _structural_op(spec: EditSpec) -> str | None:
     """The name of a change of the build, if it is one."""
-    how = what.get("do") if isinstance(what, Mapping) else what
-    return how if isinstance(how, str) and any(how in ways for ways in structure.WAYS.values()) else None
-
-
-def value_of(name: str, what: What) -> Any:
-    """What a change of the build is given beside its name."""
-    if not isinstance(what, Mapping):
-        return None
-    if extra := what.keys() - {"do", "value"}:
-        wrong = min(map(str, extra))
-        raise InputError(
-            f"the edit of {name} has '{wrong}', and '{what['do']}' is done to all of it; leave {wrong} out"
-        )
-    return what.get("value")
-
-
-def change_of(name: str, what: What) -> Change | Function:
-    if isinstance(what, Change):
-        return what
-    if isinstance(what, Tensor):
-        return Change("replace", what)
-    if isinstance(what, str):
-        if (how := build_of(what)) is not None:
-            raise InputError(f"'{how}' is for a part of the model, such as blocks.0, and '{name}' is none of this one")
-        return Change(what)
-    if isinstance(what, Mapping):
-        extra = what.keys() - {"do", "value", "positions", "heads", "units"}
-        if extra or "do" not in what:
-            wrong = f"has '{min(extra)}'" if extra else "has no 'do'"
-            raise InputError(f"the edit of {name} {wrong}; it takes do, value, positions, heads and units")
-        return Change(**what)
-    if callable(what):
-        return what
-    raise InputError(
-        f"the edit of {name} is a {type(what).__name__}; give one of {', '.join(DOES)}, a table or a function"
+    how = spec.get("do") if isinstance(spec, Mapping) else spec
+    return (
+        how if isinstance(how, str) and any(how in ways for ways in structural_edits.STRUCTURAL_OPS.values()) else None
     )
 
 
-def heads_of(site: Site, change: Change | Function) -> list[int] | None:
-    heads = change.heads_of(site) if isinstance(change, Change) else None
-    return heads if site.side in ("scores", "pattern") else None
+def _structural_value(name: str, spec: EditSpec) -> Any:
+    """What a change of the build is given beside its name."""
+    if not isinstance(spec, Mapping):
+        return None
+    if extra := spec.keys() - {"do", "value"}:
+        wrong = min(map(str, extra))
+        raise InputError(
+            f"the edit of {name} has '{wrong}', and '{spec['do']}' is done to all of it; leave {wrong} out"
+        )
+    return spec.get("value")
 
 
-def told(name: str, what: What) -> Any:
-    if isinstance(what, str | Mapping) and build_of(what) is not None:
-        return what if isinstance(what, str) else dict(what)
-    change = change_of(name, what)
-    if not isinstance(change, Change):
+def _parse_intervention(name: str, spec: EditSpec) -> Intervention | TensorFn:
+    if isinstance(spec, Intervention):
+        return spec
+    if isinstance(spec, Tensor):
+        return Intervention("replace", spec)
+    if isinstance(spec, str):
+        if (how := _structural_op(spec)) is not None:
+            raise InputError(f"'{how}' is for a part of the model, such as blocks.0, and '{name}' is none of this one")
+        return Intervention(spec)
+    if isinstance(spec, Mapping):
+        extra = spec.keys() - {"do", "value", "positions", "heads", "units"}
+        if extra or "do" not in spec:
+            wrong = f"has '{min(extra)}'" if extra else "has no 'do'"
+            raise InputError(f"the edit of {name} {wrong}; it takes do, value, positions, heads and units")
+        return Intervention(**spec)
+    if callable(spec):
+        return spec
+    raise InputError(
+        f"the edit of {name} is a {type(spec).__name__}; give one of {', '.join(OPERATIONS)}, a table or a function"
+    )
+
+
+def _attention_heads(site: Site, intervention: Intervention | TensorFn) -> list[int] | None:
+    heads = intervention.selected_heads(site) if isinstance(intervention, Intervention) else None
+    return heads if site.kind in ("scores", "pattern") else None
+
+
+def _spec_to_json(name: str, spec: EditSpec) -> Any:
+    if isinstance(spec, str | Mapping) and _structural_op(spec) is not None:
+        return spec if isinstance(spec, str) else dict(spec)
+    change = _parse_intervention(name, spec)
+    if not isinstance(change, Intervention):
         raise InputError(
             f"the edit of {name} is a function, which JSON cannot hold; use zero, mean, add, replace, scale"
         )

@@ -4,103 +4,73 @@ from typing import Any
 
 from torch import nn
 
-from cutaway.lens.choice import end
-from cutaway.lens.sites import Site
+from cutaway.lens.sites import Site, is_resid_site, site_suffix
 from cutaway.model import Transformer
-from cutaway.model.attention import CrossAttention, Latent
+from cutaway.model.attention import CrossAttention, LatentAttention
 from cutaway.model.block import ParallelBlock
-from cutaway.model.ffn import Gated
+from cutaway.model.ffn import GatedMLP
 from cutaway.model.rope import Rope
 from cutaway.model.stack import Stack
 
-STREAM = ("embed", "resid_pre", "resid_mid", "resid_post")
-"""Ends of the names of sites that are the stream itself."""
 
-
-def on_stream(name: str) -> bool:
-    return name.rsplit(".", 1)[-1] in STREAM
-
-
-def same_as_before(name: str) -> bool:
-    """What a block is given is what the one before it gave."""
-    return name.endswith(".resid_pre") and not name.endswith(".cross.resid_pre")
-
-
-def is_added(name: str) -> bool:
-    return name.endswith(".out")
-
-
-def stream_before(site: Site) -> str:
-    """The stream that a sublayer reads, and that its result is added to."""
-    assert site.stack is not None
-    assert site.layer is not None
-    here, part, _ = site.name.rsplit(".", 2)
-    if part == "cross":
-        return f"{here}.cross.resid_pre"
-    in_turn = not isinstance(site.stack.blocks[site.layer], ParallelBlock)
-    return f"{here}.resid_mid" if part == "ffn" and in_turn else f"{here}.resid_pre"
-
-
-def only_adds(block: Any) -> bool:
-    """Whether a block does nothing to the stream but add to it."""
-    after = [getattr(block, name, None) for name in ("after_attn", "after_cross", "after_ffn")]
-    return getattr(block, "keep", 1.0) == 1.0 and all(isinstance(norm, nn.Identity | None) for norm in after)
-
-
-def equation(model: Transformer, site: Site) -> str:
+def site_equation(model: Transformer, site: Site) -> str:
     """In the letters that textbooks use; x is the stream."""
     if site.stack is None:
-        return of_head(model)
+        return _head_equation(model)
     if site.layer is None:
         final: nn.Module = site.stack.final_norm
-        return of_embedding(site.stack) if site.name.endswith("embed") else wrapped("norm", final, "x")
-    name = end(site.name)
+        return _embedding_equation(site.stack) if site.name.endswith("embed") else _wrap_norm("norm", final, "x")
+    name = site_suffix(site.name)
     block: Any = site.stack.blocks[site.layer]
-    if on_stream(name):
-        return of_stream(name, block)
+    if is_resid_site(name):
+        return _resid_equation(name, block)
     part, _, what = name.partition(".")
     branch = getattr(block, part)
     if what == "in":
         before = block.norm if isinstance(block, ParallelBlock) else branch.norm_in
-        return wrapped("norm", before, wrapped("norm", branch.norm_in, "x") if before is not branch.norm_in else "x")
-    found = of_ffn(branch.f, what) if part == "ffn" else of_attention(branch.f, what, site.stack, site.layer)
+        return _wrap_norm(
+            "norm", before, _wrap_norm("norm", branch.norm_in, "x") if before is not branch.norm_in else "x"
+        )
+    found = (
+        _ffn_equation(branch.f, what) if part == "ffn" else _attention_equation(branch.f, what, site.stack, site.layer)
+    )
     if what == "out":
-        found = wrapped("norm", branch.norm_out, found)
+        found = _wrap_norm("norm", branch.norm_out, found)
         return found if branch.scale == 1.0 else f"{branch.scale:.3g}·{found}"
     return found
 
 
-def of_stream(name: str, block: Any) -> str:
+def _resid_equation(name: str, block: Any) -> str:
     if name == "resid_pre":
         return "x"
     if isinstance(block, ParallelBlock):
         return "x + attn.out + ffn.out"
     made = {"cross.resid_pre": "attn", "resid_mid": "attn" if block.cross is None else "cross", "resid_post": "ffn"}
     part = made[name]
-    kept = "x" if block.keep == 1.0 else f"{block.keep:.3g}·x"
-    return wrapped("norm", getattr(block, f"after_{part}"), f"{kept} + {part}.out")
+    kept = "x" if block.skip_scale == 1.0 else f"{block.skip_scale:.3g}·x"
+    return _wrap_norm("norm", getattr(block, f"norm_after_{part}"), f"{kept} + {part}.out")
 
 
-def wrapped(name: str, module: nn.Module, inner: str) -> str:
+def _wrap_norm(name: str, module: nn.Module, inner: str) -> str:
     """norm(inner), unless the norm does nothing."""
     return inner if isinstance(module, nn.Identity) else f"{name}({inner})"
 
 
-def of_embedding(stack: Stack) -> str:
+def _embedding_equation(stack: Stack) -> str:
     embed = stack.embed
     found = "E[token]" if embed.scale == 1.0 else f"{embed.scale:.3g}·E[token]"
-    if embed.project is not None and embed.project_first:
+    if embed.project is not None and embed.project_before_positions:
         found = f"W·{found}"
     found += "" if embed.position is None else " + position"
-    found += "" if embed.types is None else " + type"
-    found = wrapped("norm", embed.norm, found)
+    found += "" if embed.token_types is None else " + type"
+    found = _wrap_norm("norm", embed.norm, found)
     bare = found if found.startswith("norm") or " + " not in found else f"({found})"
-    return f"W·{bare}" if embed.project is not None and not embed.project_first else found
+    return f"W·{bare}" if embed.project is not None and not embed.project_before_positions else found
 
 
-def of_head(model: Any) -> str:
+def _head_equation(model: Any) -> str:
     head = model.head
-    found = "E·x" if head.matrix is model_table(model) else "U·x"
+    found = "E·x" if head.matrix is _token_embedding(model) else "U·x"
     found = found if head.transform is None else found.replace("x", "norm(act(W·x))")
     found += "" if head.bias is None else " + b"
     if head.scale != 1.0:
@@ -108,55 +78,59 @@ def of_head(model: Any) -> str:
     return found if head.softcap is None else f"cap({found})"
 
 
-def model_table(model: Transformer) -> nn.Module:
+def _token_embedding(model: Transformer) -> nn.Module:
     stack = model.stacks.get("decoder") or model.stacks["encoder"]
     return stack.embed.token
 
 
-def of_attention(f: Any, what: str, stack: Stack, layer: int) -> str:
-    cross, latent = isinstance(f, CrossAttention), isinstance(f, Latent)
-    if what in ("q", "k", "v"):
-        return of_latent(f, what) if latent else of_heads(f, what, turned=not cross and turns(stack, layer))
-    if what == "scores":
+def _attention_equation(f: Any, value: str, stack: Stack, layer: int) -> str:
+    cross, latent = isinstance(f, CrossAttention), isinstance(f, LatentAttention)
+    if value in ("q", "k", "v"):
+        return (
+            _latent_equation(f, value)
+            if latent
+            else _projection_equation(f, value, with_rope=not cross and uses_rope(stack, layer))
+        )
+    if value == "scores":
         found = "q·kᵀ·scale" if f.kernel.softcap is None else "cap(q·kᵀ·scale)"
-        position = None if cross else position_of(stack, layer)
+        position = None if cross else position_module(stack, layer)
         found += "" if position is None or isinstance(position, Rope) else " + bias"
         return found + (" + mask" if not cross and (stack.causal or stack.windows[layer] is not None) else "")
-    if what == "pattern":
+    if value == "pattern":
         return "softmax(scores)" if f.sink is None else "softmax(scores, sink)"
-    return "pattern·v" if what == "z" else "Wo·z"
+    return "pattern·v" if value == "z" else "Wo·z"
 
 
-def of_heads(f: Any, what: str, *, turned: bool) -> str:
-    found = f"W{what}·{'memory' if isinstance(f, CrossAttention) and what != 'q' else 'in'}"
-    if what == "v":
+def _projection_equation(f: Any, projection: str, *, with_rope: bool) -> str:
+    found = f"W{projection}·{'memory' if isinstance(f, CrossAttention) and projection != 'q' else 'in'}"
+    if projection == "v":
         return found
-    found = wrapped("norm", f.q_norm if what == "q" else f.k_norm, found)
-    return f"rope({found})" if turned else found
+    found = _wrap_norm("norm", f.q_norm if projection == "q" else f.k_norm, found)
+    return f"rope({found})" if with_rope else found
 
 
-def of_latent(f: Any, what: str) -> str:
+def _latent_equation(f: Any, projection: str) -> str:
     """MLA: c is the latent, and position is in a part of its own."""
-    if what == "q":
+    if projection == "q":
         return "Wq·in, rope" if isinstance(f.q, nn.Linear) else "Wuq·norm(Wdq·in), rope"
-    return "Wuk·c, rope(kr)" if what == "k" else "Wuv·c"
+    return "Wuk·c, rope(kr)" if projection == "k" else "Wuv·c"
 
 
-def position_of(stack: Stack, layer: int) -> nn.Module | None:
-    return dict(stack.positions.items()).get(stack.position_of[layer])
+def position_module(stack: Stack, layer: int) -> nn.Module | None:
+    return dict(stack.positions.items()).get(stack.layer_position_keys[layer])
 
 
-def turns(stack: Stack, layer: int) -> bool:
-    return isinstance(position_of(stack, layer), Rope)
+def uses_rope(stack: Stack, layer: int) -> bool:
+    return isinstance(position_module(stack, layer), Rope)
 
 
-def of_ffn(f: Any, what: str) -> str:
+def _ffn_equation(f: Any, value: str) -> str:
     router: Any = getattr(f, "router", None)
-    if what == "router":
-        return f"top {router.top_k} of {'softmax' if router.softmax else 'sigmoid'}(Wr·in)"
-    if what == "out" and router is not None:
+    if value == "router":
+        return f"top {router.top_k} of {'softmax' if router.use_softmax else 'sigmoid'}(Wr·in)"
+    if value == "out" and router is not None:
         return "Σ weight·expert(in)" + ("" if getattr(f, "shared", None) is None else " + shared")
-    if what == "out":
+    if value == "out":
         return "W2·hidden"
-    dense = f.shared if what == "shared.hidden" else f
-    return "act(Wg·in) ⊙ W1·in" if isinstance(dense, Gated) else "act(W1·in)"
+    dense = f.shared if value == "shared.hidden" else f
+    return "act(Wg·in) ⊙ W1·in" if isinstance(dense, GatedMLP) else "act(W1·in)"

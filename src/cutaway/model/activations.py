@@ -1,4 +1,4 @@
-"""Activations by name."""
+"""Activation functions by name."""
 
 from collections.abc import Callable
 
@@ -23,12 +23,12 @@ def gelu_quick(x: Tensor) -> Tensor:
 
 
 def gelu_clipped(x: Tensor) -> Tensor:
-    """GELU within ±10, for weights of few bits. https://arxiv.org/abs/2004.09602"""
+    """GELU clamped to ±10, for low-bit quantization. https://arxiv.org/abs/2004.09602"""
     return F.gelu(x).clamp(-10, 10)
 
 
 def laplace(x: Tensor) -> Tensor:
-    """A normal distribution's cumulative function, as near relu² as it gets; MEGA's name for it. https://arxiv.org/abs/2209.10655"""
+    """Normal CDF that approximates relu² (called laplace in MEGA). https://arxiv.org/abs/2209.10655"""
     return 0.5 * (1 + torch.erf((x - 0.707107) / (0.282095 * 2**0.5)))
 
 

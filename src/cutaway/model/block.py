@@ -1,4 +1,4 @@
-"""A block: two residual lines. Each sublayer reads the stream and adds to it."""
+"""Transformer block: two residual lines, attention and FFN, with norms by placement."""
 
 from typing import Any
 
@@ -6,85 +6,94 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cutaway.config import FFN, CrossBlock, Moe, NoNorm, Output, Parallel, Post, Pre, Sandwich
+from cutaway.config import FFN, CrossBlock, Moe, NoNorm, OutputNorm, ParallelResidual, PostNorm, PreNorm, SandwichNorm
 from cutaway.config import Block as BlockConfig
 from cutaway.config import Stack as StackConfig
-from cutaway.model.attention import CrossAttention, Latent, MultiHead, Scene, make_attention
-from cutaway.model.ffn import make_dense_ffn
+from cutaway.model.attention import CrossAttention, LatentAttention, LayerContext, MultiHead, build_attention
+from cutaway.model.ffn import build_dense_ffn
 from cutaway.model.moe import MixtureOfExperts
-from cutaway.model.norms import make_norm
+from cutaway.model.norms import build_norm
 
 
-def make_ffn(config: FFN, d_model: int) -> nn.Module:
-    """The FFN that `config` describes."""
-    return MixtureOfExperts(config, d_model) if isinstance(config, Moe) else make_dense_ffn(config, d_model)
+def build_ffn(config: FFN, d_model: int) -> nn.Module:
+    """Build a dense FFN or a mixture of experts."""
+    return MixtureOfExperts(config, d_model) if isinstance(config, Moe) else build_dense_ffn(config, d_model)
 
 
 class Branch(nn.Module):
-    """A sublayer f with the norms around it. What it returns is exactly what is added to the stream."""
+    """A sublayer f with its norms, dropout and scale. The output is exactly what is added to the residual stream."""
 
     def __init__(self, f: nn.Module, stack: StackConfig, d_model: int, *, norm_in: bool, norm_out: bool) -> None:
         super().__init__()
-        self.norm_in = make_norm(stack.norm if norm_in else NoNorm(), d_model)
+        self.norm_in = build_norm(stack.norm if norm_in else NoNorm(), d_model)
         self.f = f
-        self.norm_out = make_norm(stack.norm if norm_out else NoNorm(), d_model)
-        own = stack.attention_dropout if isinstance(f, MultiHead | Latent) else None
-        self.dropout, self.scale = stack.dropout if own is None else own, stack.residual_scale
+        self.norm_out = build_norm(stack.norm if norm_out else NoNorm(), d_model)
+        is_attention = isinstance(f, MultiHead | LatentAttention)
+        override = stack.attention_resid_dropout if is_attention else None
+        self.dropout = stack.dropout if override is None else override
+        self.scale = stack.residual_scale
 
-    def forward(self, x: Float[Tensor, "B T d"], *given: Any) -> Float[Tensor, "B T d"]:
-        y = self.norm_out(self.f(self.norm_in(x), *given))
+    def forward(self, x: Float[Tensor, "B T d"], *args: Any) -> Float[Tensor, "B T d"]:
+        y = self.norm_out(self.f(self.norm_in(x), *args))
         y = F.dropout(y, self.dropout, self.training)
         return y if self.scale == 1.0 else y * self.scale
 
 
 class Block(nn.Module):
-    """x + attention(x), then x + FFN(x), with norms where the placement puts them; cross-attention stands between."""
+    """x + attention(x), then x + FFN(x), with norms by placement (pre, post, sandwich, output).
 
-    def __init__(self, config: BlockConfig, stack: StackConfig, d_model: int, *, first: bool = False) -> None:
+    In the decoder of an encoder-decoder, cross-attention comes between the two.
+    """
+
+    def __init__(self, config: BlockConfig, stack: StackConfig, d_model: int, *, is_first: bool = False) -> None:
         super().__init__()
-        place = stack.placement
-        inside = {"norm_in": isinstance(place, Pre | Sandwich), "norm_out": isinstance(place, Sandwich | Output)}
-        bare = {"norm_in": False} if first and isinstance(place, Pre) and place.bare_start else {}
-        after = stack.norm if isinstance(place, Post) else NoNorm()
-        self.keep = place.stream_scale if isinstance(place, Post) else 1.0
-        self.attn = Branch(make_attention(config.attention, d_model), stack, d_model, **inside | bare)
-        self.after_attn = make_norm(after, d_model)
-        self.cross, self.after_cross = None, None
+        placement = stack.placement
+        norm_in = isinstance(placement, PreNorm | SandwichNorm)
+        norm_out = isinstance(placement, SandwichNorm | OutputNorm)
+        skip_prenorm = is_first and isinstance(placement, PreNorm) and placement.skip_first_prenorm
+        post_norm = stack.norm if isinstance(placement, PostNorm) else NoNorm()
+        self.skip_scale = placement.skip_scale if isinstance(placement, PostNorm) else 1.0
+        attention = build_attention(config.attention, d_model)
+        self.attn = Branch(attention, stack, d_model, norm_in=norm_in and not skip_prenorm, norm_out=norm_out)
+        self.norm_after_attn = build_norm(post_norm, d_model)
+        self.cross, self.norm_after_cross = None, None
         if isinstance(config, CrossBlock):
-            self.cross = Branch(CrossAttention(config.cross, d_model), stack, d_model, **inside)
-            self.after_cross = make_norm(after, d_model)
-        self.ffn = Branch(make_ffn(config.ffn, d_model), stack, d_model, **inside)
-        self.after_ffn = make_norm(after, d_model)
+            cross = CrossAttention(config.cross, d_model)
+            self.cross = Branch(cross, stack, d_model, norm_in=norm_in, norm_out=norm_out)
+            self.norm_after_cross = build_norm(post_norm, d_model)
+        self.ffn = Branch(build_ffn(config.ffn, d_model), stack, d_model, norm_in=norm_in, norm_out=norm_out)
+        self.norm_after_ffn = build_norm(post_norm, d_model)
 
-    def carry(self, x: Float[Tensor, "B T d"]) -> Float[Tensor, "B T d"]:
-        """The stream beside a sublayer; DeepNorm makes it louder."""
-        return x if self.keep == 1.0 else x * self.keep
+    def scale_skip(self, x: Float[Tensor, "B T d"]) -> Float[Tensor, "B T d"]:
+        """Scale the skip connection (DeepNorm's alpha); the identity unless `skip_scale` is set."""
+        return x if self.skip_scale == 1.0 else x * self.skip_scale
 
-    def forward(self, x: Float[Tensor, "B T d"], scene: Scene) -> Float[Tensor, "B T d"]:
-        x = self.after_attn(self.carry(x) + self.attn(x, scene))
-        if self.cross is not None and self.after_cross is not None:
-            x = self.after_cross(self.carry(x) + self.cross(x, scene))
-        return self.after_ffn(self.carry(x) + self.ffn(x))
+    def forward(self, x: Float[Tensor, "B T d"], context: LayerContext) -> Float[Tensor, "B T d"]:
+        x = self.norm_after_attn(self.scale_skip(x) + self.attn(x, context))
+        if self.cross is not None and self.norm_after_cross is not None:
+            x = self.norm_after_cross(self.scale_skip(x) + self.cross(x, context))
+        return self.norm_after_ffn(self.scale_skip(x) + self.ffn(x))
 
 
 class ParallelBlock(nn.Module):
-    """x + attention(norm(x)) + FFN(norm(x)): both read the same stream."""
+    """Parallel residual (GPT-J): x + attention(norm(x)) + FFN(norm(x))."""
 
     def __init__(self, config: BlockConfig, stack: StackConfig, d_model: int) -> None:
         super().__init__()
-        assert isinstance(stack.placement, Parallel)
-        own = stack.placement.norms == "two"
-        self.norm = make_norm(NoNorm() if own else stack.norm, d_model)
-        attention = make_attention(config.attention, d_model)
-        self.attn = Branch(attention, stack, d_model, norm_in=own, norm_out=False)
-        self.ffn = Branch(make_ffn(config.ffn, d_model), stack, d_model, norm_in=own, norm_out=False)
+        assert isinstance(stack.placement, ParallelResidual)
+        two_norms = stack.placement.norms == "two"
+        self.norm = build_norm(NoNorm() if two_norms else stack.norm, d_model)
+        attention = build_attention(config.attention, d_model)
+        self.attn = Branch(attention, stack, d_model, norm_in=two_norms, norm_out=False)
+        self.ffn = Branch(build_ffn(config.ffn, d_model), stack, d_model, norm_in=two_norms, norm_out=False)
 
-    def forward(self, x: Float[Tensor, "B T d"], scene: Scene) -> Float[Tensor, "B T d"]:
+    def forward(self, x: Float[Tensor, "B T d"], context: LayerContext) -> Float[Tensor, "B T d"]:
         h = self.norm(x)
-        return x + self.attn(h, scene) + self.ffn(h)
+        return x + self.attn(h, context) + self.ffn(h)
 
 
-def make_block(config: BlockConfig, stack: StackConfig, d_model: int, *, first: bool) -> Block | ParallelBlock:
-    if isinstance(stack.placement, Parallel):
+def build_block(config: BlockConfig, stack: StackConfig, d_model: int, *, is_first: bool) -> Block | ParallelBlock:
+    """Build a block with sequential or parallel residuals, by `stack.placement`."""
+    if isinstance(stack.placement, ParallelResidual):
         return ParallelBlock(config, stack, d_model)
-    return Block(config, stack, d_model, first=first)
+    return Block(config, stack, d_model, is_first=is_first)

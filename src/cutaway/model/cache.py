@@ -1,4 +1,4 @@
-"""The KV cache: keys and values of every layer, in slots whose positions follow from how much each row has read."""
+"""KV cache. The position of a slot follows from the row's sequence length; attention masks follow from positions."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -8,176 +8,197 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.model.masks import EMPTY, INTEGERS, Places
+from cutaway.model.masks import EMPTY_POSITION, INTEGER_DTYPES, TokenPositions
 
-Widths = tuple[tuple[int, int], tuple[int, int]]
-"""(heads, width) of what a layer keeps as keys, and as values."""
+CacheShape = tuple[tuple[int, int], tuple[int, int]]
+"""(heads, width) of a layer's cached keys and of its cached values."""
 
 
-class Step(NamedTuple):
-    """New tokens on their way into the layers that have the same number of slots."""
+class SlotMapping(NamedTuple):
+    """Slots of the new tokens, and key positions, for all layers with the same number of slots."""
 
-    slot: Int[Tensor, "B T"]
-    keys: Places
-    """Of the slots that are looked at, the first `span`."""
-    span: int
+    slots: Int[Tensor, "B T"]
+    key_positions: TokenPositions
+    """Positions of the first `num_keys` slots, over which attention runs."""
+    num_keys: int
 
 
 class LayerCache:
-    """One layer's keys and values in fixed buffers: (batch, slot, head, width)."""
+    """Keys and values of one layer in fixed buffers of shape (batch, slot, head, width)."""
 
-    def __init__(self, batch: int, slots: int, widths: Widths, device: torch.device, dtype: torch.dtype) -> None:
-        self.slots = slots
-        self.k, self.v = (torch.zeros(batch, slots, *width, device=device, dtype=dtype) for width in widths)
+    def __init__(
+        self, batch_size: int, num_slots: int, cache_shape: CacheShape, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.num_slots = num_slots
+        self.k, self.v = (
+            torch.zeros(batch_size, num_slots, *width, device=device, dtype=dtype) for width in cache_shape
+        )
 
-    def write(
-        self, k: Float[Tensor, "B T G D"], v: Float[Tensor, "B T G E"], step: Step
+    def update(
+        self, k: Float[Tensor, "B T G D"], v: Float[Tensor, "B T G E"], slot_mapping: SlotMapping
     ) -> tuple[Float[Tensor, "B S G D"], Float[Tensor, "B S G E"]]:
-        """Store the new tokens and return all the layer has seen."""
+        """Write new keys and values to their slots; return those of the first `num_keys` slots."""
         row = torch.arange(len(k), device=k.device).unsqueeze(-1)
-        self.k[row, step.slot] = k.to(self.k.dtype)
-        self.v[row, step.slot] = v.to(self.v.dtype)
-        return self.k[:, : step.span].to(k.dtype), self.v[:, : step.span].to(v.dtype)
+        self.k[row, slot_mapping.slots] = k.to(self.k.dtype)
+        self.v[row, slot_mapping.slots] = v.to(self.v.dtype)
+        return self.k[:, : slot_mapping.num_keys].to(k.dtype), self.v[:, : slot_mapping.num_keys].to(v.dtype)
 
-    def select(self, rows: Int[Tensor, " B"]) -> None:
+    def select_rows(self, rows: Int[Tensor, " B"]) -> None:
+        """Replace row i by row rows[i]."""
         self.k, self.v = self.k[rows], self.v[rows]
 
 
 class CrossCache:
-    """One layer's keys and values of the encoder's memory, computed once."""
+    """Cross-attention keys and values of one layer, computed once from the encoder output."""
 
     k: Tensor | None = None
     v: Tensor | None = None
 
-    def select(self, rows: Int[Tensor, " B"]) -> None:
+    def select_rows(self, rows: Int[Tensor, " B"]) -> None:
+        """Replace row i by row rows[i]."""
         if self.k is not None and self.v is not None:
             self.k, self.v = self.k[rows], self.v[rows]
 
 
-MakeLayer = Callable[[int, int, Widths, torch.device, torch.dtype], LayerCache]
+LayerCacheBuilder = Callable[[int, int, CacheShape, torch.device, torch.dtype], LayerCache]
 
 
 class Cache:
-    """What a decoder has read: `length` tokens of each row. The token at position p stands in slot p, or p modulo the
-    number of slots in a ring; so a slot's position follows from the row's length, and the mask from the positions.
+    """KV cache of all layers, with `seq_lens` tokens in each row.
 
-    Padding takes the slots behind its row's last token, to be overwritten by the next tokens. So rows of different
-    lengths, padding on either side, prompts in chunks and steps taken back need no case of their own.
+    The token at position p is in slot p, or in slot p modulo the number of slots in a ring buffer. A slot's position
+    therefore follows from the row's sequence length, and the mask from the positions. Padding is written to the slots
+    after the row's last token and overwritten by the next tokens, so that rows of different lengths, padding on either
+    side, chunked prefill and `crop` need no special case.
     """
 
     def __init__(
         self,
-        widths: Sequence[Widths],
-        batch: int,
-        slots: int,
+        cache_shapes: Sequence[CacheShape],
+        batch_size: int,
+        num_slots: int,
         *,
         windows: Sequence[int | None],
-        cross: bool,
+        has_cross_attention: bool,
         device: torch.device,
         dtype: torch.dtype,
-        chunk: int | None = None,
-        make_layer: MakeLayer = LayerCache,
+        chunk_size: int | None = None,
+        build_layer: LayerCacheBuilder = LayerCache,
     ) -> None:
-        """With a `chunk`, a layer that sees a window keeps just that and what a step of `chunk` tokens brings."""
-        self.batch, self.slots, self.widths, self.chunk = batch, slots, list(widths), chunk
-        room = [slots if window is None or chunk is None else min(slots, window + chunk - 1) for window in windows]
-        self.layers = [make_layer(batch, n, width, device, dtype) for n, width in zip(room, widths, strict=True)]
-        self.rings = sorted({(n, w) for n, w in zip(room, windows, strict=True) if w is not None and n < slots})
-        """(slots, window) of layers that forget."""
-        self.cross = [CrossCache() for _ in widths] if cross else None
-        self.memory: Places | None = None
-        self.length = torch.zeros(batch, dtype=torch.long, device=device)
-        self.reach = torch.zeros_like(self.length)
-        """Where each row's furthest write ended, of padding and of tokens taken back too."""
-        self.used = 0
-        """No row is longer than this."""
-        self.least = 0
-        """No row is shorter than this."""
-        self.fixed = False
-        """Always attend over all slots, so that every step has the same shapes (for CUDA graphs and compiled steps)."""
+        """Allocate the cache. With `chunk_size`, layers with a sliding window get ring buffers."""
+        self.batch_size, self.num_slots, self.chunk_size = batch_size, num_slots, chunk_size
+        self.cache_shapes = list(cache_shapes)
+        layer_slots = [
+            num_slots if window is None or chunk_size is None else min(num_slots, window + chunk_size - 1)
+            for window in windows
+        ]
+        self.layers = [
+            build_layer(batch_size, n, width, device, dtype) for n, width in zip(layer_slots, cache_shapes, strict=True)
+        ]
+        self.ring_buffers = sorted(
+            {(n, w) for n, w in zip(layer_slots, windows, strict=True) if w is not None and n < num_slots}
+        )
+        """(num_slots, window) of the layers with a ring buffer."""
+        self.cross_layers = [CrossCache() for _ in cache_shapes] if has_cross_attention else None
+        self.memory_positions: TokenPositions | None = None
+        self.seq_lens = torch.zeros(batch_size, dtype=torch.long, device=device)
+        self.write_end = torch.zeros_like(self.seq_lens)
+        """End of each row's furthest write, including padding and tokens removed by `crop`."""
+        self.max_len = 0
+        """Upper bound of seq_lens, known without reading the device."""
+        self.min_len = 0
+        """Lower bound of seq_lens, known without reading the device."""
+        self.static_shapes = False
+        """Attend over all slots in every step, so that shapes are static (CUDA graphs, torch.compile)."""
 
-    def place(self, length: int, mask: Bool[Tensor, "B T"] | None) -> tuple[Places, dict[int, Step]]:
-        """Places of `length` new tokens a row; and for layers with so many slots, where they go and what is seen."""
+    def assign_slots(
+        self, num_tokens: int, mask: Bool[Tensor, "B T"] | None
+    ) -> tuple[TokenPositions, dict[int, SlotMapping]]:
+        """Positions of `num_tokens` new tokens per row, and their slot mapping by the number of slots of a layer."""
         if not torch.compiler.is_compiling():
-            self.check_room(length)
-        index = torch.arange(length, device=self.length.device).expand(self.batch, length)
-        end = self.length + length
+            self.check_capacity(num_tokens)
+        index = torch.arange(num_tokens, device=self.seq_lens.device).expand(self.batch_size, num_tokens)
+        end = self.seq_lens + num_tokens
         if mask is not None:
             count = mask.sum(-1)
-            if length > 1:
+            if num_tokens > 1:  # tokens first, padding after them
                 index = torch.where(mask, mask.cumsum(-1) - 1, count.unsqueeze(-1) + (~mask).cumsum(-1) - 1)
-            end = self.length + count
-        position = self.length.unsqueeze(-1) + index
-        new = Places(
-            position if mask is None else torch.where(mask, position, EMPTY), plain=mask is None and self.used == 0
+            end = self.seq_lens + count
+        position = self.seq_lens.unsqueeze(-1) + index
+        new = TokenPositions(
+            position if mask is None else torch.where(mask, position, EMPTY_POSITION),
+            is_sequential=mask is None and self.max_len == 0,
         )
-        steps = {}
-        for slots in {layer.slots for layer in self.layers}:
-            span = slots if self.fixed else min(slots, self.used + length)
+        slot_mappings = {}
+        for num_slots in {layer.num_slots for layer in self.layers}:
+            num_keys = num_slots if self.static_shapes else min(num_slots, self.max_len + num_tokens)
             last = end.unsqueeze(-1) - 1
-            held = last - (last - torch.arange(span, device=end.device)) % slots  # the last position that fell there
-            keys = Places(held.clamp(min=EMPTY), plain=new.plain and span == length)
-            steps[slots] = Step(position % slots, keys, span)
-        return new, steps
-
-    def check_room(self, length: int) -> None:
-        """The new tokens must fit."""
-        if self.used + length > self.slots:
-            self.used = int(self.length.max())  # the count is of the longest a row could be; now look
-        if self.used + length > self.slots:
-            raise InputError(
-                f"the cache has {self.slots} slots, {self.used} of them used, and {length} more tokens do not fit;"
-                " make it longer with model.new_cache(batch, length)"
+            # The latest position p ≤ last with p ≡ slot (mod num_slots); negative for slots not written yet.
+            slot_position = last - (last - torch.arange(num_keys, device=end.device)) % num_slots
+            key_positions = TokenPositions(
+                slot_position.clamp(min=EMPTY_POSITION), is_sequential=new.is_sequential and num_keys == num_tokens
             )
-        if self.rings and self.chunk is not None and length > self.chunk:
+            slot_mappings[num_slots] = SlotMapping(position % num_slots, key_positions, num_keys)
+        return new, slot_mappings
+
+    def check_capacity(self, num_tokens: int) -> None:
+        """Raise if `num_tokens` more tokens do not fit."""
+        if self.max_len + num_tokens > self.num_slots:
+            self.max_len = int(self.seq_lens.max())  # max_len is an upper bound; read the true lengths
+        if self.max_len + num_tokens > self.num_slots:
             raise InputError(
-                f"{length} tokens at once would push each other out of the cache's rings; pass {self.chunk} or fewer,"
-                " or make the cache with a larger chunk"
+                f"the cache has {self.num_slots} slots, {self.max_len} of them used: {num_tokens} more tokens do not"
+                " fit; allocate a longer one with model.new_cache(batch_size, max_seq_len)"
+            )
+        if self.ring_buffers and self.chunk_size is not None and num_tokens > self.chunk_size:
+            raise InputError(
+                f"{num_tokens} tokens exceed the chunk_size {self.chunk_size} of the cache's ring buffers; pass"
+                f" {self.chunk_size} or fewer at once, or allocate the cache with a larger chunk_size"
             )
 
-    def commit(self, new: Places, *, padded: bool) -> None:
-        """Count the new tokens as read. Until then a step that failed can be taken again."""
-        length = new.position.shape[-1]
-        torch.maximum(self.reach, self.length + length, out=self.reach)
-        self.length += (new.position >= 0).sum(-1)
-        self.used += length
-        if not padded:
-            self.least += length
-        elif length > 1 and not torch.compiler.is_compiling():
-            self.least = int(self.length.min())
+    def commit(self, new_positions: TokenPositions, *, has_padding: bool) -> None:
+        """Add the new tokens to `seq_lens`. A forward pass that failed before this can be repeated."""
+        num_tokens = new_positions.position.shape[-1]
+        torch.maximum(self.write_end, self.seq_lens + num_tokens, out=self.write_end)
+        self.seq_lens += (new_positions.position >= 0).sum(-1)
+        self.max_len += num_tokens
+        if not has_padding:
+            self.min_len += num_tokens
+        elif num_tokens > 1 and not torch.compiler.is_compiling():
+            self.min_len = int(self.seq_lens.min())
 
-    def rewind(self, length: int | Int[Tensor, " B"]) -> None:
-        """Forget every token from position `length` on (of each row, if given for each)."""
-        whole = isinstance(length, int) and not isinstance(length, bool)
-        if not whole and not (isinstance(length, Tensor) and length.dtype in INTEGERS):
+    def crop(self, max_length: int | Int[Tensor, " B"]) -> None:
+        """Remove the tokens from position `max_length` on; a tensor gives a length for each row."""
+        is_int = isinstance(max_length, int) and not isinstance(max_length, bool)
+        if not is_int and not (isinstance(max_length, Tensor) and max_length.dtype in INTEGER_DTYPES):
             raise InputError(
-                f"length is {length!r}; give the number of tokens to keep, as an integer or one for each row"
+                f"max_length is {max_length!r}; pass the number of tokens to keep: an integer, or one per row"
             )
-        kept = torch.as_tensor(length, device=self.length.device)
+        kept = torch.as_tensor(max_length, device=self.seq_lens.device)
         if bool((kept < 0).any()):
-            raise InputError(f"length is {int(kept.min())}; give the number of tokens to keep, 0 or more")
-        if kept.shape not in ((), self.length.shape):
+            raise InputError(f"max_length is {int(kept.min())}; pass the number of tokens to keep, 0 or more")
+        if kept.shape not in ((), self.seq_lens.shape):
             raise InputError(
-                f"length has shape {tuple(kept.shape)}; give one number, or one for each of {self.batch} rows"
+                f"max_length has shape {tuple(kept.shape)}; pass one number, or one for each of {self.batch_size} rows"
             )
-        kept = torch.minimum(self.length, kept)
-        for slots, window in self.rings:
-            lost = (self.reach - slots > (kept - window).clamp(min=0)) & (kept < self.length)
-            if bool(lost.any()):
+        kept = torch.minimum(self.seq_lens, kept)
+        for num_slots, window in self.ring_buffers:
+            overwritten = (self.write_end - num_slots > (kept - window).clamp(min=0)) & (kept < self.seq_lens)
+            if bool(overwritten.any()):
                 raise InputError(
-                    f"row {int(lost.long().argmax())} cannot go back so far: its ring of {slots} slots no longer has"
-                    f" the {window} tokens before; make the cache with a larger chunk, or none"
+                    f"row {int(overwritten.long().argmax())} cannot be cropped so far: its ring buffer of {num_slots}"
+                    f" slots no longer holds the {window} tokens before; use a larger chunk_size, or none"
                 )
-        self.length.copy_(kept)
-        self.least = min(self.least, length) if isinstance(length, int) else 0
-        if isinstance(length, int):
-            self.used = min(self.used, length)
+        self.seq_lens.copy_(kept)
+        self.min_len = min(self.min_len, max_length) if isinstance(max_length, int) else 0
+        if isinstance(max_length, int):
+            self.max_len = min(self.max_len, max_length)
 
-    def select(self, rows: Int[Tensor, " B"]) -> None:
-        """Row i becomes what row rows[i] was."""
-        for layer in self.layers + (self.cross or []):
-            layer.select(rows)
-        self.length, self.reach = self.length[rows], self.reach[rows]
-        if self.memory is not None and len(self.memory.position) > 1:
-            self.memory = Places(self.memory.position[rows])
-        self.batch = len(rows)
+    def select_rows(self, rows: Int[Tensor, " B"]) -> None:
+        """Replace row i by row rows[i], e.g. to reorder beams."""
+        for layer in self.layers + (self.cross_layers or []):
+            layer.select_rows(rows)
+        self.seq_lens, self.write_end = self.seq_lens[rows], self.write_end[rows]
+        if self.memory_positions is not None and len(self.memory_positions.position) > 1:
+            self.memory_positions = TokenPositions(self.memory_positions.position[rows])
+        self.batch_size = len(rows)

@@ -1,4 +1,4 @@
-"""The FFN: what is done to each token alone. The same equations serve dense layers and, grouped, experts."""
+"""Feed-forward networks: MLP, gated MLP, clamped SwiGLU. With grouped linear layers they are the experts of MoE."""
 
 from collections.abc import Callable
 
@@ -12,68 +12,73 @@ from cutaway.config import Gated as GatedConfig
 from cutaway.model.activations import ACTIVATIONS
 from cutaway.model.layers import Linear
 
-MakeLinear = Callable[[int, int, bool], nn.Module]
-"""(width in, width out, bias) → the layer."""
+LinearBuilder = Callable[[int, int, bool], nn.Module]
+"""(d_in, d_out, bias) → linear layer."""
 
 
-def dense_linear(d_in: int, d_out: int, bias: bool) -> nn.Module:
+def _build_linear(d_in: int, d_out: int, bias: bool) -> nn.Module:
     return Linear(d_in, d_out, bias=bias)
 
 
-class Plain(nn.Module):
+class MLP(nn.Module):
     """down(act(up(x)))."""
 
-    def __init__(self, config: Mlp, d_model: int, linear: MakeLinear = dense_linear) -> None:
+    def __init__(self, config: Mlp, d_model: int, build_linear: LinearBuilder = _build_linear) -> None:
         super().__init__()
-        hidden = config.hidden_width(d_model)
-        self.up = linear(d_model, hidden, config.bias)
+        hidden = config.hidden_dim(d_model)
+        self.up = build_linear(d_model, hidden, config.bias)
         self.act = ACTIVATIONS[config.activation]
-        self.down = linear(hidden, d_model, config.bias)
+        self.down = build_linear(hidden, d_model, config.bias)
         self.dropout = config.dropout
 
-    def forward(self, x: Float[Tensor, "*batch d"], *ends: Tensor) -> Float[Tensor, "*batch d"]:
-        hidden = self.act(self.up(x, *ends))
-        return self.down(F.dropout(hidden, self.dropout, self.training), *ends)
+    def forward(self, x: Float[Tensor, "*batch d"], *offsets: Tensor) -> Float[Tensor, "*batch d"]:
+        hidden = self.act(self.up(x, *offsets))
+        return self.down(F.dropout(hidden, self.dropout, self.training), *offsets)
 
 
-class Gated(nn.Module):
+class GatedMLP(nn.Module):
     """down(act(gate(x)) · up(x))."""
 
-    def __init__(self, config: GatedConfig | ClampedSwiGLU, d_model: int, linear: MakeLinear = dense_linear) -> None:
+    def __init__(
+        self, config: GatedConfig | ClampedSwiGLU, d_model: int, build_linear: LinearBuilder = _build_linear
+    ) -> None:
         super().__init__()
-        hidden = config.hidden_width(d_model)
-        self.gate = linear(d_model, hidden, config.bias)
-        self.up = linear(d_model, hidden, config.bias)
-        self.down = linear(hidden, d_model, config.bias)
+        hidden = config.hidden_dim(d_model)
+        self.gate = build_linear(d_model, hidden, config.bias)
+        self.up = build_linear(d_model, hidden, config.bias)
+        self.down = build_linear(hidden, d_model, config.bias)
         self.dropout = config.dropout
         self.act = ACTIVATIONS["silu" if isinstance(config, ClampedSwiGLU) else config.activation]
 
-    def mix(self, gate: Float[Tensor, "*batch h"], up: Float[Tensor, "*batch h"]) -> Float[Tensor, "*batch h"]:
+    def apply_gate(self, gate: Float[Tensor, "*batch h"], up: Float[Tensor, "*batch h"]) -> Float[Tensor, "*batch h"]:
+        """act(gate) · up."""
         return self.act(gate) * up
 
-    def widen(self, x: Float[Tensor, "*batch d"], *ends: Tensor) -> tuple[Tensor, Tensor]:
-        return self.gate(x, *ends), self.up(x, *ends)
+    def project_gate_up(self, x: Float[Tensor, "*batch d"], *offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """gate(x) and up(x)."""
+        return self.gate(x, *offsets), self.up(x, *offsets)
 
-    def forward(self, x: Float[Tensor, "*batch d"], *ends: Tensor) -> Float[Tensor, "*batch d"]:
-        hidden = self.mix(*self.widen(x, *ends))
-        return self.down(F.dropout(hidden, self.dropout, self.training), *ends)
+    def forward(self, x: Float[Tensor, "*batch d"], *offsets: Tensor) -> Float[Tensor, "*batch d"]:
+        hidden = self.apply_gate(*self.project_gate_up(x, *offsets))
+        return self.down(F.dropout(hidden, self.dropout, self.training), *offsets)
 
 
-class Clamped(Gated):
-    """gate ≤ limit, |up| ≤ limit: down(gate · sigmoid(alpha·gate) · (up + 1))."""
+class ClampedSwiGLUMLP(GatedMLP):
+    """down(gate · sigmoid(alpha·gate) · (up + 1)) with gate ≤ limit and |up| ≤ limit (gpt-oss)."""
 
-    def __init__(self, config: ClampedSwiGLU, d_model: int, linear: MakeLinear = dense_linear) -> None:
-        super().__init__(config, d_model, linear)
+    def __init__(self, config: ClampedSwiGLU, d_model: int, build_linear: LinearBuilder = _build_linear) -> None:
+        super().__init__(config, d_model, build_linear)
         self.limit, self.alpha = config.limit, config.alpha
 
-    def mix(self, gate: Float[Tensor, "*batch h"], up: Float[Tensor, "*batch h"]) -> Float[Tensor, "*batch h"]:
+    def apply_gate(self, gate: Float[Tensor, "*batch h"], up: Float[Tensor, "*batch h"]) -> Float[Tensor, "*batch h"]:
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
 
 
-def make_dense_ffn(config: DenseFFN, d_model: int, linear: MakeLinear = dense_linear) -> nn.Module:
+def build_dense_ffn(config: DenseFFN, d_model: int, build_linear: LinearBuilder = _build_linear) -> nn.Module:
+    """Build the FFN for `config` from linear layers made by `build_linear`."""
     if isinstance(config, Mlp):
-        return Plain(config, d_model, linear)
+        return MLP(config, d_model, build_linear)
     if isinstance(config, ClampedSwiGLU):
-        return Clamped(config, d_model, linear)
-    return Gated(config, d_model, linear)
+        return ClampedSwiGLUMLP(config, d_model, build_linear)
+    return GatedMLP(config, d_model, build_linear)

@@ -1,4 +1,4 @@
-"""Fresh weights, from one table."""
+"""Weight initialization, from one table."""
 
 import math
 import re
@@ -7,102 +7,106 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from cutaway.config import Config, CrossStack, Normal, Small, T5Init, Xavier
-from cutaway.model.positions import Sinusoidal
+from cutaway.config import Config, CrossStack, NormalInit, SmallInit, T5Init, XavierInit
+from cutaway.model.positions import SinusoidalPosition
 
-EMBEDDING = r"(embed\.(token|types|position\.table)|head\.matrix)\.weight$"
-WRITES = r"\.(attn|cross)\.f\.o\.weight$|\.ffn\.f\.(\w+\.)?down\.weight$"
-QUERY = r"\.(attn|cross)\.f\.q\.(2\.)?weight$"  # MLA's q.0 leads down to the latent
-TABLE = r"positions\.\d+\.table\.weight$"
+EMBEDDING_PATTERN = r"(embed\.(token|token_types|position\.table)|head\.matrix)\.weight$"
+RESIDUAL_OUTPUT_PATTERN = r"\.(attn|cross)\.f\.o\.weight$|\.ffn\.f\.(\w+\.)?down\.weight$"
+QUERY_PATTERN = r"\.(attn|cross)\.f\.q\.(2\.)?weight$"  # q.2: MLA's up-projection from the latent
+RELATIVE_BIAS_PATTERN = r"positions\.\d+\.table\.weight$"
 
 
-def initialise(model: nn.Module, config: Config, parameters: Iterable[tuple[str, Tensor]] | None = None) -> None:
-    """Draw every parameter anew.
+def init_weights(model: nn.Module, config: Config, parameters: Iterable[tuple[str, Tensor]] | None = None) -> None:
+    """Initialize all parameters.
 
     | what                    | normal (GPT-2)       | xavier (2017)       | small (NeoX)        | t5              |
     |-------------------------|----------------------|---------------------|---------------------|-----------------|
     | token, position, type   | N(0, std)            | N(0, 1/√d)          | N(0, √(2/5d))       | N(0, 1)         |
     | untied output matrix    | N(0, std)            | N(0, 1/√d)          | N(0, √(2/5d))       | N(0, 1)         |
     | q                       | N(0, std)            | U(±√(6/(in + out))) | N(0, √(2/5d))       | N(0, 1/√(in·D)) |
-    | o and down, which write | N(0, std/√sublayers) | U(±√(6/(in + out))) | N(0, 2/(layers·√d)) | N(0, 1/√in)     |
+    | o, down (residual)      | N(0, std/√sublayers) | U(±√(6/(in + out))) | N(0, 2/(layers·√d)) | N(0, 1/√in)     |
     | other matrices          | N(0, std)            | U(±√(6/(in + out))) | N(0, √(2/5d))       | N(0, 1/√in)     |
     | relative bias           | N(0, std)            | N(0, 1/√d)          | N(0, √(2/5d))       | N(0, 1/√d)      |
 
-    Always: norm gains 1 (0 with the unit offset); biases, sinks and saved buffers 0.
-    `sublayers` is how many things write to the stream the matrix stands in (2 a layer, 3 with cross-attention).
-    Other tensors can be filled in the `parameters`' place, one after another, where the model itself has parts of them.
+    Norm gains are 1 (0 with the unit offset); biases, sinks and persistent buffers are 0.
+    `sublayers` is the number of sublayers in the stack: 2 per layer, 3 with cross-attention.
+    `parameters` are (name, tensor) pairs to initialize instead of the model's own, e.g. those of a sharded model.
     """
     for module in model.modules():
-        if isinstance(module, Sinusoidal):
-            module.fill_table()
+        if isinstance(module, SinusoidalPosition):
+            module.init_table()
     saved = model.state_dict()
     for name, buffer in model.named_buffers():
         if name in saved:
             nn.init.zeros_(buffer)
     for name, parameter in parameters or model.named_parameters():
         if not parameter.requires_grad:
-            continue  # a frozen table of sinusoids
+            continue  # the frozen sinusoidal table
         if parameter.ndim < 2 or "norm" in name:
-            fill_vector(model, name, parameter)
-        elif isinstance(config.init, Xavier) and not re.search(f"{EMBEDDING}|{TABLE}", name):
+            _init_vector(model, name, parameter)
+        elif isinstance(config.init, XavierInit) and not re.search(
+            f"{EMBEDDING_PATTERN}|{RELATIVE_BIAS_PATTERN}", name
+        ):
             bound = math.sqrt(6 / (parameter.shape[-1] + parameter.shape[-2]))
             nn.init.uniform_(parameter, -bound, bound)
         else:
-            nn.init.normal_(parameter, std=std_of(name, parameter, config))
+            nn.init.normal_(parameter, std=_weight_std(name, parameter, config))
 
 
-def fill_vector(model: nn.Module, name: str, parameter: Tensor) -> None:
-    """Norm gains start where the norm changes nothing; biases and sinks at zero."""
+def _init_vector(model: nn.Module, name: str, parameter: Tensor) -> None:
+    """Initialize a vector: norm gains to 1 (0 with the unit offset), biases and sinks to 0."""
     owner, _, leaf = name.rpartition(".")
     is_gain = leaf == "weight"
     offset = getattr(model.get_submodule(owner), "unit_offset", False)
     nn.init.constant_(parameter, 1.0 if is_gain and not offset else 0.0)
 
 
-def std_of(name: str, parameter: Tensor, config: Config) -> float:
-    """The table's entry for one matrix."""
+def _weight_std(name: str, parameter: Tensor, config: Config) -> float:
+    """Standard deviation of one matrix, from the table in `init_weights`."""
     d_model, fan_in = config.d_model, parameter.shape[-1]
     stack = config.stacks.get(name.split(".")[0])
-    writes = stack is not None and re.search(WRITES, name)
+    is_residual_output = stack is not None and re.search(RESIDUAL_OUTPUT_PATTERN, name)
     match config.init:
-        case Normal(std=std, depth_scaled=scaled):
-            if stack is None or not (scaled and writes):
+        case NormalInit(std=std, depth_scaled=scaled):
+            if stack is None or not (scaled and is_residual_output):
                 return std
             per_layer = 3 if isinstance(stack, CrossStack) else 2
             return std / math.sqrt(per_layer * stack.layers)
-        case Xavier():
+        case XavierInit():
             return d_model**-0.5
-        case Small():
-            return 2 / (stack.layers * math.sqrt(d_model)) if writes and stack else math.sqrt(2 / (5 * d_model))
+        case SmallInit():
+            if stack is not None and is_residual_output:
+                return 2 / (stack.layers * math.sqrt(d_model))
+            return math.sqrt(2 / (5 * d_model))
         case T5Init():
-            if re.search(EMBEDDING, name):
+            if re.search(EMBEDDING_PATTERN, name):
                 return 1.0
-            if re.search(TABLE, name):
+            if re.search(RELATIVE_BIAS_PATTERN, name):
                 return d_model**-0.5
-            return (fan_in * head_width(name, config)) ** -0.5 if re.search(QUERY, name) else fan_in**-0.5
+            return (fan_in * _query_head_dim(name, config)) ** -0.5 if re.search(QUERY_PATTERN, name) else fan_in**-0.5
 
 
-def head_width(name: str, config: Config) -> int:
-    """The width of a head of the attention whose query matrix this is."""
+def _query_head_dim(name: str, config: Config) -> int:
+    """Head dimension of the attention that a query matrix belongs to."""
     side, _, layer, which = name.split(".")[:4]
     block = config.stacks[side].blocks[int(layer)]
     attention = getattr(block, "cross" if which == "cross" else "attention")
     width: int = (
-        attention.d_nope + attention.d_rope if attention.kind == "latent" else attention.head_width(config.d_model)
+        attention.d_nope + attention.d_rope if attention.kind == "latent" else attention.head_dim(config.d_model)
     )
     return width
 
 
 @torch.no_grad()
-def draw(
+def init_weights_with_seed(
     model: nn.Module, config: Config, seed: int | None, parameters: Iterable[tuple[str, Tensor]] | None = None
 ) -> None:
-    """Initialise, from `seed` alone if it is given, leaving the global generators as they were."""
+    """Initialize from `seed` without changing the global generators; with None, from the global generators."""
     if seed is None:
-        initialise(model, config, parameters)
+        init_weights(model, config, parameters)
         return
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type != "cpu"}
     kind = next(iter(devices)).type if devices else "cuda"
     with torch.random.fork_rng(devices=list(devices), device_type=kind):
         torch.manual_seed(seed)
-        initialise(model, config, parameters)
+        init_weights(model, config, parameters)

@@ -1,4 +1,4 @@
-"""Who sees whom: rules over the positions of queries and keys, drawn as a mask only when a kernel needs one."""
+"""Attention masks as composable rules over token positions, materialized only if a kernel needs a dense mask."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,147 +9,159 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
-EMPTY = -1
-"""The position of what is no token: padding, or a cache slot that nothing was written to."""
+INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+EMPTY_POSITION = -1
+"""Position of padding and of unwritten cache slots."""
 
 
-class Spot(NamedTuple):
-    """One token, or a broadcastable array of them, as the rules see it."""
+class TokenInfo(NamedTuple):
+    """Inputs of a mask rule for one token or a broadcastable tensor of tokens."""
 
     position: Int[Tensor, "..."]
-    document: Int[Tensor, "..."] | None = None
-    prefix: Int[Tensor, "..."] | None = None
+    document_id: Int[Tensor, "..."] | None = None
+    prefix_length: Int[Tensor, "..."] | None = None
 
 
-Rule = Callable[[Spot, Spot], Bool[Tensor, "..."]]
-"""(query, key) → may the query see the key?"""
+MaskRule = Callable[[TokenInfo, TokenInfo], Bool[Tensor, "..."]]
+"""(query, key) → True where the query attends to the key."""
 
 
-def filled(q: Spot, k: Spot) -> Bool[Tensor, "..."]:
-    """There is a token to see."""
+def padding_mask(q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
+    """The key is a token, not padding."""
     return k.position >= 0
 
 
-def causal(q: Spot, k: Spot) -> Bool[Tensor, "..."]:
-    """Itself and what came before."""
+def causal_mask(q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
+    """The key is at or before the query."""
     return k.position <= q.position
 
 
-def within(window: int) -> Rule:
-    """Less than `window` positions away."""
+def sliding_window_mask(window: int) -> MaskRule:
+    """The key is less than `window` positions from the query."""
     return lambda q, k: (q.position - k.position).abs() < window
 
 
-def prefix_or_causal(q: Spot, k: Spot) -> Bool[Tensor, "..."]:
-    """The whole prefix, and then what came before."""
-    assert q.prefix is not None
-    return (k.position < q.prefix) | causal(q, k)
+def prefix_lm_mask(q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
+    """The key is in the prefix, or at or before the query."""
+    assert q.prefix_length is not None
+    return (k.position < q.prefix_length) | causal_mask(q, k)
 
 
-def same_document(q: Spot, k: Spot) -> Bool[Tensor, "..."]:
-    """Packed texts do not see each other."""
-    return q.document == k.document  # type: ignore[return-value]  # tensors, whose == is a tensor
+def document_mask(q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
+    """Query and key are in the same document of a packed sequence."""
+    return q.document_id == k.document_id  # type: ignore[return-value]  # == of tensors is a tensor
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the tokens of a batch stand. One row serves all rows when they are alike."""
+class TokenPositions:
+    """Position, document and prefix length of each token of a batch. One row is broadcast if all rows are equal."""
 
     position: Int[Tensor, "#B T"]
-    document: Int[Tensor, "#B T"] | None = None
-    prefix: Int[Tensor, "#B 1"] | None = None
-    plain: bool = False
-    """Known without looking: positions 0, 1, 2 …, nothing padded, one document, no prefix."""
+    document_id: Int[Tensor, "#B T"] | None = None
+    prefix_length: Int[Tensor, "#B 1"] | None = None
+    is_sequential: bool = False
+    """True if known without reading values: positions 0, 1, 2 …, no padding, one document, no prefix."""
 
-    def length(self) -> Int[Tensor, "#B #T"]:
-        """How many tokens the sequence has that each token belongs to."""
-        if self.document is None:
+    def sequence_length(self) -> Int[Tensor, "#B #T"]:
+        """Length of the sequence, or of the document, that each token belongs to."""
+        if self.document_id is None:
             return self.position.amax(-1, keepdim=True) + 1
-        together = self.document.unsqueeze(-1) == self.document.unsqueeze(-2)
-        return torch.where(together, self.position.unsqueeze(-2), EMPTY).amax(-1) + 1
+        same_document = self.document_id.unsqueeze(-1) == self.document_id.unsqueeze(-2)  # (B, T, T)
+        return torch.where(same_document, self.position.unsqueeze(-2), EMPTY_POSITION).amax(-1) + 1
 
-    def at(self, row: Tensor, index: Tensor) -> Spot:
-        """One token, as the rules see it."""
-        row = row if len(self.position) > 1 else row * 0
-        document = None if self.document is None else self.document[row, index]
-        return Spot(self.position[row, index], document, None if self.prefix is None else self.prefix[row, 0])
+    def get_token(self, row: Tensor, index: Tensor) -> TokenInfo:
+        """Rule inputs of one token, by indices (as flex attention passes them)."""
+        row = row if len(self.position) > 1 else row * 0  # one row stands for the batch
+        document = None if self.document_id is None else self.document_id[row, index]
+        return TokenInfo(
+            self.position[row, index], document, None if self.prefix_length is None else self.prefix_length[row, 0]
+        )
 
-    def along(self, axis: int) -> Spot:
-        """All tokens, along one axis of a (B, T, S) mask."""
-        document = None if self.document is None else self.document.unsqueeze(-axis)
-        return Spot(
-            self.position.unsqueeze(-axis), document, None if self.prefix is None else self.prefix.unsqueeze(-1)
+    def broadcast_along(self, axis: int) -> TokenInfo:
+        """Rule inputs of all tokens, along `axis` of a (B, T, S) mask."""
+        document = None if self.document_id is None else self.document_id.unsqueeze(-axis)
+        return TokenInfo(
+            self.position.unsqueeze(-axis),
+            document,
+            None if self.prefix_length is None else self.prefix_length.unsqueeze(-1),
         )
 
 
-def places(
-    batch: int,
-    length: int,
+def number_tokens(
+    batch_size: int,
+    seq_len: int,
     device: torch.device,
     mask: Bool[Tensor, "B T"] | None = None,
-    documents: Int[Tensor, "B T"] | None = None,
-    prefix: Int[Tensor, " B"] | None = None,
+    document_ids: Int[Tensor, "B T"] | None = None,
+    prefix_lengths: Int[Tensor, " B"] | None = None,
     positions: Int[Tensor, "B T"] | None = None,
-) -> Places:
-    """Number the real tokens of each row, and of each document in it, from 0: padding on any side shifts nothing."""
-    alike = mask is None and documents is None and prefix is None
-    count = torch.arange(length, device=device).expand(1 if alike else batch, length)
+) -> TokenPositions:
+    """Number the tokens of each row, and of each document in it, from 0. Padding on either side has no effect."""
+    equal_rows = mask is None and document_ids is None and prefix_lengths is None
+    position = torch.arange(seq_len, device=device).expand(1 if equal_rows else batch_size, seq_len)
     if mask is not None:
-        count = mask.cumsum(-1) - 1
-    if documents is not None:
-        new = torch.ones_like(documents, dtype=torch.bool)
-        new[:, 1:] = documents[:, 1:] != documents[:, :-1]
-        documents = new.cumsum(-1)  # a number that comes again later is another text
-        start = torch.where(new, count if mask is None else count + (~mask).long(), 0).cummax(-1).values
-        count = count - start
+        position = mask.cumsum(-1) - 1
+    if document_ids is not None:
+        is_start = torch.ones_like(document_ids, dtype=torch.bool)
+        is_start[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+        document_ids = is_start.cumsum(-1)  # an id that occurs again later is another document
+        start = torch.where(is_start, position if mask is None else position + (~mask).long(), 0).cummax(-1).values
+        position = position - start
     if positions is not None:
-        count = positions
+        position = positions
     if mask is not None:
-        count = torch.where(mask, count, EMPTY)
-    return Places(count, documents, None if prefix is None else prefix.unsqueeze(-1), alike and positions is None)
+        position = torch.where(mask, position, EMPTY_POSITION)
+    return TokenPositions(
+        position,
+        document_ids,
+        None if prefix_lengths is None else prefix_lengths.unsqueeze(-1),
+        is_sequential=equal_rows and positions is None,
+    )
 
 
 @dataclass(frozen=True)
-class View:
-    """What one kind of layer sees: the rules that hold between its queries and keys."""
+class MaskSpec:
+    """An attention mask: query and key positions, and the rules that must all hold between them."""
 
-    q: Places
-    k: Places
-    rules: tuple[Rule, ...]
-    shape: str | None
-    """'all' or 'causal' when the mask is known to be just that, so that no kernel need draw it."""
+    q: TokenPositions
+    k: TokenPositions
+    rules: tuple[MaskRule, ...]
+    structure: str | None
+    """'full' or 'causal' if the mask is known to be exactly that, so that no kernel has to materialize it."""
 
-    def visible(self) -> tuple[Bool[Tensor, "B 1 T S"], Bool[Tensor, "B 1 T 1"]]:
-        """The mask, True where a query sees a key, and the queries that see nothing at all.
+    def to_dense(self) -> tuple[Bool[Tensor, "B 1 T S"], Bool[Tensor, "B 1 T 1"]]:
+        """The dense mask (True: the query attends to the key), and which queries attend to no key.
 
-        Those are shown everything, to keep softmax finite; the kernel sets what they read to zero.
+        The rows of fully masked queries are set to True to keep softmax finite; kernels zero their output instead.
         """
-        seen = self.sees(self.q.along(1), self.k.along(2))
-        seen = seen.expand(-1, self.q.position.shape[-1], -1)
-        blind = ~seen.any(-1, keepdim=True)
-        return (seen | blind).unsqueeze(1), blind.unsqueeze(1)
+        visible = self.is_visible(self.q.broadcast_along(1), self.k.broadcast_along(2))
+        visible = visible.expand(-1, self.q.position.shape[-1], -1)
+        fully_masked = ~visible.any(-1, keepdim=True)
+        return (visible | fully_masked).unsqueeze(1), fully_masked.unsqueeze(1)
 
-    def sees(self, q: Spot, k: Spot) -> Bool[Tensor, "..."]:
-        """All the rules at once."""
+    def is_visible(self, q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
+        """Whether all rules hold."""
         return reduce(torch.logical_and, (rule(q, k) for rule in self.rules))
 
 
-def view(q: Places, k: Places, *, is_causal: bool, window: int | None = None) -> View:
-    """Self-attention's rules: filled, causal (with a prefix, if there is one), within the window, in one document."""
-    rules: list[Rule] = [filled]
+def self_attention_mask(
+    q: TokenPositions, k: TokenPositions, *, is_causal: bool, window: int | None = None
+) -> MaskSpec:
+    """Mask of self-attention: padding, causal or prefix LM, sliding window, document."""
+    rules: list[MaskRule] = [padding_mask]
     if is_causal:
-        rules.append(causal if q.prefix is None else prefix_or_causal)
+        rules.append(causal_mask if q.prefix_length is None else prefix_lm_mask)
     if window is not None:
-        rules.append(within(window))
-    if q.document is not None:
-        rules.append(same_document)
+        rules.append(sliding_window_mask(window))
+    if q.document_id is not None:
+        rules.append(document_mask)
     length = k.position.shape[-1]
-    narrow = window is not None and window < length
-    plain = q.plain and k.plain and not narrow and (not is_causal or q.position.shape[-1] == length)
-    return View(q, k, tuple(rules), ("causal" if is_causal else "all") if plain else None)
+    window_hides = window is not None and window < length
+    is_square = q.position.shape[-1] == length
+    is_plain = q.is_sequential and k.is_sequential and not window_hides and (not is_causal or is_square)
+    return MaskSpec(q, k, tuple(rules), ("causal" if is_causal else "full") if is_plain else None)
 
 
-def view_of_memory(q: Places, k: Places) -> View:
-    """Cross-attention's only rule: the source token is real."""
-    return View(q, k, (filled,), "all" if k.plain else None)
+def cross_attention_mask(q: TokenPositions, k: TokenPositions) -> MaskSpec:
+    """Mask of cross-attention: source padding."""
+    return MaskSpec(q, k, (padding_mask,), "full" if k.is_sequential else None)

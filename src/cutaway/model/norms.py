@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm. Statistics are taken in fp32 at least, whatever the model's dtype."""
+"""LayerNorm and RMSNorm. Statistics are computed in fp32 or higher, whatever the model's dtype."""
 
 import torch
 import torch.nn.functional as F
@@ -38,14 +38,14 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(shape) if config.unit_offset else torch.ones(shape))
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        gain = self.weight.to(wide.dtype)
+        x_fp32 = x.to(torch.promote_types(x.dtype, torch.float32))
+        y = x_fp32 * torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + self.eps)
+        gain = self.weight.to(x_fp32.dtype)
         return (y * (1 + gain if self.unit_offset else gain)).to(x.dtype)
 
 
-def make_norm(config: Norm, *shape: int) -> nn.Module:
-    """The norm that `config` describes, over vectors of the last of `shape`."""
+def build_norm(config: Norm, *shape: int) -> nn.Module:
+    """Build the norm for `config`; gains have `shape`, statistics are over its last dimension."""
     if isinstance(config, NoNorm):
         return nn.Identity()
     return LayerNorm(config, *shape) if isinstance(config, LayerNormConfig) else RMSNorm(config, *shape)

@@ -1,4 +1,4 @@
-"""RoPE: each pair of a head's dimensions turns by position · frequency, so that q·k depends on i − j alone."""
+"""Rotary position embedding (RoPE) with linear, dynamic NTK, Llama 3, YaRN and LongRoPE scaling."""
 
 import math
 from typing import NamedTuple
@@ -9,109 +9,123 @@ from torch import Tensor
 
 from cutaway.config import DynamicNTK, LinearScaling, Llama3Scaling, LongRope, Yarn
 from cutaway.config import Rope as RopeConfig
-from cutaway.model.constants import Constants
-from cutaway.model.masks import Places
+from cutaway.model.layers import ConstantBuffers
+from cutaway.model.masks import TokenPositions
 
 
 class Rotation(NamedTuple):
-    """cos and sin of every token's angles, and which dimensions make a pair."""
+    """cos and sin of each token's angles, and which dimensions form a pair. Call it to rotate q or k."""
 
     cos: Float[Tensor, "B T 1 pairs"]
     sin: Float[Tensor, "B T 1 pairs"]
     interleaved: bool
 
     def __call__(self, x: Float[Tensor, "B T H D"]) -> Float[Tensor, "B T H D"]:
-        """(a, b) → (a·cos − b·sin, b·cos + a·sin) for each pair; dimensions past the rotated ones stay."""
+        """(a, b) → (a·cos − b·sin, b·cos + a·sin) for each pair; dimensions after `rotary_dim` are unchanged."""
         cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
-        width = 2 * cos.shape[-1]
-        turned, rest = x[..., :width], x[..., width:]
+        rotary_dim = 2 * cos.shape[-1]
+        rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
         if self.interleaved:
-            a, b = turned[..., 0::2], turned[..., 1::2]
-            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+            a, b = rotated[..., 0::2], rotated[..., 1::2]
+            rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
         else:
-            a, b = turned.chunk(2, -1)
-            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-        return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+            a, b = rotated.chunk(2, -1)
+            rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated
 
 
-class Rope(Constants):
-    """Angles = position · frequency, with the frequency of pair i theta^(−2i/width), rescaled for long contexts."""
+class Rope(ConstantBuffers):
+    """angle = position · frequency; the frequency of pair i is theta^(−2i/rotary_dim), rescaled for long contexts.
 
-    def __init__(self, config: RopeConfig, width: int) -> None:
+    q·k then depends on the positions only through their difference. https://arxiv.org/abs/2104.09864
+    """
+
+    def __init__(self, config: RopeConfig, rotary_dim: int) -> None:
         super().__init__()
-        self.theta, self.width, self.scaling = config.theta, width, config.scaling
+        self.theta, self.rotary_dim, self.scaling = config.theta, rotary_dim, config.scaling
         self.interleaved = config.layout == "interleaved"
-        self.dynamic = isinstance(config.scaling, DynamicNTK)
+        self.is_dynamic_ntk = isinstance(config.scaling, DynamicNTK)
         scaling = config.scaling
-        turns = isinstance(scaling, DynamicNTK) or (isinstance(scaling, LongRope) and scaling.turns)
-        self.switch_at: int | None = getattr(scaling, "original_length", None) if turns else None
+        by_length = isinstance(scaling, DynamicNTK) or (isinstance(scaling, LongRope) and scaling.is_length_dependent)
+        self.switch_length: int | None = getattr(scaling, "original_length", None) if by_length else None
+        """Sequence length above which the frequencies change."""
         self.factor = getattr(config.scaling, "factor", 1.0)
-        self.magnitude = magnitude(config)
+        self.attention_factor = resolve_attention_factor(config)
         self.frequency: Tensor
         self.long_frequency: Tensor
         self.exponent: Tensor
-        self.fill()
+        self.register_constants()
 
-    def constants(self) -> dict[str, Tensor]:
-        exponent = torch.arange(0, self.width, 2, dtype=torch.float32) / self.width
+    def compute_constants(self) -> dict[str, Tensor]:
+        exponent = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim
         tensors = {"exponent": exponent, "frequency": 1.0 / self.theta**exponent}
         match self.scaling:
             case LinearScaling(factor=factor):
                 tensors["frequency"] /= factor
             case Llama3Scaling():
-                tensors["frequency"] = llama3_frequency(tensors["frequency"], self.scaling)
+                tensors["frequency"] = scale_llama3_frequency(tensors["frequency"], self.scaling)
             case Yarn():
-                tensors["frequency"] = yarn_frequency(self.theta**exponent, self.theta, self.width, self.scaling)
+                tensors["frequency"] = scale_yarn_frequency(
+                    self.theta**exponent, self.theta, self.rotary_dim, self.scaling
+                )
             case LongRope(short_factors=short, long_factors=long):
                 tensors["frequency"] = 1.0 / (torch.tensor(short, dtype=torch.float32) * self.theta**exponent)
                 tensors["long_frequency"] = 1.0 / (torch.tensor(long, dtype=torch.float32) * self.theta**exponent)
         return tensors
 
-    def forward(self, places: Places, dtype: torch.dtype) -> Rotation:
-        angle = places.position.unsqueeze(-1).to(torch.promote_types(dtype, torch.float32)) * self.frequencies(places)
-        angle = angle.unsqueeze(-2)  # the same for all heads
-        return Rotation(angle.cos() * self.magnitude, angle.sin() * self.magnitude, self.interleaved)
+    def forward(self, token_positions: TokenPositions, dtype: torch.dtype) -> Rotation:
+        angle = token_positions.position.unsqueeze(-1).to(
+            torch.promote_types(dtype, torch.float32)
+        ) * self.select_frequencies(token_positions)
+        angle = angle.unsqueeze(-2)  # (B, T, 1, pairs): equal for all heads
+        return Rotation(angle.cos() * self.attention_factor, angle.sin() * self.attention_factor, self.interleaved)
 
-    def frequencies(self, places: Places) -> Float[Tensor, "*any pairs"]:
-        """By pair; by sequence too for the scalings that look at its length."""
-        if self.switch_at is None:
+    def select_frequencies(self, token_positions: TokenPositions) -> Float[Tensor, "*any pairs"]:
+        """Frequency of each pair; for length-dependent scalings, of each pair and sequence."""
+        if self.switch_length is None:
             return self.frequency
-        length = places.length().unsqueeze(-1)
-        if not self.dynamic:
-            return torch.where(length > self.switch_at, self.long_frequency, self.frequency)
+        length = token_positions.sequence_length().unsqueeze(-1)
+        if not self.is_dynamic_ntk:
+            return torch.where(length > self.switch_length, self.long_frequency, self.frequency)
         # theta' = theta · (factor · length / original − (factor − 1))^(width / (width − 2))
-        stretch = self.factor * length.clamp(min=self.switch_at) / self.switch_at - (self.factor - 1)
-        return 1.0 / (self.theta * stretch ** (self.width / (self.width - 2))) ** self.exponent
+        stretch = self.factor * length.clamp(min=self.switch_length) / self.switch_length - (self.factor - 1)
+        return 1.0 / (self.theta * stretch ** (self.rotary_dim / (self.rotary_dim - 2))) ** self.exponent
 
 
-def magnitude(config: RopeConfig) -> float:
-    """What cos and sin are multiplied by: YaRN and LongRoPE sharpen attention in long contexts."""
+def resolve_attention_factor(config: RopeConfig) -> float:
+    """Factor on cos and sin: YaRN and LongRoPE scale attention logits up in long contexts."""
     match config.scaling:
         case Yarn(attention_factor=None, factor=factor):
             return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-        case Yarn(attention_factor=float(given)) | LongRope(attention_factor=float(given)):
-            return given
+        case Yarn(attention_factor=float(factor)) | LongRope(attention_factor=float(factor)):
+            return factor
     return 1.0
 
 
-def llama3_frequency(frequency: Float[Tensor, " pairs"], scaling: Llama3Scaling) -> Float[Tensor, " pairs"]:
-    """Wavelengths below original/high stay, those above original/low are divided by factor, a blend between."""
+def scale_llama3_frequency(frequency: Float[Tensor, " pairs"], scaling: Llama3Scaling) -> Float[Tensor, " pairs"]:
+    """Llama 3.1: keep wavelengths below original/high, divide those above original/low by factor, blend between."""
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    turns = scaling.original_length * frequency / (2 * math.pi)
-    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    rotations = scaling.original_length * frequency / (2 * math.pi)  # in the original context
+    blend = ((rotations - low) / (high - low)).clamp(0, 1)
     return (1 - blend) * frequency / scaling.factor + blend * frequency
 
 
-def yarn_frequency(period: Float[Tensor, " pairs"], theta: float, width: int, scaling: Yarn) -> Float[Tensor, " pairs"]:
-    """Pairs that turn more than beta_fast times in the original context stay; fewer than beta_slow, interpolated."""
+def scale_yarn_frequency(
+    period: Float[Tensor, " pairs"], theta: float, rotary_dim: int, scaling: Yarn
+) -> Float[Tensor, " pairs"]:
+    """YaRN: keep pairs with more than beta_fast rotations in the original context, interpolate below beta_slow.
 
-    def pair_turning(times: float) -> float:
-        return width * math.log(scaling.original_length / (times * 2 * math.pi)) / (2 * math.log(theta))
+    Between the two, a linear ramp. https://arxiv.org/abs/2309.00071
+    """
 
-    low, high = pair_turning(scaling.beta_fast), pair_turning(scaling.beta_slow)
+    def pair_with_rotations(count: float) -> float:
+        """Index of the pair that makes `count` rotations in the original context."""
+        return rotary_dim * math.log(scaling.original_length / (count * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_with_rotations(scaling.beta_fast), pair_with_rotations(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
-    ramp = (torch.arange(width // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
-    keep = 1 - ramp.clamp(0, 1)
-    return 1.0 / (scaling.factor * period) * (1 - keep) + 1.0 / period * keep
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    ramp = (torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
+    extrapolated = 1 - ramp.clamp(0, 1)
+    return 1.0 / (scaling.factor * period) * (1 - extrapolated) + 1.0 / period * extrapolated

@@ -1,4 +1,4 @@
-"""A stack: embedding, blocks, final norm. Encoder and decoder differ in `causal` and in what they read beside."""
+"""A stack: embedding, blocks, final norm. Encoder and decoder differ in `causal` and in cross-attention."""
 
 from typing import Any
 
@@ -8,29 +8,29 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from cutaway.config import Alibi as AlibiConfig
-from cutaway.config import Latent, MultiHead, NoNorm
+from cutaway.config import LatentAttention, MultiHead, NoNorm
 from cutaway.config import RelativeBias as RelativeBiasConfig
 from cutaway.config import Rope as RopeConfig
 from cutaway.config import Stack as StackConfig
-from cutaway.model.attention import Scene
-from cutaway.model.block import make_block
-from cutaway.model.cache import Cache, Step, Widths
+from cutaway.model.activation_checkpointing import ActivationCheckpointing, run_block
+from cutaway.model.attention import LayerContext
+from cutaway.model.block import build_block
+from cutaway.model.cache import Cache, CacheShape, SlotMapping
 from cutaway.model.embedding import Embedding
 from cutaway.model.kernels import Kernel
-from cutaway.model.layers import Table
-from cutaway.model.masks import Places, View, view, view_of_memory
-from cutaway.model.norms import make_norm
+from cutaway.model.layers import EmbeddingTable
+from cutaway.model.masks import MaskSpec, TokenPositions, cross_attention_mask, self_attention_mask
+from cutaway.model.norms import build_norm
 from cutaway.model.positions import Alibi, RelativeBias, ScoreBias
-from cutaway.model.recompute import Recompute, run_block
 from cutaway.model.rope import Rope
 
 
-def make_position(attention: MultiHead | Latent, d_model: int, *, causal: bool) -> Rope | ScoreBias | None:
-    """The position method that acts inside this attention."""
+def build_position(attention: MultiHead | LatentAttention, d_model: int, *, causal: bool) -> Rope | ScoreBias | None:
+    """Build the position method that acts inside attention: RoPE, ALiBi, relative bias, or None."""
     position = attention.position
     if isinstance(position, RopeConfig):
-        width = attention.d_rope if isinstance(attention, Latent) else attention.head_width(d_model)
-        return Rope(position, position.width or width)
+        width = attention.d_rope if isinstance(attention, LatentAttention) else attention.head_dim(d_model)
+        return Rope(position, position.rotary_dim or width)
     if isinstance(position, AlibiConfig):
         return Alibi(position, attention.heads)
     if isinstance(position, RelativeBiasConfig):
@@ -39,107 +39,120 @@ def make_position(attention: MultiHead | Latent, d_model: int, *, causal: bool) 
 
 
 class Stack(nn.Module):
-    """Tokens in, the normed stream out."""
+    """Token ids in, normalized residual stream out."""
 
-    def __init__(self, config: StackConfig, d_model: int, table: Table, *, causal: bool) -> None:
+    def __init__(self, config: StackConfig, d_model: int, token_table: EmbeddingTable, *, causal: bool) -> None:
         super().__init__()
         self.causal = causal
-        self.embed = Embedding(config.embedding, d_model, table)
-        distinct = config.groups or config.layers
-        owners = [layer * distinct // config.layers for layer in range(config.layers)]
-        made = {
-            owner: make_block(config.blocks[owners.index(owner)], config, d_model, first=owner == 0)
-            for owner in range(distinct)
-        }
-        self.blocks = nn.ModuleList(made[owner] for owner in owners)
-        # Layers with the same position method share it: a rotation is computed once a pass, T5's bias is one table.
-        keys = [position_key(config, layer, d_model) for layer in range(config.layers)]
-        first = [keys.index(key) for key in keys]
+        self.embed = Embedding(config.embedding, d_model, token_table)
+        num_groups = config.layer_groups or config.layers  # ALBERT: layers of a group share their weights
+        group_of_layer = [layer * num_groups // config.layers for layer in range(config.layers)]
+        group_blocks = [
+            build_block(config.blocks[group_of_layer.index(group)], config, d_model, is_first=group == 0)
+            for group in range(num_groups)
+        ]
+        self.blocks = nn.ModuleList(group_blocks[group] for group in group_of_layer)
+        # Layers with the same position method share it: RoPE angles are computed once per pass, T5's bias is one table.
+        keys = [_position_sharing_key(config, layer, d_model) for layer in range(config.layers)]
+        first = [keys.index(key) for key in keys]  # for each layer, the first layer with the same key
         self.positions = nn.ModuleDict()
         for layer in sorted(set(first)):
-            position = make_position(config.blocks[layer].attention, d_model, causal=causal)
+            position = build_position(config.blocks[layer].attention, d_model, causal=causal)
             if position is not None:
                 self.positions[str(layer)] = position
-        self.position_of = [str(layer) for layer in first]
+        self.layer_position_keys = [str(layer) for layer in first]
         ropes = [position for position in self.positions.values() if isinstance(position, Rope)]
-        self.turns = sorted({rope.switch_at for rope in ropes if rope.switch_at is not None and not rope.dynamic})
-        """Lengths at which a sequence's tokens all turn by other angles, so that a cache cannot grow past them."""
+        self.rope_switch_lengths = sorted(
+            {rope.switch_length for rope in ropes if rope.switch_length is not None and not rope.is_dynamic_ntk}
+        )
+        """Sequence lengths at which LongRoPE changes the angles of all tokens; a cached row cannot grow past them."""
         self.windows = [block.attention.window for block in config.blocks]
-        self.final_norm = make_norm(config.norm if config.placement.final_norm else NoNorm(), d_model)
+        self.final_norm = build_norm(config.norm if config.placement.final_norm else NoNorm(), d_model)
         self.final_dropout = config.final_dropout
-        self.recompute: Recompute = "none"
+        self.activation_checkpointing: ActivationCheckpointing = "none"
 
     @property
-    def cache_widths(self) -> list[Widths]:
-        """What each layer keeps of a token."""
-        return [block.attn.f.cache_widths for block in self.blocks]  # type: ignore[union-attr, misc]
+    def cache_shapes(self) -> list[CacheShape]:
+        """Shape of each layer's cached keys and values."""
+        return [block.attn.f.cache_shape for block in self.blocks]  # type: ignore[union-attr, misc]
 
     def forward(
         self,
         tokens: Int[Tensor, "B T"],
-        places: Places,
-        types: Int[Tensor, "B T"] | None = None,
+        token_positions: TokenPositions,
+        token_types: Int[Tensor, "B T"] | None = None,
         *,
         memory: Float[Tensor, "B S d"] | None = None,
-        memory_places: Places | None = None,
+        memory_positions: TokenPositions | None = None,
         cache: Cache | None = None,
-        steps: dict[int, Step] | None = None,
+        slot_mappings: dict[int, SlotMapping] | None = None,
     ) -> Float[Tensor, "B T d"]:
-        x = self.embed(tokens, places, types)
-        scenes = self.scenes(places, x.dtype, cache, steps or {})
-        if memory_places is not None:
-            self.show_memory(scenes, memory, view_of_memory(places, memory_places), x.dtype, cache)
-        return F.dropout(self.run(x, scenes), self.final_dropout, self.training)
+        x = self.embed(tokens, token_positions, token_types)
+        contexts = self.build_layer_contexts(token_positions, x.dtype, cache, slot_mappings or {})
+        if memory_positions is not None:
+            mask_spec = cross_attention_mask(token_positions, memory_positions)
+            self.add_cross_attention_context(contexts, memory, mask_spec, x.dtype, cache)
+        return F.dropout(self.run_blocks(x, contexts), self.final_dropout, self.training)
 
-    def run(self, x: Float[Tensor, "B T d"], scenes: list[Scene]) -> Float[Tensor, "B T d"]:
-        """Through all blocks, and the final norm."""
-        for block, scene in zip(self.blocks, scenes, strict=True):
-            x = run_block(self.recompute, block, x, scene)
+    def run_blocks(self, x: Float[Tensor, "B T d"], contexts: list[LayerContext]) -> Float[Tensor, "B T d"]:
+        """Apply all blocks and the final norm."""
+        for block, context in zip(self.blocks, contexts, strict=True):
+            x = run_block(self.activation_checkpointing, block, x, context)
         return self.final_norm(x)
 
-    def scenes(self, q: Places, dtype: torch.dtype, cache: Cache | None, steps: dict[int, Step]) -> list[Scene]:
-        """What each layer is given. Rotations and plans are made once for all layers that can share them."""
-        ropes = {name: module(q, dtype) for name, module in self.positions.items() if isinstance(module, Rope)}
-        biases = {name: module for name, module in self.positions.items() if isinstance(module, ScoreBias)}
-        plans: dict[tuple[str | None, int | None, str, int | None], Any] = {}
-        scenes = []
-        for layer, (position, window) in enumerate(zip(self.position_of, self.windows, strict=True)):
-            kernel, bias = kernel_of(self.blocks[layer].attn), biases.get(position)
-            kept = None if cache is None else cache.layers[layer]
-            step = None if kept is None else steps[kept.slots]
-            key = None if bias is None else position, window, kernel.name, None if kept is None else kept.slots
-            if key not in plans:
-                seen = view(q, q if step is None else step.keys, is_causal=self.causal, window=window)
-                plans[key] = kernel.prepare(seen, bias, dtype)
-            scenes.append(Scene(plans[key], ropes.get(position), kept, step))
-        return scenes
-
-    def show_memory(
+    def build_layer_contexts(
         self,
-        scenes: list[Scene],
+        token_positions: TokenPositions,
+        dtype: torch.dtype,
+        cache: Cache | None,
+        slot_mappings: dict[int, SlotMapping],
+    ) -> list[LayerContext]:
+        """Build each layer's context. Layers with equal positions, windows and kernels share angles and masks."""
+        ropes = {
+            name: module(token_positions, dtype) for name, module in self.positions.items() if isinstance(module, Rope)
+        }
+        biases = {name: module for name, module in self.positions.items() if isinstance(module, ScoreBias)}
+        prepared: dict[tuple[str | None, int | None, str, int | None], Any] = {}
+        contexts = []
+        for layer, (position, window) in enumerate(zip(self.layer_position_keys, self.windows, strict=True)):
+            kernel, bias = _get_kernel(self.blocks[layer].attn), biases.get(position)
+            layer_cache = None if cache is None else cache.layers[layer]
+            num_slots = None if layer_cache is None else layer_cache.num_slots
+            slot_mapping = None if num_slots is None else slot_mappings[num_slots]
+            key = None if bias is None else position, window, kernel.name, num_slots
+            if key not in prepared:
+                key_positions = token_positions if slot_mapping is None else slot_mapping.key_positions
+                mask_spec = self_attention_mask(token_positions, key_positions, is_causal=self.causal, window=window)
+                prepared[key] = kernel.prepare_mask(mask_spec, bias, dtype)
+            contexts.append(LayerContext(prepared[key], ropes.get(position), layer_cache, slot_mapping))
+        return contexts
+
+    def add_cross_attention_context(
+        self,
+        contexts: list[LayerContext],
         memory: Float[Tensor, "B S d"] | None,
-        seen: View,
+        mask_spec: MaskSpec,
         dtype: torch.dtype,
         cache: Cache | None,
     ) -> None:
-        """Add to each layer's scene what it reads of the encoder."""
-        plans: dict[str, Any] = {}
-        for layer, scene in enumerate(scenes):
-            kernel = kernel_of(self.blocks[layer].cross)
-            if kernel.name not in plans:
-                plans[kernel.name] = kernel.prepare(seen, None, dtype)
-            scene.memory, scene.cross_plan = memory, plans[kernel.name]
-            scene.cross_cache = None if cache is None or cache.cross is None else cache.cross[layer]
+        """Add the encoder output, its mask and its cache to each layer's context."""
+        prepared: dict[str, Any] = {}
+        for layer, context in enumerate(contexts):
+            kernel = _get_kernel(self.blocks[layer].cross)
+            if kernel.name not in prepared:
+                prepared[kernel.name] = kernel.prepare_mask(mask_spec, None, dtype)
+            context.memory, context.prepared_cross_mask = memory, prepared[kernel.name]
+            context.cross_cache = None if cache is None or cache.cross_layers is None else cache.cross_layers[layer]
 
 
-def kernel_of(branch: Any) -> Kernel:
+def _get_kernel(branch: Any) -> Kernel:
     return branch.f.kernel
 
 
-def position_key(config: StackConfig, layer: int, d_model: int) -> tuple[Any, ...]:
-    """What two layers must have in common to share a position method."""
+def _position_sharing_key(config: StackConfig, layer: int, d_model: int) -> tuple[Any, ...]:
+    """Key that is equal for two layers if they can share a position method."""
     attention = config.blocks[layer].attention
-    width = attention.d_rope if isinstance(attention, Latent) else attention.head_width(d_model)
+    width = attention.d_rope if isinstance(attention, LatentAttention) else attention.head_dim(d_model)
     position = attention.position
     if isinstance(position, RelativeBiasConfig):
         return position, attention.heads, None if position.shared else layer

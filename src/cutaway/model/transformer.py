@@ -1,23 +1,30 @@
-"""What the three forms have in common: kernels, recomputation, caches, weights, and the road into a stack."""
+"""The models: DecoderOnly, EncoderOnly, EncoderDecoder, their base class Transformer, and `build`."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from cutaway.config import Config
+from cutaway.config import Config, Decoder, Encoder
+from cutaway.config import EncoderDecoder as EncoderDecoderConfig
+from cutaway.config import LMHead as LMHeadConfig
+from cutaway.config import config as read_config
 from cutaway.errors import InputError, WeightError
 from cutaway.model import inputs
+from cutaway.model.activation_checkpointing import ACTIVATION_CHECKPOINTING_MODES, ActivationCheckpointing
 from cutaway.model.cache import Cache
-from cutaway.model.masks import Places, places
-from cutaway.model.recompute import MODES, Recompute
+from cutaway.model.head import LMHead, Pooler
+from cutaway.model.init import init_weights_with_seed
+from cutaway.model.layers import EmbeddingTable
+from cutaway.model.masks import TokenPositions, number_tokens
 from cutaway.model.stack import Stack
 
 
 class Transformer(nn.Module):
-    """What the three forms have in common. `build` makes the one that a configuration describes."""
+    """Base class of the three architectures; `build` creates the one that a configuration describes."""
 
     config: Config
 
@@ -35,75 +42,81 @@ class Transformer(nn.Module):
         return next(self.parameters()).dtype
 
     def use_kernel(self, name: str) -> "Transformer":
-        """Compute attention by 'sdpa', 'explicit' or 'flex', or 'auto': the first of sdpa and explicit that can."""
+        """Set the attention kernel: 'sdpa', 'explicit', 'flex', or 'auto' (sdpa, or explicit where sdpa cannot)."""
         if not isinstance(name, str):
-            raise InputError(f"the kernel's name is {name!r}; use 'auto', 'sdpa', 'explicit' or 'flex'")
-        attentions = [module for module in self.modules() if hasattr(module, "make_kernel")]
-        kernels: list[Any] = [module.make_kernel(name) for module in attentions]  # type: ignore[operator]
+            raise InputError(f"kernel is {name!r}; use 'auto', 'sdpa', 'explicit' or 'flex'")
+        attentions = [module for module in self.modules() if hasattr(module, "build_kernel")]
+        kernels: list[Any] = [module.build_kernel(name) for module in attentions]  # type: ignore[operator]
         for module, kernel in zip(attentions, kernels, strict=True):
             module.kernel = kernel.train(self.training)
         return self
 
-    def use_recompute(self, mode: Recompute) -> "Transformer":
-        """In training, store everything ('none'), only costly results ('selective') or only block inputs ('full')."""
-        if mode not in MODES:
-            raise InputError(f"recompute mode '{mode}' is unknown; use one of {', '.join(MODES)}")
+    def use_activation_checkpointing(self, mode: ActivationCheckpointing) -> "Transformer":
+        """Store all activations for the backward pass ('none'), costly ones ('selective') or block inputs ('full')."""
+        if mode not in ACTIVATION_CHECKPOINTING_MODES:
+            raise InputError(
+                f"unknown activation checkpointing mode '{mode}'; use one of"
+                f" {', '.join(ACTIVATION_CHECKPOINTING_MODES)}"
+            )
         for stack in self.stacks.values():
-            stack.recompute = mode
+            stack.activation_checkpointing = mode
         return self
 
     def new_cache(
-        self, batch: int, length: int, *, dtype: torch.dtype | None = None, chunk: int | None = None
+        self, batch_size: int, max_seq_len: int, *, dtype: torch.dtype | None = None, chunk_size: int | None = None
     ) -> Cache:
-        """An empty cache for `batch` rows of up to `length` tokens. Calls with a cache compute no gradients.
+        """Allocate an empty KV cache for `batch_size` rows of up to `max_seq_len` tokens.
 
-        With a `chunk`, sliding windows are kept in rings, and no call may bring more than `chunk` tokens.
+        Calls with a cache compute no gradients. With `chunk_size`, sliding-window layers use ring buffers, and a call
+        may pass at most `chunk_size` tokens.
         """
-        for name, value in (("batch", batch), ("length", length), ("chunk", 1 if chunk is None else chunk)):
-            inputs.check_size(name, value)
+        for name, value in (
+            ("batch_size", batch_size),
+            ("max_seq_len", max_seq_len),
+            ("chunk_size", 1 if chunk_size is None else chunk_size),
+        ):
+            inputs.check_positive_int(name, value)
         inputs.check_dtype(dtype)
         stack = self.stacks.get("decoder") or self.stacks["encoder"]
         cross = len(self.stacks) == 2
         return Cache(
-            stack.cache_widths,
-            batch,
-            length,
+            stack.cache_shapes,
+            batch_size,
+            max_seq_len,
             windows=stack.windows,
-            cross=cross,
+            has_cross_attention=cross,
             device=self.device,
             dtype=dtype or self.dtype,
-            chunk=chunk,
+            chunk_size=chunk_size,
         )
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take these weights, named as in `state_dict()`; refuse what is missing, foreign, misshapen or not finite."""
-        mine = self.state_dict()
+        """Load a state dict. Missing, unexpected, misshapen or non-finite weights raise WeightError."""
+        own = self.state_dict()
         if not isinstance(weights, Mapping) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
-            raise WeightError("weights must be a dict of tensors by name, as state_dict() gives it")
+            raise WeightError("weights must be a dict of tensors by name, as state_dict() returns")
         for what, names in (
-            ("missing", mine.keys() - weights.keys()),
-            ("not this model's", weights.keys() - mine.keys()),
+            ("missing", own.keys() - weights.keys()),
+            ("unexpected", weights.keys() - own.keys()),
         ):
             if names:
                 count = "1 weight is" if len(names) == 1 else f"{len(names)} weights are"
                 shown = ", ".join(sorted(names)[:5]) + (" …" if len(names) > 5 else "")
                 raise WeightError(f"{count} {what}: {shown}; load the weights of a model with this configuration")
         for name, tensor in weights.items():
-            if tensor.shape != mine[name].shape:
+            if tensor.shape != own[name].shape:
                 raise WeightError(
-                    f"weight '{name}' has shape {tuple(tensor.shape)}; this model's is {tuple(mine[name].shape)}"
+                    f"weight '{name}' has shape {tuple(tensor.shape)}; this model needs {tuple(own[name].shape)}"
                 )
             bad = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
             if bad:
                 values = "1 value that is" if bad == 1 else f"{bad} values that are"
-                raise WeightError(f"weight '{name}' holds {values} NaN or infinite; the file it came from is damaged")
+                raise WeightError(f"weight '{name}' has {values} NaN or infinite; the checkpoint is damaged")
         first: dict[int, str] = {}
-        for name, tensor in mine.items():
+        for name, tensor in own.items():
             twin = first.setdefault(tensor.data_ptr(), name)
             if twin != name and not tensor.is_meta and not torch.equal(weights[name], weights[twin]):
-                raise WeightError(
-                    f"weights '{name}' and '{twin}' are one tensor in this model, but have different values"
-                )
+                raise WeightError(f"weights '{name}' and '{twin}' are tied in this model, but have different values")
         self.load_state_dict(dict(weights))
 
     def __repr__(self) -> str:
@@ -111,7 +124,7 @@ class Transformer(nn.Module):
         count = sum(parameter.numel() for parameter in self.parameters())
         return f"{type(self).__name__}({shape}, d_model={self.config.d_model}, {count:,} parameters)"
 
-    def run_stack(
+    def _run_stack(
         self,
         stack: Stack,
         name: str,
@@ -119,49 +132,265 @@ class Transformer(nn.Module):
         mask: Bool[Tensor, "B T"] | None,
         *,
         vocab_size: int,
-        types: Int[Tensor, "B T"] | None = None,
+        token_types: Int[Tensor, "B T"] | None = None,
         positions: Int[Tensor, "B T"] | None = None,
-        documents: Int[Tensor, "B T"] | None = None,
-        prefix: Int[Tensor, " B"] | None = None,
+        document_ids: Int[Tensor, "B T"] | None = None,
+        prefix_lengths: Int[Tensor, " B"] | None = None,
         cache: Cache | None = None,
-        **memory: Any,
-    ) -> tuple[Float[Tensor, "B T d"], Places]:
-        """Check what came in, number the tokens, and run the stack."""
-        tokens = inputs.check_tokens(name, tokens, vocab_size)
-        mask = inputs.check_beside("mask" if name == "tokens" else f"{name}_mask", mask, tokens, torch.bool)
-        types = inputs.check_beside("types", types, tokens, torch.long)
-        positions = inputs.check_beside("positions", positions, tokens, torch.long)
-        documents = inputs.check_beside("documents", documents, tokens, torch.long)
-        if positions is not None:
-            inputs.check_positions(positions, mask, documents, rising=stack.causal)
-        batch, length = tokens.shape
-        if types is not None:
-            if stack.embed.types is None:
-                raise InputError("types were given, but this model has no token types; leave them out")
-            inputs.check_range("types", types, stack.embed.types.num_embeddings, "that is no token type of this model")
-        prefix = None if prefix is None else inputs.check_prefix(prefix, tokens)
-        limit = getattr(stack.embed.position, "length", None)
+        memory: Float[Tensor, "B S d"] | None = None,
+        memory_positions: TokenPositions | None = None,
+    ) -> tuple[Float[Tensor, "B T d"], TokenPositions]:
+        """Validate the inputs, assign positions and run the stack. `name` is the tokens' argument, for errors."""
+        tokens, mask, token_types, positions, document_ids, prefix_lengths = inputs.validate_inputs(
+            stack,
+            name,
+            tokens,
+            mask,
+            vocab_size=vocab_size,
+            token_types=token_types,
+            positions=positions,
+            document_ids=document_ids,
+            prefix_lengths=prefix_lengths,
+            cache=cache,
+        )
+        batch_size, seq_len = tokens.shape
+        slot_mappings = None
         if cache is None:
-            where = places(batch, length, tokens.device, mask, documents, prefix, positions)
-            if limit is not None:
-                inputs.check_length(where.position, limit, name)
-            return stack(tokens, where, types, **memory), where
-        if documents is not None or positions is not None or prefix is not None:
-            raise InputError("a cache numbers the tokens itself; leave out documents, positions and prefix")
-        inputs.check_cache(cache, stack.cache_widths, name, batch)
-        if not stack.causal and cache.used:
-            raise InputError("an encoder's tokens all see each other, so a text cannot be continued; pass it whole")
-        where, steps = cache.place(length, mask)
-        for turn in stack.turns:
-            inputs.check_turn(cache, length, where.position, turn)
-        if limit is not None:
-            inputs.check_length(where.position, limit, name)
-        with gradients_without(cache):
-            x = stack(tokens, where, types, cache=cache, steps=steps, **memory)
-        cache.commit(where, padded=mask is not None)
+            where = number_tokens(batch_size, seq_len, tokens.device, mask, document_ids, prefix_lengths, positions)
+        else:
+            where, slot_mappings = cache.assign_slots(seq_len, mask)
+        inputs.validate_positions(stack, name, where, cache)
+        with _no_grad_if_cached(cache):
+            x = stack(
+                tokens,
+                where,
+                token_types,
+                memory=memory,
+                memory_positions=memory_positions,
+                cache=cache,
+                slot_mappings=slot_mappings,
+            )
+        if cache is not None:
+            cache.commit(where, has_padding=mask is not None)
         return x, where
 
 
-def gradients_without(cache: Cache | None) -> torch.set_grad_enabled:
-    """A cache is for reading on, not for training: it must not keep every step's graph alive."""
+def _no_grad_if_cached(cache: Cache | None) -> torch.set_grad_enabled:
+    """Disable gradients with a cache: it would keep the graph of every decoding step alive."""
     return torch.set_grad_enabled(torch.is_grad_enabled() and cache is None)
+
+
+Tokens = Int[Tensor, "B T"]
+Mask = Bool[Tensor, "B T"] | None
+IntPerToken = Int[Tensor, "B T"] | None
+Source = Int[Tensor, "B S"]
+SourceMask = Bool[Tensor, "B S"] | None
+HiddenStates = Float[Tensor, "B T d"]
+Logits = Float[Tensor, "B T V"]
+
+
+class DecoderOnly(Transformer):
+    """A causal decoder (GPT): the logits at a position predict the next token."""
+
+    def __init__(self, config: Decoder) -> None:
+        super().__init__()
+        self.config = config
+        table = EmbeddingTable(config.vocab_size, config.decoder.embedding.token_table_dim(config.d_model))
+        self.decoder = Stack(config.decoder, config.d_model, table, causal=True)
+        assert isinstance(config.head, LMHeadConfig)
+        self.head = LMHead(config.head, config.d_model, config.vocab_size, table)
+
+    def hidden_states(self, tokens: Tokens, mask: Mask = None, **kwargs: Any) -> HiddenStates:
+        """Residual stream after the final norm, the input of the head. Takes the arguments of `forward`."""
+        return self._run_stack(self.decoder, "tokens", tokens, mask, vocab_size=self.config.vocab_size, **kwargs)[0]
+
+    def forward(
+        self,
+        tokens: Tokens,
+        mask: Mask = None,
+        *,
+        token_types: IntPerToken = None,
+        positions: IntPerToken = None,
+        document_ids: IntPerToken = None,
+        prefix_lengths: Int[Tensor, " B"] | None = None,
+        cache: Cache | None = None,
+    ) -> Logits:
+        """Compute logits.
+
+        `mask` is True for tokens and False for padding; `document_ids` separates the documents of a packed sequence;
+        the first `prefix_lengths[b]` tokens of row b attend to each other in both directions (prefix LM).
+        """
+        with _no_grad_if_cached(cache):
+            x = self.hidden_states(
+                tokens,
+                mask,
+                token_types=token_types,
+                positions=positions,
+                document_ids=document_ids,
+                prefix_lengths=prefix_lengths,
+                cache=cache,
+            )
+            return self.head(x)
+
+
+class EncoderOnly(Transformer):
+    """A bidirectional encoder (BERT): hidden states, and logits if the configuration has a head."""
+
+    def __init__(self, config: Encoder) -> None:
+        super().__init__()
+        self.config = config
+        table = EmbeddingTable(config.vocab_size, config.encoder.embedding.token_table_dim(config.d_model))
+        self.encoder = Stack(config.encoder, config.d_model, table, causal=False)
+        head = config.head
+        self.head = LMHead(head, config.d_model, config.vocab_size, table) if isinstance(head, LMHeadConfig) else None
+        self.pooler = Pooler(config.d_model) if config.pooler else None
+
+    def encode(
+        self,
+        tokens: Tokens,
+        mask: Mask = None,
+        *,
+        token_types: IntPerToken = None,
+        positions: IntPerToken = None,
+        document_ids: IntPerToken = None,
+        cache: Cache | None = None,
+    ) -> HiddenStates:
+        """Compute the hidden state of each token."""
+        x, _ = self._run_stack(
+            self.encoder,
+            "tokens",
+            tokens,
+            mask,
+            vocab_size=self.config.vocab_size,
+            token_types=token_types,
+            positions=positions,
+            document_ids=document_ids,
+            cache=cache,
+        )
+        return x
+
+    def pool(self, tokens: Tokens, mask: Mask = None, *, token_types: IntPerToken = None) -> Float[Tensor, "B d"]:
+        """Compute one vector per sequence, by the pooler on its first token."""
+        if self.pooler is None:
+            raise InputError("this model has no pooler; use encode(...) and average its hidden states instead")
+        size = self.config.vocab_size
+        x, where = self._run_stack(self.encoder, "tokens", tokens, mask, vocab_size=size, token_types=token_types)
+        return self.pooler(x, where)
+
+    def forward(self, tokens: Tokens, mask: Mask = None, **kwargs: Any) -> Logits:
+        """Compute masked-LM logits for each position. Takes the arguments of `encode`."""
+        if self.head is None:
+            raise InputError("this model has no LM head, so it has no logits; use model.encode(tokens, mask)")
+        return self.head(self.encode(tokens, mask, **kwargs))
+
+
+class EncoderDecoder(Transformer):
+    """An encoder-decoder (T5, BART): a bidirectional encoder and a causal decoder with cross-attention."""
+
+    def __init__(self, config: EncoderDecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        d_model = config.d_model
+        table = EmbeddingTable(config.vocab_size, config.decoder.embedding.token_table_dim(d_model))
+        source_table = table
+        if config.source_vocab_size is not None:
+            source_table = EmbeddingTable(config.source_vocab_size, config.encoder.embedding.token_table_dim(d_model))
+        self.encoder = Stack(config.encoder, d_model, source_table, causal=False)
+        self.decoder = Stack(config.decoder, d_model, table, causal=True)
+        assert isinstance(config.head, LMHeadConfig)
+        self.head = LMHead(config.head, d_model, config.vocab_size, table)
+
+    def encode(self, source: Source, source_mask: SourceMask = None) -> Float[Tensor, "B S d"]:
+        """Compute the encoder output, which cross-attention reads."""
+        return self._encode_with_positions(source, source_mask)[0]
+
+    def _encode_with_positions(
+        self, source: Source, source_mask: SourceMask
+    ) -> tuple[Float[Tensor, "B S d"], TokenPositions]:
+        vocab_size = self.config.source_vocab_size or self.config.vocab_size  # type: ignore[union-attr]
+        return self._run_stack(self.encoder, "source", source, source_mask, vocab_size=vocab_size)
+
+    def hidden_states(
+        self,
+        source: Source | None,
+        target: Tokens,
+        source_mask: SourceMask = None,
+        target_mask: Mask = None,
+        *,
+        cache: Cache | None = None,
+    ) -> HiddenStates:
+        """Residual stream of the decoder after the final norm, the input of the head."""
+        target = inputs.check_tokens("target", target, self.config.vocab_size)
+        if cache is not None:
+            inputs.check_cache(cache, self.decoder.cache_shapes, "target", len(target))
+        memory, where = self._get_memory(source, source_mask, target, cache)
+        x, _ = self._run_stack(
+            self.decoder,
+            "target",
+            target,
+            target_mask,
+            vocab_size=self.config.vocab_size,
+            cache=cache,
+            memory=memory,
+            memory_positions=where,
+        )
+        if cache is not None:
+            cache.memory_positions = where
+        return x
+
+    def _get_memory(
+        self, source: Source | None, source_mask: SourceMask, target: Tokens, cache: Cache | None
+    ) -> tuple[Float[Tensor, "B S d"] | None, TokenPositions]:
+        """Encoder output and its positions; only the positions if the cache already holds the source."""
+        if cache is not None and cache.memory_positions is not None:
+            if source is not None:
+                raise InputError(
+                    "the cache already holds a source; pass source=None to continue with it, or a new cache"
+                )
+            return None, cache.memory_positions
+        if source is None:
+            raise InputError(
+                "source is None, but the cache holds no source yet; pass the source tokens in the first call"
+            )
+        memory, where = self._encode_with_positions(source, source_mask)
+        if len(source) != len(target):
+            raise InputError(f"source has {len(source)} rows and target {len(target)}; pass the same number of rows")
+        return memory, where
+
+    def forward(
+        self,
+        source: Source | None,
+        target: Tokens,
+        source_mask: SourceMask = None,
+        target_mask: Mask = None,
+        *,
+        cache: Cache | None = None,
+    ) -> Logits:
+        """Compute logits for the token after each target token. With a cache, later calls pass source=None."""
+        with _no_grad_if_cached(cache):
+            return self.head(self.hidden_states(source, target, source_mask, target_mask, cache=cache))
+
+
+def build(
+    source: Config | Mapping[str, Any] | str | Path,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int | None = None,
+) -> Transformer:
+    """Build a model with newly initialized weights from a Config, a preset name, a dict or a file.
+
+    On the meta device the model has shapes and no values.
+    """
+    config = read_config(source)
+    inputs.check_dtype(dtype)
+    inputs.check_seed(seed)
+    forms = {"decoder": DecoderOnly, "encoder": EncoderOnly, "encoder-decoder": EncoderDecoder}
+    with torch.device("meta"):
+        model: Transformer = forms[config.form](config)
+    model = model.to(dtype) if dtype is not None else model
+    target = inputs.resolve_device(device)
+    if target.type != "meta":
+        model = model.to_empty(device=target)
+        init_weights_with_seed(model, config, seed)
+    return model.eval()

@@ -20,44 +20,51 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cutaway.errors import InputError
-from cutaway.serve.door import LOOPBACK, STRICT, Door, is_address
 from cutaway.serve.limits import Limits
+from cutaway.serve.middleware import LOOPBACK_HOSTS, SECURITY_HEADERS, AccessPolicy, is_ip_address
 
-PLAIN = [*STRICT.items(), ("content-type", "text/plain"), ("connection", "close"), ("cache-control", "no-store")]
-FULL = "\r\n".join(
+ERROR_HEADERS = [
+    *SECURITY_HEADERS.items(),
+    ("content-type", "text/plain"),
+    ("connection", "close"),
+    ("cache-control", "no-store"),
+]
+SERVICE_UNAVAILABLE_RESPONSE = "\r\n".join(
     [
         "HTTP/1.1 503 Service Unavailable",
-        *(f"{name}: {value}" for name, value in PLAIN),
+        *(f"{name}: {value}" for name, value in ERROR_HEADERS),
         "retry-after: 1",
         "content-length: 0",
         "",
         "",
     ]
 ).encode("ascii")
-BACKLOG, AT_ONCE = 1024, 8
+SOCKET_BACKLOG, ACCEPT_BATCH_SIZE = 1024, 8
 """Connections that may wait to be taken, and that are taken before the event loop looks at the others again."""
-EVERYWHERE = ("0.0.0.0", "::", "")
+WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 
 
-def make_door(host: str, key: str | None, names: tuple[str, ...] = ()) -> Door:
+def build_access_policy(host: str, api_key: str | None, extra_hosts: tuple[str, ...] = ()) -> AccessPolicy:
     """The door for a server bound to this host; without a key only this machine may come in."""
-    if key is not None and not (8 <= len(key) <= 512 and key.isascii() and key.isprintable() and " " not in key):
+    if api_key is not None and not (
+        8 <= len(api_key) <= 512 and api_key.isascii() and api_key.isprintable() and " " not in api_key
+    ):
         raise InputError("the key must have 8 to 512 letters, digits or signs of ASCII, without spaces; give another")
-    if key is None and not is_loopback(host):
+    if api_key is None and not is_loopback(host):
         raise InputError(
-            f"--host {host} lets other machines in, and there is no key; give --key-file FILE or CUTAWAY_KEY, or leave"
-            " --host out to serve this machine only"
+            f"--host {host} lets other machines in, and there is no key; give --api-key-file FILE or CUTAWAY_API_KEY,"
+            " or leave --host out to serve this machine only"
         )
-    own = {host, socket.gethostname()} if host in EVERYWHERE else {host}
-    known = {name.lower().strip("[]") for name in (*LOOPBACK, *own, *names) if name}
-    return Door(frozenset(known), any_address=host in EVERYWHERE, key=key)
+    own = {host, socket.gethostname()} if host in WILDCARD_HOSTS else {host}
+    known = {name.lower().strip("[]") for name in (*LOOPBACK_HOSTS, *own, *extra_hosts) if name}
+    return AccessPolicy(frozenset(known), allow_any_ip_address=host in WILDCARD_HOSTS, api_key=api_key)
 
 
 def is_loopback(host: str) -> bool:
-    return host == "localhost" or (is_address(host) and (host == "::1" or host.startswith("127.")))
+    return host == "localhost" or (is_ip_address(host) and (host == "::1" or host.startswith("127.")))
 
 
-def listen(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """A socket at this address; port 0 takes a free one."""
     if not 0 <= port <= 65535:
         raise InputError(f"--port is {port}; give one from 0 (any that is free) to 65535")
@@ -70,7 +77,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
-        made.listen(BACKLOG)
+        made.listen(SOCKET_BACKLOG)
     except OSError as error:
         made.close()
         if error.errno == errno.EADDRINUSE:
@@ -79,60 +86,60 @@ def listen(host: str, port: int) -> socket.socket:
     return made
 
 
-def address(listening: socket.socket) -> str:
+def server_url(sock: socket.socket) -> str:
     """Where a browser finds it."""
-    host, port = listening.getsockname()[:2]
+    host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class Impatient(H11Protocol):
+class TimeoutProtocol(H11Protocol):
     """A connection that waits neither for slow headers nor for a client that reads nothing."""
 
     limits = Limits()
-    timer: asyncio.TimerHandle | None = None
-    full = False
-    unread: asyncio.TimerHandle | None = None
+    header_timer: asyncio.TimerHandle | None = None
+    over_capacity = False
+    send_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.full = len(self.connections) > self.limits.connections
-        self.timer = self.loop.call_later(self.limits.header_seconds, self.transport.abort)
+        self.over_capacity = len(self.connections) > self.limits.max_connections
+        self.header_timer = self.loop.call_later(self.limits.header_timeout, self.transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        if self.full:  # said when the request is here: a connection that ends before is only broken
-            self.transport.write(FULL)
+        if self.over_capacity:  # said when the request is here: a connection that ends before is only broken
+            self.transport.write(SERVICE_UNAVAILABLE_RESPONSE)
             self.transport.close()
             return
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
-            cancel(self.timer)
-            self.timer = None
-        elif self.timer is None:
-            self.timer = self.loop.call_later(self.limits.header_seconds, self.transport.abort)
+            _cancel_timers(self.header_timer)
+            self.header_timer = None
+        elif self.header_timer is None:
+            self.header_timer = self.loop.call_later(self.limits.header_timeout, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        cancel(self.timer, self.unread)
+        _cancel_timers(self.header_timer, self.send_timer)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        self.unread = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
+        self.send_timer = self.loop.call_later(self.limits.send_timeout, self.transport.abort)
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        cancel(self.unread)
+        _cancel_timers(self.send_timer)
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP; the connection ends with it."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            response = h11.Response(status_code=400, headers=PLAIN, reason=b"Bad Request")
+            response = h11.Response(status_code=400, headers=ERROR_HEADERS, reason=b"Bad Request")
             for event in (response, h11.Data(data=msg.encode("ascii")), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
 
-def cancel(*timers: asyncio.TimerHandle | None) -> None:
+def _cancel_timers(*timers: asyncio.TimerHandle | None) -> None:
     for timer in timers:
         if timer is not None:
             timer.cancel()
@@ -141,8 +148,8 @@ def cancel(*timers: asyncio.TimerHandle | None) -> None:
 class Server(uvicorn.Server):
     """Ends with the first signal when what runs is finished or has had its time, with the second at once; code 0."""
 
-    def __init__(self, app: FastAPI, limits: Limits, ready: Callable[[], object] | None = None) -> None:
-        patience = type("Patience", (Impatient,), {"limits": limits})
+    def __init__(self, app: FastAPI, limits: Limits, on_ready: Callable[[], object] | None = None) -> None:
+        patience = type("Patience", (TimeoutProtocol,), {"limits": limits})
         config = uvicorn.Config(
             app,
             http=patience,
@@ -153,21 +160,21 @@ class Server(uvicorn.Server):
             log_level="critical",
             access_log=False,  # it would show keys in addresses
             server_header=False,
-            backlog=AT_ONCE,
+            backlog=ACCEPT_BATCH_SIZE,
             proxy_headers=False,
-            timeout_keep_alive=limits.idle_seconds,
-            timeout_graceful_shutdown=math.ceil(limits.grace_seconds),
-            h11_max_incomplete_event_size=limits.header_bytes + limits.target,
+            timeout_keep_alive=limits.keep_alive_timeout,
+            timeout_graceful_shutdown=math.ceil(limits.shutdown_timeout),
+            h11_max_incomplete_event_size=limits.max_header_bytes + limits.max_url_bytes,
         )
         super().__init__(config)
-        self.ready = ready
+        self.on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for each in sockets or ():
-            each.listen(BACKLOG)
-        if self.ready is not None and self.started:
-            self.ready()
+            each.listen(SOCKET_BACKLOG)
+        if self.on_ready is not None and self.started:
+            self.on_ready()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -186,12 +193,12 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(app: FastAPI, listening: socket.socket, limits: Limits, ready: Callable[[], object] | None = None) -> None:
-    """Answer until a signal says to stop. `ready` is called once requests are taken."""
-    server = Server(app, limits, ready)
+def run_server(app: FastAPI, sock: socket.socket, limits: Limits, on_ready: Callable[[], object] | None = None) -> None:
+    """Answer until a signal says to stop. `on_ready` is called once requests are taken."""
+    server = Server(app, limits, on_ready)
     gc.collect()
     gc.freeze()  # what was made up to here stays: to look through it again would hold all requests up
-    server.run(sockets=[listening])
+    server.run(sockets=[sock])
     if server.force_exit:  # what still runs is not waited for
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -199,12 +206,12 @@ def serve(app: FastAPI, listening: socket.socket, limits: Limits, ready: Callabl
 
 
 @contextmanager
-def serving(app: FastAPI, listening: socket.socket, limits: Limits | None = None) -> Iterator[str]:
+def serve_in_thread(app: FastAPI, sock: socket.socket, limits: Limits | None = None) -> Iterator[str]:
     """A server in a thread of its own for as long as this lasts; gives its address."""
     ready = threading.Event()
     server = Server(app, limits or Limits(), ready.set)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="cutaway server", daemon=True)
-    where = address(listening)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="cutaway server", daemon=True)
+    where = server_url(sock)
     thread.start()
     try:
         if not ready.wait(30):

@@ -1,11 +1,22 @@
 """What a configuration costs before it exists: parameters, FLOPs, bytes, time. No torch here."""
 
 from cutaway.callable_module import make_callable
-from cutaway.size.hardware import Hardware, custom, hardware, known
-from cutaway.size.params import LayerParams, Params, count
-from cutaway.size.question import Question
-from cutaway.size.sizing import Size, size
+from cutaway.size.estimate import SizeEstimate, size
+from cutaway.size.hardware import Hardware, custom_hardware, get_hardware, list_hardware
+from cutaway.size.options import SizeOptions
+from cutaway.size.parameters import LayerParameterCounts, ParameterCounts, count_parameters
 
-__all__ = ["Hardware", "LayerParams", "Params", "Question", "Size", "count", "custom", "hardware", "known", "size"]
+__all__ = [
+    "Hardware",
+    "LayerParameterCounts",
+    "ParameterCounts",
+    "SizeEstimate",
+    "SizeOptions",
+    "count_parameters",
+    "custom_hardware",
+    "get_hardware",
+    "list_hardware",
+    "size",
+]
 
 make_callable(__name__, size)

@@ -2,19 +2,19 @@
 
 from dataclasses import dataclass
 
-from cutaway.size.walk import Tally
+from cutaway.size.shape_pass import CostCounter
 
-PARTS = ("projections", "scores", "values", "ffn", "combine", "head", "embedding")
+FLOP_COMPONENTS = ("projections", "scores", "values", "ffn", "combine", "head", "embedding")
 """`combine` is a mixture's weighted sum of experts; `embedding` the projection of a narrow table."""
 
 
 @dataclass(frozen=True)
-class Flops:
-    """By part, with attention over every pair of tokens (`full`) and over those that the mask lets see (`seen`)."""
+class FlopCounts:
+    """By part, with attention over every pair of tokens (`full`) and over those that the mask lets see (`visible`)."""
 
     full: dict[str, int]
-    seen: dict[str, int]
-    tokens: int
+    visible: dict[str, int]
+    num_tokens: int
     """How many tokens it is for."""
 
     @property
@@ -23,48 +23,48 @@ class Flops:
         return sum(self.full.values())
 
     @property
-    def total_seen(self) -> int:
+    def total_visible(self) -> int:
         """Over the pairs that see each other, MLA's cached latents met as they are where that is less: the least."""
-        return sum(self.seen.values())
+        return sum(self.visible.values())
 
     @property
     def per_token(self) -> float:
-        return self.total / self.tokens
+        return self.total / self.num_tokens
 
     @property
-    def per_token_seen(self) -> float:
-        return self.total_seen / self.tokens
+    def per_token_visible(self) -> float:
+        return self.total_visible / self.num_tokens
 
-    def times(self, batch: int) -> "Flops":
+    def scale(self, factor: int) -> "FlopCounts":
         """For so many sequences alike: products grow with them and with nothing else."""
-        full, seen = ({part: batch * each for part, each in sums.items()} for sums in (self.full, self.seen))
-        return Flops(full, seen, batch * self.tokens)
+        full, seen = ({part: factor * each for part, each in sums.items()} for sums in (self.full, self.visible))
+        return FlopCounts(full, seen, factor * self.num_tokens)
 
-    def head_once(self) -> "Flops":
+    def with_last_logits_only(self) -> "FlopCounts":
         """With logits for one token only."""
         full, seen = (
-            {part: flops // (self.tokens if part == "head" else 1) for part, flops in sums.items()}
-            for sums in (self.full, self.seen)
+            {part: flops // (self.num_tokens if part == "head" else 1) for part, flops in sums.items()}
+            for sums in (self.full, self.visible)
         )
-        return Flops(full, seen, self.tokens)
+        return FlopCounts(full, seen, self.num_tokens)
 
-    def against(self, rule: float) -> float:
+    def rule_of_thumb_error(self, rule_flops: float) -> float:
         """How far a rule of thumb is off: −0.1 if it gives a tenth less than there is."""
-        return rule / self.total_seen - 1
+        return rule_flops / self.total_visible - 1
 
 
-def flops_of(tally: Tally, tokens: int, *, recompute: str = "none") -> Flops:
-    """The FLOPs of a pass there and, if it has one, back, part by part; with those that a recompute mode does again."""
-    full, seen = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
-    for (phase, part), flops in tally.full.items():
+def count_flops(counter: CostCounter, num_tokens: int, *, activation_checkpointing: str = "none") -> FlopCounts:
+    """The FLOPs of a pass, forward and (if it has one) backward, by component; with what checkpointing repeats."""
+    full, seen = dict.fromkeys(FLOP_COMPONENTS, 0), dict.fromkeys(FLOP_COMPONENTS, 0)
+    for (phase, part), flops in counter.full_flops.items():
         if phase != "recompute":
             full[part] += flops
-            seen[part] += tally.seen[phase, part]
-    for part, again, again_seen in tally.again[recompute]:
+            seen[part] += counter.visible_flops[phase, part]
+    for part, again, again_seen in counter.recomputed_matmuls[activation_checkpointing]:
         full[part] += again
         seen[part] += again_seen
-    return Flops(nonzero(full), nonzero(seen), tokens)
+    return FlopCounts(_drop_zeros(full), _drop_zeros(seen), num_tokens)
 
 
-def nonzero(sums: dict[str, int]) -> dict[str, int]:
+def _drop_zeros(sums: dict[str, int]) -> dict[str, int]:
     return {part: flops for part, flops in sums.items() if flops}

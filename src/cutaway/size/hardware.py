@@ -9,26 +9,38 @@ from pathlib import Path
 
 from cutaway.errors import InputError
 
-SMALLEST, LARGEST = 1, 1e30
+MIN_FIGURE, MAX_FIGURE = 1, 1e30
 """Bytes, and rates a second, between which every answer is finite."""
 
-KINDS = ("data-centre", "workstation", "consumer", "apple", "cpu")
+HARDWARE_KINDS = ("data-center", "workstation", "consumer", "apple", "cpu")
 
-_HALF = ("bf16", "fp16", "fp32")
-COMPUTED_IN = {
+_HALF_PRECISION = ("bf16", "fp16", "fp32")
+COMPUTE_DTYPES = {
     "fp32": ("fp32", "bf16"),  # TPUs and Gaudis publish no fp32 rate; theirs is no higher than bf16's
     "tf32": ("tf32", "fp32", "bf16"),
-    "bf16": _HALF,  # Volta and Turing have no bf16
+    "bf16": _HALF_PRECISION,  # Volta and Turing have no bf16
     "fp16": ("fp16", "fp32", "bf16"),
-    "mixed": _HALF,
-    "fp8": ("fp8", *_HALF),
-    "int8": _HALF,  # weights are unpacked before the product
-    "int4": _HALF,
+    "mixed": _HALF_PRECISION,
+    "fp8": ("fp8", *_HALF_PRECISION),
+    "int8": _HALF_PRECISION,  # weights are unpacked before the product
+    "int4": _HALF_PRECISION,
 }
 """The rates that stand for products in each dtype, best first: the first that a device has is taken."""
 
-_MAKERS = {"nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "intel", "xeon", "platinum", "core", "apple"}
-_MAKERS |= {"google", "cloud", "aws", "gpu", "graphics", "r", "tm"}
+_VENDOR_WORDS = {
+    "nvidia",
+    "geforce",
+    "tesla",
+    "amd",
+    "radeon",
+    "instinct",
+    "intel",
+    "xeon",
+    "platinum",
+    "core",
+    "apple",
+}
+_VENDOR_WORDS |= {"google", "cloud", "aws", "gpu", "graphics", "r", "tm"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +56,12 @@ class Hardware:
     """Dense operations a second by dtype, with fp32 accumulation."""
     memory: float | None = None
     """Bytes; for shared and pluggable memory, the most it takes."""
-    link: float | None = None
-    """Bytes a second one way, to all its neighbours together."""
-    watts: float | None = None
+    interconnect_bandwidth: float | None = None
+    """Bytes a second one way, to all its neighbors together."""
+    tdp_watts: float | None = None
     year: int | None = None
     source: str
-    checked: str
+    verified_date: str
     note: str = ""
     aliases: tuple[str, ...] = ()
 
@@ -58,14 +70,14 @@ class Hardware:
         figures |= {} if self.memory is None else {"memory": self.memory}
         for what, value in figures.items():
             real = isinstance(value, Real) and not isinstance(value, bool)
-            if not (real and SMALLEST <= value <= LARGEST):
+            if not (real and MIN_FIGURE <= value <= MAX_FIGURE):
                 raise InputError(f"{what} is {value!r}, which no device has: give a plain number from 1 to 1e30")
 
-    def computes_in(self, dtype: str) -> str:
+    def compute_dtype(self, dtype: str) -> str:
         """The dtype whose rate stands for products in this one: bf16 for int8 weights, fp16 on a T4, and so on."""
-        if dtype not in COMPUTED_IN:
-            raise InputError(f"no device has a rate for {dtype!r} here: choose one of {', '.join(COMPUTED_IN)}")
-        for known in COMPUTED_IN[dtype]:
+        if dtype not in COMPUTE_DTYPES:
+            raise InputError(f"no device has a rate for {dtype!r} here: choose one of {', '.join(COMPUTE_DTYPES)}")
+        for known in COMPUTE_DTYPES[dtype]:
             if known in self.flops:
                 return known
         raise InputError(
@@ -73,52 +85,56 @@ class Hardware:
             "choose one of those, or give the rate with --flops"
         )
 
-    def rate(self, dtype: str) -> float:
+    def peak_flops(self, dtype: str) -> float:
         """The peak for matrix products in this dtype, operations a second."""
-        return self.flops[self.computes_in(dtype)]
+        return self.flops[self.compute_dtype(dtype)]
 
 
-def hardware(name: str) -> Hardware:
+def get_hardware(name: str) -> Hardware:
     """The device of this name, title or alias; case, spaces, dashes and the maker's name do not matter."""
-    found = _index().get(_key(name))
+    found = _name_index().get(_normalize_name(name))
     if found is None:
         raise InputError(
-            f"no device called {name!r} is known{_near(name)}; "
+            f"no device called {name!r} is known{_suggest_names(name)}; "
             "choose a known one, or give your own figures with --bandwidth and --flops"
         )
-    return _read(found)
+    return _load_device(found)
 
 
-def known() -> tuple[Hardware, ...]:
+def list_hardware() -> tuple[Hardware, ...]:
     """Every device of the table, by kind, then year, then name."""
-    devices = (_read(name) for name in _sections())
-    return tuple(sorted(devices, key=lambda device: (KINDS.index(device.kind), device.year or 0, device.name)))
+    devices = (_load_device(name) for name in _toml_sections())
+    return tuple(sorted(devices, key=lambda device: (HARDWARE_KINDS.index(device.kind), device.year or 0, device.name)))
 
 
-def custom(*, bandwidth: float, flops: float, dtype: str | None = None, memory: float | None = None) -> Hardware:
+def custom_hardware(
+    *, bandwidth: float, flops: float, dtype: str | None = None, memory: float | None = None
+) -> Hardware:
     """A device from figures that you measured or read. Without a dtype, `flops` holds for all of them."""
-    if dtype is not None and dtype not in COMPUTED_IN:
-        raise InputError(f"flops are given for {dtype!r}, which is not known: choose one of {', '.join(COMPUTED_IN)}")
-    given = COMPUTED_IN if dtype is None else (dtype,)
+    if dtype is not None and dtype not in COMPUTE_DTYPES:
+        raise InputError(
+            f"flops are given for {dtype!r}, which is not known: choose one of {', '.join(COMPUTE_DTYPES)}"
+        )
+    given = COMPUTE_DTYPES if dtype is None else (dtype,)
     return Hardware(
         name="custom",
         title="custom hardware",
         kind="custom",
         bandwidth=bandwidth,
-        flops={COMPUTED_IN[each][0]: flops for each in given},
+        flops={COMPUTE_DTYPES[each][0]: flops for each in given},
         memory=memory,
         source="given by the user",
-        checked="not checked",
+        verified_date="not checked",
     )
 
 
-def _key(name: str) -> str:
+def _normalize_name(name: str) -> str:
     """Letters and digits without the maker's name: "NVIDIA GeForce RTX-4090" is "rtx4090"."""
-    return "".join(word for word in re.findall("[a-z0-9]+", name.lower()) if word not in _MAKERS)
+    return "".join(word for word in re.findall("[a-z0-9]+", name.lower()) if word not in _VENDOR_WORDS)
 
 
 @cache
-def _sections() -> dict[str, str]:
+def _toml_sections() -> dict[str, str]:
     """The text of each device's table. The whole file takes tomllib 10 ms and most runs need one device of it."""
     text = (Path(__file__).parent / "hardware.toml").read_text(encoding="utf-8")
     _, *parts = re.split(r"^\[(.+)\]$", text, flags=re.MULTILINE)
@@ -126,29 +142,29 @@ def _sections() -> dict[str, str]:
 
 
 @cache
-def _read(name: str) -> Hardware:
+def _load_device(name: str) -> Hardware:
     import tomllib  # takes longer to load than all of this module
 
-    row = tomllib.loads(_sections()[name])
+    row = tomllib.loads(_toml_sections()[name])
     return Hardware(name=name, aliases=tuple(row.pop("aliases", ())), **row)
 
 
 @cache
-def _index() -> dict[str, str]:
+def _name_index() -> dict[str, str]:
     """Keys of names, titles and aliases, without parsing the tables; a test holds it equal to the parsed ones."""
     index = {}
-    for name, text in _sections().items():
+    for name, text in _toml_sections().items():
         lines = re.findall("^(?:title|aliases) = (.+)$", text, flags=re.MULTILINE)
         for word in (name, *re.findall('"(.+?)"', " ".join(lines))):
-            index[_key(word)] = name
+            index[_normalize_name(word)] = name
     return index
 
 
-def _near(name: str) -> str:
+def _suggest_names(name: str) -> str:
     """A question naming the devices whose names look most alike, if any do."""
     from difflib import get_close_matches  # only a wrong name needs it
 
-    index = _index()
-    close = [index[key] for key in get_close_matches(_key(name), index, n=6, cutoff=0.6)]
+    index = _name_index()
+    close = [index[key] for key in get_close_matches(_normalize_name(name), index, n=6, cutoff=0.6)]
     names = list(dict.fromkeys(close))[:3]
     return f" (did you mean {', '.join(names)}?)" if names else ""

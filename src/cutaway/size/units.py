@@ -8,9 +8,9 @@ from cutaway.errors import InputError
 
 N = TypeVar("N", int, float)
 
-POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+SI_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 GIB = 2**30
-LARGEST = Decimal(10) ** 30
+MAX_QUANTITY = Decimal(10) ** 30
 """Far beyond any machine."""
 
 _NUMBER = r"\s*(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]{1,3})?)\s*"
@@ -28,52 +28,52 @@ RATE_HINT = "write it as 3.35TB/s, 989TFLOPS or 989e12, and above zero"
 
 def parse_bytes(text: str | float) -> int:
     """Bytes: '16GB' is 16·10⁹, '16GiB' 16·2³⁰, '24g' means GB, a bare number is bytes; part of a byte is cut off."""
-    size = int(_value(_match(text, _BYTES, "size", BYTES_HINT)))
-    return _above_zero(size, text, "size", BYTES_HINT)
+    size = int(_quantity_value(_match_quantity(text, _BYTES, "size", BYTES_HINT)))
+    return _check_positive(size, text, "size", BYTES_HINT)
 
 
 def parse_count(text: str | float) -> int:
     """A whole number of things: '8k' is 8,000, '8Ki' 8,192, then '1.5M', '300B', '15T', '1e12'."""
-    found = _match(text, _COUNT, "count", COUNT_HINT)
-    count = _value(found) * (10**9 if found["billions"] else 1)
+    found = _match_quantity(text, _COUNT, "count", COUNT_HINT)
+    count = _quantity_value(found) * (10**9 if found["billions"] else 1)
     if count != int(count):
         raise InputError(f"{text!r} is no whole number; {COUNT_HINT}")
-    return _above_zero(int(count), text, "count", COUNT_HINT)
+    return _check_positive(int(count), text, "count", COUNT_HINT)
 
 
 def parse_rate(text: str | float) -> float:
     """Bytes or operations a second: '3.35TB/s', '989TFLOPS', '989e12'."""
-    found = _match(text, _RATE, "rate", RATE_HINT)
+    found = _match_quantity(text, _RATE, "rate", RATE_HINT)
     if (found["unit"] or "").startswith("b/") and (found["thousands"] or "").isupper():
         raise InputError(f"{text!r} says bits a second; divide by 8 and write bytes, as in 50GB/s")
-    return _above_zero(float(_value(found)), text, "rate", RATE_HINT)
+    return _check_positive(float(_quantity_value(found)), text, "rate", RATE_HINT)
 
 
-def _match(text: str | float, pattern: re.Pattern[str], what: str, hint: str) -> re.Match[str]:
+def _match_quantity(text: str | float, pattern: re.Pattern[str], what: str, hint: str) -> re.Match[str]:
     """What the text says. A plain number is read by its shortest digits, so that 16e9 is exact."""
     readable = isinstance(text, str | int | float) and not isinstance(text, bool)
     found = pattern.fullmatch(str(text)) if readable else None
     if found is None:
         raise InputError(f"{text!r} is no {what}; {hint}")
-    if _value(found) >= LARGEST:
+    if _quantity_value(found) >= MAX_QUANTITY:
         raise InputError(f"{text!r} is too large for a {what}; {hint}")
     return found
 
 
-def _value(found: re.Match[str]) -> Decimal:
+def _quantity_value(found: re.Match[str]) -> Decimal:
     number, binary = Decimal(found["number"]), found["binary"]
     if binary:
-        return number * 1024 ** POWERS[binary.lower()]
-    return number * 1000 ** POWERS[(found["thousands"] or "").lower()]
+        return number * 1024 ** SI_POWERS[binary.lower()]
+    return number * 1000 ** SI_POWERS[(found["thousands"] or "").lower()]
 
 
-def _above_zero(value: N, text: str | float, what: str, hint: str) -> N:
+def _check_positive(value: N, text: str | float, what: str, hint: str) -> N:
     if not value > 0:
         raise InputError(f"{text!r} is no {what}; {hint}")
     return value
 
 
-def si(value: float, unit: str = "", digits: int = 4) -> str:
+def format_si(value: float, unit: str = "", digits: int = 4) -> str:
     """1.606e10 B → 16.06 GB."""
     for prefix, scale in zip("YZEPTGMk", (10.0 ** (3 * power) for power in range(8, 0, -1)), strict=True):
         if abs(value) >= scale:
@@ -81,7 +81,7 @@ def si(value: float, unit: str = "", digits: int = 4) -> str:
     return f"{value:.{digits}g} {unit}"
 
 
-def short(count: float, digits: int = 4) -> str:
+def format_count(count: float, digits: int = 4) -> str:
     """124439808 → 124.4M, with B for 10⁹ as parameters are counted."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if count >= size:
@@ -89,7 +89,7 @@ def short(count: float, digits: int = 4) -> str:
     return f"{count:.0f}"
 
 
-def seconds(value: float) -> str:
+def format_duration(value: float) -> str:
     """As people read a time."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if value >= scale:

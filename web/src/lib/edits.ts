@@ -1,14 +1,14 @@
 // Changes of a model as they stand in the address, and as the server takes them: site → what is done there.
-export type How = "zero" | "mean" | "scale";
-export interface Change {
+export type EditOp = "zero" | "mean" | "scale";
+export interface Edit {
   do: string;
   value?: number;
   heads?: number[];
 }
-export type Edits = Record<string, Change>;
+export type Edits = Record<string, Edit>;
 
 /** blocks.3:swap,blocks.2.attn.z:zero@1.3,positions:shift=7 */
-export function written(edits: Edits): string | null {
+export function formatEdits(edits: Edits): string | null {
   const parts = Object.entries(edits).map(([site, { do: how, value, heads }]) => {
     const given = value === undefined ? "" : `=${value}`;
     return `${site}:${how}${given}${heads?.length ? `@${heads.join(".")}` : ""}`;
@@ -16,12 +16,12 @@ export function written(edits: Edits): string | null {
   return parts.length ? parts.join(",") : null;
 }
 
-export function read(text: string | undefined): Edits {
+export function parseEdits(text: string | undefined): Edits {
   const found: Edits = {};
   for (const part of (text ?? "").split(",")) {
     const match = /^([\w.*]+):(\w+)(?:=(-?[\d.]+))?(?:@([\d.]+))?$/.exec(part);
     if (!match?.[1] || !match[2]) continue;
-    const change: Change = { do: match[2] };
+    const change: Edit = { do: match[2] };
     if (match[3] !== undefined) change.value = Number(match[3]);
     if (match[4]) change.heads = match[4].split(".").filter(Boolean).map(Number);
     found[match[1]] = change;
@@ -30,7 +30,7 @@ export function read(text: string | undefined): Edits {
 }
 
 /** The same switch pressed again is let go. */
-export function turned(edits: Edits, site: string, change: Change): Edits {
+export function toggleEdit(edits: Edits, site: string, change: Edit): Edits {
   const next = { ...edits };
   if (next[site]?.do === change.do && next[site]?.value === change.value) delete next[site];
   else next[site] = change;
@@ -42,7 +42,7 @@ export function turned(edits: Edits, site: string, change: Change): Edits {
 }
 
 /** One head of a site more or fewer. */
-export function headTurned(edits: Edits, site: string, head: number, how: How, value?: number): Edits {
+export function toggleHead(edits: Edits, site: string, head: number, how: EditOp, value?: number): Edits {
   const now = edits[site];
   const same = now?.do === how && now.value === value;
   const heads = new Set(same ? now?.heads : []);
@@ -55,7 +55,7 @@ export function headTurned(edits: Edits, site: string, head: number, how: How, v
 }
 
 /** What the change says, in a few letters. */
-export function sign(change: Change | undefined): string {
+export function editSymbol(change: Edit | undefined): string {
   if (!change) return "";
   return change.do === "zero" ? "0" : change.do === "mean" ? "x̄" : change.do === "scale" ? `×${change.value ?? 1}` : "✓";
 }
@@ -64,7 +64,7 @@ const DONE: Record<string, string> = { skip: "skipped", swap: "FFN before attent
 const VALUES: Record<string, string> = { zero: "nothing", mean: "its mean for every token" };
 
 /** The change in words. */
-export function told(site: string, change: Change): string {
+export function describeEdit(site: string, change: Edit): string {
   const match = /^(encoder\.|decoder\.)?(?:blocks\.(\d+|\*)(?:\.(attn|cross|ffn)\.(\w+))?|(final_norm|mask|positions))$/.exec(site);
   if (!match) return `${site}: ${change.do}`;
   const [, side = "", layer, part, , whole] = match;

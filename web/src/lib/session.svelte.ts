@@ -1,7 +1,7 @@
 // The model that is looked into, and the text it reads: what every screen shares.
-import { ask, Unanswered } from "./ask";
-import { read } from "./edits";
-import { place } from "./place.svelte";
+import { runQuery, ConnectionError } from "./queryClient";
+import { parseEdits } from "./edits";
+import { urlState } from "./urlState.svelte";
 
 export interface Layer {
   heads: number;
@@ -9,89 +9,89 @@ export interface Layer {
   window: number | null;
 }
 
-export interface About {
+export interface ModelInfo {
   name: string;
   form: "decoder" | "encoder" | "encoder-decoder";
-  parameters: number;
+  num_parameters: number;
   dtype: string;
   d_model: number;
   vocab_size: number;
   context: number | null;
   stacks: Record<string, Layer[]>;
   sites: string[];
-  builds: Record<string, string[]>;
+  structural_edits: Record<string, string[]>;
   has_head: boolean;
-  fresh: boolean;
-  is_run: boolean;
-  most_tokens: number;
-  text: string;
-  source: string | null;
+  is_untrained: boolean;
+  is_run_directory: boolean;
+  max_tokens: number;
+  default_text: string;
+  default_source: string | null;
 }
 
-export interface Look {
+export interface ModelInput {
   tokens: number[];
   source?: number[];
   edits?: Record<string, unknown>;
 }
 
-interface Read {
+interface Tokenized {
   tokens: number[];
-  words: string[];
+  token_strs: string[];
 }
 
 class Session {
-  about = $state<About>();
+  modelInfo = $state<ModelInfo>();
   /** The model's name without the folders it lies in. */
-  called = $derived(this.about?.name.replace(/[/\\]+$/, "").split(/[/\\]/).at(-1) ?? "");
+  modelName = $derived(this.modelInfo?.name.replace(/[/\\]+$/, "").split(/[/\\]/).at(-1) ?? "");
   /** What stands in the address, or what the model is opened with. */
-  text = $derived(place.get("text") ?? this.about?.text ?? "");
-  source = $derived(place.get("source") ?? this.about?.source ?? "");
-  words = $state.raw<string[]>([]);
-  sourceWords = $state.raw<string[]>([]);
-  #read = $state.raw<Look>();
-  /** What is changed in the model while it reads. Break it compares with the model as it is, so there it is no part of the look. */
-  edits = $derived(place.screen === "break" || !this.about ? {} : read(place.get("edits")));
-  look = $derived(this.#read && Object.keys(this.edits).length ? { ...this.#read, edits: this.edits } : this.#read);
+  text = $derived(urlState.get("text") ?? this.modelInfo?.default_text ?? "");
+  source = $derived(urlState.get("source") ?? this.modelInfo?.default_source ?? "");
+  tokenStrs = $state.raw<string[]>([]);
+  sourceTokenStrs = $state.raw<string[]>([]);
+  #tokenized = $state.raw<ModelInput>();
+  /** What is changed in the model while it reads. The edit screen compares with the model as it is, so there it is no part of the input. */
+  edits = $derived(urlState.screen === "edit" || !this.modelInfo ? {} : parseEdits(urlState.get("edits")));
+  modelInput = $derived(this.#tokenized && Object.keys(this.edits).length ? { ...this.#tokenized, edits: this.edits } : this.#tokenized);
   problem = $state<string>();
-  #turn = 0;
+  #requests = 0;
 
   /** The stack that writes the answer, as a site's name begins. */
-  prefix = $derived(this.about?.form === "encoder-decoder" ? "decoder." : "");
-  writer = $derived(this.about?.form === "encoder" ? "encoder" : "decoder");
+  sitePrefix = $derived(this.modelInfo?.form === "encoder-decoder" ? "decoder." : "");
+  outputStack = $derived(this.modelInfo?.form === "encoder" ? "encoder" : "decoder");
   /** The token that is followed; the last one, unless another was chosen. */
-  at = $derived(within(place.number("at"), this.words));
-  sourceAt = $derived(within(place.number("source_at"), this.sourceWords));
+  position = $derived(clampIndex(urlState.number("position"), this.tokenStrs));
+  sourcePosition = $derived(clampIndex(urlState.number("source_position"), this.sourceTokenStrs));
 
   async open(): Promise<void> {
-    this.about = (await ask<About>("about", {})).facts;
+    this.modelInfo = (await runQuery<ModelInfo>("model_info", {})).data;
   }
 
   /** Turn the texts into tokens; the latest wins. */
-  async readTexts(text: string, source: string): Promise<void> {
-    const turn = ++this.#turn;
+  async tokenizeTexts(text: string, source: string): Promise<void> {
+    const request = ++this.#requests;
     try {
-      const two = this.about?.form === "encoder-decoder";
+      const two = this.modelInfo?.form === "encoder-decoder";
       const [mine, other] = await Promise.all([
-        ask<Read>("tokens", { text, side: "text" }),
-        two ? ask<Read>("tokens", { text: source, side: "source" }) : undefined,
+        runQuery<Tokenized>("tokenize", { text, field: "text" }),
+        two ? runQuery<Tokenized>("tokenize", { text: source, field: "source" }) : undefined,
       ]);
-      if (turn !== this.#turn) return;
-      this.words = mine.facts.words;
-      this.sourceWords = other?.facts.words ?? [];
-      this.#read = { tokens: mine.facts.tokens, ...(other ? { source: other.facts.tokens } : {}) };
+      if (request !== this.#requests) return;
+      this.tokenStrs = mine.data.token_strs;
+      this.sourceTokenStrs = other?.data.token_strs ?? [];
+      this.#tokenized = { tokens: mine.data.tokens, ...(other ? { source: other.data.tokens } : {}) };
       this.problem = undefined;
     } catch (error) {
-      if (turn !== this.#turn) return;
+      if (request !== this.#requests) return;
       this.problem = (error as Error).message;
-      if (error instanceof Unanswered) return;
-      [this.words, this.sourceWords, this.#read] = [[], [], undefined]; // a picture of another text would look like this one's
+      if (error instanceof ConnectionError) return;
+      [this.tokenStrs, this.sourceTokenStrs, this.#tokenized] = [[], [], undefined]; // a picture of another text would look like this one's
     }
   }
 }
 
-/** A place among the words, whatever the address says; the last one, unless it says any. */
-function within(place: number | undefined, words: readonly string[]): number {
-  return Math.min(Math.max(0, Math.trunc(place ?? Infinity)), words.length - 1);
+/** An index among the tokens, whatever the address says; the last one, unless it says any. */
+function clampIndex(index: number | undefined, tokens: readonly string[]): number {
+  return Math.min(Math.max(0, Math.trunc(index ?? Infinity)), tokens.length - 1);
 }
 
 export const session = new Session();

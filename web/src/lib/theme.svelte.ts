@@ -1,23 +1,23 @@
-// Light or dark, as the system has it or as was chosen; and the page's colours as numbers, for canvases.
+// Light or dark, as the system has it or as was chosen; and the page's colors as numbers, for canvases.
 export const THEMES = ["auto", "light", "dark"] as const;
 export type Theme = (typeof THEMES)[number];
-export type Colour = readonly [number, number, number];
+export type Color = readonly [number, number, number];
 
 const KEY = "cutaway.theme";
 
-class Themes {
+class ThemeStore {
   chosen = $state<Theme>("auto");
-  /** What the colours are taken from. */
+  /** What the colors are taken from. */
   root = $state<HTMLElement>();
   #turns = $state(0);
-  #known = new Map<string, Colour>();
+  #known = new Map<string, Color>();
 
   constructor() {
     this.chosen = THEMES.find((each) => each === stored()) ?? "auto";
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (this.#turns += 1));
   }
 
-  turn(): void {
+  cycle(): void {
     this.chosen = THEMES[(THEMES.indexOf(this.chosen) + 1) % THEMES.length] ?? "auto";
     try {
       localStorage.setItem(KEY, this.chosen);
@@ -26,13 +26,13 @@ class Themes {
     }
   }
 
-  /** Another text whenever the colours are others. */
+  /** Another text whenever the colors are others. */
   get key(): string {
     return `${this.#turns} ${this.chosen} ${this.root ? 1 : 0}`;
   }
 
-  /** A variable's colour as it is now; whoever asks is asked again when the theme turns. */
-  colour(name: string): Colour {
+  /** A variable's color as it is now; whoever asks is asked again when the theme turns. */
+  color(name: string): Color {
     const key = `${this.key} ${name}`;
     const known = this.#known.get(key);
     if (known) return known;
@@ -43,9 +43,9 @@ class Themes {
     home.appendChild(probe);
     const found = getComputedStyle(probe).color.match(/[\d.]+/g)?.map(Number) ?? [];
     probe.remove();
-    const colour: Colour = [found[0] ?? 0, found[1] ?? 0, found[2] ?? 0];
-    this.#known.set(key, colour);
-    return colour;
+    const color: Color = [found[0] ?? 0, found[1] ?? 0, found[2] ?? 0];
+    this.#known.set(key, color);
+    return color;
   }
 }
 
@@ -57,4 +57,4 @@ function stored(): string | null {
   }
 }
 
-export const theme = new Themes();
+export const theme = new ThemeStore();

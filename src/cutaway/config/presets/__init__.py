@@ -1,55 +1,54 @@
-"""Published models by name. A preset is made when it is asked for, from one builder a family and one row a size."""
+"""Presets: configurations of published models by name, one builder per family and one row per size."""
 
 from functools import cache
 
 from cutaway.callable_module import make_callable
 from cutaway.config.presets import (
-    decoders_classic,
     decoders_gemma,
-    decoders_kin,
+    decoders_gpt2,
     decoders_llama,
     decoders_moe,
-    decoders_parallel,
+    decoders_parallel_residual,
     encoder_decoders,
     encoders,
     tiny,
 )
-from cutaway.config.presets.table import Table
+from cutaway.config.presets.preset_table import PresetTable
 from cutaway.config.transformer import Config
 from cutaway.errors import ConfigError
-from cutaway.shipped import shipped
+from cutaway.pretrained import list_pretrained
 
-TABLES = (
-    decoders_classic.PRESETS,
-    decoders_parallel.PRESETS,
+PRESET_TABLES = (
+    decoders_gpt2.PRESETS,
+    decoders_parallel_residual.PRESETS,
     decoders_llama.PRESETS,
-    decoders_kin.PRESETS,
+    decoders_llama.LLAMA_VARIANT_PRESETS,
     decoders_gemma.PRESETS,
     decoders_moe.PRESETS,
     encoders.PRESETS,
     encoder_decoders.PRESETS,
     tiny.PRESETS,
 )
-PRESETS: Table = {name: make for table in TABLES for name, make in table.items()}
+PRESETS: PresetTable = {name: make for table in PRESET_TABLES for name, make in table.items()}
 
 
 def presets() -> list[str]:
-    """The names that `config` knows."""
+    """The names of all presets."""
     return list(PRESETS)
 
 
 @cache
-def preset(name: str) -> Config:
-    """The preset of this name."""
+def build_preset(name: str) -> Config:
+    """Build the configuration of a preset."""
     if name not in PRESETS:
-        import difflib  # only mistakes need it
+        import difflib  # imported only for the error message
 
-        near = difflib.get_close_matches(name, [*shipped(), *PRESETS], n=3)
+        near = difflib.get_close_matches(name, [*list_pretrained(), *PRESETS], n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "`cutaway presets` lists them"
         raise ConfigError(f"there is no preset or file named '{name}'; {hint}")
     return PRESETS[name]()
 
 
-__all__ = ["PRESETS", "preset", "presets"]
+__all__ = ["PRESETS", "build_preset", "presets"]
 
 make_callable(__name__, presets)

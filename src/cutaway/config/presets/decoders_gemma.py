@@ -1,31 +1,32 @@
-"""The Gemma line: embeddings scaled by sqrt(d), gains stored around zero, GeGLU, wide heads."""
+"""Gemma, Gemma 2 and Gemma 3: embeddings scaled by sqrt(d_model), norm gains stored around zero, GeGLU."""
 
 from functools import partial
 
 from cutaway.config.attention import MultiHead, QKNorm
-from cutaway.config.embedding import Embedding, Head
+from cutaway.config.embedding import Embedding
 from cutaway.config.ffn import Gated
+from cutaway.config.head import LMHead
 from cutaway.config.norms import RMSNorm
 from cutaway.config.positions import LinearScaling, NoScaling, Rope, RopeScaling
-from cutaway.config.presets.table import Table
-from cutaway.config.stack import Block, Pre, Sandwich, Stack
+from cutaway.config.presets.preset_table import PresetTable
+from cutaway.config.stack import Block, PreNorm, SandwichNorm, Stack
 from cutaway.config.transformer import Decoder
 
-NORM = RMSNorm(unit_offset=True)
+GEMMA_NORM = RMSNorm(unit_offset=True)
 
 
-def gemma_shaped(
+def gemma_like(
     vocab_size: int,
     d_model: int,
     layers: int,
     hidden: int,
-    attentions: tuple[MultiHead, ...],
+    layer_pattern: tuple[MultiHead, ...],
     *,
     context: int,
-    placement: Pre | Sandwich,
+    placement: PreNorm | SandwichNorm,
     softcap: float | None = None,
 ) -> Decoder:
-    """What the three generations share; `attentions` is the pattern of layers."""
+    """The architecture that the three generations share; `layer_pattern` is the pattern of attention layers."""
     ffn = Gated(hidden=hidden, activation="gelu_tanh")
     return Decoder(
         vocab_size=vocab_size,
@@ -33,31 +34,40 @@ def gemma_shaped(
         context=context,
         decoder=Stack(
             layers=layers,
-            block=tuple(Block(attention=attention, ffn=ffn) for attention in attentions),
+            block=tuple(Block(attention=attention, ffn=ffn) for attention in layer_pattern),
             embedding=Embedding(scale="sqrt_d_model"),
-            norm=NORM,
+            norm=GEMMA_NORM,
             placement=placement,
         ),
-        head=Head(softcap=softcap),
+        head=LMHead(softcap=softcap),
     )
 
 
 def gemma(d_model: int, layers: int, heads: int, kv_heads: int, hidden: int) -> Decoder:
     """https://arxiv.org/abs/2403.08295"""
     attention = MultiHead(heads=heads, kv_heads=kv_heads, d_head=256)
-    return gemma_shaped(256000, d_model, layers, hidden, (attention,), context=8192, placement=Pre())
+    return gemma_like(256000, d_model, layers, hidden, (attention,), context=8192, placement=PreNorm())
 
 
 def gemma2(
-    d_model: int, layers: int, heads: int, kv_heads: int, hidden: int, *, d_head: int = 256, scores_over: int = 256
+    d_model: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    hidden: int,
+    *,
+    d_head: int = 256,
+    query_pre_attn_scalar: int = 256,
 ) -> Decoder:
-    """https://arxiv.org/abs/2408.00118: near and far layers in turn, capped scores and logits.
+    """https://arxiv.org/abs/2408.00118: alternating sliding-window and global layers, softcap on scores and logits.
 
-    Scores are divided by sqrt(scores_over).
+    Scores are divided by sqrt(query_pre_attn_scalar).
     """
-    far = MultiHead(heads=heads, kv_heads=kv_heads, d_head=d_head, scale=scores_over**-0.5, softcap=50.0)
+    far = MultiHead(heads=heads, kv_heads=kv_heads, d_head=d_head, scale=query_pre_attn_scalar**-0.5, softcap=50.0)
     near = far.replace(window=4096)
-    return gemma_shaped(256000, d_model, layers, hidden, (near, far), context=8192, placement=Sandwich(), softcap=30.0)
+    return gemma_like(
+        256000, d_model, layers, hidden, (near, far), context=8192, placement=SandwichNorm(), softcap=30.0
+    )
 
 
 def gemma3(
@@ -71,36 +81,36 @@ def gemma3(
     window: int,
     context: int,
     d_head: int = 256,
-    scores_over: int = 256,
+    query_pre_attn_scalar: int = 256,
     scaling: RopeScaling = NoScaling(),
 ) -> Decoder:
-    """https://arxiv.org/abs/2503.19786: five near layers to a far one, which turns more slowly; qk-norm. Text only."""
+    """https://arxiv.org/abs/2503.19786: five sliding-window layers per global layer; QK-norm. Text only."""
     far = MultiHead(
         heads=heads,
         kv_heads=kv_heads,
         d_head=d_head,
-        scale=scores_over**-0.5,
-        qk_norm=QKNorm(norm=NORM),
+        scale=query_pre_attn_scalar**-0.5,
+        qk_norm=QKNorm(norm=GEMMA_NORM),
         position=Rope(theta=1e6, scaling=scaling),
     )
     near = far.replace(position=Rope(), window=window)
-    return gemma_shaped(
-        vocab_size, d_model, layers, hidden, (near,) * 5 + (far,), context=context, placement=Sandwich()
+    return gemma_like(
+        vocab_size, d_model, layers, hidden, (near,) * 5 + (far,), context=context, placement=SandwichNorm()
     )
 
 
 GEMMA_3_SMALL = partial(gemma3, 262144, window=512, context=32768)
 GEMMA_3_LARGE = partial(gemma3, 262208, window=1024, context=131072, scaling=LinearScaling(factor=8.0))
 
-PRESETS: Table = {
+PRESETS: PresetTable = {
     "gemma-2b": partial(gemma, 2048, 18, 8, 1, 16384),
     "gemma-7b": partial(gemma, 3072, 28, 16, 16, 24576),
     "gemma-2-2b": partial(gemma2, 2304, 26, 8, 4, 9216),
     "gemma-2-9b": partial(gemma2, 3584, 42, 16, 8, 14336),
-    "gemma-2-27b": partial(gemma2, 4608, 46, 32, 16, 36864, d_head=128, scores_over=144),
+    "gemma-2-27b": partial(gemma2, 4608, 46, 32, 16, 36864, d_head=128, query_pre_attn_scalar=144),
     "gemma-3-270m": partial(GEMMA_3_SMALL, 640, 18, 4, 1, 2048),
     "gemma-3-1b": partial(GEMMA_3_SMALL, 1152, 26, 4, 1, 6912),
     "gemma-3-4b": partial(GEMMA_3_LARGE, 2560, 34, 8, 4, 10240),
     "gemma-3-12b": partial(GEMMA_3_LARGE, 3840, 48, 16, 8, 15360),
-    "gemma-3-27b": partial(GEMMA_3_LARGE, 5376, 62, 32, 16, 21504, d_head=128, scores_over=168),
+    "gemma-3-27b": partial(GEMMA_3_LARGE, 5376, 62, 32, 16, 21504, d_head=128, query_pre_attn_scalar=168),
 }

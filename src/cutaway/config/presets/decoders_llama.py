@@ -1,14 +1,17 @@
-"""Decoders of the Llama line: RMSNorm, RoPE, a gated FFN, no biases unless said."""
+"""Decoders similar to Llama (RMSNorm, RoPE, gated FFN): Llama, Mistral, Qwen, Phi-3, Granite, SmolLM3, OLMo …"""
 
+import math
 from functools import partial
 
 from cutaway.config.attention import MultiHead, Projection, QKNorm
-from cutaway.config.embedding import Head
+from cutaway.config.embedding import Embedding
 from cutaway.config.ffn import Gated
-from cutaway.config.norms import Norm, RMSNorm
-from cutaway.config.positions import Llama3Scaling, NoScaling, Rope, RopeScaling
-from cutaway.config.presets.table import QKV_BIASES, Table
-from cutaway.config.stack import Block, Stack
+from cutaway.config.head import LMHead
+from cutaway.config.init import NormalInit
+from cutaway.config.norms import LayerNorm, Norm, RMSNorm
+from cutaway.config.positions import Llama3Scaling, LongRope, NoPosition, NoScaling, Rope, RopeScaling
+from cutaway.config.presets.preset_table import QKV_BIASES, PresetTable
+from cutaway.config.stack import Block, OutputNorm, ParallelResidual, PreNorm, Stack
 from cutaway.config.transformer import Decoder
 
 
@@ -29,9 +32,9 @@ def llama(
     window: int | None = None,
     bias: tuple[Projection, ...] = (),
     qk_norm: QKNorm | None = None,
-    clip: float | None = None,
+    clip_qkv: float | None = None,
 ) -> Decoder:
-    """https://arxiv.org/abs/2302.13971, and what others changed of it.
+    """https://arxiv.org/abs/2302.13971, with the options of its derivatives.
 
     Llama 2: https://arxiv.org/abs/2307.09288; Llama 3: https://arxiv.org/abs/2407.21783;
     TinyLlama: https://arxiv.org/abs/2401.02385; Mistral: https://arxiv.org/abs/2310.06825;
@@ -52,13 +55,13 @@ def llama(
                     window=window,
                     bias=bias,
                     qk_norm=qk_norm,
-                    clip=clip,
+                    clip_qkv=clip_qkv,
                 ),
                 ffn=Gated(hidden=hidden),
             ),
             norm=norm,
         ),
-        head=Head(tied=tied),
+        head=LMHead(tied=tied),
     )
 
 
@@ -74,7 +77,7 @@ def qwen2(
     tied: bool = False,
     eps: float = 1e-6,
 ) -> Decoder:
-    """https://arxiv.org/abs/2412.15115: biases on queries, keys and values."""
+    """https://arxiv.org/abs/2412.15115: biases on the q, k and v projections."""
     return llama(
         vocab_size,
         d_model,
@@ -91,7 +94,7 @@ def qwen2(
 
 
 def qwen3(d_model: int, layers: int, heads: int, hidden: int, *, tied: bool = False) -> Decoder:
-    """https://arxiv.org/abs/2505.09388: a norm on each head's queries and keys."""
+    """https://arxiv.org/abs/2505.09388: QK-norm per head."""
     return llama(
         151936,
         d_model,
@@ -109,10 +112,15 @@ def qwen3(d_model: int, layers: int, heads: int, hidden: int, *, tied: bool = Fa
 
 
 LLAMA_3 = partial(llama, 128256, theta=500000.0)
+
+
 LLAMA_3_LONG = partial(LLAMA_3, context=131072, scaling=Llama3Scaling())
+
+
 LLAMA_3_2 = partial(LLAMA_3, context=131072, scaling=Llama3Scaling(factor=32.0), tied=True)
 
-PRESETS: Table = {
+
+PRESETS: PresetTable = {
     "llama-7b": partial(llama, 32000, 4096, 32, 32, 32, 11008, context=2048, norm=RMSNorm()),
     "llama-13b": partial(llama, 32000, 5120, 40, 40, 40, 13824, context=2048, norm=RMSNorm()),
     "llama-30b": partial(llama, 32000, 6656, 60, 52, 52, 17920, context=2048, norm=RMSNorm()),
@@ -148,4 +156,182 @@ PRESETS: Table = {
     "qwen3-8b": partial(qwen3, 4096, 36, 32, 12288),
     "qwen3-14b": partial(qwen3, 5120, 40, 40, 17408),
     "qwen3-32b": partial(qwen3, 5120, 64, 64, 25600),
+}
+
+
+# fmt: off
+PHI_3_5_SHORT = (
+    1.0, 1.0199999809265137, 1.0299999713897705, 1.0299999713897705, 1.0499999523162842, 1.0499999523162842,
+    1.0499999523162842, 1.0499999523162842, 1.0499999523162842, 1.0699999332427979, 1.0999999046325684,
+    1.1099998950958252, 1.1599998474121094, 1.1599998474121094, 1.1699998378753662, 1.2899998426437378,
+    1.339999794960022, 1.679999828338623, 1.7899998426437378, 1.8199998140335083, 1.8499997854232788,
+    1.8799997568130493, 1.9099997282028198, 1.9399996995925903, 1.9899996519088745, 2.0199997425079346,
+    2.0199997425079346, 2.0199997425079346, 2.0199997425079346, 2.0199997425079346, 2.0199997425079346,
+    2.0299997329711914, 2.0299997329711914, 2.0299997329711914, 2.0299997329711914, 2.0299997329711914,
+    2.0299997329711914, 2.0299997329711914, 2.0299997329711914, 2.0299997329711914, 2.0799996852874756,
+    2.0899996757507324, 2.189999580383301, 2.2199995517730713, 2.5899994373321533, 2.729999542236328,
+    2.749999523162842, 2.8399994373321533,
+)
+
+
+PHI_3_5_LONG = (
+    1.0800000429153442, 1.1100000143051147, 1.1399999856948853, 1.340000033378601, 1.5899999141693115,
+    1.600000023841858, 1.6200000047683716, 2.620000123977661, 3.2300000190734863, 3.2300000190734863,
+    4.789999961853027, 7.400000095367432, 7.700000286102295, 9.09000015258789, 12.199999809265137,
+    17.670000076293945, 24.46000099182129, 28.57000160217285, 30.420001983642578, 30.840002059936523,
+    32.590003967285156, 32.93000411987305, 42.320003509521484, 44.96000289916992, 50.340003967285156,
+    50.45000457763672, 57.55000305175781, 57.93000411987305, 58.21000289916992, 60.1400032043457,
+    62.61000442504883, 62.62000274658203, 62.71000289916992, 63.1400032043457, 63.1400032043457,
+    63.77000427246094, 63.93000411987305, 63.96000289916992, 63.970001220703125, 64.02999877929688,
+    64.06999969482422, 64.08000183105469, 64.12000274658203, 64.41000366210938, 64.4800033569336,
+    64.51000213623047, 64.52999877929688, 64.83999633789062,
+)
+
+
+# fmt: on
+
+
+def granite(
+    vocab_size: int,
+    d_model: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    hidden: int,
+    *,
+    logits_scaling: float,
+    context: int = 4096,
+    theta: float = 10000.0,
+    dropout: float = 0.1,
+) -> Decoder:
+    """https://github.com/ibm-granite/granite-3.0-language-models: scores divided by d_head, residual_scale below 1
+    (https://arxiv.org/abs/2408.13359)."""
+    plain = llama(vocab_size, d_model, layers, heads, kv_heads, hidden, context=context, theta=theta)
+    (block,) = plain.decoder.block
+    return plain.replace(
+        decoder=plain.decoder.replace(
+            block=block.replace(attention=block.attention.replace(scale=heads / d_model, dropout=dropout)),
+            embedding=Embedding(scale=12.0),
+            residual_scale=0.22,
+        ),
+        head=LMHead(scale=1 / logits_scaling),
+    )
+
+
+def smollm3() -> Decoder:
+    """https://huggingface.co/blog/smollm3: no RoPE in every fourth layer (https://arxiv.org/abs/2501.18795)."""
+    plain = llama(128256, 2048, 36, 16, 4, 11008, context=65536, theta=5e6, tied=True, norm=RMSNorm())
+    (block,) = plain.decoder.block
+    bare = block.replace(attention=block.attention.replace(position=NoPosition()))
+    return plain.replace(decoder=plain.decoder.replace(block=(block, block, block, bare)))
+
+
+def olmo(
+    d_model: int,
+    layers: int,
+    heads: int,
+    hidden: int,
+    *,
+    context: int = 2048,
+    tied: bool = False,
+    clip_qkv: float | None = None,
+) -> Decoder:
+    """https://arxiv.org/abs/2402.00838: LayerNorm without gain or bias."""
+    norm = LayerNorm(gain=False, bias=False)
+    return llama(50304, d_model, layers, heads, heads, hidden, context=context, tied=tied, norm=norm, clip_qkv=clip_qkv)
+
+
+def olmo2(d_model: int, layers: int, heads: int, kv_heads: int, hidden: int) -> Decoder:
+    """https://arxiv.org/abs/2501.00656: output norms, and QK-norm over all heads."""
+    plain = llama(
+        100352,
+        d_model,
+        layers,
+        heads,
+        kv_heads,
+        hidden,
+        context=4096,
+        theta=500000.0,
+        norm=RMSNorm(),
+        qk_norm=QKNorm(over="full"),
+    )
+    return plain.replace(decoder=plain.decoder.replace(placement=OutputNorm()), init=NormalInit(depth_scaled=False))
+
+
+def stablelm(
+    vocab_size: int,
+    d_model: int,
+    layers: int,
+    kv_heads: int,
+    hidden: int,
+    *,
+    qkv_bias: bool = False,
+    qk_norm: QKNorm | None = None,
+    placement: PreNorm | ParallelResidual = PreNorm(),
+) -> Decoder:
+    """https://arxiv.org/abs/2402.17834: LayerNorm, and RoPE on a quarter of the head dimension."""
+    return Decoder(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        context=4096,
+        decoder=Stack(
+            layers=layers,
+            block=Block(
+                attention=MultiHead(
+                    heads=32,
+                    kv_heads=kv_heads,
+                    bias=QKV_BIASES if qkv_bias else (),
+                    qk_norm=qk_norm,
+                    position=Rope(rotary_dim=d_model // 32 // 4),
+                ),
+                ffn=Gated(hidden=hidden),
+            ),
+            norm=LayerNorm(),
+            placement=placement,
+        ),
+        head=LMHead(tied=False),
+    )
+
+
+PHI_3_MINI = partial(llama, 32064, 3072, 32, 32, 32, 8192)  # https://arxiv.org/abs/2404.14219
+
+
+PHI_3_5_ROPE = LongRope(
+    original_length=4096,
+    attention_factor=math.sqrt(1 + math.log(131072 / 4096) / math.log(4096)),
+    short_factors=PHI_3_5_SHORT,
+    long_factors=PHI_3_5_LONG,
+)
+
+
+LLAMA_VARIANT_PRESETS: PresetTable = {
+    "phi-3-mini-4k": partial(PHI_3_MINI, context=4096, window=2047),
+    "phi-3.5-mini": partial(PHI_3_MINI, context=131072, scaling=PHI_3_5_ROPE),
+    "phi-3-medium-4k": partial(llama, 32064, 5120, 40, 40, 10, 17920, context=4096, window=2047),
+    "phi-4": partial(llama, 100352, 5120, 40, 40, 10, 17920, context=16384, theta=250000.0),
+    "granite-3.0-2b": partial(granite, 49155, 2048, 40, 32, 8, 8192, logits_scaling=8.0),
+    "granite-3.0-8b": partial(granite, 49155, 4096, 40, 32, 8, 12800, logits_scaling=16.0),
+    "granite-3.3-8b": partial(
+        granite, 49159, 4096, 40, 32, 8, 12800, logits_scaling=16.0, context=131072, theta=1e7, dropout=0.0
+    ),
+    "smollm3-3b": smollm3,
+    "olmo-1b": partial(olmo, 2048, 16, 16, 8192, tied=True),
+    "olmo-7b": partial(olmo, 4096, 32, 32, 11008),
+    "olmo-7b-0424": partial(olmo, 4096, 32, 32, 11008, context=4096, clip_qkv=8.0),
+    "olmo-2-1b": partial(olmo2, 2048, 16, 16, 16, 8192),
+    "olmo-2-7b": partial(olmo2, 4096, 32, 32, 32, 11008),
+    "olmo-2-13b": partial(olmo2, 5120, 40, 40, 40, 13824),
+    "olmo-2-32b": partial(olmo2, 5120, 64, 40, 8, 27648),
+    "stablelm-3b": partial(stablelm, 50304, 2560, 32, 32, 6912),
+    "stablelm-2-1.6b": partial(stablelm, 100352, 2048, 24, 32, 5632, qkv_bias=True),
+    "stablelm-2-12b": partial(
+        stablelm,
+        100352,
+        5120,
+        40,
+        8,
+        13824,
+        qk_norm=QKNorm(norm=LayerNorm(bias=False), gain_per_head=True),
+        placement=ParallelResidual(),
+    ),
 }

@@ -1,20 +1,21 @@
-"""Decoders with a mixture of experts, and those with latent attention."""
+"""Mixture-of-experts decoders: Mixtral, DBRX, OLMoE, Qwen3-MoE, Granite-MoE, gpt-oss, DeepSeek."""
 
 import math
 from functools import partial
 
-from cutaway.config.attention import Latent, MultiHead, QKNorm
-from cutaway.config.embedding import Embedding, Head
-from cutaway.config.ffn import ClampedSwiGLU, Gated, Groups, Moe, Router
-from cutaway.config.initialisation import Normal
+from cutaway.config.attention import LatentAttention, MultiHead, QKNorm
+from cutaway.config.embedding import Embedding
+from cutaway.config.ffn import ClampedSwiGLU, ExpertGroups, Gated, Moe, Router
+from cutaway.config.head import LMHead
+from cutaway.config.init import NormalInit
 from cutaway.config.norms import LayerNorm, Norm, RMSNorm
 from cutaway.config.positions import Rope, Yarn
-from cutaway.config.presets.table import ALL_BIASES, Table
+from cutaway.config.presets.preset_table import ALL_BIASES, PresetTable
 from cutaway.config.stack import Block, Stack
 from cutaway.config.transformer import Decoder
 
 
-def sparse_llama(
+def moe_llama(
     vocab_size: int,
     d_model: int,
     layers: int,
@@ -24,13 +25,13 @@ def sparse_llama(
     context: int,
     norm: Norm = RMSNorm(eps=1e-5),
 ) -> Decoder:
-    """A Llama whose every FFN is a mixture."""
+    """Llama with a mixture of experts in every layer."""
     return Decoder(
         vocab_size=vocab_size,
         d_model=d_model,
         context=context,
         decoder=Stack(layers=layers, block=Block(attention=attention, ffn=ffn), norm=norm),
-        head=Head(tied=False),
+        head=LMHead(tied=False),
     )
 
 
@@ -38,43 +39,43 @@ def mixtral(vocab_size: int, d_model: int, layers: int, heads: int, hidden: int,
     """https://arxiv.org/abs/2401.04088: two of eight experts."""
     attention = MultiHead(heads=heads, kv_heads=8, position=Rope(theta=1e6))
     ffn = Moe(experts=8, router=Router(top_k=2), expert=Gated(hidden=hidden))
-    return sparse_llama(vocab_size, d_model, layers, attention, ffn, context=context)
+    return moe_llama(vocab_size, d_model, layers, attention, ffn, context=context)
 
 
 def dbrx() -> Decoder:
     """https://www.databricks.com/blog/introducing-dbrx-new-state-art-open-llm: no bias on the norm, clipped q, k, v."""
-    attention = MultiHead(heads=48, kv_heads=8, position=Rope(theta=500000.0), clip=8.0)
+    attention = MultiHead(heads=48, kv_heads=8, position=Rope(theta=500000.0), clip_qkv=8.0)
     ffn = Moe(experts=16, router=Router(top_k=4), expert=Gated(hidden=10752))
-    return sparse_llama(100352, 6144, 40, attention, ffn, context=32768, norm=LayerNorm(bias=False))
+    return moe_llama(100352, 6144, 40, attention, ffn, context=32768, norm=LayerNorm(bias=False))
 
 
 def olmoe() -> Decoder:
-    """https://arxiv.org/abs/2409.02060: 8 of 64 experts, their weights left as the softmax gives them."""
+    """https://arxiv.org/abs/2409.02060: 8 of 64 experts, softmax weights without renormalization."""
     norm = RMSNorm(eps=1e-5)
     attention = MultiHead(heads=16, qk_norm=QKNorm(norm=norm, over="full"))
-    ffn = Moe(experts=64, router=Router(top_k=8, renormalise=False), expert=Gated(hidden=1024))
-    return sparse_llama(50304, 2048, 16, attention, ffn, context=4096)
+    ffn = Moe(experts=64, router=Router(top_k=8, renormalize=False), expert=Gated(hidden=1024))
+    return moe_llama(50304, 2048, 16, attention, ffn, context=4096)
 
 
 def qwen3_moe(d_model: int, layers: int, heads: int, hidden: int) -> Decoder:
     """https://arxiv.org/abs/2505.09388: 8 of 128 experts."""
     attention = MultiHead(heads=heads, kv_heads=4, d_head=128, qk_norm=QKNorm(), position=Rope(theta=1e6))
     ffn = Moe(experts=128, router=Router(top_k=8), expert=Gated(hidden=hidden))
-    return sparse_llama(151936, d_model, layers, attention, ffn, context=40960, norm=RMSNorm())
+    return moe_llama(151936, d_model, layers, attention, ffn, context=40960, norm=RMSNorm())
 
 
 def granite_moe(d_model: int, layers: int, heads: int, experts: int) -> Decoder:
     """https://github.com/ibm-granite/granite-3.0-language-models: 8 small experts, and Granite's multipliers."""
     attention = MultiHead(heads=heads, kv_heads=8, scale=heads / d_model)
     ffn = Moe(experts=experts, router=Router(top_k=8), expert=Gated(hidden=512))
-    plain = sparse_llama(49155, d_model, layers, attention, ffn, context=4096, norm=RMSNorm())
+    plain = moe_llama(49155, d_model, layers, attention, ffn, context=4096, norm=RMSNorm())
     return plain.replace(
-        decoder=plain.decoder.replace(embedding=Embedding(scale=12.0), residual_scale=0.22), head=Head(scale=1 / 6)
+        decoder=plain.decoder.replace(embedding=Embedding(scale=12.0), residual_scale=0.22), head=LMHead(scale=1 / 6)
     )
 
 
 def gpt_oss(layers: int, experts: int) -> Decoder:
-    """https://arxiv.org/abs/2508.10925: near and far layers in turn, a sink a head, biases even on the router."""
+    """https://arxiv.org/abs/2508.10925: alternating windows, attention sinks, biases (also in the router)."""
     far = MultiHead(
         heads=64,
         kv_heads=8,
@@ -94,7 +95,7 @@ def gpt_oss(layers: int, experts: int) -> Decoder:
             block=(Block(attention=near, ffn=ffn), Block(attention=far, ffn=ffn)),
             norm=RMSNorm(eps=1e-5),
         ),
-        head=Head(tied=False),
+        head=LMHead(tied=False),
     )
 
 
@@ -108,14 +109,14 @@ def deepseek(
     *,
     dense_layers: int,
     ffn: Moe,
-    yarn_temperature: float,
+    mscale_all_dim: float,
 ) -> Decoder:
-    """https://arxiv.org/abs/2405.04434 (V2), https://arxiv.org/abs/2412.19437 (V3): latent attention, then experts.
+    """https://arxiv.org/abs/2405.04434 (V2), https://arxiv.org/abs/2412.19437 (V3): MLA and MoE.
 
     YaRN's temperature is not on cos and sin, which turn a part of each head only, but on all scores: its factor
     (0.1 · yarn_temperature · ln 40 + 1) is squared, once for the query and once for the key.
     """
-    attention = Latent(
+    attention = LatentAttention(
         heads=heads,
         q_rank=q_rank,
         kv_rank=512,
@@ -123,7 +124,7 @@ def deepseek(
         d_rope=64,
         d_value=128,
         position=Rope(layout="interleaved", scaling=Yarn(factor=40.0, original_length=4096, attention_factor=1.0)),
-        scale=(128 + 64) ** -0.5 * (0.1 * yarn_temperature * math.log(40.0) + 1) ** 2,
+        scale=(128 + 64) ** -0.5 * (0.1 * mscale_all_dim * math.log(40.0) + 1) ** 2,
     )
     return Decoder(
         vocab_size=vocab_size,
@@ -131,32 +132,32 @@ def deepseek(
         context=163840,
         decoder=Stack(
             layers=layers,
-            lead=(Block(attention=attention, ffn=Gated(hidden=hidden)),) * dense_layers,
+            leading_blocks=(Block(attention=attention, ffn=Gated(hidden=hidden)),) * dense_layers,
             block=Block(attention=attention, ffn=ffn),
             norm=RMSNorm(),
         ),
-        head=Head(tied=False),
-        init=Normal(std=0.006, depth_scaled=False),
+        head=LMHead(tied=False),
+        init=NormalInit(std=0.006, depth_scaled=False),
     )
 
 
 DEEPSEEK_V2_LITE_FFN = Moe(
-    experts=64, router=Router(top_k=6, renormalise=False), expert=Gated(hidden=1408), shared=Gated(hidden=2 * 1408)
+    experts=64, router=Router(top_k=6, renormalize=False), expert=Gated(hidden=1408), shared=Gated(hidden=2 * 1408)
 )
 DEEPSEEK_V2_FFN = Moe(
     experts=160,
-    router=Router(top_k=6, renormalise=False, scale=16.0, groups=Groups(count=8, keep=3, score="max")),
+    router=Router(top_k=6, renormalize=False, scale=16.0, groups=ExpertGroups(num_groups=8, top_k=3, score="max")),
     expert=Gated(hidden=1536),
     shared=Gated(hidden=2 * 1536),
 )
 DEEPSEEK_V3_FFN = Moe(
     experts=256,
-    router=Router(score="sigmoid", top_k=8, scale=2.5, selection_bias=True, groups=Groups(count=8, keep=4)),
+    router=Router(score="sigmoid", top_k=8, scale=2.5, selection_bias=True, groups=ExpertGroups(num_groups=8, top_k=4)),
     expert=Gated(hidden=2048),
     shared=Gated(hidden=2048),
 )
 
-PRESETS: Table = {
+PRESETS: PresetTable = {
     "mixtral-8x7b": partial(mixtral, 32000, 4096, 32, 32, 14336, context=32768),
     "mixtral-8x22b": partial(mixtral, 32768, 6144, 56, 48, 16384, context=65536),
     "dbrx-132b": dbrx,
@@ -177,12 +178,12 @@ PRESETS: Table = {
         10944,
         dense_layers=1,
         ffn=DEEPSEEK_V2_LITE_FFN,
-        yarn_temperature=0.707,
+        mscale_all_dim=0.707,
     ),
     "deepseek-v2": partial(
-        deepseek, 102400, 5120, 60, 128, 1536, 12288, dense_layers=1, ffn=DEEPSEEK_V2_FFN, yarn_temperature=0.707
+        deepseek, 102400, 5120, 60, 128, 1536, 12288, dense_layers=1, ffn=DEEPSEEK_V2_FFN, mscale_all_dim=0.707
     ),
     "deepseek-v3": partial(
-        deepseek, 129280, 7168, 61, 128, 1536, 18432, dense_layers=3, ffn=DEEPSEEK_V3_FFN, yarn_temperature=1.0
+        deepseek, 129280, 7168, 61, 128, 1536, 18432, dense_layers=3, ffn=DEEPSEEK_V3_FFN, mscale_all_dim=1.0
     ),
 }

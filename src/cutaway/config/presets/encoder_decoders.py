@@ -1,23 +1,24 @@
-"""Encoder-decoders: the 2017 Transformer, the T5 line, the BART line."""
+"""Encoder-decoders: the 2017 Transformer, T5, mT5, BART, mBART, Marian, Pegasus."""
 
 from functools import partial
 
 from cutaway.config.attention import Cross, MultiHead
-from cutaway.config.embedding import Embedding, Head
+from cutaway.config.embedding import Embedding
 from cutaway.config.ffn import Activation, Gated, Mlp
-from cutaway.config.initialisation import Init, Normal, T5Init, Xavier
+from cutaway.config.head import LMHead
+from cutaway.config.init import Init, NormalInit, T5Init, XavierInit
 from cutaway.config.norms import LayerNorm, NoNorm, Norm, RMSNorm
-from cutaway.config.positions import Learned, NoPosition, RelativeBias, Sinusoidal
-from cutaway.config.presets.table import ALL_BIASES, Table
-from cutaway.config.stack import Block, CrossBlock, CrossStack, Post, Pre, Stack
+from cutaway.config.positions import LearnedPosition, NoPosition, RelativeBias, SinusoidalPosition
+from cutaway.config.presets.preset_table import ALL_BIASES, PresetTable
+from cutaway.config.stack import Block, CrossBlock, CrossStack, PostNorm, PreNorm, Stack
 from cutaway.config.transformer import EncoderDecoder
 
 
 def transformer(d_model: int, hidden: int, heads: int, *, dropout: float) -> EncoderDecoder:
-    """https://arxiv.org/abs/1706.03762, for English to German: one table of about 37,000 tokens."""
+    """https://arxiv.org/abs/1706.03762, English to German: one shared vocabulary of about 37,000 tokens."""
     attention = MultiHead(heads=heads, position=NoPosition())
     ffn = Mlp(hidden=hidden, activation="relu")
-    embedding = Embedding(position=Sinusoidal(), scale="sqrt_d_model", dropout=dropout)
+    embedding = Embedding(position=SinusoidalPosition(), scale="sqrt_d_model", dropout=dropout)
     norm = LayerNorm(eps=1e-6)
     return EncoderDecoder(
         vocab_size=37000,
@@ -27,7 +28,7 @@ def transformer(d_model: int, hidden: int, heads: int, *, dropout: float) -> Enc
             block=Block(attention=attention, ffn=ffn),
             embedding=embedding,
             norm=norm,
-            placement=Post(),
+            placement=PostNorm(),
             dropout=dropout,
         ),
         decoder=CrossStack(
@@ -35,10 +36,10 @@ def transformer(d_model: int, hidden: int, heads: int, *, dropout: float) -> Enc
             block=CrossBlock(attention=attention, cross=Cross(heads=heads), ffn=ffn),
             embedding=embedding,
             norm=norm,
-            placement=Post(),
+            placement=PostNorm(),
             dropout=dropout,
         ),
-        init=Xavier(),
+        init=XavierInit(),
     )
 
 
@@ -89,12 +90,12 @@ def t5(
             dropout=dropout,
             final_dropout=dropout,
         ),
-        head=Head(tied=False) if gated else Head(scale=d_model**-0.5),
+        head=LMHead(tied=False) if gated else LMHead(scale=d_model**-0.5),
         init=T5Init(),
     )
 
 
-def bart_shaped(
+def bart_like(
     vocab_size: int,
     d_model: int,
     layers: int,
@@ -102,24 +103,24 @@ def bart_shaped(
     *,
     context: int,
     activation: Activation,
-    position: Learned | Sinusoidal,
+    position: LearnedPosition | SinusoidalPosition,
     embedding_norm: Norm = NoNorm(),
-    embedding_scale: bool = False,
-    placement: Pre | Post = Post(),
+    scale_embedding: bool = False,
+    placement: PreNorm | PostNorm = PostNorm(),
     dropout: float = 0.1,
-    inner_dropout: float = 0.0,
-    init: Init = Normal(depth_scaled=False),
+    activation_dropout: float = 0.0,
+    init: Init = NormalInit(depth_scaled=False),
 ) -> EncoderDecoder:
-    """Biases everywhere, one table for both sides and the head, a fixed bias on the logits.
+    """Biases in all layers, one embedding for encoder, decoder and head, a fixed bias on the logits.
 
     `inner_dropout` is on attention patterns and hidden values.
     """
-    attention = MultiHead(heads=heads, bias=ALL_BIASES, position=NoPosition(), dropout=inner_dropout)
-    cross = Cross(heads=heads, bias=ALL_BIASES, dropout=inner_dropout)
-    ffn = Mlp(activation=activation, dropout=inner_dropout)
+    attention = MultiHead(heads=heads, bias=ALL_BIASES, position=NoPosition(), dropout=activation_dropout)
+    cross = Cross(heads=heads, bias=ALL_BIASES, dropout=activation_dropout)
+    ffn = Mlp(activation=activation, dropout=activation_dropout)
     embedding = Embedding(
         position=position,
-        scale="sqrt_d_model" if embedding_scale else 1.0,
+        scale="sqrt_d_model" if scale_embedding else 1.0,
         norm=embedding_norm,
         dropout=dropout,
     )
@@ -143,77 +144,77 @@ def bart_shaped(
             placement=placement,
             dropout=dropout,
         ),
-        head=Head(bias="fixed"),
+        head=LMHead(bias="fixed"),
         init=init,
     )
 
 
 def bart(d_model: int, layers: int, heads: int) -> EncoderDecoder:
-    """https://arxiv.org/abs/1910.13461: post-norm, learned positions from row 2, a norm on the embedding."""
-    return bart_shaped(
+    """https://arxiv.org/abs/1910.13461: post-norm, learned positions that start at row 2, a norm on the embedding."""
+    return bart_like(
         50265,
         d_model,
         layers,
         heads,
         context=1024,
         activation="gelu",
-        position=Learned(length=1024, offset=2),
+        position=LearnedPosition(length=1024, offset=2),
         embedding_norm=LayerNorm(),
-        inner_dropout=0.1,
+        activation_dropout=0.1,
     )
 
 
 def mbart(vocab_size: int) -> EncoderDecoder:
     """https://arxiv.org/abs/2001.08210: BART with pre-norm and scaled embeddings."""
-    return bart_shaped(
+    return bart_like(
         vocab_size,
         1024,
         12,
         16,
         context=1024,
         activation="gelu",
-        position=Learned(length=1024, offset=2),
+        position=LearnedPosition(length=1024, offset=2),
         embedding_norm=LayerNorm(),
-        embedding_scale=True,
-        placement=Pre(),
+        scale_embedding=True,
+        placement=PreNorm(),
     )
 
 
 def marian(vocab_size: int) -> EncoderDecoder:
     """https://arxiv.org/abs/1804.00344; the OPUS-MT models: https://aclanthology.org/2020.eamt-1.61."""
-    return bart_shaped(
+    return bart_like(
         vocab_size,
         512,
         6,
         8,
         context=512,
         activation="silu",
-        position=Sinusoidal(layout="halves", table=512),
-        embedding_scale=True,
-        init=Xavier(),
+        position=SinusoidalPosition(layout="halves", table_length=512),
+        scale_embedding=True,
+        init=XavierInit(),
     )
 
 
 def pegasus() -> EncoderDecoder:
-    """https://arxiv.org/abs/1912.08777: pre-norm, sinusoids."""
-    return bart_shaped(
+    """https://arxiv.org/abs/1912.08777: pre-norm, sinusoidal positions."""
+    return bart_like(
         96103,
         1024,
         16,
         16,
         context=1024,
         activation="relu",
-        position=Sinusoidal(layout="halves", table=1024),
-        embedding_scale=True,
-        placement=Pre(),
-        inner_dropout=0.1,
+        position=SinusoidalPosition(layout="halves", table_length=1024),
+        scale_embedding=True,
+        placement=PreNorm(),
+        activation_dropout=0.1,
     )
 
 
 T5_1_1 = partial(t5, gated=True)
 MT5 = partial(t5, vocab_size=250112, gated=True)
 
-PRESETS: Table = {
+PRESETS: PresetTable = {
     "transformer-base": partial(transformer, 512, 2048, 8, dropout=0.1),
     "transformer-big": partial(transformer, 1024, 4096, 16, dropout=0.3),
     "t5-small": partial(t5, 512, 6, 8, 2048),

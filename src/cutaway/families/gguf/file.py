@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from cutaway.errors import InputError, WeightError
-from cutaway.families.store import Entry
+from cutaway.families.safetensors_reader import TensorInfo
 
 # The type numbers of the format: struct's letter and the number of bytes.
-SCALARS = {
+SCALAR_TYPES = {
     0: ("B", 1), 1: ("b", 1), 2: ("H", 2), 3: ("h", 2), 4: ("I", 4), 5: ("i", 4), 6: ("f", 4), 7: ("?", 1),
     10: ("Q", 8), 11: ("q", 8), 12: ("d", 8),
 }  # fmt: skip
-STRING, ARRAY = 8, 9
-PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16, 28: torch.float64}
-LONGEST = 1 << 27
+STRING_TYPE, ARRAY_TYPE = 8, 9
+UNQUANTIZED_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16, 28: torch.float64}
+MAX_HEADER_BYTES = 1 << 27
 """Bytes of a header, at most: the largest vocabularies take a tenth of this."""
-CHUNK = 1 << 24
+DEQUANTIZE_CHUNK_NUMEL = 1 << 24
 """Numbers unpacked at once: unpacking holds several times as much."""
 
 
-def gguf_package() -> Any:
+def import_gguf() -> Any:
     """The gguf package, which knows how numbers are packed."""
     try:
         import gguf
@@ -37,117 +37,117 @@ def gguf_package() -> Any:
     return gguf
 
 
-class _Header:
+class _HeaderReader:
     """The front of a file, read in order. Nothing is believed that the file is too short for."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
-        self.file, self.left = file, size
+        self.file, self.remaining = file, size
 
-    def take(self, count: int) -> bytes:
-        if count > self.left:
+    def read_bytes(self, count: int) -> bytes:
+        if count > self.remaining:
             raise WeightError("it ends within its header, or that is too long")
-        self.left -= count
+        self.remaining -= count
         return self.file.read(count)
 
-    def number(self, kind: int) -> Any:
-        letter, size = SCALARS[kind]
-        return struct.unpack("<" + letter, self.take(size))[0]
+    def read_number(self, value_type: int) -> Any:
+        letter, size = SCALAR_TYPES[value_type]
+        return struct.unpack("<" + letter, self.read_bytes(size))[0]
 
-    def text(self) -> str:
-        return self.take(self.number(10)).decode("utf-8", errors="replace")
+    def read_string(self) -> str:
+        return self.read_bytes(self.read_number(10)).decode("utf-8", errors="replace")
 
-    def value(self, kind: int, depth: int = 0) -> Any:
-        if kind == STRING:
-            return self.text()
-        if kind in SCALARS:
-            value = self.number(kind)
+    def read_value(self, value_type: int, depth: int = 0) -> Any:
+        if value_type == STRING_TYPE:
+            return self.read_string()
+        if value_type in SCALAR_TYPES:
+            value = self.read_number(value_type)
             # fp32 of a decimal number, as the decimal that was meant
-            return float(f"{value:.7g}") if kind == 6 else value
-        if kind != ARRAY or depth > 4:
-            raise WeightError(f"it holds a value of the unknown type {kind}")
-        inner, count = self.number(4), self.number(10)
-        if inner in SCALARS:
-            letter, size = SCALARS[inner]
-            if count * size > self.left:
+            return float(f"{value:.7g}") if value_type == 6 else value
+        if value_type != ARRAY_TYPE or depth > 4:
+            raise WeightError(f"it holds a value of the unknown type {value_type}")
+        inner, count = self.read_number(4), self.read_number(10)
+        if inner in SCALAR_TYPES:
+            letter, size = SCALAR_TYPES[inner]
+            if count * size > self.remaining:
                 raise WeightError("it ends within its header")
-            return list(struct.unpack(f"<{count}{letter}", self.take(count * size)))
-        if count * 8 > self.left:
+            return list(struct.unpack(f"<{count}{letter}", self.read_bytes(count * size)))
+        if count * 8 > self.remaining:
             raise WeightError("it ends within its header")
-        return [self.value(inner, depth + 1) for _ in range(count)]
+        return [self.read_value(inner, depth + 1) for _ in range(count)]
 
 
-class Gguf:
+class GGUFFile:
     """A GGUF file: its settings, and its tensors, which are unpacked as they are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.settings: dict[str, Any] = {}
-        self.entries: dict[str, Entry] = {}
-        self.where: dict[str, tuple[int, int, int]] = {}
+        self.metadata: dict[str, Any] = {}
+        self.tensor_infos: dict[str, TensorInfo] = {}
+        self.locations: dict[str, tuple[int, int, int]] = {}
         try:
             size = path.stat().st_size
             with path.open("rb") as file:
-                self._read_header(_Header(file, min(size, LONGEST)), file, size)
+                self._read_header(_HeaderReader(file, min(size, MAX_HEADER_BYTES)), file, size)
         except OSError as error:
             raise WeightError(f"'{path.name}' cannot be read: {error}") from None
         except (WeightError, struct.error, KeyError, OverflowError, MemoryError) as error:
             raise WeightError(f"'{path.name}' is no whole GGUF file: {error}; download it again") from None
 
-    def _read_header(self, header: _Header, file: BinaryIO, size: int) -> None:
-        if header.take(4) != b"GGUF":
+    def _read_header(self, header: _HeaderReader, file: BinaryIO, size: int) -> None:
+        if header.read_bytes(4) != b"GGUF":
             raise WeightError("it does not begin with 'GGUF'")
-        version = header.number(4)
+        version = header.read_number(4)
         if version not in (2, 3):
             raise WeightError(f"it is of version {version}, and 2 and 3 are read")
-        tensors, pairs = header.number(10), header.number(10)
+        tensors, pairs = header.read_number(10), header.read_number(10)
         if tensors > 1 << 20 or pairs > 1 << 20 or tensors * 24 > size or pairs * 12 > size:
             raise WeightError("it claims more tensors than would fit")
         for _ in range(pairs):
-            key = header.text()
-            self.settings[key] = header.value(header.number(4))
-        found = [self._tensor(header) for _ in range(tensors)]
-        alignment = self.settings.get("general.alignment", 32)
+            key = header.read_string()
+            self.metadata[key] = header.read_value(header.read_number(4))
+        found = [self._read_tensor_info(header) for _ in range(tensors)]
+        alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
             raise WeightError(f"its alignment is {alignment!r}")
         start = -(-file.tell() // alignment) * alignment
         for name, shape, kind, offset in found:
             if offset % alignment:
                 raise WeightError(f"tensor '{name}' begins at {offset}, which is no multiple of {alignment}")
-            self._place(name, shape, kind, start + offset, size)
+            self._add_tensor_info(name, shape, kind, start + offset, size)
         end = 0
-        for name, (first, length, _) in sorted(self.where.items(), key=lambda item: item[1][:2]):
+        for name, (first, length, _) in sorted(self.locations.items(), key=lambda item: item[1][:2]):
             if first < end:
                 raise WeightError(f"tensor '{name}' lies over another one")
             end = first + length
 
-    def _tensor(self, header: _Header) -> tuple[str, tuple[int, ...], int, int]:
-        name, dims = header.text(), header.number(4)
+    def _read_tensor_info(self, header: _HeaderReader) -> tuple[str, tuple[int, ...], int, int]:
+        name, dims = header.read_string(), header.read_number(4)
         if not 1 <= dims <= 4:
             raise WeightError(f"tensor '{name}' has {dims} axes")
-        shape = tuple(header.number(10) for _ in range(dims))[::-1]
-        return name, shape, header.number(4), header.number(10)
+        shape = tuple(header.read_number(10) for _ in range(dims))[::-1]
+        return name, shape, header.read_number(4), header.read_number(10)
 
-    def _place(self, name: str, shape: tuple[int, ...], kind: int, start: int, size: int) -> None:
-        gguf = gguf_package()
+    def _add_tensor_info(self, name: str, shape: tuple[int, ...], ggml_type: int, start: int, size: int) -> None:
+        gguf = import_gguf()
         try:
-            block, width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+            block, width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(ggml_type)]
         except (ValueError, KeyError):
-            raise WeightError(f"tensor '{name}' is packed in the unknown way {kind}") from None
-        if kind not in PLAIN and gguf.GGMLQuantizationType(kind) not in gguf.quants._type_traits:
-            raise WeightError(f"tensor '{name}' is packed in the unknown way {kind}")
-        if 0 in shape or shape[-1] % block or name in self.entries:
+            raise WeightError(f"tensor '{name}' is packed in the unknown way {ggml_type}") from None
+        if ggml_type not in UNQUANTIZED_DTYPES and gguf.GGMLQuantizationType(ggml_type) not in gguf.quants._type_traits:
+            raise WeightError(f"tensor '{name}' is packed in the unknown way {ggml_type}")
+        if 0 in shape or shape[-1] % block or name in self.tensor_infos:
             raise WeightError(f"tensor '{name}' is no whole number of blocks, or stands twice")
         length = math.prod(shape) // block * width
         if start + length > size:
             raise WeightError(f"tensor '{name}' lies beyond its end")
-        packing = "" if kind in PLAIN else gguf.GGMLQuantizationType(kind).name
-        self.entries[name] = Entry(shape, PLAIN.get(kind, torch.float32), packing)
-        self.where[name] = start, length, kind
+        quantization = "" if ggml_type in UNQUANTIZED_DTYPES else gguf.GGMLQuantizationType(ggml_type).name
+        self.tensor_infos[name] = TensorInfo(shape, UNQUANTIZED_DTYPES.get(ggml_type, torch.float32), quantization)
+        self.locations[name] = start, length, ggml_type
 
-    def read(self, name: str) -> Tensor:
+    def read_tensor(self, name: str) -> Tensor:
         """One tensor, unpacked some rows at a time."""
-        start, length, kind = self.where[name]
-        entry = self.entries[name]
+        start, length, kind = self.locations[name]
+        entry = self.tensor_infos[name]
         packed = torch.empty(length, dtype=torch.uint8)
         with self.path.open("rb", buffering=0) as file:
             file.seek(start)
@@ -159,36 +159,36 @@ class Gguf:
                 done += count
             if done != length:
                 raise WeightError(f"'{self.path.name}' ended within tensor '{name}'; it was changed while being read")
-        if kind in PLAIN:
+        if kind in UNQUANTIZED_DTYPES:
             return packed.view(entry.dtype).view(entry.shape)
-        gguf = gguf_package()
+        gguf = import_gguf()
         rows = packed.numpy().reshape(math.prod(entry.shape[:-1]), -1)
         whole = torch.empty(len(rows), entry.shape[-1], dtype=torch.float32)
-        step = max(1, CHUNK // entry.shape[-1])
+        step = max(1, DEQUANTIZE_CHUNK_NUMEL // entry.shape[-1])
         for first in range(0, len(rows), step):
             part = gguf.quants.dequantize(rows[first : first + step], gguf.GGMLQuantizationType(kind))
             whole[first : first + step] = torch.from_numpy(np.ascontiguousarray(part, dtype=np.float32))
         return whole.view(entry.shape)
 
-    def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
+    def release_tensor(self, name: str, start: int = 0, stop: int | None = None) -> None:
         """Nothing is kept."""
 
 
-PACKINGS = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
+GGML_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
 """How matrices can be written."""
 
 
 def write_gguf(
     path: Path,
     architecture: str,
-    settings: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     tensors: Iterable[tuple[tuple[str, ...], Callable[[], list[Tensor]], int]],
-    packing: str | None,
+    quantization: str | None,
     *,
     overwrite: bool = False,
 ) -> None:
     """Write a file, which appears only when it is whole. Vectors stay fp32, as readers of the format expect."""
-    gguf = gguf_package()
+    gguf = import_gguf()
     try:
         handle, work = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
         os.close(handle)
@@ -196,7 +196,7 @@ def write_gguf(
         raise WeightError(f"'{path}' could not be written: {error}") from None
     try:
         writer = gguf.GGUFWriter(work, architecture)
-        for key, value in settings.items():
+        for key, value in metadata.items():
             if isinstance(value, list):
                 writer.add_array(key, value)
             else:
@@ -204,7 +204,7 @@ def write_gguf(
                 writer.add_key_value(key, value, getattr(gguf.GGUFValueType, kinds[type(value)]))
         for names, make, _ in tensors:
             for name, tensor in zip(names, make(), strict=True):
-                _add(gguf, writer, name, tensor, packing)
+                _add_tensor(gguf, writer, name, tensor, quantization)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -219,9 +219,9 @@ def write_gguf(
         Path(work).unlink(missing_ok=True)
 
 
-def _add(gguf: Any, writer: Any, name: str, tensor: Tensor, packing: str | None) -> None:
+def _add_tensor(gguf: Any, writer: Any, name: str, tensor: Tensor, quantization: str | None) -> None:
     own = {torch.float16: "f16", torch.bfloat16: "bf16"}.get(tensor.dtype, "f32")
-    kind = gguf.GGMLQuantizationType(PACKINGS[packing or own])
+    kind = gguf.GGMLQuantizationType(GGML_TYPES[quantization or own])
     if tensor.ndim < 2 or tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
         kind = gguf.GGMLQuantizationType(0)
     values = tensor.float().numpy()

@@ -4,9 +4,9 @@ from typing import Any
 
 from cutaway.config import Config
 from cutaway.errors import ConfigError
+from cutaway.families.config_fields import ConfigField, IfHead, Key, SameAs, SupportedValues, activation, flag
 from cutaway.families.family import Family
-from cutaway.families.fields import Field, Follows, InHead, Key, Only, activation, flag
-from cutaway.families.rows import Row, within
+from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
 LAYERNORM = {"kind": "layernorm"}
 BLOCK: dict[str, Any] = {
@@ -21,103 +21,123 @@ TEMPLATE: dict[str, Any] = {
 }
 
 
-def some(types: int) -> int:
+def _require_token_types(num_token_types: int) -> int:
     """Kinds of token; these families cannot do without."""
-    if not types:
+    if not num_token_types:
         raise ConfigError("there are no token types, and this family has at least one")
-    return types
+    return num_token_types
 
 
-def sizes(vocab: int, d_model: int, layers: int, heads: int, hidden: int, act: str = "gelu") -> tuple[Field, ...]:
+def size_fields(
+    vocab_size: int, d_model: int, num_layers: int, num_heads: int, intermediate_size: int, hidden_act: str = "gelu"
+) -> tuple[ConfigField, ...]:
     """What BERT and its kin say about themselves in the same words."""
     return (
-        Key("vocab_size", "vocab_size", vocab),
+        Key("vocab_size", "vocab_size", vocab_size),
         Key("hidden_size", "d_model", d_model),
-        Key("num_hidden_layers", "encoder.layers", layers),
-        Key("num_attention_heads", "encoder.block.attention.heads", heads),
-        Key("intermediate_size", "encoder.block.ffn.hidden", hidden),
-        activation("hidden_act", "encoder.block.ffn.activation", act),
+        Key("num_hidden_layers", "encoder.layers", num_layers),
+        Key("num_attention_heads", "encoder.block.attention.heads", num_heads),
+        Key("intermediate_size", "encoder.block.ffn.hidden", intermediate_size),
+        activation("hidden_act", "encoder.block.ffn.activation", hidden_act),
         Key("layer_norm_eps", "encoder.norm.eps", 1e-12),
-        Follows("encoder.embedding.norm", "encoder.norm"),
-        InHead(Follows("head.transform.norm", "encoder.norm")),
-        Only("is_decoder", (False, None), "as a decoder it would see only what came before"),
-        Only("position_embedding_type", ("absolute", None), "its attention would read distances beside positions"),
+        SameAs("encoder.embedding.norm", "encoder.norm"),
+        IfHead(SameAs("head.transform.norm", "encoder.norm")),
+        SupportedValues("is_decoder", (False, None), "as a decoder it would see only what came before"),
+        SupportedValues(
+            "position_embedding_type", ("absolute", None), "its attention would read distances beside positions"
+        ),
     )
 
 
-POSITIONS = (
+POSITION_FIELDS = (
     Key("max_position_embeddings", "encoder.embedding.position.length", 512),
-    Follows("context", "encoder.embedding.position.length"),
+    SameAs("context", "encoder.embedding.position.length"),
 )
-TYPES = Key("type_vocab_size", "encoder.embedding.types", 2, to=some, back=some)
-DROPOUTS = (
+TOKEN_TYPES_FIELD = Key(
+    "type_vocab_size", "encoder.embedding.token_types", 2, decode=_require_token_types, encode=_require_token_types
+)
+DROPOUT_FIELDS = (
     Key("hidden_dropout_prob", ("encoder.dropout", "encoder.embedding.dropout"), 0.1),
     Key("attention_probs_dropout_prob", "encoder.block.attention.dropout", 0.1),
 )
-TIE = InHead(flag("tie_word_embeddings", "head.tied", True))
-SAME_ACTIVATION = InHead(Follows("head.transform.activation", "encoder.block.ffn.activation"))
+TIE_EMBEDDINGS_FIELD = IfHead(flag("tie_word_embeddings", "head.tied", True))
+HEAD_ACTIVATION_FIELD = IfHead(SameAs("head.transform.activation", "encoder.block.ffn.activation"))
 
-EMBED = within(
+EMBEDDING_WEIGHTS = add_prefix(
     "embeddings",
     "encoder.embed",
-    Row("word_embeddings", "token"),
-    Row("position_embeddings", "position.table"),
-    Row("token_type_embeddings", "types"),
-    Row("LayerNorm", "norm"),
+    WeightMapping("word_embeddings", "token"),
+    WeightMapping("position_embeddings", "position.table"),
+    WeightMapping("token_type_embeddings", "token_types"),
+    WeightMapping("LayerNorm", "norm"),
 )
-FFN = (Row("intermediate.dense", "ffn.f.up"), Row("output.dense", "ffn.f.down"), Row("output.LayerNorm", "after_ffn"))
-LAYER = (
-    *(Row(f"attention.self.{word}", f"attn.f.{word[0]}") for word in ("query", "key", "value")),
-    Row("attention.output.dense", "attn.f.o"),
-    Row("attention.output.LayerNorm", "after_attn"),
-    *FFN,
+FFN_WEIGHTS = (
+    WeightMapping("intermediate.dense", "ffn.f.up"),
+    WeightMapping("output.dense", "ffn.f.down"),
+    WeightMapping("output.LayerNorm", "norm_after_ffn"),
+)
+LAYER_WEIGHTS = (
+    *(WeightMapping(f"attention.self.{word}", f"attn.f.{word[0]}") for word in ("query", "key", "value")),
+    WeightMapping("attention.output.dense", "attn.f.o"),
+    WeightMapping("attention.output.LayerNorm", "norm_after_attn"),
+    *FFN_WEIGHTS,
 )
 
 
-def trunk(prefix: str, *layer: Row) -> tuple[Row, ...]:
+def encoder_weights(prefix: str, *layer_weights: WeightMapping) -> tuple[WeightMapping, ...]:
     """The rows of the encoder: embedding, layers, pooler."""
-    embed = (Row(f"{prefix}.{row.theirs}", row.ours) for row in EMBED)
+    embed = (WeightMapping(f"{prefix}.{row.checkpoint_key}", row.model_key) for row in EMBEDDING_WEIGHTS)
     return (
         *embed,
-        *within(f"{prefix}.encoder.layer.{{i}}", "encoder.blocks.{i}", *layer),
-        Row(f"{prefix}.pooler.dense", "pooler.dense"),
+        *add_prefix(f"{prefix}.encoder.layer.{{i}}", "encoder.blocks.{i}", *layer_weights),
+        WeightMapping(f"{prefix}.pooler.dense", "pooler.dense"),
     )
 
 
-def tied(config: Config) -> bool:
+def _has_tied_head(config: Config) -> bool:
     return getattr(config.head, "tied", True)
 
 
-def mlm(prefix: str, dense: str, norm: str) -> tuple[Row, ...]:
+def mlm_head_weights(prefix: str, dense: str, norm: str) -> tuple[WeightMapping, ...]:
     """The rows of a head whose output matrix is `decoder`. Its bias has two names; untied, one counts."""
     return (
-        Row(f"{prefix}.{dense}", "head.transform.dense"),
-        Row(f"{prefix}.{norm}", "head.transform.norm"),
-        Row(f"{prefix}.decoder", "head.matrix"),
-        Row(f"{prefix}.bias", "head.bias", where=tied),
-        Row(f"{prefix}.decoder.bias", "head.bias"),
+        WeightMapping(f"{prefix}.{dense}", "head.transform.dense"),
+        WeightMapping(f"{prefix}.{norm}", "head.transform.norm"),
+        WeightMapping(f"{prefix}.decoder", "head.matrix"),
+        WeightMapping(f"{prefix}.bias", "head.bias", condition=_has_tied_head),
+        WeightMapping(f"{prefix}.decoder.bias", "head.bias"),
     )
 
 
-def ignored(*heads: str) -> dict[str, str]:
+def ignored_weights(*head_prefixes: str) -> dict[str, str]:
     """What published files hold beside the encoder and its masked-token head."""
     return {
         r"\w+\.embeddings\.(position|token_type)_ids": "counts from 0 and zeros, which follow from the configuration",
-        rf"(\w+\.)?({'|'.join(('classifier', 'qa_outputs', *heads))})\..*": "a head for another task",
+        rf"(\w+\.)?({'|'.join(('classifier', 'qa_outputs', *head_prefixes))})\..*": "a head for another task",
         r"(cls\.predictions|predictions|lm_head)\.bias": "untied, the head has its bias in the output matrix",
     }
 
 
-RENAMED = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
+WEIGHT_RENAMINGS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
 
 FAMILY = Family(
     name="bert",
     architecture="BertForMaskedLM",
-    trunk="BertModel",
+    base_architecture="BertModel",
     template=TEMPLATE,
-    fields=(*sizes(30522, 768, 12, 12, 3072), *POSITIONS, TYPES, *DROPOUTS, TIE, SAME_ACTIVATION),
-    rows=(*trunk("bert", *LAYER), *mlm("cls.predictions", "transform.dense", "transform.LayerNorm")),
-    prefix="bert.",
-    ignored=ignored(r"cls\.seq_relationship"),
-    renamed=RENAMED,
+    fields=(
+        *size_fields(30522, 768, 12, 12, 3072),
+        *POSITION_FIELDS,
+        TOKEN_TYPES_FIELD,
+        *DROPOUT_FIELDS,
+        TIE_EMBEDDINGS_FIELD,
+        HEAD_ACTIVATION_FIELD,
+    ),
+    weight_mappings=(
+        *encoder_weights("bert", *LAYER_WEIGHTS),
+        *mlm_head_weights("cls.predictions", "transform.dense", "transform.LayerNorm"),
+    ),
+    base_model_prefix="bert.",
+    ignored_weights=ignored_weights(r"cls\.seq_relationship"),
+    weight_renamings=WEIGHT_RENAMINGS,
 )

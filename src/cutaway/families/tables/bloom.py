@@ -1,10 +1,10 @@
 """BLOOM: ALiBi, and a norm on the embedding. https://arxiv.org/abs/2211.05100"""
 
+from cutaway.families.config_fields import Key, SupportedValues, flag
 from cutaway.families.family import Family
-from cutaway.families.fields import Key, Only, flag
-from cutaway.families.rows import Row, within
-from cutaway.families.tables.gpt_neox import megatron
-from cutaway.families.tables.llama import ALL, CLASSIFIER, NORMS
+from cutaway.families.tables.gpt_neox import megatron_weights
+from cutaway.families.tables.llama import IGNORED_CLASSIFIER_WEIGHTS, NORM_WEIGHTS, QKVO
+from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
 FAMILY = Family(
     name="bloom",
@@ -13,7 +13,7 @@ FAMILY = Family(
         "form": "decoder",
         "decoder": {
             "block": {
-                "attention": {"kind": "multi-head", "bias": ALL, "position": {"kind": "alibi"}},
+                "attention": {"kind": "multi-head", "bias": QKVO, "position": {"kind": "alibi"}},
                 "ffn": {"kind": "mlp", "activation": "gelu_tanh"},
             },
             "embedding": {"norm": {"kind": "layernorm"}},
@@ -32,18 +32,20 @@ FAMILY = Family(
         Key("attention_dropout", "decoder.block.attention.dropout", 0.0),
         Key("hidden_dropout", "decoder.dropout", 0.0),
         flag("tie_word_embeddings", "head.tied", True),
-        Only("apply_residual_connection_post_layernorm", (False,), "what is added to would be the normed stream"),
-        Only("slow_but_exact", (False,), "this way of adding up leaves the biases out"),
-        Only("n_inner", (None,), "the FFN always is four times as wide as the stream"),
+        SupportedValues(
+            "apply_residual_connection_post_layernorm", (False,), "what is added to would be the normed stream"
+        ),
+        SupportedValues("slow_but_exact", (False,), "this way of adding up leaves the biases out"),
+        SupportedValues("n_inner", (None,), "the FFN always is four times as wide as the stream"),
     ),
-    rows=(
-        Row("transformer.word_embeddings", "decoder.embed.token"),
-        Row("transformer.word_embeddings_layernorm", "decoder.embed.norm"),
-        Row("transformer.ln_f", "decoder.final_norm"),
-        Row("lm_head", "head.matrix"),
-        *within("transformer.h.{i}", "decoder.blocks.{i}", *NORMS, *megatron("self_attention")),
+    weight_mappings=(
+        WeightMapping("transformer.word_embeddings", "decoder.embed.token"),
+        WeightMapping("transformer.word_embeddings_layernorm", "decoder.embed.norm"),
+        WeightMapping("transformer.ln_f", "decoder.final_norm"),
+        WeightMapping("lm_head", "head.matrix"),
+        *add_prefix("transformer.h.{i}", "decoder.blocks.{i}", *NORM_WEIGHTS, *megatron_weights("self_attention")),
     ),
-    prefix="transformer.",
-    aliases={"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
-    ignored=CLASSIFIER,
+    base_model_prefix="transformer.",
+    attribute_map={"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+    ignored_weights=IGNORED_CLASSIFIER_WEIGHTS,
 )

@@ -2,40 +2,52 @@
 
 from typing import Any
 
+from cutaway.families.config_fields import ConfigField, Custom, HFConfigReader, Key, activation, flag
+from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
-from cutaway.families.fields import Custom, Field, Key, Theirs, activation, flag
-from cutaway.families.rope import Rope
-from cutaway.families.rows import Row
-from cutaway.families.tables.llama import ALL, ATTENTION, BESIDE, BLOCK, ENDS, FFN, layer, sizes
-from cutaway.families.tables.mistral import split
-from cutaway.families.tables.qwen3 import QK_NORMS
-from cutaway.families.tree import Tree
+from cutaway.families.rope_fields import RopeField
+from cutaway.families.tables.llama import (
+    ATTENTION_WEIGHTS,
+    BLOCK,
+    EMBEDDING_AND_HEAD_WEIGHTS,
+    FFN_WEIGHTS,
+    IGNORED_WEIGHTS,
+    QKVO,
+    per_layer,
+    size_fields,
+)
+from cutaway.families.tables.mistral import head_fields
+from cutaway.families.tables.qwen3 import QK_NORM_WEIGHTS
+from cutaway.families.weight_conversion import WeightMapping
 
 TEMPLATE = {
     "form": "decoder",
     "decoder": {"block": BLOCK, "norm": {"kind": "layernorm", "bias": False}, "placement": {"kind": "parallel"}},
     "head": {"kind": "lm"},
 }
-AT = "decoder.block.attention"
-COMMON: tuple[Field, ...] = (
-    *sizes(256000, 8192, 22528, 40, 8192, tied=True),
+ATTENTION_PATH = "decoder.block.attention"
+COMMON_FIELDS: tuple[ConfigField, ...] = (
+    *size_fields(256000, 8192, 22528, 40, 8192, tie_word_embeddings=True),
     Key("layer_norm_eps", "decoder.norm.eps", 1e-5),
     activation("hidden_act", "decoder.block.ffn.activation", "silu"),
-    flag("attention_bias", f"{AT}.bias", False, on=ALL, off=()),
-    Key("attention_dropout", f"{AT}.dropout", 0.0),
+    flag("attention_bias", f"{ATTENTION_PATH}.bias", False, on=QKVO, off=()),
+    Key("attention_dropout", f"{ATTENTION_PATH}.dropout", 0.0),
     Key("logit_scale", "head.scale", 0.0625),
 )
-BLOCK_ROWS = (Row("input_layernorm", "norm"), *ATTENTION, *FFN)
+BLOCK_WEIGHTS = (WeightMapping("input_layernorm", "norm"), *ATTENTION_WEIGHTS, *FFN_WEIGHTS)
 
 
-def read_qk_norm(theirs: Theirs, ours: Tree) -> None:
+def _read_qk_norm(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """Every head has a gain of its own; the eps is that of all norms."""
-    norm = {"kind": "layernorm", "bias": False, "eps": theirs.number("layer_norm_eps", 1e-5)}
-    ours.set(f"{AT}.qk_norm", {"norm": norm, "gain_per_head": True} if theirs.get("use_qk_norm", False) else None)
+    norm = {"kind": "layernorm", "bias": False, "eps": hf_config.get_number("layer_norm_eps", 1e-5)}
+    tree.set(
+        f"{ATTENTION_PATH}.qk_norm",
+        {"norm": norm, "gain_per_head": True} if hf_config.get("use_qk_norm", False) else None,
+    )
 
 
-def write_qk_norm(ours: Tree, theirs: dict[str, Any]) -> None:
-    theirs["use_qk_norm"] = ours.get(f"{AT}.qk_norm") is not None
+def _write_qk_norm(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+    hf_config["use_qk_norm"] = tree.get(f"{ATTENTION_PATH}.qk_norm") is not None
 
 
 FAMILY = Family(
@@ -43,13 +55,13 @@ FAMILY = Family(
     architecture="CohereForCausalLM",
     template=TEMPLATE,
     fields=(
-        *COMMON,
-        *split(8192, 64, None),
-        Custom(("use_qk_norm",), read_qk_norm, write_qk_norm),
-        Rope(theta=500000.0, layout="interleaved", length_default=8192, whole=True),
+        *COMMON_FIELDS,
+        *head_fields(8192, 64, None),
+        Custom(("use_qk_norm",), _read_qk_norm, _write_qk_norm),
+        RopeField(default_theta=500000.0, layout="interleaved", default_max_positions=8192, full_rotary_only=True),
     ),
-    rows=(*ENDS, *layer(*BLOCK_ROWS, *QK_NORMS)),
-    prefix="model.",
-    ignored=BESIDE,
-    harmless={"model_max_length": "how long a text the model is meant for"},
+    weight_mappings=(*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*BLOCK_WEIGHTS, *QK_NORM_WEIGHTS)),
+    base_model_prefix="model.",
+    ignored_weights=IGNORED_WEIGHTS,
+    ignored_config_keys={"model_max_length": "how long a text the model is meant for"},
 )

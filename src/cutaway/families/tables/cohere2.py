@@ -2,49 +2,59 @@
 
 from typing import Any
 
+from cutaway.families.config_fields import (
+    Custom,
+    HFConfigReader,
+    LayerTypes,
+    SupportedValues,
+    attention_heads,
+    full_attention_every,
+)
+from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
-from cutaway.families.fields import Custom, Only, Theirs, heads
-from cutaway.families.mixed import LayerTypes, every
-from cutaway.families.rope import Rope
-from cutaway.families.tables.cohere import BLOCK_ROWS, COMMON, TEMPLATE
-from cutaway.families.tables.llama import BESIDE, ENDS, layer
-from cutaway.families.tree import Tree
+from cutaway.families.rope_fields import RopeField
+from cutaway.families.tables.cohere import BLOCK_WEIGHTS, COMMON_FIELDS, TEMPLATE
+from cutaway.families.tables.llama import EMBEDDING_AND_HEAD_WEIGHTS, IGNORED_WEIGHTS, per_layer
 
 
-def read_positions(theirs: Theirs, ours: Tree) -> None:
+def _read_nope_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """Far layers know no positions."""
-    for block in ours.blocks("decoder"):
+    for block in tree.blocks("decoder"):
         if block["attention"]["window"] is None:
             block["attention"]["position"] = {"kind": "none"}
 
 
-def written_by_layer_type(ours: Tree, theirs: dict[str, Any]) -> None:
+def _write_nothing(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
     """A layer's type says it."""
 
 
-SAME = "the published code does not read it, and builds the model that its usual value describes"
+UNREAD_KEY_REASON = "the published code does not read it, and builds the model that its usual value describes"
 
 FAMILY = Family(
     name="cohere2",
     architecture="Cohere2ForCausalLM",
     template=TEMPLATE,
     fields=(
-        *COMMON,
-        *heads(n=("num_attention_heads", 64), width=None),
-        LayerTypes(every(4, "sliding_window_pattern"), window_default=4096, extra=("sliding_window_pattern",)),
-        Custom((), read_positions, written_by_layer_type),
-        Rope(layout="interleaved", length_default=8192, whole=True),
-        Only("layer_switch", (4, None), SAME),
-        Only("order_of_interleaved_layers", ("local_attn_first", None), SAME),
-        Only("position_embedding_type", ("rope_gptj", None), SAME),
-        Only("rotary_pct", (1.0, None), SAME),
-        Only("use_gated_activation", (True, None), SAME),
-        Only("use_parallel_block", (True, None), SAME),
+        *COMMON_FIELDS,
+        *attention_heads(num_heads=("num_attention_heads", 64), head_dim=None),
+        LayerTypes(
+            full_attention_every(4, "sliding_window_pattern"),
+            default_window=4096,
+            extra_keys=("sliding_window_pattern",),
+        ),
+        Custom((), _read_nope_layers, _write_nothing),
+        RopeField(layout="interleaved", default_max_positions=8192, full_rotary_only=True),
+        SupportedValues("layer_switch", (4, None), UNREAD_KEY_REASON),
+        SupportedValues("order_of_interleaved_layers", ("local_attn_first", None), UNREAD_KEY_REASON),
+        SupportedValues("position_embedding_type", ("rope_gptj", None), UNREAD_KEY_REASON),
+        SupportedValues("rotary_pct", (1.0, None), UNREAD_KEY_REASON),
+        SupportedValues("use_gated_activation", (True, None), UNREAD_KEY_REASON),
+        SupportedValues("use_parallel_block", (True, None), UNREAD_KEY_REASON),
     ),
-    rows=(*ENDS, *layer(*BLOCK_ROWS)),
-    prefix="model.",
-    ignored=BESIDE,
-    harmless={
+    weight_mappings=(*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*BLOCK_WEIGHTS)),
+    base_model_prefix="model.",
+    ignored_weights=IGNORED_WEIGHTS,
+    ignored_config_keys={
         "head_dim": "always hidden_size / num_attention_heads",
         "cache_implementation": "for generation",
         "use_embedding_sharing": "tie_word_embeddings says it",

@@ -4,18 +4,23 @@ import math
 from typing import Any
 
 from cutaway.errors import ConfigError
+from cutaway.families.config_fields import Custom, HFConfigReader, Key, SupportedValues, WhereFFN, activation, flag
+from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
-from cutaway.families.fields import Custom, Key, Only, Theirs, activation, flag
-from cutaway.families.mixed import Where
-from cutaway.families.rope import Rope, yarn_mscale
-from cutaway.families.rows import Row, Stacked
-from cutaway.families.tables.llama import BESIDE, ENDS, FFN, NORMS, layer
-from cutaway.families.tables.mistral import template
-from cutaway.families.tree import Tree
+from cutaway.families.rope_fields import RopeField, yarn_mscale
+from cutaway.families.tables.llama import (
+    EMBEDDING_AND_HEAD_WEIGHTS,
+    FFN_WEIGHTS,
+    IGNORED_WEIGHTS,
+    NORM_WEIGHTS,
+    per_layer,
+)
+from cutaway.families.tables.mistral import build_template
+from cutaway.families.weight_conversion import MergeModulelist, WeightMapping
 
-AT, MOE = "decoder.block.attention", "decoder.block.ffn"
-ATTENTION = {"kind": "latent", "norm": {"kind": "rmsnorm", "eps": 1e-6}}
-EXPERTS = {
+ATTENTION_PATH, FFN_PATH = "decoder.block.attention", "decoder.block.ffn"
+MLA_TEMPLATE = {"kind": "latent", "norm": {"kind": "rmsnorm", "eps": 1e-6}}
+MOE_TEMPLATE = {
     "kind": "moe",
     "router": {"score": "sigmoid", "selection_bias": True},
     "expert": {"kind": "gated"},
@@ -23,72 +28,72 @@ EXPERTS = {
 }
 
 
-class LoudRope(Rope):
+class MscaleRopeField(RopeField):
     """YaRN's `mscale_all_dim` makes all scores louder, not those alone that turn: it goes into their scale."""
 
-    def read(self, theirs: Theirs, ours: Tree) -> None:
-        super().read(theirs, ours)
-        table = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
-        for block in ours.blocks("decoder"):
+    def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
+        super().from_hf(hf_config, tree)
+        table = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+        for block in tree.blocks("decoder"):
             at, factor = block["attention"], block["attention"]["position"]["scaling"].get("factor", 1.0)
             loud = yarn_mscale(factor, table.get("mscale_all_dim") or 0.0)
             at["scale"] = (at["d_nope"] + at["d_rope"]) ** -0.5 * loud * loud
 
-    def write(self, ours: Tree, theirs: dict[str, Any]) -> None:
-        super().write(ours, theirs)
-        at = ours.blocks("decoder")[0]["attention"]
-        loud = math.sqrt(ours.get(f"{AT}.scale") * (at["d_nope"] + at["d_rope"]) ** 0.5)
+    def to_hf(self, tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+        super().to_hf(tree, hf_config)
+        at = tree.blocks("decoder")[0]["attention"]
+        loud = math.sqrt(tree.get(f"{ATTENTION_PATH}.scale") * (at["d_nope"] + at["d_rope"]) ** 0.5)
         factor = at["position"]["scaling"].get("factor", 1.0)
         if factor > 1 and not math.isclose(loud, 1.0):
-            theirs["rope_parameters"]["mscale_all_dim"] = round((loud - 1) / (0.1 * math.log(factor)), 10)
+            hf_config["rope_parameters"]["mscale_all_dim"] = round((loud - 1) / (0.1 * math.log(factor)), 10)
 
 
-def read_heads(theirs: Theirs, ours: Tree) -> None:
+def _read_kv_heads(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """Every head has a key of its own."""
-    if theirs.get("num_key_value_heads") not in (None, ours.get(f"{AT}.heads")):
+    if hf_config.get("num_key_value_heads") not in (None, tree.get(f"{ATTENTION_PATH}.heads")):
         raise ConfigError("'num_key_value_heads' is not 'num_attention_heads', and latent attention shares no heads")
 
 
-def write_heads(ours: Tree, theirs: dict[str, Any]) -> None:
-    theirs["num_key_value_heads"] = ours.get(f"{AT}.heads")
+def _write_kv_heads(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+    hf_config["num_key_value_heads"] = tree.get(f"{ATTENTION_PATH}.heads")
 
 
-def read_dense(theirs: Theirs, ours: Tree) -> None:
+def _read_dense_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """The first layers have no experts."""
-    for block in ours.blocks("decoder")[: theirs.number("first_k_dense_replace", 3)]:
+    for block in tree.blocks("decoder")[: hf_config.get_number("first_k_dense_replace", 3)]:
         block["ffn"] = {"kind": "gated"}
 
 
-def write_dense(ours: Tree, theirs: dict[str, Any]) -> None:
-    theirs["first_k_dense_replace"] = sum(block["ffn"]["kind"] != "moe" for block in ours.blocks("decoder"))
+def _write_dense_layers(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+    hf_config["first_k_dense_replace"] = sum(block["ffn"]["kind"] != "moe" for block in tree.blocks("decoder"))
 
 
-def read_shared(theirs: Theirs, ours: Tree) -> None:
+def _read_shared_experts(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """Shared experts are one network as wide as all of them."""
-    wide = theirs.number("n_shared_experts", 1) * theirs.number("moe_intermediate_size", 2048)
-    ours.set(f"{MOE}.shared.hidden", wide)
+    wide = hf_config.get_number("n_shared_experts", 1) * hf_config.get_number("moe_intermediate_size", 2048)
+    tree.set(f"{FFN_PATH}.shared.hidden", wide)
 
 
-def write_shared(ours: Tree, theirs: dict[str, Any]) -> None:
-    theirs["n_shared_experts"] = ours.get(f"{MOE}.shared.hidden") // ours.get(f"{MOE}.expert.hidden")
+def _write_shared_experts(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+    hf_config["n_shared_experts"] = tree.get(f"{FFN_PATH}.shared.hidden") // tree.get(f"{FFN_PATH}.expert.hidden")
 
 
-def read_groups(theirs: Theirs, ours: Tree) -> None:
+def _read_expert_groups(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """One group of all experts is no grouping."""
-    count, keep = theirs.number("n_group", 8), theirs.number("topk_group", 4)
-    groups = {"count": count, "keep": keep, "score": "top2"}
-    ours.set(f"{MOE}.router.groups", None if count == 1 else groups)
+    num_groups, top_k = hf_config.get_number("n_group", 8), hf_config.get_number("topk_group", 4)
+    groups = {"num_groups": num_groups, "top_k": top_k, "score": "top2"}
+    tree.set(f"{FFN_PATH}.router.groups", None if num_groups == 1 else groups)
 
 
-def write_groups(ours: Tree, theirs: dict[str, Any]) -> None:
-    groups = ours.get(f"{MOE}.router.groups") or {"count": 1, "keep": 1}
-    theirs["n_group"], theirs["topk_group"] = groups["count"], groups["keep"]
+def _write_expert_groups(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+    groups = tree.get(f"{FFN_PATH}.router.groups") or {"num_groups": 1, "top_k": 1}
+    hf_config["n_group"], hf_config["topk_group"] = groups["num_groups"], groups["top_k"]
 
 
 FAMILY = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    template=template(ATTENTION, EXPERTS),
+    template=build_template(MLA_TEMPLATE, MOE_TEMPLATE),
     fields=(
         Key("vocab_size", "vocab_size", 129280),
         Key("hidden_size", "d_model", 7168),
@@ -96,66 +101,69 @@ FAMILY = Family(
         Key("max_position_embeddings", "context", 4096),
         flag("tie_word_embeddings", "head.tied", False),
         Key("rms_norm_eps", "decoder.norm.eps", 1e-6),
-        Key("num_attention_heads", f"{AT}.heads", 128),
-        Custom(("num_key_value_heads",), read_heads, write_heads),
-        Key("q_lora_rank", f"{AT}.q_rank", 1536),
-        Key("kv_lora_rank", f"{AT}.kv_rank", 512),
-        Key("qk_nope_head_dim", f"{AT}.d_nope", 128),
-        Key("qk_rope_head_dim", f"{AT}.d_rope", 64),
-        Key("v_head_dim", f"{AT}.d_value", 128),
-        flag("attention_bias", f"{AT}.bias", False),
-        Key("attention_dropout", f"{AT}.dropout", 0.0),
-        LoudRope(length_default=4096, whole=True),
-        flag("rope_interleave", f"{AT}.position.layout", True, on="interleaved", off="half"),
-        Custom(("first_k_dense_replace",), read_dense, write_dense),
-        Where(
+        Key("num_attention_heads", f"{ATTENTION_PATH}.heads", 128),
+        Custom(("num_key_value_heads",), _read_kv_heads, _write_kv_heads),
+        Key("q_lora_rank", f"{ATTENTION_PATH}.q_rank", 1536),
+        Key("kv_lora_rank", f"{ATTENTION_PATH}.kv_rank", 512),
+        Key("qk_nope_head_dim", f"{ATTENTION_PATH}.d_nope", 128),
+        Key("qk_rope_head_dim", f"{ATTENTION_PATH}.d_rope", 64),
+        Key("v_head_dim", f"{ATTENTION_PATH}.d_value", 128),
+        flag("attention_bias", f"{ATTENTION_PATH}.bias", False),
+        Key("attention_dropout", f"{ATTENTION_PATH}.dropout", 0.0),
+        MscaleRopeField(default_max_positions=4096, full_rotary_only=True),
+        flag("rope_interleave", f"{ATTENTION_PATH}.position.layout", True, on="interleaved", off="half"),
+        Custom(("first_k_dense_replace",), _read_dense_layers, _write_dense_layers),
+        WhereFFN(
             "moe",
             (
-                Key("moe_intermediate_size", f"{MOE}.expert.hidden", 2048),
-                Custom(("n_shared_experts",), read_shared, write_shared),
-                activation("hidden_act", (f"{MOE}.expert.activation", f"{MOE}.shared.activation"), "silu"),
-                Key("n_routed_experts", f"{MOE}.experts", 256),
-                Key("num_experts_per_tok", f"{MOE}.router.top_k", 8),
-                flag("norm_topk_prob", f"{MOE}.router.renormalise", True),
-                Key("routed_scaling_factor", f"{MOE}.router.scale", 2.5),
-                Custom(("n_group", "topk_group"), read_groups, write_groups),
+                Key("moe_intermediate_size", f"{FFN_PATH}.expert.hidden", 2048),
+                Custom(("n_shared_experts",), _read_shared_experts, _write_shared_experts),
+                activation("hidden_act", (f"{FFN_PATH}.expert.activation", f"{FFN_PATH}.shared.activation"), "silu"),
+                Key("n_routed_experts", f"{FFN_PATH}.experts", 256),
+                Key("num_experts_per_tok", f"{FFN_PATH}.router.top_k", 8),
+                flag("norm_topk_prob", f"{FFN_PATH}.router.renormalize", True),
+                Key("routed_scaling_factor", f"{FFN_PATH}.router.scale", 2.5),
+                Custom(("n_group", "topk_group"), _read_expert_groups, _write_expert_groups),
             ),
         ),
-        Where(
+        WhereFFN(
             "gated",
             (
-                Key("intermediate_size", f"{MOE}.hidden", 18432),
-                activation("hidden_act", f"{MOE}.activation", "silu"),
+                Key("intermediate_size", f"{FFN_PATH}.hidden", 18432),
+                activation("hidden_act", f"{FFN_PATH}.activation", "silu"),
             ),
         ),
-        Only("topk_method", ("noaux_tc",), "its router chooses with a balance term"),
-        Only("scoring_func", ("sigmoid",), "its router scores by sigmoid"),
-        Only("moe_layer_freq", (1,), "every layer after the first few has experts"),
+        SupportedValues("topk_method", ("noaux_tc",), "its router chooses with a balance term"),
+        SupportedValues("scoring_func", ("sigmoid",), "its router scores by sigmoid"),
+        SupportedValues("moe_layer_freq", (1,), "every layer after the first few has experts"),
     ),
-    rows=(
-        *ENDS,
-        *layer(
-            *NORMS,
-            Row("self_attn.q_proj", "attn.f.q"),
-            Row("self_attn.q_a_proj", "attn.f.q.0"),
-            Row("self_attn.q_a_layernorm", "attn.f.q.1"),
-            Row("self_attn.q_b_proj", "attn.f.q.2"),
-            Row("self_attn.kv_a_proj_with_mqa", "attn.f.kv_down"),
-            Row("self_attn.kv_a_layernorm", "attn.f.kv_norm"),
-            Row("self_attn.kv_b_proj", "attn.f.kv_up"),
-            Row("self_attn.o_proj", "attn.f.o"),
-            *FFN,
-            Row("mlp.gate", "ffn.f.router"),
-            Row("mlp.gate.e_score_correction_bias", "ffn.f.router.selection_bias"),
-            *(Row(f"mlp.experts.{{e}}.{p}_proj", f"ffn.f.experts.{p}", Stacked()) for p in ("gate", "up", "down")),
-            *(Row(f"mlp.shared_experts.{p}_proj", f"ffn.f.shared.{p}") for p in ("gate", "up", "down")),
+    weight_mappings=(
+        *EMBEDDING_AND_HEAD_WEIGHTS,
+        *per_layer(
+            *NORM_WEIGHTS,
+            WeightMapping("self_attn.q_proj", "attn.f.q"),
+            WeightMapping("self_attn.q_a_proj", "attn.f.q.0"),
+            WeightMapping("self_attn.q_a_layernorm", "attn.f.q.1"),
+            WeightMapping("self_attn.q_b_proj", "attn.f.q.2"),
+            WeightMapping("self_attn.kv_a_proj_with_mqa", "attn.f.kv_down"),
+            WeightMapping("self_attn.kv_a_layernorm", "attn.f.kv_norm"),
+            WeightMapping("self_attn.kv_b_proj", "attn.f.kv_up"),
+            WeightMapping("self_attn.o_proj", "attn.f.o"),
+            *FFN_WEIGHTS,
+            WeightMapping("mlp.gate", "ffn.f.router"),
+            WeightMapping("mlp.gate.e_score_correction_bias", "ffn.f.router.selection_bias"),
+            *(
+                WeightMapping(f"mlp.experts.{{e}}.{p}_proj", f"ffn.f.experts.{p}", MergeModulelist())
+                for p in ("gate", "up", "down")
+            ),
+            *(WeightMapping(f"mlp.shared_experts.{p}_proj", f"ffn.f.shared.{p}") for p in ("gate", "up", "down")),
         ),
     ),
-    prefix="model.",
-    ignored=BESIDE
+    base_model_prefix="model.",
+    ignored_weights=IGNORED_WEIGHTS
     | {r"model\.layers\.{past}\..*": "a layer past the last, which guesses one token further; not loaded"},
-    aliases={"num_local_experts": "n_routed_experts"},
-    harmless={
+    attribute_map={"num_local_experts": "n_routed_experts"},
+    ignored_config_keys={
         "head_dim": "worked out from the parts of a head",
         "qk_head_dim": "worked out from the parts of a head",
         "num_mtp_layers": "layers past the last, which guess further tokens; not loaded",

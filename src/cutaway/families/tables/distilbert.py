@@ -1,25 +1,34 @@
 """DistilBERT: half of BERT's layers, no token types. https://arxiv.org/abs/1910.01108"""
 
+from cutaway.families.config_fields import Key, activation
 from cutaway.families.family import Family
-from cutaway.families.fields import Key, activation
-from cutaway.families.rows import Row, within
-from cutaway.families.tables.bert import BLOCK, EMBED, POSITIONS, RENAMED, SAME_ACTIVATION, TEMPLATE, TIE, ignored
+from cutaway.families.tables.bert import (
+    BLOCK,
+    EMBEDDING_WEIGHTS,
+    HEAD_ACTIVATION_FIELD,
+    POSITION_FIELDS,
+    TEMPLATE,
+    TIE_EMBEDDINGS_FIELD,
+    WEIGHT_RENAMINGS,
+    ignored_weights,
+)
+from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
-NORM = {"kind": "layernorm", "eps": 1e-12}
-TRANSFORM = {"norm": NORM}
-ENCODER = {
+LAYERNORM = {"kind": "layernorm", "eps": 1e-12}
+HEAD_TRANSFORM = {"norm": LAYERNORM}
+ENCODER_TEMPLATE = {
     "block": BLOCK,
-    "embedding": {"position": {"kind": "learned"}, "norm": NORM},
-    "norm": NORM,
+    "embedding": {"position": {"kind": "learned"}, "norm": LAYERNORM},
+    "norm": LAYERNORM,
     "placement": {"kind": "post"},
-    "attention_dropout": 0.0,
+    "attention_resid_dropout": 0.0,
 }
 
 FAMILY = Family(
     name="distilbert",
     architecture="DistilBertForMaskedLM",
-    trunk="DistilBertModel",
-    template={"form": "encoder", "encoder": ENCODER, "head": TEMPLATE["head"] | {"transform": TRANSFORM}},
+    base_architecture="DistilBertModel",
+    template={"form": "encoder", "encoder": ENCODER_TEMPLATE, "head": TEMPLATE["head"] | {"transform": HEAD_TRANSFORM}},
     fields=(
         Key("vocab_size", "vocab_size", 30522),
         Key("dim", "d_model", 768),
@@ -27,36 +36,36 @@ FAMILY = Family(
         Key("n_heads", "encoder.block.attention.heads", 12),
         Key("hidden_dim", "encoder.block.ffn.hidden", 3072),
         activation("activation", "encoder.block.ffn.activation", "gelu"),
-        *POSITIONS,
+        *POSITION_FIELDS,
         Key("dropout", ("encoder.dropout", "encoder.embedding.dropout"), 0.1),
         Key("attention_dropout", "encoder.block.attention.dropout", 0.1),
-        TIE,
-        SAME_ACTIVATION,
+        TIE_EMBEDDINGS_FIELD,
+        HEAD_ACTIVATION_FIELD,
     ),
-    rows=(
-        *(Row(f"distilbert.{row.theirs}", row.ours) for row in EMBED),
-        *within(
+    weight_mappings=(
+        *(WeightMapping(f"distilbert.{row.checkpoint_key}", row.model_key) for row in EMBEDDING_WEIGHTS),
+        *add_prefix(
             "distilbert.transformer.layer.{i}",
             "encoder.blocks.{i}",
-            *(Row(f"attention.{p}_lin", f"attn.f.{p[0]}") for p in ("q", "k", "v", "out")),
-            Row("sa_layer_norm", "after_attn"),
-            Row("ffn.lin1", "ffn.f.up"),
-            Row("ffn.lin2", "ffn.f.down"),
-            Row("output_layer_norm", "after_ffn"),
+            *(WeightMapping(f"attention.{p}_lin", f"attn.f.{p[0]}") for p in ("q", "k", "v", "out")),
+            WeightMapping("sa_layer_norm", "norm_after_attn"),
+            WeightMapping("ffn.lin1", "ffn.f.up"),
+            WeightMapping("ffn.lin2", "ffn.f.down"),
+            WeightMapping("output_layer_norm", "norm_after_ffn"),
         ),
-        Row("vocab_transform", "head.transform.dense"),
-        Row("vocab_layer_norm", "head.transform.norm"),
-        Row("vocab_projector", "head.matrix"),
-        Row("vocab_projector.bias", "head.bias"),
+        WeightMapping("vocab_transform", "head.transform.dense"),
+        WeightMapping("vocab_layer_norm", "head.transform.norm"),
+        WeightMapping("vocab_projector", "head.matrix"),
+        WeightMapping("vocab_projector.bias", "head.bias"),
     ),
-    prefix="distilbert.",
-    aliases={"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
-    ignored=ignored("pre_classifier"),
-    harmless={
+    base_model_prefix="distilbert.",
+    attribute_map={"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
+    ignored_weights=ignored_weights("pre_classifier"),
+    ignored_config_keys={
         "sinusoidal_pos_embds": "how the table of positions was first filled; the file holds it",
         "qa_dropout": "for answering questions, whose head is not loaded",
         "seq_classif_dropout": "for a classifier, which is not loaded",
         "tie_weights_": "an older spelling that was never read",
     },
-    renamed=RENAMED,
+    weight_renamings=WEIGHT_RENAMINGS,
 )

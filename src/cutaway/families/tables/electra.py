@@ -2,53 +2,53 @@
 
 from typing import Any
 
+from cutaway.families.config_fields import Custom, HFConfigReader
+from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
-from cutaway.families.fields import Custom, Theirs
-from cutaway.families.rows import Row
 from cutaway.families.tables import bert
-from cutaway.families.tables.albert import NARROW
-from cutaway.families.tree import Tree
+from cutaway.families.tables.albert import TIED_FACTORIZED_HEAD
+from cutaway.families.weight_conversion import WeightMapping
 
 
-def read_factor(theirs: Theirs, ours: Tree) -> None:
+def _read_embedding_size(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """A projection only where the token table is not as wide as the stream."""
-    width = theirs.number("embedding_size", 128)
-    ours.set("encoder.embedding.factor", None if width == ours.data["d_model"] else {"width": width})
+    width = hf_config.get_number("embedding_size", 128)
+    tree.set("encoder.embedding.factorization", None if width == tree.data["d_model"] else {"width": width})
 
 
-def write_factor(ours: Tree, theirs: dict[str, Any]) -> None:
-    factor = ours.get("encoder.embedding.factor")
-    theirs["embedding_size"] = ours.data["d_model"] if factor is None else factor["width"]
+def _write_embedding_size(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+    factorization = tree.get("encoder.embedding.factorization")
+    hf_config["embedding_size"] = tree.data["d_model"] if factorization is None else factorization["width"]
 
 
 FAMILY = Family(
     name="electra",
     architecture="ElectraForMaskedLM",
-    trunk="ElectraModel",
+    base_architecture="ElectraModel",
     template=bert.TEMPLATE,
     fields=(
-        *bert.sizes(30522, 256, 12, 4, 1024),
-        *bert.POSITIONS,
-        bert.TYPES,
-        *bert.DROPOUTS,
-        Custom(("embedding_size",), read_factor, write_factor),
-        bert.TIE,
-        NARROW,
+        *bert.size_fields(30522, 256, 12, 4, 1024),
+        *bert.POSITION_FIELDS,
+        bert.TOKEN_TYPES_FIELD,
+        *bert.DROPOUT_FIELDS,
+        Custom(("embedding_size",), _read_embedding_size, _write_embedding_size),
+        bert.TIE_EMBEDDINGS_FIELD,
+        TIED_FACTORIZED_HEAD,
     ),
-    rows=(
-        *bert.trunk("electra", *bert.LAYER),
-        Row("electra.embeddings_project", "encoder.embed.project"),
-        Row("generator_predictions.dense", "head.transform.dense"),
-        Row("generator_predictions.LayerNorm", "head.transform.norm"),
-        Row("generator_lm_head", "head.matrix"),
-        Row("generator_lm_head.bias", "head.bias"),
+    weight_mappings=(
+        *bert.encoder_weights("electra", *bert.LAYER_WEIGHTS),
+        WeightMapping("electra.embeddings_project", "encoder.embed.project"),
+        WeightMapping("generator_predictions.dense", "head.transform.dense"),
+        WeightMapping("generator_predictions.LayerNorm", "head.transform.norm"),
+        WeightMapping("generator_lm_head", "head.matrix"),
+        WeightMapping("generator_lm_head.bias", "head.bias"),
     ),
-    prefix="electra.",
-    ignored=bert.ignored("sequence_summary")
+    base_model_prefix="electra.",
+    ignored_weights=bert.ignored_weights("sequence_summary")
     | {r"discriminator_predictions\..*": "tells replaced tokens; it is no language model"},
-    harmless=dict.fromkeys(
+    ignored_config_keys=dict.fromkeys(
         ("summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout"),
         "for multiple choice, whose head is not loaded",
     ),
-    renamed=bert.RENAMED,
+    weight_renamings=bert.WEIGHT_RENAMINGS,
 )

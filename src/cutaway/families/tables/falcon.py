@@ -3,16 +3,24 @@
 from typing import Any
 
 from cutaway.config import Config
+from cutaway.families.config_fields import (
+    Custom,
+    HFConfigReader,
+    Key,
+    SupportedValues,
+    activation,
+    attention_heads,
+    flag,
+)
+from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
-from cutaway.families.fields import Custom, Key, Only, Theirs, activation, flag, heads
-from cutaway.families.rope import Rope, head_width
-from cutaway.families.rows import Row, within
-from cutaway.families.tables.gpt_neox import megatron
-from cutaway.families.tables.llama import ALL, CLASSIFIER, NORMS
-from cutaway.families.tree import Tree
+from cutaway.families.rope_fields import RopeField, resolve_head_dim
+from cutaway.families.tables.gpt_neox import megatron_weights
+from cutaway.families.tables.llama import IGNORED_CLASSIFIER_WEIGHTS, NORM_WEIGHTS, QKVO
+from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
-AT = "decoder.block.attention"
-LAYOUT = (
+ATTENTION_PATH = "decoder.block.attention"
+LAYOUT_KEYS = (
     "new_decoder_architecture",
     "multi_query",
     "parallel_attn",
@@ -22,38 +30,45 @@ LAYOUT = (
 )
 
 
-def told(theirs: Theirs, key: str, default: bool) -> bool:
-    value = theirs.get(key)
+def _get_bool(hf_config: HFConfigReader, key: str, default: bool) -> bool:
+    value = hf_config.get(key)
     return default if value is None else bool(value)
 
 
-def read_layout(theirs: Theirs, ours: Tree) -> None:
+def _read_layout(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """40b: groups of heads share a key and value, side by side, one norm or two. 7b: one key and value. rw: in turn."""
-    new = told(theirs, "new_decoder_architecture", False)
-    norms = theirs.get("num_ln_in_parallel_attn")
+    new = _get_bool(hf_config, "new_decoder_architecture", False)
+    norms = hf_config.get("num_ln_in_parallel_attn")
     two = new and norms in (None, 2)
-    side_by_side = new or told(theirs, "parallel_attn", True)
+    side_by_side = new or _get_bool(hf_config, "parallel_attn", True)
     place = {"kind": "parallel", "norms": "two" if two else "one"} if side_by_side else {"kind": "pre"}
-    ours.set("decoder.placement", place)
-    shared = told(theirs, "multi_query", True)
-    ours.set(f"{AT}.kv_heads", theirs.get("num_kv_heads") if new else 1 if shared else None)
-    if told(theirs, "alibi", False):
-        ours.set(f"{AT}.position", {"kind": "alibi", "scale": head_width(ours, "decoder") ** -0.5, "rounded": True})
+    tree.set("decoder.placement", place)
+    shared = _get_bool(hf_config, "multi_query", True)
+    tree.set(f"{ATTENTION_PATH}.kv_heads", hf_config.get("num_kv_heads") if new else 1 if shared else None)
+    if _get_bool(hf_config, "alibi", False):
+        tree.set(
+            f"{ATTENTION_PATH}.position",
+            {"kind": "alibi", "scale": resolve_head_dim(tree, "decoder") ** -0.5, "round_to_bf16": True},
+        )
 
 
-def write_layout(ours: Tree, theirs: dict[str, Any]) -> None:
-    heads, kv, place = ours.get(f"{AT}.heads"), ours.get(f"{AT}.kv_heads"), ours.get("decoder.placement")
+def _write_layout(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+    heads, kv, place = (
+        tree.get(f"{ATTENTION_PATH}.heads"),
+        tree.get(f"{ATTENTION_PATH}.kv_heads"),
+        tree.get("decoder.placement"),
+    )
     two = place.get("norms") == "two"
     new = two or (place["kind"] == "parallel" and 1 < kv < heads)
-    theirs["new_decoder_architecture"] = new
-    theirs["multi_query"] = new or kv == 1
-    theirs["parallel_attn"] = place["kind"] == "parallel"
-    theirs["num_ln_in_parallel_attn"] = (2 if two else 1) if new else None
-    theirs["num_kv_heads"] = kv if new else heads
-    theirs["alibi"] = ours.get(f"{AT}.position.kind") == "alibi"
+    hf_config["new_decoder_architecture"] = new
+    hf_config["multi_query"] = new or kv == 1
+    hf_config["parallel_attn"] = place["kind"] == "parallel"
+    hf_config["num_ln_in_parallel_attn"] = (2 if two else 1) if new else None
+    hf_config["num_kv_heads"] = kv if new else heads
+    hf_config["alibi"] = tree.get(f"{ATTENTION_PATH}.position.kind") == "alibi"
 
 
-def parallel(config: Config) -> bool:
+def _is_parallel(config: Config) -> bool:
     return config.stacks["decoder"].placement.kind == "parallel"
 
 
@@ -72,38 +87,47 @@ FAMILY = Family(
         Key("vocab_size", "vocab_size", 65024),
         Key("hidden_size", "d_model", 4544),
         Key("num_hidden_layers", "decoder.layers", 32),
-        *heads(n=("num_attention_heads", 71), kv=None, width=None),
-        Key("ffn_hidden_size", "decoder.block.ffn.hidden", lambda theirs: 4 * theirs.number("hidden_size", 4544)),
+        *attention_heads(num_heads=("num_attention_heads", 71), num_kv_heads=None, head_dim=None),
+        Key(
+            "ffn_hidden_size",
+            "decoder.block.ffn.hidden",
+            lambda hf_config: 4 * hf_config.get_number("hidden_size", 4544),
+        ),
         Key("max_position_embeddings", "context", 2048),
         activation("activation", "decoder.block.ffn.activation", "gelu"),
-        flag("bias", f"{AT}.bias", False, on=ALL, off=()),
+        flag("bias", f"{ATTENTION_PATH}.bias", False, on=QKVO, off=()),
         flag("bias", "decoder.block.ffn.bias", False),
         Key("layer_norm_epsilon", "decoder.norm.eps", 1e-5),
         flag("tie_word_embeddings", "head.tied", True),
-        Custom(LAYOUT, read_layout, write_layout),
-        Rope(whole=True),
-        Only("hidden_dropout", (0.0, None), "in training, both sublayers would lose the same values"),
-        Only("attention_dropout", (0.0, None), "in training, it acts in other places in each layout"),
-        Only("apply_residual_connection_post_layernorm", (False,), "what is added to would be the normed stream"),
-    ),
-    rows=(
-        Row("transformer.word_embeddings", "decoder.embed.token"),
-        Row("transformer.ln_f", "decoder.final_norm"),
-        Row("lm_head", "head.matrix"),
-        *within(
-            "transformer.h.{i}",
-            "decoder.blocks.{i}",
-            Row("input_layernorm", "norm"),
-            *(Row(row.theirs, row.targets, where=lambda config: not parallel(config)) for row in NORMS),
-            Row("ln_attn", "attn.norm_in", where=parallel),
-            Row("ln_mlp", "ffn.norm_in", where=parallel),
-            *megatron("self_attention"),
+        Custom(LAYOUT_KEYS, _read_layout, _write_layout),
+        RopeField(full_rotary_only=True),
+        SupportedValues("hidden_dropout", (0.0, None), "in training, both sublayers would lose the same values"),
+        SupportedValues("attention_dropout", (0.0, None), "in training, it acts in other places in each layout"),
+        SupportedValues(
+            "apply_residual_connection_post_layernorm", (False,), "what is added to would be the normed stream"
         ),
     ),
-    prefix="transformer.",
-    aliases={"n_embed": "hidden_size"},
-    ignored={
+    weight_mappings=(
+        WeightMapping("transformer.word_embeddings", "decoder.embed.token"),
+        WeightMapping("transformer.ln_f", "decoder.final_norm"),
+        WeightMapping("lm_head", "head.matrix"),
+        *add_prefix(
+            "transformer.h.{i}",
+            "decoder.blocks.{i}",
+            WeightMapping("input_layernorm", "norm"),
+            *(
+                WeightMapping(row.checkpoint_key, row.model_keys, condition=lambda config: not _is_parallel(config))
+                for row in NORM_WEIGHTS
+            ),
+            WeightMapping("ln_attn", "attn.norm_in", condition=_is_parallel),
+            WeightMapping("ln_mlp", "ffn.norm_in", condition=_is_parallel),
+            *megatron_weights("self_attention"),
+        ),
+    ),
+    base_model_prefix="transformer.",
+    attribute_map={"n_embed": "hidden_size"},
+    ignored_weights={
         r"transformer\.(h\.\d+\.self_attention\.)?(maybe_rotary|rotary_emb)\.inv_freq": "follows from theta and width",
-        **CLASSIFIER,
+        **IGNORED_CLASSIFIER_WEIGHTS,
     },
 )

@@ -2,13 +2,30 @@
 
 from typing import Any
 
+from cutaway.families.config_fields import (
+    HF_ACTIVATIONS,
+    Choice,
+    ConfigField,
+    Key,
+    SupportedValues,
+    attention_heads,
+    flag,
+)
 from cutaway.families.family import Family
-from cutaway.families.fields import ACTIVATIONS, Choice, Field, Key, Only, flag, heads
-from cutaway.families.rope import Rope
-from cutaway.families.tables.llama import ALL, ATTENTION, BESIDE, ENDS, FFN, NORMS, layer, sizes
+from cutaway.families.rope_fields import RopeField
+from cutaway.families.tables.llama import (
+    ATTENTION_WEIGHTS,
+    EMBEDDING_AND_HEAD_WEIGHTS,
+    FFN_WEIGHTS,
+    IGNORED_WEIGHTS,
+    NORM_WEIGHTS,
+    QKVO,
+    per_layer,
+    size_fields,
+)
 
 
-def template(placement: str, **attention: Any) -> dict[str, Any]:
+def build_template(placement: str, **attention: Any) -> dict[str, Any]:
     """What the generations have in common."""
     return {
         "form": "decoder",
@@ -22,28 +39,32 @@ def template(placement: str, **attention: Any) -> dict[str, Any]:
     }
 
 
-COMMON: tuple[Field, ...] = (
+COMMON_FIELDS: tuple[ConfigField, ...] = (
     Key("rms_norm_eps", "decoder.norm.eps", 1e-6),
-    flag("attention_bias", "decoder.block.attention.bias", False, on=ALL, off=()),
+    flag("attention_bias", "decoder.block.attention.bias", False, on=QKVO, off=()),
     Key("attention_dropout", "decoder.block.attention.dropout", 0.0),
-    Only("use_bidirectional_attention", (None, False), "every token would see every token"),
+    SupportedValues("use_bidirectional_attention", (None, False), "every token would see every token"),
 )
-WORDS = ACTIVATIONS | {"gelu": "gelu_tanh"}
+GEMMA_ACTIVATIONS = HF_ACTIVATIONS | {"gelu": "gelu_tanh"}
 """The first releases say 'gelu' and mean its tanh form."""
 
 FAMILY = Family(
     name="gemma",
     architecture="GemmaForCausalLM",
-    template=template("pre"),
+    template=build_template("pre"),
     fields=(
-        *sizes(256000, 3072, 24576, 28, 8192, tied=True),
-        *heads(n=("num_attention_heads", 16), kv=("num_key_value_heads", 16), width=("head_dim", 256)),
-        *COMMON,
-        Choice("hidden_act", "decoder.block.ffn.activation", "gelu_pytorch_tanh", WORDS),
-        Only("hidden_activation", (None, "gelu_pytorch_tanh"), "it contradicts hidden_act, which readers go by"),
-        Rope(length_default=8192, whole=True),
+        *size_fields(256000, 3072, 24576, 28, 8192, tie_word_embeddings=True),
+        *attention_heads(
+            num_heads=("num_attention_heads", 16), num_kv_heads=("num_key_value_heads", 16), head_dim=("head_dim", 256)
+        ),
+        *COMMON_FIELDS,
+        Choice("hidden_act", "decoder.block.ffn.activation", "gelu_pytorch_tanh", GEMMA_ACTIVATIONS),
+        SupportedValues(
+            "hidden_activation", (None, "gelu_pytorch_tanh"), "it contradicts hidden_act, which readers go by"
+        ),
+        RopeField(default_max_positions=8192, full_rotary_only=True),
     ),
-    rows=(*ENDS, *layer(*NORMS, *ATTENTION, *FFN)),
-    prefix="model.",
-    ignored=BESIDE,
+    weight_mappings=(*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*NORM_WEIGHTS, *ATTENTION_WEIGHTS, *FFN_WEIGHTS)),
+    base_model_prefix="model.",
+    ignored_weights=IGNORED_WEIGHTS,
 )

@@ -1,33 +1,48 @@
 """Gemma 2: norms on both sides, capped scores and logits, every other layer near. https://arxiv.org/abs/2408.00118"""
 
+from cutaway.families.config_fields import (
+    ConfigField,
+    Key,
+    LayerTypes,
+    activation,
+    attention_heads,
+    full_attention_every,
+)
 from cutaway.families.family import Family
-from cutaway.families.fields import Field, Key, activation, heads
-from cutaway.families.mixed import LayerTypes, every
-from cutaway.families.rope import Rope
-from cutaway.families.rows import Row
-from cutaway.families.tables.gemma import COMMON, template
-from cutaway.families.tables.llama import ATTENTION, BESIDE, ENDS, FFN, layer, sizes
+from cutaway.families.rope_fields import RopeField
+from cutaway.families.tables.gemma import COMMON_FIELDS, build_template
+from cutaway.families.tables.llama import (
+    ATTENTION_WEIGHTS,
+    EMBEDDING_AND_HEAD_WEIGHTS,
+    FFN_WEIGHTS,
+    IGNORED_WEIGHTS,
+    per_layer,
+    size_fields,
+)
+from cutaway.families.weight_conversion import WeightMapping
 
-SECOND: tuple[Field, ...] = (
-    *heads(n=("num_attention_heads", 8), kv=("num_key_value_heads", 4), width=("head_dim", 256)),
-    *COMMON,
+GEMMA2_FIELDS: tuple[ConfigField, ...] = (
+    *attention_heads(
+        num_heads=("num_attention_heads", 8), num_kv_heads=("num_key_value_heads", 4), head_dim=("head_dim", 256)
+    ),
+    *COMMON_FIELDS,
     activation("hidden_activation", "decoder.block.ffn.activation", "gelu_pytorch_tanh"),
     Key(
         "query_pre_attn_scalar",
         "decoder.block.attention.scale",
         256,
-        to=lambda scalar: scalar**-0.5,
-        back=lambda scale: round(scale**-2),
+        decode=lambda scalar: scalar**-0.5,
+        encode=lambda scale: round(scale**-2),
     ),
 )
 """What Gemma 2 began and Gemma 3 kept."""
-SANDWICH = (
-    Row("input_layernorm", "attn.norm_in"),
-    Row("post_attention_layernorm", "attn.norm_out"),
-    Row("pre_feedforward_layernorm", "ffn.norm_in"),
-    Row("post_feedforward_layernorm", "ffn.norm_out"),
+SANDWICH_NORM_WEIGHTS = (
+    WeightMapping("input_layernorm", "attn.norm_in"),
+    WeightMapping("post_attention_layernorm", "attn.norm_out"),
+    WeightMapping("pre_feedforward_layernorm", "ffn.norm_in"),
+    WeightMapping("post_feedforward_layernorm", "ffn.norm_out"),
 )
-HARMLESS = {
+IGNORED_CONFIG_KEYS = {
     "hidden_act": "the model goes by hidden_activation",
     "cache_implementation": "for generation",
 }
@@ -35,17 +50,17 @@ HARMLESS = {
 FAMILY = Family(
     name="gemma2",
     architecture="Gemma2ForCausalLM",
-    template=template("sandwich"),
+    template=build_template("sandwich"),
     fields=(
-        *sizes(256000, 2304, 9216, 26, 8192, tied=True),
-        *SECOND,
+        *size_fields(256000, 2304, 9216, 26, 8192, tie_word_embeddings=True),
+        *GEMMA2_FIELDS,
         Key("attn_logit_softcapping", "decoder.block.attention.softcap", 50.0),
         Key("final_logit_softcapping", "head.softcap", 30.0),
-        LayerTypes(every(2), window_default=4096),
-        Rope(length_default=8192, whole=True),
+        LayerTypes(full_attention_every(2), default_window=4096),
+        RopeField(default_max_positions=8192, full_rotary_only=True),
     ),
-    rows=(*ENDS, *layer(*SANDWICH, *ATTENTION, *FFN)),
-    prefix="model.",
-    ignored=BESIDE,
-    harmless=HARMLESS,
+    weight_mappings=(*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*SANDWICH_NORM_WEIGHTS, *ATTENTION_WEIGHTS, *FFN_WEIGHTS)),
+    base_model_prefix="model.",
+    ignored_weights=IGNORED_WEIGHTS,
+    ignored_config_keys=IGNORED_CONFIG_KEYS,
 )

@@ -3,32 +3,46 @@
 https://arxiv.org/abs/2503.19786
 """
 
+from cutaway.families.config_fields import Key, LayerTypes, SupportedValues, full_attention_every
 from cutaway.families.family import Family
-from cutaway.families.fields import Key, Only
-from cutaway.families.mixed import LayerTypes, every
-from cutaway.families.rope import RopeByLayerType
-from cutaway.families.tables.gemma import template
-from cutaway.families.tables.gemma2 import HARMLESS, SANDWICH, SECOND
-from cutaway.families.tables.llama import ATTENTION, BESIDE, ENDS, FFN, layer, sizes
-from cutaway.families.tables.qwen3 import QK_NORMS
+from cutaway.families.rope_fields import RopeFieldByLayerType
+from cutaway.families.tables.gemma import build_template
+from cutaway.families.tables.gemma2 import GEMMA2_FIELDS, IGNORED_CONFIG_KEYS, SANDWICH_NORM_WEIGHTS
+from cutaway.families.tables.llama import (
+    ATTENTION_WEIGHTS,
+    EMBEDDING_AND_HEAD_WEIGHTS,
+    FFN_WEIGHTS,
+    IGNORED_WEIGHTS,
+    per_layer,
+    size_fields,
+)
+from cutaway.families.tables.qwen3 import QK_NORM_WEIGHTS
 
 QK_NORM = {"norm": {"kind": "rmsnorm", "unit_offset": True}}
 
 FAMILY = Family(
     name="gemma3_text",
     architecture="Gemma3ForCausalLM",
-    template=template("sandwich", qk_norm=QK_NORM),
+    template=build_template("sandwich", qk_norm=QK_NORM),
     fields=(
-        *sizes(262208, 2304, 9216, 26, 131072, tied=True),
-        *SECOND,
+        *size_fields(262208, 2304, 9216, 26, 131072, tie_word_embeddings=True),
+        *GEMMA2_FIELDS,
         Key("rms_norm_eps", ("decoder.norm.eps", "decoder.block.attention.qk_norm.norm.eps"), 1e-6),
-        Only("attn_logit_softcapping", (None,), "the published code never caps this family's scores"),
+        SupportedValues("attn_logit_softcapping", (None,), "the published code never caps this family's scores"),
         Key("final_logit_softcapping", "head.softcap", None),
-        LayerTypes(every(6, "sliding_window_pattern"), window_default=4096, extra=("sliding_window_pattern",)),
-        RopeByLayerType(length_default=131072, whole=True),
+        LayerTypes(
+            full_attention_every(6, "sliding_window_pattern"),
+            default_window=4096,
+            extra_keys=("sliding_window_pattern",),
+        ),
+        RopeFieldByLayerType(default_max_positions=131072, full_rotary_only=True),
     ),
-    rows=(*ENDS, *layer(*SANDWICH, *ATTENTION, *QK_NORMS, *FFN)),
-    prefix="model.",
-    ignored=BESIDE,
-    harmless=HARMLESS | {"_sliding_window_pattern": "an older form of layer_types, which is written beside it"},
+    weight_mappings=(
+        *EMBEDDING_AND_HEAD_WEIGHTS,
+        *per_layer(*SANDWICH_NORM_WEIGHTS, *ATTENTION_WEIGHTS, *QK_NORM_WEIGHTS, *FFN_WEIGHTS),
+    ),
+    base_model_prefix="model.",
+    ignored_weights=IGNORED_WEIGHTS,
+    ignored_config_keys=IGNORED_CONFIG_KEYS
+    | {"_sliding_window_pattern": "an older form of layer_types, which is written beside it"},
 )

@@ -2,27 +2,27 @@
 
 from typing import Any
 
+from cutaway.families.config_fields import Custom, HFConfigReader, Key, SupportedValues, activation, flag
+from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
-from cutaway.families.fields import Custom, Key, Only, Theirs, activation, flag
-from cutaway.families.rows import Joined, Row, Transposed, within
-from cutaway.families.tables.llama import CLASSIFIER
-from cutaway.families.tree import Tree
+from cutaway.families.tables.llama import IGNORED_CLASSIFIER_WEIGHTS
+from cutaway.families.weight_conversion import Split, Transpose, WeightMapping, add_prefix
 
-FLAGS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
+SCALE_KEYS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 
 
-def read_scale(theirs: Theirs, ours: Tree) -> None:
+def _read_attention_scale(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """Scores are divided by sqrt(d_head), unless told not to, and by the layer's number if told to."""
-    for number, block in enumerate(ours.blocks("decoder"), 1):
-        width = ours.data["d_model"] // block["attention"]["heads"]
-        scale = width**-0.5 if theirs.get(FLAGS[0], True) else 1.0
-        block["attention"]["scale"] = scale / (number if theirs.get(FLAGS[1], False) else 1)
+    for number, block in enumerate(tree.blocks("decoder"), 1):
+        width = tree.data["d_model"] // block["attention"]["heads"]
+        scale = width**-0.5 if hf_config.get(SCALE_KEYS[0], True) else 1.0
+        block["attention"]["scale"] = scale / (number if hf_config.get(SCALE_KEYS[1], False) else 1)
 
 
-def write_scale(ours: Tree, theirs: dict[str, Any]) -> None:
-    scales = [block["attention"]["scale"] for block in ours.blocks("decoder")]
-    theirs[FLAGS[0]] = scales[0] != 1.0
-    theirs[FLAGS[1]] = len(scales) > 1 and scales[1] != scales[0]
+def _write_attention_scale(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+    scales = [block["attention"]["scale"] for block in tree.blocks("decoder")]
+    hf_config[SCALE_KEYS[0]] = scales[0] != 1.0
+    hf_config[SCALE_KEYS[1]] = len(scales) > 1 and scales[1] != scales[0]
 
 
 FAMILY = Family(
@@ -47,44 +47,44 @@ FAMILY = Family(
         Key("n_layer", "decoder.layers", 12),
         Key("n_head", "decoder.block.attention.heads", 12),
         Key("n_positions", ("decoder.embedding.position.length", "context"), 1024),
-        Key("n_inner", "decoder.block.ffn.hidden", lambda theirs: 4 * theirs.number("n_embd", 768)),
+        Key("n_inner", "decoder.block.ffn.hidden", lambda hf_config: 4 * hf_config.get_number("n_embd", 768)),
         activation("activation_function", "decoder.block.ffn.activation", "gelu_new"),
         Key("layer_norm_epsilon", "decoder.norm.eps", 1e-5),
         Key("attn_pdrop", "decoder.block.attention.dropout", 0.1),
         Key("embd_pdrop", "decoder.embedding.dropout", 0.1),
         Key("resid_pdrop", "decoder.dropout", 0.1),
         flag("tie_word_embeddings", "head.tied", True),
-        Custom(FLAGS, read_scale, write_scale),
-        Only("is_decoder", (False, True, None), "this family always is one"),
+        Custom(SCALE_KEYS, _read_attention_scale, _write_attention_scale),
+        SupportedValues("is_decoder", (False, True, None), "this family always is one"),
     ),
-    rows=(
-        Row("transformer.wte", "decoder.embed.token"),
-        Row("transformer.wpe", "decoder.embed.position.table"),
-        Row("transformer.ln_f", "decoder.final_norm"),
-        Row("lm_head", "head.matrix"),
-        *within(
+    weight_mappings=(
+        WeightMapping("transformer.wte", "decoder.embed.token"),
+        WeightMapping("transformer.wpe", "decoder.embed.position.table"),
+        WeightMapping("transformer.ln_f", "decoder.final_norm"),
+        WeightMapping("lm_head", "head.matrix"),
+        *add_prefix(
             "transformer.h.{i}",
             "decoder.blocks.{i}",
-            Row("ln_1", "attn.norm_in"),
-            Row("ln_2", "ffn.norm_in"),
-            Row("attn.c_attn", ("attn.f.q", "attn.f.k", "attn.f.v"), Joined(transposed=True)),
-            Row("attn.c_proj", "attn.f.o", Transposed()),
-            Row("mlp.c_fc", "ffn.f.up", Transposed()),
-            Row("mlp.c_proj", "ffn.f.down", Transposed()),
+            WeightMapping("ln_1", "attn.norm_in"),
+            WeightMapping("ln_2", "ffn.norm_in"),
+            WeightMapping("attn.c_attn", ("attn.f.q", "attn.f.k", "attn.f.v"), Split(transposed=True)),
+            WeightMapping("attn.c_proj", "attn.f.o", Transpose()),
+            WeightMapping("mlp.c_fc", "ffn.f.up", Transpose()),
+            WeightMapping("mlp.c_proj", "ffn.f.down", Transpose()),
         ),
     ),
-    prefix="transformer.",
-    aliases={
+    base_model_prefix="transformer.",
+    attribute_map={
         "hidden_size": "n_embd",
         "max_position_embeddings": "n_positions",
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     },
-    ignored={
+    ignored_weights={
         r"transformer\.h\.\d+\.attn\.(masked_)?bias": "the causal mask, which follows from positions",
-        **CLASSIFIER,
+        **IGNORED_CLASSIFIER_WEIGHTS,
     },
-    harmless={
+    ignored_config_keys={
         "n_ctx": "the same as n_positions",
         "reorder_and_upcast_attn": "scores in higher precision; the same in fp32",
         **dict.fromkeys(

@@ -1,21 +1,21 @@
 """GPT-NeoX and Pythia. https://arxiv.org/abs/2204.06745"""
 
+from cutaway.families.config_fields import Key, SupportedValues, activation, attention_heads, flag
 from cutaway.families.family import Family
-from cutaway.families.fields import Key, Only, activation, flag, heads
-from cutaway.families.rope import Rope
-from cutaway.families.rows import JoinedByGroup, Row, within
-from cutaway.families.tables.llama import ALL, CLASSIFIER, NORMS, sizes
+from cutaway.families.rope_fields import RopeField
+from cutaway.families.tables.llama import IGNORED_CLASSIFIER_WEIGHTS, NORM_WEIGHTS, QKVO, size_fields
+from cutaway.families.weight_conversion import SplitGroupedQKV, WeightMapping, add_prefix
 
 QKV = ("attn.f.q", "attn.f.k", "attn.f.v")
 
 
-def megatron(attention: str) -> tuple[Row, ...]:
+def megatron_weights(attention_prefix: str) -> tuple[WeightMapping, ...]:
     """Megatron's names: q, k and v in one tensor, head by head."""
     return (
-        Row(f"{attention}.query_key_value", QKV, JoinedByGroup()),
-        Row(f"{attention}.dense", "attn.f.o"),
-        Row("mlp.dense_h_to_4h", "ffn.f.up"),
-        Row("mlp.dense_4h_to_h", "ffn.f.down"),
+        WeightMapping(f"{attention_prefix}.query_key_value", QKV, SplitGroupedQKV()),
+        WeightMapping(f"{attention_prefix}.dense", "attn.f.o"),
+        WeightMapping("mlp.dense_h_to_4h", "ffn.f.up"),
+        WeightMapping("mlp.dense_4h_to_h", "ffn.f.down"),
     )
 
 
@@ -31,11 +31,11 @@ FAMILY = Family(
         "head": {"kind": "lm"},
     },
     fields=(
-        *sizes(50432, 6144, 24576, 44, 2048),
-        *heads(n=("num_attention_heads", 64), kv=None, width=None),
+        *size_fields(50432, 6144, 24576, 44, 2048),
+        *attention_heads(num_heads=("num_attention_heads", 64), num_kv_heads=None, head_dim=None),
         Key("layer_norm_eps", "decoder.norm.eps", 1e-5),
         activation("hidden_act", "decoder.block.ffn.activation", "gelu"),
-        flag("attention_bias", "decoder.block.attention.bias", True, on=ALL, off=()),
+        flag("attention_bias", "decoder.block.attention.bias", True, on=QKVO, off=()),
         Key("attention_dropout", "decoder.block.attention.dropout", 0.0),
         Key("hidden_dropout", ("decoder.dropout", "decoder.embedding.dropout"), 0.0),
         flag(
@@ -45,21 +45,23 @@ FAMILY = Family(
             on={"kind": "parallel", "norms": "two"},
             off={"kind": "pre"},
         ),
-        Rope(share=0.25, share_key="rotary_pct", theta_key="rotary_emb_base"),
-        Only("is_decoder", (False, True, None), "this family always is one"),
+        RopeField(
+            default_partial_rotary_factor=0.25, partial_rotary_factor_key="rotary_pct", theta_key="rotary_emb_base"
+        ),
+        SupportedValues("is_decoder", (False, True, None), "this family always is one"),
     ),
-    rows=(
-        Row("gpt_neox.embed_in", "decoder.embed.token"),
-        Row("gpt_neox.final_layer_norm", "decoder.final_norm"),
-        Row("embed_out", "head.matrix"),
-        Row("lm_head", "head.matrix"),
-        *within("gpt_neox.layers.{i}", "decoder.blocks.{i}", *NORMS, *megatron("attention")),
+    weight_mappings=(
+        WeightMapping("gpt_neox.embed_in", "decoder.embed.token"),
+        WeightMapping("gpt_neox.final_layer_norm", "decoder.final_norm"),
+        WeightMapping("embed_out", "head.matrix"),
+        WeightMapping("lm_head", "head.matrix"),
+        *add_prefix("gpt_neox.layers.{i}", "decoder.blocks.{i}", *NORM_WEIGHTS, *megatron_weights("attention")),
     ),
-    prefix="gpt_neox.",
-    ignored={
+    base_model_prefix="gpt_neox.",
+    ignored_weights={
         r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias": "the causal mask, which follows from positions",
         r"gpt_neox\.(layers\.\d+\.attention\.)?rotary_emb\.inv_freq": "RoPE's frequencies follow from its settings",
-        **CLASSIFIER,
+        **IGNORED_CLASSIFIER_WEIGHTS,
     },
-    harmless={"rope_theta": "repeats rotary_emb_base", "partial_rotary_factor": "repeats rotary_pct"},
+    ignored_config_keys={"rope_theta": "repeats rotary_emb_base", "partial_rotary_factor": "repeats rotary_pct"},
 )

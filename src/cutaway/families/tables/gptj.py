@@ -1,9 +1,9 @@
 """GPT-J: attention and FFN side by side, RoPE in neighbouring pairs. https://github.com/kingoflolz/mesh-transformer-jax"""
 
+from cutaway.families.config_fields import Key, activation, flag
 from cutaway.families.family import Family
-from cutaway.families.fields import Key, activation, flag
-from cutaway.families.rows import Row, within
 from cutaway.families.tables.gpt2 import FAMILY as GPT2
+from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
 FAMILY = Family(
     name="gptj",
@@ -26,8 +26,8 @@ FAMILY = Family(
         Key("n_layer", "decoder.layers", 28),
         Key("n_head", "decoder.block.attention.heads", 16),
         Key("n_positions", "context", 2048),
-        Key("rotary_dim", "decoder.block.attention.position.width", 64),
-        Key("n_inner", "decoder.block.ffn.hidden", lambda theirs: 4 * theirs.number("n_embd", 4096)),
+        Key("rotary_dim", "decoder.block.attention.position.rotary_dim", 64),
+        Key("n_inner", "decoder.block.ffn.hidden", lambda hf_config: 4 * hf_config.get_number("n_embd", 4096)),
         activation("activation_function", "decoder.block.ffn.activation", "gelu_new"),
         Key("layer_norm_epsilon", "decoder.norm.eps", 1e-5),
         Key("attn_pdrop", "decoder.block.attention.dropout", 0.0),
@@ -35,29 +35,29 @@ FAMILY = Family(
         Key("resid_pdrop", "decoder.dropout", 0.0),
         flag("tie_word_embeddings", "head.tied", False),
     ),
-    rows=(
-        Row("transformer.wte", "decoder.embed.token"),
-        Row("transformer.ln_f", "decoder.final_norm"),
-        Row("lm_head", "head.matrix"),
-        Row("lm_head.bias", "head.bias"),
-        *within(
+    weight_mappings=(
+        WeightMapping("transformer.wte", "decoder.embed.token"),
+        WeightMapping("transformer.ln_f", "decoder.final_norm"),
+        WeightMapping("lm_head", "head.matrix"),
+        WeightMapping("lm_head.bias", "head.bias"),
+        *add_prefix(
             "transformer.h.{i}",
             "decoder.blocks.{i}",
-            Row("ln_1", "norm"),
-            *(Row(f"attn.{p}_proj", f"attn.f.{p}") for p in "qkv"),
-            Row("attn.out_proj", "attn.f.o"),
-            Row("mlp.fc_in", "ffn.f.up"),
-            Row("mlp.fc_out", "ffn.f.down"),
+            WeightMapping("ln_1", "norm"),
+            *(WeightMapping(f"attn.{p}_proj", f"attn.f.{p}") for p in "qkv"),
+            WeightMapping("attn.out_proj", "attn.f.o"),
+            WeightMapping("mlp.fc_in", "ffn.f.up"),
+            WeightMapping("mlp.fc_out", "ffn.f.down"),
         ),
     ),
-    prefix="transformer.",
-    aliases=GPT2.aliases,
-    ignored={
-        **GPT2.ignored,
+    base_model_prefix="transformer.",
+    attribute_map=GPT2.attribute_map,
+    ignored_weights={
+        **GPT2.ignored_weights,
         r"transformer\.h\.\d+\.attn\.embed_positions": "RoPE's angles follow from the configuration",
     },
-    harmless={
-        **GPT2.harmless,
+    ignored_config_keys={
+        **GPT2.ignored_config_keys,
         "rotary": "this family always has RoPE",
         "scale_attn_weights": "scores always are scaled",
     },

@@ -1,9 +1,9 @@
 """Llama 1 to 3.2, and the many that use its files. https://arxiv.org/abs/2302.13971"""
 
+from cutaway.families.config_fields import ConfigField, Key, activation, attention_heads, flag
 from cutaway.families.family import Family
-from cutaway.families.fields import Field, Key, activation, flag, heads
-from cutaway.families.rope import Rope
-from cutaway.families.rows import Row, within
+from cutaway.families.rope_fields import RopeField
+from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
 BLOCK = {"attention": {"kind": "multi-head"}, "ffn": {"kind": "gated"}}
 TEMPLATE = {
@@ -11,51 +11,64 @@ TEMPLATE = {
     "decoder": {"block": BLOCK, "norm": {"kind": "rmsnorm"}, "placement": {"kind": "pre"}},
     "head": {"kind": "lm"},
 }
-ALL = ("q", "k", "v", "o")
+QKVO = ("q", "k", "v", "o")
 
 
-def sizes(vocab: int, d_model: int, hidden: int, layers: int, context: int, *, tied: bool = False) -> tuple[Field, ...]:
+def size_fields(
+    vocab_size: int,
+    d_model: int,
+    intermediate_size: int,
+    num_layers: int,
+    max_position_embeddings: int,
+    *,
+    tie_word_embeddings: bool = False,
+) -> tuple[ConfigField, ...]:
     """The first lines of every config.json of this kind, with the family's defaults."""
     return (
-        Key("vocab_size", "vocab_size", vocab),
+        Key("vocab_size", "vocab_size", vocab_size),
         Key("hidden_size", "d_model", d_model),
-        Key("num_hidden_layers", "decoder.layers", layers),
-        Key("intermediate_size", "decoder.block.ffn.hidden", hidden),
-        Key("max_position_embeddings", "context", context),
-        flag("tie_word_embeddings", "head.tied", tied),
+        Key("num_hidden_layers", "decoder.layers", num_layers),
+        Key("intermediate_size", "decoder.block.ffn.hidden", intermediate_size),
+        Key("max_position_embeddings", "context", max_position_embeddings),
+        flag("tie_word_embeddings", "head.tied", tie_word_embeddings),
     )
 
 
 FIELDS = (
-    *sizes(32000, 4096, 11008, 32, 2048),
-    *heads(),
+    *size_fields(32000, 4096, 11008, 32, 2048),
+    *attention_heads(),
     Key("rms_norm_eps", "decoder.norm.eps", 1e-6),
     activation("hidden_act", "decoder.block.ffn.activation", "silu"),
-    flag("attention_bias", "decoder.block.attention.bias", False, on=ALL, off=()),
+    flag("attention_bias", "decoder.block.attention.bias", False, on=QKVO, off=()),
     flag("mlp_bias", "decoder.block.ffn.bias", False),
     Key("attention_dropout", "decoder.block.attention.dropout", 0.0),
-    Rope(whole=True),
+    RopeField(full_rotary_only=True),
 )
 
-ENDS = (
-    Row("model.embed_tokens", "decoder.embed.token"),
-    Row("model.norm", "decoder.final_norm"),
-    Row("lm_head", "head.matrix"),
+EMBEDDING_AND_HEAD_WEIGHTS = (
+    WeightMapping("model.embed_tokens", "decoder.embed.token"),
+    WeightMapping("model.norm", "decoder.final_norm"),
+    WeightMapping("lm_head", "head.matrix"),
 )
-NORMS = (Row("input_layernorm", "attn.norm_in"), Row("post_attention_layernorm", "ffn.norm_in"))
-ATTENTION = tuple(Row(f"self_attn.{p}_proj", f"attn.f.{p}") for p in "qkvo")
-FFN = tuple(Row(f"mlp.{p}_proj", f"ffn.f.{p}") for p in ("gate", "up", "down"))
+NORM_WEIGHTS = (
+    WeightMapping("input_layernorm", "attn.norm_in"),
+    WeightMapping("post_attention_layernorm", "ffn.norm_in"),
+)
+ATTENTION_WEIGHTS = tuple(WeightMapping(f"self_attn.{p}_proj", f"attn.f.{p}") for p in "qkvo")
+FFN_WEIGHTS = tuple(WeightMapping(f"mlp.{p}_proj", f"ffn.f.{p}") for p in ("gate", "up", "down"))
 
 
-def layer(*rows: Row) -> tuple[Row, ...]:
+def per_layer(*mappings: WeightMapping) -> tuple[WeightMapping, ...]:
     """Rows of every layer."""
-    return within("model.layers.{i}", "decoder.blocks.{i}", *rows)
+    return add_prefix("model.layers.{i}", "decoder.blocks.{i}", *mappings)
 
 
-CLASSIFIER = {r"(score|classifier|qa_outputs|v_head)\..*": "a classifier's or a value head's, which is not loaded"}
-BESIDE = {
+IGNORED_CLASSIFIER_WEIGHTS = {
+    r"(score|classifier|qa_outputs|v_head)\..*": "a classifier's or a value head's, which is not loaded"
+}
+IGNORED_WEIGHTS = {
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq": "RoPE's frequencies follow from the configuration",
-    **CLASSIFIER,
+    **IGNORED_CLASSIFIER_WEIGHTS,
 }
 """What files in these names may hold beside the model."""
 
@@ -64,7 +77,7 @@ FAMILY = Family(
     architecture="LlamaForCausalLM",
     template=TEMPLATE,
     fields=FIELDS,
-    rows=(*ENDS, *layer(*NORMS, *ATTENTION, *FFN)),
-    prefix="model.",
-    ignored=BESIDE,
+    weight_mappings=(*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*NORM_WEIGHTS, *ATTENTION_WEIGHTS, *FFN_WEIGHTS)),
+    base_model_prefix="model.",
+    ignored_weights=IGNORED_WEIGHTS,
 )

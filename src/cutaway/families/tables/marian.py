@@ -4,38 +4,48 @@ from typing import Any
 
 from cutaway.config import Config
 from cutaway.errors import ConfigError
+from cutaway.families.config_fields import Custom, HFConfigReader, clear_out_of_vocab_pad_token, flag
+from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
-from cutaway.families.fields import Custom, Theirs, flag, padding_within_vocab
-from cutaway.families.rows import Row
-from cutaway.families.tables.bart import ALIASES, HARMLESS, IGNORED, fields, old_flags, rows, template
-from cutaway.families.tables.pegasus import POSITIONS, SINUSOIDS
-from cutaway.families.tree import Tree
+from cutaway.families.tables.bart import (
+    ATTRIBUTE_MAP,
+    IGNORED_CONFIG_KEYS,
+    IGNORED_WEIGHTS,
+    build_template,
+    common_fields,
+    legacy_flags,
+    stack_weights,
+)
+from cutaway.families.tables.pegasus import POSITION_WEIGHTS, SINUSOIDAL_EMBEDDING
+from cutaway.families.weight_conversion import WeightMapping
 
-VOCABS = ("vocab_size", "decoder_vocab_size", "share_encoder_decoder_embeddings")
+VOCAB_KEYS = ("vocab_size", "decoder_vocab_size", "share_encoder_decoder_embeddings")
 
 
-def read_vocabs(theirs: Theirs, ours: Tree) -> None:
+def _read_vocab_sizes(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """One table for both sides, or one each. Their `vocab_size` is the source's."""
-    source = theirs.number(VOCABS[0], 58101)
-    target = theirs.get(VOCABS[1]) or source
-    shared = theirs.get(VOCABS[2], True)
+    source = hf_config.get_number(VOCAB_KEYS[0], 58101)
+    target = hf_config.get(VOCAB_KEYS[1]) or source
+    shared = hf_config.get(VOCAB_KEYS[2], True)
     if shared and source != target:
-        raise ConfigError(f"both sides share one table, and yet '{VOCABS[0]}' is {source} and '{VOCABS[1]}' {target}")
-    ours.set("vocab_size", target)
-    ours.set("source_vocab_size", None if shared else source)
+        raise ConfigError(
+            f"both sides share one table, and yet '{VOCAB_KEYS[0]}' is {source} and '{VOCAB_KEYS[1]}' {target}"
+        )
+    tree.set("vocab_size", target)
+    tree.set("source_vocab_size", None if shared else source)
 
 
-def write_vocabs(ours: Tree, theirs: dict[str, Any]) -> None:
-    source, target = ours.get("source_vocab_size"), ours.get("vocab_size")
-    theirs.update(zip(VOCABS, (source or target, target, source is None), strict=True))
+def _write_vocab_sizes(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+    source, target = tree.get("source_vocab_size"), tree.get("vocab_size")
+    hf_config.update(zip(VOCAB_KEYS, (source or target, target, source is None), strict=True))
 
 
-def shared(config: Config) -> bool:
+def _shares_embeddings(config: Config) -> bool:
     return getattr(config, "source_vocab_size", None) is None
 
 
-def check_untied_is_apart(theirs: Theirs, ours: Tree) -> None:
-    if not ours.get("head.tied") and ours.get("source_vocab_size") is None:
+def _check_untied_not_shared(hf_config: HFConfigReader, tree: ConfigTree) -> None:
+    if not tree.get("head.tied") and tree.get("source_vocab_size") is None:
         raise ConfigError(
             "config.json's 'tie_word_embeddings' is false for a table that both sides share; it cannot be told whether"
             " they still do, so say it with 'share_encoder_decoder_embeddings'"
@@ -45,18 +55,22 @@ def check_untied_is_apart(theirs: Theirs, ours: Tree) -> None:
 FAMILY = Family(
     name="marian",
     architecture="MarianMTModel",
-    template=template("post", SINUSOIDS),
+    template=build_template("post", SINUSOIDAL_EMBEDDING),
     fields=(
-        Custom(VOCABS, read_vocabs, write_vocabs),
-        padding_within_vocab(58100),
-        *fields("table"),
+        Custom(VOCAB_KEYS, _read_vocab_sizes, _write_vocab_sizes),
+        clear_out_of_vocab_pad_token(58100),
+        *common_fields("table_length"),
         flag("tie_word_embeddings", "head.tied", True),
-        Custom((), check_untied_is_apart, lambda ours, theirs: None),
-        *old_flags(pre=False, normed=False, sinusoids=True),
+        Custom((), _check_untied_not_shared, lambda tree, hf_config: None),
+        *legacy_flags(pre_norm=False, embedding_norm=False, sinusoidal=True),
     ),
-    rows=(Row("model.shared", "decoder.embed.token", where=shared), *POSITIONS, *rows(pre=False)),
-    prefix="model.",
-    aliases=ALIASES,
-    ignored=IGNORED,
-    harmless=HARMLESS,
+    weight_mappings=(
+        WeightMapping("model.shared", "decoder.embed.token", condition=_shares_embeddings),
+        *POSITION_WEIGHTS,
+        *stack_weights(pre_norm=False),
+    ),
+    base_model_prefix="model.",
+    attribute_map=ATTRIBUTE_MAP,
+    ignored_weights=IGNORED_WEIGHTS,
+    ignored_config_keys=IGNORED_CONFIG_KEYS,
 )

@@ -2,16 +2,31 @@
 
 from typing import Any
 
+from cutaway.families.config_fields import (
+    ConfigField,
+    Custom,
+    HFConfigReader,
+    Key,
+    LayerTypes,
+    activation,
+    attention_heads,
+)
+from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
-from cutaway.families.fields import Custom, Field, Key, Theirs, activation, heads
-from cutaway.families.mixed import LayerTypes
-from cutaway.families.rope import Rope
-from cutaway.families.rows import Row
-from cutaway.families.tables.llama import ATTENTION, BESIDE, ENDS, FFN, NORMS, layer, sizes
-from cutaway.families.tree import Tree
+from cutaway.families.rope_fields import RopeField
+from cutaway.families.tables.llama import (
+    ATTENTION_WEIGHTS,
+    EMBEDDING_AND_HEAD_WEIGHTS,
+    FFN_WEIGHTS,
+    IGNORED_WEIGHTS,
+    NORM_WEIGHTS,
+    per_layer,
+    size_fields,
+)
+from cutaway.families.weight_conversion import WeightMapping
 
 
-def template(attention: dict[str, Any], ffn: dict[str, Any], placement: str = "pre") -> dict[str, Any]:
+def build_template(attention: dict[str, Any], ffn: dict[str, Any], placement: str = "pre") -> dict[str, Any]:
     """Llama's frame with another attention, another FFN or another place for the norms."""
     block = {"attention": {"kind": "multi-head"} | attention, "ffn": {"kind": "gated"} | ffn}
     return {
@@ -21,43 +36,49 @@ def template(attention: dict[str, Any], ffn: dict[str, Any], placement: str = "p
     }
 
 
-def split(d_model: int, n: int, kv: int | None) -> tuple[Field, ...]:
+def head_fields(d_model: int, num_heads: int, num_kv_heads: int | None) -> tuple[ConfigField, ...]:
     """Heads that are d_model / heads wide, unless the file says otherwise; null or no `head_dim` means the same."""
 
-    def width(theirs: Theirs) -> int:
-        return int(theirs.number("hidden_size", d_model) // theirs.number("num_attention_heads", n))
+    def head_dim(hf_config: HFConfigReader) -> int:
+        width = hf_config.get_number("hidden_size", d_model)
+        return int(width // hf_config.get_number("num_attention_heads", num_heads))
 
-    counts = heads(n=("num_attention_heads", n), kv=("num_key_value_heads", kv), width=None)
-    return (*counts, Key("head_dim", "decoder.block.attention.d_head", width))
+    counts = attention_heads(
+        num_heads=("num_attention_heads", num_heads), num_kv_heads=("num_key_value_heads", num_kv_heads), head_dim=None
+    )
+    return (*counts, Key("head_dim", "decoder.block.attention.d_head", head_dim))
 
 
-NEAR = LayerTypes(lambda theirs, layers: ["sliding_attention"] * layers, window_default=4096)
+SLIDING_WINDOW_FIELD = LayerTypes(lambda hf_config, num_layers: ["sliding_attention"] * num_layers, default_window=4096)
 
 
-def write_window(ours: Tree, theirs: dict[str, Any]) -> None:
+def _write_sliding_window(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
     """One window for all layers; where they differ, `layer_types` (with which others call the model Ministral)."""
-    theirs["sliding_window"] = None
-    NEAR.write(ours, theirs)
-    if len(set(theirs["layer_types"])) == 1:
-        del theirs["layer_types"]
+    hf_config["sliding_window"] = None
+    SLIDING_WINDOW_FIELD.to_hf(tree, hf_config)
+    if len(set(hf_config["layer_types"])) == 1:
+        del hf_config["layer_types"]
 
 
-ROWS: tuple[Row, ...] = (*ENDS, *layer(*NORMS, *ATTENTION, *FFN))
+WEIGHTS: tuple[WeightMapping, ...] = (
+    *EMBEDDING_AND_HEAD_WEIGHTS,
+    *per_layer(*NORM_WEIGHTS, *ATTENTION_WEIGHTS, *FFN_WEIGHTS),
+)
 
 FAMILY = Family(
     name="mistral",
     architecture="MistralForCausalLM",
-    template=template({}, {}),
+    template=build_template({}, {}),
     fields=(
-        *sizes(32000, 4096, 14336, 32, 131072),
-        *split(4096, 32, 8),
+        *size_fields(32000, 4096, 14336, 32, 131072),
+        *head_fields(4096, 32, 8),
         Key("rms_norm_eps", "decoder.norm.eps", 1e-6),
         activation("hidden_act", "decoder.block.ffn.activation", "silu"),
         Key("attention_dropout", "decoder.block.attention.dropout", 0.0),
-        Custom(NEAR.keys, NEAR.read, write_window),
-        Rope(length_default=131072, whole=True),
+        Custom(SLIDING_WINDOW_FIELD.keys, SLIDING_WINDOW_FIELD.from_hf, _write_sliding_window),
+        RopeField(default_max_positions=131072, full_rotary_only=True),
     ),
-    rows=ROWS,
-    prefix="model.",
-    ignored=BESIDE,
+    weight_mappings=WEIGHTS,
+    base_model_prefix="model.",
+    ignored_weights=IGNORED_WEIGHTS,
 )

@@ -1,44 +1,44 @@
 """ModernBERT: near and far layers, RoPE, no biases. https://arxiv.org/abs/2412.13663"""
 
-from cutaway.families.family import Family
-from cutaway.families.fields import (
-    Follows,
-    InHead,
+from cutaway.families.config_fields import (
+    HFConfigReader,
+    IfHead,
     Key,
-    Only,
-    Theirs,
+    LayerTypes,
+    SameAs,
+    SupportedValues,
     activation,
+    clear_out_of_vocab_pad_token,
     flag,
-    padding_within_vocab,
 )
-from cutaway.families.mixed import LayerTypes
-from cutaway.families.rope import RopeByLayerType
-from cutaway.families.rows import Joined, Row, within
-from cutaway.families.tables.bert import TIE, ignored
+from cutaway.families.family import Family
+from cutaway.families.rope_fields import RopeFieldByLayerType
+from cutaway.families.tables.bert import TIE_EMBEDDINGS_FIELD, ignored_weights
+from cutaway.families.weight_conversion import Split, WeightMapping, add_prefix
 
-NORM = {"kind": "layernorm"}
-ENCODER = {
+LAYERNORM = {"kind": "layernorm"}
+ENCODER_TEMPLATE = {
     "block": {"attention": {"kind": "multi-head"}, "ffn": {"kind": "gated"}},
-    "norm": NORM,
-    "placement": {"kind": "pre", "bare_start": True},
+    "norm": LAYERNORM,
+    "placement": {"kind": "pre", "skip_first_prenorm": True},
     "dropout": 0.0,
 }
 
 
-def far_first(theirs: Theirs, layers: int) -> list[str]:
+def _full_attention_first(hf_config: HFConfigReader, num_layers: int) -> list[str]:
     """One layer sees all, then some see what is near."""
-    period = theirs.number("global_attn_every_n_layers", 3)
-    return ["sliding_attention" if i % period else "full_attention" for i in range(layers)]
+    period = hf_config.get_number("global_attn_every_n_layers", 3)
+    return ["sliding_attention" if i % period else "full_attention" for i in range(num_layers)]
 
 
 FAMILY = Family(
     name="modernbert",
     architecture="ModernBertForMaskedLM",
-    trunk="ModernBertModel",
-    template={"form": "encoder", "encoder": ENCODER, "head": {"kind": "lm", "transform": {}}},
+    base_architecture="ModernBertModel",
+    template={"form": "encoder", "encoder": ENCODER_TEMPLATE, "head": {"kind": "lm", "transform": {}}},
     fields=(
         Key("vocab_size", "vocab_size", 50368),
-        padding_within_vocab(50283),
+        clear_out_of_vocab_pad_token(50283),
         Key("hidden_size", "d_model", 768),
         Key("num_hidden_layers", "encoder.layers", 22),
         Key("num_attention_heads", "encoder.block.attention.heads", 12),
@@ -47,59 +47,61 @@ FAMILY = Family(
         Key("max_position_embeddings", "context", 8192),
         Key("norm_eps", "encoder.norm.eps", 1e-5),
         flag("norm_bias", "encoder.norm.bias", False),
-        Follows("encoder.embedding.norm", "encoder.norm"),
+        SameAs("encoder.embedding.norm", "encoder.norm"),
         flag("attention_bias", "encoder.block.attention.bias", False, on=("q", "k", "v", "o"), off=()),
         flag("mlp_bias", "encoder.block.ffn.bias", False),
-        Key("attention_dropout", ("encoder.block.attention.dropout", "encoder.attention_dropout"), 0.0),
+        Key("attention_dropout", ("encoder.block.attention.dropout", "encoder.attention_resid_dropout"), 0.0),
         Key("embedding_dropout", "encoder.embedding.dropout", 0.0),
         Key("mlp_dropout", "encoder.block.ffn.dropout", 0.0),
         LayerTypes(
-            far_first,
+            _full_attention_first,
             "encoder",
             "local_attention",
             128,
             ("global_attn_every_n_layers",),
-            to=lambda both_sides: both_sides // 2 + 1,
-            back=lambda window: 2 * (window - 1),
+            decode=lambda both_sides: both_sides // 2 + 1,
+            encode=lambda window: 2 * (window - 1),
         ),
-        RopeByLayerType(
+        RopeFieldByLayerType(
             "encoder",
-            length_default=8192,
-            thetas=(
+            default_max_positions=8192,
+            layer_type_thetas=(
                 ("full_attention", 160_000.0, "global_rope_theta"),
                 ("sliding_attention", 10_000.0, "local_rope_theta"),
             ),
         ),
-        Only("rope_scaling", (None,), "older code took it for both kinds of layers; say it in rope_parameters"),
-        Only("sliding_window", (None,), "local_attention says it, and would be overruled"),
-        TIE,
-        InHead(Follows("head.transform.norm", "encoder.norm")),
-        InHead(flag("classifier_bias", "head.transform.bias", False)),
-        InHead(activation("classifier_activation", "head.transform.activation", "gelu")),
-        InHead(flag("decoder_bias", "head.bias", True, on="learned", off="none")),
+        SupportedValues(
+            "rope_scaling", (None,), "older code took it for both kinds of layers; say it in rope_parameters"
+        ),
+        SupportedValues("sliding_window", (None,), "local_attention says it, and would be overruled"),
+        TIE_EMBEDDINGS_FIELD,
+        IfHead(SameAs("head.transform.norm", "encoder.norm")),
+        IfHead(flag("classifier_bias", "head.transform.bias", False)),
+        IfHead(activation("classifier_activation", "head.transform.activation", "gelu")),
+        IfHead(flag("decoder_bias", "head.bias", True, on="learned", off="none")),
     ),
-    rows=(
-        Row("model.embeddings.tok_embeddings", "encoder.embed.token"),
-        Row("model.embeddings.norm", "encoder.embed.norm"),
-        *within(
+    weight_mappings=(
+        WeightMapping("model.embeddings.tok_embeddings", "encoder.embed.token"),
+        WeightMapping("model.embeddings.norm", "encoder.embed.norm"),
+        *add_prefix(
             "model.layers.{i}",
             "encoder.blocks.{i}",
-            Row("attn_norm", "attn.norm_in"),
-            Row("attn.Wqkv", ("attn.f.q", "attn.f.k", "attn.f.v"), Joined()),
-            Row("attn.Wo", "attn.f.o"),
-            Row("mlp_norm", "ffn.norm_in"),
-            Row("mlp.Wi", ("ffn.f.gate", "ffn.f.up"), Joined()),
-            Row("mlp.Wo", "ffn.f.down"),
+            WeightMapping("attn_norm", "attn.norm_in"),
+            WeightMapping("attn.Wqkv", ("attn.f.q", "attn.f.k", "attn.f.v"), Split()),
+            WeightMapping("attn.Wo", "attn.f.o"),
+            WeightMapping("mlp_norm", "ffn.norm_in"),
+            WeightMapping("mlp.Wi", ("ffn.f.gate", "ffn.f.up"), Split()),
+            WeightMapping("mlp.Wo", "ffn.f.down"),
         ),
-        Row("model.final_norm", "encoder.final_norm"),
-        Row("head.dense", "head.transform.dense"),
-        Row("head.norm", "head.transform.norm"),
-        Row("decoder", "head.matrix"),
-        Row("decoder.bias", "head.bias"),
+        WeightMapping("model.final_norm", "encoder.final_norm"),
+        WeightMapping("head.dense", "head.transform.dense"),
+        WeightMapping("head.norm", "head.transform.norm"),
+        WeightMapping("decoder", "head.matrix"),
+        WeightMapping("decoder.bias", "head.bias"),
     ),
-    prefix="model.",
-    ignored=ignored() | {r"head\.(dense|norm)\..*": "part of a classifier, which is not loaded"},
-    harmless={
+    base_model_prefix="model.",
+    ignored_weights=ignored_weights() | {r"head\.(dense|norm)\..*": "part of a classifier, which is not loaded"},
+    ignored_config_keys={
         "initializer_cutoff_factor": "for fresh weights, and these are not",
         "classifier_pooling": "for a classifier, which is not loaded",
         "deterministic_flash_attn": "how attention is computed, not what",

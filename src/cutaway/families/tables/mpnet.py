@@ -1,48 +1,61 @@
 """MPNet: BERT with RoBERTa's positions and T5's bias. https://arxiv.org/abs/2004.09297"""
 
+from cutaway.families.config_fields import Key, SameAs, SupportedValues
 from cutaway.families.family import Family
-from cutaway.families.fields import Follows, Key, Only
-from cutaway.families.rows import Row
-from cutaway.families.tables.bert import BLOCK, DROPOUTS, FFN, RENAMED, TEMPLATE, TIE, ignored, mlm, sizes, trunk
+from cutaway.families.tables.bert import (
+    BLOCK,
+    DROPOUT_FIELDS,
+    FFN_WEIGHTS,
+    TEMPLATE,
+    TIE_EMBEDDINGS_FIELD,
+    WEIGHT_RENAMINGS,
+    encoder_weights,
+    ignored_weights,
+    mlm_head_weights,
+    size_fields,
+)
+from cutaway.families.weight_conversion import WeightMapping
 
-OFFSET = 2
-ATTENTION = BLOCK["attention"] | {"position": {"kind": "relative-bias", "buckets": 32, "max_distance": 128}}
-POSITION = {"kind": "learned", "offset": OFFSET}
-ENCODER = TEMPLATE["encoder"] | {
-    "block": BLOCK | {"attention": ATTENTION},
-    "embedding": {"position": POSITION, "norm": {"kind": "layernorm"}},
+POSITION_OFFSET = 2
+ATTENTION_TEMPLATE = BLOCK["attention"] | {"position": {"kind": "relative-bias", "buckets": 32, "max_distance": 128}}
+POSITION_TEMPLATE = {"kind": "learned", "offset": POSITION_OFFSET}
+ENCODER_TEMPLATE = TEMPLATE["encoder"] | {
+    "block": BLOCK | {"attention": ATTENTION_TEMPLATE},
+    "embedding": {"position": POSITION_TEMPLATE, "norm": {"kind": "layernorm"}},
 }
 
 FAMILY = Family(
     name="mpnet",
     architecture="MPNetForMaskedLM",
-    trunk="MPNetModel",
-    template=TEMPLATE | {"encoder": ENCODER},
+    base_architecture="MPNetModel",
+    template=TEMPLATE | {"encoder": ENCODER_TEMPLATE},
     fields=(
-        *sizes(30527, 768, 12, 12, 3072),
+        *size_fields(30527, 768, 12, 12, 3072),
         Key(
             "max_position_embeddings",
             "encoder.embedding.position.length",
             512,
-            to=lambda length: length - OFFSET,
-            back=lambda length: length + OFFSET,
+            decode=lambda length: length - POSITION_OFFSET,
+            encode=lambda length: length + POSITION_OFFSET,
         ),
-        Follows("context", "encoder.embedding.position.length"),
-        *DROPOUTS,
-        TIE,
-        Only("relative_attention_num_buckets", (32,), "its own code sorts distances into 32 whatever this says"),
+        SameAs("context", "encoder.embedding.position.length"),
+        *DROPOUT_FIELDS,
+        TIE_EMBEDDINGS_FIELD,
+        SupportedValues(
+            "relative_attention_num_buckets", (32,), "its own code sorts distances into 32 whatever this says"
+        ),
     ),
-    rows=(
-        *trunk(
+    weight_mappings=(
+        *encoder_weights(
             "mpnet",
-            *(Row(f"attention.attn.{p}", f"attn.f.{p}") for p in "qkvo"),
-            Row("attention.LayerNorm", "after_attn"),
-            *FFN,
+            *(WeightMapping(f"attention.attn.{p}", f"attn.f.{p}") for p in "qkvo"),
+            WeightMapping("attention.LayerNorm", "norm_after_attn"),
+            *FFN_WEIGHTS,
         ),
-        Row("mpnet.encoder.relative_attention_bias", "encoder.positions.0.table"),
-        *mlm("lm_head", "dense", "layer_norm"),
+        WeightMapping("mpnet.encoder.relative_attention_bias", "encoder.positions.0.table"),
+        *mlm_head_weights("lm_head", "dense", "layer_norm"),
     ),
-    prefix="mpnet.",
-    ignored=ignored(),
-    renamed=RENAMED,
+    base_model_prefix="mpnet.",
+    ignored_weights=ignored_weights(),
+    weight_renamings=WEIGHT_RENAMINGS,
 )

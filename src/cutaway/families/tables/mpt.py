@@ -4,44 +4,44 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutaway.errors import ConfigError
+from cutaway.families.config_fields import ConfigField, Custom, HFConfigReader, Key, SupportedValues, flag
+from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
-from cutaway.families.fields import Custom, Field, Key, Only, Theirs, flag
-from cutaway.families.rows import Joined, Row, within
 from cutaway.families.tables.gpt_neox import QKV
-from cutaway.families.tables.llama import CLASSIFIER
-from cutaway.families.tree import Tree
+from cutaway.families.tables.llama import IGNORED_CLASSIFIER_WEIGHTS
+from cutaway.families.weight_conversion import Split, WeightMapping, add_prefix
 
-AT = "decoder.block.attention"
+ATTENTION_PATH = "decoder.block.attention"
 
 
 @dataclass(frozen=True)
-class Nested:
+class NestedFields:
     """A table within config.json that has fields of its own."""
 
     key: str
-    fields: tuple[Field, ...]
+    fields: tuple[ConfigField, ...]
 
     @property
     def keys(self) -> tuple[str, ...]:
         return (self.key,)
 
-    def read(self, theirs: Theirs, ours: Tree) -> None:
-        inner = theirs.get(self.key) or {}
+    def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
+        inner = hf_config.get(self.key) or {}
         if not isinstance(inner, dict):
             raise ConfigError(f"config.json's '{self.key}' is {inner!r}, not a table")
         for field in self.fields:
-            field.read(Theirs(inner), ours)
+            field.from_hf(HFConfigReader(inner), tree)
 
-    def write(self, ours: Tree, theirs: dict[str, Any]) -> None:
-        inner = theirs[self.key] = {}
+    def to_hf(self, tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+        inner = hf_config[self.key] = {}
         for field in self.fields:
-            field.write(ours, inner)
+            field.to_hf(tree, inner)
 
 
-def write_scale(ours: Tree, theirs: dict[str, Any]) -> None:
+def _write_softmax_scale(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
     """Left open where it is 1/sqrt(d_head)."""
-    scale = ours.get(f"{AT}.scale")
-    theirs["softmax_scale"] = None if scale == ours.get(f"{AT}.d_head") ** -0.5 else scale
+    scale = tree.get(f"{ATTENTION_PATH}.scale")
+    hf_config["softmax_scale"] = None if scale == tree.get(f"{ATTENTION_PATH}.d_head") ** -0.5 else scale
 
 
 FAMILY = Family(
@@ -63,49 +63,53 @@ FAMILY = Family(
         Key("vocab_size", "vocab_size", 50368),
         Key("d_model", "d_model", 2048),
         Key("n_layers", "decoder.layers", 24),
-        Key("n_heads", f"{AT}.heads", 16),
+        Key("n_heads", f"{ATTENTION_PATH}.heads", 16),
         Key("max_seq_len", "context", 2048),
         Key("layer_norm_epsilon", "decoder.norm.eps", 1e-5),
         flag("tie_word_embeddings", "head.tied", True),
-        Nested(
+        NestedFields(
             "attn_config",
             (
-                Key("clip_qkv", f"{AT}.clip", None, to=lambda clip: clip or None),
-                Custom(("softmax_scale",), lambda t, o: o.set(f"{AT}.scale", t.get("softmax_scale")), write_scale),
-                Key("alibi_bias_max", f"{AT}.position.max_bias", 8, back=int),
-                Key("attn_pdrop", (f"{AT}.dropout", "decoder.dropout"), 0, back=lambda rate: rate or 0),
-                Only("alibi", (True,), "positions would be learned, and there are none among the tensors"),
-                Only("attn_type", ("multihead_attention",), "heads would share a key and value"),
-                Only("qk_ln", (False,), "queries and keys would be normed"),
-                Only("prefix_lm", (False,), "tokens of a prefix would see what comes after them"),
+                Key("clip_qkv", f"{ATTENTION_PATH}.clip_qkv", None, decode=lambda clip: clip or None),
+                Custom(
+                    ("softmax_scale",),
+                    lambda hf_config, tree: tree.set(f"{ATTENTION_PATH}.scale", hf_config.get("softmax_scale")),
+                    _write_softmax_scale,
+                ),
+                Key("alibi_bias_max", f"{ATTENTION_PATH}.position.max_bias", 8, encode=int),
+                Key("attn_pdrop", (f"{ATTENTION_PATH}.dropout", "decoder.dropout"), 0, encode=lambda rate: rate or 0),
+                SupportedValues("alibi", (True,), "positions would be learned, and there are none among the tensors"),
+                SupportedValues("attn_type", ("multihead_attention",), "heads would share a key and value"),
+                SupportedValues("qk_ln", (False,), "queries and keys would be normed"),
+                SupportedValues("prefix_lm", (False,), "tokens of a prefix would see what comes after them"),
             ),
         ),
-        Only("expansion_ratio", (4,), "the FFN always is four times as wide as the stream"),
-        Only("no_bias", (True,), "there would be biases"),
-        Only("norm_type", ("low_precision_layernorm", "layernorm"), "it would be another norm"),
-        Only("logit_scale", (None,), "some readers scale the logits by it and some do not"),
-        Only("resid_pdrop", (0.0,), "some readers apply it in training and some do not"),
-        Only("emb_pdrop", (0.0,), "some readers apply it in training and some do not"),
+        SupportedValues("expansion_ratio", (4,), "the FFN always is four times as wide as the stream"),
+        SupportedValues("no_bias", (True,), "there would be biases"),
+        SupportedValues("norm_type", ("low_precision_layernorm", "layernorm"), "it would be another norm"),
+        SupportedValues("logit_scale", (None,), "some readers scale the logits by it and some do not"),
+        SupportedValues("resid_pdrop", (0.0,), "some readers apply it in training and some do not"),
+        SupportedValues("emb_pdrop", (0.0,), "some readers apply it in training and some do not"),
     ),
-    rows=(
-        Row("transformer.wte", "decoder.embed.token"),
-        Row("transformer.norm_f", "decoder.final_norm"),
-        Row("lm_head", "head.matrix"),
-        *within(
+    weight_mappings=(
+        WeightMapping("transformer.wte", "decoder.embed.token"),
+        WeightMapping("transformer.norm_f", "decoder.final_norm"),
+        WeightMapping("lm_head", "head.matrix"),
+        *add_prefix(
             "transformer.blocks.{i}",
             "decoder.blocks.{i}",
-            Row("norm_1", "attn.norm_in"),
-            Row("norm_2", "ffn.norm_in"),
-            Row("attn.Wqkv", QKV, Joined()),
-            Row("attn.out_proj", "attn.f.o"),
-            Row("ffn.up_proj", "ffn.f.up"),
-            Row("ffn.down_proj", "ffn.f.down"),
+            WeightMapping("norm_1", "attn.norm_in"),
+            WeightMapping("norm_2", "ffn.norm_in"),
+            WeightMapping("attn.Wqkv", QKV, Split()),
+            WeightMapping("attn.out_proj", "attn.f.o"),
+            WeightMapping("ffn.up_proj", "ffn.f.up"),
+            WeightMapping("ffn.down_proj", "ffn.f.down"),
         ),
     ),
-    prefix="transformer.",
-    aliases={"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
-    ignored=CLASSIFIER,
-    harmless={
+    base_model_prefix="transformer.",
+    attribute_map={"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
+    ignored_weights=IGNORED_CLASSIFIER_WEIGHTS,
+    ignored_config_keys={
         "learned_pos_emb": "ALiBi takes their place",
         "embedding_fraction": "how strongly the table is trained, not what the model computes",
         "init_device": "where weights were made",

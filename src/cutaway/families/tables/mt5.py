@@ -1,17 +1,25 @@
 """mT5: T5 1.1 in a hundred languages. https://arxiv.org/abs/2010.11934"""
 
+from cutaway.families.config_fields import flag
 from cutaway.families.family import Family
-from cutaway.families.fields import flag
-from cutaway.families.tables.t5 import ALIASES, HARMLESS, IGNORED, RENAMED, ROWS, TEMPLATE, fields
+from cutaway.families.tables.t5 import (
+    ATTRIBUTE_MAP,
+    IGNORED_CONFIG_KEYS,
+    IGNORED_WEIGHTS,
+    TEMPLATE,
+    WEIGHT_RENAMINGS,
+    WEIGHTS,
+    common_fields,
+)
 
 FAMILY = Family(
     name="mt5",
     architecture="MT5ForConditionalGeneration",
     template=TEMPLATE,
-    fields=(*fields(250112, 1024, 8, 6, "gated-gelu"), flag("tie_word_embeddings", "head.tied", True)),
-    rows=ROWS,
-    aliases=ALIASES,
-    ignored=IGNORED,
-    harmless=HARMLESS,
-    renamed=RENAMED,
+    fields=(*common_fields(250112, 1024, 8, 6, "gated-gelu"), flag("tie_word_embeddings", "head.tied", True)),
+    weight_mappings=WEIGHTS,
+    attribute_map=ATTRIBUTE_MAP,
+    ignored_weights=IGNORED_WEIGHTS,
+    ignored_config_keys=IGNORED_CONFIG_KEYS,
+    weight_renamings=WEIGHT_RENAMINGS,
 )

@@ -1,28 +1,37 @@
 """OLMo: Llama with norms that have no weights, and q, k and v clamped. https://arxiv.org/abs/2402.00838"""
 
+from cutaway.families.config_fields import Key, activation, flag
 from cutaway.families.family import Family
-from cutaway.families.fields import Key, activation, flag
-from cutaway.families.rope import Rope
-from cutaway.families.tables.llama import ALL, ATTENTION, BESIDE, ENDS, FFN, layer, sizes
-from cutaway.families.tables.mistral import split, template
+from cutaway.families.rope_fields import RopeField
+from cutaway.families.tables.llama import (
+    ATTENTION_WEIGHTS,
+    EMBEDDING_AND_HEAD_WEIGHTS,
+    FFN_WEIGHTS,
+    IGNORED_WEIGHTS,
+    QKVO,
+    per_layer,
+    size_fields,
+)
+from cutaway.families.tables.mistral import build_template, head_fields
 
-AT = "decoder.block.attention"
-PLAIN = {"kind": "layernorm", "eps": 1e-5, "gain": False, "bias": False}
+ATTENTION_PATH = "decoder.block.attention"
+NON_PARAMETRIC_LAYERNORM = {"kind": "layernorm", "eps": 1e-5, "gain": False, "bias": False}
 
 FAMILY = Family(
     name="olmo",
     architecture="OlmoForCausalLM",
-    template=template({}, {}) | {"decoder": template({}, {})["decoder"] | {"norm": PLAIN}},
+    template=build_template({}, {})
+    | {"decoder": build_template({}, {})["decoder"] | {"norm": NON_PARAMETRIC_LAYERNORM}},
     fields=(
-        *sizes(50304, 4096, 11008, 32, 2048),
-        *split(4096, 32, None),
+        *size_fields(50304, 4096, 11008, 32, 2048),
+        *head_fields(4096, 32, None),
         activation("hidden_act", "decoder.block.ffn.activation", "silu"),
-        flag("attention_bias", f"{AT}.bias", False, on=ALL, off=()),
-        Key("clip_qkv", f"{AT}.clip", None),
-        Key("attention_dropout", f"{AT}.dropout", 0.0),
-        Rope(whole=True),
+        flag("attention_bias", f"{ATTENTION_PATH}.bias", False, on=QKVO, off=()),
+        Key("clip_qkv", f"{ATTENTION_PATH}.clip_qkv", None),
+        Key("attention_dropout", f"{ATTENTION_PATH}.dropout", 0.0),
+        RopeField(full_rotary_only=True),
     ),
-    rows=(*ENDS, *layer(*ATTENTION, *FFN)),
-    prefix="model.",
-    ignored=BESIDE,
+    weight_mappings=(*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*ATTENTION_WEIGHTS, *FFN_WEIGHTS)),
+    base_model_prefix="model.",
+    ignored_weights=IGNORED_WEIGHTS,
 )

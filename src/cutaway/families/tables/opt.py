@@ -3,41 +3,49 @@
 from typing import Any
 
 from cutaway.errors import ConfigError
+from cutaway.families.config_fields import (
+    Custom,
+    HFConfigReader,
+    Key,
+    SupportedValues,
+    activation,
+    attention_heads,
+    flag,
+)
+from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
-from cutaway.families.fields import Custom, Key, Only, Theirs, activation, flag, heads
-from cutaway.families.rows import Row, within
-from cutaway.families.tables.llama import ALL, CLASSIFIER
-from cutaway.families.tree import Tree
+from cutaway.families.tables.llama import IGNORED_CLASSIFIER_WEIGHTS, QKVO
+from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
 
-def read_placement(theirs: Theirs, ours: Tree) -> None:
-    before = theirs.get("do_layer_norm_before", True)
-    last = bool(before and not theirs.get("_remove_final_layer_norm", False))
-    ours.set("decoder.placement", {"kind": "pre" if before else "post", "final_norm": last})
+def _read_norm_placement(hf_config: HFConfigReader, tree: ConfigTree) -> None:
+    before = hf_config.get("do_layer_norm_before", True)
+    last = bool(before and not hf_config.get("_remove_final_layer_norm", False))
+    tree.set("decoder.placement", {"kind": "pre" if before else "post", "final_norm": last})
 
 
-def write_placement(ours: Tree, theirs: dict[str, Any]) -> None:
-    before = ours.get("decoder.placement.kind") == "pre"
-    theirs["do_layer_norm_before"] = before
-    theirs["_remove_final_layer_norm"] = before and not ours.get("decoder.placement.final_norm")
+def _write_norm_placement(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+    before = tree.get("decoder.placement.kind") == "pre"
+    hf_config["do_layer_norm_before"] = before
+    hf_config["_remove_final_layer_norm"] = before and not tree.get("decoder.placement.final_norm")
 
 
-def read_width(theirs: Theirs, ours: Tree) -> None:
+def _read_embedding_projection(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """A table narrower than the stream is projected up, and the stream down before the logits."""
-    width = theirs.get("word_embed_proj_dim")
-    if width in (None, ours.get("d_model")):
+    width = hf_config.get("word_embed_proj_dim")
+    if width in (None, tree.get("d_model")):
         return
-    if not ours.get("head.tied"):
+    if not tree.get("head.tied"):
         raise ConfigError(
             "'word_embed_proj_dim' is not 'hidden_size' and yet the head has a table of its own; tie them"
         )
-    ours.set("decoder.embedding.factor", {"width": width, "bias": False, "positions": "wide"})
-    ours.set("head.transform", {"activation": "identity", "bias": False})
+    tree.set("decoder.embedding.factorization", {"width": width, "bias": False, "positions": "after_projection"})
+    tree.set("head.transform", {"activation": "identity", "bias": False})
 
 
-def write_width(ours: Tree, theirs: dict[str, Any]) -> None:
-    factor = ours.get("decoder.embedding.factor")
-    theirs["word_embed_proj_dim"] = factor["width"] if factor else ours.get("d_model")
+def _write_embedding_projection(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+    factorization = tree.get("decoder.embedding.factorization")
+    hf_config["word_embed_proj_dim"] = factorization["width"] if factorization else tree.get("d_model")
 
 
 FAMILY = Family(
@@ -56,41 +64,41 @@ FAMILY = Family(
         Key("vocab_size", "vocab_size", 50272),
         Key("hidden_size", "d_model", 768),
         Key("num_hidden_layers", "decoder.layers", 12),
-        *heads(n=("num_attention_heads", 12), kv=None, width=None),
+        *attention_heads(num_heads=("num_attention_heads", 12), num_kv_heads=None, head_dim=None),
         Key("ffn_dim", "decoder.block.ffn.hidden", 3072),
         Key("max_position_embeddings", ("decoder.embedding.position.length", "context"), 2048),
         activation("activation_function", "decoder.block.ffn.activation", "relu"),
-        flag("enable_bias", "decoder.block.attention.bias", True, on=ALL, off=()),
+        flag("enable_bias", "decoder.block.attention.bias", True, on=QKVO, off=()),
         flag("enable_bias", "decoder.block.ffn.bias", True),
         flag("layer_norm_elementwise_affine", ("decoder.norm.gain", "decoder.norm.bias"), True),
         Key("dropout", "decoder.dropout", 0.1),
         Key("attention_dropout", "decoder.block.attention.dropout", 0.0),
-        Only("layerdrop", (0.0,), "whole layers would be left out in training"),
+        SupportedValues("layerdrop", (0.0,), "whole layers would be left out in training"),
         flag("tie_word_embeddings", "head.tied", True),
-        Custom(("do_layer_norm_before", "_remove_final_layer_norm"), read_placement, write_placement),
-        Custom(("word_embed_proj_dim",), read_width, write_width),
+        Custom(("do_layer_norm_before", "_remove_final_layer_norm"), _read_norm_placement, _write_norm_placement),
+        Custom(("word_embed_proj_dim",), _read_embedding_projection, _write_embedding_projection),
     ),
-    rows=(
-        Row("model.decoder.embed_tokens", "decoder.embed.token"),
-        Row("model.decoder.embed_positions", "decoder.embed.position.table"),
-        Row("model.decoder.project_in", "decoder.embed.project"),
-        Row("model.decoder.project_out", "head.transform.dense"),
-        Row("model.decoder.final_layer_norm", "decoder.final_norm"),
-        Row("lm_head", "head.matrix"),
-        *within(
+    weight_mappings=(
+        WeightMapping("model.decoder.embed_tokens", "decoder.embed.token"),
+        WeightMapping("model.decoder.embed_positions", "decoder.embed.position.table"),
+        WeightMapping("model.decoder.project_in", "decoder.embed.project"),
+        WeightMapping("model.decoder.project_out", "head.transform.dense"),
+        WeightMapping("model.decoder.final_layer_norm", "decoder.final_norm"),
+        WeightMapping("lm_head", "head.matrix"),
+        *add_prefix(
             "model.decoder.layers.{i}",
             "decoder.blocks.{i}",
-            *(Row("self_attn_layer_norm", norm) for norm in ("attn.norm_in", "after_attn")),
-            *(Row("final_layer_norm", norm) for norm in ("ffn.norm_in", "after_ffn")),
-            *(Row(f"self_attn.{p}_proj", f"attn.f.{p}") for p in "qkv"),
-            Row("self_attn.out_proj", "attn.f.o"),
-            Row("fc1", "ffn.f.up"),
-            Row("fc2", "ffn.f.down"),
+            *(WeightMapping("self_attn_layer_norm", norm) for norm in ("attn.norm_in", "norm_after_attn")),
+            *(WeightMapping("final_layer_norm", norm) for norm in ("ffn.norm_in", "norm_after_ffn")),
+            *(WeightMapping(f"self_attn.{p}_proj", f"attn.f.{p}") for p in "qkv"),
+            WeightMapping("self_attn.out_proj", "attn.f.o"),
+            WeightMapping("fc1", "ffn.f.up"),
+            WeightMapping("fc2", "ffn.f.down"),
         ),
     ),
-    prefix="model.",
-    ignored={r"model\.decoder\.version": "numbers an older layout of the file", **CLASSIFIER},
-    harmless={
+    base_model_prefix="model.",
+    ignored_weights={r"model\.decoder\.version": "numbers an older layout of the file", **IGNORED_CLASSIFIER_WEIGHTS},
+    ignored_config_keys={
         "init_std": "for fresh weights, and these are not",
         "activation_dropout": "not applied, in training either",
     },

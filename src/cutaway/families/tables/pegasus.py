@@ -1,31 +1,33 @@
 """Pegasus: BART with sinusoids, and norms before its sublayers. https://arxiv.org/abs/1912.08777"""
 
+from cutaway.families.config_fields import Key
 from cutaway.families.family import Family
-from cutaway.families.fields import Key
-from cutaway.families.rows import Row
 from cutaway.families.tables import bart
+from cutaway.families.weight_conversion import WeightMapping
 
-SINUSOIDS = {"position": {"kind": "sinusoidal", "layout": "halves"}}
-POSITIONS = tuple(Row(f"model.{side}.embed_positions.weight", f"{side}.embed.position.table") for side in bart.SIDES)
+SINUSOIDAL_EMBEDDING = {"position": {"kind": "sinusoidal", "layout": "halves"}}
+POSITION_WEIGHTS = tuple(
+    WeightMapping(f"model.{side}.embed_positions.weight", f"{side}.embed.position.table") for side in bart.STACKS
+)
 
 FAMILY = Family(
     name="pegasus",
     architecture="PegasusForConditionalGeneration",
-    template=bart.template("pre", SINUSOIDS),
+    template=bart.build_template("pre", SINUSOIDAL_EMBEDDING),
     fields=(
         Key("vocab_size", "vocab_size", 50265),
-        *bart.fields("table"),
-        bart.TIED,
-        *bart.old_flags(pre=True, normed=False, sinusoids=True),
+        *bart.common_fields("table_length"),
+        bart.TIED_EMBEDDINGS_ONLY,
+        *bart.legacy_flags(pre_norm=True, embedding_norm=False, sinusoidal=True),
     ),
-    rows=(
-        bart.SHARED,
-        *POSITIONS,
-        *(Row(f"model.{side}.layer_norm", f"{side}.final_norm") for side in bart.SIDES),
-        *bart.rows(pre=True),
+    weight_mappings=(
+        bart.SHARED_EMBEDDING,
+        *POSITION_WEIGHTS,
+        *(WeightMapping(f"model.{side}.layer_norm", f"{side}.final_norm") for side in bart.STACKS),
+        *bart.stack_weights(pre_norm=True),
     ),
-    prefix="model.",
-    aliases=bart.ALIASES,
-    ignored=bart.IGNORED,
-    harmless=bart.HARMLESS,
+    base_model_prefix="model.",
+    attribute_map=bart.ATTRIBUTE_MAP,
+    ignored_weights=bart.IGNORED_WEIGHTS,
+    ignored_config_keys=bart.IGNORED_CONFIG_KEYS,
 )

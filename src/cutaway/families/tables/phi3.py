@@ -6,29 +6,36 @@ https://arxiv.org/abs/2404.14219
 from typing import Any
 
 from cutaway.errors import ConfigError
+from cutaway.families.config_fields import Custom, HFConfigReader, Key, activation
+from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
-from cutaway.families.fields import Custom, Key, Theirs, activation
-from cutaway.families.rope import Rope
-from cutaway.families.rows import Joined, Row
-from cutaway.families.tables.llama import BESIDE, ENDS, NORMS, TEMPLATE, layer, sizes
-from cutaway.families.tables.mistral import split
-from cutaway.families.tree import Tree
+from cutaway.families.rope_fields import RopeField
+from cutaway.families.tables.llama import (
+    EMBEDDING_AND_HEAD_WEIGHTS,
+    IGNORED_WEIGHTS,
+    NORM_WEIGHTS,
+    TEMPLATE,
+    per_layer,
+    size_fields,
+)
+from cutaway.families.tables.mistral import head_fields
+from cutaway.families.weight_conversion import Split, WeightMapping
 
 
-class LongOrPlain(Rope):
+class LongRopeField(RopeField):
     """RoPE as it is, or LongRoPE, which older files call 'su' or 'yarn'."""
 
-    def read(self, theirs: Theirs, ours: Tree) -> None:
-        super().read(theirs, ours)
-        kind = ours.get("decoder.block.attention.position.scaling.kind")
+    def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
+        super().from_hf(hf_config, tree)
+        kind = tree.get("decoder.block.attention.position.scaling.kind")
         if kind not in ("none", "longrope"):
             raise ConfigError(f"the rope type is '{kind}', and this family has longrope or default alone")
 
 
-def write_padding(ours: Tree, theirs: dict[str, Any]) -> None:
+def _write_pad_token_id(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
     """Readers take token 32000 for padding unless told, and a smaller vocabulary does not have it."""
-    if ours.data["vocab_size"] <= 32000:
-        theirs["pad_token_id"] = None
+    if tree.data["vocab_size"] <= 32000:
+        hf_config["pad_token_id"] = None
 
 
 FAMILY = Family(
@@ -36,32 +43,32 @@ FAMILY = Family(
     architecture="Phi3ForCausalLM",
     template=TEMPLATE,
     fields=(
-        *sizes(32064, 3072, 8192, 32, 4096),
-        *split(3072, 32, None),
+        *size_fields(32064, 3072, 8192, 32, 4096),
+        *head_fields(3072, 32, None),
         Key("rms_norm_eps", "decoder.norm.eps", 1e-5),
         activation("hidden_act", "decoder.block.ffn.activation", "silu"),
         Key("attention_dropout", "decoder.block.attention.dropout", 0.0),
         Key("resid_pdrop", "decoder.dropout", 0.0),
         Key("sliding_window", "decoder.block.attention.window", None),
-        LongOrPlain(
-            length_default=4096,
-            original="original_max_position_embeddings",
-            original_default=4096,
-            renamed=(("su", "longrope"), ("yarn", "longrope")),
+        LongRopeField(
+            default_max_positions=4096,
+            original_max_positions_key="original_max_position_embeddings",
+            default_original_max_positions=4096,
+            rope_type_aliases=(("su", "longrope"), ("yarn", "longrope")),
         ),
-        Custom((), lambda theirs, ours: None, write_padding),
+        Custom((), lambda hf_config, tree: None, _write_pad_token_id),
     ),
-    rows=(
-        *ENDS,
-        *layer(
-            *NORMS,
-            Row("self_attn.qkv_proj", ("attn.f.q", "attn.f.k", "attn.f.v"), Joined()),
-            Row("self_attn.o_proj", "attn.f.o"),
-            Row("mlp.gate_up_proj", ("ffn.f.gate", "ffn.f.up"), Joined()),
-            Row("mlp.down_proj", "ffn.f.down"),
+    weight_mappings=(
+        *EMBEDDING_AND_HEAD_WEIGHTS,
+        *per_layer(
+            *NORM_WEIGHTS,
+            WeightMapping("self_attn.qkv_proj", ("attn.f.q", "attn.f.k", "attn.f.v"), Split()),
+            WeightMapping("self_attn.o_proj", "attn.f.o"),
+            WeightMapping("mlp.gate_up_proj", ("ffn.f.gate", "ffn.f.up"), Split()),
+            WeightMapping("mlp.down_proj", "ffn.f.down"),
         ),
     ),
-    prefix="model.",
-    ignored=BESIDE,
-    harmless={"embd_pdrop": "the published code never applies it"},
+    base_model_prefix="model.",
+    ignored_weights=IGNORED_WEIGHTS,
+    ignored_config_keys={"embd_pdrop": "the published code never applies it"},
 )

@@ -2,40 +2,57 @@
 
 from typing import Any
 
+from cutaway.families.config_fields import Custom, HFConfigReader, SameAs
+from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
-from cutaway.families.fields import Custom, Follows, Theirs
-from cutaway.families.tables.bert import DROPOUTS, LAYER, RENAMED, TEMPLATE, TIE, TYPES, ignored, mlm, sizes, trunk
-from cutaway.families.tree import Tree
+from cutaway.families.tables.bert import (
+    DROPOUT_FIELDS,
+    LAYER_WEIGHTS,
+    TEMPLATE,
+    TIE_EMBEDDINGS_FIELD,
+    TOKEN_TYPES_FIELD,
+    WEIGHT_RENAMINGS,
+    encoder_weights,
+    ignored_weights,
+    mlm_head_weights,
+    size_fields,
+)
 
-AT = "encoder.embedding.position"
+POSITION_PATH = "encoder.embedding.position"
 
 
-def read_positions(theirs: Theirs, ours: Tree) -> None:
+def _read_positions(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """The first position is the row after the padding token's number, and the rows before it count as positions too."""
-    offset = theirs.number("pad_token_id", 1) + 1
-    ours.set(f"{AT}.offset", offset)
-    ours.set(f"{AT}.length", theirs.number("max_position_embeddings", 512) - offset)
+    offset = hf_config.get_number("pad_token_id", 1) + 1
+    tree.set(f"{POSITION_PATH}.offset", offset)
+    tree.set(f"{POSITION_PATH}.length", hf_config.get_number("max_position_embeddings", 512) - offset)
 
 
-def write_positions(ours: Tree, theirs: dict[str, Any]) -> None:
-    offset = ours.get(f"{AT}.offset")
-    theirs["pad_token_id"] = offset - 1
-    theirs["max_position_embeddings"] = ours.get(f"{AT}.length") + offset
+def _write_positions(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+    offset = tree.get(f"{POSITION_PATH}.offset")
+    hf_config["pad_token_id"] = offset - 1
+    hf_config["max_position_embeddings"] = tree.get(f"{POSITION_PATH}.length") + offset
 
 
-POSITIONS = (
-    Custom(("max_position_embeddings", "pad_token_id"), read_positions, write_positions),
-    Follows("context", f"{AT}.length"),
+POSITION_FIELDS = (
+    Custom(("max_position_embeddings", "pad_token_id"), _read_positions, _write_positions),
+    SameAs("context", f"{POSITION_PATH}.length"),
 )
 
 FAMILY = Family(
     name="roberta",
     architecture="RobertaForMaskedLM",
-    trunk="RobertaModel",
+    base_architecture="RobertaModel",
     template=TEMPLATE,
-    fields=(*sizes(50265, 768, 12, 12, 3072), *POSITIONS, TYPES, *DROPOUTS, TIE),
-    rows=(*trunk("roberta", *LAYER), *mlm("lm_head", "dense", "layer_norm")),
-    prefix="roberta.",
-    ignored=ignored(),
-    renamed=RENAMED,
+    fields=(
+        *size_fields(50265, 768, 12, 12, 3072),
+        *POSITION_FIELDS,
+        TOKEN_TYPES_FIELD,
+        *DROPOUT_FIELDS,
+        TIE_EMBEDDINGS_FIELD,
+    ),
+    weight_mappings=(*encoder_weights("roberta", *LAYER_WEIGHTS), *mlm_head_weights("lm_head", "dense", "layer_norm")),
+    base_model_prefix="roberta.",
+    ignored_weights=ignored_weights(),
+    weight_renamings=WEIGHT_RENAMINGS,
 )

@@ -1,10 +1,18 @@
 """StarCoder2: LayerNorm, biases and a two-matrix FFN in a Llama's names. https://arxiv.org/abs/2402.19173"""
 
+from cutaway.families.config_fields import Key, SupportedValues, activation, attention_heads, flag
 from cutaway.families.family import Family
-from cutaway.families.fields import Key, Only, activation, flag, heads
-from cutaway.families.rope import Rope
-from cutaway.families.rows import Row
-from cutaway.families.tables.llama import ALL, ATTENTION, BESIDE, ENDS, NORMS, layer, sizes
+from cutaway.families.rope_fields import RopeField
+from cutaway.families.tables.llama import (
+    ATTENTION_WEIGHTS,
+    EMBEDDING_AND_HEAD_WEIGHTS,
+    IGNORED_WEIGHTS,
+    NORM_WEIGHTS,
+    QKVO,
+    per_layer,
+    size_fields,
+)
+from cutaway.families.weight_conversion import WeightMapping
 
 FAMILY = Family(
     name="starcoder2",
@@ -19,21 +27,29 @@ FAMILY = Family(
         "head": {"kind": "lm"},
     },
     fields=(
-        *sizes(49152, 3072, 12288, 30, 4096, tied=True),
-        *heads(n=("num_attention_heads", 24), kv=("num_key_value_heads", 2)),
+        *size_fields(49152, 3072, 12288, 30, 4096, tie_word_embeddings=True),
+        *attention_heads(num_heads=("num_attention_heads", 24), num_kv_heads=("num_key_value_heads", 2)),
         Key("norm_epsilon", "decoder.norm.eps", 1e-5),
         activation("hidden_act", "decoder.block.ffn.activation", "gelu_pytorch_tanh"),
-        flag("use_bias", "decoder.block.attention.bias", True, on=ALL, off=()),
+        flag("use_bias", "decoder.block.attention.bias", True, on=QKVO, off=()),
         flag("use_bias", "decoder.block.ffn.bias", True),
         Key("sliding_window", "decoder.block.attention.window", None),
         Key("attention_dropout", "decoder.block.attention.dropout", 0.0),
         Key("embedding_dropout", "decoder.embedding.dropout", 0.0),
         Key("residual_dropout", "decoder.dropout", 0.0),
-        Rope(length_default=4096, whole=True),
-        Only("mlp_type", ("default", None), "it would be another FFN"),
-        Only("norm_type", ("layer_norm", None), "it would be another norm"),
+        RopeField(default_max_positions=4096, full_rotary_only=True),
+        SupportedValues("mlp_type", ("default", None), "it would be another FFN"),
+        SupportedValues("norm_type", ("layer_norm", None), "it would be another norm"),
     ),
-    rows=(*ENDS, *layer(*NORMS, *ATTENTION, Row("mlp.c_fc", "ffn.f.up"), Row("mlp.c_proj", "ffn.f.down"))),
-    prefix="model.",
-    ignored=BESIDE,
+    weight_mappings=(
+        *EMBEDDING_AND_HEAD_WEIGHTS,
+        *per_layer(
+            *NORM_WEIGHTS,
+            *ATTENTION_WEIGHTS,
+            WeightMapping("mlp.c_fc", "ffn.f.up"),
+            WeightMapping("mlp.c_proj", "ffn.f.down"),
+        ),
+    ),
+    base_model_prefix="model.",
+    ignored_weights=IGNORED_WEIGHTS,
 )

@@ -26,7 +26,7 @@ from torch import Tensor
 
 
 # %%
-def weights(q: Tensor, k: Tensor) -> Tensor:
+def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     """Queries (batch, query, width) and keys (batch, key, width) → shares (batch, query, key); rows add up to 1."""
     # begin solution
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
@@ -39,7 +39,7 @@ def weights(q: Tensor, k: Tensor) -> Tensor:
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The values (batch, key, width of v) mixed by the weights → (batch, query, width of v)."""
     # begin solution
-    return weights(q, k) @ v
+    return attention_weights(q, k) @ v
     # end solution
 
 
@@ -53,7 +53,7 @@ V = torch.tensor([[[10.0], [20.0]]])
 attention(Q, K, V)
 
 # %% checker
-from cutaway.learn.task import Case, Made, Task  # noqa: E402
+from cutaway.learn.exercises.task import Case, FunctionTask, MistakeSet  # noqa: E402
 
 MINUTES = 15
 NOTEBOOK = "02_attention"
@@ -67,20 +67,24 @@ HINTS = (
 )
 
 
-def drawn(seed: int, queries: int, keys: int, width: int, wide: int, *, batch: int = 2, size: float = 1.0) -> Case:
+def random_case(
+    seed: int, queries: int, keys: int, d_head: int, d_value: int, *, batch: int = 2, scale: float = 1.0
+) -> Case:
     dice = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(batch, n, d, generator=dice) for n, d in ((queries, width), (keys, width), (keys, wide)))
-    return Case(f"for {queries} queries and {keys} keys of width {width}", (q * size, k * size, v))
+    q, k, v = (
+        torch.randn(batch, n, d, generator=dice) for n, d in ((queries, d_head), (keys, d_head), (keys, d_value))
+    )
+    return Case(f"for {queries} queries and {keys} keys of width {d_head}", (q * scale, k * scale, v))
 
 
 CASES = [
     Case("for the number of the task", (Q, K, V)),
-    drawn(1, 3, 3, 4, 4),
-    drawn(2, 2, 5, 3, 6),
-    drawn(3, 1, 1, 8, 2, batch=1),
-    Case("for scores in the hundreds", drawn(11, 2, 3, 16, 2, size=8.0).args),
+    random_case(1, 3, 3, 4, 4),
+    random_case(2, 2, 5, 3, 6),
+    random_case(3, 1, 1, 8, 2, batch=1),
+    Case("for scores in the hundreds", random_case(11, 2, 3, 16, 2, scale=8.0).args),
 ]
-SHARED = {
+SHARED_MISTAKES = {
     "no √d": "the scores are not divided: with wide heads the softmax then sees one key only; divide q·k by "
     "math.sqrt(q.shape[-1]) before the softmax",
     "d in place of √d": "the scores are divided by the width, and its root was asked: that makes all keys nearly alike",
@@ -99,40 +103,40 @@ SHARED = {
 }
 
 
-def wrong_weights(made: Made, q: Tensor, k: Tensor) -> Tensor:
+def wrong_attention_weights(mistakes: MistakeSet, q: Tensor, k: Tensor) -> Tensor:
     scores = q @ k.transpose(-2, -1)
-    if "d in place of √d" in made:
+    if "d in place of √d" in mistakes:
         scores = scores / q.shape[-1]
-    elif "√ of the wrong size" in made:
+    elif "√ of the wrong size" in mistakes:
         scores = scores / math.sqrt(k.shape[-2])
-    elif "no √d" not in made:
+    elif "no √d" not in mistakes:
         scores = scores / math.sqrt(q.shape[-1])
-    if "no softmax" in made:
+    if "no softmax" in mistakes:
         return scores
-    axes: tuple[int, ...] = (-2,) if "softmax on the wrong axis" in made else (-1,)
-    axes = (-2, -1) if "softmax over everything" in made else (0,) if "softmax over the batch" in made else axes
-    largest = scores.max() if "one maximum for all" in made else scores.amax(axes, keepdim=True)
-    largest = torch.zeros(()) if "exp without the maximum" in made else largest
+    axes: tuple[int, ...] = (-2,) if "softmax on the wrong axis" in mistakes else (-1,)
+    axes = (-2, -1) if "softmax over everything" in mistakes else (0,) if "softmax over the batch" in mistakes else axes
+    largest = scores.max() if "one maximum for all" in mistakes else scores.amax(axes, keepdim=True)
+    largest = torch.zeros(()) if "exp without the maximum" in mistakes else largest
     shares = (scores - largest).exp()
     return shares / shares.sum(axes, keepdim=True)
 
 
-def wrong_attention(made: Made, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    shares = wrong_weights(made, q, k)
-    if "weights on the wrong side" in made:
+def wrong_attention(mistakes: MistakeSet, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    shares = wrong_attention_weights(mistakes, q, k)
+    if "weights on the wrong side" in mistakes:
         return shares.transpose(-2, -1) @ v
-    return shares @ (k if "keys in place of values" in made else v)
+    return shares @ (k if "keys in place of values" in mistakes else v)
 
 
 TASKS = [
-    Task(
-        weights,
-        [Case(case.what, case.args[:2]) for case in CASES],
-        wrong_weights,
-        SHARED,
+    FunctionTask(
+        attention_weights,
+        [Case(case.description, case.args[:2]) for case in CASES],
+        wrong_attention_weights,
+        SHARED_MISTAKES,
         ("batch", "query", "key"),
     ),
-    Task(
+    FunctionTask(
         attention,
         CASES,
         wrong_attention,
@@ -140,7 +144,7 @@ TASKS = [
             "keys in place of values": "what is read are the values; the keys only decide how much of each",
             "weights on the wrong side": "the weights are turned around: row i holds the shares of query i, so it is "
             "weights @ v",
-            **SHARED,
+            **SHARED_MISTAKES,
         },
         ("batch", "query", "width"),
     ),

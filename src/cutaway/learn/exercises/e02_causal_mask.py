@@ -35,10 +35,10 @@ def causal_mask(length: int) -> Tensor:
 
 
 # %%
-def cached_mask(new: int, past: int) -> Tensor:
-    """The mask of `new` tokens behind `past` cached ones: (new, past + new)."""
+def cached_mask(num_new: int, num_cached: int) -> Tensor:
+    """The mask of `num_new` tokens behind `num_cached` cached ones: (num_new, num_cached + num_new)."""
     # begin solution
-    return torch.ones(new, past + new, dtype=torch.bool).tril(past)
+    return torch.ones(num_new, num_cached + num_new, dtype=torch.bool).tril(num_cached)
     # end solution
 
 
@@ -57,7 +57,7 @@ def masked_weights(scores: Tensor, mask: Tensor) -> Tensor:
 masked_weights(torch.ones(1, 3, 3), causal_mask(3))
 
 # %% checker
-from cutaway.learn.task import Case, Made, Task  # noqa: E402
+from cutaway.learn.exercises.task import Case, FunctionTask, MistakeSet  # noqa: E402
 
 MINUTES = 15
 NOTEBOOK = "02_attention"
@@ -66,10 +66,10 @@ HINTS = (
     "Rows are queries. Which entries of row 0 are True, and which of the last row?",
     "`torch.ones(n, n, dtype=torch.bool).tril()` keeps what is on and below the diagonal; `tril(k)` moves the "
     "diagonal k places to the right. `~mask` is the opposite of a mask.",
-    "Behind `past` cached tokens row i is position past + i: the diagonal moves by `past`. And "
+    "Behind `num_cached` tokens row i is position num_cached + i: the diagonal moves by `num_cached`. And "
     "`scores.masked_fill(~mask, -torch.inf).softmax(-1)`.",
 )
-OFF = {
+MASK_MISTAKES = {
     "off by one: a token does not see itself": "the diagonal is False: token i may look at itself, and the first one "
     "has nothing else, so that its row would be NaN",
     "off by one: one token ahead": "token i sees token i + 1, which is the one it has to guess: a leak that looks like "
@@ -81,71 +81,71 @@ OFF = {
 }
 
 
-def wrong_mask(made: Made, length: int) -> Tensor:
+def wrong_causal_mask(mistakes: MistakeSet, length: int) -> Tensor:
     ones = torch.ones(length, length, dtype=torch.bool)
     moved = 0
-    moved -= "off by one: a token does not see itself" in made
-    moved += "off by one: one token ahead" in made
-    mask = ones if "nothing hidden" in made else ones.tril(moved)
-    mask = mask.T if "upside down" in made else mask
-    return ~mask if "True and False swapped" in made else mask
+    moved -= "off by one: a token does not see itself" in mistakes
+    moved += "off by one: one token ahead" in mistakes
+    mask = ones if "nothing hidden" in mistakes else ones.tril(moved)
+    mask = mask.T if "upside down" in mistakes else mask
+    return ~mask if "True and False swapped" in mistakes else mask
 
 
-def wrong_cached(made: Made, new: int, past: int) -> Tensor:
-    ones = torch.ones(new, past + new, dtype=torch.bool)
-    moved = 0 if "the new tokens begin at position 0" in made else past
-    moved -= "off by one: a token does not see itself" in made
-    moved += "off by one: one token ahead" in made
-    if "the cache is not seen" in made:
-        return torch.cat((torch.zeros(new, past, dtype=torch.bool), ones[:, past:].tril()), 1)
-    mask = ones if "nothing hidden" in made else ones.tril(moved)
-    return ~mask if "True and False swapped" in made else mask
+def wrong_cached_mask(mistakes: MistakeSet, num_new: int, num_cached: int) -> Tensor:
+    ones = torch.ones(num_new, num_cached + num_new, dtype=torch.bool)
+    moved = 0 if "the new tokens begin at position 0" in mistakes else num_cached
+    moved -= "off by one: a token does not see itself" in mistakes
+    moved += "off by one: one token ahead" in mistakes
+    if "the cache is not seen" in mistakes:
+        return torch.cat((torch.zeros(num_new, num_cached, dtype=torch.bool), ones[:, num_cached:].tril()), 1)
+    mask = ones if "nothing hidden" in mistakes else ones.tril(moved)
+    return ~mask if "True and False swapped" in mistakes else mask
 
 
-def wrong_weights(made: Made, scores: Tensor, mask: Tensor) -> Tensor:
-    axis = -2 if "softmax on the wrong axis" in made else -1
-    mask = ~mask if "the mask is read the wrong way" in made else mask
-    if "mask after softmax" in made:
+def wrong_masked_weights(mistakes: MistakeSet, scores: Tensor, mask: Tensor) -> Tensor:
+    axis = -2 if "softmax on the wrong axis" in mistakes else -1
+    mask = ~mask if "the mask is read the wrong way" in mistakes else mask
+    if "mask after softmax" in mistakes:
         return scores.softmax(axis).masked_fill(~mask, 0.0)
-    instead = 0.0 if "0 in place of −∞" in made else -1e4 if "a number in place of −∞" in made else -torch.inf
+    instead = 0.0 if "0 in place of −∞" in mistakes else -1e4 if "a number in place of −∞" in mistakes else -torch.inf
     return scores.masked_fill(~mask, instead).softmax(axis)
 
 
-def scored(seed: int, batch: int, queries: int, keys: int, level: float = 0.0) -> tuple[Tensor, Tensor]:
-    scores = torch.randn(batch, queries, keys, generator=torch.Generator().manual_seed(seed)) * 2 + level
+def random_scores(seed: int, batch: int, queries: int, keys: int, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    scores = torch.randn(batch, queries, keys, generator=torch.Generator().manual_seed(seed)) * 2 + offset
     return scores, causal_mask(keys)[keys - queries :]
 
 
 TASKS = [
-    Task(
+    FunctionTask(
         causal_mask,
         [Case(f"for length {n}", (n,)) for n in (3, 1, 2, 7)],
-        wrong_mask,
-        OFF,
+        wrong_causal_mask,
+        MASK_MISTAKES,
         ("query", "key"),
     ),
-    Task(
+    FunctionTask(
         cached_mask,
         [Case(f"for {n} new tokens behind {p}", (n, p)) for n, p in ((2, 3), (1, 4), (3, 0), (4, 2))],
-        wrong_cached,
+        wrong_cached_mask,
         {
             "the new tokens begin at position 0": "the triangle begins in the corner as if nothing were cached: the "
-            "first new token stands at position `past`, so the diagonal moves by `past`",
+            "first new token stands at position `num_cached`, so the diagonal moves by `num_cached`",
             "the cache is not seen": "the columns of the cached tokens are False: the new ones may look at all of them",
-            **{name: hint for name, hint in OFF.items() if name != "upside down"},
+            **{name: hint for name, hint in MASK_MISTAKES.items() if name != "upside down"},
         },
         ("query", "key"),
     ),
-    Task(
+    FunctionTask(
         masked_weights,
         [
             Case("for equal scores", (torch.ones(1, 3, 3), causal_mask(3))),
-            Case("for a batch of two", scored(1, 2, 4, 4)),
-            Case("for one token", scored(2, 1, 1, 1)),
-            Case("behind a cache", scored(3, 1, 2, 5)),
-            Case("for scores near −20000", scored(4, 1, 3, 3, -20_000.0)),
+            Case("for a batch of two", random_scores(1, 2, 4, 4)),
+            Case("for one token", random_scores(2, 1, 1, 1)),
+            Case("behind a cache", random_scores(3, 1, 2, 5)),
+            Case("for scores near −20000", random_scores(4, 1, 3, 3, -20_000.0)),
         ],
-        wrong_weights,
+        wrong_masked_weights,
         {
             "mask after softmax": "the rows do not add up to 1: what is hidden was zeroed after the softmax had "
             "given it a share; put −∞ in the scores before it",

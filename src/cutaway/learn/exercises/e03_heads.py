@@ -36,7 +36,7 @@ def split_heads(x: Tensor, n_heads: int) -> Tensor:
 
 
 # %%
-def join_heads(z: Tensor) -> Tensor:
+def merge_heads(z: Tensor) -> Tensor:
     """The way back: (batch, head, time, width) → (batch, time, n_heads · width)."""
     # begin solution
     batch, n_heads, time, width = z.shape
@@ -59,7 +59,7 @@ def repeat_kv(k: Tensor, n_heads: int) -> Tensor:
 split_heads(torch.arange(8).reshape(1, 2, 4), 2)
 
 # %% checker
-from cutaway.learn.task import Case, Made, Task  # noqa: E402
+from cutaway.learn.exercises.task import Case, FunctionTask, MistakeSet  # noqa: E402
 
 MINUTES = 15
 NOTEBOOK = "02_attention"
@@ -73,66 +73,68 @@ HINTS = (
 )
 
 
-def wrong_split(made: Made, x: Tensor, n_heads: int) -> Tensor:
+def wrong_split_heads(mistakes: MistakeSet, x: Tensor, n_heads: int) -> Tensor:
     batch, time, d_model = x.shape
     width = d_model // n_heads
-    if "view without transpose" in made:
+    if "view without transpose" in mistakes:
         return x.reshape(batch, n_heads, time, width)
-    if "heads and width swapped" in made:
+    if "heads and width swapped" in mistakes:
         return x.reshape(batch, time, width, n_heads).permute(0, 3, 1, 2)
-    if "no transpose at all" in made:
+    if "no transpose at all" in mistakes:
         return x.reshape(batch, time, n_heads, width)
-    if "the wrong axes exchanged" in made:
+    if "the wrong axes exchanged" in mistakes:
         return x.reshape(batch, time, n_heads, width).transpose(2, 3)
     return x.reshape(batch, time, n_heads, width).transpose(1, 2)
 
 
-def wrong_join(made: Made, z: Tensor) -> Tensor:
+def wrong_merge_heads(mistakes: MistakeSet, z: Tensor) -> Tensor:
     batch, n_heads, time, width = z.shape
-    if "view without transpose" in made:
+    if "view without transpose" in mistakes:
         return z.reshape(batch, time, n_heads * width)
-    if "heads and width swapped" in made:
+    if "heads and width swapped" in mistakes:
         return z.permute(0, 2, 3, 1).reshape(batch, time, n_heads * width)
-    if "one head only" in made:
+    if "one head only" in mistakes:
         return z[:, 0]
-    if "heads added up" in made:
+    if "heads added up" in mistakes:
         return z.sum(1)
     return z.transpose(1, 2).reshape(batch, time, n_heads * width)
 
 
-def wrong_repeat(made: Made, k: Tensor, n_heads: int) -> Tensor:
+def wrong_repeat_kv(mistakes: MistakeSet, k: Tensor, n_heads: int) -> Tensor:
     times = n_heads // k.shape[1]
-    if "repeat in place of repeat_interleave" in made:
+    if "repeat in place of repeat_interleave" in mistakes:
         return k.repeat(1, times, 1, 1)
-    if "repeated along time" in made:
+    if "repeated along time" in mistakes:
         return k.repeat_interleave(times, 2)
-    if "GQA forgotten" in made:
+    if "GQA forgotten" in mistakes:
         return k
     return k.repeat_interleave(times, 1)
 
 
-def numbered(*shape: int) -> Tensor:
+def arange_tensor(*shape: int) -> Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
-VIEW = (
+VIEW_HINT = (
     "the shape is right and the numbers are not: `view` lays them out in their order, so heads would get whole tokens; "
     "split the last axis first, then transpose(1, 2)"
 )
-BACK = "the heads were not brought back behind time before the last two axes were joined: transpose(1, 2), then reshape"
+TRANSPOSE_HINT = (
+    "the heads were not brought back behind time before the last two axes were joined: transpose(1, 2), then reshape"
+)
 TASKS = [
-    Task(
+    FunctionTask(
         split_heads,
         [
-            Case("for two tokens and two heads", (numbered(1, 2, 4), 2)),
-            Case("for a batch of 2, 5 tokens and 3 heads of width 4", (numbered(2, 5, 12), 3)),
-            Case("for one token", (numbered(1, 1, 6), 3)),
-            Case("for one head", (numbered(2, 3, 5), 1)),
-            Case("for numbers that are not in order in memory", (numbered(2, 6, 4).transpose(1, 2), 2)),
+            Case("for two tokens and two heads", (arange_tensor(1, 2, 4), 2)),
+            Case("for a batch of 2, 5 tokens and 3 heads of width 4", (arange_tensor(2, 5, 12), 3)),
+            Case("for one token", (arange_tensor(1, 1, 6), 3)),
+            Case("for one head", (arange_tensor(2, 3, 5), 1)),
+            Case("for numbers that are not in order in memory", (arange_tensor(2, 6, 4).transpose(1, 2), 2)),
         ],
-        wrong_split,
+        wrong_split_heads,
         {
-            "view without transpose": VIEW,
+            "view without transpose": VIEW_HINT,
             "heads and width swapped": "each head got every n-th column; a head's columns lie side by side: the axes "
             "are (n_heads, width), in this order",
             "no transpose at all": "time still stands before the heads: exchange axes 1 and 2",
@@ -140,17 +142,17 @@ TASKS = [
         },
         ("batch", "head", "time", "width"),
     ),
-    Task(
-        join_heads,
+    FunctionTask(
+        merge_heads,
         [
-            Case("for two heads", (numbered(1, 2, 2, 2),)),
-            Case("for a batch of 2, 3 heads, 5 tokens of width 4", (numbered(2, 3, 5, 4),)),
-            Case("for one token", (numbered(1, 3, 1, 2),)),
-            Case("for what split_heads gave", (split_heads(numbered(2, 5, 12), 3),)),
+            Case("for two heads", (arange_tensor(1, 2, 2, 2),)),
+            Case("for a batch of 2, 3 heads, 5 tokens of width 4", (arange_tensor(2, 3, 5, 4),)),
+            Case("for one token", (arange_tensor(1, 3, 1, 2),)),
+            Case("for what split_heads gave", (split_heads(arange_tensor(2, 5, 12), 3),)),
         ],
-        wrong_join,
+        wrong_merge_heads,
         {
-            "view without transpose": BACK,
+            "view without transpose": TRANSPOSE_HINT,
             "heads and width swapped": "the columns of the heads are mixed: after the transpose the axes are (time, "
             "heads, width), and the last two are joined as they are",
             "one head only": "the other heads are lost: they stand side by side in the last axis",
@@ -158,15 +160,15 @@ TASKS = [
         },
         ("batch", "time", "column"),
     ),
-    Task(
+    FunctionTask(
         repeat_kv,
         [
-            Case("for 2 groups and 4 heads", (numbered(1, 2, 3, 2), 4)),
-            Case("for 3 groups and 6 heads, a batch of 2", (numbered(2, 3, 2, 2), 6)),
-            Case("for one group (multi-query)", (numbered(1, 1, 2, 3), 4)),
-            Case("for as many groups as heads", (numbered(1, 3, 2, 2), 3)),
+            Case("for 2 groups and 4 heads", (arange_tensor(1, 2, 3, 2), 4)),
+            Case("for 3 groups and 6 heads, a batch of 2", (arange_tensor(2, 3, 2, 2), 6)),
+            Case("for one group (multi-query)", (arange_tensor(1, 1, 2, 3), 4)),
+            Case("for as many groups as heads", (arange_tensor(1, 3, 2, 2), 3)),
         ],
-        wrong_repeat,
+        wrong_repeat_kv,
         {
             "repeat in place of repeat_interleave": "the groups come as 0, 1, 0, 1, and 0, 0, 1, 1 was asked: heads "
             "that share a group are neighbours; repeat_interleave",

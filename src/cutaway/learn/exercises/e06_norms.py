@@ -46,7 +46,7 @@ def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
 layer_norm(torch.tensor([1.0, 2, 3, 4]), torch.ones(4), torch.zeros(4), 1e-5)
 
 # %% checker
-from cutaway.learn.task import Case, Made, Task  # noqa: E402
+from cutaway.learn.exercises.task import Case, FunctionTask, MistakeSet  # noqa: E402
 
 MINUTES = 15
 NOTEBOOK = "04_ffn_norms_residuals"
@@ -59,55 +59,57 @@ HINTS = (
 )
 
 
-def over(made: Made, x: Tensor) -> tuple[int, ...]:
-    if "over the tokens" in made:
+def reduction_axes(mistakes: MistakeSet, x: Tensor) -> tuple[int, ...]:
+    if "over the tokens" in mistakes:
         return (-2,)
-    return tuple(range(x.ndim)) if "over everything" in made else (-1,)
+    return tuple(range(x.ndim)) if "over everything" in mistakes else (-1,)
 
 
-def wrong_layer(made: Made, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
-    axes = over(made, x)
+def wrong_layer_norm(mistakes: MistakeSet, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
+    axes = reduction_axes(mistakes, x)
     centred = x - x.mean(axes, keepdim=True)
-    variance = x.var(axes, correction=1 if "n−1 variance" in made else 0, keepdim=True)
-    eps = 0.0 if "ε forgotten" in made else eps
-    spread = variance.sqrt() + eps if "ε outside the root" in made else (variance + eps).sqrt()
-    spread = variance + eps if "no square root" in made else spread
-    out = (x if "mean not taken away" in made else centred) / spread
-    out = out if "γ forgotten" in made else gamma * out
-    if "β inside γ" in made:
+    variance = x.var(axes, correction=1 if "n−1 variance" in mistakes else 0, keepdim=True)
+    eps = 0.0 if "ε forgotten" in mistakes else eps
+    spread = variance.sqrt() + eps if "ε outside the root" in mistakes else (variance + eps).sqrt()
+    spread = variance + eps if "no square root" in mistakes else spread
+    out = (x if "mean not taken away" in mistakes else centred) / spread
+    out = out if "γ forgotten" in mistakes else gamma * out
+    if "β inside γ" in mistakes:
         return out + gamma * beta
-    return out if "β forgotten" in made else out + beta
+    return out if "β forgotten" in mistakes else out + beta
 
 
-def wrong_rms(made: Made, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    axes = over(made, x)
+def wrong_rms_norm(mistakes: MistakeSet, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    axes = reduction_axes(mistakes, x)
     count = x.square().mean(axes, keepdim=True)
-    square = x.square().sum(axes, keepdim=True) if "length in place of rms" in made else count
-    x = x - x.mean(axes, keepdim=True) if "mean taken away" in made else x
-    if "standard deviation in place of rms" in made:
+    square = x.square().sum(axes, keepdim=True) if "length in place of rms" in mistakes else count
+    x = x - x.mean(axes, keepdim=True) if "mean taken away" in mistakes else x
+    if "standard deviation in place of rms" in mistakes:
         square = x.var(axes, correction=0, keepdim=True)
-    eps = 0.0 if "ε forgotten" in made else eps
-    size = square.sqrt() + eps if "ε outside the root" in made else (square + eps).sqrt()
-    size = square + eps if "no square root" in made else size
-    return x / size if "γ forgotten" in made else gamma * x / size
+    eps = 0.0 if "ε forgotten" in mistakes else eps
+    size = square.sqrt() + eps if "ε outside the root" in mistakes else (square + eps).sqrt()
+    size = square + eps if "no square root" in mistakes else size
+    return x / size if "γ forgotten" in mistakes else gamma * x / size
 
 
-def drawn(seed: int, *shape: int, size: float = 1.0, level: float = 0.0) -> tuple[Tensor, Tensor, Tensor, float]:
+def random_inputs(
+    seed: int, *shape: int, scale: float = 1.0, offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor, float]:
     dice = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, generator=dice) * size + level
+    x = torch.randn(*shape, generator=dice) * scale + offset
     gamma, beta = (torch.randn(shape[-1], generator=dice) for _ in range(2))
     return x, gamma + 1.5, beta, 1e-5
 
 
 CASES = [
     Case("for (1, 2, 3, 4)", (torch.tensor([1.0, 2, 3, 4]), torch.ones(4), torch.zeros(4), 1e-5)),
-    Case("for one vector with γ and β", drawn(1, 5)),
-    Case("for a batch of (2, 3) tokens", drawn(2, 2, 3, 4)),
-    Case("for numbers around 3", drawn(3, 1, 2, 6, level=3.0)),
-    Case("for numbers near 0.001, where ε counts", drawn(4, 2, 3, size=1e-3)),
+    Case("for one vector with γ and β", random_inputs(1, 5)),
+    Case("for a batch of (2, 3) tokens", random_inputs(2, 2, 3, 4)),
+    Case("for numbers around 3", random_inputs(3, 1, 2, 6, offset=3.0)),
+    Case("for numbers near 0.001, where ε counts", random_inputs(4, 2, 3, scale=1e-3)),
     Case("for a vector of zeros", (torch.zeros(2, 3), torch.ones(3), torch.ones(3), 1e-5)),
 ]
-BOTH = {
+SHARED_MISTAKES = {
     "ε forgotten": "a vector of equal numbers gives 0/0: ε is added under the root",
     "ε outside the root": "ε is added to the variance, under the root, not to the root",
     "no square root": "divided is by the root, not by what stands under it",
@@ -116,29 +118,29 @@ BOTH = {
     "over the tokens": "mean and size are taken across tokens; a norm looks at one token's numbers, dim=-1",
 }
 TASKS = [
-    Task(
+    FunctionTask(
         layer_norm,
         CASES,
-        wrong_layer,
+        wrong_layer_norm,
         {
             "n−1 variance": "the variance is divided by d − 1; LayerNorm divides by d: var(correction=0), or the "
             "mean of squares",
             "mean not taken away": "the mean is taken away above the line too: (x − mean) / root",
             "β forgotten": "β is added at the end",
             "β inside γ": "γ · (… + β) was computed; β is added after γ",
-            **BOTH,
+            **SHARED_MISTAKES,
         },
     ),
-    Task(
+    FunctionTask(
         rms_norm,
-        [Case(case.what, (case.args[0], case.args[1], case.args[3])) for case in CASES],
-        wrong_rms,
+        [Case(case.description, (case.args[0], case.args[1], case.args[3])) for case in CASES],
+        wrong_rms_norm,
         {
             "length in place of rms": "divided is by the length of the vector; the mean of the squares was asked, "
             "not their sum",
             "mean taken away": "RMSNorm takes no mean away: that is LayerNorm's",
             "standard deviation in place of rms": "the mean square is of x itself, not of x less its mean",
-            **BOTH,
+            **SHARED_MISTAKES,
         },
     ),
 ]

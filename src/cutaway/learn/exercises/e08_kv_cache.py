@@ -13,7 +13,7 @@
 
 
 # %%
-def cache_bytes(
+def kv_cache_bytes(
     n_layers: int, n_heads: int, n_kv_heads: int, d_head: int, tokens: int, batch: int, bytes_per_value: int
 ) -> int:
     """What the cache of `batch` texts of `tokens` tokens each takes."""
@@ -23,7 +23,7 @@ def cache_bytes(
 
 
 # %%
-def in_gib(n_bytes: int) -> float:
+def bytes_to_gib(n_bytes: int) -> float:
     """Bytes as GiB."""
     # begin solution
     return n_bytes / 2**30
@@ -31,12 +31,12 @@ def in_gib(n_bytes: int) -> float:
 
 
 # %%
-def tokens_that_fit(
+def max_cached_tokens(
     gib: float, n_layers: int, n_heads: int, n_kv_heads: int, d_head: int, batch: int, bytes_per_value: int
 ) -> int:
     """How many tokens each of `batch` texts may have at most, if the cache must fit in so many GiB."""
     # begin solution
-    return int(gib * 2**30) // cache_bytes(n_layers, n_heads, n_kv_heads, d_head, 1, batch, bytes_per_value)
+    return int(gib * 2**30) // kv_cache_bytes(n_layers, n_heads, n_kv_heads, d_head, 1, batch, bytes_per_value)
     # end solution
 
 
@@ -44,10 +44,10 @@ def tokens_that_fit(
 # Try the number from above, then ask: `cutaway learn check 8`.
 
 # %%
-in_gib(cache_bytes(32, 32, 8, 128, 8192, 1, 2))
+bytes_to_gib(kv_cache_bytes(32, 32, 8, 128, 8192, 1, 2))
 
 # %% checker
-from cutaway.learn.task import Case, Made, Task  # noqa: E402
+from cutaway.learn.exercises.task import Case, FunctionTask, MistakeSet  # noqa: E402
 
 MINUTES = 10
 NOTEBOOK = "09_decoding"
@@ -59,79 +59,96 @@ HINTS = (
 )
 
 
-def wrong_bytes(
-    made: Made, n_layers: int, n_heads: int, n_kv_heads: int, d_head: int, tokens: int, batch: int, bytes_per_value: int
+def wrong_kv_cache_bytes(
+    mistakes: MistakeSet,
+    n_layers: int,
+    n_heads: int,
+    n_kv_heads: int,
+    d_head: int,
+    tokens: int,
+    batch: int,
+    bytes_per_value: int,
 ) -> int:
-    sides = 1 if "missing K+V" in made else 2
-    heads = n_heads if "query heads instead of kv heads" in made else n_kv_heads
-    layers = 1 if "layers forgotten" in made else n_layers
-    texts = 1 if "batch forgotten" in made else batch
-    size = 1 if "values in place of bytes" in made else bytes_per_value
-    size = size * 8 if "bits in place of bytes" in made else size
-    reach = tokens * tokens if "tokens squared" in made else tokens
+    sides = 1 if "missing K+V" in mistakes else 2
+    heads = n_heads if "query heads instead of kv heads" in mistakes else n_kv_heads
+    layers = 1 if "layers forgotten" in mistakes else n_layers
+    texts = 1 if "batch forgotten" in mistakes else batch
+    size = 1 if "values in place of bytes" in mistakes else bytes_per_value
+    size = size * 8 if "bits in place of bytes" in mistakes else size
+    reach = tokens * tokens if "tokens squared" in mistakes else tokens
     return sides * layers * heads * d_head * reach * texts * size
 
 
-def wrong_gib(made: Made, n_bytes: int) -> float:
-    unit = 10**9 if "GB and GiB" in made else 2**20 if "MiB" in made else 2**30
-    return n_bytes // unit if "cut to a whole number" in made else n_bytes / unit
+def wrong_bytes_to_gib(mistakes: MistakeSet, n_bytes: int) -> float:
+    unit = 10**9 if "GB and GiB" in mistakes else 2**20 if "MiB" in mistakes else 2**30
+    return n_bytes // unit if "cut to a whole number" in mistakes else n_bytes / unit
 
 
-def wrong_fit(
-    made: Made, gib: float, n_layers: int, n_heads: int, n_kv_heads: int, d_head: int, batch: int, bytes_per_value: int
+def wrong_max_cached_tokens(
+    mistakes: MistakeSet,
+    gib: float,
+    n_layers: int,
+    n_heads: int,
+    n_kv_heads: int,
+    d_head: int,
+    batch: int,
+    bytes_per_value: int,
 ) -> int:
-    room = int(gib * (10**9 if "GB and GiB" in made else 2**30))
-    one = wrong_bytes(made, n_layers, n_heads, n_kv_heads, d_head, 1, batch, bytes_per_value)
-    return -(-room // one) if "rounded up" in made else room // one
+    room = int(gib * (10**9 if "GB and GiB" in mistakes else 2**30))
+    one = wrong_kv_cache_bytes(mistakes, n_layers, n_heads, n_kv_heads, d_head, 1, batch, bytes_per_value)
+    return -(-room // one) if "rounded up" in mistakes else room // one
 
 
-SIDES = "keys and values are both kept: twice as much"
-HEADS = "keys and values have n_kv_heads heads; the queries are used once and not kept"
-GIB = "a GiB is 2**30 bytes; 10**9 is a GB, which is 7 % less"
-SHARED = {
-    "missing K+V": SIDES,
-    "query heads instead of kv heads": HEADS,
+KV_HINT = "keys and values are both kept: twice as much"
+KV_HEADS_HINT = "keys and values have n_kv_heads heads; the queries are used once and not kept"
+GIB_HINT = "a GiB is 2**30 bytes; 10**9 is a GB, which is 7 % less"
+SHARED_MISTAKES = {
+    "missing K+V": KV_HINT,
+    "query heads instead of kv heads": KV_HEADS_HINT,
     "layers forgotten": "each layer has keys and values of its own",
     "batch forgotten": "each text of the batch has a cache of its own",
     "values in place of bytes": "that is how many values there are; each takes bytes_per_value bytes",
     "bits in place of bytes": "bytes_per_value counts bytes; nothing is to be multiplied by 8",
 }
-MODELS = {
+CACHE_CASES = {
     "for Llama-3 8B at 8,192 tokens": (32, 32, 8, 128, 8192, 1, 2),
     "for Llama-3 70B, 16 texts of 4,096 tokens": (80, 64, 8, 128, 4096, 16, 2),
     "for one key head, 8 bits a value": (18, 8, 1, 256, 1000, 3, 1),
     "for one token of a tiny model in fp32": (2, 4, 4, 8, 1, 1, 4),
 }
 TASKS = [
-    Task(
-        cache_bytes,
-        [Case(what, shape) for what, shape in MODELS.items()],
-        wrong_bytes,
-        {**SHARED, "tokens squared": "the scores are tokens × tokens, and are not kept; a cache grows with tokens"},
-    ),
-    Task(
-        in_gib,
-        [Case(f"for {n:,} bytes", (n,)) for n in (2**30, 3 * 2**29, 10**9, 16 * 2**30)],
-        wrong_gib,
+    FunctionTask(
+        kv_cache_bytes,
+        [Case(what, shape) for what, shape in CACHE_CASES.items()],
+        wrong_kv_cache_bytes,
         {
-            "GB and GiB": GIB,
+            **SHARED_MISTAKES,
+            "tokens squared": "the scores are tokens × tokens, and are not kept; a cache grows with tokens",
+        },
+    ),
+    FunctionTask(
+        bytes_to_gib,
+        [Case(f"for {n:,} bytes", (n,)) for n in (2**30, 3 * 2**29, 10**9, 16 * 2**30)],
+        wrong_bytes_to_gib,
+        {
+            "GB and GiB": GIB_HINT,
             "MiB": "2**20 bytes are a MiB; a GiB is 2**30",
             "cut to a whole number": "half a GiB is 0.5: divide by /, not by //",
         },
     ),
-    Task(
-        tokens_that_fit,
+    FunctionTask(
+        max_cached_tokens,
         [
             Case("for Llama-3 8B in 1 GiB", (1.0, 32, 32, 8, 128, 1, 2)),
             Case("for 16 texts in 8 GiB", (8.0, 80, 64, 8, 128, 16, 2)),
             Case("for a room that no whole number fills", (0.1, 3, 6, 2, 40, 3, 4)),
             Case("for less room than one token needs", (0.0001, 80, 64, 8, 128, 4, 2)),
         ],
-        wrong_fit,
+        wrong_max_cached_tokens,
         {
-            "GB and GiB": GIB,
+            "GB and GiB": GIB_HINT,
             "rounded up": "the last token would not fit any more: round down",
-            **SHARED,
+            **SHARED_MISTAKES,
         },
     ),
 ]

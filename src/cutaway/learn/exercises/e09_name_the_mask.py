@@ -33,7 +33,7 @@ from torch import Tensor
 
 
 # %%
-def masks_of(form: str) -> dict[str, str]:
+def attention_masks(form: str) -> dict[str, str]:
     """For "encoder-only", "decoder-only" and "encoder-decoder": each of its attentions, and its mask's name."""
     # begin solution
     if form == "encoder-only":
@@ -45,29 +45,29 @@ def masks_of(form: str) -> dict[str, str]:
 
 
 # %%
-def may_look(mask: str, queries: int, real: Tensor) -> Tensor:
-    """A "bidirectional" or "causal" mask (batch, query, key); `real` (batch, key) is False for padding."""
+def build_attention_mask(mask: str, num_queries: int, not_padding: Tensor) -> Tensor:
+    """A "bidirectional" or "causal" mask (batch, query, key); `not_padding` (batch, key) is False for padding."""
     # begin solution
-    seen = torch.ones(queries, real.shape[1], dtype=torch.bool)
+    seen = torch.ones(num_queries, not_padding.shape[1], dtype=torch.bool)
     if mask == "causal":
         seen = seen.tril()
-    return seen & real[:, None, :]
+    return seen & not_padding[:, None, :]
     # end solution
 
 
 # %%
-def name_the_mask(seen: Tensor) -> str:
+def name_the_mask(mask: Tensor) -> str:
     """bidirectional, causal, window, prefix or documents: the name of a mask (query, key) of three tokens or more."""
     # begin solution
-    i, j = torch.arange(len(seen))[:, None], torch.arange(len(seen))
+    i, j = torch.arange(len(mask))[:, None], torch.arange(len(mask))
     past = j <= i
-    if seen.all():
+    if mask.all():
         return "bidirectional"
-    if (seen & ~past).any():
+    if (mask & ~past).any():
         return "prefix"
-    if torch.equal(seen, past):
+    if torch.equal(mask, past):
         return "causal"
-    return "window" if torch.equal(seen, past & (i - j < seen.sum(-1).max())) else "documents"
+    return "window" if torch.equal(mask, past & (i - j < mask.sum(-1).max())) else "documents"
     # end solution
 
 
@@ -78,81 +78,81 @@ def name_the_mask(seen: Tensor) -> str:
 name_the_mask(torch.ones(4, 4, dtype=torch.bool).tril().triu(-1))
 
 # %% checker
-from cutaway.learn.task import Case, Made, Task  # noqa: E402
+from cutaway.learn.exercises.task import Case, FunctionTask, MistakeSet  # noqa: E402
 
 MINUTES = 15
 NOTEBOOK = "06_forms"
 SITE = "cross.pattern"
 HINTS = (
     "Ask of each attention: which of its keys are known when its query is computed? What is known may be seen.",
-    "The encoder reads a finished text, and so does cross-attention. A decoder writes. Padding: real[:, None, :] is "
-    "one row of keys for every query.",
+    "The encoder reads a finished text, and so does cross-attention. A decoder writes. Padding: "
+    "not_padding[:, None, :] is one row of keys for every query.",
     "To tell masks apart: is everything True? Is anything above the diagonal True? Is it the whole lower triangle? "
     "Are all rows cut to the same width?",
 )
 
 
-def wrong_forms(made: Made, form: str) -> dict[str, str]:
-    right = masks_of(form)
-    if "encoder" in form and "the encoder made causal" in made:
+def wrong_attention_masks(mistakes: MistakeSet, form: str) -> dict[str, str]:
+    right = attention_masks(form)
+    if "encoder" in form and "the encoder made causal" in mistakes:
         right["self" if form == "encoder-only" else "encoder"] = "causal"
-    if "decoder" in form and "the decoder sees the future" in made:
+    if "decoder" in form and "the decoder sees the future" in mistakes:
         right["self" if form == "decoder-only" else "decoder"] = "bidirectional"
-    if "cross" in right and "cross-attention made causal" in made:
+    if "cross" in right and "cross-attention made causal" in mistakes:
         right["cross"] = "causal"
-    if "cross-attention forgotten" in made:
+    if "cross-attention forgotten" in mistakes:
         right.pop("cross", None)
     return right
 
 
-def wrong_look(made: Made, mask: str, queries: int, real: Tensor) -> Tensor:
-    seen = torch.ones(queries, real.shape[1], dtype=torch.bool)
-    if mask == "causal" or "always causal" in made:
-        moved = -1 if "off by one: a token does not see itself" in made else 0
-        seen = seen if "never causal" in made else seen.tril(moved)
-    if "padding not hidden" in made:
-        return seen.expand(len(real), -1, -1)
-    if "padded queries hidden in place of keys" in made:
-        return seen & real[:, :, None]
-    if "padded queries hidden too" in made:
-        return seen & real[:, None, :] & real[:, :, None]
-    if "padding seen, tokens hidden" in made:
-        return seen & ~real[:, None, :]
-    return seen & real[:, None, :]
+def wrong_build_attention_mask(mistakes: MistakeSet, mask: str, num_queries: int, not_padding: Tensor) -> Tensor:
+    seen = torch.ones(num_queries, not_padding.shape[1], dtype=torch.bool)
+    if mask == "causal" or "always causal" in mistakes:
+        moved = -1 if "off by one: a token does not see itself" in mistakes else 0
+        seen = seen if "never causal" in mistakes else seen.tril(moved)
+    if "padding not hidden" in mistakes:
+        return seen.expand(len(not_padding), -1, -1)
+    if "padded queries hidden in place of keys" in mistakes:
+        return seen & not_padding[:, :, None]
+    if "padded queries hidden too" in mistakes:
+        return seen & not_padding[:, None, :] & not_padding[:, :, None]
+    if "padding seen, tokens hidden" in mistakes:
+        return seen & ~not_padding[:, None, :]
+    return seen & not_padding[:, None, :]
 
 
-def wrong_name(made: Made, seen: Tensor) -> str:
-    right = name_the_mask(seen)
-    if right in ("window", "documents") and "everything without a future called causal" in made:
+def wrong_name_the_mask(mistakes: MistakeSet, mask: Tensor) -> str:
+    right = name_the_mask(mask)
+    if right in ("window", "documents") and "everything without a future called causal" in mistakes:
         return "causal"
-    if right == "prefix" and "a prefix called bidirectional" in made:
+    if right == "prefix" and "a prefix called bidirectional" in mistakes:
         return "bidirectional"
-    if right == "documents" and "documents called a window" in made:
+    if right == "documents" and "documents called a window" in mistakes:
         return "window"
-    if right == "window" and "a window called documents" in made:
+    if right == "window" and "a window called documents" in mistakes:
         return "documents"
     return right
 
 
-def packed(*lengths: int) -> Tensor:
+def document_mask(*lengths: int) -> Tensor:
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     return (document[:, None] == document).tril()
 
 
-def prefixed(n: int, known: int) -> Tensor:
+def prefix_mask(n: int, prefix_len: int) -> Tensor:
     seen = torch.ones(n, n, dtype=torch.bool).tril()
-    seen[:known, :known] = True
+    seen[:prefix_len, :prefix_len] = True
     return seen
 
 
-LEFT = torch.tensor([[False, False, True, True], [True, True, True, True]])
-RIGHT = torch.tensor([[True, True, True, False]])
-FULL = torch.ones(6, 6, dtype=torch.bool)
+LEFT_PADDED = torch.tensor([[False, False, True, True], [True, True, True, True]])
+RIGHT_PADDED = torch.tensor([[True, True, True, False]])
+FULL_MASK = torch.ones(6, 6, dtype=torch.bool)
 TASKS = [
-    Task(
-        masks_of,
+    FunctionTask(
+        attention_masks,
         [Case(f"for {form}", (form,)) for form in ("encoder-only", "decoder-only", "encoder-decoder")],
-        wrong_forms,
+        wrong_attention_masks,
         {
             "the encoder made causal": "an encoder reads a text that is there whole: every token may see every other",
             "the decoder sees the future": "a decoder must guess the next token, so it may not see it: causal",
@@ -161,42 +161,42 @@ TASKS = [
             "cross-attention forgotten": "an encoder-decoder has three attentions: encoder, decoder and cross",
         },
     ),
-    Task(
-        may_look,
+    FunctionTask(
+        build_attention_mask,
         [
-            Case("for a causal mask with padding on the left", ("causal", 4, LEFT)),
-            Case("for a causal mask with padding on the right", ("causal", 4, RIGHT)),
-            Case("for an encoder with padding", ("bidirectional", 4, LEFT)),
+            Case("for a causal mask with padding on the left", ("causal", 4, LEFT_PADDED)),
+            Case("for a causal mask with padding on the right", ("causal", 4, RIGHT_PADDED)),
+            Case("for an encoder with padding", ("bidirectional", 4, LEFT_PADDED)),
             Case("for one token", ("causal", 1, torch.tensor([[True]]))),
-            Case("for cross-attention, 2 queries and a padded source", ("bidirectional", 2, RIGHT)),
+            Case("for cross-attention, 2 queries and a padded source", ("bidirectional", 2, RIGHT_PADDED)),
         ],
-        wrong_look,
+        wrong_build_attention_mask,
         {
-            "padding not hidden": "keys that are padding are seen: `real` says which are real",
+            "padding not hidden": "keys that are padding are seen: `not_padding` says which are real",
             "padded queries hidden in place of keys": "the rows of padded queries are empty and padded keys are "
-            "seen: it is the keys, the columns, that padding hides: real[:, None, :]",
+            "seen: it is the keys, the columns, that padding hides: not_padding[:, None, :]",
             "padded queries hidden too": "the rows of padded queries are empty, and a softmax over an empty row is "
             "NaN; hide keys only",
-            "padding seen, tokens hidden": "`real` is True for real tokens, which are to be seen",
+            "padding seen, tokens hidden": "`not_padding` is True for real tokens, which are to be seen",
             "never causal": "causal: query i sees keys 0 to i",
             "always causal": "bidirectional: every query sees every real key",
             "off by one: a token does not see itself": "the diagonal is seen too",
         },
         ("batch", "query", "key"),
     ),
-    Task(
+    FunctionTask(
         name_the_mask,
         [
-            Case("for a mask without any False", (FULL,)),
-            Case("for the lower triangle", (FULL.tril(),)),
-            Case("for a window of 3", (FULL.tril().triu(-2),)),
-            Case("for a window of 1", (FULL.tril().triu(),)),
-            Case("for a prefix of 2", (prefixed(6, 2),)),
-            Case("for a prefix of all but one", (prefixed(5, 4),)),
-            Case("for documents of 2, 3 and 1", (packed(2, 3, 1),)),
-            Case("for documents of 3 and 3", (packed(3, 3),)),
+            Case("for a mask without any False", (FULL_MASK,)),
+            Case("for the lower triangle", (FULL_MASK.tril(),)),
+            Case("for a window of 3", (FULL_MASK.tril().triu(-2),)),
+            Case("for a window of 1", (FULL_MASK.tril().triu(),)),
+            Case("for a prefix of 2", (prefix_mask(6, 2),)),
+            Case("for a prefix of all but one", (prefix_mask(5, 4),)),
+            Case("for documents of 2, 3 and 1", (document_mask(2, 3, 1),)),
+            Case("for documents of 3 and 3", (document_mask(3, 3),)),
         ],
-        wrong_name,
+        wrong_name_the_mask,
         {
             "everything without a future called causal": "that nothing later is seen is not enough: causal sees all "
             "of the past",

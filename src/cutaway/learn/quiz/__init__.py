@@ -1,4 +1,4 @@
-"""The quiz: questions with explained answers, one file a heading, each answer proved by a program. No torch here."""
+"""The quiz: questions with explained answers, one file a section, each answer proved by a program. No torch here."""
 
 import tomllib
 from dataclasses import dataclass
@@ -6,46 +6,45 @@ from functools import cache
 from importlib.resources import files
 
 from cutaway.errors import InputError
-from cutaway.learn.quiz.judging import Verdict, judge, shuffled
-from cutaway.learn.quiz.kinds import Choice, Choosing, Near, Reckoning, read_question
-from cutaway.learn.quiz.proof import prove
+from cutaway.learn.quiz.grading import AnswerGrade, grade_answer, shuffle_choices
+from cutaway.learn.quiz.question import Choice, ChoiceQuestion, CommonMistake, NumberQuestion, parse_question, run_proof
 
 __all__ = [
-    "HEADINGS",
+    "SECTIONS",
+    "AnswerGrade",
     "Choice",
-    "Choosing",
-    "Heading",
-    "Near",
+    "ChoiceQuestion",
+    "CommonMistake",
+    "NumberQuestion",
     "Question",
-    "Reckoning",
-    "Verdict",
-    "headings",
-    "judge",
-    "prove",
-    "question",
-    "questions",
-    "shuffled",
+    "Section",
+    "find_questions",
+    "get_question",
+    "grade_answer",
+    "load_sections",
+    "run_proof",
+    "shuffle_choices",
 ]
 
-Question = Choosing | Reckoning
+Question = ChoiceQuestion | NumberQuestion
 
-HEADINGS = (
+SECTIONS = (
     "forms",
-    "parts",
+    "components",
     "training",
     "inference",
     "arithmetic",
     "information",
-    "worked-numbers",
+    "worked-examples",
     "claims",
     "diagnostics",
-    "surfaces",
+    "interfaces",
 )
 """Their files, in the order of the subject."""
 
 
 @dataclass(frozen=True)
-class Heading:
+class Section:
     """One part of the subject."""
 
     slug: str
@@ -54,34 +53,34 @@ class Heading:
 
 
 @cache
-def headings() -> tuple[Heading, ...]:
-    """All that is asked, by heading."""
-    return tuple(_read(slug) for slug in HEADINGS)
+def load_sections() -> tuple[Section, ...]:
+    """All that is asked, by section."""
+    return tuple(_read_section(slug) for slug in SECTIONS)
 
 
-def _read(slug: str) -> Heading:
+def _read_section(slug: str) -> Section:
     data = tomllib.loads((files(__name__) / f"{slug}.toml").read_text(encoding="utf-8"))
-    return Heading(slug, data["title"], tuple(read_question(each, slug) for each in data["questions"]))
+    return Section(slug, data["title"], tuple(parse_question(each, slug) for each in data["questions"]))
 
 
-def questions(about: str | None = None) -> tuple[Question, ...]:
-    """All questions, or those of a heading ('inference') or a topic ('attention')."""
-    every = tuple(each for heading in headings() for each in heading.questions)
-    if about is None:
+def find_questions(topic: str | None = None) -> tuple[Question, ...]:
+    """All questions, or those of a section ('inference') or a topic ('attention')."""
+    every = tuple(each for section in load_sections() for each in section.questions)
+    if topic is None:
         return every
-    found = tuple(each for each in every if about in (each.heading, each.topic))
+    found = tuple(each for each in every if topic in (each.section, each.topic))
     if not found:
-        topics = sorted({each.topic for each in every} - set(HEADINGS))
+        topics = sorted({each.topic for each in every} - set(SECTIONS))
         raise InputError(
-            f"there are no questions about '{about}'; there are headings ({', '.join(HEADINGS)})"
+            f"there are no questions about '{topic}'; there are sections ({', '.join(SECTIONS)})"
             f" and topics ({', '.join(topics)})"
         )
     return found
 
 
-def question(identity: str) -> Question:
+def get_question(question_id: str) -> Question:
     """The one with this id."""
-    for each in questions():
-        if each.id == identity:
+    for each in find_questions():
+        if each.id == question_id:
             return each
-    raise InputError(f"there is no question '{identity}'; `cutaway learn quiz --list` names them all")
+    raise InputError(f"there is no question '{question_id}'; `cutaway learn quiz --list` names them all")

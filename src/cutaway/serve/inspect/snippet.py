@@ -4,74 +4,80 @@ import json
 from pprint import pformat
 from typing import Any
 
-from cutaway.lens.equations import position_of
+from cutaway.lens.equations import position_module
 from cutaway.model import EncoderDecoder, EncoderOnly
 from cutaway.model.rope import Rope
 from cutaway.serve.inspect.inspector import Inspector
-from cutaway.serve.inspect.look import Look
+from cutaway.serve.inspect.model_input import ModelInput
 
-LINE = 100
-LIKELIEST = 20
+MAX_LINE_WIDTH = 100
+NUM_TOP_TOKENS = 20
 """Of a vocabulary: all of it is more than is printed."""
 
 
-def snippet(of: Inspector, look: Look, name: str, at: int) -> str:
+def build_snippet(inspector: Inspector, model_input: ModelInput, site_name: str, position: int) -> str:
     """A program for one stage of one token."""
     opened = (
-        f"model = ct.build({of.name!r}, seed=0)"
-        if of.words.fresh
-        else f"model = ct.load({of.name!r}, dtype={of.model.dtype}).model"
+        f"model = ct.build({inspector.name!r}, seed=0)"
+        if inspector.tokenizer.is_untrained
+        else f"model = ct.load({inspector.name!r}, dtype={inspector.model.dtype}).model"
     )
-    call = calling(of, look)
-    lines = ["import torch", "import cutaway as ct", "", opened, f"tokens = torch.tensor([{list(look.tokens)}])"]
-    if look.source is not None:
-        lines.append(f"source = torch.tensor([{list(look.source)}])")
-    if name.endswith((".position", "embed.token")):
-        said = plainly(of, name, at)
-        return "\n".join([*lines, f"values = {said}", "print(values)", ""]) if said and not look.edits else ""
-    site, index, after = reading(name, at)
+    call = _model_call(inspector, model_input)
+    lines = ["import torch", "import cutaway as ct", "", opened, f"tokens = torch.tensor([{list(model_input.tokens)}])"]
+    if model_input.source is not None:
+        lines.append(f"source = torch.tensor([{list(model_input.source)}])")
+    if site_name.endswith((".position", "embed.token")):
+        said = _direct_expression(inspector, site_name, position)
+        return "\n".join([*lines, f"values = {said}", "print(values)", ""]) if said and not model_input.edits else ""
+    site, index, after = _trace_expression(site_name, position)
     inside = [f"with torch.no_grad(), ct.trace(model, {site!r}) as t:", f"    {call}"]
-    if look.edits:
-        told = pformat(json.loads(json.dumps(look.edits)), width=LINE, sort_dicts=False)
+    if model_input.edits:
+        told = pformat(json.loads(json.dumps(model_input.edits)), width=MAX_LINE_WIDTH, sort_dicts=False)
         lines.append(f"edits = {told}")
         inside = [f"with ct.edit(model, edits), {inside[0].removeprefix('with ')}", inside[1]]
-    likeliest = f".topk({min(LIKELIEST, of.model.config.vocab_size)})" if site == "logits" else ""
+    likeliest = f".topk({min(NUM_TOP_TOKENS, inspector.model.config.vocab_size)})" if site == "logits" else ""
     return "\n".join([*lines, *inside, f"values = t[{site!r}]{index}{after}", f"print(values{likeliest})", ""])
 
 
-def calling(of: Inspector, look: Look) -> str:
-    if isinstance(of.model, EncoderDecoder):
+def _model_call(inspector: Inspector, model_input: ModelInput) -> str:
+    if isinstance(inspector.model, EncoderDecoder):
         return "model(source, tokens)"
-    return "model.encode(tokens)" if isinstance(of.model, EncoderOnly) and of.model.head is None else "model(tokens)"
+    return (
+        "model.encode(tokens)"
+        if isinstance(inspector.model, EncoderOnly) and inspector.model.head is None
+        else "model(tokens)"
+    )
 
 
-def plainly(of: Inspector, name: str, at: int) -> str:
+def _direct_expression(inspector: Inspector, site_name: str, position: int) -> str:
     """What is no site: rows of tables, and angles. Empty where there is no short way to it."""
-    side = next(side for side in of.model.stacks if name.startswith(f"{side}.") or len(of.model.stacks) == 1)
-    stack = of.model.stacks[side]
-    if name.endswith("embed.token"):
-        read = "source" if side == "encoder" and len(of.model.stacks) > 1 else "tokens"
-        return f"model.{side}.embed.token({read})[0, {at}]"
-    if "embed" in name:
-        return f"model.{side}.embed.position(torch.tensor([[{at}]]))[0, 0]"
-    layer = of.sites[f"{name.removesuffix('position')}q"].layer
+    side = next(
+        side for side in inspector.model.stacks if site_name.startswith(f"{side}.") or len(inspector.model.stacks) == 1
+    )
+    stack = inspector.model.stacks[side]
+    if site_name.endswith("embed.token"):
+        read = "source" if side == "encoder" and len(inspector.model.stacks) > 1 else "tokens"
+        return f"model.{side}.embed.token({read})[0, {position}]"
+    if "embed" in site_name:
+        return f"model.{side}.embed.position(torch.tensor([[{position}]]))[0, 0]"
+    layer = inspector.sites[f"{site_name.removesuffix('position')}q"].layer
     assert layer is not None
-    rope: Any = position_of(stack, layer)
-    if not isinstance(rope, Rope) or rope.switch_at is not None:
+    rope: Any = position_module(stack, layer)
+    if not isinstance(rope, Rope) or rope.switch_length is not None:
         return ""
-    angles = f"{at} * model.{side}.positions[{stack.position_of[layer]!r}].frequency"
+    angles = f"{position} * model.{side}.positions[{stack.layer_position_keys[layer]!r}].frequency"
     return f"({angles} + torch.pi) % (2 * torch.pi) - torch.pi"
 
 
-def reading(name: str, at: int) -> tuple[str, str, str]:
+def _trace_expression(site_name: str, position: int) -> tuple[str, str, str]:
     """The site to trace, the place in it, and what is done with it then."""
-    here: Any = f"[0, {at}]"
-    if name == "softmax":
+    here: Any = f"[0, {position}]"
+    if site_name == "softmax":
         return "logits", here, ".float().softmax(-1)"
-    if name.endswith((".scores", ".pattern")):
-        return name, f"[0, :, {at}]", ""
-    if name.endswith(".mask"):
-        return f"{name.removesuffix('mask')}scores", f"[0, :, {at}]", " == -torch.inf"
-    if name.endswith(".router"):
-        return name, f"[{at}]", ""
-    return name, here, ""
+    if site_name.endswith((".scores", ".pattern")):
+        return site_name, f"[0, :, {position}]", ""
+    if site_name.endswith(".mask"):
+        return f"{site_name.removesuffix('mask')}scores", f"[0, :, {position}]", " == -torch.inf"
+    if site_name.endswith(".router"):
+        return site_name, f"[{position}]", ""
+    return site_name, here, ""

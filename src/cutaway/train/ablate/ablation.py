@@ -6,66 +6,74 @@ from pathlib import Path
 from typing import Any
 
 from cutaway.errors import InputError
-from cutaway.train.ablate import results as told_results
-from cutaway.train.ablate.carry_out import Told, carry_out
-from cutaway.train.ablate.equal import Equal
-from cutaway.train.ablate.plan import Plan, combinations, make
-from cutaway.train.ablate.plot import draw
-from cutaway.train.ablate.results import Results, against_first
+from cutaway.train.ablate.budget import BudgetKind
+from cutaway.train.ablate.launcher import ProgressFn, run_jobs
+from cutaway.train.ablate.plan import AblationPlan, build_plan, combine_variations
+from cutaway.train.ablate.plot import plot_results
+from cutaway.train.ablate.results import Results, build_findings, compare_to_first, results_to_dict, write_results
 from cutaway.train.ablate.studies import STUDIES, Study
-from cutaway.train.ablate.varying import varied
-from cutaway.train.recipe import recipe as read_recipe
+from cutaway.train.ablate.vary import parse_variation
+from cutaway.train.recipe.load import load_recipe
 
-SEEDS = 3
+DEFAULT_NUM_SEEDS = 3
 
 
 @dataclass(frozen=True)
 class Ablation:
     """What is to be done, and where."""
 
-    plan: Plan
-    out: Path
+    plan: AblationPlan
+    output_dir: Path
     study: Study | None = None
 
-    def carry_out(
-        self, *, jobs: int | None = None, device: str | None = None, told: Told = lambda *_: None
+    def run(
+        self, *, num_workers: int | None = None, device: str | None = None, on_progress: ProgressFn = lambda *_: None
     ) -> dict[str, Any]:
         """All of it; what was done before is not done again. The same as is in results.json."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        outcomes = carry_out(self.plan, self.out, jobs=jobs, device=device, told=told)
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        outcomes = run_jobs(self.plan, self.output_dir, num_workers=num_workers, device=device, on_progress=on_progress)
         results = Results(self.plan, outcomes)
-        compare = against_first if self.study is None else self.study.compare
-        data = told_results.as_data(results, told_results.findings(results, compare(results)))
-        told_results.write(data, self.out)
-        draw(data, self.out)
+        compare = compare_to_first if self.study is None else self.study.compare
+        data = results_to_dict(results, build_findings(results, compare(results)))
+        write_results(data, self.output_dir)
+        plot_results(data, self.output_dir)
         return data
 
 
-def ablation(
+def build_ablation(
     source: Any,
     vary: Sequence[str] = (),
     *,
-    out: Path | str | None = None,
-    equal: Equal | None = None,
-    seeds: int | None = None,
-    changes: Sequence[str] = (),
+    output_dir: Path | str | None = None,
+    match: BudgetKind | None = None,
+    num_seeds: int | None = None,
+    overrides: Sequence[str] = (),
 ) -> Ablation:
     """Variants of a recipe (a shipped one's name, a file, a dict), or a study by its name; 'a.b=value' changes all."""
     named = source if isinstance(source, str) and source in STUDIES else None
-    where = Path(out) if out is not None else Path("runs") / f"ablate-{named or called(source)}"
-    how: Any = {"seeds": SEEDS if seeds is None else seeds}
+    where = Path(output_dir) if output_dir is not None else Path("runs") / f"ablate-{named or _source_name(source)}"
+    num_seeds = DEFAULT_NUM_SEEDS if num_seeds is None else num_seeds
     if named is not None:
-        if vary or equal is not None:
+        if vary or match is not None:
             raise InputError(
-                f"the study '{named}' varies what it varies; leave --vary and --equal out, or give a recipe"
+                f"the study '{named}' varies what it varies; leave --vary and --match out, or give a recipe"
             )
         study = STUDIES[named]()
-        how |= {"equal": study.equal, "measure": study.measure}
-        return Ablation(make(named, read_recipe(study.recipe, changes), study.variants, where, **how), where, study)
-    asked = combinations([varied(each) for each in vary])
-    recipe = read_recipe(source, changes)
-    return Ablation(make(called(source), recipe, asked, where, equal=equal or "tokens", **how), where)
+        plan = build_plan(
+            named,
+            load_recipe(study.recipe, overrides),
+            study.variants,
+            where,
+            num_seeds=num_seeds,
+            match=study.match,
+            measurement=study.measurement,
+        )
+        return Ablation(plan, where, study)
+    specs = combine_variations([parse_variation(each) for each in vary])
+    recipe = load_recipe(source, overrides)
+    plan = build_plan(_source_name(source), recipe, specs, where, num_seeds=num_seeds, match=match or "tokens")
+    return Ablation(plan, where)
 
 
-def called(source: Any) -> str:
+def _source_name(source: Any) -> str:
     return Path(source).stem if isinstance(source, str | Path) else "recipe"

@@ -5,114 +5,121 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cutaway.train.ablate.statistics import Interval
+from cutaway.train.ablate.confidence_interval import ConfidenceInterval
 
-SMALL = 1e-3
+SCIENTIFIC_BELOW = 1e-3
 """Below it, numbers are written with their power of ten."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """`less` and `more` say what a smaller and a larger value mean; factors are averaged as logarithms."""
+    """`lower_word` and `higher_word` say what a smaller and a larger value mean; factors are averaged as logarithms."""
 
     title: str
     unit: str = ""
-    less: str = "lower"
-    more: str = "higher"
-    factor: bool = False
+    lower_word: str = "lower"
+    higher_word: str = "higher"
+    is_ratio: bool = False
 
-    def scale(self, value: float) -> float:
+    def transform(self, value: float) -> float:
         """As it is averaged."""
-        return math.log(max(value, 1e-30)) if self.factor else value
+        return math.log(max(value, 1e-30)) if self.is_ratio else value
 
-    def data(self, found: Interval) -> dict[str, Any]:
+    def interval_to_dict(self, interval: ConfidenceInterval) -> dict[str, Any]:
         """An interval in plain values: mean ± half, or of factors mean ×÷ factor."""
-        if not self.factor:
-            return {"mean": found.mean, "half": found.half, "count": found.count}
-        by = None if found.half is None else math.exp(found.half)
-        return {"mean": math.exp(found.mean), "factor": by, "count": found.count}
+        if not self.is_ratio:
+            return {"mean": interval.mean, "half_width": interval.half_width, "count": interval.count}
+        by = None if interval.half_width is None else math.exp(interval.half_width)
+        return {"mean": math.exp(interval.mean), "factor": by, "count": interval.count}
 
-    def interval(self, data: Mapping[str, Any]) -> Interval:
+    def interval_from_dict(self, data: Mapping[str, Any]) -> ConfidenceInterval:
         """The same back."""
-        if not self.factor:
-            return Interval(data["mean"], data["half"], data["count"])
+        if not self.is_ratio:
+            return ConfidenceInterval(data["mean"], data["half_width"], data["count"])
         half = None if data["factor"] is None else math.log(data["factor"])
-        return Interval(math.log(data["mean"]), half, data["count"])
+        return ConfidenceInterval(math.log(data["mean"]), half, data["count"])
 
-    def written(self, found: Interval) -> str:
+    def format_interval(self, interval: ConfidenceInterval) -> str:
         """'1.234 ± 0.056', in as many digits as the interval is worth."""
-        if self.factor:
-            centre = math.exp(found.mean)
-            return number(centre) if found.half is None else f"{number(centre)} ×÷ {number(math.exp(found.half))}"
-        if found.half is None:
-            return number(found.mean)
-        if 0 < found.bound < SMALL:
-            return f"{found.mean:.1e} ± {found.half:.1e}"
-        digits = places(found.half, found.mean)
-        return f"{found.mean:.{digits}f} ± {found.half:.{digits}f}"
+        if self.is_ratio:
+            center = math.exp(interval.mean)
+            return (
+                _format_number(center)
+                if interval.half_width is None
+                else f"{_format_number(center)} ×÷ {_format_number(math.exp(interval.half_width))}"
+            )
+        if interval.half_width is None:
+            return _format_number(interval.mean)
+        if 0 < interval.max_abs < SCIENTIFIC_BELOW:
+            return f"{interval.mean:.1e} ± {interval.half_width:.1e}"
+        digits = _decimal_places(interval.half_width, interval.mean)
+        return f"{interval.mean:.{digits}f} ± {interval.half_width:.{digits}f}"
 
-    def compared(self, name: str, other: str, difference: Interval) -> str:
+    def describe_difference(self, name: str, other: str, difference: ConfidenceInterval) -> str:
         """What is to be said of a difference, and no more than the interval allows."""
-        if self.factor:
-            return self.compared_by_factor(name, other, difference)
+        if self.is_ratio:
+            return self._describe_ratio(name, other, difference)
         unit = f" {self.unit}" if self.unit else ""
-        if difference.half is None:
+        if difference.half_width is None:
             return f"{name}: {difference.mean:+.4g}{unit} against {other}, from one seed: no interval"
-        digits = places(difference.half, difference.mean)
-        size, half = f"{abs(difference.mean):.{digits}f}", f"{difference.half:.{digits}f}"
-        if difference.clear:
-            return f"{name} is {self.more if difference.mean > 0 else self.less} than {other} by {size} ± {half}{unit}"
-        bound = f"{difference.bound:.{digits}f}"
+        digits = _decimal_places(difference.half_width, difference.mean)
+        size, half = f"{abs(difference.mean):.{digits}f}", f"{difference.half_width:.{digits}f}"
+        if difference.excludes_zero:
+            word = self.higher_word if difference.mean > 0 else self.lower_word
+            return f"{name} is {word} than {other} by {size} ± {half}{unit}"
+        bound = f"{difference.max_abs:.{digits}f}"
         signed = f"{difference.mean:+.{digits}f} ± {half}"
         return f"{name} against {other}: no difference in {self.title} larger than {bound}{unit} ({signed})"
 
-    def compared_by_factor(self, name: str, other: str, difference: Interval) -> str:
+    def _describe_ratio(self, name: str, other: str, difference: ConfidenceInterval) -> str:
         factor = math.exp(abs(difference.mean))
-        if difference.half is None:
+        if difference.half_width is None:
             signed = math.exp(difference.mean)
-            return f"{name}: {self.title} {number(signed)} times that of {other}, from one seed: no interval"
-        low, high = (math.exp(abs(difference.mean) + side * difference.half) for side in (-1, 1))
-        if difference.clear:
-            way = self.more if difference.mean > 0 else self.less
-            by = f"by a factor of {number(factor)} ({number(low)} to {number(high)})"
+            return f"{name}: {self.title} {_format_number(signed)} times that of {other}, from one seed: no interval"
+        low, high = (math.exp(abs(difference.mean) + side * difference.half_width) for side in (-1, 1))
+        if difference.excludes_zero:
+            way = self.higher_word if difference.mean > 0 else self.lower_word
+            by = f"by a factor of {_format_number(factor)} ({_format_number(low)} to {_format_number(high)})"
             return f"{name}: {self.title} {way} than that of {other} {by}"
-        bound = math.exp(difference.bound)
-        return f"{name}: {self.title} differs from that of {other} by no more than a factor of {number(bound)}"
+        bound = math.exp(difference.max_abs)
+        return f"{name}: {self.title} differs from that of {other} by no more than a factor of {_format_number(bound)}"
 
-    def against_zero(self, name: str, found: Interval) -> str:
+    def describe_against_zero(self, name: str, interval: ConfidenceInterval) -> str:
         """The same for a value that is a difference already."""
         unit = f" {self.unit}" if self.unit else ""
-        if found.half is None:
-            return f"{name}: {found.mean:+.4g}{unit}, from one seed: no interval"
-        digits = places(found.half, found.mean)
-        size, half = f"{abs(found.mean):.{digits}f}", f"{found.half:.{digits}f}"
-        if found.clear:
-            return f"{name} {self.more if found.mean > 0 else self.less} {size} ± {half}{unit}"
-        signed = f"{found.mean:+.{digits}f} ± {half}"
-        return f"{name}, no {self.title} larger than {found.bound:.{digits}f}{unit} ({signed})"
+        if interval.half_width is None:
+            return f"{name}: {interval.mean:+.4g}{unit}, from one seed: no interval"
+        digits = _decimal_places(interval.half_width, interval.mean)
+        size, half = f"{abs(interval.mean):.{digits}f}", f"{interval.half_width:.{digits}f}"
+        if interval.excludes_zero:
+            return f"{name} {self.higher_word if interval.mean > 0 else self.lower_word} {size} ± {half}{unit}"
+        signed = f"{interval.mean:+.{digits}f} ± {half}"
+        return f"{name}, no {self.title} larger than {interval.max_abs:.{digits}f}{unit} ({signed})"
 
 
 METRICS = {
     "loss": Metric("loss", "nats a token", "better", "worse"),
     "bits_per_byte": Metric("bits a byte", "bits a byte", "better", "worse"),
     "seconds": Metric("seconds", "s", "faster", "slower"),
-    "step_seconds": Metric("time of a step", "", "shorter", "longer", factor=True),
-    "top5": Metric("share in the top five"),
-    "moved": Metric("change of the final stream"),
-    "gradient": Metric("gradient's length", factor=True),
-    "first_to_last": Metric("first block's gradient over the last's", "", "smaller", "greater", factor=True),
-    "noticed": Metric("change of vectors", "", "smaller", "greater"),
-    "by_context": Metric("effect of the longer text", "nats a token", "gains", "loses"),
+    "step_seconds": Metric("time of a step", "", "shorter", "longer", is_ratio=True),
+    "top5_accuracy": Metric("share in the top five"),
+    "resid_change": Metric("change of the final stream"),
+    "grad_norm": Metric("gradient's length", is_ratio=True),
+    "first_to_last_grad_ratio": Metric(
+        "first block's gradient over the last's", "", "smaller", "greater", is_ratio=True
+    ),
+    "hidden_change": Metric("change of vectors", "", "smaller", "greater"),
+    "context_effect": Metric("effect of the longer text", "nats a token", "gains", "loses"),
 }
 
 
-def places(half: float, mean: float) -> int:
+def _decimal_places(half_width: float, mean: float) -> int:
     """Digits behind the point: two of the interval's own, or four of the mean's where there is no spread."""
-    size = half if half > 0 else abs(mean) / 1e3
+    size = half_width if half_width > 0 else abs(mean) / 1e3
     return 3 if size == 0 else min(9, max(0, 1 - math.floor(math.log10(size))))
 
 
-def number(value: float) -> str:
+def _format_number(value: float) -> str:
     """Three digits."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"

@@ -1,1 +1,1 @@
-"""From documents to batches: read, tokenised once into memory maps, picked by a function of (seed, position)."""
+"""From documents to batches: read, tokenized once into memory maps, picked by a function of (seed, position)."""

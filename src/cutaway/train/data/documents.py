@@ -9,33 +9,33 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from cutaway.errors import InputError
-from cutaway.train.data.sources import File, Source, files
+from cutaway.train.data.sources import SourceFile, TextSource, list_source_files
 
-__all__ = ["Document", "Source", "Troubles", "json_lines", "read", "read_file", "text"]
+__all__ = ["Document", "SkippedDocuments", "TextSource", "read_documents", "read_file", "read_jsonl", "read_text"]
 
-LONGEST = 1 << 21
+MAX_DOCUMENT_CHARS = 1 << 21
 """Characters of a document from a text file; a longer file is cut at line ends, so that none has to be held whole."""
-ROWS = 256
+PARQUET_BATCH_ROWS = 256
 """Rows of parquet that are held at a time."""
 
 
 class Document(NamedTuple):
     text: str
     target: str | None = None
-    group: str | None = None
+    split_group: str | None = None
     """Documents of one group fall to one side of the split."""
 
 
 @dataclass
-class Troubles:
+class SkippedDocuments:
     """What was passed over: how often each kind, and one example of it."""
 
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
 
-    def add(self, kind: str, example: str) -> None:
-        self.counts[kind] = self.counts.get(kind, 0) + 1
-        self.examples.setdefault(kind, example[:300])
+    def add(self, reason: str, example: str) -> None:
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.examples.setdefault(reason, example[:300])
 
     @property
     def total(self) -> int:
@@ -45,61 +45,63 @@ class Troubles:
         return "; ".join(f"{count:,} × {kind} ({self.examples[kind]})" for kind, count in self.counts.items())
 
 
-def read(source: Source, troubles: Troubles | None = None) -> Iterator[Document]:
+def read_documents(source: TextSource, skipped: SkippedDocuments | None = None) -> Iterator[Document]:
     """All documents of a source, in the order of its files' names."""
-    troubles = Troubles() if troubles is None else troubles
-    for file in files(source):
-        yield from read_file(file, source, troubles)
+    skipped = SkippedDocuments() if skipped is None else skipped
+    for file in list_source_files(source):
+        yield from read_file(file, source, skipped)
 
 
-def read_file(file: File, source: Source, troubles: Troubles, longest: int | None = None) -> Iterator[Document]:
+def read_file(
+    file: SourceFile, source: TextSource, skipped: SkippedDocuments, max_chars: int | None = None
+) -> Iterator[Document]:
     """The documents of one file. What cannot be opened or read is a trouble like a bad row.
 
-    A text of more than `longest` characters is cut into several.
+    A text of more than `max_chars` characters is cut into several.
     """
     path = file.path
     if not path.is_file():  # a pipe or a device may never end
-        troubles.add("no readable file", str(path))
+        skipped.add("unreadable file", str(path))
         return
     try:
         if path.suffix == ".parquet":
-            yield from _parquet(path, source, troubles)
-        elif path.suffix not in (".jsonl", ".tsv") and source.target is not None:
-            troubles.add("text where pairs are asked for", str(path))
+            yield from _read_parquet(path, source, skipped)
+        elif path.suffix not in (".jsonl", ".tsv") and source.target_column is not None:
+            skipped.add("text file without target column", str(path))
         else:
             with path.open("rb") as stream:
                 if path.suffix == ".jsonl":
-                    yield from json_lines(str(path), stream, source, troubles)
-                elif path.suffix == ".tsv" and source.target is not None:
-                    yield from tab_lines(str(path), stream, source, troubles)
+                    yield from read_jsonl(str(path), stream, source, skipped)
+                elif path.suffix == ".tsv" and source.target_column is not None:
+                    yield from read_tsv(str(path), stream, source, skipped)
                 else:
-                    yield from text(str(path), stream, troubles, longest or LONGEST)
+                    yield from read_text(str(path), stream, skipped, max_chars or MAX_DOCUMENT_CHARS)
     except OSError as error:
-        troubles.add("no readable file", f"{path}: {error.strerror or error}")
+        skipped.add("unreadable file", f"{path}: {error.strerror or error}")
 
 
-def text(name: str, stream: BinaryIO, troubles: Troubles, longest: int) -> Iterator[Document]:
+def read_text(name: str, stream: BinaryIO, skipped: SkippedDocuments, max_chars: int) -> Iterator[Document]:
     """Line ends stay as they are; a byte-order mark is no text."""
     letters = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     rest, ended, empty = "", False, True
     try:
         while not ended:
-            more = letters.read(longest)
-            ended, found = len(more) < longest, rest + more
+            more = letters.read(max_chars)
+            ended, found = len(more) < max_chars, rest + more
             cut = len(found) if ended else found.rfind("\n") + 1 or len(found)
             found, rest = found[:cut], found[cut:]
             if found.strip():
                 empty = False
                 yield Document(found)
         if empty:
-            troubles.add("empty", name)
+            skipped.add("empty", name)
     except UnicodeDecodeError as error:
-        troubles.add("undecodable bytes", f"{name}: {error.reason}; not read from there on")
+        skipped.add("invalid UTF-8", f"{name}: {error.reason}; not read from there on")
     finally:
         letters.detach()  # whoever opened the stream closes it
 
 
-def json_lines(name: str, stream: BinaryIO, source: Source, troubles: Troubles) -> Iterator[Document]:
+def read_jsonl(name: str, stream: BinaryIO, source: TextSource, skipped: SkippedDocuments) -> Iterator[Document]:
     for number, line in enumerate(stream, 1):
         if not line.strip():
             continue
@@ -107,29 +109,29 @@ def json_lines(name: str, stream: BinaryIO, source: Source, troubles: Troubles) 
         try:
             row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as error:
-            troubles.add("undecodable bytes", f"{where}: {error.reason} at byte {error.start}")
+            skipped.add("invalid UTF-8", f"{where}: {error.reason} at byte {error.start}")
         except (ValueError, RecursionError) as error:
-            troubles.add("broken JSON", f"{where}: {error}")
+            skipped.add("invalid JSON", f"{where}: {error}")
         else:
-            yield from _row(row, source, where, troubles)
+            yield from _parse_row(row, source, where, skipped)
 
 
-def tab_lines(name: str, stream: BinaryIO, source: Source, troubles: Troubles) -> Iterator[Document]:
+def read_tsv(name: str, stream: BinaryIO, source: TextSource, skipped: SkippedDocuments) -> Iterator[Document]:
     """Columns between tabs. The first line names them if it has the wanted ones; else they come in the wanted order."""
     names = list(dict.fromkeys(source.columns))
     for number, line in enumerate(stream, 1):
         try:
             cells = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n").split("\t")
         except UnicodeDecodeError as error:
-            troubles.add("undecodable bytes", f"{name} line {number}: {error.reason} at byte {error.start}")
+            skipped.add("invalid UTF-8", f"{name} line {number}: {error.reason} at byte {error.start}")
             continue
         if number == 1 and set(names) <= set(cells):
             names = cells
         elif line.strip():
-            yield from _row(dict(zip(names, cells, strict=False)), source, f"{name} line {number}", troubles)
+            yield from _parse_row(dict(zip(names, cells, strict=False)), source, f"{name} line {number}", skipped)
 
 
-def _parquet(path: Path, source: Source, troubles: Troubles) -> Iterator[Document]:
+def _read_parquet(path: Path, source: TextSource, skipped: SkippedDocuments) -> Iterator[Document]:
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError:
@@ -141,35 +143,37 @@ def _parquet(path: Path, source: Source, troubles: Troubles) -> Iterator[Documen
     try:
         table = parquet.ParquetFile(path)
         if missing := set(columns) - set(table.schema_arrow.names):
-            troubles.add("missing field", f"{path} has no column {', '.join(sorted(missing))}")
+            skipped.add("missing column", f"{path} has no column {', '.join(sorted(missing))}")
             return
-        for batch in table.iter_batches(batch_size=ROWS, columns=columns):
+        for batch in table.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=columns):
             for row in batch.to_pylist():
                 number += 1
-                yield from _row(row, source, f"{path} row {number}", troubles)
+                yield from _parse_row(row, source, f"{path} row {number}", skipped)
     except ValueError as error:  # what pyarrow calls ArrowInvalid
-        troubles.add("broken parquet", f"{path} after row {number}: {error}")
+        skipped.add("invalid parquet", f"{path} after row {number}: {error}")
 
 
-def _row(row: object, source: Source, where: str, troubles: Troubles) -> Iterator[Document]:
+def _parse_row(row: object, source: TextSource, location: str, skipped: SkippedDocuments) -> Iterator[Document]:
     if not isinstance(row, dict):
-        troubles.add("missing field", f"{where} is no object")
+        skipped.add("missing column", f"{location} is no object")
         return
     texts = {}
     for column in source.columns:
         text = row.get(column)
         if not isinstance(text, str):
             why = f"{type(text).__name__}, not text" if column in row else "missing"
-            troubles.add("missing field", f"{where}: {column!r} is {why}")
+            skipped.add("missing column", f"{location}: {column!r} is {why}")
             return
         if not text.strip():
-            troubles.add("empty", f"{where}: {column!r}")
+            skipped.add("empty", f"{location}: {column!r}")
             return
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            troubles.add("undecodable bytes", f"{where}: half a surrogate pair at character {error.start}")
+            skipped.add("invalid UTF-8", f"{location}: half a surrogate pair at character {error.start}")
             return
         texts[column] = text
-    target = None if source.target is None else texts[source.target]
-    yield Document(texts[source.field], target, None if source.group is None else texts[source.group])
+    target = None if source.target_column is None else texts[source.target_column]
+    yield Document(
+        texts[source.text_column], target, None if source.group_column is None else texts[source.group_column]
+    )

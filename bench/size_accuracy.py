@@ -1,0 +1,322 @@
+"""What `cutaway size` says beside what a GPU does: peak memory of training steps, and times against their bounds.
+
+    python bench/size_accuracy.py [--gpu h200] [--memory] [--time] [--json FILE]
+
+Memory is PyTorch's own peak of allocated bytes over a step in steady state. Times are medians; the bound is the
+device's published peak, and the device's own copy and matrix product are measured in the same run.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import cutaway as ct
+from cutaway.config import Config
+from cutaway.size import SizeEstimate
+from cutaway.size.roofline import RooflineBound
+
+TRAINING_CASES: list[dict[str, Any]] = [
+    {
+        "source": name,
+        "batch_size": batch_size,
+        "context": context,
+        "dtype": dtype,
+        "activation_checkpointing": mode,
+        "kernel": kernel,
+    }
+    for name, batch_size, context, dtype, mode, kernel in [
+        ("gpt2", 8, 1024, "mixed", "none", "auto"),
+        ("gpt2", 8, 1024, "bf16", "none", "auto"),
+        ("gpt2", 8, 1024, "fp32", "none", "auto"),
+        ("gpt2", 8, 1024, "mixed", "selective", "auto"),
+        ("gpt2", 8, 1024, "mixed", "full", "auto"),
+        ("gpt2", 8, 1024, "mixed", "none", "explicit"),
+        ("gpt2", 1, 128, "mixed", "none", "auto"),
+        ("llama-3.2-1b", 4, 2048, "mixed", "none", "auto"),
+        ("llama-3.2-1b", 4, 2048, "bf16", "none", "auto"),
+        ("llama-3.2-1b", 4, 2048, "bf16", "selective", "auto"),
+        ("llama-3.2-1b", 4, 2048, "bf16", "full", "auto"),
+        ("llama-3.2-1b", 4, 2048, "bf16", "none", "flex"),
+        ("llama-3.2-1b", 2, 2048, "fp32", "none", "auto"),
+        ("llama-3.2-1b", 1, 128, "bf16", "none", "auto"),
+        ("gemma-3-270m", 8, 1024, "bf16", "none", "auto"),
+        ("olmoe-1b-7b", 2, 1024, "bf16", "none", "auto"),
+        ("qwen3-0.6b", 4, 1024, "mixed", "none", "auto"),
+        ("bert-base-mlm", 16, 512, "mixed", "none", "auto"),
+        ("modernbert-base", 8, 1024, "bf16", "none", "auto"),
+        ("t5-base", 8, 512, "bf16", "none", "auto"),
+        ("bart-base", 8, 512, "mixed", "full", "auto"),
+        ("deepseek-v2-lite/4", 4, 1024, "bf16", "none", "auto"),
+    ]
+]
+
+INFERENCE_CASES = [
+    ("gpt2", 8, 1024),
+    ("llama-3.2-1b", 1, 8192),
+    ("llama-3.2-1b", 4, 2048),
+    ("llama-3-8b", 2, 4096),
+    ("qwen3-0.6b", 8, 1024),
+    ("olmoe-1b-7b", 2, 2048),
+    ("deepseek-v2-lite", 1, 4096),
+    ("t5-base", 8, 512),
+]
+
+
+def load_config(source: str) -> Config:
+    """A preset, or with /N its first N layers."""
+    name, _, layers = source.partition("/")
+    config = ct.config(name)
+    if not layers:
+        return config
+    return config.replace(decoder=config.stacks["decoder"].replace(layers=int(layers)))
+
+
+def logits_and_loss(model: Any, config: Config, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = tokens[:, :-1]
+    logits = model(inputs, inputs) if config.form == "encoder-decoder" else model(inputs)
+    return logits, F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def build_train_step(options: dict[str, Any], *, compiled: bool = False) -> tuple[SizeEstimate, Callable[[], None]]:
+    """The answer, and a step of what was asked."""
+    size = ct.size(**options | {"source": load_config(options["source"])}, mode="train")
+    config = size.options.config
+    dtype = {"bf16": torch.bfloat16}.get(options["dtype"], torch.float32)
+    model = ct.build(config, device="cuda", dtype=dtype, seed=0).train()
+    model.use_kernel(options["kernel"]).use_activation_checkpointing(options["activation_checkpointing"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    tokens = torch.randint(0, config.vocab_size, (options["batch_size"], options["context"] + 1), device="cuda")
+    run = torch.compile(model) if compiled else model
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16, enabled=options["dtype"] == "mixed"):
+            _logits, loss = logits_and_loss(run, config, tokens)  # held to the end, as most training loops do
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return size, step
+
+
+def free_gpu_memory() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
+    torch._dynamo.reset()
+
+
+def measure_training_memory(options: dict[str, Any]) -> dict[str, Any]:
+    free_gpu_memory()
+    base = torch.cuda.memory_allocated()
+    size, step = build_train_step(options)
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        step()
+    measured = torch.cuda.max_memory_allocated() - base
+    return options | {
+        "estimated": size.memory.total_bytes,
+        "measured": measured,
+        "error": size.memory.total_bytes / measured - 1,
+    }
+
+
+@torch.no_grad()
+def measure_inference_memory(name: str, batch_size: int, context: int) -> dict[str, Any]:
+    """Weights, a cache, and the peak of reading all prompts at once."""
+    free_gpu_memory()
+    base = torch.cuda.memory_allocated()
+    size = ct.size(name, batch_size=batch_size, context=context)
+    model: Any = ct.build(name, device="cuda", dtype=torch.bfloat16, seed=0)
+    tokens = torch.randint(0, size.options.config.vocab_size, (batch_size, context), device="cuda")
+    for _ in range(2):
+        cache = model.new_cache(batch_size, context)
+        torch.cuda.reset_peak_memory_stats()
+        if size.options.config.form == "encoder-decoder":
+            x = model.hidden_states(tokens, tokens, cache=cache)
+        else:
+            x = model.hidden_states(tokens, cache=cache)
+        model.head(x[:, -1:])
+        measured = torch.cuda.max_memory_allocated() - base
+        del x, cache
+    estimated = size.memory.total_bytes
+    return {
+        "source": name,
+        "batch_size": batch_size,
+        "context": context,
+        "dtype": "bf16",
+        "activation_checkpointing": "inference",
+        "kernel": "auto",
+        "estimated": estimated,
+        "measured": measured,
+        "error": estimated / measured - 1,
+    }
+
+
+def median_seconds(run: Callable[[], object], repeats: int = 15) -> float:
+    for _ in range(4):
+        run()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
+    return statistics.median(times)
+
+
+def measure_limits() -> dict[str, float]:
+    """What this device reaches in a bare copy and a bare product."""
+    x = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    y = torch.empty_like(x)
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    return {
+        "copy_bandwidth": 2 * x.numel() / median_seconds(lambda: y.copy_(x)),
+        "matmul_bf16_flops": 2 * 8192**3 / median_seconds(lambda: a @ a),
+    }
+
+
+def compare_to_bound(
+    workload: str, options: dict[str, Any], bound: RooflineBound | None, seconds: float, *, eager: bool
+) -> dict[str, Any]:
+    assert bound is not None
+    slowest = bound.eager_seconds_high if eager else bound.expected_seconds_high
+    return options | {
+        "workload": workload,
+        "min_seconds": bound.min_seconds,
+        "bottleneck": bound.bottleneck,
+        "expected_seconds": [bound.expected_seconds_low, slowest],
+        "measured_seconds": seconds,
+        "fraction_of_bound": bound.min_seconds / seconds,
+        "within_expected": bound.expected_seconds_low <= seconds <= slowest,
+    }
+
+
+def measure_train_times(gpu: str) -> list[dict[str, Any]]:
+    rows = []
+    for options, compiled in (
+        (TRAINING_CASES[0], False),
+        (TRAINING_CASES[0], True),
+        (TRAINING_CASES[8], False),
+        (TRAINING_CASES[8], True),
+    ):
+        free_gpu_memory()
+        size, step = build_train_step(options | {"hardware": gpu}, compiled=compiled)
+        workload = "train, compiled" if compiled else "train"
+        rows.append(compare_to_bound(workload, options, size.train_time, median_seconds(step), eager=not compiled))
+        print_row(rows[-1])
+        del step
+    return rows
+
+
+@torch.no_grad()
+def measure_inference_times(gpu: str) -> list[dict[str, Any]]:
+    """Decoding eagerly and in a CUDA graph, and reading, in bf16."""
+    rows = []
+    for name, batch_size, context, compiled in [
+        ("gpt2", 1, 1024, False),
+        ("gpt2", 1, 1024, True),
+        ("llama-3.2-1b", 1, 2048, True),
+        ("llama-3.2-1b", 32, 2048, True),
+        ("llama-3-8b", 1, 2048, False),
+        ("llama-3-8b", 1, 2048, True),
+        ("llama-3-8b", 32, 2048, True),
+    ]:
+        free_gpu_memory()
+        options = {"source": name, "batch_size": batch_size, "context": context, "dtype": "bf16"}
+        size = ct.size(**options, hardware=gpu)
+        model: Any = ct.build(name, device="cuda", dtype=torch.bfloat16, seed=0)
+        prompt = torch.randint(0, size.options.config.vocab_size, (batch_size, context - 1), device="cuda")
+        cache = model.new_cache(batch_size, context)
+        for piece in prompt.split(256, dim=1):
+            model(piece, cache=cache)
+        cache.static_shapes = compiled
+        step = build_decode_step(model, cache, prompt[:, -1:].clone(), context, compiled=compiled)
+        workload = "decode, in a graph" if compiled else "decode"
+        rows.append(compare_to_bound(workload, options, size.decode_time, median_seconds(step), eager=not compiled))
+        print_row(rows[-1])
+        if batch_size == 1 and not compiled:
+            took = median_seconds(partial(model.hidden_states, prompt), 7)
+            rows.append(compare_to_bound("prefill", options, size.prefill_time, took, eager=True))
+            print_row(rows[-1])
+        del model, cache, step
+    return rows
+
+
+def build_decode_step(
+    model: Any, cache: Any, token: torch.Tensor, context: int, *, compiled: bool
+) -> Callable[[], None]:
+    """A step of decoding, over and over at the same place: from Python, or compiled and replayed as a CUDA graph."""
+    run = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+
+    def step() -> None:
+        cache.crop(context - 1)
+        run(token, cache=cache)
+
+    if not compiled:
+        return step
+    step()
+    step()
+    cache.crop(context - 1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(token, cache=cache)
+    return graph.replay
+
+
+def print_row(row: dict[str, Any]) -> None:
+    name = f"{row['source']} {row['batch_size']}×{row['context']} {row['dtype']}"
+    if "error" in row:
+        mode = f"{row['activation_checkpointing']:9} {row['kernel']:8}"
+        estimated, measured = (f"{row[which] / 1e9:7.3f}" for which in ("estimated", "measured"))
+        line = f"{name:32} {mode} estimated {estimated} GB, measured {measured}: {row['error']:+.2%}"
+    else:
+        low, high = (f"{1e3 * each:.2f}" for each in row["expected_seconds"])
+        line = (
+            f"{name:32} {row['workload']:18} bound {1e3 * row['min_seconds']:8.3f} ms ({row['bottleneck']}),"
+            f" expected {low}–{high}, measured {1e3 * row['measured_seconds']:8.3f}:"
+            f" {row['fraction_of_bound']:.0%} of the bound, within: {row['within_expected']}"
+        )
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", default="h200")
+    parser.add_argument("--memory", action="store_true", help="only memory")
+    parser.add_argument("--time", action="store_true", help="only time")
+    parser.add_argument("--json", metavar="FILE")
+    arguments = parser.parse_args()
+    both = arguments.memory == arguments.time
+    rows: list[dict[str, Any]] = []
+    if both or arguments.memory:
+        for options in TRAINING_CASES:
+            rows.append(measure_training_memory(options))
+            print_row(rows[-1])
+        for name, batch_size, context in INFERENCE_CASES:
+            rows.append(measure_inference_memory(name, batch_size, context))
+            print_row(rows[-1])
+    if both or arguments.time:
+        free_gpu_memory()
+        rows.append(measure_limits())
+        copy_bandwidth, matmul_flops = rows[-1]["copy_bandwidth"], rows[-1]["matmul_bf16_flops"]
+        sys.stdout.write(f"copy {copy_bandwidth / 1e12:.2f} TB/s, bf16 matmul {matmul_flops / 1e12:.0f} TFLOP/s\n")
+        rows += measure_train_times(arguments.gpu) + measure_inference_times(arguments.gpu)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

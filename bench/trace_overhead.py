@@ -1,0 +1,95 @@
+"""What looking costs on the CPU: GPT-2's shape (124 M), 1 × 256 tokens, beside transformers and TransformerLens.
+
+    python bench/trace_overhead.py [--repeats 15] [--json FILE]
+
+All in one process and by turns: a busy machine is busy for all. TransformerLens is measured where it is installed.
+"""
+
+import argparse
+import importlib.util
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cutaway as ct
+
+SEQ_LEN = 256
+
+
+def build_cases() -> tuple[dict[str, Callable[[], Any]], Any]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokens = torch.randint(0, 50257, (1, SEQ_LEN), generator=torch.Generator().manual_seed(0))
+    model = ct.build("gpt2", seed=0).eval()
+    peer = GPT2LMHeadModel(GPT2Config(attn_implementation="sdpa", use_cache=False)).eval()
+    found: dict[str, Callable[[], Any]] = {
+        "cutaway": lambda: model(tokens),
+        "transformers": lambda: peer(tokens).logits,
+        "cutaway, all residual sites": lambda: run_traced(model, tokens, "embed", "resid_*"),
+        "cutaway, everything": lambda: run_traced(model, tokens, "*"),
+    }
+    if importlib.util.find_spec("transformer_lens"):
+        found |= build_transformer_lens_cases(GPT2LMHeadModel(GPT2Config(use_cache=False)).eval(), tokens)
+    return found, (model, tokens)
+
+
+def build_transformer_lens_cases(model: Any, tokens: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """Its bridge around a model of transformers, which it has compute attention in the open."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    with tempfile.TemporaryDirectory() as directory:
+        model.config.save_pretrained(directory)
+        lens: Any = TransformerBridge.boot_transformers(directory, hf_model=model)
+    return {
+        "TransformerLens": lambda: lens(tokens),
+        "TransformerLens, run_with_cache": lambda: lens.run_with_cache(tokens),
+    }
+
+
+def run_traced(model: Any, tokens: torch.Tensor, *sites: str) -> Any:
+    with ct.trace(model, *sites) as t:
+        model(tokens)
+    return t
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", metavar="FILE")
+    asked = parser.parse_args()
+    runs, (model, tokens) = build_cases()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    with torch.inference_mode():
+        for run in runs.values():
+            run()
+        for turn in range(asked.repeats):
+            for name, run in list(runs.items())[:: 1 if turn % 2 else -1]:
+                start = time.perf_counter()
+                run()
+                seconds[name].append(time.perf_counter() - start)
+        held = run_traced(model, tokens, "*").nbytes
+    planned = ct.trace(model, "*").estimate_memory(1, SEQ_LEN).nbytes
+    rows = []
+    for name, taken in seconds.items():
+        ratio = statistics.median(mine / plain for mine, plain in zip(taken, seconds["cutaway"], strict=True))
+        rows.append({"implementation": name, "seconds": statistics.median(taken), "slowdown": ratio})
+        print(f"{name:34} {statistics.median(taken) * 1e3:7.1f} ms   {ratio:.2f} × cutaway untraced")
+    print(f"everything is {held / 1e6:.1f} MB; said before: {planned / 1e6:.1f} MB")
+    told = {"bench": "trace_overhead", "rows": rows, "bytes": held, "planned": planned}
+    if "TransformerLens, run_with_cache" in runs:
+        with torch.inference_mode():
+            _, cache = runs["TransformerLens, run_with_cache"]()
+        told["theirs"] = sum({value.data_ptr(): value.nbytes for value in cache.values()}.values())
+        print(f"TransformerLens' cache is {told['theirs'] / 1e6:.1f} MB, values under several names counted once")
+    print(json.dumps(told))
+    if asked.json:
+        Path(asked.json).write_text(json.dumps(told) + "\n", encoding="utf-8")
+
+
+main()

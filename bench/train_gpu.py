@@ -1,0 +1,204 @@
+"""Training steps on one GPU beside peers, in one process and by turns: a GPU that has grown warm is slower.
+
+    python bench/train_gpu.py [--nanogpt DIRECTORY_WITH_NANOGPTS_model.py] [--rounds 5] [--steps 10] [--profile]
+
+GPT-2 124M, 64 × 1,024, and Llama-3.2-1B, 8 × 2,048, by their shapes; bf16 products over fp32 weights, AdamW, clipping.
+No dropout anywhere, nobody waits for the GPU inside a round. Prints a table and a JSON line.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import cutaway as ct
+from cutaway.train.data.datasets import PackedBatch
+from cutaway.train.objectives.objective import causal_lm
+from cutaway.train.optim.optimizer import build_optimizer
+from cutaway.train.recipe.load import load_recipe
+from cutaway.train.trainer.step_policy import StepPolicy
+from cutaway.train.trainer.train_step import TrainStepRunner
+from cutaway.train.trainer.training_module import TrainingModule
+
+PEAK_FLOPS = 989e12
+StepFn = Callable[[], Any]
+LLAMA_CONFIG = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+
+def build_cutaway_step(preset: str, batch_size: int, seq_len: int) -> StepFn:
+    """Steps as a run takes them, on texts without borders as the peers' are."""
+    config = ct.config(without_dropout(ct.config(preset).model_dump(mode="json", exclude_none=True)))
+    recipe = load_recipe(
+        {
+            "data": {"seq_len": seq_len},
+            "training": {"batch_size": batch_size, "precision": "bf16"},
+            "optimizer": {"lr": 3e-4},
+        }
+    )
+    model = ct.build(config, device="cuda", seed=0).train()
+    optimizer = build_optimizer("adamw", model, lr=3e-4, weight_decay=0.01)
+    tokens = [torch.randint(config.vocab_size, (batch_size, seq_len + 1)) for _ in range(4)]
+    dataset: Any = SimpleNamespace(get_batch=lambda first, count: PackedBatch(tokens[first // batch_size % 4], None))  # type: ignore[arg-type]
+    data: Any = SimpleNamespace(train=dataset)
+    runner = TrainStepRunner(
+        recipe,
+        TrainingModule(model, recipe),
+        optimizer,
+        data,
+        lambda batch, first: causal_lm(batch.tokens).to("cuda"),
+        StepPolicy(1, device="cuda"),
+    )
+    steps = itertools.count()
+    return lambda: runner.run(next(steps))
+
+
+def without_dropout(settings: Any) -> Any:
+    if isinstance(settings, dict):
+        return {
+            key: 0.0 if "dropout" in key and value is not None else without_dropout(value)
+            for key, value in settings.items()
+        }
+    return [without_dropout(each) for each in settings] if isinstance(settings, list) else settings
+
+
+def build_torch_step(model: Any, loss: Callable[[], torch.Tensor]) -> StepFn:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            value = loss()
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def build_nanogpt_step(directory: str, batch_size: int, seq_len: int) -> StepFn:
+    sys.path.insert(0, directory)
+    from model import GPT, GPTConfig  # type: ignore[import-not-found]
+
+    model = GPT(GPTConfig(vocab_size=50304)).to("cuda")
+    compiled = torch.compile(model)
+    x, y = (torch.randint(50257, (batch_size, seq_len), device="cuda") for _ in range(2))
+    return build_torch_step(model, lambda: compiled(x, y)[1])
+
+
+def build_transformers_gpt2_step(batch_size: int, seq_len: int) -> StepFn:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    none = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "use_cache": False}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50304, attn_implementation="sdpa", **none)).to("cuda").train()
+    compiled = torch.compile(model)
+    x = torch.randint(50257, (batch_size, seq_len), device="cuda")
+    return build_torch_step(model, lambda: compiled(input_ids=x, labels=x).loss)
+
+
+def build_transformers_llama_step(batch_size: int, seq_len: int) -> StepFn:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("cuda"):
+        config = LlamaConfig(**LLAMA_CONFIG, rope_theta=500000.0, attn_implementation="sdpa", use_cache=False)
+        model = LlamaForCausalLM(config).train()
+    compiled = torch.compile(model)
+    x = torch.randint(50257, (batch_size, seq_len), device="cuda")
+    return build_torch_step(model, lambda: compiled(input_ids=x, labels=x).loss)
+
+
+def compare_throughput(
+    name: str, builders: dict[str, Callable[[], StepFn]], batch_size: int, seq_len: int, options: Any
+) -> dict[str, Any]:
+    """Tokens a second of each, in turns, and the most memory that each had for itself."""
+    steps: dict[str, StepFn] = {}
+    memory: dict[str, float] = {}
+    for who, maker in builders.items():
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        steps[who] = maker()
+        for _ in range(4):
+            steps[who]()
+        torch.cuda.synchronize()
+        memory[who] = (torch.cuda.max_memory_allocated() - before) / 1e9
+        gc.collect()
+        torch.cuda.empty_cache()
+    speeds: dict[str, list[float]] = {who: [] for who in steps}
+    for turn in range(options.rounds):
+        for who in list(steps)[:: 1 if turn % 2 else -1]:
+            steps[who]()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(options.steps):
+                steps[who]()
+            torch.cuda.synchronize()
+            speeds[who].append(batch_size * seq_len * options.steps / (time.perf_counter() - start))
+    rows = {}
+    for who, found in speeds.items():
+        ratio = median(mine / other for mine, other in zip(speeds["cutaway"], found, strict=True))
+        rows[who] = {"tokens_per_second": median(found), "GB": memory[who], "cutaway_is": ratio}
+        print(f"{name:12} {who:14} {median(found):>9,.0f} tokens/s {memory[who]:6.1f} GB   cutaway {ratio:.3f} ×")
+    if options.profile:
+        print_profile(steps["cutaway"])
+    return rows
+
+
+def print_profile(step: StepFn) -> None:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    with record(activities=[ProfilerActivity.CUDA]) as recorded:
+        step()
+        torch.cuda.synchronize()
+    kernels = sorted(recorded.key_averages(), key=lambda each: -each.self_device_time_total)
+    for each in kernels[:20]:
+        print(f"  {each.self_device_time_total / 1e3:8.2f} ms × {each.count:4} {each.key[:100]}")
+
+
+def main() -> None:
+    given = argparse.ArgumentParser()
+    given.add_argument("--nanogpt")
+    given.add_argument("--rounds", type=int, default=5)
+    given.add_argument("--steps", type=int, default=10)
+    given.add_argument("--profile", action="store_true")
+    how = given.parse_args()
+    torch.set_float32_matmul_precision("high")
+    print(torch.__version__, torch.cuda.get_device_name(), flush=True)
+    peers = {
+        "cutaway": lambda: build_cutaway_step("gpt2", 64, 1024),
+        "transformers": lambda: build_transformers_gpt2_step(64, 1024),
+    }
+    if how.nanogpt and (Path(how.nanogpt) / "model.py").exists():
+        peers["nanoGPT"] = lambda: build_nanogpt_step(how.nanogpt, 64, 1024)
+    found = {"gpt2-124m": compare_throughput("gpt2-124m", peers, 64, 1024, how)}
+    gc.collect()
+    torch.cuda.empty_cache()
+    peers = {
+        "cutaway": lambda: build_cutaway_step("llama-3.2-1b", 8, 2048),
+        "transformers": lambda: build_transformers_llama_step(8, 2048),
+    }
+    found["llama-1b"] = compare_throughput("llama-1b", peers, 8, 2048, how)
+    print(json.dumps(found))
+
+
+main()

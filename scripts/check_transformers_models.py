@@ -1,0 +1,121 @@
+"""Check the models of transformers, of every family that cutaway opens, and write down what was found.
+
+    python scripts/check_transformers_models.py [--families llama,bert] [--seeds 3] [--jobs 2]
+        [--write docs/transformers-check-report.md]
+
+The models are small and random: those that the tests of families compare with.
+"""
+
+import argparse
+import sys
+import time
+import warnings
+from collections import defaultdict
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support.transformers_models import FAMILIES, build_transformers_model, find_peers  # noqa: E402
+
+import cutaway as ct  # noqa: E402
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DEFECTS_DIR = ROOT / "docs" / "defects"
+
+Row = dict[str, Any]
+
+
+def check_family(family: str, seeds: int) -> list[Row]:
+    """Every model of one family, by both kernels, wide and narrow."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore")
+    rows = []
+    for seed in range(seeds):
+        for peer in find_peers(family, seed):
+            for kernel in ("eager", "sdpa"):
+                for dtype, kind in DTYPES.items():
+                    try:
+                        model = build_transformers_model(peer, seed, kernel=kernel).to(kind)
+                    except ValueError:  # it has no such kernel
+                        continue
+                    report = ct.check(model, seed=seed, budget=300)
+                    rows.append({"seed": seed, "kernel": kernel, "dtype": dtype, "report": report})
+    return rows
+
+
+def render_page(rows_by_family: dict[str, list[Row]]) -> str:
+    """The page."""
+    runs = [row for rows in rows_by_family.values() for row in rows]
+    asked = sum(sum(row["report"].counts()[v] for v in ("fail", "warn", "pass")) for row in runs)
+    lines = [
+        "# What `cutaway check` says of transformers",
+        "",
+        f"transformers {transformers.__version__}, PyTorch {torch.__version__.split('+')[0]}: "
+        f"{len(rows_by_family)} families, {len(runs)} small random models (fp32 and bf16, eager and SDPA), "
+        f"{asked:,} questions asked and answered. "
+        "`python scripts/check_transformers_models.py` writes this page.",
+        "",
+        "| family | models | passed | skipped | failed | warnings |",
+        "|---|---|---|---|---|---|",
+    ]
+    for family, rows in rows_by_family.items():
+        counts: dict[str, int] = defaultdict(int)
+        for row in rows:
+            for verdict, count in row["report"].counts().items():
+                counts[verdict] += count
+        named = {v: format_checks(rows, v) for v in ("fail", "warn")}
+        lines.append(
+            f"| {family} | {len(rows)} | {counts['pass']} | {counts['skip']} | {named['fail']} | {named['warn']} |"
+        )
+    lines += ["", "## What was found, and how to see it without cutaway", ""]
+    lines += [
+        "Most of it needs settings that few of the models above have: ALiBi, a window of one, a scaling of RoPE.",
+        "",
+    ]
+    for path in sorted(DEFECTS_DIR.glob("*.py")):
+        first = path.read_text().split('"""')[1].strip()
+        lines += [f"- [`{path.name}`](defects/{path.name}): {' '.join(first.split())}"]
+    return "\n".join(lines) + "\n"
+
+
+def format_checks(rows: list[Row], verdict: str) -> str:
+    """Which checks gave a verdict, and for how many of the models."""
+    count: dict[str, int] = defaultdict(int)
+    for row in rows:
+        for finding in row["report"].findings:
+            count[finding.check] += finding.verdict == verdict
+    return ", ".join(f"{name} ({n})" for name, n in count.items() if n)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--write", type=Path)
+    given = parser.parse_args()
+    start, found, families = time.monotonic(), {}, given.families.split(",")
+    with get_context("spawn").Pool(given.jobs) as pool:
+        for family, rows in zip(families, pool.imap(partial(check_family, seeds=given.seeds), families), strict=True):
+            found[family] = rows
+            for row in rows:
+                for finding in (*row["report"].failures, *row["report"].warnings):
+                    sys.stdout.write(f"{family} seed {row['seed']} {row['kernel']} {row['dtype']}: {finding}\n")
+            sys.stderr.write(f"{family}: {len(rows)} models, {time.monotonic() - start:.0f} s\n")
+    page = render_page(found)
+    if given.write:
+        given.write.write_text(page)
+    else:
+        sys.stdout.write(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Figures of docs/components, a file for each group of components."""

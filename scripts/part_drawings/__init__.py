@@ -1,1 +1,0 @@
-"""Drawings of parts, a file for each part of the house they come from."""

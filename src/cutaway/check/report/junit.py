@@ -1,0 +1,72 @@
+"""A report as JUnit's XML, which continuous-integration systems read."""
+
+import tempfile
+from pathlib import Path
+from xml.etree import ElementTree as Tree
+
+from cutaway.check.report.finding import Finding, Report
+from cutaway.errors import InputError
+
+
+def format_junit(report: Report) -> str:
+    """One suite, one case a check: failed, skipped with its reason, or passed; warnings pass, and are written out."""
+    counts = report.counts()
+    figures = {
+        "tests": str(len(report.findings)),
+        "failures": str(counts["fail"]),
+        "errors": "0",
+        "skipped": str(counts["skip"]),
+        "time": f"{report.seconds:.3f}",
+    }
+    root = Tree.Element("testsuites", {"name": "cutaway check", **figures})
+    suite = Tree.SubElement(root, "testsuite", {"name": _escape_unprintable(report.model_name), **figures})
+    properties = {"seed": report.seed, **{f"noise.{dtype}": f"{ratio:.3g}" for dtype, ratio in report.noise.items()}}
+    _add_properties(suite, {**report.properties, **properties})
+    for finding in report.findings:
+        _add_test_case(suite, report.model_name, finding)
+    Tree.indent(root)
+    return Tree.tostring(root, encoding="unicode", xml_declaration=False) + "\n"
+
+
+def _add_test_case(suite: Tree.Element, model_name: str, finding: Finding) -> None:
+    told = {
+        "name": finding.check,
+        "classname": f"cutaway.{_escape_unprintable(model_name)}",
+        "time": f"{finding.seconds:.3f}",
+    }
+    case = Tree.SubElement(suite, "testcase", told)
+    measured = {"verdict": finding.verdict, "measured": finding.measured, "threshold": finding.threshold}
+    _add_properties(case, measured | {"location": finding.location})
+    if finding.verdict == "fail":
+        Tree.SubElement(
+            case, "failure", {"message": _escape_unprintable(finding.message), "type": finding.check}
+        ).text = _escape_unprintable(str(finding))
+    elif finding.verdict == "skip":
+        Tree.SubElement(case, "skipped", {"message": _escape_unprintable(finding.message)})
+    elif finding.verdict == "warn":
+        Tree.SubElement(case, "system-out").text = _escape_unprintable(str(finding))
+
+
+def _add_properties(parent: Tree.Element, values: dict[str, object]) -> None:
+    known = {name: value for name, value in values.items() if value is not None}
+    inside = Tree.SubElement(parent, "properties") if known else parent
+    for name, value in known.items():
+        Tree.SubElement(inside, "property", {"name": name, "value": _escape_unprintable(str(value))})
+
+
+def _escape_unprintable(text: str) -> str:
+    """Without signs that XML cannot hold."""
+    return "".join(sign if sign in "\n\t" or sign.isprintable() else repr(sign)[1:-1] for sign in text)
+
+
+def write_junit(report: Report, path: Path) -> None:
+    """Aside first: a file of that name is whole, or as it was."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as work:
+            aside = Path(work) / path.name
+            aside.write_text(f"<?xml version='1.0' encoding='utf-8'?>\n{format_junit(report)}", encoding="utf-8")
+            aside.replace(path)
+    except OSError as error:
+        raise InputError(
+            f"the report cannot be written to '{path}' ({error.strerror}); give another --junit"
+        ) from error

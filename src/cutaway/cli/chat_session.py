@@ -1,0 +1,170 @@
+"""A conversation in the terminal: one engine keeps what was said, so that only what is new is read."""
+
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from cutaway.cli.prompts import MAX_PROMPT_BYTES, decode_utf8
+from cutaway.cli.timed_generation import TimedGeneration
+from cutaway.cli.views.generation_output import (
+    OutputWriter,
+    check_chat_template,
+    format_stats,
+    iter_text,
+    print_result_details,
+)
+from cutaway.errors import CutawayError
+from cutaway.generate.engine.config import build_engine_config
+from cutaway.generate.engine.engine import Engine
+from cutaway.generate.engine.request import Request
+from cutaway.generate.generation_config import apply_generation_config, unpack_checkpoint
+from cutaway.generate.sampling.sampling_params import SamplingParams, completion_seeds
+
+if TYPE_CHECKING:
+    from cutaway.families.checkpoint import Checkpoint
+
+DEFAULT_MAX_NEW_TOKENS = 1024
+"""Tokens of an answer, unless told."""
+DEFAULT_MAX_MODEL_LEN = 8192
+"""Tokens of a conversation, unless told, where the model takes more."""
+CHAT_HELP = "Ctrl-C stops an answer, /reset begins anew, /quit or Ctrl-D ends."
+
+
+def run_chat(
+    checkpoint: "Checkpoint",
+    initial_messages: Sequence[str],
+    system: str | None,
+    params: SamplingParams,
+    engine_options: dict[str, Any],
+    output: OutputWriter,
+) -> None:
+    """Messages and answers in turn, until the messages end."""
+    check_chat_template(checkpoint)
+    talk = ChatSession(checkpoint, system, params, engine_options)
+    interactive = sys.stdin is not None and sys.stdin.isatty() and not output.as_json
+    if interactive:
+        output.write_note(CHAT_HELP)
+    for message in _read_messages(initial_messages, output, interactive):
+        if message == "/reset":
+            talk.reset()
+            continue
+        try:
+            _run_turn(talk, message, output)
+        except CutawayError as error:  # the conversation so far is still there
+            if not interactive:
+                raise
+            output.write_note(f"{error} (/reset begins anew)")
+
+
+class ChatSession:
+    """The messages so far, and an engine whose pages hold what was read of them."""
+
+    def __init__(
+        self, checkpoint: "Checkpoint", system: str | None, params: SamplingParams, engine_options: dict[str, Any]
+    ) -> None:
+        model, tokenizer, self.generation_config = unpack_checkpoint(checkpoint)
+        assert tokenizer is not None
+        params.check_vocab(model.config.vocab_size)
+        self.checkpoint, self.tokenizer, self.params = checkpoint, tokenizer, params
+        cache = engine_options["cache_implementation"]
+        own = {
+            "cache_implementation": "paged" if cache == "auto" else cache,
+            "max_model_len": engine_options["max_model_len"]
+            or min(model.config.context or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN),
+            "max_num_seqs": 1,
+        }
+        self.engine = Engine(
+            build_engine_config(model, self.generation_config, **(engine_options | own)),
+            tokenizer=tokenizer,
+            max_waiting=1,
+        )
+        self.system_messages = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = list(self.system_messages)
+
+    def reset(self) -> None:
+        self.messages = list(self.system_messages)
+
+    def submit(self, message: str) -> tuple[TimedGeneration, Request]:
+        """A request for the answer to everything said so far and this."""
+        prompt = self.tokenizer.encode_chat([*self.messages, {"role": "user", "content": message}])
+        own = apply_generation_config(self.params, self.generation_config, len(prompt))
+        if self.params.max_new_tokens is None and self.generation_config.max_new_tokens_for(len(prompt)) is None:
+            own = replace(own, max_new_tokens=max(DEFAULT_MAX_NEW_TOKENS, own.min_new_tokens))
+        flow = TimedGeneration(self.engine)
+        return flow, flow.submit(prompt, own, seed=completion_seeds(self.params)[0])
+
+    def append_turn(self, message: str, reply: str) -> None:
+        self.messages += [{"role": "user", "content": message}, {"role": "assistant", "content": reply}]
+
+
+def _run_turn(session: ChatSession, message: str, output: OutputWriter) -> None:
+    """One message, its answer, and both kept; an answer that was stopped is kept as far as it came."""
+    flow, ticket = session.submit(message)
+    with _cancel_on_interrupt(ticket):
+        for text in iter_text(flow.stream_chunks(ticket), session.checkpoint):
+            if not output.as_json:
+                output.stdout.write(text)
+        output.stdout.end_line()
+        result = ticket.result()
+        session.append_turn(message, result.text or "")
+        print_result_details(output, message, result, flow.tokens_per_second(ticket), session.checkpoint)
+        if output.show_stats:
+            output.write_note(format_stats(flow))
+
+
+@contextmanager
+def _cancel_on_interrupt(request: Request) -> Iterator[None]:
+    """While an answer comes, Ctrl-C stops it at its next token; a second Ctrl-C ends the program."""
+
+    def stop(number: int, frame: object) -> None:
+        request.abort()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _read_messages(initial_messages: Sequence[str], output: OutputWriter, interactive: bool) -> Iterator[str]:
+    """The messages: those given, and then line by line what is typed or piped in."""
+    for message in initial_messages:
+        if interactive:
+            output.stdout.write_dim(f"> {message}\n")
+        yield message
+    if sys.stdin is None:
+        return
+    if interactive:
+        from importlib.util import find_spec
+
+        if find_spec("readline") is not None:
+            import readline  # noqa: F401  # gives input() its history and its keys
+    while (line := _read_line(output, interactive)) is not None:
+        if line in ("/quit", "/exit"):
+            return
+        if line == "/help":
+            output.write_note(CHAT_HELP)
+        elif line:
+            yield line
+
+
+def _read_line(output: OutputWriter, interactive: bool) -> str | None:
+    """The next line, or None at the end. Ctrl-C gives up the line, not the conversation."""
+    if not interactive:
+        data = sys.stdin.buffer.readline(MAX_PROMPT_BYTES + 1)
+        return decode_utf8("this line of standard input", data).strip() if data else None
+    try:
+        return input("> ").strip()
+    except UnicodeDecodeError as error:
+        output.write_note(f"what was typed is no UTF-8 text at byte {error.start}; type it again")
+        return ""
+    except KeyboardInterrupt:
+        output.stdout.write("\n")
+        return ""
+    except EOFError:
+        output.stdout.write("\n")
+        return None

@@ -1,0 +1,34 @@
+"""Texts to measure a model on: what training reads, and standard input."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cutaway.errors import InputError
+from cutaway.train.data.documents import Document, SkippedDocuments, TextSource, read_file, read_jsonl, read_text
+from cutaway.train.data.sources import list_source_files
+
+MAX_DOCUMENT_CHARACTERS = 1 << 24
+"""Characters of a text; a longer file is cut at line ends, since its tokens would fill the memory."""
+
+
+def iter_documents(
+    paths: Sequence[Path], text_column: str, target_column: str | None, skipped: SkippedDocuments
+) -> Iterator[Document]:
+    """The documents of all files, and of all files in directories in the order of their names."""
+    for path in paths:
+        source = TextSource(path, text_column, target_column)
+        if str(path) == "-":
+            yield from _iter_stdin(source, skipped)
+        else:
+            for file in list_source_files(source):
+                yield from read_file(file, source, skipped, MAX_DOCUMENT_CHARACTERS)
+
+
+def _iter_stdin(source: TextSource, skipped: SkippedDocuments) -> Iterator[Document]:
+    if sys.stdin is None or sys.stdin.isatty():
+        raise InputError("nothing is piped in, so - has nothing to read; pipe a text in or name a file")
+    if source.target_column is not None:
+        yield from read_jsonl("standard input", sys.stdin.buffer, source, skipped)
+    else:
+        yield from read_text("standard input", sys.stdin.buffer, skipped, MAX_DOCUMENT_CHARACTERS)

@@ -1,0 +1,98 @@
+"""What an ablation found, for people: a table of variants, one of readings, and sentences."""
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cutaway.size.units import format_count, format_si
+from cutaway.train.ablate.metrics import METRICS
+
+if TYPE_CHECKING:
+    from cutaway.train.ablate.ablation import Ablation
+    from cutaway.train.ablate.studies import Study
+
+
+def render_ablation(results: dict[str, Any], ablation: "Ablation") -> None:
+    console = Console()
+    console.print(_variants_table(results))
+    console.print(_costs_table(results))
+    if ablation.study is not None and ablation.study.columns:
+        console.print(_measurements_table(results, ablation.study))
+    console.print()
+    for sentence in results["findings"]:
+        console.print(Text(f"· {sentence}"), highlight=False)
+    count = len(results["seeds"])
+    note = f"± is 95 % of the mean over {count} seeds; differences are seed by seed, on the same data in the same order"
+    console.print(Text(note if count > 1 else "one seed gives no interval; use --num-seeds 3 or more", style="dim"))
+    drawings = ", ".join(sorted(path.name for path in ablation.output_dir.glob("*.svg")))
+    console.print(Text(f"{ablation.output_dir}: results.json, {drawings}", style="dim"))
+
+
+def _format_metric(value: dict[str, Any] | None, metric: str) -> str:
+    return "–" if value is None else METRICS[metric].format_interval(METRICS[metric].interval_from_dict(value))
+
+
+def _variants_table(results: dict[str, Any]) -> Table:
+    """Where each came to, and what was changed for it."""
+    metric = results["metric"]
+    table = _titled_table(f"{results['name']}, at equal {results['match']}")
+    table.add_column("variant")
+    table.add_column(METRICS[metric].unit, justify="right", no_wrap=True)
+    table.add_column("difference", justify="right", no_wrap=True)
+    table.add_column("changed", style="dim", overflow="fold")
+    for row in results["variants"]:
+        name = Text(row["variant"])
+        if row["failed"]:
+            name.append(f" ({row['failed']} of {len(results['seeds'])} came to no end)", style="red")
+        difference = "" if row is results["variants"][0] else _format_metric(row["difference"], metric)
+        table.add_row(name, _format_metric(row[metric], metric), difference, Text("\n".join(row["changes"])))
+    return table
+
+
+def _costs_table(results: dict[str, Any]) -> Table:
+    """What each took, so that what is not equal is seen."""
+    table = _titled_table("what it took")
+    table.add_column("variant")
+    for title in ("parameters", "FLOPs", "tokens", "seconds", "a step", "memory", "cache"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in results["variants"]:
+        table.add_row(
+            Text(row["variant"]),
+            f"{row['parameters']:,}",
+            format_count(row["flops"]),
+            format_count(row["tokens"]),
+            "–" if row["seconds"] is None else f"{row['seconds']['mean']:.1f}",
+            "–" if row["step_seconds"] is None else f"{1e3 * row['step_seconds']['mean']:.1f} ms",
+            "–" if row["peak_memory"] is None else format_si(row["peak_memory"], "B", 3),
+            format_si(row["kv_cache_bytes_per_token"], "B", 3) if row["kv_cache_bytes_per_token"] else "–",
+        )
+    return table
+
+
+def _titled_table(title: str) -> Table:
+    return Table(box=None, title=f"\n{title}", title_justify="left", pad_edge=False)
+
+
+def _measurements_table(results: dict[str, Any], study: "Study") -> Table:
+    by_variant = study.rows == "variants"
+    table = _titled_table("measured of the trained models")
+    table.add_column("variant" if by_variant else results["variants"][0]["variant"])
+    for what, metric in study.columns:
+        table.add_column(f"{what}: {METRICS[metric].title}" if what else METRICS[metric].title, justify="right")
+    found = {(row["variant"], row["condition"], row["metric"]): row for row in results["measurements"]}
+
+    def cell(variant: str, what: str, metric: str) -> str:
+        row = found.get((variant, what, metric))
+        return _format_metric(row, metric)
+
+    if by_variant:
+        for row in results["variants"]:
+            name = row["variant"]
+            table.add_row(Text(name), *(cell(name, what, metric) for what, metric in study.columns))
+        return table
+    first = results["variants"][0]["variant"]
+    for what in dict.fromkeys(row["condition"] for row in results["measurements"] if row["variant"] == first):
+        table.add_row(Text(what), *(cell(first, what, metric) for _, metric in study.columns))
+    return table

@@ -1,0 +1,71 @@
+"""What `cutaway bench` shows in a terminal: a model's speed beside its limit, and the machine's rates."""
+
+from statistics import median
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cutaway.cli.views.terminal import borderless_table, build_console, format_heading, format_number, indent
+from cutaway.size.units import format_count, format_si
+
+if TYPE_CHECKING:
+    from cutaway.bench.throughput import ThroughputResult
+    from cutaway.size.measured_hardware import MeasuredHardware
+
+
+def render_speed(source: str, measurement: "ThroughputResult") -> None:
+    """The two sides, one above the other, and the limit that they are held against."""
+    from cutaway.bench.throughput import quartiles
+    from cutaway.cli.verbs.size import source_name
+
+    reads = measurement.phase == "prefill"
+    out = build_console()
+    numbers = (
+        measurement.dtype
+        if measurement.weight_bits is None
+        else f"{measurement.dtype} with {measurement.weight_bits}-bit weights"
+    )
+    parameters = f"{format_count(measurement.num_parameters, 3)} parameters"
+    told = f"{parameters}, {numbers}, batch {measurement.batch_size:,}, context {measurement.context:,}"
+    out.print(format_heading(source_name(source), told))
+    out.print(Text(f"{'reading' if reads else 'decoding'} on {measurement.device}", "dim"))
+    table = borderless_table("lrrrr", ["", "tokens/s", "ms" if reads else "ms a step", "quartiles", "of the limit"])
+    for name, side in (("cutaway", measurement.cutaway), ("transformers", measurement.baseline)):
+        if side is not None:
+            spread = "–".join(format_number(value * 1e3) for value in quartiles(side.seconds))
+            share = f"{side.fraction_of_limit:.0%}" if side.fraction_of_limit >= 0.01 else "<1%"
+            table.add_row(
+                name, format_number(side.tokens_per_second), format_number(side.median_seconds * 1e3), spread, share
+            )
+    out.print(indent(table))
+    if measurement.speedups:
+        low, high = quartiles(measurement.speedups)
+        out.print(f"{median(measurement.speedups):.2f} times as fast, turn by turn (quartiles {low:.2f}–{high:.2f})")
+    if reads:
+        rate = format_si(measurement.hardware_limit, "FLOP/s")
+        limit = f"reading takes {format_si(measurement.flops, 'FLOP')}; a bare product here does {rate}"
+    else:
+        rate = format_si(measurement.hardware_limit, "B/s")
+        limit = f"a step moves {format_si(measurement.min_bytes, 'B')}; a bare copy here does {rate}"
+    lines = [
+        limit,
+        *([] if measurement.quantization_loss is None else [str(measurement.quantization_loss)]),
+        *measurement.notes,
+    ]
+    out.print(Text("\n".join(lines), "dim"), soft_wrap=True)
+
+
+def render_calibration(calibration: "MeasuredHardware") -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_row("copy", f"{calibration.bandwidth / 1e9:,.1f} GB/s")
+    for dtype, rate in calibration.flops.items():
+        table.add_row(f"product in {dtype}", f"{rate / 1e12:,.3g} TFLOP/s")
+    for work, reached in calibration.efficiency.items():
+        table.add_row(f"{calibration.model}: {work}", f"{reached:.0%} of the bound")
+    console = Console()
+    console.print(f"[bold]{calibration.device}[/bold]")
+    console.print(table)

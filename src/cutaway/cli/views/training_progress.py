@@ -1,0 +1,209 @@
+"""What a training run looks like while it runs: a line that moves, lines in a log, or JSON; and what was seen."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from cutaway.cli.views.terminal import escape_control_characters
+from cutaway.train.checkpoint.run_directory import RunDirectory
+from cutaway.train.logging.metrics_log import read_metrics_log, to_json_value
+
+if TYPE_CHECKING:
+    from cutaway.train.logging.callbacks import Callback
+    from cutaway.train.trainer.trainer import Trainer
+
+LOG_INTERVAL_SECONDS = 5.0
+"""Seconds between two lines where nobody watches a terminal, such as in a log."""
+LAYER_METRICS = {"gradient": "grad_norm", "update/weight": "update_ratio"}
+SMOOTHING = 0.1
+"""How much the newest step counts in what is shown of the pace."""
+
+
+class TrainingProgress:
+    """Steps, loss, tokens a second, the share of the device's peak, memory and the time left."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+        self.console = Console(stderr=True)
+        columns = (TextColumn("{task.completed:.0f}/{task.total:.0f}"), BarColumn(12), TextColumn("{task.description}"))
+        self.progress_bar = Progress(*columns, console=self.console, disable=as_json or not self.console.is_terminal)
+        self.task_id: TaskID | None = None
+        self.max_steps = self.start_step = self.num_skipped_steps = 0
+        self.start_time = self.last_log_time = time.monotonic()
+        self.smoothed_metrics: dict[str, float] = {}
+
+    def build_callback(self) -> "Callback":
+        from cutaway.train.logging.callbacks import Callback
+
+        return Callback(
+            on_step_end=self.on_step_end,
+            on_evaluate=self.on_evaluate,
+            on_layer_stats=self.on_layer_stats,
+            on_message=self.on_message,
+        )
+
+    @contextmanager
+    def track(self, trainer: "Trainer") -> Iterator[None]:
+        self.max_steps, self.start_step = trainer.recipe.training.max_steps, trainer.global_step
+        self.start_time = self.last_log_time = time.monotonic()
+        with self.progress_bar:
+            self.task_id = self.progress_bar.add_task("", total=self.max_steps, completed=trainer.global_step)
+            yield
+
+    def on_step_end(self, row: dict[str, Any], timing: dict[str, Any]) -> None:
+        if self.as_json:
+            self._write_json(row | timing)
+            return
+        self.num_skipped_steps += "skipped" in row
+        for name in ("tokens_per_second", "mfu"):
+            if name in timing:  # of steps that take now more, now less, a mean is easier to read
+                self.smoothed_metrics[name] = (1 - SMOOTHING) * self.smoothed_metrics.get(
+                    name, timing[name]
+                ) + SMOOTHING * timing[name]
+        now = time.monotonic()
+        said = self._format_step(row, timing, now)
+        if not self.progress_bar.disable and self.task_id is not None:
+            self.progress_bar.update(self.task_id, completed=row["step"], description=said)
+        elif now - self.last_log_time >= LOG_INTERVAL_SECONDS or row["step"] == self.max_steps:
+            self.last_log_time = now
+            self.on_message(f"{row['step']}/{self.max_steps}  {said}")
+
+    def _format_step(self, row: dict[str, Any], timing: dict[str, Any], now: float) -> str:
+        """What is not known is left out."""
+        parts = [f"loss {row['loss']:.3f}", f"{self.smoothed_metrics['tokens_per_second']:,.0f} tokens/s"]
+        if "mfu" in timing:
+            parts.append(f"{self.smoothed_metrics['mfu']:.0%} of peak")
+        if "peak_memory_bytes" in timing:
+            parts.append(f"{timing['peak_memory_bytes'] / 1e9:.3g} GB")
+        if self.num_skipped_steps:
+            parts.append(f"{self.num_skipped_steps} skipped")
+        done = row["step"] - self.start_step
+        left = (now - self.start_time) / max(1, done) * (self.max_steps - row["step"])
+        return "  ".join(
+            [
+                *parts,
+                f"{format_clock(left)} left" if row["step"] < self.max_steps else format_clock(now - self.start_time),
+            ]
+        )
+
+    def on_evaluate(self, row: dict[str, Any]) -> None:
+        if self.as_json:
+            self._write_json(row)
+            return
+        said = f"step {row['step']}: validation {row['eval_loss']:.3f} nats a token"
+        said += f", {row['bits_per_byte']:.3f} bits a byte" if "bits_per_byte" in row else ""
+        said += f", {row['exact_match']:.1%} of answers exact" if "exact_match" in row else ""
+        said += f", {row['accuracy']:.1%} of hidden tokens told" if "accuracy" in row else ""
+        self.on_message(said)
+        if "sample" in row:
+            self._print_line(escape_control_characters(row["sample"]), "dim")
+
+    def on_layer_stats(self, row: dict[str, Any]) -> None:
+        if self.as_json:
+            self._write_json(row)
+            return
+        self._print_line(_format_layer_stats(row["layer_stats"]), "dim")
+        for warning in row["layer_stats"]["warnings"]:
+            self._print_line(f"  {warning}", "yellow")
+
+    def on_message(self, text: str) -> None:
+        if self.as_json:
+            self._write_json({"message": text})
+        else:
+            self._print_line(text)
+
+    def _print_line(self, text: str, style: str | None = None) -> None:
+        """In a log, lines are as long as they are."""
+        wrap = not self.console.is_terminal
+        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=wrap)
+
+    def _write_json(self, row: dict[str, Any]) -> None:
+        sys.stdout.write(json.dumps(to_json_value(row), allow_nan=False) + "\n")
+        sys.stdout.flush()
+
+
+def _format_layer_stats(layer_stats: dict[str, Any]) -> str:
+    """One line: what each reading comes to over the layers."""
+    said = [f"{name} ≤ {_format_max(layer_stats[key])}" for name, key in LAYER_METRICS.items() if layer_stats.get(key)]
+    lengths = list(layer_stats["resid_norm"].values())
+    said.append(f"stream {lengths[0]:.2g} → {lengths[-1]:.2g}")
+    heads = [each for bits in layer_stats["attn_entropy"].values() for each in bits]
+    if heads:
+        said.append(f"heads' entropy {min(heads):.2g} to {max(heads):.2g} bits")
+    return ", ".join(said)
+
+
+def _format_max(by_layer: dict[str, float]) -> str:
+    layer = max(by_layer, key=by_layer.__getitem__)
+    return f"{by_layer[layer]:.2g} ({layer})"
+
+
+def format_clock(seconds: float) -> str:
+    """1:02:03, or 2:03."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+RUN_FILES = {
+    "metrics.jsonl": "a row for each step and each look",
+    "timings.jsonl": "how long each step took",
+    "loss.svg": "the losses as a drawing",
+    "tensorboard": "the same figures for TensorBoard",
+    "checkpoints": "what a run goes on from",
+    "model": "what was made: cutaway generate RUN TEXT",
+}
+
+
+def load_run_status(directory: Path) -> dict[str, Any]:
+    """The run as plain data."""
+    run = RunDirectory.open(directory)
+    logs = [directory / name for name in ("metrics.jsonl", "timings.jsonl")]
+    rows, timings = (list(read_metrics_log(path)) if path.exists() else [] for path in logs)
+    steps = [row for row in rows if "loss" in row]
+    evals = [row for row in rows if row.get("eval_loss") is not None]
+    return {
+        "run": str(directory),
+        "recipe": run.recipe.model_dump(mode="json", exclude_none=True),
+        "step": steps[-1]["step"] if steps else 0,
+        "max_steps": run.recipe.training.max_steps,
+        "loss": steps[-1]["loss"] if steps else None,
+        "evals": evals,
+        "best_eval_loss": min((row["eval_loss"] for row in evals), default=None),
+        "num_skipped_steps": sum("skipped" in row for row in steps),
+        "seconds": sum(row["seconds"] for row in timings),
+        "files": {name: str(directory / name) for name in RUN_FILES if (directory / name).exists()},
+    }
+
+
+def format_run_status(status: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    recipe = status["recipe"]
+    model = (
+        recipe["model"] if isinstance(recipe["model"], str) else f"a model of its own ({recipe['model'].get('form')})"
+    )
+    said = [
+        f"{status['run']}: {model}, {recipe['objective']['kind']}, {recipe['optimizer']['kind']}",
+        f"step {status['step']:,} of {status['max_steps']:,}, {format_clock(status['seconds'])} of steps"
+        + (f", {status['num_skipped_steps']} skipped" if status["num_skipped_steps"] else ""),
+    ]
+    if status["loss"] is not None:
+        said.append(f"training loss {status['loss']:.3f} nats a token")
+    if status["evals"]:
+        last = status["evals"][-1]
+        said.append(
+            f"validation {last['eval_loss']:.3f} at step {last['step']:,}, {status['best_eval_loss']:.3f} at best"
+            + (f"; {last['bits_per_byte']:.3f} bits a byte" if last.get("bits_per_byte") is not None else "")
+        )
+    width = max(map(len, status["files"]), default=0)
+    said += [f"  {name:<{width}}  {RUN_FILES[name]}" for name in status["files"]]
+    if status["step"] < status["max_steps"]:
+        said.append(f"go on with: cutaway train --resume {status['run']}")
+    return said

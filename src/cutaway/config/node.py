@@ -1,0 +1,141 @@
+"""ConfigNode, the base class of all configuration classes: frozen, unknown keys are errors; and its error messages."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from cutaway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import GetJsonSchemaHandler
+    from pydantic.json_schema import JsonSchemaValue
+    from pydantic_core import CoreSchema
+
+
+def _check_magnitude(value: float) -> float:
+    """Reject numbers whose square, log or inverse overflows: they would give NaN."""
+    if value != 0 and not 1e-30 < abs(value) < 1e30:
+        raise ValueError(f"input should be between 1e-30 and 1e30 in magnitude, not {value}")
+    return value
+
+
+PositiveInt = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+FiniteFloat = Annotated[float, AfterValidator(_check_magnitude)]
+PositiveFloat = Annotated[float, Field(gt=0), AfterValidator(_check_magnitude)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
+
+
+class ConfigNode(BaseModel):
+    """A frozen configuration object. Unknown keys raise an error that lists the allowed ones."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reject_unknown_keys(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for key in data:
+                if key not in cls.model_fields:
+                    import difflib  # imported only for the error message
+
+                    allowed = sorted(cls.model_fields)
+                    near = difflib.get_close_matches(str(key), allowed, n=1)
+                    hint = f" (did you mean '{near[0]}'?)" if near else ""
+                    raise PydanticCustomError(
+                        "unknown_key",
+                        "unknown key '{key}'{hint}; allowed here: {allowed}",
+                        {"key": str(key), "hint": hint, "allowed": ", ".join(allowed)},
+                    )
+        return data
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: "CoreSchema", handler: "GetJsonSchemaHandler", /
+    ) -> "JsonSchemaValue":
+        """Add field docstrings as descriptions (pydantic's use_attribute_docstrings is slow at import)."""
+        from cutaway.config.field_docstrings import read_field_docstrings
+
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema)["properties"]
+        for name, docstring in read_field_docstrings(cls).items():
+            properties[name]["description"] = docstring
+        return schema
+
+    def replace(self, paths: Mapping[str, Any] | None = None, /, **changes: Any) -> Self:
+        """Return a validated copy with changed fields; nested ones by key path, e.g. {"decoder.block.ffn.hidden": 8}.
+
+        A path through a tuple, such as a pattern of blocks, applies to each element.
+        """
+        below: dict[str, dict[str, Any]] = {}
+        for path, value in (paths or {}).items():
+            name, _, rest = path.partition(".")
+            if rest:
+                below.setdefault(name, {})[rest] = value
+            else:
+                changes[name] = value
+        changes |= {name: _replace_nested(getattr(self, name, None), name, inner) for name, inner in below.items()}
+        return type(self).model_validate({name: getattr(self, name) for name in type(self).model_fields} | changes)
+
+
+def _replace_nested(node: Any, name: str, paths: dict[str, Any]) -> Any:
+    if isinstance(node, tuple) and node and all(isinstance(each, ConfigNode) for each in node):
+        return tuple(each.replace(paths) for each in node)
+    if not isinstance(node, ConfigNode):
+        raise ConfigError(
+            f"{name}.{next(iter(paths))}: '{name}' is not a nested configuration; change the field itself"
+        )
+    return node.replace(paths)
+
+
+KIND_DISCRIMINATOR = Field(discriminator="kind")
+"""Field annotation of a tagged union, discriminated by `kind`."""
+
+
+def default_kind(kind: str) -> BeforeValidator:
+    """Default `kind` of a tagged union for a table without one."""
+    return BeforeValidator(lambda data: {"kind": kind} | data if isinstance(data, dict) else data)
+
+
+def build_config_error(error: ValidationError, data: Any, num_tags: int = 1) -> ConfigError:
+    """Convert a pydantic error to a ConfigError with one sentence per problem, each starting with the key path.
+
+    `num_tags` is the number of union tags that pydantic puts in front of the path.
+    """
+    lines = []
+    problems = error.errors(include_url=False)
+    for item in problems[:5]:
+        path = _format_error_path(item["loc"][num_tags:], data, missing=item["type"] == "missing")
+        message = _format_error_detail(item).removesuffix(".")
+        lines.append(f"{path}: {message[:1].lower() + message[1:]}" if path else message)
+    lines += [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
+    return ConfigError("; ".join(lines))
+
+
+def _format_error_detail(item: ErrorDetails) -> str:
+    context, given = item.get("ctx", {}), item["input"]
+    if item["type"] == "union_tag_invalid":
+        tag = context["discriminator"].strip("'")
+        return f"unknown {tag} '{context['tag']}'; allowed here: {context['expected_tags'].replace(chr(39), '')}"
+    if item["type"] == "union_tag_not_found":
+        return f"this table needs the key {context['discriminator']}"
+    if item["type"] in ("unknown_key", "value_error"):
+        return item["msg"].removeprefix("Value error, ")
+    if item["type"] == "missing":
+        return "this key is required"
+    return item["msg"] + (f", not {given!r}" if isinstance(given, str | int | float | bool | None) else "")
+
+
+def _format_error_path(loc: tuple[int | str, ...], data: Any, *, missing: bool) -> str:
+    """The key path of a pydantic location, without union tags, which are not keys of the data."""
+    names: list[str] = []
+    here = data
+    for depth, item in enumerate(loc, start=1):
+        try:
+            here = (dict(here) if isinstance(here, BaseModel) else here)[item]
+        except (KeyError, IndexError, TypeError):
+            if not (missing and depth == len(loc)):
+                continue
+        names.append(f"[{item}]" if isinstance(item, int) else f".{item}")
+    return "".join(names).lstrip(".")

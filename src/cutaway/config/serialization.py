@@ -1,0 +1,178 @@
+"""Config from a preset name, dict, file or directory; Config to dict, TOML, JSON and JSON schema."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from pydantic import ValidationError
+
+from cutaway.config.node import build_config_error
+from cutaway.config.transformer import CONFIG_ADAPTER, Config, TransformerConfig
+from cutaway.errors import ConfigError
+from cutaway.pretrained import find_pretrained
+
+MAX_FILE_BYTES = 64 << 20
+"""Maximum size of a configuration file."""
+
+
+def config(source: Config | Mapping[str, Any] | str | Path) -> Config:
+    """Load a Config from a preset name, a dict, a .toml or .json file, or a model directory (its config.json)."""
+    if isinstance(source, TransformerConfig):
+        return source
+    if isinstance(source, Mapping):
+        return _parse_config(dict(source))
+    if not isinstance(source, str | Path) or not str(source):
+        raise ConfigError(f"{source!r} is not a configuration; pass a preset name, a dict, or a .toml or .json file")
+    path = Path(source)
+    if path.suffix in (".toml", ".json"):
+        return _parse_config(read_config_file(path))
+    if path_satisfies(path, Path.is_dir):
+        return _parse_config(read_config_file(_find_config_file(path)))
+    if (own := find_pretrained(str(source))) is not None:
+        return _parse_config(read_config_file(_find_config_file(own)))
+    from cutaway.config.presets import PRESETS, build_preset
+
+    if str(source) not in PRESETS and path_satisfies(path, Path.exists):
+        raise ConfigError(f"'{source}' is not a configuration; pass a .toml or .json file, or a model directory")
+    return build_preset(str(source))
+
+
+def _parse_config(data: dict[str, Any]) -> Config:
+    """Parse a cutaway or transformers configuration. `families` is resolved by name: config must not import it."""
+    if "form" in data or not ("model_type" in data or "architectures" in data):
+        return _validate(data["config"] if data.keys() == {"format", "config"} else data)
+    read: Callable[[Mapping[str, Any]], Config] = resolve_name("cutaway.families:config_from_hf")
+    return read(data)
+
+
+def _find_config_file(directory: Path) -> Path:
+    for name in ("cutaway.json", "config.json"):
+        try:
+            if (directory / name).is_file():
+                return directory / name
+        except OSError as error:
+            raise ConfigError(f"'{directory}' cannot be opened: {error.strerror}") from None
+    raise ConfigError(
+        f"'{directory}' has no config.json; pass a model directory, a configuration file or a preset name"
+    )
+
+
+def path_satisfies(path: Path, predicate: Callable[[Path], bool]) -> bool:
+    """Evaluate `predicate`; False if `path` is not a valid file name."""
+    try:
+        return predicate(path)
+    except (OSError, ValueError):
+        return False
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of a Config, for editor completion and validation."""
+    body: dict[str, Any] = _one_of_to_any_of(CONFIG_ADAPTER.json_schema())
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "cutaway model"} | body
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The configuration as plain data, with tags first; `config(...)` reads it back."""
+    data: dict[str, Any] = _sort_tags_first(config.model_dump(mode="json", exclude_none=True))
+    return data
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as TOML."""
+    return "\n".join(_format_toml_table((), to_dict(config))) + "\n"
+
+
+def to_json(config: Config) -> str:
+    """The configuration as JSON."""
+    return json.dumps(to_dict(config), indent=2) + "\n"
+
+
+def _one_of_to_any_of(value: Any) -> Any:
+    """Replace oneOf by anyOf: a table without a `kind` has a default and may match several variants."""
+    if isinstance(value, list):
+        return [_one_of_to_any_of(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        "anyOf" if key == "oneOf" else key: _one_of_to_any_of(item)
+        for key, item in value.items()
+        if key != "discriminator"
+    }
+
+
+def _sort_tags_first(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_sort_tags_first(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _sort_tags_first(value[key]) for key in sorted(value, key=lambda key: key not in ("form", "kind"))}
+
+
+def _validate(data: dict[str, Any]) -> Config:
+    try:
+        return CONFIG_ADAPTER.validate_python(data)
+    except ValidationError as error:
+        raise build_config_error(error, data) from None
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Read a .toml or .json file."""
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ConfigError(f"'{path}' is not a regular file; pass the path of a .toml or .json file")
+        with path.open("rb") as file:  # pipes and devices were rejected above
+            raw = file.read(MAX_FILE_BYTES + 1)
+        if len(raw) > MAX_FILE_BYTES:
+            raise ConfigError(
+                f"'{path}' has more than {MAX_FILE_BYTES:,} bytes, so it is not a configuration; pass another file"
+            )
+        text = raw.decode("utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"'{path}' does not exist; pass the path of a .toml or .json file") from None
+    except (OSError, ValueError) as error:  # unreadable, or not UTF-8
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"'{path}' cannot be read as text: {error}") from None
+    try:
+        data = _parse_toml(text) if path.suffix == ".toml" else json.loads(text)
+    except ValueError as error:  # the parsers' errors are ValueErrors
+        raise ConfigError(f"'{path}' is not valid {path.suffix[1:].upper()}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"'{path}' is nested too deeply to be a configuration") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"'{path}' holds a {type(data).__name__}, not a table of keys")
+    return {key: value for key, value in data.items() if key != "$schema"}
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    import tomllib  # imported only for TOML files
+
+    return tomllib.loads(text)
+
+
+def _format_toml_table(path: tuple[str, ...], table: dict[str, Any]) -> list[str]:
+    plain = {key: value for key, value in table.items() if not _is_table(value)}
+    lines = [f"{key} = {_format_toml_value(value)}" for key, value in plain.items()]
+    for key, value in table.items():
+        if isinstance(value, dict):
+            inner = (*path, key)
+            lines += ["", f"[{'.'.join(inner)}]", *_format_toml_table(inner, value)]
+        elif _is_table(value):
+            inner = (*path, key)
+            for item in value:
+                lines += ["", f"[[{'.'.join(inner)}]]", *_format_toml_table(inner, item)]
+    return lines
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and bool(value) and isinstance(value[0], dict))
+
+
+def _format_toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return "[" + ", ".join(_format_toml_value(item) for item in value) + "]"
+    return json.dumps(value) if isinstance(value, str) else repr(value)

@@ -1,0 +1,71 @@
+"""How well a model tells text, and the measures of information behind it, which need no torch.
+
+ct.evaluate(checkpoint, texts)                   loss, perplexity, bits per byte and calibration of a model on texts
+ct.evaluate.entropy([0.9, 0.1])                  of probabilities; logits=… or samples=…; unit="bits" or "nats"
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from cutaway.callable_module import make_callable
+from cutaway.evaluate.calibration import Calibration, evaluate_calibration
+from cutaway.evaluate.information import (
+    bits_per_byte,
+    cross_entropy,
+    entropy,
+    kl_divergence,
+    mutual_information,
+    perplexity,
+)
+
+if TYPE_CHECKING:
+    from cutaway.evaluate.causal_lm import evaluate_causal_lm
+    from cutaway.evaluate.masked_lm import evaluate_masked_lm
+    from cutaway.evaluate.results import CausalLMResult
+    from cutaway.evaluate.seq2seq import evaluate_seq2seq
+
+_LAZY_MODULES = {
+    "evaluate_causal_lm": "causal_lm",
+    "evaluate_masked_lm": "masked_lm",
+    "evaluate_seq2seq": "seq2seq",
+}
+
+__all__ = [
+    "Calibration",
+    "bits_per_byte",
+    "cross_entropy",
+    "entropy",
+    "evaluate_calibration",
+    "evaluate_causal_lm",
+    "evaluate_masked_lm",
+    "evaluate_seq2seq",
+    "kl_divergence",
+    "mutual_information",
+    "perplexity",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY_MODULES:
+        raise AttributeError(f"cutaway.evaluate has no '{name}'; it has {', '.join(__all__)}")
+    return getattr(import_module(f"cutaway.evaluate.{_LAZY_MODULES[name]}"), name)
+
+
+def _evaluate_texts(
+    checkpoint: Any,
+    texts: Any,
+    *,
+    context: int | None = None,
+    stride: int | None = None,
+    batch_size: int | None = None,
+    progress: Any = None,
+) -> "CausalLMResult":
+    """How well a decoder tells texts; `evaluate_causal_lm` says what the options are. Torch is imported by the call."""
+    from cutaway.evaluate.causal_lm import evaluate_causal_lm
+
+    return evaluate_causal_lm(
+        checkpoint, texts, context=context, stride=stride, batch_size=batch_size, progress=progress
+    )
+
+
+make_callable(__name__, _evaluate_texts)

@@ -1,0 +1,131 @@
+"""An answer while it grows: tokens become text, and text ends where its request says."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cutaway.generate.engine.stop_strings import StopStrings
+from cutaway.generate.sampling.sampling_params import SamplingParams
+from cutaway.tokenizer import Tokenizer
+
+
+@dataclass
+class Completion:
+    """A finished answer."""
+
+    tokens: list[int]
+    """All that were generated, the one that ended it included."""
+    text: str | None = None
+    """Without the end token or stop string; None without a tokenizer."""
+    finish_reason: str = "length"
+    """'stop' (an end token or stop string), 'length' or 'abort'."""
+    stop_reason: int | str | None = None
+    """The token or string that ended it."""
+    prompt_tokens: int = 0
+    seed: int | None = None
+    score: float | None = None
+    """A beam's: the sum of log-probabilities over length to the power of the length penalty."""
+    logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+
+
+@dataclass
+class CompletionChunk:
+    """What one step adds to an answer; several tokens may pass before text is certain."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+
+
+class OutputProcessor:
+    """Takes tokens one by one, gives text as it becomes certain, and says when it is over."""
+
+    def __init__(
+        self,
+        sampling_params: SamplingParams,
+        max_tokens: int,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: Iterable[int] = (),
+        prompt_tokens: Sequence[int] = (),
+    ) -> None:
+        """`max_tokens`: tokens at most. `prompt_tokens`: the text that the answer continues."""
+        self.max_tokens = max_tokens
+        self.stop_token_ids = {*sampling_params.stop_token_ids, *(() if sampling_params.ignore_eos else eos_token_ids)}
+        self.detokenizer = None if tokenizer is None else tokenizer.decode_stream(prefix_ids=prompt_tokens)
+        self.stop_strings = (
+            StopStrings(sampling_params.stop) if sampling_params.stop and tokenizer is not None else None
+        )
+        self.num_logprobs = sampling_params.logprobs
+        self.tokens: list[int] = []
+        self.text_chunks: list[str] = []
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[dict[int, float]] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    def append_token(
+        self,
+        token: int,
+        logprob: float | None = None,
+        top_logprobs: dict[int, float] | None = None,
+        *,
+        forced_eos: bool = False,
+    ) -> CompletionChunk:
+        """One more token; what it adds to the text that may be shown. `forced_eos`: it was put there to end it."""
+        self.tokens.append(token)
+        piece = CompletionChunk(tokens=[token])
+        if self.num_logprobs is not None and logprob is not None:
+            self.logprobs.append(logprob)
+            piece.logprobs = [logprob]
+            if top_logprobs is not None:
+                self.top_logprobs.append(top_logprobs)
+                piece.top_logprobs = [top_logprobs]
+        if forced_eos:
+            self.set_finish_reason("length")
+        elif token in self.stop_token_ids:
+            self.set_finish_reason("stop", token)
+        elif self.detokenizer is not None:
+            piece.text = self._check_stop_strings(self.detokenizer.push(token))
+        if self.finish_reason is None and len(self.tokens) >= self.max_tokens:
+            self.set_finish_reason("length")
+        if self.finish_reason is not None:
+            piece.text += self.flush()
+        self.text_chunks.append(piece.text)
+        return piece
+
+    def _check_stop_strings(self, text: str) -> str:
+        """The part of new text that no stop string can take back; ends the answer if one is found."""
+        if self.stop_strings is None or not text:
+            return text
+        shown = self.stop_strings.feed(text)
+        if self.stop_strings.found is not None:
+            self.set_finish_reason("stop", self.stop_strings.found)
+        return shown
+
+    def set_finish_reason(self, finish_reason: str, stop_reason: int | str | None = None) -> None:
+        if self.finish_reason is None:
+            self.finish_reason, self.stop_reason = finish_reason, stop_reason
+
+    def flush(self) -> str:
+        """The text that was held back until the end."""
+        if self.detokenizer is None:
+            return ""
+        if isinstance(self.stop_reason, str):
+            return ""
+        rest = self._check_stop_strings(self.detokenizer.finish())
+        return (
+            rest if self.stop_strings is None or isinstance(self.stop_reason, str) else rest + self.stop_strings.flush()
+        )
+
+    def to_completion(self, *, prompt_tokens: int, seed: int | None) -> Completion:
+        return Completion(
+            tokens=self.tokens,
+            text=None if self.detokenizer is None else "".join(self.text_chunks),
+            finish_reason=self.finish_reason or "abort",
+            stop_reason=self.stop_reason,
+            prompt_tokens=prompt_tokens,
+            seed=seed,
+            logprobs=None if self.num_logprobs is None else self.logprobs,
+            top_logprobs=self.top_logprobs or None,
+        )

@@ -1,0 +1,112 @@
+"""A decoder for steps on the CPU: the same equations over packed products, with those of one x made one."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cutaway.generate.fast.cpu_linear import (
+    Bf16Linear,
+    FusedLinear,
+    GemvLinear,
+    Int8DynamicLinear,
+    PackedLinear,
+    UnpackedLinear,
+    WeightOnlyBf16Linear,
+    WeightOnlyInt8Linear,
+)
+from cutaway.generate.fast.packed_weights import concat_linears
+from cutaway.model import Transformer
+from cutaway.model.attention import MultiHead
+from cutaway.model.ffn import GatedMLP
+
+
+class FusedQKVAttention(MultiHead):
+    """Attention with q, k and v in one product."""
+
+    qkv: FusedLinear
+
+    def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.qkv(x)
+        return self.q_norm(self.split_heads(q)), self.k_norm(self.split_heads(k)), self.split_heads(v)
+
+
+class FusedGatedMLP(GatedMLP):
+    """A gated FFN with both products in one."""
+
+    gate_up: FusedLinear
+
+    def project_gate_up(self, x: Tensor, *offsets: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = self.gate_up(x)
+        return gate, up
+
+
+class PackedHead(nn.Module):
+    """logits = cap(scale · (x·Eᵀ + b)) over a packed E."""
+
+    def __init__(self, head: Any, linear: PackedLinear) -> None:
+        super().__init__()
+        self.transform, self.scale, self.softcap, self.linear = head.transform, head.scale, head.softcap, linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.transform is None else self.transform(x)
+        logits = self.linear(x)
+        logits = logits if self.scale == 1.0 else logits * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def build_cpu_decode_model(model: Transformer, linear_class: type[PackedLinear]) -> Transformer:
+    """The model again for single steps, its decoder's and head's matrices packed; the model itself stays as it is."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    again = copy.deepcopy(model, shared)
+    head: Any = again.head
+    again.head = PackedHead(head, linear_class(head.matrix.weight, head.bias))
+    _pack_linears(again.stacks["decoder"], linear_class)
+    return again
+
+
+def _pack_linears(module: nn.Module, linear_class: type[PackedLinear]) -> None:
+    """Every matrix below this module."""
+    for name, child in list(module.named_children()):
+        if type(child) is MultiHead:
+            heads = _recast_module(child, FusedQKVAttention)
+            heads.qkv = _fuse_linears(linear_class, child.q, child.k, child.v)
+            del heads.q, heads.k, heads.v
+            setattr(module, name, heads)
+            child = heads
+        elif type(child) is GatedMLP and isinstance(child.gate, nn.Linear):
+            gated = _recast_module(child, FusedGatedMLP)
+            gated.gate_up = _fuse_linears(linear_class, child.gate, child.up)
+            del gated.gate, gated.up
+            setattr(module, name, gated)
+            child = gated
+        elif isinstance(child, nn.Linear):
+            setattr(module, name, linear_class.from_linear(child))
+            continue
+        _pack_linears(child, linear_class)
+
+
+def _fuse_linears(linear_class: type[PackedLinear], *layers: Any) -> FusedLinear:
+    weight = concat_linears(*layers)
+    return FusedLinear(linear_class(weight.values, weight.bias), [layer.out_features for layer in layers])
+
+
+def _recast_module(module: nn.Module, new_class: type[nn.Module]) -> Any:
+    """The same module as one of a class that computes it another way."""
+    other = new_class.__new__(new_class)
+    other.__dict__ = {**module.__dict__, "_modules": dict(module._modules)}
+    return other
+
+
+def select_linear_class(
+    model: Transformer, weight_bits: int | None, *, single_row_compiled: bool
+) -> type[PackedLinear] | None:
+    """What reads the fewest bytes for these bits; None if the model's own products are best."""
+    if weight_bits == 8:
+        return WeightOnlyInt8Linear if single_row_compiled else Int8DynamicLinear
+    if weight_bits == 16 or (weight_bits is None and model.dtype == torch.bfloat16):
+        return WeightOnlyBf16Linear if single_row_compiled else Bf16Linear
+    if model.dtype != torch.float32:
+        return None
+    return GemvLinear if single_row_compiled else UnpackedLinear

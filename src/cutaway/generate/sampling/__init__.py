@@ -1,0 +1,1 @@
+"""Sampling: its parameters, the processing of logits, and drawing the next token."""

@@ -1,0 +1,1 @@
+"""Speculative decoding: proposing draft tokens, and accepting or rejecting them."""

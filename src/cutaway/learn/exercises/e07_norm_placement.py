@@ -1,0 +1,228 @@
+# %% [markdown]
+# # 7 · Pre-norm and post-norm
+#
+# A block has two branches, attention and a feed-forward layer. Each reads the stream $x$ and **adds** to it. Where the
+# norm stands is all that tells the two placements apart:
+#
+# ```
+#   pre-norm    ──┬── norm1 ── attention ── + ──┬── norm2 ── ffn ── + ──
+#                 └─────────────────────────┘   └───────────────────┘
+#
+#   post-norm   ──┬── attention ── + ── norm1 ──┬── ffn ── + ── norm2 ──
+#                 └────────────────┘            └──────────┘
+# ```
+#
+# Write each as two lines of the form x = …
+#
+# With pre-norm nothing ever touches the stream itself: from the embedding to the end there is a path of additions
+# only, and gradients flow back along it unchanged. The price: nobody has normed the stream when it reaches the head,
+# so the model ends in one norm more. Post-norm (the [2017 Transformer](https://arxiv.org/abs/1706.03762), BERT) norms
+# the stream at every step.
+#
+# **Numbers to begin with.** The stream is $((1, 2), (3, 4))$, attention gives zeros, the feed-forward layer is a ReLU,
+# norms are RMSNorms with $\gamma = 1$. Pre-norm gives $((1.632, 3.265), (3.849, 5.131))$: the stream, and the normed
+# stream added to it. The theory is in notebooks 4 and 5, residuals and gradients.
+
+# %%
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Branch = Callable[[Tensor], Tensor]
+
+
+# %%
+def pre_norm(x: Tensor, attention: Branch, ffn: Branch, norm1: Branch, norm2: Branch) -> Tensor:
+    """The stream (token, width) after one pre-norm block."""
+    # begin solution
+    x = x + attention(norm1(x))
+    return x + ffn(norm2(x))
+    # end solution
+
+
+# %%
+def post_norm(x: Tensor, attention: Branch, ffn: Branch, norm1: Branch, norm2: Branch) -> Tensor:
+    """The stream (token, width) after one post-norm block."""
+    # begin solution
+    x = norm1(x + attention(x))
+    return norm2(x + ffn(x))
+    # end solution
+
+
+# %%
+def pre_norm_model(x: Tensor, blocks: Sequence[Branch], final_norm: Branch) -> Tensor:
+    """What the head reads: the stream after all pre-norm blocks (each takes and gives a stream) and what follows."""
+    # begin solution
+    for block in blocks:
+        x = block(x)
+    return final_norm(x)
+    # end solution
+
+
+# %% [markdown]
+# Try the numbers from above, then ask: `cutaway learn check 7`.
+
+
+# %%
+def rms_normalize(x: Tensor) -> Tensor:
+    return x / x.square().mean(-1, keepdim=True).sqrt()
+
+
+pre_norm(torch.tensor([[1.0, 2], [3, 4]]), torch.zeros_like, torch.relu, rms_normalize, rms_normalize)
+
+# %% checker
+from cutaway.learn.exercises.task import Case, FunctionTask, MistakeSet  # noqa: E402
+
+MINUTES = 15
+NOTEBOOK = "05_gradients"
+SITE = "resid_post"
+HINTS = (
+    "Two lines a block, each of the form x = …; the second reads what the first gave.",
+    "Pre-norm: the norm is the first thing a branch does, and what stands before the + is the stream as it was. "
+    "Post-norm: the norm is the last thing of a line.",
+    "x = x + attention(norm1(x)); x = x + ffn(norm2(x)). And: x = norm1(x + attention(x)); x = norm2(x + ffn(x)). "
+    "The model: blocks one after another, then final_norm.",
+)
+
+
+def wrong_pre_norm(
+    mistakes: MistakeSet, x: Tensor, attention: Branch, ffn: Branch, norm1: Branch, norm2: Branch
+) -> Tensor:
+    norm2 = norm1 if "one norm used twice" in mistakes else norm2
+    if "post-norm in place of pre-norm" in mistakes:
+        return post_norm(x, attention, ffn, norm1, norm2)
+    if "norm behind the branch" in mistakes:
+        middle = x + norm1(attention(x))
+        return middle + norm2(ffn(middle))
+    if "norm on the stream" in mistakes:
+        normed = norm1(x)
+        middle = normed + attention(normed)
+        normed = norm2(middle)
+        return normed + ffn(normed)
+    keep = 0.0 if "no residual" in mistakes else 1.0
+    middle = keep * x + attention(x if "attention reads without norm" in mistakes else norm1(x))
+    read = x if "both branches read the same" in mistakes else middle
+    return keep * middle + ffn(read if "the FFN reads without norm" in mistakes else norm2(read))
+
+
+def wrong_post_norm(
+    mistakes: MistakeSet, x: Tensor, attention: Branch, ffn: Branch, norm1: Branch, norm2: Branch
+) -> Tensor:
+    norm2 = norm1 if "one norm used twice" in mistakes else norm2
+    if "pre-norm in place of post-norm" in mistakes:
+        return pre_norm(x, attention, ffn, norm1, norm2)
+    if "norm behind the branch" in mistakes:
+        middle = x + norm1(attention(x))
+        return middle + norm2(ffn(middle))
+    keep = 0.0 if "no residual" in mistakes else 1.0
+    summed = keep * x + attention(x)
+    middle = summed if "the first norm forgotten" in mistakes else norm1(summed)
+    read = summed if "the FFN reads before the norm" in mistakes else middle
+    out = keep * middle + ffn(read)
+    return out if "the last norm forgotten" in mistakes else norm2(out)
+
+
+def wrong_pre_norm_model(mistakes: MistakeSet, x: Tensor, blocks: Sequence[Branch], final_norm: Branch) -> Tensor:
+    if "final norm first" in mistakes:
+        x = final_norm(x)
+    for block in blocks[:-1] if "last block left out" in mistakes else blocks:
+        x = x + block(x) if "the stream added twice" in mistakes else block(x)
+        x = final_norm(x) if "norm on the stream" in mistakes else x
+    return x if {"final norm forgotten", "final norm first", "norm on the stream"} & mistakes else final_norm(x)
+
+
+def scaled_norm(scale: Tensor) -> Branch:
+    return lambda x: scale * rms_normalize(x)
+
+
+def toy_attention(x: Tensor) -> Tensor:
+    """A stand-in for attention: each token reads the mean of those before it."""
+    return x.cumsum(0) / torch.arange(1, len(x) + 1)[:, None]
+
+
+def toy_ffn(x: Tensor) -> Tensor:
+    """A stand-in for a feed-forward layer."""
+    return torch.tanh(x.flip(-1) * 1.5 + 0.3)
+
+
+def random_resid(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 2 + 1
+
+
+def random_norms(d_model: int) -> tuple[Branch, Branch]:
+    return scaled_norm(torch.linspace(0.5, 2, d_model)), scaled_norm(torch.linspace(1.5, 0.7, d_model))
+
+
+TOY_BLOCKS = [
+    Case(
+        "for the numbers of the task",
+        (torch.tensor([[1.0, 2], [3, 4]]), torch.zeros_like, torch.relu, rms_normalize, rms_normalize),
+    ),
+    Case(
+        "for three tokens, with two norms of their own",
+        (random_resid(1, 3, 4), toy_attention, toy_ffn, *random_norms(4)),
+    ),
+    Case("for one token", (random_resid(2, 1, 5), toy_attention, toy_ffn, *random_norms(5))),
+]
+RESIDUAL_HINT = (
+    "a branch adds to the stream: x + …; without the stream nothing is left of the embedding after one block"
+)
+TWO_NORMS_HINT = "norm1 and norm2 have weights of their own: the feed-forward layer's is norm2"
+BRANCH_NORM_HINT = "the norm stands behind the branch and before the +: that is neither of the two"
+TASKS = [
+    FunctionTask(
+        pre_norm,
+        TOY_BLOCKS,
+        wrong_pre_norm,
+        {
+            "norm on the stream": "the stream itself was normed, and its path of additions is cut: only what a "
+            "branch reads is normed, x + attention(norm1(x))",
+            "no residual": RESIDUAL_HINT,
+            "post-norm in place of pre-norm": "that is post-norm: here the norm stands before the branch, not behind "
+            "the +",
+            "norm behind the branch": BRANCH_NORM_HINT,
+            "both branches read the same": "the feed-forward layer reads the stream before attention added to it: "
+            "that is a parallel block",
+            "attention reads without norm": "attention reads norm1(x), not x",
+            "the FFN reads without norm": "the feed-forward layer reads norm2(x), not x",
+            "one norm used twice": TWO_NORMS_HINT,
+        },
+        ("token", "number"),
+    ),
+    FunctionTask(
+        post_norm,
+        TOY_BLOCKS,
+        wrong_post_norm,
+        {
+            "pre-norm in place of post-norm": "that is pre-norm: here the norm is taken of the sum, x + attention(x)",
+            "norm behind the branch": BRANCH_NORM_HINT,
+            "no residual": RESIDUAL_HINT,
+            "the first norm forgotten": "after attention the sum is normed too, by norm1",
+            "the last norm forgotten": "the block ends in norm2 of the sum",
+            "the FFN reads before the norm": "the feed-forward layer reads what norm1 gave",
+            "one norm used twice": TWO_NORMS_HINT,
+        },
+        ("token", "number"),
+    ),
+    FunctionTask(
+        pre_norm_model,
+        [
+            Case(
+                "for two blocks",
+                (random_resid(3, 2, 4), [lambda x: x + toy_attention(x), lambda x: x + toy_ffn(x)], random_norms(4)[0]),
+            ),
+            Case("for one block", (random_resid(4, 1, 3), [lambda x: x + toy_ffn(x)], random_norms(3)[1])),
+            Case("for no block at all", (random_resid(5, 2, 3), [], random_norms(3)[0])),
+        ],
+        wrong_pre_norm_model,
+        {
+            "final norm forgotten": "with pre-norm nobody has normed the stream: the model ends in final_norm",
+            "norm on the stream": "the stream is normed after every block; final_norm comes once, at the end",
+            "final norm first": "final_norm comes after the blocks",
+            "the stream added twice": "a block gives the whole stream already: x = block(x)",
+            "last block left out": "all blocks are gone through, the last too",
+        },
+        ("token", "number"),
+    ),
+]

@@ -1,0 +1,20 @@
+"""Sites of any other nn.Module: the paths of its parts, with `.in` and `.out`, the first tensor of each."""
+
+from torch import nn
+
+from cutaway.lens.hook_conversions import HookConversion
+from cutaway.lens.sites import Site, SiteKind, SiteMap
+
+
+def module_sites(model: nn.Module, reason: str) -> SiteMap:
+    """What each module inside is given and gives back."""
+    paths = [(path, module) for path, module in model.named_modules() if path]
+    kinds: tuple[SiteKind, ...] = ("in", "out")
+    return SiteMap(
+        (
+            Site(f"{path}.{kind}", "", module, kind, conversion=HookConversion())
+            for path, module in paths
+            for kind in kinds
+        ),
+        {"*": reason},
+    )

@@ -1,0 +1,38 @@
+"""Activation checkpointing: recompute a block's activations in the backward pass instead of storing them."""
+
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+ActivationCheckpointing = Literal["none", "selective", "full"]
+"""Store all activations; store only outputs of matrix products and attention; store only block inputs."""
+ACTIVATION_CHECKPOINTING_MODES: tuple[ActivationCheckpointing, ...] = get_args(ActivationCheckpointing)
+
+aten = torch.ops.aten
+SAVED_OPS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.higher_order.flex_attention,
+}
+
+
+def _selective_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def run_block(mode: ActivationCheckpointing, block: nn.Module, x: Tensor, context: Any) -> Tensor:
+    """Compute block(x, context), storing activations for the backward pass as `mode` says."""
+    if mode == "none" or not (block.training and torch.is_grad_enabled()):
+        return block(x, context)
+    if mode == "full":
+        return checkpoint(block, x, context, use_reentrant=False)
+    contexts = partial(create_selective_checkpoint_contexts, _selective_policy)
+    return checkpoint(block, x, context, use_reentrant=False, context_fn=contexts)

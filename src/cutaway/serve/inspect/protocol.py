@@ -1,0 +1,82 @@
+"""What the page is answered: data and tensors in one piece, in the layout of safetensors. Pieces come as frames.
+
+A frame is its length (4 bytes, little-endian), its kind (1 byte) and what it holds.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from cutaway.errors import InputError
+from cutaway.lens.analysis.labeled_tensor import replace_nonfinite
+
+PROGRESS, RESULT, ERROR, PARTIAL = range(4)
+"""Kinds of frames: {completed, total, description} as JSON; the result; {message} as JSON; a partial result."""
+
+
+@dataclass(frozen=True)
+class QueryResult:
+    """Data, which JSON can hold, and tensors by name."""
+
+    data: dict[str, Any]
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def to_safetensors(self) -> bytes:
+        """As a safetensors file whose metadata hold the data; numbers as fp32, whole ones and truths as they are."""
+        data = json.dumps(replace_nonfinite(self.data), allow_nan=False, separators=(",", ":"))
+        return save({name: _to_wire_tensor(each) for name, each in self.tensors.items()}, {"data": data})
+
+
+def _to_wire_tensor(value: Tensor) -> Tensor:
+    value = value.detach().as_subclass(Tensor).cpu().contiguous()
+    if value.dtype == torch.bool:
+        return value.to(torch.uint8)
+    if value.dtype == torch.int64:
+        return value.to(torch.int32)
+    return value if value.dtype in (torch.uint8, torch.int32) else value.float()
+
+
+def encode_frame(kind: int, payload: bytes) -> bytes:
+    return len(payload).to_bytes(4, "little") + bytes([kind]) + payload
+
+
+def encode_json_frame(kind: int, data: Mapping[str, Any]) -> bytes:
+    return encode_frame(kind, json.dumps(data).encode())
+
+
+class QueryCancelled(Exception):  # noqa: N818  # what happened, as it reads at a `raise`
+    """Nobody waits for the answer any more."""
+
+
+class QueryJob:
+    """Who asks is told how far it is; whoever works asks now and then whether anybody still waits."""
+
+    def __init__(self, send: Callable[[bytes], None] = lambda frame: None, timeout: float = float("inf")) -> None:
+        self.send, self.timeout = send, timeout
+        self.cancelled = threading.Event()
+        self.deadline = time.monotonic() + timeout
+
+    def check_cancelled(self) -> None:
+        if self.cancelled.is_set():
+            raise QueryCancelled
+        if time.monotonic() > self.deadline:
+            raise InputError(f"this took more than {self.timeout:.0f} s, and was given up; ask for less")
+
+    def report_progress(self, completed: int, total: int, description: str = "") -> None:
+        self.check_cancelled()
+        self.send(encode_json_frame(PROGRESS, {"completed": completed, "total": total, "description": description}))
+
+    def send_partial(self, result: QueryResult) -> None:
+        """Some of the answer, as it comes."""
+        self.check_cancelled()
+        self.send(encode_frame(PARTIAL, result.to_safetensors()))
+
+    def send_result(self, result: QueryResult) -> None:
+        self.send(encode_frame(RESULT, result.to_safetensors()))

@@ -1,0 +1,57 @@
+"""Every question by its name."""
+
+from typing import TYPE_CHECKING
+
+from cutaway.serve.inspect.queries.ablation_results import AblationResults
+from cutaway.serve.inspect.queries.activation import Activation
+from cutaway.serve.inspect.queries.attention import (
+    AttentionByLayer,
+    AttentionHead,
+    AttentionLayers,
+    AttentionRow,
+    AttentionThumbnails,
+    HeadTypes,
+)
+from cutaway.serve.inspect.queries.consistency_check import ConsistencyCheck
+from cutaway.serve.inspect.queries.edit_effect import EditEffect
+from cutaway.serve.inspect.queries.generation import FillMask, Generate
+from cutaway.serve.inspect.queries.gradient_norms import GradientsByDepth, GradientsByPlacement
+from cutaway.serve.inspect.queries.lessons import ExerciseProgress, Lessons
+from cutaway.serve.inspect.queries.logit_attribution import LogitAttribution
+from cutaway.serve.inspect.queries.model_info import ModelInfo, Tokenize
+from cutaway.serve.inspect.queries.model_size import MemoryFit, ModelSizes, SizeCatalog
+from cutaway.serve.inspect.queries.next_token import NextToken
+from cutaway.serve.inspect.queries.residual_stream import ResidualNorms, TokenJourney
+from cutaway.serve.inspect.queries.run_metrics import RunMetrics
+
+if TYPE_CHECKING:
+    from cutaway.serve.inspect.queries.base import Query
+
+QUERIES: dict[str, "type[Query]"] = {
+    "model_info": ModelInfo,
+    "tokenize": Tokenize,
+    "residual_norms": ResidualNorms,
+    "journey": TokenJourney,
+    "attention_layers": AttentionLayers,
+    "attention_thumbnails": AttentionThumbnails,
+    "attention_head": AttentionHead,
+    "attention_row": AttentionRow,
+    "logit_attribution": LogitAttribution,
+    "head_types": HeadTypes,
+    "generate": Generate,
+    "fill_mask": FillMask,
+    "activation": Activation,
+    "next_token": NextToken,
+    "attention_by_layer": AttentionByLayer,
+    "consistency_check": ConsistencyCheck,
+    "edit_effect": EditEffect,
+    "ablation_results": AblationResults,
+    "gradients_by_placement": GradientsByPlacement,
+    "gradients_by_depth": GradientsByDepth,
+    "run_metrics": RunMetrics,
+    "size_catalog": SizeCatalog,
+    "model_sizes": ModelSizes,
+    "memory_fit": MemoryFit,
+    "lessons": Lessons,
+    "exercise_progress": ExerciseProgress,
+}

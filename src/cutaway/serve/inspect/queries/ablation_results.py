@@ -1,0 +1,70 @@
+"""Ablation study results that come with cutaway: components ablated in trained weights, and trained without."""
+
+import json
+from functools import cache
+from typing import Any
+
+from cutaway.pretrained import ABLATIONS_FILE
+from cutaway.serve.inspect.inspector import Inspector
+from cutaway.serve.inspect.protocol import QueryJob, QueryResult
+from cutaway.serve.inspect.queries.base import Query
+from cutaway.train.ablate.studies import FULL_MODEL
+
+BASELINE = "baseline"
+ABLATION_PAIRS = (
+    ("skip", "a block fewer", "without a middle block", "a block fewer", BASELINE),
+    ("swap", "FFN before attention", "FFN before attention", "FFN before attention", BASELINE),
+    ("final_norm", "no final norm", "without the final norm", "no final norm", BASELINE),
+    ("positions", "no positions", "without positions", "no positions", BASELINE),
+    ("head", "a head fewer", "without a middle block's greatest head", "a head fewer", BASELINE),
+    ("mask", "no mask", "without mask", "no mask", "with the mask"),
+)
+"""Edit, component, condition of the ablated full model, variant that was trained so, condition of that variant."""
+NOT_RETRAINED = (("no_residual", "no residual"),)
+
+
+class AblationResults(Query):
+    """Parts taken out of trained weights, beside models trained without them: results that come with cutaway."""
+
+    def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
+        return QueryResult(pair_ablated_and_retrained(load_ablation_results()))
+
+
+@cache
+def load_ablation_results() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(ABLATIONS_FILE.read_text(encoding="utf-8"))
+    return found
+
+
+def pair_ablated_and_retrained(results: dict[str, Any]) -> dict[str, Any]:
+    """Both losses of each part, on the same text, with their intervals over seeds."""
+    losses = {(row["variant"], row["condition"]): row for row in results["measurements"] if row["metric"] == "loss"}
+
+    def loss_interval(variant: str, condition: str) -> dict[str, Any]:
+        row = losses[variant, condition]
+        return {name: row[name] for name in ("mean", "half_width", "count")}
+
+    rows: list[dict[str, Any]] = [
+        {
+            "edit": edit,
+            "component": component,
+            "ablated": loss_interval(FULL_MODEL, cut),
+            "retrained": loss_interval(variant, condition),
+        }
+        for edit, component, cut, variant, condition in ABLATION_PAIRS
+    ]
+    rows += [
+        {"edit": edit, "component": component, "ablated": None, "retrained": None} for edit, component in NOT_RETRAINED
+    ]
+    model, training = results["recipe"]["model"], results["recipe"]["training"]
+    return {
+        "baseline": loss_interval(FULL_MODEL, BASELINE),
+        "rows": rows,
+        "unmasked_loss": loss_interval("no mask", BASELINE),
+        "seeds": results["seeds"],
+        "layers": model["decoder"]["layers"],
+        "d_model": model["d_model"],
+        "max_steps": training["max_steps"],
+        "command": results["command"],
+        "findings": results["findings"],
+    }

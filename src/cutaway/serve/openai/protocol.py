@@ -1,0 +1,130 @@
+"""What clients send, by strict types. What would change the answer and is not here is refused; the rest is ignored."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cutaway.serve.errors import APIError
+
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+PromptInput = str | list[str] | list[TokenId] | list[list[TokenId]]
+NO_OP_VALUES: tuple[Any, ...] = (None, False, [], {})
+UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "chat_template": (),
+    "chat_template_kwargs": (),
+    "dimensions": (),
+    "documents": (),
+    "echo": (),
+    "function_call": ("none",),
+    "functions": (),
+    "grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Fields that would change the answer, each with the values that change nothing."""
+
+
+class OpenAIBaseModel(BaseModel):
+    """Of every request. Fields that are not named here are kept aside, to be refused or ignored."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model: str | None = None
+
+    def check_unsupported_fields(self) -> None:
+        """An answer that leaves out what was asked for would be a wrong one."""
+        for name, value in (self.model_extra or {}).items():
+            if name in UNSUPPORTED_FIELDS and value not in (*NO_OP_VALUES, *UNSUPPORTED_FIELDS[name]):
+                message = f"{name} is not supported here; leave it out"
+                raise APIError(400, message, param=name, code="unsupported_parameter")
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+    include_usage: bool | None = None
+
+
+class GenerationRequest(OpenAIBaseModel):
+    """How an answer is drawn, and where it ends."""
+
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stop: str | list[str] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    # Beyond OpenAI's, as other servers call them
+    top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.001, le=1000)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    """`/v1/completions`"""
+
+    prompt: PromptInput
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+
+
+class ContentPartText(BaseModel):
+    """A part of a message; text is the only kind here."""
+
+    model_config = ConfigDict(strict=True)
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """One of a chat's."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPartText] | None = None
+    name: str | None = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """`/v1/chat/completions`"""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+
+
+class EmbeddingRequest(OpenAIBaseModel):
+    """`/v1/embeddings`"""
+
+    input: PromptInput
+    encoding_format: Literal["float", "base64"] | None = None
+
+
+class TokenizeRequest(OpenAIBaseModel):
+    """`/tokenize`"""
+
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(OpenAIBaseModel):
+    """`/detokenize`"""
+
+    tokens: list[TokenId]

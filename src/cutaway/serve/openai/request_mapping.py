@@ -1,0 +1,149 @@
+"""From a request's fields to what the engine is asked for; each limit is checked before anything is read."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from cutaway.errors import InputError
+from cutaway.generate import SamplingParams
+from cutaway.serve.errors import APIError
+from cutaway.serve.limits import Limits
+from cutaway.serve.openai.protocol import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    GenerationRequest,
+    PromptInput,
+)
+from cutaway.serve.openai.serving_engine import ServingEngine
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""Of a completion whose request names no number, as with OpenAI."""
+TOKEN_ID_PATTERN = re.compile(r"[0-9]{1,10}")
+
+
+def check_limit(name: str, value: int | None, limit: int, unit: str = "") -> None:
+    if value is not None and value > limit:
+        raise APIError(400, f"{name} is more than {limit}{unit}; give fewer", param=name)
+
+
+def to_sampling_params(request: GenerationRequest, limits: Limits, **overrides: Any) -> SamplingParams:
+    """How the answer is drawn: OpenAI's defaults, not `generate`'s."""
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    check_limit("n", request.n, limits.max_n)
+    check_limit("max_tokens", request.max_tokens, limits.max_tokens)
+    check_limit("min_tokens", request.min_tokens, limits.max_tokens)
+    check_limit("stop", len(stop), limits.max_stop_strings, " strings")
+    check_limit("stop", max(map(len, stop), default=0), limits.max_stop_characters, " characters long")
+    check_limit("stop_token_ids", len(request.stop_token_ids or ()), limits.max_logit_biases, " ids")
+    check_limit("logit_bias", len(request.logit_bias or {}), limits.max_logit_biases, " tokens")
+    if any(TOKEN_ID_PATTERN.fullmatch(key) is None for key in request.logit_bias or {}):
+        raise APIError(400, "logit_bias names tokens by their ids, such as {'50256': -100}", param="logit_bias")
+    asked: dict[str, Any] = {
+        "n": request.n,
+        "max_new_tokens": request.max_tokens,
+        "min_new_tokens": request.min_tokens,
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "top_p": None if request.top_p == 1 else request.top_p,
+        "top_k": request.top_k,
+        "min_p": request.min_p,
+        "presence_penalty": request.presence_penalty,
+        "frequency_penalty": request.frequency_penalty,
+        "repetition_penalty": request.repetition_penalty,
+        "logit_bias": {int(key): bias for key, bias in (request.logit_bias or {}).items()},
+        "stop": stop,
+        "stop_token_ids": request.stop_token_ids,
+        "ignore_eos": request.ignore_eos,
+        "seed": None if request.seed is None else request.seed % 2**63,
+    }
+    try:
+        return SamplingParams(**{name: value for name, value in (asked | overrides).items() if value is not None})
+    except InputError as error:
+        name = str(error).split(maxsplit=1)[0]
+        raise APIError(400, str(error), param=name if name in asked else None) from None
+
+
+def map_completion_request(
+    request: CompletionRequest, serving: ServingEngine
+) -> tuple[Callable[[], list[list[int]]], SamplingParams]:
+    """The prompts, to be read in a thread, and the settings."""
+    limits = serving.limits
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise APIError(400, "best_of other than n is not supported here; leave it out", param="best_of")
+    check_limit("logprobs", request.logprobs, limits.max_logprobs)
+    settings = to_sampling_params(request, limits, logprobs=request.logprobs)
+    if settings.max_new_tokens is None:
+        settings = to_sampling_params(
+            request, limits, logprobs=request.logprobs, max_new_tokens=DEFAULT_COMPLETION_TOKENS
+        )
+    prompts = as_prompt_list(request.prompt, "prompt", limits.max_prompts)
+    check_limit("prompt", len(prompts) * settings.n, limits.max_completions, " answers in all, with n")
+    return build_prompt_encoder(prompts, serving, "prompt"), settings
+
+
+def map_chat_request(
+    request: ChatCompletionRequest, serving: ServingEngine
+) -> tuple[Callable[[], list[list[int]]], SamplingParams]:
+    limits = serving.limits
+    if request.top_logprobs is not None and not request.logprobs:
+        raise APIError(400, "top_logprobs is for logprobs: true; add it, or leave both out", param="top_logprobs")
+    check_limit("top_logprobs", request.top_logprobs, limits.max_top_logprobs)
+    check_limit("max_completion_tokens", request.max_completion_tokens, limits.max_tokens)
+    if request.max_completion_tokens is not None and request.max_tokens not in (None, request.max_completion_tokens):
+        raise APIError(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
+    told = {"max_new_tokens": request.max_completion_tokens or request.max_tokens}
+    settings = to_sampling_params(
+        request, limits, logprobs=(request.top_logprobs or 0) if request.logprobs else None, **told
+    )
+    return build_chat_encoder(request.messages, serving), settings
+
+
+def as_prompt_list(prompts: PromptInput, param: str, limit: int) -> list[str | list[int]]:
+    """One text or several, or their tokens, as several."""
+    several: list[Any] = (
+        [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)
+    )
+    if not several:
+        raise APIError(400, f"{param} is empty; give at least one text", param=param)
+    check_limit(param, len(several), limit, " texts")
+    return several
+
+
+def build_prompt_encoder(
+    prompts: list[str | list[int]], serving: ServingEngine, param: str
+) -> Callable[[], list[list[int]]]:
+    """What reads these texts as tokens. Ids are checked before anything is read."""
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    serving.check_text_length(texts, param)
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            serving.check_prompt_length(len(prompt))
+    tokenizer = serving.get_tokenizer() if texts else None
+
+    def read() -> list[list[int]]:
+        return [tokenizer.encode(one) if isinstance(one, str) and tokenizer else list(one) for one in prompts]  # type: ignore[arg-type]
+
+    return read
+
+
+def build_chat_encoder(messages: list[ChatMessage], serving: ServingEngine) -> Callable[[], list[list[int]]]:
+    """What writes the chat by the checkpoint's template, and reads that as tokens."""
+    tokenizer = serving.get_tokenizer()
+    if tokenizer.chat_template is None:
+        message = "this model has no chat template, so it was made for no chats; use /v1/completions"
+        raise APIError(400, message, code="no_chat_template")
+    check_limit("messages", len(messages), serving.limits.max_messages)
+    plain = [to_template_message(message) for message in messages]
+    serving.check_text_length(["".join(one["content"] or "" for one in plain)], "messages")
+    return lambda: [tokenizer.encode_chat(plain)]
+
+
+def to_template_message(message: ChatMessage) -> dict[str, Any]:
+    """A message as templates know it: its text in one piece, and no role that came after they were written."""
+    content = message.content
+    text = content if content is None or isinstance(content, str) else "".join(part.text for part in content)
+    role = "system" if message.role == "developer" else message.role
+    if text is None and role != "assistant":
+        raise APIError(400, f"a message of role {message.role} has no content; give it some", param="messages")
+    named = {} if message.name is None else {"name": message.name}
+    return {"role": role, "content": text or "", **named}

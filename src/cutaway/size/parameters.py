@@ -1,0 +1,282 @@
+"""Exact parameter counts, as closed forms over a configuration. A test holds them equal to the built model's."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cutaway.config.attention import Cross, LatentAttention, MultiHead, MultiHeadBase, QKNorm
+from cutaway.config.embedding import Embedding
+from cutaway.config.ffn import FFN, Mlp, Moe
+from cutaway.config.head import LMHead
+from cutaway.config.norms import LayerNorm, NoNorm, Norm
+from cutaway.config.positions import LearnedPosition, RelativeBias, SinusoidalPosition
+from cutaway.config.stack import Block, CrossBlock, ParallelResidual, PreNorm, SandwichNorm, Stack
+from cutaway.config.transformer import Config, Encoder, EncoderDecoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerParameterCounts:
+    """One layer. `active_ffn` is what one token multiplies: the router, its top-k experts and the shared expert."""
+
+    stack: str
+    """`encoder` or `decoder`."""
+    attention: int
+    cross_attention: int
+    ffn: int
+    active_ffn: int
+    norm: int
+    shared_with: int | None = None
+    """The earlier layer of the stack whose weights this one uses again (ALBERT); they are counted there."""
+
+    @property
+    def total(self) -> int:
+        return self.attention + self.cross_attention + self.ffn + self.norm
+
+    @property
+    def active(self) -> int:
+        return self.total - self.ffn + self.active_ffn
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCounts:
+    """Every parameter once. What is shared (a tied head, ALBERT's layers) counts where it is first used; what is
+    fixed (sinusoids and angles as computed, ALiBi's slopes, a fixed bias, a selection bias) does not count."""
+
+    embedding: int
+    """Token tables."""
+    positions: int
+    """Learned position tables."""
+    token_types: int
+    embedding_projection: int
+    embedding_norm: int
+    per_layer: tuple[LayerParameterCounts, ...]
+    """The encoder's layers, then the decoder's."""
+    final_norm: int
+    head: int
+    """The output matrix if it is not the token table, and its bias."""
+    head_transform: int
+    pooler: int
+
+    @property
+    def unique_layers(self) -> tuple[LayerParameterCounts, ...]:
+        """The layers that have weights of their own."""
+        return tuple(layer for layer in self.per_layer if layer.shared_with is None)
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether there is an encoder and a decoder."""
+        return len({layer.stack for layer in self.per_layer}) == 2
+
+    @property
+    def non_layer(self) -> int:
+        ends = self.embedding + self.positions + self.token_types + self.embedding_projection + self.embedding_norm
+        return ends + self.final_norm + self.head + self.head_transform + self.pooler
+
+    @property
+    def total(self) -> int:
+        return self.non_layer + sum(layer.total for layer in self.unique_layers)
+
+    @property
+    def active(self) -> int:
+        """The total with only the routed experts that one token reaches; tables are kept whole."""
+        return self.non_layer + sum(layer.active for layer in self.unique_layers)
+
+    @property
+    def non_embedding(self) -> int:
+        """The total without what is looked up (tokens, positions, types) and without the output matrix and its bias."""
+        return self.total - self.embedding - self.positions - self.token_types - self.head
+
+
+def count_parameters(config: Config) -> ParameterCounts:
+    """The parameters of the model that `config` describes."""
+    d, stacks = config.d_model, config.stacks
+    embeddings = [stack.embedding for stack in stacks.values()]
+    return ParameterCounts(
+        embedding=_count_token_embeddings(config),
+        positions=sum(_count_position_embeddings(embedding, d) for embedding in embeddings),
+        token_types=sum(embedding.token_types * embedding.position_dim(d) for embedding in embeddings),
+        embedding_projection=sum(_count_embedding_projection(embedding, d) for embedding in embeddings),
+        embedding_norm=sum(_count_norm(embedding.norm, embedding.position_dim(d)) for embedding in embeddings),
+        per_layer=tuple(layer for name, stack in stacks.items() for layer in _count_layers(name, stack, d)),
+        final_norm=sum(_count_norm(stack.norm, d) for stack in stacks.values() if stack.placement.final_norm),
+        head=_count_head(config),
+        head_transform=_count_head_transform(config),
+        pooler=_count_linear(d, d, bias=True) if isinstance(config, Encoder) and config.pooler else 0,
+    )
+
+
+# ---------------------------------------------------------------------------------------- the smallest parts
+
+
+def _count_linear(inputs: int, outputs: int, *, bias: bool) -> int:
+    """inputs · outputs, and a bias an output."""
+    return inputs * outputs + bias * outputs
+
+
+def _count_norm(norm: Norm, width: int) -> int:
+    """LayerNorm: a gain and a bias a dimension, where it has them. RMSNorm: a gain a dimension."""
+    if isinstance(norm, NoNorm):
+        return 0
+    return width * (norm.gain + norm.bias) if isinstance(norm, LayerNorm) else width
+
+
+# ---------------------------------------------------------------------------------------- the two ends
+
+
+def _count_token_embeddings(config: Config) -> int:
+    """V · w for each table; two sides share one unless the source has a vocabulary of its own."""
+    widths = {name: stack.embedding.token_table_dim(config.d_model) for name, stack in config.stacks.items()}
+    if isinstance(config, EncoderDecoder) and config.source_vocab_size is not None:
+        return config.source_vocab_size * widths["encoder"] + config.vocab_size * widths["decoder"]
+    return config.vocab_size * next(iter(widths.values()))
+
+
+def _count_position_embeddings(embedding: Embedding, d_model: int) -> int:
+    """(length + offset) · w for learned positions, length · w for sinusoids kept as a frozen table, else none."""
+    position, rows = embedding.position, 0
+    if isinstance(position, LearnedPosition):
+        rows = position.length + position.offset
+    elif isinstance(position, SinusoidalPosition):
+        rows = position.table_length or 0
+    return rows * embedding.position_dim(d_model)
+
+
+def _count_embedding_projection(embedding: Embedding, d_model: int) -> int:
+    """w · d from a narrow table up to the stream, with or without a bias."""
+    return (
+        _count_linear(embedding.factorization.width, d_model, bias=embedding.factorization.bias)
+        if embedding.factorization
+        else 0
+    )
+
+
+def _head_input_width(config: Config, head: LMHead) -> int:
+    """What the output matrix reads: the token table's width if it is that table, else d."""
+    *_, last = config.stacks.values()
+    return last.embedding.token_table_dim(config.d_model) if head.tied else config.d_model
+
+
+def _count_head(config: Config) -> int:
+    """V · w unless tied, and V for a learned bias."""
+    head = config.head
+    if not isinstance(head, LMHead):
+        return 0
+    matrix = 0 if head.tied else config.vocab_size * _head_input_width(config, head)
+    return matrix + (config.vocab_size if head.bias == "learned" else 0)
+
+
+def _count_head_transform(config: Config) -> int:
+    """d · w and its norm, before the output matrix."""
+    head = config.head
+    if not isinstance(head, LMHead) or head.transform is None:
+        return 0
+    width = _head_input_width(config, head)
+    return _count_linear(config.d_model, width, bias=head.transform.bias) + _count_norm(head.transform.norm, width)
+
+
+# ---------------------------------------------------------------------------------------- layers
+
+
+def _count_layers(name: str, stack: Stack, d_model: int) -> Iterator[LayerParameterCounts]:
+    """One entry a layer. A relative bias has buckets · H; the first layer that uses a shared table holds it."""
+    tables: set[tuple[RelativeBias, int]] = set()
+    first_of: dict[int, int] = {}
+    for index, block in enumerate(stack.blocks):
+        attention = _count_attention(block.attention, d_model)
+        position, heads = block.attention.position, block.attention.heads
+        if isinstance(position, RelativeBias) and not (position.shared and (position, heads) in tables):
+            attention += position.buckets * heads
+            tables.add((position, heads))
+        group = index if stack.layer_groups is None else index * stack.layer_groups // stack.layers
+        first = first_of.setdefault(group, index)
+        yield LayerParameterCounts(
+            stack=name,
+            attention=attention,
+            cross_attention=_count_multi_head(block.cross, d_model) if isinstance(block, CrossBlock) else 0,
+            ffn=_count_ffn(block.ffn, d_model),
+            active_ffn=_count_active_ffn(block.ffn, d_model),
+            norm=_count_norm(stack.norm, d_model) * _num_norms(stack, first, block),
+            shared_with=None if first == index else first,
+        )
+
+
+def _num_norms(stack: Stack, layer_index: int, block: Block) -> int:
+    """One norm a sublayer (pre, post, output), two for a sandwich; parallel attention and FFN may have one together."""
+    sublayers = 3 if isinstance(block, CrossBlock) else 2
+    match stack.placement:
+        case SandwichNorm():
+            return 2 * sublayers
+        case ParallelResidual(norms="one"):
+            return sublayers - 1
+        case PreNorm(skip_first_prenorm=True) if layer_index == 0:
+            return sublayers - 1
+        case _:
+            return sublayers
+
+
+def _count_attention(attention: MultiHead | LatentAttention, d_model: int) -> int:
+    return (
+        _count_latent(attention, d_model)
+        if isinstance(attention, LatentAttention)
+        else _count_multi_head(attention, d_model)
+    )
+
+
+def _count_multi_head(attention: MultiHead | Cross, d_model: int) -> int:
+    """q and o: d · H·d_head each; k and v: d · H_kv·d_head each; biases, gains of a qk-norm, a sink a head."""
+    d_head = attention.head_dim(d_model)
+    q, kv = attention.heads * d_head, attention.num_kv_heads * d_head
+    projections = sum(
+        _count_linear(d_model, width, bias=p in attention.bias) for p, width in (("q", q), ("k", kv), ("v", kv))
+    )
+    out = _count_linear(q, d_model, bias="o" in attention.bias)
+    sink = attention.heads if isinstance(attention, MultiHead) and attention.sink else 0
+    return projections + out + _count_qk_norm(attention.qk_norm, attention, d_head) + sink
+
+
+def _count_qk_norm(qk_norm: QKNorm | None, attention: MultiHeadBase, d_head: int) -> int:
+    """d_head for queries and for keys; times the heads where each has a gain of its own or all are one vector."""
+    if qk_norm is None:
+        return 0
+    whole = qk_norm.over == "full" or qk_norm.gain_per_head
+    vectors = attention.heads + attention.num_kv_heads if whole else 2
+    return _count_norm(qk_norm.norm, vectors * d_head)
+
+
+def _count_latent(attention: LatentAttention, d_model: int) -> int:
+    """Queries d · r_q · H·(nope + rope) through their latent, or straight; keys and values d · (r_kv + rope) down and
+    r_kv · H·(nope + value) up; out H·value · d; a gain a dimension of each latent."""
+    heads, bias = attention.heads, attention.bias
+    q_width = heads * (attention.d_nope + attention.d_rope)
+    if attention.q_rank is None:
+        queries = _count_linear(d_model, q_width, bias=False)
+    else:
+        down = _count_linear(d_model, attention.q_rank, bias=bias) + _count_norm(attention.norm, attention.q_rank)
+        queries = down + _count_linear(attention.q_rank, q_width, bias=False)
+    down = _count_linear(d_model, attention.kv_rank + attention.d_rope, bias=bias) + _count_norm(
+        attention.norm, attention.kv_rank
+    )
+    up = _count_linear(attention.kv_rank, heads * (attention.d_nope + attention.d_value), bias=False)
+    return queries + down + up + _count_linear(heads * attention.d_value, d_model, bias=bias)
+
+
+def _count_ffn(ffn: FFN, d_model: int) -> int:
+    """Up and down: 2 · d · h; with a gate: 3 · d · h; a mixture: the router, every expert and the shared one."""
+    if isinstance(ffn, Moe):
+        return _count_router_and_shared_expert(ffn, d_model) + ffn.experts * _count_ffn(ffn.expert, d_model)
+    hidden = ffn.hidden_dim(d_model)
+    inputs = 1 if isinstance(ffn, Mlp) else 2
+    return inputs * _count_linear(d_model, hidden, bias=ffn.bias) + _count_linear(hidden, d_model, bias=ffn.bias)
+
+
+def _count_active_ffn(ffn: FFN, d_model: int) -> int:
+    """The same with top-k experts."""
+    if isinstance(ffn, Moe):
+        return _count_router_and_shared_expert(ffn, d_model) + ffn.router.top_k * _count_ffn(ffn.expert, d_model)
+    return _count_ffn(ffn, d_model)
+
+
+def _count_router_and_shared_expert(moe: Moe, d_model: int) -> int:
+    """d · E for the router (its selection bias is a buffer), and the expert that every token passes."""
+    router = _count_linear(d_model, moe.experts, bias=moe.router.bias)
+    gate = d_model if moe.shared_gate else 0
+    return router + gate + (_count_ffn(moe.shared, d_model) if moe.shared is not None else 0)

@@ -1,0 +1,8 @@
+"""The model's forward again, on sizes instead of numbers: what is multiplied, kept and alive on the way."""
+
+from cutaway.size.shape_pass.cost_counter import CostCounter
+from cutaway.size.shape_pass.execution_config import ExecutionConfig
+from cutaway.size.shape_pass.passes import PassCost, inference_pass, training_pass
+from cutaway.size.shape_pass.tensor import Weight
+
+__all__ = ["CostCounter", "ExecutionConfig", "PassCost", "Weight", "inference_pass", "training_pass"]

@@ -1,0 +1,226 @@
+"""The model on sizes: embedding, blocks, final norm, head."""
+
+from collections.abc import Callable
+
+from cutaway.config.attention import LatentAttention
+from cutaway.config.embedding import Embedding
+from cutaway.config.head import LMHead
+from cutaway.config.positions import LearnedPosition, SinusoidalPosition
+from cutaway.config.stack import Block, CrossBlock, OutputNorm, ParallelResidual, PostNorm, PreNorm, SandwichNorm, Stack
+from cutaway.config.transformer import Config, Encoder, EncoderDecoder
+from cutaway.size.shape_pass.attention import cross_attention, latent_attention, multi_head_attention
+from cutaway.size.shape_pass.ffn import feed_forward
+from cutaway.size.shape_pass.functional import add, apply_activation, dropout, norm
+from cutaway.size.shape_pass.layer_context import LayerContext, LayerContextBuilder
+from cutaway.size.shape_pass.tape import Tape
+from cutaway.size.shape_pass.tensor import ShapeTensor, Weight, WeightKey
+
+Sublayer = Callable[[ShapeTensor], ShapeTensor]
+
+
+def _run_block(
+    tape: Tape,
+    x: ShapeTensor,
+    config: Block,
+    stack: Stack,
+    context: LayerContext,
+    key: WeightKey,
+    d_model: int,
+    *,
+    is_first: bool,
+) -> ShapeTensor:
+    """Two residual lines, with norms where the placement puts them."""
+    place = stack.placement
+    attention = config.attention
+    rate = stack.dropout if stack.attention_resid_dropout is None else stack.attention_resid_dropout
+
+    def attend(y: ShapeTensor) -> ShapeTensor:
+        tape.component = "attention"
+        if isinstance(attention, LatentAttention):
+            return latent_attention(tape, y, attention, context, (*key, "attn"), d_model)
+        return multi_head_attention(tape, y, attention, context, (*key, "attn"), d_model)
+
+    def look(y: ShapeTensor) -> ShapeTensor:
+        tape.component = "cross-attention"
+        assert isinstance(config, CrossBlock)
+        return cross_attention(tape, y, config.cross, context, (*key, "cross"), d_model)
+
+    def work(y: ShapeTensor) -> ShapeTensor:
+        tape.component = "ffn"
+        return feed_forward(tape, y, config.ffn, (*key, "ffn"), d_model)
+
+    def branch(y: ShapeTensor, f: Sublayer, name: str, rate: float, *, norm_in: bool, norm_out: bool) -> ShapeTensor:
+        tape.component = "norms"
+        y = f(norm(tape, y, stack.norm, (*key, name, "norm_in")) if norm_in else y)
+        tape.component = "norms"
+        y = norm(tape, y, stack.norm, (*key, name, "norm_out")) if norm_out else y
+        tape.component = "residual"
+        y = dropout(tape, y, rate)
+        return y if stack.residual_scale == 1.0 else tape.record_op(y.shape, y.itemsize, [y])
+
+    def line(x: ShapeTensor, f: Sublayer, name: str, rate: float, *, bare: bool = False) -> ShapeTensor:
+        inside = isinstance(place, PreNorm | SandwichNorm) and not bare
+        y = branch(x, f, name, rate, norm_in=inside, norm_out=isinstance(place, SandwichNorm | OutputNorm))
+        if isinstance(place, PostNorm) and place.skip_scale != 1.0:
+            x = tape.record_op(x.shape, x.itemsize, [x])
+        x = add(tape, x, y)
+        tape.component = "norms"
+        return norm(tape, x, stack.norm, (*key, name, "after")) if isinstance(place, PostNorm) else x
+
+    if isinstance(place, ParallelResidual):
+        own = place.norms == "two"
+        tape.component = "norms"
+        h = x if own else norm(tape, x, stack.norm, (*key, "norm"))
+        y = branch(h, attend, "attn", rate, norm_in=own, norm_out=False)
+        x = add(tape, x, y)
+        return add(tape, x, branch(h, work, "ffn", stack.dropout, norm_in=own, norm_out=False))
+    bare = is_first and isinstance(place, PreNorm) and place.skip_first_prenorm
+    x = line(x, attend, "attn", rate, bare=bare)
+    if isinstance(config, CrossBlock):
+        x = line(x, look, "cross", rate)
+    return line(x, work, "ffn", stack.dropout)
+
+
+def compute_hidden(
+    tape: Tape,
+    config: Config,
+    batch_size: int,
+    seq_len: int,
+    source_len: int,
+    *,
+    num_cached_tokens: int = 0,
+    serving: bool = False,
+    source_cached: bool = False,
+) -> ShapeTensor:
+    memory = None
+    if isinstance(config, EncoderDecoder):
+        if source_cached:
+            memory = ShapeTensor((batch_size, source_len, config.d_model), 0, tape.empty((0,), 0).storage, None)
+        else:
+            memory = _run_stack(tape, config, "encoder", batch_size, source_len)
+    name = "encoder" if isinstance(config, Encoder) else "decoder"
+    x = _run_stack(
+        tape,
+        config,
+        name,
+        batch_size,
+        seq_len,
+        memory=memory,
+        num_cached_tokens=num_cached_tokens,
+        use_cache=serving or num_cached_tokens > 0,
+        source_cached=source_cached,
+    )
+    if serving:
+        x = ShapeTensor((batch_size, 1, config.d_model), x.itemsize, x.storage, x.node)
+    return x
+
+
+def compute_logits(tape: Tape, x: ShapeTensor, config: Config) -> ShapeTensor:
+    """A logit for each token of the vocabulary, where there is a head."""
+    tape.component = "logits"
+    return run_head(tape, x, config) if isinstance(config.head, LMHead) else x
+
+
+def _run_stack(
+    tape: Tape,
+    config: Config,
+    name: str,
+    batch_size: int,
+    seq_len: int,
+    *,
+    memory: ShapeTensor | None = None,
+    num_cached_tokens: int = 0,
+    use_cache: bool = False,
+    source_cached: bool = False,
+) -> ShapeTensor:
+    """Embedding, blocks, final norm."""
+    stack, d_model = config.stacks[name], config.d_model
+    tape.component = "embedding"
+    x = _embed(tape, config, stack.embedding, name, batch_size, seq_len)
+    contexts = LayerContextBuilder(
+        tape,
+        stack,
+        d_model,
+        causal=name == "decoder",
+        seq_len=seq_len,
+        num_cached_tokens=num_cached_tokens,
+        use_cache=use_cache,
+        source_cached=source_cached,
+    )
+    for index, each in enumerate(stack.blocks):
+        context = contexts.context_for(index, memory)
+        owner = index if stack.layer_groups is None else index * stack.layer_groups // stack.layers
+        key: WeightKey = (name, owner)
+        first = owner == 0
+
+        def run(
+            x: ShapeTensor,
+            each: Block = each,
+            context: LayerContext = context,
+            key: WeightKey = key,
+            first: bool = first,
+        ) -> ShapeTensor:
+            return _run_block(tape, x, each, stack, context, key, d_model, is_first=first)
+
+        x = tape.run_block(run, x, key)
+    tape.component = "norms"
+    if stack.placement.final_norm:
+        x = norm(tape, x, stack.norm, (name, "final_norm"))
+    return dropout(tape, x, stack.final_dropout)
+
+
+def _embed(tape: Tape, config: Config, embedding: Embedding, name: str, batch_size: int, seq_len: int) -> ShapeTensor:
+    d_model, dtype = config.d_model, tape.execution.weight_itemsize
+    own = config.source_vocab_size if isinstance(config, EncoderDecoder) and name == "encoder" else None
+    width, rows = embedding.token_table_dim(d_model), own or config.vocab_size
+    key: WeightKey = ("source_tokens",) if own else ("tokens",)
+    tokens = tape.empty((batch_size, seq_len), 8)
+    x = tape.record_op((batch_size, seq_len, width), dtype, saved=[tokens], weights=[Weight(key, (rows, width))])
+    if tape.execution.tp > 1:  # rows of others' tokens are zeros
+        x = tape.reduce_from_tp_region(
+            tape.record_op(x.shape, x.itemsize, [x], saved=[tape.empty((batch_size, seq_len), 1)])
+        )
+    if embedding.resolve_scale(d_model) != 1.0:
+        x = tape.record_op(x.shape, x.itemsize, [x])
+    factor = embedding.factorization
+    if factor is not None and factor.positions == "after_projection":
+        x = tape.linear(x, d_model, (name, "project"), bias=factor.bias, component="embedding")
+    wide = x.shape[-1]
+    match embedding.position:
+        case LearnedPosition(length=limit, offset=offset):
+            table = Weight((name, "positions"), (limit + offset, wide))
+            place = tape.empty((1, seq_len), 8)
+            added = tape.record_op((1, seq_len, wide), dtype, saved=[place], weights=[table])
+            x = tape.record_op(x.shape, x.itemsize, [x, tape.cast(added, x.itemsize)], passes_grad_through=True)
+        case SinusoidalPosition():
+            x = tape.record_op(x.shape, x.itemsize, [x], passes_grad_through=True)
+    if embedding.token_types:
+        table = Weight((name, "types"), (embedding.token_types, wide))
+        x = tape.record_op(x.shape, dtype, [x], weights=[table], passes_grad_through=x.itemsize == dtype)
+    x = dropout(tape, norm(tape, x, embedding.norm, (name, "embedding_norm")), embedding.dropout)
+    if factor is not None and factor.positions == "before_projection":
+        x = tape.linear(x, d_model, (name, "project"), bias=factor.bias, component="embedding")
+    return tape.cast(x, tape.execution.resid_itemsize) if tape.execution.resid_in_compute_dtype else x
+
+
+def run_head(tape: Tape, x: ShapeTensor, config: Config) -> ShapeTensor:
+    """Through the transform, if there is one, to a logit for each token of the vocabulary."""
+    config_head = config.head
+    assert isinstance(config_head, LMHead)
+    transform = config_head.transform
+    if transform is not None:
+        *_, stack = config.stacks.values()
+        width = stack.embedding.token_table_dim(config.d_model) if config_head.tied else config.d_model
+        x = tape.linear(x, width, ("head", "transform"), bias=transform.bias, component="head")
+        x = norm(tape, apply_activation(tape, x, transform.activation), transform.norm, ("head", "norm"))
+    key: WeightKey = ("tokens",) if config_head.tied else ("head",)
+    logits = tape.linear(
+        tape.copy_to_tp_region(x), config.vocab_size, key, bias=config_head.bias == "learned", component="head"
+    )
+    if config_head.scale != 1.0:
+        logits = tape.record_op(logits.shape, logits.itemsize, [logits])
+    if config_head.softcap is not None:
+        logits = tape.record_op(logits.shape, logits.itemsize, [logits])
+        logits = tape.record_op(logits.shape, logits.itemsize, [logits], save_output=True)
+        logits = tape.record_op(logits.shape, logits.itemsize, [logits])
+    return logits

@@ -1,0 +1,17 @@
+"""Tokenizers and chat templates: text to ids and back, exactly as a model's files say."""
+
+from cutaway.tokenizer.decode_stream import DecodeStream
+from cutaway.tokenizer.formats.gguf import tokenizer_from_gguf, tokenizer_to_gguf
+from cutaway.tokenizer.load import load_tokenizer
+from cutaway.tokenizer.tokenizer import Tokenizer
+from cutaway.tokenizer.train import byte_tokenizer, train_bpe
+
+__all__ = [
+    "DecodeStream",
+    "Tokenizer",
+    "byte_tokenizer",
+    "load_tokenizer",
+    "tokenizer_from_gguf",
+    "tokenizer_to_gguf",
+    "train_bpe",
+]

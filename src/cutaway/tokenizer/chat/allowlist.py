@@ -1,0 +1,157 @@
+"""The filters and methods that chat templates may use, each with the size of what it could make.
+
+What is not here is refused. Left out are those that chat templates have no use for and that could run long: bytes,
+`wordwrap`, `urlize`, `striptags`, `xmlattr`, `pprint`, `translate`, `expandtabs`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jinja2.exceptions import SecurityError
+
+from cutaway.tokenizer.chat.resource_meter import ITEM_SIZE, MAX_VALUE_SIZE, estimate_size
+
+SizeEstimate = Callable[..., int]
+
+
+def _width_size(value: Any, *_: Any, **__: Any) -> int:
+    return abs(value) if isinstance(value, int) else estimate_size(value)
+
+
+def _repeat_count(count: Any) -> int:
+    return max(count, 1) if isinstance(count, int) else MAX_VALUE_SIZE + 1
+
+
+def percent_format_size(pattern: str, values: Any) -> int:
+    """'%5d' % values."""
+    if re.search(r"%[^a-zA-Z%]*\*", pattern):
+        raise SecurityError("it formats with a width that is computed")
+    return len(pattern) + pattern.count("%") * estimate_size(values) + _max_padding(pattern)
+
+
+def str_format_size(pattern: str, values: Sequence[Any], named: Mapping[str, Any]) -> int:
+    """'{:5}'.format(values)."""
+    if re.search(r":[^{}]*\{", pattern):
+        raise SecurityError("it formats with a width that is computed")
+    return len(pattern) + pattern.count("{") * estimate_size([*values, dict(named)]) + _max_padding(pattern)
+
+
+def _max_padding(pattern: str) -> int:
+    """Widths and precisions are written in digits; ten digits are too much in any case."""
+    return sum(int(digits[:10]) for digits in re.findall(r"\d+", pattern))
+
+
+def _replace_size(text: Any, old: Any, new: Any, count: Any = None, **_: Any) -> int:
+    if not isinstance(text, str) or not isinstance(old, str):
+        return estimate_size([text, old, new])
+    return len(text) + text.count(old) * estimate_size(new)
+
+
+def _join_size(values: Any, separator: Any = "", attribute: Any = None) -> int:
+    places = len(values) if hasattr(values, "__len__") else 1
+    return estimate_size(values) + places * estimate_size(separator)
+
+
+def _indent_size(text: Any, width: Any = 4, first: Any = False, blank: Any = False) -> int:
+    return estimate_size(text) + (str(text).count("\n") + 2) * _width_size(width)
+
+
+def _batch_filter_size(values: Any, size: Any, fill: Any = None) -> int:
+    return estimate_size(values) + _repeat_count(size) * (ITEM_SIZE + estimate_size(fill))
+
+
+def _sum_size(values: Any, attribute: Any = None, start: Any = 0) -> int:
+    """A sum of lists copies each time all that it has."""
+    return estimate_size(values) * (1 if isinstance(start, int | float) else estimate_size(values))
+
+
+def _round_size(value: Any, precision: Any = 0, method: Any = "common") -> int:
+    return estimate_size(value) if isinstance(precision, int) and abs(precision) < 30 else MAX_VALUE_SIZE + 1
+
+
+def _word_list_size(value: Any) -> int:
+    """A list of all words is made on the way."""
+    return 16 * estimate_size(value)
+
+
+def _escape_size(value: Any) -> int:
+    return 12 * estimate_size(value)
+
+
+def _tojson_size(
+    value: Any, ensure_ascii: Any = False, indent: Any = None, separators: Any = None, sort_keys: Any = False
+) -> int:
+    """Each item begins a line of its own, indented as deep as it stands."""
+    step = 0 if indent is None else _width_size(indent)
+    total, waiting = estimate_size(separators), [(value, 1)]
+    while waiting and total <= MAX_VALUE_SIZE:
+        one, depth = waiting.pop()
+        if isinstance(one, dict | list | tuple):
+            total += len(one) * (ITEM_SIZE + step * depth + estimate_size(separators))
+            waiting += [(item, depth + 1) for item in (one.values() if isinstance(one, dict) else one)]
+        else:
+            total += estimate_size(one)
+    return total
+
+
+def to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Jinja's own writes JSON for HTML; models want it plain."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+_SIZE_PRESERVING_FILTERS = """abs attr capitalize count d default dictsort first float groupby int
+items last length list lower map max min random reject rejectattr reverse safe select selectattr sort string trim
+truncate unique upper"""
+ALLOWED_FILTERS: dict[str, SizeEstimate | None] = {
+    **dict.fromkeys(_SIZE_PRESERVING_FILTERS.split()),
+    "batch": _batch_filter_size,
+    "slice": _batch_filter_size,
+    "center": lambda text, width=80: estimate_size(text) + _width_size(width),
+    "e": _escape_size,
+    "escape": _escape_size,
+    "forceescape": _escape_size,
+    "urlencode": _escape_size,
+    "title": _word_list_size,
+    "wordcount": _word_list_size,
+    "format": lambda text, *values, **named: percent_format_size(str(text), [values, named]),
+    "indent": _indent_size,
+    "join": _join_size,
+    "replace": _replace_size,
+    "round": _round_size,
+    "sum": _sum_size,
+    "tojson": _tojson_size,
+}
+
+_PADDING_METHODS = dict.fromkeys(
+    ["center", "ljust", "rjust", "zfill"], lambda text, width, *_: len(text) + _width_size(width)
+)
+_SIZE_PRESERVING_STR_METHODS = """capitalize casefold count endswith find index isalnum isalpha isascii
+isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper lower lstrip partition removeprefix
+removesuffix rfind rindex rpartition rsplit rstrip split splitlines startswith strip swapcase title upper"""
+_ALLOWED_STR_METHODS: dict[str, SizeEstimate | None] = {
+    **dict.fromkeys(_SIZE_PRESERVING_STR_METHODS.split()),
+    **_PADDING_METHODS,
+    "join": lambda separator, values: _join_size(values, separator),
+    "replace": _replace_size,
+}
+_ALLOWED_METHODS: dict[type, Mapping[str, SizeEstimate | None]] = {
+    str: _ALLOWED_STR_METHODS,
+    dict: dict.fromkeys(["get", "items", "keys", "values"]),
+    list: dict.fromkeys(["count", "index"]),
+    tuple: dict.fromkeys(["count", "index"]),
+    range: dict.fromkeys(["count", "index"]),
+    int: dict.fromkeys(["bit_length"]),
+    float: dict.fromkeys(["is_integer"]),
+}
+
+
+def method_result_size(owner: Any, name: str, args: Sequence[Any], named: Mapping[str, Any]) -> int:
+    for kind, methods in _ALLOWED_METHODS.items():
+        if isinstance(owner, kind) and name in methods:
+            estimate = methods[name]
+            return 0 if estimate is None else estimate(owner, *args, **named)
+    raise SecurityError(f"it calls {type(owner).__name__}.{name}, which chat templates may not")

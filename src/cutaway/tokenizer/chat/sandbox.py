@@ -1,0 +1,269 @@
+"""The environment in which chat templates run: what transformers gives them, and nothing that could hurt.
+
+Jinja's sandbox keeps templates from Python's insides. It does not keep them from running forever or filling the memory,
+so the parsed template is changed: loops and macros look at the clock, and whatever makes a value pays for it (see
+`resource_meter`).
+"""
+
+import operator
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from itertools import islice
+from types import BuiltinMethodType, MethodType
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+from cutaway.tokenizer.chat.allowlist import (
+    ALLOWED_FILTERS,
+    method_result_size,
+    percent_format_size,
+    str_format_size,
+    to_json,
+)
+from cutaway.tokenizer.chat.resource_meter import CURRENT_METER, MAX_INT_BITS, ResourceMeter, estimate_size
+
+MAX_TEMPLATE_NODES = 10_000
+"""Parts of a parsed template. To compile this many takes about half a second."""
+
+
+class GenerationTag(Extension):
+    """`{% generation %}` marks what the assistant said, for training; the text is written as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+class MeteringTransformer(NodeTransformer):
+    """Puts the meter into a parsed template."""
+
+    def _environment_call(self, name: str, arguments: list[nodes.Expr], node: nodes.Node) -> nodes.Call:
+        return nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None, lineno=node.lineno)
+
+    def _insert_time_check(self, node: Any) -> None:
+        node.body.insert(0, nodes.ExprStmt(self._environment_call("check_time", [], node)).set_lineno(node.lineno))
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        self._insert_time_check(node)
+        if node.test is not None:
+            node.test = nodes.And(self._environment_call("check_time", [], node), node.test).set_lineno(node.lineno)
+        return node
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        self._insert_time_check(node)
+        return node
+
+    visit_CallBlock = visit_Block = visit_Macro  # noqa: N815
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.nodes = [self._environment_call("charge_output", [_to_const(child)], node) for child in node.nodes]
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return self._environment_call("concatenate", node.nodes, node)
+
+    def _charge_result(self, node: nodes.Expr) -> nodes.Node:
+        self.generic_visit(node)
+        return self._environment_call("charge_value", [node], node)
+
+    visit_List = visit_Dict = _charge_result  # noqa: N815
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        return self._charge_result(node) if isinstance(node.arg, nodes.Slice) else self.generic_visit(node)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
+        return self._charge_result(node) if node.ctx == "load" else self.generic_visit(node)
+
+
+def _to_const(node: nodes.Expr) -> nodes.Expr:
+    return nodes.Const(node.data, lineno=node.lineno) if isinstance(node, nodes.TemplateData) else node
+
+
+class ChatTemplateSandbox(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
+
+    def __init__(self) -> None:
+        # Without the optimizer, since that computes constants while it compiles, before any meter runs.
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[GenerationTag, LoopControlExtension]
+        )
+        self.filters["tojson"] = to_json
+        self.filters = {name: _meter_filter(estimate, self.filters[name]) for name, estimate in ALLOWED_FILTERS.items()}
+        self.globals = {
+            "range": _bounded_range,
+            "dict": _metered_dict,
+            "namespace": _TemplateNamespace,
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+            "cycler": self.globals["cycler"],
+            "joiner": self.globals["joiner"],
+        }
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        if sum(1 for _ in islice(template.find_all(nodes.Node), MAX_TEMPLATE_NODES)) == MAX_TEMPLATE_NODES:
+            raise SecurityError(f"it has more than {MAX_TEMPLATE_NODES:,} parts")
+        guarded: nodes.Template = MeteringTransformer().visit(template)
+        return guarded
+
+    # What MeteringTransformer calls
+
+    def check_time(self) -> bool:
+        CURRENT_METER.get().check_time()
+        return True
+
+    def charge_value(self, value: Any) -> Any:
+        return CURRENT_METER.get().charge_value(value)
+
+    def charge_output(self, value: Any) -> str:
+        return CURRENT_METER.get().charge_output(value if type(value) is str else str(value))
+
+    def concatenate(self, *values: Any) -> str:
+        return CURRENT_METER.get().charge_value("".join([self.charge_output(value) for value in values]))
+
+    # What Jinja's own code calls
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        meter, sizes = CURRENT_METER.get(), (estimate_size(left), estimate_size(right))
+        if operator == "**":
+            if (
+                not isinstance(left, int | float)
+                or not isinstance(right, int | float)
+                or abs(right) * sizes[0] > MAX_INT_BITS
+            ):
+                raise SecurityError("it raises a number to a power that is too large")
+        elif operator == "%" and isinstance(left, str):
+            meter.check_size(percent_format_size(left, right))
+        elif operator == "*" and isinstance(left, int) != isinstance(right, int):
+            times, size = (left, sizes[1]) if isinstance(left, int) else (right, sizes[0])
+            meter.check_size(size * max(times, 1))
+        else:
+            meter.check_size(sum(sizes))
+        return meter.charge_value(_BINARY_OPERATORS[operator](left, right))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        owner = getattr(__obj, "__self__", None)
+        if owner is __self:
+            return __obj(*args)
+        meter = CURRENT_METER.get()
+        meter.check_time()
+        if isinstance(__obj, BuiltinMethodType) or (isinstance(__obj, MethodType) and isinstance(owner, str)):
+            meter.check_size(method_result_size(owner, __obj.__name__, args, kwargs))
+            result = super().call(__context, __obj, *args, **kwargs)
+            # An object's methods hand out what it holds; a string's make new strings.
+            return meter.charge_value(result) if isinstance(owner, str) else result
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
+        raise SecurityError(f"it reaches for {attribute!r} of a {type(obj).__name__}, which chat templates may not")
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        inner = super().wrap_str_format(value)
+        if inner is None:
+            return None
+
+        def metered(*args: Any, **kwargs: Any) -> str:
+            CURRENT_METER.get().check_size(str_format_size(value.__self__, args, kwargs))
+            return CURRENT_METER.get().charge_value(inner(*args, **kwargs))
+
+        return metered
+
+
+_BINARY_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "//": operator.floordiv,
+    "%": operator.mod,
+    "**": operator.pow,
+}
+
+
+def _meter_filter(estimate: Callable[..., int] | None, filter_function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that asks beforehand for what it could make, and whose lazy results are made at once."""
+    passes = getattr(filter_function, "jinja_pass_arg", None)
+
+    def metered(*args: Any, **kwargs: Any) -> Any:
+        meter = CURRENT_METER.get()
+        meter.check_time()
+        if estimate is not None:
+            meter.check_size(estimate(*args[0 if passes is None else 1 :], **kwargs))
+        result = filter_function(*args, **kwargs)
+        if isinstance(result, Iterator):
+            result = list(_check_time_per_item(result, meter))
+        return meter.charge_value(result)
+
+    if passes is not None:
+        metered.jinja_pass_arg = passes  # type: ignore[attr-defined]
+    return metered
+
+
+def _check_time_per_item(items: Iterator[Any], meter: ResourceMeter) -> Iterator[Any]:
+    for item in items:
+        meter.check_time()
+        yield item
+
+
+def _bounded_range(*args: int) -> range:
+    numbers = range(*args)
+    if len(numbers) > 100_000:
+        raise SecurityError("it counts beyond 100,000 in one range")
+    return numbers
+
+
+def _metered_dict(*pairs: Any, **named: Any) -> dict[Any, Any]:
+    made: dict[Any, Any] = CURRENT_METER.get().charge_value(dict(*pairs, **named))
+    return made
+
+
+class _TemplateNamespace(Namespace):
+    """Variables that outlive a loop. Names with an underscore could reach Python's insides."""
+
+    def __init__(*args: Any, **named: Any) -> None:
+        self, *rest = args
+        values: dict[str, Any] = dict(*rest, **named)
+        for name in values:
+            _check_namespace_key(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_namespace_key(name)
+        super().__setitem__(name, value)
+
+    def __repr__(self) -> str:
+        # Jinja's shows the values, which for namespaces within namespaces need not end.
+        return "<Namespace>"
+
+
+def _check_namespace_key(name: str) -> None:
+    if name.startswith("_"):
+        raise SecurityError(f"it stores {name!r} in a namespace, where names may not begin with an underscore")
+
+
+class TemplateRaisedError(TemplateError):
+    """What a template says by raise_exception."""
+
+
+def _raise_exception(message: object) -> None:
+    raise TemplateRaisedError(str(message))
+
+
+def _strftime_now(pattern: str) -> str:
+    if len(pattern) > 200:
+        raise SecurityError("it formats the date by a pattern of more than 200 characters")
+    return datetime.now().strftime(pattern)

@@ -1,0 +1,117 @@
+"""Marian's translation models: SentencePiece cuts the text, and a vocab.json of their own numbers the pieces."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import tokenizers
+
+from cutaway.errors import InputError
+from cutaway.tokenizer.file_io import read_bytes, read_json_object, wrap_tokenizers_errors
+from cutaway.tokenizer.formats.sentencepiece import (
+    build_sentencepiece_pipeline,
+    build_vocabulary,
+    escape_control_pieces,
+    parse_sentencepiece_model,
+)
+from cutaway.tokenizer.tokenizer import Tokenizer, serialize_config
+from cutaway.tokenizer.tokenizer_config import TokenizerConfig, token_content
+from cutaway.tokenizer.vocabulary import validate_vocab
+
+DEFAULT_SPECIAL_TOKENS = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>"}
+MARIAN_FILES = ("source.spm", "target.spm", "vocab.json")
+
+
+class MarianTokenizer(Tokenizer):
+    """Reads the source language and writes the target's: pieces of both are in one vocabulary."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        ids: Mapping[str, int],
+        tokenizer_config: TokenizerConfig,
+        files: dict[str, bytes],
+    ) -> None:
+        self._ids = dict(ids)
+        self._tokens = {number: token for token, number in ids.items()}
+        named = {
+            name: token_content(token)
+            for name, token in tokenizer_config.resolve_special_tokens(DEFAULT_SPECIAL_TOKENS).items()
+        }
+        if named.get("unk_token") not in ids or named.get("eos_token") not in ids:
+            raise InputError(
+                f"{tokenizer_config.source}'s vocab.json lacks the unknown or the end token; get the files again"
+            )
+        self._source_files = files
+        self._special_tokens = {token for token in named.values() if token in ids}
+        self._special_token_regex = re.compile(
+            "(" + "|".join(map(re.escape, sorted(self._special_tokens, key=len, reverse=True))) + ")"
+        )
+        longest = tokenizer_config.model_max_length or 512
+        super().__init__(
+            backend, special_tokens_map=named, chat_template=tokenizer_config.chat_template, model_max_length=longest
+        )
+        self.decode_skip_ids = self.all_special_ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = []
+        # Parts in odd places are the named special tokens.
+        for place, part in enumerate(self._special_token_regex.split(text)):
+            ids += [self._ids[part]] if place % 2 else self._encode_text(part)
+        return [*ids, self._ids[self.special_tokens_map["eos_token"]]] if add_special_tokens else ids
+
+    def _encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        return [self._encode(text, add_special_tokens) for text in texts]
+
+    def _encode_text(self, text: str) -> list[int]:
+        tokens = []
+        # `>>fra<<` before the text says which language is wanted.
+        if text.startswith(">>") and (end := text.find("<<")) != -1:
+            tokens, text = [text[: end + 2]], text[end + 2 :]
+        unk = self._ids[self.special_tokens_map["unk_token"]]
+        tokens += self.backend.encode(text, add_special_tokens=False).tokens
+        return [self._ids.get(token, unk) for token in tokens]
+
+    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        text, piece = "", ""
+        for token in (self._tokens[number] for number in ids if number in self._tokens):
+            if token not in self._special_tokens:
+                piece += token
+            elif not skip_special_tokens:
+                text, piece = text + _join_pieces(piece) + token + " ", ""
+        return (text + _join_pieces(piece)).strip()
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._ids)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return self._tokens.get(token_id)
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._ids.get(token)
+
+    def _serialize_files(self) -> dict[str, bytes]:
+        """The files it came from: no tokenizer.json can say that one vocabulary cuts and another numbers."""
+        config: dict[str, object] = {
+            "tokenizer_class": "MarianTokenizer",
+            "model_max_length": self.model_max_length,
+            **self.special_tokens_map,
+        }
+        return {**self._source_files, **serialize_config(self, config)}
+
+
+def _join_pieces(pieces: str) -> str:
+    return pieces.replace("▁", " ").removeprefix(" ")
+
+
+def load_marian_tokenizer(directory: Path, tokenizer_config: TokenizerConfig) -> MarianTokenizer:
+    files = {name: read_bytes(directory / name) for name in MARIAN_FILES if (directory / name).is_file()}
+    try:
+        model = escape_control_pieces(parse_sentencepiece_model(files["source.spm"]))
+    except InputError as error:
+        raise InputError(f"{directory / 'source.spm'}: {error}") from error
+    tokens = build_vocabulary(model, None)
+    backend = wrap_tokenizers_errors(directory, lambda: build_sentencepiece_pipeline(model, tokens))
+    ids = validate_vocab(read_json_object(directory / "vocab.json"), directory / "vocab.json")
+    return MarianTokenizer(backend, ids, tokenizer_config, files)

@@ -1,0 +1,133 @@
+"""tokenizer.json, the tokenizers library's own file: as it stands, or its vocabulary alone."""
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from cutaway.errors import InputError
+from cutaway.tokenizer.file_io import MAX_VOCAB_SIZE, wrap_tokenizers_errors
+from cutaway.tokenizer.formats.sentencepiece import validate_charsmap
+from cutaway.tokenizer.vocabulary import Vocabulary, validate_vocab
+
+MAX_TEXT_EXPANSION = 256
+"""How much longer a pipeline may make a text. Unicode's normalizations come to 18, the writing of bytes to 2."""
+
+
+def parse_tokenizer_json(text: str, path: Path) -> tokenizers.Tokenizer:
+    return wrap_tokenizers_errors(path, lambda: tokenizers.Tokenizer.from_str(text))
+
+
+def check_text_expansion(content: Mapping[str, Any], path: Path) -> None:
+    """A text is the user's; how long a stranger's file may make it is bounded."""
+    grown = 1.0
+    for step in _flatten_steps([content.get("normalizer"), content.get("pre_tokenizer"), content.get("decoder")]):
+        grown *= _expansion_factor(step)
+    if not grown <= MAX_TEXT_EXPANSION or _num_inserted_tokens(content.get("post_processor")) > MAX_TEXT_EXPANSION:
+        raise InputError(f"{path} would make texts more than {MAX_TEXT_EXPANSION} times longer; get the file again")
+
+
+def _flatten_steps(steps: list[Any]) -> list[dict[str, Any]]:
+    """Laid flat; what is no object is left to the library to refuse."""
+    flat, waiting = [], [part for part in steps if isinstance(part, dict)]
+    while waiting:
+        step = waiting.pop()
+        flat.append(step)
+        for name in ("normalizers", "pretokenizers", "decoders", "processors"):
+            waiting += [part for part in _as_list(step.get(name)) if isinstance(part, dict)]
+    return flat
+
+
+def _expansion_factor(step: Mapping[str, Any]) -> float:
+    match step:
+        case {"type": "Replace", "content": str(new), "pattern": {"String": str(old)}} if old:
+            return max(1.0, len(new) / len(old))
+        case {"type": "Replace", "content": str(new)}:
+            return max(1.0, len(new))
+        case {"type": "Prepend", "prepend": str(new)}:
+            return max(1.0, len(new))
+        case {"type": "ByteLevel"}:
+            return 2.0
+        case {"type": "Precompiled"}:
+            return 18.0
+    return 1.0
+
+
+def _num_inserted_tokens(post_processor: Any) -> int:
+    """The ids that templates set around a text."""
+    total = 0
+    for step in _flatten_steps([post_processor]):
+        special = step.get("special_tokens")
+        for place in [place for side in ("single", "pair") for place in _as_list(step.get(side))]:
+            match place, special:
+                case {"SpecialToken": {"id": str(name)}}, dict() if isinstance(special.get(name), dict):
+                    total += len(_as_list(special[name].get("ids")))
+    return total
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def parse_vocabulary(content: Mapping[str, Any], path: Path) -> Vocabulary:
+    """The vocabulary, checked; the Rust library takes the rest of the file or refuses it."""
+    model = content.get("model")
+    if not isinstance(model, dict):
+        raise InputError(f"{path} has no model; get the file again")
+    tokens, merges = model.get("vocab"), model.get("merges") or []
+    charsmap, post = _find_precompiled_charsmap(content.get("normalizer"), path), _parse_post_processor(content, path)
+    if isinstance(tokens, list):
+        scores, unk = [_parse_scored_piece(entry, path) for entry in tokens], model.get("unk_id")
+        if len(scores) > MAX_VOCAB_SIZE or (
+            unk is not None and (not isinstance(unk, int) or not 0 <= unk < len(scores))
+        ):
+            raise InputError(f"{path} names {unk!r} as its unknown token, which it has not; get the file again")
+        return Vocabulary("Unigram", scores=scores, unk_id=unk, precompiled_charsmap=charsmap, post_processor=post)
+    ids = validate_vocab(tokens, path)
+    if not isinstance(merges, list):
+        raise InputError(f"{path} has merges that are no list; get the file again")
+    pairs = [_parse_merge(merge, path) for merge in merges]
+    kind = "BPE" if model.get("type", "BPE" if pairs else "WordPiece") == "BPE" else "WordPiece"
+    return Vocabulary("BPE" if kind == "BPE" else "WordPiece", ids=ids, merges=pairs, post_processor=post)
+
+
+def _parse_scored_piece(entry: object, path: Path) -> tuple[str, float]:
+    match entry:
+        case [str(piece), int() | float() as score]:
+            return piece, float(score)
+    raise InputError(f"{path} has a vocabulary entry {entry!r:.60} that is no piece with a score; get the file again")
+
+
+def _parse_merge(merge: object, path: Path) -> tuple[str, str]:
+    match merge.split(" ") if isinstance(merge, str) else merge:
+        case [str(left), str(right)]:
+            return left, right
+    raise InputError(f"{path} has a merge {merge!r:.60} that is not two tokens; get the file again")
+
+
+def _find_precompiled_charsmap(normalizer: object, path: Path) -> bytes | None:
+    if not isinstance(normalizer, dict):
+        return None
+    steps = normalizer.get("normalizers") if normalizer.get("type") == "Sequence" else [normalizer]
+    for step in steps if isinstance(steps, list) else []:
+        if isinstance(step, dict) and step.get("type") == "Precompiled":
+            try:
+                charsmap = base64.b64decode(step.get("precompiled_charsmap"), validate=True)  # type: ignore[arg-type]
+                validate_charsmap(charsmap)
+                return charsmap
+            except (TypeError, ValueError, binascii.Error) as error:
+                raise InputError(f"{path} has a damaged table of normalizations; get the file again") from error
+    return None
+
+
+def _parse_post_processor(content: Mapping[str, Any], path: Path) -> Any:
+    """Only the library can read one, and only as part of a tokenizer."""
+    if content.get("post_processor") is None:
+        return None
+    small = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
+    small["post_processor"] = content["post_processor"]
+    return wrap_tokenizers_errors(path, lambda: tokenizers.Tokenizer.from_str(json.dumps(small)).post_processor)

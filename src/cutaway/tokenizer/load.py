@@ -1,0 +1,305 @@
+"""`load_tokenizer`: which files a directory has, which class its tokenizer is of, and the tokenizer they make."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from cutaway.errors import InputError
+from cutaway.tokenizer.file_io import (
+    parse_json_object,
+    path_exists,
+    read_bytes,
+    read_json_object,
+    read_text,
+    wrap_tokenizers_errors,
+)
+from cutaway.tokenizer.formats.marian import load_marian_tokenizer
+from cutaway.tokenizer.formats.sentencepiece import (
+    build_sentencepiece_pipeline,
+    build_vocabulary,
+    parse_sentencepiece_model,
+)
+from cutaway.tokenizer.formats.tiktoken import build_tiktoken_pipeline, is_tiktoken_file, parse_tiktoken
+from cutaway.tokenizer.formats.tokenizer_json import check_text_expansion, parse_tokenizer_json, parse_vocabulary
+from cutaway.tokenizer.pipelines import PIPELINES, PipelineSpec, bos_eos_processor, sentinel_tokens
+from cutaway.tokenizer.split_patterns import GPT4_SPLIT_PATTERN, QWEN2_SPLIT_PATTERN
+from cutaway.tokenizer.tokenizer import Tokenizer
+from cutaway.tokenizer.tokenizer_config import TokenizerConfig, load_tokenizer_config, token_content
+from cutaway.tokenizer.vocabulary import Vocabulary, validate_vocab
+
+_MODEL_TYPES_BY_CLASS = {
+    "GPT2Tokenizer": "gpt2 gpt_neo gptj opt phi codegen starcoder2 dbrx jais2",
+    "GPTNeoXTokenizer": "gpt_neox olmo olmoe mpt mamba mamba2 falcon_mamba rwkv xlstm",
+    "Qwen2Tokenizer": "qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe",
+    "CohereTokenizer": "cohere cohere2",
+    "RobertaTokenizer": "roberta roberta-prelayernorm bart longformer data2vec-text lilt ibert",
+    "LlamaTokenizer": "idefics idefics2",
+    "GemmaTokenizer": "gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text recurrent_gemma t5gemma",
+    "T5Tokenizer": "t5 mt5 switch_transformers",
+    "XLMRobertaTokenizer": "xlm-roberta xmod gte",
+    "AlbertTokenizer": "albert yoso",
+    "BertTokenizer": "bert distilbert electra convbert ernie megatron-bert nomic_bert squeezebert layoutlm",
+    "MPNetTokenizer": "mpnet",
+    # These models' directories often name a class that is not theirs.
+    "": "mistral mixtral ministral ministral3 mistral3 mistral_large4 pixtral voxtral phi3 phi3_v phimoe olmo2 olmo3 "
+    "flex_olmo granite granitemoe granitemoehybrid granitemoeshared stablelm glm glm4 glm4_moe gpt_bigcode modernbert "
+    "modernbert-decoder nemotron persimmon internlm2 minicpm3 minimax_m2 jamba arctic ernie4_5 ernie4_5_moe umt5 "
+    "xlm-roberta-xl nystromformer bigbird_pegasus pegasus_x hyperclovax llava llava_next smolvlm",
+}
+_CLASS_BY_MODEL_TYPE = {model: name for name, models in _MODEL_TYPES_BY_CLASS.items() for model in models.split()}
+_ALIASES_BY_CLASS = {
+    "BertTokenizer": "DistilBertTokenizer ElectraTokenizer MobileBertTokenizer ConvBertTokenizer SqueezeBertTokenizer",
+    "RobertaTokenizer": "BartTokenizer LongformerTokenizer LEDTokenizer",
+    "LlamaTokenizer": "Phi3Tokenizer",
+}
+_CLASS_BY_ALIAS = {alias: name for name, aliases in _ALIASES_BY_CLASS.items() for alias in aliases.split()}
+
+
+def resolve_pipeline(
+    tokenizer_config: TokenizerConfig, model_config: Mapping[str, Any], tokenizer_json: Mapping[str, Any] | None
+) -> PipelineSpec | None:
+    """None: tokenizer.json as it stands, or the vocabulary file's own rules."""
+    declared = tokenizer_config.get_str("tokenizer_class") or model_config.get("tokenizer_class")
+    declared = declared.removesuffix("Fast") if isinstance(declared, str) else None
+    model = model_config.get("model_type")
+    registered = _CLASS_BY_MODEL_TYPE.get(model) if isinstance(model, str) else None
+    name = _CLASS_BY_ALIAS.get(declared, declared) if declared else registered
+    if name == "LlamaTokenizer" and tokenizer_json is not None and _uses_byte_level(tokenizer_json):
+        return None
+    if registered is not None and registered != name:
+        if registered == "":
+            return None
+        if model == "qwen2":  # the one registered class that overrules what a directory declares
+            name = registered
+    pipeline = PIPELINES.get(name) if name else None
+    if pipeline is not None and tokenizer_json is not None:
+        model_json = tokenizer_json.get("model")
+        if not isinstance(model_json, dict) or model_json.get("type", pipeline.model_type) != pipeline.model_type:
+            return None
+    return pipeline
+
+
+def _uses_byte_level(tokenizer_json: Mapping[str, Any]) -> bool:
+    """Llama 3's files declare Llama 2's class."""
+    parts = [tokenizer_json.get("pre_tokenizer"), tokenizer_json.get("decoder")]
+    for part in parts:
+        if isinstance(part, dict):
+            nested = [*_as_list(part.get("pretokenizers")), *_as_list(part.get("decoders"))]
+            if any(isinstance(one, dict) and one.get("type") == "ByteLevel" for one in [part, *nested]):
+                return True
+    return False
+
+
+def _as_list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _assemble_tokenizer(
+    backend: tokenizers.Tokenizer,
+    tokenizer_config: TokenizerConfig,
+    *,
+    pipeline: PipelineSpec | None = None,
+    vocabulary: Vocabulary | None = None,
+    default_special_tokens: Mapping[str, str] | None = None,
+    from_tokenizer_json: bool = False,
+) -> Tokenizer:
+    """`from_tokenizer_json`: the vocabulary came with a tokenizer.json, which has the say about BOS and EOS."""
+    named = tokenizer_config.resolve_special_tokens(
+        pipeline.default_special_tokens if pipeline else default_special_tokens or {}
+    )
+    mask = named.get("mask_token")
+    if pipeline is not None and pipeline.mask_lstrip and isinstance(mask, str):
+        named["mask_token"] = AddedToken(mask, lstrip=True, special=True)
+    extra = (
+        tokenizer_config.extra_special_tokens
+        if tokenizer_config.extra_special_tokens is not None
+        else (vocabulary.added_tokens if vocabulary else [])
+    )
+    wrap_tokenizers_errors(
+        tokenizer_config.source, lambda: _add_special_tokens(backend, tokenizer_config, named, extra)
+    )
+    contents = {name: token_content(token) for name, token in named.items()}
+    ids = {name: (token, n) for name, token in contents.items() if (n := backend.token_to_id(token)) is not None}
+    if pipeline is not None and pipeline.post_processor is not None:
+        try:
+            backend.post_processor = pipeline.post_processor(ids)
+        except KeyError as error:
+            raise InputError(
+                f"{tokenizer_config.source} sets {error.args[0]} to null, but each text needs it; name one"
+            ) from None
+    elif from_tokenizer_json and (pipeline is None or pipeline.keep_json_post_processor):
+        if pipeline is not None and vocabulary is not None and vocabulary.post_processor is not None:
+            backend.post_processor = vocabulary.post_processor
+    else:
+        bos, eos = (
+            not from_tokenizer_json and tokenizer_config.get_bool(key, False)
+            for key in ("add_bos_token", "add_eos_token")
+        )
+        backend.post_processor = bos_eos_processor(ids.get("bos_token"), ids.get("eos_token"), (bos, eos))
+    side = tokenizer_config.get_str("padding_side") or (pipeline.padding_side if pipeline else "right")
+    if side not in ("left", "right"):
+        raise InputError(f"{tokenizer_config.source} sets padding_side to {side!r:.60}; it must be left or right")
+    return Tokenizer(
+        backend,
+        special_tokens_map=contents,
+        chat_template=tokenizer_config.chat_template,
+        model_max_length=tokenizer_config.model_max_length,
+        padding_side="left" if side == "left" else "right",
+        clean_up_tokenization_spaces=tokenizer_config.get_bool("clean_up_tokenization_spaces", False),
+        split_special_tokens=tokenizer_config.get_bool("split_special_tokens", False),
+    )
+
+
+def _add_special_tokens(
+    backend: tokenizers.Tokenizer,
+    tokenizer_config: TokenizerConfig,
+    special_tokens: Mapping[str, str | AddedToken],
+    extra_special_tokens: list[str | AddedToken] | list[AddedToken],
+) -> None:
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    tokens: list[str | AddedToken] = [token for _, token in sorted(tokenizer_config.added_tokens_decoder.items())]
+    known |= {token_content(token) for token in tokens}
+    for token in [*special_tokens.values(), *tokenizer_config.model_specific_special_tokens, *extra_special_tokens]:
+        if token_content(token) not in known:
+            tokens.append(token)
+            known.add(token_content(token))
+    special = {
+        token_content(token) for token in [*special_tokens.values(), *tokenizer_config.model_specific_special_tokens]
+    }
+    backend.add_tokens(
+        [_as_special_token(token) if isinstance(token, str) or token.content in special else token for token in tokens]
+    )
+
+
+def _as_special_token(token: str | AddedToken) -> AddedToken:
+    if isinstance(token, str):
+        return AddedToken(token, special=True)
+    return AddedToken(
+        token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=True,
+    )
+
+
+SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
+MAX_RESERVED_TOKENS = 1 << 16
+"""Special tokens that may follow a tiktoken file's ranks; Llama 3 has 256."""
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
+    """The tokenizer beside a model, or None where there is none. Only data is read: `auto_map` and such are ignored."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise InputError(f"{directory} is no directory; give the one with the model's files")
+    config = read_json_object(directory / "config.json") if path_exists(directory / "config.json") else {}
+    whole = directory / "tokenizer.json"
+    if path_exists(whole):
+        return _load_tokenizer_json(whole, config)
+    tokenizer_config = load_tokenizer_config(directory)
+    pipeline = resolve_pipeline(tokenizer_config, config, None)
+    if path_exists(directory / "source.spm") and path_exists(directory / "vocab.json"):
+        return load_marian_tokenizer(directory, tokenizer_config)
+    names = [*SENTENCEPIECE_FILES, "tiktoken.model", *sorted(file.name for file in directory.glob("*.tiktoken"))]
+    for file in (directory / name for name in names):
+        if path_exists(file):
+            data = read_bytes(file)
+            if file.name not in SENTENCEPIECE_FILES or is_tiktoken_file(data):
+                return _load_tiktoken(data, file, tokenizer_config, config)
+            return _load_sentencepiece(data, file, tokenizer_config, pipeline)
+    if path_exists(directory / "vocab.json") and path_exists(directory / "merges.txt"):
+        vocabulary = _read_vocab_and_merges(directory)
+        return _load_vocabulary(vocabulary, tokenizer_config, pipeline, "GPT2Tokenizer")
+    if path_exists(directory / "vocab.txt"):
+        vocabulary = _read_vocab_txt(directory / "vocab.txt")
+        return _load_vocabulary(vocabulary, tokenizer_config, pipeline, "BertTokenizer")
+    return None
+
+
+def _load_tokenizer_json(path: Path, model_config: dict[str, Any]) -> Tokenizer:
+    text = read_text(path)
+    content = parse_json_object(text, path)
+    tokenizer_config = load_tokenizer_config(path.parent, content)
+    pipeline = resolve_pipeline(tokenizer_config, model_config, content)
+    vocabulary = parse_vocabulary(content, path)
+    check_text_expansion(content, path)
+    if pipeline is None:
+        return _assemble_tokenizer(parse_tokenizer_json(text, path), tokenizer_config, from_tokenizer_json=True)
+    vocabulary.added_tokens = sentinel_tokens(pipeline, tokenizer_config)
+    backend = wrap_tokenizers_errors(path, lambda: pipeline.build(vocabulary, tokenizer_config))
+    return _assemble_tokenizer(
+        backend, tokenizer_config, pipeline=pipeline, vocabulary=vocabulary, from_tokenizer_json=True
+    )
+
+
+def _load_sentencepiece(
+    data: bytes, path: Path, tokenizer_config: TokenizerConfig, pipeline: PipelineSpec | None
+) -> Tokenizer:
+    try:
+        model = parse_sentencepiece_model(data)
+        if pipeline is not None and pipeline.model_type == "WordPiece":
+            pipeline = None
+        extra = sentinel_tokens(pipeline, tokenizer_config) if pipeline is not None else []
+        tokens = build_vocabulary(model, pipeline, extra)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    if pipeline is not None:
+        backend = wrap_tokenizers_errors(path, lambda: pipeline.build(tokens, tokenizer_config))
+        return _assemble_tokenizer(backend, tokenizer_config, pipeline=pipeline, vocabulary=tokens)
+    backend = wrap_tokenizers_errors(path, lambda: build_sentencepiece_pipeline(model, tokens))
+    return _assemble_tokenizer(
+        backend, tokenizer_config, vocabulary=tokens, default_special_tokens=model.special_tokens_map
+    )
+
+
+def _load_tiktoken(
+    data: bytes, path: Path, tokenizer_config: TokenizerConfig, model_config: dict[str, Any]
+) -> Tokenizer:
+    """Special tokens stand beside the file: in added_tokens_decoder, with gaps filled, or after the last rank."""
+    tokens = parse_tiktoken(data, path)
+    pattern = QWEN2_SPLIT_PATTERN if model_config.get("model_type") in ("qwen", "qwen2") else GPT4_SPLIT_PATTERN
+    backend = wrap_tokenizers_errors(path, lambda: build_tiktoken_pipeline(tokens, [pattern]))
+    last = max(tokenizer_config.added_tokens_decoder, default=-1)
+    first = max(tokens.ids.values()) + 1
+    if last - first > MAX_RESERVED_TOKENS:
+        raise InputError(
+            f"{tokenizer_config.source} adds token {last}, far beyond the last rank {first - 1}; fix the file"
+        )
+    contents = {number: token.content for number, token in tokenizer_config.added_tokens_decoder.items()}
+    names = [contents.get(number, f"<|reserved_token_{number}|>") for number in range(first, last + 1)]
+    wrap_tokenizers_errors(path, lambda: backend.add_special_tokens(names))
+    return _assemble_tokenizer(backend, tokenizer_config)
+
+
+def _load_vocabulary(
+    vocabulary: Vocabulary, tokenizer_config: TokenizerConfig, pipeline: PipelineSpec | None, default_class: str
+) -> Tokenizer:
+    if pipeline is None or pipeline.model_type != vocabulary.model_type:
+        pipeline = PIPELINES[default_class]
+    chosen = pipeline
+    backend = wrap_tokenizers_errors(tokenizer_config.source, lambda: chosen.build(vocabulary, tokenizer_config))
+    return _assemble_tokenizer(backend, tokenizer_config, pipeline=pipeline, vocabulary=vocabulary)
+
+
+def _read_vocab_and_merges(directory: Path) -> Vocabulary:
+    ids = validate_vocab(read_json_object(directory / "vocab.json"), directory / "vocab.json")
+    merges = []
+    for number, line in enumerate(read_text(directory / "merges.txt").split("\n"), 1):
+        if line.startswith("#version") or not line.strip():
+            continue
+        parts = line.rstrip("\r").split(" ")
+        if len(parts) != 2:
+            raise InputError(f"{directory / 'merges.txt'} line {number} is not two tokens; get the file again")
+        merges.append((parts[0], parts[1]))
+    return Vocabulary("BPE", ids=ids, merges=merges)
+
+
+def _read_vocab_txt(path: Path) -> Vocabulary:
+    lines = read_text(path).removesuffix("\n").split("\n")
+    return Vocabulary("WordPiece", ids=validate_vocab({line.rstrip(): n for n, line in enumerate(lines)}, path))

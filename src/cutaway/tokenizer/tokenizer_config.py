@@ -1,0 +1,194 @@
+"""What a directory says about its tokenizer beside the vocabulary: special tokens, flags, chat templates."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+
+from cutaway.errors import InputError
+from cutaway.tokenizer.file_io import (
+    CHAT_TEMPLATE_FILE,
+    MAX_VOCAB_SIZE,
+    path_exists,
+    read_json_object,
+    read_text,
+    wrap_tokenizers_errors,
+)
+
+SPECIAL_TOKENS_ATTRIBUTES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+ChatTemplate = str | dict[str, str] | None
+MAX_CHAT_TEMPLATE_BYTES = 1 << 18
+
+
+@dataclass
+class TokenizerConfig:
+    """`tokenizer_config.json` and its neighbours, checked."""
+
+    source: str = "the tokenizer"
+    options: dict[str, Any] = field(default_factory=dict)
+    """The other keys, to be asked with `get_bool` and `get_str`."""
+    special_tokens: dict[str, str | AddedToken] = field(default_factory=dict)
+    """By the names of SPECIAL_TOKENS_ATTRIBUTES; the directory's own words only, no class's defaults."""
+    model_specific_special_tokens: list[str | AddedToken] = field(default_factory=list)
+    """Special tokens of the model's own kinds: image_token, extra_special_tokens by name."""
+    extra_special_tokens: list[str | AddedToken] | None = None
+    """extra_special_tokens, in older files additional_special_tokens, as a list."""
+    added_tokens_decoder: dict[int, AddedToken] = field(default_factory=dict)
+    chat_template: ChatTemplate = None
+
+    def get_bool(self, key: str, default: bool) -> bool:
+        value = self.options.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise InputError(f"{self.source} sets {key} to {value!r:.60}; it must be true or false")
+        return value
+
+    def resolve_special_tokens(self, default_special_tokens: Mapping[str, str]) -> dict[str, str | AddedToken]:
+        """The named special tokens, with a class's defaults where the directory is silent; a null is not silence.
+
+        In the order of SPECIAL_TOKENS_ATTRIBUTES, since those that the vocabulary lacks get their ids in it.
+        """
+        silent = {name: token for name, token in default_special_tokens.items() if name not in self.options}
+        every = {**silent, **self.special_tokens}
+        return {name: every[name] for name in SPECIAL_TOKENS_ATTRIBUTES if name in every}
+
+    def get_str(self, key: str) -> str | None:
+        value = self.options.get(key)
+        if value is not None and not isinstance(value, str):
+            raise InputError(f"{self.source} sets {key} to {value!r:.60}; it must be a string")
+        return value
+
+    @property
+    def model_max_length(self) -> int | None:
+        """`model_max_length`; transformers writes 1e30 for 'unknown'."""
+        value = self.options.get("model_max_length")
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise InputError(f"{self.source} sets model_max_length to {value!r:.60}; it must be a positive number")
+        return int(value) if value < 1e18 else None
+
+
+def load_tokenizer_config(directory: Path, tokenizer_json: dict[str, Any] | None = None) -> TokenizerConfig:
+    """The order of authority is transformers': added_tokens_decoder silences the older files beside it."""
+    path = directory / "tokenizer_config.json"
+    options = read_json_object(path) if path_exists(path) else {}
+    source = str(path)
+    tokenizer_config = TokenizerConfig(source, options)
+    tokenizer_config.chat_template = _load_chat_template(directory, options.pop("chat_template", None), source)
+    decoder = options.pop("added_tokens_decoder", None)
+    if decoder is not None:
+        if not isinstance(decoder, dict):
+            raise InputError(f"{source} has an added_tokens_decoder that is no object; get the file again")
+        tokenizer_config.added_tokens_decoder = {
+            _parse_token_id(key, source): _parse_added_token(value, source) for key, value in decoder.items()
+        }
+    else:
+        options |= _read_special_tokens_map(directory)
+    extra = options.pop("extra_special_tokens", None) or options.pop("additional_special_tokens", None)
+    others = {
+        key: value for key, value in options.items() if key.endswith("_token") and key not in SPECIAL_TOKENS_ATTRIBUTES
+    }
+    own = [value for value in others.values() if isinstance(value, str | dict)]
+    if isinstance(extra, dict):
+        own, extra = [*own, *extra.values()], None
+    tokenizer_config.model_specific_special_tokens = [_parse_token(value, source) for value in own]
+    if extra is not None:
+        if not isinstance(extra, list):
+            raise InputError(f"{source} has extra special tokens that are no list; get the file again")
+        tokenizer_config.extra_special_tokens = [_parse_token(value, source) for value in extra]
+    tokenizer_config.special_tokens = {
+        name: _parse_token(options[name], source) for name in SPECIAL_TOKENS_ATTRIBUTES if options.get(name) is not None
+    }
+    if decoder is None:
+        tokenizer_config.added_tokens_decoder = _read_added_tokens_json(directory, tokenizer_config) | _added_tokens_in(
+            tokenizer_json, directory
+        )
+    flags = {token.content: token for token in tokenizer_config.added_tokens_decoder.values()}
+    tokenizer_config.special_tokens = {
+        name: flags.get(token_content(token), token) for name, token in tokenizer_config.special_tokens.items()
+    }
+    return tokenizer_config
+
+
+def token_content(token: str | AddedToken) -> str:
+    return token if isinstance(token, str) else token.content
+
+
+def _parse_token(value: object, source: object) -> str | AddedToken:
+    return value if isinstance(value, str) else _parse_added_token(value, source, special=True)
+
+
+def _parse_added_token(value: object, source: object, special: bool | None = None) -> AddedToken:
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+        raise InputError(f"{source} describes a token as {value!r:.80}; it must be a string or an object with content")
+    flags = {key: value[key] for key in ("lstrip", "rstrip", "single_word", "normalized", "special") if key in value}
+    if any(not isinstance(flag, bool) for flag in flags.values()):
+        raise InputError(
+            f"{source} gives token {value['content']!r:.80} a flag that is not true or false; fix the file"
+        )
+    if special is not None:
+        flags["special"] = special
+    return wrap_tokenizers_errors(source, lambda: AddedToken(value["content"], **flags))
+
+
+def _parse_token_id(key: str, source: object) -> int:
+    if not key.isascii() or not key.isdigit() or int(key[:9]) != int(key) or int(key) >= MAX_VOCAB_SIZE:
+        raise InputError(
+            f"{source} adds a token with the id {key!r:.40}, not a whole number below {MAX_VOCAB_SIZE}; fix it"
+        )
+    return int(key)
+
+
+def _read_special_tokens_map(directory: Path) -> dict[str, Any]:
+    path = directory / "special_tokens_map.json"
+    return read_json_object(path) if path_exists(path) else {}
+
+
+def _read_added_tokens_json(directory: Path, tokenizer_config: TokenizerConfig) -> dict[int, AddedToken]:
+    path = directory / "added_tokens.json"
+    if not path_exists(path):
+        return {}
+    special = {
+        token_content(token)
+        for token in [
+            *tokenizer_config.special_tokens.values(),
+            *tokenizer_config.model_specific_special_tokens,
+            *(tokenizer_config.extra_special_tokens or []),
+        ]
+    }
+    tokens = {}
+    for content, number in read_json_object(path).items():
+        known = content in special
+        tokens[_parse_token_id(str(number), path)] = AddedToken(content, normalized=not known, special=known)
+    return tokens
+
+
+def _added_tokens_in(tokenizer_json: dict[str, Any] | None, directory: Path) -> dict[int, AddedToken]:
+    where = directory / "tokenizer.json"
+    values = (tokenizer_json or {}).get("added_tokens") or []
+    if not isinstance(values, list) or any(not isinstance(value, dict) for value in values):
+        raise InputError(f"{where} has added_tokens that are no list of objects; get the file again")
+    return {_parse_token_id(str(value.get("id")), where): _parse_added_token(value, where) for value in values}
+
+
+def _load_chat_template(directory: Path, inline: object, source: str) -> ChatTemplate:
+    """Files of their own come before the key in tokenizer_config.json, which may be a list of named ones."""
+    single, folder = directory / CHAT_TEMPLATE_FILE, directory / "additional_chat_templates"
+    files = {"default": single} if path_exists(single) else {}
+    if folder.is_dir():
+        files |= {path.stem: path for path in sorted(folder.glob("*.jinja"))}
+    templates = {name: read_text(path, MAX_CHAT_TEMPLATE_BYTES) for name, path in files.items()}
+    if templates:
+        return templates["default"] if templates.keys() == {"default"} else templates
+    if inline is None or isinstance(inline, str):
+        return inline
+    if isinstance(inline, list):
+        named = [entry for entry in inline if isinstance(entry, dict)]
+        inline = {entry.get("name"): entry.get("template") for entry in named} if len(named) == len(inline) else None
+    if not isinstance(inline, dict) or any(not isinstance(part, str) for pair in inline.items() for part in pair):
+        raise InputError(f"{source} has a chat_template that is neither a string nor named strings; fix the file")
+    return inline

@@ -1,0 +1,1 @@
+"""Training checkpoints and run directories: written atomically, with checksums."""

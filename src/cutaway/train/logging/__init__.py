@@ -1,0 +1,1 @@
+"""Metrics of a run: callbacks, logs, TensorBoard, the plot of its losses, throughput."""

@@ -1,0 +1,6 @@
+"""Training objectives: what of a batch the model reads, and which targets its loss is of."""
+
+from cutaway.train.objectives.masking import masked_lm
+from cutaway.train.objectives.objective import Objective, causal_lm, prefix_lm, seq2seq
+
+__all__ = ["Objective", "causal_lm", "masked_lm", "prefix_lm", "seq2seq"]

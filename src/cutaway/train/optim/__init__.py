@@ -1,0 +1,1 @@
+"""Optimizers, learning rate schedules, weight averages and loss scaling."""

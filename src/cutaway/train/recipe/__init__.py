@@ -1,0 +1,6 @@
+"""Recipes: a training run as data, and how one is loaded. Imports no torch."""
+
+from cutaway.train.recipe.load import list_recipes, load_recipe
+from cutaway.train.recipe.schema import Recipe
+
+__all__ = ["Recipe", "list_recipes", "load_recipe"]

@@ -1,0 +1,21 @@
+"""OLMo: fields and rows against transformers."""
+
+from pathlib import Path
+
+import pytest
+import transformers
+from support.family_configs import random_config_optional_head_dim
+from support.family_parity import PeerModel, check_family, rng
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_olmo_is_the_peers(seed: int, tmp_path: Path) -> None:
+    r = rng(seed)
+    settings = random_config_optional_head_dim(
+        seed,
+        attention_bias=r.random() < 0.5,
+        hidden_act=r.choice(["silu", "gelu"]),
+        clip_qkv=r.choice([None, 0.8, 2.5]),
+        pad_token_id=r.choice([None, 1]),
+    )
+    check_family(PeerModel(transformers.OlmoConfig(**settings), long_seq_len=40), tmp_path, seed)

@@ -1,0 +1,21 @@
+"""Qwen3: fields and rows against transformers."""
+
+from pathlib import Path
+
+import pytest
+import transformers
+from support.family_configs import SLIDING_WINDOW_SETTINGS, random_llama_config
+from support.family_parity import PeerModel, check_family, rng
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_qwen3_is_the_peers(seed: int, tmp_path: Path) -> None:
+    r = rng(seed)
+    settings = random_llama_config(
+        seed,
+        attention_bias=r.random() < 0.5,
+        hidden_act=r.choice(["silu", "gelu"]),
+        attention_dropout=r.choice([0.0, 0.1]),
+        **SLIDING_WINDOW_SETTINGS[seed],
+    )
+    check_family(PeerModel(transformers.Qwen3Config(**settings), long_seq_len=40), tmp_path, seed)

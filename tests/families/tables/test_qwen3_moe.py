@@ -1,0 +1,58 @@
+"""Qwen3 with experts: fields and rows against transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from support.family_configs import random_config_optional_head_dim
+from support.family_parity import PeerModel, check_family, rng
+
+from cutaway.families import families
+
+UNUSED = 6144
+"""The width of dense layers, where there are none: it is not kept, and the default is written."""
+LAYOUTS: list[dict[str, Any]] = [
+    {"num_hidden_layers": 2, "intermediate_size": UNUSED},
+    {"num_hidden_layers": 3, "mlp_only_layers": [0]},
+    {"num_hidden_layers": 4, "decoder_sparse_step": 2},
+    {"num_hidden_layers": 4, "mlp_only_layers": [1, 3]},
+    {"num_hidden_layers": 1, "intermediate_size": UNUSED, "use_sliding_window": True, "sliding_window": 4},
+    {"num_hidden_layers": 3, "decoder_sparse_step": 3, "use_sliding_window": True, "sliding_window": 3},
+    {"num_hidden_layers": 3, "decoder_sparse_step": 1, "mlp_only_layers": [1], "sliding_window": 4},
+    {"num_hidden_layers": 2, "intermediate_size": UNUSED, "mlp_only_layers": []},
+]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_qwen3_moe_is_the_peers(seed: int, tmp_path: Path) -> None:
+    r = rng(seed)
+    experts = r.choice([2, 3, 5, 6])
+    settings = random_config_optional_head_dim(
+        seed,
+        num_experts=experts,
+        num_experts_per_tok=r.randint(1, experts),
+        norm_topk_prob=r.random() < 0.5,
+        moe_intermediate_size=r.choice([10, 17]),
+        attention_bias=r.random() < 0.5,
+        experts_implementation="eager",  # the other one refuses odd widths
+        hidden_act=r.choice(["silu", "gelu"]),
+        attention_dropout=r.choice([0.0, 0.1]),
+        **LAYOUTS[seed],
+    )
+    check_family(PeerModel(transformers.Qwen3MoeConfig(**settings), long_seq_len=40), tmp_path, seed)
+
+
+def test_both_names_for_the_number_of_experts_are_read_and_written() -> None:
+    family = families()["qwen3_moe"]
+    published, saved_anew = (family.config_from_hf({key: 16})[0] for key in ("num_experts", "num_local_experts"))
+    assert published == saved_anew
+    theirs = family.config_to_hf(published)
+    assert theirs["num_experts"] == theirs["num_local_experts"] == 16
+
+
+def test_without_experts_every_layer_is_dense() -> None:
+    family = families()["qwen3_moe"]
+    config = family.config_from_hf({"num_experts": 0, "num_hidden_layers": 3})[0]
+    assert {block.ffn.kind for block in config.stacks["decoder"].blocks} == {"gated"}
+    assert family.config_from_hf(family.config_to_hf(config))[0] == config

@@ -1,0 +1,267 @@
+"""What is traced is what the model computed: every site, every form, and looking changes nothing."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.config_strategies import SEEDS, SEQ_LEN, build_randomized_model, configs, ragged_padding_mask
+from support.tracing import BATCH_SIZE, TOKENS, count_hooks, run_random_tokens
+from torch import nn
+
+import cutaway as ct
+from cutaway import config as c
+from cutaway.errors import InputError
+from cutaway.lens import sites, trace
+from cutaway.model import Transformer
+from cutaway.model.kernels import Explicit
+
+SOURCE_LEN = 5
+
+
+@given(config=configs(), seed=SEEDS, side=st.sampled_from([None, "left", "right"]))
+@torch.no_grad()
+def test_every_site_is_passed_and_looking_changes_nothing(config: c.Config, seed: int, side: str | None) -> None:
+    model = build_randomized_model(config, torch.float32, seed)
+    mask = None if side is None else ragged_padding_mask(BATCH_SIZE, SEQ_LEN, side)
+    plain = run_random_tokens(model, config, seed, mask)
+    with trace(model, "*") as t:
+        traced = run_random_tokens(model, config, seed, mask)
+    assert torch.equal(plain, traced)
+    assert count_hooks(model) == 0
+    for site in t.sites:
+        assert tuple(t[site.name].shape) == site.shape(BATCH_SIZE, SEQ_LEN, SOURCE_LEN), site.name
+    assert t.nbytes == t.estimate_memory(BATCH_SIZE, SEQ_LEN, SOURCE_LEN).nbytes
+    assert torch.equal(t["logits"], plain)
+
+
+def final(model: Transformer, name: str, t: Any) -> torch.Tensor:
+    return t[f"{name}blocks.{len(model.stacks[name[:-1] or next(iter(model.stacks))].blocks) - 1}.resid_post"]
+
+
+@given(config=configs(), seed=SEEDS)
+@torch.no_grad()
+def test_the_stream_is_the_sum_of_what_was_added(config: c.Config, seed: int) -> None:
+    model = build_randomized_model(config, torch.float64, seed)
+    with trace(model, "embed", "*.out", "resid_post") as t:
+        run_random_tokens(model, config, seed)
+    for name, stack in config.stacks.items():
+        if isinstance(stack.placement, c.PostNorm):
+            continue
+        prefix = f"{name}." if len(config.stacks) > 1 else ""
+        total = t[f"{prefix}embed"] + sum(
+            t[each] for each in t if each.startswith(f"{prefix}blocks") and each.endswith(".out")
+        )
+        end = final(model, prefix, t)
+        assert (total - end).abs().max() <= 1e-9 * max(1.0, float(end.abs().max()))
+
+
+class Watched:
+    """The explicit kernels' own scores and patterns, by their softmax."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.found: dict[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        kernels = [module for module in model.modules() if isinstance(module, Explicit)]
+        self.handles = [
+            kernel.softmax.register_forward_hook(
+                lambda module, args, out, kernel=kernel: self.found.setdefault(kernel, []).append((args[0], out))  # type: ignore[misc]
+            )
+            for kernel in kernels
+        ]
+
+    def __enter__(self) -> "Watched":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+@given(config=configs(), seed=SEEDS, side=st.sampled_from([None, "left", "right"]))
+@torch.no_grad()
+def test_patterns_are_those_of_the_explicit_kernel(config: c.Config, seed: int, side: str | None) -> None:
+    model = build_randomized_model(config, torch.float64, seed)
+    mask = None if side is None else ragged_padding_mask(BATCH_SIZE, SEQ_LEN, side)
+    with trace(model, "*.scores", "*.pattern") as fast:
+        run_random_tokens(model, config, seed, mask)
+    model.use_kernel("explicit")
+    with Watched(model) as watched, trace(model, "*.scores", "*.pattern") as slow:
+        run_random_tokens(model, config, seed, mask)
+    for site in slow.sites:
+        if sum(site.module is other.module for other in slow.sites) > 2:
+            continue  # layers that share a block
+        scores, pattern = watched.found[site.module][0]
+        true = scores if site.kind == "scores" else pattern
+        assert torch.equal(slow[site.name], true)
+        torch.testing.assert_close(torch.Tensor(fast[site.name]), true, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.unchecked
+@torch.no_grad()
+def test_patterns_under_flex() -> None:
+    for name in ("tiny-llama", "tiny-t5"):
+        model = ct.build(name, seed=0, dtype=torch.float32).use_kernel("flex")
+        config = model.config
+        with trace(model, "*.pattern") as flex:
+            run_random_tokens(model, config, 0)
+        with trace(model.use_kernel("explicit"), "*.pattern") as explicit:
+            run_random_tokens(model, config, 0)
+        for each in flex:
+            torch.testing.assert_close(flex[each], explicit[each], rtol=1e-5, atol=1e-6)
+
+
+@given(config=configs(), seed=SEEDS)
+def test_gradients_are_autograds(config: c.Config, seed: int) -> None:
+    """Each is the slope of the loss along a step added at the site."""
+    model = build_randomized_model(config, torch.float64, seed).requires_grad_()
+    with trace(model, "*", gradients=True) as t:
+        loss = run_random_tokens(model, config, seed).square().mean()
+    loss.backward()
+    generator = torch.Generator().manual_seed(seed)
+    site = t.sites[int(torch.randint(len(t.sites), (), generator=generator))]
+    if site.kind == "scores" or site.name.endswith("router"):
+        return
+    step = torch.randn(t[site.name].shape, generator=generator, dtype=torch.float64) * 1e-5
+    ends = []
+    for sign in (1, -1):
+        with torch.no_grad(), ct.edit(model, {site.name: lambda value, by=sign * step: value + by}):
+            ends.append(float(run_random_tokens(model, config, seed).square().mean()))
+    slope = float((t.gradient(site.name) * step).sum())
+    assert (ends[0] - ends[1]) / 2 == pytest.approx(slope, rel=1e-3, abs=1e-9), site.name
+
+
+@pytest.fixture
+def model() -> Iterator[Transformer]:
+    made = ct.build("tiny-llama", seed=0)
+    yield made
+    assert count_hooks(made) == 0
+
+
+def test_parts_of_values(model: Transformer) -> None:
+    with trace(model, "attn.*", "resid_post", layers=[0, -1]) as whole:
+        model(TOKENS)
+    heads = dict(whole.sites[1].axis_sizes)
+    how: Any = {"layers": [0, -1], "positions": [2, -1], "heads": [1, 3]}
+    with trace(model, "attn.*", "resid_post", **how, dtype=torch.float64) as part:
+        model(TOKENS)
+    assert part.estimate_memory(2, 9).nbytes == part.nbytes
+    for site in part.sites:
+        true = whole[site.name]
+        for axis, letter in enumerate(site.axes):
+            if letter == ("T" if "T" in site.axes else "S"):
+                true = true.index_select(axis, torch.tensor([2, 8]))
+            if letter == "H":
+                true = true.index_select(axis, torch.tensor([1, 3]))
+            if letter == "G":
+                groups = sorted({head * heads["G"] // heads["H"] for head in (1, 3)})
+                true = true.index_select(axis, torch.tensor(groups))
+        torch.testing.assert_close(torch.Tensor(part[site.name]), true.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_values_by_call(model: Transformer) -> None:
+    cache = model.new_cache(2, 9)
+    with trace(model, "resid_post", "attn.k", "attn.pattern") as t:
+        model(TOKENS[:, :8], cache=cache)
+        model(TOKENS[:, 8:], cache=cache)
+    with trace(model, "resid_post", "attn.pattern") as whole:
+        model(TOKENS)
+    for name in whole:
+        true, last = whole[name], t[name, -1]
+        if name.endswith("pattern"):
+            true, last = true[:, :, -1:], last[..., :9]
+        else:
+            true = true[:, -1:]
+        torch.testing.assert_close(torch.Tensor(last), torch.Tensor(true), rtol=1e-4, atol=1e-5)
+    with pytest.raises(InputError, match="passed 2 times"):
+        t["blocks.0.resid_post"]
+    assert len(t.calls("blocks.0.attn.k")) == 2
+
+
+def test_generation_is_traced_step_by_step() -> None:
+    checkpoint = ct.load("tiny-python")
+    with trace(checkpoint, "resid_post", layers=-1, positions=-1) as t:
+        [answer] = ct.generate(checkpoint, "def ", max_new_tokens=6)
+    [name] = t
+    assert len(t.calls(name)) in (6, 7)
+    [again] = ct.generate(checkpoint, "def ", max_new_tokens=6)
+    assert again.tokens == answer.tokens
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_a_block_that_is_computed_again_is_one_call(mode: Any) -> None:
+    model = ct.build("tiny-gpt", seed=0).train().use_activation_checkpointing(mode)
+    with trace(model, "resid_post", "ffn.hidden", gradients=True) as t:
+        model(TOKENS).square().mean().backward()
+    plain = ct.build("tiny-gpt", seed=0).train()
+    with trace(plain, "resid_post", "ffn.hidden", gradients=True) as true:
+        plain(TOKENS).square().mean().backward()
+    for name in true:
+        assert len(t.calls(name)) == 1
+        assert torch.equal(t[name], true[name])
+    assert torch.equal(t.gradient("blocks.0.resid_post"), true.gradient("blocks.0.resid_post"))
+
+
+def test_nothing_is_left_after_an_error(model: Transformer) -> None:
+    with pytest.raises(InputError, match="holds the id"), trace(model, "*"):
+        model(TOKENS + 10**6)
+    with pytest.raises(InputError, match="nothing passed"), trace(model, "logits"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("asked", "how", "said"),
+    [
+        (("resid_psot",), {}, "there is resid_post"),
+        (("blocks.9.attn.out",), {}, "it has 4 blocks"),
+        ((), {}, "no site was named"),
+        ((3,), {}, "a site's name is text"),
+        (("resid_post",), {"layers": 9}, "layers holds 9"),
+        (("attn.z",), {"heads": [99]}, "heads holds 99"),
+        (("logits",), {"layers": []}, None),
+    ],
+)
+def test_what_is_not_there_is_said(model: Transformer, asked: Any, how: Any, said: str | None) -> None:
+    if said is None:
+        trace(model, *asked, **how)
+        return
+    with pytest.raises(InputError, match=said):
+        trace(model, *asked, **how)
+
+
+def test_values_know_their_names(model: Transformer) -> None:
+    with trace(model, "attn.pattern") as t:
+        model(TOKENS)
+    value = t["blocks.1.attn.pattern"]
+    assert value.axes == "BHTS"
+    assert repr(value).startswith("blocks.1.attn.pattern  B 2 × H ")
+    assert "<code>blocks.1.attn.pattern</code>" in value._repr_html_()
+    assert type(value + 1) is torch.Tensor
+    assert type(value[0]) is torch.Tensor
+    assert t.stack_activation("attn.pattern").shape[0] == len(t)
+    assert value.plot().axes[0].get_title() == "blocks.1.attn.pattern"
+    assert "MB a call" in repr(trace(model, "*").estimate_memory(8, 512))
+
+
+@pytest.mark.unchecked
+def test_a_compiled_model_goes_on_as_it_was(model: Transformer) -> None:
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        plain = compiled(TOKENS)
+        counts = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        other = ct.build("tiny-gpt", seed=0)
+        with trace(other, "*"):
+            other(TOKENS)
+        with trace(model, "*") as t:
+            model(TOKENS)
+        assert torch.equal(compiled(TOKENS), plain)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == counts
+    torch.testing.assert_close(torch.Tensor(t["logits"]), plain)
+
+
+def test_names_are_the_same_on_every_form() -> None:
+    ends = {name.split(".", 2)[-1] for name in sites(ct.build("tiny-llama")) if name.startswith("blocks")}
+    for preset in ("tiny-gpt", "tiny-bert", "tiny-t5"):
+        found = sites(ct.build(preset))
+        assert {name.split("blocks.", 1)[1].split(".", 1)[1] for name in found if "blocks." in name} >= ends

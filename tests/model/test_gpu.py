@@ -1,0 +1,208 @@
+"""What only a GPU can show: flex attention with gradients, grouped products, compiled steps. `make gpu` runs it."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.config_strategies import build_randomized_model, compute_logits, random_tokens, tolerance
+
+import cutaway as ct
+from cutaway import config as c
+from cutaway.errors import KernelError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.unchecked]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gqa and rope": {"heads": 4, "kv_heads": 2},
+    "window": {"heads": 2, "window": 9},
+    "alibi": {"heads": 3, "position": {"kind": "alibi"}},
+    "relative bias": {"heads": 2, "position": {"kind": "relative-bias"}},
+    "softcap and sink": {"heads": 2, "softcap": 3.0, "sink": True},
+    "softcap, alibi, window": {"heads": 2, "softcap": 3.0, "window": 20, "position": {"kind": "alibi"}},
+    "latent": {"kind": "latent", "heads": 2, "kv_rank": 16, "d_nope": 16, "d_rope": 16, "d_value": 16},
+}
+
+
+@pytest.fixture(autouse=True)
+def _exact() -> None:
+    torch.set_float32_matmul_precision("highest")
+    torch._dynamo.reset()
+
+
+def config_of(name: str) -> c.Config:
+    attention = VARIANTS[name] | ({} if name == "latent" else {"d_head": 32})
+    block = {"attention": attention, "ffn": {"kind": "moe", "experts": 4, "router": {"top_k": 2}}}
+    stack = {"layers": 2, "block": block}
+    return c.config({"form": "decoder", "vocab_size": 97, "d_model": 64, "decoder": stack})
+
+
+def masks(length: int) -> dict[str, dict[str, torch.Tensor]]:
+    order = torch.arange(length, device="cuda").expand(2, length)
+    short = torch.tensor([[0], [length // 3]], device="cuda")
+    return {
+        "plain": {},
+        "left": {"mask": order >= short},
+        "right": {"mask": order < length - short},
+        "packed": {"documents": (order > length // 2).long()},
+        "prefix": {"prefix": torch.tensor([0, length // 2], device="cuda")},
+    }
+
+
+def gradients(model: torch.nn.Module, out: torch.Tensor, real: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    out[real].square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def compare(name: str, kernels: tuple[str, ...], kinds: tuple[str, ...]) -> None:
+    config = config_of(name)
+    model = build_randomized_model(config).cuda()
+    tokens = random_tokens(config, 2, 70, 0).cuda()
+    for kind in kinds:
+        how = masks(70)[kind]
+        real = how.get("mask", torch.ones_like(tokens, dtype=torch.bool))
+        reference = model.use_kernel("explicit")(tokens, **how)
+        slopes = gradients(model, reference, real)
+        for kernel in kernels:
+            out = model.use_kernel(kernel)(tokens, **how)
+            worst = float((out - reference)[real].abs().max())
+            assert worst <= tolerance(torch.float32, reference.detach()), (kind, kernel)
+            for ours, theirs in zip(gradients(model, out, real), slopes, strict=True):
+                assert torch.isfinite(ours).all(), (kind, kernel)
+                assert (ours - theirs).norm() <= 1e-4 * max(1e-3, float(theirs.norm())), (kind, kernel)
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if "softcap" not in name])
+def test_sdpa_is_explicit_forward_and_backward(name: str) -> None:
+    compare(name, ("sdpa",), tuple(masks(70)))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_flex_is_explicit_forward_and_backward(name: str) -> None:
+    compare(name, ("flex",), ("left",))
+
+
+def test_flex_with_packed_texts_and_prefixes() -> None:
+    compare("gqa and rope", ("flex",), ("packed", "prefix"))
+
+
+@torch.no_grad()
+def test_no_future_in_flex() -> None:
+    """At every length up to 70, with and without padding, one changed token at a time."""
+    config = config_of("gqa and rope")
+    model = build_randomized_model(config).cuda().use_kernel("flex")
+    for length in range(1, 71):
+        tokens = random_tokens(config, 1, length, length).cuda()
+        for left in {0, length // 4}:
+            places = [left, (left + length) // 2, length - 1]
+            changed = tokens.repeat(3, 1)
+            for row, place in enumerate(places):
+                changed[row, place] = (changed[row, place] + 1) % 97
+            mask = (torch.arange(length, device="cuda") >= left).expand(3, length)
+            before, after = model(tokens.repeat(3, 1), mask), model(changed, mask)
+            for row, place in enumerate(places):
+                earlier = (after - before)[row, left:place].abs()  # experts' products round by how many rows they have
+                assert (earlier <= tolerance(torch.float32, before)).all(), (length, place)
+                assert (after - before)[row, place].abs().max() > 1e-2, (length, place)
+
+
+@pytest.mark.parametrize("name", ["gqa and rope", "softcap and sink", "latent"])
+def test_compiled_is_eager(name: str) -> None:
+    config = config_of(name)
+    model = build_randomized_model(config).cuda()
+    tokens = random_tokens(config, 2, 64, 0).cuda()
+    eager = model(tokens)
+    slopes = gradients(model, eager, torch.ones_like(tokens, dtype=torch.bool))
+    out = torch.compile(model, fullgraph=True)(tokens)
+    assert (out - eager).abs().max() <= tolerance(torch.float32, eager)
+    for ours, theirs in zip(gradients(model, out, torch.ones_like(tokens, dtype=torch.bool)), slopes, strict=True):
+        assert (ours - theirs).norm() <= 1e-4 * max(1e-3, float(theirs.norm()))
+
+
+@torch.no_grad()
+def test_flex_inside_one_compiled_graph() -> None:
+    config = config_of("window")
+    model = build_randomized_model(config).cuda()
+    tokens = random_tokens(config, 2, 64, 0).cuda()
+    eager = model(tokens)
+    out = torch.compile(model.use_kernel("flex"), fullgraph=True)(tokens)
+    assert (out - eager).abs().max() <= tolerance(torch.float32, eager)
+
+
+@torch.no_grad()
+def test_a_compiled_step_in_a_cuda_graph() -> None:
+    config = config_of("gqa and rope")
+    model = build_randomized_model(config).cuda()
+    tokens = random_tokens(config, 2, 20, 0).cuda()
+    full = model(tokens)
+    cache = model.new_cache(2, 32)
+    cache.static_shapes = True
+    model(tokens[:, :10], cache=cache)
+    step = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    for i in range(10, 20):
+        torch.compiler.cudagraph_mark_step_begin()
+        out = step(tokens[:, i : i + 1].clone(), cache=cache).clone()
+        assert (out[:, 0] - full[:, i]).abs().max() <= tolerance(torch.float32, full)
+
+
+@torch.no_grad()
+def test_experts_in_bf16_use_the_grouped_kernel_and_agree() -> None:
+    config = config_of("gqa and rope")
+    exact = build_randomized_model(config).cuda()
+    half = build_randomized_model(config).cuda().to(torch.bfloat16)
+    tokens = random_tokens(config, 2, 64, 0).cuda()
+    reference = exact(tokens)
+    error = (half(tokens).float() - reference).abs().mean() / reference.abs().mean()
+    assert error < 0.05
+
+
+@torch.no_grad()
+def test_values_are_checked_on_the_gpu_too() -> None:
+    model = build_randomized_model(config_of("window")).cuda()
+    with pytest.raises(ValueError, match="tokens holds the id 97"):
+        model(torch.full((1, 3), 97, device="cuda"))
+
+
+def test_narrow_heads_are_refused_by_flex() -> None:
+    config = c.config("tiny-gpt")
+    model = build_randomized_model(config).cuda().use_kernel("flex")
+    with pytest.raises(KernelError, match="at least 16"):
+        compute_logits(model, config, random_tokens(config, 1, 4, 0).cuda())
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "context", "dtype", "mode"),
+    [
+        ("gpt2", 8, 1024, "mixed", "none"),
+        ("gpt2", 8, 1024, "mixed", "full"),
+        ("llama-3.2-1b", 2, 2048, "bf16", "none"),
+        ("llama-3.2-1b", 2, 2048, "bf16", "selective"),
+    ],
+)
+def test_a_training_step_takes_the_memory_that_is_said(
+    name: str, batch: int, context: int, dtype: str, mode: str
+) -> None:
+    size = ct.size(
+        name,
+        mode="train",
+        batch_size=batch,
+        context=context,
+        dtype=dtype,
+        activation_checkpointing=mode,
+        hardware="h200",
+    )
+    before = torch.cuda.memory_allocated()
+    weights = torch.bfloat16 if dtype == "bf16" else torch.float32
+    model = ct.build(name, device="cuda", dtype=weights, seed=0).train().use_activation_checkpointing(mode)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.randint(0, model.config.vocab_size, (batch, context + 1), device="cuda")
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == "mixed"):
+            out = model(tokens[:, :-1])
+            loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del out, loss
+    measured = torch.cuda.max_memory_allocated() - before
+    assert 0.98 * measured <= size.memory.total_bytes <= 1.05 * measured

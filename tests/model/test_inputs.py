@@ -1,0 +1,249 @@
+"""Bad input gets one clear sentence that names the argument, the value and the limit."""
+
+import pytest
+import torch
+
+from cutaway import config as c
+from cutaway.errors import InputError, KernelError, WeightError
+from cutaway.model import build
+
+pytestmark = pytest.mark.unchecked
+
+
+@pytest.fixture(scope="module")
+def gpt() -> torch.nn.Module:
+    return build(c.config("tiny-gpt"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def seq2seq() -> torch.nn.Module:
+    return build(c.config("tiny-t5"), seed=0)
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.long)
+
+
+def test_tokens(gpt: torch.nn.Module) -> None:
+    vocab = gpt.config.vocab_size
+    for bad, message in [
+        (torch.tensor([[0, vocab]]), f"tokens holds the id {vocab}; the vocabulary has ids 0 to {vocab - 1}"),
+        (torch.tensor([[0, -1]]), "tokens holds the id -1"),
+        (ids(3), r"tokens has shape \(3,\); it must be \(batch, length\); add the batch with tokens\[None\]"),
+        (ids(1, 2, 3), r"tokens has shape \(1, 2, 3\)"),
+        (ids(1, 0), "at least one token"),
+        (ids(0, 4), "at least one row"),
+        (torch.zeros(1, 4), "tokens has dtype torch.float32; token ids are integers"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            gpt(bad)
+
+
+def test_small_integer_tokens_are_fine(gpt: torch.nn.Module) -> None:
+    tokens = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        assert torch.equal(gpt(tokens.to(torch.int32)), gpt(tokens))
+        assert torch.equal(gpt(tokens.to(torch.uint8)), gpt(tokens))
+
+
+def test_masks(gpt: torch.nn.Module) -> None:
+    for bad, message in [
+        (torch.ones(1, 5, dtype=torch.bool), r"mask has shape \(1, 5\); it must be that of the tokens, \(1, 4\)"),
+        (torch.ones(1, 4), r"mask has dtype torch.float32; it must be bool, True for real tokens: pass mask.bool\(\)"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            gpt(ids(1, 4), bad)
+
+
+def test_names_follow_the_arguments(seq2seq: torch.nn.Module) -> None:
+    with pytest.raises(InputError, match="source_mask has shape"):
+        seq2seq(ids(1, 4), ids(1, 2), torch.ones(1, 3, dtype=torch.bool))
+    with pytest.raises(InputError, match="target_mask has dtype"):
+        seq2seq(ids(1, 4), ids(1, 2), None, ids(1, 2))
+    with pytest.raises(InputError, match="source holds the id 99999"):
+        seq2seq(ids(1, 4) + 99999, ids(1, 2))
+    with pytest.raises(InputError, match="source has 1 rows and target 2"):
+        seq2seq(ids(1, 4), ids(2, 2))
+    with pytest.raises(InputError, match="source is None"):
+        seq2seq(None, ids(1, 2))
+
+
+def test_longer_than_learned_positions(gpt: torch.nn.Module) -> None:
+    limit = gpt.config.decoder.embedding.position.length
+    with pytest.raises(InputError, match=f"needs position {limit}, but the model has positions 0 to {limit - 1}"):
+        gpt(ids(1, limit + 1))
+    mask = torch.ones(1, limit + 1, dtype=torch.bool)
+    mask[:, 0] = False
+    with torch.no_grad():
+        assert torch.isfinite(gpt(ids(1, limit + 1), mask)).all()
+
+
+def test_longer_than_the_cache(gpt: torch.nn.Module) -> None:
+    cache = gpt.new_cache(1, 4)
+    with torch.no_grad():
+        gpt(ids(1, 3), cache=cache)
+        with pytest.raises(InputError, match="the cache has 4 slots, 3 of them used: 2 more tokens do not fit"):
+            gpt(ids(1, 2), cache=cache)
+        gpt(ids(1, 1), cache=cache)
+        with pytest.raises(InputError, match="tokens has 2 rows, but the cache has 1"):
+            gpt(ids(2, 1), cache=cache)
+
+
+def test_a_refused_call_leaves_the_cache_as_it_was(gpt: torch.nn.Module) -> None:
+    """Learned positions run out: the cache must not have counted the tokens that were never run."""
+    limit = gpt.config.decoder.embedding.position.length
+    cache = gpt.new_cache(1, limit + 8)
+    with torch.no_grad():
+        gpt(ids(1, limit - 1), cache=cache)
+        with pytest.raises(InputError, match="has positions"):
+            gpt(ids(1, 2), cache=cache)
+        assert cache.max_len == limit - 1
+        assert int(cache.seq_lens) == limit - 1
+        gpt(ids(1, 1), cache=cache)
+
+
+def test_caches_of_encoder_decoders(seq2seq: torch.nn.Module) -> None:
+    cache = seq2seq.new_cache(1, 4)
+    with torch.no_grad():
+        seq2seq(ids(1, 4), ids(1, 2), cache=cache)
+        with pytest.raises(InputError, match="already holds a source"):
+            seq2seq(ids(1, 4), ids(1, 1), cache=cache)
+        seq2seq(None, ids(1, 1), cache=cache)
+
+
+def test_what_an_encoder_cannot_do() -> None:
+    bert = build(
+        c.config("bert-base").replace(encoder=c.config("tiny-bert").encoder, d_model=c.config("tiny-bert").d_model),
+        seed=0,
+    )
+    with pytest.raises(InputError, match="no LM head"):
+        bert(ids(1, 4))
+    cache = bert.new_cache(1, 8)
+    with torch.no_grad():
+        bert.encode(ids(1, 4), cache=cache)
+        with pytest.raises(InputError, match="cannot be continued"):
+            bert.encode(ids(1, 1), cache=cache)
+
+
+def test_token_types(gpt: torch.nn.Module) -> None:
+    with pytest.raises(InputError, match="no token types"):
+        gpt(ids(1, 4), token_types=ids(1, 4))
+    bert = build(c.config("tiny-bert"), seed=0)
+    with pytest.raises(InputError, match="token_types holds 7"):
+        bert.encode(ids(1, 4), token_types=ids(1, 4) + 7)
+
+
+def test_kernels_and_modes(gpt: torch.nn.Module) -> None:
+    with pytest.raises(KernelError, match="unknown kernel 'flash'; use one of auto, sdpa, explicit, flex"):
+        gpt.use_kernel("flash")
+    with pytest.raises(
+        InputError, match="unknown activation checkpointing mode 'half'; use one of none, selective, full"
+    ):
+        gpt.use_activation_checkpointing("half")
+
+
+def test_weights_that_are_no_numbers() -> None:
+    model = build(c.config("tiny-llama"), seed=0)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_weights(weights)
+    name = "decoder.blocks.0.attn.f.q.weight"
+    weights[name][0, 0] = float("nan")
+    with pytest.raises(WeightError, match=f"weight '{name}' has 1 value that is NaN or infinite"):
+        model.load_weights(weights)
+    weights[name] = torch.zeros(3, 3)
+    with pytest.raises(WeightError, match=rf"weight '{name}' has shape \(3, 3\); this model needs"):
+        model.load_weights(weights)
+    del weights[name]
+    with pytest.raises(WeightError, match=f"1 weight is missing: {name}"):
+        model.load_weights(weights)
+    weights[name] = model.state_dict()[name]
+    weights["surplus"] = torch.zeros(1)
+    with pytest.raises(WeightError, match="1 weight is unexpected: surplus"):
+        model.load_weights(weights)
+    assert all(torch.isfinite(p).all() for p in model.parameters()), "a refused load must change nothing"
+
+
+@torch.no_grad()
+def test_positions_that_would_leak() -> None:
+    """A decoder tells later from earlier by positions, so those must rise."""
+    llama = build(c.config("tiny-llama"), seed=0)
+    for bad in ([[0, 1, 2, 0, 1, 2]], [[3, 3, 3, 3, 3, 3]], [[5, 4, 3, 2, 1, 0]]):
+        with pytest.raises(InputError, match="positions do not increase"):
+            llama(ids(1, 6), positions=torch.tensor(bad))
+    with pytest.raises(InputError, match="positions holds -1"):
+        llama(ids(1, 3), positions=torch.tensor([[-1, 0, 1]]))
+    llama(ids(1, 6), positions=torch.tensor([[0, 1, 2, 0, 1, 2]]), document_ids=torch.tensor([[4, 4, 4, 7, 7, 7]]))
+    mask = torch.tensor([[False, True, True]])
+    llama(ids(1, 3), mask, positions=torch.tensor([[9, 0, 1]]))
+    llama(ids(1, 3), positions=torch.tensor([[4, 90, 1000]]))
+
+
+def test_tied_names_with_different_values() -> None:
+    model = build(c.config("tiny-gpt"), seed=0)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights["head.matrix.weight"][0, 0] += 1
+    with pytest.raises(WeightError, match="are tied in this model, but have different values"):
+        model.load_weights(weights)
+
+
+def test_meta_models_run_for_their_shapes() -> None:
+    for name in ("tiny-moe", "tiny-mla", "tiny-gpt"):
+        model = build(name, device="meta")
+        out = model(torch.zeros(2, 5, dtype=torch.long, device="meta"))
+        assert out.shape == (2, 5, model.config.vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seed": "a"}, "seed is 'a'"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**64}, "seed is 18446744073709551616"),
+        ({"dtype": torch.int8}, "dtype is torch.int8; use one of torch.float32"),
+        ({"dtype": "float32"}, "dtype is 'float32'"),
+        ({"device": "nope"}, "device 'nope' is not available"),
+    ],
+)
+def test_what_build_refuses(arguments: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        build("tiny-gpt", **arguments)
+
+
+def test_prefixes(gpt: torch.nn.Module) -> None:
+    for bad in (3, [1, 2], torch.tensor([1.0, 2.0]), torch.tensor([1]), torch.tensor([[1], [2]])):
+        with pytest.raises(
+            InputError, match=r"prefix_lengths is .*; pass an integer tensor with one length for each of 2 rows"
+        ):
+            gpt(ids(2, 4), prefix_lengths=bad)
+    for bad in ([-1, 0], [0, 5]):
+        with pytest.raises(InputError, match="prefix_lengths holds"):
+            gpt(ids(2, 4), prefix_lengths=torch.tensor(bad))
+
+
+def test_caches_of_other_models(gpt: torch.nn.Module) -> None:
+    with pytest.raises(InputError, match="cache is a str"):
+        gpt(ids(1, 4), cache="x")
+    with pytest.raises(InputError, match="a model of another shape"):
+        gpt(ids(1, 4), cache=build("tiny-llama", seed=0).new_cache(1, 8))
+    for batch, length in ((0, 5), (2, -1), ("2", 5), (2.0, 5), (True, 5)):
+        with pytest.raises(InputError, match="pass an integer of at least 1"):
+            gpt.new_cache(batch, length)
+    with pytest.raises(InputError, match=r"dtype is torch\.int8"):
+        gpt.new_cache(1, 4, dtype=torch.int8)
+
+
+def test_what_is_no_tensor(gpt: torch.nn.Module, seq2seq: torch.nn.Module) -> None:
+    for call in (
+        lambda: gpt([[1, 2]]),
+        lambda: gpt(None),
+        lambda: seq2seq(5, ids(1, 2)),
+        lambda: seq2seq(ids(1, 2), None),
+    ):
+        with pytest.raises(InputError, match="pass a tensor of token ids"):
+            call()
+    with pytest.raises(InputError, match="mask is a list"):
+        gpt(ids(1, 2), [[True, True]])
+    with pytest.raises(InputError, match="kernel is"):
+        gpt.use_kernel(["sdpa"])
+    with pytest.raises(WeightError, match="a dict of tensors"):
+        gpt.load_weights(None)

@@ -1,0 +1,147 @@
+"""Compiled ≡ eager, in one graph without breaks; and flex attention, which is always traced by the compiler."""
+
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from support.config_strategies import (
+    DTYPES,
+    SEEDS,
+    SEQ_LEN,
+    build_randomized_model,
+    compute_logits,
+    configs,
+    ragged_padding_mask,
+    random_tokens,
+    tolerance,
+)
+
+from cutaway import config as c
+from cutaway.config import presets
+from cutaway.errors import KernelError
+from cutaway.model import build
+
+pytestmark = [
+    pytest.mark.unchecked,
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+]
+TINY = [name for name in presets() if name.startswith("tiny-")]
+
+
+@given(config=configs(), dtype=DTYPES, seed=SEEDS)
+@settings(max_examples=settings.default.max_examples // 3)
+@torch.no_grad()
+def test_flex_is_explicit(config: c.Config, dtype: torch.dtype, seed: int) -> None:
+    torch._dynamo.reset()
+    model = build_randomized_model(config, dtype, seed)
+    tokens = random_tokens(config, 3, SEQ_LEN, seed)
+    side = (None, "left", "right")[seed % 3]
+    mask = None if side is None else ragged_padding_mask(3, SEQ_LEN, side)
+    real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+    reference = compute_logits(model.use_kernel("explicit"), config, tokens, mask)
+    flex = compute_logits(model.use_kernel("flex"), config, tokens, mask)
+    assert (flex - reference)[real].abs().max() <= tolerance(dtype, reference)
+
+
+@pytest.mark.parametrize("kind", ["packed", "prefix"])
+@torch.no_grad()
+def test_flex_with_packed_texts_and_prefixes(kind: str) -> None:
+    model = build_randomized_model(c.config("tiny-llama"), torch.float64)
+    tokens = random_tokens(model.config, 2, SEQ_LEN, 0)
+    documents = torch.tensor([[0] * 5 + [1] * 7, [3] * 9 + [1] * 3])
+    kwargs = {"document_ids": documents} if kind == "packed" else {"prefix_lengths": torch.tensor([0, 5])}
+    reference = model.use_kernel("explicit")(tokens, **kwargs)
+    assert (model.use_kernel("flex")(tokens, **kwargs) - reference).abs().max() <= tolerance(torch.float64, reference)
+
+
+@pytest.mark.parametrize("by", ["perturbation", "jacobian"])
+@torch.no_grad()
+def test_no_future_in_flex(by: str) -> None:
+    """At lengths up to 70, with and without padding: a change moves its own logits and later ones only.
+
+    Flex attention has no backward pass on the CPU, so its Jacobian is taken by differences: a small step of one token's
+    embedding instead of another token.
+    """
+    model = build_randomized_model(c.config("tiny-llama")).use_kernel("flex")
+    step = torch.randn(model.config.d_model) * 1e-2
+    for length in (1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 70):
+        tokens = random_tokens(model.config, 1, length, length)
+        for left in {0, length // 4}:
+            mask = (torch.arange(length) >= left).unsqueeze(0)
+            place = (left + length) // 2
+            before = model(tokens, mask)
+            if by == "perturbation":
+                changed = tokens.clone()
+                changed[:, place] = (changed[:, place] + 1) % model.config.vocab_size
+                after = model(changed, mask)
+            else:
+                nudge = torch.zeros(1, length, model.config.d_model)
+                nudge[:, place] = step
+                hook = model.decoder.embed.register_forward_hook(lambda m, i, o, nudge=nudge: o + nudge)
+                after = model(tokens, mask)
+                hook.remove()
+            moved = (after - before).abs().sum(-1)[0]
+            assert moved[left:place].sum() == 0, length
+            assert moved[place] > 0, length
+
+
+def test_flex_says_what_it_cannot_do_on_the_cpu() -> None:
+    model = build("tiny-llama", seed=0).use_kernel("flex")
+    with pytest.raises(KernelError, match="no backward pass on the CPU"):
+        model(torch.zeros(1, 4, dtype=torch.long))
+
+
+@given(config=configs(), seed=SEEDS)
+@settings(max_examples=max(2, settings.default.max_examples // 10))
+def test_one_graph_without_breaks(config: c.Config, seed: int) -> None:
+    """Forward and backward, traced whole, whatever the configuration."""
+    torch._dynamo.reset()
+    model = build_randomized_model(config, torch.float64, seed)
+    tokens = random_tokens(config, 2, SEQ_LEN, seed)
+    mask = ragged_padding_mask(2, SEQ_LEN, "left")
+    eager = compute_logits(model, config, tokens, mask)
+    eager[mask].square().sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    compiled = compute_logits(torch.compile(model, fullgraph=True, backend="aot_eager"), config, tokens, mask)
+    assert (compiled - eager)[mask].abs().max() <= tolerance(torch.float64, eager)
+    compiled[mask].square().sum().backward()
+    for ours, theirs in zip((p.grad for p in model.parameters() if p.grad is not None), gradients, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-9 * max(1.0, float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("name", TINY)
+@torch.no_grad()
+def test_a_cached_step_is_one_graph(name: str) -> None:
+    torch._dynamo.reset()
+    config = c.config(name)
+    if config.form == "encoder":
+        return
+    model = build_randomized_model(config)
+    tokens = random_tokens(config, 2, 6, 0)
+    full = compute_logits(model, config, tokens)
+    cache = model.new_cache(2, 8)
+    cache.static_shapes = True
+    compute_logits(model, config, tokens[:, :4], cache=cache)
+    step = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
+    for i in (4, 5):
+        out = compute_logits(step, config, tokens[:, i : i + 1], cache=cache)
+        assert (out[:, 0] - full[:, i]).abs().max() <= tolerance(torch.float32, full)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", TINY if shutil.which("g++") else [])
+def test_inductor_is_eager(name: str) -> None:
+    torch._dynamo.reset()
+    config = c.config(name)
+    model = build_randomized_model(config)
+    tokens = random_tokens(config, 2, SEQ_LEN, 0)
+    if config.form == "encoder" and model.head is None:
+        eager, compiled = model.encode(tokens), torch.compile(model.encode, fullgraph=True)(tokens)
+    else:
+        eager, compiled = (
+            compute_logits(model, config, tokens),
+            compute_logits(torch.compile(model, fullgraph=True), config, tokens),
+        )
+    assert (eager - compiled).abs().max() <= tolerance(torch.float32, eager)

@@ -1,0 +1,43 @@
+"""Small models and checkpoints in memory for tests of generation."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from support.config_strategies import build_randomized_model
+
+from cutaway import config as c
+from cutaway.model import Transformer
+from cutaway.tokenizer import Tokenizer
+
+
+@dataclass
+class InMemoryCheckpoint:
+    """A checkpoint as `generate` sees it."""
+
+    model: Transformer
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    hf_config: dict[str, Any] = field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
+
+
+def decoder_config(position: Any = None, **fields: Any) -> c.Config:
+    """A small decoder with windows in one of its layers."""
+    attention = c.MultiHead(heads=4, kv_heads=2, position=position or c.Rope())
+    fields = {"vocab_size": 53, "d_model": 32, **fields}
+    near = c.Block(attention=attention.replace(window=5), ffn=c.Gated(hidden=48))
+    far = c.Block(attention=attention, ffn=c.Gated(hidden=48))
+    return c.Decoder(**fields, decoder=c.Stack(layers=2, block=(near, far)), head=c.LMHead(tied=False))
+
+
+def translator_config(vocab_size: int = 31) -> c.EncoderDecoder:
+    stack = c.Stack(layers=1, block=c.Block(attention=c.MultiHead(heads=2), ffn=c.Mlp()))
+    decoder = c.CrossStack(
+        layers=1,
+        block=c.CrossBlock(attention=c.MultiHead(heads=2), ffn=c.Mlp(), cross=c.Cross(heads=2)),
+    )
+    return c.EncoderDecoder(vocab_size=vocab_size, d_model=16, encoder=stack, decoder=decoder)
+
+
+def build_translator() -> Transformer:
+    return build_randomized_model(translator_config(), torch.float64)

@@ -1,0 +1,20 @@
+"""Every file of bugs."""
+
+from importlib import import_module
+
+BUG_MODULE_NAMES = (
+    "causality",
+    "batching",
+    "masks_and_padding",
+    "kv_cache",
+    "generation",
+    "attention",
+    "transformers_models",
+    "positions",
+    "config_and_weights",
+    "loss",
+    "training",
+    "activations",
+    "parity",
+)
+BUG_MODULES = [import_module(f"support.seeded_bugs.{name}") for name in BUG_MODULE_NAMES]

@@ -1,0 +1,193 @@
+"""Bugs of positions: none at all, q and k turned by different rules, angles in few bits."""
+
+from typing import Any
+
+import torch
+from support.seeded_bugs.attention import patch_attention
+from support.seeded_bugs.reference_gpt import ReferenceGPT, check_kwargs
+from support.seeded_bugs.registry import seeded_bug
+from torch import Tensor
+
+import cutaway as ct
+from cutaway.config import NoScaling
+from cutaway.model.rope import Rope
+
+
+@seeded_bug("position-encoding")
+def no_rope() -> ReferenceGPT:
+    return patch_attention(apply_rope=lambda x, positions: x)
+
+
+@seeded_bug("position-encoding")
+def rope_over_heads() -> ReferenceGPT:
+    """The axis of heads is taken for that of the text."""
+    model = ReferenceGPT(kv_heads=4)
+    for block in model.blocks:
+        attention = block.attention
+        plain = attention.apply_rope
+        attention.apply_rope = lambda x, positions, plain=plain: plain(
+            x.transpose(1, 2), torch.arange(x.shape[1]).expand(len(x), -1)
+        ).transpose(1, 2)
+    return model
+
+
+def patch_key_rope(key_rope: Any) -> ReferenceGPT:
+    """Keys (of two heads) are turned by another rule than queries (of four)."""
+    model = ReferenceGPT()
+    for block in model.blocks:
+        attention = block.attention
+        plain = attention.apply_rope
+        attention.apply_rope = lambda x, positions, plain=plain: (
+            key_rope(plain, x, positions) if x.shape[1] == 2 else plain(x, positions)
+        )
+    return model
+
+
+@seeded_bug("rope-shift-invariance")
+def rope_on_queries_only() -> ReferenceGPT:
+    return patch_key_rope(lambda plain, x, positions: x)
+
+
+@seeded_bug("rope-shift-invariance", also_caught_by=("rope-layout",))
+def keys_interleaved() -> ReferenceGPT:
+    def neighbors(plain: Any, x: Tensor, positions: Tensor) -> Tensor:
+        split = torch.cat((x[..., 0::2], x[..., 1::2]), -1)
+        a, b = plain(split, positions).chunk(2, -1)
+        return torch.stack((a, b), -1).flatten(-2)
+
+    return patch_key_rope(neighbors)
+
+
+@seeded_bug("rope-precision", also_caught_by=("low-precision", "rope-shift-invariance"))
+def rope_angles_in_bf16() -> tuple[ReferenceGPT, dict[str, Any]]:
+    model = ReferenceGPT().bfloat16()
+    for block in model.blocks:
+        attention = block.attention
+
+        def apply_rope(x: Tensor, positions: Tensor, one: Any = attention) -> Tensor:
+            angle = positions[:, None, :, None].to(x.dtype) * one.frequencies(x.device).to(x.dtype)
+            cos, sin = angle.cos(), angle.sin()
+            a, b = x.chunk(2, -1)
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+        attention.apply_rope = apply_rope
+    return model, check_kwargs(model)
+
+
+@seeded_bug("position-encoding", also_caught_by=("packing",))
+def positions_ignored() -> Any:
+    model = ReferenceGPT()
+    return model, check_kwargs(model) | {"logits_with_positions": lambda tokens, positions: model(tokens)[0]}
+
+
+SMALL_CONFIG = {"vocab_size": 50, "d_model": 32}
+
+
+YARN = {"kind": "yarn", "factor": 4.0, "original_length": 32}
+
+
+LLAMA3 = {"kind": "llama3", "factor": 8.0, "original_length": 32}
+
+
+LONGROPE = {"short_factors": (1.0, 1.1, 1.2, 1.3), "long_factors": (1.5, 2.0, 3.0, 4.0), "original_length": 32}
+
+
+def patch_rope(apply_rope: Any, **properties: Any) -> tuple[ReferenceGPT, dict[str, Any]]:
+    """A model with another rotation, and what is said of it."""
+    model = ReferenceGPT()
+    for block in model.blocks:
+        block.attention.apply_rope = lambda x, positions, one=block.attention: apply_rope(one, x, positions)
+    return model, check_kwargs(model) | properties
+
+
+def rope_by_tables(attention: Any, x: Tensor, positions: Tensor, *, interleaved: bool, sign: float = -1.0) -> Tensor:
+    """x·cos + turned(x)·sin, with the halves turned and the tables for neighbors, or both for neighbors."""
+    angle = (positions[:, None, :, None].float() * attention.frequencies(x.device)).repeat_interleave(2, -1)
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    quarter = torch.stack((sign * b, a), -1).flatten(-2) if interleaved else torch.cat((sign * b, a), -1)
+    return x * angle.cos() + quarter * angle.sin()
+
+
+@seeded_bug("rope-layout", also_caught_by=("rope-shift-invariance",))
+def half_rotation_with_interleaved_tables() -> tuple[ReferenceGPT, dict[str, Any]]:
+    return patch_rope(lambda one, x, positions: rope_by_tables(one, x, positions, interleaved=False))
+
+
+@seeded_bug("rope-layout", also_caught_by=("rope-shift-invariance",))
+def missing_minus() -> tuple[ReferenceGPT, dict[str, Any]]:
+    return patch_rope(lambda one, x, positions: rope_by_tables(one, x, positions, interleaved=True, sign=1.0))
+
+
+@seeded_bug("rope-layout")
+def interleaved_instead_of_half() -> tuple[ReferenceGPT, dict[str, Any]]:
+    return patch_rope(
+        lambda one, x, positions: rope_by_tables(one, x, positions, interleaved=True), rope={"layout": "half"}
+    )
+
+
+@seeded_bug("rope-layout")
+def negative_angles() -> tuple[ReferenceGPT, dict[str, Any]]:
+    return patch_rope(lambda one, x, positions: type(one).apply_rope(one, x, -positions), rope={"layout": "half"})
+
+
+def build_cutaway_model(scaling: dict[str, Any] | None = None, **rope: Any) -> ct.Transformer:
+    """A model of cutaway."""
+    position = {"kind": "rope", **rope, **({} if scaling is None else {"scaling": scaling})}
+    block = {"attention": {"heads": 4, "kv_heads": 2, "position": position}, "ffn": {"hidden": 48}}
+    return ct.build({"form": "decoder", **SMALL_CONFIG, "decoder": {"layers": 2, "block": block}}, seed=0)
+
+
+def set_rope_attributes(model: Any, **values: Any) -> tuple[Any, dict[str, Any]]:
+    """Its rotations with other values."""
+    for part in model.modules():
+        if isinstance(part, Rope):
+            for name, value in values.items():
+                setattr(part, name, value)
+    return model, {}
+
+
+def refill_rope(model: Any, **values: Any) -> tuple[Any, dict[str, Any]]:
+    """Its rotations with frequencies computed from other values."""
+    set_rope_attributes(model, **values)
+    for part in model.modules():
+        if isinstance(part, Rope):
+            part.register_constants()
+    return model, {}
+
+
+@seeded_bug("rope-layout", also_caught_by=("meta-buffers", "save-load"))
+def wrong_layout() -> tuple[Any, dict[str, Any]]:
+    return set_rope_attributes(build_cutaway_model(), interleaved=True)
+
+
+@seeded_bug("rope-scaling")
+def theta_ignored() -> tuple[ReferenceGPT, dict[str, Any]]:
+    model = ReferenceGPT()
+    return model, check_kwargs(model) | {"rope": {"theta": 500_000.0}}
+
+
+@seeded_bug("rope-scaling", also_caught_by=("meta-buffers", "save-load"))
+def linear_scaling_ignored() -> tuple[Any, dict[str, Any]]:
+    return refill_rope(build_cutaway_model({"kind": "linear", "factor": 2.0}), scaling=NoScaling())
+
+
+@seeded_bug("rope-scaling", also_caught_by=("meta-buffers", "save-load"))
+def llama3_scaling_ignored() -> tuple[Any, dict[str, Any]]:
+    return refill_rope(build_cutaway_model(LLAMA3), scaling=NoScaling())
+
+
+@seeded_bug("rope-scaling", also_caught_by=("meta-buffers", "save-load"))
+def yarn_attention_factor_ignored() -> tuple[Any, dict[str, Any]]:
+    return set_rope_attributes(build_cutaway_model(YARN), attention_factor=1.0)
+
+
+@seeded_bug("rope-scaling")
+def longrope_short_factors_only() -> tuple[Any, dict[str, Any]]:
+    return set_rope_attributes(build_cutaway_model({"kind": "longrope", **LONGROPE}), switch_length=None)
+
+
+@seeded_bug("rope-scaling")
+def dynamic_ntk_never_grows() -> tuple[Any, dict[str, Any]]:
+    return set_rope_attributes(
+        build_cutaway_model({"kind": "dynamic", "factor": 2.0, "original_length": 32}), switch_length=None
+    )

@@ -1,0 +1,76 @@
+"""Runs that take a second: a recipe, texts for it, and what a run comes to as one hash."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+TEXT = "\n".join(f"{a} and {b} make {a + b}" for a in range(40) for b in range(12)) + "\n"
+RECIPE: dict[str, Any] = {
+    "model": "tiny-gpt",
+    "data": {"seq_len": 32, "validation_split": 0.2},
+    "optimizer": {"lr": 3e-3},
+    "schedule": {"warmup_steps": 3},
+    "training": {"max_steps": 12, "batch_size": 6},
+    "eval": {"interval": 5, "num_sequences": 8},
+    "checkpoint": {"interval": 4},
+}
+
+
+def write_texts(directory: Path) -> Path:
+    """40 files of 12 lines each, in a folder that is made for them."""
+    directory.mkdir()
+    lines = TEXT.splitlines(keepends=True)
+    for place in range(0, len(lines), 12):
+        (directory / f"{place:03}.txt").write_text("".join(lines[place : place + 12]))
+    return directory
+
+
+def tiny_recipe(source: Path, **overrides: Any) -> dict[str, Any]:
+    """A recipe on a file or folder of text; a section is changed key by key."""
+    recipe = {key: dict(value) if isinstance(value, dict) else value for key, value in RECIPE.items()}
+    recipe["data"]["sources"] = [{"path": str(source)}]
+    for name, value in overrides.items():
+        both = isinstance(value, dict) and isinstance(recipe.get(name), dict)
+        recipe[name] = {**recipe[name], **value} if both else value
+    return recipe
+
+
+def tiny_recipe_in(directory: Path, **overrides: Any) -> dict[str, Any]:
+    """The same on texts that are written to a directory's `texts`."""
+    texts = directory / "texts"
+    return tiny_recipe(texts if texts.exists() else write_texts(texts), **overrides)
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def newest_checkpoint(run: Path) -> Path:
+    return sorted((run / "checkpoints").iterdir())[-1]
+
+
+def state_digest(run: Path) -> str:
+    """Every tensor of the newest checkpoint, and the log, as one hash."""
+    whole = hashlib.sha256((run / "metrics.jsonl").read_bytes())
+    for file in sorted(newest_checkpoint(run).glob("*.safetensors")):
+        whole.update(file.name.encode() + file.read_bytes())
+    return whole.hexdigest()
+
+
+def run_digest(run: Path) -> str:
+    """Weights, optimizer, position and log rows of a run, and the model that it exported, as one hash."""
+    whole = hashlib.sha256((run / "metrics.jsonl").read_bytes())
+    for file in sorted(newest_checkpoint(run).iterdir()):
+        if file.name == "state.json":
+            state = json.loads(file.read_text())
+            whole.update(json.dumps({key: value for key, value in state.items() if key != "timings_bytes"}).encode())
+        elif file.suffix == ".safetensors":
+            whole.update(file.read_bytes())
+    for file in sorted((run / "model").glob("*.safetensors")):
+        whole.update(file.read_bytes())
+    return whole.hexdigest()
+
+
+def model_bytes(run: Path) -> bytes:
+    return (newest_checkpoint(run) / "model.safetensors").read_bytes()

@@ -1,0 +1,159 @@
+"""Rules of imports: packages depend one way, without cycles; files stay small; config and size need no torch."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "cutaway"
+ALLOWED_IMPORTS = {
+    "config": set(),
+    "pretrained": set(),
+    "size": {"config"},
+    "model": {"config"},
+    "tokenizer": set(),
+    "families": {"config", "model", "tokenizer"},
+    "generate": {"config", "size", "model", "tokenizer"},
+    "evaluate": {"config", "size", "model", "tokenizer", "generate"},
+    # A family's table says which modules of another library's model are which of ours: so a lens sees into those too.
+    "lens": {"config", "size", "model", "families", "evaluate"},
+    "check": {"config", "size", "model", "tokenizer", "families", "generate", "lens", "evaluate"},
+    "train": {"config", "size", "model", "tokenizer", "families", "generate", "lens", "evaluate", "check"},
+    "serve": {"config", "size", "model", "tokenizer", "families", "generate", "lens", "evaluate", "train", "learn"},
+    "learn": {"config", "size", "model", "tokenizer", "families", "generate", "lens", "evaluate", "check"},
+    "bench": {"config", "generate", "size", "model"},
+    "cli": {
+        "bench",
+        "check",
+        "config",
+        "size",
+        "model",
+        "families",
+        "generate",
+        "learn",
+        "lens",
+        "evaluate",
+        "serve",
+        "train",
+    },
+}
+IMPORTABLE_ANYWHERE = {"errors", "callable_module", "pretrained"}
+MAX_MODEL_CODE_LINES = 1940
+
+
+def imported_packages(path: Path) -> set[str]:
+    """The packages that a file imports, inside functions too."""
+    packages = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module == "cutaway":
+            names += [f"cutaway.{alias.name}" for alias in node.names]
+        packages |= {name.split(".")[1] for name in names if name.startswith("cutaway.")}
+    return packages
+
+
+def test_every_package_has_its_rule() -> None:
+    assert {
+        path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"
+    } == ALLOWED_IMPORTS.keys()
+
+
+@pytest.mark.parametrize("package", ALLOWED_IMPORTS)
+def test_imports_point_one_way(package: str) -> None:
+    for path in (SOURCE / package).rglob("*.py"):
+        extra = imported_packages(path) - ALLOWED_IMPORTS[package] - IMPORTABLE_ANYWHERE - {package}
+        assert not extra, f"{path.relative_to(SOURCE)} may not import {extra}"
+
+
+def runtime_imports(body: Sequence[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Imports that run when the module is imported: none of functions, none for the type checker alone."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from runtime_imports(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for block in ("body", "orelse", "finalbody"):
+                yield from runtime_imports(getattr(node, block, []))
+            for handler in getattr(node, "handlers", []):
+                yield from runtime_imports(handler.body)
+
+
+def import_graph() -> dict[str, set[str]]:
+    """By module: the modules of cutaway that it imports when it is imported."""
+    paths = {
+        ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in SOURCE.rglob("*.py")
+    }
+    graph = {}
+    for module, path in paths.items():
+        imported = set()
+        for node in runtime_imports(ast.parse(path.read_text()).body):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            else:  # a submodule, or a name of the package itself
+                names = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+                imported |= {name if name in paths else str(node.module) for name in names.values()}
+        graph[module] = (imported & paths.keys()) - {module}
+    return graph
+
+
+def test_there_is_no_import_cycle() -> None:
+    graph = import_graph()
+    while leaves := {module for module, imported in graph.items() if not imported & graph.keys()}:
+        graph = {module: imported for module, imported in graph.items() if module not in leaves}
+    cycles = {module: sorted(imported & graph.keys()) for module, imported in graph.items()}
+    assert not cycles, f"these modules import each other, or import ones that do: {cycles}"
+
+
+def code_lines(path: Path) -> int:
+    """Lines that are neither blank, comment nor docstring."""
+    text = path.read_text()
+    docstring_lines = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstring_lines |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = text.splitlines()
+    return sum(
+        1
+        for number, line in enumerate(lines, 1)
+        if line.strip() and not line.strip().startswith("#") and number not in docstring_lines
+    )
+
+
+def test_the_model_can_be_read_in_an_hour() -> None:
+    counts = {path.name: code_lines(path) for path in (SOURCE / "model").glob("*.py")}
+    assert sum(counts.values()) <= MAX_MODEL_CODE_LINES, counts
+
+
+def test_no_branch_on_a_models_name() -> None:
+    names = ("gpt", "llama", "bert", "qwen", "gemma", "mistral", "falcon", "bloom", "deepseek", "bart", "marian")
+    for path in (SOURCE / "model").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare | ast.MatchValue):
+                text = ast.unparse(node).lower()
+                assert not any(name in text for name in names), f"{path.name}: {text}"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import cutaway",
+        "import cutaway as ct; ct.config('llama-3-8b'); ct.presets()",
+        "import cutaway as ct; from cutaway.size import count_parameters; count_parameters(ct.config('gpt2'))",
+        "from cutaway.families import families, config_from_hf; config_from_hf({'model_type': 'llama'})",
+        "from cutaway.tokenizer import byte_tokenizer",
+        "import cutaway as ct; ct.evaluate.entropy([0.5, 0.5]); ct.evaluate.evaluate_calibration([0.5], [1])",
+        "from cutaway.learn.exercises import load_exercises; [(e.instructions, e.stub) for e in load_exercises()]",
+        "import cutaway.cli.verbs.learn, cutaway.cli.views.exercise_report, cutaway.learn.exercises.progress",
+        "import cutaway.learn.runner.limits, cutaway.learn.runner.launcher",
+        "from cutaway.cli import app",
+    ],
+)
+def test_torch_is_not_imported_for(statement: str) -> None:
+    code = f"{statement}; import sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,58 @@
+"""Compiled steps on a CPU: the gradients of plain ones, in pieces of any size, and the model is found as it was."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import cutaway as ct
+from cutaway.model import Transformer
+from cutaway.train.kernels.compile import compile_for_training
+from cutaway.train.objectives import causal_lm
+from cutaway.train.recipe.load import load_recipe
+from cutaway.train.trainer.training_module import TrainingModule
+
+pytestmark = pytest.mark.unchecked
+
+
+def model_of(name: str, layers: int) -> Transformer:
+    settings: Any = ct.config(name).model_dump(mode="json", exclude_none=True)
+    settings["decoder"]["layers"] = layers
+    return ct.build(ct.config(settings), seed=0).train()
+
+
+def gradients(model: Transformer, *, compile_blocks: bool, single_process: bool = True) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(model.config.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
+    model.zero_grad()
+    with compile_for_training(model, compile_blocks, single_process=single_process)():
+        loss = TrainingModule(model, load_recipe({}))(causal_lm(tokens))
+        (loss.loss / loss.weight).backward()
+    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks_per_graph", "activation_checkpointing", "single_process"),
+    [
+        pytest.param("tiny-gpt", 1, "none", True, marks=pytest.mark.nightly),
+        pytest.param("tiny-llama", 16, "none", True, marks=pytest.mark.nightly),
+        pytest.param("tiny-gpt", 16, "none", False, marks=pytest.mark.nightly),
+        ("tiny-gpt", 16, "full", True),
+    ],
+)
+def test_a_compiled_step_is_a_plain_step(
+    name: str,
+    blocks_per_graph: int,
+    activation_checkpointing: Any,
+    single_process: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr("cutaway.train.kernels.compile.BLOCKS_PER_GRAPH", blocks_per_graph)
+    model = model_of(name, 2).use_activation_checkpointing(activation_checkpointing)
+    before = [set(vars(module)) for module in model.modules()]
+    plain = gradients(model, compile_blocks=False)
+    fast = gradients(model, compile_blocks=True, single_process=single_process)
+    assert plain.keys() == fast.keys()
+    for key, value in plain.items():
+        torch.testing.assert_close(fast[key], value, rtol=1e-4, atol=1e-6)
+    assert [set(vars(module)) for module in model.modules()] == before

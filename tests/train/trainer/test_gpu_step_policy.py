@@ -1,0 +1,54 @@
+"""Policies on a GPU: nobody waits to judge a step, and memory that is really too small means smaller pieces."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny_runs import read_metrics, tiny_recipe_in
+
+from cutaway.train.logging.callbacks import Callback
+from cutaway.train.trainer.launch import train
+from cutaway.train.trainer.step_policy import StepPolicy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("skip_preflight")]
+
+
+def test_nobody_waits_to_judge_a_step() -> None:
+    policy, length = StepPolicy(1, device="cuda"), torch.ones((), device="cuda")
+    policy.check_grad_norm(length)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(30):
+            policy.check_grad_norm(length)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_memory_that_is_too_small_means_smaller_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTAWAY_CACHE", str(tmp_path / "cache"))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    training = {"batch_size": 4096, "max_steps": 2}
+    evaluation = {"interval": 100, "num_sequences": 1}
+    train(
+        tiny_recipe_in(tmp_path, training=training | {"grad_accum_steps": 4}, eval=evaluation),
+        tmp_path / "whole",
+        device="cuda",
+    )
+    most = torch.cuda.max_memory_reserved()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    said: list[str] = []
+    torch.cuda.set_per_process_memory_fraction(1.2 * most / total)
+    try:
+        train(
+            tiny_recipe_in(tmp_path, training=training, eval=evaluation),
+            tmp_path / "run",
+            device="cuda",
+            callback=Callback(on_message=said.append),
+        )
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert any("memory is too small for a batch in 1 pieces" in each for each in said)
+    losses = [[row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row] for name in ("run", "whole")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

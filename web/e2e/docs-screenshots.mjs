@@ -1,0 +1,27 @@
+// Pictures of every screen for the documentation: node e2e/docs-screenshots.mjs URL FOLDER
+import { chromium } from "playwright-core";
+import { ARGUMENTS, EXECUTABLE } from "./browser.mjs";
+
+const [url, folder] = process.argv.slice(2);
+const PLACES = {
+  trace: ["/trace?", "light"],
+  edit: ["/edit?edits=blocks.3:swap", "light"],
+  attention: ["/attention?", "dark"],
+  generate: ["/generate?", "light"],
+  gradients: ["/gradients?", "dark"],
+  size: ["/size?size.base=llama-3-8b", "light"],
+  learn: ["/learn?step=mask", "light"],
+};
+const browser = await chromium.launch({ executablePath: EXECUTABLE, args: ARGUMENTS });
+for (const [name, [place, colorScheme]] of Object.entries(PLACES)) {
+  const page = await browser.newPage({ viewport: { width: 1200, height: 860 }, colorScheme });
+  await page.goto(`${url}#${place}`);
+  await page.waitForLoadState("networkidle");
+  await page.waitForTimeout(1500);
+  if (name === "generate") for (let step = 0; step < 12; step++) await page.getByRole("button", { name: /Step/ }).click();
+  await page.waitForLoadState("networkidle");
+  await page.waitForTimeout(2500);
+  await page.screenshot({ path: `${folder}/${name}.png` });
+  await page.close();
+}
+await browser.close();

@@ -1,0 +1,56 @@
+// Where one is: a screen and what is chosen on it. All of it stands in the address, so that a link leads to the same picture.
+export const SCREENS = ["trace", "edit", "attention", "generate", "gradients", "size", "learn"] as const;
+export type Screen = (typeof SCREENS)[number];
+
+type Changes = Record<string, string | number | null | undefined>;
+
+class UrlState {
+  screen = $state<Screen>("trace");
+  #params = $state<Record<string, string>>({});
+  /** Whether the address is this page's own; in a notebook it is not. */
+  ownsAddress = true;
+
+  get(name: string): string | undefined {
+    return this.#params[name];
+  }
+
+  number(name: string): number | undefined {
+    const text = this.#params[name];
+    const value = text === undefined || text === "" ? NaN : Number(text);
+    return Number.isFinite(value) ? value : undefined;
+  }
+
+  /** Choose something; what is null is forgotten. A step that one may want to go back over is written as one. */
+  update(changes: Changes, { screen, pushHistory = false }: { screen?: Screen; pushHistory?: boolean } = {}): void {
+    const next = { ...this.#params };
+    for (const [name, value] of Object.entries(changes)) {
+      if (value === null || value === undefined) delete next[name];
+      else next[name] = String(value);
+    }
+    this.#params = next;
+    if (screen) this.screen = screen;
+    const address = `#${this.toFragment()}`;
+    if (!this.ownsAddress || address === location.hash) return;
+    if (pushHistory || screen) history.pushState(null, "", address);
+    else history.replaceState(null, "", address);
+  }
+
+  toFragment(screen: Screen = this.screen): string {
+    return `/${screen}?${new URLSearchParams(Object.entries(this.#params).sort()).toString()}`;
+  }
+
+  /** Begin at a place, and leave the address to others. */
+  embed(fragment: string): void {
+    this.ownsAddress = false;
+    this.parseFragment(fragment);
+  }
+
+  parseFragment(fragment: string = location.hash.slice(1)): void {
+    const [path = "", query = ""] = fragment.split("?", 2);
+    const name = path.replace(/^\//, "") as Screen;
+    this.screen = SCREENS.includes(name) ? name : "trace";
+    this.#params = Object.fromEntries(new URLSearchParams(query));
+  }
+}
+
+export const urlState = new UrlState();
