@@ -42,8 +42,8 @@ def masks(length: int) -> dict[str, dict[str, torch.Tensor]]:
         "plain": {},
         "left": {"mask": order >= short},
         "right": {"mask": order < length - short},
-        "packed": {"documents": (order > length // 2).long()},
-        "prefix": {"prefix": torch.tensor([0, length // 2], device="cuda")},
+        "packed": {"document_ids": (order > length // 2).long()},
+        "prefix": {"prefix_lengths": torch.tensor([0, length // 2], device="cuda")},
     }
 
 
