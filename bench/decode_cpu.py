@@ -1,9 +1,9 @@
-"""Decoding on the CPU beside transformers, in one run: GPT-2's shape (124 M), batch 1, the same numbers of tokens.
+"""Decode on the CPU compared with transformers, in one run: GPT-2 124M, batch size 1, equal numbers of tokens.
 
     python bench/decode_cpu.py [--rounds 6] [--json FILE]
 
-Both go through their own generate. A turn is a long answer less a short one, so that prompts and set-up cancel out; the
-order changes from turn to turn. The limit is the weights' bytes over the rate of a bare read.
+Both use their own generate. A measurement is a long completion minus a short one, so that prefill and setup cancel; the
+order alternates. The limit is the bytes of the weights divided by the measured read bandwidth.
 """
 
 import argparse
@@ -51,14 +51,14 @@ def build_cutaway_runner(model: Any, **options: Any) -> Callable[[int], float]:
 
 
 def measure_read_bandwidth() -> float:
-    """Bytes a second of a bare read of more than any cache holds, at best."""
-    numbers = torch.zeros(64 * 2**20)
-    taken = []
+    """Maximum read bandwidth in bytes per second, of a tensor larger than any CPU cache."""
+    tensor = torch.zeros(64 * 2**20)
+    seconds = []
     for _ in range(10):
         start = time.perf_counter()
-        numbers.sum()
-        taken.append(time.perf_counter() - start)
-    return numbers.numel() * 4 / min(taken)
+        tensor.sum()
+        seconds.append(time.perf_counter() - start)
+    return tensor.numel() * 4 / min(seconds)
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     model: Any = ct.build("gpt2", seed=0)
-    sides = {
+    runners = {
         "transformers fp32": build_transformers_runner(),
         "fp32": build_cutaway_runner(model, compile=False),
         "fp32, compiled": build_cutaway_runner(model, compile=True),
@@ -75,29 +75,38 @@ def main() -> None:
         "8 bits": build_cutaway_runner(model, weight_bits=8, compile=False),
         "8 bits, compiled": build_cutaway_runner(model, weight_bits=8, compile=True),
     }
-    for name, side in sides.items():
+    for name, runner in runners.items():
         start = time.perf_counter()
-        side(SHORT_TOKENS)
-        sys.stdout.write(f"{name}: first answer after {time.perf_counter() - start:.1f} s\n")
-        side(SHORT_TOKENS)
-    steps: dict[str, list[float]] = {name: [] for name in sides}
+        runner(SHORT_TOKENS)
+        sys.stdout.write(f"{name}: first completion after {time.perf_counter() - start:.1f} s\n")
+        runner(SHORT_TOKENS)
+    steps: dict[str, list[float]] = {name: [] for name in runners}
     for round_index in range(arguments.rounds):
-        for name in list(sides) if round_index % 2 else list(sides)[::-1]:
+        for name in list(runners) if round_index % 2 else list(runners)[::-1]:
             steps[name].append(
-                (sides[name](LONG_TOKENS) - sides[name](SHORT_TOKENS)) / (LONG_TOKENS - SHORT_TOKENS) * 1e3
+                (runners[name](LONG_TOKENS) - runners[name](SHORT_TOKENS)) / (LONG_TOKENS - SHORT_TOKENS) * 1e3
             )
     limit = 4 * sum(p.numel() for p in model.parameters()) / measure_read_bandwidth() * 1e3
-    base = statistics.median(steps["transformers fp32"])
+    baseline = statistics.median(steps["transformers fp32"])
     rows = []
-    for name, taken in steps.items():
-        ratios = [theirs / own for theirs, own in zip(steps["transformers fp32"], taken, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        rows.append({"implementation": name, "ms": statistics.median(taken), "ratio": middle, "quartiles": [low, high]})
-        sys.stdout.write(
-            f"{name:20} {rows[-1]['ms']:7.2f} ms a token, {1e3 / rows[-1]['ms']:6.1f} tokens/s,"
-            f" {middle:.2f} × transformers ({low:.2f}–{high:.2f})\n"
+    for name, milliseconds in steps.items():
+        ratios = [
+            baseline_ms / step_ms for baseline_ms, step_ms in zip(steps["transformers fp32"], milliseconds, strict=True)
+        ]
+        low, median_ratio, high = statistics.quantiles(ratios, n=4)
+        rows.append(
+            {
+                "implementation": name,
+                "ms": statistics.median(milliseconds),
+                "ratio": median_ratio,
+                "quartiles": [low, high],
+            }
         )
-    sys.stdout.write(f"limit of fp32 by a bare read: {limit:.2f} ms; transformers {limit / base:.0%} of it\n")
+        sys.stdout.write(
+            f"{name:20} {rows[-1]['ms']:7.2f} ms per token, {1e3 / rows[-1]['ms']:6.1f} tokens/s,"
+            f" {median_ratio:.2f} × transformers ({low:.2f}–{high:.2f})\n"
+        )
+    sys.stdout.write(f"fp32 limit by read bandwidth: {limit:.2f} ms; transformers {limit / baseline:.0%} of it\n")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
 

@@ -1,9 +1,9 @@
-"""GPT-2 124M, batch 2 × 256, fp32 on the CPU: forward and forward + backward beside transformers, in one run.
+"""GPT-2 124M, batch 2 × 256, fp32 on the CPU: forward and forward + backward compared with transformers, in one run.
 
     python bench/forward_cpu.py [--repeats 30] [--json]
 
-The two take turns, in changing order, so that a busy machine slows both; the figure is the median of the ratios with
-its quartiles, and the limit is the time that a bare chain of the same matrix products takes.
+The libraries alternate, in changing order, so that other load affects both; the result is the median of the ratios with
+quartiles, and the limit is the time of the same matmuls alone.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def time_run(run: Callable[[], object]) -> float:
 
 
 def build_matmul_baseline(model: nn.Module, rows: int, *, backward: bool) -> Callable[[], None]:
-    """The weight products of a pass and nothing else: what no implementation can go below without other kernels."""
+    """The matmuls of a pass with the weights, and nothing else: a lower bound with these kernels."""
     weights = [
         parameter.detach() for parameter in model.parameters() if parameter.ndim == 2 and parameter.shape[0] != 1024
     ]
@@ -49,8 +49,8 @@ def main() -> None:
     arguments = parser.parse_args()
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    theirs = GPT2LMHeadModel(GPT2Config(attn_implementation="sdpa", use_cache=False)).eval()
-    ours = ct.build(ct.config("gpt2"), seed=0)
+    transformers_model = GPT2LMHeadModel(GPT2Config(attn_implementation="sdpa", use_cache=False)).eval()
+    cutaway_model = ct.build(ct.config("gpt2"), seed=0)
     tokens = torch.randint(0, 50257, (2, 256))
 
     def forward(model: Callable[[], torch.Tensor]) -> Callable[[], None]:
@@ -68,18 +68,22 @@ def main() -> None:
 
         return run
 
-    def our_logits() -> torch.Tensor:
-        return ours(tokens)
+    def cutaway_logits() -> torch.Tensor:
+        return cutaway_model(tokens)
 
-    def their_logits() -> torch.Tensor:
-        return theirs(tokens).logits
+    def transformers_logits() -> torch.Tensor:
+        return transformers_model(tokens).logits
 
     cases = {
-        "forward": (forward(our_logits), forward(their_logits), build_matmul_baseline(ours, 512, backward=False)),
+        "forward": (
+            forward(cutaway_logits),
+            forward(transformers_logits),
+            build_matmul_baseline(cutaway_model, 512, backward=False),
+        ),
         "forward + backward": (
-            step(ours, our_logits),
-            step(theirs, their_logits),
-            build_matmul_baseline(ours, 512, backward=True),
+            step(cutaway_model, cutaway_logits),
+            step(transformers_model, transformers_logits),
+            build_matmul_baseline(cutaway_model, 512, backward=True),
         ),
     }
     results = {}
@@ -91,14 +95,21 @@ def main() -> None:
             order = sorted(range(3), key=lambda index: (index + repeat) % 3)
             row = {index: time_run(runs[index]) for index in order}
             times.append([row[index] for index in range(3)])
-        mine, peer, limit = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
+        cutaway_ms, transformers_ms, matmul_ms = (
+            statistics.median(column) * 1e3 for column in zip(*times, strict=True)
+        )
         low, ratio, high = statistics.quantiles(row[0] / row[1] for row in times)
-        results[name] = {"cutaway_ms": mine, "transformers_ms": peer, "ratio": ratio, "products_ms": limit}
+        results[name] = {
+            "cutaway_ms": cutaway_ms,
+            "transformers_ms": transformers_ms,
+            "ratio": ratio,
+            "matmul_ms": matmul_ms,
+        }
         if not arguments.json:
             print(
-                f"{name:19} cutaway {mine:5.0f} ms   transformers {peer:5.0f} ms"
+                f"{name:19} cutaway {cutaway_ms:5.0f} ms   transformers {transformers_ms:5.0f} ms"
                 f"   ratio {ratio:.3f} ({low:.3f} to {high:.3f})"
-                f"   bare products {limit:5.0f} ms, {limit / mine:.0%} of ours"
+                f"   matmuls only {matmul_ms:5.0f} ms, {matmul_ms / cutaway_ms:.0%} of cutaway"
             )
     if arguments.json:
         print(json.dumps(results, indent=2))

@@ -1,4 +1,4 @@
-"""How long the page waits: GPT-2's shape, 512 tokens, two CPU cores. A picture within 2 s, an activation within 150 ms.
+"""Latency of inspector queries: GPT-2 124M, 512 tokens, 2 CPU cores. Limits: 2 s in total, 150 ms per activation.
 
 python bench/inspect_latency.py
 """
@@ -16,56 +16,63 @@ from cutaway.serve.inspect.protocol import QueryJob
 from cutaway.serve.inspect.queries import QUERIES
 
 
-def time_query(of: Inspector, name: str, heard: Callable[[bytes], None] = lambda frame: None, **given: object) -> float:
+def time_query(
+    inspector: Inspector, name: str, on_frame: Callable[[bytes], None] = lambda frame: None, **params: object
+) -> float:
     start = time.perf_counter()
-    QUERIES[name](**given).run(of, QueryJob(heard)).to_safetensors()
+    QUERIES[name](**params).run(inspector, QueryJob(on_frame)).to_safetensors()
     return time.perf_counter() - start
 
 
 def main() -> None:
-    options = argparse.ArgumentParser()
-    options.add_argument("--model", default="gpt2")
-    options.add_argument("--tokens", type=int, default=512)
-    options.add_argument("--repeats", type=int, default=5)
-    chosen = options.parse_args()
-    model = ct.build(chosen.model, seed=0)
-    of = build_inspector(model, name=chosen.model)
-    layers = len(of.output_stack.blocks)
-    looks = [
-        {"tokens": torch.randint(model.config.vocab_size, (chosen.tokens,)).tolist()} for _ in range(chosen.repeats + 1)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="gpt2")
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    model = ct.build(args.model, seed=0)
+    inspector = build_inspector(model, name=args.model)
+    num_layers = len(inspector.output_stack.blocks)
+    inputs = [
+        {"tokens": torch.randint(model.config.vocab_size, (args.tokens,)).tolist()} for _ in range(args.repeats + 1)
     ]
-    time_query(of, "residual_norms", input=looks.pop())  # once, for what is made once
-    first, whole, rest = [], [], {}
-    for look in looks:
-        begins: list[float] = []
+    time_query(inspector, "residual_norms", input=inputs.pop())  # warm-up
+    first, total, other_queries = [], [], {}
+    for model_input in inputs:
+        frame_times: list[float] = []
         start = time.perf_counter()
-        time_query(of, "residual_norms", lambda frame, begins=begins: begins.append(time.perf_counter()), input=look)
-        time_query(of, "journey", input=look, position=chosen.tokens - 1)
-        whole.append(time.perf_counter() - start)
-        first.append(begins[1] - start)  # the embedding and one block
-        for name, given in {
+        time_query(
+            inspector,
+            "residual_norms",
+            lambda frame, frame_times=frame_times: frame_times.append(time.perf_counter()),
+            input=model_input,
+        )
+        time_query(inspector, "journey", input=model_input, position=args.tokens - 1)
+        total.append(time.perf_counter() - start)
+        first.append(frame_times[1] - start)  # embedding and first block
+        for name, query in {
             "another token": ("journey", {"position": 100}),
             "attention by layer": ("attention_by_layer", {"position": 100}),
             "next token": ("next_token", {"position": 100}),
-            "activation q": ("activation", {"site": f"blocks.{layers // 2}.attn.q", "position": 100}),
-            "activation pattern": ("activation", {"site": f"blocks.{layers // 2}.attn.pattern", "position": 100}),
-            "activation hidden": ("activation", {"site": f"blocks.{layers - 1}.ffn.hidden", "position": 100}),
+            "activation q": ("activation", {"site": f"blocks.{num_layers // 2}.attn.q", "position": 100}),
+            "activation pattern": ("activation", {"site": f"blocks.{num_layers // 2}.attn.pattern", "position": 100}),
+            "activation hidden": ("activation", {"site": f"blocks.{num_layers - 1}.ffn.hidden", "position": 100}),
             "activation logits": ("activation", {"site": "logits", "position": 100}),
-            "thumbnails": ("attention_thumbnails", {"attention": f"blocks.{layers // 2}.attn"}),
-            "a head": ("attention_head", {"attention": f"blocks.{layers // 2}.attn", "head": 0}),
+            "thumbnails": ("attention_thumbnails", {"attention": f"blocks.{num_layers // 2}.attn"}),
+            "one head": ("attention_head", {"attention": f"blocks.{num_layers // 2}.attn", "head": 0}),
         }.items():
-            rest.setdefault(name, []).append(time_query(of, given[0], input=look, **given[1]))
+            other_queries.setdefault(name, []).append(time_query(inspector, query[0], input=model_input, **query[1]))
     forward = []
     with torch.no_grad():
-        for look in looks:
+        for model_input in inputs:
             start = time.perf_counter()
-            model.hidden_states(torch.tensor([look["tokens"]]))
+            model.hidden_states(torch.tensor([model_input["tokens"]]))
             forward.append(time.perf_counter() - start)
-    print(f"{chosen.model}, {chosen.tokens} tokens, {torch.get_num_threads()} threads")
-    print(f"{'the pass alone':18}{1e3 * median(forward):8.0f} ms")
-    print(f"{'first block drawn':18}{1e3 * median(first):8.0f} ms")
-    print(f"{'all of it':18}{1e3 * median(whole):8.0f} ms   (limit 2000)")
-    for name, times in rest.items():
+    print(f"{args.model}, {args.tokens} tokens, {torch.get_num_threads()} threads")
+    print(f"{'forward pass':18}{1e3 * median(forward):8.0f} ms")
+    print(f"{'first block':18}{1e3 * median(first):8.0f} ms")
+    print(f"{'total':18}{1e3 * median(total):8.0f} ms   (limit 2000)")
+    for name, times in other_queries.items():
         limit = "   (limit 150)" if name.startswith("activation") else ""
         print(f"{name:18}{1e3 * median(times):8.0f} ms{limit}")
 

@@ -1,9 +1,9 @@
-"""What `cutaway size` says beside what a GPU does: peak memory of training steps, and times against their bounds.
+"""Accuracy of `cutaway size` on a GPU: peak memory of training steps, and times compared with the roofline bounds.
 
     python bench/size_accuracy.py [--gpu h200] [--memory] [--time] [--json FILE]
 
-Memory is PyTorch's own peak of allocated bytes over a step in steady state. Times are medians; the bound is the
-device's published peak, and the device's own copy and matrix product are measured in the same run.
+Memory is PyTorch's peak of allocated bytes in a steady-state step. Times are medians; the bound uses the device's
+published peak, and copy bandwidth and matmul FLOPS of the device are measured in the same run.
 """
 
 import argparse
@@ -72,7 +72,7 @@ INFERENCE_CASES = [
 
 
 def load_config(source: str) -> Config:
-    """A preset, or with /N its first N layers."""
+    """A preset; NAME/N has the first N layers."""
     name, _, layers = source.partition("/")
     config = ct.config(name)
     if not layers:
@@ -87,7 +87,7 @@ def logits_and_loss(model: Any, config: Config, tokens: torch.Tensor) -> tuple[t
 
 
 def build_train_step(options: dict[str, Any], *, compiled: bool = False) -> tuple[SizeEstimate, Callable[[], None]]:
-    """The answer, and a step of what was asked."""
+    """Return the estimate and a function that runs the training step."""
     size = ct.size(**options | {"source": load_config(options["source"])}, mode="train")
     config = size.options.config
     dtype = {"bf16": torch.bfloat16}.get(options["dtype"], torch.float32)
@@ -99,7 +99,9 @@ def build_train_step(options: dict[str, Any], *, compiled: bool = False) -> tupl
 
     def step() -> None:
         with torch.autocast("cuda", torch.bfloat16, enabled=options["dtype"] == "mixed"):
-            _logits, loss = logits_and_loss(run, config, tokens)  # held to the end, as most training loops do
+            _logits, loss = logits_and_loss(
+                run, config, tokens
+            )  # the logits stay alive to the end of the step, as in most training loops
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -131,7 +133,7 @@ def measure_training_memory(options: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure_inference_memory(name: str, batch_size: int, context: int) -> dict[str, Any]:
-    """Weights, a cache, and the peak of reading all prompts at once."""
+    """Peak memory of weights, KV cache and prefill of all prompts at once."""
     free_gpu_memory()
     base = torch.cuda.memory_allocated()
     size = ct.size(name, batch_size=batch_size, context=context)
@@ -176,7 +178,7 @@ def median_seconds(run: Callable[[], object], repeats: int = 15) -> float:
 
 
 def measure_limits() -> dict[str, float]:
-    """What this device reaches in a bare copy and a bare product."""
+    """Measured copy bandwidth and matmul FLOPS of the device."""
     x = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     y = torch.empty_like(x)
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -190,15 +192,15 @@ def compare_to_bound(
     workload: str, options: dict[str, Any], bound: RooflineBound | None, seconds: float, *, eager: bool
 ) -> dict[str, Any]:
     assert bound is not None
-    slowest = bound.eager_seconds_high if eager else bound.expected_seconds_high
+    upper = bound.eager_seconds_high if eager else bound.expected_seconds_high
     return options | {
         "workload": workload,
         "min_seconds": bound.min_seconds,
         "bottleneck": bound.bottleneck,
-        "expected_seconds": [bound.expected_seconds_low, slowest],
+        "expected_seconds": [bound.expected_seconds_low, upper],
         "measured_seconds": seconds,
         "fraction_of_bound": bound.min_seconds / seconds,
-        "within_expected": bound.expected_seconds_low <= seconds <= slowest,
+        "within_expected": bound.expected_seconds_low <= seconds <= upper,
     }
 
 
@@ -221,7 +223,7 @@ def measure_train_times(gpu: str) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def measure_inference_times(gpu: str) -> list[dict[str, Any]]:
-    """Decoding eagerly and in a CUDA graph, and reading, in bf16."""
+    """Decode in eager mode and in a CUDA graph, and prefill, in bf16."""
     rows = []
     for name, batch_size, context, compiled in [
         ("gpt2", 1, 1024, False),
@@ -238,16 +240,16 @@ def measure_inference_times(gpu: str) -> list[dict[str, Any]]:
         model: Any = ct.build(name, device="cuda", dtype=torch.bfloat16, seed=0)
         prompt = torch.randint(0, size.options.config.vocab_size, (batch_size, context - 1), device="cuda")
         cache = model.new_cache(batch_size, context)
-        for piece in prompt.split(256, dim=1):
-            model(piece, cache=cache)
+        for chunk in prompt.split(256, dim=1):
+            model(chunk, cache=cache)
         cache.static_shapes = compiled
         step = build_decode_step(model, cache, prompt[:, -1:].clone(), context, compiled=compiled)
-        workload = "decode, in a graph" if compiled else "decode"
+        workload = "decode, CUDA graph" if compiled else "decode"
         rows.append(compare_to_bound(workload, options, size.decode_time, median_seconds(step), eager=not compiled))
         print_row(rows[-1])
         if batch_size == 1 and not compiled:
-            took = median_seconds(partial(model.hidden_states, prompt), 7)
-            rows.append(compare_to_bound("prefill", options, size.prefill_time, took, eager=True))
+            seconds = median_seconds(partial(model.hidden_states, prompt), 7)
+            rows.append(compare_to_bound("prefill", options, size.prefill_time, seconds, eager=True))
             print_row(rows[-1])
         del model, cache, step
     return rows
@@ -256,7 +258,7 @@ def measure_inference_times(gpu: str) -> list[dict[str, Any]]:
 def build_decode_step(
     model: Any, cache: Any, token: torch.Tensor, context: int, *, compiled: bool
 ) -> Callable[[], None]:
-    """A step of decoding, over and over at the same place: from Python, or compiled and replayed as a CUDA graph."""
+    """A decode step, repeated at the same position: in eager mode, or compiled and replayed as a CUDA graph."""
     run = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
 
     def step() -> None:
@@ -279,10 +281,10 @@ def print_row(row: dict[str, Any]) -> None:
     name = f"{row['source']} {row['batch_size']}×{row['context']} {row['dtype']}"
     if "error" in row:
         mode = f"{row['activation_checkpointing']:9} {row['kernel']:8}"
-        estimated, measured = (f"{row[which] / 1e9:7.3f}" for which in ("estimated", "measured"))
+        estimated, measured = (f"{row[key] / 1e9:7.3f}" for key in ("estimated", "measured"))
         line = f"{name:32} {mode} estimated {estimated} GB, measured {measured}: {row['error']:+.2%}"
     else:
-        low, high = (f"{1e3 * each:.2f}" for each in row["expected_seconds"])
+        low, high = (f"{1e3 * seconds:.2f}" for seconds in row["expected_seconds"])
         line = (
             f"{name:32} {row['workload']:18} bound {1e3 * row['min_seconds']:8.3f} ms ({row['bottleneck']}),"
             f" expected {low}–{high}, measured {1e3 * row['measured_seconds']:8.3f}:"
@@ -295,20 +297,20 @@ def print_row(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", default="h200")
-    parser.add_argument("--memory", action="store_true", help="only memory")
-    parser.add_argument("--time", action="store_true", help="only time")
+    parser.add_argument("--memory", action="store_true", help="measure memory only")
+    parser.add_argument("--time", action="store_true", help="measure time only")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
-    both = arguments.memory == arguments.time
+    run_all = arguments.memory == arguments.time
     rows: list[dict[str, Any]] = []
-    if both or arguments.memory:
+    if run_all or arguments.memory:
         for options in TRAINING_CASES:
             rows.append(measure_training_memory(options))
             print_row(rows[-1])
         for name, batch_size, context in INFERENCE_CASES:
             rows.append(measure_inference_memory(name, batch_size, context))
             print_row(rows[-1])
-    if both or arguments.time:
+    if run_all or arguments.time:
         free_gpu_memory()
         rows.append(measure_limits())
         copy_bandwidth, matmul_flops = rows[-1]["copy_bandwidth"], rows[-1]["matmul_bf16_flops"]

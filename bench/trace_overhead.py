@@ -1,8 +1,8 @@
-"""What looking costs on the CPU: GPT-2's shape (124 M), 1 × 256 tokens, beside transformers and TransformerLens.
+"""Overhead of `ct.trace` on the CPU: GPT-2 124M, 1 × 256 tokens, compared with transformers and TransformerLens.
 
     python bench/trace_overhead.py [--repeats 15] [--json FILE]
 
-All in one process and by turns: a busy machine is busy for all. TransformerLens is measured where it is installed.
+All run alternately in one process, so that other load affects all. TransformerLens is measured if it is installed.
 """
 
 import argparse
@@ -27,20 +27,20 @@ def build_cases() -> tuple[dict[str, Callable[[], Any]], Any]:
 
     tokens = torch.randint(0, 50257, (1, SEQ_LEN), generator=torch.Generator().manual_seed(0))
     model = ct.build("gpt2", seed=0).eval()
-    peer = GPT2LMHeadModel(GPT2Config(attn_implementation="sdpa", use_cache=False)).eval()
-    found: dict[str, Callable[[], Any]] = {
+    transformers_model = GPT2LMHeadModel(GPT2Config(attn_implementation="sdpa", use_cache=False)).eval()
+    cases: dict[str, Callable[[], Any]] = {
         "cutaway": lambda: model(tokens),
-        "transformers": lambda: peer(tokens).logits,
+        "transformers": lambda: transformers_model(tokens).logits,
         "cutaway, all residual sites": lambda: run_traced(model, tokens, "embed", "resid_*"),
         "cutaway, everything": lambda: run_traced(model, tokens, "*"),
     }
     if importlib.util.find_spec("transformer_lens"):
-        found |= build_transformer_lens_cases(GPT2LMHeadModel(GPT2Config(use_cache=False)).eval(), tokens)
-    return found, (model, tokens)
+        cases |= build_transformer_lens_cases(GPT2LMHeadModel(GPT2Config(use_cache=False)).eval(), tokens)
+    return cases, (model, tokens)
 
 
 def build_transformer_lens_cases(model: Any, tokens: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    """Its bridge around a model of transformers, which it has compute attention in the open."""
+    """Its bridge around a transformers model, with eager attention."""
     from transformer_lens.model_bridge import TransformerBridge
 
     with tempfile.TemporaryDirectory() as directory:
@@ -62,34 +62,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", metavar="FILE")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     runs, (model, tokens) = build_cases()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     with torch.inference_mode():
         for run in runs.values():
             run()
-        for turn in range(asked.repeats):
-            for name, run in list(runs.items())[:: 1 if turn % 2 else -1]:
+        for repeat in range(args.repeats):
+            for name, run in list(runs.items())[:: 1 if repeat % 2 else -1]:
                 start = time.perf_counter()
                 run()
                 seconds[name].append(time.perf_counter() - start)
-        held = run_traced(model, tokens, "*").nbytes
-    planned = ct.trace(model, "*").estimate_memory(1, SEQ_LEN).nbytes
+        traced_bytes = run_traced(model, tokens, "*").nbytes
+    estimated_bytes = ct.trace(model, "*").estimate_memory(1, SEQ_LEN).nbytes
     rows = []
-    for name, taken in seconds.items():
-        ratio = statistics.median(mine / plain for mine, plain in zip(taken, seconds["cutaway"], strict=True))
-        rows.append({"implementation": name, "seconds": statistics.median(taken), "slowdown": ratio})
-        print(f"{name:34} {statistics.median(taken) * 1e3:7.1f} ms   {ratio:.2f} × cutaway untraced")
-    print(f"everything is {held / 1e6:.1f} MB; said before: {planned / 1e6:.1f} MB")
-    told = {"bench": "trace_overhead", "rows": rows, "bytes": held, "planned": planned}
+    for name, times in seconds.items():
+        ratio = statistics.median(traced / untraced for traced, untraced in zip(times, seconds["cutaway"], strict=True))
+        rows.append({"implementation": name, "seconds": statistics.median(times), "slowdown": ratio})
+        print(f"{name:34} {statistics.median(times) * 1e3:7.1f} ms   {ratio:.2f} × cutaway untraced")
+    print(f"all activations: {traced_bytes / 1e6:.1f} MB; estimated: {estimated_bytes / 1e6:.1f} MB")
+    result = {"bench": "trace_overhead", "rows": rows, "bytes": traced_bytes, "estimated_bytes": estimated_bytes}
     if "TransformerLens, run_with_cache" in runs:
         with torch.inference_mode():
             _, cache = runs["TransformerLens, run_with_cache"]()
-        told["theirs"] = sum({value.data_ptr(): value.nbytes for value in cache.values()}.values())
-        print(f"TransformerLens' cache is {told['theirs'] / 1e6:.1f} MB, values under several names counted once")
-    print(json.dumps(told))
-    if asked.json:
-        Path(asked.json).write_text(json.dumps(told) + "\n", encoding="utf-8")
+        result["transformer_lens_bytes"] = sum({value.data_ptr(): value.nbytes for value in cache.values()}.values())
+        print(f"TransformerLens cache: {result['transformer_lens_bytes'] / 1e6:.1f} MB, shared values counted once")
+    print(json.dumps(result))
+    if args.json:
+        Path(args.json).write_text(json.dumps(result) + "\n", encoding="utf-8")
 
 
 main()

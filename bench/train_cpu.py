@@ -1,9 +1,9 @@
-"""Training on the CPU beside transformers, in one run: GPT-2's shape (124 M), batch 4 × 256, fp32, AdamW, clipped.
+"""Training on the CPU compared with transformers, in one run: GPT-2 124M, batch 4 × 256, fp32, AdamW, clipping.
 
     python bench/train_cpu.py [--repeats 10] [--json FILE]
 
-Each side is a process of its own, and they take turns, one step at a time, in changing order. Ours takes a step as a
-run does, through its loop; theirs is a plain loop with fused AdamW. Dropout is off for all.
+Each implementation runs in a separate process; they alternate step by step, in changing order. cutaway uses the step of
+its trainer, transformers a plain loop with fused AdamW. Dropout is off for all.
 """
 
 import argparse
@@ -24,25 +24,25 @@ BATCH_SIZE, SEQ_LEN, VOCAB_SIZE = 4, 256, 50257
 LR, WEIGHT_DECAY, GRAD_CLIP = 6e-4, 0.1, 1.0
 IMPLEMENTATIONS = ("cutaway", "transformers eager", "transformers compiled")
 WARMUP_STEPS = 2
-"""Steps before the first that counts: memory is taken and code compiled."""
+"""Warm-up steps, for memory allocation and compilation."""
 
 
 def make_tokens(step: int) -> torch.Tensor:
-    """The same for all sides."""
+    """Random tokens of a step, equal for all implementations."""
     return torch.randint(0, VOCAB_SIZE, (BATCH_SIZE, SEQ_LEN + 1), generator=torch.Generator().manual_seed(step))
 
 
 def without_dropout(config: Any) -> Any:
-    """The same without dropout."""
+    """Copy of a config dict with all dropout set to 0."""
     if isinstance(config, list | tuple):
-        return [without_dropout(each) for each in config]
+        return [without_dropout(value) for value in config]
     if not isinstance(config, dict):
         return config
-    return {key: 0.0 if key.endswith("dropout") else without_dropout(each) for key, each in config.items()}
+    return {key: 0.0 if key.endswith("dropout") else without_dropout(value) for key, value in config.items()}
 
 
 def build_cutaway_step() -> Callable[[int], float]:
-    """A step as a run takes it, over tokens from memory."""
+    """The trainer's step on tokens in memory."""
     import cutaway as ct
     from cutaway.train.objectives.objective import causal_lm
     from cutaway.train.optim.optimizer import build_optimizer
@@ -83,9 +83,9 @@ def build_transformers_step(compiled: bool) -> Callable[[int], float]:
 
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     model: Any = GPT2LMHeadModel(GPT2Config(attn_implementation="sdpa", use_cache=False, **dropouts)).train()
-    shrinking = [each for each in model.parameters() if each.ndim > 1]
-    staying = [each for each in model.parameters() if each.ndim < 2]
-    groups = [{"params": shrinking, "weight_decay": WEIGHT_DECAY}, {"params": staying, "weight_decay": 0.0}]
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    not_decayed = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": not_decayed, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
     run = torch.compile(model) if compiled else model
 
@@ -103,18 +103,18 @@ def build_transformers_step(compiled: bool) -> Callable[[int], float]:
 
 
 def run_worker(name: str) -> None:
-    """Take a step whenever a line with its number comes, and say how long it took."""
+    """Run a step for each step number read from stdin, and print its duration."""
     step = build_cutaway_step() if name == "cutaway" else build_transformers_step(compiled=name.endswith("compiled"))
     for line in sys.stdin:
         start = time.perf_counter()
         loss = step(int(line))
-        taken = time.perf_counter() - start
+        seconds = time.perf_counter() - start
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print("\n" + json.dumps({"seconds": taken, "loss": loss, "peak": peak}), flush=True)
+        print("\n" + json.dumps({"seconds": seconds, "loss": loss, "peak": peak}), flush=True)
 
 
 class WorkerProcess:
-    """A process that trains when it is asked to."""
+    """A worker process that runs training steps on request."""
 
     def __init__(self, name: str) -> None:
         command = [sys.executable, __file__, "--worker", name]
@@ -130,7 +130,7 @@ class WorkerProcess:
             if line.startswith('{"seconds"'):
                 self.last_result = json.loads(line)
                 return self.last_result["seconds"]
-        raise SystemExit(f"a side has ended with exit code {self.process.wait()}")
+        raise SystemExit(f"a worker exited with code {self.process.wait()}")
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -147,35 +147,41 @@ def main() -> None:
     if arguments.worker:
         run_worker(arguments.worker)
         return
-    sides = {name: WorkerProcess(name) for name in IMPLEMENTATIONS}
-    for name, side in sides.items():
-        first = side.step(0)
-        print(f"{name}: first step after {first:.1f} s, loss {side.last_result['loss']:.3f}")
+    workers = {name: WorkerProcess(name) for name in IMPLEMENTATIONS}
+    for name, worker in workers.items():
+        first = worker.step(0)
+        print(f"{name}: first step after {first:.1f} s, loss {worker.last_result['loss']:.3f}")
         for number in range(1, WARMUP_STEPS):
-            side.step(number)
+            worker.step(number)
     for repeat in range(arguments.repeats):
-        for name in list(sides) if repeat % 2 else list(sides)[::-1]:
-            sides[name].seconds.append(sides[name].step(WARMUP_STEPS + repeat))
-    middle = {name: statistics.median(side.seconds) for name, side in sides.items()}
-    best = min(IMPLEMENTATIONS[1:], key=middle.__getitem__)
+        for name in list(workers) if repeat % 2 else list(workers)[::-1]:
+            workers[name].seconds.append(workers[name].step(WARMUP_STEPS + repeat))
+    medians = {name: statistics.median(worker.seconds) for name, worker in workers.items()}
+    best = min(IMPLEMENTATIONS[1:], key=medians.__getitem__)
     rows = []
-    for name, side in sides.items():
-        side.close()
-        ratios = [theirs / own for theirs, own in zip(sides[best].seconds, side.seconds, strict=True)]
-        low, half, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        rate, peak = BATCH_SIZE * SEQ_LEN / middle[name], side.last_result["peak"] / 2**30
+    for name, worker in workers.items():
+        worker.close()
+        ratios = [baseline / seconds for baseline, seconds in zip(workers[best].seconds, worker.seconds, strict=True)]
+        low, median_ratio, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        rate, peak = BATCH_SIZE * SEQ_LEN / medians[name], worker.last_result["peak"] / 2**30
         rows.append(
-            {"implementation": name, "seconds": middle[name], "ratio": half, "quartiles": [low, high], "peak_gib": peak}
+            {
+                "implementation": name,
+                "seconds": medians[name],
+                "ratio": median_ratio,
+                "quartiles": [low, high],
+                "peak_gib": peak,
+            }
         )
         print(
-            f"{name:22} {middle[name]:6.2f} s a step, {rate:6.0f} tokens/s, peak {peak:.2f} GiB,"
-            f" {half:.2f} × {best} ({low:.2f}–{high:.2f})"
+            f"{name:22} {medians[name]:6.2f} s per step, {rate:6.0f} tokens/s, peak {peak:.2f} GiB,"
+            f" {median_ratio:.2f} × {best} ({low:.2f}–{high:.2f})"
         )
     threads = torch.get_num_threads()
-    told = {"bench": "train_cpu", "torch": torch.__version__, "threads": threads, "best_baseline": best, "rows": rows}
-    print(json.dumps(told))
+    result = {"bench": "train_cpu", "torch": torch.__version__, "threads": threads, "best_baseline": best, "rows": rows}
+    print(json.dumps(result))
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(told, indent=1), encoding="utf-8")
+        Path(arguments.json).write_text(json.dumps(result, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

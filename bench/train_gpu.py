@@ -1,9 +1,9 @@
-"""Training steps on one GPU beside peers, in one process and by turns: a GPU that has grown warm is slower.
+"""Training steps on one GPU compared with nanoGPT and transformers, alternating in one process: a warm GPU is slower.
 
     python bench/train_gpu.py [--nanogpt DIRECTORY_WITH_NANOGPTS_model.py] [--rounds 5] [--steps 10] [--profile]
 
-GPT-2 124M, 64 × 1,024, and Llama-3.2-1B, 8 × 2,048, by their shapes; bf16 products over fp32 weights, AdamW, clipping.
-No dropout anywhere, nobody waits for the GPU inside a round. Prints a table and a JSON line.
+GPT-2 124M, 64 × 1,024, and Llama-3.2-1B, 8 × 2,048, with random weights; bf16 autocast with fp32 weights, AdamW,
+gradient clipping, no dropout, no synchronization within a round. Prints a table and a JSON line.
 """
 
 import argparse
@@ -46,7 +46,7 @@ LLAMA_CONFIG = {
 
 
 def build_cutaway_step(preset: str, batch_size: int, seq_len: int) -> StepFn:
-    """Steps as a run takes them, on texts without borders as the peers' are."""
+    """The trainer's step, without a document mask, as in the other libraries."""
     config = ct.config(without_dropout(ct.config(preset).model_dump(mode="json", exclude_none=True)))
     recipe = load_recipe(
         {
@@ -72,13 +72,13 @@ def build_cutaway_step(preset: str, batch_size: int, seq_len: int) -> StepFn:
     return lambda: runner.run(next(steps))
 
 
-def without_dropout(settings: Any) -> Any:
-    if isinstance(settings, dict):
+def without_dropout(config: Any) -> Any:
+    if isinstance(config, dict):
         return {
             key: 0.0 if "dropout" in key and value is not None else without_dropout(value)
-            for key, value in settings.items()
+            for key, value in config.items()
         }
-    return [without_dropout(each) for each in settings] if isinstance(settings, list) else settings
+    return [without_dropout(item) for item in config] if isinstance(config, list) else config
 
 
 def build_torch_step(model: Any, loss: Callable[[], torch.Tensor]) -> StepFn:
@@ -108,8 +108,8 @@ def build_nanogpt_step(directory: str, batch_size: int, seq_len: int) -> StepFn:
 def build_transformers_gpt2_step(batch_size: int, seq_len: int) -> StepFn:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    none = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "use_cache": False}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=50304, attn_implementation="sdpa", **none)).to("cuda").train()
+    kwargs = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "use_cache": False}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50304, attn_implementation="sdpa", **kwargs)).to("cuda").train()
     compiled = torch.compile(model)
     x = torch.randint(50257, (batch_size, seq_len), device="cuda")
     return build_torch_step(model, lambda: compiled(input_ids=x, labels=x).loss)
@@ -129,35 +129,39 @@ def build_transformers_llama_step(batch_size: int, seq_len: int) -> StepFn:
 def compare_throughput(
     name: str, builders: dict[str, Callable[[], StepFn]], batch_size: int, seq_len: int, options: Any
 ) -> dict[str, Any]:
-    """Tokens a second of each, in turns, and the most memory that each had for itself."""
+    """Tokens per second of each library, measured alternately, and its peak memory."""
     steps: dict[str, StepFn] = {}
     memory: dict[str, float] = {}
-    for who, maker in builders.items():
+    for library, builder in builders.items():
         gc.collect()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        steps[who] = maker()
+        steps[library] = builder()
         for _ in range(4):
-            steps[who]()
+            steps[library]()
         torch.cuda.synchronize()
-        memory[who] = (torch.cuda.max_memory_allocated() - before) / 1e9
+        memory[library] = (torch.cuda.max_memory_allocated() - before) / 1e9
         gc.collect()
         torch.cuda.empty_cache()
-    speeds: dict[str, list[float]] = {who: [] for who in steps}
-    for turn in range(options.rounds):
-        for who in list(steps)[:: 1 if turn % 2 else -1]:
-            steps[who]()
+    speeds: dict[str, list[float]] = {library: [] for library in steps}
+    for round_index in range(options.rounds):
+        for library in list(steps)[:: 1 if round_index % 2 else -1]:
+            steps[library]()
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(options.steps):
-                steps[who]()
+                steps[library]()
             torch.cuda.synchronize()
-            speeds[who].append(batch_size * seq_len * options.steps / (time.perf_counter() - start))
+            speeds[library].append(batch_size * seq_len * options.steps / (time.perf_counter() - start))
     rows = {}
-    for who, found in speeds.items():
-        ratio = median(mine / other for mine, other in zip(speeds["cutaway"], found, strict=True))
-        rows[who] = {"tokens_per_second": median(found), "GB": memory[who], "cutaway_is": ratio}
-        print(f"{name:12} {who:14} {median(found):>9,.0f} tokens/s {memory[who]:6.1f} GB   cutaway {ratio:.3f} ×")
+    for library, measured in speeds.items():
+        ratio = median(
+            cutaway / library_speed for cutaway, library_speed in zip(speeds["cutaway"], measured, strict=True)
+        )
+        rows[library] = {"tokens_per_second": median(measured), "GB": memory[library], "cutaway_ratio": ratio}
+        print(
+            f"{name:12} {library:13} {median(measured):>9,.0f} tokens/s {memory[library]:6.1f} GB cutaway {ratio:.3f} ×"
+        )
     if options.profile:
         print_profile(steps["cutaway"])
     return rows
@@ -167,38 +171,38 @@ def print_profile(step: StepFn) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
-    with record(activities=[ProfilerActivity.CUDA]) as recorded:
+    with record(activities=[ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
-    kernels = sorted(recorded.key_averages(), key=lambda each: -each.self_device_time_total)
-    for each in kernels[:20]:
-        print(f"  {each.self_device_time_total / 1e3:8.2f} ms × {each.count:4} {each.key[:100]}")
+    kernels = sorted(profiler.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
+    for kernel in kernels[:20]:
+        print(f"  {kernel.self_device_time_total / 1e3:8.2f} ms × {kernel.count:4} {kernel.key[:100]}")
 
 
 def main() -> None:
-    given = argparse.ArgumentParser()
-    given.add_argument("--nanogpt")
-    given.add_argument("--rounds", type=int, default=5)
-    given.add_argument("--steps", type=int, default=10)
-    given.add_argument("--profile", action="store_true")
-    how = given.parse_args()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--nanogpt")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     print(torch.__version__, torch.cuda.get_device_name(), flush=True)
-    peers = {
+    builders = {
         "cutaway": lambda: build_cutaway_step("gpt2", 64, 1024),
         "transformers": lambda: build_transformers_gpt2_step(64, 1024),
     }
-    if how.nanogpt and (Path(how.nanogpt) / "model.py").exists():
-        peers["nanoGPT"] = lambda: build_nanogpt_step(how.nanogpt, 64, 1024)
-    found = {"gpt2-124m": compare_throughput("gpt2-124m", peers, 64, 1024, how)}
+    if args.nanogpt and (Path(args.nanogpt) / "model.py").exists():
+        builders["nanoGPT"] = lambda: build_nanogpt_step(args.nanogpt, 64, 1024)
+    results = {"gpt2-124m": compare_throughput("gpt2-124m", builders, 64, 1024, args)}
     gc.collect()
     torch.cuda.empty_cache()
-    peers = {
+    builders = {
         "cutaway": lambda: build_cutaway_step("llama-3.2-1b", 8, 2048),
         "transformers": lambda: build_transformers_llama_step(8, 2048),
     }
-    found["llama-1b"] = compare_throughput("llama-1b", peers, 8, 2048, how)
-    print(json.dumps(found))
+    results["llama-1b"] = compare_throughput("llama-1b", builders, 8, 2048, args)
+    print(json.dumps(results))
 
 
 main()

@@ -394,7 +394,7 @@ after = {
     if row["variant"] == "full model" and row["metric"] == "loss"
 }
 pairs = {
-    "a middle block": ("a block fewer", "without a middle block"),
+    "a middle block": ("one block fewer", "without a middle block"),
     "the final norm": ("no final norm", "without the final norm"),
     "positions": ("no positions", "without positions"),
     "the mask": ("no mask", "without mask"),

@@ -1,9 +1,9 @@
-"""Makes docs/gallery: runs the Python of docs/gallery.md from top to bottom, and keeps its pictures and numbers.
+"""Build docs/gallery: run the Python blocks of docs/gallery.md, and write their figures and numbers.
 
 python scripts/build_gallery.py [--out docs/gallery]
 
-The page is its own program: what a block ends with is drawn into the picture that follows it, and the numbers of its
-sentences are read from what the blocks made. The model is the shipped one, so the same pictures come out every time.
+The figure that a block ends with is saved as the image after it; the numbers in the text come from the variables of the
+blocks. The model is the pretrained one, so the output is deterministic.
 """
 
 import argparse
@@ -26,46 +26,46 @@ COMMAND_PATTERN = re.compile(r"```console\n\$ cutaway (.*?)\n(.*?)```", re.DOTAL
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--out", type=Path, default=GALLERY_PAGE.with_suffix(""), help="where pictures and numbers go")
-    out = asked.parse_args().out
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=GALLERY_PAGE.with_suffix(""), help="output directory")
+    out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)  # sums are then in one order
-    made = run_gallery(GALLERY_PAGE.read_text(), out)
+    torch.set_num_threads(1)  # deterministic order of summation
+    namespace = run_gallery(GALLERY_PAGE.read_text(), out)
     (out / "trace.txt").write_text(capture_trace_table(GALLERY_PAGE.read_text()))
-    told = json.dumps(round_values(made["numbers"]), indent=1, ensure_ascii=False)
-    (out / "numbers.json").write_text(told + "\n")
+    text = json.dumps(round_values(namespace["numbers"]), indent=1, ensure_ascii=False)
+    (out / "numbers.json").write_text(text + "\n")
 
 
 def run_gallery(page: str, out: Path) -> dict[str, Any]:
-    """The names that the page's blocks made, with the numbers that its sentences are to have."""
-    names: dict[str, Any] = {}
-    for code, picture in BLOCK_PATTERN.findall(page):
-        block = ast.parse(code)
-        if picture:  # its last line is a figure, as a notebook's would be
-            last = block.body[-1]
-            assert isinstance(last, ast.Expr), f"the block before {picture} ends with no figure"
-            block.body[-1] = ast.copy_location(ast.Assign([ast.Name("figure", ast.Store())], last.value), last)
-        exec(compile(ast.fix_missing_locations(block), str(GALLERY_PAGE), "exec"), names)
-        if picture:
+    """Run the blocks; return their namespace, with the numbers of the text."""
+    namespace: dict[str, Any] = {}
+    for code, figure_name in BLOCK_PATTERN.findall(page):
+        tree = ast.parse(code)
+        if figure_name:  # the last expression is a figure, as in a notebook
+            last = tree.body[-1]
+            assert isinstance(last, ast.Expr), f"the block before {figure_name} does not end with a figure"
+            tree.body[-1] = ast.copy_location(ast.Assign([ast.Name("figure", ast.Store())], last.value), last)
+        exec(compile(ast.fix_missing_locations(tree), str(GALLERY_PAGE), "exec"), namespace)
+        if figure_name:
             with rc_context(MATPLOTLIB_STYLE):
-                names.pop("figure").savefig(out / picture, metadata={"Date": None})
-    return names | {"numbers": collect_numbers(names)}
+                namespace.pop("figure").savefig(out / figure_name, metadata={"Date": None})
+    return namespace | {"numbers": collect_numbers(namespace)}
 
 
 def capture_trace_table(page: str) -> str:
-    """What the command on the page prints, from its table's head to its table's end."""
+    """The table that the command on the page prints."""
     [(arguments, _)] = COMMAND_PATTERN.findall(page)
-    words = [word.strip("\"'") for word in re.findall(r'"[^"]*"|\S+', arguments)]
-    said = subprocess.run(
-        [sys.executable, "-m", "cutaway", *words],
+    args = [arg.strip("\"'") for arg in re.findall(r'"[^"]*"|\S+', arguments)]
+    output = subprocess.run(
+        [sys.executable, "-m", "cutaway", *args],
         capture_output=True,
         text=True,
         check=True,
         env=terminal_environment(),
     ).stdout
-    lines = [line.rstrip(" ━╸╺") for line in said.splitlines()]
-    start = next(at for at, line in enumerate(lines) if line.startswith("stage"))
+    lines = [line.rstrip(" ━╸╺") for line in output.splitlines()]
+    start = next(index for index, line in enumerate(lines) if line.startswith("site "))
     return "\n".join(lines[start : lines.index("", start)]) + "\n"
 
 
@@ -74,26 +74,26 @@ def terminal_environment() -> dict[str, str]:
 
 
 def collect_numbers(namespace: dict[str, Any]) -> dict[str, Any]:
-    """By the page's headings: what its sentences say."""
+    """The numbers of the text, by heading."""
     lens, parts, by_head = namespace["lens"], namespace["parts"], namespace["by_head"]
     kinds, carried, heads, paths = namespace["kinds"], namespace["carried"], namespace["heads"], namespace["paths"]
     planted, brought, lost, missed = namespace["planted"], namespace["brought"], namespace["lost"], namespace["missed"]
     norms, added, spread, keys, values = (namespace[name] for name in ("norms", "added", "spread", "keys", "values"))
     loss = lost.select(metric="loss")
     return {
-        "What it would say by then": {
+        "Logit lens": {
             "last token, by layer": lens.select(token=-1).values.tolist(),
             "says": lens.annotations[:, -1].tolist(),
             "after (os, by layer": lens.select(token=-2).values.tolist(),
         },
-        "What wrote the logit": {
+        "Direct logit attribution": {
             "sum": float(parts.values.sum()),
             "sum by head": float(by_head.values.sum()),
             "logit": float(parts.note.split()[-1]),
             "by part": label_values(parts),
             "largest heads": [[*place, amount] for place, amount in by_head.top(12) if "attn" in place[0]][:3],
         },
-        "Kinds of heads, and what they are for": {
+        "Attention heads: previous-token and induction heads": {
             **{
                 head_type: top_values(kinds.select(head_type=head_type), 5)
                 for head_type in ("previous_token", "induction")
@@ -101,7 +101,7 @@ def collect_numbers(namespace: dict[str, Any]) -> dict[str, Any]:
             "chance": float(kinds.note.split()[-1]),
             "gains": dict(zip(namespace["names"], namespace["gains"], strict=True)),
         },
-        "Where an answer is carried": {
+        "Activation patching and path patching": {
             "at (os/(re": carried.select(token=5).values.tolist(),
             "at the last token": carried.select(token=-1).values.tolist(),
             "elsewhere, at most": round(float(carried.values[:, :5].abs().max()), 3),
@@ -109,21 +109,21 @@ def collect_numbers(namespace: dict[str, Any]) -> dict[str, Any]:
             "by head": top_values(heads, 5),
             "paths": label_values(paths),
         },
-        "A planted fact is found": {
+        "Validation of patching on a planted fact": {
             "at the key": planted.select(token=2).values.tolist(),
             "at the last token": planted.select(token=-1).values.tolist(),
             "brought to the last token by attention": brought.select(token=-1).values.tolist(),
             "lead": namespace["leads"],
             "loss": namespace["loss"].item(),
         },
-        "What is lost without a part": label_values(loss) | {"heads missed most": top_values(missed, 3)},
-        "The stream by depth": {
+        "Ablation of blocks, sublayers and heads": label_values(loss) | {"heads missed most": top_values(missed, 3)},
+        "Residual stream norms by depth": {
             "norm, mean by layer": norms.values.mean(1).tolist(),
             "added, mean by sublayer": dict(zip(added.labels[0], added.values.mean(1).tolist(), strict=True)),
             "entropy, mean by layer": spread.values.mean(1).tolist(),
             "entropy, least": [[*place, value] for place, value in smallest_values(spread)],
         },
-        "A neuron, its key and its value": {
+        "FFN neurons as key-value pairs": {
             "keys": top_values(keys, 6),
             "raised": dict(zip(values.labels[0][:8], values.values[:8].tolist(), strict=True)),
         },
@@ -135,7 +135,7 @@ def label_values(result: Any) -> dict[str, float]:
 
 
 def top_values(result: Any, count: int) -> list[list[Any]]:
-    return [[*place, value] for place, value in result.top(count)]
+    return [[*labels, value] for labels, value in result.top(count)]
 
 
 def smallest_values(result: Any) -> list[tuple[tuple[str, ...], float]]:
@@ -143,11 +143,11 @@ def smallest_values(result: Any) -> list[tuple[tuple[str, ...], float]]:
 
 
 def round_values(value: Any) -> Any:
-    """To four digits: the last bits are a machine's own."""
+    """Round to four digits, which do not depend on the machine."""
     if isinstance(value, dict):
-        return {name: round_values(each) for name, each in value.items()}
+        return {name: round_values(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [round_values(each) for each in value]
+        return [round_values(item) for item in value]
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 

@@ -1,7 +1,7 @@
-"""Makes what is published, and tries it as someone would who has only that.
+"""Build the sdist and the wheel, and test the wheel.
 
-python scripts/build_release.py            # dist/: the sdist, and the wheel made from it; tried beside what is here
-python scripts/build_release.py --fresh    # tried in an environment that has nothing, with all that pip brings
+python scripts/build_release.py            # build dist/ and test the wheel with the installed packages
+python scripts/build_release.py --fresh    # test it in an empty environment, with dependencies from pip
 
 Nothing is uploaded.
 """
@@ -27,7 +27,7 @@ REQUIRED_FILES = (
     "cutaway/size/hardware.toml",
     "cutaway/learn/claim.py",
 )
-"""What a wheel would be useless without, beside its modules."""
+"""Files that the wheel must contain beside its modules."""
 SMOKE_COMMANDS = (
     ["--version"],
     ["presets", "gpt2"],
@@ -38,75 +38,79 @@ SMOKE_COMMANDS = (
     ["open", "tiny-python", "import os", "--export", "page.html"],
     ["learn", "list"],
 )
-"""Each verb once, from an empty folder."""
+"""Smoke tests, run in an empty directory."""
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--out", type=Path, default=ROOT / "dist")
-    asked.add_argument("--fresh", action="store_true", help="in an environment of its own; takes minutes")
-    given = asked.parse_args()
-    wheel = build_distributions(given.out)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    parser.add_argument("--fresh", action="store_true", help="test in a new virtual environment; takes minutes")
+    args = parser.parse_args()
+    wheel = build_distributions(args.out)
     check_wheel_contents(wheel)
-    with tempfile.TemporaryDirectory(prefix="cutaway-release-") as folder:
-        python = (install_into_venv if given.fresh else unpack_into_venv)(wheel, Path(folder) / "env")
-        run_smoke_tests(python, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="cutaway-release-") as directory:
+        python = (install_into_venv if args.fresh else unpack_into_venv)(wheel, Path(directory) / "env")
+        run_smoke_tests(python, Path(directory))
     print_line(f"{wheel.name} is ready")
 
 
-def build_distributions(out: Path) -> Path:
-    """The sdist from this folder, and the wheel from the sdist alone."""
-    print_line("building the sdist, and the wheel from it")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"the build ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
+def build_distributions(out_dir: Path) -> Path:
+    """Build the sdist from the repository and the wheel from the sdist; return the wheel."""
+    print_line("building the sdist and the wheel")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out_dir), str(ROOT)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SystemExit(f"the build exited with {result.returncode}:\n{(result.stdout + result.stderr)[-2000:]}")
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    [wheel] = out.glob(f"cutaway-{version}-*.whl")
+    [wheel] = out_dir.glob(f"cutaway-{version}-*.whl")
     return wheel
 
 
 def check_wheel_contents(wheel: Path) -> None:
-    """Every module, and what else it needs; nothing of tests, caches or other folders."""
-    inside = set(zipfile.ZipFile(wheel).namelist())
-    here = {
+    """Check that the wheel has all tracked files, and no tests, caches or other directories."""
+    wheel_files = set(zipfile.ZipFile(wheel).namelist())
+    tracked_files = {
         f"cutaway/{path.relative_to(ROOT / 'src' / 'cutaway').as_posix()}" for path in list_tracked_files(ROOT / "src")
     }
-    missing = sorted((here | set(REQUIRED_FILES)) - inside)
-    strange = sorted(name for name in inside - here if not name.startswith(("cutaway/serve/static/", "cutaway-")))
-    if missing or strange:
-        raise SystemExit(f"{wheel.name} lacks {missing or 'nothing'} and has {strange or 'nothing'} that is not ours")
+    missing = sorted((tracked_files | set(REQUIRED_FILES)) - wheel_files)
+    unexpected = sorted(
+        name for name in wheel_files - tracked_files if not name.startswith(("cutaway/serve/static/", "cutaway-"))
+    )
+    if missing or unexpected:
+        raise SystemExit(f"{wheel.name} lacks {missing or 'nothing'} and has unexpected files: {unexpected or 'none'}")
     sdist = wheel.with_name("-".join(wheel.name.split("-")[:2]) + ".tar.gz")
-    with tarfile.open(sdist) as packed:
-        odd = [
-            name for name in packed.getnames() if any(part in name for part in ("node_modules", ".venv", "__pycache__"))
+    with tarfile.open(sdist) as archive:
+        excluded = [
+            name
+            for name in archive.getnames()
+            if any(part in name for part in ("node_modules", ".venv", "__pycache__"))
         ]
-    if odd:
-        raise SystemExit(f"{sdist.name} has {odd[:3]}")
-    print_line(f"{len(inside)} files in the wheel, {wheel.stat().st_size / 1e6:.1f} MB")
+    if excluded:
+        raise SystemExit(f"{sdist.name} contains {excluded[:3]}")
+    print_line(f"{len(wheel_files)} files in the wheel, {wheel.stat().st_size / 1e6:.1f} MB")
 
 
-def list_tracked_files(folder: Path) -> Iterable[Path]:
-    """What git keeps there."""
-    told = subprocess.run(["git", "ls-files", "-z", "--", "."], cwd=folder, capture_output=True, check=True).stdout
-    return [folder / name for name in told.decode().split("\0") if name]
+def list_tracked_files(directory: Path) -> Iterable[Path]:
+    """Files tracked by git."""
+    output = subprocess.run(["git", "ls-files", "-z", "--", "."], cwd=directory, capture_output=True, check=True).stdout
+    return [directory / name for name in output.decode().split("\0") if name]
 
 
 def unpack_into_venv(wheel: Path, env: Path) -> Path:
-    """An environment whose only cutaway is the wheel's, and whose other packages are this one's."""
+    """Create an environment with the wheel's cutaway and the other packages of the current environment."""
     venv.create(env, with_pip=False, symlinks=True)
     python = env / "bin" / "python"
-    asked = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    place = Path(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
-    with zipfile.ZipFile(wheel) as packed:
-        packed.extractall(place)
-    (place / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    command = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    site_packages = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site_packages)
+    (site_packages / "current_environment.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
 
 
 def install_into_venv(wheel: Path, env: Path) -> Path:
-    """As pip does it for someone who has nothing."""
-    print_line("installing into an empty environment: minutes, if packages must be fetched")
+    """Install the wheel with pip into an empty environment."""
+    print_line("installing into an empty environment (minutes if packages are downloaded)")
     venv.create(env, with_pip=True, symlinks=True)
     python = env / "bin" / "python"
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
@@ -114,19 +118,19 @@ def install_into_venv(wheel: Path, env: Path) -> Path:
     return python
 
 
-def run_smoke_tests(python: Path, folder: Path) -> None:
-    empty = folder / "empty"
+def run_smoke_tests(python: Path, directory: Path) -> None:
+    empty = directory / "empty"
     empty.mkdir()
     for verb in SMOKE_COMMANDS:
         command = [str(python), "-I", "-m", "cutaway", *verb]
-        done = subprocess.run(command, cwd=empty, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"`cutaway {' '.join(verb)}` ended with {done.returncode}:\n{done.stderr[-2000:]}")
-        print_line(f"cutaway {' '.join(verb)}: fine")
-    where = [str(python), "-I", "-c", "import cutaway; print(cutaway.__file__)"]
-    found = subprocess.run(where, cwd=empty, capture_output=True, text=True, check=True).stdout
-    if str(folder) not in found:
-        raise SystemExit(f"what was tried is not the wheel but {found.strip()}")
+        result = subprocess.run(command, cwd=empty, capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise SystemExit(f"`cutaway {' '.join(verb)}` exited with {result.returncode}:\n{result.stderr[-2000:]}")
+        print_line(f"cutaway {' '.join(verb)}: passed")
+    import_command = [str(python), "-I", "-c", "import cutaway; print(cutaway.__file__)"]
+    imported_path = subprocess.run(import_command, cwd=empty, capture_output=True, text=True, check=True).stdout
+    if str(directory) not in imported_path:
+        raise SystemExit(f"the tested package is not the wheel but {imported_path.strip()}")
 
 
 def print_line(text: str) -> None:

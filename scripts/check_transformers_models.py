@@ -1,9 +1,9 @@
-"""Check the models of transformers, of every family that cutaway opens, and write down what was found.
+"""Run `cutaway check` on transformers models of every supported family, and write a report.
 
     python scripts/check_transformers_models.py [--families llama,bert] [--seeds 3] [--jobs 2]
         [--write docs/transformers-check-report.md]
 
-The models are small and random: those that the tests of families compare with.
+The models are small and random: those of the family tests.
 """
 
 import argparse
@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 
 def check_family(family: str, seeds: int) -> list[Row]:
-    """Every model of one family, by both kernels, wide and narrow."""
+    """Check all models of one family, with both kernels, in fp32 and bf16."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
@@ -41,10 +41,10 @@ def check_family(family: str, seeds: int) -> list[Row]:
     for seed in range(seeds):
         for peer in find_peers(family, seed):
             for kernel in ("eager", "sdpa"):
-                for dtype, kind in DTYPES.items():
+                for dtype, torch_dtype in DTYPES.items():
                     try:
-                        model = build_transformers_model(peer, seed, kernel=kernel).to(kind)
-                    except ValueError:  # it has no such kernel
+                        model = build_transformers_model(peer, seed, kernel=kernel).to(torch_dtype)
+                    except ValueError:  # the model does not support the kernel
                         continue
                     report = ct.check(model, seed=seed, budget=300)
                     rows.append({"seed": seed, "kernel": kernel, "dtype": dtype, "report": report})
@@ -52,15 +52,15 @@ def check_family(family: str, seeds: int) -> list[Row]:
 
 
 def render_page(rows_by_family: dict[str, list[Row]]) -> str:
-    """The page."""
+    """Render the report as Markdown."""
     runs = [row for rows in rows_by_family.values() for row in rows]
-    asked = sum(sum(row["report"].counts()[v] for v in ("fail", "warn", "pass")) for row in runs)
+    num_checks = sum(sum(row["report"].counts()[v] for v in ("fail", "warn", "pass")) for row in runs)
     lines = [
-        "# What `cutaway check` says of transformers",
+        "# Check results for transformers",
         "",
         f"transformers {transformers.__version__}, PyTorch {torch.__version__.split('+')[0]}: "
         f"{len(rows_by_family)} families, {len(runs)} small random models (fp32 and bf16, eager and SDPA), "
-        f"{asked:,} questions asked and answered. "
+        f"{num_checks:,} checks run. "
         "`python scripts/check_transformers_models.py` writes this page.",
         "",
         "| family | models | passed | skipped | failed | warnings |",
@@ -71,13 +71,13 @@ def render_page(rows_by_family: dict[str, list[Row]]) -> str:
         for row in rows:
             for verdict, count in row["report"].counts().items():
                 counts[verdict] += count
-        named = {v: format_checks(rows, v) for v in ("fail", "warn")}
+        checks = {v: format_checks(rows, v) for v in ("fail", "warn")}
         lines.append(
-            f"| {family} | {len(rows)} | {counts['pass']} | {counts['skip']} | {named['fail']} | {named['warn']} |"
+            f"| {family} | {len(rows)} | {counts['pass']} | {counts['skip']} | {checks['fail']} | {checks['warn']} |"
         )
-    lines += ["", "## What was found, and how to see it without cutaway", ""]
+    lines += ["", "## Defects, with scripts that reproduce them without cutaway", ""]
     lines += [
-        "Most of it needs settings that few of the models above have: ALiBi, a window of one, a scaling of RoPE.",
+        "Most defects need settings that few of the models above have: ALiBi, a window of one, RoPE scaling.",
         "",
     ]
     for path in sorted(DEFECTS_DIR.glob("*.py")):
@@ -87,12 +87,12 @@ def render_page(rows_by_family: dict[str, list[Row]]) -> str:
 
 
 def format_checks(rows: list[Row], verdict: str) -> str:
-    """Which checks gave a verdict, and for how many of the models."""
-    count: dict[str, int] = defaultdict(int)
+    """Names of the checks with a verdict, with the number of models."""
+    counts: dict[str, int] = defaultdict(int)
     for row in rows:
         for finding in row["report"].findings:
-            count[finding.check] += finding.verdict == verdict
-    return ", ".join(f"{name} ({n})" for name, n in count.items() if n)
+            counts[finding.check] += finding.verdict == verdict
+    return ", ".join(f"{name} ({n})" for name, n in counts.items() if n)
 
 
 def main() -> None:
@@ -101,18 +101,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--write", type=Path)
-    given = parser.parse_args()
-    start, found, families = time.monotonic(), {}, given.families.split(",")
-    with get_context("spawn").Pool(given.jobs) as pool:
-        for family, rows in zip(families, pool.imap(partial(check_family, seeds=given.seeds), families), strict=True):
-            found[family] = rows
+    args = parser.parse_args()
+    start, rows_by_family, families = time.monotonic(), {}, args.families.split(",")
+    with get_context("spawn").Pool(args.jobs) as pool:
+        for family, rows in zip(families, pool.imap(partial(check_family, seeds=args.seeds), families), strict=True):
+            rows_by_family[family] = rows
             for row in rows:
                 for finding in (*row["report"].failures, *row["report"].warnings):
                     sys.stdout.write(f"{family} seed {row['seed']} {row['kernel']} {row['dtype']}: {finding}\n")
             sys.stderr.write(f"{family}: {len(rows)} models, {time.monotonic() - start:.0f} s\n")
-    page = render_page(found)
-    if given.write:
-        given.write.write_text(page)
+    page = render_page(rows_by_family)
+    if args.write:
+        args.write.write_text(page)
     else:
         sys.stdout.write(page)
 

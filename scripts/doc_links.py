@@ -1,6 +1,6 @@
-"""Links of the documentation: written so that they hold in the repository, rewritten so that they hold in the site.
+"""Links of the documentation: relative to the repository in the sources, rewritten for the site.
 
-A link to a page of the site leads to that page. One to another file of the repository leads to a page that shows it.
+Links to other files of the repository lead to generated pages that show the file.
 """
 
 import os
@@ -16,63 +16,63 @@ LANGUAGES = {".py": "python", ".toml": "toml", ".ts": "ts", ".svelte": "html", "
 
 
 class UnresolvedLinkError(Exception):
-    """A link that leads to no file."""
+    """A link without an existing target."""
 
 
 def rewrite_links(
     text: str, source: Path, page: Path, site: dict[Path, Path], root: Path, local_files: set[str]
 ) -> str:
-    """A page's text as it stands in the site at `page`; `local_files` are files that only lie there."""
-    spans = [found[0] for found in CODE_PATTERN.finditer(text)]
-    held = CODE_PATTERN.sub("\0", text)
+    """Rewrite the links of a page for its path in the site; `local_files` exist only in the site."""
+    code_spans = [match[0] for match in CODE_PATTERN.finditer(text)]
+    text_without_code = CODE_PATTERN.sub("\0", text)
 
-    def turned(found: re.Match[str]) -> str:
-        label = IMAGE_PATTERN.sub(turned, found[1]) if "![" in found[1][1:] else found[1]
-        return f"{label}{resolve_link(found[2], source, page, site, root, local_files)}{found[3]}"
+    def rewrite(match: re.Match[str]) -> str:
+        label = IMAGE_PATTERN.sub(rewrite, match[1]) if "![" in match[1][1:] else match[1]
+        return f"{label}{resolve_link(match[2], source, page, site, root, local_files)}{match[3]}"
 
-    turned_text = LINK_PATTERN.sub(turned, held)
-    pieces = iter(spans)
-    return re.sub("\0", lambda _: next(pieces), turned_text)
+    rewritten = LINK_PATTERN.sub(rewrite, text_without_code)
+    remaining_spans = iter(code_spans)
+    return re.sub("\0", lambda _: next(remaining_spans), rewritten)
 
 
 def resolve_link(link: str, source: Path, page: Path, site: dict[Path, Path], root: Path, local_files: set[str]) -> str:
     if re.match(r"[a-z]+:", link) or link.startswith("#") or link in local_files:
         return link
-    name, mark, anchor = link.partition("#")
-    meant = Path(os.path.normpath(source.parent / name))
-    if meant.is_dir() and (meant / "README.md") in site:
-        meant = meant / "README.md"
-    if meant in site:
-        leads = site[meant]
-    elif meant.is_file() and meant.is_relative_to(root):
-        leads = Path(SOURCE_PREFIX) / f"{meant.relative_to(root).as_posix()}.md"
-    elif meant.is_dir() and meant.is_relative_to(root):
-        leads = Path(SOURCE_PREFIX) / meant.relative_to(root) / "index.md"
+    name, separator, anchor = link.partition("#")
+    target = Path(os.path.normpath(source.parent / name))
+    if target.is_dir() and (target / "README.md") in site:
+        target = target / "README.md"
+    if target in site:
+        site_path = site[target]
+    elif target.is_file() and target.is_relative_to(root):
+        site_path = Path(SOURCE_PREFIX) / f"{target.relative_to(root).as_posix()}.md"
+    elif target.is_dir() and target.is_relative_to(root):
+        site_path = Path(SOURCE_PREFIX) / target.relative_to(root) / "index.md"
     else:
         raise UnresolvedLinkError(f"{source.relative_to(root)}: {link}")
-    return Path(os.path.relpath(leads, page.parent)).as_posix() + mark + anchor
+    return Path(os.path.relpath(site_path, page.parent)).as_posix() + separator + anchor
 
 
 def find_links(text: str) -> Iterator[str]:
-    """Every link's target, outside of code."""
-    held = CODE_PATTERN.sub("", text)
-    for found in LINK_PATTERN.finditer(held):
-        yield found[2]
-        if "![" in found[1][1:]:
-            yield from (inner[2] for inner in IMAGE_PATTERN.finditer(found[1]))
+    """Targets of all links outside of code."""
+    text_without_code = CODE_PATTERN.sub("", text)
+    for match in LINK_PATTERN.finditer(text_without_code):
+        yield match[2]
+        if "![" in match[1][1:]:
+            yield from (inner[2] for inner in IMAGE_PATTERN.finditer(match[1]))
 
 
 def source_pages(out: Path, root: Path) -> dict[Path, str]:
-    """Pages that show the files of the repository which the pages in `out` link to."""
-    wanted: dict[Path, str] = {}
+    """Generated pages for the repository files that the pages in `out` link to."""
+    pages: dict[Path, str] = {}
     for page in out.rglob("*.md"):
         for link in find_links(page.read_text(encoding="utf-8")):
-            leads = Path(os.path.normpath(page.parent / link.partition("#")[0]))
-            if leads.is_relative_to(out / SOURCE_PREFIX) and leads not in wanted:
-                name = leads.relative_to(out / SOURCE_PREFIX)
-                meant = root / name.parent if name.name == "index.md" else root / name.with_suffix("")
-                wanted[leads] = render_folder_page(meant, root) if meant.is_dir() else render_source_page(meant, root)
-    return wanted
+            site_path = Path(os.path.normpath(page.parent / link.partition("#")[0]))
+            if site_path.is_relative_to(out / SOURCE_PREFIX) and site_path not in pages:
+                name = site_path.relative_to(out / SOURCE_PREFIX)
+                path = root / name.parent if name.name == "index.md" else root / name.with_suffix("")
+                pages[site_path] = render_folder_page(path, root) if path.is_dir() else render_source_page(path, root)
+    return pages
 
 
 PAGE_HEADER = "---\nsearch:\n  exclude: true\nhide: [toc, navigation]\n---\n\n# {}\n\n"

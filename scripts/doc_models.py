@@ -1,6 +1,6 @@
-"""Models that stand in for published ones where pages of the documentation name those: small, and without training.
+"""Small untrained models in place of the published models that documentation pages use.
 
-They lie under well-known names, in the layout that these have: a page's commands run where nothing can be fetched.
+They are saved under the published names and in the same format, so that the commands of a page run offline.
 """
 
 from pathlib import Path
@@ -23,23 +23,23 @@ PLACEHOLDER_MODELS: dict[str, tuple[str, str]] = {
     "Llama-3.2-1B": ("tiny-llama", "llama"),
     "my-model": ("tiny-llama", "llama"),
 }
-"""By directory (a hub id is one too, and what lies here comes first): the preset it is made of, and its family."""
+"""{directory: (preset, family)}. A local directory takes precedence over a hub id of the same name."""
 
 
 def write_doc_models(folder: Path) -> None:
-    """Models under their names, and `corpus.txt`, some text."""
+    """Write the models, and a text file `corpus.txt`."""
     for name, (preset, family) in PLACEHOLDER_MODELS.items():
         ct.save(build_checkpoint(preset), folder / name, family=family)
     (folder / "corpus.txt").write_text(make_corpus(), encoding="utf-8")
 
 
 def build_checkpoint(preset: str) -> Checkpoint:
-    """A model over bytes with fresh weights."""
-    masks = ("[MASK]",) if "bert" in preset else ()
-    tokenizer = byte_tokenizer(special_tokens=(*SPECIAL_TOKENS, *masks))
+    """A byte-level model with random weights."""
+    mask_tokens = ("[MASK]",) if "bert" in preset else ()
+    tokenizer = byte_tokenizer(special_tokens=(*SPECIAL_TOKENS, *mask_tokens))
     tokenizer.chat_template = CHAT_TEMPLATE
     config = ct.config(preset)
-    config = ct.config({**config.model_dump(mode="json"), "vocab_size": 256 + len(SPECIAL_TOKENS) + len(masks)})
+    config = ct.config({**config.model_dump(mode="json"), "vocab_size": 256 + len(SPECIAL_TOKENS) + len(mask_tokens)})
     model = ct.build(config, seed=0)
     return Checkpoint(model, config, hf_config=extra_settings(config), tokenizer_loader=lambda: tokenizer)
 
@@ -49,7 +49,7 @@ def extra_settings(config: Config) -> dict[str, Any]:
 
 
 def make_corpus() -> str:
-    """Sums, right ones: short, and something can be learnt from them."""
+    """Lines of correct additions, which a small model can learn."""
     numbers = torch.randint(100, (400, 2), generator=torch.Generator().manual_seed(0)).tolist()
     return "".join(f"{a} and {b} make {a + b}\n" for a, b in numbers)
 

@@ -1,4 +1,4 @@
-"""A page's session: its Python in one namespace, its commands in this process, its servers beside it."""
+"""Run the code of a documentation page: Python in one namespace, commands in this process, servers as subprocesses."""
 
 import contextlib
 import io
@@ -27,14 +27,14 @@ class DocSession:
         self.servers: list[subprocess.Popen[bytes]] = []
         self.port = DEFAULT_PORT
         self.patched_source: Path | None = None
-        """A copy of cutaway's sources, changed by the page's patches; its Python then runs in processes of its own."""
+        """A copy of the sources with the page's patches applied; its Python blocks then run in subprocesses."""
         self.exit_stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self.exit_stack.enter_context(contextlib.chdir(self.folder))
         self.exit_stack.enter_context(mock.patch.dict(os.environ, build_environment(self.folder)))
         self.exit_stack.enter_context(mock.patch.object(sys, "path", [str(self.folder), *sys.path]))
-        for registry in list_registries():  # what a page enters is its own, too
+        for registry in list_registries():  # restore checks and families that a page registers
             self.exit_stack.enter_context(mock.patch.dict(registry))
         return self
 
@@ -43,66 +43,66 @@ class DocSession:
             server.terminate()
             server.wait(30)
         self.exit_stack.close()
-        for name, module in list(sys.modules.items()):  # a page's own modules are its own
+        for name, module in list(sys.modules.items()):  # unload modules that the page imported
             if (getattr(module, "__file__", None) or "").startswith(str(self.folder)):
                 del sys.modules[name]
 
     def run_python(self, code: str, where: str) -> str:
-        """What a block prints."""
+        """Run a Python block and return its output."""
         if self.patched_source is not None:
             return run_python_subprocess(code, self.patched_source)
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
+        stdout = io.StringIO()
+        with contextlib.redirect_stdout(stdout):
             exec(compile(code.replace(f":{DEFAULT_PORT}", f":{self.port}"), where, "exec"), self.namespace)
-        return printed.getvalue()
+        return stdout.getvalue()
 
-    def apply_patch(self, change: str) -> None:
-        """Change the copy of the sources as a diff says."""
+    def apply_patch(self, patch: str) -> None:
+        """Apply a diff to the copy of the sources."""
         if self.patched_source is None:
             self.patched_source = self.folder / "src"
             shutil.copytree(
                 SOURCE_DIR, self.patched_source / "cutaway", ignore=shutil.ignore_patterns("__pycache__", "static")
             )
         command = ["git", "apply", "-C1", "-"]
-        done = subprocess.run(command, cwd=self.folder, input=change, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(done.stderr.strip())
+        result = subprocess.run(command, cwd=self.folder, input=patch, capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise RuntimeError(result.stderr.strip())
 
     def run_bash(self, text: str) -> tuple[str, int]:
-        """What its lines print, on both streams, and how the last one ended; one that fails ends the block."""
-        said, code = "", 0
+        """Run the commands of a block until one fails; return their output (both streams) and the last exit code."""
+        output, code = "", 0
         for line in text.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            while words:
-                end = words.index("&&") if "&&" in words else len(words)
-                command, words = words[:end], words[end + 1 :]
+            tokens = shlex.split(line, comments=True)
+            while tokens:
+                end = tokens.index("&&") if "&&" in tokens else len(tokens)
+                command, tokens = tokens[:end], tokens[end + 1 :]
                 if command[0] != "cutaway":
-                    raise ValueError(f"{command[0]!r} is not run here; lines begin with cutaway")
+                    raise ValueError(f"{command[0]!r} is not supported; lines must begin with cutaway")
                 if command[-1] == "&":
                     self.start_server(command[1:-1])
                     continue
-                printed, code = run_verb(command[1:])
-                said += printed
+                verb_output, code = run_verb(command[1:])
+                output += verb_output
                 if code:
-                    return said, code
-        return said, code
+                    return output, code
+        return output, code
 
-    def start_server(self, words: list[str]) -> None:
-        """Start a server on a free port, and wait until it answers."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = str(free.getsockname()[1])
-        command = [sys.executable, "-m", "cutaway", *words, "--port", self.port]
+    def start_server(self, args: list[str]) -> None:
+        """Start a server on a free port and wait until it responds."""
+        with socket.socket() as free_socket:
+            free_socket.bind(("127.0.0.1", 0))
+            self.port = str(free_socket.getsockname()[1])
+        command = [sys.executable, "-m", "cutaway", *args, "--port", self.port]
         self.servers.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
-        end = time.monotonic() + SERVER_TIMEOUT
+        deadline = time.monotonic() + SERVER_TIMEOUT
         while not is_server_up(int(self.port)):
-            if self.servers[-1].poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"`cutaway {shlex.join(words)}` does not answer")
+            if self.servers[-1].poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"`cutaway {shlex.join(args)}` does not respond")
             time.sleep(0.1)
 
 
 def list_registries() -> list[dict[str, Any]]:
-    """Checks and families by name, all there."""
+    """The registries of checks and families."""
     from cutaway.check import get_checks
     from cutaway.families import families
 
@@ -110,12 +110,12 @@ def list_registries() -> list[dict[str, Any]]:
 
 
 def run_python_subprocess(code: str, sources: Path) -> str:
-    """What a program prints where cutaway is what lies in `sources`."""
+    """Run code with cutaway from `sources`; return its output."""
     env = os.environ | {"PYTHONPATH": str(sources)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip())
-    return done.stdout
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    if result.returncode:
+        raise RuntimeError(result.stderr.strip())
+    return result.stdout
 
 
 def is_server_up(port: int) -> bool:
@@ -130,36 +130,36 @@ def is_server_up(port: int) -> bool:
 
 
 def build_environment(folder: Path) -> dict[str, str]:
-    """Alike on every machine; what cutaway remembers of a user is the page's own."""
-    plain = {
+    """Environment variables for reproducible output, with user directories inside the page's directory."""
+    environment = {
         "COLUMNS": TERMINAL_WIDTH,
         "NO_COLOR": "1",
         "TERM": "dumb",
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    return plain | {"CUTAWAY_HOME": str(folder / ".home"), "CUTAWAY_CACHE": str(folder / ".cache")}
+    return environment | {"CUTAWAY_HOME": str(folder / ".home"), "CUTAWAY_CACHE": str(folder / ".cache")}
 
 
-def run_verb(words: list[str]) -> tuple[str, int]:
-    """What `cutaway words…` prints here, with its complaint if it has one; `> file` takes it. Remarks are not kept."""
+def run_verb(args: list[str]) -> tuple[str, int]:
+    """Run a verb in this process; return its output and exit code. stderr is included on errors; `> file` redirects."""
     from cutaway.cli import main
 
     target = None
-    if len(words) > 2 and words[-2] == ">":
-        words, target = words[:-2], words[-1]
-    printed, remarks, code = io.StringIO(), io.StringIO(), 0
+    if len(args) > 2 and args[-2] == ">":
+        args, target = args[:-2], args[-1]
+    stdout, stderr, code = io.StringIO(), io.StringIO(), 0
     with (
-        mock.patch.object(sys, "argv", ["cutaway", *words]),
+        mock.patch.object(sys, "argv", ["cutaway", *args]),
         mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(b""), encoding="utf-8")),
-        contextlib.redirect_stdout(printed),
-        contextlib.redirect_stderr(remarks),
+        contextlib.redirect_stdout(stdout),
+        contextlib.redirect_stderr(stderr),
     ):
         try:
             main()
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        except SystemExit as exit_info:
+            code = exit_info.code if isinstance(exit_info.code, int) else int(exit_info.code is not None)
     if target is None:
-        return printed.getvalue() + (remarks.getvalue() if code > 1 else ""), code
-    Path(target).write_text(printed.getvalue(), encoding="utf-8")
+        return stdout.getvalue() + (stderr.getvalue() if code > 1 else ""), code
+    Path(target).write_text(stdout.getvalue(), encoding="utf-8")
     return "", code

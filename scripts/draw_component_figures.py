@@ -1,9 +1,9 @@
-"""Makes docs/components/img: one picture a component, drawn from what the library computes.
+"""Draw docs/components/img: one figure per component, from computed values.
 
 python scripts/draw_component_figures.py [NAME ...] [--out docs/components/img]
 
-A picture has the name of its page. The same program draws the same bytes again: weights come from seeds or are the
-shipped model's, and nothing of the day or the machine is written down.
+A figure has the name of its page. The output is deterministic: weights come from seeds or from the pretrained model,
+and files contain no date.
 """
 
 import argparse
@@ -19,18 +19,18 @@ FIGURES: dict[str, FigureFn] = positions.FIGURES | attention.FIGURES | blocks.FI
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("names", nargs="*", metavar="NAME", help="pictures to draw; all unless given")
-    asked.add_argument("--out", type=Path, default=ROOT / "docs" / "components" / "img")
-    asked.add_argument("--format", default="svg", help="png, to look at one")
-    given = asked.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    for name in given.names or FIGURES:
-        save_figure(name, given.out / f"{name}.{given.format}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="figures to draw; default all")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "components" / "img")
+    parser.add_argument("--format", default="svg", help="svg or png")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in args.names or FIGURES:
+        save_figure(name, args.out / f"{name}.{args.format}")
 
 
 def save_figure(name: str, path: Path) -> None:
-    torch.set_num_threads(1)  # sums are then in one order
+    torch.set_num_threads(1)  # deterministic order of summation
     torch.manual_seed(0)
     with rc_context(MATPLOTLIB_STYLE):
         svg = path.suffix == ".svg"

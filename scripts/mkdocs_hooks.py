@@ -1,4 +1,4 @@
-"""What mkdocs does besides, for mkdocs.yml: folders in the navigation, and mathematics as MathML."""
+"""mkdocs hooks: directories in the navigation, and formulas as MathML."""
 
 import html
 import json
@@ -11,7 +11,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hatch_build import programs  # noqa: E402
+from hatch_build import find_node_and_npm  # noqa: E402
 
 FORMULA_PATTERN = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 LINK_PATTERN = re.compile(r"\]\(([\w./-]+\.md)(?:#[^)]*)?\)")
@@ -19,14 +19,14 @@ INDEX_NAMES = ("index.md", "README.md")
 
 
 class MathRenderer:
-    """A Node with katex that turns formulas into MathML, one after another, until the build ends."""
+    """A Node process that renders formulas to MathML with KaTeX."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[str] | None = None
 
     def render(self, tex: str, display: bool) -> str:
         if self.process is None:
-            command = [programs()[0], str(ROOT / "scripts" / "render_mathml.mjs")]
+            command = [find_node_and_npm()[0], str(ROOT / "scripts" / "render_mathml.mjs")]
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
             )
@@ -34,10 +34,10 @@ class MathRenderer:
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps([tex, display]) + "\n")
         self.process.stdin.flush()
-        said = json.loads(self.process.stdout.readline())
-        if "error" in said:
-            raise SystemExit(f"the formula {tex!r} cannot be drawn: {said['error']}")
-        return str(said["mathml"])
+        result = json.loads(self.process.stdout.readline())
+        if "error" in result:
+            raise SystemExit(f"the formula {tex!r} cannot be rendered: {result['error']}")
+        return str(result["mathml"])
 
     def close(self) -> None:
         if self.process is not None:
@@ -48,15 +48,15 @@ class MathRenderer:
 MATH_RENDERER = MathRenderer()
 
 
-def on_page_content(written: str, **_: Any) -> str:
-    r"""Inline formulas come as \(…\), those on a line of their own as \[…\]."""
+def on_page_content(page_html: str, **_: Any) -> str:
+    r"""Render formulas: inline \(…\) and display \[…\]."""
 
-    def drawn(found: re.Match[str]) -> str:
-        tex = html.unescape(found[2]).strip()
+    def render(match: re.Match[str]) -> str:
+        tex = html.unescape(match[2]).strip()
         display = tex.startswith("\\[")
-        return f'<{found[1]} class="formula">{MATH_RENDERER.render(tex[2:-2].strip(), display)}</{found[1]}>'
+        return f'<{match[1]} class="formula">{MATH_RENDERER.render(tex[2:-2].strip(), display)}</{match[1]}>'
 
-    return FORMULA_PATTERN.sub(drawn, written)
+    return FORMULA_PATTERN.sub(render, page_html)
 
 
 def on_post_build(**_: Any) -> None:
@@ -64,7 +64,7 @@ def on_post_build(**_: Any) -> None:
 
 
 def on_config(config: Any) -> Any:
-    """`Components: components/` in the navigation means all pages of that folder."""
+    """Expand navigation entries such as `Components: components/` to all pages of the directory."""
     docs = Path(config["docs_dir"])
     config["nav"] = [expand_nav_entry(entry, docs) for entry in config["nav"] or []]
     config["nav"] = [entry for entry in config["nav"] if entry]
@@ -72,15 +72,15 @@ def on_config(config: Any) -> Any:
 
 
 def expand_nav_entry(entry: Any, docs: Path) -> Any:
-    [(title, where)] = entry.items()
-    if not isinstance(where, str) or not where.endswith("/"):
+    [(title, target)] = entry.items()
+    if not isinstance(target, str) or not target.endswith("/"):
         return entry
-    found = list_folder_pages(docs / where)
-    return {title: [page.relative_to(docs).as_posix() for page in found]} if found else None
+    pages = list_folder_pages(docs / target)
+    return {title: [page.relative_to(docs).as_posix() for page in pages]} if pages else None
 
 
 def list_folder_pages(folder: Path) -> list[Path]:
-    """Its index, the pages that the index links to, in that order, and the rest by name."""
+    """The index, the pages in the order of its links, and the others by name."""
     index = next((folder / name for name in INDEX_NAMES if (folder / name).is_file()), None)
     linked = LINK_PATTERN.findall(index.read_text(encoding="utf-8")) if index else []
     order = [folder / name for name in linked if "/" not in name and (folder / name).is_file()]

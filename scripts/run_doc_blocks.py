@@ -1,20 +1,20 @@
-"""Runs the code of a page, and holds what the page says it prints.
+"""Run the code blocks of a documentation page and compare their output with the page.
 
 python scripts/run_doc_blocks.py [--fill] docs/howto/size.md
 
-How pages are written:
+Format of pages:
 
-- ```python blocks run in order, in one namespace a page, in a folder of their own.
-- ```bash blocks hold lines that begin with `cutaway`; they run in this process. A line that ends with & is a server,
-  and lives as long as the page; its port 8000 is exchanged for a free one, here and in the page's Python.
-- ```text after <!-- output --> is what the block before it printed. <!-- output: exit 1 --> says how its last command
-  ended. Spaces count as one, … stands for anything, and a decimal may differ by 1 %.
-- a block with title="mine.toml" is a file, and written. ```toml and ```json must be that.
-- ```diff is applied to a copy of the sources; Python after it runs with that, each block in a process of its own.
-- <!-- not run: why --> stands before a block that cannot run here, <!-- at night --> before one that takes long.
+- ```python blocks run in order, in one namespace per page, in a temporary directory.
+- ```bash blocks contain lines that begin with `cutaway`; they run in this process. A line that ends with & starts a
+  server, which runs until the end of the page; its port 8000 is replaced by a free one, also in the page's Python.
+- ```text after <!-- output --> is the expected output of the block before it. <!-- output: exit 1 --> also gives the
+  exit code of its last command. Runs of spaces are equal, … matches anything, and decimals may differ by 1 %.
+- a block with title="mine.toml" is written to that file. ```toml and ```json must be valid.
+- ```diff is applied to a copy of the sources, which later Python blocks use, each in a separate process.
+- <!-- not run: reason --> precedes a block that cannot run in the tests, <!-- at night --> a slow block.
 
-The folder has the models of doc_models.py: small ones, without training, under well-known names. `--fill` writes what
-was printed into the page.
+The directory contains the models of doc_models.py: small and untrained, under well-known names. `--fill` writes the
+actual output to the page.
 """
 
 import argparse
@@ -34,11 +34,11 @@ MARKER = re.compile(r"<!-- (output|not run|at night)(?:: ((?:(?!-->).)*?))? -->\
 NUMBER = re.compile(r"[-−+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 TEXT_LANGUAGES, DATA_LANGUAGES = ("text",), ("toml", "json", "jsonl")
 UNRUN_LANGUAGES = ("console",)
-"""Languages of blocks that are only shown: what they show is held elsewhere, or is no program."""
+"""Languages of blocks that are not run: tested elsewhere, or not code."""
 
 
 class PageError(Exception):
-    """A page says what is not so."""
+    """A code block fails or its output differs from the page."""
 
 
 @dataclass(frozen=True)
@@ -48,69 +48,69 @@ class DocBlock:
     title: str
     body: str
     marker: str = ""
-    """`output`, `not run`, `at night`, or nothing."""
+    """`output`, `not run`, `at night`, or empty."""
     note: str = ""
     span: tuple[int, int] = (0, 0)
-    """Where its body stands in the page."""
+    """Start and end of the body in the page."""
 
 
 def parse_blocks(page: str) -> list[DocBlock]:
-    found = []
+    blocks = []
     for fence in FENCE.finditer(page):
-        language, _, rest = fence["info"].strip().partition(" ")
-        title = re.search(r'title="([^"]+)"', rest)
-        mark = MARKER.search(page[: fence.start()])
+        language, _, attributes = fence["info"].strip().partition(" ")
+        title = re.search(r'title="([^"]+)"', attributes)
+        marker = MARKER.search(page[: fence.start()])
         body = re.sub(rf"^{fence['indent']}", "", fence["body"], flags=re.MULTILINE)
         line = page.count("\n", 0, fence.start()) + 1
-        said = (mark[1], " ".join((mark[2] or "").split())) if mark else ("", "")
-        found.append(DocBlock(line, language, title[1] if title else "", body, *said, fence.span("body")))
-    return found
+        note = (marker[1], " ".join((marker[2] or "").split())) if marker else ("", "")
+        blocks.append(DocBlock(line, language, title[1] if title else "", body, *note, fence.span("body")))
+    return blocks
 
 
 def run_page(path: Path, folder: Path, *, include_slow: bool = False) -> dict[DocBlock, str]:
-    """Run a page in a folder; what was printed, by the block that shows it. At night, all of it."""
+    """Run a page in a directory, with `include_slow` also its slow blocks; return the output for each output block."""
     page = path.read_text(encoding="utf-8")
-    shown: dict[DocBlock, str] = {}
+    outputs: dict[DocBlock, str] = {}
     with DocSession(folder) as session:
-        said, code = "", 0
-        passed_over = False
+        output, code = "", 0
+        skipped = False
         for block in parse_blocks(page):
             try:
                 if block.marker == "not run":
                     if not block.note:
-                        raise PageError("is not run, and no reason is given")
+                        raise PageError("is not run, but gives no reason")
                 elif block.marker == "output":
-                    if not passed_over:
-                        shown[block] = said
+                    if not skipped:
+                        outputs[block] = output
                         check_exit_code(block, code)
-                elif passed_over := block.marker == "at night" and not include_slow:
+                elif skipped := block.marker == "at night" and not include_slow:
                     continue
                 elif block.language == "python" and not block.title:
-                    said, code = session.run_python(block.body, f"{path.name}:{block.line}"), 0
+                    output, code = session.run_python(block.body, f"{path.name}:{block.line}"), 0
                 elif block.language == "diff":
                     session.apply_patch(block.body)
                 elif block.language == "bash":
-                    said, code = session.run_bash(block.body)
+                    output, code = session.run_bash(block.body)
                     if code and not shows_exit_code(page, block):
-                        raise PageError(f"ended with {code}:\n{said}")
+                        raise PageError(f"exited with {code}:\n{output}")
                 else:
                     write_block(block, folder)
             except Exception as error:
                 raise PageError(f"{path.name}, block of line {block.line}: {type(error).__name__}: {error}") from error
-    return shown
+    return outputs
 
 
 def shows_exit_code(page: str, block: DocBlock) -> bool:
-    """Whether the page shows how the block ended."""
+    """Whether the following output block gives an exit code."""
     all_blocks = parse_blocks(page)
-    after = all_blocks[all_blocks.index(block) + 1 :]
-    return bool(after) and after[0].marker == "output" and after[0].note.startswith("exit")
+    following = all_blocks[all_blocks.index(block) + 1 :]
+    return bool(following) and following[0].marker == "output" and following[0].note.startswith("exit")
 
 
 def check_exit_code(block: DocBlock, code: int) -> None:
-    meant = int(block.note.removeprefix("exit ")) if block.note else 0
-    if meant != code:
-        raise PageError(f"ended with {code}, and not with {meant}")
+    expected = int(block.note.removeprefix("exit ")) if block.note else 0
+    if expected != code:
+        raise PageError(f"exited with {code}, expected {expected}")
 
 
 def write_block(block: DocBlock, folder: Path) -> None:
@@ -124,41 +124,45 @@ def write_block(block: DocBlock, folder: Path) -> None:
         (folder / block.title).parent.mkdir(parents=True, exist_ok=True)
         (folder / block.title).write_text(block.body, encoding="utf-8")
     elif block.language not in (*TEXT_LANGUAGES, *DATA_LANGUAGES, *UNRUN_LANGUAGES):
-        raise PageError(f"{block.language!r} is no language that can be run or shown")
+        raise PageError(f"{block.language!r} is not a supported language")
 
 
 def diff_output(actual: str, expected: str) -> str:
-    """What is wrong with the output on a page, or nothing."""
+    """Describe the difference between actual and expected output; empty if they match."""
     numbers: list[str] = []
     pattern = "".join(line_to_regex(row, numbers) for row in trim_lines(expected).splitlines())
-    found = re.fullmatch(pattern, trim_lines(actual), re.DOTALL)
-    if found is None:
-        return f"the page says\n{expected}\nand the program\n{actual}"
-    apart = [(page, now) for page, now in zip(numbers, found.groups(), strict=True) if not numbers_match(page, now)]
-    return f"numbers of the page, and of the program: {apart}\n{actual}" if apart else ""
+    match = re.fullmatch(pattern, trim_lines(actual), re.DOTALL)
+    if match is None:
+        return f"expected\n{expected}\nactual\n{actual}"
+    different = [
+        (expected_number, actual_number)
+        for expected_number, actual_number in zip(numbers, match.groups(), strict=True)
+        if not numbers_match(expected_number, actual_number)
+    ]
+    return f"different numbers (expected, actual): {different}\n{actual}" if different else ""
 
 
 def trim_lines(text: str) -> str:
-    """Without spaces at the ends of lines, nor empty lines around."""
+    """Strip trailing spaces of lines, and leading and trailing empty lines."""
     return "\n".join(row.rstrip() for row in text.splitlines()).strip("\n") + "\n"
 
 
 def line_to_regex(line: str, numbers: list[str]) -> str:
-    """A row of the page as a regular expression with a group for each number."""
+    """Convert a line to a regular expression with a group for each number."""
     if line.strip() == "…":
         return r"(?:[^\n]*\n)*?"
-    parts, at = [], 0
+    parts, end = [], 0
     for number in NUMBER.finditer(line):
-        parts.append(text_to_regex(line[at : number.start()]))
+        parts.append(text_to_regex(line[end : number.start()]))
         parts.append(f"({NUMBER.pattern})")
         numbers.append(number[0])
-        at = number.end()
-    return "".join([*parts, text_to_regex(line[at:]), r" *\n"])
+        end = number.end()
+    return "".join([*parts, text_to_regex(line[end:]), r" *\n"])
 
 
 def text_to_regex(text: str) -> str:
-    pieces = [re.split(" +", piece) for piece in re.split(" *… *", text)]
-    return r"[^\n]*?".join(" +".join(map(re.escape, piece)) for piece in pieces)
+    parts = [re.split(" +", part) for part in re.split(" *… *", text)]
+    return r"[^\n]*?".join(" +".join(map(re.escape, part)) for part in parts)
 
 
 def numbers_match(expected: str, actual: str) -> bool:
@@ -166,67 +170,67 @@ def numbers_match(expected: str, actual: str) -> bool:
     if "." not in expected and "e" not in expected:
         return a == b
     digits = len(expected.partition("e")[0].partition(".")[2])
-    last = 10.0**-digits * (10.0 ** int(expected.partition("e")[2]) if "e" in expected else 1)
-    return abs(a - b) <= max(0.01 * abs(a), 2 * last)
+    last_digit = 10.0**-digits * (10.0 ** int(expected.partition("e")[2]) if "e" in expected else 1)
+    return abs(a - b) <= max(0.01 * abs(a), 2 * last_digit)
 
 
 def fill_outputs(page: str, outputs: dict[DocBlock, str]) -> str:
-    """The page with what its blocks print, where that is not what stands there."""
-    for block, said in sorted(outputs.items(), key=lambda item: -item[0].span[0]):
-        if diff_output(said, block.body):
+    """Replace the outputs of a page that differ from the actual outputs."""
+    for block, output in sorted(outputs.items(), key=lambda item: -item[0].span[0]):
+        if diff_output(output, block.body):
             start, end = block.span
-            page = page[:start] + merge_output(said, block.body) + page[end:]
+            page = page[:start] + merge_output(output, block.body) + page[end:]
     return page
 
 
 def merge_output(actual: str, expected: str) -> str:
-    """What was printed, with `…` where the page had it."""
-    printed, merged, at = trim_lines(actual).splitlines(), [], 0
-    changed: list[str] = []  # lines of the page since the last one that matched
+    """The actual output, with `…` where the page has it."""
+    lines, merged, position = trim_lines(actual).splitlines(), [], 0
+    unmatched: list[str] = []  # lines of the page since the last match
     for line in [*trim_lines(expected).splitlines(), None]:
         if line is None:
-            found = len(printed)
-        elif line.strip() == "…" or (found := find_line(line, printed, at)) is None:
-            changed.append(line)
+            index = len(lines)
+        elif line.strip() == "…" or (index := find_line(line, lines, position)) is None:
+            unmatched.append(line)
             continue
-        gap = printed[at:found]
-        if "…" in changed:  # as many lines before and after it as the page had there
-            before, after = changed.index("…"), changed[::-1].index("…")
-            gap = [*gap[:before], "…", *gap[len(gap) - after :]]
-        merged += gap if line is None else [*gap, line if "…" in line else printed[found]]
-        changed, at = [], found + 1
+        new_lines = lines[position:index]
+        if "…" in unmatched:  # keep as many lines before and after it as the page has
+            before, after = unmatched.index("…"), unmatched[::-1].index("…")
+            new_lines = [*new_lines[:before], "…", *new_lines[len(new_lines) - after :]]
+        merged += new_lines if line is None else [*new_lines, line if "…" in line else lines[index]]
+        unmatched, position = [], index + 1
     return "\n".join(merged).strip("\n") + "\n"
 
 
-def find_line(line: str, printed: list[str], start: int) -> int | None:
-    """Where a line of the page was printed, from `start` on."""
-    return next((n for n in range(start, len(printed)) if not diff_output(printed[n], line)), None)
+def find_line(line: str, lines: list[str], start: int) -> int | None:
+    """Index of the first output line from `start` that matches a line of the page."""
+    return next((n for n in range(start, len(lines)) if not diff_output(lines[n], line)), None)
 
 
 def main() -> None:
     from doc_models import write_doc_models
 
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("page", type=Path, nargs="+")
-    asked.add_argument("--fill", action="store_true", help="write what was printed into the pages")
-    given, wrong = asked.parse_args(), False
-    for path in [path.resolve() for path in given.page]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", type=Path, nargs="+")
+    parser.add_argument("--fill", action="store_true", help="write the actual outputs to the pages")
+    args, failed = parser.parse_args(), False
+    for path in [path.resolve() for path in args.page]:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 write_doc_models(Path(folder))
-                shown = run_page(path, Path(folder), include_slow=True)
+                outputs = run_page(path, Path(folder), include_slow=True)
         except PageError as error:
             sys.stderr.write(f"{error}\n")
-            wrong = True
+            failed = True
             continue
-        if given.fill:
-            path.write_text(fill_outputs(path.read_text(encoding="utf-8"), shown), encoding="utf-8")
+        if args.fill:
+            path.write_text(fill_outputs(path.read_text(encoding="utf-8"), outputs), encoding="utf-8")
             continue
-        for block, said in shown.items():
-            if apart := diff_output(said, block.body):
-                sys.stderr.write(f"{path.name}, block of line {block.line}: {apart}\n")
-                wrong = True
-    sys.exit(wrong)
+        for block, output in outputs.items():
+            if difference := diff_output(output, block.body):
+                sys.stderr.write(f"{path.name}, block of line {block.line}: {difference}\n")
+                failed = True
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Runs a notebook from top to bottom and writes it as a page: its prose, its code, what it printed and drew.
+"""Execute a notebook and write it as a Markdown page with text, code, outputs and figures.
 
 python scripts/run_notebook.py notebooks/02_attention.py --out .pages/theory
 
-A notebook is a Python file in jupytext's percent format. It is run as a program; a claim that does not hold ends it.
+A notebook is a Python file in jupytext's percent format; a failed claim stops it with an error.
 """
 
 import argparse
@@ -33,7 +33,7 @@ MATPLOTLIB_STYLE: Any = {
 
 @dataclass
 class NotebookResult:
-    """A notebook that ran."""
+    """Result of an executed notebook."""
 
     page: str
     claims: list[str] = field(default_factory=list)
@@ -42,62 +42,67 @@ class NotebookResult:
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("notebook", type=Path, nargs="+")
-    asked.add_argument("--out", type=Path, default=Path(".pages/theory"))
-    asked.add_argument("--json", action="store_true", help="say what was found as JSON, one line a notebook")
-    given = asked.parse_args()
-    for path in given.notebook:
-        ran = run_notebook(path, given.out)
-        (given.out / f"{path.stem}.md").write_text(ran.page)
-        pictures = [picture.name for picture in ran.figures]
-        told = {"notebook": path.stem, "claims": ran.claims, "pictures": pictures, "seconds": round(ran.seconds, 1)}
-        short = f"{path.stem}: {len(ran.claims)} claims, {len(pictures)} pictures, {ran.seconds:.1f} s"
-        print(json.dumps(told) if given.json else short)  # noqa: T201
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("notebook", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, default=Path(".pages/theory"))
+    parser.add_argument("--json", action="store_true", help="print one JSON object per notebook")
+    args = parser.parse_args()
+    for path in args.notebook:
+        result = run_notebook(path, args.out)
+        (args.out / f"{path.stem}.md").write_text(result.page)
+        figures = [figure.name for figure in result.figures]
+        summary = {
+            "notebook": path.stem,
+            "claims": result.claims,
+            "pictures": figures,
+            "seconds": round(result.seconds, 1),
+        }
+        line = f"{path.stem}: {len(result.claims)} claims, {len(figures)} figures, {result.seconds:.1f} s"
+        print(json.dumps(summary) if args.json else line)  # noqa: T201
 
 
 def run_notebook(path: Path, out: Path) -> NotebookResult:
-    """Run the notebook's cells in one namespace; what it sets for gradients and pictures ends with it."""
+    """Run the cells in one namespace; gradient mode and matplotlib settings are restored afterwards."""
     out.mkdir(parents=True, exist_ok=True)
-    ran, names, start = NotebookResult(""), {"__name__": "__main__"}, time.perf_counter()
+    result, namespace, start = NotebookResult(""), {"__name__": "__main__"}, time.perf_counter()
     parts: list[str] = []
     with matplotlib.rc_context(MATPLOTLIB_STYLE), torch.enable_grad():
         plt.close("all")
-        for place, cell in enumerate(jupytext.read(path).cells):
+        for index, cell in enumerate(jupytext.read(path).cells):
             if cell.cell_type == "markdown":
                 parts.append(cell.source)
                 continue
-            said, value = run_cell(cell.source, names, f"{path.name}, cell {place}")
+            output, value = run_cell(cell.source, namespace, f"{path.name}, cell {index}")
             parts.append(f"```python\n{cell.source}\n```")
-            ran.claims += [line.removeprefix("✓ ") for line in said.splitlines() if line.startswith("✓ ")]
-            if said:
-                parts.append(f"```text\n{said}\n```")
-            for drawn in open_figures(value):
-                picture = out / f"{path.stem}-{len(ran.figures) + 1}.svg"
-                drawn.savefig(picture, metadata={"Date": None}, bbox_inches="tight")
-                ran.figures.append(picture)
-                parts.append(f"![{figure_title(drawn)}]({picture.name})")
+            result.claims += [line.removeprefix("✓ ") for line in output.splitlines() if line.startswith("✓ ")]
+            if output:
+                parts.append(f"```text\n{output}\n```")
+            for figure in open_figures(value):
+                figure_path = out / f"{path.stem}-{len(result.figures) + 1}.svg"
+                figure.savefig(figure_path, metadata={"Date": None}, bbox_inches="tight")
+                result.figures.append(figure_path)
+                parts.append(f"![{figure_title(figure)}]({figure_path.name})")
             plt.close("all")
-    ran.page, ran.seconds = "\n\n".join(parts) + "\n", time.perf_counter() - start
-    return ran
+    result.page, result.seconds = "\n\n".join(parts) + "\n", time.perf_counter() - start
+    return result
 
 
 def run_cell(code: str, namespace: dict[str, Any], filename: str) -> tuple[str, Any]:
-    """What a cell printed, with the value of its last line if that is an expression, as a notebook shows it."""
-    printed, value = io.StringIO(), None
-    block = ast.parse(code)
-    last = block.body.pop() if block.body and isinstance(block.body[-1], ast.Expr) else None
-    with contextlib.redirect_stdout(printed):
-        exec(compile(block, filename, "exec"), namespace)
+    """Run a cell; return its output, including the repr of a final expression, and the value of that expression."""
+    stdout, value = io.StringIO(), None
+    tree = ast.parse(code)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    with contextlib.redirect_stdout(stdout):
+        exec(compile(tree, filename, "exec"), namespace)
         if last is not None:
             value = eval(compile(ast.Expression(last.value), filename, "eval"), namespace)  # noqa: S307
             if value is not None and "matplotlib" not in type(value).__module__:
                 print(repr(value))  # noqa: T201
-    return printed.getvalue().rstrip(), value
+    return stdout.getvalue().rstrip(), value
 
 
 def open_figures(value: Any) -> list[Figure]:
-    """Figures that pyplot has open, and one that the cell ended with."""
+    """Open pyplot figures, and the figure that a cell evaluates to."""
     opened = [plt.figure(number) for number in plt.get_fignums()]
     return opened + [value] * (isinstance(value, Figure) and value not in opened)
 

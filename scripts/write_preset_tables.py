@@ -1,8 +1,8 @@
-"""Writes into docs/components/*.md which presets use the component, between <!-- made: presets --> and <!-- end -->.
+"""Write tables of presets to docs/components/*.md, between <!-- made: presets --> and <!-- end -->.
 
 python scripts/write_preset_tables.py
 
-What a part's users have that differs (a theta, a window) is a row each; sizes of one model stand together.
+Each value of a component (a theta, a window) is a row; sizes of one model are grouped.
 """
 
 import re
@@ -18,9 +18,9 @@ SIZE_SUFFIX = re.compile(
     r"-(\d+(?:\.\d+)?[bm]\d?(?:-a\d+\w+)?|8x\d+b|small|base|medium|large|xl|xxl|xlarge|xxlarge|big)(-v2|-mlm|-v2-mlm)?$"
 )
 MAX_LISTED_PRESETS = 110
-"""A row of more presets than this says that it has the others."""
+"""A row with more presets than this reads 'all others'."""
 DescribeFn = Callable[[c.Config], str | None]
-"""What a configuration has of a part, in a few words; None if it has none of it."""
+"""Short description of a component in a configuration; None if it does not have it."""
 
 
 def iter_blocks(config: c.Config) -> Iterator[c.Block]:
@@ -33,148 +33,165 @@ def iter_attentions(config: c.Config) -> Iterator[c.MultiHead | c.LatentAttentio
 
 
 def iter_multi_head(config: c.Config) -> Iterator[c.MultiHead]:
-    return (each for each in iter_attentions(config) if isinstance(each, c.MultiHead))
+    return (attention for attention in iter_attentions(config) if isinstance(attention, c.MultiHead))
 
 
 def last_stack(config: c.Config) -> c.Stack:
-    """The last: the decoder, where there are two."""
+    """The decoder, or the encoder of an encoder-only model."""
     return list(config.stacks.values())[-1]
 
 
 def join_unique(descriptions: Iterator[str]) -> str | None:
-    """What the layers have, each once, in order."""
+    """Unique descriptions in order."""
     return ", ".join(dict.fromkeys(descriptions)) or None
 
 
 def describe_position(config_type: type, describe: Callable[..., str]) -> DescribeFn:
     return lambda config: join_unique(
-        describe(each.position) for each in iter_attentions(config) if isinstance(each.position, config_type)
+        describe(attention.position)
+        for attention in iter_attentions(config)
+        if isinstance(attention.position, config_type)
     )
 
 
 def describe_stack_field(
     get_field: Callable[[c.Stack], object], config_type: type, describe: Callable[..., str]
 ) -> DescribeFn:
-    def use(config: c.Config) -> str | None:
+    def describe_config(config: c.Config) -> str | None:
         return join_unique(
-            describe(get_field(each)) for each in config.stacks.values() if isinstance(get_field(each), config_type)
+            describe(get_field(stack)) for stack in config.stacks.values() if isinstance(get_field(stack), config_type)
         )
 
-    return use
+    return describe_config
 
 
 def describe_ffn(config_type: type | tuple[type, ...], describe: Callable[..., str]) -> DescribeFn:
-    def use(config: c.Config) -> str | None:
+    def describe_config(config: c.Config) -> str | None:
         dense = [block.ffn for block in iter_blocks(config)]
-        experts = [each.expert for each in dense if isinstance(each, c.Moe)]
-        return join_unique(describe(each) for each in [*dense, *experts] if isinstance(each, config_type))
+        experts = [ffn.expert for ffn in dense if isinstance(ffn, c.Moe)]
+        return join_unique(describe(ffn) for ffn in [*dense, *experts] if isinstance(ffn, config_type))
 
-    return use
+    return describe_config
 
 
 def describe_grouped_query(config: c.Config) -> str | None:
-    found = (each for each in iter_multi_head(config) if each.num_kv_heads < each.heads)
+    grouped = (attention for attention in iter_multi_head(config) if attention.num_kv_heads < attention.heads)
     return join_unique(
-        "multi-query" if each.num_kv_heads == 1 else f"{each.heads}:{each.num_kv_heads}" for each in found
+        "multi-query" if attention.num_kv_heads == 1 else f"{attention.heads}:{attention.num_kv_heads}"
+        for attention in grouped
     )
 
 
 def describe_window(config: c.Config) -> str | None:
-    widths = [each.window for each in iter_attentions(config)]
+    widths = [attention.window for attention in iter_attentions(config)]
     if not any(widths):
         return None
-    near = join_unique(f"{width:,}" for width in widths if width)
-    return f"{near}, every layer" if all(widths) else f"{near}, in {sum(map(bool, widths))} of {len(widths)} layers"
+    sizes = join_unique(f"{width:,}" for width in widths if width)
+    return f"{sizes}, every layer" if all(widths) else f"{sizes}, in {sum(map(bool, widths))} of {len(widths)} layers"
 
 
 def describe_head(config: c.Config) -> str | None:
     if not isinstance(config.head, c.LMHead):
         return None
-    extra = [word for word, there in (("soft-cap", config.head.softcap), ("bias", config.head.bias != "none")) if there]
+    extra = [
+        name for name, present in (("softcap", config.head.softcap), ("bias", config.head.bias != "none")) if present
+    ]
     extra += ["transform"] if config.head.transform else []
     extra += ["scale"] if config.head.scale != 1 else []
-    return ", ".join(["tied" if config.head.tied else "own matrix", *extra])
+    return ", ".join(["tied" if config.head.tied else "untied", *extra])
 
 
 def describe_embedding(config: c.Config) -> str | None:
-    made = last_stack(config).embedding
-    words = [f"scale {made.scale if isinstance(made.scale, float) else 'sqrt(d)'}"] if made.scale != 1 else []
-    words += ["norm"] if not isinstance(made.norm, c.NoNorm) else []
-    words += [f"narrow table of {made.factorization.width}"] if made.factorization else []
-    words += [f"{made.token_types} type{'s' * (made.token_types > 1)}"] if made.token_types else []
-    return ", ".join(words) or None
+    embedding = last_stack(config).embedding
+    features = (
+        [f"scale {embedding.scale if isinstance(embedding.scale, float) else 'sqrt(d)'}"]
+        if embedding.scale != 1
+        else []
+    )
+    features += ["norm"] if not isinstance(embedding.norm, c.NoNorm) else []
+    features += [f"factorized, width {embedding.factorization.width}"] if embedding.factorization else []
+    features += (
+        [f"{embedding.token_types} token type{'s' * (embedding.token_types > 1)}"] if embedding.token_types else []
+    )
+    return ", ".join(features) or None
 
 
 def describe_norm_placement(config: c.Config) -> str:
-    place = last_stack(config).placement
-    norms = {"one": ", one norm", "two": ", two norms"}[place.norms] if isinstance(place, c.ParallelResidual) else ""
-    return place.kind + norms
+    placement = last_stack(config).placement
+    norms = (
+        {"one": ", one norm", "two": ", two norms"}[placement.norms]
+        if isinstance(placement, c.ParallelResidual)
+        else ""
+    )
+    return placement.kind + norms
 
 
 def describe_softcap(config: c.Config) -> str | None:
-    scores = join_unique(f"scores {each.softcap:g}" for each in iter_multi_head(config) if each.softcap)
+    scores = join_unique(f"scores {attention.softcap:g}" for attention in iter_multi_head(config) if attention.softcap)
     logits = config.head.softcap if isinstance(config.head, c.LMHead) else None
     return ", ".join([*([scores] if scores else []), *([f"logits {logits:g}"] if logits else [])]) or None
 
 
 def describe_no_position(config: c.Config) -> str | None:
-    """Attention without positions where the embedding has none either."""
+    """Layers without positions in attention, if the embedding has none either."""
     if not isinstance(last_stack(config).embedding.position, c.NoPosition):
         return None
-    without = [isinstance(each.position, c.NoPosition) for each in iter_attentions(config)]
+    without = [isinstance(attention.position, c.NoPosition) for attention in iter_attentions(config)]
     return f"in {sum(without)} of {len(without)} layers" if any(without) else None
 
 
 def describe_qk_norm(config: c.Config) -> str | None:
-    made = (each.qk_norm for each in iter_multi_head(config) if each.qk_norm)
-    return join_unique(
-        f"{'all heads at once' if norm.over == 'full' else 'each head'}, {norm.norm.kind}" for norm in made
-    )
+    qk_norms = (attention.qk_norm for attention in iter_multi_head(config) if attention.qk_norm)
+    return join_unique(f"{'full width' if norm.over == 'full' else 'per head'}, {norm.norm.kind}" for norm in qk_norms)
 
 
 def describe_rope_scaling(config: c.Config) -> str | None:
-    ropes = (each.position for each in iter_attentions(config) if isinstance(each.position, c.Rope))
+    ropes = (attention.position for attention in iter_attentions(config) if isinstance(attention.position, c.Rope))
     return join_unique(rope.scaling.kind for rope in ropes if not isinstance(rope.scaling, c.NoScaling))
 
 
 def describe_rope(config: c.Rope) -> str:
-    words = [f"theta {config.theta:,.0f}", *(["part of the head"] if config.rotary_dim else [])]
-    return ", ".join([*words, *(["interleaved"] if config.layout == "interleaved" else [])])
+    features = [f"theta {config.theta:,.0f}", *(["partial"] if config.rotary_dim else [])]
+    return ", ".join([*features, *(["interleaved"] if config.layout == "interleaved" else [])])
 
 
 def describe_experts(config: c.Moe) -> str:
-    return f"{config.router.top_k} of {config.experts}" + (", and one for all" if config.shared else "")
+    return f"{config.router.top_k} of {config.experts}" + (", shared expert" if config.shared else "")
 
 
 COMPONENTS: dict[str, DescribeFn] = {
     "embedding": describe_embedding,
     "sinusoidal": describe_stack_field(
-        lambda stack: stack.embedding.position, c.SinusoidalPosition, lambda made: made.layout
+        lambda stack: stack.embedding.position, c.SinusoidalPosition, lambda position: position.layout
     ),
     "learned": describe_stack_field(
-        lambda stack: stack.embedding.position, c.LearnedPosition, lambda made: f"{made.length:,} positions"
+        lambda stack: stack.embedding.position, c.LearnedPosition, lambda position: f"{position.length:,} positions"
     ),
     "rope": describe_position(c.Rope, describe_rope),
     "rope-scaling": describe_rope_scaling,
-    "alibi": describe_position(c.Alibi, lambda made: f"max_bias {made.max_bias:g}"),
-    "relative-bias": describe_position(c.RelativeBias, lambda made: f"{made.buckets} buckets to {made.max_distance}"),
+    "alibi": describe_position(c.Alibi, lambda position: f"max_bias {position.max_bias:g}"),
+    "relative-bias": describe_position(
+        c.RelativeBias, lambda position: f"{position.buckets} buckets, max_distance {position.max_distance}"
+    ),
     "no-positions": describe_no_position,
     "grouped-query": describe_grouped_query,
     "latent": lambda config: join_unique(
         f"kv_rank {a.kv_rank}" for a in iter_attentions(config) if isinstance(a, c.LatentAttention)
     ),
     "sliding-window": describe_window,
-    "sinks": lambda config: join_unique("all layers" for each in iter_multi_head(config) if each.sink),
+    "sinks": lambda config: join_unique("all layers" for attention in iter_multi_head(config) if attention.sink),
     "qk-norm": describe_qk_norm,
     "soft-cap": describe_softcap,
-    "biases": lambda config: join_unique(", ".join(each.bias) for each in iter_multi_head(config) if each.bias),
+    "biases": lambda config: join_unique(
+        ", ".join(attention.bias) for attention in iter_multi_head(config) if attention.bias
+    ),
     "cross-attention": lambda config: config.form if isinstance(config, c.EncoderDecoder) else None,
-    "ffn": describe_ffn(c.Mlp, lambda made: made.activation),
-    "gated-ffn": describe_ffn((c.Gated, c.ClampedSwiGLU), lambda made: getattr(made, "activation", "clamped silu")),
+    "ffn": describe_ffn(c.Mlp, lambda ffn: ffn.activation),
+    "gated-ffn": describe_ffn((c.Gated, c.ClampedSwiGLU), lambda ffn: getattr(ffn, "activation", "clamped silu")),
     "mixture-of-experts": describe_ffn(c.Moe, describe_experts),
-    "layernorm": describe_stack_field(lambda stack: stack.norm, c.LayerNorm, lambda made: f"eps {made.eps:g}"),
+    "layernorm": describe_stack_field(lambda stack: stack.norm, c.LayerNorm, lambda norm: f"eps {norm.eps:g}"),
     "rmsnorm": describe_stack_field(
-        lambda stack: stack.norm, c.RMSNorm, lambda made: f"eps {made.eps:g}" + ", 1 + gain" * made.unit_offset
+        lambda stack: stack.norm, c.RMSNorm, lambda norm: f"eps {norm.eps:g}" + ", 1 + gain" * norm.unit_offset
     ),
     "norm-placement": describe_norm_placement,
     "head": describe_head,
@@ -183,7 +200,7 @@ COMPONENTS: dict[str, DescribeFn] = {
 
 
 def render_table(describe: DescribeFn) -> str:
-    """Rows of what is had, with the models that have it; the most used first."""
+    """Table of values and the presets that have them, most frequent first."""
     published = [name for name in ct.presets() if not name.startswith("tiny-")]
     by_value: dict[str, dict[str, list[str]]] = {}
     for name in published:
@@ -194,17 +211,17 @@ def render_table(describe: DescribeFn) -> str:
             by_value.setdefault(value, {}).setdefault(model, []).append(size[0][1:] if size else "")
     count = sum(len(sizes) for models in by_value.values() for sizes in models.values())
     rows = sorted(by_value.items(), key=lambda row: -sum(map(len, row[1].values())))
-    lines = [f"{count} of {len(published)} published presets.", "", "| which | presets |", "|---|---|"]
+    lines = [f"{count} of {len(published)} published presets.", "", "| value | presets |", "|---|---|"]
     for value, models in rows:
         shown = [f"`{model}`{' ' * any(sizes)}{' '.join(filter(None, sizes))}" for model, sizes in models.items()]
-        many = sum(map(len, models.values())) > MAX_LISTED_PRESETS
-        lines.append(f"| {value} | {'all others' if many else ' · '.join(shown)} |")
+        is_long = sum(map(len, models.values())) > MAX_LISTED_PRESETS
+        lines.append(f"| {value} | {'all others' if is_long else ' · '.join(shown)} |")
     return "\n".join(lines) + "\n"
 
 
 def fill_page(page: str, name: str) -> str:
-    made = render_table(COMPONENTS[name])
-    return GENERATED_SECTION.sub(lambda found: f"{found[1]}{made}{found[2]}", page)
+    table = render_table(COMPONENTS[name])
+    return GENERATED_SECTION.sub(lambda match: f"{match[1]}{table}{match[2]}", page)
 
 
 def main() -> None:

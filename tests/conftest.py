@@ -1,4 +1,4 @@
-"""The test run checks every tensor's shape against its annotation; compiled models are tested without those checks."""
+"""Shared fixtures, hypothesis profiles, and runtime checks of tensor shapes (jaxtyping) in `cutaway.model`."""
 
 import io
 import os
@@ -17,9 +17,9 @@ import pytest
 import torch
 from support.cli_runner import CliRunner
 
-# Drawing a whole Transformer takes a while: that is no sign of ill health.
+# Drawing a configuration and building a model is slow, so deadlines and health checks are off.
 NO_HEALTH_CHECKS = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck)}
-# A failing Transformer is shown as drawn: to shrink one takes longer than to read it.
+# No shrinking: it takes longer than reading the failing configuration.
 PHASES = [hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate]
 hypothesis.settings.register_profile("default", max_examples=12, derandomize=True, phases=PHASES, **NO_HEALTH_CHECKS)
 hypothesis.settings.register_profile("nightly", max_examples=400, phases=PHASES, **NO_HEALTH_CHECKS)
@@ -28,7 +28,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
-    """Each test begins the same: one in bf16 may turn oneDNN off for the whole process where the CPU has no bf16."""
+    """Set the seed and restore oneDNN, which a bf16 test may switch off on CPUs without bf16."""
     torch.manual_seed(0)
     onednn = torch.backends.mkldnn.enabled
     yield
@@ -39,15 +39,15 @@ def _seeded() -> Iterator[None]:
 def run_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CliRunner:
     from cutaway.cli import main
 
-    def with_arguments(*arguments: object, code: int = 0, stdin: str | bytes | None = None, columns: int = 80) -> str:
+    def run(*arguments: object, code: int = 0, stdin: str | bytes | None = None, columns: int = 80) -> str:
         data = stdin.encode() if isinstance(stdin, str) else stdin or b""
         monkeypatch.setenv("COLUMNS", str(columns))
         monkeypatch.setattr(sys, "argv", ["cutaway", *map(str, arguments)])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             main()
-        written = capsys.readouterr()
-        assert (ended.value.code or 0) == code, written.err
-        return written.err if code > 1 else written.out
+        output = capsys.readouterr()
+        assert (exit_info.value.code or 0) == code, output.err
+        return output.err if code > 1 else output.out
 
-    return with_arguments
+    return run

@@ -1,4 +1,4 @@
-"""Rules of imports: packages depend one way, without cycles; files stay small; config and size need no torch."""
+"""Import rules: allowed imports between packages, no cycles, no torch in config and size; size of the model package."""
 
 import ast
 import subprocess
@@ -18,7 +18,7 @@ ALLOWED_IMPORTS = {
     "families": {"config", "model", "tokenizer"},
     "generate": {"config", "size", "model", "tokenizer"},
     "evaluate": {"config", "size", "model", "tokenizer", "generate"},
-    # A family's table says which modules of another library's model are which of ours: so a lens sees into those too.
+    # Family tables map module names of transformers models, which lens uses to trace them.
     "lens": {"config", "size", "model", "families", "evaluate"},
     "check": {"config", "size", "model", "tokenizer", "families", "generate", "lens", "evaluate"},
     "train": {"config", "size", "model", "tokenizer", "families", "generate", "lens", "evaluate", "check"},
@@ -45,7 +45,7 @@ MAX_MODEL_CODE_LINES = 1940
 
 
 def imported_packages(path: Path) -> set[str]:
-    """The packages that a file imports, inside functions too."""
+    """Packages that a file imports, including imports inside functions."""
     packages = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -56,21 +56,21 @@ def imported_packages(path: Path) -> set[str]:
     return packages
 
 
-def test_every_package_has_its_rule() -> None:
+def test_every_package_has_an_import_rule() -> None:
     assert {
         path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"
     } == ALLOWED_IMPORTS.keys()
 
 
 @pytest.mark.parametrize("package", ALLOWED_IMPORTS)
-def test_imports_point_one_way(package: str) -> None:
+def test_packages_import_only_allowed_packages(package: str) -> None:
     for path in (SOURCE / package).rglob("*.py"):
         extra = imported_packages(path) - ALLOWED_IMPORTS[package] - IMPORTABLE_ANYWHERE - {package}
         assert not extra, f"{path.relative_to(SOURCE)} may not import {extra}"
 
 
 def runtime_imports(body: Sequence[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Imports that run when the module is imported: none of functions, none for the type checker alone."""
+    """Imports that run when the module is imported, without those in functions and under TYPE_CHECKING."""
     for node in body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
@@ -84,7 +84,7 @@ def runtime_imports(body: Sequence[ast.stmt]) -> Iterator[ast.Import | ast.Impor
 
 
 def import_graph() -> dict[str, set[str]]:
-    """By module: the modules of cutaway that it imports when it is imported."""
+    """{module: modules of cutaway that it imports at import time}."""
     paths = {
         ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path
         for path in SOURCE.rglob("*.py")
@@ -102,16 +102,16 @@ def import_graph() -> dict[str, set[str]]:
     return graph
 
 
-def test_there_is_no_import_cycle() -> None:
+def test_no_import_cycles() -> None:
     graph = import_graph()
-    while leaves := {module for module, imported in graph.items() if not imported & graph.keys()}:
-        graph = {module: imported for module, imported in graph.items() if module not in leaves}
+    while acyclic := {module for module, imported in graph.items() if not imported & graph.keys()}:
+        graph = {module: imported for module, imported in graph.items() if module not in acyclic}
     cycles = {module: sorted(imported & graph.keys()) for module, imported in graph.items()}
-    assert not cycles, f"these modules import each other, or import ones that do: {cycles}"
+    assert not cycles, f"modules in or importing an import cycle: {cycles}"
 
 
 def code_lines(path: Path) -> int:
-    """Lines that are neither blank, comment nor docstring."""
+    """Number of lines that are not blank, comment or docstring."""
     text = path.read_text()
     docstring_lines = set()
     for node in ast.walk(ast.parse(text)):
@@ -125,12 +125,12 @@ def code_lines(path: Path) -> int:
     )
 
 
-def test_the_model_can_be_read_in_an_hour() -> None:
+def test_model_package_is_small() -> None:
     counts = {path.name: code_lines(path) for path in (SOURCE / "model").glob("*.py")}
     assert sum(counts.values()) <= MAX_MODEL_CODE_LINES, counts
 
 
-def test_no_branch_on_a_models_name() -> None:
+def test_model_does_not_branch_on_model_names() -> None:
     names = ("gpt", "llama", "bert", "qwen", "gemma", "mistral", "falcon", "bloom", "deepseek", "bart", "marian")
     for path in (SOURCE / "model").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -154,6 +154,6 @@ def test_no_branch_on_a_models_name() -> None:
         "from cutaway.cli import app",
     ],
 )
-def test_torch_is_not_imported_for(statement: str) -> None:
+def test_statement_imports_no_torch(statement: str) -> None:
     code = f"{statement}; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

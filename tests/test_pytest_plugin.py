@@ -1,4 +1,4 @@
-"""`pytest --cutaway module:factory`: each check is a test of somebody's project."""
+"""The pytest plugin: `pytest --cutaway module:factory` runs each check as a test."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from typing import Protocol
 from xml.etree import ElementTree as Tree
 
 import pytest
-import support.seeded_bugs.causality  # noqa: F401  so that a run within this one does not enter its bugs again
+import support.seeded_bugs.causality  # noqa: F401  imported here so that a nested run does not register its bugs twice
 
 from cutaway.check import get_checks
 
@@ -18,88 +18,88 @@ pytestmark = pytest.mark.unchecked
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parent.parent
-CHECK_NAMES = list(get_checks())  # imported here, so that a run within this one does not register the checks again
+CHECK_NAMES = list(get_checks())  # imported here so that a nested run does not register the checks twice
 MODULE = """
 import support.seeded_bugs.causality
 from support.seeded_bugs.reference_gpt import ReferenceGPT, check_kwargs
 from support.seeded_bugs.registry import SEEDED_BUGS
 
 
-def right():
+def correct():
     model = ReferenceGPT()
     return model, check_kwargs(model)
 
 
-def leaks():
+def leaky():
     return SEEDED_BUGS["causality/mask off by one"].build()
 
 
-def function():
+def forward_only():
     model = ReferenceGPT()
     return lambda tokens: model(tokens)[0]
 
 
-def breaks():
-    raise RuntimeError("the weights are not there")
+def failing_factory():
+    raise RuntimeError("the weights are missing")
 
 
-def dies():
+def failing_cache():
     return ReferenceGPT(), {"generate": lambda tokens, n: tokens, "logits_with_cache": lambda tokens, state: 1 / 0}
 """
 
 
 class Run(Protocol):
-    """pytest with these arguments (in a process of its own, if `apart`): what it said."""
+    """Run pytest with these arguments, optionally in a subprocess; return its output."""
 
-    def __call__(self, *arguments: str, code: int, apart: bool = False) -> str: ...
+    def __call__(self, *arguments: str, code: int, in_subprocess: bool = False) -> str: ...
 
 
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs pytest in a project of two files, which knows of no other plugin."""
-    pytester.makepyfile(mine=MODULE, test_own="def test_of_their_own():\n    pass\n")
+    """Run pytest in a project of two files without other plugins."""
+    pytester.makepyfile(mine=MODULE, test_own="def test_of_the_project():\n    pass\n")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("COLUMNS", "160")
 
-    def run(*arguments: str, code: int, apart: bool = False) -> str:
+    def run(*arguments: str, code: int, in_subprocess: bool = False) -> str:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]))
-        way = pytester.runpytest_subprocess if apart else pytester.runpytest_inprocess
-        done = way("-p", "cutaway.pytest_plugin", "-v", *arguments)
-        said = f"{done.stdout}\n{done.stderr}"
-        assert done.ret == code, said
-        return said
+        run_pytest = pytester.runpytest_subprocess if in_subprocess else pytester.runpytest_inprocess
+        result = run_pytest("-p", "cutaway.pytest_plugin", "-v", *arguments)
+        output = f"{result.stdout}\n{result.stderr}"
+        assert result.ret == code, output
+        return output
 
     return run
 
 
-def test_a_right_model_and_a_wrong_one(project: Run) -> None:
-    asked = ("--cutaway", "mine:function", "--cutaway", "mine:leaks", "--cutaway-only", "causality*")
-    said = project(*asked, "--junit-xml", "r.xml", code=1, apart=True)
-    assert "test_own.py::test_of_their_own PASSED" in said
-    assert "cutaway[mine:function]::causality PASSED" in said
-    assert "cutaway[mine:function]::causality-gradient SKIPPED (needs module)" in said
-    assert "cutaway[mine:leaks]::causality FAILED" in said
-    assert "the logits at position 0 change with token 1, which comes later" in said
-    assert "fix: hide key j from query i" in said
-    assert "Traceback" not in said
+def test_correct_and_buggy_model(project: Run) -> None:
+    arguments = ("--cutaway", "mine:forward_only", "--cutaway", "mine:leaky", "--cutaway-only", "causality*")
+    output = project(*arguments, "--junit-xml", "r.xml", code=1, in_subprocess=True)
+    assert "test_own.py::test_of_the_project PASSED" in output
+    assert "cutaway[mine:forward_only]::causality PASSED" in output
+    assert "cutaway[mine:forward_only]::causality-gradient SKIPPED (needs module)" in output
+    assert "cutaway[mine:leaky]::causality FAILED" in output
+    assert "the logits at position 0 change with token 1, which comes later" in output
+    assert "fix: mask key j for query i" in output
+    assert "Traceback" not in output
     cases = {case.get("name"): case for case in Tree.parse("r.xml").getroot().iter("testcase")}
     assert "causality-tile-edges" in cases
 
 
-def test_one_model_has_short_names_and_can_be_chosen_from(project: Run) -> None:
-    named = project("--cutaway", "mine:right", "--collect-only", "-qq", code=0)
-    assert [line for line in named.splitlines() if line.startswith("cutaway::")] == [
+def test_one_model_has_short_test_ids(project: Run) -> None:
+    collected = project("--cutaway", "mine:correct", "--collect-only", "-qq", code=0)
+    assert [line for line in collected.splitlines() if line.startswith("cutaway::")] == [
         f"cutaway::{name}" for name in CHECK_NAMES
     ]
-    said = project("--cutaway", "mine:right", "-k", "edges", code=0)
-    assert "cutaway::causality-tile-edges PASSED" in said
-    assert f"1 passed, {len(CHECK_NAMES)} deselected" in said
+    output = project("--cutaway", "mine:correct", "-k", "edges", code=0)
+    assert "cutaway::causality-tile-edges PASSED" in output
+    assert f"1 passed, {len(CHECK_NAMES)} deselected" in output
 
 
-def test_a_warning_passes_and_is_told(project: Run) -> None:
-    said = project("--cutaway", "mine:dies", "--cutaway-only", "causality-paths", code=0)
-    assert "cutaway::causality-paths PASSED" in said
-    assert "CutawayWarning: warn  causality-paths: could not run: it raised ZeroDivisionError" in said
+def test_warning_passes_with_a_pytest_warning(project: Run) -> None:
+    output = project("--cutaway", "mine:failing_cache", "--cutaway-only", "causality-paths", code=0)
+    assert "cutaway::causality-paths PASSED" in output
+    assert "CutawayWarning: warn  causality-paths: could not run: it raised ZeroDivisionError" in output
 
 
 @pytest.mark.parametrize(
@@ -107,26 +107,26 @@ def test_a_warning_passes_and_is_told(project: Run) -> None:
     [
         (["mine:absent"], 4, "--cutaway: 'mine' has no 'absent'"),
         (["absent:make"], 4, "--cutaway: there is no module 'absent'"),
-        (["mine:right", "--cutaway-only", "causalty"], 4, "--cutaway: there is no check 'causalty'"),
+        (["mine:correct", "--cutaway-only", "causalty"], 4, "--cutaway: there is no check 'causalty'"),
         (
-            ["mine:breaks", "--cutaway-only", "causality-tile-edges"],
+            ["mine:failing_factory", "--cutaway-only", "causality-tile-edges"],
             1,
-            "raised RuntimeError: the weights are not there",
+            "raised RuntimeError: the weights are missing",
         ),
     ],
 )
-def test_mistakes_get_one_sentence(project: Run, arguments: list[str], code: int, message: str) -> None:
-    said = project("--cutaway", *arguments, code=code)
-    assert message in said
-    assert "Traceback" not in said
+def test_usage_errors_are_one_line(project: Run, arguments: list[str], code: int, message: str) -> None:
+    output = project("--cutaway", *arguments, code=code)
+    assert message in output
+    assert "Traceback" not in output
 
 
-def test_without_its_option_it_does_nothing_and_imports_nothing(project: Run) -> None:
-    probe = "import sys, cutaway.pytest_plugin; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+def test_plugin_is_inactive_without_its_option(project: Run) -> None:
+    code = "import sys, cutaway.pytest_plugin; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert "1 passed" in project(code=0)
 
 
-def test_pytest_finds_it_by_itself() -> None:
+def test_plugin_entry_point() -> None:
     entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["pytest11"]
     assert resolve_name(entries["cutaway.pytest_plugin"]).pytest_addoption

@@ -1,6 +1,6 @@
-"""RoPE with `dynamic` scaling keeps the frequencies of the longest text that a model has read: a text gives other
-logits after a longer one was read, until a short one resets them. Found by `rope-scaling`, where `max_seq_len=` allows
-texts beyond `original_max_position_embeddings`."""
+"""RoPE with `dynamic` scaling keeps the frequencies of the longest sequence that the model has processed: the logits
+of a text change after a longer text, until a short text resets them. Found by `rope-scaling`, where `max_seq_len=`
+allows texts beyond `original_max_position_embeddings`."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

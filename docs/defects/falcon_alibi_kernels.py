@@ -1,5 +1,5 @@
-"""Falcon with ALiBi: eager and SDPA attention give different logits, far beyond rounding, from one and the same
-weights. Found by `attention-kernels`."""
+"""Falcon with ALiBi: eager and SDPA attention give different logits from the same weights, far beyond rounding.
+Found by `attention-kernels`."""
 
 import torch
 from transformers import FalconConfig, FalconForCausalLM

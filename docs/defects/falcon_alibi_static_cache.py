@@ -1,4 +1,4 @@
-"""Falcon with ALiBi says that it takes a cache of fixed size (`_can_compile_fullgraph`), and raises when given one.
+"""Falcon with ALiBi declares support for a static cache (`_can_compile_fullgraph`) and raises an error with one.
 Found by `cache-unused-slots`."""
 
 import torch

@@ -1,6 +1,6 @@
-"""Sliding window of 1: behind a cache every token is kept, so each step sees all that came before, while one pass shows
-each token only itself. Windows of 2 and more agree. Found by `cache-decode` (Mistral, Phi-3 and all with a rolling
-cache)."""
+"""Sliding window of 1: with a cache every token is kept, so each decode step attends to all earlier tokens, while
+without a cache each token attends only to itself. Windows of 2 and more agree. Found by `cache-decode` (Mistral,
+Phi-3 and all models with a rolling cache)."""
 
 import torch
 from transformers import MistralConfig, MistralForCausalLM

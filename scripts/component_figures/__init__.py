@@ -1,1 +1,1 @@
-"""Figures of docs/components, a file for each group of components."""
+"""Figures of docs/components, one file per group of components."""

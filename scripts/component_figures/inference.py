@@ -1,4 +1,4 @@
-"""What a decoder keeps, how a token is chosen, how several are guessed; what is asked of a model in training."""
+"""Figures: KV cache, sampling, speculative decoding, training objectives."""
 
 from typing import Any
 
@@ -21,32 +21,32 @@ PROMPT = "for name in sorted(os."
 def plot_kv_cache() -> Figure:
     figure, (axis,) = make_figure(height=3.1)
     lengths = [2**n for n in range(9, 18)]
-    asked = (
-        ("llama-2-7b: 32 key heads", "llama-2-7b", None),
-        ("llama-3-8b: 8 key heads", "llama-3-8b", None),
+    cases = (
+        ("llama-2-7b: 32 key-value heads", "llama-2-7b", None),
+        ("llama-3-8b: 8 key-value heads", "llama-3-8b", None),
         ("llama-3-8b in int8", "llama-3-8b", "int8"),
-        ("mistral-7b-v0.1: window 4,096 in rings", "mistral-7b-v0.1", None),
+        ("mistral-7b-v0.1: window 4,096, ring buffer", "mistral-7b-v0.1", None),
         ("deepseek-v2-lite: latents", "deepseek-v2-lite", None),
     )
-    for (name, preset, dtype), colour in zip(asked, COLORS, strict=False):
-        found = [ct.size(preset, context=n, kv_cache_dtype=dtype).kv_cache.total_bytes / 2**30 for n in lengths]
-        axis.plot(lengths, found, color=colour, label=name)
-    axis.set(xscale="log", yscale="log", xlabel="tokens of one text", ylabel="GiB of keys and values")
+    for (name, preset, dtype), color in zip(cases, COLORS, strict=False):
+        gib = [ct.size(preset, context=n, kv_cache_dtype=dtype).kv_cache.total_bytes / 2**30 for n in lengths]
+        axis.plot(lengths, gib, color=color, label=name)
+    axis.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel="KV cache (GiB)")
     axis.set_xticks(lengths[::2], [f"{n:,}" for n in lengths[::2]])
     axis.minorticks_off()
-    axis.set_title("16-bit numbers, unless told")
+    axis.set_title("bf16, except where noted")
     axis.legend(fontsize=7.5)
     return figure
 
 
 def plot_sampling() -> Figure:
-    """The next token's chances after a line of Python, and what each filter leaves of them."""
+    """Next-token probabilities after a line of Python, with each sampling filter."""
     checkpoint = ct.load("tiny-python", dtype=torch.float32)
-    words: Any = checkpoint.tokenizer
+    tokenizer: Any = checkpoint.tokenizer
     with torch.no_grad():
-        logits = checkpoint.model(torch.tensor([words.encode(PROMPT)]))[0, -1:]
+        logits = checkpoint.model(torch.tensor([tokenizer.encode(PROMPT)]))[0, -1:]
     order = logits[0].argsort(descending=True)[:24]
-    asked = (
+    cases = (
         ("temperature 1", {"temperature": 1.0}),
         ("temperature 0.5", {"temperature": 0.5}),
         ("temperature 2", {"temperature": 2.0}),
@@ -55,94 +55,99 @@ def plot_sampling() -> Figure:
         ("min_p 0.1", {"temperature": 1.0, "min_p": 0.1}),
     )
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-    for axis, (name, how), colour in zip(
-        figure.subplots(2, 3, sharex=True, sharey=True).flat, asked, COLORS, strict=False
+    for axis, (name, params), color in zip(
+        figure.subplots(2, 3, sharex=True, sharey=True).flat, cases, COLORS, strict=False
     ):
-        chances = sampling_probabilities(logits, SamplingParams(**how))
-        kept = int((chances > 0).sum())
-        axis.bar(range(24), chances[order], color=colour)
-        axis.set_title(f"{name}: {kept:,} left")
-    figure.supxlabel("the 24 likeliest tokens, in order", fontsize=9)
+        probs = sampling_probabilities(logits, SamplingParams(**params))
+        num_left = int((probs > 0).sum())
+        axis.bar(range(24), probs[order], color=color)
+        axis.set_title(f"{name}: {num_left:,} left")
+    figure.supxlabel("the 24 most likely tokens", fontsize=9)
     figure.supylabel("probability", fontsize=9)
     return figure
 
 
 def sampling_probabilities(logits: torch.Tensor, settings: SamplingParams) -> torch.Tensor:
-    """What a token is drawn from."""
+    """The distribution that a token is sampled from."""
     sampler = Sampler(1, logits.shape[-1])
     sampler.set_row(0, settings, [], seed=0)
     return logits_to_probs(logits, sampler.sampling_state, sampler.row_features[0])[0]
 
 
 def plot_speculative_decoding() -> Figure:
-    """The closed form, and the shipped model guessing for itself by looking back, on lines that repeat in part."""
+    """Closed form, and measurements of the pretrained model with n-gram drafts on partly repetitive text."""
     figure, (axis,) = make_figure(height=3.0)
     acceptance = [n / 50 for n in range(51)]
-    for ahead, colour in zip((2, 4, 8), COLORS, strict=False):
-        axis.plot(acceptance, [expected_tokens(a, ahead) for a in acceptance], color=colour, label=f"{ahead} guesses")
+    for num_draft, color in zip((2, 4, 8), COLORS, strict=False):
+        axis.plot(
+            acceptance,
+            [expected_tokens(a, num_draft) for a in acceptance],
+            color=color,
+            label=f"{num_draft} draft tokens",
+        )
     checkpoint = ct.load("tiny-python", dtype=torch.float32)
-    words: Any = checkpoint.tokenizer
-    settings = SamplingParams(max_new_tokens=60)
+    tokenizer: Any = checkpoint.tokenizer
+    params = SamplingParams(max_new_tokens=60)
     for text in (
         "def add(self, other):\n        return self.value + other\n\n    def sub(",
         "import os\nimport sys\nimport ",
         PROMPT,
     ):
-        prompt = words.encode(text)
+        prompt = tokenizer.encode(text)
         _, counts = generate_speculative(
             EngineConfig(checkpoint.model, max_num_seqs=1),
-            words,
+            tokenizer,
             [prompt],
-            [settings],
+            [params],
             [0],
             draft_model=NgramConfig(),
             num_draft_tokens=4,
         )
         axis.plot(counts.acceptance_rate, counts.tokens_per_forward_pass, "o", color=PURPLE, ms=5)
-    axis.plot([], [], "o", color=PURPLE, label="measured: up to 4, by looking back")
-    axis.set(xlabel="share of guesses that are accepted", ylabel="tokens a pass", ylim=(0.8, 9.2))
+    axis.plot([], [], "o", color=PURPLE, label="measured: n-gram, up to 4")
+    axis.set(xlabel="acceptance rate", ylabel="tokens per forward pass", ylim=(0.8, 9.2))
     axis.axhline(1, color=TEXT_COLOR, lw=0.6)
     axis.legend()
     return figure
 
 
 def objective_examples() -> dict[str, tuple[list[str], list[str]]]:
-    """For each objective: what is read, and what each vector must say ('' where nothing is asked)."""
+    """For each objective: input tokens, and the target of each position ('' for no target)."""
     words = ["the", "cat", "sat", "on", "the", "mat", "."]
     ids = torch.arange(1, 8)[None]
-    name = dict(enumerate(["[mask]", *words]))
+    token_names = dict(enumerate(["[mask]", *words]))
 
-    def told(task: Any, reads: torch.Tensor) -> tuple[list[str], list[str]]:
-        targets = zip(task.targets[0].tolist(), task.weights[0].tolist(), strict=True)
-        return [name[i] for i in reads[0].tolist()], [name[i] if weight else "" for i, weight in targets]
+    def describe(objective: Any, inputs: torch.Tensor) -> tuple[list[str], list[str]]:
+        targets = zip(objective.targets[0].tolist(), objective.weights[0].tolist(), strict=True)
+        return [token_names[i] for i in inputs[0].tolist()], [token_names[i] if weight else "" for i, weight in targets]
 
-    following = objectives.causal_lm(ids)
-    begun = objectives.prefix_lm(ids, None, torch.tensor([3]))
-    hidden = objectives.masked_lm(ids, mask_id=0, vocab_size=8, mlm_probability=0.3, seed=5, positions=[0])
-    pair = objectives.seq2seq(torch.tensor([[2, 1]]), None, ids[:, :4], None)
+    causal = objectives.causal_lm(ids)
+    prefix = objectives.prefix_lm(ids, None, torch.tensor([3]))
+    masked = objectives.masked_lm(ids, mask_id=0, vocab_size=8, mlm_probability=0.3, seed=5, positions=[0])
+    seq2seq = objectives.seq2seq(torch.tensor([[2, 1]]), None, ids[:, :4], None)
     return {
-        "next token": told(following, following.inputs[0]),
-        "prefix of 3": told(begun, begun.inputs[0]),
-        "masked": told(hidden, hidden.inputs[0]),
-        "sequence to sequence\n(the decoder)": told(pair, pair.inputs[1]),
+        "next token": describe(causal, causal.inputs[0]),
+        "prefix of 3": describe(prefix, prefix.inputs[0]),
+        "masked": describe(masked, masked.inputs[0]),
+        "sequence to sequence\n(the decoder)": describe(seq2seq, seq2seq.inputs[1]),
     }
 
 
 def plot_objectives() -> Figure:
     rows = objective_examples()
     figure, (axis,) = make_figure(height=3.4)
-    for place, (title, (reads, says)) in enumerate(rows.items()):
-        top = -2.6 * place
+    for row, (title, (inputs, targets)) in enumerate(rows.items()):
+        top = -2.6 * row
         axis.text(-0.7, top - 0.5, title, ha="right", va="center")
-        for column, (read, said) in enumerate(zip(reads, says, strict=True)):
-            axis.text(column, top, read, ha="center", va="center", color=BLUE)
-            if said:
+        for column, (input_token, target_token) in enumerate(zip(inputs, targets, strict=True)):
+            axis.text(column, top, input_token, ha="center", va="center", color=BLUE)
+            if target_token:
                 axis.annotate(
                     "", (column, top - 0.85), (column, top - 0.25), arrowprops={"arrowstyle": "->", "color": TEXT_COLOR}
                 )
-                axis.text(column, top - 1.15, said, ha="center", va="center", color=ORANGE)
-    axis.text(0, 1.1, "read", color=BLUE, ha="center")
-    axis.text(1, 1.1, "asked", color=ORANGE, ha="center")
+                axis.text(column, top - 1.15, target_token, ha="center", va="center", color=ORANGE)
+    axis.text(0, 1.1, "input", color=BLUE, ha="center")
+    axis.text(1, 1.1, "target", color=ORANGE, ha="center")
     axis.set(xlim=(-3.4, 6.6), ylim=(-9.6, 1.6))
     axis.axis("off")
     return figure

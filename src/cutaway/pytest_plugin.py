@@ -1,6 +1,6 @@
-"""`pytest --cutaway module:factory`: each check of a model is a test, so that a project's CI keeps them.
+"""pytest plugin: `pytest --cutaway module:factory` runs each check of a model as a test.
 
-It stands outside of `cutaway.check` because pytest imports it at every start, and that package imports torch.
+It is outside of `cutaway.check` because pytest imports plugins at every start, and that package imports torch.
 """
 
 import warnings
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 
 
 class CutawayWarning(UserWarning):
-    """A check found something to look at."""
+    """A check returned a warning."""
 
 
 class CheckFailedError(Exception):
-    """A check failed; its text is the finding."""
+    """A check failed; the message is the finding."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("cutaway", "checks of Transformers")
-    told = "check the model that this function makes (called without arguments); repeatable"
-    group.addoption("--cutaway", action="append", default=[], metavar="module.path:factory", help=told)
-    for name, told in (("only", "only these checks, as in causality,cache"), ("skip", "all but these checks")):
-        group.addoption(f"--cutaway-{name}", action="append", default=None, metavar="A,B", help=told)
-    group.addoption("--cutaway-seed", type=int, default=0, metavar="N", help="of the texts; 0 unless given")
+    group = parser.getgroup("cutaway", "correctness checks of Transformers")
+    help_text = "check the model that this function returns (called without arguments); repeatable"
+    group.addoption("--cutaway", action="append", default=[], metavar="module.path:factory", help=help_text)
+    for name, help_text in (("only", "run only these checks, such as causality,cache"), ("skip", "skip these checks")):
+        group.addoption(f"--cutaway-{name}", action="append", default=None, metavar="A,B", help=help_text)
+    group.addoption("--cutaway-seed", type=int, default=0, metavar="N", help="seed of the random tokens; default 0")
     group.addoption(
-        "--cutaway-budget", type=float, default=30.0, metavar="SECONDS", help="for each model; 30 unless given"
+        "--cutaway-budget", type=float, default=30.0, metavar="SECONDS", help="time limit per model; default 30"
     )
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
-    """The models are collected after the project's own tests."""
+    """Collect the models after the project's own tests."""
     report = yield
     if isinstance(collector, pytest.Session) and report.passed:
         report.result += _collect_models(collector)
@@ -46,7 +46,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
 
 
 def _collect_models(session: pytest.Session) -> list["ModelCollector"]:
-    """Each model that was asked for; a name that is wrong ends the run before it begins."""
+    """Build one collector per --cutaway option; an invalid name ends the run before it starts."""
     option = session.config.getoption
     sources = list(dict.fromkeys(option("--cutaway")))
     if not sources:
@@ -54,11 +54,11 @@ def _collect_models(session: pytest.Session) -> list["ModelCollector"]:
     from cutaway.check.model_sources import import_factory
     from cutaway.check.registry import select_checks
 
-    made = []
+    collectors = []
     try:
         names = [
-            each.name
-            for each in select_checks(_split_names(option("--cutaway-only")), _split_names(option("--cutaway-skip")))
+            check.name
+            for check in select_checks(_split_names(option("--cutaway-only")), _split_names(option("--cutaway-skip")))
         ]
         for source in sources:
             factory = import_factory(source, session.config.invocation_params.dir)
@@ -66,18 +66,18 @@ def _collect_models(session: pytest.Session) -> list["ModelCollector"]:
             collector = ModelCollector.from_parent(
                 session, name=name, nodeid=name, source=source, factory=factory, checks=names
             )
-            made.append(collector)
+            collectors.append(collector)
     except CutawayError as error:
         raise pytest.UsageError(f"--cutaway: {error}") from None
-    return made
+    return collectors
 
 
 def _split_names(names: list[str] | None) -> list[str] | None:
-    return None if names is None else [name.strip() for each in names for name in each.split(",") if name.strip()]
+    return None if names is None else [name.strip() for option in names for name in option.split(",") if name.strip()]
 
 
 class ModelCollector(pytest.Collector):
-    """One model. It is made and asked when its first test runs: all checks that were chosen, at once."""
+    """One model. When its first test runs, the model is built and all selected checks run at once."""
 
     def __init__(self, *, source: str, factory: Any, checks: list[str], **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -89,6 +89,7 @@ class ModelCollector(pytest.Collector):
         return [CheckItem.from_parent(self, name=name) for name in self.checks]
 
     def get_finding(self, check: str) -> "Finding":
+        """Finding of one check; run the checks first if they have not run."""
         if self.report is None and self.error is None:
             self.run_checks()
         if self.error is not None:
@@ -97,6 +98,7 @@ class ModelCollector(pytest.Collector):
         return self.report[check]
 
     def run_checks(self) -> None:
+        """Build the model and run the checks that are still selected (-k may have deselected some)."""
         from cutaway.check import check
         from cutaway.check.model_sources import build_from_factory
 
@@ -121,12 +123,12 @@ class CheckItem(pytest.Item):
         if finding.verdict == "skip":
             pytest.skip(finding.message.removeprefix("skipped: "))
         if finding.verdict == "fail":
-            raise CheckFailedError(str(finding).partition(": ")[2])  # pytest says the check and that it failed
+            raise CheckFailedError(str(finding).partition(": ")[2])  # pytest prints the name and the verdict
         if finding.verdict == "warn":
             warnings.warn(CutawayWarning(str(finding)), stacklevel=1)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The finding, or what is wrong with the factory, without a traceback of ours."""
+        """The finding, or the error in the factory, without a traceback."""
         if isinstance(excinfo.value, CheckFailedError | CutawayError):
             return str(excinfo.value)
         return super().repr_failure(excinfo)

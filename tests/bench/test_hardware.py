@@ -1,4 +1,4 @@
-"""What a machine is measured to be is kept whole, and is what sizes are then given for."""
+"""Measured hardware: measurement, the file it is stored in, and its use in size estimates."""
 
 import json
 from dataclasses import asdict
@@ -21,11 +21,11 @@ from cutaway.size.roofline import DEFAULT_EFFICIENCY
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTAWAY_CACHE", str(tmp_path / "cache"))
 
 
-def known() -> MeasuredHardware:
+def example_hardware() -> MeasuredHardware:
     return MeasuredHardware(
         device="NVIDIA H200",
         kind="data-center",
@@ -40,11 +40,11 @@ def known() -> MeasuredHardware:
     )
 
 
-def test_a_machine_can_be_measured_and_asked_for() -> None:
+def test_measured_hardware_can_be_saved_and_used() -> None:
     stages: list[str] = []
     measured = measure_hardware("cpu", model="tiny-llama", progress=stages.append)
     assert len(stages) == NUM_STAGES
-    assert all(0 < share <= 1 for share in measured.efficiency.values())
+    assert all(0 < fraction <= 1 for fraction in measured.efficiency.values())
     save_measured_hardware(measured)
     assert load_measured_hardware() == measured
     size = ct.size("tiny-llama", hardware="local", dtype="fp32")
@@ -54,15 +54,15 @@ def test_a_machine_can_be_measured_and_asked_for() -> None:
     assert size.fits
 
 
-def test_unmeasured_is_said() -> None:
+def test_missing_measurement_is_an_error() -> None:
     assert load_measured_hardware() is None
     with pytest.raises(InputError, match="cutaway bench"):
         ct.size("gpt2", hardware="local")
 
 
-def test_a_known_device_that_was_measured_is_expected_to_do_the_same_again() -> None:
+def test_measured_efficiency_is_used_for_the_same_device() -> None:
     before = expected_efficiency("decode", get_hardware("h200"), "bf16")
-    save_measured_hardware(known())
+    save_measured_hardware(example_hardware())
     after = expected_efficiency("decode", get_hardware("h200"), "bf16")
     assert before == DEFAULT_EFFICIENCY["decode"]
     assert after.low < 0.3 * 4.2 / 4.8 < after.high
@@ -71,33 +71,35 @@ def test_a_known_device_that_was_measured_is_expected_to_do_the_same_again() -> 
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"device": 1}'])
-def test_a_damaged_file_is_said_and_not_trusted(damage: str) -> None:
-    save_measured_hardware(known())
+def test_invalid_file_is_an_error_and_not_used(damage: str) -> None:
+    save_measured_hardware(example_hardware())
     measured_hardware_path().write_text(damage)
     with pytest.raises(InputError, match="damaged"):
         ct.size("gpt2", hardware="local")
     assert expected_efficiency("decode", get_hardware("h200"), "bf16") == DEFAULT_EFFICIENCY["decode"]
 
 
-def test_rates_that_no_machine_has_are_damage() -> None:
-    path = save_measured_hardware(known())
-    path.write_text(json.dumps(asdict(known()) | {"bandwidth": -1}))
+def test_negative_bandwidth_is_invalid() -> None:
+    path = save_measured_hardware(example_hardware())
+    path.write_text(json.dumps(asdict(example_hardware()) | {"bandwidth": -1}))
     with pytest.raises(InputError, match="damaged"):
         ct.size("gpt2", hardware="local")
 
 
-@pytest.mark.parametrize(("how", "says"), [({"model": "t5-small"}, "decoder"), ({"device": "meta"}, "cpu or cuda")])
-def test_what_cannot_be_measured_is_said_before_measuring(how: dict[str, str], says: str) -> None:
-    with pytest.raises(InputError, match=says):
-        measure_hardware(progress=lambda what: pytest.fail(f"{what} was measured"), **how)
+@pytest.mark.parametrize(
+    ("options", "message"), [({"model": "t5-small"}, "decoder"), ({"device": "meta"}, "cpu or cuda")]
+)
+def test_invalid_arguments_raise_before_measuring(options: dict[str, str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        measure_hardware(progress=lambda what: pytest.fail(f"{what} was measured"), **options)
 
 
-def test_a_user_without_a_home_has_measured_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_home_directory_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CUTAWAY_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
 
-    def homeless(self: Path) -> Path:
+    def raise_no_home(self: Path) -> Path:
         raise RuntimeError("could not determine home directory")
 
-    monkeypatch.setattr(Path, "expanduser", homeless)
+    monkeypatch.setattr(Path, "expanduser", raise_no_home)
     assert ct.size("gpt2", hardware="h100").decode_time is not None

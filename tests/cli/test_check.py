@@ -1,4 +1,4 @@
-"""`cutaway check` as a person, a machine and a CI system use it."""
+"""`cutaway check`: terminal report, JSON, JUnit, factories and errors."""
 
 import json
 import sys
@@ -25,11 +25,11 @@ import support.seeded_bugs.causality
 from support.seeded_bugs.reference_gpt import ReferenceGPT, check_kwargs
 from support.seeded_bugs.registry import SEEDED_BUGS
 
-print("this is printed by someone's module")
+print("output of the user's module")
 instance = ReferenceGPT()
 
 
-def right():
+def correct():
     model = ReferenceGPT()
     return model, check_kwargs(model)
 
@@ -38,7 +38,7 @@ def leaks():
     return SEEDED_BUGS["causality/mask off by one"].build()
 
 
-def bare():
+def logits_only():
     model = ReferenceGPT()
     return {"logits": lambda tokens: model(tokens)[0]}
 
@@ -48,7 +48,7 @@ def function():
     return lambda tokens: model(tokens)[0]
 
 
-def breaks():
+def raises():
     raise RuntimeError("the weights\\nare not there")
 
 
@@ -64,18 +64,18 @@ def empty():
     return {"num_layers": 3}
 
 
-def strange():
+def unknown_key():
     return ReferenceGPT(), {"lojits": 3}
 
 
-def asks(size):
+def requires_argument(size):
     return ReferenceGPT()
 """
 
 
 @pytest.fixture(autouse=True)
-def _mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A directory with a module of the user's own, which is forgotten afterwards."""
+def _user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Write a user module to the working directory, and unload it afterwards."""
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "broken.py").write_text("import nowhere_to_be_found")
     monkeypatch.chdir(tmp_path)
@@ -85,37 +85,37 @@ def _mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules.pop(module, None)
 
 
-def told(run_cli: CliRunner, *arguments: object, code: int = 0) -> dict:
+def run_json(run_cli: CliRunner, *arguments: object, code: int = 0) -> dict:
     return json.loads(run_cli("check", *arguments, "--json", code=code))
 
 
-def test_a_leak_is_told_with_all_that_a_person_needs(run_cli: CliRunner) -> None:
-    said = run_cli("check", "mine:leaks", code=1, columns=120)
-    for words in (
+def test_failure_report_has_location_cause_and_fix(run_cli: CliRunner) -> None:
+    output = run_cli("check", "mine:leaks", code=1, columns=120)
+    for expected in (
         "✗ causality",
         "the logits at position 0 change with token 1, which comes later",
         "threshold",
         "blocks.0.attention",
         "the causal mask is missing",
-        "hide key j from query i",
+        "mask key j for query i",
         "cutaway check --explain causality",
         "checks failed",
     ):
-        assert words in said
+        assert expected in output
 
 
-def test_a_right_model_has_no_problem(run_cli: CliRunner) -> None:
-    said = run_cli("check", "mine:right")
-    assert "nothing wrong was found" in said
-    assert "✗" not in said
-    assert "✓ passed" in said
-    whole = run_cli("check", "mine:right", "--only", "causality*", "--verbose", columns=100)
-    assert "no logit changes with a later token" in whole
-    assert "seconds" in whole
+def test_correct_model_has_no_failures(run_cli: CliRunner) -> None:
+    output = run_cli("check", "mine:correct")
+    assert "no problems found" in output
+    assert "✗" not in output
+    assert "✓ passed" in output
+    verbose_output = run_cli("check", "mine:correct", "--only", "causality*", "--verbose", columns=100)
+    assert "no logit changes with a later token" in verbose_output
+    assert "seconds" in verbose_output
 
 
-def test_machines_get_one_object_whatever_someones_code_prints(run_cli: CliRunner) -> None:
-    report = told(run_cli, "mine:leaks", "--only", "causality-tile-edges", "--seed", 3, code=1)
+def test_json_is_one_object_despite_output_of_user_code(run_cli: CliRunner) -> None:
+    report = run_json(run_cli, "mine:leaks", "--only", "causality-tile-edges", "--seed", 3, code=1)
     assert report["source"] == "mine:leaks"
     assert report["ok"] is False
     assert report["seed"] == 3
@@ -125,9 +125,9 @@ def test_machines_get_one_object_whatever_someones_code_prints(run_cli: CliRunne
     assert report["counts"] == {"fail": 1, "warn": 0, "pass": 0, "skip": 0}
 
 
-@pytest.mark.parametrize("name", ["instance", "bare", "function"])
-def test_a_factory_may_give_a_model_a_dict_or_a_function(run_cli: CliRunner, name: str) -> None:
-    report = told(run_cli, f"mine:{name}", "--only", "causality*")
+@pytest.mark.parametrize("name", ["instance", "logits_only", "function"])
+def test_factory_may_return_a_model_a_dict_or_a_function(run_cli: CliRunner, name: str) -> None:
+    report = run_json(run_cli, f"mine:{name}", "--only", "causality*")
     verdicts = {finding["check"]: finding["verdict"] for finding in report["findings"]}
     assert verdicts["causality"] == "pass"
     assert (verdicts["causality-gradient"] == "pass") == (name == "instance")
@@ -136,88 +136,91 @@ def test_a_factory_may_give_a_model_a_dict_or_a_function(run_cli: CliRunner, nam
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["mine:breaks"], "raised RuntimeError: the weights; it should return a model"),
-        (["mine:nothing"], "gave nothing back"),
-        (["mine:three"], "gave a tuple of (int, int, int)"),
-        (["mine:empty"], "a dict without a model to ask"),
-        (["mine:strange"], "'lojits' is nothing a target can offer"),
-        (["mine:asks"], "was called without arguments and raised TypeError"),
+        (["mine:raises"], "raised RuntimeError: the weights; it must return a model"),
+        (["mine:nothing"], "returned None"),
+        (["mine:three"], "returned a tuple of (int, int, int)"),
+        (["mine:empty"], "returned a dict without a model"),
+        (["mine:unknown_key"], "'lojits' is not a field of CheckedModel"),
+        (["mine:requires_argument"], "was called without arguments and raised TypeError"),
         (["mine:absent"], "'mine' has no 'absent'"),
         (["missing_module:make"], "there is no module 'missing_module'"),
         (["mine.inner:make"], "there is no module 'mine.inner'"),
         (["broken:make"], "'broken' cannot be imported: it raised ModuleNotFoundError"),
-        (["mine.py:right"], "is no module.path:factory"),
-        (["./mine.py:right"], "is no module.path:factory"),
-        (["mine:right", "--dtype", "bfloat16"], "--dtype is for checkpoints"),
-        (["mine:right", "--library", "transformers"], "--library transformers is for checkpoints"),
-        (["tiny-gpt", "--library", "transformers"], "is a preset of cutaway's"),
+        (["mine.py:correct"], "is not module.path:factory"),
+        (["./mine.py:correct"], "is not module.path:factory"),
+        (["mine:correct", "--dtype", "bfloat16"], "--dtype is for checkpoints"),
+        (["mine:correct", "--library", "transformers"], "--library transformers is for checkpoints"),
+        (["tiny-gpt", "--library", "transformers"], "is a cutaway preset"),
         (["tiny-gpd"], "did you mean tiny-gpt"),
         (["./nowhere"], "does not exist"),
         (["./nowhere", "--library", "transformers"], "does not exist"),
         (["tiny-gpt", "--only", "causalty"], "there is no check 'causalty'"),
         (["tiny-gpt", "--budget", "soon"], "--budget is 'soon'"),
         (["tiny-gpt", "--budget", "0"], "--budget is '0'"),
-        (["tiny-gpt", "--junit", "nowhere/report.xml"], "'nowhere' is no directory"),
+        (["tiny-gpt", "--junit", "nowhere/report.xml"], "'nowhere' is not a directory"),
         (["tiny-gpt", "--junit", "."], "is a directory"),
-        ([], "there is nothing to check"),
+        ([], "SOURCE is missing"),
         (["--explain", "causalty"], "did you mean causality"),
     ],
 )
-def test_mistakes_get_one_sentence(run_cli: CliRunner, arguments: list[str], message: str) -> None:
-    said = run_cli("check", *arguments, code=2)
-    [line] = [line for line in said.splitlines() if line.startswith("cutaway: ")]
+def test_errors_have_one_message(run_cli: CliRunner, arguments: list[str], message: str) -> None:
+    output = run_cli("check", *arguments, code=2)
+    [line] = [line for line in output.splitlines() if line.startswith("cutaway: ")]
     assert message in line
-    assert "Traceback" not in said
+    assert "Traceback" not in output
 
 
-def test_names_and_pages(run_cli: CliRunner) -> None:
-    listed = run_cli("check", "--list", columns=100)
-    assert [each["name"] for each in json.loads(run_cli("check", "--list", "--json"))] == list(get_checks())
+def test_list_and_explain(run_cli: CliRunner) -> None:
+    output = run_cli("check", "--list", columns=100)
+    assert [check["name"] for check in json.loads(run_cli("check", "--list", "--json"))] == list(get_checks())
     for name in get_checks():
-        assert name in listed
-        shown = run_cli("check", "--explain", name, columns=100)
-        assert "How it works" in shown
-        assert "How to fix it" in shown
+        assert name in output
+        page = run_cli("check", "--explain", name, columns=100)
+        assert "How it works" in page
+        assert "How to fix it" in page
     assert json.loads(run_cli("check", "--explain", "causality", "--json"))["page"].startswith("# causality\n")
 
 
-def test_checkpoints_presets_and_another_library(run_cli: CliRunner) -> None:
-    shipped = told(run_cli, "tiny-python", "--only", "causality-tile-edges")
-    assert shipped["properties"]["dtype"] == "torch.bfloat16"
-    assert not shipped["notes"]
+def test_checkpoint_preset_and_transformers_library(run_cli: CliRunner) -> None:
+    cutaway_report = run_json(run_cli, "tiny-python", "--only", "causality-tile-edges")
+    assert cutaway_report["properties"]["dtype"] == "torch.bfloat16"
+    assert not cutaway_report["notes"]
     options = ("--library", "transformers", "--dtype", "float32")
-    other = told(run_cli, "tiny-python", "--only", "causality-tile-edges", *options)
-    assert other["properties"]["dtype"] == "torch.float32"
-    assert other["model_name"] == "LlamaForCausalLM"
-    assert other["properties"]["num_layers"] == shipped["properties"]["num_layers"]
-    assert told(run_cli, "tiny-gpt", "--only", "causality")["notes"] == ["its weights are random"]
+    transformers_report = run_json(run_cli, "tiny-python", "--only", "causality-tile-edges", *options)
+    assert transformers_report["properties"]["dtype"] == "torch.float32"
+    assert transformers_report["model_name"] == "LlamaForCausalLM"
+    assert transformers_report["properties"]["num_layers"] == cutaway_report["properties"]["num_layers"]
+    assert run_json(run_cli, "tiny-gpt", "--only", "causality")["notes"] == ["random weights"]
 
 
-def test_a_preset_that_is_too_large_is_checked_in_small(run_cli: CliRunner) -> None:
-    report = told(run_cli, "llama-3-70b", "--only", "causality-tile-edges")
+def test_large_preset_is_checked_with_a_reduced_config(run_cli: CliRunner) -> None:
+    report = run_json(run_cli, "llama-3-70b", "--only", "causality-tile-edges")
     assert report["ok"]
-    assert "2 layers of width 256: llama-3-70b itself has 70.55B parameters" in report["notes"][1]
+    assert "2 layers of d_model 256: llama-3-70b itself has 70.55B parameters" in report["notes"][1]
     for name in ct.presets():
         config = ct.config(name)
-        small = shrink_config(config)
-        assert count_parameters(small).total < min(MAX_PARAMETERS, 1 + count_parameters(config).total)
-        assert small.form == config.form
-        for stack, other in zip(config.stacks.values(), small.stacks.values(), strict=True):
+        shrunk = shrink_config(config)
+        assert count_parameters(shrunk).total < min(MAX_PARAMETERS, 1 + count_parameters(config).total)
+        assert shrunk.form == config.form
+        for stack, shrunk_stack in zip(config.stacks.values(), shrunk.stacks.values(), strict=True):
             kinds = {(type(block.attention), type(block.ffn), block.attention.window) for block in stack.blocks}
-            assert kinds == {(type(b.attention), type(b.ffn), b.attention.window) for b in other.blocks}, name
-            for block, less in zip(stack.blocks, other.blocks, strict=False):
+            assert kinds == {(type(b.attention), type(b.ffn), b.attention.window) for b in shrunk_stack.blocks}, name
+            for block, shrunk_block in zip(stack.blocks, shrunk_stack.blocks, strict=False):
                 if hasattr(block.attention, "num_kv_heads"):
-                    shared = [each.num_kv_heads < each.heads for each in (block.attention, less.attention)]
-                    assert shared[0] == shared[1]
-                    assert block.attention.head_dim(config.d_model) == less.attention.head_dim(small.d_model)
+                    uses_gqa = [
+                        attention.num_kv_heads < attention.heads
+                        for attention in (block.attention, shrunk_block.attention)
+                    ]
+                    assert uses_gqa[0] == uses_gqa[1]
+                    assert block.attention.head_dim(config.d_model) == shrunk_block.attention.head_dim(shrunk.d_model)
 
 
-def made_report() -> Report:
-    parts = [CaseResult("fail", "the first"), CaseResult("fail", "the second")]
+def build_report() -> Report:
+    cases = [CaseResult("fail", "the first"), CaseResult("fail", "the second")]
     return Report(
         "a <model> & \x1b[31mmore",
         [
-            Finding("leak", "fail", 'says "x < y"\x00', 2.5, 1e-5, "blocks.0", "cause", "fix", "page", 0.25, parts),
+            Finding("leak", "fail", 'says "x < y"\x00', 2.5, 1e-5, "blocks.0", "cause", "fix", "page", 0.25, cases),
             Finding("heads", "warn", "two heads are dead", float("inf"), 1.0),
             Finding("order", "pass", "held"),
             Finding("cache", "skip", "skipped: needs logits_with_cache"),
@@ -231,10 +234,10 @@ def made_report() -> Report:
     )
 
 
-def test_junit_is_what_ci_systems_read(tmp_path: Path) -> None:
+def test_junit_xml(tmp_path: Path) -> None:
     path = tmp_path / "report.xml"
     path.write_text("an older one")
-    write_junit(made_report(), path)
+    write_junit(build_report(), path)
     root = Tree.parse(path).getroot()
     assert root.tag == "testsuites"
     [suite] = root
@@ -246,8 +249,8 @@ def test_junit_is_what_ci_systems_read(tmp_path: Path) -> None:
         "time": "1.500",
     }.items() <= suite.attrib.items()
     assert suite.get("name") == "a <model> & \\x1b[31mmore"
-    known = {each.get("name"): each.get("value") for each in suite.find("properties") or []}
-    assert known == {"kind": "decoder", "seed": "7", "noise.float32": "1e-07"}
+    properties = {item.get("name"): item.get("value") for item in suite.find("properties") or []}
+    assert properties == {"kind": "decoder", "seed": "7", "noise.float32": "1e-07"}
     cases = {case.get("name"): case for case in suite.iter("testcase")}
     failure = cases["leak"].find("failure")
     assert failure is not None
@@ -255,39 +258,39 @@ def test_junit_is_what_ci_systems_read(tmp_path: Path) -> None:
     assert "likely cause: cause" in (failure.text or "")
     assert cases["leak"].get("time") == "0.250"
     assert cases["leak"].get("classname", "").startswith("cutaway.")
-    reason = cases["cache"].find("skipped")
-    assert reason is not None
-    assert reason.get("message") == "skipped: needs logits_with_cache"
+    skipped = cases["cache"].find("skipped")
+    assert skipped is not None
+    assert skipped.get("message") == "skipped: needs logits_with_cache"
     assert cases["order"].find("failure") is None
     assert "two heads are dead" in cases["heads"].findtext("system-out", "")
-    assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".report")] == []
+    assert [item.name for item in tmp_path.iterdir() if item.name.startswith(".report")] == []
     with pytest.raises(InputError, match="cannot be written"):
-        write_junit(made_report(), tmp_path / "absent" / "report.xml")
+        write_junit(build_report(), tmp_path / "absent" / "report.xml")
 
 
-def test_the_verb_writes_it_where_a_check_fails_too(run_cli: CliRunner, tmp_path: Path) -> None:
+def test_junit_is_written_if_a_check_fails(run_cli: CliRunner, tmp_path: Path) -> None:
     run_cli("check", "mine:leaks", "--only", "causality*", "--junit", tmp_path / "r.xml", code=1)
     cases = {case.get("name"): case for case in Tree.parse(tmp_path / "r.xml").getroot().iter("testcase")}
     assert cases["causality"].find("failure") is not None
 
 
-def test_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_terminal_report(capsys: pytest.CaptureFixture[str]) -> None:
     from cutaway.cli.views.check_report import render_report
 
-    assert skipped_by_reason(made_report()) == {"needs logits_with_cache": ["cache", "steps"], "needs loss": ["loss"]}
-    render_report(made_report(), "a source", ["a note"])
-    said = capsys.readouterr().out
-    assert said.index("✗ leak") < said.index("! heads") < said.index("passed") < said.index("skipped")
-    assert "needs logits_with_cache: cache, steps" in said
-    assert "also          the first" in said
-    assert "1 of 3 checks failed · 1 warning · 1 passed · 3 skipped · 1.5 s" in said
-    assert "\x1b[31m" not in said
-    render_report(made_report(), "a source", show_times=False, verbose=True)
+    assert skipped_by_reason(build_report()) == {"needs logits_with_cache": ["cache", "steps"], "needs loss": ["loss"]}
+    render_report(build_report(), "a source", ["a note"])
+    output = capsys.readouterr().out
+    assert output.index("✗ leak") < output.index("! heads") < output.index("passed") < output.index("skipped")
+    assert "needs logits_with_cache: cache, steps" in output
+    assert "also          the first" in output
+    assert "1 of 3 checks failed · 1 warning · 1 passed · 3 skipped · 1.5 s" in output
+    assert "\x1b[31m" not in output
+    render_report(build_report(), "a source", show_times=False, verbose=True)
     assert "1.5 s" not in capsys.readouterr().out
-    nothing = Report("x", [Finding("loss", "skip", "skipped: needs loss")], seed=0)
-    render_report(nothing, "x")
-    assert "nothing could be tried" in capsys.readouterr().out
+    empty_report = Report("x", [Finding("loss", "skip", "skipped: needs loss")], seed=0)
+    render_report(empty_report, "x")
+    assert "no check could be run" in capsys.readouterr().out
 
 
-def test_times() -> None:
-    assert [parse_duration(each) for each in ("30", "30s", "1.5 m", "2min", ".5s")] == [30, 30, 90, 120, 0.5]
+def test_parse_duration() -> None:
+    assert [parse_duration(text) for text in ("30", "30s", "1.5 m", "2min", ".5s")] == [30, 30, 90, 120, 0.5]

@@ -1,4 +1,4 @@
-"""`cutaway convert`: all the way round, for machines, and what it refuses."""
+"""`cutaway convert`: round trip, JSON report, errors."""
 
 import json
 import subprocess
@@ -18,66 +18,68 @@ from cutaway.tokenizer import byte_tokenizer
 CUTAWAY = str(Path(sys.executable).parent / "cutaway")
 
 
-def same(a: Any, b: Any) -> None:
+def assert_equal_weights(a: Any, b: Any) -> None:
     for name, tensor in a.state_dict().items():
         assert torch.equal(tensor, b.state_dict()[name]), name
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory as others write it, with a tokenizer."""
+    """Hugging Face directory of a tiny Llama with a tokenizer."""
     model = ct.build("tiny-llama", seed=0)
     checkpoint = ct.Checkpoint(model, model.config, tokenizer_loader=byte_tokenizer)
     return ct.save(checkpoint, tmp_path_factory.mktemp("llama") / "model")
 
 
-def command(*args: str) -> "subprocess.CompletedProcess[str]":
+def run_command(*args: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([CUTAWAY, *args], capture_output=True, text=True, check=False)
 
 
-def test_convert_goes_all_the_way_round(llama: Path, tmp_path: Path) -> None:
-    own, packed, back = tmp_path / "own", tmp_path / "x.gguf", tmp_path / "hf"
-    for source, out, to in ((llama, own, "cutaway"), (own, packed, "gguf"), (packed, back, "hf")):
-        done = command("convert", str(source), str(out), "--to", to)
-        assert done.returncode == 0, done.stderr
-        assert f"written: {out}" in done.stdout
-    first, last = ct.load(llama), ct.load(back)
-    assert not diff_configs(first.config, last.config)
-    same(first.model, last.model)
-    assert first.tokenizer is not None
-    assert last.tokenizer is not None
+def test_round_trip_keeps_weights_config_and_tokenizer(llama: Path, tmp_path: Path) -> None:
+    native, gguf, hf = tmp_path / "own", tmp_path / "x.gguf", tmp_path / "hf"
+    for source, out, to in ((llama, native, "cutaway"), (native, gguf, "gguf"), (gguf, hf, "hf")):
+        process = run_command("convert", str(source), str(out), "--to", to)
+        assert process.returncode == 0, process.stderr
+        assert f"written: {out}" in process.stdout
+    original, converted = ct.load(llama), ct.load(hf)
+    assert not diff_configs(original.config, converted.config)
+    assert_equal_weights(original.model, converted.model)
+    assert original.tokenizer is not None
+    assert converted.tokenizer is not None
     text = "Grüße, 世界!"
-    assert last.tokenizer.encode(text) == first.tokenizer.encode(text)
+    assert converted.tokenizer.encode(text) == original.tokenizer.encode(text)
 
 
-def test_convert_reports_for_machines(llama: Path) -> None:
-    done = command("convert", str(llama), "--verify", "--json")
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["report"]["family"] == "llama"
-    assert told["report"]["missing_keys"] == told["report"]["unexpected_keys"] == []
-    assert told["verification"]["ok"]
-    assert told["verification"]["first_mismatch"] is None
+def test_json_report_and_verification(llama: Path) -> None:
+    process = run_command("convert", str(llama), "--verify", "--json")
+    assert process.returncode == 0, process.stderr
+    data = json.loads(process.stdout)
+    assert data["report"]["family"] == "llama"
+    assert data["report"]["missing_keys"] == data["report"]["unexpected_keys"] == []
+    assert data["verification"]["ok"]
+    assert data["verification"]["first_mismatch"] is None
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (("nowhere",), "does not exist"),
         (("{dir}", "out.bin", "--to", "gguf"), ".gguf"),
         (("{dir}", "--quantization", "q8_0"), "--to gguf"),
-        (("{dir}", "{dir}"), "exists already"),
-        (("{dir}", "{tmp}/x", "--family", "gpt2"), "cannot describe this model"),
-        (("{dir}", "{tmp}/x", "--family", "gtp2"), "no family"),
+        (("{dir}", "{dir}"), "exists; pass another path"),
+        (("{dir}", "{tmp}/x", "--family", "gpt2"), "cannot represent this model"),
+        (("{dir}", "{tmp}/x", "--family", "gtp2"), "not a supported family"),
     ],
 )
-def test_convert_says_what_is_wrong(args: tuple[str, ...], said: str, llama: Path, tmp_path: Path) -> None:
-    done = command("convert", *(arg.format(dir=llama, tmp=tmp_path) for arg in args))
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_errors_have_one_message_and_write_nothing(
+    args: tuple[str, ...], message: str, llama: Path, tmp_path: Path
+) -> None:
+    process = run_command("convert", *(arg.format(dir=llama, tmp=tmp_path) for arg in args))
+    assert process.returncode == 2
+    assert message in process.stderr
+    assert process.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_quantizations_are_those_that_can_be_written() -> None:
+def test_quantization_options_equal_the_writable_types() -> None:
     assert {kind.value for kind in GGUFQuantization} == GGML_TYPES.keys()

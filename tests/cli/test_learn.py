@@ -1,4 +1,4 @@
-"""`cutaway learn` as a person and as a machine use it, and what is remembered."""
+"""`cutaway learn`: exercises, hints, grading, stored progress, errors."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_from_the_list_to_passed(run_cli: CliRunner, home: Path) -> None:
+def test_exercise_from_start_to_passed(run_cli: CliRunner, home: Path) -> None:
     assert "Splitting heads" in run_cli("learn", "list")
     rows = json.loads(run_cli("learn", "list", "--json"))
     assert [row["number"] for row in rows] == list(range(1, 11))
@@ -29,85 +29,83 @@ def test_from_the_list_to_passed(run_cli: CliRunner, home: Path) -> None:
     assert path.read_text() == get_exercise(4).stub
     assert "not written yet" in run_cli("learn", "check", 4, code=1)
     path.write_text(get_exercise(4).solution.replace("if bias else 0", "if False else 0"))
-    shown = run_cli("learn", "check", 4, code=1)
-    assert "likely mistake: biases forgotten" in shown
-    assert "2,362,368 is right" in shown
+    output = run_cli("learn", "check", 4, code=1)
+    assert "likely mistake: biases forgotten" in output
+    assert "expected 2,362,368" in output
     assert run_cli("learn", "hint", 4).startswith("hint 1 of 3")
     assert "hint 2 of 3" in run_cli("learn", "hint", 4)
-    told = json.loads(run_cli("learn", "hint", 4, "--json"))
-    assert (len(told["hints"]), told["remaining"]) == (3, 0)
-    assert "These are all" in run_cli("learn", "hint", 4)
+    data = json.loads(run_cli("learn", "hint", 4, "--json"))
+    assert (len(data["hints"]), data["remaining"]) == (3, 0)
+    assert "There are no more hints" in run_cli("learn", "hint", 4)
     assert run_cli("learn", "solution", 4) == get_exercise(4).solution
     path.write_text(get_exercise(4).solution)
     assert "passed" in run_cli("learn", "check", 4)
-    told = json.loads(run_cli("learn", "check", 4, path, "--json"))
-    assert told["passed"]
-    assert told["record"]["attempts"] == 3
-    told = json.loads(run_cli("learn", "progress", "--json"))
-    assert told["passed"] == 1
-    row = told["exercises"][3]
+    data = json.loads(run_cli("learn", "check", 4, path, "--json"))
+    assert data["passed"]
+    assert data["record"]["attempts"] == 3
+    data = json.loads(run_cli("learn", "progress", "--json"))
+    assert data["passed"] == 1
+    row = data["exercises"][3]
     assert (row["status"], row["attempts"], row["num_hints"], row["solution_shown"]) == ("passed", 3, 3, True)
-    elsewhere = home / "mine.py"
-    elsewhere.write_text(get_exercise(4).solution)
-    assert "mine.py" in run_cli("learn", "check", 4, elsewhere)
+    other_path = home / "mine.py"
+    other_path.write_text(get_exercise(4).solution)
+    assert "mine.py" in run_cli("learn", "check", 4, other_path)
     path.write_text(get_exercise(4).stub)
-    run_cli("learn", "check", 4, code=1)  # of the file in this folder, not of the one that was checked last
-    assert "passed" in run_cli("learn", "progress")  # what was passed stays so
+    run_cli("learn", "check", 4, code=1)  # checks the file in this directory, not the last one checked
+    assert "passed" in run_cli("learn", "progress")  # a passed exercise stays passed
     assert "1 of 10 passed; next: `cutaway learn start 1`" in run_cli("learn", "progress")
 
 
-def test_nothing_of_the_learners_is_overwritten(run_cli: CliRunner, home: Path) -> None:
+def test_existing_files_are_not_overwritten(run_cli: CliRunner, home: Path) -> None:
     run_cli("learn", "start", 3)
     path = home / "learn" / "03-heads.py"
     path.write_text("mine")
-    assert "is there already, and may hold your work" in run_cli("learn", "start", 3, code=2)
+    assert "already exists and may contain your work" in run_cli("learn", "start", 3, code=2)
     assert "03-heads.old.py" in run_cli("learn", "start", 3, "--restart")
     assert (home / "learn" / "03-heads.old.py").read_text() == "mine"
     path.write_text("mine too")
-    told = json.loads(run_cli("learn", "start", 3, "--restart", "--json"))
-    assert Path(told["previous_file"]).read_text() == "mine too"
-    told = json.loads(run_cli("learn", "start", 3, "--ipynb", "--dir", "books", "--json"))
-    assert json.loads(Path(told["file"]).read_text())["nbformat"] == 4
+    data = json.loads(run_cli("learn", "start", 3, "--restart", "--json"))
+    assert Path(data["previous_file"]).read_text() == "mine too"
+    data = json.loads(run_cli("learn", "start", 3, "--ipynb", "--dir", "books", "--json"))
+    assert json.loads(Path(data["file"]).read_text())["nbformat"] == 4
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["start", 11], "there is no exercise 11; they are numbered 1 to 10"),
-        (["check", 3], "there is no file to check for exercise 3; `cutaway learn start 3` writes one"),
+        (["start", 11], "there is no exercise 11; exercises are numbered 1 to 10"),
+        (["check", 3], "exercise 3 has no file to check; write one with `cutaway learn start 3`"),
         (["check", 3, "nope.py"], "there is no file 'nope.py'"),
         (["check", 3, "."], "is a directory"),
-        (["check", 3, "notes.txt"], "neither a .py nor an .ipynb"),
-        (["check", 3, "broken.ipynb"], "is no notebook that can be read"),
-        (["check", 3, "latin.py"], "is no text in UTF-8"),
-        (["solution", 3], "has not been tried yet"),
+        (["check", 3, "notes.txt"], "neither a .py nor an .ipynb file"),
+        (["check", 3, "broken.ipynb"], "is not a valid notebook"),
+        (["check", 3, "latin.py"], "is not UTF-8 text"),
+        (["solution", 3], "has no attempt"),
         (["start", 3, "--dir", "notes.txt"], "which is a file"),
     ],
 )
-def test_mistakes_get_one_sentence(run_cli: CliRunner, home: Path, arguments: list[object], message: str) -> None:
+def test_errors_have_one_message(run_cli: CliRunner, home: Path, arguments: list[object], message: str) -> None:
     (home / "notes.txt").write_text("")
     (home / "broken.ipynb").write_text('{"cells": [3]}')
     (home / "latin.py").write_bytes(b"# caf\xe9")
     assert message in run_cli("learn", *arguments, code=2)
 
 
-def test_a_damaged_record_is_set_aside_and_a_kept_one_survives(
-    run_cli: CliRunner, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = home / "state" / "exercises.json"
-    place.parent.mkdir()
+def test_damaged_progress_file_is_renamed(run_cli: CliRunner, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = home / "state" / "exercises.json"
+    path.parent.mkdir()
     for text in ("{", '{"3": {"attempts": "many"}}', "[1]", '{"3": {"colour": 1}}', '{"three": {}}'):
-        place.write_text(text)
+        path.write_text(text)
         assert "0 of 10 passed" in run_cli("learn", "progress")
-        assert not place.exists()
-    aside = list(place.parent.glob("exercises.damaged-*.json"))
-    assert aside
+        assert not path.exists()
+    damaged_files = list(path.parent.glob("exercises.damaged-*.json"))
+    assert damaged_files
     run_cli("learn", "hint", 3)
-    assert json.loads(place.read_text())["3"]["num_hints"] == 1
-    assert not list(place.parent.glob("*.tmp"))
+    assert json.loads(path.read_text())["3"]["num_hints"] == 1
+    assert not list(path.parent.glob("*.tmp"))
 
 
-def test_where_nothing_can_be_kept_the_rest_still_works(
+def test_read_only_state_directory_is_not_fatal(
     run_cli: CliRunner, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (home / "flat").write_text("")
@@ -116,7 +114,7 @@ def test_where_nothing_can_be_kept_the_rest_still_works(
     assert "passed" in run_cli("learn", "check", 8, "mine.py")
     assert "hint 1 of 3" in run_cli("learn", "hint", 8)
     assert "04-attention-params.py" in run_cli("learn", "start", 4)
-    with pytest.raises(progress_store.ProgressStoreError, match="set CUTAWAY_HOME to a folder of yours"):
+    with pytest.raises(progress_store.ProgressStoreError, match="set CUTAWAY_HOME to a writable directory"):
         progress_store.write_progress("exercises", {})
     monkeypatch.delenv("CUTAWAY_HOME")
     monkeypatch.setenv("XDG_STATE_HOME", str(home / "xdg"))

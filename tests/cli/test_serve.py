@@ -1,4 +1,4 @@
-"""`cutaway serve` as it is started and ended."""
+"""`cutaway serve`: startup, shutdown, errors."""
 
 import http.client
 import json
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.unchecked
 
 
 @contextmanager
-def started(*arguments: str, **environment: str) -> Iterator["subprocess.Popen[str]"]:
+def running_server(*arguments: str, **environment: str) -> Iterator["subprocess.Popen[str]"]:
     command = [sys.executable, "-m", "cutaway", "serve", "tiny-python", "--port", "0", "--dtype", "float32", *arguments]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes, env={**os.environ, **environment}) as process:
@@ -35,25 +35,25 @@ def started(*arguments: str, **environment: str) -> Iterator["subprocess.Popen[s
             process.kill()
 
 
-def post(at: str, body: Any, key: str | None = None) -> Any:
+def post(url: str, body: Any, key: str | None = None) -> Any:
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    request = urllib.request.Request(f"{at}/v1/completions", json.dumps(body).encode(), headers)
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
     return urllib.request.urlopen(request, timeout=120)
 
 
-def test_it_says_where_it_is_and_finishes_what_runs() -> None:
-    with started(
+def test_sigterm_finishes_requests_in_progress() -> None:
+    with running_server(
         "--json", "--max-num-seqs", "2", "--shutdown-timeout", "120", CUTAWAY_API_KEY="from-the-environment"
     ) as process:
         assert process.stdout is not None
-        facts = json.loads(process.stdout.readline())
-        assert facts["model"] == "tiny-python"
-        assert facts["max_num_seqs"] == 2
-        assert facts["requires_api_key"] is True
-        at = facts["url"]
+        info = json.loads(process.stdout.readline())
+        assert info["model"] == "tiny-python"
+        assert info["max_num_seqs"] == 2
+        assert info["requires_api_key"] is True
+        url = info["url"]
         with pytest.raises(urllib.error.HTTPError, match="401"):
-            post(at, {})
-        stream = post(at, {"prompt": "def", "max_tokens": 60, "stream": True}, "from-the-environment")
+            post(url, {})
+        stream = post(url, {"prompt": "def", "max_tokens": 60, "stream": True}, "from-the-environment")
         stream.readline()
         process.send_signal(signal.SIGTERM)
         assert stream.read().endswith(b"data: [DONE]\n\n")
@@ -61,47 +61,47 @@ def test_it_says_where_it_is_and_finishes_what_runs() -> None:
         assert process.stderr is not None
         assert process.stderr.read() == ""
     with pytest.raises(OSError, match="refused"):
-        socket.create_connection(("127.0.0.1", int(at.rsplit(":", 1)[1])), timeout=2)
+        socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=2)
 
 
-def test_a_second_signal_ends_it_at_once() -> None:
-    with started("--shutdown-timeout", "600") as process:
+def test_second_sigint_exits_at_once() -> None:
+    with running_server("--shutdown-timeout", "600") as process:
         assert process.stdout is not None
-        shown = "".join(process.stdout.readline() for _ in range(4))
-        found = re.search(r"http://127\.0\.0\.1:\d+", shown)
-        assert found is not None
-        assert "curl" in shown
-        streams = [post(found[0], {"prompt": "x", "max_tokens": 500, "n": 16, "stream": True}) for _ in range(3)]
+        output = "".join(process.stdout.readline() for _ in range(4))
+        match = re.search(r"http://127\.0\.0\.1:\d+", output)
+        assert match is not None
+        assert "curl" in output
+        streams = [post(match[0], {"prompt": "x", "max_tokens": 500, "n": 16, "stream": True}) for _ in range(3)]
         process.send_signal(signal.SIGINT)
         time.sleep(0.5)
-        assert process.poll() is None  # it lets what runs finish,
+        assert process.poll() is None  # waits for requests in progress
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0  # until it is told again
+        assert process.wait(60) == 0  # second signal
         for stream in streams:
             with suppress(OSError, http.client.HTTPException):
                 assert b"[DONE]" not in stream.read()
 
 
-def test_what_cannot_be_is_said_before_anything_is_loaded(run_cli: CliRunner, tmp_path: Path) -> None:
+def test_errors_before_loading_the_model(run_cli: CliRunner, tmp_path: Path) -> None:
     assert "key" in run_cli("serve", "tiny-python", "--host", "0.0.0.0", code=2)
     assert "8 to 512" in run_cli("serve", "tiny-python", "--api-key", "short", code=2)
     (tmp_path / "key").write_text("\n")
     assert "empty" in run_cli("serve", "tiny-python", "--api-key-file", tmp_path / "key", code=2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert "taken" in run_cli("serve", "tiny-python", "--port", taken.getsockname()[1], code=2)
+        assert "already in use" in run_cli("serve", "tiny-python", "--port", taken.getsockname()[1], code=2)
     assert "--weight-bits" in run_cli("serve", "tiny-python", "--weight-bits", 3, code=2)
     assert "--max-num-seqs" in run_cli("serve", "tiny-python", "--max-num-seqs", 0, code=2)
     assert "does not exist" in run_cli("serve", "no-such-model", "--port", 0, code=2)
 
 
-def test_a_model_is_called_by_its_last_name(tmp_path: Path) -> None:
+def test_default_model_name(tmp_path: Path) -> None:
     (tmp_path / "model.Q4.gguf").write_bytes(b"")
     assert default_model_name(str(tmp_path / "model.Q4.gguf")) == "model.Q4"
     assert default_model_name(str(tmp_path)) == tmp_path.name
     assert default_model_name("owner/name@main") == "owner/name"
 
 
-def test_help_loads_neither_torch_nor_fastapi() -> None:
+def test_help_imports_neither_torch_nor_fastapi() -> None:
     code = """
 import sys
 from cutaway.cli import main

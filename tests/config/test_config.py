@@ -1,4 +1,4 @@
-"""Configurations: read, written, refused with the path of the bad key and what is allowed there."""
+"""Reading, writing and validation of configurations; errors name the key path and the allowed values."""
 
 import json
 from pathlib import Path
@@ -21,24 +21,24 @@ SMALL = {
 }
 
 
-def changed(path: str, value: object) -> dict:
+def with_value(path: str, value: object) -> dict:
     data = json.loads(json.dumps(SMALL))
     *parents, last = path.split(".")
-    here = data
+    node = data
     for name in parents:
-        here = here.setdefault(name, {})
-    here[last] = value
+        node = node.setdefault(name, {})
+    node[last] = value
     return data
 
 
-def test_a_few_lines_are_enough() -> None:
+def test_minimal_config() -> None:
     config = ct.config(SMALL)
     assert config.decoder.blocks == config.decoder.block * 2
     assert isinstance(config.decoder.block[0].attention.position, c.Rope)
 
 
 @given(config=configs())
-def test_text_and_back(config: c.Config) -> None:
+def test_toml_json_and_dict_round_trip(config: c.Config) -> None:
     for text, suffix in ((c.to_toml(config), ".toml"), (c.to_json(config), ".json")):
         path = Path(f"/tmp/cutaway-test-{abs(hash(text))}{suffix}")
         path.write_text(text, encoding="utf-8")
@@ -123,27 +123,31 @@ def test_text_and_back(config: c.Config) -> None:
         ("pooler", True, "unknown key 'pooler'"),
     ],
 )
-def test_refusals_name_the_path_and_what_is_allowed(path: str, value: object, message: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        ct.config(changed(path, value))
-    assert message in str(refusal.value)
+def test_errors_name_the_key_path(path: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ct.config(with_value(path, value))
+    assert message in str(error.value)
 
 
-def test_a_copy_is_changed_by_paths() -> None:
-    """A path through a pattern of blocks means each of them; what is not there is told by its path."""
-    start = c.config("gemma-2-2b")
-    assert len(start.decoder.block) == 2
-    other = start.replace({"decoder.block.attention.kv_heads": 2, "decoder.layers": 4}, d_model=1024)
-    assert {block.attention.kv_heads for block in other.decoder.blocks} == {2}
-    assert (other.decoder.layers, other.d_model, other.vocab_size) == (4, 1024, start.vocab_size)
-    assert start.replace({}) == start
+def test_replace_by_path() -> None:
+    """A path through a block pattern changes every block; an unknown path is named in the error."""
+    config = c.config("gemma-2-2b")
+    assert len(config.decoder.block) == 2
+    changed_config = config.replace({"decoder.block.attention.kv_heads": 2, "decoder.layers": 4}, d_model=1024)
+    assert {block.attention.kv_heads for block in changed_config.decoder.blocks} == {2}
+    assert (changed_config.decoder.layers, changed_config.d_model, changed_config.vocab_size) == (
+        4,
+        1024,
+        config.vocab_size,
+    )
+    assert config.replace({}) == config
     with pytest.raises(ConfigError, match=r"window\.width: 'window' is not a nested configuration"):
-        start.replace({"decoder.block.attention.window.width": 3})
+        config.replace({"decoder.block.attention.window.width": 3})
     with pytest.raises(ValidationError, match=r"unknown key 'kv_head' \(did you mean 'kv_heads'\?\)"):
-        start.replace({"decoder.block.attention.kv_head": 2})
+        config.replace({"decoder.block.attention.kv_head": 2})
 
 
-def test_a_config_cannot_be_changed_in_place() -> None:
+def test_config_is_frozen() -> None:
     config = ct.config("gpt2")
     with pytest.raises(ValidationError):
         config.d_model = 5
@@ -152,7 +156,7 @@ def test_a_config_cannot_be_changed_in_place() -> None:
         config.replace(d_model=770)
 
 
-def test_cross_attention_needs_an_encoder_and_turns() -> None:
+def test_cross_attention_requires_an_encoder_and_sequential_placement() -> None:
     block = {"attention": {"heads": 2}, "cross": {"heads": 2}}
     data = {
         "form": "encoder-decoder",
@@ -168,7 +172,7 @@ def test_cross_attention_needs_an_encoder_and_turns() -> None:
         ct.config(data | {"decoder": {"layers": 1, "block": block, "placement": {"kind": "parallel"}}})
 
 
-def test_patterns_tile() -> None:
+def test_block_pattern_repeats() -> None:
     local, full = c.MultiHead(heads=2, window=4), c.MultiHead(heads=2)
     stack = c.Stack(
         layers=8,
@@ -184,18 +188,18 @@ def test_patterns_tile() -> None:
         ("a.toml", "form = ", "is not valid TOML"),
         ("a.json", "{", "is not valid JSON"),
         ("a.json", "[1]", "holds a list, not a table"),
-        ("a.json", '{"model_type": "lama"}', "no family of cutaway's"),
+        ("a.json", '{"model_type": "lama"}', "is not a supported family"),
         ("a.toml", "\x00", "is not valid TOML"),
     ],
 )
-def test_files_that_are_no_configurations(name: str, text: str, message: str, tmp_path: Path) -> None:
+def test_invalid_files_are_errors(name: str, text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         ct.config(path)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         ct.config(tmp_path / "none.toml")
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
@@ -209,25 +213,30 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ct.config(tmp_path / "deep.json")
 
 
-def test_the_schema_says_what_stands_under_a_field() -> None:
-    """The class's own fields and those it takes over; a field said anew has only its own note."""
-    class_notes = read_field_docstrings(c.Cross)
-    assert class_notes["dropout"] == "Dropout on the attention pattern."
-    assert read_field_docstrings(c.MultiHead).items() > class_notes.items()
-    parts = c.schema()["$defs"]
-    for name, part in parts.items():
-        notes = {key: value["description"] for key, value in part["properties"].items() if "description" in value}
-        assert notes == read_field_docstrings(getattr(c, name)), name
-    assert sum("description" in field for part in parts.values() for field in part["properties"].values()) >= 60
+def test_schema_has_field_docstrings() -> None:
+    """Field docstrings include inherited fields; an overridden field has only its own."""
+    cross_docs = read_field_docstrings(c.Cross)
+    assert cross_docs["dropout"] == "Dropout on the attention pattern."
+    assert read_field_docstrings(c.MultiHead).items() > cross_docs.items()
+    definitions = c.schema()["$defs"]
+    for name, definition in definitions.items():
+        docs = {key: value["description"] for key, value in definition["properties"].items() if "description" in value}
+        assert docs == read_field_docstrings(getattr(c, name)), name
+    assert (
+        sum(
+            "description" in field for definition in definitions.values() for field in definition["properties"].values()
+        )
+        >= 60
+    )
 
 
-def test_presets_is_a_function_and_a_place() -> None:
+def test_presets_is_callable_and_a_module() -> None:
     assert ct.presets() == c.presets() == c.presets.presets() == list(c.presets.PRESETS)
     with pytest.raises(AttributeError, match="has no 'preset'"):
         c.preset  # noqa: B018
 
 
-def test_the_schema_describes_every_part() -> None:
+def test_schema_has_every_node() -> None:
     schema = c.schema()
     assert {"Decoder", "Encoder", "EncoderDecoder", "Rope", "Yarn", "Moe", "LatentAttention"} <= schema["$defs"].keys()
     assert schema["$defs"]["MultiHead"]["properties"]["window"]["description"].startswith(
@@ -237,7 +246,7 @@ def test_the_schema_describes_every_part() -> None:
 
 
 @pytest.mark.parametrize("source", [None, 5, [], b"gpt2", "", "\0.toml", "x" * 5000])
-def test_what_is_no_source(source: object) -> None:
+def test_invalid_source_is_an_error(source: object) -> None:
     with pytest.raises(ConfigError):
         ct.config(source)
 
@@ -257,26 +266,26 @@ def test_what_is_no_source(source: object) -> None:
         ("decoder.layers", 2_000_000),
     ],
 )
-def test_numbers_no_model_could_use(path: str, value: object) -> None:
+def test_out_of_range_numbers_are_errors(path: str, value: object) -> None:
     with pytest.raises(ConfigError, match="input should be"):
-        ct.config(changed(path, value))
+        ct.config(with_value(path, value))
 
 
-def test_a_schema_key_for_editors_is_passed_over(tmp_path: Path) -> None:
+def test_schema_key_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"$schema": "cutaway.schema.json"} | SMALL))
     assert ct.config(path) == ct.config(SMALL)
 
 
-def test_another_librarys_configuration_is_read(tmp_path: Path) -> None:
-    theirs = {
+def test_transformers_config_is_read(tmp_path: Path) -> None:
+    hf_config = {
         "model_type": "llama",
         "hidden_size": 64,
         "num_attention_heads": 4,
         "num_hidden_layers": 2,
         "vocab_size": 50,
     }
-    (tmp_path / "config.json").write_text(json.dumps(theirs))
+    (tmp_path / "config.json").write_text(json.dumps(hf_config))
     config = c.config(tmp_path)
-    assert config == c.config(tmp_path / "config.json") == c.config(theirs)
+    assert config == c.config(tmp_path / "config.json") == c.config(hf_config)
     assert (config.d_model, config.decoder.layers, config.vocab_size) == (64, 2, 50)

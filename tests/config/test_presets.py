@@ -1,4 +1,4 @@
-"""Presets are the published models: their parameters, counted in closed form, are exactly the published ones."""
+"""Presets against published models: exact parameter counts, round trips, closed form against built models."""
 
 import json
 from pathlib import Path
@@ -14,14 +14,14 @@ from cutaway.errors import ConfigError
 from cutaway.model import build
 from cutaway.size import LayerParameterCounts, count_parameters
 
-FACTS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "config/data/published_models.json").read_text())[
-    "models"
-]
+REFERENCES: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "config/data/published_models.json").read_text()
+)["models"]
 TINY = [name for name in presets() if name.startswith("tiny-")]
 
-# Each was held against the `transformers` model of the published configuration, built on the meta device.
-# T5 1.1, flan-T5 and mT5 are counted with the output matrix that their checkpoints hold;
-# transformer-big is the 2017 paper's arithmetic.
+# Totals of the `transformers` models with the published configurations, built on the meta device.
+# T5 1.1, Flan-T5 and mT5 include the output matrix that their checkpoints contain;
+# transformer-big follows from the dimensions in the 2017 paper.
 TOTALS = {
     "gpt2-large": 774_030_080,
     "gpt-neo-125m": 125_198_592,
@@ -162,54 +162,54 @@ TOTALS = {
 }
 
 
-@pytest.mark.parametrize("fact", FACTS, ids=lambda fact: fact["name"])
-def test_counts_are_the_reference_counts(fact: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fact", REFERENCES, ids=lambda fact: fact["name"])
+def test_parameter_counts_match_reference(fact: dict[str, Any]) -> None:
     preset = config(fact["name"])
-    ours, theirs = count_parameters(preset), fact["params"]
-    assert ours.total == theirs["total"]
-    assert ours.active == theirs["active_per_token"]
-    assert ours.positions == theirs["position_embedding"]
-    assert ours.non_embedding == theirs["non_embedding"]
-    parts = {
-        "token_embedding": ours.embedding,
-        "token_type_embedding": ours.token_types,
-        "output_head_untied": ours.head,
-        "embedding_projection": ours.embedding_projection,
-        "embedding_norm": ours.embedding_norm,
-        "final_norm": ours.final_norm,
-        "head_transform": ours.head_transform,
-        "pooler": ours.pooler,
+    counts, expected = count_parameters(preset), fact["params"]
+    assert counts.total == expected["total"]
+    assert counts.active == expected["active_per_token"]
+    assert counts.positions == expected["position_embedding"]
+    assert counts.non_embedding == expected["non_embedding"]
+    components = {
+        "token_embedding": counts.embedding,
+        "token_type_embedding": counts.token_types,
+        "output_head_untied": counts.head,
+        "embedding_projection": counts.embedding_projection,
+        "embedding_norm": counts.embedding_norm,
+        "final_norm": counts.final_norm,
+        "head_transform": counts.head_transform,
+        "pooler": counts.pooler,
     }
-    assert parts == {part: theirs.get(part, 0) for part in parts}
+    assert components == {component: expected.get(component, 0) for component in components}
 
 
-@pytest.mark.parametrize("fact", FACTS, ids=lambda fact: fact["name"])
-def test_layers_are_the_reference_layers(fact: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fact", REFERENCES, ids=lambda fact: fact["name"])
+def test_layer_counts_match_reference(fact: dict[str, Any]) -> None:
     assert config(fact["name"]).form == fact["form"]
-    expected = [kind for kind in fact["per_layer"] for _ in range(kind["layers"])]
-    got = count_parameters(config(fact["name"])).unique_layers
-    assert len(got) == len(expected)
-    for layer, kind in zip(got, expected, strict=True):
-        assert layer.stack == kind.get("stack", layer.stack)
-        assert layer.attention == kind["attention"]
-        assert layer.cross_attention == kind.get("cross_attention", 0)
-        assert layer.ffn == kind["ffn"]
-        assert layer.active_ffn == kind.get("ffn_active", kind["ffn"])
-        assert layer.norm == kind["norm"]
-        assert layer.total == kind["layer_total"]
+    expected = [reference for reference in fact["per_layer"] for _ in range(reference["layers"])]
+    layers = count_parameters(config(fact["name"])).unique_layers
+    assert len(layers) == len(expected)
+    for layer, reference in zip(layers, expected, strict=True):
+        assert layer.stack == reference.get("stack", layer.stack)
+        assert layer.attention == reference["attention"]
+        assert layer.cross_attention == reference.get("cross_attention", 0)
+        assert layer.ffn == reference["ffn"]
+        assert layer.active_ffn == reference.get("ffn_active", reference["ffn"])
+        assert layer.norm == reference["norm"]
+        assert layer.total == reference["layer_total"]
 
 
-def test_every_other_preset_has_a_known_total() -> None:
-    assert set(TOTALS) == set(presets()) - set(TINY) - {fact["name"] for fact in FACTS}
+def test_every_preset_has_a_reference_total() -> None:
+    assert set(TOTALS) == set(presets()) - set(TINY) - {fact["name"] for fact in REFERENCES}
 
 
 @pytest.mark.parametrize("name", TOTALS)
-def test_totals_are_the_published_totals(name: str) -> None:
+def test_totals_match_published_totals(name: str) -> None:
     assert count_parameters(config(name)).total == TOTALS[name]
 
 
 @pytest.mark.parametrize("name", presets())
-def test_a_preset_survives_toml_and_json(name: str, tmp_path: Path) -> None:
+def test_preset_toml_and_json_round_trip(name: str, tmp_path: Path) -> None:
     preset = config(name)
     for suffix, text in ((".toml", to_toml(preset)), (".json", to_json(preset))):
         path = tmp_path / f"model{suffix}"
@@ -218,31 +218,31 @@ def test_a_preset_survives_toml_and_json(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", presets())
-def test_the_closed_form_counts_what_is_built(name: str) -> None:
-    """On the meta device, where 671 billion parameters take no memory and a fraction of a second."""
+def test_closed_form_matches_built_presets(name: str) -> None:
+    """Built on the meta device, so that 671 billion parameters take no memory."""
     parameters = build(config(name), device="meta").parameters()
     assert count_parameters(config(name)).total == sum(parameter.numel() for parameter in parameters)
 
 
 @given(model=configs())
-def test_the_closed_form_holds_for_any_configuration(model: Config) -> None:
+def test_closed_form_matches_random_configs(model: Config) -> None:
     assert count_parameters(model).total == sum(
         parameter.numel() for parameter in build(model, device="meta").parameters()
     )
 
 
-def test_shared_layers_are_listed_but_counted_once() -> None:
+def test_shared_layers_are_counted_once() -> None:
     layers = count_parameters(config("albert-base-v2")).per_layer
     assert [layer.shared_with for layer in layers] == [None] + [0] * 11
     assert {layer.total for layer in layers} == {layers[0].total}
 
 
-def test_a_layer_is_the_sum_of_its_parts() -> None:
+def test_layer_total_and_active() -> None:
     layer = LayerParameterCounts(stack="decoder", attention=1, cross_attention=2, ffn=300, active_ffn=30, norm=4)
     assert (layer.total, layer.active) == (307, 37)
 
 
-def test_names_are_unique_and_many() -> None:
+def test_preset_names_are_unique() -> None:
     assert sum(len(table) for table in PRESET_TABLES) == len(PRESETS) == len(presets())
     assert len(presets()) >= 60
     assert all(name == name.lower() and " " not in name for name in presets())
@@ -250,11 +250,11 @@ def test_names_are_unique_and_many() -> None:
 
 @pytest.mark.parametrize("form", ["decoder", "encoder", "encoder-decoder"])
 def test_every_form_has_a_tiny_preset(form: str) -> None:
-    small = [name for name in TINY if config(name).form == form]
-    assert small
-    assert all(count_parameters(config(name)).total < 250_000 for name in small)
+    names = [name for name in TINY if config(name).form == form]
+    assert names
+    assert all(count_parameters(config(name)).total < 250_000 for name in names)
 
 
-def test_a_misspelt_name_gets_a_hint() -> None:
+def test_misspelled_name_gets_a_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"did you mean .*llama-3\.1-8b"):
         config("lama-3.1-8b")

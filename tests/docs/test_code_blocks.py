@@ -122,10 +122,10 @@ def test_filling_an_output_keeps_what_is_left_out(page: str, program: str, fille
     ("text", "complaint"),
     [
         ("```python\n1 / 0\n```\n", "ZeroDivisionError"),
-        ("```bash\ncutaway size no-such-model\n```\n", "ended with 2"),
-        ("```bash\nrm -r everything\n```\n", "lines begin with cutaway"),
+        ("```bash\ncutaway size no-such-model\n```\n", "exited with 2"),
+        ("```bash\nrm -r everything\n```\n", "lines must begin with cutaway"),
         ("```toml\na = \n```\n", "TOMLDecodeError"),
-        ("```cobol\nSTOP RUN\n```\n", "no language"),
+        ("```cobol\nSTOP RUN\n```\n", "not a supported language"),
         ("<!-- not run -->\n```python\n1 / 0\n```\n", "no reason"),
     ],
 )

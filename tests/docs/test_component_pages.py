@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "components"
 PAGES = {path.stem: path for path in sorted(FOLDER.glob("*.md")) if path.stem != "README"}
-HEADINGS = ["In a configuration", "A number", "Papers", "Where it stands", "Who uses it", "What goes wrong", "More"]
+HEADINGS = ["Configuration", "Worked example", "Papers", "Code and tests", "Models", "Common bugs", "See also"]
 
 
 @pytest.fixture
@@ -31,16 +31,16 @@ def test_a_page_has_its_sections(name: str) -> None:
     top = text.partition("\n## ")[0]
     assert re.search(r"^\$\$\n.+\n\$\$$", top, re.MULTILINE), "an equation"
     assert f"](img/{name}.svg)" in top
-    assert "```python\n" in section(text, "In a configuration")
+    assert "```python\n" in section(text, "Configuration")
     assert re.search(r"https://(arxiv\.org/abs/\d{4}\.\d{5}|proceedings\.mlr|transformer-c)", section(text, "Papers"))
-    assert "](../../src/cutaway/" in section(text, "Where it stands")
-    assert "](../checks/" in section(text, "What goes wrong")
+    assert "](../../src/cutaway/" in section(text, "Code and tests")
+    assert "](../checks/" in section(text, "Common bugs")
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_names_that_a_page_tells_are_in_its_files(name: str) -> None:
     """`Rope.frequencies` beside a file is a name in it; so is a test's, but for its cut end."""
-    for row in section(PAGES[name].read_text(encoding="utf-8"), "Where it stands").splitlines():
+    for row in section(PAGES[name].read_text(encoding="utf-8"), "Code and tests").splitlines():
         for label, link, rest in re.findall(r"\[(.+?)\]\(([^)]+)\)([^\[|]*)", row):
             source = (FOLDER / link).read_text(encoding="utf-8")
             told = re.findall(r"`([\w.…]+)`", rest if "/src/" in link else label)

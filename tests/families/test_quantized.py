@@ -1,4 +1,4 @@
-"""Packed weights as they are published: gpt-oss in 4 bits, DeepSeek in fp8, against transformers' own unpacking."""
+"""Quantized checkpoints: MXFP4 (gpt-oss) and FP8 (DeepSeek), against dequantization in transformers."""
 
 import json
 from pathlib import Path
@@ -16,19 +16,19 @@ from cutaway.families.quantized import FP8Reader, MXFP4Reader
 from cutaway.families.safetensors_reader import SafetensorsReader
 
 
-def test_four_bits_are_the_peers(tmp_path: Path) -> None:
+def test_mxfp4_matches_transformers(tmp_path: Path) -> None:
     g = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (3, 10, 4, 16), generator=g, dtype=torch.uint8)
     scales = torch.randint(110, 140, (3, 10, 4), generator=g, dtype=torch.uint8)
     save_file({"x_blocks": blocks, "x_scales": scales, "y": torch.ones(2)}, tmp_path / "a.safetensors")
-    store = MXFP4Reader(SafetensorsReader([tmp_path / "a.safetensors"]))
-    assert store.tensor_infos.keys() == {"x", "y"}
-    assert torch.equal(store.read_tensor("x"), convert_moe_packed_tensors(blocks, scales))
-    assert store.tensor_infos["x"].shape == store.read_tensor("x").shape
+    reader = MXFP4Reader(SafetensorsReader([tmp_path / "a.safetensors"]))
+    assert reader.tensor_infos.keys() == {"x", "y"}
+    assert torch.equal(reader.read_tensor("x"), convert_moe_packed_tensors(blocks, scales))
+    assert reader.tensor_infos["x"].shape == reader.read_tensor("x").shape
 
 
 @pytest.mark.parametrize("shape", [(256, 256), (200, 384), (64, 96)])
-def test_tiles_are_scaled(shape: tuple[int, int], tmp_path: Path) -> None:
+def test_fp8_tiles_are_scaled(shape: tuple[int, int], tmp_path: Path) -> None:
     g = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=g).to(torch.float8_e4m3fn)
     scales = torch.rand(-(-shape[0] // 128), -(-shape[1] // 128), generator=g)
@@ -37,12 +37,12 @@ def test_tiles_are_scaled(shape: tuple[int, int], tmp_path: Path) -> None:
     for row in range(scales.shape[0]):
         for column in range(scales.shape[1]):
             expected[row * 128 : row * 128 + 128, column * 128 : column * 128 + 128] *= scales[row, column]
-    store = FP8Reader(SafetensorsReader([tmp_path / "a.safetensors"]))
-    assert store.tensor_infos.keys() == {"w.weight"}
-    assert torch.equal(store.read_tensor("w.weight"), expected.to(torch.bfloat16))
+    reader = FP8Reader(SafetensorsReader([tmp_path / "a.safetensors"]))
+    assert reader.tensor_infos.keys() == {"w.weight"}
+    assert torch.equal(reader.read_tensor("w.weight"), expected.to(torch.bfloat16))
 
 
-def test_a_packed_gpt_oss_is_opened_as_the_peer_opens_it(tmp_path: Path) -> None:
+def test_mxfp4_gpt_oss_matches_transformers(tmp_path: Path) -> None:
     config = transformers.GptOssConfig(
         vocab_size=97,
         hidden_size=64,
@@ -70,29 +70,28 @@ def test_a_packed_gpt_oss_is_opened_as_the_peer_opens_it(tmp_path: Path) -> None
             120, 125, (experts, rows, columns // 32), generator=g, dtype=torch.uint8
         )
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    told = json.loads((tmp_path / "config.json").read_text())
-    packing = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    (tmp_path / "config.json").write_text(json.dumps(told | {"quantization_config": packing}))
+    hf_config = json.loads((tmp_path / "config.json").read_text())
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(hf_config | {"quantization_config": quantization}))
     checkpoint = ct.load(tmp_path)
     assert checkpoint.load_report is not None
     assert checkpoint.load_report.ok
     assert checkpoint.load_report.stored_dtypes["mxfp4"] == 4
-    how = transformers.Mxfp4Config(dequantize=True)
     peer = transformers.GptOssForCausalLM.from_pretrained(
-        tmp_path, quantization_config=how, dtype=torch.bfloat16
+        tmp_path, quantization_config=transformers.Mxfp4Config(dequantize=True), dtype=torch.bfloat16
     ).eval()
     tokens = torch.randint(0, 97, (2, 11), generator=g)
     with torch.no_grad():
-        ours, theirs = ct.load(tmp_path, dtype=torch.float32).model(tokens), peer.float()(tokens).logits
-    torch.testing.assert_close(ours, theirs, atol=1e-5 * float(theirs.abs().max()), rtol=0)
-    again = ct.load(ct.save(checkpoint, tmp_path / "bf16"))
+        logits, peer_logits = ct.load(tmp_path, dtype=torch.float32).model(tokens), peer.float()(tokens).logits
+    torch.testing.assert_close(logits, peer_logits, atol=1e-5 * float(peer_logits.abs().max()), rtol=0)
+    resaved = ct.load(ct.save(checkpoint, tmp_path / "bf16"))
     for name, tensor in checkpoint.model.state_dict().items():
-        assert torch.equal(tensor, again.model.state_dict()[name]), name
+        assert torch.equal(tensor, resaved.model.state_dict()[name]), name
 
 
-def test_another_packing_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_quantization_is_an_error(tmp_path: Path) -> None:
     out = ct.save(ct.build("tiny-llama", seed=0), tmp_path / "x")
-    told = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(told | {"quantization_config": {"quant_method": "gptq"}}))
+    hf_config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(hf_config | {"quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(CutawayError, match="gptq"):
         ct.load(out)

@@ -1,4 +1,4 @@
-"""Real weights, carried by packages: what the models are known to say."""
+"""Real checkpoints from installed packages: known outputs, load report and round trip."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def smollm() -> Checkpoint:
 
 
 def sentence_vectors(checkpoint: Checkpoint, texts: list[str]) -> torch.Tensor:
-    """The mean over tokens, of length one: how this model makes sentence vectors."""
+    """Sentence embeddings: mean over tokens, normalized."""
     assert checkpoint.tokenizer is not None
     rows = [checkpoint.tokenizer.encode(text) for text in texts]
     width = max(map(len, rows))
@@ -35,51 +35,53 @@ def sentence_vectors(checkpoint: Checkpoint, texts: list[str]) -> torch.Tensor:
 
 
 def test_sentence_similarities(minilm: Checkpoint) -> None:
-    """The figures that the model's own card gives for these three sentences."""
+    """Values of the model card for these three sentences."""
     texts = ["The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium."]
     vectors = sentence_vectors(minilm, texts)
     expected = torch.tensor([[1.0000, 0.6660, 0.1046], [0.6660, 1.0000, 0.1411], [0.1046, 0.1411, 1.0000]])
     torch.testing.assert_close(vectors @ vectors.T, expected, atol=2e-4, rtol=0)
 
 
-def test_every_tensor_of_a_real_file_is_accounted_for(minilm: Checkpoint) -> None:
+def test_every_tensor_is_in_the_load_report(minilm: Checkpoint) -> None:
     report = minilm.load_report
     assert report is not None
     assert report.ok
     assert report.num_parameters == 22_713_216
     assert not report.duplicate_weights
-    assert set(report.ignored_weights.values()) <= {why for why in report.ignored_weights.values() if why}
-    assert all(why for why in report.ignored_config_keys.values())
+    assert set(report.ignored_weights.values()) <= {reason for reason in report.ignored_weights.values() if reason}
+    assert all(reason for reason in report.ignored_config_keys.values())
 
 
 def greedy(checkpoint: Checkpoint, tokens: list[int], count: int) -> list[int]:
     model = checkpoint.model
     cache = model.new_cache(1, len(tokens) + count)
     with torch.no_grad():
-        step = model(torch.tensor([tokens]), cache=cache)[0, -1].argmax()
-        chosen = [int(step)]
+        token = model(torch.tensor([tokens]), cache=cache)[0, -1].argmax()
+        generated = [int(token)]
         while (
-            len(chosen) < count and checkpoint.tokenizer is not None and chosen[-1] != checkpoint.tokenizer.eos_token_id
+            len(generated) < count
+            and checkpoint.tokenizer is not None
+            and generated[-1] != checkpoint.tokenizer.eos_token_id
         ):
-            chosen.append(int(model(torch.tensor([[chosen[-1]]]), cache=cache)[0, -1].argmax()))
-    return chosen
+            generated.append(int(model(torch.tensor([[generated[-1]]]), cache=cache)[0, -1].argmax()))
+    return generated
 
 
-def test_a_packed_chat_model_answers(smollm: Checkpoint) -> None:
+def test_quantized_chat_model_answers(smollm: Checkpoint) -> None:
     assert smollm.tokenizer is not None
     prompt = smollm.tokenizer.encode_chat([{"role": "user", "content": "What is the capital of Italy"}])
     answer = smollm.tokenizer.decode(greedy(smollm, prompt, 24))
     assert answer.strip() == "The capital of Italy is Rome."
 
 
-def test_a_packed_model_goes_out_and_comes_back(smollm: Checkpoint, tmp_path: Path) -> None:
-    """GGUF → transformers' directory → the same weights and the same tokenizer."""
-    again = ct.load(ct.save(smollm, tmp_path / "hf"))
+def test_gguf_to_transformers_round_trip(smollm: Checkpoint, tmp_path: Path) -> None:
+    """GGUF → transformers directory → equal weights and tokenizer."""
+    loaded = ct.load(ct.save(smollm, tmp_path / "hf"))
     for name, tensor in smollm.model.state_dict().items():
-        assert torch.equal(tensor, again.model.state_dict()[name]), name
-    assert not diff_configs(again.config, smollm.config)
-    assert again.tokenizer is not None
+        assert torch.equal(tensor, loaded.model.state_dict()[name]), name
+    assert not diff_configs(loaded.config, smollm.config)
+    assert loaded.tokenizer is not None
     assert smollm.tokenizer is not None
     text = "Naïve café — 東京 🙂\n  def f(x):\n\treturn x**2"
-    assert again.tokenizer.encode(text) == smollm.tokenizer.encode(text)
-    assert again.tokenizer.decode(again.tokenizer.encode(text)) == text
+    assert loaded.tokenizer.encode(text) == smollm.tokenizer.encode(text)
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode(text)) == text

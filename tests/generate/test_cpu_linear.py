@@ -1,4 +1,4 @@
-"""Packed products ≡ the matrix, within what follows from their rounding."""
+"""CPU packed linear layers equal the original within bounds derived from their rounding."""
 
 from collections.abc import Sequence
 
@@ -23,9 +23,9 @@ pytestmark = pytest.mark.unchecked
 SHAPES = [(1, 1), (1, 7), (7, 1), (7, 50257), (24, 64), (33, 5), (768, 96), (3072, 40)]
 ROWS = [(1,), (4,), (16,), (2, 3), ()]
 BF16 = 2.0**-8
-"""Half of the distance between two neighbours, relative to the smaller."""
+"""Relative rounding error of bfloat16."""
 SUMS = 1e-5
-"""What the order of fp32 sums may change, relative to the sum of the terms' sizes."""
+"""Rounding error of fp32 sums, relative to the sum of absolute terms."""
 
 
 def linear(d_in: int, d_out: int, bias: bool = True) -> nn.Linear:
@@ -36,34 +36,34 @@ def linear(d_in: int, d_out: int, bias: bool = True) -> nn.Linear:
 
 
 def exact(x: Tensor, matrix: nn.Linear) -> tuple[Tensor, Tensor]:
-    """The product in fp64, and the sum of its terms' sizes."""
+    """The product in fp64, and the sum of its absolute terms."""
     weight = matrix.weight.double()
     bias = torch.zeros(1).double() if matrix.bias is None else matrix.bias.double()
     return F.linear(x.double(), weight) + bias, F.linear(x.double().abs(), weight.abs()) + bias.abs()
 
 
-def allowed(product: PackedLinear, x: Tensor, matrix: nn.Linear) -> Tensor:
-    """How far the kind's rounding may take a result, entry by entry."""
-    wide = x.double()
-    y, size = exact(x, matrix)
+def error_bound(product: PackedLinear, x: Tensor, matrix: nn.Linear) -> Tensor:
+    """Elementwise bound of the rounding error."""
+    x_fp64 = x.double()
+    y, magnitude = exact(x, matrix)
     if isinstance(product, Bf16Linear):
         # Both factors and the bias are rounded, and so is the result.
-        return (1 + BF16) * ((1 + BF16) ** 2 - 1) * size + BF16 * y.abs() + SUMS * size
+        return (1 + BF16) * ((1 + BF16) ** 2 - 1) * magnitude + BF16 * y.abs() + SUMS * magnitude
     if isinstance(product, UnpackedLinear):
-        return 1e-6 * size
-    integers, step = quantize_int8_per_row(matrix.weight.detach())
-    bound = step.double() / 2 * wide.abs().sum(-1, keepdim=True)
+        return 1e-6 * magnitude
+    integers, scale = quantize_int8_per_row(matrix.weight.detach())
+    bound = scale.double() / 2 * x_fp64.abs().sum(-1, keepdim=True)
     if isinstance(product, Int8DynamicLinear):
-        step_x = wide.abs().amax(-1, keepdim=True) / 127
-        bound = bound + step_x / 2 * (integers.double().abs().sum(-1) * step)
-    return bound + SUMS * size
+        x_scale = x_fp64.abs().amax(-1, keepdim=True) / 127
+        bound = bound + x_scale / 2 * (integers.double().abs().sum(-1) * scale)
+    return bound + SUMS * magnitude
 
 
 @pytest.mark.parametrize("kind", PACKED_LINEARS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.no_grad()
-def test_a_product_is_the_matrix_within_its_rounding(kind: str, bias: bool, shape: tuple[int, int]) -> None:
+def test_product_equals_matrix_within_rounding_error(kind: str, bias: bool, shape: tuple[int, int]) -> None:
     matrix = linear(*shape, bias)
     product = PACKED_LINEARS[kind].from_linear(matrix)
     for rows in ROWS:
@@ -71,25 +71,25 @@ def test_a_product_is_the_matrix_within_its_rounding(kind: str, bias: bool, shap
         y = product(x)
         assert y.shape == (*rows, shape[1])
         assert y.dtype == x.dtype
-        assert bool(((y - exact(x, matrix)[0]).abs() <= allowed(product, x, matrix)).all())
+        assert bool(((y - exact(x, matrix)[0]).abs() <= error_bound(product, x, matrix)).all())
 
 
 @pytest.mark.parametrize("kind", PACKED_LINEARS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @torch.no_grad()
-def test_a_product_answers_in_the_dtype_of_x(kind: str, dtype: torch.dtype) -> None:
+def test_output_has_the_dtype_of_x(kind: str, dtype: torch.dtype) -> None:
     matrix = linear(48, 20)
     product = PACKED_LINEARS[kind].from_linear(matrix)
     x = torch.randn(3, 48).to(dtype)
     y = product(x)
     assert y.dtype == dtype
     slack = torch.finfo(dtype).eps * exact(x, matrix)[0].abs()
-    assert bool(((y.double() - exact(x, matrix)[0]).abs() <= allowed(product, x, matrix) + slack).all())
+    assert bool(((y.double() - exact(x, matrix)[0]).abs() <= error_bound(product, x, matrix) + slack).all())
 
 
 @pytest.mark.parametrize("kind", PACKED_LINEARS)
 @torch.no_grad()
-def test_a_product_takes_any_strides_and_no_rows(kind: str) -> None:
+def test_strided_and_empty_inputs(kind: str) -> None:
     product = PACKED_LINEARS[kind].from_linear(linear(24, 10))
     for x in (torch.randn(24, 6).t(), torch.randn(6, 48)[:, ::2], torch.randn(1, 24).expand(6, 24)):
         assert torch.equal(product(x), product(x.contiguous()))
@@ -100,16 +100,16 @@ def test_a_product_takes_any_strides_and_no_rows(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", PACKED_LINEARS)
 @torch.no_grad()
-def test_zeros_stay_zeros_and_wrong_numbers_stay_wrong(kind: str) -> None:
+def test_zero_rows_and_nonfinite_inputs(kind: str) -> None:
     matrix = linear(24, 10)
     matrix.weight[3] = 0
     matrix.weight[4] = 1e-35
     product = PACKED_LINEARS[kind].from_linear(matrix)
     y = product(torch.randn(2, 24))
     assert torch.isfinite(y).all()
-    near = {"rtol": BF16, "atol": 1e-8}
-    torch.testing.assert_close(y[:, 3:5], matrix.bias[3:5].expand(2, 2), **near)
-    torch.testing.assert_close(product(torch.zeros(2, 24)), matrix.bias.expand(2, 10), **near)
+    tolerance = {"rtol": BF16, "atol": 1e-8}
+    torch.testing.assert_close(y[:, 3:5], matrix.bias[3:5].expand(2, 2), **tolerance)
+    torch.testing.assert_close(product(torch.zeros(2, 24)), matrix.bias.expand(2, 10), **tolerance)
     for bad in (float("nan"), float("inf")):
         x = torch.randn(2, 24)
         x[1, 5] = bad
@@ -120,14 +120,14 @@ def test_zeros_stay_zeros_and_wrong_numbers_stay_wrong(kind: str) -> None:
 
 @pytest.mark.parametrize("rows", [2, 5, 16, 70])
 @torch.no_grad()
-def test_int8_rows_are_the_same_alone_and_together_bit_for_bit(rows: int) -> None:
+def test_int8_rows_are_independent_of_the_batch_bit_for_bit(rows: int) -> None:
     product = Int8DynamicLinear.from_linear(linear(96, 40))
     x = torch.randn(rows, 96)
     assert torch.equal(product(x), torch.cat([product(row) for row in x.split(1)]))
 
 
 @torch.no_grad()
-def test_int8_packed_is_the_sum_of_integers() -> None:
+def test_onednn_int8_equals_integer_sums() -> None:
     for d_in in (1, 7, 64, 768):
         matrix = linear(d_in, 33)
         x = torch.randn(4, d_in)
@@ -136,53 +136,53 @@ def test_int8_packed_is_the_sum_of_integers() -> None:
 
 
 @torch.no_grad()
-def test_x_unrounded_is_nearer() -> None:
+def test_weight_only_int8_is_more_accurate() -> None:
     matrix = linear(768, 256)
     x = torch.randn(16, 768)
     y = exact(x, matrix)[0]
-    whole, both = (
+    weight_only, dynamic = (
         (kind.from_linear(matrix)(x) - y).norm() / y.norm() for kind in (WeightOnlyInt8Linear, Int8DynamicLinear)
     )
-    assert whole < both < 0.02
+    assert weight_only < dynamic < 0.02
 
 
-def test_integers_are_within_half_a_step() -> None:
+def test_quantization_error_is_at_most_half_a_step() -> None:
     weight = torch.randn(50, 31) * torch.logspace(-30, 30, 50).unsqueeze(-1)
-    integers, step = quantize_int8_per_row(weight)
+    integers, scale = quantize_int8_per_row(weight)
     assert int(integers.abs().max()) == 127
-    error = (weight.double() - integers.double() * step.double().unsqueeze(-1)).abs()
-    assert bool((error <= step.double().unsqueeze(-1) * 0.50001).all())
-    with pytest.raises(WeightError, match="NaN or infinite"):
+    error = (weight.double() - integers.double() * scale.double().unsqueeze(-1)).abs()
+    assert bool((error <= scale.double().unsqueeze(-1) * 0.50001).all())
+    with pytest.raises(WeightError, match="NaN or infinity"):
         quantize_int8_per_row(torch.tensor([[1.0, float("inf")]]))
 
 
 @pytest.mark.parametrize("kind", PACKED_LINEARS)
 @pytest.mark.parametrize("biases", [(True, True, True), (False, False, False), (True, False, True)])
 @torch.no_grad()
-def test_fused_is_each_alone(kind: str, biases: Sequence[bool]) -> None:
+def test_fused_equals_separate(kind: str, biases: Sequence[bool]) -> None:
     matrices = [linear(24, d_out, bias) for d_out, bias in zip((16, 8, 7), biases, strict=True)]
-    together = fuse_linears(matrices, PACKED_LINEARS[kind])
+    fused = fuse_linears(matrices, PACKED_LINEARS[kind])
     x = torch.randn(3, 24)
-    parts = together(x)
-    assert len(parts) == 3
-    for part, matrix in zip(parts, matrices, strict=True):
+    outputs = fused(x)
+    assert len(outputs) == 3
+    for output, matrix in zip(outputs, matrices, strict=True):
         torch.testing.assert_close(
-            part, PACKED_LINEARS[kind].from_linear(matrix)(x), rtol=BF16 if kind == "bf16" else 1e-6, atol=1e-5
+            output, PACKED_LINEARS[kind].from_linear(matrix)(x), rtol=BF16 if kind == "bf16" else 1e-6, atol=1e-5
         )
 
 
-def test_what_cannot_be_is_said() -> None:
-    with pytest.raises(InputError, match="widths 24, 23"):
+def test_invalid_inputs_raise_errors() -> None:
+    with pytest.raises(InputError, match="in_features are 24, 23"):
         fuse_linears([linear(24, 4), linear(23, 4)])
-    with pytest.raises(InputError, match="widths none"):
+    with pytest.raises(InputError, match="in_features are none"):
         fuse_linears([])
-    with pytest.raises(InputError, match="wide"):
+    with pytest.raises(InputError, match="last dimension 23"):
         Int8DynamicLinear.from_linear(linear(24, 4))(torch.randn(2, 23))
     with pytest.raises(InputError, match="on meta"):
         UnpackedLinear.from_linear(nn.Linear(4, 4, device="meta"))
 
 
-def test_a_product_is_no_part_of_the_state() -> None:
+def test_packed_weights_are_not_in_the_state_dict() -> None:
     matrix = linear(24, 10)
     for kind in PACKED_LINEARS.values():
         product = kind.from_linear(matrix).half()
@@ -194,7 +194,7 @@ def test_a_product_is_no_part_of_the_state() -> None:
 
 
 class TwoLayers(nn.Module):
-    """A fused product, something between, and a product, as in a step."""
+    """A gated FFN of packed linear layers."""
 
     def __init__(self, kind: type[PackedLinear], d_out: int) -> None:
         super().__init__()
@@ -219,12 +219,12 @@ class TwoLayers(nn.Module):
     ],
 )
 @torch.no_grad()
-def test_compiled_in_one_graph_is_eager(kind: str, d_out: int) -> None:
+def test_compiled_equals_eager(kind: str, d_out: int) -> None:
     torch._dynamo.reset()
     model = TwoLayers(PACKED_LINEARS[kind], d_out)
     compiled = torch.compile(model, fullgraph=True)
     for x in (torch.randn(1, 1, 32), torch.randn(3, 1, 32), torch.randn(1, 64)[:, ::2]):
         eager = model(x)
-        # A hair's difference in the first layer may round to another bf16 or integer in the second.
-        loose = {"bf16": 2 * BF16, "int8-dynamic": 0.02}.get(kind, 1e-5)
-        torch.testing.assert_close(compiled(x), eager, rtol=loose, atol=loose * float(eager.abs().max()))
+        # A rounding difference in the first layer may change a bf16 or integer rounding in the second.
+        tolerance = {"bf16": 2 * BF16, "int8-dynamic": 0.02}.get(kind, 1e-5)
+        torch.testing.assert_close(compiled(x), eager, rtol=tolerance, atol=tolerance * float(eager.abs().max()))

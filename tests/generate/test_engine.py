@@ -1,4 +1,4 @@
-"""The engine under load: nothing lost, nothing mixed up, nothing kept; what fails fails alone, and all are served."""
+"""The engine under load: outputs independent of the batch, no leaks, isolated failures, prefix caching, fair order."""
 
 import gc
 import random
@@ -35,7 +35,7 @@ def model() -> Transformer:
     return build_randomized_model(decoder_config(), torch.float64)
 
 
-def engine_for(model: Transformer, waiting: int = 1024, **how: Any) -> Engine:
+def engine_for(model: Transformer, max_waiting: int = 1024, **options: Any) -> Engine:
     return Engine(
         EngineConfig(
             model,
@@ -44,27 +44,27 @@ def engine_for(model: Transformer, waiting: int = 1024, **how: Any) -> Engine:
                 "max_model_len": 64,
                 "prefill_chunk_size": 16,
                 "cache_implementation": "paged",
-                **how,
+                **options,
             },
         ),
-        max_waiting=waiting,
+        max_waiting=max_waiting,
     )
 
 
-def alone(model: Transformer, ticket: Request) -> Completion:
-    """The same request with nobody else there."""
+def run_alone(model: Transformer, request: Request) -> Completion:
+    """Output of the same request in an engine of its own."""
     engine = engine_for(model, max_num_seqs=1, max_model_len=128, cache_implementation="full", prefill_chunk_size=128)
-    again = engine.submit(ticket.input_ids, ticket.sampling_params, seed=ticket.seed)
+    again = engine.submit(request.input_ids, request.sampling_params, seed=request.seed)
     engine.run()
     return again.result()
 
 
-def said(answer: Completion) -> tuple[list[int], str, int | str | None]:
-    return answer.tokens, answer.finish_reason, answer.stop_reason
+def output_fields(completion: Completion) -> tuple[list[int], str, int | str | None]:
+    return completion.tokens, completion.finish_reason, completion.stop_reason
 
 
 def check_empty(engine: Engine) -> None:
-    """Every row and page is back."""
+    """All rows and pages are released."""
     pages = engine.scheduler.page_pool
     assert not engine.has_unfinished_requests
     assert not engine.scheduler.num_decoding
@@ -76,11 +76,11 @@ def check_empty(engine: Engine) -> None:
     assert not engine.model_runner.cache.seq_lens.any()
 
 
-def some_request(r: random.Random) -> tuple[list[int], SamplingParams]:
-    """Some begin alike, some are wrong in one way or another."""
-    common = [(7 * i + r.choice([0, 1])) % 50 for i in range(r.choice([0, 9, 24, 40]))]
-    prompt = (common + [r.randrange(53) for _ in range(r.randint(1, 60))])[:60]
-    drawn = (
+def random_request(r: random.Random) -> tuple[list[int], SamplingParams]:
+    """A random request; some share a prefix."""
+    prefix = [(7 * i + r.choice([0, 1])) % 50 for i in range(r.choice([0, 9, 24, 40]))]
+    prompt = (prefix + [r.randrange(53) for _ in range(r.randint(1, 60))])[:60]
+    sampling = (
         {"temperature": 1.0, "top_p": r.choice([None, 0.9]), "top_k": r.choice([None, 5])} if r.random() < 0.6 else {}
     )
     return prompt, SamplingParams(
@@ -88,7 +88,7 @@ def some_request(r: random.Random) -> tuple[list[int], SamplingParams]:
         stop_token_ids=r.choice([(), (), (3, 17), range(20)]),
         repetition_penalty=r.choice([1.0, 1.0, 1.2]),
         logprobs=r.choice([None, None, 0, 3]),
-        **drawn,
+        **sampling,
     )
 
 
@@ -101,36 +101,36 @@ BAD = [
 ]
 
 
-def load(engine: Engine, count: int, seed: int) -> list[Request]:
-    """Three threads ask and cancel while the engine works."""
-    found: list[Request] = []
-    refused: list[int] = []
+def run_load(engine: Engine, count: int, seed: int) -> list[Request]:
+    """Three threads submit and abort requests while the engine runs; some requests are invalid."""
+    requests: list[Request] = []
+    rejected: list[int] = []
 
-    def ask(who: int) -> None:
-        r = random.Random(seed + who)
-        mine: list[Request] = []
-        for number in range(count // 3 + (who < count % 3)):
-            if number % 40 == 39:
-                prompt, settings = r.choice(BAD)
+    def submit_requests(thread_index: int) -> None:
+        r = random.Random(seed + thread_index)
+        own: list[Request] = []
+        for i in range(count // 3 + (thread_index < count % 3)):
+            if i % 40 == 39:
+                prompt, params = r.choice(BAD)
                 with pytest.raises(InputError):
-                    engine.submit(prompt, settings, seed=0)
-                refused.append(who)
-            prompt, settings = some_request(r)
-            mine.append(engine.submit(prompt, settings, seed=r.randrange(2**60), wait=True))
+                    engine.submit(prompt, params, seed=0)
+                rejected.append(thread_index)
+            prompt, params = random_request(r)
+            own.append(engine.submit(prompt, params, seed=r.randrange(2**60), wait=True))
             if r.random() < 0.15:
-                r.choice(mine[-20:]).abort()
-        found.extend(mine)
+                r.choice(own[-20:]).abort()
+        requests.extend(own)
 
-    threads = [threading.Thread(target=ask, args=(who,)) for who in range(3)]
+    threads = [threading.Thread(target=submit_requests, args=(thread_index,)) for thread_index in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=240)
-    assert not refused or len(refused) == 3 * (count // 3 // 40)
-    assert len(found) == count
-    for ticket in found:
-        ticket.result(timeout=240)
-    return found
+    assert not rejected or len(rejected) == 3 * (count // 3 // 40)
+    assert len(requests) == count
+    for request in requests:
+        request.result(timeout=240)
+    return requests
 
 
 def live_tensors() -> int:
@@ -138,110 +138,119 @@ def live_tensors() -> int:
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
-MANY = [(True, 150), *(pytest.param(ahead, 500, marks=pytest.mark.nightly) for ahead in (False, True))]
+MANY = [
+    (True, 150),
+    *(pytest.param(async_scheduling, 500, marks=pytest.mark.nightly) for async_scheduling in (False, True)),
+]
 
 
-@pytest.mark.parametrize(("ahead", "count"), MANY)
-def test_many_requests_at_once(model: Transformer, ahead: bool, count: int) -> None:
-    """Too few pages for all, back-pressure, sharing, cancels; `ahead` is how a GPU is driven."""
-    plan = EngineConfig(model, max_num_seqs=12, max_model_len=128, prefill_chunk_size=48, cache_implementation="paged")
-    plan.kv_cache_memory_bytes = plan.bytes_for_slots(PAGE_SIZE) * 60  # of the 192 that twelve such texts could need
-    engine = Engine(plan, max_waiting=40)
-    engine.async_scheduling = ahead
+@pytest.mark.parametrize(("async_scheduling", "count"), MANY)
+def test_many_concurrent_requests(model: Transformer, async_scheduling: bool, count: int) -> None:
+    """Too few pages, a full queue, prefix sharing and aborts; async scheduling as on a GPU."""
+    config = EngineConfig(
+        model, max_num_seqs=12, max_model_len=128, prefill_chunk_size=48, cache_implementation="paged"
+    )
+    config.kv_cache_memory_bytes = (
+        config.bytes_for_slots(PAGE_SIZE) * 60
+    )  # of the 192 pages that twelve sequences could need
+    engine = Engine(config, max_waiting=40)
+    engine.async_scheduling = async_scheduling
     engine.start()
-    tickets = load(engine, count, 0)
-    settle(engine)
+    requests = run_load(engine, count, 0)
+    wait_until_idle(engine)
     check_empty(engine)
-    reasons = {reason: sum(t.result().finish_reason == reason for t in tickets) for reason in ("stop", "length")}
+    reasons = {reason: sum(t.result().finish_reason == reason for t in requests) for reason in ("stop", "length")}
     assert min(reasons.values()) > count // 10
-    cancelled = [ticket for ticket in tickets if ticket.result().finish_reason == "abort"]
-    assert cancelled
-    for ticket in cancelled[:10]:
-        tokens = ticket.result().tokens
-        assert tokens == alone(model, ticket).tokens[: len(tokens)]
-    whole = [ticket for ticket in tickets if ticket.result().finish_reason != "abort"]
-    for ticket in whole[:: len(whole) // 40]:
-        assert said(ticket.result()) == said(alone(model, ticket))
-        assert [token for piece in ticket.stream() for token in piece.tokens] == ticket.result().tokens
-    del tickets, whole, cancelled, ticket, tokens
+    aborted = [request for request in requests if request.result().finish_reason == "abort"]
+    assert aborted
+    for request in aborted[:10]:
+        tokens = request.result().tokens
+        assert tokens == run_alone(model, request).tokens[: len(tokens)]
+    complete = [request for request in requests if request.result().finish_reason != "abort"]
+    for request in complete[:: len(complete) // 40]:
+        assert output_fields(request.result()) == output_fields(run_alone(model, request))
+        assert [token for chunk in request.stream() for token in chunk.tokens] == request.result().tokens
+    del requests, complete, aborted, request, tokens
     check_memory(engine)
     engine.close()
 
 
 def check_memory(engine: Engine) -> None:
-    """What a load leaves behind is nothing."""
+    """A load leaves no tensors and no memory allocated."""
     before = live_tensors()
     tracemalloc.start()
-    load(engine, 60, 10_000)
-    settle(engine)
+    run_load(engine, 60, 10_000)
+    wait_until_idle(engine)
     assert live_tensors() <= before
-    ours = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/cutaway/*")])
-    kept = sum(each.size for each in ours.statistics("filename"))  # others in this process may log
+    traces = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/cutaway/*")])
+    num_bytes = sum(
+        statistic.size for statistic in traces.statistics("filename")
+    )  # other modules in this process may log
     tracemalloc.stop()
-    assert kept < 100_000, f"{kept} bytes are kept"
+    assert num_bytes < 100_000, f"{num_bytes} bytes are still allocated"
 
 
-def settle(engine: Engine) -> None:
-    """Wait until the thread has put everything away."""
+def wait_until_idle(engine: Engine) -> None:
+    """Wait until the engine's thread has finished all requests."""
     for _ in range(2000):
         if not engine.has_unfinished_requests:
             return
         time.sleep(0.005)
-    raise AssertionError("the engine does not come to rest")
+    raise AssertionError("the engine did not become idle")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", CACHE_IMPLEMENTATIONS)
-def test_thousands_of_requests_in_every_kind_of_cache(model: Transformer, kind: str) -> None:
+def test_thousands_of_requests_in_every_cache_implementation(model: Transformer, kind: str) -> None:
     engine = Engine(
         EngineConfig(model, max_num_seqs=12, max_model_len=128, prefill_chunk_size=48, cache_implementation=kind),
         max_waiting=40,
     ).start()
-    tickets = load(engine, 3000, 5)
-    settle(engine)
+    requests = run_load(engine, 3000, 5)
+    wait_until_idle(engine)
     check_empty(engine)
     engine.close()
-    whole = [ticket for ticket in tickets if ticket.result().finish_reason != "abort"]
-    for ticket in whole[::20]:
-        assert said(ticket.result()) == said(alone(model, ticket))
+    complete = [request for request in requests if request.result().finish_reason != "abort"]
+    for request in complete[::20]:
+        assert output_fields(request.result()) == output_fields(run_alone(model, request))
 
 
 @pytest.mark.parametrize("kind", CACHE_IMPLEMENTATIONS)
-@pytest.mark.parametrize("ahead", [False, True])
-def test_steps_sent_ahead_answer_alike(model: Transformer, kind: str, ahead: bool) -> None:
-    """With stops in the middle, limits of one token, and a cancel while a step is on its way."""
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_async_scheduling_gives_the_same_output(model: Transformer, kind: str, async_scheduling: bool) -> None:
+    """With stop tokens, one-token limits, and an abort while a step is pending."""
     engine = engine_for(model, cache_implementation=kind, max_num_seqs=3)
-    engine.async_scheduling = ahead
+    engine.async_scheduling = async_scheduling
     r = random.Random(3)
-    tickets = [engine.submit(*some_request(r), seed=i) for i in range(12)]
-    gone = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=40), seed=0)
-    while not gone.output.tokens:
+    requests = [engine.submit(*random_request(r), seed=i) for i in range(12)]
+    aborted = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=40), seed=0)
+    while not aborted.output.tokens:
         engine.step()
-    gone.abort()
+    aborted.abort()
     engine.run()
     check_empty(engine)
-    assert gone.result().finish_reason == "abort"
-    for ticket in tickets:
-        expected = alone(model, ticket)
-        if len(ticket.input_ids) + len(expected.tokens) <= 64:
-            assert said(ticket.result()) == said(expected)
+    assert aborted.result().finish_reason == "abort"
+    for request in requests:
+        expected = run_alone(model, request)
+        if len(request.input_ids) + len(expected.tokens) <= 64:
+            assert output_fields(request.result()) == output_fields(expected)
         else:
-            assert ticket.result().tokens == expected.tokens[: 64 - len(ticket.input_ids)]
+            assert request.result().tokens == expected.tokens[: 64 - len(request.input_ids)]
 
 
-# Who asks too much, and who stops
+# Back-pressure, close, streaming
 
 
-def test_too_many_are_told_so_and_may_wait(model: Transformer) -> None:
-    engine = engine_for(model, waiting=2)
-    asked = SamplingParams(max_new_tokens=3)
-    first = [engine.submit([1], asked, seed=0) for _ in range(2)]
+def test_full_queue_raises_busy_error_or_waits(model: Transformer) -> None:
+    engine = engine_for(model, max_waiting=2)
+    params = SamplingParams(max_new_tokens=3)
+    first = [engine.submit([1], params, seed=0) for _ in range(2)]
     with pytest.raises(BusyError, match="2 requests are waiting"):
-        engine.submit([1], asked, seed=0)
+        engine.submit([1], params, seed=0)
     late: list[Request] = []
-    thread = threading.Thread(target=lambda: late.append(engine.submit([1], asked, seed=0, wait=True)))
+    thread = threading.Thread(target=lambda: late.append(engine.submit([1], params, seed=0, wait=True)))
     thread.start()
-    first[0].abort()  # which makes room, before anybody has a row
+    first[0].abort()  # frees a place in the queue before any request has a row
     engine._remove_aborted()
     thread.join(timeout=10)
     engine.run()
@@ -249,9 +258,9 @@ def test_too_many_are_told_so_and_may_wait(model: Transformer) -> None:
     assert late[0].result().tokens == first[1].result().tokens
 
 
-def test_closing_tells_everybody(model: Transformer) -> None:
-    engine = engine_for(model, max_num_seqs=2, waiting=6).start()
-    tickets = [engine.submit([i], SamplingParams(max_new_tokens=60), seed=0, wait=True) for i in range(8)]
+def test_close_fails_unfinished_requests(model: Transformer) -> None:
+    engine = engine_for(model, max_num_seqs=2, max_waiting=6).start()
+    requests = [engine.submit([i], SamplingParams(max_new_tokens=60), seed=0, wait=True) for i in range(8)]
     errors: list[CutawayError] = []
 
     def wait() -> None:
@@ -266,108 +275,108 @@ def test_closing_tells_everybody(model: Transformer) -> None:
     engine.close()
     thread.join(timeout=10)
     assert isinstance(errors[0], EngineError)
-    for ticket in tickets:
+    for request in requests:
         try:
-            assert len(ticket.result(timeout=1).tokens) == 60
+            assert len(request.result(timeout=1).tokens) == 60
         except EngineError as error:
             assert "closed before" in str(error)  # noqa: PT017
     with pytest.raises(EngineError, match="closed before"):
-        list(tickets[-1].stream())
+        list(requests[-1].stream())
     with pytest.raises(EngineError, match="closed"):
         engine.submit([1], SamplingParams(), seed=0)
     engine.close()
-    with pytest.raises(EngineError, match="make another"):
+    with pytest.raises(EngineError, match="build a new one"):
         engine.start()
 
 
-def test_a_program_may_end_with_an_engine_at_work() -> None:
+def test_interpreter_exits_cleanly_with_a_running_engine() -> None:
     program = """
 import cutaway as ct
 from cutaway.generate import Engine, EngineConfig, SamplingParams
 engine = Engine(EngineConfig(ct.build("tiny-gpt", seed=0), max_num_seqs=4)).start()
-tickets = [engine.submit([1], SamplingParams(), seed=i) for i in range(40)]
-next(tickets[0].stream())
+requests = [engine.submit([1], SamplingParams(), seed=i) for i in range(40)]
+next(requests[0].stream())
 raise SystemExit(3)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (3, "")
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (result.returncode, result.stderr) == (3, "")
 
 
-def test_pieces_can_be_asked_for_again(model: Transformer) -> None:
+def test_stream_ends_again_after_the_last_chunk(model: Transformer) -> None:
     engine = engine_for(model)
-    ticket = engine.submit([1, 2], SamplingParams(max_new_tokens=3), seed=0)
-    assert ticket.pop_chunks() == []
+    request = engine.submit([1, 2], SamplingParams(max_new_tokens=3), seed=0)
+    assert request.pop_chunks() == []
     engine.run()
-    assert len(ticket.pop_chunks()) == 3
-    assert ticket.pop_chunks() == list(ticket.stream(timeout=1)) == list(ticket.stream(timeout=1)) == []
+    assert len(request.pop_chunks()) == 3
+    assert request.pop_chunks() == list(request.stream(timeout=1)) == list(request.stream(timeout=1)) == []
     with pytest.raises(TimeoutError):
         engine.submit([1], SamplingParams(), seed=0).result(timeout=0)
 
 
-# What fails
+# Failures
 
 
 @pytest.mark.parametrize("kind", CACHE_IMPLEMENTATIONS)
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyError("a bug"), InputError("wrong")])
-def test_a_step_that_fails_fails_for_those_in_it(
-    model: Transformer, kind: str, ahead: bool, error: Exception, monkeypatch: pytest.MonkeyPatch
+def test_failing_decode_step_fails_only_its_requests(
+    model: Transformer, kind: str, async_scheduling: bool, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_for(model, cache_implementation=kind, max_num_seqs=3)
-    engine.async_scheduling = ahead
-    asked = SamplingParams(max_new_tokens=6)
-    inside = [engine.submit([i, i], asked, seed=0) for i in range(2)]
-    reading = engine.submit([9] * 40, asked, seed=0)
-    waiting = engine.submit([8] * 40, asked, seed=0)
+    engine.async_scheduling = async_scheduling
+    params = SamplingParams(max_new_tokens=6)
+    decoding = [engine.submit([i, i], params, seed=0) for i in range(2)]
+    prefilling = engine.submit([9] * 40, params, seed=0)
+    waiting = engine.submit([8] * 40, params, seed=0)
     engine.step()
     engine.step()
     assert engine.num_decoding == 2
-    step = engine.model_runner.decode
+    decode = engine.model_runner.decode
 
     def fail(*_: Any) -> Any:
-        monkeypatch.setattr(engine.model_runner, "decode", step)
+        monkeypatch.setattr(engine.model_runner, "decode", decode)
         raise error
 
     monkeypatch.setattr(engine.model_runner, "decode", fail)
     engine.run()
-    for ticket in inside:
+    for request in decoding:
         with pytest.raises(EngineError, match="a step failed"):
-            ticket.result()
-    for ticket in (reading, waiting):
-        assert said(ticket.result()) == said(alone(model, ticket))
+            request.result()
+    for request in (prefilling, waiting):
+        assert output_fields(request.result()) == output_fields(run_alone(model, request))
     check_empty(engine)
 
 
-def test_a_prompt_that_fails_fails_alone(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_prefill_fails_only_its_request(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(model)
-    asked = SamplingParams(max_new_tokens=6)
-    inside = engine.submit([1], asked, seed=0)
+    params = SamplingParams(max_new_tokens=6)
+    decoding = engine.submit([1], params, seed=0)
     engine.step()
-    failing = engine.submit([2, 3, 4], asked, seed=0)
-    read = engine.model_runner.prefill
+    failing = engine.submit([2, 3, 4], params, seed=0)
+    prefill = engine.model_runner.prefill
 
     def fail(*_: Any) -> None:
-        monkeypatch.setattr(engine.model_runner, "prefill", read)
+        monkeypatch.setattr(engine.model_runner, "prefill", prefill)
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(engine.model_runner, "prefill", fail)
     engine.run()
-    assert said(inside.result()) == said(alone(model, inside))
+    assert output_fields(decoding.result()) == output_fields(run_alone(model, decoding))
     with pytest.raises(EngineError, match="RuntimeError: out of memory"):
         failing.result()
     check_empty(engine)
 
 
-def test_a_source_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_encoder_fails_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_translator()
     engine = engine_for(model, decoder_start_token_id=2, max_source_len=20)
     first = engine.submit([4, 5], SamplingParams(max_new_tokens=5), seed=0)
     engine.step()
-    read = engine.model_runner.encode_source
+    encode_source = engine.model_runner.encode_source
     monkeypatch.setattr(engine.model_runner, "encode_source", lambda *_: 1 / 0)
     second = engine.submit([4, 5], SamplingParams(max_new_tokens=5), seed=0)
     engine.step()
-    monkeypatch.setattr(engine.model_runner, "encode_source", read)
+    monkeypatch.setattr(engine.model_runner, "encode_source", encode_source)
     third = engine.submit([4, 5], SamplingParams(max_new_tokens=5), seed=0)
     engine.run()
     assert first.result().tokens == third.result().tokens
@@ -376,151 +385,153 @@ def test_a_source_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     check_empty(engine)
 
 
-def test_an_engine_that_breaks_down_says_so_to_all(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the device is gone: nothing can be put in order any more."""
+def test_engine_failure_fails_all_requests(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the device is lost and not even `release` works."""
     engine = engine_for(model, max_num_seqs=2)
     monkeypatch.setattr(engine.scheduler, "release", lambda *_, **__: 1 / 0)
-    tickets = [engine.submit([i], SamplingParams(max_new_tokens=3 + i), seed=0) for i in range(4)]
+    requests = [engine.submit([i], SamplingParams(max_new_tokens=3 + i), seed=0) for i in range(4)]
     engine.start()
-    for ticket in tickets:
-        with pytest.raises(EngineError, match=r"a step failed|broke down"):
-            ticket.result(timeout=20)
+    for request in requests:
+        with pytest.raises(EngineError, match=r"a step failed|the engine failed"):
+            request.result(timeout=20)
     with pytest.raises(EngineError, match="closed"):
         engine.submit([1], SamplingParams(), seed=0)
 
 
 @pytest.mark.parametrize("kind", CACHE_IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [None, torch.int8])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_what_is_not_a_number_stays_where_it_is(kind: str, dtype: torch.dtype | None, ahead: bool) -> None:
-    """A text that overflows is an error; neither its neighbours nor those who get its row or pages feel it."""
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_nan_does_not_reach_other_requests(kind: str, dtype: torch.dtype | None, async_scheduling: bool) -> None:
+    """A request with NaN fails; neither its neighbors nor later requests in its row or pages are affected."""
     model = build_randomized_model(decoder_config(), torch.float64)
     with torch.no_grad():
         model.stacks["decoder"].embed.token.weight[7] = float("nan")
     engine = engine_for(model, cache_implementation=kind, max_num_seqs=2, kv_cache_dtype=dtype)
-    engine.async_scheduling = ahead
+    engine.async_scheduling = async_scheduling
     clean = [i for i in range(20) if i != 7]
-    asked = SamplingParams(max_new_tokens=8, suppress_tokens=[7])
-    expected = engine.submit(clean[:9], asked, seed=0)
+    params = SamplingParams(max_new_tokens=8, suppress_tokens=[7])
+    expected = engine.submit(clean[:9], params, seed=0)
     engine.run()
     for prompt in ([*clean[:9], 7, *clean[:9]], [7], [7] * 50, [*clean[:17], 7]):
-        for most in (1, 8):
-            beside = engine.submit(clean[:9], asked, seed=0)
-            spoilt = engine.submit(prompt, SamplingParams(max_new_tokens=most), seed=0)
-            again = engine.submit(prompt, SamplingParams(max_new_tokens=most), seed=0)
-            after = [engine.submit(clean[:9] + [3] * i, asked, seed=0) for i in range(3)]
-            stopped = engine.submit([*clean[:9], 7, *clean[:9]] * 2, asked, seed=0)
+        for max_new_tokens in (1, 8):
+            neighbor = engine.submit(clean[:9], params, seed=0)
+            invalid = engine.submit(prompt, SamplingParams(max_new_tokens=max_new_tokens), seed=0)
+            again = engine.submit(prompt, SamplingParams(max_new_tokens=max_new_tokens), seed=0)
+            after = [engine.submit(clean[:9] + [3] * i, params, seed=0) for i in range(3)]
+            aborted = engine.submit([*clean[:9], 7, *clean[:9]] * 2, params, seed=0)
             engine.step()
-            stopped.abort()
+            aborted.abort()
             engine.run()
-            for ticket in (spoilt, again):
+            for request in (invalid, again):
                 with pytest.raises(EngineError, match="NaN"):
-                    ticket.result()
-            assert beside.result().tokens == after[0].result().tokens == expected.result().tokens
-            for ticket in after:
-                assert ticket.result().tokens
+                    request.result()
+            assert neighbor.result().tokens == after[0].result().tokens == expected.result().tokens
+            for request in after:
+                assert request.result().tokens
     check_empty(engine)
     for tensor in engine.model_runner.cache.kv_tensors():
         assert torch.isfinite(tensor.float()).all()
 
 
-# What is shared
+# Prefix caching
 
 
-def read_by(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each call reads, from now on."""
+def count_prefill_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Number of tokens of each prefill call from now on."""
     counts: list[int] = []
-    read = engine.model_runner.prefill
+    prefill = engine.model_runner.prefill
 
-    def counted(start: int, pieces: Any, before: Any) -> None:
-        counts.append(sum(map(len, pieces)))
-        read(start, pieces, before)
+    def counting_prefill(start: int, chunks: Any, num_computed: Any) -> None:
+        counts.append(sum(map(len, chunks)))
+        prefill(start, chunks, num_computed)
 
-    monkeypatch.setattr(engine.model_runner, "prefill", counted)
+    monkeypatch.setattr(engine.model_runner, "prefill", counting_prefill)
     return counts
 
 
-def test_what_was_read_is_not_read_again(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_prefix_is_not_prefilled_again(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(model, max_model_len=128)
-    counts = read_by(engine, monkeypatch)
-    asked = SamplingParams(max_new_tokens=20, temperature=1.0)
-    begin = [(5 * i) % 53 for i in range(50)]
-    first = engine.submit(begin, asked, seed=1)
+    counts = count_prefill_tokens(engine, monkeypatch)
+    params = SamplingParams(max_new_tokens=20, temperature=1.0)
+    prefix = [(5 * i) % 53 for i in range(50)]
+    first = engine.submit(prefix, params, seed=1)
     engine.run()
     assert sum(counts) == 49
     counts.clear()
-    second = engine.submit([*begin, 4, 5, 6], asked, seed=2)
-    same = engine.submit(begin, asked, seed=1)
+    second = engine.submit([*prefix, 4, 5, 6], params, seed=2)
+    same = engine.submit(prefix, params, seed=1)
     engine.run()
     assert sum(counts) == (53 - 48 - 1) + (50 - 48 - 1)
-    assert said(same.result()) == said(first.result())
-    assert said(second.result()) == said(alone(model, second))
+    assert output_fields(same.result()) == output_fields(first.result())
+    assert output_fields(second.result()) == output_fields(run_alone(model, second))
     counts.clear()
-    onward = engine.submit([*begin, *first.result().tokens, 8], asked, seed=3)  # a conversation goes on
+    continued = engine.submit([*prefix, *first.result().tokens, 8], params, seed=3)  # the next turn of a conversation
     engine.run()
     assert sum(counts) == 70 - 64
-    assert said(onward.result()) == said(alone(model, onward))
+    assert output_fields(continued.result()) == output_fields(run_alone(model, continued))
     check_empty(engine)
 
 
-def test_pages_that_nobody_asks_for_make_room(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = EngineConfig(model, max_num_seqs=2, max_model_len=64, prefill_chunk_size=16, cache_implementation="paged")
-    plan.kv_cache_memory_bytes = plan.bytes_for_slots(PAGE_SIZE) * 9.5  # one text of the context's length
-    engine = Engine(plan)
-    counts = read_by(engine, monkeypatch)
-    asked = SamplingParams(max_new_tokens=4)
-    tickets = []
-    for begin in (1, 2, 3, 1):
-        tickets.append(engine.submit([begin] * 40, asked, seed=0))
+def test_unused_cached_pages_are_evicted(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model, max_num_seqs=2, max_model_len=64, prefill_chunk_size=16, cache_implementation="paged")
+    config.kv_cache_memory_bytes = config.bytes_for_slots(PAGE_SIZE) * 9.5  # one sequence of max_model_len
+    engine = Engine(config)
+    counts = count_prefill_tokens(engine, monkeypatch)
+    params = SamplingParams(max_new_tokens=4)
+    requests = []
+    for token in (1, 2, 3, 1):
+        requests.append(engine.submit([token] * 40, params, seed=0))
         engine.run()
-    assert counts.count(7) == 4  # the first was forgotten in favour of the third, and read anew
-    assert said(tickets[0].result()) == said(tickets[3].result())
+    assert counts.count(7) == 4  # the first was evicted for the third, and prefilled again
+    assert output_fields(requests[0].result()) == output_fields(requests[3].result())
     check_empty(engine)
 
 
-def test_texts_that_begin_alike_at_once_write_to_their_own_pages(model: Transformer) -> None:
+def test_concurrent_equal_prefixes_write_to_separate_pages(model: Transformer) -> None:
     engine = engine_for(model)
-    tickets = [engine.submit([1] * 20, SamplingParams(max_new_tokens=20, temperature=1.5), seed=i) for i in range(4)]
+    requests = [engine.submit([1] * 20, SamplingParams(max_new_tokens=20, temperature=1.5), seed=i) for i in range(4)]
     while engine.has_unfinished_requests:
         engine.step()
-        for ticket in engine.scheduler.running:
-            others = {page for other in engine.scheduler.running if other is not ticket for page in other.page_ids}
-            assert not others & {*ticket.page_ids[ticket.num_computed_tokens // PAGE_SIZE :]}
-    for ticket in tickets:
-        assert said(ticket.result()) == said(alone(model, ticket))
+        for request in engine.scheduler.running:
+            others = {page for other in engine.scheduler.running if other is not request for page in other.page_ids}
+            assert not others & {*request.page_ids[request.num_computed_tokens // PAGE_SIZE :]}
+    for request in requests:
+        assert output_fields(request.result()) == output_fields(run_alone(model, request))
 
 
-# In what order
+# Scheduling order
 
 
 @pytest.mark.parametrize("kind", CACHE_IMPLEMENTATIONS)
-def test_a_long_prompt_holds_nobody_up(model: Transformer, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompt_is_prefilled_between_decode_steps(
+    model: Transformer, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_for(model, cache_implementation=kind, max_model_len=400, prefill_chunk_size=16)
     events: list[tuple[str, int]] = []
-    step, read = engine.model_runner.decode, engine.model_runner.prefill
+    decode, prefill = engine.model_runner.decode, engine.model_runner.prefill
 
-    def stepped(rows: int, *rest: int) -> Any:
-        events.append(("step", rows))
-        return step(rows, *rest)
+    def record_decode(rows: int, *rest: int) -> Any:
+        events.append(("decode", rows))
+        return decode(rows, *rest)
 
-    def reads(start: int, pieces: Any, before: Any) -> None:
-        events.append(("read", len(pieces) * max(map(len, pieces))))
-        read(start, pieces, before)
+    def record_prefill(start: int, chunks: Any, num_computed: Any) -> None:
+        events.append(("prefill", len(chunks) * max(map(len, chunks))))
+        prefill(start, chunks, num_computed)
 
     short = engine.submit([1], SamplingParams(max_new_tokens=60), seed=0)
     engine.step()
     long = engine.submit([2] * 300, SamplingParams(max_new_tokens=3), seed=0)
-    monkeypatch.setattr(engine.model_runner, "decode", stepped)
-    monkeypatch.setattr(engine.model_runner, "prefill", reads)
+    monkeypatch.setattr(engine.model_runner, "decode", record_decode)
+    monkeypatch.setattr(engine.model_runner, "prefill", record_prefill)
     engine.run()
     assert len(short.result().tokens) == 60
     assert len(long.result().tokens) == 3
-    assert all(size <= 16 for what, size in events if what == "read")
-    assert not any(a == b == "read" for (a, _), (b, _) in pairwise(events))
-    assert sum(what == "read" for what, _ in events) == 19
+    assert all(size <= 16 for event, size in events if event == "prefill")
+    assert not any(a == b == "prefill" for (a, _), (b, _) in pairwise(events))
+    assert sum(event == "prefill" for event, _ in events) == 19
 
 
-def test_sources_are_read_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_are_encoded_between_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_translator()
     engine = engine_for(model, max_num_seqs=8, prefill_chunk_size=16, decoder_start_token_id=2, max_source_len=20)
     first = engine.submit([4], SamplingParams(max_new_tokens=40), seed=0)
@@ -528,13 +539,13 @@ def test_sources_are_read_between_steps(monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(6):
         engine.submit([5] * 12, SamplingParams(max_new_tokens=3), seed=0)
     engine.step()
-    assert engine.num_decoding == 3  # two more sources, of over 16 tokens together
+    assert engine.num_decoding == 3  # two more sources, together more than 16 tokens
     engine.run()
     assert len(first.result().tokens) == 40
 
 
-def test_who_came_first_is_read_first(model: Transformer) -> None:
-    """Rows change places as texts end; a prompt is not overtaken for it."""
+def test_prefill_is_first_come_first_served(model: Transformer) -> None:
+    """Swapping rows when requests finish does not change the order of prefill."""
     engine = engine_for(model, max_num_seqs=6, cache_implementation="full", max_model_len=200, prefill_chunk_size=8)
     for i in range(3):
         engine.submit([1], SamplingParams(max_new_tokens=2 + 2 * i), seed=0)
@@ -543,39 +554,39 @@ def test_who_came_first_is_read_first(model: Transformer) -> None:
     prompts = [engine.submit([i] * 40, SamplingParams(max_new_tokens=2), seed=0) for i in range(6)]
     while engine.has_unfinished_requests:
         engine.step()
-        order += [i for i, ticket in enumerate(prompts) if ticket.output.tokens and i not in order]
+        order += [i for i, request in enumerate(prompts) if request.output.tokens and i not in order]
     assert order == [*range(6)]
 
 
-def test_a_short_piece_beside_a_text_near_its_end(model: Transformer) -> None:
-    """Padding takes slots too: a prompt that is nearly read has no room for a longer neighbour's."""
+def test_padding_of_a_batch_fits_in_a_nearly_full_row(model: Transformer) -> None:
+    """Padding takes slots too: a nearly prefilled row has too few for a longer neighbor's chunk."""
     engine = engine_for(model, max_model_len=80, prefill_chunk_size=64, cache_implementation="full")
     first = engine.submit([1] * 70, SamplingParams(max_new_tokens=4), seed=0)
     second = engine.submit([2] * 30, SamplingParams(max_new_tokens=4), seed=0)
     engine.run()
-    for ticket in (first, second):
-        assert said(ticket.result()) == said(alone(model, ticket))
+    for request in (first, second):
+        assert output_fields(request.result()) == output_fields(run_alone(model, request))
 
 
-def test_a_text_that_fills_the_context(model: Transformer) -> None:
+def test_request_that_fills_the_context(model: Transformer) -> None:
     for kind in CACHE_IMPLEMENTATIONS:
         for length in (1, 8, 15):
             engine = engine_for(model, max_model_len=16, cache_implementation=kind, prefill_chunk_size=5)
-            ticket = engine.submit([3] * length, SamplingParams(), seed=0)
+            request = engine.submit([3] * length, SamplingParams(), seed=0)
             engine.run()
-            assert len(ticket.result().tokens) == 16 - length
-            assert ticket.result().tokens == alone(model, ticket).tokens[: 16 - length]
+            assert len(request.result().tokens) == 16 - length
+            assert request.result().tokens == run_alone(model, request).tokens[: 16 - length]
 
 
-def test_who_asked_hears_of_every_piece_and_of_the_end(model: Transformer) -> None:
+def test_on_update_is_called_for_every_chunk_and_the_end(model: Transformer) -> None:
     engine = engine_for(model)
-    ticket = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=5), seed=0)
-    heard: list[tuple[int, bool]] = []
-    ticket.on_update = lambda: heard.append((len(ticket.output.tokens), ticket.finished.is_set()))
+    request = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=5), seed=0)
+    updates: list[tuple[int, bool]] = []
+    request.on_update = lambda: updates.append((len(request.output.tokens), request.finished.is_set()))
     engine.run()
-    assert heard == [(1, False), (2, False), (3, False), (4, False), (5, False), (5, True)]
-    left = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=50), seed=0)
-    left.on_update = lambda: heard.append((-1, left.finished.is_set()))
-    left.abort()
+    assert updates == [(1, False), (2, False), (3, False), (4, False), (5, False), (5, True)]
+    aborted = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=50), seed=0)
+    aborted.on_update = lambda: updates.append((-1, aborted.finished.is_set()))
+    aborted.abort()
     engine.run()
-    assert heard[-1] == (-1, True)
+    assert updates[-1] == (-1, True)

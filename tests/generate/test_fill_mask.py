@@ -1,4 +1,4 @@
-"""Filled masks ≡ transformers' fill-mask pipeline; what cannot be filled is said."""
+"""fill_mask equals transformers' fill-mask pipeline; invalid input is an error."""
 
 from pathlib import Path
 from typing import Any
@@ -34,38 +34,38 @@ TEXTS = [
 
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Any, list[str]]:
-    """Ours, the peer's pipeline, and texts with masks."""
-    write, config, more, mask = KINDS[request.param]
+    """A checkpoint, transformers' pipeline with the same weights, and texts with masks."""
+    write_tokenizer, config, options, mask = KINDS[request.param]
     directory: Path = tmp_path_factory.mktemp(request.param)
-    write(directory)
+    write_tokenizer(directory)
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    settings = config(vocab_size=len(tokenizer) + 7, **SMALL, **more)  # a padded vocabulary, as published ones are
-    model = transformers.AutoModelForMaskedLM.from_config(settings).eval()
+    hf_config = config(vocab_size=len(tokenizer) + 7, **SMALL, **options)  # a padded vocabulary, as published ones are
+    model = transformers.AutoModelForMaskedLM.from_config(hf_config).eval()
     randomize_weights(model, 3)
     model.save_pretrained(directory)
     pipeline = transformers.FillMaskPipeline(model=model, tokenizer=tokenizer)
     return ct.load(directory), pipeline, [text.replace("{}", mask) for text in TEXTS]
 
 
-def test_filled_masks_are_the_peers(kind: tuple[Checkpoint, Any, list[str]]) -> None:
-    """All texts side by side here, one by one there."""
-    ours, pipeline, texts = kind
-    assert ours.tokenizer is not None
-    found = fill_mask(ours.model, ours.tokenizer, texts, top_k=7)
-    assert [len(masks) for masks in found] == [1, 1, 3, 2, 1]
-    for text, masks in zip(texts, found, strict=True):
-        theirs = pipeline(text, top_k=7)
-        alone = len(masks) == 1
-        for mine, expected in zip(masks, [theirs] if alone else theirs, strict=True):
-            assert [filled.id for filled in mine] == [each["token"] for each in expected]
-            assert [filled.token for filled in mine] == [each["token_str"] for each in expected]
-            for filled, each in zip(mine, expected, strict=True):
-                assert filled.probability == pytest.approx(each["score"], abs=1e-5)
-                if alone and filled.id not in ours.tokenizer.all_special_ids:
-                    assert filled.text == each["sequence"]
+def test_predictions_equal_transformers(kind: tuple[Checkpoint, Any, list[str]]) -> None:
+    """A batch of texts against single texts in transformers."""
+    checkpoint, pipeline, texts = kind
+    assert checkpoint.tokenizer is not None
+    predictions = fill_mask(checkpoint.model, checkpoint.tokenizer, texts, top_k=7)
+    assert [len(masks) for masks in predictions] == [1, 1, 3, 2, 1]
+    for text, masks in zip(texts, predictions, strict=True):
+        pipeline_output = pipeline(text, top_k=7)
+        single_mask = len(masks) == 1
+        for actual, expected in zip(masks, [pipeline_output] if single_mask else pipeline_output, strict=True):
+            assert [prediction.id for prediction in actual] == [reference["token"] for reference in expected]
+            assert [prediction.token for prediction in actual] == [reference["token_str"] for reference in expected]
+            for prediction, reference in zip(actual, expected, strict=True):
+                assert prediction.probability == pytest.approx(reference["score"], abs=1e-5)
+                if single_mask and prediction.id not in checkpoint.tokenizer.all_special_ids:
+                    assert prediction.text == reference["sequence"]
 
 
-def test_a_model_in_training_fills_without_dropout(kind: tuple[Checkpoint, Any, list[str]]) -> None:
+def test_training_mode_model_predicts_without_dropout(kind: tuple[Checkpoint, Any, list[str]]) -> None:
     checkpoint, _, texts = kind
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
     assert tokenizer is not None
@@ -77,68 +77,68 @@ def test_a_model_in_training_fills_without_dropout(kind: tuple[Checkpoint, Any, 
         model.eval()
 
 
-def test_the_other_masks_stay(kind: tuple[Checkpoint, Any, list[str]]) -> None:
-    ours, pipeline, texts = kind
-    assert ours.tokenizer is not None
+def test_other_masks_stay_in_the_text(kind: tuple[Checkpoint, Any, list[str]]) -> None:
+    checkpoint, pipeline, texts = kind
+    assert checkpoint.tokenizer is not None
     mask = pipeline.tokenizer.mask_token
-    masks = fill_mask(ours.model, ours.tokenizer, [texts[2]], top_k=3)[0]
-    for filled in (one for proposals in masks for one in proposals):
-        assert filled.text.count(mask) == 2 + (filled.token == mask)
-        assert pipeline.tokenizer.cls_token not in filled.text.replace(filled.token, "", 1)
+    masks = fill_mask(checkpoint.model, checkpoint.tokenizer, [texts[2]], top_k=3)[0]
+    for prediction in (p for predictions in masks for p in predictions):
+        assert prediction.text.count(mask) == 2 + (prediction.token == mask)
+        assert pipeline.tokenizer.cls_token not in prediction.text.replace(prediction.token, "", 1)
 
 
-def test_all_probabilities_make_one(kind: tuple[Checkpoint, Any, list[str]]) -> None:
-    ours, _, texts = kind
-    assert ours.tokenizer is not None
-    everything = fill_mask(ours.model, ours.tokenizer, texts[:1], top_k=ours.config.vocab_size)[0][0]
-    assert sum(filled.probability for filled in everything) == pytest.approx(1.0, abs=1e-5)
-    assert {filled.id for filled in everything} == set(range(ours.config.vocab_size))
+def test_probabilities_sum_to_one(kind: tuple[Checkpoint, Any, list[str]]) -> None:
+    checkpoint, _, texts = kind
+    assert checkpoint.tokenizer is not None
+    predictions = fill_mask(checkpoint.model, checkpoint.tokenizer, texts[:1], top_k=checkpoint.config.vocab_size)[0][0]
+    assert sum(prediction.probability for prediction in predictions) == pytest.approx(1.0, abs=1e-5)
+    assert {prediction.id for prediction in predictions} == set(range(checkpoint.config.vocab_size))
 
 
-def test_many_texts_keep_their_order(kind: tuple[Checkpoint, Any, list[str]]) -> None:
-    ours, _, texts = kind
-    assert ours.tokenizer is not None
-    alone = {text: fill_mask(ours.model, ours.tokenizer, [text])[0] for text in texts}
-    many = [texts[number % len(texts)] for number in range(2 * BATCH_SIZE + 3)]
-    for text, masks in zip(many, fill_mask(ours.model, ours.tokenizer, many), strict=True):
-        for mine, expected in zip(masks, alone[text], strict=True):
-            assert [filled.id for filled in mine] == [filled.id for filled in expected]
-            assert [filled.text for filled in mine] == [filled.text for filled in expected]
-    assert fill_mask(ours.model, ours.tokenizer, []) == []
+def test_batches_keep_the_order_of_texts(kind: tuple[Checkpoint, Any, list[str]]) -> None:
+    checkpoint, _, texts = kind
+    assert checkpoint.tokenizer is not None
+    alone = {text: fill_mask(checkpoint.model, checkpoint.tokenizer, [text])[0] for text in texts}
+    many = [texts[i % len(texts)] for i in range(2 * BATCH_SIZE + 3)]
+    for text, masks in zip(many, fill_mask(checkpoint.model, checkpoint.tokenizer, many), strict=True):
+        for actual, expected in zip(masks, alone[text], strict=True):
+            assert [prediction.id for prediction in actual] == [prediction.id for prediction in expected]
+            assert [prediction.text for prediction in actual] == [prediction.text for prediction in expected]
+    assert fill_mask(checkpoint.model, checkpoint.tokenizer, []) == []
 
 
 @pytest.mark.unchecked
-def test_what_cannot_be_filled_is_said(kind: tuple[Checkpoint, Any, list[str]]) -> None:
-    ours, _, texts = kind
-    own: Any = ours.tokenizer
-    bare = ct.build(ours.config.model_dump() | {"head": {"kind": "none"}})
+def test_invalid_arguments_raise_errors(kind: tuple[Checkpoint, Any, list[str]]) -> None:
+    checkpoint, _, texts = kind
+    tokenizer: Any = checkpoint.tokenizer
+    headless = ct.build(checkpoint.config.model_dump() | {"head": {"kind": "none"}})
     cases: list[tuple[str, Any, Any, Any, dict[str, Any]]] = [
-        ("no head", bare, own, texts, {}),
-        ("no head", ct.build("tiny-gpt"), own, texts, {}),
-        ("no mask token", ours.model, byte_tokenizer(), texts, {}),
-        ("text 1 has no mask", ours.model, own, [texts[0], "nothing here"], {}),
-        ("into a list", ours.model, own, texts[0], {}),
-        ("top_k is 0", ours.model, own, texts, {"top_k": 0}),
-        ("ask for fewer", ours.model, own, texts, {"top_k": 10_000}),
-        ("is a string", ours.model, own, [3], {}),
-        ("position", ours.model, own, [texts[0] * 20], {}),
+        ("no masked-LM head", headless, tokenizer, texts, {}),
+        ("no masked-LM head", ct.build("tiny-gpt"), tokenizer, texts, {}),
+        ("no mask token", checkpoint.model, byte_tokenizer(), texts, {}),
+        ("text 1 has no mask", checkpoint.model, tokenizer, [texts[0], "nothing here"], {}),
+        ("pass a list", checkpoint.model, tokenizer, texts[0], {}),
+        ("top_k is 0", checkpoint.model, tokenizer, texts, {"top_k": 0}),
+        ("pass a smaller top_k", checkpoint.model, tokenizer, texts, {"top_k": 10_000}),
+        ("is a string", checkpoint.model, tokenizer, [3], {}),
+        ("position", checkpoint.model, tokenizer, [texts[0] * 20], {}),
     ]
-    for sentence, model, tokenizer, given, how in cases:
-        with pytest.raises(InputError, match=sentence):
-            fill_mask(model, tokenizer, given, **how)
+    for message, model, case_tokenizer, case_texts, options in cases:
+        with pytest.raises(InputError, match=message):
+            fill_mask(model, case_tokenizer, case_texts, **options)
 
 
-def test_weights_that_are_not_numbers_are_noticed(kind: tuple[Checkpoint, Any, list[str]]) -> None:
-    ours, _, texts = kind
-    assert ours.tokenizer is not None
-    parameter: Any = next(p for p in ours.model.parameters() if p.ndim == 1)
-    kept = parameter.detach().clone()
+def test_nan_weights_raise_weight_error(kind: tuple[Checkpoint, Any, list[str]]) -> None:
+    checkpoint, _, texts = kind
+    assert checkpoint.tokenizer is not None
+    parameter: Any = next(p for p in checkpoint.model.parameters() if p.ndim == 1)
+    original = parameter.detach().clone()
     with torch.no_grad():
         parameter.fill_(torch.nan)
     try:
-        with pytest.raises(CutawayError, match="not numbers") as raised:
-            fill_mask(ours.model, ours.tokenizer, texts[:1])
+        with pytest.raises(CutawayError, match="contain NaN") as raised:
+            fill_mask(checkpoint.model, checkpoint.tokenizer, texts[:1])
         assert isinstance(raised.value, WeightError)
     finally:
         with torch.no_grad():
-            parameter.copy_(kept)
+            parameter.copy_(original)

@@ -1,5 +1,4 @@
-"""Generation on a GPU: fast steps are the model's own, packed weights are what they stand for, nothing is recorded
-twice."""
+"""GPU decode: Triton kernels equal the equations, fast steps equal the model, CUDA graphs are captured once."""
 
 from typing import Any
 
@@ -12,8 +11,8 @@ from cutaway.generate import Completion, Engine, EngineConfig, SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.unchecked]
 
-TINY = ["tiny-gpt", "tiny-llama", "tiny-gemma", "tiny-moe", "tiny-mla", "tiny-t5", "tiny-bart"]
-WORST = {torch.float32: 2e-5, torch.bfloat16: 0.05}
+MODELS = ["tiny-gpt", "tiny-llama", "tiny-gemma", "tiny-moe", "tiny-mla", "tiny-t5", "tiny-bart"]
+MAX_ERROR = {torch.float32: 2e-5, torch.bfloat16: 0.05}
 
 
 def weight(rows: int, width: int, dtype: torch.dtype) -> Any:
@@ -26,8 +25,8 @@ def weight(rows: int, width: int, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 5, 17, 33, 64])
 @pytest.mark.parametrize(("count", "width"), [(96, 64), (200, 100), (512, 1000), (1024, 2048)])
-def test_products(dtype: torch.dtype, rows: int, count: int, width: int) -> None:
-    """Norm, product, bias, activation, gate and residual in one, against the equations in fp32."""
+def test_fused_linear_equals_equations(dtype: torch.dtype, rows: int, count: int, width: int) -> None:
+    """Fused norm, product, bias, activation, gate and residual against the equations in fp32."""
     from cutaway.generate.fast.gpu_linear import NormParams, fused_add_norm, fused_linear, split_k_linear
 
     torch.manual_seed(0)
@@ -61,8 +60,8 @@ def test_products(dtype: torch.dtype, rows: int, count: int, width: int) -> None
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("rows", [1, 3, 32])
 @pytest.mark.parametrize(("count", "width"), [(96, 128), (512, 1024), (1024, 2048)])
-def test_packed_weights(bits: int, rows: int, count: int, width: int) -> None:
-    """A product with packed weights is that with the numbers they stand for, in whatever form x and y are."""
+def test_packed_products_equal_dequantized(bits: int, rows: int, count: int, width: int) -> None:
+    """A product with packed weights equals one with the dequantized weights, in all activation layouts."""
     from cutaway.generate.fast.gpu_linear import fused_linear, split_k_linear
     from cutaway.generate.fast.packed_weights import dequantize, pack_weight
 
@@ -85,7 +84,7 @@ def test_packed_weights(bits: int, rows: int, count: int, width: int) -> None:
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """What is stored for a product with packed weights, as (rows, width) again."""
+    """Convert an activation in a packed layout to (rows, width)."""
     if x.dtype != torch.int32:
         return x.permute(1, 2, 0).flatten(1)
     high, low, scale = x[0], x[1], x[2].view(torch.float32)
@@ -93,7 +92,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return fixed * scale.repeat_interleave(4, -1)
 
 
-def test_fixed_point_tells_what_is_no_number() -> None:
+def test_fixed_point_propagates_nonfinite_values() -> None:
     from cutaway.generate.fast.gpu_linear import fused_linear
     from cutaway.generate.fast.packed_weights import pack_weight
 
@@ -108,25 +107,25 @@ def assert_near(y: torch.Tensor, reference: torch.Tensor, within: float) -> None
     assert (y.float() - reference).abs().max() <= within * max(1.0, float(reference.abs().max()))
 
 
-def said_by_full_pass(model: Any, prompt: list[int], answer: Completion) -> torch.Tensor:
-    tokens = torch.tensor([answer.tokens], device="cuda")
+def full_pass_logprobs(model: Any, prompt: list[int], completion: Completion) -> torch.Tensor:
+    tokens = torch.tensor([completion.tokens], device="cuda")
     if "encoder" in model.stacks:
         target = torch.cat((torch.zeros_like(tokens[:, :1]), tokens), 1)
         logits = model(torch.tensor([prompt], device="cuda"), target)[:, :-1]
     else:
-        logits = model(torch.tensor([prompt + answer.tokens], device="cuda"))[:, len(prompt) - 1 : -1]
+        logits = model(torch.tensor([prompt + completion.tokens], device="cuda"))[:, len(prompt) - 1 : -1]
     return logits.float().log_softmax(-1).gather(-1, tokens.unsqueeze(-1))[0, :, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["full", "ring", "paged"])
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_answers_are_the_full_pass(name: str, kind: str, dtype: torch.dtype) -> None:
-    """Recorded steps of fast blocks, rows that come and go, beside one pass over everything."""
+def test_completions_equal_full_forward_pass(name: str, kind: str, dtype: torch.dtype) -> None:
+    """CUDA graphs and fast blocks, with requests joining and leaving, against one full forward pass."""
     model: Any = ct.build(name, device="cuda", dtype=dtype, seed=0)
     size = model.config.vocab_size
-    plan = EngineConfig(
+    engine_config = EngineConfig(
         model,
         compile=True,
         max_num_seqs=3,
@@ -136,38 +135,40 @@ def test_answers_are_the_full_pass(name: str, kind: str, dtype: torch.dtype) -> 
         decoder_start_token_id=0,
         max_source_len=40,
     )
-    engine = Engine(plan)
+    engine = Engine(engine_config)
     prompts = [[(7 * i + 3 * j) % size for j in range(n)] for i, n in enumerate((1, 28, 5, 17, 3))]
-    asked = [SamplingParams(max_new_tokens=34 - 5 * i, temperature=float(i % 2), logprobs=0) for i in range(5)]
-    tickets = [engine.submit(p, s, seed=i) for i, (p, s) in enumerate(zip(prompts, asked, strict=True))]
+    params = [SamplingParams(max_new_tokens=34 - 5 * i, temperature=float(i % 2), logprobs=0) for i in range(5)]
+    requests = [engine.submit(p, s, seed=i) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
     engine.run()
-    for prompt, ticket in zip(prompts, tickets, strict=True):
-        answer = ticket.result()
-        assert len(answer.tokens) == ticket.sampling_params.max_new_tokens
-        off = torch.tensor(answer.logprobs, device="cuda") - said_by_full_pass(model, prompt, answer)
-        assert off.abs().max() <= WORST[dtype], (name, kind, off.abs().max())
+    for prompt, request in zip(prompts, requests, strict=True):
+        completion = request.result()
+        assert len(completion.tokens) == request.sampling_params.max_new_tokens
+        error = torch.tensor(completion.logprobs, device="cuda") - full_pass_logprobs(model, prompt, completion)
+        assert error.abs().max() <= MAX_ERROR[dtype], (name, kind, error.abs().max())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_an_int8_cache_and_packed_weights_stay_near(dtype: torch.dtype) -> None:
+def test_int8_cache_and_packed_weights_are_close(dtype: torch.dtype) -> None:
     model: Any = ct.build("tiny-llama", device="cuda", dtype=dtype, seed=0)
-    for how in ({"kv_cache_dtype": torch.int8}, {"weight_bits": 8}, {"weight_bits": 4}):
+    for options in ({"kv_cache_dtype": torch.int8}, {"weight_bits": 8}, {"weight_bits": 4}):
         engine = Engine(
-            EngineConfig(model, compile=True, max_num_seqs=2, max_model_len=96, cache_implementation="paged", **how)
+            EngineConfig(model, compile=True, max_num_seqs=2, max_model_len=96, cache_implementation="paged", **options)
         )
-        tickets = [
+        requests = [
             engine.submit([1, 2, 3 + i], SamplingParams(max_new_tokens=40, logprobs=0), seed=0) for i in range(3)
         ]
         engine.run()
-        for i, ticket in enumerate(tickets):
-            answer = ticket.result()
-            off = torch.tensor(answer.logprobs, device="cuda") - said_by_full_pass(model, [1, 2, 3 + i], answer)
-            assert off.abs().max() <= 0.3, how
+        for i, request in enumerate(requests):
+            completion = request.result()
+            error = torch.tensor(completion.logprobs, device="cuda") - full_pass_logprobs(
+                model, [1, 2, 3 + i], completion
+            )
+            assert error.abs().max() <= 0.3, options
 
 
-def test_nothing_is_recorded_twice() -> None:
-    """After every number of rows was seen once, the same kinds of requests record nothing, and memory stays."""
+def test_graphs_are_captured_once() -> None:
+    """Repeated requests capture no new graphs and allocate no memory."""
     model: Any = ct.build("tiny-llama", device="cuda", dtype=torch.bfloat16, seed=0)
     engine = Engine(EngineConfig(model, compile=True, max_num_seqs=8, max_model_len=64, cache_implementation="paged"))
 
@@ -188,8 +189,8 @@ def test_nothing_is_recorded_twice() -> None:
     assert torch.cuda.memory_allocated() <= held + 2**20
 
 
-def test_a_model_keeps_its_weights() -> None:
-    """Making it fast joins matrices in memory and changes no value."""
+def test_model_weights_are_unchanged() -> None:
+    """Enabling fast decode concatenates weights in memory and changes no value."""
     model: Any = ct.build("tiny-llama", device="cuda", dtype=torch.bfloat16, seed=0)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     held = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""Guessing ahead changes how many passes an answer takes, and nothing else: not one token, not one chance."""
+"""Speculative decoding: same greedy tokens and same sampling distribution as plain decoding, in fewer passes."""
 
 import itertools
 import math
@@ -28,31 +28,34 @@ LENGTHS = (1, 7, 4, 9, 2)
 
 
 def prompts_for(config: c.Config, seed: int, lengths: Sequence[int] = LENGTHS, *, repeat: bool = False) -> Any:
-    """Ragged; for n-grams, of a few tokens again and again."""
+    """Prompts of different lengths; with `repeat`, of a few repeated tokens."""
     which = "source" if config.form == "encoder-decoder" else "tokens"
     prompts = [random_tokens(config, 1, n, seed + n, which)[0].tolist() for n in lengths]
     return [(prompt[:3] * n)[:n] for prompt, n in zip(prompts, lengths, strict=True)] if repeat else prompts
 
 
-def plan_for(model: Transformer, **how: Any) -> EngineConfig:
+def engine_config_for(model: Transformer, **options: Any) -> EngineConfig:
     return EngineConfig(
-        model, **{"max_model_len": 2 * SEQ_LEN, "decoder_start_token_id": 0, "max_source_len": max(LENGTHS), **how}
+        model, **{"max_model_len": 2 * SEQ_LEN, "decoder_start_token_id": 0, "max_source_len": max(LENGTHS), **options}
     )
 
 
-def plainly(
-    plan: EngineConfig, prompts: Sequence[Sequence[int]], settings: Sequence[SamplingParams], tokenizer: Any = None
+def generate_plain(
+    engine_config: EngineConfig,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    tokenizer: Any = None,
 ) -> list[Completion]:
-    engine = Engine(plan, tokenizer=tokenizer)
-    tickets = [engine.submit(prompt, own, seed=0) for prompt, own in zip(prompts, settings, strict=True)]
+    engine = Engine(engine_config, tokenizer=tokenizer)
+    requests = [engine.submit(prompt, p, seed=0) for prompt, p in zip(prompts, params, strict=True)]
     engine.run()
-    return [ticket.result() for ticket in tickets]
+    return [request.result() for request in requests]
 
 
 def decoder(
     seed: int = 0, *, size: int = 5, context: int | None = None, head: c.LMHead | None = None, **stack: Any
 ) -> Transformer:
-    """A small model whose next token depends on all before."""
+    """A small decoder with RoPE."""
     position = c.NoPosition() if context is None else c.LearnedPosition(length=context)
     block = c.Block(attention=c.MultiHead(heads=2, position=c.Rope()), ffn=c.Mlp(hidden=16))
     body = c.Stack(**{"layers": 2, "block": (block,), "embedding": c.Embedding(position=position), **stack})
@@ -67,14 +70,14 @@ def decoder(
     kind=st.sampled_from(["full", "ring", "paged"]),
     chunk=st.integers(1, SEQ_LEN),
     rows=st.integers(1, 5),
-    ahead=st.integers(1, 6),
+    num_draft_tokens=st.integers(1, 6),
     drafts=st.sampled_from(["itself", "another", "ngram"]),
     penalty=st.sampled_from([0.0, 0.0, 1.5]),
 )
-def test_the_most_likely_answers_are_the_same(
-    config: c.Config, seed: int, kind: str, chunk: int, rows: int, ahead: int, drafts: str, penalty: float
+def test_greedy_completions_equal_plain_decoding(
+    config: c.Config, seed: int, kind: str, chunk: int, rows: int, num_draft_tokens: int, drafts: str, penalty: float
 ) -> None:
-    """Ragged prompts and limits, rows that are filled again, windows that wrap, a draft of any worth."""
+    """Different prompt lengths and limits, reused rows, wrapping ring buffers, drafts of any quality."""
     model = build_randomized_model(config, torch.float64, seed)
     draft = {
         "itself": model,
@@ -82,47 +85,47 @@ def test_the_most_likely_answers_are_the_same(
         "ngram": NgramConfig(3, 1),
     }[drafts]
     prompts = prompts_for(config, seed, LENGTHS[:4], repeat=drafts == "ngram")
-    settings = [
+    params = [
         SamplingParams(
             max_new_tokens=SEQ_LEN - i, stop_token_ids=[i, 5], min_new_tokens=i, frequency_penalty=penalty, logprobs=2
         )
         for i in range(len(prompts))
     ]
-    plan = plan_for(model, max_num_seqs=rows, cache_implementation=kind, prefill_chunk_size=chunk)
-    plain = plainly(plan, prompts, settings)
-    answers, counts = generate_speculative(
-        plan, None, prompts, settings, [0] * len(prompts), draft_model=draft, num_draft_tokens=ahead
+    engine_config = engine_config_for(model, max_num_seqs=rows, cache_implementation=kind, prefill_chunk_size=chunk)
+    plain = generate_plain(engine_config, prompts, params)
+    completions, stats = generate_speculative(
+        engine_config, None, prompts, params, [0] * len(prompts), draft_model=draft, num_draft_tokens=num_draft_tokens
     )
-    for mine, theirs in zip(answers, plain, strict=True):
-        assert mine.tokens == theirs.tokens
-        assert (mine.finish_reason, mine.stop_reason, mine.prompt_tokens) == (
-            theirs.finish_reason, theirs.stop_reason, theirs.prompt_tokens,
+    for actual, expected in zip(completions, plain, strict=True):
+        assert actual.tokens == expected.tokens
+        assert (actual.finish_reason, actual.stop_reason, actual.prompt_tokens) == (
+            expected.finish_reason, expected.stop_reason, expected.prompt_tokens,
         )  # fmt: skip
-        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=2e-5)
-        assert mine.top_logprobs is not None
-        assert [len(top) for top in mine.top_logprobs] == [2] * len(mine.tokens)
-    assert counts.num_output_tokens == sum(len(answer.tokens) for answer in answers)
-    assert counts.num_forward_passes <= counts.num_output_tokens
-    assert 0 <= counts.num_accepted <= counts.num_drafted
+        assert actual.logprobs == pytest.approx(expected.logprobs, abs=2e-5)
+        assert actual.top_logprobs is not None
+        assert [len(top) for top in actual.top_logprobs] == [2] * len(actual.tokens)
+    assert stats.num_output_tokens == sum(len(completion.tokens) for completion in completions)
+    assert stats.num_forward_passes <= stats.num_output_tokens
+    assert 0 <= stats.num_accepted <= stats.num_drafted
     if drafts == "itself":
-        assert counts.num_accepted == counts.num_drafted
+        assert stats.num_accepted == stats.num_drafted
 
 
 @given(
     config=configs(("decoder", "encoder-decoder")),
     seed=SEEDS,
     kind=st.sampled_from(["full", "ring", "paged"]),
-    ahead=st.integers(1, 6),
+    num_draft_tokens=st.integers(1, 6),
     ngram=st.booleans(),
 )
-def test_an_answer_depends_on_its_request_alone(
-    config: c.Config, seed: int, kind: str, ahead: int, ngram: bool
+def test_completion_is_independent_of_the_batch(
+    config: c.Config, seed: int, kind: str, num_draft_tokens: int, ngram: bool
 ) -> None:
-    """With neighbours that have other settings or with none, in a row that others had before or in a fresh one."""
+    """With or without other requests, in a reused or a fresh row."""
     model = build_randomized_model(config, torch.float64, seed)
     draft = NgramConfig(3, 1) if ngram else build_randomized_model(config, torch.float64, seed + 1)
     prompts = prompts_for(config, seed, repeat=ngram)
-    settings = [
+    params = [
         SamplingParams(max_new_tokens=8, temperature=1.0, top_k=4),
         SamplingParams(max_new_tokens=6),
         SamplingParams(max_new_tokens=3, temperature=0.7, top_p=0.9, repetition_penalty=1.3),
@@ -131,45 +134,51 @@ def test_an_answer_depends_on_its_request_alone(
     ]
     seeds = [seed + i for i in range(len(prompts))]
     together, _ = generate_speculative(
-        plan_for(model, max_num_seqs=3, cache_implementation=kind),
+        engine_config_for(model, max_num_seqs=3, cache_implementation=kind),
         None,
         prompts,
-        settings,
+        params,
         seeds,
         draft_model=draft,
-        num_draft_tokens=ahead,
+        num_draft_tokens=num_draft_tokens,
     )
     for i in (0, 3):
-        plan = plan_for(model, max_num_seqs=1, cache_implementation=kind, prefill_chunk_size=3)
+        engine_config = engine_config_for(model, max_num_seqs=1, cache_implementation=kind, prefill_chunk_size=3)
         alone, _ = generate_speculative(
-            plan, None, [prompts[i]], [settings[i]], [seeds[i]], draft_model=draft, num_draft_tokens=ahead
+            engine_config,
+            None,
+            [prompts[i]],
+            [params[i]],
+            [seeds[i]],
+            draft_model=draft,
+            num_draft_tokens=num_draft_tokens,
         )
         assert alone[0].tokens == together[i].tokens
 
 
 @torch.no_grad()
-def exact(model: Any, prompt: list[int], settings: SamplingParams, depth: int) -> np.ndarray:
-    """The chance of every sequence of `depth` tokens, from full passes."""
+def reference_probs(model: Any, prompt: list[int], params: SamplingParams, depth: int) -> np.ndarray:
+    """Probability of every sequence of `depth` tokens, from full forward passes."""
     size = model.config.vocab_size
-    chances = np.ones(size**depth)
+    probs = np.ones(size**depth)
     sampler = Sampler(1, size)
-    for place, said in enumerate(itertools.product(range(size), repeat=depth)):
-        logits = model(torch.tensor([prompt + list(said)]))
+    for i, sequence in enumerate(itertools.product(range(size), repeat=depth)):
+        logits = model(torch.tensor([prompt + list(sequence)]))
         for step in range(depth):
-            sampler.set_row(0, settings, prompt, 0, output_tokens=said[:step])
+            sampler.set_row(0, params, prompt, 0, output_tokens=sequence[:step])
             p = logits_to_probs(logits[:, len(prompt) - 1 + step], sampler.first_rows(1), sampler.features(1))
-            chances[place] *= float(p[0, said[step]])
-    return chances
+            probs[i] *= float(p[0, sequence[step]])
+    return probs
 
 
-def tail(statistic: float, freedom: int) -> float:
+def chi_square_tail(statistic: float, freedom: int) -> float:
     half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-def chi_square(drawn: np.ndarray, p: np.ndarray) -> float:
-    """How likely counts at least this far from p are; what is rare is counted together."""
-    counts, expected = np.bincount(drawn, minlength=len(p)), len(drawn) * p
+def chi_square(samples: np.ndarray, p: np.ndarray) -> float:
+    """p-value of the counts under p; rare sequences form one class."""
+    counts, expected = np.bincount(samples, minlength=len(p)), len(samples) * p
     assert not counts[p == 0].any()
     order = np.argsort(expected)
     counts, expected = counts[order], expected[order]
@@ -177,10 +186,10 @@ def chi_square(drawn: np.ndarray, p: np.ndarray) -> float:
     rare = max(rare, int((expected < 5).sum()))
     counts = np.append(counts[rare:], counts[:rare].sum())
     expected = np.append(expected[rare:], expected[:rare].sum())
-    return tail(((counts - expected) ** 2 / expected).sum(), len(counts) - 1) if len(counts) > 1 else 1.0
+    return chi_square_tail(((counts - expected) ** 2 / expected).sum(), len(counts) - 1) if len(counts) > 1 else 1.0
 
 
-DRAWN: dict[str, dict[str, Any]] = {
+SAMPLING_CASES: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.8},
     "filters": {"temperature": 1.3, "top_k": 4, "top_p": 0.9, "min_p": 0.1},
     "penalties": {
@@ -191,46 +200,48 @@ DRAWN: dict[str, dict[str, Any]] = {
 
 
 @torch.no_grad()
-def near(model: Transformer, noise: float = 0.05) -> Transformer:
-    """A good draft: almost the same weights."""
-    other = build_randomized_model(model.config, torch.float64)
-    other.load_weights(model.state_dict())
-    for weight in other.parameters():
+def perturbed_copy(model: Transformer, noise: float = 0.05) -> Transformer:
+    """A good draft model: almost the same weights."""
+    copied = build_randomized_model(model.config, torch.float64)
+    copied.load_weights(model.state_dict())
+    for weight in copied.parameters():
         weight.add_(noise * torch.randn_like(weight))
-    return other
+    return copied
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", SAMPLING_CASES)
 @pytest.mark.parametrize("drafts", ["bad", "good", "ngram"])
-def test_drawn_tokens_have_their_chances(name: str, drafts: str) -> None:
-    """The first three tokens together, over many seeds, against every sequence's exact chance."""
+def test_sampled_tokens_have_the_target_distribution(name: str, drafts: str) -> None:
+    """Joint distribution of the first three tokens over many seeds, against the exact probabilities."""
     model = decoder(1)
-    draft = {"bad": decoder(2), "good": near(model), "ngram": NgramConfig(2, 1)}[drafts]
+    draft = {"bad": decoder(2), "good": perturbed_copy(model), "ngram": NgramConfig(2, 1)}[drafts]
     depth, seeds, prompt = 3, 2500, [3, 1, 3] if drafts == "ngram" else [3]
-    settings = SamplingParams(max_new_tokens=depth + 1, ignore_eos=True, **DRAWN[name])
-    plan = EngineConfig(model, max_num_seqs=seeds, max_model_len=64)
-    answers, counts = generate_speculative(
-        plan, None, [prompt] * seeds, [settings] * seeds, range(seeds), draft_model=draft, num_draft_tokens=depth
+    params = SamplingParams(max_new_tokens=depth + 1, ignore_eos=True, **SAMPLING_CASES[name])
+    engine_config = EngineConfig(model, max_num_seqs=seeds, max_model_len=64)
+    completions, stats = generate_speculative(
+        engine_config, None, [prompt] * seeds, [params] * seeds, range(seeds), draft_model=draft, num_draft_tokens=depth
     )
-    p = exact(model, prompt, settings, depth)
-    # An answer that ended early stands for all that could have followed.
-    codes = [tokens + [0] * (depth - len(tokens)) for tokens in (answer.tokens[:depth] for answer in answers)]
+    p = reference_probs(model, prompt, params, depth)
+    # A completion that stopped early counts for all sequences with its prefix.
+    codes = [
+        tokens + [0] * (depth - len(tokens)) for tokens in (completion.tokens[:depth] for completion in completions)
+    ]
     places = np.array([sum(token * 5 ** (depth - 1 - i) for i, token in enumerate(code)) for code in codes])
     table = p.reshape(5, 5, 5)
-    if settings.stop_token_ids:
-        table = merged(table, settings)
+    if params.stop_token_ids:
+        table = merge_stopped(table, params)
     assert table.sum() == pytest.approx(1)
     assert chi_square(places, table.reshape(-1)) > 1e-4
-    assert counts.num_accepted > 0
-    assert counts.num_accepted < counts.num_drafted
+    assert stats.num_accepted > 0
+    assert stats.num_accepted < stats.num_drafted
     if drafts == "good":
-        assert counts.acceptance_rate > 0.8
+        assert stats.acceptance_rate > 0.8
 
 
-def merged(table: np.ndarray, settings: SamplingParams) -> np.ndarray:
-    """Chances of answers that end with a stop token, all in the place where the rest is 0."""
+def merge_stopped(table: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Add the probabilities of all sequences after a stop token to the entry whose rest is 0."""
     result = table.copy()
-    for stop in settings.stop_token_ids:
+    for stop in params.stop_token_ids:
         for first in range(len(table)):
             if first == stop:
                 result[first] = 0
@@ -241,8 +252,8 @@ def merged(table: np.ndarray, settings: SamplingParams) -> np.ndarray:
     return result
 
 
-def test_the_rule_alone_gives_the_models_distribution() -> None:
-    """For any p and q, also where q guesses what p never says and the other way round."""
+def test_rejection_sampling_preserves_the_target_distribution() -> None:
+    """Also where q proposes a token with p = 0, and the other way around."""
     torch.manual_seed(3)
     n, size = 200_000, 6
     target, draft = 2 * torch.randn(1, 2, size), 2 * torch.randn(size)
@@ -254,197 +265,216 @@ def test_the_rule_alone_gives_the_models_distribution() -> None:
     for tensor in sampler.sampling_state.tensors():
         tensor[:] = tensor[0].clone()
     sampler.sampling_state.int_params[:, 0] = torch.arange(n)
-    needs = sampler.features(1)
+    features = sampler.features(1)
     q = draft.softmax(-1).expand(n, size)
-    guesses = torch.multinomial(q, 1, generator=torch.Generator().manual_seed(5))
-    verdict = rejection_sample(target.expand(n, 2, size), Proposal(guesses, [1] * n, [q]), sampler.first_rows(n), needs)
+    draft_tokens = torch.multinomial(q, 1, generator=torch.Generator().manual_seed(5))
+    result = rejection_sample(
+        target.expand(n, 2, size), Proposal(draft_tokens, [1] * n, [q]), sampler.first_rows(n), features
+    )
     p = target[0].softmax(-1).double().numpy()
-    assert chi_square(verdict.tokens[:, 0].numpy(), p[0]) > 1e-4
-    taken = verdict.num_accepted == 1
-    assert chi_square(verdict.tokens[taken, 1].numpy(), p[1]) > 1e-4
+    assert chi_square(result.tokens[:, 0].numpy(), p[0]) > 1e-4
+    accepted = result.num_accepted == 1
+    assert chi_square(result.tokens[accepted, 1].numpy(), p[1]) > 1e-4
     overlap = float(torch.minimum(target[0, 0].softmax(-1), q[0]).sum())
-    assert float(taken.double().mean()) == pytest.approx(overlap, abs=5 * math.sqrt(0.25 / n))
-    assert sampler.sampling_state.output_len.equal(1 + verdict.num_accepted)
+    assert float(accepted.double().mean()) == pytest.approx(overlap, abs=5 * math.sqrt(0.25 / n))
+    assert sampler.sampling_state.output_len.equal(1 + result.num_accepted)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("ahead", range(1, 7))
-def test_a_draft_that_is_the_model_is_always_right(ahead: int, temperature: float) -> None:
+@pytest.mark.parametrize("num_draft_tokens", range(1, 7))
+def test_target_as_draft_is_always_accepted(num_draft_tokens: int, temperature: float) -> None:
     model = decoder(4, size=30)
     limit = 15
-    settings = [SamplingParams(max_new_tokens=limit, temperature=temperature, top_p=0.95, repetition_penalty=1.2)] * 3
-    plan = EngineConfig(model, max_num_seqs=3, max_model_len=32)
-    _, counts = generate_speculative(
-        plan, None, [[1], [2, 3], [4, 5, 6]], settings, [1, 2, 3], draft_model=model, num_draft_tokens=ahead
+    params = [SamplingParams(max_new_tokens=limit, temperature=temperature, top_p=0.95, repetition_penalty=1.2)] * 3
+    engine_config = EngineConfig(model, max_num_seqs=3, max_model_len=32)
+    _, stats = generate_speculative(
+        engine_config,
+        None,
+        [[1], [2, 3], [4, 5, 6]],
+        params,
+        [1, 2, 3],
+        draft_model=model,
+        num_draft_tokens=num_draft_tokens,
     )
-    assert counts.num_accepted == counts.num_drafted > 0
-    assert counts.num_forward_passes == 3 * math.ceil(limit / (ahead + 1))
-    assert counts.acceptance_rate == 1
-    assert counts.tokens_per_forward_pass == limit / math.ceil(limit / (ahead + 1))
+    assert stats.num_accepted == stats.num_drafted > 0
+    assert stats.num_forward_passes == 3 * math.ceil(limit / (num_draft_tokens + 1))
+    assert stats.acceptance_rate == 1
+    assert stats.tokens_per_forward_pass == limit / math.ceil(limit / (num_draft_tokens + 1))
 
 
-def test_what_repeats_is_guessed() -> None:
+def test_ngram_draft_predicts_repetition() -> None:
     model = decoder(0, size=30)
-    plan = EngineConfig(model, max_num_seqs=1, max_model_len=100)
-    settings = [SamplingParams(max_new_tokens=60)]
-    answers, counts = generate_speculative(
-        plan, None, [[3, 4]], settings, [0], draft_model=NgramConfig(), num_draft_tokens=4
+    engine_config = EngineConfig(model, max_num_seqs=1, max_model_len=100)
+    params = [SamplingParams(max_new_tokens=60)]
+    completions, stats = generate_speculative(
+        engine_config, None, [[3, 4]], params, [0], draft_model=NgramConfig(), num_draft_tokens=4
     )
-    assert answers[0].tokens == plainly(plan, [[3, 4]], settings)[0].tokens
-    assert counts.num_output_tokens == 60
-    assert counts.num_forward_passes < 40
+    assert completions[0].tokens == generate_plain(engine_config, [[3, 4]], params)[0].tokens
+    assert stats.num_output_tokens == 60
+    assert stats.num_forward_passes < 40
 
 
-def test_the_longest_end_that_stood_there_before() -> None:
-    repeats = NgramIndex(NgramConfig(3, 1), [1, 2, 3, 4, 9, 2, 3, 5, 8, 2, 3])
-    assert repeats.propose(3) == [5, 8, 2]  # the last of those as long
-    repeats.extend([4])
-    assert repeats.propose(2) == [9, 2]
+def test_ngram_index_uses_the_longest_suffix() -> None:
+    index = NgramIndex(NgramConfig(3, 1), [1, 2, 3, 4, 9, 2, 3, 5, 8, 2, 3])
+    assert index.propose(3) == [5, 8, 2]  # the most recent of equally long matches
+    index.extend([4])
+    assert index.propose(2) == [9, 2]
     assert NgramIndex(NgramConfig(3, 1), [7, 7, 1]).propose(3) == []
-    assert NgramIndex(NgramConfig(3, 2), [7, 1, 7]).propose(3) == []  # one token is too little
+    assert NgramIndex(NgramConfig(3, 2), [7, 1, 7]).propose(3) == []  # below min_ngram_size
     assert NgramIndex(NgramConfig(3, 2), [5, 1, 2, 1, 2]).propose(5) == [1, 2, 1, 2, 1]
 
 
-def test_answers_end_within_what_was_guessed() -> None:
-    """Stop strings, end tokens and limits, where the rest of a round was accepted already."""
+def test_stop_conditions_within_accepted_drafts() -> None:
+    """Stop strings, EOS tokens and limits inside a step whose remaining drafts were accepted."""
     tokenizer = byte_tokenizer()
     model = decoder(5, size=tokenizer.vocab_size)
     prompts = [[1, 2, 3], [60, 61], [9]]
-    free = plainly(
+    unconstrained = generate_plain(
         EngineConfig(model, max_num_seqs=3, max_model_len=40), prompts, [SamplingParams(max_new_tokens=20)] * 3
     )
-    for at in range(0, 8, 2):
-        stops = [chr(answer.tokens[at]) if answer.tokens[at] < 128 else "none" for answer in free]
-        eos = [free[0].tokens[at]]
-        settings = [SamplingParams(max_new_tokens=20 - i, stop=stops[i], ignore_eos=i == 1) for i in range(3)]
-        plan = EngineConfig(model, max_num_seqs=3, max_model_len=40, eos_token_ids=eos)
-        plain = plainly(plan, prompts, settings, tokenizer)
-        answers, _ = generate_speculative(
-            plan, tokenizer, prompts, settings, [0, 0, 0], draft_model=model, num_draft_tokens=6
+    for position in range(0, 8, 2):
+        stops = [
+            chr(completion.tokens[position]) if completion.tokens[position] < 128 else "none"
+            for completion in unconstrained
+        ]
+        eos = [unconstrained[0].tokens[position]]
+        params = [SamplingParams(max_new_tokens=20 - i, stop=stops[i], ignore_eos=i == 1) for i in range(3)]
+        engine_config = EngineConfig(model, max_num_seqs=3, max_model_len=40, eos_token_ids=eos)
+        plain = generate_plain(engine_config, prompts, params, tokenizer)
+        completions, _ = generate_speculative(
+            engine_config, tokenizer, prompts, params, [0, 0, 0], draft_model=model, num_draft_tokens=6
         )
-        assert answers == plain
-        assert answers[0].finish_reason == "stop"
+        assert completions == plain
+        assert completions[0].finish_reason == "stop"
 
 
-def test_answers_may_fill_the_context() -> None:
-    """To the last slot, whatever neighbours guess meanwhile; a draft with fewer positions falls silent."""
+def test_completions_may_fill_the_context() -> None:
+    """Up to the last slot; a draft model with fewer positions stops proposing."""
     model, draft = decoder(6, size=12, context=16), decoder(7, size=12, context=10)
-    short = decoder(6, size=12, context=10)  # guesses rightly up to there
-    short.load_weights({name: weight[: len(mine)] for name, mine, weight in both(short, model)})
+    short = decoder(6, size=12, context=10)  # exact drafts up to its context length
+    short.load_weights(
+        {name: weight[: len(short_weight)] for name, short_weight, weight in paired_weights(short, model)}
+    )
     prompts = [[1] * 15, [2], [3] * 9, [4] * 12, [5] * 10]
-    settings = [SamplingParams()] * 5
+    params = [SamplingParams()] * 5
     for kind in ("full", "paged"):
-        plan = EngineConfig(model, max_num_seqs=5, cache_implementation=kind)  # type: ignore[arg-type]
-        plain = plainly(plan, prompts, settings)
-        for guess in (draft, short, model, NgramConfig(2, 1)):
-            for ahead in (1, 4):
-                answers, _ = generate_speculative(
-                    plan, None, prompts, settings, [0] * 5, draft_model=guess, num_draft_tokens=ahead
+        engine_config = EngineConfig(model, max_num_seqs=5, cache_implementation=kind)  # type: ignore[arg-type]
+        plain = generate_plain(engine_config, prompts, params)
+        for proposer in (draft, short, model, NgramConfig(2, 1)):
+            for num_draft_tokens in (1, 4):
+                completions, _ = generate_speculative(
+                    engine_config,
+                    None,
+                    prompts,
+                    params,
+                    [0] * 5,
+                    draft_model=proposer,
+                    num_draft_tokens=num_draft_tokens,
                 )
-                assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+                assert [completion.tokens for completion in completions] == [completion.tokens for completion in plain]
 
 
-def both(a: Transformer, b: Transformer) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+def paired_weights(a: Transformer, b: Transformer) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     return [(name, weight, b.state_dict()[name]) for name, weight in a.state_dict().items()]
 
 
-def test_texts_that_wait_for_pages_and_begin_alike() -> None:
+def test_paged_cache_with_waiting_requests_and_equal_prefixes() -> None:
     model = decoder(8, size=12)
     prompts = [[1, 2] * 40 + [i] for i in range(6)]
-    settings = [SamplingParams(max_new_tokens=50 - i) for i in range(6)]
-    plan = EngineConfig(model, max_num_seqs=4, max_model_len=192, cache_implementation="paged")
-    plan.kv_cache_memory_bytes = 7 * plan.bytes_for_slots(64)
-    answers, _ = generate_speculative(
-        plan, None, prompts, settings, [0] * 6, draft_model=near(model), num_draft_tokens=3
+    params = [SamplingParams(max_new_tokens=50 - i) for i in range(6)]
+    engine_config = EngineConfig(model, max_num_seqs=4, max_model_len=192, cache_implementation="paged")
+    engine_config.kv_cache_memory_bytes = 7 * engine_config.bytes_for_slots(64)
+    completions, _ = generate_speculative(
+        engine_config, None, prompts, params, [0] * 6, draft_model=perturbed_copy(model), num_draft_tokens=3
     )
-    plain = plainly(EngineConfig(model, max_num_seqs=1, max_model_len=192), prompts, settings)
-    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    plain = generate_plain(EngineConfig(model, max_num_seqs=1, max_model_len=192), prompts, params)
+    assert [completion.tokens for completion in completions] == [completion.tokens for completion in plain]
 
 
-def test_begun_and_forced_tokens() -> None:
-    config = c.EncoderDecoder(vocab_size=20, d_model=8, encoder=side(c.Stack, c.Block), decoder=crossed())
+def test_output_prefix_and_forced_eos() -> None:
+    config = c.EncoderDecoder(vocab_size=20, d_model=8, encoder=build_stack(c.Stack, c.Block), decoder=cross_stack())
     model, draft = build_randomized_model(config, torch.float64, 1), build_randomized_model(config, torch.float64, 2)
-    plan = EngineConfig(
+    engine_config = EngineConfig(
         model, max_num_seqs=2, max_model_len=20, decoder_start_token_id=3, forced_eos_token_id=7, max_source_len=8
     )
-    prompts, settings = [[1, 2, 3, 4], [5] * 8, [6]], [SamplingParams(max_new_tokens=9)] * 3
-    engine = Engine(plan)
-    tickets = [
-        engine.submit(prompt, own, seed=0, output_prefix=[11]) for prompt, own in zip(prompts, settings, strict=True)
-    ]
+    prompts, params = [[1, 2, 3, 4], [5] * 8, [6]], [SamplingParams(max_new_tokens=9)] * 3
+    engine = Engine(engine_config)
+    requests = [engine.submit(prompt, p, seed=0, output_prefix=[11]) for prompt, p in zip(prompts, params, strict=True)]
     engine.run()
-    for guess in (draft, model, NgramConfig(2, 1)):
-        answers, _ = generate_speculative(plan, None, prompts, settings, [0] * 3, draft_model=guess, output_prefix=[11])
-        assert [answer.tokens for answer in answers] == [ticket.result().tokens for ticket in tickets]
-        assert all(answer.tokens[0] == 11 and answer.tokens[-1] == 7 for answer in answers)
+    for proposer in (draft, model, NgramConfig(2, 1)):
+        completions, _ = generate_speculative(
+            engine_config, None, prompts, params, [0] * 3, draft_model=proposer, output_prefix=[11]
+        )
+        assert [completion.tokens for completion in completions] == [request.result().tokens for request in requests]
+        assert all(completion.tokens[0] == 11 and completion.tokens[-1] == 7 for completion in completions)
 
 
-def side(stack: Any, block: Any, **extra: Any) -> Any:
+def build_stack(stack: Any, block: Any, **extra: Any) -> Any:
     return stack(layers=1, block=(block(attention=c.MultiHead(heads=2), ffn=c.Mlp(hidden=8), **extra),))
 
 
-def crossed() -> c.CrossStack:
-    return side(c.CrossStack, c.CrossBlock, cross=c.Cross(heads=2))
+def cross_stack() -> c.CrossStack:
+    return build_stack(c.CrossStack, c.CrossBlock, cross=c.Cross(heads=2))
 
 
-def test_vocabularies_that_are_padded_differently() -> None:
-    """The same tokens, another number of rows: more or fewer than the model's."""
+def test_vocabularies_with_different_padding() -> None:
+    """Same tokens, but the draft's vocab_size is padded more or less than the target's."""
     tokenizer = byte_tokenizer()
     real = tokenizer.vocab_size
     model = decoder(5, size=real + 5)
-    prompts, settings = [[real + 4, 2, 3], [60]], [SamplingParams(max_new_tokens=12), SamplingParams(max_new_tokens=12)]
-    plan = EngineConfig(model, max_num_seqs=2, max_model_len=40)
-    plain = plainly(plan, prompts, settings)
+    prompts, params = [[real + 4, 2, 3], [60]], [SamplingParams(max_new_tokens=12), SamplingParams(max_new_tokens=12)]
+    engine_config = EngineConfig(model, max_num_seqs=2, max_model_len=40)
+    plain = generate_plain(engine_config, prompts, params)
     for size in (real, real + 9):
         draft = decoder(6, size=size)
-        how: dict[str, Any] = {"draft_model": draft, "draft_tokenizer": byte_tokenizer()}
-        answers, _ = generate_speculative(plan, tokenizer, prompts, settings, [0, 0], **how)
-        assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+        options: dict[str, Any] = {"draft_model": draft, "draft_tokenizer": byte_tokenizer()}
+        completions, _ = generate_speculative(engine_config, tokenizer, prompts, params, [0, 0], **options)
+        assert [completion.tokens for completion in completions] == [completion.tokens for completion in plain]
 
 
-def test_a_broken_draft_spoils_nothing() -> None:
+def test_nan_draft_model_does_not_change_the_output() -> None:
     model, draft = decoder(1, size=9), decoder(2, size=9)
     with torch.no_grad():
         next(draft.parameters()).fill_(math.nan)
-    settings = [SamplingParams(max_new_tokens=10), SamplingParams(max_new_tokens=10, temperature=1.0)]
-    plan = EngineConfig(model, max_num_seqs=2, max_model_len=20)
-    answers, _ = generate_speculative(plan, None, [[1], [2]], settings, [0, 1], draft_model=draft)
-    assert answers[0].tokens == plainly(plan, [[1]], settings[:1])[0].tokens
-    assert len(answers[1].tokens) == 10
+    params = [SamplingParams(max_new_tokens=10), SamplingParams(max_new_tokens=10, temperature=1.0)]
+    engine_config = EngineConfig(model, max_num_seqs=2, max_model_len=20)
+    completions, _ = generate_speculative(engine_config, None, [[1], [2]], params, [0, 1], draft_model=draft)
+    assert completions[0].tokens == generate_plain(engine_config, [[1]], params[:1])[0].tokens
+    assert len(completions[1].tokens) == 10
 
 
-def test_a_broken_model_is_told() -> None:
+def test_nan_target_model_raises_an_error() -> None:
     model = decoder(1, size=9)
     with torch.no_grad():
         next(model.parameters()).fill_(math.nan)
     for temperature in (0.0, 1.0):
-        settings = [SamplingParams(max_new_tokens=5, temperature=temperature)]
+        params = [SamplingParams(max_new_tokens=5, temperature=temperature)]
         for draft in (model, NgramConfig()):
             with pytest.raises(CutawayError, match="NaN"):
                 generate_speculative(
-                    EngineConfig(model, max_num_seqs=1, max_model_len=20), None, [[1]], settings, [0], draft_model=draft
+                    EngineConfig(model, max_num_seqs=1, max_model_len=20), None, [[1]], params, [0], draft_model=draft
                 )
 
 
-def test_a_broken_text_harms_no_other() -> None:
+def test_nan_does_not_reach_other_requests() -> None:
     model = decoder(1, size=9, head=c.LMHead(tied=False))
     with torch.no_grad():
         model.stacks["decoder"].embed.token.weight[8] = math.nan
-    settings = [SamplingParams(max_new_tokens=6, suppress_tokens=[8])]
-    speculation = SpeculativeDecoder(
+    params = [SamplingParams(max_new_tokens=6, suppress_tokens=[8])]
+    spec_decoder = SpeculativeDecoder(
         EngineConfig(model, max_num_seqs=2, max_model_len=20), draft_model=decoder(2, size=9)
     )
-    tickets = [speculation.submit(prompt, settings[0], seed=0) for prompt in ([1, 2], [8, 3], [3], [4])]
-    speculation.run()
+    requests = [spec_decoder.submit(prompt, params[0], seed=0) for prompt in ([1, 2], [8, 3], [3], [4])]
+    spec_decoder.run()
     with pytest.raises(CutawayError, match="NaN"):
-        tickets.pop(1).result()
-    plain = plainly(EngineConfig(model, max_num_seqs=1, max_model_len=20), [[1, 2], [3], [4]], settings * 3)
-    assert [ticket.result().tokens for ticket in tickets] == [answer.tokens for answer in plain]
-    for ticket, answer in zip(tickets, plain, strict=True):
-        assert [token for piece in ticket.stream() for token in piece.tokens] == answer.tokens
+        requests.pop(1).result()
+    plain = generate_plain(EngineConfig(model, max_num_seqs=1, max_model_len=20), [[1, 2], [3], [4]], params * 3)
+    assert [request.result().tokens for request in requests] == [completion.tokens for completion in plain]
+    for request, completion in zip(requests, plain, strict=True):
+        assert [token for chunk in request.stream() for token in chunk.tokens] == completion.tokens
 
 
-def turning(scaling: Any) -> Transformer:
+def build_rope_model(scaling: Any) -> Transformer:
     rope = c.Rope(scaling=scaling)
     return decoder(block=(c.Block(attention=c.MultiHead(heads=2, d_head=4, position=rope), ffn=c.Mlp(hidden=8)),))
 
@@ -457,76 +487,78 @@ def turning(scaling: Any) -> Transformer:
     ],
     ids=["LongRoPE", "dynamic NTK"],
 )
-def test_texts_whose_angles_depend_on_their_length(scaling: Any) -> None:
-    """Refused where that begins; up to there, and as a draft, such a model is like any other."""
-    model = turning(scaling)
-    plan = EngineConfig(model, max_num_seqs=1, max_model_len=30)
-    prompt, settings = [[1, 2, 3]], [SamplingParams(max_new_tokens=6)]
-    assert generate_speculative(plan, None, prompt, settings, [0], draft_model=NgramConfig(2, 1))[0][0].tokens == (
-        plainly(plan, prompt, settings)[0].tokens
-    )
-    with pytest.raises(InputError, match="grow past 8"):
-        generate_speculative(plan, None, prompt, [SamplingParams(max_new_tokens=7)], [0], draft_model=NgramConfig())
+def test_length_dependent_rope(scaling: Any) -> None:
+    """An error above the switch length; below it, and as a draft model, it works."""
+    model = build_rope_model(scaling)
+    engine_config = EngineConfig(model, max_num_seqs=1, max_model_len=30)
+    prompt, params = [[1, 2, 3]], [SamplingParams(max_new_tokens=6)]
+    assert generate_speculative(engine_config, None, prompt, params, [0], draft_model=NgramConfig(2, 1))[0][
+        0
+    ].tokens == (generate_plain(engine_config, prompt, params)[0].tokens)
+    with pytest.raises(InputError, match="would exceed 8"):
+        generate_speculative(
+            engine_config, None, prompt, [SamplingParams(max_new_tokens=7)], [0], draft_model=NgramConfig()
+        )
     other = EngineConfig(decoder(3), max_num_seqs=1, max_model_len=30)
-    settings = [SamplingParams(max_new_tokens=20)]
-    answers, _ = generate_speculative(other, None, prompt, settings, [0], draft_model=model)
-    assert answers[0].tokens == plainly(other, prompt, settings)[0].tokens
+    params = [SamplingParams(max_new_tokens=20)]
+    completions, _ = generate_speculative(other, None, prompt, params, [0], draft_model=model)
+    assert completions[0].tokens == generate_plain(other, prompt, params)[0].tokens
 
 
-def test_what_cannot_be_a_draft() -> None:
+def test_invalid_drafts_raise_errors() -> None:
     model = decoder(size=9)
-    plan = EngineConfig(model, max_num_seqs=1, max_model_len=20)
+    engine_config = EngineConfig(model, max_num_seqs=1, max_model_len=20)
 
-    def refused(match: str, **how: Any) -> None:
+    def check_error(match: str, **options: Any) -> None:
         with pytest.raises(InputError, match=match):
             generate_speculative(
-                plan, how.pop("tokenizer", None), [[1]], [SamplingParams(max_new_tokens=3)], [0], **how
+                engine_config, options.pop("tokenizer", None), [[1]], [SamplingParams(max_new_tokens=3)], [0], **options
             )
 
-    config = c.EncoderDecoder(vocab_size=9, d_model=8, encoder=side(c.Stack, c.Block), decoder=crossed())
-    refused("same form", draft_model=build_randomized_model(config))
-    refused("vocab_size is 7, and the model's 9", draft_model=decoder(size=7))
+    config = c.EncoderDecoder(vocab_size=9, d_model=8, encoder=build_stack(c.Stack, c.Block), decoder=cross_stack())
+    check_error("same structure", draft_model=build_randomized_model(config))
+    check_error("vocab_size is 7, the target model's 9", draft_model=decoder(size=7))
     first, second = byte_tokenizer(), train_bpe(["abab"], 260)
-    refused("token 0 is", draft_model=model, tokenizer=first, draft_tokenizer=second)
-    refused("give a model, or NgramConfig", draft_model="gpt2")
-    for ahead in (0, 1.5, True):
-        refused("num_draft_tokens is", draft_model=model, num_draft_tokens=ahead)
-    for bad in ({"max_ngram_size": 0}, {"min_ngram_size": 0}, {"max_ngram_size": 1, "min_ngram_size": 2}):
+    check_error("token 0 is", draft_model=model, tokenizer=first, draft_tokenizer=second)
+    check_error("pass a model, or NgramConfig", draft_model="gpt2")
+    for num_draft_tokens in (0, 1.5, True):
+        check_error("num_draft_tokens is", draft_model=model, num_draft_tokens=num_draft_tokens)
+    for arguments in ({"max_ngram_size": 0}, {"min_ngram_size": 0}, {"max_ngram_size": 1, "min_ngram_size": 2}):
         with pytest.raises(InputError):
-            NgramConfig(**bad)
+            NgramConfig(**arguments)
 
 
-def test_a_cancelled_answer_ends_there_and_harms_no_other() -> None:
+def test_aborted_request_does_not_affect_others() -> None:
     model = decoder(size=11)
-    plan = plan_for(model, max_num_seqs=2, cache_implementation="paged")
-    asked = SamplingParams(max_new_tokens=12, logprobs=0)
+    engine_config = engine_config_for(model, max_num_seqs=2, cache_implementation="paged")
+    request_params = SamplingParams(max_new_tokens=12, logprobs=0)
     prompts = prompts_for(model.config, 0)
-    speculation = SpeculativeDecoder(plan, draft_model=decoder(1, size=11), num_draft_tokens=2)
-    tickets = [speculation.submit(prompt, asked, seed=0) for prompt in prompts]
-    assert speculation.step()
-    for gone in (0, 3):  # one at work, one that waits
-        tickets[gone].abort()
-    speculation.run()
-    assert [ticket.result().finish_reason for ticket in tickets] == [
+    spec_decoder = SpeculativeDecoder(engine_config, draft_model=decoder(1, size=11), num_draft_tokens=2)
+    requests = [spec_decoder.submit(prompt, request_params, seed=0) for prompt in prompts]
+    assert spec_decoder.step()
+    for i in (0, 3):  # one running, one waiting
+        requests[i].abort()
+    spec_decoder.run()
+    assert [request.result().finish_reason for request in requests] == [
         "abort",
         "length",
         "length",
         "abort",
         "length",
     ]
-    assert 1 <= len(tickets[0].result().tokens) <= 3
-    assert tickets[3].result().tokens == []
-    whole = plainly(plan_for(model), prompts, [asked] * len(prompts))
-    for ticket, answer in zip(tickets, whole, strict=True):
-        assert ticket.result().tokens == answer.tokens[: len(ticket.result().tokens)]
-    assert not speculation.scheduler.running
+    assert 1 <= len(requests[0].result().tokens) <= 3
+    assert requests[3].result().tokens == []
+    complete = generate_plain(engine_config_for(model), prompts, [request_params] * len(prompts))
+    for request, completion in zip(requests, complete, strict=True):
+        assert request.result().tokens == completion.tokens[: len(request.result().tokens)]
+    assert not spec_decoder.scheduler.running
 
 
-@pytest.mark.parametrize("how", [{"weight_bits": 8}, {"compile": True}])
-def test_guesses_are_tried_on_the_model_as_it_is(how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"weight_bits": 8}, {"compile": True}])
+def test_weight_bits_and_compile_are_not_supported(options: dict[str, Any]) -> None:
     model = decoder()
-    with pytest.raises(InputError, match=f"so {next(iter(how))} has no part in it"):
-        SpeculativeDecoder(plan_for(model, **how), draft_model=NgramConfig())
+    with pytest.raises(InputError, match=f"does not support {next(iter(options))}"):
+        SpeculativeDecoder(engine_config_for(model, **options), draft_model=NgramConfig())
 
 
 def test_expected_tokens() -> None:

@@ -1,4 +1,4 @@
-"""Stop strings: what pieces show and where they stop equals a search in the whole text."""
+"""StopStrings: released text and matches equal a search in the full text."""
 
 import pytest
 from hypothesis import given
@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from cutaway.generate.engine.stop_strings import StopStrings
 
-LETTERS = st.sampled_from("ab\n é")
-STRINGS = st.lists(st.text(LETTERS, min_size=1, max_size=5), max_size=6)
-PIECES = st.lists(st.text(LETTERS, max_size=6), max_size=30)
+CHARS = st.sampled_from("ab\n é")
+STRINGS = st.lists(st.text(CHARS, min_size=1, max_size=5), max_size=6)
+CHUNKS = st.lists(st.text(CHARS, max_size=6), max_size=30)
 
 
-def naive(text: str, strings: list[str]) -> tuple[str, str | None]:
-    """What is before the stop string that is complete first, the longest of those that end there."""
+def search_full_text(text: str, strings: list[str]) -> tuple[str, str | None]:
+    """Text before the stop string that is complete first (the longest of those that end there), and the string."""
     for end in range(1, len(text) + 1):
         ending = [string for string in strings if text[:end].endswith(string)]
         if ending:
@@ -21,68 +21,68 @@ def naive(text: str, strings: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@given(strings=STRINGS, pieces=PIECES)
-def test_equals_a_search_in_the_whole_text(strings: list[str], pieces: list[str]) -> None:
-    stops = StopStrings(strings)
-    text, shown = "", ""
-    for piece in pieces:
-        text += piece
-        shown += stops.feed(piece)
-        expected, found = naive(text, strings)
-        assert stops.found == found
+@given(strings=STRINGS, chunks=CHUNKS)
+def test_streaming_equals_search_in_the_full_text(strings: list[str], chunks: list[str]) -> None:
+    matcher = StopStrings(strings)
+    text, released = "", ""
+    for chunk in chunks:
+        text += chunk
+        released += matcher.feed(chunk)
+        expected, found = search_full_text(text, strings)
+        assert matcher.found == found
         if found is not None:
-            assert shown == expected
-            assert stops.feed("more") == ""
-            assert stops.flush() == ""
+            assert released == expected
+            assert matcher.feed("more") == ""
+            assert matcher.flush() == ""
             return
-        # Held back is exactly the longest end of the text that begins a stop string.
+        # Exactly the longest suffix that is a prefix of a stop string is held back.
         held = max(
             (n for n in range(len(text) + 1) for s in strings if n < len(s) and s[:n] == text[len(text) - n :]),
             default=0,
         )
-        assert stops.num_held_chars == held
-        assert shown == text[: len(text) - held]
-    assert shown + stops.flush() == text
+        assert matcher.num_held_chars == held
+        assert released == text[: len(text) - held]
+    assert released + matcher.flush() == text
 
 
-@given(strings=STRINGS, text=st.text(LETTERS, max_size=60))
-def test_the_pieces_make_no_difference(strings: list[str], text: str) -> None:
+@given(strings=STRINGS, text=st.text(CHARS, max_size=60))
+def test_result_is_independent_of_chunk_boundaries(strings: list[str], text: str) -> None:
     whole, single = StopStrings(strings), StopStrings(strings)
-    assert whole.feed(text) == "".join(single.feed(letter) for letter in text)
+    assert whole.feed(text) == "".join(single.feed(char) for char in text)
     assert whole.found == single.found
     assert whole.flush() == single.flush()
 
 
 @pytest.mark.parametrize(
-    ("strings", "pieces", "shown", "found"),
+    ("strings", "chunks", "released", "found"),
     [
         (["\nUser:"], ["Hello", "\nUs", "er", ": no"], "Hello", "\nUser:"),
         (["abcd", "bc"], ["xabcd"], "xa", "bc"),  # complete first
         (["bc", "abc"], ["xab", "cd"], "x", "abc"),  # complete together: the longest
-        (["aab"], ["aaa", "ab"], "aa", "aab"),  # a beginning inside a beginning
+        (["aab"], ["aaa", "ab"], "aa", "aab"),  # a prefix within a prefix
         ([], ["a", "b"], "ab", None),
         (["</s>"], ["a < b", " </s", "x"], "a < b </sx", None),
         (["ab", "ab"], ["ab"], "", "ab"),
     ],
 )
-def test_by_hand(strings: list[str], pieces: list[str], shown: str, found: str | None) -> None:
-    stops = StopStrings(strings)
-    assert "".join(map(stops.feed, pieces)) + stops.flush() == shown
-    assert stops.found == found
+def test_examples(strings: list[str], chunks: list[str], released: str, found: str | None) -> None:
+    matcher = StopStrings(strings)
+    assert "".join(map(matcher.feed, chunks)) + matcher.flush() == released
+    assert matcher.found == found
 
 
-def test_each_letter_is_looked_at_a_few_times_only() -> None:
-    """Long stop strings that nearly match all along: the walk goes back no more often than it went on."""
+def test_feed_is_linear_in_the_text() -> None:
+    """Long stop strings that nearly match: failure links are followed at most as often as characters are read."""
 
-    class Counted(dict[str, int]):
-        looks = 0
+    class CountingDict(dict[str, int]):
+        num_lookups = 0
 
-        def __contains__(self, letter: object) -> bool:
-            Counted.looks += 1
-            return super().__contains__(letter)
+        def __contains__(self, char: object) -> bool:
+            CountingDict.num_lookups += 1
+            return super().__contains__(char)
 
-    stops = StopStrings(["a" * n + "b" for n in range(1, 120)])
-    stops.transitions = [Counted(follow) for follow in stops.transitions]
+    matcher = StopStrings(["a" * n + "b" for n in range(1, 120)])
+    matcher.transitions = [CountingDict(edges) for edges in matcher.transitions]
     text = ("a" * 119 + "c") * 100
-    assert stops.feed(text) + stops.flush() == text
-    assert Counted.looks <= 3 * len(text)
+    assert matcher.feed(text) + matcher.flush() == text
+    assert CountingDict.num_lookups <= 3 * len(text)

@@ -1,4 +1,4 @@
-"""Greedy answers ≡ transformers' generate, for every family: long, ragged, past the windows, in each kind of cache."""
+"""Greedy completions equal transformers' generate for every family and every cache implementation."""
 
 import copy
 import importlib
@@ -13,38 +13,38 @@ from support.family_parity import PeerModel, get_vocab_size, has_batch_dependent
 import cutaway as ct
 from cutaway.generate import Completion
 
-HERE = Path(__file__).parents[1] / "families" / "tables"
-CONTINUED = [
+FAMILY_TESTS = Path(__file__).parents[1] / "families" / "tables"
+DECODERS = [
     "bloom", "cohere", "cohere2", "deepseek_v3", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neo",
     "gpt_neox", "gpt_oss", "gptj", "granite", "llama", "mistral", "mixtral", "mpt", "olmo", "olmo2", "opt", "phi",
     "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2",
 ]  # fmt: skip
-ANSWERED = ["bart", "marian", "mt5", "pegasus", "t5"]
+ENCODER_DECODERS = ["bart", "marian", "mt5", "pegasus", "t5"]
 STEPS = 256
 POSITIONS = 384
-"""For tables of positions that the draws make too short."""
+"""Minimum number of learned positions; random configs may have fewer."""
 
 
-class Drawn(Exception):  # noqa: N818
-    """Carries a family's draw out of its own test."""
+class PeerModelCaptured(Exception):  # noqa: N818
+    """Carries the random peer model out of a family's test."""
 
 
-def drawn(name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PeerModel:
-    """What the family's own test draws for this seed."""
-    monkeypatch.syspath_prepend(str(HERE))
+def random_peer_model(name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PeerModel:
+    """The random peer model of the family's own test for this seed."""
+    monkeypatch.syspath_prepend(str(FAMILY_TESTS))
     module = importlib.import_module(f"test_{name}")
 
-    def stop(peer: PeerModel, *_: Any) -> None:
-        raise Drawn(peer)
+    def capture(peer: PeerModel, *_: Any) -> None:
+        raise PeerModelCaptured(peer)
 
-    monkeypatch.setattr(module, "check_family", stop)
-    with pytest.raises(Drawn) as caught:
-        getattr(module, f"test_{name}_is_the_peers")(seed, tmp_path)
+    monkeypatch.setattr(module, "check_family", capture)
+    with pytest.raises(PeerModelCaptured) as caught:
+        getattr(module, f"test_{name}_matches_transformers")(seed, tmp_path)
     return caught.value.args[0]
 
 
-def opened(peer: PeerModel, directory: Path, seed: int) -> tuple[Any, Any]:
-    """The peer's model, and ours with its weights."""
+def build_and_load(peer: PeerModel, directory: Path, seed: int) -> tuple[Any, Any]:
+    """transformers' model, and a checkpoint loaded from its files."""
     config = peer.config
     for key in ("n_positions", "max_position_embeddings", "max_seq_len"):
         if getattr(config, key, POSITIONS) < POSITIONS and not has_batch_dependent_rope(config):
@@ -58,19 +58,21 @@ def opened(peer: PeerModel, directory: Path, seed: int) -> tuple[Any, Any]:
     return model, ct.load(directory)
 
 
-def check_same(ours: Any, prompt: list[int], answer: Completion, theirs: list[int], start: list[int]) -> None:
-    """The same tokens, or tokens that part where the best two are one but for rounding."""
-    if answer.tokens == theirs:
+def check_same_tokens(
+    model: Any, prompt: list[int], completion: Completion, expected: list[int], decoder_prefix: list[int]
+) -> None:
+    """Equal tokens, or a first difference where the top two logits are equal up to rounding."""
+    if completion.tokens == expected:
         return
-    place = next(i for i, (a, b) in enumerate(zip(answer.tokens, theirs, strict=True)) if a != b)
+    i = next(i for i, (a, b) in enumerate(zip(completion.tokens, expected, strict=True)) if a != b)
     with torch.no_grad():
-        text = torch.tensor([start + theirs[:place]])
-        logits = ours(torch.tensor([prompt]), text) if start != prompt else ours(text)
-    best = logits[0, -1].topk(2)
-    margin = float((best.values[0] - best.values[1]) / logits[0, -1].abs().max())
-    what = f"token {place} is {answer.tokens[place]}, not {theirs[place]}; margin {margin:.1e}"
-    assert {answer.tokens[place], theirs[place]} == set(best.indices.tolist()), what
-    assert margin < 1e-4, what
+        tokens = torch.tensor([decoder_prefix + expected[:i]])
+        logits = model(torch.tensor([prompt]), tokens) if decoder_prefix != prompt else model(tokens)
+    top2 = logits[0, -1].topk(2)
+    margin = float((top2.values[0] - top2.values[1]) / logits[0, -1].abs().max())
+    description = f"token {i} is {completion.tokens[i]}, not {expected[i]}; margin {margin:.1e}"
+    assert {completion.tokens[i], expected[i]} == set(top2.indices.tolist()), description
+    assert margin < 1e-4, description
 
 
 KINDS = ("full", "ring", "paged")
@@ -84,13 +86,15 @@ def compare(
     lengths: tuple[int, ...] = (11, 30),
     kinds: tuple[str, ...] = KINDS,
 ) -> None:
-    peer = drawn(name, seed, tmp_path, monkeypatch)
-    model, checkpoint = opened(peer, tmp_path / "theirs", seed)
-    both = checkpoint.config.form == "encoder-decoder"
-    g = torch.Generator().manual_seed(seed)
-    prompts = [torch.randint(5, get_vocab_size(peer.config), (n,), generator=g).tolist() for n in lengths]
-    turning = "longrope" in str(getattr(peer.config, "rope_parameters", ""))
-    use_cache = peer.use_cache and peer.compare_generate and not turning  # its cache is not read again past the turn
+    peer = random_peer_model(name, seed, tmp_path, monkeypatch)
+    model, checkpoint = build_and_load(peer, tmp_path / "reference", seed)
+    is_encoder_decoder = checkpoint.config.form == "encoder-decoder"
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(5, get_vocab_size(peer.config), (n,), generator=generator).tolist() for n in lengths]
+    has_longrope = "longrope" in str(getattr(peer.config, "rope_parameters", ""))
+    use_cache = (
+        peer.use_cache and peer.compare_generate and not has_longrope
+    )  # transformers does not recompute its cache at the switch length
     expected = []
     for prompt in prompts:
         with torch.no_grad():
@@ -113,8 +117,8 @@ def compare(
     dynamic = any(getattr(position, "switch_length", None) for position in stack.positions.values())
     for kind in ["full"] if dynamic and kinds == ("ring",) else kinds:
         if dynamic and kind == "ring":
-            continue  # what it has pushed out cannot be turned by other angles
-        answers = ct.generate(
+            continue  # overwritten keys cannot be recomputed with other frequencies
+        completions = ct.generate(
             checkpoint,
             prompts,
             max_new_tokens=STEPS,
@@ -124,33 +128,35 @@ def compare(
             max_num_seqs=2,
             prefill_chunk_size=16,
         )
-        for prompt, answer, theirs in zip(prompts, answers, expected, strict=True):
-            start = [model.generation_config.decoder_start_token_id] if both else prompt
-            check_same(checkpoint.model, prompt, answer, theirs, start)
+        for prompt, completion, expected_tokens in zip(prompts, completions, expected, strict=True):
+            decoder_prefix = [model.generation_config.decoder_start_token_id] if is_encoder_decoder else prompt
+            check_same_tokens(checkpoint.model, prompt, completion, expected_tokens, decoder_prefix)
 
 
 @pytest.mark.unchecked
-@pytest.mark.parametrize(("number", "name"), list(enumerate([*CONTINUED, *ANSWERED])))
-def test_greedy_tokens_are_the_peers(number: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one kind of cache each, by turns; with all of them at night."""
-    compare(name, 1 if name == "phi3" else number % 8, tmp_path, monkeypatch, kinds=(KINDS[number % 3],))
+@pytest.mark.parametrize(("index", "name"), list(enumerate([*DECODERS, *ENCODER_DECODERS])))
+def test_greedy_tokens_equal_transformers(
+    index: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One cache implementation per family; all of them nightly."""
+    compare(name, 1 if name == "phi3" else index % 8, tmp_path, monkeypatch, kinds=(KINDS[index % 3],))
 
 
 @pytest.mark.unchecked
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("name", [*CONTINUED, *ANSWERED])
-def test_greedy_tokens_are_the_peers_for_more_draws(
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODER_DECODERS])
+def test_greedy_tokens_equal_transformers_for_more_seeds(
     name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compare(name, seed, tmp_path, monkeypatch, (11, 3, 30))
 
 
-def test_every_family_that_writes_is_here() -> None:
+def test_all_generative_families_are_listed() -> None:
     from cutaway.families import families
 
-    writes = {name for name, family in families().items() if family.config_from_hf({})[0].form != "encoder"}
-    assert writes == {*CONTINUED, *ANSWERED}
+    generative = {name for name, family in families().items() if family.config_from_hf({})[0].form != "encoder"}
+    assert generative == {*DECODERS, *ENCODER_DECODERS}
 
 
 FILES = [
@@ -167,18 +173,18 @@ FILES = [
 
 @pytest.mark.unchecked
 @pytest.mark.parametrize("files", FILES)
-def test_answers_by_the_files_settings_are_the_peers(
+def test_generation_config_completions_equal_transformers(
     files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First and last tokens, bans and beams, as the checkpoint's own files have them."""
-    model, checkpoint = opened(drawn("bart", 2, tmp_path, monkeypatch), tmp_path / "theirs", 2)
+    """Forced and suppressed tokens and beams from the generation config."""
+    model, checkpoint = build_and_load(random_peer_model("bart", 2, tmp_path, monkeypatch), tmp_path / "reference", 2)
     settings = {"max_length": 25, "eos_token_id": [2, 30, 31], "decoder_start_token_id": 2, "pad_token_id": 1, **files}
     checkpoint.generation_config = settings
     model.generation_config = transformers.GenerationConfig(**settings)
-    g = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(5, 60, (n,), generator=g).tolist() for n in (3, 9, 17, 9)]
-    answers = ct.generate(checkpoint, prompts)
-    for prompt, answer in zip(prompts, answers, strict=True):
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(5, 60, (n,), generator=generator).tolist() for n in (3, 9, 17, 9)]
+    completions = ct.generate(checkpoint, prompts)
+    for prompt, completion in zip(prompts, completions, strict=True):
         with torch.no_grad():
-            theirs = model.generate(torch.tensor([prompt]), do_sample=False)[0, 1:].tolist()
-        assert answer.tokens == theirs
+            expected = model.generate(torch.tensor([prompt]), do_sample=False)[0, 1:].tolist()
+        assert completion.tokens == expected

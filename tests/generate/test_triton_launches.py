@@ -1,4 +1,4 @@
-"""Triton kernels are launched with the arguments that they have: read from the source, so that no GPU is needed."""
+"""Triton kernel launches pass the kernels' parameters; checked in the source, without a GPU."""
 
 import ast
 from pathlib import Path
@@ -10,18 +10,18 @@ import cutaway.generate
 FAST = Path(cutaway.generate.__file__).parent / "fast"
 TREES = {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(FAST.glob("*.py"))}
 LAUNCH_OPTIONS = {"num_warps", "launch_pdl"}
-"""Keywords that Triton itself takes."""
+"""Launch options of Triton itself."""
 KERNELS = {
-    node.name: [each.arg for each in node.args.args]
+    node.name: [item.arg for item in node.args.args]
     for tree in TREES.values()
     for node in ast.walk(tree)
     if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list)
 }
-"""The parameters of each kernel and of what kernels call."""
+"""Parameters of each jitted function."""
 
 
 def option_keys(tree: ast.Module) -> set[str]:
-    """Keys of dict literals that are passed on as constants of a kernel, which are the ones in capitals."""
+    """Upper-case keys of dict literals, which are passed as constants of a kernel."""
     keys = [key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys]
     return {key.value for key in keys if isinstance(key, ast.Constant) and str(key.value).isupper()}
 
@@ -40,17 +40,17 @@ def test_launches_are_found() -> None:
 
 
 @pytest.mark.parametrize(("launch", "options"), LAUNCHES)
-def test_launch_arguments_are_the_kernels(launch: ast.Call, options: set[str]) -> None:
-    """Each keyword is a parameter, none is given twice, and none is left out."""
+def test_launch_arguments_match_kernel_parameters(launch: ast.Call, options: set[str]) -> None:
+    """Each keyword is a parameter, none is passed twice, none is missing."""
     assert isinstance(launch.func, ast.Subscript)
     parameters = KERNELS[ast.unparse(launch.func.value)]
-    keywords = {each.arg for each in launch.keywords if each.arg is not None} - LAUNCH_OPTIONS
-    unpacks = any(each.arg is None and ast.unparse(each.value) != "pdl_options()" for each in launch.keywords)
+    keywords = {item.arg for item in launch.keywords if item.arg is not None} - LAUNCH_OPTIONS
+    unpacks = any(item.arg is None and ast.unparse(item.value) != "pdl_options()" for item in launch.keywords)
     by_name = set(parameters[len(launch.args) :])
     assert keywords <= by_name
     assert by_name - keywords <= (options if unpacks else set())
 
 
 @pytest.mark.parametrize("file", [file for file, tree in TREES.items() if option_keys(tree)])
-def test_option_keys_are_parameters_of_kernels(file: str) -> None:
+def test_option_keys_are_kernel_parameters(file: str) -> None:
     assert option_keys(TREES[file]) <= {name for parameters in KERNELS.values() for name in parameters}

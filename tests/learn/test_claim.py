@@ -1,4 +1,4 @@
-"""A claim holds, or says what was measured."""
+"""`claim` returns a Claim if the measurement agrees with the prediction, else raises ClaimError."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from cutaway.learn import claim
 from cutaway.learn.claim import ClaimError
 
 
-def test_a_claim_holds_or_says_what_was_measured() -> None:
+def test_claim_holds_or_raises() -> None:
     assert str(claim("scores spread by √64", 7.97, predicted=8, rtol=0.05)).endswith("8 ± 5 %   measured 7.97")
     assert str(claim("tokens that differ", 0, predicted=0)).endswith("predicted 0   measured 0")
     with pytest.raises(ClaimError, match="predicted above 2, measured 1"):

@@ -1,4 +1,4 @@
-"""The cache's own promises: steps taken back, rows of any length, dtypes, and where it must refuse."""
+"""KV cache: crop, ragged rows, dtypes, LongRoPE, failed calls."""
 
 import pytest
 import torch
@@ -15,56 +15,56 @@ def model() -> Transformer:
 
 
 @torch.no_grad()
-def test_rewinding_forgets(model: Transformer) -> None:
+def test_crop_discards_tokens(model: Transformer) -> None:
     tokens = random_tokens(model.config, 2, 10, 0)
     full = model(tokens)
     cache = model.new_cache(2, 10)
     model(tokens[:, :6], cache=cache)
-    model((tokens[:, 6:9] + 1) % 256, cache=cache)  # a wrong guess
+    model((tokens[:, 6:9] + 1) % 256, cache=cache)  # rejected draft tokens
     cache.crop(6)
     assert (model(tokens[:, 6:], cache=cache) - full[:, 6:]).abs().max() <= tolerance(torch.float64, full)
 
 
 @torch.no_grad()
-def test_rewinding_row_by_row_for_longer_than_the_guesses(model: Transformer) -> None:
-    """Speculation: each round reads four guesses and keeps some; the slots must last for the kept tokens alone."""
+def test_crop_per_row_frees_slots(model: Transformer) -> None:
+    """As in speculative decoding: each step adds four tokens and keeps two or three; only kept tokens need slots."""
     tokens = random_tokens(model.config, 2, 24, 1)
     full = model(tokens)
     cache = model.new_cache(2, 24)
-    kept = torch.tensor([0, 0])
-    while int(kept.max()) < 20:
-        columns = kept.unsqueeze(-1) + torch.arange(4)
+    num_accepted = torch.tensor([0, 0])
+    while int(num_accepted.max()) < 20:
+        columns = num_accepted.unsqueeze(-1) + torch.arange(4)
         out = model(tokens.gather(1, columns), cache=cache)
         for row in range(2):
             expected = full[row, columns[row]]
             assert (out[row] - expected).abs().max() <= tolerance(torch.float64, full)
-        kept = kept + torch.tensor([2, 3])
-        cache.crop(kept)
+        num_accepted = num_accepted + torch.tensor([2, 3])
+        cache.crop(num_accepted)
 
 
 @torch.no_grad()
-def test_ragged_chunks_fill_every_slot(model: Transformer) -> None:
+def test_ragged_chunks_use_every_slot(model: Transformer) -> None:
     tokens = random_tokens(model.config, 2, 9, 2)
     full = model(tokens)
     cache = model.new_cache(2, 9)
     mask = torch.tensor([[True, True, True], [True, False, True]])
-    seen = [[], []]
-    at = [0, 0]
-    while min(at) < 7 and max(at) <= 6:
-        piece = torch.zeros(2, 3, dtype=torch.long)
+    outputs = [[], []]
+    offsets = [0, 0]
+    while min(offsets) < 7 and max(offsets) <= 6:
+        chunk = torch.zeros(2, 3, dtype=torch.long)
         for row in range(2):
-            piece[row, mask[row]] = tokens[row, at[row] : at[row] + int(mask[row].sum())]
-        out = model(piece, mask, cache=cache)
+            chunk[row, mask[row]] = tokens[row, offsets[row] : offsets[row] + int(mask[row].sum())]
+        out = model(chunk, mask, cache=cache)
         for row in range(2):
-            seen[row].append(out[row, mask[row]])
-            at[row] += int(mask[row].sum())
+            outputs[row].append(out[row, mask[row]])
+            offsets[row] += int(mask[row].sum())
     for row in range(2):
-        got = torch.cat(seen[row])
-        assert (got - full[row, : len(got)]).abs().max() <= tolerance(torch.float64, full)
+        row_out = torch.cat(outputs[row])
+        assert (row_out - full[row, : len(row_out)]).abs().max() <= tolerance(torch.float64, full)
 
 
 @torch.no_grad()
-def test_a_cache_of_another_dtype_serves(model: Transformer) -> None:
+def test_cache_dtype_may_differ(model: Transformer) -> None:
     tokens = random_tokens(model.config, 1, 8, 0)
     cache = model.new_cache(1, 8, dtype=torch.float32)
     out = torch.cat([model(tokens[:, :5], cache=cache), model(tokens[:, 5:], cache=cache)], 1)
@@ -72,11 +72,11 @@ def test_a_cache_of_another_dtype_serves(model: Transformer) -> None:
     assert (out - model(tokens)).abs().max() < 1e-4
 
 
-def test_what_rewind_refuses(model: Transformer) -> None:
+def test_invalid_crop_is_an_error(model: Transformer) -> None:
     cache = model.new_cache(2, 4)
     with pytest.raises(InputError, match="max_length is -1"):
         cache.crop(-1)
-    with pytest.raises(InputError, match=r"length has shape \(3,\)"):
+    with pytest.raises(InputError, match=r"max_length has shape \(3,\)"):
         cache.crop(torch.tensor([1, 2, 3]))
 
 
@@ -91,29 +91,29 @@ def longrope_model() -> Transformer:
 
 
 @torch.no_grad()
-def test_longrope_is_right_on_either_side_of_its_switch_and_refuses_to_cross() -> None:
+def test_longrope_cache_cannot_grow_past_original_length() -> None:
     model = longrope_model()
     tokens = random_tokens(model.config, 2, 14, 0)
-    for whole, start in ((8, 3), (14, 10)):
-        full = model(tokens[:, :whole])
+    for seq_len, prompt_len in ((8, 3), (14, 10)):
+        full = model(tokens[:, :seq_len])
         cache = model.new_cache(2, 20)
-        pieces = [model(tokens[:, :start], cache=cache)]
-        pieces += [model(tokens[:, i : i + 1], cache=cache) for i in range(start, whole)]
-        if whole == 8:
-            assert (torch.cat(pieces, 1) - full).abs().max() <= tolerance(torch.float64, full)
+        outputs = [model(tokens[:, :prompt_len], cache=cache)]
+        outputs += [model(tokens[:, i : i + 1], cache=cache) for i in range(prompt_len, seq_len)]
+        if seq_len == 8:
+            assert (torch.cat(outputs, 1) - full).abs().max() <= tolerance(torch.float64, full)
             with pytest.raises(InputError, match="row 0 of the cache would grow past 8 tokens, where LongRoPE"):
                 model(tokens[:, 8:9], cache=cache)
             assert cache.max_len == 8
         else:
-            assert (torch.cat(pieces, 1) - full).abs().max() <= tolerance(torch.float64, full)
+            assert (torch.cat(outputs, 1) - full).abs().max() <= tolerance(torch.float64, full)
 
 
 @torch.no_grad()
-def test_length_dependent_rope_is_padded_alone_and_packed_separate_beyond_the_original_length() -> None:
+def test_longrope_padded_and_packed_rows_select_their_own_frequencies() -> None:
     model = longrope_model()
     tokens = random_tokens(model.config, 2, 14, 0)
     mask = torch.ones(2, 14, dtype=torch.bool)
-    mask[1, :8] = False  # row 0 is long, row 1 short
+    mask[1, :8] = False  # row 0 is beyond original_length, row 1 is not
     padded = model(tokens, mask)
     assert (padded[0] - model(tokens[:1])[0]).abs().max() <= 1e-10
     assert (padded[1, 8:] - model(tokens[1:, 8:])[0]).abs().max() <= 1e-10
@@ -124,7 +124,7 @@ def test_length_dependent_rope_is_padded_alone_and_packed_separate_beyond_the_or
 
 
 @torch.no_grad()
-def test_a_step_that_fails_can_be_taken_again(model: Transformer) -> None:
+def test_failed_step_can_be_repeated(model: Transformer) -> None:
     tokens = random_tokens(model.config, 2, 6, 0)
     full = model(tokens)
     cache = model.new_cache(2, 6)
@@ -141,7 +141,7 @@ def test_a_step_that_fails_can_be_taken_again(model: Transformer) -> None:
 
 
 @torch.no_grad()
-def test_a_refused_target_leaves_the_source_unread() -> None:
+def test_invalid_target_leaves_the_cache_empty() -> None:
     seq2seq = build_randomized_model(c.config("tiny-t5"), torch.float64)
     source, target = random_tokens(seq2seq.config, 2, 5, 0), random_tokens(seq2seq.config, 2, 4, 1)
     cache = seq2seq.new_cache(2, 4)
@@ -151,7 +151,7 @@ def test_a_refused_target_leaves_the_source_unread() -> None:
     assert (seq2seq(source, target, cache=cache) - full).abs().max() <= tolerance(torch.float64, full)
 
 
-def test_a_cache_keeps_no_graph(model: Transformer) -> None:
+def test_cache_records_no_gradients(model: Transformer) -> None:
     tokens = random_tokens(model.config, 1, 4, 0)
     cache = model.new_cache(1, 4)
     for i in range(4):

@@ -1,4 +1,4 @@
-"""Two ways to the same numbers, over randomly drawn configurations: fp32 to 1e-5 and fp64 to 1e-10."""
+"""Equivalent computations over random configurations, to 1e-5 in fp32 and 1e-10 in fp64."""
 
 from itertools import pairwise
 
@@ -28,19 +28,19 @@ def test_kernels_agree(config: c.Config, dtype: torch.dtype, seed: int, side: st
     model = build_randomized_model(config, dtype, seed)
     tokens = random_tokens(config, 3, SEQ_LEN, seed)
     mask = None if side is None else ragged_padding_mask(3, SEQ_LEN, side)
-    real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+    is_real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
     reference = compute_logits(model.use_kernel("explicit"), config, tokens, mask)
     assert torch.isfinite(reference).all()
-    heads = [b.attention for s in config.stacks.values() for b in s.blocks] + [
+    attentions = [b.attention for s in config.stacks.values() for b in s.blocks] + [
         b.cross for s in config.stacks.values() for b in s.blocks if hasattr(b, "cross")
     ]
-    if any(getattr(a, "softcap", None) or getattr(a, "sink", False) for a in heads):
+    if any(getattr(a, "softcap", None) or getattr(a, "sink", False) for a in attentions):
         with pytest.raises(KernelError, match="does not support"):
             model.use_kernel("sdpa")
         model.use_kernel("auto")
     else:
         model.use_kernel("sdpa")
-    assert (compute_logits(model, config, tokens, mask) - reference)[real].abs().max() <= tolerance(dtype, reference)
+    assert (compute_logits(model, config, tokens, mask) - reference)[is_real].abs().max() <= tolerance(dtype, reference)
 
 
 @given(
@@ -51,54 +51,61 @@ def test_kernels_agree(config: c.Config, dtype: torch.dtype, seed: int, side: st
     side=st.sampled_from([None, "left", "right"]),
 )
 @torch.no_grad()
-def test_cached_is_full(config: c.Config, dtype: torch.dtype, seed: int, cuts: set[int], side: str | None) -> None:
-    """Whole, in chunks, token by token; with padding inside the chunks, which then shifts nothing."""
+def test_cached_equals_uncached(
+    config: c.Config, dtype: torch.dtype, seed: int, cuts: set[int], side: str | None
+) -> None:
+    """In one call, in chunks and token by token; with padding inside the chunks."""
     model = build_randomized_model(config, dtype, seed)
     tokens = random_tokens(config, 3, SEQ_LEN, seed)
     mask = None if side is None else ragged_padding_mask(3, SEQ_LEN, side)
-    real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+    is_real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
     full = compute_logits(model, config, tokens, mask)
-    ways = (
+    splits = (
         [[0, SEQ_LEN]]
         if config.form == "encoder"
         else [[0, SEQ_LEN], [0, *sorted(cuts), SEQ_LEN], list(range(SEQ_LEN + 1))]
     )
-    for borders in ways:
-        widest = max(b - a for a, b in pairwise(borders))
-        for fixed, chunk in ((False, None), (True, None), (False, widest), (True, widest)):  # with a chunk: in rings
-            cache = model.new_cache(3, SEQ_LEN + 3, chunk_size=chunk)
-            cache.static_shapes = fixed
-            pieces = [
+    for boundaries in splits:
+        max_chunk = max(b - a for a, b in pairwise(boundaries))
+        for static_shapes, chunk_size in (
+            (False, None),
+            (True, None),
+            (False, max_chunk),
+            (True, max_chunk),
+        ):  # chunk_size uses ring buffers
+            cache = model.new_cache(3, SEQ_LEN + 3, chunk_size=chunk_size)
+            cache.static_shapes = static_shapes
+            outputs = [
                 compute_logits(model, config, tokens[:, a:b], None if mask is None else mask[:, a:b], cache=cache)
-                for a, b in pairwise(borders)
+                for a, b in pairwise(boundaries)
             ]
-            assert (torch.cat(pieces, 1) - full)[real].abs().max() <= tolerance(dtype, full)
+            assert (torch.cat(outputs, 1) - full)[is_real].abs().max() <= tolerance(dtype, full)
 
 
 @given(config=configs(), dtype=DTYPES, seed=SEEDS, side=st.sampled_from(["left", "right"]))
 @torch.no_grad()
-def test_padded_is_alone(config: c.Config, dtype: torch.dtype, seed: int, side: str) -> None:
+def test_padded_equals_unpadded(config: c.Config, dtype: torch.dtype, seed: int, side: str) -> None:
     model = build_randomized_model(config, dtype, seed)
     tokens = random_tokens(config, 4, SEQ_LEN, seed)
     mask = ragged_padding_mask(4, SEQ_LEN, side)
     source = random_tokens(config, 4, SEQ_LEN, seed + 1, "source")
-    two = config.form == "encoder-decoder"
-    padded = model(source, tokens, mask, mask) if two else model(tokens, mask)
+    is_encoder_decoder = config.form == "encoder-decoder"
+    padded = model(source, tokens, mask, mask) if is_encoder_decoder else model(tokens, mask)
     for row in range(4):
-        here = mask[row]
-        alone = (
-            model(source[row : row + 1, here], tokens[row : row + 1, here])
-            if two
-            else model(tokens[row : row + 1, here])
+        row_mask = mask[row]
+        unpadded = (
+            model(source[row : row + 1, row_mask], tokens[row : row + 1, row_mask])
+            if is_encoder_decoder
+            else model(tokens[row : row + 1, row_mask])
         )
-        assert (padded[row, here] - alone[0]).abs().max() <= tolerance(dtype, alone)
+        assert (padded[row, row_mask] - unpadded[0]).abs().max() <= tolerance(dtype, unpadded)
 
 
 @given(
     config=configs(("decoder", "encoder")), dtype=DTYPES, seed=SEEDS, cut=st.integers(1, SEQ_LEN - 1), pad=st.booleans()
 )
 @torch.no_grad()
-def test_packed_is_separate(config: c.Config, dtype: torch.dtype, seed: int, cut: int, pad: bool) -> None:
+def test_packed_equals_separate(config: c.Config, dtype: torch.dtype, seed: int, cut: int, pad: bool) -> None:
     model = build_randomized_model(config, dtype, seed)
     tokens = random_tokens(config, 1, SEQ_LEN, seed)
     documents = (torch.arange(SEQ_LEN) >= cut).long().unsqueeze(0) * 5 + 2
@@ -109,14 +116,14 @@ def test_packed_is_separate(config: c.Config, dtype: torch.dtype, seed: int, cut
     packed = model(tokens, mask, document_ids=documents)
     for part in (slice(0, cut), slice(cut, SEQ_LEN - pad)):
         if part.stop > part.start:
-            alone = model(tokens[:, part])
-            assert (packed[:, part] - alone).abs().max() <= tolerance(dtype, alone)
+            separate = model(tokens[:, part])
+            assert (packed[:, part] - separate).abs().max() <= tolerance(dtype, separate)
 
 
 @given(config=configs(("decoder",)), seed=SEEDS, size=st.integers(0, SEQ_LEN))
 @torch.no_grad()
-def test_prefix_sees_itself_whole(config: c.Config, seed: int, size: int) -> None:
-    """With no prefix it is the causal model; with one, tokens behind the prefix change nothing before them."""
+def test_prefix_lm_mask(config: c.Config, seed: int, size: int) -> None:
+    """Without a prefix the model is causal; tokens after the prefix do not change earlier logits."""
     model = build_randomized_model(config, torch.float64, seed)
     tokens = random_tokens(config, 2, SEQ_LEN, seed)
     causal = model(tokens)
@@ -126,91 +133,91 @@ def test_prefix_sees_itself_whole(config: c.Config, seed: int, size: int) -> Non
     changed = tokens.clone()
     changed[:, -1] = (changed[:, -1] + 1) % config.vocab_size
     difference = (model(changed, prefix_lengths=lengths) - out).abs().amax(-1)
-    unseen = SEQ_LEN - 1 if size < SEQ_LEN else 0
-    assert difference[1, :unseen].sum() <= 1e-12
+    num_unaffected = SEQ_LEN - 1 if size < SEQ_LEN else 0
+    assert difference[1, :num_unaffected].sum() <= 1e-12
 
 
 @given(config=configs(("decoder",), ("none",), ("none", "rope")), dtype=DTYPES, seed=SEEDS, shift=st.integers(1, 1000))
 @torch.no_grad()
-def test_rope_knows_distances_only(config: c.Config, dtype: torch.dtype, seed: int, shift: int) -> None:
-    """All positions moved by the same amount: the logits stay, in every scaling (their lengths kept on one side)."""
+def test_rope_depends_on_distances_only(config: c.Config, dtype: torch.dtype, seed: int, shift: int) -> None:
+    """Shifting all positions leaves the logits unchanged, except with scalings that depend on the length."""
     for block in config.decoder.blocks:
         if isinstance(getattr(block.attention.position, "scaling", None), c.DynamicNTK | c.LongRope):
             return
     model = build_randomized_model(config, dtype, seed)
     tokens = random_tokens(config, 2, SEQ_LEN, seed)
     positions = torch.arange(SEQ_LEN).expand(2, SEQ_LEN)
-    here, there = (model(tokens, positions=positions + moved) for moved in (0, shift))
+    out, shifted = (model(tokens, positions=positions + offset) for offset in (0, shift))
     # fp32 angles at position 1000 are exact to 6e-5
-    limit = tolerance(dtype, here) if dtype == torch.float64 else 2e-2 * max(1.0, float(here.abs().max()))
-    assert (here - there).abs().max() <= max(limit, 1e-9)
+    limit = tolerance(dtype, out) if dtype == torch.float64 else 2e-2 * max(1.0, float(out.abs().max()))
+    assert (out - shifted).abs().max() <= max(limit, 1e-9)
 
 
 @given(
     config=configs(("encoder",), ("none",), ("none",)), dtype=DTYPES, seed=SEEDS, order=st.permutations(range(SEQ_LEN))
 )
 @torch.no_grad()
-def test_without_positions_order_means_nothing(
+def test_encoder_without_positions_is_permutation_equivariant(
     config: c.Config, dtype: torch.dtype, seed: int, order: list[int]
 ) -> None:
     if any(block.attention.window for block in config.encoder.blocks):
-        return  # a window is a kind of position
+        return  # a sliding window depends on the order
     model = build_randomized_model(config, dtype, seed)
     tokens = random_tokens(config, 2, SEQ_LEN, seed)
-    straight = model(tokens)
-    assert (model(tokens[:, order]) - straight[:, order]).abs().max() <= tolerance(dtype, straight)
+    out = model(tokens)
+    assert (model(tokens[:, order]) - out[:, order]).abs().max() <= tolerance(dtype, out)
 
 
 @given(config=configs(("decoder",), attention_positions=("rope", "alibi")), dtype=DTYPES, seed=SEEDS)
 @torch.no_grad()
-def test_gqa_is_mha_with_repeated_keys(config: c.Config, dtype: torch.dtype, seed: int) -> None:
-    def widened(block: c.Block) -> c.Block:
+def test_gqa_equals_mha_with_repeated_kv_heads(config: c.Config, dtype: torch.dtype, seed: int) -> None:
+    def to_mha(block: c.Block) -> c.Block:
         attention = block.attention
         grouped = isinstance(attention, c.MultiHead)
         return block.replace(attention=attention.replace(kv_heads=attention.heads)) if grouped else block
 
     stack = config.decoder
-    pattern, lead = (tuple(map(widened, blocks)) for blocks in (stack.block, stack.leading_blocks))
-    wide = build_randomized_model(
-        config.replace(decoder=stack.replace(block=pattern, leading_blocks=lead)), dtype, seed
+    pattern, leading = (tuple(map(to_mha, blocks)) for blocks in (stack.block, stack.leading_blocks))
+    mha = build_randomized_model(
+        config.replace(decoder=stack.replace(block=pattern, leading_blocks=leading)), dtype, seed
     )
     grouped = build_randomized_model(config, dtype, seed)
-    weights, shapes = grouped.state_dict(), {name: tensor.shape for name, tensor in wide.state_dict().items()}
+    weights, shapes = grouped.state_dict(), {name: tensor.shape for name, tensor in mha.state_dict().items()}
     for name, tensor in weights.items():
         if tensor.shape != shapes[name]:  # a key or value matrix, bias or norm: repeat each head for its group
-            attention = wide.get_submodule(name[: name.index(".attn.f.") + 7])
-            rest = () if "norm" in name else tensor.shape[1:]
-            by_head = tensor.reshape(-1, attention.d_head, *rest)
+            attention = mha.get_submodule(name[: name.index(".attn.f.") + 7])
+            trailing = () if "norm" in name else tensor.shape[1:]
+            by_head = tensor.reshape(-1, attention.d_head, *trailing)
             weights[name] = by_head.repeat_interleave(shapes[name].numel() // tensor.numel(), 0).reshape(shapes[name])
-    wide.load_state_dict(weights)
+    mha.load_state_dict(weights)
     tokens = random_tokens(config, 2, SEQ_LEN, seed)
     full = grouped(tokens)
-    assert (wide(tokens) - full).abs().max() <= tolerance(dtype, full)
+    assert (mha(tokens) - full).abs().max() <= tolerance(dtype, full)
 
 
 @given(config=configs(), seed=SEEDS)
-def test_checkpointing_changes_no_bit(config: c.Config, seed: int) -> None:
+def test_activation_checkpointing_is_bit_exact(config: c.Config, seed: int) -> None:
     model = build_randomized_model(config, torch.float32, seed).train()
     tokens = random_tokens(config, 2, SEQ_LEN, seed)
-    seen = {}
+    results = {}
     for mode in ("none", "selective", "full"):
         model.use_activation_checkpointing(mode).zero_grad()
         out = compute_logits(model, config, tokens)
         out.square().mean().backward()
-        seen[mode] = (out.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None])
+        results[mode] = (out.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None])
     for mode in ("selective", "full"):
-        assert torch.equal(seen[mode][0], seen["none"][0])
-        assert all(torch.equal(a, b) for a, b in zip(seen[mode][1], seen["none"][1], strict=True))
+        assert torch.equal(results[mode][0], results["none"][0])
+        assert all(torch.equal(a, b) for a, b in zip(results[mode][1], results["none"][1], strict=True))
 
 
 @given(config=configs(), seed=SEEDS)
 @torch.no_grad()
-def test_embedding_and_additions_make_the_stream(config: c.Config, seed: int) -> None:
-    """Pre-norm, sandwich, output and parallel: nothing else ever touches the stream."""
+def test_residual_stream_is_the_sum_of_embedding_and_branches(config: c.Config, seed: int) -> None:
+    """Holds for pre, sandwich, output and parallel placement; post-norm normalizes the residual stream itself."""
     model = build_randomized_model(config, torch.float64, seed)
     tokens = random_tokens(config, 2, SEQ_LEN, seed)
     sums: dict[str, torch.Tensor] = {}
-    ends: dict[str, torch.Tensor] = {}
+    final: dict[str, torch.Tensor] = {}
     hooks = []
     for name, stack in model.stacks.items():
         if isinstance(config.stacks[name].placement, c.PostNorm):
@@ -221,8 +228,8 @@ def test_embedding_and_additions_make_the_stream(config: c.Config, seed: int) ->
             b for block in stack.blocks for b in (block.attn, getattr(block, "cross", None), block.ffn) if b is not None
         }:
             hooks.append(branch.register_forward_hook(add))
-        hooks.append(stack.final_norm.register_forward_pre_hook(lambda m, i, name=name: ends.__setitem__(name, i[0])))
+        hooks.append(stack.final_norm.register_forward_pre_hook(lambda m, i, name=name: final.__setitem__(name, i[0])))
     compute_logits(model, config, tokens)
-    assert sums.keys() == ends.keys()
+    assert sums.keys() == final.keys()
     for name in sums:
-        assert (sums[name] - ends[name]).abs().max() <= tolerance(torch.float64, ends[name])
+        assert (sums[name] - final[name]).abs().max() <= tolerance(torch.float64, final[name])

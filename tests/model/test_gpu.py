@@ -1,4 +1,4 @@
-"""What only a GPU can show: flex attention with gradients, grouped products, compiled steps. `make gpu` runs it."""
+"""GPU tests: FlexAttention with gradients, grouped matmul, torch.compile, CUDA graphs, memory. `make gpu` runs them."""
 
 from typing import Any
 
@@ -23,104 +23,111 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def _exact() -> None:
+def _fp32_matmul_precision() -> None:
     torch.set_float32_matmul_precision("highest")
     torch._dynamo.reset()
 
 
-def config_of(name: str) -> c.Config:
+def build_config(name: str) -> c.Config:
     attention = VARIANTS[name] | ({} if name == "latent" else {"d_head": 32})
     block = {"attention": attention, "ffn": {"kind": "moe", "experts": 4, "router": {"top_k": 2}}}
     stack = {"layers": 2, "block": block}
     return c.config({"form": "decoder", "vocab_size": 97, "d_model": 64, "decoder": stack})
 
 
-def masks(length: int) -> dict[str, dict[str, torch.Tensor]]:
+def mask_kwargs(length: int) -> dict[str, dict[str, torch.Tensor]]:
     order = torch.arange(length, device="cuda").expand(2, length)
-    short = torch.tensor([[0], [length // 3]], device="cuda")
+    num_padding = torch.tensor([[0], [length // 3]], device="cuda")
     return {
         "plain": {},
-        "left": {"mask": order >= short},
-        "right": {"mask": order < length - short},
+        "left": {"mask": order >= num_padding},
+        "right": {"mask": order < length - num_padding},
         "packed": {"document_ids": (order > length // 2).long()},
         "prefix": {"prefix_lengths": torch.tensor([0, length // 2], device="cuda")},
     }
 
 
-def gradients(model: torch.nn.Module, out: torch.Tensor, real: torch.Tensor) -> list[torch.Tensor]:
+def gradients(model: torch.nn.Module, out: torch.Tensor, is_real: torch.Tensor) -> list[torch.Tensor]:
     model.zero_grad()
-    out[real].square().mean().backward()
+    out[is_real].square().mean().backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def compare(name: str, kernels: tuple[str, ...], kinds: tuple[str, ...]) -> None:
-    config = config_of(name)
+def compare_kernels(name: str, kernels: tuple[str, ...], mask_names: tuple[str, ...]) -> None:
+    config = build_config(name)
     model = build_randomized_model(config).cuda()
     tokens = random_tokens(config, 2, 70, 0).cuda()
-    for kind in kinds:
-        how = masks(70)[kind]
-        real = how.get("mask", torch.ones_like(tokens, dtype=torch.bool))
-        reference = model.use_kernel("explicit")(tokens, **how)
-        slopes = gradients(model, reference, real)
+    for mask_name in mask_names:
+        kwargs = mask_kwargs(70)[mask_name]
+        is_real = kwargs.get("mask", torch.ones_like(tokens, dtype=torch.bool))
+        reference = model.use_kernel("explicit")(tokens, **kwargs)
+        reference_grads = gradients(model, reference, is_real)
         for kernel in kernels:
-            out = model.use_kernel(kernel)(tokens, **how)
-            worst = float((out - reference)[real].abs().max())
-            assert worst <= tolerance(torch.float32, reference.detach()), (kind, kernel)
-            for ours, theirs in zip(gradients(model, out, real), slopes, strict=True):
-                assert torch.isfinite(ours).all(), (kind, kernel)
-                assert (ours - theirs).norm() <= 1e-4 * max(1e-3, float(theirs.norm())), (kind, kernel)
+            out = model.use_kernel(kernel)(tokens, **kwargs)
+            max_error = float((out - reference)[is_real].abs().max())
+            assert max_error <= tolerance(torch.float32, reference.detach()), (mask_name, kernel)
+            for grad, reference_grad in zip(gradients(model, out, is_real), reference_grads, strict=True):
+                assert torch.isfinite(grad).all(), (mask_name, kernel)
+                assert (grad - reference_grad).norm() <= 1e-4 * max(1e-3, float(reference_grad.norm())), (
+                    mask_name,
+                    kernel,
+                )
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if "softcap" not in name])
-def test_sdpa_is_explicit_forward_and_backward(name: str) -> None:
-    compare(name, ("sdpa",), tuple(masks(70)))
+def test_sdpa_equals_explicit_forward_and_backward(name: str) -> None:
+    compare_kernels(name, ("sdpa",), tuple(mask_kwargs(70)))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_flex_is_explicit_forward_and_backward(name: str) -> None:
-    compare(name, ("flex",), ("left",))
+def test_flex_equals_explicit_forward_and_backward(name: str) -> None:
+    compare_kernels(name, ("flex",), ("left",))
 
 
-def test_flex_with_packed_texts_and_prefixes() -> None:
-    compare("gqa and rope", ("flex",), ("packed", "prefix"))
+def test_flex_with_packed_documents_and_prefixes() -> None:
+    compare_kernels("gqa and rope", ("flex",), ("packed", "prefix"))
 
 
 @torch.no_grad()
-def test_no_future_in_flex() -> None:
-    """At every length up to 70, with and without padding, one changed token at a time."""
-    config = config_of("gqa and rope")
+def test_flex_is_causal() -> None:
+    """For every length up to 70, with and without padding, one changed token at a time."""
+    config = build_config("gqa and rope")
     model = build_randomized_model(config).cuda().use_kernel("flex")
     for length in range(1, 71):
         tokens = random_tokens(config, 1, length, length).cuda()
-        for left in {0, length // 4}:
-            places = [left, (left + length) // 2, length - 1]
+        for num_padding in {0, length // 4}:
+            positions = [num_padding, (num_padding + length) // 2, length - 1]
             changed = tokens.repeat(3, 1)
-            for row, place in enumerate(places):
-                changed[row, place] = (changed[row, place] + 1) % 97
-            mask = (torch.arange(length, device="cuda") >= left).expand(3, length)
+            for row, position in enumerate(positions):
+                changed[row, position] = (changed[row, position] + 1) % 97
+            mask = (torch.arange(length, device="cuda") >= num_padding).expand(3, length)
             before, after = model(tokens.repeat(3, 1), mask), model(changed, mask)
-            for row, place in enumerate(places):
-                earlier = (after - before)[row, left:place].abs()  # experts' products round by how many rows they have
-                assert (earlier <= tolerance(torch.float32, before)).all(), (length, place)
-                assert (after - before)[row, place].abs().max() > 1e-2, (length, place)
+            for row, position in enumerate(positions):
+                earlier = (after - before)[
+                    row, num_padding:position
+                ].abs()  # expert matmuls round differently with another number of rows
+                assert (earlier <= tolerance(torch.float32, before)).all(), (length, position)
+                assert (after - before)[row, position].abs().max() > 1e-2, (length, position)
 
 
 @pytest.mark.parametrize("name", ["gqa and rope", "softcap and sink", "latent"])
-def test_compiled_is_eager(name: str) -> None:
-    config = config_of(name)
+def test_compiled_equals_eager(name: str) -> None:
+    config = build_config(name)
     model = build_randomized_model(config).cuda()
     tokens = random_tokens(config, 2, 64, 0).cuda()
     eager = model(tokens)
-    slopes = gradients(model, eager, torch.ones_like(tokens, dtype=torch.bool))
+    reference_grads = gradients(model, eager, torch.ones_like(tokens, dtype=torch.bool))
     out = torch.compile(model, fullgraph=True)(tokens)
     assert (out - eager).abs().max() <= tolerance(torch.float32, eager)
-    for ours, theirs in zip(gradients(model, out, torch.ones_like(tokens, dtype=torch.bool)), slopes, strict=True):
-        assert (ours - theirs).norm() <= 1e-4 * max(1e-3, float(theirs.norm()))
+    for grad, reference_grad in zip(
+        gradients(model, out, torch.ones_like(tokens, dtype=torch.bool)), reference_grads, strict=True
+    ):
+        assert (grad - reference_grad).norm() <= 1e-4 * max(1e-3, float(reference_grad.norm()))
 
 
 @torch.no_grad()
-def test_flex_inside_one_compiled_graph() -> None:
-    config = config_of("window")
+def test_flex_compiles_without_graph_breaks() -> None:
+    config = build_config("window")
     model = build_randomized_model(config).cuda()
     tokens = random_tokens(config, 2, 64, 0).cuda()
     eager = model(tokens)
@@ -129,8 +136,8 @@ def test_flex_inside_one_compiled_graph() -> None:
 
 
 @torch.no_grad()
-def test_a_compiled_step_in_a_cuda_graph() -> None:
-    config = config_of("gqa and rope")
+def test_compiled_decode_step_in_a_cuda_graph() -> None:
+    config = build_config("gqa and rope")
     model = build_randomized_model(config).cuda()
     tokens = random_tokens(config, 2, 20, 0).cuda()
     full = model(tokens)
@@ -145,24 +152,24 @@ def test_a_compiled_step_in_a_cuda_graph() -> None:
 
 
 @torch.no_grad()
-def test_experts_in_bf16_use_the_grouped_kernel_and_agree() -> None:
-    config = config_of("gqa and rope")
-    exact = build_randomized_model(config).cuda()
-    half = build_randomized_model(config).cuda().to(torch.bfloat16)
+def test_bf16_grouped_mm_is_close_to_fp32() -> None:
+    config = build_config("gqa and rope")
+    fp32_model = build_randomized_model(config).cuda()
+    bf16_model = build_randomized_model(config).cuda().to(torch.bfloat16)
     tokens = random_tokens(config, 2, 64, 0).cuda()
-    reference = exact(tokens)
-    error = (half(tokens).float() - reference).abs().mean() / reference.abs().mean()
+    reference = fp32_model(tokens)
+    error = (bf16_model(tokens).float() - reference).abs().mean() / reference.abs().mean()
     assert error < 0.05
 
 
 @torch.no_grad()
-def test_values_are_checked_on_the_gpu_too() -> None:
-    model = build_randomized_model(config_of("window")).cuda()
+def test_token_ids_are_checked_on_the_gpu() -> None:
+    model = build_randomized_model(build_config("window")).cuda()
     with pytest.raises(ValueError, match="tokens holds the id 97"):
         model(torch.full((1, 3), 97, device="cuda"))
 
 
-def test_narrow_heads_are_refused_by_flex() -> None:
+def test_flex_rejects_small_heads() -> None:
     config = c.config("tiny-gpt")
     model = build_randomized_model(config).cuda().use_kernel("flex")
     with pytest.raises(KernelError, match="at least 16"):
@@ -178,9 +185,7 @@ def test_narrow_heads_are_refused_by_flex() -> None:
         ("llama-3.2-1b", 2, 2048, "bf16", "selective"),
     ],
 )
-def test_a_training_step_takes_the_memory_that_is_said(
-    name: str, batch: int, context: int, dtype: str, mode: str
-) -> None:
+def test_training_memory_matches_size_estimate(name: str, batch: int, context: int, dtype: str, mode: str) -> None:
     size = ct.size(
         name,
         mode="train",
@@ -191,8 +196,8 @@ def test_a_training_step_takes_the_memory_that_is_said(
         hardware="h200",
     )
     before = torch.cuda.memory_allocated()
-    weights = torch.bfloat16 if dtype == "bf16" else torch.float32
-    model = ct.build(name, device="cuda", dtype=weights, seed=0).train().use_activation_checkpointing(mode)
+    weight_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
+    model = ct.build(name, device="cuda", dtype=weight_dtype, seed=0).train().use_activation_checkpointing(mode)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.randint(0, model.config.vocab_size, (batch, context + 1), device="cuda")
     for _ in range(2):

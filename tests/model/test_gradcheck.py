@@ -1,4 +1,4 @@
-"""gradcheck in fp64 on each part: autograd's derivative is the function's."""
+"""torch.autograd.gradcheck in fp64: whole models, norms, grouped matmul, attention kernels."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ STACKS = {
 
 @pytest.mark.parametrize("kind", ["pre", "post", "sandwich", "output", "parallel"])
 @pytest.mark.parametrize("name", STACKS)
-def test_of_a_whole_model_by_its_parameters(name: str, kind: str) -> None:
+def test_gradcheck_of_models(name: str, kind: str) -> None:
     config = c.config(
         {
             "form": "decoder",
@@ -61,45 +61,47 @@ def test_of_a_whole_model_by_its_parameters(name: str, kind: str) -> None:
     tokens = torch.tensor([[0, 3, 1]])
     mask = torch.tensor([[False, True, True]])
 
-    def logits(*parameters: torch.Tensor) -> torch.Tensor:
+    def compute_logits(*parameters: torch.Tensor) -> torch.Tensor:
         return functional_call(model, dict(zip(names, parameters, strict=True)), (tokens, mask))[mask]
 
     inputs = tuple(value.detach().requires_grad_() for value in values)
-    assert torch.autograd.gradcheck(logits, inputs, fast_mode=True, atol=1e-6)
+    assert torch.autograd.gradcheck(compute_logits, inputs, fast_mode=True, atol=1e-6)
 
 
 @pytest.mark.parametrize("norm", [c.LayerNorm(), c.LayerNorm(bias=False), c.RMSNorm(), c.RMSNorm(unit_offset=True)])
-def test_of_the_norms(norm: c.Norm) -> None:
+def test_gradcheck_of_norms(norm: c.Norm) -> None:
     module = build_norm(norm, 4).double()
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(module, (x,))
 
 
-def test_of_the_grouped_product() -> None:
+def test_gradcheck_of_grouped_mm() -> None:
     x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
-    ends = torch.tensor([2, 2, 4, 5])
-    assert torch.autograd.gradcheck(lambda x, w: grouped_mm(x, w, ends), (x, weight))
-    torch.library.opcheck(grouped_mm, (x, weight, ends))
+    offsets = torch.tensor([2, 2, 4, 5])
+    assert torch.autograd.gradcheck(lambda x, w: grouped_mm(x, w, offsets), (x, weight))
+    torch.library.opcheck(grouped_mm, (x, weight, offsets))
 
 
 @pytest.mark.parametrize("kernel", ["explicit", "sdpa"])
-def test_of_attention_where_some_queries_see_nothing(kernel: str) -> None:
-    """A fully masked row reads zeros, and sends no NaN back."""
+def test_gradcheck_of_attention_with_fully_masked_queries(kernel: str) -> None:
+    """The output of a fully masked query is zero and its gradients are finite."""
     mask = torch.tensor([[False, False, True, True], [True, True, True, False]])
-    where = number_tokens(2, 4, torch.device("cpu"), mask)
-    attend = build_kernel(kernel, scale=0.5)
-    plan = attend.prepare_mask(self_attention_mask(where, where, is_causal=True), None, torch.float64)
+    positions = number_tokens(2, 4, torch.device("cpu"), mask)
+    attention_kernel = build_kernel(kernel, scale=0.5)
+    prepared_mask = attention_kernel.prepare_mask(
+        self_attention_mask(positions, positions, is_causal=True), None, torch.float64
+    )
     q, k, v = (torch.randn(2, 4, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    z = attend(q, k, v, plan)
+    z = attention_kernel(q, k, v, prepared_mask)
     assert (z[~mask] == 0).all()
     z.square().sum().backward()
     assert all(torch.isfinite(x.grad).all() for x in (q, k, v))
-    assert torch.autograd.gradcheck(lambda *x: attend(*x, plan), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *x: attention_kernel(*x, prepared_mask), (q, k, v))
 
 
 @pytest.mark.parametrize("kernel", ["explicit", "sdpa"])
-def test_a_row_of_padding_alone_is_finite(kernel: str) -> None:
+def test_row_of_padding_only_is_finite(kernel: str) -> None:
     model = build_randomized_model(c.config("tiny-gpt")).use_kernel(kernel)
     tokens = torch.zeros(2, 5, dtype=torch.long)
     mask = torch.tensor([[True] * 5, [False] * 5])

@@ -1,4 +1,4 @@
-"""Fresh weights are what the table says, the same for the same seed, on whatever road they were made."""
+"""Initialization: standard deviations by scheme, seeds, buffers, tied weights, dtype and device moves."""
 
 import math
 
@@ -33,7 +33,7 @@ def config_with(init: dict, **stack: object) -> c.Config:
         ({"kind": "t5"}, 1.0, (64 * 16) ** -0.5, 1 / 8, 1 / 8, 1 / 16),
     ],
 )
-def test_spread(init: dict, token: float, q: float, o: float, up: float, down: float) -> None:
+def test_init_standard_deviations(init: dict, token: float, q: float, o: float, up: float, down: float) -> None:
     model = build(config_with(init), seed=1)
     block = model.decoder.blocks[3]
     measured = {
@@ -51,17 +51,17 @@ def test_spread(init: dict, token: float, q: float, o: float, up: float, down: f
     assert (block.attn.norm_in.weight == 1).all()
 
 
-def test_every_parameter_and_buffer_is_set() -> None:
-    """Memory that was only allocated would differ between two builds, or hold NaN."""
+def test_every_parameter_and_buffer_is_initialized() -> None:
+    """Uninitialized memory would differ between two builds, or hold NaN."""
     for name in (name for name in c.presets() if name.startswith("tiny-")):
-        junk = [torch.full((50_000,), float("nan")) for _ in range(40)]
-        del junk
+        nan_tensors = [torch.full((50_000,), float("nan")) for _ in range(40)]
+        del nan_tensors
         first, second = (build(name, seed=7).state_dict() for _ in range(2))
         assert all(torch.equal(first[key], second[key]) for key in first)
         assert all(torch.isfinite(value).all() for value in first.values())
 
 
-def test_a_seed_leaves_the_global_generator_alone() -> None:
+def test_seed_does_not_change_the_global_generator() -> None:
     torch.manual_seed(3)
     before = torch.rand(1)
     torch.manual_seed(3)
@@ -72,28 +72,28 @@ def test_a_seed_leaves_the_global_generator_alone() -> None:
 
 
 @torch.no_grad()
-def test_constants_survive_every_move() -> None:
-    """RoPE's frequencies stay fp32 and right through dtype casts, to_empty and the meta device."""
+def test_buffers_survive_dtype_and_device_moves() -> None:
+    """RoPE frequencies stay in fp32 and correct after dtype casts, to_empty and the meta device."""
     model = build("tiny-llama", seed=0)
     rope = model.decoder.positions["0"]
-    right = rope.frequency.clone()
+    expected = rope.frequency.clone()
     model.to(torch.bfloat16)
     assert rope.frequency.dtype == torch.float32
     model.to(torch.float32)
-    assert torch.equal(rope.frequency, right)
+    assert torch.equal(rope.frequency, expected)
     empty = build("tiny-llama", device="meta").to_empty(device="cpu")
-    assert torch.equal(empty.decoder.positions["0"].frequency, right)
+    assert torch.equal(empty.decoder.positions["0"].frequency, expected)
     assert "decoder.positions.0.frequency" not in model.state_dict()
 
 
-def test_ties_survive_every_move() -> None:
+def test_tied_weights_survive_moves() -> None:
     model = build("tiny-gpt", device="meta").to_empty(device="cpu").to(torch.float64)
     assert model.head.matrix.weight is model.decoder.embed.token.weight
     seq2seq = build("tiny-t5", seed=0)
     assert seq2seq.encoder.embed.token is seq2seq.decoder.embed.token
 
 
-def test_marians_frozen_sinusoids() -> None:
+def test_marian_sinusoids_are_frozen() -> None:
     config = c.config("opus-mt-en-fr")
     small = config.replace(
         vocab_size=50, encoder=config.encoder.replace(layers=1), decoder=config.decoder.replace(layers=1)
@@ -104,18 +104,18 @@ def test_marians_frozen_sinusoids() -> None:
     assert torch.allclose(position.table[3, 256], torch.tensor(math.cos(3.0)))
 
 
-def test_what_is_loaded_is_kept_through_moves() -> None:
-    """A loaded sinusoid table, and a selection bias in bf16."""
+def test_loaded_values_survive_moves() -> None:
+    """A sinusoid table, and a selection bias of a bf16 model."""
     position = {"kind": "sinusoidal", "table_length": 16}
     stack = {"layers": 1, "block": {"attention": {"heads": 2}}, "embedding": {"position": position}}
     model = build({"form": "decoder", "vocab_size": 5, "d_model": 8, "decoder": stack}, seed=0)
     model.decoder.embed.position.table.data.add_(1.0)
-    kept = model.decoder.embed.position.table.clone()
-    assert torch.equal(model.double().float().decoder.embed.position.table, kept)
+    expected = model.decoder.embed.position.table.clone()
+    assert torch.equal(model.double().float().decoder.embed.position.table, expected)
     moe = build("tiny-mla", seed=0)
     router = moe.decoder.blocks[1].ffn.f.router
     router.selection_bias.copy_(torch.linspace(4.0, 4.001, 8))
-    kept = router.selection_bias.clone()
+    expected = router.selection_bias.clone()
     moe.to(torch.bfloat16)
-    assert torch.equal(router.selection_bias, kept)
+    assert torch.equal(router.selection_bias, expected)
     assert torch.isfinite(moe(torch.zeros(1, 3, dtype=torch.long))).all()

@@ -1,4 +1,4 @@
-"""Compiled ≡ eager, in one graph without breaks; and flex attention, which is always traced by the compiler."""
+"""torch.compile equals eager, without graph breaks; FlexAttention equals the explicit kernel."""
 
 import shutil
 
@@ -32,21 +32,21 @@ TINY = [name for name in presets() if name.startswith("tiny-")]
 @given(config=configs(), dtype=DTYPES, seed=SEEDS)
 @settings(max_examples=settings.default.max_examples // 3)
 @torch.no_grad()
-def test_flex_is_explicit(config: c.Config, dtype: torch.dtype, seed: int) -> None:
+def test_flex_equals_explicit(config: c.Config, dtype: torch.dtype, seed: int) -> None:
     torch._dynamo.reset()
     model = build_randomized_model(config, dtype, seed)
     tokens = random_tokens(config, 3, SEQ_LEN, seed)
     side = (None, "left", "right")[seed % 3]
     mask = None if side is None else ragged_padding_mask(3, SEQ_LEN, side)
-    real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+    is_real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
     reference = compute_logits(model.use_kernel("explicit"), config, tokens, mask)
     flex = compute_logits(model.use_kernel("flex"), config, tokens, mask)
-    assert (flex - reference)[real].abs().max() <= tolerance(dtype, reference)
+    assert (flex - reference)[is_real].abs().max() <= tolerance(dtype, reference)
 
 
 @pytest.mark.parametrize("kind", ["packed", "prefix"])
 @torch.no_grad()
-def test_flex_with_packed_texts_and_prefixes(kind: str) -> None:
+def test_flex_with_packed_documents_and_prefixes(kind: str) -> None:
     model = build_randomized_model(c.config("tiny-llama"), torch.float64)
     tokens = random_tokens(model.config, 2, SEQ_LEN, 0)
     documents = torch.tensor([[0] * 5 + [1] * 7, [3] * 9 + [1] * 3])
@@ -55,38 +55,39 @@ def test_flex_with_packed_texts_and_prefixes(kind: str) -> None:
     assert (model.use_kernel("flex")(tokens, **kwargs) - reference).abs().max() <= tolerance(torch.float64, reference)
 
 
-@pytest.mark.parametrize("by", ["perturbation", "jacobian"])
+@pytest.mark.parametrize("method", ["perturbation", "jacobian"])
 @torch.no_grad()
-def test_no_future_in_flex(by: str) -> None:
-    """At lengths up to 70, with and without padding: a change moves its own logits and later ones only.
+def test_flex_is_causal(method: str) -> None:
+    """For lengths up to 70, with and without padding: a changed token changes no earlier logits.
 
-    Flex attention has no backward pass on the CPU, so its Jacobian is taken by differences: a small step of one token's
-    embedding instead of another token.
+    FlexAttention has no backward pass on the CPU, so the Jacobian is taken by finite differences of one embedding.
     """
     model = build_randomized_model(c.config("tiny-llama")).use_kernel("flex")
     step = torch.randn(model.config.d_model) * 1e-2
     for length in (1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 70):
         tokens = random_tokens(model.config, 1, length, length)
-        for left in {0, length // 4}:
-            mask = (torch.arange(length) >= left).unsqueeze(0)
-            place = (left + length) // 2
+        for num_padding in {0, length // 4}:
+            mask = (torch.arange(length) >= num_padding).unsqueeze(0)
+            position = (num_padding + length) // 2
             before = model(tokens, mask)
-            if by == "perturbation":
+            if method == "perturbation":
                 changed = tokens.clone()
-                changed[:, place] = (changed[:, place] + 1) % model.config.vocab_size
+                changed[:, position] = (changed[:, position] + 1) % model.config.vocab_size
                 after = model(changed, mask)
             else:
-                nudge = torch.zeros(1, length, model.config.d_model)
-                nudge[:, place] = step
-                hook = model.decoder.embed.register_forward_hook(lambda m, i, o, nudge=nudge: o + nudge)
+                perturbation = torch.zeros(1, length, model.config.d_model)
+                perturbation[:, position] = step
+                hook = model.decoder.embed.register_forward_hook(
+                    lambda m, i, o, perturbation=perturbation: o + perturbation
+                )
                 after = model(tokens, mask)
                 hook.remove()
-            moved = (after - before).abs().sum(-1)[0]
-            assert moved[left:place].sum() == 0, length
-            assert moved[place] > 0, length
+            change = (after - before).abs().sum(-1)[0]
+            assert change[num_padding:position].sum() == 0, length
+            assert change[position] > 0, length
 
 
-def test_flex_says_what_it_cannot_do_on_the_cpu() -> None:
+def test_flex_has_no_backward_on_the_cpu() -> None:
     model = build("tiny-llama", seed=0).use_kernel("flex")
     with pytest.raises(KernelError, match="no backward pass on the CPU"):
         model(torch.zeros(1, 4, dtype=torch.long))
@@ -94,8 +95,8 @@ def test_flex_says_what_it_cannot_do_on_the_cpu() -> None:
 
 @given(config=configs(), seed=SEEDS)
 @settings(max_examples=max(2, settings.default.max_examples // 10))
-def test_one_graph_without_breaks(config: c.Config, seed: int) -> None:
-    """Forward and backward, traced whole, whatever the configuration."""
+def test_compiles_without_graph_breaks(config: c.Config, seed: int) -> None:
+    """Forward and backward pass of random configurations with fullgraph=True."""
     torch._dynamo.reset()
     model = build_randomized_model(config, torch.float64, seed)
     tokens = random_tokens(config, 2, SEQ_LEN, seed)
@@ -107,13 +108,13 @@ def test_one_graph_without_breaks(config: c.Config, seed: int) -> None:
     compiled = compute_logits(torch.compile(model, fullgraph=True, backend="aot_eager"), config, tokens, mask)
     assert (compiled - eager)[mask].abs().max() <= tolerance(torch.float64, eager)
     compiled[mask].square().sum().backward()
-    for ours, theirs in zip((p.grad for p in model.parameters() if p.grad is not None), gradients, strict=True):
-        assert (ours - theirs).abs().max() <= 1e-9 * max(1.0, float(theirs.abs().max()))
+    for grad, eager_grad in zip((p.grad for p in model.parameters() if p.grad is not None), gradients, strict=True):
+        assert (grad - eager_grad).abs().max() <= 1e-9 * max(1.0, float(eager_grad.abs().max()))
 
 
 @pytest.mark.parametrize("name", TINY)
 @torch.no_grad()
-def test_a_cached_step_is_one_graph(name: str) -> None:
+def test_cached_step_compiles_without_graph_breaks(name: str) -> None:
     torch._dynamo.reset()
     config = c.config(name)
     if config.form == "encoder":
@@ -132,7 +133,7 @@ def test_a_cached_step_is_one_graph(name: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", TINY if shutil.which("g++") else [])
-def test_inductor_is_eager(name: str) -> None:
+def test_inductor_equals_eager(name: str) -> None:
     torch._dynamo.reset()
     config = c.config(name)
     model = build_randomized_model(config)

@@ -1,4 +1,4 @@
-"""Ours ≡ transformers', where one part can be held against one part; whole models are in `families/`."""
+"""Components against transformers: RoPE scalings, T5 buckets, ALiBi slopes. Whole models are in tests/families."""
 
 import math
 
@@ -39,7 +39,7 @@ SCALINGS = {
 }
 
 
-def their_config(kind: str, fields: dict) -> LlamaConfig:
+def transformers_config(kind: str, fields: dict) -> LlamaConfig:
     rope = {"rope_type": kind, "rope_theta": THETA} | fields
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24}
     return LlamaConfig(
@@ -54,25 +54,27 @@ def their_config(kind: str, fields: dict) -> LlamaConfig:
 
 @pytest.mark.parametrize("length", [20, 90])
 @pytest.mark.parametrize("kind", SCALINGS)
-def test_rope_frequencies(kind: str, length: int) -> None:
-    """On both sides of the original length."""
-    ours, fields = SCALINGS[kind]
-    rope = Rope(c.Rope(theta=THETA, scaling=ours), WIDTH)
-    theirs, magnitude = ROPE_INIT_FUNCTIONS[kind](their_config(kind, fields), "cpu", seq_len=length)
-    got = rope.select_frequencies(TokenPositions(torch.arange(length).unsqueeze(0))).flatten()
-    assert torch.allclose(got, theirs, rtol=2e-6, atol=0)
-    assert rope.attention_factor == pytest.approx(magnitude)
+def test_rope_frequencies_match_transformers(kind: str, length: int) -> None:
+    """Below and above original_length."""
+    scaling, fields = SCALINGS[kind]
+    rope = Rope(c.Rope(theta=THETA, scaling=scaling), WIDTH)
+    expected, expected_factor = ROPE_INIT_FUNCTIONS[kind](transformers_config(kind, fields), "cpu", seq_len=length)
+    frequencies = rope.select_frequencies(TokenPositions(torch.arange(length).unsqueeze(0))).flatten()
+    assert torch.allclose(frequencies, expected, rtol=2e-6, atol=0)
+    assert rope.attention_factor == pytest.approx(expected_factor)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_t5_buckets(causal: bool) -> None:
-    ours = RelativeBias(c.RelativeBias(), 2, causal=causal)
+def test_t5_buckets_match_transformers(causal: bool) -> None:
+    bias = RelativeBias(c.RelativeBias(), 2, causal=causal)
     relative = torch.arange(-300, 301)
-    theirs = T5Attention._relative_position_bucket(relative, bidirectional=not causal, num_buckets=32, max_distance=128)
-    assert torch.equal(ours.relative_position_bucket(relative), theirs)
+    expected = T5Attention._relative_position_bucket(
+        relative, bidirectional=not causal, num_buckets=32, max_distance=128
+    )
+    assert torch.equal(bias.relative_position_bucket(relative), expected)
 
 
 @pytest.mark.parametrize("heads", [1, 4, 6, 12, 32])
-def test_alibi_slopes(heads: int) -> None:
-    theirs = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
-    assert torch.allclose(Alibi(c.Alibi(), heads).slope, theirs)
+def test_alibi_slopes_match_transformers(heads: int) -> None:
+    expected = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
+    assert torch.allclose(Alibi(c.Alibi(), heads).slope, expected)

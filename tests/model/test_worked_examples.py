@@ -1,4 +1,4 @@
-"""Numbers that can be done by hand, and the closed forms of what autograd computes."""
+"""Worked examples with known results, and closed forms of Jacobians."""
 
 import math
 
@@ -15,17 +15,17 @@ from cutaway.model.positions import SinusoidalPosition
 X = torch.tensor([1.0, 2.0, 3.0, 4.0])
 
 
-def close(a: torch.Tensor, b: list, places: float = 5e-4) -> bool:
-    return bool((a - torch.tensor(b, dtype=a.dtype)).abs().max() < places)
+def close(a: torch.Tensor, b: list, tolerance: float = 5e-4) -> bool:
+    return bool((a - torch.tensor(b, dtype=a.dtype)).abs().max() < tolerance)
 
 
-def test_norms_of_one_two_three_four() -> None:
+def test_layernorm_and_rmsnorm_of_1_2_3_4() -> None:
     assert close(build_norm(c.LayerNorm(), 4)(X), [-1.342, -0.447, 0.447, 1.342])
     assert close(build_norm(c.RMSNorm(), 4)(X), [0.365, 0.730, 1.095, 1.461])
 
 
 @torch.no_grad()
-def test_unit_offset_multiplies_by_one_plus_gain() -> None:
+def test_rmsnorm_unit_offset() -> None:
     norm = build_norm(c.RMSNorm(unit_offset=True), 4)
     assert close(norm(X), [0.365, 0.730, 1.095, 1.461])
     norm.weight.fill_(1.0)
@@ -36,22 +36,22 @@ def test_unit_offset_multiplies_by_one_plus_gain() -> None:
 def test_ffn_hidden() -> None:
     ffn = build_dense_ffn(c.Mlp(hidden=4, activation="relu", bias=False), 3)
     ffn.up.weight.copy_(torch.tensor([[1, 0, -1, 0.5], [0, 1, 0, -1], [0.5, -0.5, 1, 0]]).T)
-    seen = []
-    ffn.down.register_forward_pre_hook(lambda m, i: seen.append(i[0]))
+    hidden = []
+    ffn.down.register_forward_pre_hook(lambda m, i: hidden.append(i[0]))
     ffn.down.weight.zero_()
     ffn(torch.tensor([0.5, -1.0, 0.8]))
-    assert close(seen[0], [0.9, 0, 0.3, 1.25])
+    assert close(hidden[0], [0.9, 0, 0.3, 1.25])
 
 
 @pytest.mark.parametrize(
     "ffn", [c.Mlp(), c.Gated(), c.Moe(experts=4, router=c.Router(top_k=2))], ids=lambda ffn: ffn.kind
 )
-def test_an_ffn_works_on_each_token_alone(ffn: c.FFN) -> None:
+def test_ffn_is_applied_per_token(ffn: c.FFN) -> None:
     block = c.Block(attention=c.MultiHead(heads=2), ffn=ffn)
     model = build(c.Decoder(vocab_size=2, d_model=8, decoder=c.Stack(layers=1, block=block)), seed=0)
     x = torch.randn(1, 5, 8)
-    alone = torch.cat([model.decoder.blocks[0].ffn(x[:, i : i + 1]) for i in range(5)], 1)
-    assert torch.allclose(model.decoder.blocks[0].ffn(x), alone, atol=1e-6)
+    separate = torch.cat([model.decoder.blocks[0].ffn(x[:, i : i + 1]) for i in range(5)], 1)
+    assert torch.allclose(model.decoder.blocks[0].ffn(x), separate, atol=1e-6)
 
 
 @torch.no_grad()
@@ -74,10 +74,10 @@ def test_pre_norm_block_with_attention_off() -> None:
     model = build(config)
     model.decoder.blocks[0] = block
     model.decoder.embed.token.weight.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    seen = []
-    block.register_forward_hook(lambda m, i, o: seen.append(o))
+    outputs = []
+    block.register_forward_hook(lambda m, i, o: outputs.append(o))
     model(torch.tensor([[0, 1]]))
-    assert close(seen[0][0], [[1.632, 3.265], [3.849, 5.131]], 1e-3)
+    assert close(outputs[0][0], [[1.632, 3.265], [3.849, 5.131]], 1e-3)
 
 
 @pytest.mark.parametrize("offset", [False, True])
@@ -87,10 +87,10 @@ def test_rmsnorm_jacobian(offset: bool) -> None:
     nn.init.normal_(norm.weight)
     x = torch.randn(5, dtype=torch.float64)
     rms = x.square().mean().sqrt()
-    unit = x / rms
+    normalized = x / rms
     gain = norm.weight + 1 if offset else norm.weight
-    closed = (gain / rms).unsqueeze(-1) * (torch.eye(5, dtype=x.dtype) - torch.outer(unit, unit) / 5)
-    assert (torch.autograd.functional.jacobian(norm, x) - closed).abs().max() < 1e-9
+    expected = (gain / rms).unsqueeze(-1) * (torch.eye(5, dtype=x.dtype) - torch.outer(normalized, normalized) / 5)
+    assert (torch.autograd.functional.jacobian(norm, x) - expected).abs().max() < 1e-9
 
 
 def test_layernorm_jacobian() -> None:
@@ -99,14 +99,14 @@ def test_layernorm_jacobian() -> None:
     nn.init.normal_(norm.weight)
     x = torch.randn(5, dtype=torch.float64)
     sigma = x.var(correction=0).sqrt()
-    unit = (x - x.mean()) / sigma
-    closed = (norm.weight / sigma).unsqueeze(-1) * (
-        torch.eye(5, dtype=x.dtype) - torch.ones(5, 5, dtype=x.dtype) / 5 - torch.outer(unit, unit) / 5
+    normalized = (x - x.mean()) / sigma
+    expected = (norm.weight / sigma).unsqueeze(-1) * (
+        torch.eye(5, dtype=x.dtype) - torch.ones(5, 5, dtype=x.dtype) / 5 - torch.outer(normalized, normalized) / 5
     )
-    assert (torch.autograd.functional.jacobian(norm, x) - closed).abs().max() < 1e-9
+    assert (torch.autograd.functional.jacobian(norm, x) - expected).abs().max() < 1e-9
 
 
-def test_heads_of_768_and_their_scores() -> None:
+def test_gpt2_head_dim_and_score_shape() -> None:
     attention = c.config("gpt2").decoder.block[0].attention
     assert attention.head_dim(768) == 64
     model = build("gpt2", seed=0).use_kernel("explicit")
@@ -117,44 +117,44 @@ def test_heads_of_768_and_their_scores() -> None:
     assert shapes[0] == (1, 12, 128, 128)
 
 
-def test_unscaled_scores_have_deviation_eight() -> None:
+def test_unscaled_scores_have_standard_deviation_8() -> None:
     q, k = torch.randn(2, 20000, 64)
     assert (q * k).sum(-1).std().item() == pytest.approx(8.0, rel=0.02)
 
 
 @torch.no_grad()
-def test_a_thousand_tokens_without_a_cache_recompute_half_a_million_pairs() -> None:
-    """Keys that a layer computes for n tokens, counted with and without a cache: n(n − 1)/2 too many without."""
+def test_number_of_keys_recomputed_without_a_cache() -> None:
+    """Without a cache, n tokens compute n(n − 1)/2 keys more per layer than with it."""
     model = build("tiny-llama", seed=0)
-    counted = []
-    model.decoder.blocks[0].attn.f.k.register_forward_hook(lambda m, i, o: counted.append(o.shape[1]))
+    key_counts = []
+    model.decoder.blocks[0].attn.f.k.register_forward_hook(lambda m, i, o: key_counts.append(o.shape[1]))
     tokens = torch.zeros(1, 50, dtype=torch.long)
     for length in range(1, 51):
         model(tokens[:, :length])
-    without = sum(counted)
-    counted.clear()
+    uncached = sum(key_counts)
+    key_counts.clear()
     cache = model.new_cache(1, 50)
     for i in range(50):
         model(tokens[:, i : i + 1], cache=cache)
-    assert without - sum(counted) == 50 * 49 // 2
+    assert uncached - sum(key_counts) == 50 * 49 // 2
     assert 1000 * 999 // 2 == 499_500
 
 
-def test_sinusoid_of_a_shift_is_a_linear_map() -> None:
-    """PE(pos + k) = M_k·PE(pos), with M_k a rotation of each pair, the same for every pos."""
+def test_sinusoidal_positions_shift_by_a_rotation() -> None:
+    """PE(pos + k) = M_k·PE(pos), where M_k rotates each pair and does not depend on pos."""
     encode = SinusoidalPosition(c.SinusoidalPosition(), 8)
     table = encode(torch.arange(40).unsqueeze(0))[0].double()
     for shift in (1, 7):
         angle = shift * encode.frequency
-        turn = torch.block_diag(
+        rotation = torch.block_diag(
             *(torch.tensor([[math.cos(a), math.sin(a)], [-math.sin(a), math.cos(a)]]) for a in angle)
         )
-        assert (table[:-shift] @ turn.double().T - table[shift:]).abs().max() < 1e-6
+        assert (table[:-shift] @ rotation.double().T - table[shift:]).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize(("layers", "d_model", "fits"), [(32, 4096, True), (40, 5120, False)])
-def test_classic_shape_against_sixteen_gigabytes(layers: int, d_model: int, fits: bool) -> None:
-    """12·N·d² + 2·V·d: with biases and norms on top, 2 bytes each."""
+def test_classic_shapes_and_16_gb(layers: int, d_model: int, fits: bool) -> None:
+    """12·N·d² + 2·V·d parameters, plus norms, at 2 bytes each."""
     config = c.Decoder(
         vocab_size=50_000,
         d_model=d_model,
@@ -166,16 +166,16 @@ def test_classic_shape_against_sixteen_gigabytes(layers: int, d_model: int, fits
         ),
         head=c.LMHead(tied=False),
     )
-    count = sum(p.numel() for p in build(config, device="meta").parameters())
-    rule = 12 * layers * d_model**2 + 2 * 50_000 * d_model
-    assert count == pytest.approx(rule, rel=1e-3)
-    assert (2 * count < 16e9) is fits
+    num_parameters = sum(p.numel() for p in build(config, device="meta").parameters())
+    estimate = 12 * layers * d_model**2 + 2 * 50_000 * d_model
+    assert num_parameters == pytest.approx(estimate, rel=1e-3)
+    assert (2 * num_parameters < 16e9) is fits
 
 
 def test_ffn_has_twice_the_parameters_of_attention() -> None:
     block = build("gpt2", device="meta").decoder.blocks[0]
-    weights = lambda module: sum(p.numel() for p in module.parameters() if p.ndim == 2)  # noqa: E731
-    assert weights(block.ffn) == 2 * weights(block.attn)
+    num_weights = lambda module: sum(p.numel() for p in module.parameters() if p.ndim == 2)  # noqa: E731
+    assert num_weights(block.ffn) == 2 * num_weights(block.attn)
     llama = build("llama-3-8b", device="meta").decoder.blocks[0]
-    assert weights(llama.ffn) == 176_160_768
+    assert num_weights(llama.ffn) == 176_160_768
     assert 8 * 4096**2 == 134_217_728

@@ -1,4 +1,4 @@
-"""What the page writes is what `generate` writes, and what it says of each choice is so."""
+"""Generation and mask-filling queries equal `generate` and `fill_mask`; the recorded steps are correct."""
 
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,11 @@ def python() -> Inspector:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_it_writes_what_generate_writes(python: Inspector, settings: dict[str, Any]) -> None:
+def test_generate_query_equals_generate(python: Inspector, settings: dict[str, Any]) -> None:
     text = "def add(a, b):\n    return"
-    told = ct.generate(ct.load("tiny-python", dtype=torch.float32), text, max_new_tokens=12, **settings)[0]
+    expected = ct.generate(ct.load("tiny-python", dtype=torch.float32), text, max_new_tokens=12, **settings)[0]
     tokens = python.tokenizer.encode(text)
-    facts, _, parts = run_query_with_partials(
+    data, _, partials = run_query_with_partials(
         python,
         "generate",
         input={"tokens": tokens},
@@ -44,98 +44,104 @@ def test_it_writes_what_generate_writes(python: Inspector, settings: dict[str, A
         max_new_tokens=12,
         **settings,
     )
-    written = [part["step"]["token"] for part in parts]
-    assert written == told.tokens
-    assert "".join(part["step"]["text"] for part in parts) == told.text
-    assert facts["finish_reason"] == told.finish_reason
+    generated = [partial["step"]["token"] for partial in partials]
+    assert generated == expected.tokens
+    assert "".join(partial["step"]["text"] for partial in partials) == expected.text
+    assert data["finish_reason"] == expected.finish_reason
     assert (
-        facts["cache_check"]["max_abs_diff"]
-        <= facts["cache_check"]["tolerance"]
-        == pytest.approx(1e-5 * facts["cache_check"]["max_abs_logit"])
+        data["cache_check"]["max_abs_diff"]
+        <= data["cache_check"]["tolerance"]
+        == pytest.approx(1e-5 * data["cache_check"]["max_abs_logit"])
     )
-    assert facts["cache_check"]["num_compared"] == len(written)
+    assert data["cache_check"]["num_compared"] == len(generated)
 
 
-def test_it_can_be_stopped_and_gone_on_with(python: Inspector) -> None:
-    tokens, how = python.tokenizer.encode("import os\n"), {"max_new_tokens": 12, "temperature": 1.0, "seed": 5}
-    _, _, parts = run_query_with_partials(
-        python, "generate", input={"tokens": tokens}, num_prompt_tokens=len(tokens), num_tokens=12, **how
+def test_generation_in_parts_equals_generation_at_once(python: Inspector) -> None:
+    tokens, params = python.tokenizer.encode("import os\n"), {"max_new_tokens": 12, "temperature": 1.0, "seed": 5}
+    _, _, partials = run_query_with_partials(
+        python, "generate", input={"tokens": tokens}, num_prompt_tokens=len(tokens), num_tokens=12, **params
     )
-    whole = [part["step"]["token"] for part in parts]
-    written: list[int] = []
-    while len(written) < len(whole):
-        _, _, parts = run_query_with_partials(
-            python, "generate", input={"tokens": tokens + written}, num_prompt_tokens=len(tokens), num_tokens=5, **how
+    complete = [partial["step"]["token"] for partial in partials]
+    generated: list[int] = []
+    while len(generated) < len(complete):
+        _, _, partials = run_query_with_partials(
+            python,
+            "generate",
+            input={"tokens": tokens + generated},
+            num_prompt_tokens=len(tokens),
+            num_tokens=5,
+            **params,
         )
-        written += [part["step"]["token"] for part in parts]
-    assert written == whole
+        generated += [partial["step"]["token"] for partial in partials]
+    assert generated == complete
 
 
-def test_each_choice_is_told_as_it_was(python: Inspector) -> None:
+def test_step_statistics_equal_the_forward_pass(python: Inspector) -> None:
     tokens = python.tokenizer.encode("for x in ")
-    given = {"max_new_tokens": 6, "temperature": 1.5, "top_k": 20, "seed": 2}
-    _, arrays, parts = run_query_with_partials(
-        python, "generate", input={"tokens": tokens}, num_prompt_tokens=len(tokens), num_tokens=6, **given
+    params = {"max_new_tokens": 6, "temperature": 1.5, "top_k": 20, "seed": 2}
+    _, tensors, partials = run_query_with_partials(
+        python, "generate", input={"tokens": tokens}, num_prompt_tokens=len(tokens), num_tokens=6, **params
     )
-    read = list(tokens)
-    for part in parts:
-        choice = part["step"]
+    token_ids = list(tokens)
+    for partial in partials:
+        step = partial["step"]
         with torch.no_grad():
-            logits = python.model(torch.tensor([read]))[0, -1].float()
-        shares = logits.softmax(-1)
-        assert choice["probability"] == pytest.approx(float(shares[choice["token"]]), rel=1e-3)
-        assert choice["entropy"] == pytest.approx(float(-(shares * shares.log2()).sum()), abs=1e-3)
-        assert choice["rank"] == int((logits > logits[choice["token"]]).sum()) + 1 <= 20
-        assert choice["num_candidates"] == 20
-        assert [each["token"] for each in choice["top_tokens"]] == logits.topk(5).indices.tolist()
-        kept = (logits / 1.5).where(logits >= logits.topk(20).values[-1], -torch.inf).softmax(-1)
-        assert choice["sampling_probability"] == pytest.approx(float(kept[choice["token"]]), rel=1e-3)
-        assert choice["cache"]["length"] == len(read)
-        read.append(choice["token"])
-    assert len(arrays["max_abs_diff"]) == 6
+            logits = python.model(torch.tensor([token_ids]))[0, -1].float()
+        probabilities = logits.softmax(-1)
+        assert step["probability"] == pytest.approx(float(probabilities[step["token"]]), rel=1e-3)
+        assert step["entropy"] == pytest.approx(float(-(probabilities * probabilities.log2()).sum()), abs=1e-3)
+        assert step["rank"] == int((logits > logits[step["token"]]).sum()) + 1 <= 20
+        assert step["num_candidates"] == 20
+        assert [entry["token"] for entry in step["top_tokens"]] == logits.topk(5).indices.tolist()
+        sampling_probs = (logits / 1.5).where(logits >= logits.topk(20).values[-1], -torch.inf).softmax(-1)
+        assert step["sampling_probability"] == pytest.approx(float(sampling_probs[step["token"]]), rel=1e-3)
+        assert step["cache"]["length"] == len(token_ids)
+        token_ids.append(step["token"])
+    assert len(tensors["max_abs_diff"]) == 6
 
 
-def test_the_cache_is_the_real_one() -> None:
-    of = open_inspector("tiny-gemma")
-    windows = of.model.stacks["decoder"].windows
-    tokens = random_token_ids(20, of.config.vocab_size)
-    facts, _, parts = run_query_with_partials(
-        of, "generate", input={"tokens": tokens}, num_prompt_tokens=20, num_tokens=40, max_new_tokens=40
+def test_cache_state_equals_the_ring_buffers() -> None:
+    inspector = open_inspector("tiny-gemma")
+    windows = inspector.model.stacks["decoder"].windows
+    tokens = random_token_ids(20, inspector.config.vocab_size)
+    data, _, partials = run_query_with_partials(
+        inspector, "generate", input={"tokens": tokens}, num_prompt_tokens=20, num_tokens=40, max_new_tokens=40
     )
-    assert facts["cache_kind"] == "ring"
-    last = parts[-1]["step"]["cache"]
+    assert data["cache_kind"] == "ring"
+    last = partials[-1]["step"]["cache"]
     slots = dict(zip(windows, last["slots"], strict=True))
-    ring = min(slots.values())
-    assert ring < facts["num_slots"] == slots[None] == 60
+    ring_size = min(slots.values())
+    assert ring_size < data["num_slots"] == slots[None] == 60
     assert last["length"] == 59
-    assert sorted(last["slot_positions"][str(ring)]) == list(range(59 - ring, 59))
-    assert last["slot_positions"].keys() == {str(ring)}
-    cache = of.model.new_cache(1, 60)
-    assert sum(last["bytes"]) < sum(each.numel() * 4 for layer in cache.layers for each in (layer.k, layer.v))
-    per = [(layer.k[0, 0].numel() + layer.v[0, 0].numel()) * 4 for layer in cache.layers]
-    assert last["bytes"] == [each * count for each, count in zip(per, last["num_filled"], strict=True)]
-    assert last["num_filled"] == [min(59, room) for room in last["slots"]]
+    assert sorted(last["slot_positions"][str(ring_size)]) == list(range(59 - ring_size, 59))
+    assert last["slot_positions"].keys() == {str(ring_size)}
+    cache = inspector.model.new_cache(1, 60)
+    assert sum(last["bytes"]) < sum(tensor.numel() * 4 for layer in cache.layers for tensor in (layer.k, layer.v))
+    bytes_per_slot = [(layer.k[0, 0].numel() + layer.v[0, 0].numel()) * 4 for layer in cache.layers]
+    assert last["bytes"] == [tensor * count for tensor, count in zip(bytes_per_slot, last["num_filled"], strict=True)]
+    assert last["num_filled"] == [min(59, num_slots) for num_slots in last["slots"]]
 
 
-def test_slots_are_where_the_cache_says() -> None:
+def test_slot_positions_equal_the_cache() -> None:
     model = ct.build("tiny-gemma", seed=0)
-    window = next(each for each in model.stacks["decoder"].windows if each is not None)
+    window = next(width for width in model.stacks["decoder"].windows if width is not None)
     cache = model.new_cache(1, 64, chunk_size=4)
-    ring = window + 3
+    ring_size = window + 3
     for _ in range(8):
         _, steps = cache.assign_slots(4, None)
         model(torch.randint(100, (1, 4)), cache=cache)
         assert (
-            slot_positions(cache, ring) == steps[ring].key_positions.position[0, : int(cache.seq_lens)].tolist()[:ring]
+            slot_positions(cache, ring_size)
+            == steps[ring_size].key_positions.position[0, : int(cache.seq_lens)].tolist()[:ring_size]
         )
 
 
-def test_an_encoder_decoder_writes_from_its_source() -> None:
-    of = open_inspector("tiny-t5")
-    source = of.tokenizer.encode_source("a text")
-    start = of.tokenizer.encode("")
-    facts, _, parts = run_query_with_partials(
-        of,
+def test_encoder_decoder_generates_from_its_source() -> None:
+    inspector = open_inspector("tiny-t5")
+    source = inspector.tokenizer.encode_source("a text")
+    start = inspector.tokenizer.encode("")
+    data, _, partials = run_query_with_partials(
+        inspector,
         "generate",
         input={"tokens": start, "source": source},
         num_prompt_tokens=1,
@@ -143,62 +149,68 @@ def test_an_encoder_decoder_writes_from_its_source() -> None:
         max_new_tokens=8,
         seed=1,
     )
-    read = list(start)
-    for part in parts:
+    token_ids = list(start)
+    for partial in partials:
         with torch.no_grad():
-            assert part["step"]["token"] == int(of.model(torch.tensor([source]), torch.tensor([read]))[0, -1].argmax())
-        read.append(part["step"]["token"])
-    assert len(read) == 9
-    assert facts["cache_check"]["max_abs_diff"] <= 1e-4
-    assert parts[0]["step"]["cache"]["source_bytes"] > 0
+            assert partial["step"]["token"] == int(
+                inspector.model(torch.tensor([source]), torch.tensor([token_ids]))[0, -1].argmax()
+            )
+        token_ids.append(partial["step"]["token"])
+    assert len(token_ids) == 9
+    assert data["cache_check"]["max_abs_diff"] <= 1e-4
+    assert partials[0]["step"]["cache"]["source_bytes"] > 0
 
 
-def test_edits_are_part_of_what_writes(python: Inspector) -> None:
+def test_edits_apply_to_generation(python: Inspector) -> None:
     tokens, edits = python.tokenizer.encode("def f("), {"blocks.0": "skip"}
-    given = {
+    params = {
         "input": {"tokens": tokens, "edits": edits},
         "num_prompt_tokens": len(tokens),
         "num_tokens": 4,
         "max_new_tokens": 4,
     }
-    facts, _, parts = run_query_with_partials(python, "generate", **given)
+    data, _, partials = run_query_with_partials(python, "generate", **params)
     with ct.edit(python.model, edits), torch.no_grad():
-        assert parts[0]["step"]["token"] == int(python.model(torch.tensor([tokens]))[0, -1].argmax())
-    assert facts["cache_check"]["max_abs_diff"] <= 1e-4
+        assert partials[0]["step"]["token"] == int(python.model(torch.tensor([tokens]))[0, -1].argmax())
+    assert data["cache_check"]["max_abs_diff"] <= 1e-4
 
 
-def test_encoders_fill_masks() -> None:
-    of = open_inspector("tiny-bert")
-    with pytest.raises(InputError, match="does not write"):
-        run_query(of, "generate", input={"tokens": [1]}, num_prompt_tokens=1)
-    assert run_query(of, "fill_mask", text="a")[0] == {"mask_token": None, "can_fill_mask": False, "predictions": []}
+def test_encoder_cannot_generate() -> None:
+    inspector = open_inspector("tiny-bert")
+    with pytest.raises(InputError, match="does not generate"):
+        run_query(inspector, "generate", input={"tokens": [1]}, num_prompt_tokens=1)
+    assert run_query(inspector, "fill_mask", text="a")[0] == {
+        "mask_token": None,
+        "can_fill_mask": False,
+        "predictions": [],
+    }
 
 
-def test_masks_are_filled_as_the_library_does(tmp_path: Path) -> None:
+def test_fill_mask_query_equals_fill_mask(tmp_path: Path) -> None:
     write_bert_files(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer is not None
     config = {**ct.config("tiny-bert").model_dump(mode="json"), "vocab_size": tokenizer.vocab_size}
     model = ct.build(config, seed=0)
-    of = Inspector(model, TokenizerAdapter(tokenizer.vocab_size, tokenizer))
+    inspector = Inspector(model, TokenizerAdapter(tokenizer.vocab_size, tokenizer))
     text = "The [MASK] was without [MASK]."
-    facts, _ = run_query(of, "fill_mask", text=text)
-    told = fill_mask(model, tokenizer, [text])[0]
-    assert [[each["token"] for each in one] for one in facts["predictions"]] == [
-        [each.id for each in one] for one in told
+    data, _ = run_query(inspector, "fill_mask", text=text)
+    expected = fill_mask(model, tokenizer, [text])[0]
+    assert [[prediction["token"] for prediction in mask] for mask in data["predictions"]] == [
+        [prediction.id for prediction in mask] for mask in expected
     ]
-    assert facts["predictions"][1][0]["probability"] == pytest.approx(told[1][0].probability)
-    assert run_query(of, "fill_mask", text="no")[0] == {
+    assert data["predictions"][1][0]["probability"] == pytest.approx(expected[1][0].probability)
+    assert run_query(inspector, "fill_mask", text="no")[0] == {
         "mask_token": "[MASK]",
         "can_fill_mask": True,
         "predictions": [],
     }
 
 
-def test_what_cannot_be_written(python: Inspector) -> None:
-    with pytest.raises(InputError, match="there are 2 tokens"):
+def test_invalid_generation_query_is_an_error(python: Inspector) -> None:
+    with pytest.raises(InputError, match="only 2 tokens"):
         run_query(python, "generate", input={"tokens": [1, 2]}, num_prompt_tokens=3)
-    with pytest.raises(InputError, match="no masks"):
+    with pytest.raises(InputError, match="cannot fill masks"):
         run_query(python, "fill_mask", text="x")
     with pytest.raises(InputError):
         run_query(python, "generate", input={"tokens": [1] * 2000}, num_prompt_tokens=2000)

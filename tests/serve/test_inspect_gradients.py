@@ -1,4 +1,4 @@
-"""Gradients on the page are the library's; a run's curves are its files'."""
+"""Gradient-norm and run-metrics queries equal the library and the run's files."""
 
 import json
 from pathlib import Path
@@ -19,66 +19,70 @@ from cutaway.serve.inspect.queries.run_metrics import RunMetrics, downsample_cur
 pytestmark = pytest.mark.unchecked
 
 
-def inspector(name: str, run: Path | None = None) -> Inspector:
+def build_inspector(name: str, run: Path | None = None) -> Inspector:
     model = ct.build(name, seed=0)
     return Inspector(model, TokenizerAdapter(model.config.vocab_size), name=name, run_directory=run)
 
 
 @pytest.mark.parametrize("init", ["normal", "xavier"])
-def test_placements_are_the_readings_own(init: str) -> None:
-    found = GradientsByPlacement(depths=(2, 5), num_seeds=2, d_model=32, seq_len=8, init=init).run(
-        inspector("tiny-gpt"), QueryJob()
+def test_gradients_by_placement_equal_the_analysis(init: str) -> None:
+    result = GradientsByPlacement(depths=(2, 5), num_seeds=2, d_model=32, seq_len=8, init=init).run(
+        build_inspector("tiny-gpt"), QueryJob()
     )
-    said = gradient_by_placement(build_small_config(32, 2, init), depths=(2, 5), num_seeds=2, seq_len=8)
+    expected = gradient_by_placement(build_small_config(32, 2, init), depths=(2, 5), num_seeds=2, seq_len=8)
     for row, placement in enumerate(("pre", "post")):
         for column, depth in enumerate((2, 5)):
-            mean = found.tensors[f"{placement}.{depth}"].log().mean(0).exp()
-            torch.testing.assert_close(mean, said.values[row, :depth, column])
-            assert found.data["first_to_last_ratio"][f"{placement}.{depth}"] == pytest.approx(float(mean[0]), rel=1e-5)
+            mean = result.tensors[f"{placement}.{depth}"].log().mean(0).exp()
+            torch.testing.assert_close(mean, expected.values[row, :depth, column])
+            assert result.data["first_to_last_ratio"][f"{placement}.{depth}"] == pytest.approx(float(mean[0]), rel=1e-5)
 
 
-def test_stacks_that_nobody_waits_for_are_not_made() -> None:
+def test_cancelled_query_raises() -> None:
     job = QueryJob()
     job.cancelled.set()
     with pytest.raises(QueryCancelled):
-        GradientsByPlacement().run(inspector("tiny-gpt"), job)
+        GradientsByPlacement().run(build_inspector("tiny-gpt"), job)
 
 
 @pytest.mark.parametrize("name", ["tiny-gpt", "tiny-bert", "tiny-t5"])
-def test_the_models_own_gradient(name: str) -> None:
-    of, tokens = inspector(name), [3, 7, 9, 4]
+def test_gradients_by_depth_equal_the_analysis(name: str) -> None:
+    inspector, tokens = build_inspector(name), [3, 7, 9, 4]
     source = [5, 6] if name == "tiny-t5" else None
-    look = ModelInput(tokens=tuple(tokens), source=None if source is None else tuple(source))
-    found = GradientsByDepth(input=look).run(of, QueryJob())
-    torch.testing.assert_close(found.tensors["grad_norms"], gradient_by_depth(of.model, tokens, source=source).values)
-    edited = GradientsByDepth(input=look.model_copy(update={"edits": first_ffn_gone(of)})).run(of, QueryJob())
-    assert not torch.equal(edited.tensors["grad_norms"], found.tensors["grad_norms"])
+    model_input = ModelInput(tokens=tuple(tokens), source=None if source is None else tuple(source))
+    result = GradientsByDepth(input=model_input).run(inspector, QueryJob())
+    torch.testing.assert_close(
+        result.tensors["grad_norms"], gradient_by_depth(inspector.model, tokens, source=source).values
+    )
+    edited = GradientsByDepth(input=model_input.model_copy(update={"edits": zero_first_ffn(inspector)})).run(
+        inspector, QueryJob()
+    )
+    assert not torch.equal(edited.tensors["grad_norms"], result.tensors["grad_norms"])
 
 
-def first_ffn_gone(of: Inspector) -> dict[str, str]:
-    return {next(name for name in of.sites if name.endswith("ffn.out") and not name.startswith("enc")): "zero"}
+def zero_first_ffn(inspector: Inspector) -> dict[str, str]:
+    return {next(name for name in inspector.sites if name.endswith("ffn.out") and not name.startswith("enc")): "zero"}
 
 
-def test_a_text_too_long_for_a_gradient_is_refused() -> None:
+def test_too_long_text_is_an_error() -> None:
     with pytest.raises(InputError, match="shorten"):
-        GradientsByDepth(input=ModelInput(tokens=(1,) * 513)).run(inspector("tiny-gpt"), QueryJob())
+        GradientsByDepth(input=ModelInput(tokens=(1,) * 513)).run(build_inspector("tiny-gpt"), QueryJob())
 
 
-def test_without_a_run_there_is_no_log() -> None:
-    with pytest.raises(InputError, match="no run's"):
-        RunMetrics().run(inspector("tiny-gpt"), QueryJob())
+def test_run_metrics_without_a_run_is_an_error() -> None:
+    with pytest.raises(InputError, match="not from a run directory"):
+        RunMetrics().run(build_inspector("tiny-gpt"), QueryJob())
 
 
-def test_a_long_log_is_told_in_means_between_bounds() -> None:
+def test_long_log_is_downsampled_to_means_with_bounds() -> None:
     rows = [{"step": step, "loss": float(step % 7), "grad_norm": 1.0, "lr": 0.1} for step in range(1, 2501)]
-    found = downsample_curves(rows)
-    assert len(found["loss"]) == 834
-    assert found["loss"][0] == pytest.approx(2.0)
-    assert [float(found["loss_min"][0]), float(found["loss_max"][0])] == [1.0, 3.0]
-    assert found["step"][-1] == 2500
+    curves = downsample_curves(rows)
+    assert len(curves["loss"]) == 834
+    assert curves["loss"][0] == pytest.approx(2.0)
+    assert [float(curves["loss_min"][0]), float(curves["loss_max"][0])] == [1.0, 3.0]
+    assert curves["step"][-1] == 2500
 
 
-def test_a_run_is_told_while_it_trains_and_when_it_is_done(tmp_path: Path) -> None:
+def test_run_metrics_of_a_finished_and_of_an_unfinished_run(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("to be or not to be, that is the question. " * 60)
     recipe = {
@@ -92,20 +96,20 @@ def test_a_run_is_told_while_it_trains_and_when_it_is_done(tmp_path: Path) -> No
         "checkpoint": {"interval": 2},
     }  # fmt: skip
     run = ct.train(recipe, tmp_path / "run")
-    of = load_inspector(str(run.directory), None, "cpu", None)
-    assert of.run_directory == run.directory
-    found = RunMetrics().run(of, QueryJob())
+    inspector = load_inspector(str(run.directory), None, "cpu", None)
+    assert inspector.run_directory == run.directory
+    result = RunMetrics().run(inspector, QueryJob())
     rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
-    assert found.tensors["loss"].tolist() == pytest.approx(losses)
-    assert [row["step"] for row in found.data["evals"]] == [3, 6]
-    assert [row["eval_loss"] for row in found.data["evals"]] == [r["eval_loss"] for r in rows if "eval_loss" in r]
-    assert found.data["samples"][-1]["sample"].startswith("to be")
-    assert found.data["layer_stats"]["step"] == found.data["step"] == found.data["max_steps"] == 6
-    assert not found.data["is_training"]
-    assert RunMetrics(known_bytes=found.data["log_bytes"]).run(of, QueryJob()).data["unchanged"]
+    assert result.tensors["loss"].tolist() == pytest.approx(losses)
+    assert [row["step"] for row in result.data["evals"]] == [3, 6]
+    assert [row["eval_loss"] for row in result.data["evals"]] == [r["eval_loss"] for r in rows if "eval_loss" in r]
+    assert result.data["samples"][-1]["sample"].startswith("to be")
+    assert result.data["layer_stats"]["step"] == result.data["step"] == result.data["max_steps"] == 6
+    assert not result.data["is_training"]
+    assert RunMetrics(known_bytes=result.data["log_bytes"]).run(inspector, QueryJob()).data["unchanged"]
 
     (run.directory / "model").rename(tmp_path / "elsewhere")
-    young = load_inspector(str(run.directory), None, "cpu", None)
-    for name, weight in young.model.state_dict().items():
-        torch.testing.assert_close(weight, of.model.state_dict()[name])
+    snapshot_inspector = load_inspector(str(run.directory), None, "cpu", None)
+    for name, weight in snapshot_inspector.model.state_dict().items():
+        torch.testing.assert_close(weight, inspector.model.state_dict()[name])

@@ -1,4 +1,4 @@
-"""What strangers may send to the page's questions: refused in words, and the model is as it was."""
+"""Invalid and hostile inspector queries are rejected with a message, and the model is unchanged."""
 
 import json
 import time
@@ -21,30 +21,30 @@ TEXT = {"tokens": [1, 2, 3]}
 
 
 @pytest.fixture(scope="module")
-def desk() -> Iterator[tuple[routes.QueryExecutor, str]]:
-    made = routes.QueryExecutor(open_inspector("tiny-gpt"))
-    routers = [routes.build_router(made), static_files.build_static_router()]
-    app = build_app(routers, access_policy=build_access_policy("127.0.0.1", None), on_shutdown=[made.close])
-    with serve_in_thread(app, bind_socket("127.0.0.1", 0)) as where:
-        yield made, where
+def executor_and_url() -> Iterator[tuple[routes.QueryExecutor, str]]:
+    executor = routes.QueryExecutor(open_inspector("tiny-gpt"))
+    routers = [routes.build_router(executor), static_files.build_static_router()]
+    app = build_app(routers, access_policy=build_access_policy("127.0.0.1", None), on_shutdown=[executor.close])
+    with serve_in_thread(app, bind_socket("127.0.0.1", 0)) as url:
+        yield executor, url
 
 
-def post(where: str, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
-    connection = HTTPConnection(urlsplit(where).netloc, timeout=60)
+def post(url: str, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
+    connection = HTTPConnection(urlsplit(url).netloc, timeout=60)
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
         connection.request("POST", path, data, {"content-type": "application/json"} | (headers or {}))
-        answer = connection.getresponse()
-        return answer.status, answer.read()
+        response = connection.getresponse()
+        return response.status, response.read()
     finally:
         connection.close()
 
 
-def edited(**edits: Any) -> dict[str, Any]:
+def edited_query(**edits: Any) -> dict[str, Any]:
     return {"input": TEXT | {"edits": edits}, "position": 0}
 
 
-HOSTILE = [
+INVALID_QUERIES = [
     ("nothing", {}),
     ("../../etc/passwd", {}),
     ("journey", {}),
@@ -65,22 +65,22 @@ HOSTILE = [
     ("journey", {"input": {"tokens": [1.5]}, "position": 0}),
     ("journey", {"input": {"tokens": ["1"]}, "position": 0}),
     ("journey", {"input": {"tokens": [1] * 2049}, "position": 0}),
-    ("journey", {"input": {"tokens": [1] * 65}, "position": 0}),  # more than this model has positions for
+    ("journey", {"input": {"tokens": [1] * 65}, "position": 0}),  # more than the model's position embeddings
     ("journey", {"input": {"tokens": [1], "source": [1]}, "position": 0}),
-    ("journey", edited(**{"blocks.99": "skip"})),
-    ("journey", edited(**{"blocks.0": "explode"})),
-    ("journey", edited(**{"blocks.0": None})),
-    ("journey", edited(**{"blocks.0": {"do": "skip", "value": 3}})),
-    ("journey", edited(**{"blocks.0.attn.z": {"do": "zero", "heads": [99]}})),
-    ("journey", edited(**{"blocks.0.attn.z": {"do": "zero", "heads": "all"}})),
-    ("journey", edited(**{"blocks.0.attn.z": {"do": "replace", "value": [[1, 2], [3]]}})),
-    ("journey", edited(**{"blocks.0.attn.z": {"do": "replace", "value": "x" * 1000}})),
-    ("journey", edited(**{"blocks.0.attn.z": {"do": "add", "value": {"__class__": "x"}}})),
-    ("journey", edited(**{"blocks.0.attn.z": {"do": "scale", "value": 10**400}})),
-    ("journey", edited(**{"blocks.0.attn.z": "resample"})),
-    ("journey", edited(**{"positions": {"do": "shift", "value": 10**9}})),
-    ("journey", edited(**{"": "zero"})),
-    ("journey", edited(**{f"blocks.{n}": "skip" for n in range(65)})),
+    ("journey", edited_query(**{"blocks.99": "skip"})),
+    ("journey", edited_query(**{"blocks.0": "explode"})),
+    ("journey", edited_query(**{"blocks.0": None})),
+    ("journey", edited_query(**{"blocks.0": {"do": "skip", "value": 3}})),
+    ("journey", edited_query(**{"blocks.0.attn.z": {"do": "zero", "heads": [99]}})),
+    ("journey", edited_query(**{"blocks.0.attn.z": {"do": "zero", "heads": "all"}})),
+    ("journey", edited_query(**{"blocks.0.attn.z": {"do": "replace", "value": [[1, 2], [3]]}})),
+    ("journey", edited_query(**{"blocks.0.attn.z": {"do": "replace", "value": "x" * 1000}})),
+    ("journey", edited_query(**{"blocks.0.attn.z": {"do": "add", "value": {"__class__": "x"}}})),
+    ("journey", edited_query(**{"blocks.0.attn.z": {"do": "scale", "value": 10**400}})),
+    ("journey", edited_query(**{"blocks.0.attn.z": "resample"})),
+    ("journey", edited_query(**{"positions": {"do": "shift", "value": 10**9}})),
+    ("journey", edited_query(**{"": "zero"})),
+    ("journey", edited_query(**{f"blocks.{n}": "skip" for n in range(65)})),
     ("activation", {"input": TEXT, "position": 0, "site": "x" * 1000}),
     ("activation", {"input": TEXT, "position": 0, "site": "../secret"}),
     ("activation", {"input": TEXT, "position": 0, "site": "blocks.0.attn.__class__"}),
@@ -103,7 +103,7 @@ HOSTILE = [
     ("memory_fit", {"model": {"base": "/etc/passwd"}}),
     ("run_metrics", {"path": "/etc"}),
 ]
-RAW = [
+INVALID_BODIES = [
     b"",
     b"{",
     b"[" * 10_000,
@@ -116,33 +116,34 @@ RAW = [
 ]
 
 
-def test_each_is_refused_in_words(desk: tuple[routes.QueryExecutor, str]) -> None:
-    made, where = desk
-    before = plain(where)
-    for name, given in HOSTILE:
-        status, body = post(where, f"/api/query/{name}", given)
-        assert 400 <= status < 500, (name, given, status, body[:200])
+def test_invalid_queries_are_client_errors_with_a_message(executor_and_url: tuple[routes.QueryExecutor, str]) -> None:
+    executor, url = executor_and_url
+    before = journey_bytes(url)
+    for name, params in INVALID_QUERIES:
+        status, body = post(url, f"/api/query/{name}", params)
+        assert 400 <= status < 500, (name, params, status, body[:200])
         message = json.loads(body)["error"]["message"]
         assert message
-        assert not any(word in message for word in ("Traceback", "/work", "site-packages", "made a mistake")), message
-    for raw in RAW:
-        status, body = post(where, "/api/query/tokenize", raw)
-        assert 400 <= status < 500, (raw[:40], status, body[:200])
-    assert plain(where) == before
-    assert not made.jobs
-    assert {name for name, _ in HOSTILE} <= {*QUERIES, "nothing", "../../etc/passwd"}
+        assert not any(word in message for word in ("Traceback", "/work", "site-packages", "internal server error")), (
+            message
+        )
+    for invalid_body in INVALID_BODIES:
+        status, body = post(url, "/api/query/tokenize", invalid_body)
+        assert 400 <= status < 500, (invalid_body[:40], status, body[:200])
+    assert journey_bytes(url) == before
+    assert not executor.jobs
+    assert {name for name, _ in INVALID_QUERIES} <= {*QUERIES, "nothing", "../../etc/passwd"}
 
 
-def plain(where: str) -> bytes:
-    status, body = post(where, "/api/query/journey", {"input": TEXT, "position": 2})
+def journey_bytes(url: str) -> bytes:
+    status, body = post(url, "/api/query/journey", {"input": TEXT, "position": 2})
     assert status == 200
     return body
 
 
-def test_a_broken_model_is_shown_as_it_is(desk: tuple[routes.QueryExecutor, str]) -> None:
-    """Infinity and NaN are answers too."""
-    _, where = desk
-    status, body = post(where, "/api/query/journey", edited(**{"blocks.0.ffn.out": {"do": "scale", "value": 1e38}}))
+def test_infinity_and_nan_are_null_in_json(executor_and_url: tuple[routes.QueryExecutor, str]) -> None:
+    _, url = executor_and_url
+    status, body = post(url, "/api/query/journey", edited_query(**{"blocks.0.ffn.out": {"do": "scale", "value": 1e38}}))
     assert status == 200
     assert b"null" in body
     assert b"NaN" not in body
@@ -157,37 +158,39 @@ def test_a_broken_model_is_shown_as_it_is(desk: tuple[routes.QueryExecutor, str]
         {"content-type": "text/plain"},
     ],
 )
-def test_other_sites_are_not_answered(headers: dict[str, str], desk: tuple[routes.QueryExecutor, str]) -> None:
-    status, _ = post(desk[1], "/api/query/model_info", {}, headers)
+def test_cross_origin_queries_are_rejected(
+    headers: dict[str, str], executor_and_url: tuple[routes.QueryExecutor, str]
+) -> None:
+    status, _ = post(executor_and_url[1], "/api/query/model_info", {}, headers)
     assert 400 <= status < 500
 
 
-def test_files_of_the_page_and_no_others(desk: tuple[routes.QueryExecutor, str]) -> None:
-    connection = HTTPConnection(urlsplit(desk[1]).netloc, timeout=60)
+def test_only_static_files_are_served(executor_and_url: tuple[routes.QueryExecutor, str]) -> None:
+    connection = HTTPConnection(urlsplit(executor_and_url[1]).netloc, timeout=60)
     for path, status in {
         "/": 200, "/page.js": 200, "/page.css": 200, "/icon.svg": 200, "/stamp": 404, "/static_files.py": 404,
         "/..%2fstatic_files.py": 404, "/%2e%2e/static_files.py": 404, "/page.js%00": 400, "/api/query/model_info": 405,
     }.items():  # fmt: skip
         connection.request("GET", path)
-        answer = connection.getresponse()
-        answer.read()
-        assert answer.status == status, path
-        assert "script-src 'self'" in (answer.getheader("content-security-policy") or "")
+        response = connection.getresponse()
+        response.read()
+        assert response.status == status, path
+        assert "script-src 'self'" in (response.getheader("content-security-policy") or "")
     connection.close()
 
 
-def test_whoever_goes_away_stops_the_work(desk: tuple[routes.QueryExecutor, str]) -> None:
-    made, where = desk
-    given = {"depths": [48, 48, 48], "num_seeds": 8, "d_model": 256}
-    connection = HTTPConnection(urlsplit(where).netloc, timeout=60)
+def test_disconnect_cancels_the_query(executor_and_url: tuple[routes.QueryExecutor, str]) -> None:
+    executor, url = executor_and_url
+    params = {"depths": [48, 48, 48], "num_seeds": 8, "d_model": 256}
+    connection = HTTPConnection(urlsplit(url).netloc, timeout=60)
     connection.request(
-        "POST", "/api/query/gradients_by_placement", json.dumps(given), {"content-type": "application/json"}
+        "POST", "/api/query/gradients_by_placement", json.dumps(params), {"content-type": "application/json"}
     )
     end = time.monotonic() + 60
-    while not made.jobs and time.monotonic() < end:
+    while not executor.jobs and time.monotonic() < end:
         time.sleep(0.01)
-    assert made.jobs
+    assert executor.jobs
     connection.close()
-    while made.jobs and time.monotonic() < end:
+    while executor.jobs and time.monotonic() < end:
         time.sleep(0.05)
-    assert not made.jobs
+    assert not executor.jobs

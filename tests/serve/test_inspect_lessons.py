@@ -1,4 +1,4 @@
-"""Lessons say what is true of the model that is open, and everything that can be asked or tried has its place."""
+"""Lessons apply to the inspected model and cover all exercises and quiz questions."""
 
 from pathlib import Path
 from typing import Any
@@ -16,93 +16,98 @@ from cutaway.serve.inspect.queries.activation import Activation
 from cutaway.serve.inspect.queries.lessons import ExerciseProgress, Lessons
 
 pytestmark = pytest.mark.unchecked
-PICTURES = {"tokens", "highway", "next", "cache", "gradients", "size", "proofs"}
+FIGURES = {"tokens", "highway", "next", "cache", "gradients", "size", "proofs"}
 
 
-def said(preset: str, slug: str) -> str:
-    return " ".join(next(each for each in build_lessons(ct.config(preset)) if each.slug == slug).sentences)
+def lesson_text(preset: str, slug: str) -> str:
+    return " ".join(next(lesson for lesson in build_lessons(ct.config(preset)) if lesson.slug == slug).sentences)
 
 
-def test_every_preset_has_a_whole_walk() -> None:
+def test_every_preset_has_all_lessons() -> None:
     for preset in ct.presets():
         for lesson in build_lessons(ct.config(preset)):
             assert lesson.sentences, (preset, lesson.slug)
 
 
 @pytest.mark.parametrize(
-    ("preset", "slug", "words"),
+    ("preset", "slug", "expected"),
     [
-        ("gpt2", "positions", "learned vector that is added to the token's. There are 1,024 of them"),
+        ("gpt2", "positions", "learned vector that is added to the token embedding. There are 1,024 of them"),
         ("llama-3-8b", "positions", "RoPE"),
         ("bloom-560m", "positions", "ALiBi"),
         ("t5-small", "positions", "relative bias"),
-        ("llama-3-8b", "queries", "8 heads only: each serves 4 heads"),
+        ("llama-3-8b", "queries", "only 8 heads, each shared by 4 query heads"),
         ("gpt2", "scores", "√64 = 8"),
         ("t5-small", "scores", "does not divide"),
-        ("bert-base", "mask", "see both sides"),
-        ("bert-base", "norm", "behind the sum"),
+        ("bert-base", "mask", "bidirectional"),
+        ("bert-base", "norm", "post-norm"),
         ("mixtral-8x7b", "ffn", "2 of 8 experts"),
         ("llama-3-8b", "next-step", "65,536 numbers"),
         ("tiny-mla", "queries", "latent attention"),
         ("tiny-albert", "depth", "with the same weights"),
     ],
 )
-def test_what_is_said_is_so(preset: str, slug: str, words: str) -> None:
-    assert words in said(preset, slug)
+def test_lesson_text_applies_to_the_preset(preset: str, slug: str, expected: str) -> None:
+    assert expected in lesson_text(preset, slug)
 
 
-def test_lessons_point_to_pages_and_notebooks_that_are_there() -> None:
+def test_lessons_link_to_existing_pages_and_notebooks() -> None:
     root = Path(__file__).parents[2]
     for preset in ct.presets():
         for lesson in build_lessons(ct.config(preset)):
             assert (root / "docs" / lesson.docs_page).is_file(), lesson
             assert list((root / "notebooks").glob(f"{lesson.notebook:02}_*.py")), lesson
-    for each in find_questions():
-        assert each.docs_page is None or (root / "docs" / each.docs_page).is_file(), each
+    for question in find_questions():
+        assert question.docs_page is None or (root / "docs" / question.docs_page).is_file(), question
 
 
-def test_an_encoder_has_no_next_step_and_only_a_pair_of_stacks_reads_a_source() -> None:
+def test_lessons_depend_on_the_form() -> None:
     slugs = {
-        preset: {each.slug for each in build_lessons(ct.config(preset))} for preset in ("gpt2", "bert-base", "t5-small")
+        preset: {lesson.slug for lesson in build_lessons(ct.config(preset))}
+        for preset in ("gpt2", "bert-base", "t5-small")
     }
     assert "next-step" in slugs["gpt2"]
     assert "next-step" not in slugs["bert-base"]
-    assert [preset for preset, found in slugs.items() if "cross" in found] == ["t5-small"]
+    assert [preset for preset, lesson_slugs in slugs.items() if "cross" in lesson_slugs] == ["t5-small"]
 
 
 @pytest.mark.parametrize("preset", ["tiny-gpt", "tiny-llama", "tiny-moe", "tiny-bert", "tiny-t5"])
-def test_every_lesson_shows_something_of_this_model(preset: str) -> None:
+def test_every_lesson_figure_is_an_activation_or_a_known_figure(preset: str) -> None:
     model = ct.build(preset, seed=0)
-    of = Inspector(model, TokenizerAdapter(model.config.vocab_size), name=preset)
+    inspector = Inspector(model, TokenizerAdapter(model.config.vocab_size), name=preset)
     prefix = "decoder." if preset == "tiny-t5" else ""
-    given: dict[str, Any] = {"tokens": (5, 6, 7), **({"source": (8, 9)} if prefix else {})}
-    for lesson in Lessons().run(of, QueryJob()).data["lessons"]:
-        shows = lesson["figure"]
-        if shows in PICTURES:
+    input_fields: dict[str, Any] = {"tokens": (5, 6, 7), **({"source": (8, 9)} if prefix else {})}
+    for lesson in Lessons().run(inspector, QueryJob()).data["lessons"]:
+        figure = lesson["figure"]
+        if figure in FIGURES:
             continue
-        block = "blocks.0." if shows.startswith(("attn", "cross", "ffn", "resid")) else ""
-        site = shows if shows == "logits" else f"{prefix}{block}{shows}"
-        told = Activation(input=ModelInput(**given), position=2, source_position=0, site=site).run(of, QueryJob())
-        assert told.data["formulas"], site
+        block = "blocks.0." if figure.startswith(("attn", "cross", "ffn", "resid")) else ""
+        site = figure if figure == "logits" else f"{prefix}{block}{figure}"
+        result = Activation(input=ModelInput(**input_fields), position=2, source_position=0, site=site).run(
+            inspector, QueryJob()
+        )
+        assert result.data["formulas"], site
 
 
-def test_every_exercise_and_nearly_every_question_stands_beside_a_lesson() -> None:
+def test_lessons_cover_all_exercises_and_questions() -> None:
     model = ct.build("tiny-gpt", seed=0)
-    told = Lessons().run(Inspector(model, TokenizerAdapter(model.config.vocab_size), name="it"), QueryJob()).data
-    tried = [number for lesson in told["lessons"] for number in lesson["exercises"]]
-    assert sorted(tried) == [each.number for each in load_exercises()]
-    asked = [name for lesson in told["lessons"] for name in lesson["questions"]]
-    assert len(asked) == len(set(asked))
-    absent = {each.id for each in find_questions()} - set(asked)
-    assert {each.stage for each in find_questions() if each.id in absent} <= {"cross.pattern"}  # an encoder-decoder's
-    assert sorted(told["questions"]) == sorted(each.id for each in find_questions())
+    data = Lessons().run(Inspector(model, TokenizerAdapter(model.config.vocab_size), name="it"), QueryJob()).data
+    exercise_numbers = [number for lesson in data["lessons"] for number in lesson["exercises"]]
+    assert sorted(exercise_numbers) == [exercise.number for exercise in load_exercises()]
+    question_ids = [name for lesson in data["lessons"] for name in lesson["questions"]]
+    assert len(question_ids) == len(set(question_ids))
+    missing_ids = {question.id for question in find_questions()} - set(question_ids)
+    assert {question.stage for question in find_questions() if question.id in missing_ids} <= {
+        "cross.pattern"
+    }  # for encoder-decoders only
+    assert sorted(data["questions"]) == sorted(question.id for question in find_questions())
 
 
-def test_the_page_knows_how_far_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exercise_progress_query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTAWAY_HOME", str(tmp_path))
     progress.ExerciseProgress().mark_attempted(3, tmp_path / "mine.py", passed=True)
     model = ct.build("tiny-gpt", seed=0)
-    of = Inspector(model, TokenizerAdapter(model.config.vocab_size), name="it")
-    states = ExerciseProgress().run(of, QueryJob()).data["states"]
+    inspector = Inspector(model, TokenizerAdapter(model.config.vocab_size), name="it")
+    states = ExerciseProgress().run(inspector, QueryJob()).data["states"]
     assert states["3"] == "passed"
     assert states["4"] == "not started"

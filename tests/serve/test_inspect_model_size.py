@@ -1,4 +1,4 @@
-"""What sliders show is `ct.size`'s answer, and what cannot be is refused by `ct.config`'s sentence."""
+"""Model-size queries equal `ct.size`; invalid shapes have the error messages of `ct.config`."""
 
 from typing import Any
 
@@ -14,33 +14,37 @@ from cutaway.size.memory_fit import compare_models, fit_to_memory
 
 pytestmark = pytest.mark.unchecked
 
-OWN = "tiny-gpt"
+INSPECTED_PRESET = "tiny-gpt"
 
 
 @pytest.fixture(scope="module")
-def of() -> Inspector:
-    model = ct.build(OWN, seed=0)
-    return Inspector(model, TokenizerAdapter(model.config.vocab_size), name=OWN)
+def inspector() -> Inspector:
+    model = ct.build(INSPECTED_PRESET, seed=0)
+    return Inspector(model, TokenizerAdapter(model.config.vocab_size), name=INSPECTED_PRESET)
 
 
 @pytest.mark.parametrize("mode", ["infer", "train"])
 @pytest.mark.parametrize("base", ["gpt2", "mixtral-8x7b", "bert-base", "t5-small", "deepseek-v2-lite"])
-def test_numbers_are_those_of_size(of: Inspector, base: str, mode: Any) -> None:
-    asked: dict[str, Any] = {"batch_size": 4, "context": 256, "mode": mode, "hardware": "a100-sxm-80gb"}
-    [told] = ModelSizes(models=(ModelShape(base=base),), **asked).run(of, QueryJob()).data["models"]
-    said = ct.size(base, **asked)
-    assert told["num_parameters"] == said.num_parameters == sum(told["parameters_by_component"].values())
-    assert told["flops"]["total"] == said.flops.total_visible == sum(told["flops"]["visible_by_component"].values())
-    assert told["memory"]["total_bytes"] == said.memory.total_bytes == sum(told["memory"]["peak_by_component"].values())
-    assert told["fits"] == said.fits
-    times = [said.train_time] if mode == "train" else [said.prefill_time, said.decode_time]
-    expected = [(each.min_seconds, each.arithmetic_intensity) for each in times if each is not None]
-    assert [(each["min_seconds"], each["arithmetic_intensity"]) for each in told["bounds"]] == expected
+def test_model_sizes_equal_size(inspector: Inspector, base: str, mode: Any) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "context": 256, "mode": mode, "hardware": "a100-sxm-80gb"}
+    [data] = ModelSizes(models=(ModelShape(base=base),), **options).run(inspector, QueryJob()).data["models"]
+    expected = ct.size(base, **options)
+    assert data["num_parameters"] == expected.num_parameters == sum(data["parameters_by_component"].values())
+    assert data["flops"]["total"] == expected.flops.total_visible == sum(data["flops"]["visible_by_component"].values())
+    assert (
+        data["memory"]["total_bytes"]
+        == expected.memory.total_bytes
+        == sum(data["memory"]["peak_by_component"].values())
+    )
+    assert data["fits"] == expected.fits
+    times = [expected.train_time] if mode == "train" else [expected.prefill_time, expected.decode_time]
+    expected_bounds = [(bound.min_seconds, bound.arithmetic_intensity) for bound in times if bound is not None]
+    assert [(bound["min_seconds"], bound["arithmetic_intensity"]) for bound in data["bounds"]] == expected_bounds
 
 
-def test_without_a_name_it_is_the_model_that_is_open(of: Inspector) -> None:
-    [told] = ModelSizes().run(of, QueryJob()).data["models"]
-    assert told["num_parameters"] == sum(each.numel() for each in of.model.parameters())
+def test_default_is_the_inspected_model(inspector: Inspector) -> None:
+    [data] = ModelSizes().run(inspector, QueryJob()).data["models"]
+    assert data["num_parameters"] == sum(parameter.numel() for parameter in inspector.model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -53,64 +57,72 @@ def test_without_a_name_it_is_the_model_that_is_open(of: Inspector) -> None:
         ("t5-small", {"layers": 1, "heads": 4}),
     ],
 )
-def test_changed_numbers_are_in_every_block(of: Inspector, base: str, changes: dict[str, int]) -> None:
+def test_overrides_apply_to_every_block(inspector: Inspector, base: str, changes: dict[str, int]) -> None:
     config = apply_overrides(ct.config(base), changes)
-    [told] = ModelSizes(models=(ModelShape(base=base, **changes),)).run(of, QueryJob()).data["models"]
-    assert told["num_parameters"] == ct.size(config).num_parameters
+    [data] = ModelSizes(models=(ModelShape(base=base, **changes),)).run(inspector, QueryJob()).data["models"]
+    assert data["num_parameters"] == ct.size(config).num_parameters
     for stack in config.stacks.values():
         assert stack.layers == changes.get("layers", stack.layers)
         for block in stack.blocks:
             assert block.attention.heads == changes.get("heads", block.attention.heads)
-    shown = {name: told["shape"][name] for name in changes if told["shape"][name] is not None}
+    shown = {name: data["shape"][name] for name in changes if data["shape"][name] is not None}
     assert shown == {name: changes[name] for name in shown}
 
 
-def test_what_cannot_be_says_why_beside_what_can(of: Inspector) -> None:
+def test_invalid_shape_has_an_error_beside_valid_ones(inspector: Inspector) -> None:
     models = (ModelShape(base="gpt2"), ModelShape(base="gpt2", heads=7))
-    right, wrong = ModelSizes(models=models).run(of, QueryJob()).data["models"]
-    assert right["num_parameters"] == ct.size("gpt2").num_parameters
-    with pytest.raises(ConfigError) as refused:
+    valid, invalid = ModelSizes(models=models).run(inspector, QueryJob()).data["models"]
+    assert valid["num_parameters"] == ct.size("gpt2").num_parameters
+    with pytest.raises(ConfigError) as error:
         apply_overrides(ct.config("gpt2"), {"heads": 7})
-    assert wrong["error"] == str(refused.value)
-    assert "7 heads do not divide" in wrong["error"]
+    assert invalid["error"] == str(error.value)
+    assert "7 heads do not divide" in invalid["error"]
 
 
 @pytest.mark.parametrize("name", ["/etc", "../x.toml", "config.json", "nothing"])
-def test_no_name_is_a_path(of: Inspector, name: str) -> None:
-    [told] = ModelSizes(models=(ModelShape(base=name),)).run(of, QueryJob()).data["models"]
-    assert "no preset" in told["error"]
+def test_base_is_never_a_path(inspector: Inspector, name: str) -> None:
+    [data] = ModelSizes(models=(ModelShape(base=name),)).run(inspector, QueryJob()).data["models"]
+    assert "not a preset" in data["error"]
 
 
-def test_an_unknown_device_is_refused(of: Inspector) -> None:
+def test_unknown_device_is_an_error(inspector: Inspector) -> None:
     with pytest.raises(InputError, match="choose one of the list"):
-        MemoryFit(hardware="abacus").run(of, QueryJob())
+        MemoryFit(hardware="abacus").run(inspector, QueryJob())
 
 
 @pytest.mark.parametrize(("base", "mode"), [("llama-3.2-1b", "infer"), ("gpt2", "train")])
-def test_what_fits_is_what_fit_says(of: Inspector, base: str, mode: Any) -> None:
-    told = MemoryFit(model=ModelShape(base=base), batch_size=2, mode=mode, hardware="rtx-4090").run(of, QueryJob()).data
-    memory = next(
-        each["memory"] for each in SizeCatalog().run(of, QueryJob()).data["devices"] if each["name"] == "rtx-4090"
+def test_memory_fit_equals_fit_to_memory(inspector: Inspector, base: str, mode: Any) -> None:
+    data = (
+        MemoryFit(model=ModelShape(base=base), batch_size=2, mode=mode, hardware="rtx-4090")
+        .run(inspector, QueryJob())
+        .data
     )
-    said = fit_to_memory(memory, base, batch_size=2, mode=mode)
-    assert told["max_context"] == said.max_context
-    assert told["max_batch_size"] == said.max_batch_size
+    memory = next(
+        device["memory"]
+        for device in SizeCatalog().run(inspector, QueryJob()).data["devices"]
+        if device["name"] == "rtx-4090"
+    )
+    expected = fit_to_memory(memory, base, batch_size=2, mode=mode)
+    assert data["max_context"] == expected.max_context
+    assert data["max_batch_size"] == expected.max_batch_size
 
 
-def test_a_device_has_room_for_what_is_said_to_fit(of: Inspector) -> None:
-    told = MemoryFit(model=ModelShape(base="gpt2"), hardware="t4").run(of, QueryJob()).data
-    [edge] = (
-        ModelSizes(models=(ModelShape(base="gpt2"),), batch_size=told["max_batch_size"], hardware="t4")
-        .run(of, QueryJob())
+def test_max_batch_size_fits_the_device(inspector: Inspector) -> None:
+    data = MemoryFit(model=ModelShape(base="gpt2"), hardware="t4").run(inspector, QueryJob()).data
+    [largest] = (
+        ModelSizes(models=(ModelShape(base="gpt2"),), batch_size=data["max_batch_size"], hardware="t4")
+        .run(inspector, QueryJob())
         .data["models"]
     )
-    assert edge["fits"]
+    assert largest["fits"]
 
 
-def test_side_by_side_the_shortest_context_counts(of: Inspector) -> None:
-    told = (
-        ModelSizes(models=(ModelShape(base="gpt2"), ModelShape(base="llama-3-8b"))).run(of, QueryJob()).data["models"]
+def test_compared_models_share_the_shortest_context(inspector: Inspector) -> None:
+    data = (
+        ModelSizes(models=(ModelShape(base="gpt2"), ModelShape(base="llama-3-8b")))
+        .run(inspector, QueryJob())
+        .data["models"]
     )
-    said = compare_models(["gpt2", "llama-3-8b"])
-    assert [each["context"] for each in told] == [each.options.context for each in said] == [1024, 1024]
-    assert [each["memory"]["total_bytes"] for each in told] == [each.memory.total_bytes for each in said]
+    expected = compare_models(["gpt2", "llama-3-8b"])
+    assert [entry["context"] for entry in data] == [entry.options.context for entry in expected] == [1024, 1024]
+    assert [entry["memory"]["total_bytes"] for entry in data] == [entry.memory.total_bytes for entry in expected]

@@ -1,4 +1,4 @@
-"""What the API says of itself, held against it: requests drawn from its own description, good ones and bad ones."""
+"""Schemathesis tests: valid and invalid requests generated from the API's OpenAPI schema."""
 
 import os
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from cutaway.serve.limits import Limits
 
 pytestmark = pytest.mark.unchecked
 EXAMPLES = 500 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 25
-"""Of each route and kind."""
+"""Examples per route and generation mode."""
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
 ROUTES = [
     ("/health", "GET"),
@@ -32,19 +32,21 @@ ROUTES = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with start_server(byte_checkpoint("tiny-llama", chat_template=CHAT_TEMPLATE), limits=Limits(max_tokens=8)) as found:
-        yield found
+    with start_server(
+        byte_checkpoint("tiny-llama", chat_template=CHAT_TEMPLATE), limits=Limits(max_tokens=8)
+    ) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
-def described(server: RunningServer) -> schemathesis.BaseSchema:
+def schema(server: RunningServer) -> schemathesis.BaseSchema:
     return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
 
 
-def test_every_route_is_described(described: schemathesis.BaseSchema) -> None:
-    assert "422" not in str(described.raw_schema)  # which no route answers with
-    found = {(path, method) for path, methods in described.raw_schema["paths"].items() for method in methods}
-    assert found == {(path, method.lower()) for path, method in ROUTES}
+def test_schema_has_every_route(schema: schemathesis.BaseSchema) -> None:
+    assert "422" not in str(schema.raw_schema)  # validation errors have status 400
+    running = {(path, method) for path, methods in schema.raw_schema["paths"].items() for method in methods}
+    assert running == {(path, method.lower()) for path, method in ROUTES}
 
 
 @pytest.mark.parametrize(
@@ -52,22 +54,22 @@ def test_every_route_is_described(described: schemathesis.BaseSchema) -> None:
     [(*route, GenerationMode.POSITIVE) for route in ROUTES]
     + [(*route, GenerationMode.NEGATIVE) for route in ROUTES if route[1] == "POST"],
 )
-def test_answers_are_as_described(
-    server: RunningServer, described: schemathesis.BaseSchema, path: str, method: str, mode: GenerationMode
+def test_responses_conform_to_the_schema(
+    server: RunningServer, schema: schemathesis.BaseSchema, path: str, method: str, mode: GenerationMode
 ) -> None:
-    asked = 0
+    num_examples = 0
 
     @hypothesis.settings(max_examples=EXAMPLES, derandomize=True, database=None)
-    @hypothesis.given(case=described[path][method].as_strategy(generation_mode=mode))
-    def ask(case: schemathesis.Case) -> None:
-        nonlocal asked
-        asked += 1
-        answer = case.call(base_url=server.url, timeout=120)
-        case.validate_response(answer, checks=CHECKS)
-        assert answer.status_code < 500
-        assert b"Traceback" not in answer.content
+    @hypothesis.given(case=schema[path][method].as_strategy(generation_mode=mode))
+    def run_case(case: schemathesis.Case) -> None:
+        nonlocal num_examples
+        num_examples += 1
+        response = case.call(base_url=server.url, timeout=120)
+        case.validate_response(response, checks=CHECKS)
+        assert response.status_code < 500
+        assert b"Traceback" not in response.content
 
-    ask()
-    assert asked
+    run_case()
+    assert num_examples
     assert server.request("GET", "/health")[0] == 200
     assert server.wait_until_idle()

@@ -1,4 +1,4 @@
-"""The page in a real browser, against a live server: what it shows is what Python says."""
+"""End-to-end tests of the web page in Chromium: the page shows the values of the library."""
 
 import json
 import random
@@ -21,9 +21,9 @@ from cutaway.serve.app import build_app
 from cutaway.serve.inspect import routes
 from cutaway.serve.server import bind_socket, build_access_policy, serve_in_thread
 
-HERE = Path(__file__).parents[2]
-sys.path.insert(0, str(HERE))
-from hatch_build import programs  # noqa: E402
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+from hatch_build import find_node_and_npm  # noqa: E402
 
 pytestmark = pytest.mark.unchecked
 TEXT = "import os\n\nfor name in sorted(os."
@@ -32,43 +32,50 @@ LONG = "def first(values):\n    for value in values:\n        if value is not No
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[str]:
-    """Where the shipped model is open."""
-    assert shutil.which("chromium"), "the page is tried in Chromium; install Debian's package of that name"
-    desk = routes.QueryExecutor(load_inspector("tiny-python", None, "cpu", None))
-    door = build_access_policy("127.0.0.1", None)
+    """URL of a server with the pretrained model."""
+    assert shutil.which("chromium"), "this test needs Chromium; install Debian's chromium package"
+    executor = routes.QueryExecutor(load_inspector("tiny-python", None, "cpu", None))
+    access_policy = build_access_policy("127.0.0.1", None)
     app = build_app(
-        [routes.build_router(desk), static_files.build_static_router()], access_policy=door, on_shutdown=[desk.close]
+        [routes.build_router(executor), static_files.build_static_router()],
+        access_policy=access_policy,
+        on_shutdown=[executor.close],
     )
-    with serve_in_thread(app, bind_socket("127.0.0.1", 0)) as where:
-        yield f"{where}/"
+    with serve_in_thread(app, bind_socket("127.0.0.1", 0)) as url:
+        yield f"{url}/"
 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the page should show, by the library."""
+    """Expected values, computed with the library."""
     file = tmp_path_factory.mktemp("page") / "page.html"
     export_page(file, "tiny-python", TEXT, "cpu", None, as_json=True)
-    opened = ct.load("tiny-python", dtype=torch.float32)
-    model, tokenizer = opened.model, opened.tokenizer
+    checkpoint = ct.load("tiny-python", dtype=torch.float32)
+    model, tokenizer = checkpoint.model, checkpoint.tokenizer
     assert tokenizer is not None
-    ids = tokenizer.encode(TEXT)
-    tokens = torch.tensor([ids])
+    token_ids = tokenizer.encode(TEXT)
+    tokens = torch.tensor([token_ids])
     journey = follow_token(model, tokens)
     names = ("embed", "resid_mid", "resid_post", "final_norm")
-    points = [stage for stage in journey.stages if stage.site.endswith(names)]
-    dice = random.Random(0)
+    stages = [stage for stage in journey.stages if stage.site.endswith(names)]
+    rng = random.Random(0)
     values = []
     for site in ("embed", "blocks.2.attn.in", "blocks.0.attn.q", "blocks.3.attn.pattern", "blocks.5.ffn.hidden"):
-        at, index = dice.randrange(1, len(ids)), dice.randrange(8)
+        position, index = rng.randrange(1, len(token_ids)), rng.randrange(8)
         with torch.no_grad(), ct.trace(model, site) as t:
             model(tokens)
-        seen = t[site][0, :, at] if site.endswith("pattern") else t[site][0, at]
-        index = min(index, seen.shape[-1] - 1, at)
+        activation = t[site][0, :, position] if site.endswith("pattern") else t[site][0, position]
+        index = min(index, activation.shape[-1] - 1, position)
         values.append(
-            {"site": site, "position": at, "index": index, "values": format_number(float(seen.reshape(-1)[index]))}
+            {
+                "site": site,
+                "position": position,
+                "index": index,
+                "values": format_number(float(activation.reshape(-1)[index])),
+            }
         )
-    broken: dict[str, Any] = {"blocks.1": "swap", "blocks.2.attn.z": {"do": "zero", "heads": [1, 3]}}
-    whole, changed = ablation(model, ids, {"it": broken}, progress=False).values.tolist()
+    edits: dict[str, Any] = {"blocks.1": "swap", "blocks.2.attn.z": {"do": "zero", "heads": [1, 3]}}
+    original, edited = ablation(model, token_ids, {"it": edits}, progress=False).values.tolist()
     long = tokenizer.encode(LONG)[:512]
     text = tokenizer.decode(long)
     return {
@@ -76,29 +83,29 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "text": TEXT,
         "points": [
             {"length": format_number(stage.norm), "says": show_whitespace(tokenizer.decode([stage.top_tokens[0][0]]))}
-            for stage in points
+            for stage in stages
         ],
         "next": [
-            {"said": f"{show_whitespace(tokenizer.decode([token]))} {format_percent(share)}"}
-            for token, share in journey.top_tokens
+            {"said": f"{show_whitespace(tokenizer.decode([token]))} {format_percent(probability)}"}
+            for token, probability in journey.top_tokens
         ],
         "values": values,
         "broken": {
             "edits": "blocks.1:swap,blocks.2.attn.z:zero@1.3",
             "said": [
-                f"{format_number(whole[0])} → {format_number(changed[0])}",
-                format_number(changed[1]),
-                format_percent(changed[2]),
+                f"{format_number(original[0])} → {format_number(edited[0])}",
+                format_number(edited[1]),
+                format_percent(edited[2]),
             ],
         },
         "long": text,
         "long_tokens": len(tokenizer.encode(text)),
-        "longest_task": 400,  # this machine may be busy with other tests; alone it must hold at 200
+        "longest_task": 400,  # milliseconds; 200 on an idle machine
     }
 
 
 def format_number(value: float) -> str:
-    """As the page writes numbers."""
+    """Format a number like the web page."""
     size = abs(value)
     if size != 0 and (size < 1e-3 or size >= 1e6):
         mantissa, _, power = f"{value:.1e}".partition("e")
@@ -108,25 +115,25 @@ def format_number(value: float) -> str:
     return text.replace("-", "−")
 
 
-def format_percent(share: float) -> str:
-    return "<0.1 %" if 0 < share < 0.001 else f"{100 * share:.1f} %"
+def format_percent(fraction: float) -> str:
+    return "<0.1 %" if 0 < fraction < 0.001 else f"{100 * fraction:.1f} %"
 
 
-def show_whitespace(word: str) -> str:
-    text = word.replace("\n", "↵").replace("\t", "⇥").replace("\r", "␍")
-    if not text.strip():
-        return text.replace(" ", "·") or "∅"
-    left, right = len(text) - len(text.lstrip(" ")), len(text) - len(text.rstrip(" "))
-    return "·" * left + text.strip(" ") + "·" * right
+def show_whitespace(text: str) -> str:
+    shown = text.replace("\n", "↵").replace("\t", "⇥").replace("\r", "␍")
+    if not shown.strip():
+        return shown.replace(" ", "·") or "∅"
+    left, right = len(shown) - len(shown.lstrip(" ")), len(shown) - len(shown.rstrip(" "))
+    return "·" * left + shown.strip(" ") + "·" * right
 
 
 SCREENS = ["trace", "attention", "generate", "edit", "gradients", "size", "learn"]
 
 
 @pytest.mark.parametrize("name", [*SCREENS, "accessibility", "long-text", "exported-file", "notebook"])
-def test_the_page(name: str, page: str, facts: dict[str, Any], tmp_path: Path) -> None:
+def test_web_page(name: str, page: str, facts: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "facts.json").write_text(json.dumps(facts))
-    node, _ = programs()
+    node, _ = find_node_and_npm()
     command = [node, "e2e/run-tests.mjs", page, str(tmp_path / "facts.json"), name]
-    done = subprocess.run(command, cwd=HERE / "web", capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, cwd=ROOT / "web", capture_output=True, text=True, timeout=600, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr

@@ -1,4 +1,4 @@
-"""The hardware table: published figures by hand, what every entry owes, names that lead to one device."""
+"""The hardware table: published figures, complete entries, unique names."""
 
 import math
 import re
@@ -29,7 +29,7 @@ GIB = 2**30
 TERA = 1e12
 
 
-def names_of(device: Hardware) -> set[str]:
+def normalized_names(device: Hardware) -> set[str]:
     return {_normalize_name(name) for name in (device.name, device.title, *device.aliases)}
 
 
@@ -70,12 +70,12 @@ def names_of(device: Hardware) -> set[str]:
         ("m1 max", "fp32", 10.6),
     ],
 )
-def test_published_dense_peaks(name: str, dtype: str, tera: float) -> None:
+def test_peak_flops_match_published_dense_figures(name: str, dtype: str, tera: float) -> None:
     assert get_hardware(name).peak_flops(dtype) == pytest.approx(tera * TERA, rel=2e-3)
 
 
 @pytest.mark.parametrize(
-    ("name", "gigabytes_a_second", "memory"),
+    ("name", "gb_per_second", "memory"),
     [
         ("a100-sxm-80gb", 2039, 80 * GIB),
         ("a100-pcie-40gb", 1555, 40 * GIB),
@@ -92,14 +92,14 @@ def test_published_dense_peaks(name: str, dtype: str, tera: float) -> None:
         ("epyc 9654", 460.8, 6144 * GIB),
     ],
 )
-def test_published_memories(name: str, gigabytes_a_second: float, memory: float) -> None:
+def test_bandwidth_and_memory_match_published_figures(name: str, gb_per_second: float, memory: float) -> None:
     device = get_hardware(name)
-    assert device.bandwidth == pytest.approx(gigabytes_a_second * 1e9, rel=1e-3)
+    assert device.bandwidth == pytest.approx(gb_per_second * 1e9, rel=1e-3)
     assert device.memory == memory
 
 
 @pytest.mark.parametrize("device", list_hardware(), ids=lambda device: device.name)
-def test_every_entry_is_whole(device: Hardware) -> None:
+def test_entries_are_complete(device: Hardware) -> None:
     figures = [device.bandwidth, device.memory, *device.flops.values()]
     figures += [figure for figure in (device.interconnect_bandwidth, device.tdp_watts) if figure is not None]
     assert all(figure is not None and figure > 0 and math.isfinite(figure) for figure in figures)
@@ -112,28 +112,28 @@ def test_every_entry_is_whole(device: Hardware) -> None:
     assert device.year is not None
     assert 2016 <= device.year <= 2026
     assert device.memory >= 4 * GIB
-    assert 10e9 < device.bandwidth < 10e12  # a slipped power of ten
+    assert 10e9 < device.bandwidth < 10e12  # catches a wrong power of ten
     rates = [device.flops[dtype] for dtype in ("fp32", "tf32", "bf16", "fp8") if dtype in device.flops]
-    assert rates == sorted(rates)  # fewer bits are never slower
+    assert rates == sorted(rates)  # narrower dtypes are not slower
     assert all(device.peak_flops(dtype) > 0 for dtype in COMPUTE_DTYPES)
 
 
-def test_derived_rates_are_their_units_times_clock() -> None:
-    derived = 0
+def test_derived_rates_equal_units_times_clock() -> None:
+    num_derived = 0
     for device in list_hardware():
-        found = re.match(r"derived: (\d+) [\w-]+ x ([\d.]+) GHz x \((.+?)\)", device.source)
-        if found is None:
+        match = re.match(r"derived: (\d+) [\w-]+ x ([\d.]+) GHz x \((.+?)\)", device.source)
+        if match is None:
             continue
-        units, clock = int(found[1]), float(found[2]) * 1e9
-        operations = {dtype: int(count) for count, dtype in re.findall(r"(\d+) (\w+)", found[3])}
+        units, clock = int(match[1]), float(match[2]) * 1e9
+        operations = {dtype: int(count) for count, dtype in re.findall(r"(\d+) (\w+)", match[3])}
         assert operations.keys() == device.flops.keys(), device.name
         for dtype, count in operations.items():
             assert device.flops[dtype] == pytest.approx(units * clock * count, rel=1e-3), (device.name, dtype)
-        derived += 1
-    assert derived > 60
+        num_derived += 1
+    assert num_derived > 60
 
 
-def test_chips_of_one_maker_keep_their_ratios() -> None:
+def test_dtype_ratios_within_a_vendor() -> None:
     for name in ("h100", "h800", "h100 pcie", "h100 nvl", "h200", "h200 nvl", "h20", "gh200", "b200", "gb200", "b300"):
         device = get_hardware(name)
         assert device.peak_flops("fp8") == pytest.approx(2 * device.peak_flops("bf16"), rel=1e-2)
@@ -144,16 +144,16 @@ def test_chips_of_one_maker_keep_their_ratios() -> None:
             assert device.peak_flops("tf32") == device.peak_flops("fp32")
 
 
-def test_each_name_leads_to_one_device() -> None:
+def test_names_are_unique() -> None:
     owner: dict[str, str] = {}
     for device in list_hardware():
-        for name in names_of(device):
+        for name in normalized_names(device):
             assert name
             assert owner.setdefault(name, device.name) == device.name, name
-    assert _name_index() == owner  # found without parsing, the same
+    assert _name_index() == owner  # the regex index equals the parsed names
 
 
-def test_the_tables_read_one_by_one_are_the_file() -> None:
+def test_devices_equal_the_parsed_toml() -> None:
     assert {device.name for device in list_hardware()} == ROWS.keys()
     for device in list_hardware():
         row = {key: value for key, value in asdict(device).items() if value not in (None, "", ()) and key != "name"}
@@ -161,7 +161,7 @@ def test_the_tables_read_one_by_one_are_the_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "title"),
+    ("name", "title"),
     [
         ("H100", "NVIDIA H100 SXM 80GB"),
         ("rtx 4090", "NVIDIA GeForce RTX 4090"),
@@ -172,7 +172,7 @@ def test_the_tables_read_one_by_one_are_the_file() -> None:
         ("4060 ti", "NVIDIA GeForce RTX 4060 Ti 8GB"),
         ("m2 ultra", "Apple M2 Ultra (76-core GPU)"),
         ("TPU v5 lite", "Google TPU v5e"),
-        # as drivers say it
+        # names that drivers report
         ("NVIDIA H100 80GB HBM3", "NVIDIA H100 SXM 80GB"),
         ("NVIDIA A100-SXM4-40GB", "NVIDIA A100 SXM 40GB"),
         ("NVIDIA A100 80GB PCIe", "NVIDIA A100 PCIe 80GB"),
@@ -184,11 +184,11 @@ def test_the_tables_read_one_by_one_are_the_file() -> None:
         ("Apple M4 Max", "Apple M4 Max (40-core GPU)"),
     ],
 )
-def test_names_as_people_and_drivers_write_them(asked: str, title: str) -> None:
-    assert get_hardware(asked).title == title
+def test_name_variants(name: str, title: str) -> None:
+    assert get_hardware(name).title == title
 
 
-def test_unknown_names_say_what_is_near_and_what_to_do() -> None:
+def test_unknown_name_error_suggests_close_names() -> None:
     with pytest.raises(InputError, match=r"'rtx 4091'.*rtx-4090.*--bandwidth and --flops"):
         get_hardware("rtx 4091")
     for name in ("", "nvidia", "banana", "??"):
@@ -196,7 +196,7 @@ def test_unknown_names_say_what_is_near_and_what_to_do() -> None:
             get_hardware(name)
 
 
-def test_rates_fall_back_to_what_a_device_computes_in() -> None:
+def test_compute_dtype_fallbacks() -> None:
     h100, turing, pascal, tpu, epyc = (get_hardware(name) for name in ("h100", "t4", "1080 ti", "tpu v4", "epyc 7763"))
     for dtype in ("mixed", "int8", "int4"):
         assert h100.peak_flops(dtype) == h100.peak_flops("bf16") == h100.flops["bf16"]
@@ -207,38 +207,38 @@ def test_rates_fall_back_to_what_a_device_computes_in() -> None:
     assert tpu.compute_dtype("fp32") == tpu.compute_dtype("fp16") == "bf16"
     assert epyc.compute_dtype("mixed") == "fp32"
     assert get_hardware("epyc 9654").compute_dtype("fp16") == "fp32"
-    with pytest.raises(InputError, match=r"'fp64'.*choose one of fp32"):
+    with pytest.raises(InputError, match=r"'fp64'.*use one of fp32"):
         h100.peak_flops("fp64")
 
 
-def test_known_is_sorted_by_kind_then_year() -> None:
+def test_list_hardware_is_sorted() -> None:
     order = [(HARDWARE_KINDS.index(device.kind), device.year, device.name) for device in list_hardware()]
     assert order == sorted(order)
     assert {device.kind for device in list_hardware()} == set(HARDWARE_KINDS)
 
 
 def test_custom_hardware() -> None:
-    mine = custom_hardware(bandwidth=1e12, flops=2e14, memory=8e9)
-    assert mine.bandwidth == 1e12
-    assert mine.memory == 8e9
-    assert all(mine.peak_flops(dtype) == 2e14 for dtype in COMPUTE_DTYPES)
+    device = custom_hardware(bandwidth=1e12, flops=2e14, memory=8e9)
+    assert device.bandwidth == 1e12
+    assert device.memory == 8e9
+    assert all(device.peak_flops(dtype) == 2e14 for dtype in COMPUTE_DTYPES)
     assert custom_hardware(bandwidth=1e12, flops=2e14, dtype="fp16").peak_flops("bf16") == 2e14
     with pytest.raises(InputError, match=r"fp8 only.*--flops"):
         custom_hardware(bandwidth=1e12, flops=2e14, dtype="fp8").peak_flops("bf16")
     with pytest.raises(InputError, match="'fp64'"):
         custom_hardware(bandwidth=1e12, flops=2e14, dtype="fp64")
-    for wrong in (0.0, -1.0, math.nan, math.inf):
+    for invalid in (0.0, -1.0, math.nan, math.inf):
         for figure in ("bandwidth", "flops", "memory"):
             with pytest.raises(InputError, match=figure):
-                custom_hardware(**{"bandwidth": 1e12, "flops": 1e14, "memory": 1e9, figure: wrong})
+                custom_hardware(**{"bandwidth": 1e12, "flops": 1e14, "memory": 1e9, figure: invalid})
 
 
-def test_devices_are_values() -> None:
+def test_devices_compare_by_value() -> None:
     assert get_hardware("h100") == get_hardware("NVIDIA H100")
     assert len({get_hardware("h100"), get_hardware("h100 sxm"), get_hardware("h200")}) == 2
 
 
-def test_nothing_heavy_is_loaded() -> None:
+def test_hardware_imports_no_torch() -> None:
     code = (
         "import sys; from cutaway.size.hardware import list_hardware; list_hardware();"
         "sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"

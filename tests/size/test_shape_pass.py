@@ -1,4 +1,4 @@
-"""The pass on shapes is the pass of the real model: the same FLOPs, and the same bytes kept for the way back."""
+"""The shape pass against PyTorch: equal FLOPs and equal bytes saved for backward."""
 
 import pytest
 import torch
@@ -10,48 +10,52 @@ from support.flop_and_memory_counters import build_model, compute_loss, count_fl
 from cutaway.config import Config, config, presets
 from cutaway.size.shape_pass import ExecutionConfig, inference_pass, training_pass
 
-BATCH, LENGTH, SOURCE = 2, 11, 7
+BATCH_SIZE, SEQ_LEN, SOURCE_LEN = 2, 11, 7
 TINY = [name for name in presets() if name.startswith("tiny-")]
 MODES = ("none", "selective", "full")
 KERNELS = st.sampled_from(["auto", "explicit"])
 
 
-def on_cpu(kernel: str, recompute: str = "none", *, weights: int = 4, autocast: bool = False) -> ExecutionConfig:
+def cpu_execution(
+    kernel: str, activation_checkpointing: str = "none", *, itemsize: int = 4, autocast: bool = False
+) -> ExecutionConfig:
     return ExecutionConfig(
-        weight_itemsize=weights,
-        compute_itemsize=2 if autocast else weights,
+        weight_itemsize=itemsize,
+        compute_itemsize=2 if autocast else itemsize,
         autocast=autocast,
         kernel=kernel,
-        activation_checkpointing=recompute,
+        activation_checkpointing=activation_checkpointing,
         device="cpu",
     )
 
 
 @given(model=configs(), kernel=KERNELS, mode=st.sampled_from(MODES))
-def test_a_training_step_multiplies_what_is_counted(model: Config, kernel: str, mode: str) -> None:
-    real = build_model(model, kernel=kernel, activation_checkpointing=mode)
-    loss, there = count_flops(lambda: compute_loss(real, BATCH, LENGTH, SOURCE))
-    _, back = count_flops(lambda: loss.sum().backward())
-    full = training_pass(model, BATCH, LENGTH, on_cpu(kernel, mode), source_len=SOURCE).counter.full_flops
-    assert sum(flops for (phase, _), flops in full.items() if phase == "forward") == there
-    assert sum(flops for (phase, _), flops in full.items() if phase != "forward") == back
+def test_training_flops_match_flop_counter(model: Config, kernel: str, mode: str) -> None:
+    module = build_model(model, kernel=kernel, activation_checkpointing=mode)
+    loss, forward_flops = count_flops(lambda: compute_loss(module, BATCH_SIZE, SEQ_LEN, SOURCE_LEN))
+    _, backward_flops = count_flops(lambda: loss.sum().backward())
+    full = training_pass(
+        model, BATCH_SIZE, SEQ_LEN, cpu_execution(kernel, mode), source_len=SOURCE_LEN
+    ).counter.full_flops
+    assert sum(flops for (phase, _), flops in full.items() if phase == "forward") == forward_flops
+    assert sum(flops for (phase, _), flops in full.items() if phase != "forward") == backward_flops
 
 
 @given(model=configs(forms=("decoder", "encoder-decoder")), kernel=KERNELS)
-def test_a_step_of_decoding_multiplies_what_is_counted(model: Config, kernel: str) -> None:
-    real = build_model(model, kernel=kernel).eval()
-    cache = real.new_cache(BATCH, LENGTH)
-    tokens = random_tokens(model, BATCH, LENGTH, 1)
+def test_decode_flops_match_flop_counter(model: Config, kernel: str) -> None:
+    module = build_model(model, kernel=kernel).eval()
+    cache = module.new_cache(BATCH_SIZE, SEQ_LEN)
+    tokens = random_tokens(model, BATCH_SIZE, SEQ_LEN, 1)
     if model.form == "decoder":
-        real(tokens[:, :-1], cache=cache)
-        _, flops = count_flops(lambda: real(tokens[:, -1:], cache=cache))
+        module(tokens[:, :-1], cache=cache)
+        _, flops = count_flops(lambda: module(tokens[:, -1:], cache=cache))
     else:
-        real(random_tokens(model, BATCH, SOURCE, 2, "source"), tokens[:, :-1], cache=cache)
-        _, flops = count_flops(lambda: real(None, tokens[:, -1:], cache=cache))
+        module(random_tokens(model, BATCH_SIZE, SOURCE_LEN, 2, "source"), tokens[:, :-1], cache=cache)
+        _, flops = count_flops(lambda: module(None, tokens[:, -1:], cache=cache))
     assert (
         sum(
             inference_pass(
-                model, BATCH, 1, on_cpu(kernel), source_len=SOURCE, num_cached_tokens=LENGTH - 1
+                model, BATCH_SIZE, 1, cpu_execution(kernel), source_len=SOURCE_LEN, num_cached_tokens=SEQ_LEN - 1
             ).counter.full_flops.values()
         )
         == flops
@@ -59,53 +63,57 @@ def test_a_step_of_decoding_multiplies_what_is_counted(model: Config, kernel: st
 
 
 @given(model=configs(), kernel=KERNELS)
-def test_reading_multiplies_what_training_does_forward(model: Config, kernel: str) -> None:
-    reading = inference_pass(model, BATCH, LENGTH, on_cpu(kernel), source_len=SOURCE).counter.full_flops
-    learnt = training_pass(model, BATCH, LENGTH, on_cpu(kernel), source_len=SOURCE).counter.full_flops
-    assert reading == {key: flops for key, flops in learnt.items() if key[0] == "forward"}
+def test_inference_flops_equal_training_forward_flops(model: Config, kernel: str) -> None:
+    inference = inference_pass(
+        model, BATCH_SIZE, SEQ_LEN, cpu_execution(kernel), source_len=SOURCE_LEN
+    ).counter.full_flops
+    training = training_pass(
+        model, BATCH_SIZE, SEQ_LEN, cpu_execution(kernel), source_len=SOURCE_LEN
+    ).counter.full_flops
+    assert inference == {key: flops for key, flops in training.items() if key[0] == "forward"}
 
 
 @given(
     model=configs(),
     kernel=KERNELS,
     mode=st.sampled_from(MODES),
-    numbers=st.sampled_from([(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]),
+    precision=st.sampled_from([(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]),
 )
-def test_what_waits_for_the_way_back_is_what_autograd_keeps(
-    model: Config, kernel: str, mode: str, numbers: tuple[torch.dtype, bool]
-) -> None:
-    dtype, autocast = numbers
-    real = build_model(model, kernel=kernel, activation_checkpointing=mode, dtype=dtype)
-    kept = count_saved_bytes(real, BATCH, LENGTH, SOURCE, autocast=autocast)
-    setting = on_cpu(kernel, mode, weights=dtype.itemsize, autocast=autocast)
-    assert training_pass(model, BATCH, LENGTH, setting, source_len=SOURCE).saved_bytes == pytest.approx(kept, rel=0.02)
+def test_saved_bytes_match_autograd(model: Config, kernel: str, mode: str, precision: tuple[torch.dtype, bool]) -> None:
+    dtype, autocast = precision
+    module = build_model(model, kernel=kernel, activation_checkpointing=mode, dtype=dtype)
+    saved_bytes = count_saved_bytes(module, BATCH_SIZE, SEQ_LEN, SOURCE_LEN, autocast=autocast)
+    execution = cpu_execution(kernel, mode, itemsize=dtype.itemsize, autocast=autocast)
+    assert training_pass(model, BATCH_SIZE, SEQ_LEN, execution, source_len=SOURCE_LEN).saved_bytes == pytest.approx(
+        saved_bytes, rel=0.02
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", TINY)
-def test_it_is_exact_for_ordinary_models(name: str, mode: str) -> None:
+def test_saved_bytes_are_exact_for_tiny_presets(name: str, mode: str) -> None:
     model = config(name)
-    real = build_model(model, kernel="auto", activation_checkpointing=mode)
-    assert training_pass(model, 2, 16, on_cpu("auto", mode)).saved_bytes == count_saved_bytes(real, 2, 16, 16)
+    module = build_model(model, kernel="auto", activation_checkpointing=mode)
+    assert training_pass(model, 2, 16, cpu_execution("auto", mode)).saved_bytes == count_saved_bytes(module, 2, 16, 16)
 
 
-def test_nothing_is_left_over() -> None:
-    """What a pass allocates is freed: only the gradients of the weights stay."""
+def test_backward_frees_everything_but_gradients() -> None:
+    """After backward only the weight gradients remain allocated."""
     from cutaway.size.shape_pass.loss import cross_entropy
     from cutaway.size.shape_pass.model import compute_hidden, compute_logits
     from cutaway.size.shape_pass.tape import Tape
 
     for mode in MODES:
-        tape = Tape(on_cpu("auto", mode))
+        tape = Tape(cpu_execution("auto", mode))
         model = config("tiny-llama")
         tape.backward(cross_entropy(tape, compute_logits(tape, compute_hidden(tape, model, 2, 16, 16), model)))
         assert tape.memory_tracker.current_bytes == sum(storage.nbytes for storage in tape.weight_grads.values())
 
 
 @given(model=configs(), kernel=KERNELS, mode=st.sampled_from(MODES))
-def test_what_a_mode_would_do_again_is_known_without_it(model: Config, kernel: str, mode: str) -> None:
-    plain = training_pass(model, BATCH, LENGTH, on_cpu(kernel), source_len=SOURCE).counter
-    done = training_pass(model, BATCH, LENGTH, on_cpu(kernel, mode), source_len=SOURCE).counter
-    assert sum(full for _, full, _ in plain.recomputed_matmuls[mode]) == sum(
-        flops for (phase, _), flops in done.full_flops.items() if phase == "recompute"
+def test_recomputed_flops_are_counted_in_every_mode(model: Config, kernel: str, mode: str) -> None:
+    without = training_pass(model, BATCH_SIZE, SEQ_LEN, cpu_execution(kernel), source_len=SOURCE_LEN).counter
+    with_mode = training_pass(model, BATCH_SIZE, SEQ_LEN, cpu_execution(kernel, mode), source_len=SOURCE_LEN).counter
+    assert sum(full for _, full, _ in without.recomputed_matmuls[mode]) == sum(
+        flops for (phase, _), flops in with_mode.full_flops.items() if phase == "recompute"
     )

@@ -1,4 +1,4 @@
-"""Sizes, counts and rates as people write them."""
+"""Parsing of bytes, counts and rates."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from cutaway.size.units import parse_bytes, parse_count, parse_rate
         (".5k", 500), ("0.1GB", 10**8), ("1.7", 1), ("4096B", 4096), ("80 bytes", 80),
     ],
 )  # fmt: skip
-def test_bytes(text: str | float, expected: int) -> None:
+def test_parse_bytes(text: str | float, expected: int) -> None:
     assert parse_bytes(text) == expected
 
 
@@ -28,7 +28,7 @@ def test_bytes(text: str | float, expected: int) -> None:
         "16GB16", "1,000", True, None, "0x10", "16GBs", "1e-10GB", "١٦GB", "9" * 10_000,
     ],
 )  # fmt: skip
-def test_nonsense_is_no_size(text: Any) -> None:
+def test_invalid_bytes_are_errors(text: Any) -> None:
     with pytest.raises(CutawayError, match=r"16GB .*16GiB") as error:
         parse_bytes(text)
     assert "\n" not in str(error.value)
@@ -41,13 +41,13 @@ def test_nonsense_is_no_size(text: Any) -> None:
     [("15T", 15 * 10**12), ("8k", 8000), ("8Ki", 8192), ("1.5M", 1_500_000), ("1e12", 10**12), ("300B", 3 * 10**11),
      (4096, 4096), ("1.5e3", 1500), (1e12, 10**12)],
 )  # fmt: skip
-def test_counts(text: str | float, expected: int) -> None:
+def test_parse_count(text: str | float, expected: int) -> None:
     assert parse_count(text) == expected
 
 
 @pytest.mark.parametrize("text", ["1.5", "0", "-8k", "many", "8kB", "nan", 0.5, "1.0005k", "1e99", False])
-def test_nonsense_is_no_count(text: Any) -> None:
-    with pytest.raises(InputError, match="write a whole number above zero"):
+def test_invalid_counts_are_errors(text: Any) -> None:
+    with pytest.raises(InputError, match="write an integer above zero"):
         parse_count(text)
 
 
@@ -56,11 +56,11 @@ def test_nonsense_is_no_count(text: Any) -> None:
     [("3.35TB/s", 3.35e12), ("989TFLOPS", 989e12), ("989e12", 989e12), (989e12, 989e12), ("2 TiB/s", 2.0**41),
      ("1.98PFLOPS", 1.98e15), ("900gb/s", 9e11), ("100 TFLOP/s", 1e14), ("320TOPS", 3.2e14), ("5T", 5e12)],
 )  # fmt: skip
-def test_rates(text: str | float, expected: float) -> None:
+def test_parse_rate(text: str | float, expected: float) -> None:
     assert parse_rate(text) == expected
 
 
 @pytest.mark.parametrize("text", ["fast", "0", "-1TB/s", "nan", "1e99", "3TB", "400Gb/s", "1TB/h", 0.0, True])
-def test_nonsense_is_no_rate(text: Any) -> None:
+def test_invalid_rates_are_errors(text: Any) -> None:
     with pytest.raises(InputError, match="write"):
         parse_rate(text)

@@ -1,4 +1,4 @@
-"""Ours ≡ transformers, inside: every site that both have."""
+"""Parity of activations with transformers at every site that both models have."""
 
 import copy
 from typing import Any
@@ -13,78 +13,78 @@ from cutaway.lens.analysis import direct_logit_attribution
 
 
 def call_arguments(tokens: tuple[Tensor, ...], **extra: Any) -> dict[str, Any]:
-    """How their models want to be called."""
+    """Keyword arguments of a transformers model."""
     return dict(zip(("input_ids", "decoder_input_ids"), tokens, strict=False)) | extra
 
 
 def count_hooks(model: nn.Module) -> int:
-    """Their library leaves some of its own, when hidden states are asked for."""
+    """Number of hooks; transformers adds its own if hidden states are requested."""
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
-def assert_same(one: Tensor, other: Tensor, what: str) -> None:
-    assert one.shape == other.shape, (what, one.shape, other.shape)
-    worst, bound = (one - other).abs().max().item(), 1e-5 * max(1.0, other.abs().max().item())
-    assert worst <= bound, f"{what}: worst difference {worst:.2e}, bound {bound:.2e}"
+def assert_same(actual: Tensor, expected: Tensor, label: str) -> None:
+    assert actual.shape == expected.shape, (label, actual.shape, expected.shape)
+    diff, tolerance = (actual - expected).abs().max().item(), 1e-5 * max(1.0, expected.abs().max().item())
+    assert diff <= tolerance, f"{label}: max diff {diff:.2e}, tolerance {tolerance:.2e}"
 
 
-def compare_activations(theirs: Any, ours: Any, tokens: tuple[Tensor, ...], **extra: Any) -> None:
-    """Values traced in theirs are those traced in ours; what they give back is untouched; no hook stays."""
-    known = sites(theirs)
-    assert known.keys() <= sites(ours).keys()
-    assert known.keys() | known.unavailable.keys() == sites(ours).keys()
-    run = ours.encode if getattr(ours, "head", None) is None else ours
+def compare_activations(peer: Any, model: Any, tokens: tuple[Tensor, ...], **extra: Any) -> None:
+    """Traced activations are equal; tracing does not change the output of the peer and leaves no hooks."""
+    peer_sites = sites(peer)
+    assert peer_sites.keys() <= sites(model).keys()
+    assert peer_sites.keys() | peer_sites.unavailable.keys() == sites(model).keys()
+    run = model.encode if getattr(model, "head", None) is None else model
     with torch.no_grad():
-        alone = theirs(**call_arguments(tokens, **extra))
-        before = count_hooks(theirs)
-        with ct.trace(theirs, "*") as t:
-            traced = theirs(**call_arguments(tokens, **extra))
-        assert count_hooks(theirs) == before
-        with ct.trace(ours, *known) as own:
+        untraced = peer(**call_arguments(tokens, **extra))
+        before = count_hooks(peer)
+        with ct.trace(peer, "*") as t:
+            traced = peer(**call_arguments(tokens, **extra))
+        assert count_hooks(peer) == before
+        with ct.trace(model, *peer_sites) as expected:
             run(*tokens)
-    assert torch.equal(traced[0], alone[0])
-    assert "logits" not in known or torch.equal(t["logits"], traced.logits)
-    for site in known:
-        assert t[site].axes == own[site].axes
-        assert_same(t[site], own[site], site)
+    assert torch.equal(traced[0], untraced[0])
+    assert "logits" not in peer_sites or torch.equal(t["logits"], traced.logits)
+    for site in peer_sites:
+        assert t[site].axes == expected[site].axes
+        assert_same(t[site], expected[site], site)
 
 
 def check_sites(checkpoint_model: Any, tokens: tuple[Tensor, ...]) -> None:
-    """Every site of ours is passed, as large as it says, can be changed and left; what was added adds up, in fp64."""
+    """In fp64, every site is traced with its declared shape and can be edited, and residual contributions sum up."""
     model = copy.deepcopy(checkpoint_model).double()
     run = model.encode if getattr(model, "head", None) is None else model
-    known = sites(model)
+    model_sites = sites(model)
     length, source = tokens[-1].shape[1], tokens[0].shape[1]
     with torch.no_grad():
-        plain = run(*tokens)
+        expected = run(*tokens)
         with ct.trace(model, "*") as t:
-            assert torch.equal(run(*tokens), plain)
+            assert torch.equal(run(*tokens), expected)
         for site in t.sites:
             assert tuple(t[site.name].shape) == site.shape(len(tokens[0]), length, source), site.name
-        with ct.edit(model, dict.fromkeys(known, torch.clone)):
-            assert torch.equal(run(*tokens), plain)
-        for name in list(known)[::5]:
+        with ct.edit(model, dict.fromkeys(model_sites, torch.clone)):
+            assert torch.equal(run(*tokens), expected)
+        for name in list(model_sites)[::5]:
             with ct.edit(model, {name: lambda value: value + 0.1 * torch.arange(value.shape[-1])}):
-                assert not torch.equal(run(*tokens), plain), name
-        assert torch.equal(run(*tokens), plain)
+                assert not torch.equal(run(*tokens), expected), name
+        assert torch.equal(run(*tokens), expected)
     assert count_hooks(model) == 0
     check_residual_sums(model, t, tokens)
 
 
 def check_residual_sums(model: Any, t: Any, tokens: tuple[Tensor, ...]) -> None:
-    """Embedding + Σ additions = stream, Σ attributions = logit, where norms do not stand on the stream."""
-    beside = {"source": tokens[0][:1]} if len(tokens) > 1 else {}
+    """embed + Σ out = resid_post and Σ attributions = logit, unless norms are on the residual stream (post-norm)."""
+    source = {"source": tokens[0][:1]} if len(tokens) > 1 else {}
     for name, stack in model.stacks.items():
         if isinstance(model.config.stacks[name].placement, PostNorm):
             continue
         prefix = f"{name}." if len(model.stacks) > 1 else ""
-        added = [each for each in t if each.startswith(f"{prefix}blocks.") and each.endswith(".out")]
+        outputs = [site for site in t if site.startswith(f"{prefix}blocks.") and site.endswith(".out")]
         end = t[f"{prefix}blocks.{len(stack.blocks) - 1}.resid_post"]
-        error = (t[f"{prefix}embed"] + sum(t[each] for each in added) - end).abs().max()
+        error = (t[f"{prefix}embed"] + sum(t[site] for site in outputs) - end).abs().max()
         assert error <= 1e-9 * max(1.0, float(end.abs().max())), name
         head = getattr(model, "head", None)
         if head is None or head.transform is not None or head.softcap is not None or name == "encoder":
             continue
-        parts = direct_logit_attribution(model, tokens[-1][:1], answer_token=7, by_head=True, **beside)
+        attribution = direct_logit_attribution(model, tokens[-1][:1], answer_token=7, by_head=True, **source)
         logit = float(t["logits"][0, -1, 7])
-        assert abs(float(parts.values.sum()) - logit) <= 1e-9 * max(1.0, float(t["logits"].abs().max()))
+        assert abs(float(attribution.values.sum()) - logit) <= 1e-9 * max(1.0, float(t["logits"].abs().max()))

@@ -1,4 +1,4 @@
-"""Small checkpoints of bytes with random weights, and texts to evaluate them on."""
+"""Small checkpoints with a byte tokenizer and random weights, and texts to evaluate them on."""
 
 from pathlib import Path
 from typing import Any
@@ -13,22 +13,24 @@ TEXT = "The quick brown fox jumps over the lazy dog, and naïve models tell it b
 TEXTS = ["The quick brown fox jumps over the lazy dog and runs away from it.", "she sells sea shells", "model"]
 
 
-def small_checkpoint(preset: str = "tiny-llama", tokenizer: Tokenizer | None = None, **changes: Any) -> Checkpoint:
-    """A small model of bytes with random weights, loud enough to tell tokens apart."""
-    config = ct.config(ct.config(preset).model_dump() | {"vocab_size": 260} | changes)
+def small_checkpoint(
+    preset: str = "tiny-llama", tokenizer: Tokenizer | None = None, **config_changes: Any
+) -> Checkpoint:
+    """Return a byte-level checkpoint whose weights are scaled by 3, so that its predictions differ between tokens."""
+    config = ct.config(ct.config(preset).model_dump() | {"vocab_size": 260} | config_changes)
     model = ct.build(config, seed=0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)
-    own = tokenizer or byte_tokenizer()
-    generation = {"decoder_start_token_id": 0, "eos_token_id": 257} if "encoder" in model.stacks else {}
-    return Checkpoint(model, config, generation_config=generation, tokenizer_loader=lambda: own)
+    loaded = tokenizer or byte_tokenizer()
+    generation_config = {"decoder_start_token_id": 0, "eos_token_id": 257} if "encoder" in model.stacks else {}
+    return Checkpoint(model, config, generation_config=generation_config, tokenizer_loader=lambda: loaded)
 
 
 def save_small_checkpoint(
-    directory: Path, preset: str = "tiny-llama", chat_template: str | None = None, **changes: Any
+    directory: Path, preset: str = "tiny-llama", chat_template: str | None = None, **config_changes: Any
 ) -> Path:
-    """The same in a directory, of 259 tokens; with a chat template, it answers messages."""
+    """Save a small checkpoint with vocab_size 259; `chat_template` makes it a chat model."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = chat_template
-    return ct.save(small_checkpoint(preset, tokenizer, **({"vocab_size": 259} | changes)), directory)
+    return ct.save(small_checkpoint(preset, tokenizer, **({"vocab_size": 259} | config_changes)), directory)

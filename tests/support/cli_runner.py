@@ -1,10 +1,10 @@
-"""How tests call cutaway's verbs: the fixture `run_cli` of conftest.py is one of these."""
+"""Type of the `run_cli` fixture of conftest.py, which runs cutaway verbs."""
 
 from typing import Protocol
 
 
 class CliRunner(Protocol):
-    """With these arguments, this standard input and so wide a terminal: what was written, or (code 2) the complaint."""
+    """Runs a verb and checks the exit code; returns standard output, or the error message for code 2."""
 
     def __call__(
         self, *arguments: object, code: int = 0, stdin: str | bytes | None = None, columns: int = 80

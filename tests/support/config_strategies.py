@@ -1,4 +1,4 @@
-"""Random small Transformers: every variant that the configuration can state, in any combination that it allows."""
+"""Hypothesis strategies for small random configurations; models, tokens and masks for them."""
 
 import math
 from typing import Any
@@ -11,8 +11,7 @@ from cutaway.model import Transformer, build
 
 DrawFn = Any
 SEQ_LEN = 12
-"""How long the sequences are that these models are tried on."""
-
+"""Sequence length of tests with random configurations."""
 
 DTYPES = st.sampled_from([torch.float32, torch.float64])
 SEEDS = st.integers(0, 2**16)
@@ -69,9 +68,9 @@ def head_fields(draw: DrawFn, d_model: int) -> dict[str, Any]:
     if d_model % heads == 0 and (d_model // heads) % 2 == 0 and draw(st.booleans()):
         d_head = None
     over = draw(st.sampled_from(["head", "full"]))
-    # LayerNorm of two values is their sign, a step that turns rounding into a jump: no equivalence can hold across it.
-    pair = (d_head or d_model // heads) == 2
-    norm = st.builds(c.RMSNorm, unit_offset=st.booleans()) if pair else norms()
+    # LayerNorm of two values is their sign, which is discontinuous: rounding would break every equivalence.
+    has_two_dimensions = (d_head or d_model // heads) == 2
+    norm = st.builds(c.RMSNorm, unit_offset=st.booleans()) if has_two_dimensions else norms()
     qk_norm = st.builds(
         c.QKNorm, norm=norm, over=st.just(over), gain_per_head=st.booleans() if over == "head" else st.just(False)
     )
@@ -199,11 +198,13 @@ def stacks(
     cross: bool = False,
 ) -> c.Stack:
     pattern = tuple(draw(st.lists(blocks(d_model, attention_positions, cross=cross), min_size=1, max_size=2)))
-    lead = tuple(draw(st.lists(blocks(d_model, attention_positions, cross=cross), max_size=1)))
-    layers = len(lead) + len(pattern) + draw(st.integers(0, 1))
+    leading = tuple(draw(st.lists(blocks(d_model, attention_positions, cross=cross), max_size=1)))
+    layers = len(leading) + len(pattern) + draw(st.integers(0, 1))
     shared_bias = all(getattr(block.attention.position, "shared", True) for block in pattern)
     groups = (
-        draw(st.sampled_from([None, 1, 2])) if not lead and len(pattern) == 1 and layers > 1 and shared_bias else None
+        draw(st.sampled_from([None, 1, 2]))
+        if not leading and len(pattern) == 1 and layers > 1 and shared_bias
+        else None
     )
     placements = [
         st.builds(c.PreNorm, skip_first_prenorm=st.booleans() if groups is None else st.just(False)),
@@ -217,7 +218,7 @@ def stacks(
     return kind(
         layers=layers,
         block=pattern,
-        leading_blocks=lead,
+        leading_blocks=leading,
         embedding=draw(embeddings(d_model, embedding_positions)),
         norm=draw(norms()),
         placement=draw(st.one_of(placements)),
@@ -238,7 +239,7 @@ def configs(
     embedding_positions: tuple[str, ...] = EMBEDDING_POSITIONS,
     attention_positions: tuple[str, ...] = ATTENTION_POSITIONS,
 ) -> c.Config:
-    """Any small Transformer of the given forms, with positions of the given kinds."""
+    """A random small configuration of the given forms and position kinds."""
     form = draw(st.sampled_from(forms))
     d_model = draw(st.sampled_from([8, 12, 16]))
     vocab_size = draw(st.integers(7, 40))
@@ -265,17 +266,17 @@ def configs(
         return kind(**common, **{form: stack}, head=head, **extra)
     encoder = draw(stacks(d_model, embedding_positions, attention_positions))
     decoder = draw(stacks(d_model, embedding_positions, attention_positions, cross=True))
-    own_table = draw(optional(st.integers(7, 40)))
-    if own_table is None:
+    source_vocab_size = draw(optional(st.integers(7, 40)))
+    if source_vocab_size is None:
         decoder = decoder.replace(embedding=decoder.embedding.replace(factorization=encoder.embedding.factorization))
     if decoder.embedding.factorization and head.transform is None:
         head = head.replace(tied=False)
-    return c.EncoderDecoder(**common, encoder=encoder, decoder=decoder, head=head, source_vocab_size=own_table)
+    return c.EncoderDecoder(**common, encoder=encoder, decoder=decoder, head=head, source_vocab_size=source_vocab_size)
 
 
 @torch.no_grad()
 def build_randomized_model(config: c.Config, dtype: torch.dtype = torch.float32, seed: int = 0) -> Transformer:
-    """A model whose every parameter and buffer matters: nothing at zero or one, signals of order one throughout."""
+    """Build a model with random parameters and buffers, so that each affects the output; activations are of order 1."""
     model = build(config, dtype=dtype, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     tensors = dict(model.named_parameters()) | {
@@ -284,15 +285,15 @@ def build_randomized_model(config: c.Config, dtype: torch.dtype = torch.float32,
     for name, tensor in tensors.items():
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
         if tensor.ndim >= 2 and "norm" not in name:
-            table = "embed" in name or "positions" in name
-            tensor.copy_(noise * (1.0 if table else 1.0 / math.sqrt(tensor.shape[-1])))
+            is_table = "embed" in name or "positions" in name
+            tensor.copy_(noise * (1.0 if is_table else 1.0 / math.sqrt(tensor.shape[-1])))
         else:
             tensor.add_(noise.to(tensor.dtype) * 0.3)
     return model
 
 
 def tolerance(dtype: torch.dtype, reference: torch.Tensor) -> float:
-    """What equal results may differ by: 1e-5 in fp32 and 1e-10 in fp64, relative to the largest value."""
+    """Absolute tolerance: 1e-5 in fp32 and 1e-10 in fp64, times max(1, largest absolute value)."""
     return (1e-5 if dtype == torch.float32 else 1e-10) * max(1.0, float(reference.abs().max()))
 
 
@@ -305,20 +306,20 @@ def random_tokens(config: c.Config, batch: int, length: int, seed: int, side: st
 def compute_logits(
     model: Transformer, config: c.Config, tokens: torch.Tensor, mask: torch.Tensor | None = None, **kwargs: Any
 ) -> torch.Tensor:
-    """The model's logits for `tokens`; an encoder-decoder reads a padded source of its own beside them."""
+    """Logits of `tokens`; an encoder-decoder gets a random padded source."""
     if config.form != "encoder-decoder":
         return model(tokens, mask, **kwargs)
     source = random_tokens(config, len(tokens), 5, 99, "source")
     source_mask = torch.ones_like(source, dtype=torch.bool)
     source_mask[-1, :2] = False
-    known = kwargs.get("cache") is not None and kwargs["cache"].memory_positions is not None
-    if known:
+    source_is_cached = kwargs.get("cache") is not None and kwargs["cache"].memory_positions is not None
+    if source_is_cached:
         return model(None, tokens, None, mask, **kwargs)
     return model(source, tokens, source_mask, mask, **kwargs)
 
 
 def ragged_padding_mask(batch: int, length: int, side: str) -> torch.Tensor:
-    """Row r has r tokens of padding."""
+    """Mask with r padding tokens in row r."""
     order = torch.arange(length).expand(batch, length)
     padding = torch.arange(batch).unsqueeze(-1)
     return order >= padding if side == "left" else order < length - padding

@@ -1,9 +1,9 @@
-"""Carries out a run in children that are killed, one after another, until one gets to the end.
+"""Runs a training in child processes that are killed one after another, until one finishes.
 
-    python tests/support/crash_runner.py RECIPE RUN SEED COUNT POINT…
+    python tests/support/crash_runner.py RECIPE RUN SEED COUNT FAILPOINT…
 
-First one child for each failpoint, then children that are killed after random times, COUNT kills in all. torch is
-imported once: the children are forks. Prints how many were killed.
+First one child per failpoint, then children that are killed after random times, COUNT kills in all. Children are forks,
+so torch is imported once. Prints how many were killed.
 """
 
 import os
@@ -18,14 +18,14 @@ from cutaway.train.trainer.launch import prepare_trainer, resume_trainer
 from cutaway.train.trainer.step_policy import TrainingError
 
 
-def child(source: str, run: Path, point: str | None) -> int:
-    """Begin or resume, to be killed on the way."""
+def start_child(source: str, run: Path, failpoint: str | None) -> int:
+    """Fork a child that starts or resumes the run; returns its process id."""
     pid = os.fork()
     if pid:
         return pid
     try:
-        if point is not None:
-            os.environ["CUTAWAY_FAILPOINT"] = point
+        if failpoint is not None:
+            os.environ["CUTAWAY_FAILPOINT"] = failpoint
         trainer = (
             resume_trainer(run, device="cpu")
             if (run / "run.json").exists()
@@ -39,29 +39,29 @@ def child(source: str, run: Path, point: str | None) -> int:
 
 
 def main() -> None:
-    source, run, seed, count, *points = sys.argv[1:]
-    dice, killed, directory = random.Random(int(seed)), 0, Path(run)
-    for point in points:
-        status = os.waitpid(child(source, directory, point), 0)[1]
+    source, run, seed, count, *failpoints = sys.argv[1:]
+    rng, num_killed, directory = random.Random(int(seed)), 0, Path(run)
+    for failpoint in failpoints:
+        status = os.waitpid(start_child(source, directory, failpoint), 0)[1]
         if os.WIFSIGNALED(status):
-            killed += 1
+            num_killed += 1
         elif os.WEXITSTATUS(status):
-            sys.exit(f"at {point}: exit code {os.WEXITSTATUS(status)}")
+            sys.exit(f"at {failpoint}: exit code {os.WEXITSTATUS(status)}")
     for _ in range(20 * int(count)):
-        if killed >= int(count):
+        if num_killed >= int(count):
             break
-        pid = child(source, directory, None)
-        time.sleep(dice.random() * 0.5)
+        pid = start_child(source, directory, None)
+        time.sleep(rng.random() * 0.5)
         os.kill(pid, signal.SIGKILL)
         status = os.waitpid(pid, 0)[1]
         if os.WIFSIGNALED(status):
-            killed += 1
+            num_killed += 1
         elif os.WEXITSTATUS(status):
             sys.exit(f"exit code {os.WEXITSTATUS(status)}")
-    status = os.waitpid(child(source, directory, None), 0)[1]
+    status = os.waitpid(start_child(source, directory, None), 0)[1]
     if status:
-        sys.exit(f"the last one: status {status}")
-    sys.stdout.write(f"{killed}\n")
+        sys.exit(f"last child: status {status}")
+    sys.stdout.write(f"{num_killed}\n")
 
 
 main()

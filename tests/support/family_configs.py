@@ -1,4 +1,4 @@
-"""Random config.json settings for the families, and how their transformers peers are called."""
+"""Random transformers configs of the families."""
 
 from typing import Any
 
@@ -41,24 +41,24 @@ SLIDING_WINDOW_SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def random_llama_config(seed: int, **given: Any) -> dict[str, Any]:
-    """Settings that Llama and its kin have in common, drawn at random: every scaling comes up within eight seeds."""
+def random_llama_config(seed: int, **overrides: Any) -> dict[str, Any]:
+    """Random config of the Llama-like families; eight consecutive seeds cover all RoPE scalings."""
     r = rng(seed)
     heads = r.choice([2, 3, 4, 6])
-    kv = r.choice([n for n in range(1, heads + 1) if heads % n == 0])
-    width = r.choice([4, 8, 10])
+    kv_heads = r.choice([n for n in range(1, heads + 1) if heads % n == 0])
+    head_dim = r.choice([4, 8, 10])
     scaling = dict(ROPE_SCALINGS[seed % len(ROPE_SCALINGS)], rope_theta=r.choice([1e4, 5e5]))
     if scaling["rope_type"] == "longrope":
-        scaling["short_factor"] = [round(r.uniform(1, 2), 2) for _ in range(width // 2)]
-        scaling["long_factor"] = [round(r.uniform(2, 6), 2) for _ in range(width // 2)]
+        scaling["short_factor"] = [round(r.uniform(1, 2), 2) for _ in range(head_dim // 2)]
+        scaling["long_factor"] = [round(r.uniform(2, 6), 2) for _ in range(head_dim // 2)]
     return {
         "vocab_size": r.choice([61, 97, 130]),
         "hidden_size": heads * r.choice([6, 8]),
         "intermediate_size": r.choice([24, 50]),
         "num_hidden_layers": r.choice([1, 2, 3]),
         "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "head_dim": width,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
         "max_position_embeddings": 16 if scaling["rope_type"] == "dynamic" else 64,
         "rms_norm_eps": r.choice([1e-5, 1e-6]),
         "tie_word_embeddings": r.random() < 0.5,
@@ -66,11 +66,11 @@ def random_llama_config(seed: int, **given: Any) -> dict[str, Any]:
         "bos_token_id": 1,
         "eos_token_id": None,
         "pad_token_id": None,
-    } | given
+    } | overrides
 
 
-def random_bert_config(seed: int, **given: Any) -> dict[str, Any]:
-    """Settings that BERT and its kin have in common, drawn at random."""
+def random_bert_config(seed: int, **overrides: Any) -> dict[str, Any]:
+    """Random config of the BERT-like families."""
     r = rng(seed)
     heads = r.choice([1, 2, 3, 4])
     return {
@@ -87,11 +87,11 @@ def random_bert_config(seed: int, **given: Any) -> dict[str, Any]:
         "attention_probs_dropout_prob": r.choice([0.0, 0.2]),
         "tie_word_embeddings": seed % 3 != 0,
         "pad_token_id": 0,
-    } | given
+    } | overrides
 
 
-def random_bart_config(seed: int, **given: Any) -> dict[str, Any]:
-    """Settings that BART and its kin have in common, drawn at random; the stacks differ in all they can differ in."""
+def random_bart_config(seed: int, **overrides: Any) -> dict[str, Any]:
+    """Random config of the BART-like families; encoder and decoder differ wherever they can."""
     r = rng(seed)
     heads = r.choice([(1, 2), (2, 4), (3, 1), (4, 3)])
     encoder = r.choice([1, 2, 3])
@@ -115,19 +115,23 @@ def random_bart_config(seed: int, **given: Any) -> dict[str, Any]:
         "eos_token_id": 2,
         "decoder_start_token_id": 2,
         "forced_eos_token_id": None,
-    } | given
+    } | overrides
 
 
 def bart_peer(config: Any) -> PeerModel:
-    """Positions count from the start of a row, so padding is on the right; and see PeerModel.compare_generate."""
-    deeper = config.decoder_layers > config.encoder_layers
+    """Peer of the BART-like families: right padding only, since positions count from the start of the row."""
+    deeper_decoder = config.decoder_layers > config.encoder_layers
     return PeerModel(
-        config, transformers.AutoModelForSeq2SeqLM, long_seq_len=40, left_padding=False, compare_generate=not deeper
+        config,
+        transformers.AutoModelForSeq2SeqLM,
+        long_seq_len=40,
+        left_padding=False,
+        compare_generate=not deeper_decoder,
     )
 
 
-def random_t5_config(seed: int, **given: Any) -> dict[str, Any]:
-    """Settings that T5 and mT5 have in common, drawn at random."""
+def random_t5_config(seed: int, **overrides: Any) -> dict[str, Any]:
+    """Random config of T5 and mT5."""
     r = rng(seed)
     heads = r.choice([1, 2, 3, 4])
     return {
@@ -145,62 +149,68 @@ def random_t5_config(seed: int, **given: Any) -> dict[str, Any]:
         "pad_token_id": 0,
         "eos_token_id": 1,
         "decoder_start_token_id": 0,
-    } | given
+    } | overrides
 
 
 def can_peer_generate(config: Any) -> bool:
-    """The peer makes its cache as deep as the encoder, and runs out of layers where the decoder is deeper."""
+    """Whether transformers can generate: its cache has as many layers as the encoder."""
     return bool(config.num_decoder_layers <= config.num_layers)
 
 
 def untie_lm_head(model: Any) -> None:
-    """Published files of 1.1 and mT5 hold an output matrix of its own, which the peer makes only when it loads one."""
+    """Untie the head, as in published files of T5 1.1 and mT5; transformers unties it only on loading."""
     noise = torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(7))
     model.lm_head.weight = torch.nn.Parameter(noise * 0.3)
 
 
-def random_config_optional_head_dim(seed: int, **given: Any) -> dict[str, Any]:
-    """`random_llama_config`, and for some seeds the width of a head left to follow from the others."""
-    settings = random_llama_config(seed, **given)
+def random_config_optional_head_dim(seed: int, **overrides: Any) -> dict[str, Any]:
+    """`random_llama_config`, without head_dim for some seeds."""
+    settings = random_llama_config(seed, **overrides)
     if seed in (0, 1):
         del settings["head_dim"]
     return settings
 
 
-def set_partial_rotary_factor(settings: dict[str, Any], width: int, seed: int) -> None:
-    """Only a part of each head turns; a scaling by length needs four dimensions."""
+def set_partial_rotary_factor(settings: dict[str, Any], head_dim: int, seed: int) -> None:
+    """Set a random partial_rotary_factor; dynamic scaling requires at least four rotary dimensions."""
     rope = settings["rope_parameters"]
-    least = 4 if rope["rope_type"] == "dynamic" else 2
-    shares = [share for share in (0.25, 0.4, 0.5, 0.75, 1.0) if width * share % 2 == 0 and width * share >= least]
-    rope["partial_rotary_factor"] = rng(seed).choice(shares)
+    min_rotary_dim = 4 if rope["rope_type"] == "dynamic" else 2
+    fractions = [
+        fraction
+        for fraction in (0.25, 0.4, 0.5, 0.75, 1.0)
+        if head_dim * fraction % 2 == 0 and head_dim * fraction >= min_rotary_dim
+    ]
+    rope["partial_rotary_factor"] = rng(seed).choice(fractions)
     for name in ("short_factor", "long_factor"):
         if name in rope:
-            rope[name] = rope[name][: int(width * rope["partial_rotary_factor"]) // 2]
+            rope[name] = rope[name][: int(head_dim * rope["partial_rotary_factor"]) // 2]
 
 
 def random_config_without_head_dim(seed: int, *dropped: str) -> dict[str, Any]:
-    """`random_llama_config` for families whose heads always are hidden_size / num_attention_heads wide."""
+    """`random_llama_config` for families where head_dim is always hidden_size / num_attention_heads."""
     settings = random_llama_config(seed)
     settings["hidden_size"] = settings["num_attention_heads"] * settings.pop("head_dim")
     return {key: value for key, value in settings.items() if key not in dropped}
 
 
-def random_gemma_config(seed: int, act: str, **given: Any) -> dict[str, Any]:
-    """Settings of all Gemmas."""
+def random_gemma_config(seed: int, act: str, **overrides: Any) -> dict[str, Any]:
+    """Random config of Gemma 1 to 3."""
     r = rng(seed)
     return (
         random_llama_config(seed, attention_bias=r.random() < 0.5)
         | {act: r.choice(["gelu_pytorch_tanh", "silu", "relu"])}
-        | given
+        | overrides
     )
 
 
-def random_gemma2_config(seed: int, **given: Any) -> dict[str, Any]:
-    """Settings that Gemma 2 and 3 have beyond the first, with a layer of each type, or one alone."""
+def random_gemma2_config(seed: int, **overrides: Any) -> dict[str, Any]:
+    """Random config of Gemma 2 and 3, with layers of both types, or one layer."""
     r = rng(seed + 100)
     layers = r.choice([1, 2, 3, 4])
-    near = "sliding_attention"
-    types = [near, *(r.choice([near, "full_attention"]) for _ in range(max(0, layers - 2))), "full_attention"][:layers]
+    sliding = "sliding_attention"
+    types = [sliding, *(r.choice([sliding, "full_attention"]) for _ in range(max(0, layers - 2))), "full_attention"][
+        :layers
+    ]
     return (
         random_gemma_config(seed, "hidden_activation")
         | {
@@ -210,13 +220,13 @@ def random_gemma2_config(seed: int, **given: Any) -> dict[str, Any]:
             "query_pre_attn_scalar": r.choice([6, 20, 144]),
             "final_logit_softcapping": r.choice([None, 3.0]),
         }
-        | given
+        | overrides
     )
 
 
-def random_cohere_config(seed: int, **given: Any) -> dict[str, Any]:
-    """Settings of both generations."""
+def random_cohere_config(seed: int, **overrides: Any) -> dict[str, Any]:
+    """Random config of Cohere and Cohere 2."""
     r = rng(seed + 30)
     settings = random_llama_config(seed, attention_bias=r.random() < 0.5, hidden_act=r.choice(["silu", "gelu"]))
     settings |= {"layer_norm_eps": settings.pop("rms_norm_eps"), "logit_scale": r.choice([0.0625, 0.3, 1.7])}
-    return settings | given
+    return settings | overrides

@@ -1,4 +1,4 @@
-"""What PyTorch itself says of a pass over a real model: FLOPs counted, tensors kept for the way back."""
+"""FLOPs and saved-for-backward bytes of a model, measured with PyTorch."""
 
 import weakref
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, out_sha
 
 
 def grouped_flops(x: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Each row meets one expert's matrix."""
+    """Each row is multiplied by one expert's matrix."""
     return bmm_flop((1, x[0], weight[2]), (1, weight[2], weight[1]))
 
 
@@ -40,12 +40,12 @@ EXTRA_FLOP_FORMULAS = {
     torch.ops.cutaway.grouped_mm: grouped_flops,
     torch.ops.cutaway.grouped_mm_weight_grad: grouped_weight_grad_flops,
 }
-"""Products for which PyTorch's counter has no formula."""
+"""Operators for which PyTorch's FlopCounterMode has no formula."""
 
 
-def count_flops(work: Callable[[], Any]) -> tuple[Any, int]:
+def count_flops(function: Callable[[], Any]) -> tuple[Any, int]:
     with FlopCounterMode(display=False, custom_mapping=EXTRA_FLOP_FORMULAS) as counter:
-        result = work()
+        result = function()
     return result, counter.get_total_flops()
 
 
@@ -57,7 +57,7 @@ def build_model(
 
 
 def compute_loss(model: Transformer, batch: int, length: int, source: int) -> torch.Tensor:
-    """Cross-entropy of every token; the stream itself where a model has no head."""
+    """Cross-entropy over all tokens; the hidden states of a model without a head."""
     config = model.config
     tokens = random_tokens(config, batch, length, 1)
     if config.form == "encoder-decoder":
@@ -70,45 +70,47 @@ def compute_loss(model: Transformer, batch: int, length: int, source: int) -> to
 
 
 class SavedTensor:
-    """Wraps a tensor that autograd keeps, so that one can tell whether it still does."""
+    """Wraps a tensor that autograd saves; a weak reference to it shows whether it is still saved."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
 def count_saved_bytes(model: Transformer, batch: int, length: int, source: int, *, autocast: bool = False) -> int:
-    """Bytes that wait for the way back after a forward pass, weights aside, each storage once."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    packed: list[weakref.ref[SavedTensor]] = []
+    """Bytes saved for backward after a forward pass, without weights, each storage once."""
+    model_storages = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    references: list[weakref.ref[SavedTensor]] = []
 
     def pack(tensor: torch.Tensor) -> Any:
-        if tensor.untyped_storage().data_ptr() in own:
+        if tensor.untyped_storage().data_ptr() in model_storages:
             return tensor
-        box = SavedTensor(tensor)
-        packed.append(weakref.ref(box))
-        return box
+        saved = SavedTensor(tensor)
+        references.append(weakref.ref(saved))
+        return saved
 
-    def unpack(box: Any) -> torch.Tensor:
-        return box.tensor if isinstance(box, SavedTensor) else box
+    def unpack(saved: Any) -> torch.Tensor:
+        return saved.tensor if isinstance(saved, SavedTensor) else saved
 
-    stores: list[dict[Any, Any]] = []
-    caching = checkpoint._CachingTorchDispatchMode  # type: ignore[attr-defined]
+    selective_storages: list[dict[Any, Any]] = []
+    caching_mode = checkpoint._CachingTorchDispatchMode  # type: ignore[attr-defined]
 
-    class Watched(caching):  # type: ignore[misc]
-        """Selective checkpointing keeps what it keeps outside autograd; this tells where."""
+    class RecordingMode(caching_mode):  # type: ignore[misc]
+        """Records the storage in which selective checkpointing keeps tensors outside autograd."""
 
-        def __init__(self, policy: Any, storage: Any, *rest: Any, **more: Any) -> None:
-            super().__init__(policy, storage, *rest, **more)
-            stores.append(storage)
+        def __init__(self, policy: Any, storage: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(policy, storage, *args, **kwargs)
+            selective_storages.append(storage)
 
-    checkpoint._CachingTorchDispatchMode = Watched  # type: ignore[attr-defined]
+    checkpoint._CachingTorchDispatchMode = RecordingMode  # type: ignore[attr-defined]
     try:
         with saved_tensors_hooks(pack, unpack), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = compute_loss(model, batch, length, source)
     finally:
-        checkpoint._CachingTorchDispatchMode = caching  # type: ignore[attr-defined]
-    boxes = [box for reference in packed if (box := reference()) is not None]
-    tensors = [box.tensor for box in boxes] + [tensor for store in stores for tensor in find_tensors(store)]
+        checkpoint._CachingTorchDispatchMode = caching_mode  # type: ignore[attr-defined]
+    live = [saved for reference in references if (saved := reference()) is not None]
+    tensors = [saved.tensor for saved in live] + [
+        tensor for cache in selective_storages for tensor in find_tensors(cache)
+    ]
     del loss
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 

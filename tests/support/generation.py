@@ -1,4 +1,4 @@
-"""Small models and checkpoints in memory for tests of generation."""
+"""Small models and in-memory checkpoints for generation tests."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from cutaway.tokenizer import Tokenizer
 
 @dataclass
 class InMemoryCheckpoint:
-    """A checkpoint as `generate` sees it."""
+    """A `CheckpointLike` without files."""
 
     model: Transformer
     generation_config: dict[str, Any] = field(default_factory=dict)
@@ -22,15 +22,16 @@ class InMemoryCheckpoint:
 
 
 def decoder_config(position: Any = None, **fields: Any) -> c.Config:
-    """A small decoder with windows in one of its layers."""
+    """A small decoder with a sliding window in one of its layers."""
     attention = c.MultiHead(heads=4, kv_heads=2, position=position or c.Rope())
     fields = {"vocab_size": 53, "d_model": 32, **fields}
-    near = c.Block(attention=attention.replace(window=5), ffn=c.Gated(hidden=48))
-    far = c.Block(attention=attention, ffn=c.Gated(hidden=48))
-    return c.Decoder(**fields, decoder=c.Stack(layers=2, block=(near, far)), head=c.LMHead(tied=False))
+    windowed = c.Block(attention=attention.replace(window=5), ffn=c.Gated(hidden=48))
+    full = c.Block(attention=attention, ffn=c.Gated(hidden=48))
+    return c.Decoder(**fields, decoder=c.Stack(layers=2, block=(windowed, full)), head=c.LMHead(tied=False))
 
 
 def translator_config(vocab_size: int = 31) -> c.EncoderDecoder:
+    """A small encoder-decoder."""
     stack = c.Stack(layers=1, block=c.Block(attention=c.MultiHead(heads=2), ffn=c.Mlp()))
     decoder = c.CrossStack(
         layers=1,

@@ -1,4 +1,4 @@
-"""An inspector as `cutaway open` makes one, and its questions asked as the page asks them."""
+"""Inspectors built as by `cutaway open`, and queries run with the wire format of the web page."""
 
 import json
 from collections.abc import Mapping
@@ -19,29 +19,29 @@ def open_inspector(source: str, text: str | None = None) -> Inspector:
 
 
 def run_query(inspector: Inspector, query_name: str, **params: Any) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
-    """The answer's facts and arrays, after their way over the wire."""
-    facts, arrays, _ = run_query_with_partials(inspector, query_name, **params)
-    return facts, arrays
+    """Run a query and return its data and tensors, after serialization."""
+    data, tensors, _ = run_query_with_partials(inspector, query_name, **params)
+    return data, tensors
 
 
 def run_query_with_partials(
     inspector: Inspector, query_name: str, **params: Any
 ) -> tuple[dict[str, Any], Mapping[str, Tensor], list[dict[str, Any]]]:
-    """The same, with the parts that came before it."""
+    """Run a query and return its data, tensors and partial results."""
     frames: list[bytes] = []
-    form = QUERIES[query_name].model_validate(params)
-    answer = form.run(inspector, QueryJob(frames.append))
-    assert isinstance(answer, QueryResult)
-    parts = [_parse_data(frame[5:]) for frame in frames if frame[4] == PARTIAL]
+    query = QUERIES[query_name].model_validate(params)
+    result = query.run(inspector, QueryJob(frames.append))
+    assert isinstance(result, QueryResult)
+    partials = [_parse_data(frame[5:]) for frame in frames if frame[4] == PARTIAL]
     assert all(frame[4] != RESULT for frame in frames)
-    packed = answer.to_safetensors()
-    return _parse_data(packed), load(packed), parts
+    serialized = result.to_safetensors()
+    return _parse_data(serialized), load(serialized), partials
 
 
 def _parse_data(safetensors_bytes: bytes) -> dict[str, Any]:
     size = int.from_bytes(safetensors_bytes[:8], "little")
-    found: dict[str, Any] = json.loads(json.loads(safetensors_bytes[8 : 8 + size])["__metadata__"]["data"])
-    return found
+    data: dict[str, Any] = json.loads(json.loads(safetensors_bytes[8 : 8 + size])["__metadata__"]["data"])
+    return data
 
 
 def random_token_ids(num_tokens: int, vocab_size: int, seed: int = 0) -> list[int]:

@@ -1,8 +1,8 @@
-"""Carries out runs by several processes, as torchrun would start them. torch is imported once: the processes are forks.
+"""Runs training jobs on several processes, as torchrun starts them. The processes are forks: torch is imported once.
 
-Reads a job a line: {"world_size": 2, "recipe": a recipe, "run": a directory, …}; answers with each one's exit status.
-With "gradients", one step's gradients are written there, whole, in the place of a run. "failpoints" go by rank;
-"stop" is a rank and the step in which it is asked to; with "disk_full", nothing can be saved.
+Reads one job per line: {"world_size": 2, "recipe": a recipe, "run": a directory, …}; writes the ranks' exit codes.
+With "gradients", the full gradients of one step are written to that file instead of training. "failpoints" are by rank;
+"stop" is a rank and the step in which it requests a stop; with "disk_full", no checkpoint can be written.
 """
 
 import faulthandler
@@ -29,23 +29,24 @@ from cutaway.train.trainer.train_step import metrics_to_python
 from cutaway.train.trainer.trainer import Trainer
 
 MAX_SECONDS = 120
-"""Seconds after which processes that hang are ended."""
+"""Seconds after which hanging processes are killed."""
 
 
 def write_gradients(trainer: Trainer, file: str) -> None:
-    found: dict[str, torch.Tensor] = {}
+    gradients: dict[str, torch.Tensor] = {}
 
-    def keep(lr_factor: float, **kwargs: Any) -> None:
+    def record_gradients(lr_factor: float, **kwargs: Any) -> None:
         for name, parameter in trainer.model.named_parameters():
             if parameter.grad is not None:
-                found[name] = full_tensor(parameter.grad).clone()
+                gradients[name] = full_tensor(parameter.grad).clone()
 
-    trainer.optimizer.step = keep  # type: ignore[method-assign]
+    trainer.optimizer.step = record_gradients  # type: ignore[method-assign]
     trainer.model.train()
-    row = metrics_to_python(trainer.train_step(0))
-    found |= {"row": torch.tensor([row["loss"], row["grad_norm"], row["num_tokens"]], dtype=torch.float64)}
+    metrics = metrics_to_python(trainer.train_step(0))
+    values = [metrics["loss"], metrics["grad_norm"], metrics["num_tokens"]]
+    gradients |= {"row": torch.tensor(values, dtype=torch.float64)}
     if trainer.dist_context.is_main_process:
-        save_file(found, file)
+        save_file(gradients, file)
 
 
 def run_rank(job: dict[str, Any], rank: int) -> None:
@@ -59,14 +60,14 @@ def run_rank(job: dict[str, Any], rank: int) -> None:
             write_gradients(trainer, job["gradients"])
             return
         if job.get("stop") is not None and job["stop"][0] == rank:
-            plain = trainer.train_step
+            train_step = trainer.train_step
 
-            def step(number: int) -> dict[str, Any]:
-                if number == job["stop"][1]:
+            def train_step_with_stop(step: int) -> dict[str, Any]:
+                if step == job["stop"][1]:
                     trainer.stop_requested.set()
-                return plain(number)
+                return train_step(step)
 
-            trainer.train_step = step  # type: ignore[method-assign]
+            trainer.train_step = train_step_with_stop  # type: ignore[method-assign]
         if job.get("disk_full"):
             trainer.checkpoint_manager.directory = Path(os.devnull) / "nowhere"
         trainer.train()
@@ -78,7 +79,7 @@ for module in (
     "cutaway.train.distributed.tensor_parallel",
     "cutaway.train.distributed.process_group",
 ):
-    import_module(module)  # before the forks, of which each would
+    import_module(module)  # once, before the forks
 
 
 def fork_rank(job: dict[str, Any], rank: int, port: int) -> int:
@@ -94,52 +95,52 @@ def fork_rank(job: dict[str, Any], rank: int, port: int) -> int:
     if str(rank) in job.get("failpoints", {}):
         os.environ["CUTAWAY_FAILPOINT"] = job["failpoints"][str(rank)]
     status = 0
-    with Path(f"{job['run']}.{rank}.txt").open("a") as said:
-        faulthandler.register(signal.SIGUSR1, said)
+    with Path(f"{job['run']}.{rank}.txt").open("a") as log:
+        faulthandler.register(signal.SIGUSR1, log)
         try:
             run_rank(job, rank)
         except CutawayError as error:
-            said.write(f"{error}\n")
+            log.write(f"{error}\n")
             status = 2
         except SystemExit as error:
             status = int(str(error.code))
         except BaseException:
-            traceback.print_exc(file=said)
+            traceback.print_exc(file=log)
             status = 4
     os._exit(status)
 
 
 def run_job(job: dict[str, Any]) -> list[int]:
-    keeper, port = keep_store()
+    store_pid, port = start_store()
     pids = [fork_rank(job, rank, port) for rank in range(job["world_size"])]
-    ended: dict[int, int] = {}
+    statuses: dict[int, int] = {}
     deadline = time.monotonic() + MAX_SECONDS
-    while len(ended) < len(pids):
+    while len(statuses) < len(pids):
         for pid in pids:
-            if pid not in ended and (found := os.waitpid(pid, os.WNOHANG))[0]:
-                ended[pid] = found[1]
-            elif pid not in ended and time.monotonic() > deadline:
-                os.kill(pid, signal.SIGUSR1)  # where it hangs
+            if pid not in statuses and (waited := os.waitpid(pid, os.WNOHANG))[0]:
+                statuses[pid] = waited[1]
+            elif pid not in statuses and time.monotonic() > deadline:
+                os.kill(pid, signal.SIGUSR1)  # dump the stack of the hanging process
                 time.sleep(1)
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-    os.kill(keeper, signal.SIGKILL)
-    os.waitpid(keeper, 0)
-    return [ended[pid] for pid in pids]
+    os.kill(store_pid, signal.SIGKILL)
+    os.waitpid(store_pid, 0)
+    return [statuses[pid] for pid in pids]
 
 
-def keep_store() -> tuple[int, int]:
-    """A process that outlives the others, as torchrun's own does. It has threads, so it is none that forks."""
-    reading, writing = os.pipe()
+def start_store() -> tuple[int, int]:
+    """Start a process that hosts the store and outlives the ranks, as torchrun's does. It has threads: not forked."""
+    read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(writing, f"{store.port}\n".encode())
+        os.write(write_end, f"{store.port}\n".encode())
         while True:
             signal.pause()
-    with os.fdopen(reading) as said:
-        port = int(said.readline())
-    os.close(writing)
+    with os.fdopen(read_end) as pipe:
+        port = int(pipe.readline())
+    os.close(write_end)
     return pid, port
 
 

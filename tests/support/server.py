@@ -1,4 +1,4 @@
-"""Servers for tests: tiny checkpoints behind the API, in threads of this process."""
+"""API servers with tiny checkpoints, run in threads of the test process."""
 
 import socket
 import time
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endf
 
 @dataclass
 class RunningServer:
-    """A server at work."""
+    """A running API server."""
 
     url: str
     serving: ServingEngine
@@ -40,21 +40,21 @@ class RunningServer:
     def request(
         self, method: str, path: str, body: Any = None, headers: Any = None
     ) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body of one answer, on a connection of its own."""
+        """Send a request on a new connection and return status, headers and body."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=120)
         try:
             connection.request(method, path, body, headers or {})
-            answer = connection.getresponse()
-            return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+            response = connection.getresponse()
+            return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
         finally:
             connection.close()
 
     def wait_until_idle(self, timeout: float = 60) -> bool:
-        """Whether, within a moment, nobody sits in a row any more."""
+        """Wait until no request is running; return whether that happened within the timeout."""
         engine = self.serving.engine
         assert engine is not None
-        end = time.monotonic() + timeout
-        while (engine.has_unfinished_requests or self.serving.num_preprocessing) and time.monotonic() < end:
+        deadline = time.monotonic() + timeout
+        while (engine.has_unfinished_requests or self.serving.num_preprocessing) and time.monotonic() < deadline:
             time.sleep(0.01)
         return not engine.has_unfinished_requests and not self.serving.num_preprocessing
 
@@ -62,12 +62,12 @@ class RunningServer:
 def byte_checkpoint(
     preset: str, *, special_tokens: tuple[str, ...] = (), chat_template: str | None = None
 ) -> Checkpoint:
-    """A tiny model that reads and writes bytes."""
+    """Return a tiny untrained checkpoint with a byte tokenizer."""
     tokenizer = byte_tokenizer(special_tokens=special_tokens)
     tokenizer.chat_template = chat_template
     model = ct.build(preset, seed=0)
-    theirs = {"decoder_start_token_id": 0} if len(model.stacks) == 2 else {}
-    return Checkpoint(model, model.config, hf_config=theirs, tokenizer_loader=lambda: tokenizer)
+    hf_config = {"decoder_start_token_id": 0} if len(model.stacks) == 2 else {}
+    return Checkpoint(model, model.config, hf_config=hf_config, tokenizer_loader=lambda: tokenizer)
 
 
 @contextmanager
@@ -79,17 +79,17 @@ def start_server(
     send_buffer_bytes: int = 0,
     **engine_options: Any,
 ) -> Iterator[RunningServer]:
-    """`send_buffer_bytes`: bytes that the system takes for a client which does not read them."""
-    app, host = build_openai_app(
+    """Run an API server; `send_buffer_bytes` sets SO_SNDBUF, to test clients that do not read."""
+    app, serving = build_openai_app(
         checkpoint, "tiny", access_policy=access_policy, limits=limits, **{"max_num_seqs": 4, **engine_options}
     )
-    listening = bind_socket("127.0.0.1", 0)
+    sock = bind_socket("127.0.0.1", 0)
     if send_buffer_bytes:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
-    with serve_in_thread(app, listening, limits) as at:
-        yield RunningServer(at, host, checkpoint)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
+    with serve_in_thread(app, sock, limits) as url:
+        yield RunningServer(url, serving, checkpoint)
 
 
 def load_tiny_python() -> Checkpoint:
-    """The shipped model in 32 bits, where an answer is the same in any company."""
+    """Load the pretrained model in float32, where results do not depend on the batch."""
     return ct.load("tiny-python", dtype=torch.float32)

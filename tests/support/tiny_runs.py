@@ -1,4 +1,4 @@
-"""Runs that take a second: a recipe, texts for it, and what a run comes to as one hash."""
+"""Training runs that take a second: recipe, texts, and digests of a run's results."""
 
 import hashlib
 import json
@@ -18,26 +18,26 @@ RECIPE: dict[str, Any] = {
 
 
 def write_texts(directory: Path) -> Path:
-    """40 files of 12 lines each, in a folder that is made for them."""
+    """Write 40 files of 12 lines each to a new directory."""
     directory.mkdir()
     lines = TEXT.splitlines(keepends=True)
-    for place in range(0, len(lines), 12):
-        (directory / f"{place:03}.txt").write_text("".join(lines[place : place + 12]))
+    for start in range(0, len(lines), 12):
+        (directory / f"{start:03}.txt").write_text("".join(lines[start : start + 12]))
     return directory
 
 
 def tiny_recipe(source: Path, **overrides: Any) -> dict[str, Any]:
-    """A recipe on a file or folder of text; a section is changed key by key."""
+    """A recipe on a text file or directory; a dict in `overrides` updates the section's keys."""
     recipe = {key: dict(value) if isinstance(value, dict) else value for key, value in RECIPE.items()}
     recipe["data"]["sources"] = [{"path": str(source)}]
     for name, value in overrides.items():
-        both = isinstance(value, dict) and isinstance(recipe.get(name), dict)
-        recipe[name] = {**recipe[name], **value} if both else value
+        is_section = isinstance(value, dict) and isinstance(recipe.get(name), dict)
+        recipe[name] = {**recipe[name], **value} if is_section else value
     return recipe
 
 
 def tiny_recipe_in(directory: Path, **overrides: Any) -> dict[str, Any]:
-    """The same on texts that are written to a directory's `texts`."""
+    """`tiny_recipe` on texts in `directory`/texts, which are written if they do not exist."""
     texts = directory / "texts"
     return tiny_recipe(texts if texts.exists() else write_texts(texts), **overrides)
 
@@ -51,25 +51,25 @@ def newest_checkpoint(run: Path) -> Path:
 
 
 def state_digest(run: Path) -> str:
-    """Every tensor of the newest checkpoint, and the log, as one hash."""
-    whole = hashlib.sha256((run / "metrics.jsonl").read_bytes())
+    """Hash of every tensor of the newest checkpoint and of the metrics log."""
+    digest = hashlib.sha256((run / "metrics.jsonl").read_bytes())
     for file in sorted(newest_checkpoint(run).glob("*.safetensors")):
-        whole.update(file.name.encode() + file.read_bytes())
-    return whole.hexdigest()
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def run_digest(run: Path) -> str:
-    """Weights, optimizer, position and log rows of a run, and the model that it exported, as one hash."""
-    whole = hashlib.sha256((run / "metrics.jsonl").read_bytes())
+    """Hash of the newest checkpoint (without timings), the metrics log and the exported model of a run."""
+    digest = hashlib.sha256((run / "metrics.jsonl").read_bytes())
     for file in sorted(newest_checkpoint(run).iterdir()):
         if file.name == "state.json":
             state = json.loads(file.read_text())
-            whole.update(json.dumps({key: value for key, value in state.items() if key != "timings_bytes"}).encode())
+            digest.update(json.dumps({key: value for key, value in state.items() if key != "timings_bytes"}).encode())
         elif file.suffix == ".safetensors":
-            whole.update(file.read_bytes())
+            digest.update(file.read_bytes())
     for file in sorted((run / "model").glob("*.safetensors")):
-        whole.update(file.read_bytes())
-    return whole.hexdigest()
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def model_bytes(run: Path) -> bytes:

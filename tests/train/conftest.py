@@ -5,5 +5,5 @@ import pytest
 
 @pytest.fixture
 def skip_preflight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training starts without the checks of the model before it; test_preflight.py runs them."""
+    """Start training without the preflight checks; test_preflight.py runs them."""
     monkeypatch.setattr("cutaway.train.trainer.launch.run_preflight", lambda *_: None)

@@ -94,7 +94,7 @@ export async function run(page, url, facts) {
   // Of a text that cannot be read nothing is drawn, least of all the one before; the next text is.
   const box = page.getByLabel("Text", { exact: true }).and(page.locator("textarea"));
   await box.fill("");
-  await page.getByText("this text has no tokens").waitFor();
+  await page.getByText("the text has no tokens").waitFor();
   assert.equal(await rows.count(), 0);
   assert.equal(await strip.getByRole("option").count(), 0);
   await box.fill("import os");

@@ -1,4 +1,4 @@
-"""What this machine reaches: its bare limits, and what a real model makes of them."""
+"""Benchmarks: memory bandwidth and matmul FLOP/s of this machine, and the fraction of them that a model reaches."""
 
 from cutaway.bench.hardware import NUM_STAGES, measure_hardware
 

@@ -1,4 +1,4 @@
-"""This machine, measured: its limits, and the fractions of them that prefill, decode and training reach."""
+"""Hardware measurement: copy bandwidth, matmul FLOP/s, and the efficiency of prefill, decode and training."""
 
 import os
 import platform
@@ -22,49 +22,51 @@ from cutaway.size.roofline import RooflineBound
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 MAX_MATMUL_SECONDS = 2.0
-"""Seconds that one matmul may take."""
+"""Maximum seconds of one large matmul."""
 DEFAULT_SEQ_LENS = {"cuda": 1024, "cpu": 128}
-"""Tokens that are read at once."""
+"""Sequence length of the measured passes, by device type."""
 NUM_STAGES = 1 + len(TORCH_DTYPES) + 3
-"""How often `progress` is called: the copy, a matmul in each dtype, and three passes."""
+"""Number of calls of `progress`: copy, matmul in each dtype, prefill, decode and training."""
 
 StageCallback = Callable[[str], None]
 
 
 def time_runs(run: Callable[[], object], device: torch.device, *, min_total_seconds: float = 0.3) -> list[float]:
-    """How long each of several runs takes: at least three, and for at least that many seconds in all."""
+    """Seconds of each run, after one warm-up run: at least three runs and `min_total_seconds` in total."""
     run()
     synchronize(device)
-    taken: list[float] = []
-    while len(taken) < 3 or sum(taken) < min_total_seconds:
+    seconds: list[float] = []
+    while len(seconds) < 3 or sum(seconds) < min_total_seconds:
         start = time.perf_counter()
         run()
         synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return taken
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait for the GPU; no-op on the CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def measure_copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second, read and written, at best."""
+    """Maximum copy bandwidth in bytes per second, reads and writes together."""
     x = torch.zeros(2**30 if device.type == "cuda" else 2**28, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
     return 2 * x.numel() / min(time_runs(lambda: y.copy_(x), device))
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs a second at best."""
+    """Maximum matmul rate in FLOP/s."""
     small, large = (1024, 8192) if device.type == "cuda" else (256, 1024)
     rate = matmul_flops_at_size(small, device, dtype)
-    # Numbers that a CPU has no units for are hundreds of times slower: a large product would say the same, late.
+    # A dtype without hardware support is hundreds of times slower: the large matmul would take too long.
     return rate if 2 * large**3 > MAX_MATMUL_SECONDS * rate else matmul_flops_at_size(large, device, dtype)
 
 
 def matmul_flops_at_size(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a (size, size) matmul."""
     a = torch.randn(size, size, device=device).to(dtype)
     return 2 * size**3 / min(time_runs(lambda: a @ a, device))
 
@@ -72,46 +74,51 @@ def matmul_flops_at_size(size: int, device: torch.device, dtype: torch.dtype) ->
 def measure_hardware(
     device: str | None = None, *, model: str | None = None, progress: StageCallback = lambda what: None
 ) -> MeasuredHardware:
-    """Copy, products, and the passes of a real model, each in turn; half a minute."""
-    chosen = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    name = model or ("llama-3.2-1b" if chosen.type == "cuda" else "smollm2-135m")
-    if chosen.type not in ("cpu", "cuda"):
-        raise InputError(f"device is {device!r}, on which nothing is measured yet; choose cpu or cuda")
-    if not isinstance(config(name), Decoder):  # known before the first measurement, not after the last
-        raise InputError(f"{name} is no decoder, and decoding is measured; name one, as in --model smollm2-135m")
+    """Measure bandwidth, matmul FLOP/s and the efficiency of a real model; takes about half a minute."""
+    torch_device = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    name = model or ("llama-3.2-1b" if torch_device.type == "cuda" else "smollm2-135m")
+    if torch_device.type not in ("cpu", "cuda"):
+        raise InputError(f"device is {device!r}, which is not supported; use cpu or cuda")
+    if not isinstance(config(name), Decoder):  # before the first measurement
+        raise InputError(f"{name} is not a decoder-only model, which decode needs; use one, e.g. --model smollm2-135m")
     progress("copy")
-    bandwidth = measure_copy_bandwidth(chosen)
+    bandwidth = measure_copy_bandwidth(torch_device)
     flops = {}
-    for dtype, kind in TORCH_DTYPES.items():
+    for dtype, torch_dtype in TORCH_DTYPES.items():
         progress(f"matmul in {dtype}")
-        flops[dtype] = measure_matmul_flops(chosen, kind)
-    machine = Hardware(
+        flops[dtype] = measure_matmul_flops(torch_device, torch_dtype)
+    hardware = Hardware(
         name=LOCAL_HARDWARE,
-        title=device_name(chosen),
-        kind="data-center" if chosen.type == "cuda" else "cpu",
+        title=device_name(torch_device),
+        kind="data-center" if torch_device.type == "cuda" else "cpu",
         bandwidth=bandwidth,
         flops=flops,
-        memory=_device_memory_bytes(chosen),
+        memory=_device_memory_bytes(torch_device),
         source="measured",
         verified_date="now",
     )
-    told = size(
-        name, mode="train", context=DEFAULT_SEQ_LENS[chosen.type], dtype=default_dtype(chosen), hardware=machine
+    estimate = size(
+        name,
+        mode="train",
+        context=DEFAULT_SEQ_LENS[torch_device.type],
+        dtype=default_dtype(torch_device),
+        hardware=hardware,
     )
-    if not told.fits:
+    if not estimate.fits:
         raise InputError(
-            f"{name} takes {told.memory.total_bytes / 1e9:.1f} GB to train, more than there is; name a smaller one"
+            f"{name} takes {estimate.memory.total_bytes / 1e9:.1f} GB to train, more than the device memory; use a"
+            " smaller --model"
         )
     return MeasuredHardware(
-        device=machine.title,
-        kind=machine.kind,
-        hardware_name=_find_hardware_name(machine.title),
-        memory=int(machine.memory or 1),
+        device=hardware.title,
+        kind=hardware.kind,
+        hardware_name=_find_hardware_name(hardware.title),
+        memory=int(hardware.memory or 1),
         bandwidth=bandwidth,
         flops=flops,
-        efficiency=_measure_efficiency(name, chosen, machine, progress),
+        efficiency=_measure_efficiency(name, torch_device, hardware, progress),
         model=name,
-        dtype=default_dtype(chosen),
+        dtype=default_dtype(torch_device),
         date=datetime.now(UTC).date().isoformat(),
     )
 
@@ -119,28 +126,28 @@ def measure_hardware(
 def _measure_efficiency(
     model_name: str, device: torch.device, hardware: Hardware, progress: StageCallback
 ) -> dict[str, float]:
-    """Of the bound, by kind of work."""
+    """Fraction of the roofline bound that prefill, decode and training reach."""
     dtype = default_dtype(device)
-    length = DEFAULT_SEQ_LENS[device.type]
+    seq_len = DEFAULT_SEQ_LENS[device.type]
     estimate, train_estimate = (
-        size(model_name, mode=mode, context=length, dtype=dtype, hardware=hardware) for mode in ("infer", "train")
+        size(model_name, mode=mode, context=seq_len, dtype=dtype, hardware=hardware) for mode in ("infer", "train")
     )
     model = build(model_name, device=device, dtype=TORCH_DTYPES[dtype], seed=0)
-    tokens = torch.randint(0, model.config.vocab_size, (1, length), device=device)
-    reached = {}
+    tokens = torch.randint(0, model.config.vocab_size, (1, seq_len), device=device)
+    efficiency = {}
     progress("prefill")
     with torch.no_grad():
-        took = median(time_runs(lambda: model(tokens), device))
-        reached["prefill"] = _fraction_of_bound(estimate.prefill_time, took)
+        seconds = median(time_runs(lambda: model(tokens), device))
+        efficiency["prefill"] = _fraction_of_bound(estimate.prefill_time, seconds)
         progress("decode")
-        cache = model.new_cache(1, length)
+        cache = model.new_cache(1, seq_len)
         model(tokens[:, :-1], cache=cache)
 
         def decode() -> None:
-            cache.crop(length - 1)
+            cache.crop(seq_len - 1)
             model(tokens[:, -1:], cache=cache)
 
-        reached["decode"] = _fraction_of_bound(estimate.decode_time, median(time_runs(decode, device)))
+        efficiency["decode"] = _fraction_of_bound(estimate.decode_time, median(time_runs(decode, device)))
     progress("training")
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-5, fused=True)
 
@@ -150,9 +157,9 @@ def _measure_efficiency(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    took = median(time_runs(step, device))
-    reached["train"] = _fraction_of_bound(train_estimate.train_time, took)
-    return reached
+    seconds = median(time_runs(step, device))
+    efficiency["train"] = _fraction_of_bound(train_estimate.train_time, seconds)
+    return efficiency
 
 
 def default_dtype(device: torch.device) -> str:

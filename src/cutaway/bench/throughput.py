@@ -1,4 +1,4 @@
-"""What decoding and reading reach on this machine, beside transformers in the same run."""
+"""Throughput of decode and prefill on this machine, compared with transformers in the same run."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -31,22 +31,22 @@ from cutaway.size.roofline import Workload, prefill_workload
 
 InferencePhase = Literal["decode", "prefill"]
 NUM_ROUNDS = 8
-"""Turns that each side takes."""
+"""Timed rounds per implementation."""
 WARMUP_STEPS = 4
-"""Steps that are not counted: the first compile, capture or allocate."""
+"""Untimed steps: the first ones compile, capture or allocate."""
 DTYPE_NAMES = {kind: name for name, kind in TORCH_DTYPES.items()}
 ProgressCallback = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One implementation: seconds of a step (or of reading the prompts), a figure for each turn."""
+    """Timing of one implementation: seconds per decode step (or per prefill), one number per round."""
 
     seconds: list[float]
     num_tokens: int
-    """That come of one step, or are read."""
+    """Tokens per decode step, or per prefill."""
     min_seconds: float
-    """Seconds that the machine needs at its measured limit."""
+    """Seconds at the machine's measured limit."""
 
     @property
     def median_seconds(self) -> float:
@@ -68,7 +68,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputResult:
-    """What one run of `measure_throughput` found."""
+    """Result of `measure_throughput`."""
 
     phase: InferencePhase
     device: str
@@ -78,19 +78,19 @@ class ThroughputResult:
     context: int
     num_parameters: int
     min_bytes: int
-    """That a step, or reading, must move at least."""
+    """Minimum bytes that a decode step, or a prefill, must move."""
     flops: int
     hardware_limit: float
-    """Bytes a second of a bare copy, for decoding; FLOPs a second of a bare product, for reading."""
+    """Copy bandwidth in bytes per second for decode; matmul FLOP/s for prefill."""
     cutaway: Timing
     baseline: Timing | None = None
     quantization_loss: QuantizationReport | None = None
-    """What fewer bits cost in quality."""
+    """Quality loss of quantized weights."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def speedups(self) -> list[float]:
-        """How many times as fast as the baseline, round by round."""
+        """Speedup over the baseline in each round."""
         return (
             []
             if self.baseline is None
@@ -98,18 +98,19 @@ class ThroughputResult:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        told = asdict(self) | {
+        result = asdict(self) | {
             "cutaway": self.cutaway.to_dict(),
             "baseline": self.baseline and self.baseline.to_dict(),
             "speedup": None,
         }
         if self.speedups:
             low, high = quartiles(self.speedups)
-            told["speedup"] = {"median": median(self.speedups), "lower_quartile": low, "upper_quartile": high}
-        return told
+            result["speedup"] = {"median": median(self.speedups), "lower_quartile": low, "upper_quartile": high}
+        return result
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """Lower and upper quartile."""
     if len(values) < 2:
         return values[0], values[0]
     low, _, high = quantiles(values, n=4, method="inclusive")
@@ -128,59 +129,62 @@ def measure_throughput(
     compiled: bool = False,
     progress: ProgressCallback = lambda done, total: None,
 ) -> ThroughputResult:
-    """Take turns with the baseline, in changing order, so that a busy machine slows both. `baseline_dir` is a directory
-    that transformers opens: the same model."""
+    """Measure decode or prefill throughput, alternating with the baseline so that other load slows both.
+
+    The order alternates between rounds. `baseline_dir`: the same model as a directory that transformers loads.
+    """
     check_is_decoder(model)
     device, dtype = model.device, DTYPE_NAMES.get(model.dtype)
     if dtype is None:
         raise InputError(
-            f"the model is in {model.dtype}, in which nothing is measured; choose {', '.join(TORCH_DTYPES)}"
+            f"the model's dtype is {model.dtype}, which is not supported; use one of {', '.join(TORCH_DTYPES)}"
         )
-    per_turn = max(1, num_steps // NUM_ROUNDS)
-    grown = WARMUP_STEPS + NUM_ROUNDS * per_turn + 2 if phase == "decode" else 2
-    grown += batch_size * (
-        2 + (context or DEFAULT_SEQ_LENS["cuda"]) // 256
-    )  # the first rows step while the others are still read
-    context = context or _default_context(model.config, device, grown)
+    steps_per_round = max(1, num_steps // NUM_ROUNDS)
+    num_new_tokens = WARMUP_STEPS + NUM_ROUNDS * steps_per_round + 2 if phase == "decode" else 2
+    # The first rows decode while the others are prefilled.
+    num_new_tokens += batch_size * (2 + (context or DEFAULT_SEQ_LENS["cuda"]) // 256)
+    context = context or _default_context(model.config, device, num_new_tokens)
     prompts = torch.randint(model.config.vocab_size, (batch_size, context), generator=torch.Generator().manual_seed(0))
-    begin_ours = _build_decode_runner if phase == "decode" else _build_prefill_runner
+    build_runner = _build_decode_runner if phase == "decode" else _build_prefill_runner
     engine = Engine(
         EngineConfig(
             model.eval(),
             max_num_seqs=batch_size,
-            max_model_len=context + grown,
+            max_model_len=context + num_new_tokens,
             weight_bits=weight_bits,
             compile=compiled or device.type == "cuda",
         )
     )
-    sides = [begin_ours(engine, prompts)]
+    runners = [build_runner(engine, prompts)]
     if baseline_dir is not None:
-        sides.append(_build_transformers_runner(baseline_dir, phase, prompts.to(device), model.dtype))
-    limit = measure_copy_bandwidth(device) if phase == "decode" else measure_matmul_flops(device, model.dtype)
-    taken: list[list[float]] = [[] for _ in sides]
-    each = per_turn if phase == "decode" else 1
-    for side in sides:
-        side(WARMUP_STEPS if phase == "decode" else 1)
+        runners.append(_build_transformers_runner(baseline_dir, phase, prompts.to(device), model.dtype))
+    hardware_limit = measure_copy_bandwidth(device) if phase == "decode" else measure_matmul_flops(device, model.dtype)
+    seconds_per_step: list[list[float]] = [[] for _ in runners]
+    steps = steps_per_round if phase == "decode" else 1
+    for runner in runners:
+        runner(WARMUP_STEPS if phase == "decode" else 1)
     synchronize(device)
-    for turn in range(NUM_ROUNDS):
-        progress(turn, NUM_ROUNDS)
-        order = range(len(sides)) if turn % 2 == 0 else reversed(range(len(sides)))
-        for which in order:
+    for round_index in range(NUM_ROUNDS):
+        progress(round_index, NUM_ROUNDS)
+        order = range(len(runners)) if round_index % 2 == 0 else reversed(range(len(runners)))
+        for i in order:
             start = perf_counter()
-            sides[which](each)
+            runners[i](steps)
             synchronize(device)
-            taken[which].append((perf_counter() - start) / each)
-    length = context + (NUM_ROUNDS * per_turn // 2 if phase == "decode" else 0)
-    told = estimate_inference_size(model.config, dtype, weight_bits, batch_size, length)
-    wide = estimate_inference_size(
-        model.config, dtype, None, batch_size, length
-    )  # the baseline has the weights as they are
-    todo, theirs = (
-        each.decode_workload(batch_size) if phase == "decode" else _prefill_workload_of(each) for each in (told, wide)
+            seconds_per_step[i].append((perf_counter() - start) / steps)
+    mean_context = context + (NUM_ROUNDS * steps_per_round // 2 if phase == "decode" else 0)
+    estimate = estimate_inference_size(model.config, dtype, weight_bits, batch_size, mean_context)
+    # The baseline does not quantize the weights.
+    baseline_estimate = estimate_inference_size(model.config, dtype, None, batch_size, mean_context)
+    workload, baseline_workload = (
+        e.decode_workload(batch_size) if phase == "decode" else _prefill_workload_of(e)
+        for e in (estimate, baseline_estimate)
     )
-    least = [(each.min_bytes if phase == "decode" else each.flops) / limit for each in (todo, theirs)]
+    min_seconds = [
+        (w.min_bytes if phase == "decode" else w.flops) / hardware_limit for w in (workload, baseline_workload)
+    ]
     tokens = batch_size if phase == "decode" else batch_size * context
-    made = [Timing(seconds, tokens, bound) for seconds, bound in zip(taken, least, strict=False)]
+    timings = [Timing(seconds, tokens, bound) for seconds, bound in zip(seconds_per_step, min_seconds, strict=False)]
     return ThroughputResult(
         phase=phase,
         device=device_name(device),
@@ -188,32 +192,34 @@ def measure_throughput(
         weight_bits=weight_bits,
         batch_size=batch_size,
         context=context,
-        num_parameters=told.num_parameters,
-        min_bytes=todo.min_bytes,
-        flops=todo.flops,
-        hardware_limit=limit,
-        cutaway=made[0],
-        baseline=made[1] if len(made) > 1 else None,
+        num_parameters=estimate.num_parameters,
+        min_bytes=workload.min_bytes,
+        flops=workload.flops,
+        hardware_limit=hardware_limit,
+        cutaway=timings[0],
+        baseline=timings[1] if len(timings) > 1 else None,
         quantization_loss=None if weight_bits is None else evaluate_quantization(model, weight_bits),
     )
 
 
 def check_is_decoder(model: Transformer) -> None:
+    """Raise if the model is not decoder-only."""
     if "decoder" not in model.stacks or len(model.stacks) == 2:
-        raise InputError("only decoders are measured; name one, as in cutaway bench decode smollm2-135m")
+        raise InputError("only decoder-only models are measured; use one, e.g. cutaway bench decode smollm2-135m")
 
 
 def _default_context(config: Config, device: torch.device, num_reserved_tokens: int) -> int:
-    """As long as usual, or as the model has room for."""
-    usual = DEFAULT_SEQ_LENS.get(device.type, 128)
-    return max(1, min(usual, config.context - num_reserved_tokens)) if config.context else usual
+    """Default context length, limited by the model's."""
+    default = DEFAULT_SEQ_LENS.get(device.type, 128)
+    return max(1, min(default, config.context - num_reserved_tokens)) if config.context else default
 
 
 def estimate_inference_size(
     config: Config, dtype: str, weight_bits: int | None, batch_size: int, context: int
 ) -> SizeEstimate:
-    narrow = {16: "bf16", 8: "int8", 4: "int4"}
-    return size(config, dtype=narrow.get(weight_bits or 0, dtype), batch_size=batch_size, context=context)
+    """Size estimate with the dtype of `weight_bits`, or `dtype`."""
+    dtype_of_bits = {16: "bf16", 8: "int8", 4: "int4"}
+    return size(config, dtype=dtype_of_bits.get(weight_bits or 0, dtype), batch_size=batch_size, context=context)
 
 
 def _prefill_workload_of(estimate: SizeEstimate) -> Workload:
@@ -229,29 +235,29 @@ def _prefill_workload_of(estimate: SizeEstimate) -> Workload:
     )
 
 
-# ---------------------------------------------------------------------------------------- the two sides
+# ---------------------------------------------------------------------------------------- implementations
 
 
 def _build_decode_runner(engine: Engine, prompts: torch.Tensor) -> Callable[[int], None]:
-    """An engine that has read its prompts; each call takes so many steps."""
+    """Prefill the prompts; each call of the result runs a number of decode steps."""
     params = SamplingParams(max_new_tokens=engine.config.num_slots - prompts.shape[1], ignore_eos=True)
     requests = [engine.submit(row, params, seed=0) for row in prompts.tolist()]
     while engine.num_decoding < len(requests):
         engine.step()
         _raise_request_errors(requests)
 
-    def steps(count: int) -> None:
+    def run_steps(count: int) -> None:
         for _ in range(count):
             engine.step()
         _raise_request_errors(requests)
 
-    return steps
+    return run_steps
 
 
 def _build_prefill_runner(engine: Engine, prompts: torch.Tensor) -> Callable[[int], None]:
-    """Each call reads all prompts up to their first answered token."""
+    """Each call of the result prefills all prompts and samples one token."""
 
-    def read(count: int) -> None:
+    def prefill(count: int) -> None:
         for _ in range(count):
             requests = [
                 engine.submit(row, SamplingParams(max_new_tokens=1, ignore_eos=True), seed=0)
@@ -260,7 +266,7 @@ def _build_prefill_runner(engine: Engine, prompts: torch.Tensor) -> Callable[[in
             engine.run()
             _raise_request_errors(requests)
 
-    return read
+    return prefill
 
 
 def _raise_request_errors(requests: Sequence[Request]) -> None:
@@ -272,8 +278,8 @@ def _raise_request_errors(requests: Sequence[Request]) -> None:
 def _build_transformers_runner(
     directory: Path, phase: InferencePhase, prompts: torch.Tensor, dtype: torch.dtype
 ) -> Callable[[int], None]:
-    """transformers' model of the same weights in a bare greedy loop, which is quicker than its own `generate`."""
-    logging.disable(logging.WARNING)  # what its optional parts say about this machine
+    """The transformers model with the same weights in a plain greedy loop, which is faster than its `generate`."""
+    logging.disable(logging.WARNING)  # warnings about optional dependencies
     try:
         transformers: Any = import_module("transformers")
         transformers.logging.disable_progress_bar()
@@ -283,41 +289,41 @@ def _build_transformers_runner(
     model = model.to(prompts.device).eval()
 
     @torch.inference_mode()
-    def read() -> tuple[Any, torch.Tensor]:
+    def prefill() -> tuple[Any, torch.Tensor]:
         out = model(input_ids=prompts, use_cache=True, logits_to_keep=1)
         return out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
 
-    def readings(count: int) -> None:
+    def run_prefill(count: int) -> None:
         for _ in range(count):
-            read()
+            prefill()
 
     if phase == "prefill":
-        return readings
-    state = read()
+        return run_prefill
+    state = prefill()
 
     @torch.inference_mode()
-    def steps(count: int) -> None:
+    def run_steps(count: int) -> None:
         nonlocal state
         cache, token = state
         for _ in range(count):
             token = model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
         state = (cache, token)
 
-    return steps
+    return run_steps
 
 
-# ---------------------------------------------------------------------------------------- for `cutaway generate`
+# ---------------------------------------------------------------------------------------- bandwidth limit
 
 
 @cache
 def get_copy_bandwidth(device: torch.device) -> float | None:
-    """Bytes a second of a bare copy: as kept by `cutaway bench` for this machine, or measured now if there is room."""
+    """Copy bandwidth in bytes per second: the one stored by `cutaway bench`, or measured now if memory allows."""
     try:
-        kept = load_measured_hardware()
-    except InputError:  # damaged, of which `cutaway size --gpu local` complains
-        kept = None
-    if kept is not None and kept.device == device_name(device):
-        return kept.bandwidth
+        measured = load_measured_hardware()
+    except InputError:  # invalid file; `cutaway size --gpu local` reports it
+        measured = None
+    if measured is not None and measured.device == device_name(device):
+        return measured.bandwidth
     try:
         return measure_copy_bandwidth(device)
     except (RuntimeError, MemoryError):

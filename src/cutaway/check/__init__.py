@@ -1,4 +1,4 @@
-"""Is this Transformer right? Checks that take any implementation, each named for the bug it finds."""
+"""`ct.check`: correctness checks for Transformer implementations, each named after the bug it finds."""
 
 from cutaway.callable_module import make_callable
 from cutaway.check.api import check

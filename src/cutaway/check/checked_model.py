@@ -1,7 +1,7 @@
-"""What is checked: a Transformer as a handful of functions it offers, and a few of its properties.
+"""`CheckedModel`: the functions and properties of a Transformer that the checks use; `ReloadedModel`.
 
-Each function is plain: tensors in, tensors out. For models of cutaway and of transformers they are found; for all
-others they are keyword arguments of `ct.check`. What is not offered is not checked, and the report says so.
+Each function takes and returns tensors. The adapters set them for cutaway and transformers models; for other models
+they are keyword arguments of `ct.check`. Checks whose functions are missing are skipped, and the report says so.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,97 +21,100 @@ LogitsFunction = Callable[[Tensor], Tensor]
 
 @dataclass(kw_only=True)
 class CheckedModel:
-    """Tokens are (B, T) integers, masks (B, T) booleans with True for real tokens, logits (B, T, V)."""
+    """Functions and properties of a model under test.
+
+    Tokens are (B, T) integers, masks (B, T) booleans with True for real tokens, logits (B, T, V).
+    """
 
     name: str = "model"
     kind: ModelKind = "decoder"
-    """Decoders see the past only, encoders both sides; of an encoder-decoder the decoder is checked, and its source."""
+    """Decoders attend causally, encoders bidirectionally; checks of an encoder-decoder cover its decoder."""
 
-    # what it can be asked
+    # functions
     logits: LogitsFunction | None = None
     """tokens → logits."""
     logits_with_mask: Callable[[Tensor, Tensor], Tensor] | None = None
     """tokens, mask → logits."""
     logits_with_mask_only: Callable[[Tensor, Tensor], Tensor] | None = None
-    """tokens, mask → logits, where `logits_with_mask` tells positions too: here the mask alone must hide padding."""
+    """tokens, mask → logits, if `logits_with_mask` passes position ids too: here only the mask excludes padding."""
     logits_with_positions: Callable[[Tensor, Tensor], Tensor] | None = None
     """tokens, positions (B, T) → logits."""
     logits_with_documents: Callable[[Tensor, Tensor], Tensor] | None = None
-    """tokens, documents (B, T; 0, 0, 1, 1, 1 …) → logits, as if each document were alone."""
+    """tokens, document ids (B, T; 0, 0, 1, 1, 1 …) → logits of packed documents, each as if alone."""
     logits_with_cache: Callable[[Tensor, Any], tuple[Tensor, Any]] | None = None
-    """tokens, state (None at first) → logits of these tokens, the state after them."""
+    """tokens, cache (None at first) → logits of these tokens, updated cache."""
     generate: Callable[[Tensor, int], Tensor] | None = None
-    """tokens, n → the (B, n) tokens that follow, each the likeliest."""
+    """tokens, n → (B, n) new tokens by greedy decoding."""
     generate_padded: Callable[[Tensor, Tensor, int], Tensor] | None = None
-    """tokens, mask, n → the same for texts padded on the left."""
+    """tokens, mask, n → (B, n) new tokens by greedy decoding of a left-padded batch."""
     beam_search: Callable[[Tensor, int, int], tuple[Tensor, Tensor]] | None = None
-    """tokens (1, T), n, k → the k best (k, n) continuations, and their (k,) sums of log-probabilities."""
+    """tokens (1, T), n, k → the k best continuations (k, n) and their sums of log-probabilities (k,)."""
     sample: Callable[..., Tensor] | None = None
-    """logits (V,), n → n tokens drawn from softmax(logits); it may take temperature=, top_k= and top_p= too."""
+    """logits (V,), n → n samples from softmax(logits); may also take temperature=, top_k= and top_p=."""
     generate_speculative: Callable[[Tensor, int], Tensor] | None = None
-    """tokens, n → the (B, n) tokens of speculative decoding at temperature 0."""
+    """tokens, n → (B, n) new tokens by speculative decoding at temperature 0."""
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    """tokens, labels (the same tokens; -100 is not asked) → the mean loss, as training has it."""
+    """tokens, labels (the same tokens, unshifted; -100 is ignored) → mean training loss."""
     logits_with_labels: Callable[[Tensor, Tensor], Tensor] | None = None
-    """tokens, labels (as `loss` takes them) → the logits of that very pass."""
+    """tokens, labels (as for `loss`) → logits of the forward pass that computes the loss."""
     accumulated_loss: Callable[[Sequence[tuple[Tensor, Tensor]]], Tensor] | None = None
-    """(tokens, labels) of each piece → the loss of all of them accumulated, as training has it."""
+    """(tokens, labels) per micro-batch → training loss with gradient accumulation."""
     logits_with_source: Callable[[Tensor, Tensor | None, Tensor], Tensor] | None = None
     """source, source mask or None, tokens → logits."""
     load_balancing_loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    """tokens, mask → the loss that spreads tokens over experts."""
+    """tokens, mask → load-balancing loss of a mixture of experts."""
     attention: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     """q (B, H, T, D), k, v (B, G, T, D) → (B, H, T, D)."""
     logits_with_filled_cache: Callable[[Tensor, float], Tensor] | None = None
-    """tokens, value → logits of a cached pass in whose unused cache slots the value was written."""
+    """tokens, value → logits of a cached forward pass whose unused cache slots hold the value."""
     logits_with_rolling_cache: Callable[[Tensor, int], Tensor] | None = None
-    """tokens, n → logits of a text read in pieces of n tokens, in a cache that keeps no more than a window."""
+    """tokens, n → logits of a prefill in chunks of n tokens, with a rolling cache of one sliding window."""
     logits_by_kernel: Mapping[str, LogitsFunction] = field(default_factory=dict)
-    """Names of attention kernels, and the logits by each."""
+    """Name of an attention kernel → logits function with that kernel."""
     config_variants: Callable[[], Mapping[str, Callable[[], LogitsFunction]]] | None = None
-    """() → by the name of a setting: how to make the model with that setting changed, with the same weights; a
-    ValueError is a refusal, which is as good. Under "" is what they are compared with, where it is not the model."""
+    """() → name of a config field → function that builds the model with that field changed and the same weights; a
+    ValueError means that the value is rejected, which passes. The key "" is the baseline if that is not the model."""
     reload_logits: Callable[[], LogitsFunction] | None = None
-    """() → the logits of the model that was saved, and loaded again."""
+    """() → logits function of the model after saving and loading."""
     set_activation_checkpointing: Callable[[bool], None] | None = None
-    """Switches activation checkpointing on and off."""
+    """Enables or disables activation checkpointing."""
     reference_logits: LogitsFunction | None = None
-    """The same model by another implementation."""
+    """tokens → logits of the same model in another implementation."""
     build_module: Callable[[], nn.Module] | None = None
-    """() → the module made anew from the same settings, with any weights."""
+    """() → a new module with the same configuration and any weights."""
     reload: Callable[[], "ReloadedModel"] | None = None
-    """() → what was saved and loaded again, with what the loading said."""
+    """() → the model after saving and loading, with the missing and unexpected keys."""
     load_from_meta: Callable[[], nn.Module] | None = None
-    """() → the module made on the meta device and filled with these weights, as its own loading does it."""
+    """() → a module built on the meta device and loaded with these weights by its own loading code."""
     module: nn.Module | None = None
 
     # properties
     vocab_size: int | None = None
     max_seq_len: int | None = None
-    """Tokens it can read."""
+    """Maximum sequence length."""
     window: int | None = None
-    """Tokens that every layer's attention sees, itself included; None for all."""
+    """Sliding window of every layer in tokens, the query's own included; None for full attention or mixed layers."""
     windows: tuple[int, ...] = ()
-    """The windows of those layers that have one, each once."""
+    """The distinct sliding windows of the layers that have one."""
     num_layers: int | None = None
     tied_embeddings: bool | None = None
-    """Whether the head is the embedding's table."""
+    """Whether the output head shares the embedding matrix."""
     attention_scale: float | None = None
-    """What q·k is multiplied by; 1/sqrt(d_head) where not given."""
+    """Factor on q·k; default 1/sqrt(d_head)."""
     rope: Mapping[str, Any] | None = None
-    """How q and k are turned, in the words of cutaway's configuration: theta, rotary_dim, layout, scaling."""
+    """RoPE parameters with the field names of cutaway's configuration: theta, rotary_dim, layout, scaling."""
     has_positions: bool = True
-    """Whether it has positions at all."""
+    """Whether the model has any position encoding."""
     relative_positions: bool | None = None
-    """Whether only distances between positions count (RoPE, ALiBi), so that all may be shifted."""
+    """Whether only relative positions matter (RoPE, ALiBi), so that shifting all positions changes nothing."""
     positions_skip_padding: bool | None = None
-    """Whether `logits_with_mask` numbers real tokens only, so that padding may stand on the left; None: not known."""
+    """Whether `logits_with_mask` numbers only real tokens, so that left padding is supported; None if unknown."""
     positions_from_pad_token: bool = False
-    """Whether positions are counted by the padding token (RoBERTa), so that padding must be just that."""
+    """Whether positions are derived from the pad token id (RoBERTa), so that padding must use that token."""
     source_vocab_size: int | None = None
-    """Tokens of the source's own vocabulary, where it has one."""
+    """Size of the source vocabulary, if it is a separate one."""
     special_token_ids: tuple[int, ...] = ()
-    """Tokens with a meaning of their own (padding, ends), which are not drawn."""
+    """Special tokens (padding, end of sequence), which are not drawn as random tokens."""
     pad_token_id: int | None = None
     eos_token_id: int | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -119,51 +122,51 @@ class CheckedModel:
     trained: bool | None = None
 
     def available_functions(self) -> list[str]:
-        """The names of what it can be asked."""
+        """Names of the functions that are set."""
         return [name for name in FUNCTION_FIELDS if getattr(self, name) is not None and getattr(self, name) != {}]
 
     def properties(self) -> dict[str, Any]:
-        """What is known of it, in words and numbers."""
+        """The known properties, as JSON-compatible values."""
         known = {name: getattr(self, name) for name in PROPERTY_FIELDS}
-        told = {name: str(value) if name in ("device", "dtype") else value for name, value in known.items()}
-        return {name: value for name, value in told.items() if value is not None and value != ()}
+        known = {name: value for name, value in known.items() if value is not None and value != ()}
+        return {name: str(value) if name in ("device", "dtype") else value for name, value in known.items()}
 
 
 FUNCTION_FIELDS = [
-    each.name
-    for each in fields(CheckedModel)
-    if "Callable" in str(each.type) or each.name in ("logits", "logits_by_kernel", "module", "reference_logits")
+    entry.name
+    for entry in fields(CheckedModel)
+    if "Callable" in str(entry.type) or entry.name in ("logits", "logits_by_kernel", "module", "reference_logits")
 ]
 
 
 PROPERTY_FIELDS = [
-    each.name for each in fields(CheckedModel) if each.name not in FUNCTION_FIELDS and each.name != "name"
+    entry.name for entry in fields(CheckedModel) if entry.name not in FUNCTION_FIELDS and entry.name != "name"
 ]
 
 
 @dataclass
 class ReloadedModel:
-    """A model that was saved and loaded again, or made anew and given the same weights."""
+    """A model after saving and loading, or a rebuilt one with the same weights, compared with the original."""
 
     module: nn.Module
     missing_keys: list[str] = field(default_factory=list)
-    """Tensors of the model that were not in what was saved."""
+    """Tensors of the model that are not in the checkpoint."""
     unexpected_keys: list[str] = field(default_factory=list)
-    """Tensors that were saved and found no place."""
+    """Tensors in the checkpoint that the model does not have."""
     reference_logits: LogitsFunction | None = None
-    """The logits of what was saved by another implementation."""
+    """tokens → logits of the checkpoint in another implementation."""
     no_reference_reason: str = ""
-    """Why there is no other."""
+    """Why there is no reference implementation."""
     difference: Difference = field(default_factory=lambda: Difference(0.0, 0.0, ()))
-    """How far its logits are from the model's."""
+    """Difference of its logits from the original model's."""
     rounded_constants: list[str] = field(default_factory=list)
-    """Constants that are the fresh ones, rounded."""
+    """Constants of the original that equal the rebuilt ones rounded to bf16 or fp16."""
     changed_constants: list[str] = field(default_factory=list)
-    """Constants that are not what a fresh model has."""
+    """Constants of the original that differ from the rebuilt ones otherwise."""
     error: str = ""
-    """What was raised in saving or loading, where that was impossible."""
+    """The exception raised by saving or loading, if any."""
     reference_difference: Difference | None = None
-    """How far the other implementation's logits are from the model's."""
+    """Difference of the reference implementation's logits from the model's."""
     find_divergent_layer: Callable[[nn.Module, Tensor, float], str | None] | None = None
-    """Module, tokens, noise → where the other implementation parts from it first."""
+    """module, tokens, noise ratio → the first layer whose output differs from the reference implementation's."""
     divergent_layer: str | None = None

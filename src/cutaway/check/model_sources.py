@@ -1,4 +1,4 @@
-"""Where the model to check comes from: `module.path:factory`, a checkpoint opened by transformers, a shrunk config."""
+"""Sources of models to check: `module.path:factory`, checkpoints loaded by transformers, shrunken configurations."""
 
 import json
 import re
@@ -18,48 +18,47 @@ FACTORY_SPEC = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*(?:\.
 
 
 ModelAndOverrides = tuple[Any, dict[str, Any]]
-"""A model, and keyword arguments of `check` for it."""
+"""A model and its keyword arguments for `check`."""
 
 
-FACTORY_RETURNS = "a model, a function tokens → logits, (model, dict of what it offers), or that dict alone"
+FACTORY_RETURNS = "a model, a function tokens → logits, (model, dict of CheckedModel fields), or such a dict"
 
 
 def is_factory_spec(source: str) -> bool:
-    """Whether a source is of this form, and no file."""
+    """Whether a source has the form `module.path:factory` and is not a file."""
     return ":" in source and "://" not in source and not Path(source).exists()
 
 
 def import_factory(source: str, folder: Path | None = None) -> Any:
-    """What `module.path:factory` names. Its module is imported, as Python does from the directory one stands in."""
-    named = FACTORY_SPEC.fullmatch(source)
-    if named is None or named[1].endswith(".py"):
+    """Import the object that `module.path:factory` names, from `folder` (default the working directory) or sys.path."""
+    match = FACTORY_SPEC.fullmatch(source)
+    if match is None or match[1].endswith(".py"):
         raise InputError(
-            f"'{source}' is no module.path:factory; write the module as Python imports it, as in models.gpt:make"
+            f"'{source}' is not module.path:factory; write the module as in an import, such as models.gpt:make"
         )
-    module, name = named.groups()
-    here = str(folder or Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    module, name = match.groups()
+    directory = str(folder or Path.cwd())
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
     try:
         value: Any = import_module(module)
-    except Exception as error:  # whatever it is, it is the module's own
+    except Exception as error:  # any exception: it is raised by the user's module
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
             raise InputError(
-                f"there is no module '{error.name}' in {here} or installed; stand where it can be imported from"
+                f"there is no module '{error.name}' in {directory} or installed; run from the directory that has it"
             ) from error
         raise InputError(
-            f"the module '{module}' cannot be imported: it {format_raised(error)}; mend it first"
+            f"the module '{module}' cannot be imported: it {format_raised(error)}; fix the module first"
         ) from error
     for part in name.split("."):
         if not hasattr(value, part):
-            raise InputError(f"'{module}' has no '{name}'; name a function of it that makes the model")
+            raise InputError(f"'{module}' has no '{name}'; name a function in it that builds the model")
         value = getattr(value, part)
     return value
 
 
 def build_from_factory(source: str, factory: Any, *, seed: int = 0) -> ModelAndOverrides:
-    """What the named function gives, called without arguments and seeded; or the named thing itself, where it is a
-    model already."""
+    """Call the factory without arguments, after seeding torch; an object that is already a model is used as it is."""
     import torch
     from torch import nn
 
@@ -71,87 +70,97 @@ def build_from_factory(source: str, factory: Any, *, seed: int = 0) -> ModelAndO
         return _parse_overrides(source, None, factory)
     if isinstance(factory, tuple):
         if len(factory) != 2 or not isinstance(factory[1], dict):
-            kinds = ", ".join(type(each).__name__ for each in factory)
-            raise InputError(f"'{source}' gave a tuple of ({kinds}); it should give {FACTORY_RETURNS}")
+            types = ", ".join(type(item).__name__ for item in factory)
+            raise InputError(f"'{source}' returned a tuple of ({types}); it must return {FACTORY_RETURNS}")
         return _parse_overrides(source, *factory)
     if factory is None:
-        raise InputError(f"'{source}' gave nothing back; it should return {FACTORY_RETURNS}")
+        raise InputError(f"'{source}' returned None; it must return {FACTORY_RETURNS}")
     return factory, {}
 
 
 def _call_factory(source: str, factory: Callable[[], Any], set_seed: Callable[[], object]) -> Any:
-    """What a function gives; its own mistakes in one sentence."""
+    """Call the factory; an exception in it becomes an InputError."""
     set_seed()
     try:
         return factory()
     except Exception as error:
         raise InputError(
-            f"'{source}' was called without arguments and {format_raised(error)}; it should return {FACTORY_RETURNS}"
+            f"'{source}' was called without arguments and {format_raised(error)}; it must return {FACTORY_RETURNS}"
         ) from error
 
 
 def _parse_overrides(source: str, model: Any, overrides: dict[Any, Any]) -> ModelAndOverrides:
-    """A dict of overrides, whose names are checked later."""
-    strange = [name for name in overrides if not isinstance(name, str)]
-    if strange:
-        raise InputError(f"'{source}' offers {strange[0]!r}, which is no name; use those of cutaway.check.CheckedModel")
+    """Split the module from a dict of overrides; `build_checked_model` validates the names."""
+    invalid = [name for name in overrides if not isinstance(name, str)]
+    if invalid:
+        raise InputError(
+            f"'{source}' returned a dict with the key {invalid[0]!r}; use the field names of cutaway.check.CheckedModel"
+        )
     overrides = dict(overrides)
     model = overrides.pop("module", None) if model is None else model
     if model is None and not {"logits", "attention"} & overrides.keys():
-        raise InputError(f"'{source}' gave a dict without a model to ask; it needs logits, attention or module")
+        raise InputError(f"'{source}' returned a dict without a model; add logits, attention or module")
     return model, overrides
 
 
 def load_transformers_model(source: str, *, device: Any = None, dtype: Any = None) -> Any:
-    """The model as transformers has it, by the class that its config.json names."""
+    """Load a checkpoint with transformers, with the class that its config.json names."""
     try:
         transformers: Any = import_module("transformers")
     except ImportError:
-        raise InputError("--library transformers needs transformers, which is not here; pip install it") from None
+        raise InputError(
+            "--library transformers needs transformers, which is not installed; run pip install transformers"
+        ) from None
     path = resolve_checkpoint_path(source)
     if not (path / "config.json").is_file():
         raise InputError(
-            f"'{source}' has no config.json, so transformers does not open it; convert it to hf first: cutaway convert"
+            f"'{source}' has no config.json, so transformers cannot load it; convert it to hf first: cutaway convert"
         )
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        with redirect_stderr(StringIO()):  # its progress bars
-            opens = _resolve_model_class(transformers, path)
-            model = opens.from_pretrained(path, dtype=dtype or "auto", trust_remote_code=False, use_safetensors=True)
-    except Exception as error:  # whatever it is, it is the other library's
-        raise InputError(f"transformers does not open '{source}': {format_error(error)}") from None
+        with redirect_stderr(StringIO()):  # hides progress bars
+            model_class = _resolve_model_class(transformers, path)
+            model = model_class.from_pretrained(
+                path, dtype=dtype or "auto", trust_remote_code=False, use_safetensors=True
+            )
+    except Exception as error:  # any exception: it is raised by transformers
+        raise InputError(f"transformers cannot load '{source}': {format_error(error)}") from None
     return model.to(device).eval() if device is not None else model.eval()
 
 
 def _resolve_model_class(transformers: Any, path: Path) -> Any:
-    """The class that wrote the checkpoint; where it is not known, whatever opens it."""
-    named = json.loads((path / "config.json").read_text(encoding="utf-8")).get("architectures") or []
-    return next((getattr(transformers, name) for name in named if hasattr(transformers, name)), transformers.AutoModel)
+    """The model class that config.json names; AutoModel if transformers does not have it."""
+    architectures = json.loads((path / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+    return next(
+        (getattr(transformers, name) for name in architectures if hasattr(transformers, name)), transformers.AutoModel
+    )
 
 
 MAX_D_MODEL, MAX_HEADS, MAX_KV_HEADS, MAX_VOCAB_SIZE, MAX_EMBEDDING_FACTOR = 256, 4, 2, 4096, 64
-"""Of the smaller model, at most."""
+"""Maximum sizes of a shrunken model."""
 
 
 def shrink_config(config: Config) -> Config:
-    """Fewer layers (each kind that there is, and two at least), a narrower stream, fewer heads and words. Widths of
-    heads, positions, norms, windows and experts stay, for they are what goes wrong."""
-    width = min(config.d_model, MAX_D_MODEL)
-    changes: dict[str, Any] = {"d_model": width, "vocab_size": min(config.vocab_size, MAX_VOCAB_SIZE)}
-    sources = getattr(config, "source_vocab_size", None)
-    if sources is not None:
-        changes["source_vocab_size"] = min(sources, MAX_VOCAB_SIZE)
+    """Shrink a configuration: fewer layers (every block type once, at least two), smaller d_model, fewer heads, smaller
+    vocabulary. Head dimensions, positions, norms, windows and experts stay, because bugs depend on them."""
+    d_model = min(config.d_model, MAX_D_MODEL)
+    changes: dict[str, Any] = {"d_model": d_model, "vocab_size": min(config.vocab_size, MAX_VOCAB_SIZE)}
+    source_vocab_size = getattr(config, "source_vocab_size", None)
+    if source_vocab_size is not None:
+        changes["source_vocab_size"] = min(source_vocab_size, MAX_VOCAB_SIZE)
     for name, stack in config.stacks.items():
         layers = min(stack.layers, len(stack.leading_blocks) + max(2, len(stack.block)))
-        factor = stack.embedding.factorization
+        factorization = stack.embedding.factorization
         embedding = stack.embedding
-        if factor is not None:
-            embedding = embedding.replace(factorization=factor.replace(width=min(factor.width, MAX_EMBEDDING_FACTOR)))
+        if factorization is not None:
+            embedding = embedding.replace(
+                factorization=factorization.replace(width=min(factorization.width, MAX_EMBEDDING_FACTOR))
+            )
         changes[name] = stack.replace(
             layers=layers,
-            leading_blocks=tuple(_shrink_block(block, config.d_model, width) for block in stack.leading_blocks),
-            block=tuple(_shrink_block(block, config.d_model, width) for block in stack.block),
+            leading_blocks=tuple(_shrink_block(block, config.d_model, d_model) for block in stack.leading_blocks),
+            block=tuple(_shrink_block(block, config.d_model, d_model) for block in stack.block),
             embedding=embedding,
             layer_groups=None if stack.layer_groups is None else min(stack.layer_groups, layers),
         )
@@ -159,7 +168,7 @@ def shrink_config(config: Config) -> Config:
 
 
 def _shrink_block(block: Any, old_d_model: int, new_d_model: int) -> Any:
-    """A block for a narrower stream."""
+    """Shrink a block to a smaller d_model."""
     changes = {
         "attention": _shrink_attention(block.attention, old_d_model),
         "ffn": _shrink_ffn(block.ffn, old_d_model, new_d_model),
@@ -170,22 +179,22 @@ def _shrink_block(block: Any, old_d_model: int, new_d_model: int) -> Any:
 
 
 def _shrink_attention(attention: Any, old_d_model: int) -> Any:
-    """Fewer heads, each as wide as before, in groups as before: one for all, one for some, or one for each."""
+    """Reduce the number of heads; keep the head dimension and the kind of grouping (MHA, GQA or MQA)."""
     if isinstance(attention, LatentAttention):
         return attention.replace(heads=min(attention.heads, MAX_HEADS))
     assert isinstance(attention, MultiHeadBase)
-    kv = attention.num_kv_heads
     heads = min(attention.heads, MAX_HEADS)
-    groups = heads if kv == attention.heads else min(kv, MAX_KV_HEADS)
+    is_mha = attention.num_kv_heads == attention.heads
+    kv_heads = heads if is_mha else min(attention.num_kv_heads, MAX_KV_HEADS)
     return attention.replace(
-        heads=max(heads, groups),
-        kv_heads=None if attention.kv_heads is None else groups,
+        heads=max(heads, kv_heads),
+        kv_heads=None if attention.kv_heads is None else kv_heads,
         d_head=attention.head_dim(old_d_model),
     )
 
 
 def _shrink_ffn(ffn: Any, old_d_model: int, new_d_model: int) -> Any:
-    """Hidden widths in proportion."""
+    """Shrink the hidden dimension in proportion to d_model."""
     if isinstance(ffn, Moe):
         shared = None if ffn.shared is None else _shrink_ffn(ffn.shared, old_d_model, new_d_model)
         return ffn.replace(expert=_shrink_ffn(ffn.expert, old_d_model, new_d_model), shared=shared)

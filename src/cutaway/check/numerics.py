@@ -1,8 +1,8 @@
-"""How far a model is from itself when its products are rounded otherwise: the measure of every comparison.
+"""Rounding noise of a model by Monte Carlo arithmetic, and differences of tensors: the tolerance of every comparison.
 
-Two ways to compute the same thing differ by rounding, and how much comes out at the end depends on the model and its
-numbers. So the model is run again with each product changed by about one unit in its last place, at random (Monte Carlo
-arithmetic; Parker 1997). What the output then moves by is the model's own noise: no constant can know it.
+Two computations of the same result differ by rounding errors, whose size at the output depends on the model and its
+inputs. The model is therefore run again with each matrix product changed at random by about one unit in the last place
+(Monte Carlo arithmetic; Parker 1997). The change of the output is the model's noise, which no constant can predict.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ LOW_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 
 
 NOISE_MARGIN = 10.0
-"""How many times its own noise two equal results may be apart."""
+"""Tolerance of a comparison as a multiple of the noise."""
 
 
 PERTURBED_OPS = (
@@ -39,18 +39,18 @@ PERTURBED_OPS = (
 
 
 MAX_ULPS = 1.5
-"""Of the last place: a product is moved by up to as much."""
+"""Largest perturbation of a result, in units of the dtype's eps."""
 
 
 class RoundingNoise(EagerDispatchMode):
-    """While it is on, each product is rounded otherwise, at random."""
+    """Dispatch mode that perturbs the result of each op in `PERTURBED_OPS` at random, by at most `MAX_ULPS`."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seed = seed
         self.generators: dict[torch.device, torch.Generator] = {}
         self.num_perturbed = 0
-        """Products that were changed; 0 where none of the work can be seen from here (compiled code)."""
+        """Number of perturbed results; 0 if the mode does not intercept any op (compiled code)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -63,26 +63,27 @@ class RoundingNoise(EagerDispatchMode):
         return out
 
     def perturb(self, x: Tensor) -> Tensor:
+        """Multiply by 1 + u·eps with u uniform in ±MAX_ULPS."""
         if not x.is_floating_point() or x.numel() == 0 or x.is_meta:
             return x
         if x.device not in self.generators:
             self.generators[x.device] = torch.Generator(x.device).manual_seed(self.seed)
         self.num_perturbed += 1
-        draw = torch.rand(x.shape, generator=self.generators[x.device], device=x.device, dtype=torch.float32)
-        step = (draw * 2 - 1).mul_(MAX_ULPS * torch.finfo(x.dtype).eps)
-        # What is not finite, or so large that it would overflow, is left as it is.
-        nudged = x + x * step.to(x.dtype) if x.dtype == torch.float64 else (x.float() * (1 + step)).to(x.dtype)
-        return torch.where(nudged.isfinite(), nudged, x)
+        uniform = torch.rand(x.shape, generator=self.generators[x.device], device=x.device, dtype=torch.float32)
+        step = (uniform * 2 - 1).mul_(MAX_ULPS * torch.finfo(x.dtype).eps)
+        # Values that are not finite, or would overflow, stay unchanged.
+        perturbed = x + x * step.to(x.dtype) if x.dtype == torch.float64 else (x.float() * (1 + step)).to(x.dtype)
+        return torch.where(perturbed.isfinite(), perturbed, x)
 
 
 @dataclass
 class Difference:
-    """How far two results that should be equal are apart."""
+    """Largest absolute difference of two tensors, with its tolerance and index."""
 
     max_abs: float
     tolerance: float
     index: tuple[int, ...]
-    """Where they are furthest apart."""
+    """Index of the largest difference."""
 
     @property
     def within_tolerance(self) -> bool:
@@ -90,18 +91,18 @@ class Difference:
 
 
 def max_difference(a: Tensor, b: Tensor) -> Difference:
-    """The largest difference and where it is; infinite where one is a number and the other is not."""
+    """The largest absolute difference and its index; infinite if only one of the two values is NaN."""
     a, b = a.detach().float(), b.detach().float()
-    gap = (a - b).abs()
-    gap = torch.where(a.isnan() & b.isnan() | (a == b), 0.0, gap)
-    gap = torch.where(gap.isnan(), float("inf"), gap)
-    at = int(gap.argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), gap.shape))
-    return Difference(float(gap.flatten()[at]), 0.0, index)
+    diff = (a - b).abs()
+    diff = torch.where(a.isnan() & b.isnan() | (a == b), 0.0, diff)
+    diff = torch.where(diff.isnan(), float("inf"), diff)
+    flat_index = int(diff.argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat_index), diff.shape))
+    return Difference(float(diff.flatten()[flat_index]), 0.0, index)
 
 
 def max_finite_abs(x: Tensor) -> float:
-    """The largest finite value."""
+    """The largest finite absolute value."""
     values = x.detach().float().abs()
     values = values.masked_fill(~values.isfinite(), 0.0)
     return float(values.max()) if values.numel() else 0.0

@@ -1,4 +1,4 @@
-"""The checks by name."""
+"""Check registry: `Check`, `register_check`, selection by name."""
 
 import difflib
 import fnmatch
@@ -37,26 +37,28 @@ CheckFunction = Callable[["CheckContext"], CaseResult | Iterable[CaseResult]]
 
 @dataclass(frozen=True)
 class Check:
-    """One question that a model can be asked, and the bug that it finds."""
+    """A registered check: the bug it catches, its requirements, and the function that runs it."""
 
     name: str
     catches: str
-    """The bug, in a sentence."""
+    """The bug, in one sentence."""
     cause: str
-    """What is usually wrong where it fails."""
+    """The usual cause of a failure."""
     fix: str
+    """How to fix the usual cause."""
     needs: tuple[str, ...]
-    """Functions of CheckedModel that must be there; `a|b` is either."""
+    """Required functions of CheckedModel; `a|b` means either."""
     kinds: tuple[str, ...]
+    """Model kinds that the check applies to."""
     preflight: bool
-    """Whether training asks it before the first step."""
+    """Whether training runs it before the first step."""
     native_dtype: bool
-    """Asked in the model's own precision; all others in fp32 where weights are narrower."""
+    """Whether it runs in the model's own dtype; other checks run in fp32 if the weights are bf16 or fp16."""
     depends_on: tuple[str, ...]
-    """Checks that see the same bug nearer to its cause: where one of them fails, this one has nothing to add."""
+    """Checks that find the same bug closer to its cause; if one of them fails, this check is skipped."""
     run: CheckFunction
     description: str = ""
-    """How it is asked: the check's docstring."""
+    """How the check works: the docstring of its function."""
 
     @property
     def docs_path(self) -> str:
@@ -78,41 +80,43 @@ def register_check(
     native_dtype: bool = False,
     depends_on: tuple[str, ...] = (),
 ) -> Callable[[CheckFunction], CheckFunction]:
-    """Enter a function as a check."""
+    """Decorator that registers a function as a check."""
 
-    def enter(run: CheckFunction) -> CheckFunction:
+    def register(run: CheckFunction) -> CheckFunction:
         assert name not in CHECKS, name
-        asks = " ".join((run.__doc__ or "").split())
-        CHECKS[name] = Check(name, catches, cause, fix, needs, kinds, preflight, native_dtype, depends_on, run, asks)
+        description = " ".join((run.__doc__ or "").split())
+        CHECKS[name] = Check(
+            name, catches, cause, fix, needs, kinds, preflight, native_dtype, depends_on, run, description
+        )
         return run
 
-    return enter
+    return register
 
 
 def get_checks() -> dict[str, Check]:
-    """All of them, in the order in which they are asked."""
+    """All checks by name, in the order in which they run."""
     for module in CHECK_MODULES:
         import_module(f"cutaway.check.checks.{module}")
     return CHECKS
 
 
 def select_checks(only: Iterable[str] | None, skip: Iterable[str] | None) -> list[Check]:
-    """Those that are asked for: by name, by the beginning of names (`cache` means all of `cache-…`), or by a pattern
+    """Select checks by name, by the first part of the name (`cache` selects all `cache-…`), or by a pattern
     (`causality*`)."""
-    known = get_checks()
+    checks = get_checks()
 
-    def named(names: Iterable[str]) -> set[str]:
-        found = set()
+    def match(names: Iterable[str]) -> set[str]:
+        matched = set()
         for name in [names] if isinstance(names, str) else names:
-            hits = {name} & known.keys() or {each for each in known if each.startswith(f"{name}-")}
-            hits = hits or set(fnmatch.filter(known, name))
+            hits = {name} & checks.keys() or {candidate for candidate in checks if candidate.startswith(f"{name}-")}
+            hits = hits or set(fnmatch.filter(checks, name))
             if not hits:
-                near = difflib.get_close_matches(name, known, 1)
-                meant = f"did you mean '{near[0]}'? T" if near else "t"
-                raise InputError(f"there is no check '{name}'; {meant}here are {', '.join(known)}")
-            found |= hits
-        return found
+                similar = difflib.get_close_matches(name, checks, 1)
+                hint = f"did you mean '{similar[0]}'? T" if similar else "t"
+                raise InputError(f"there is no check '{name}'; {hint}he checks are {', '.join(checks)}")
+            matched |= hits
+        return matched
 
-    wanted = set(known) if only is None else named(only)
-    wanted -= named(skip or ())
-    return [each for name, each in known.items() if name in wanted]
+    selected = set(checks) if only is None else match(only)
+    selected -= match(skip or ())
+    return [check for name, check in checks.items() if name in selected]

@@ -1,4 +1,4 @@
-"""The command line: one small file a verb. Nothing here imports torch before a verb needs it."""
+"""Command line interface: one file per verb in `verbs/`. Imports no torch before a verb needs it."""
 
 import codecs
 import gc
@@ -29,11 +29,11 @@ VERBS = {
     "trace": "cutaway.cli.verbs.trace:trace",
     "train": "cutaway.cli.verbs.train:train",
 }
-"""The function behind each verb. Its file is imported when the verb is asked for, so that none waits for the others."""
+"""Import path of each verb's function. Its file is imported when the verb is used, to keep startup fast."""
 app = typer.Typer(
     name="cutaway",
     cls=lazy_group(VERBS),
-    help="The Transformer with its side open: build it, run it, look into it.",
+    help="Build, train, run, inspect, size and verify Transformer models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -43,7 +43,7 @@ app = typer.Typer(
 
 def show_version(requested: bool) -> None:
     if requested:
-        from importlib.metadata import version  # slow to import, and rarely asked for
+        from importlib.metadata import version  # slow to import
 
         sys.stdout.write(f"cutaway {version('cutaway')}\n")
         raise typer.Exit
@@ -52,36 +52,36 @@ def show_version(requested: bool) -> None:
 @app.callback()
 def root_options(
     requested: Annotated[
-        bool, typer.Option("--version", help="Which version.", callback=show_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """The Transformer with its side open: build it, run it, look into it."""
+    """Build, train, run, inspect, size and verify Transformer models."""
 
 
 ASCII_FALLBACKS = str.maketrans("−–×·█▓▒░✓✗≤…²³→━Σ⊙ᵀ⏎", "--x.#=+-yn<~23>=S*T/")
 
 
 def ascii_fallback(error: UnicodeError) -> tuple[str, int]:
-    """For a sign that the terminal does not have, one that it has."""
+    """Encoding error handler: replace characters that the terminal's encoding lacks with ASCII."""
     assert isinstance(error, UnicodeEncodeError)
-    signs = error.object[error.start : error.end].translate(ASCII_FALLBACKS)
-    return "".join(sign if sign.isascii() else "?" for sign in signs), error.end
+    characters = error.object[error.start : error.end].translate(ASCII_FALLBACKS)
+    return "".join(character if character.isascii() else "?" for character in characters), error.end
 
 
 codecs.register_error("cutaway-ascii", ascii_fallback)
 
 
 def main() -> None:
-    """Run the command line; an error meant for the user is one sentence and exit code 2."""
-    gc.set_threshold(100_000)  # imports make many objects and no garbage: looking for it takes a tenth of a short run
-    if sys.stdout is None:  # closed by whoever started this
+    """Run the CLI. A CutawayError, OSError or MemoryError prints one message and exits with code 2."""
+    gc.set_threshold(100_000)  # imports create many objects and no garbage; collecting takes a tenth of a short run
+    if sys.stdout is None:  # closed by the parent process
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):  # a terminal that has not all signs shows others
+    for stream in (sys.stdout, sys.stderr):  # replace characters that the encoding lacks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="cutaway-ascii")
     try:
         app()
     except (CutawayError, OSError, MemoryError) as error:
-        if sys.stderr is not None:  # closed by whoever started this
+        if sys.stderr is not None:  # closed by the parent process
             sys.stderr.write(f"cutaway: {str(error) or type(error).__name__}\n")
         sys.exit(2)

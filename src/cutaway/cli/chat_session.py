@@ -1,4 +1,4 @@
-"""A conversation in the terminal: one engine keeps what was said, so that only what is new is read."""
+"""Chat in the terminal: one engine caches the conversation, so that only new tokens are prefilled."""
 
 import signal
 import sys
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from cutaway.families.checkpoint import Checkpoint
 
 DEFAULT_MAX_NEW_TOKENS = 1024
-"""Tokens of an answer, unless told."""
+"""Default max_new_tokens of a reply."""
 DEFAULT_MAX_MODEL_LEN = 8192
-"""Tokens of a conversation, unless told, where the model takes more."""
-CHAT_HELP = "Ctrl-C stops an answer, /reset begins anew, /quit or Ctrl-D ends."
+"""Default maximum length of a conversation, for models with a longer context."""
+CHAT_HELP = "Ctrl-C stops a reply, /reset starts a new conversation, /quit or Ctrl-D exits."
 
 
 def run_chat(
@@ -41,26 +41,26 @@ def run_chat(
     engine_options: dict[str, Any],
     output: OutputWriter,
 ) -> None:
-    """Messages and answers in turn, until the messages end."""
+    """Reply to messages until the input ends."""
     check_chat_template(checkpoint)
-    talk = ChatSession(checkpoint, system, params, engine_options)
+    session = ChatSession(checkpoint, system, params, engine_options)
     interactive = sys.stdin is not None and sys.stdin.isatty() and not output.as_json
     if interactive:
         output.write_note(CHAT_HELP)
     for message in _read_messages(initial_messages, output, interactive):
         if message == "/reset":
-            talk.reset()
+            session.reset()
             continue
         try:
-            _run_turn(talk, message, output)
-        except CutawayError as error:  # the conversation so far is still there
+            _run_turn(session, message, output)
+        except CutawayError as error:  # the conversation is unchanged, so it can continue
             if not interactive:
                 raise
-            output.write_note(f"{error} (/reset begins anew)")
+            output.write_note(f"{error} (/reset starts a new conversation)")
 
 
 class ChatSession:
-    """The messages so far, and an engine whose pages hold what was read of them."""
+    """Message history, and an engine whose KV cache pages hold its tokens."""
 
     def __init__(
         self, checkpoint: "Checkpoint", system: str | None, params: SamplingParams, engine_options: dict[str, Any]
@@ -70,14 +70,14 @@ class ChatSession:
         params.check_vocab(model.config.vocab_size)
         self.checkpoint, self.tokenizer, self.params = checkpoint, tokenizer, params
         cache = engine_options["cache_implementation"]
-        own = {
+        chat_options = {
             "cache_implementation": "paged" if cache == "auto" else cache,
             "max_model_len": engine_options["max_model_len"]
             or min(model.config.context or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN),
             "max_num_seqs": 1,
         }
         self.engine = Engine(
-            build_engine_config(model, self.generation_config, **(engine_options | own)),
+            build_engine_config(model, self.generation_config, **(engine_options | chat_options)),
             tokenizer=tokenizer,
             max_waiting=1,
         )
@@ -88,50 +88,50 @@ class ChatSession:
         self.messages = list(self.system_messages)
 
     def submit(self, message: str) -> tuple[TimedGeneration, Request]:
-        """A request for the answer to everything said so far and this."""
+        """Submit the conversation with a new user message."""
         prompt = self.tokenizer.encode_chat([*self.messages, {"role": "user", "content": message}])
-        own = apply_generation_config(self.params, self.generation_config, len(prompt))
+        params = apply_generation_config(self.params, self.generation_config, len(prompt))
         if self.params.max_new_tokens is None and self.generation_config.max_new_tokens_for(len(prompt)) is None:
-            own = replace(own, max_new_tokens=max(DEFAULT_MAX_NEW_TOKENS, own.min_new_tokens))
-        flow = TimedGeneration(self.engine)
-        return flow, flow.submit(prompt, own, seed=completion_seeds(self.params)[0])
+            params = replace(params, max_new_tokens=max(DEFAULT_MAX_NEW_TOKENS, params.min_new_tokens))
+        generation = TimedGeneration(self.engine)
+        return generation, generation.submit(prompt, params, seed=completion_seeds(self.params)[0])
 
     def append_turn(self, message: str, reply: str) -> None:
         self.messages += [{"role": "user", "content": message}, {"role": "assistant", "content": reply}]
 
 
 def _run_turn(session: ChatSession, message: str, output: OutputWriter) -> None:
-    """One message, its answer, and both kept; an answer that was stopped is kept as far as it came."""
-    flow, ticket = session.submit(message)
-    with _cancel_on_interrupt(ticket):
-        for text in iter_text(flow.stream_chunks(ticket), session.checkpoint):
+    """Generate and print the reply to a message and append both to the history; an interrupted reply is kept."""
+    generation, request = session.submit(message)
+    with _cancel_on_interrupt(request):
+        for text in iter_text(generation.stream_chunks(request), session.checkpoint):
             if not output.as_json:
                 output.stdout.write(text)
         output.stdout.end_line()
-        result = ticket.result()
+        result = request.result()
         session.append_turn(message, result.text or "")
-        print_result_details(output, message, result, flow.tokens_per_second(ticket), session.checkpoint)
+        print_result_details(output, message, result, generation.tokens_per_second(request), session.checkpoint)
         if output.show_stats:
-            output.write_note(format_stats(flow))
+            output.write_note(format_stats(generation))
 
 
 @contextmanager
 def _cancel_on_interrupt(request: Request) -> Iterator[None]:
-    """While an answer comes, Ctrl-C stops it at its next token; a second Ctrl-C ends the program."""
+    """Let Ctrl-C abort the request; a second Ctrl-C ends the program."""
 
-    def stop(number: int, frame: object) -> None:
+    def on_interrupt(signal_number: int, frame: object) -> None:
         request.abort()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    before = signal.signal(signal.SIGINT, stop)
+    previous_handler = signal.signal(signal.SIGINT, on_interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
 def _read_messages(initial_messages: Sequence[str], output: OutputWriter, interactive: bool) -> Iterator[str]:
-    """The messages: those given, and then line by line what is typed or piped in."""
+    """Yield the initial messages, then the lines of standard input."""
     for message in initial_messages:
         if interactive:
             output.stdout.write_dim(f"> {message}\n")
@@ -142,7 +142,7 @@ def _read_messages(initial_messages: Sequence[str], output: OutputWriter, intera
         from importlib.util import find_spec
 
         if find_spec("readline") is not None:
-            import readline  # noqa: F401  # gives input() its history and its keys
+            import readline  # noqa: F401  # gives input() line editing and history
     while (line := _read_line(output, interactive)) is not None:
         if line in ("/quit", "/exit"):
             return
@@ -153,14 +153,14 @@ def _read_messages(initial_messages: Sequence[str], output: OutputWriter, intera
 
 
 def _read_line(output: OutputWriter, interactive: bool) -> str | None:
-    """The next line, or None at the end. Ctrl-C gives up the line, not the conversation."""
+    """Read the next line; None at the end of input. Ctrl-C discards the line, not the conversation."""
     if not interactive:
         data = sys.stdin.buffer.readline(MAX_PROMPT_BYTES + 1)
         return decode_utf8("this line of standard input", data).strip() if data else None
     try:
         return input("> ").strip()
     except UnicodeDecodeError as error:
-        output.write_note(f"what was typed is no UTF-8 text at byte {error.start}; type it again")
+        output.write_note(f"the input is not UTF-8 text at byte {error.start}; type it again")
         return ""
     except KeyboardInterrupt:
         output.stdout.write("\n")

@@ -1,4 +1,4 @@
-"""Texts to measure a model on: what training reads, and standard input."""
+"""Documents for `cutaway eval`: the formats of training data, and standard input."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -9,13 +9,13 @@ from cutaway.train.data.documents import Document, SkippedDocuments, TextSource,
 from cutaway.train.data.sources import list_source_files
 
 MAX_DOCUMENT_CHARACTERS = 1 << 24
-"""Characters of a text; a longer file is cut at line ends, since its tokens would fill the memory."""
+"""Maximum characters of a document; longer files are split at line ends to limit memory."""
 
 
 def iter_documents(
     paths: Sequence[Path], text_column: str, target_column: str | None, skipped: SkippedDocuments
 ) -> Iterator[Document]:
-    """The documents of all files, and of all files in directories in the order of their names."""
+    """Yield the documents of all files; files in directories in the order of their names."""
     for path in paths:
         source = TextSource(path, text_column, target_column)
         if str(path) == "-":
@@ -27,7 +27,7 @@ def iter_documents(
 
 def _iter_stdin(source: TextSource, skipped: SkippedDocuments) -> Iterator[Document]:
     if sys.stdin is None or sys.stdin.isatty():
-        raise InputError("nothing is piped in, so - has nothing to read; pipe a text in or name a file")
+        raise InputError("- reads standard input, and nothing is piped in; pipe a text in or name a file")
     if source.target_column is not None:
         yield from read_jsonl("standard input", sys.stdin.buffer, source, skipped)
     else:

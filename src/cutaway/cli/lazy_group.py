@@ -1,4 +1,4 @@
-"""Verbs as commands, each made when it is first needed: all for --help, one to run it."""
+"""Lazy loading of CLI verbs: a verb's file is imported when it runs; --help imports all."""
 
 from importlib import import_module
 from typing import Any
@@ -9,17 +9,16 @@ from typer.main import get_command
 
 
 def lazy_group(import_paths: dict[str, str]) -> type[TyperGroup]:
-    """A group of the verbs whose functions stand at these places; a file is imported when its verb is asked for."""
+    """Return a Typer group of verbs, given as `module:function`, that imports a module when its verb is used."""
 
     class Verbs(TyperGroup):
         def list_commands(self, ctx: Any) -> list[str]:
             return list(import_paths)
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
-            needed = (
-                [cmd_name] if cmd_name in import_paths else import_paths
-            )  # a misspelt verb: typer suggests the nearest of all
-            for verb in needed:
+            # For an unknown verb, load all of them, so that typer can suggest the nearest.
+            verbs = [cmd_name] if cmd_name in import_paths else import_paths
+            for verb in verbs:
                 if verb not in self.commands:
                     self.commands[verb] = load_command(verb, import_paths[verb])
             return self.commands.get(cmd_name)
@@ -28,17 +27,19 @@ def lazy_group(import_paths: dict[str, str]) -> type[TyperGroup]:
 
 
 def load_command(verb: str, import_path: str) -> Any:
-    """One verb as typer runs it: its options read from its function. The verb that a file is named after is a group
-    where the file has VERBS of its own."""
-    file, name = import_path.split(":")
-    found = import_module(file)
-    inner = getattr(found, "VERBS", None) if file.endswith(f".{name}") else None
-    if inner is None:
-        alone = typer.Typer(add_completion=False)
-        alone.command(verb)(getattr(found, name))
+    """Build the Typer command of one verb from its function.
+
+    The verb that a file is named after is a group if the file defines VERBS.
+    """
+    module_name, name = import_path.split(":")
+    module = import_module(module_name)
+    subverbs = getattr(module, "VERBS", None) if module_name.endswith(f".{name}") else None
+    if subverbs is None:
+        typer_app = typer.Typer(add_completion=False)
+        typer_app.command(verb)(getattr(module, name))
     else:
-        alone = typer.Typer(add_completion=False, no_args_is_help=True, cls=lazy_group(inner))
-        alone.callback()(getattr(found, name))
-    command = get_command(alone)
+        typer_app = typer.Typer(add_completion=False, no_args_is_help=True, cls=lazy_group(subverbs))
+        typer_app.callback()(getattr(module, name))
+    command = get_command(typer_app)
     command.name = verb
     return command

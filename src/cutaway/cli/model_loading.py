@@ -1,4 +1,4 @@
-"""A SOURCE of the command line as a model: a checkpoint, or an untrained model from a preset or configuration file."""
+"""Model loading for CLI verbs: SOURCE is a checkpoint, or a preset or config file (untrained weights)."""
 
 import sys
 from enum import StrEnum
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutaway.errors import InputError
 
-if TYPE_CHECKING:  # torch is imported when the work begins
+if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.families.checkpoint import Checkpoint
 
 
@@ -20,7 +20,10 @@ class DType(StrEnum):
 def load_checkpoint(
     source: str, device: str | None, dtype: DType | None, *, quiet: bool, keep_dtype: bool = False
 ) -> "Checkpoint":
-    """A checkpoint, ready to be asked. `keep_dtype`: as stored, however slow that is here."""
+    """Load a checkpoint in eval mode.
+
+    Without `dtype`, 16-bit weights are converted to float32 on CPUs without native bfloat16, unless `keep_dtype`.
+    """
     import torch
 
     from cutaway.cli.views.terminal import progress_bar
@@ -28,22 +31,22 @@ def load_checkpoint(
     from cutaway.generate.fast.cpu_linear import should_upcast_on_cpu
     from cutaway.model.device import has_native_bf16
 
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with progress_bar("reading", quiet=quiet) as progress:
-        numbers = None if dtype is None else getattr(torch, dtype)
-        found = load(source, device=where, dtype=numbers, progress=progress)
-    if numbers is None and not keep_dtype and should_upcast_on_cpu(found.model) and not has_native_bf16():
-        found.model.float()
+    target_device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with progress_bar("loading", quiet=quiet) as progress:
+        torch_dtype = None if dtype is None else getattr(torch, dtype)
+        checkpoint = load(source, device=target_device, dtype=torch_dtype, progress=progress)
+    if torch_dtype is None and not keep_dtype and should_upcast_on_cpu(checkpoint.model) and not has_native_bf16():
+        checkpoint.model.float()
         if not quiet:
             sys.stderr.write(
-                "this CPU has no units for 16-bit numbers, so weights are widened to 32; --dtype bfloat16 keeps 16\n"
+                "no native bfloat16 on this CPU: weights are converted to float32; --dtype bfloat16 keeps 16 bits\n"
             )
-    found.model.eval()
-    return found
+    checkpoint.model.eval()
+    return checkpoint
 
 
 def is_config_source(source: str) -> bool:
-    """Whether a source is a preset's name or a file of settings, and no checkpoint."""
+    """Return whether a source is a preset name or a config file, not a checkpoint."""
     from cutaway.config import presets
     from cutaway.pretrained import find_pretrained
 
@@ -54,12 +57,12 @@ def is_config_source(source: str) -> bool:
 
 
 def build_untrained_model(source: str, device: str | None, dtype: DType | None) -> Any:
-    """The model that a preset's name or a file of settings describes; None if it is a checkpoint's."""
+    """Build the model of a preset or config file with random weights; None if the source is a checkpoint."""
     from cutaway.config import config
 
     if not is_config_source(source):
         return None
-    described = config(source)  # a misspelt name is told its nearest
+    model_config = config(source)  # an unknown name raises with the nearest preset
     import torch
 
     from cutaway.model import build
@@ -67,12 +70,12 @@ def build_untrained_model(source: str, device: str | None, dtype: DType | None) 
     from cutaway.model.inputs import resolve_device
     from cutaway.size.parameters import count_parameters
 
-    here = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    numbers = torch.float32 if dtype is None else getattr(torch, dtype)
-    room, need = free_memory(here), count_parameters(described).total * numbers.itemsize
-    if room is not None and need > room:
+    target_device = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch_dtype = torch.float32 if dtype is None else getattr(torch, dtype)
+    free_bytes, required_bytes = free_memory(target_device), count_parameters(model_config).total * torch_dtype.itemsize
+    if free_bytes is not None and required_bytes > free_bytes:
         raise InputError(
-            f"'{source}' takes {need / 1e9:.3g} GB as fresh weights, and {room / 1e9:.3g} are free; "
-            "choose a smaller one, such as tiny-llama"
+            f"'{source}' needs {required_bytes / 1e9:.3g} GB for its weights, and {free_bytes / 1e9:.3g} GB are free; "
+            "choose a smaller model, such as tiny-llama"
         )
-    return build(described, device=here, dtype=numbers, seed=0)
+    return build(model_config, device=target_device, dtype=torch_dtype, seed=0)

@@ -1,4 +1,4 @@
-"""Answers as they come: an engine driven from the terminal's own thread, with a clock beside it."""
+"""Generation with timing: an engine stepped from the calling thread, with time to first token and throughput."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TimedGeneration:
-    """Requests and their engine. Whoever asks for the pieces of one lets all of them go on."""
+    """Requests and their engine, with token times. Streaming one request advances all of them."""
 
     def __init__(self, engine: Engine | SpeculativeDecoder, requests: Sequence[Request] = ()) -> None:
         self.engine = engine
@@ -25,20 +25,20 @@ class TimedGeneration:
         self.start_times: dict[Request, float] = {}
         self.first_token_times: dict[Request, float] = {}
         self.first_token_counts: dict[Request, int] = {}
-        """Tokens that were there then: guessed ahead, several come at once."""
+        """Number of tokens at that time; more than one with speculative decoding."""
         self.last_token_times: dict[Request, float] = {}
         self.token_counts: dict[Request, int] = {}
-        for ticket in requests:
-            self.add_request(ticket)
+        for request in requests:
+            self.add_request(request)
         self.num_steps = 0
-        """Of the engine, since the first token."""
+        """Engine steps since the first token."""
 
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, *, seed: int, output_prefix: Sequence[int] = ()
     ) -> Request:
-        ticket = self.engine.submit(prompt, params, seed=seed, output_prefix=output_prefix)
-        self.add_request(ticket)
-        return ticket
+        request = self.engine.submit(prompt, params, seed=seed, output_prefix=output_prefix)
+        self.add_request(request)
+        return request
 
     def add_request(self, request: Request) -> None:
         self.requests.append(request)
@@ -46,45 +46,45 @@ class TimedGeneration:
         self.token_counts[request] = len(request.output_prefix)
 
     def stream_chunks(self, request: Request) -> Iterator[CompletionChunk]:
-        """What each step adds to this answer; other answers grow meanwhile."""
-        over = False
-        while not over:
-            over = request.finished.is_set()
+        """Yield the chunks of one request while stepping the engine for all."""
+        is_finished = False
+        while not is_finished:
+            is_finished = request.finished.is_set()
             yield from request.pop_chunks()
-            if not over:
+            if not is_finished:
                 self.step()
 
     def step(self) -> None:
-        working = self.engine.step()
+        is_working = self.engine.step()
         now = time.perf_counter()
         self.num_steps += bool(self.first_token_times)
-        for ticket in self.requests:
-            count = len(ticket.output.tokens)
-            if count > self.token_counts[ticket]:
-                if ticket not in self.first_token_times:
-                    self.first_token_times[ticket], self.first_token_counts[ticket] = now, count
-                self.last_token_times[ticket] = now
-                self.token_counts[ticket] = count
-        assert working or all(ticket.finished.is_set() for ticket in self.requests)
+        for request in self.requests:
+            count = len(request.output.tokens)
+            if count > self.token_counts[request]:
+                if request not in self.first_token_times:
+                    self.first_token_times[request], self.first_token_counts[request] = now, count
+                self.last_token_times[request] = now
+                self.token_counts[request] = count
+        assert is_working or all(request.finished.is_set() for request in self.requests)
 
-    # What the clock says
+    # Statistics
 
     @property
     def num_tokens(self) -> int:
         return sum(self.token_counts.values())
 
     def tokens_per_second(self, request: Request) -> float | None:
-        """Tokens a second of one answer, without the wait for its first."""
-        took = (
+        """Decode throughput of one request, excluding the time to first token."""
+        seconds = (
             self.last_token_times[request] - self.first_token_times[request]
             if request in self.first_token_times
             else 0.0
         )
-        return (self.token_counts[request] - self.first_token_counts[request]) / took if took > 0 else None
+        return (self.token_counts[request] - self.first_token_counts[request]) / seconds if seconds > 0 else None
 
     @property
     def decode_seconds(self) -> float:
-        """Seconds between the first token and the last."""
+        """Seconds from the first token of any request to the last."""
         return (
             max(self.last_token_times.values()) - min(self.first_token_times.values())
             if self.first_token_times
@@ -93,25 +93,27 @@ class TimedGeneration:
 
     @property
     def num_decoded_tokens(self) -> int:
-        """Tokens that came in these seconds."""
-        began = min(self.first_token_times.values(), default=0.0)
+        """Tokens generated within `decode_seconds`."""
+        first_time = min(self.first_token_times.values(), default=0.0)
         return self.num_tokens - sum(
-            self.first_token_counts[ticket] for ticket, at in self.first_token_times.items() if at == began
+            self.first_token_counts[request]
+            for request, token_time in self.first_token_times.items()
+            if token_time == first_time
         )
 
     @property
     def time_to_first_token(self) -> float:
-        """Seconds until the first token."""
+        """Seconds until the first token of the fastest request."""
         return (
-            min(self.first_token_times[ticket] - self.start_times[ticket] for ticket in self.first_token_times)
+            min(self.first_token_times[request] - self.start_times[request] for request in self.first_token_times)
             if self.first_token_times
             else 0.0
         )
 
     @property
     def mean_context_length(self) -> int:
-        """Tokens of a text, in the middle of its answer, on average."""
-        lengths = [len(ticket.input_ids) + self.token_counts[ticket] / 2 for ticket in self.requests]
+        """Mean context length of the requests at half of their completion."""
+        lengths = [len(request.input_ids) + self.token_counts[request] / 2 for request in self.requests]
         return max(1, round(sum(lengths) / len(lengths)))
 
 
@@ -124,14 +126,14 @@ def start_generation(
     draft_model: Any = None,
     **engine_options: Any,
 ) -> tuple[TimedGeneration, list[Request]]:
-    """An engine for these prompts, with a request for each answer, in order; as `generate` would answer them."""
-    work = prepare_inputs(checkpoint, list(prompts), params, max_num_seqs=max_num_seqs, **engine_options)
-    engine, tickets = start_engine(work, params, draft_model=draft_model)
-    return TimedGeneration(engine, tickets), tickets
+    """Start an engine with one request per completion, in order, with the same results as `generate`."""
+    inputs = prepare_inputs(checkpoint, list(prompts), params, max_num_seqs=max_num_seqs, **engine_options)
+    engine, requests = start_engine(inputs, params, draft_model=draft_model)
+    return TimedGeneration(engine, requests), requests
 
 
 def completion_to_dict(prompt: Any, completion: Completion, tokens_per_second: float | None) -> Mapping[str, Any]:
-    """An answer as data."""
+    """Convert a completion to JSON data."""
     from dataclasses import asdict
 
     from cutaway.cli.views.terminal import json_safe

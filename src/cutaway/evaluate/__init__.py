@@ -1,4 +1,4 @@
-"""How well a model tells text, and the measures of information behind it, which need no torch.
+"""Evaluation: loss, perplexity, bits per byte and calibration on text, and measures of information (without torch).
 
 ct.evaluate(checkpoint, texts)                   loss, perplexity, bits per byte and calibration of a model on texts
 ct.evaluate.entropy([0.9, 0.1])                  of probabilities; logits=… or samples=…; unit="bits" or "nats"
@@ -60,7 +60,7 @@ def _evaluate_texts(
     batch_size: int | None = None,
     progress: Any = None,
 ) -> "CausalLMResult":
-    """How well a decoder tells texts; `evaluate_causal_lm` says what the options are. Torch is imported by the call."""
+    """Evaluate a decoder on texts; see `evaluate_causal_lm` for the options. Torch is imported by the call."""
     from cutaway.evaluate.causal_lm import evaluate_causal_lm
 
     return evaluate_causal_lm(

@@ -1,4 +1,4 @@
-"""Whether a model is right as often as it says: predictions in bins of confidence, and how often they were right.
+"""Calibration: accuracy by confidence bin, expected calibration error (ECE), Brier score, reliability diagram.
 
 Guo et al., "On Calibration of Modern Neural Networks": https://arxiv.org/abs/1706.04599
 """
@@ -15,23 +15,23 @@ from cutaway.evaluate.distributions import as_numpy, require_exactly_one, resolv
 from cutaway.evaluate.functional import is_tensor
 
 NUM_BINS = 15
-"""As in that paper."""
+"""Default number of bins, as in Guo et al."""
 ACCURACY_COLOR, CONFIDENCE_COLOR = "#4678c8", "#c8504a"
 PLOT_STYLE: Any = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 8}
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Sums over bins of equal width, from confidence 0 to 1, and what follows from them. Two can be added."""
+    """Predictions in confidence bins of equal width from 0 to 1. Two results with equal bins can be added."""
 
     bin_counts: tuple[int, ...]
-    """Predictions in each bin."""
+    """Number of predictions in each bin."""
     bin_confidence_sums: tuple[float, ...]
-    """The sum of what they were thought likely."""
+    """Sum of the confidences in each bin."""
     bin_correct: tuple[int, ...]
-    """How many of them were right."""
+    """Number of correct predictions in each bin."""
     squared_error_sum: float
-    """Σ (confidence − right)², over all."""
+    """Σ (confidence − correct)² over all predictions."""
 
     @property
     def count(self) -> int:
@@ -39,7 +39,7 @@ class Calibration:
 
     @property
     def confidence(self) -> float:
-        """The mean; above the accuracy a model is too sure, below it not sure enough."""
+        """Mean confidence. Above the accuracy, the model is overconfident; below it, underconfident."""
         return math.fsum(self.bin_confidence_sums) / self.count
 
     @property
@@ -48,35 +48,40 @@ class Calibration:
 
     @property
     def ece(self) -> float:
-        """Expected calibration error: Σ count/all · |accuracy − confidence| over the bins."""
-        gaps = (abs(right - sure) for right, sure in zip(self.bin_correct, self.bin_confidence_sums, strict=True))
-        return math.fsum(gaps) / self.count
+        """Expected calibration error: Σ bin count/count · |accuracy − confidence| over the bins."""
+        pairs = zip(self.bin_correct, self.bin_confidence_sums, strict=True)
+        return math.fsum(abs(correct - confidence) for correct, confidence in pairs) / self.count
 
     @property
     def brier_score(self) -> float:
-        """Brier's score of being right: the mean of (confidence − right)². Lower is better; being unsure costs too."""
+        """Brier score of the prediction being correct: mean (confidence − correct)². Lower is better.
+
+        Unlike ECE, it also penalizes low confidence.
+        """
         return self.squared_error_sum / self.count
 
     @property
     def bins(self) -> list[dict[str, float]]:
-        """A row for each bin with something in it: its limits, its count, and the means of both."""
+        """One row per non-empty bin: limits, count, mean confidence and accuracy."""
         size = len(self.bin_counts)
         rows = zip(range(size), self.bin_counts, self.bin_confidence_sums, self.bin_correct, strict=True)
         return [
             {
-                "low": place / size,
-                "high": (place + 1) / size,
+                "low": index / size,
+                "high": (index + 1) / size,
                 "count": count,
-                "confidence": sure / count,
-                "accuracy": right / count,
+                "confidence": confidence / count,
+                "accuracy": correct / count,
             }
-            for place, count, sure, right in rows
+            for index, count, confidence, correct in rows
             if count
         ]
 
     def __add__(self, other: "Calibration") -> "Calibration":
         if len(self.bin_counts) != len(other.bin_counts):
-            raise InputError(f"one has {len(self.bin_counts)} bins and the other {len(other.bin_counts)}; take as many")
+            raise InputError(
+                f"one has {len(self.bin_counts)} bins and the other {len(other.bin_counts)}; use the same num_bins"
+            )
         return Calibration(
             tuple(map(sum, zip(self.bin_counts, other.bin_counts, strict=True))),
             tuple(map(sum, zip(self.bin_confidence_sums, other.bin_confidence_sums, strict=True))),
@@ -92,17 +97,17 @@ class Calibration:
         return f"Calibration(ece={self.ece:.4f}, brier_score={self.brier_score:.4f}, count={self.count})"
 
     def __str__(self) -> str:
-        """A table, with a row for each bin."""
-        head = f"calibration error {self.ece:.4f}, Brier {self.brier_score:.4f}, over {self.count:,} predictions"
-        rows = [f"{'confidence':>13} {'mean':>7} {'right':>7} {'count':>9}"]
+        """Format as a table, one row per bin."""
+        head = f"ECE {self.ece:.4f}, Brier score {self.brier_score:.4f}, {self.count:,} predictions"
+        rows = [f"{'confidence':>13} {'mean':>7} {'accuracy':>8} {'count':>9}"]
         rows += [
-            f"{row['low']:6.3f}–{row['high']:.3f} {row['confidence']:7.3f} {row['accuracy']:7.3f} {row['count']:9,}"
+            f"{row['low']:6.3f}–{row['high']:.3f} {row['confidence']:7.3f} {row['accuracy']:8.3f} {row['count']:9,}"
             for row in self.bins
         ]
         return "\n".join([head, *rows])
 
     def plot(self) -> Any:
-        """How often it was right against how sure it was, and how many predictions each bin has: a closed figure."""
+        """Plot a reliability diagram and the number of predictions per bin."""
         return plot_reliability_diagram(self)
 
 
@@ -115,38 +120,47 @@ def evaluate_calibration(
     targets: Any = None,
     num_bins: int = NUM_BINS,
 ) -> Calibration:
-    """Whether predictions are right as often as they are thought likely.
+    """Calibration of predictions.
 
-    Give each prediction's probability and whether it was right; or the `logits` (or `p`) of all classes and the
-    `targets`: the prediction is then the likeliest class. Of a model on text: `evaluate(…).calibration`.
+    Pass each prediction's probability as `confidence` and whether it was `correct`; or the `logits` (or probabilities
+    `p`) of all classes and the `targets`, where the prediction is the most likely class. For a model on text, see
+    `evaluate(…).calibration`.
     """
     if isinstance(num_bins, bool) or not isinstance(num_bins, int) or num_bins < 1:
-        raise InputError(f"num_bins is {num_bins!r:.40}; give a whole number from 1")
+        raise InputError(f"num_bins is {num_bins!r:.40}; pass an integer of at least 1")
     if require_exactly_one("calibration", confidence=confidence, p=p, logits=logits) != "confidence":
         if correct is not None or targets is None:
-            raise InputError("classes are compared with `targets`, the true ones; give them, and `correct` not")
-        shares = resolve_distribution("p", p, logits)
-        best = shares.p.argmax(-1)
-        confidence = _to_numpy(shares.p.max(-1).values if is_tensor(shares.p) else shares.p.max(-1))
-        correct = _to_numpy(best) == _check_targets(_to_numpy(targets), shares.p.shape)
+            raise InputError(
+                "logits and p are compared with targets, the true classes; pass targets, and leave correct out"
+            )
+        probs = resolve_distribution("p", p, logits).p
+        confidence = _to_numpy(probs.max(-1).values if is_tensor(probs) else probs.max(-1))
+        correct = _to_numpy(probs.argmax(-1)) == _check_targets(_to_numpy(targets), probs.shape)
     elif correct is None or targets is not None:
-        raise InputError("a confidence is compared with `correct`, whether it was right; give that, and `targets` not")
-    sure = as_numpy("confidence", _to_numpy(confidence), "probabilities")
-    hits = as_numpy("correct", _to_numpy(correct), "true or false")
-    if sure.shape != hits.shape or not sure.size:
-        raise InputError(f"confidence has the shape {sure.shape} and correct {hits.shape}; give as many of both")
-    if not ((sure >= 0) & (sure <= 1)).all() or not np.isin(hits, (0, 1)).all():
-        raise InputError("a confidence is a number from 0 to 1, and correct is true or false; something else was given")
-    return bin_predictions(sure.reshape(-1), hits.reshape(-1), num_bins)
+        raise InputError("confidence is compared with correct; pass correct, and leave targets out")
+    confidences = as_numpy("confidence", _to_numpy(confidence), "probabilities")
+    hits = as_numpy("correct", _to_numpy(correct), "booleans")
+    if confidences.shape != hits.shape or not confidences.size:
+        raise InputError(
+            f"confidence has shape {confidences.shape} and correct {hits.shape}; pass equal, non-empty shapes"
+        )
+    if not ((confidences >= 0) & (confidences <= 1)).all() or not np.isin(hits, (0, 1)).all():
+        raise InputError(
+            "confidence or correct has an invalid value; pass confidences from 0 to 1, and correct as booleans"
+        )
+    return bin_predictions(confidences.reshape(-1), hits.reshape(-1), num_bins)
 
 
 def bin_predictions(confidence: Any, correct: Any, num_bins: int = NUM_BINS) -> Calibration:
-    """Of arrays (N,); a bin has its lower limit and not its upper, and the last has 1."""
-    place = np.minimum((confidence * num_bins).astype(np.int64), num_bins - 1)
-    sums = [np.bincount(place, each, num_bins) for each in (np.ones(len(place)), confidence, correct)]
-    counts, sure, hits = (each.tolist() for each in sums)
-    squares = float(((confidence - correct) ** 2).sum())
-    return Calibration(tuple(map(int, counts)), tuple(sure), tuple(map(int, hits)), squares)
+    """Bin arrays of shape (N,). A bin includes its lower limit and excludes its upper; the last bin includes 1."""
+    bins = np.minimum((confidence * num_bins).astype(np.int64), num_bins - 1)
+    counts = np.bincount(bins, minlength=num_bins).tolist()
+    confidence_sums = np.bincount(bins, confidence, num_bins).tolist()
+    correct_sums = np.bincount(bins, correct, num_bins).tolist()
+    squared_error_sum = float(((confidence - correct) ** 2).sum())
+    return Calibration(
+        tuple(map(int, counts)), tuple(confidence_sums), tuple(map(int, correct_sums)), squared_error_sum
+    )
 
 
 def _to_numpy(value: Any) -> Any:
@@ -154,40 +168,44 @@ def _to_numpy(value: Any) -> Any:
 
 
 def _check_targets(targets: Any, shape: Iterable[int]) -> Any:
-    *leading, classes = shape
-    found = as_numpy("targets", targets, "class numbers")
-    if list(found.shape) != leading:
-        raise InputError(f"targets has the shape {found.shape} and the predictions {tuple(leading)}; give one for each")
-    if (found != np.floor(found)).any() or (found < 0).any() or (found >= classes).any():
-        raise InputError(f"targets are numbers of classes, 0 to {classes - 1}; something else was given")
-    return found
+    *leading_shape, num_classes = shape
+    indices = as_numpy("targets", targets, "class indices")
+    if list(indices.shape) != leading_shape:
+        raise InputError(
+            f"targets has shape {indices.shape} and the predictions {tuple(leading_shape)}; pass one per prediction"
+        )
+    if (indices != np.floor(indices)).any() or (indices < 0).any() or (indices >= num_classes).any():
+        raise InputError(f"targets has a value that is not a class; pass integers from 0 to {num_classes - 1}")
+    return indices
 
 
 def plot_reliability_diagram(calibration: Calibration) -> Any:
-    """A figure, closed: it is shown where it is returned and leaves nothing open."""
+    """Return a matplotlib figure, closed in pyplot: a notebook displays the returned value once."""
     from matplotlib import pyplot
 
     width = 1 / len(calibration.bin_counts)
     rows = calibration.bins
-    middles = [(row["low"] + row["high"]) / 2 for row in rows]
+    centers = [(row["low"] + row["high"]) / 2 for row in rows]
     with pyplot.rc_context(PLOT_STYLE):
         figure, (above, below) = pyplot.subplots(
             2, 1, figsize=(4, 4.6), sharex=True, layout="constrained", height_ratios=(3, 1)
         )
-        above.plot((0, 1), (0, 1), color="grey", linewidth=0.8, linestyle="--", label="right as often as said")
-        above.bar(middles, [row["accuracy"] for row in rows], 0.9 * width, color=ACCURACY_COLOR, label="right")
+        above.plot((0, 1), (0, 1), color="grey", linewidth=0.8, linestyle="--", label="perfect calibration")
+        above.bar(centers, [row["accuracy"] for row in rows], 0.9 * width, color=ACCURACY_COLOR, label="accuracy")
         above.plot(
             [row["confidence"] for row in rows],
             [row["accuracy"] for row in rows],
             "o",
             markersize=3,
             color=CONFIDENCE_COLOR,
-            label="at the bin's mean confidence",
+            label="at mean confidence of the bin",
         )
-        above.set(ylabel="share that was right", xlim=(0, 1), ylim=(0, 1))
+        above.set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
         above.legend(frameon=False, fontsize=7, loc="upper left")
-        below.bar(middles, [row["count"] for row in rows], 0.9 * width, color="#999999")
+        below.bar(centers, [row["count"] for row in rows], 0.9 * width, color="#999999")
         below.set(ylabel="predictions", xlabel="confidence")
-        figure.suptitle(f"calibration error {calibration.ece:.3f} over {calibration.count:,} predictions", fontsize=10)
+        figure.suptitle(
+            f"reliability diagram: ECE {calibration.ece:.3f}, {calibration.count:,} predictions", fontsize=10
+        )
     pyplot.close(figure)
     return figure

@@ -1,12 +1,12 @@
-"""Loss, perplexity and bits per byte of a decoder on texts, read in windows that slide over them.
+"""Causal language model evaluation: loss, perplexity and bits per byte of a decoder on texts, with a sliding window.
 
-A window reads at most `context` tokens and tells the one behind each of them; the next begins `stride` tokens on and
-tells only what has not been told:
+The input of a window is at most `context` tokens, and it scores the next token of each. The next window starts `stride`
+tokens later and scores only tokens that have not been scored:
 
     tokens    t₀ t₁ t₂ t₃ t₄ t₅ t₆ t₇        context 4, stride 2
-    reads     t₀ t₁ t₂ t₃                     tells t₁ t₂ t₃ t₄
-                    t₂ t₃ t₄ t₅               tells       t₅ t₆
-                          t₄ t₅ t₆            tells          t₇
+    input     t₀ t₁ t₂ t₃                     scores t₁ t₂ t₃ t₄
+                    t₂ t₃ t₄ t₅               scores       t₅ t₆
+                          t₄ t₅ t₆            scores          t₇
 """
 
 from collections.abc import Iterable, Iterator
@@ -42,7 +42,7 @@ TokenIds = NDArray[np.uint32]
 
 
 class Window(NamedTuple):
-    """Reads tokens from `start` up to `end` of a document, tells those from `first_target` up to and with `end`."""
+    """Input tokens [start, end) of a document; scores the tokens [first_target, end]."""
 
     document: int
     start: int
@@ -59,81 +59,92 @@ def evaluate_causal_lm(
     batch_size: int | None = None,
     progress: ProgressFn | None = None,
 ) -> CausalLMResult:
-    """How well a decoder tells texts: each token behind a text's first, or behind its BOS, is told exactly once.
+    """Evaluate a decoder on texts. Each token after a text's first one, or after its BOS, is scored exactly once.
 
-    It is told after at least `context − stride` tokens, where there are so many before it. A text that fits into the
-    context is read in one pass. Unless told, `context` is the model's own (at most 4,096), and `stride` half of it.
-    `batch_size`: windows that are read together. `progress(windows done, windows in all)` is called on the way.
+    A token is scored with at least `context − stride` tokens before it, if the text has that many. A text that fits
+    into the context is one window.
+
+    Args:
+        context: maximum input tokens of a window; default the model's context, at most 4,096.
+        stride: tokens between window starts; default half of `context`.
+        batch_size: windows per forward pass; default by length and device.
+        progress: called with (windows done, windows in total).
     """
-    model, found, _ = unpack_checkpoint(checkpoint)
+    model, tokenizer, _ = unpack_checkpoint(checkpoint)
     if not isinstance(model, DecoderOnly):
         raise InputError(
-            "this model is no decoder; use evaluate_masked_lm for an encoder, evaluate_seq2seq for both in one"
+            "this model is not a decoder; use evaluate_masked_lm for an encoder or evaluate_seq2seq for an "
+            "encoder-decoder"
         )
-    tokenizer = require_tokenizer(found)
+    tokenizer = require_tokenizer(tokenizer)
     context = resolve_context(model, context)
     stride = resolve_positive_int(
-        "stride", stride, max(1, context // 2), context, "and a window may not step over tokens"
+        "stride", stride, max(1, context // 2), context, "which would skip tokens between windows"
     )
     batch_size = batch_size if batch_size is None else resolve_positive_int("batch_size", batch_size, 1, None, "")
-    documents, first, told = _encode_documents(tokenizer, texts)
+    documents, first_target, num_bytes = _encode_documents(tokenizer, texts)
     if not documents:
-        raise InputError("there is no token to tell: nothing stands before a text's first; give longer texts")
+        raise InputError("there is no token to score, because a text's first token has no context; pass longer texts")
     check_token_ids(max(int(ids.max()) for ids in documents), model.config.vocab_size)
-    every = [
+    windows = [
         window
-        for number, ids in enumerate(documents)
-        for window in sliding_windows(number, len(ids), first, context, stride)
+        for index, ids in enumerate(documents)
+        for window in sliding_windows(index, len(ids), first_target, context, stride)
     ]
-    parts, done = [], 0
+    sums, done = [], 0
     with evaluation_mode(model):
-        for part in batch_by_length(every, lambda window: window.end - window.start, batch_size, model.device):
-            parts.append(_score_windows(model, documents, part))
-            done += len(part)
+        for batch in batch_by_length(windows, lambda window: window.end - window.start, batch_size, model.device):
+            sums.append(_score_windows(model, documents, batch))
+            done += len(batch)
             if progress is not None:
-                progress(done, len(every))
-    tokens, whole = sum(len(ids) - first for ids in documents), combine_loss_sums(parts)
-    return CausalLMResult(whole.total_nll, tokens, whole.calibration, told, len(documents), context, stride)
+                progress(done, len(windows))
+    num_tokens, total = sum(len(ids) - first_target for ids in documents), combine_loss_sums(sums)
+    return CausalLMResult(total.total_nll, num_tokens, total.calibration, num_bytes, len(documents), context, stride)
 
 
 def _encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> tuple[list[TokenIds], int, int]:
-    """The ids of all texts that have something to tell, the place of the first that is told, and the told bytes."""
-    before, _ = special_prefix_and_suffix(tokenizer)
-    first = max(1, len(before))
-    documents, told = [], 0
+    """Return the ids of all texts with a token to score, the index of the first scored token, and the scored bytes."""
+    prefix, _ = special_prefix_and_suffix(tokenizer)
+    first_target = max(1, len(prefix))
+    documents, num_bytes = [], 0
     for text in check_texts(texts):
         ids = tokenizer.encode(text)
-        if len(ids) > first:
+        if len(ids) > first_target:
             documents.append(np.array(ids, np.uint32))
-            told += len(text.encode()) - (0 if before else first_token_bytes(tokenizer, ids[0], text))
-    return documents, first, told
+            # Without a BOS token, the first token is not scored, so its bytes do not count.
+            num_bytes += len(text.encode()) - (0 if prefix else first_token_bytes(tokenizer, ids[0], text))
+    return documents, first_target, num_bytes
 
 
 def first_token_bytes(tokenizer: Tokenizer, token: int, text: str) -> int:
-    """How many bytes a text's first token is. One that is part of a letter has no text of its own."""
-    shown = tokenizer.decode([token], skip_special_tokens=False)
+    """Return the number of UTF-8 bytes of a text's first token.
+
+    A byte-level token may be part of a character and not decode to text; then each symbol of its name is one byte.
+    """
+    decoded = tokenizer.decode([token], skip_special_tokens=False)
     name = tokenizer.id_to_token(token) or ""
-    if not text.startswith(shown) and set(name) <= set(bytes_to_unicode().values()):
+    if not text.startswith(decoded) and set(name) <= set(bytes_to_unicode().values()):
         return len(name)
-    return len(shown.encode())
+    return len(decoded.encode())
 
 
 def sliding_windows(document: int, num_tokens: int, first_target: int, context: int, stride: int) -> Iterator[Window]:
-    """Windows over a document of so many tokens, of which the one at `first_target` is the first to be told."""
-    begin = 0
+    """Yield the windows over a document of `num_tokens`; the token at `first_target` is the first one scored."""
+    start = 0
     while first_target < num_tokens:
-        end = min(begin + context, num_tokens - 1)
+        end = min(start + context, num_tokens - 1)
         if end >= first_target:
-            yield Window(document, begin, end, first_target)
+            yield Window(document, start, end, first_target)
             first_target = end + 1
-        begin += stride
+        start += stride
 
 
 def _score_windows(model: DecoderOnly, documents: list[TokenIds], windows: list[Window]) -> TokenLossSum:
-    """At what these windows tell."""
-    tokens, real = pad_rows([documents[w.document][w.start : w.end] for w in windows], model.device)
-    x = model.hidden_states(tokens, real)
-    wanted = [x[row, w.first_target - 1 - w.start : w.end - w.start] for row, w in enumerate(windows)]
-    targets = np.concatenate([documents[w.document][w.first_target : w.end + 1] for w in windows]).astype(np.int64)
-    told = torch.from_numpy(targets).to(x.device)
-    return sum_token_losses(model.head, torch.cat(wanted), told, model.config.vocab_size)
+    """Return the loss of the tokens that these windows score."""
+    tokens, padding_mask = pad_rows([documents[w.document][w.start : w.end] for w in windows], model.device)
+    x = model.hidden_states(tokens, padding_mask)  # (B, T, d)
+    # The token at position i is predicted from the hidden state at i − 1.
+    scored = [x[row, w.first_target - 1 - w.start : w.end - w.start] for row, w in enumerate(windows)]
+    ids = np.concatenate([documents[w.document][w.first_target : w.end + 1] for w in windows]).astype(np.int64)
+    targets = torch.from_numpy(ids).to(x.device)
+    return sum_token_losses(model.head, torch.cat(scored), targets, model.config.vocab_size)

@@ -1,7 +1,7 @@
-"""The equations of information, in nats along the last axis: for numpy's arrays and PyTorch's tensors alike.
+"""Entropy, cross-entropy and KL divergence in nats along the last axis, for numpy arrays and PyTorch tensors.
 
-Nothing is checked here, and nothing waits for a device: lens, training and page call these on what softmax gave.
-`information` asks first whether it was given distributions. No torch is imported: who has a tensor has it already.
+Inputs are not validated, and no device synchronization happens: lens, training and serve call these on softmax outputs.
+`information` has the same functions with validation. torch is not imported here: a caller with a tensor already has.
 """
 
 import math
@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 NATS_PER_UNIT = {"nats": 1.0, "bits": math.log(2)}
-"""A unit's size in nats."""
+"""Unit → its size in nats."""
 
 
 def array_namespace(x: Any) -> ModuleType:
-    """The module whose functions take this kind of array."""
+    """Return torch for a tensor, else numpy."""
     return sys.modules["torch"] if is_tensor(x) else np
 
 
@@ -26,13 +26,13 @@ def is_tensor(x: Any) -> bool:
 
 
 def log(p: Any) -> Any:
-    """log p, and −∞ of 0."""
+    """log p, with log 0 = −∞."""
     with np.errstate(divide="ignore"):
         return array_namespace(p).log(p)
 
 
 def log_softmax(x: Any) -> Any:
-    """x − log Σ eˣ, with the largest taken out first, so that no power overflows."""
+    """x − log Σ eˣ; the maximum is subtracted first, so that exp does not overflow."""
     if is_tensor(x):
         return x.log_softmax(-1)
     x = x - x.max(-1, keepdims=True)
@@ -40,23 +40,23 @@ def log_softmax(x: Any) -> Any:
 
 
 def _expected_log(p: Any, log_q: Any) -> Any:
-    """Σ p·log q with 0·log 0 = 0; −∞ where q rules out what p has."""
+    """Σ p·log q with 0·log 0 = 0; −∞ where q = 0 and p > 0."""
     return (p * array_namespace(p).where(p > 0, log_q, 0.0)).sum(-1)
 
 
 def cross_entropy(p: Any, log_q: Any) -> Any:
-    """H(P, Q) = −Σ p·log q. Taken from 0, as nothing would else be −0."""
+    """H(P, Q) = −Σ p·log q. Subtracted from 0.0, so that a zero is not −0."""
     return 0.0 - _expected_log(p, log_q)
 
 
 def entropy(p: Any) -> Any:
-    """H(P) = −Σ p·log p. Of shares that do not sum to 1 it is that sum too."""
+    """H(P) = −Σ p·log p, also for masses that do not sum to 1."""
     return cross_entropy(p, log(p))
 
 
 def kl_divergence(p: Any, log_p: Any, log_q: Any) -> Any:
-    """KL(P ‖ Q) = Σ p·(log p − log q). Rounding may bring it below 0, where it never is."""
-    with np.errstate(invalid="ignore"):  # ∞ − ∞ where neither has anything, which weighs nothing
+    """KL(P ‖ Q) = Σ p·(log p − log q), clipped at 0 against rounding errors."""
+    with np.errstate(invalid="ignore"):  # −∞ − −∞ where p = q = 0, which has weight 0
         return _expected_log(p, log_p - log_q).clip(0.0, None)
 
 
@@ -66,6 +66,6 @@ def kl_divergence_from_logits(p_logits: Any, q_logits: Any) -> Any:
 
 
 def append_missing_mass(p: Any) -> Any:
-    """One more outcome that has what is missing to 1: what an attention's sink takes."""
+    """Append an outcome with mass 1 − Σ p: the mass of an attention sink."""
     rest = 1 - p.sum(-1, keepdims=True)
     return array_namespace(p).concatenate((p, rest.clip(0.0, None)), -1)

@@ -1,9 +1,9 @@
-"""EleutherAI's evaluation harness over a checkpoint: its tasks, our model. It comes with `pip install cutaway[eval]`.
+"""Adapter for EleutherAI's lm-evaluation-harness. Install with `pip install cutaway[eval]`.
 
     python -m cutaway.evaluate.lm_eval --model cutaway --model_args pretrained=DIRECTORY --tasks hellaswag
 
-In Python, `lm_eval.simple_evaluate(model=CutawayLM(checkpoint), tasks=[…])`. Texts become tokens as with the harness's
-own "hf" model, so that figures can be compared.
+In Python, `lm_eval.simple_evaluate(model=CutawayLM(checkpoint), tasks=[…])`. Texts are tokenized as by the harness's
+"hf" model, so that results are comparable.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any
 
-import lm_eval.models  # noqa: F401 (the harness puts in its own models only while there are none)
+import lm_eval.models  # noqa: F401 (the harness registers its own models only while none are registered)
 import torch
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
@@ -25,14 +25,14 @@ from cutaway.generate.generation_config import CheckpointLike, unpack_checkpoint
 from cutaway.model import DecoderOnly
 
 DEFAULT_MAX_NEW_TOKENS = 256
-"""Tokens of an answer, unless a task says how many."""
+"""Default number of generated tokens, for tasks that do not set it."""
 MAX_TOKENS_ALIASES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""What tasks call that number."""
+"""Names that tasks use for the maximum number of generated tokens."""
 
 
 @register_model("cutaway")
 class CutawayLM(LM):
-    """A decoder and its tokenizer, as the harness asks for them."""
+    """A decoder and its tokenizer with the harness's `LM` interface."""
 
     def __init__(
         self,
@@ -43,66 +43,68 @@ class CutawayLM(LM):
         batch_size: int | str | None = None,
         max_length: int | None = None,
     ) -> None:
-        """`pretrained`: a checkpoint, or what `load` opens. As many rows as fit, unless `batch_size` is a number."""
+        """`pretrained` is a checkpoint or a source for `load`. `batch_size` is a number or "auto" (by length)."""
         super().__init__()
         self.checkpoint = _load_checkpoint(pretrained, device, dtype) if isinstance(pretrained, str) else pretrained
         model, tokenizer, _ = unpack_checkpoint(self.checkpoint)
         if not isinstance(model, DecoderOnly):
-            raise InputError("the harness's tasks continue texts, and this model is no decoder; give one that is")
+            raise InputError("this model is not a decoder, and the harness's tasks continue texts; pass a decoder")
         self.model, self.tokenizer = model, require_tokenizer(tokenizer)
         self.max_length = resolve_context(model, max_length)
-        fitting = batch_size is None or str(batch_size).startswith("auto")
-        self.batch_size = None if fitting else resolve_positive_int("batch_size", int(batch_size or 0), 1, None, "")
+        is_auto = batch_size is None or str(batch_size).startswith("auto")
+        self.batch_size = None if is_auto else resolve_positive_int("batch_size", int(batch_size or 0), 1, None, "")
         first = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.tokenizer.eos_token_id
         if first is None:
             raise InputError(
-                "a text's first token is told behind a bos or eos, and this tokenizer has none; use another"
+                "this tokenizer has no bos or eos token, and a text's first token is scored after one; use another"
             )
         self.prefix_token_id = first
         self._device = model.device
 
-    # What the harness asks for
+    # Interface of the harness
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """log p(continuation | context), and whether greedy decoding would say it."""
-        return self._loglikelihood_tokens([self.encode_pair(*each.args) for each in requests], disable_tqdm)
+        """Return log p(continuation | context), and whether greedy decoding generates the continuation."""
+        return self._loglikelihood_tokens([self.encode_pair(*request.args) for request in requests], disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """log p of whole texts behind a first token. A tokenizer's own first token is told too, as with "hf"."""
-        every = [
-            list(rolling_windows([self.prefix_token_id, *self.tok_encode(each.args[0])], self.max_length))
-            for each in requests
+        """Return log p of whole texts after the prefix token. The tokenizer's own BOS is scored too, as with "hf"."""
+        windows_per_text = [
+            list(rolling_windows([self.prefix_token_id, *self.tok_encode(request.args[0])], self.max_length))
+            for request in requests
         ]
-        found = iter(self._loglikelihood_tokens([window for text in every for window in text], disable_tqdm))
-        return [sum(next(found)[0] for _ in text) for text in every]
+        windows = [window for text_windows in windows_per_text for window in text_windows]
+        results = iter(self._loglikelihood_tokens(windows, disable_tqdm))
+        return [sum(next(results)[0] for _ in text_windows) for text_windows in windows_per_text]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """What the model says behind a context, up to the first of some strings."""
-        answers: dict[int, str] = {}
-        groups: dict[str, list[int]] = {}
-        for number, each in enumerate(requests):
-            groups.setdefault(repr(each.args[1]), []).append(number)
-        with _progress_bar("answers", len(requests), disable_tqdm) as at:
-            for numbers in groups.values():
-                settings = parse_generation_kwargs(requests[numbers[0]].args[1])
-                room = self.max_length - settings["max_new_tokens"]
-                if room < 1:
+        """Generate after each context, up to the first stop string."""
+        texts: dict[int, str] = {}
+        groups: dict[str, list[int]] = {}  # requests with equal generation settings run in one call
+        for index, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(index)
+        with _progress_bar("generating", len(requests), disable_tqdm) as update:
+            for indices in groups.values():
+                settings = parse_generation_kwargs(requests[indices[0]].args[1])
+                max_prompt_len = self.max_length - settings["max_new_tokens"]
+                if max_prompt_len < 1:
                     raise InputError(
-                        f"the task asks for {settings['max_new_tokens']} tokens, and the model reads "
-                        f"{self.max_length}; set max_gen_toks lower"
+                        f"the task generates {settings['max_new_tokens']} tokens, which leaves no space for a prompt "
+                        f"in max_length {self.max_length}; set max_gen_toks lower"
                     )
-                prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
-                made = generate(
+                prompts = [self.tok_encode(requests[index].args[0])[-max_prompt_len:] for index in indices]
+                outputs = generate(
                     self.checkpoint, prompts, max_num_seqs=self.batch_size, max_model_len=self.max_length, **settings
                 )
-                answers |= {number: answer.text or "" for number, answer in zip(numbers, made, strict=True)}
-                at(len(answers), len(requests))
-        return [answers[number] for number in range(len(requests))]
+                texts |= {index: output.text or "" for index, output in zip(indices, outputs, strict=True)}
+                update(len(texts), len(requests))
+        return [texts[index] for index in range(len(requests))]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if not add_generation_prompt:
             raise InputError(
-                "this task begins the answer itself, which chat templates have no way to say; leave it out"
+                "add_generation_prompt=False is not supported: a chat template cannot continue an answer that the task "
+                "begins; use a task without a prefilled answer"
             )
         return self.tokenizer.render_chat(chat_history)
 
@@ -113,68 +115,67 @@ class CutawayLM(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Tells one way of making prompts from another, for the harness's cache of them."""
+        """Key of the tokenizer in the harness's cache of prompts."""
         return f"cutaway-{self.tokenizer.vocab_size}"
 
-    # How
+    # Implementation
 
     def tok_encode(self, text: str, special: bool | None = None) -> list[int]:
-        """With the tokenizer's own special tokens, unless a text (a chat, say) brings its first one itself."""
+        """Tokenize with special tokens, unless the text starts with the prefix token already (as a rendered chat)."""
         if special is None:
             special = not text.startswith(self.tokenizer.decode([self.prefix_token_id], skip_special_tokens=False))
         return self.tokenizer.encode(text, add_special_tokens=special)
 
     def encode_pair(self, context: str, continuation: str) -> LoglikelihoodRequest:
-        """Both as they are in one text: a space between them is the continuation's."""
+        """Tokenize both as one text; spaces at the end of the context belong to the continuation."""
         if not context:
-            told = self.tok_encode(continuation, special=False)
+            ids = self.tok_encode(continuation, special=False)
             return (
-                LoglikelihoodRequest(told[:1], told[1:])
-                if told[:1] == [self.prefix_token_id]
-                else LoglikelihoodRequest([self.prefix_token_id], told)
+                LoglikelihoodRequest(ids[:1], ids[1:])
+                if ids[:1] == [self.prefix_token_id]
+                else LoglikelihoodRequest([self.prefix_token_id], ids)
             )
-        bare = context.rstrip()
-        before = self.tok_encode(bare)
-        return LoglikelihoodRequest(before, self.tok_encode(context + continuation)[len(before) :])
+        context_ids = self.tok_encode(context.rstrip())
+        return LoglikelihoodRequest(context_ids, self.tok_encode(context + continuation)[len(context_ids) :])
 
     def _loglikelihood_tokens(
         self, requests: list[LoglikelihoodRequest], disable_tqdm: bool
     ) -> list[tuple[float, bool]]:
-        for each in requests:
-            if not each.continuation or len(each.continuation) > self.max_length:
+        for request in requests:
+            if not request.continuation or len(request.continuation) > self.max_length:
                 raise InputError(
-                    f"a continuation has {len(each.continuation)} tokens, and 1 to {self.max_length} can be told; "
-                    "mend the task, or raise max_length"
+                    f"a continuation has {len(request.continuation)} tokens, and 1 to {self.max_length} can be scored; "
+                    "fix the task, or raise max_length"
                 )
-        with _progress_bar("continuations", len(requests), disable_tqdm) as at:
-            found = compute_loglikelihoods(
-                self.model, requests, max_length=self.max_length, batch_size=self.batch_size, progress=at
+        with _progress_bar("loglikelihoods", len(requests), disable_tqdm) as update:
+            results = compute_loglikelihoods(
+                self.model, requests, max_length=self.max_length, batch_size=self.batch_size, progress=update
             )
-        return [(-each.nll, each.is_greedy) for each in found]
+        return [(-result.nll, result.is_greedy) for result in results]
 
 
 def _load_checkpoint(source: str, device: str | None, dtype: str | None) -> CheckpointLike:
-    """By name: `evaluate` does not import the room that opens files."""
-    numbers = None if dtype in (None, "auto") else getattr(torch, str(dtype), None)
-    if dtype not in (None, "auto") and not isinstance(numbers, torch.dtype):
-        raise InputError(f"dtype is '{dtype}', which PyTorch does not know; use float32, bfloat16 or float16")
-    return resolve_name("cutaway.families.load:load")(source, device=device, dtype=numbers)
+    """Load a checkpoint. Resolved by name, because the package `evaluate` does not import `families`."""
+    torch_dtype = None if dtype in (None, "auto") else getattr(torch, str(dtype), None)
+    if dtype not in (None, "auto") and not isinstance(torch_dtype, torch.dtype):
+        raise InputError(f"dtype is '{dtype}', which is not a PyTorch dtype; use float32, bfloat16 or float16")
+    return resolve_name("cutaway.families.load:load")(source, device=device, dtype=torch_dtype)
 
 
 def parse_generation_kwargs(gen_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A task's settings under our names; those that there is no such thing for are refused by `generate`."""
+    """Convert a task's generation settings to arguments of `generate`, which raises on unknown ones."""
     rest = dict(gen_kwargs)
     until = rest.pop("until", None) or []
     limits = [rest.pop(name) for name in MAX_TOKENS_ALIASES if name in rest]
     settings: dict[str, Any] = {
-        "stop": tuple(each for each in ([until] if isinstance(until, str) else until) if each),
+        "stop": tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop),
         "max_new_tokens": int(limits[0]) if limits else DEFAULT_MAX_NEW_TOKENS,
     }
-    sampled = rest.pop("do_sample", bool(rest.get("temperature")))
-    heat = rest.pop("temperature", 1.0)
-    if not sampled:
+    do_sample = rest.pop("do_sample", bool(rest.get("temperature")))
+    temperature = rest.pop("temperature", 1.0)
+    if not do_sample:
         return settings | {"temperature": 0.0} | {key: value for key, value in rest.items() if key[:4] != "top_"}
-    return settings | {"temperature": float(heat)} | rest
+    return settings | {"temperature": float(temperature)} | rest
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""How likely a decoder finds a continuation behind a context, for many of both at once."""
+"""Batched log-likelihoods of continuations given contexts, for a decoder."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from cutaway.model import DecoderOnly
 
 
 class LoglikelihoodRequest(NamedTuple):
-    """Tokens that are told behind tokens that are only read; both have some."""
+    """Continuation tokens to score after context tokens; neither is empty."""
 
     context: list[int]
     continuation: list[int]
@@ -25,13 +25,13 @@ class LoglikelihoodRequest(NamedTuple):
 
 class Loglikelihood(NamedTuple):
     nll: float
-    """−log p(told | context)."""
+    """−log p(continuation | context)."""
     is_greedy: bool
-    """Whether each told token is the likeliest."""
+    """Whether each token of the continuation is the most likely one."""
 
 
 class _SharedRow(NamedTuple):
-    """What is read in one pass, and who asks for what behind it."""
+    """Input tokens of one batch row, and the requests that it serves."""
 
     tokens: tuple[int, ...]
     request_indices: list[int]
@@ -45,51 +45,55 @@ def compute_loglikelihoods(
     batch_size: int | None = None,
     progress: ProgressFn | None = None,
 ) -> list[Loglikelihood]:
-    """An answer to each. At most `max_length` tokens are read: of a longer context its end.
+    """Return one result per request, in order. The input has at most `max_length` tokens: a longer context is truncated
+    on the left.
 
-    Continuations that differ in their last token only are read once: answers to pick from are often single tokens.
+    Requests with equal input tokens, i.e. whose continuations differ only in the last token, share a batch row. This is
+    common in multiple-choice tasks, whose choices are often single tokens.
     """
     check_token_ids(
-        max((token for each in requests for token in (*each.context, *each.continuation)), default=0),
+        max((token for request in requests for token in (*request.context, *request.continuation)), default=0),
         model.config.vocab_size,
     )
     rows: dict[tuple[int, ...], list[int]] = {}
-    for number, each in enumerate(requests):
-        rows.setdefault(tuple([*each.context, *each.continuation][-max_length - 1 : -1]), []).append(number)
-    found: dict[int, Loglikelihood] = {}
+    for index, request in enumerate(requests):
+        # The last token is only a target, not an input.
+        rows.setdefault(tuple([*request.context, *request.continuation][-max_length - 1 : -1]), []).append(index)
+    results: dict[int, Loglikelihood] = {}
     with evaluation_mode(model):
-        for part in batch_by_length(
-            [_SharedRow(*each) for each in rows.items()], lambda row: len(row.tokens), batch_size, model.device
+        for batch in batch_by_length(
+            [_SharedRow(*row) for row in rows.items()], lambda row: len(row.tokens), batch_size, model.device
         ):
-            found |= _score_rows(model, requests, part)
+            results |= _score_rows(model, requests, batch)
             if progress is not None:
-                progress(len(found), len(requests))
-    return [found[number] for number in range(len(requests))]
+                progress(len(results), len(requests))
+    return [results[index] for index in range(len(requests))]
 
 
 def _score_rows(
     model: DecoderOnly, requests: Sequence[LoglikelihoodRequest], rows: list[_SharedRow]
 ) -> dict[int, Loglikelihood]:
-    tokens, real = pad_rows([row.tokens for row in rows], model.device)
-    x = model.hidden_states(tokens, real)
-    numbers, vectors = [], []
-    for place, row in enumerate(rows):
-        for number in row.request_indices:
-            numbers.append(number)
-            vectors.append(x[place, len(row.tokens) - len(requests[number].continuation) : len(row.tokens)])
-    targets = torch.tensor([token for number in numbers for token in requests[number].continuation], device=x.device)
-    found = compute_token_losses(model.head, torch.cat(vectors), targets, model.config.vocab_size)
-    lengths = [len(requests[number].continuation) for number in numbers]
-    nats, right = (torch.split(each.cpu(), lengths) for each in (found.nll.double(), found.correct))
-    parts = zip(numbers, nats, right, strict=True)
-    return {number: Loglikelihood(float(own.sum()), bool(best.all())) for number, own, best in parts}
+    tokens, padding_mask = pad_rows([row.tokens for row in rows], model.device)
+    x = model.hidden_states(tokens, padding_mask)  # (B, T, d)
+    indices, vectors = [], []
+    for batch_index, row in enumerate(rows):
+        for index in row.request_indices:
+            indices.append(index)
+            vectors.append(x[batch_index, len(row.tokens) - len(requests[index].continuation) : len(row.tokens)])
+    targets = torch.tensor([token for index in indices for token in requests[index].continuation], device=x.device)
+    losses = compute_token_losses(model.head, torch.cat(vectors), targets, model.config.vocab_size)
+    lengths = [len(requests[index].continuation) for index in indices]
+    nll, correct = (torch.split(values.cpu(), lengths) for values in (losses.nll.double(), losses.correct))
+    parts = zip(indices, nll, correct, strict=True)
+    return {
+        index: Loglikelihood(float(own_nll.sum()), bool(own_correct.all())) for index, own_nll, own_correct in parts
+    }
 
 
 def rolling_windows(ids: list[int], max_length: int) -> Iterator[LoglikelihoodRequest]:
-    """A text that is longer than a model reads: each token but the first is told once, the last with all the context
-    that there is room for."""
-    done = 1
-    while done < len(ids):
-        end = min(done + max_length, len(ids))
-        yield LoglikelihoodRequest(ids[max(0, end - 1 - max_length) : done], ids[done:end])
-        done = end
+    """Split a text into requests that score each token but the first once, with a full context where possible."""
+    start = 1
+    while start < len(ids):
+        end = min(start + max_length, len(ids))
+        yield LoglikelihoodRequest(ids[max(0, end - 1 - max_length) : start], ids[start:end])
+        start = end

@@ -1,4 +1,4 @@
-"""How well an encoder tells tokens that are hidden behind masks."""
+"""Masked language model evaluation: loss and accuracy of an encoder on masked tokens."""
 
 from collections.abc import Iterable, Iterator
 
@@ -27,9 +27,9 @@ from cutaway.model.inputs import check_seed
 from cutaway.tokenizer import Tokenizer
 
 DEFAULT_MLM_PROBABILITY = 0.15
-"""The share of tokens that is hidden, as in BERT's training (2018)."""
+"""Fraction of masked tokens, as in BERT (2018)."""
 MaskedChunk = tuple[list[int], list[int]]
-"""Ids with their special tokens around them, and the places that are hidden."""
+"""Token ids of a chunk with special tokens, and the positions to mask."""
 
 
 def evaluate_masked_lm(
@@ -42,70 +42,72 @@ def evaluate_masked_lm(
     batch_size: int | None = None,
     progress: ProgressFn | None = None,
 ) -> MaskedLMResult:
-    """How well an encoder tells the share `mlm_probability` of each piece's tokens, all hidden behind the mask token.
+    """Evaluate an encoder on masked tokens: a fraction `mlm_probability` of each chunk, all replaced by the mask token.
 
-    Longer texts than the context are cut into pieces, each with its special tokens. Which tokens are hidden is a
-    function of the seed, the text's number and the place in it.
+    Texts longer than the context are split into chunks, each with its special tokens. The masked positions are a
+    function of the seed, the text's index and the position in the text.
     """
-    model, found, _ = unpack_checkpoint(checkpoint)
+    model, tokenizer, _ = unpack_checkpoint(checkpoint)
     if not isinstance(model, EncoderOnly) or model.head is None:
-        raise InputError("this model has no head for masks; load an encoder with one, such as a BertForMaskedLM's")
-    tokenizer = require_tokenizer(found)
-    mask = tokenizer.mask_token_id
-    if mask is None:
-        raise InputError("this tokenizer has no mask token, so nothing can be hidden; name one in mask_token")
+        raise InputError(
+            "this model has no masked language modeling head; load an encoder with one, such as a BertForMaskedLM"
+        )
+    tokenizer = require_tokenizer(tokenizer)
+    mask_token_id = tokenizer.mask_token_id
+    if mask_token_id is None:
+        raise InputError("this tokenizer has no mask token, so no token can be masked; set mask_token in its config")
     if (
         isinstance(mlm_probability, bool)
         or not isinstance(mlm_probability, float | int)
         or not 0 < mlm_probability <= 1
     ):
         raise InputError(
-            f"mlm_probability is {mlm_probability!r:.40}; it is the share of hidden tokens, so give more than 0 and at "
-            "most 1"
+            f"mlm_probability is {mlm_probability!r:.40}; it is a fraction of tokens, so pass a number in (0, 1]"
         )
     check_seed(seed)
     context = resolve_context(model, context)
     batch_size = batch_size if batch_size is None else resolve_positive_int("batch_size", batch_size, 1, None, "")
-    every: list[MaskedChunk] = []
-    documents = 0
-    for number, text in enumerate(check_texts(texts)):
-        own = list(_mask_chunks(tokenizer, text, context, mlm_probability, seed, number))
-        every += own
-        documents += bool(own)
-    if not every:
-        raise InputError("there is no token to hide; give texts with at least one")
-    check_token_ids(max(max(ids) for ids, _ in every), model.config.vocab_size)
-    parts, done = [], 0
+    chunks: list[MaskedChunk] = []
+    num_documents = 0
+    for index, text in enumerate(check_texts(texts)):
+        text_chunks = list(_mask_chunks(tokenizer, text, context, mlm_probability, seed, index))
+        chunks += text_chunks
+        num_documents += bool(text_chunks)
+    if not chunks:
+        raise InputError("there is no token to mask; pass texts with at least one token")
+    check_token_ids(max(max(ids) for ids, _ in chunks), model.config.vocab_size)
+    sums, done = [], 0
     with evaluation_mode(model):
-        for part in batch_by_length(every, lambda piece: len(piece[0]), batch_size, model.device):
-            tokens, real = pad_rows([ids for ids, _ in part], model.device)
-            rows = torch.tensor([row for row, (_, hidden) in enumerate(part) for _ in hidden], device=tokens.device)
-            places = torch.tensor([place for _, hidden in part for place in hidden], device=tokens.device)
-            targets = tokens[rows, places]
-            tokens[rows, places] = mask
-            wanted = model.encode(tokens, real)[rows, places]
-            parts.append(sum_token_losses(model.head, wanted, targets, model.config.vocab_size))
-            done += len(part)
+        for batch in batch_by_length(chunks, lambda chunk: len(chunk[0]), batch_size, model.device):
+            tokens, padding_mask = pad_rows([ids for ids, _ in batch], model.device)
+            rows = torch.tensor([row for row, (_, masked) in enumerate(batch) for _ in masked], device=tokens.device)
+            positions = torch.tensor([position for _, masked in batch for position in masked], device=tokens.device)
+            targets = tokens[rows, positions]
+            tokens[rows, positions] = mask_token_id
+            x = model.encode(tokens, padding_mask)[rows, positions]  # (N, d)
+            sums.append(sum_token_losses(model.head, x, targets, model.config.vocab_size))
+            done += len(batch)
             if progress is not None:
-                progress(done, len(every))
-    told, count = combine_loss_sums(parts), sum(len(hidden) for _, hidden in every)
-    return MaskedLMResult(told.total_nll, count, told.calibration, told.num_correct, documents, context)
+                progress(done, len(chunks))
+    total, num_tokens = combine_loss_sums(sums), sum(len(masked) for _, masked in chunks)
+    return MaskedLMResult(total.total_nll, num_tokens, total.calibration, total.num_correct, num_documents, context)
 
 
 def _mask_chunks(
     tokenizer: Tokenizer, text: str, context: int, mlm_probability: float, seed: int, document_index: int
 ) -> Iterator[MaskedChunk]:
-    """A text in parts that fit, and of each at least one token hidden; special tokens are never."""
-    before, after = special_prefix_and_suffix(tokenizer)
-    room = context - len(before) - len(after)
-    if room < 1:
-        raise InputError(f"context is {context}, which the special tokens fill; give more")
+    """Split a text into chunks that fit the context, each with a masked token; special tokens are not masked."""
+    prefix, suffix = special_prefix_and_suffix(tokenizer)
+    chunk_len = context - len(prefix) - len(suffix)
+    if chunk_len < 1:
+        raise InputError(f"context is {context}, which the special tokens fill; pass a larger context")
     ids = tokenizer.encode(text, add_special_tokens=False)
     noise = uniform(torch.full((len(ids),), seed), torch.arange(len(ids)), stream=document_index).tolist()
-    for start in range(0, len(ids), room):
-        part = ids[start : start + room]
-        plain = [place for place, token in enumerate(part) if token not in tokenizer.all_special_ids]
-        plain.sort(key=lambda place: noise[start + place])
-        hidden = sorted(len(before) + place for place in plain[: max(1, round(mlm_probability * len(plain)))])
-        if hidden:
-            yield [*before, *part, *after], hidden
+    for start in range(0, len(ids), chunk_len):
+        chunk = ids[start : start + chunk_len]
+        candidates = [position for position, token in enumerate(chunk) if token not in tokenizer.all_special_ids]
+        candidates.sort(key=lambda position: noise[start + position])
+        num_masked = max(1, round(mlm_probability * len(candidates)))
+        masked = sorted(len(prefix) + position for position in candidates[:num_masked])
+        if masked:
+            yield [*prefix, *chunk, *suffix], masked

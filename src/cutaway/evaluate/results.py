@@ -1,4 +1,4 @@
-"""What an evaluation finds: sums, and the means that follow from them."""
+"""Results of an evaluation: summed losses, with loss, perplexity, bits per byte and accuracy as properties."""
 
 import math
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from cutaway.evaluate.information import bits_per_byte
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Tokens that a model had to tell, and how surprised it was by them."""
+    """Loss and calibration of a model on scored tokens."""
 
     total_nll: float
-    """−Σ log p(token), over all of them."""
+    """−Σ log p(token) in nats, over all scored tokens."""
     num_tokens: int
     calibration: Calibration
-    """Of the likeliest token, each time."""
+    """Calibration of the most likely token at each position."""
 
     @property
     def loss(self) -> float:
-        """Nats a token."""
+        """Nats per token."""
         return self.total_nll / self.num_tokens
 
     @property
@@ -29,28 +29,28 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class CausalLMResult(EvalResult):
-    """Of a decoder on texts."""
+    """Result of a decoder on texts."""
 
     num_bytes: int
-    """UTF-8 bytes of what was told: a first token that nothing stands before is not among it."""
+    """UTF-8 bytes of the scored text, without a first token that has no context."""
     num_documents: int
-    """Texts with a token to tell; shorter ones are passed over."""
+    """Texts with a token to score; shorter ones are skipped."""
     context: int
-    """Tokens that were read at once, at most."""
+    """Maximum input tokens of a window."""
     stride: int
 
     @property
     def bits_per_byte(self) -> float:
-        """Comparable between tokenizers, as loss and perplexity are not."""
+        """Loss in bits per UTF-8 byte; unlike loss and perplexity, comparable between tokenizers."""
         return bits_per_byte(self.total_nll, self.num_bytes)
 
 
 @dataclass(frozen=True)
 class MaskedLMResult(EvalResult):
-    """Of an encoder on masked tokens."""
+    """Result of an encoder on masked tokens."""
 
     num_correct: int
-    """Tokens that were found the likeliest."""
+    """Masked tokens that were the most likely prediction."""
     num_documents: int
     context: int
 
@@ -61,10 +61,10 @@ class MaskedLMResult(EvalResult):
 
 @dataclass(frozen=True)
 class Seq2SeqResult(EvalResult):
-    """Of an encoder-decoder on pairs; the tokens are the targets'."""
+    """Result of an encoder-decoder on pairs; the scored tokens are those of the targets."""
 
     num_exact_matches: int
-    """Pairs whose greedy answer is the target."""
+    """Pairs whose greedily decoded text equals the target."""
     num_pairs: int
 
     @property

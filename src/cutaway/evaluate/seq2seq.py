@@ -1,4 +1,4 @@
-"""How well an encoder-decoder tells targets after their sources, and how often its own answer is the target."""
+"""Sequence-to-sequence evaluation: loss of targets given sources, and exact match of greedy decoding."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -29,9 +29,9 @@ from cutaway.tokenizer.formats.marian import MarianTokenizer
 class EncodedPair(NamedTuple):
     source: list[int]
     target: list[int]
-    """With the token that starts it, and the one that ends it."""
+    """With the decoder start token and the EOS token."""
     text: str
-    """The target as the tokenizer writes it."""
+    """The target after encoding and decoding."""
 
 
 def evaluate_seq2seq(
@@ -42,31 +42,33 @@ def evaluate_seq2seq(
     batch_size: int | None = None,
     progress: ProgressFn | None = None,
 ) -> Seq2SeqResult:
-    """Loss of each target's tokens and its end after the true ones before them, and exact matches of greedy answers.
+    """Evaluate an encoder-decoder on (source, target) pairs: teacher-forced loss, and exact match of greedy decoding.
 
-    An answer is right if its text is the target's, as the tokenizer writes it. Without `exact_match` none is generated.
+    The loss is over the target's tokens and its EOS. A match compares the generated text with the target after encoding
+    and decoding. Without `exact_match` nothing is generated.
     """
-    model, found, start = unpack_checkpoint(checkpoint)
+    model, tokenizer, generation_config = unpack_checkpoint(checkpoint)
     if not isinstance(model, EncoderDecoder):
         raise InputError(
-            "this model is no encoder-decoder, so it answers no sources; use evaluate_causal_lm or evaluate_masked_lm"
+            "this model is not an encoder-decoder; use evaluate_causal_lm for a decoder or evaluate_masked_lm for an "
+            "encoder"
         )
-    tokenizer = require_tokenizer(found)
+    tokenizer = require_tokenizer(tokenizer)
     batch_size = batch_size if batch_size is None else resolve_positive_int("batch_size", batch_size, 1, None, "")
-    every = [_encode_pair(model, tokenizer, start, number, pair) for number, pair in enumerate(pairs)]
-    if not every:
-        raise InputError("there are no pairs; give at least one source with its target")
-    parts = batch_by_length(every, lambda pair: max(len(pair.source), len(pair.target)), batch_size, model.device)
-    told, exact, done = [], 0, 0
-    for part in parts:
+    encoded = [_encode_pair(model, tokenizer, generation_config, index, pair) for index, pair in enumerate(pairs)]
+    if not encoded:
+        raise InputError("pairs is empty; pass at least one (source, target)")
+    batches = batch_by_length(encoded, lambda pair: max(len(pair.source), len(pair.target)), batch_size, model.device)
+    sums, num_matches, done = [], 0, 0
+    for batch in batches:
         with evaluation_mode(model):
-            told.append(_score_pairs(model, part))
-        exact += _count_exact_matches(checkpoint, part, batch_size) if exact_match else 0
-        done += len(part)
+            sums.append(_score_pairs(model, batch))
+        num_matches += _count_exact_matches(checkpoint, batch, batch_size) if exact_match else 0
+        done += len(batch)
         if progress is not None:
-            progress(done, len(every))
-    tokens, whole = sum(len(pair.target) - 1 for pair in every), combine_loss_sums(told)
-    return Seq2SeqResult(whole.total_nll, tokens, whole.calibration, exact, len(every))
+            progress(done, len(encoded))
+    num_tokens, total = sum(len(pair.target) - 1 for pair in encoded), combine_loss_sums(sums)
+    return Seq2SeqResult(total.total_nll, num_tokens, total.calibration, num_matches, len(encoded))
 
 
 def _encode_pair(
@@ -76,23 +78,28 @@ def _encode_pair(
     pair_index: int,
     pair: tuple[str, str],
 ) -> EncodedPair:
-    """A pair as ids; refused if it is none, or too long."""
+    """Tokenize a pair, and raise if it is not a pair or too long."""
     if isinstance(tokenizer, MarianTokenizer):
-        raise InputError("this tokenizer cuts the source's language only, so targets cannot be measured with it")
+        raise InputError(
+            "a Marian tokenizer encodes only the source language, so targets cannot be scored; use another checkpoint"
+        )
     if generation_config.decoder_start_token_id is None:
-        raise InputError("the checkpoint does not say what a target begins with; set decoder_start_token_id")
+        raise InputError(
+            "the checkpoint has no decoder start token; set decoder_start_token_id in its generation config"
+        )
     if isinstance(pair, str) or len(pair) != 2:
-        raise InputError(f"pair {pair_index} is {pair!r:.60}; give a source and a target")
+        raise InputError(f"pair {pair_index} is {pair!r:.60}; pass (source, target)")
     source, target = map(tokenizer.encode, pair)
     text = tokenizer.decode(target)
-    end = generation_config.eos_token_ids[0] if generation_config.eos_token_ids else None
-    if end is not None and target[-1:] != [end]:
-        target = [*target, end]
-    start = generation_config.decoder_start_token_id
-    if len(target) < 2 or target[0] != start:  # an end alone, which may be the same token, starts nothing
-        target = [start, *target]
+    eos_token_id = generation_config.eos_token_ids[0] if generation_config.eos_token_ids else None
+    if eos_token_id is not None and target[-1:] != [eos_token_id]:
+        target = [*target, eos_token_id]
+    start_token_id = generation_config.decoder_start_token_id
+    # A single EOS may be the same token as the start token, but it is not a start.
+    if len(target) < 2 or target[0] != start_token_id:
+        target = [start_token_id, *target]
     if not source or len(target) < 2:
-        raise InputError(f"pair {pair_index} has an empty side; give a source and a target")
+        raise InputError(f"pair {pair_index} has an empty source or target; pass text for both")
     for name, stack, length in (("source", model.encoder, len(source)), ("target", model.decoder, len(target) - 1)):
         limit = getattr(stack.embed.position, "max_positions", None)
         if limit is not None and length > limit:
@@ -106,23 +113,26 @@ def _encode_pair(
 
 
 def _score_pairs(model: EncoderDecoder, pairs: list[EncodedPair]) -> TokenLossSum:
-    source, source_real = pad_rows([pair.source for pair in pairs], model.device)
-    target, real = pad_rows([pair.target[:-1] for pair in pairs], model.device)
-    x = model.hidden_states(source, target, source_real, real)
-    wanted = torch.cat([x[row, : len(pair.target) - 1] for row, pair in enumerate(pairs)])
+    source, source_mask = pad_rows([pair.source for pair in pairs], model.device)
+    target, target_mask = pad_rows([pair.target[:-1] for pair in pairs], model.device)
+    x = model.hidden_states(source, target, source_mask, target_mask)  # (B, T, d)
+    scored = torch.cat([x[row, : len(pair.target) - 1] for row, pair in enumerate(pairs)])
     targets = torch.tensor([token for pair in pairs for token in pair.target[1:]], device=x.device)
-    return sum_token_losses(model.head, wanted, targets, model.config.vocab_size)
+    return sum_token_losses(model.head, scored, targets, model.config.vocab_size)
 
 
 def _count_exact_matches(checkpoint: CheckpointLike, pairs: list[EncodedPair], batch_size: int | None) -> int:
-    """One token more than the longest target has is enough to see that an answer is another."""
-    most = max(len(pair.target) for pair in pairs)
-    found = generate(
+    """Count the pairs whose greedy output equals the target.
+
+    One token more than the longest target is enough to detect a mismatch.
+    """
+    max_new_tokens = max(len(pair.target) for pair in pairs)
+    outputs = generate(
         checkpoint,
         [pair.source for pair in pairs],
         beams=1,
-        max_new_tokens=most,
+        max_new_tokens=max_new_tokens,
         temperature=0.0,
         max_num_seqs=batch_size,
     )
-    return sum((answer.text or "").strip() == pair.text.strip() for answer, pair in zip(found, pairs, strict=True))
+    return sum((output.text or "").strip() == pair.text.strip() for output, pair in zip(outputs, pairs, strict=True))

@@ -1,4 +1,4 @@
-"""How surprised a model is by tokens: cross-entropy over its head's logits, of which only a chunk is ever there."""
+"""Per-token cross-entropy in chunks of logits, and shared helpers of the evaluations: batching, padding, validation."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,149 +20,152 @@ from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer
 
 MAX_LOGITS_PER_CHUNK = 1 << 25
-"""Logits that are held at a time: 128 MiB of 32-bit numbers."""
+"""Maximum number of logits in memory at a time: 128 MiB in float32."""
 TOKENS_PER_BATCH = {"cpu": 2048}
 DEFAULT_TOKENS_PER_BATCH = 16384
-"""Tokens that are read in one pass, on a device and on others, unless the caller says how many rows. A CPU gains
-nothing by more, and its user would see the progress bar stand still."""
+"""Tokens per forward pass if the caller sets no batch size, by device type. Larger batches are not faster on a CPU, and
+the progress bar would update too rarely."""
 DEFAULT_CONTEXT = 4096
-"""Tokens of context, unless the caller says how many: some models could read more than a machine has room for."""
+"""Upper limit of the default context: the full context of some models does not fit into memory."""
 ProgressFn = Callable[[int, int], None]
-"""Called with what is done, and how much there is."""
+"""Called with (items done, items in total)."""
 Item = TypeVar("Item")
 
 
 class TokenLossSum(NamedTuple):
     total_nll: float
     num_correct: int
-    """Targets that were the likeliest token."""
+    """Targets that were the most likely token."""
     calibration: Calibration
-    """How sure of the likeliest it was, and how often that was the target."""
+    """Calibration of the most likely token."""
 
 
 class TokenLosses(NamedTuple):
     nll: Float[Tensor, " N"]
     """−log p of each target."""
     correct: Bool[Tensor, " N"]
-    """Whether it was the likeliest token."""
+    """Whether the target was the most likely token."""
     confidence: Float[Tensor, " N"]
-    """p of the likeliest."""
+    """Probability of the most likely token."""
 
 
 def sum_token_losses(
     head: nn.Module, x: Float[Tensor, "N d"], targets: Int[Tensor, " N"], vocab_size: int
 ) -> TokenLossSum:
-    """−Σ log p(target), from the vectors that the head reads; summed in 64 bits."""
-    found = compute_token_losses(head, x, targets, vocab_size)
-    right = found.correct.cpu().double().numpy()
-    told = bin_predictions(found.confidence.cpu().double().numpy(), right)
-    return TokenLossSum(float(found.nll.double().sum()), int(right.sum()), told)
+    """Return −Σ log p(target) from the head's input vectors, summed in float64."""
+    losses = compute_token_losses(head, x, targets, vocab_size)
+    correct = losses.correct.cpu().double().numpy()
+    calibration = bin_predictions(losses.confidence.cpu().double().numpy(), correct)
+    return TokenLossSum(float(losses.nll.double().sum()), int(correct.sum()), calibration)
 
 
 def combine_loss_sums(sums: Sequence[TokenLossSum]) -> TokenLossSum:
-    """Of all parts of a text, of which there is at least one."""
-    nats = math.fsum(part.total_nll for part in sums)
+    """Add up the sums of all batches (at least one)."""
+    total_nll = math.fsum(part.total_nll for part in sums)
     calibration = reduce(add, (part.calibration for part in sums))
-    return TokenLossSum(nats, sum(part.num_correct for part in sums), calibration)
+    return TokenLossSum(total_nll, sum(part.num_correct for part in sums), calibration)
 
 
 def compute_token_losses(
     head: nn.Module, x: Float[Tensor, "N d"], targets: Int[Tensor, " N"], vocab_size: int
 ) -> TokenLosses:
+    """Return the loss of each target from the head's input vectors. Only one chunk of logits exists at a time."""
     chunk = max(1, MAX_LOGITS_PER_CHUNK // vocab_size)
-    nats, right, confidence = [], [], []
+    nll, correct, confidence = [], [], []
     for start in range(0, len(x), chunk):
         logits, target = head(x[start : start + chunk]), targets[start : start + chunk]
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        log_p, best = wide.log_softmax(-1), wide.argmax(-1)
-        nats.append(F.nll_loss(log_p, target, reduction="none"))
-        right.append(best == target)
-        confidence.append(log_p.gather(-1, best[:, None])[:, 0].exp())
-    if not nats:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        log_p, prediction = logits.log_softmax(-1), logits.argmax(-1)  # (N, V), (N,)
+        nll.append(F.nll_loss(log_p, target, reduction="none"))
+        correct.append(prediction == target)
+        confidence.append(log_p.gather(-1, prediction[:, None])[:, 0].exp())
+    if not nll:
         return TokenLosses(x.new_zeros(0), x.new_zeros(0).bool(), x.new_zeros(0))
-    found = TokenLosses(torch.cat(nats), torch.cat(right), torch.cat(confidence))
-    if bool(found.nll.isnan().any()):
-        raise WeightError("the logits are not numbers; the weights are damaged, or too large for their dtype")
-    return found
+    losses = TokenLosses(torch.cat(nll), torch.cat(correct), torch.cat(confidence))
+    if bool(losses.nll.isnan().any()):
+        raise WeightError(
+            "the logits are NaN: the weights are damaged or overflow their dtype; load them again or in fp32"
+        )
+    return losses
 
 
 @contextmanager
 def evaluation_mode(model: Transformer) -> Iterator[None]:
-    """No gradients and no dropout; a device that is full is said to be."""
+    """Evaluation mode without gradients; an out-of-memory error becomes an InputError."""
     try:
         with torch.no_grad(), eval_mode(model):
             yield
     except torch.OutOfMemoryError:
-        raise InputError("the device has no memory for so much at once; lower the batch or the context") from None
+        raise InputError("the device is out of memory; lower batch_size or context") from None
 
 
 def batch_by_length(
     items: Sequence[Item], length: Callable[[Item], int], batch_size: int | None, device: torch.device
 ) -> list[list[Item]]:
-    """Items of like length together, the longest first: if memory is too small, that is known at once."""
+    """Batch items of similar length, longest first, so that an out-of-memory error occurs at the start."""
     ordered = sorted(items, key=length, reverse=True)
-    found, start, most = [], 0, TOKENS_PER_BATCH.get(device.type, DEFAULT_TOKENS_PER_BATCH)
+    batches, start, max_tokens = [], 0, TOKENS_PER_BATCH.get(device.type, DEFAULT_TOKENS_PER_BATCH)
     while start < len(ordered):
-        rows = batch_size or max(1, most // max(1, length(ordered[start])))
-        found.append(ordered[start : start + rows])
+        rows = batch_size or max(1, max_tokens // max(1, length(ordered[start])))
+        batches.append(ordered[start : start + rows])
         start += rows
-    return found
+    return batches
 
 
 def pad_rows(rows: Sequence[Any], device: torch.device) -> tuple[Int[Tensor, "B T"], Tensor | None]:
-    """Rows of ids as one tensor, padded on the right, and which are real; None if all are."""
+    """Right-pad rows of ids to one tensor; return it and its padding mask (True for tokens), None without padding."""
     width = max(map(len, rows))
-    tokens, real = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.bool)
-    for place, row in enumerate(rows):
-        tokens[place, : len(row)] = torch.from_numpy(np.asarray(row, np.int64))
-        real[place, : len(row)] = True
-    return tokens.to(device), None if bool(real.all()) else real.to(device)
+    tokens, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = torch.from_numpy(np.asarray(row, np.int64))
+        mask[index, : len(row)] = True
+    return tokens.to(device), None if bool(mask.all()) else mask.to(device)
 
 
 def resolve_positive_int(name: str, value: int | None, default: int, maximum: int | None, reason: str) -> int:
-    """A whole number from 1 to `maximum`, or what is taken when none is given."""
+    """Return the default for None, else the value if it is an integer from 1 to `maximum`."""
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name} is {value!r:.40}; give a whole number from 1")
+        raise InputError(f"{name} is {value!r:.40}; pass an integer of at least 1")
     if maximum is not None and value > maximum:
-        raise InputError(f"{name} is {value}, {reason}; give at most {maximum}")
+        raise InputError(f"{name} is {value}, {reason}; pass at most {maximum}")
     return value
 
 
 def resolve_context(model: Transformer, context: int | None) -> int:
-    """How many tokens are read at once: as told, or the model's own context, up to DEFAULT_CONTEXT."""
+    """Return the maximum input length; default the model's context, at most DEFAULT_CONTEXT."""
     [stack] = model.stacks.values()
     limit: int | None = getattr(stack.embed.position, "max_positions", None)
-    own = min(each for each in (model.config.context, limit, DEFAULT_CONTEXT) if each is not None)
-    return resolve_positive_int("context", context, own, limit, f"but the model has positions for {limit} tokens")
+    default = min(length for length in (model.config.context, limit, DEFAULT_CONTEXT) if length is not None)
+    return resolve_positive_int("context", context, default, limit, f"but the model has positions for {limit} tokens")
 
 
 def check_texts(texts: Any) -> Any:
-    """Several texts, not one: its letters would be taken for texts."""
+    """Raise on a single string, whose characters would be taken for texts."""
     if isinstance(texts, str):
-        raise InputError("texts is one text; put it into a list")
+        raise InputError("texts is a string; pass a list of texts")
     return texts
 
 
 def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
     if tokenizer is None:
-        raise InputError("this model has no tokenizer to read text with; put its tokenizer's files beside the weights")
+        raise InputError("this model has no tokenizer; put the tokenizer files into the checkpoint directory")
     return tokenizer
 
 
 def special_prefix_and_suffix(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The special tokens that the tokenizer sets before a text, and those behind it."""
-    whole, plain = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
-    for place in range(len(whole) - len(plain) + 1):
-        if whole[place : place + len(plain)] == plain:
-            return whole[:place], whole[place + len(plain) :]
+    """Return the special tokens that the tokenizer adds before and after a text."""
+    encoded, plain = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
+    for start in range(len(encoded) - len(plain) + 1):
+        if encoded[start : start + len(plain)] == plain:
+            return encoded[:start], encoded[start + len(plain) :]
     return [], []
 
 
 def check_token_ids(max_id: int, vocab_size: int) -> None:
     if max_id >= vocab_size:
         raise InputError(
-            f"the tokenizer makes the id {max_id}, and the model's vocabulary has ids 0 to {vocab_size - 1}; they do"
-            " not belong together"
+            f"the tokenizer produces id {max_id}, but the model's vocabulary has ids 0 to {vocab_size - 1}; use the "
+            "tokenizer of this model"
         )

@@ -1,4 +1,4 @@
-"""How others store the same model: one declarative table a family, read in both directions."""
+"""Model families: load, save and verify checkpoints of other libraries from one declarative table per family."""
 
 from cutaway.families.registry import config_from_hf, families, find_family, resolve_family
 

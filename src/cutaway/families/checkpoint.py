@@ -1,4 +1,4 @@
-"""A checkpoint: a model with what lies beside it."""
+"""Checkpoint: a model with its configuration, tokenizer and load report."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,29 +9,29 @@ from cutaway.config import Config
 from cutaway.families.load_report import LoadReport
 from cutaway.model import Transformer
 
-if TYPE_CHECKING:  # read when a tokenizer is asked for
+if TYPE_CHECKING:  # imported on first access to Checkpoint.tokenizer
     from cutaway.tokenizer import Tokenizer
 
 
 def _no_tokenizer() -> None:
-    """No tokenizer; a function with a name, so that a checkpoint can be pickled."""
+    """Loader of a checkpoint without tokenizer; a module-level function, so that a checkpoint can be pickled."""
 
 
 @dataclass
 class Checkpoint:
-    """A model, its configuration and tokenizer, the family it came from, and the report of how it was loaded."""
+    """A model, its configuration and tokenizer, the family it was loaded from, and the load report."""
 
     model: Transformer
     config: Config
     family: str | None = None
     load_report: LoadReport | None = None
     hf_config: dict[str, Any] = field(default_factory=dict)
-    """The config.json it came with; it goes back out with the model."""
+    """Contents of config.json as loaded; `save` writes it with the model."""
     generation_config: dict[str, Any] = field(default_factory=dict)
-    """The settings for generation it came with."""
+    """Contents of generation_config.json as loaded."""
     tokenizer_loader: "Callable[[], Tokenizer | None]" = field(default=_no_tokenizer, repr=False)
 
     @cached_property
     def tokenizer(self) -> "Tokenizer | None":
-        """The tokenizer that lies beside the weights, read when first asked for; None if there is none."""
+        """The tokenizer of the checkpoint directory, loaded on first access; None if there is none."""
         return self.tokenizer_loader()

@@ -1,4 +1,4 @@
-"""Fields: how one key of another library's config.json and one path of a configuration say the same, both ways."""
+"""Config fields: two-way mappings between config.json keys and Config paths."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ REQUIRED: Any = object()
 
 
 class HFConfigReader:
-    """A config.json being read. Whoever asks for a key says what its absence means."""
+    """Access to a config.json; the caller passes the default of each key."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self.data = data
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key; null counts as absent where the default is not None."""
+        """Value of a key; the default if the key is absent. Raises if that is REQUIRED."""
         value = self.data.get(key, default)
         if value is REQUIRED:
-            raise ConfigError(f"config.json has no '{key}', and this family has no default for it; add it")
+            raise ConfigError(f"config.json has no '{key}', and this family has no default for it; add the key")
         return value
 
     def get_number(self, key: str, default: Any = REQUIRED) -> Any:
-        """A number (null counts as absent)."""
+        """Value of a key that must be a number; null counts as absent."""
         value = self.get(key, default)
         value = default if value is None else value
         if value is REQUIRED or isinstance(value, bool) or not isinstance(value, int | float):
@@ -33,17 +33,17 @@ class HFConfigReader:
 
 
 class ConfigField(Protocol):
-    """Part of the table between their config.json and our configuration."""
+    """Two-way mapping between some config.json keys and some Config paths."""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys it accounts for."""
+        """config.json keys that this field reads or writes."""
 
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
-        """From their keys into our tree."""
+        """Read config.json keys and set Config values in the tree."""
 
     def to_hf(self, tree: ConfigTree, hf_config: dict[str, Any]) -> None:
-        """From our tree into their keys."""
+        """Read Config values of the tree and set config.json keys."""
 
 
 Paths = str | tuple[str, ...]
@@ -54,21 +54,21 @@ def _as_paths(path: Paths) -> tuple[str, ...]:
 
 
 def _get_common_value(tree: ConfigTree, path: Paths, key: str) -> Any:
-    values = [tree.get(one) for one in _as_paths(path)]
+    values = [tree.get(p) for p in _as_paths(path)]
     if any(value != values[0] for value in values[1:]):
-        raise ConfigError(f"{' and '.join(_as_paths(path))} differ, and '{key}' is one for both")
+        raise ConfigError(f"{' and '.join(_as_paths(path))} differ, and '{key}' has one value for both")
     return values[0]
 
 
 @dataclass(frozen=True)
 class Key:
-    """The same value under another name. A default may be computed from the other keys."""
+    """One key ↔ one path (or several paths with the same value). A callable default is computed from other keys."""
 
     key: str
     path: Paths
     default: Any = REQUIRED
     decode: Callable[[Any], Any] | None = None
-    """Theirs into ours, where they differ; None stays None."""
+    """Convert the config.json value to the Config value; None stays None. `encode` is the inverse."""
     encode: Callable[[Any], Any] | None = None
 
     @property
@@ -78,7 +78,7 @@ class Key:
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
         default = self.default(hf_config) if callable(self.default) else self.default
         value = hf_config.get(self.key, default)
-        if value is None and callable(self.default):  # null means "work it out"
+        if value is None and callable(self.default):  # null means the computed default
             value = default
         if value is not None and self.decode is not None:
             value = self.decode(value)
@@ -93,7 +93,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Choice:
-    """A word of theirs for a value (or a whole part) of ours."""
+    """A key with a fixed set of values, each mapped to a Config value or subtree."""
 
     key: str
     path: Paths
@@ -105,25 +105,27 @@ class Choice:
         return (self.key,)
 
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
-        word = hf_config.get(self.key, self.default)
-        word = self.default if word is None else word
-        known = [value for name, value in self.choices.items() if name == word and type(name) is type(word)]
-        if not known:
-            words = ", ".join(repr(name) for name in self.choices)
-            raise ConfigError(f"config.json's '{self.key}' is {word!r}, which cutaway does not have; it has {words}")
+        value = hf_config.get(self.key, self.default)
+        value = self.default if value is None else value
+        matches = [target for name, target in self.choices.items() if name == value and type(name) is type(value)]
+        if not matches:
+            supported = ", ".join(repr(name) for name in self.choices)
+            raise ConfigError(
+                f"config.json's '{self.key}' is {value!r}, which cutaway does not support; use one of {supported}"
+            )
         for path in _as_paths(self.path):
-            tree.set(path, known[0])
+            tree.set(path, matches[0])
 
     def to_hf(self, tree: ConfigTree, hf_config: dict[str, Any]) -> None:
         value = _get_common_value(tree, self.path, self.key)
-        words = [word for word, meaning in self.choices.items() if _matches(meaning, value)]
-        if not words:
-            raise ConfigError(f"{_as_paths(self.path)[0]} is {value!r}, for which '{self.key}' has no word")
-        hf_config[self.key] = self.default if self.default in words else words[0]
+        names = [name for name, target in self.choices.items() if _matches(target, value)]
+        if not names:
+            raise ConfigError(f"{_as_paths(self.path)[0]} is {value!r}, which '{self.key}' cannot represent")
+        hf_config[self.key] = self.default if self.default in names else names[0]
 
 
 def _matches(expected: Any, value: Any) -> bool:
-    """Whether a written-out part is the one that a table names briefly."""
+    """Whether a full Config subtree agrees with the keys that a table entry lists."""
     if isinstance(expected, dict) and isinstance(value, dict):
         return all(_matches(inner, value.get(key)) for key, inner in expected.items())
     if isinstance(expected, list | tuple) and isinstance(value, list | tuple):
@@ -132,17 +134,17 @@ def _matches(expected: Any, value: Any) -> bool:
 
 
 def flag(key: str, path: Paths, default: bool, *, on: Any = True, off: Any = False) -> Choice:
-    """True and False, and what they mean."""
+    """A boolean key: `on` and `off` are the Config values of True and False."""
     return Choice(key, path, default, {True: on, False: off})
 
 
 @dataclass(frozen=True)
 class SupportedValues:
-    """A key that is honoured at these values alone; any other is refused, for the model would be another one."""
+    """A key that is supported only at these values; other values raise, since they would change the model."""
 
     key: str
     values: tuple[Any, ...]
-    """The first is the default, and is what is written."""
+    """The first value is the default and the one that is written."""
     reason: str
     always_write: bool = False
 
@@ -153,7 +155,7 @@ class SupportedValues:
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
         value = hf_config.get(self.key, self.values[0])
         if value not in self.values:
-            raise ConfigError(f"config.json's '{self.key}' is {value!r}, which cutaway does not honour: {self.reason}")
+            raise ConfigError(f"config.json's '{self.key}' is {value!r}, which cutaway does not support: {self.reason}")
 
     def to_hf(self, tree: ConfigTree, hf_config: dict[str, Any]) -> None:
         if self.always_write:
@@ -162,7 +164,7 @@ class SupportedValues:
 
 @dataclass(frozen=True)
 class Custom:
-    """What no table can say: two functions that undo each other."""
+    """A mapping given by two functions that are inverse to each other."""
 
     keys: tuple[str, ...]
     from_hf: Callable[[HFConfigReader, ConfigTree], None]
@@ -171,7 +173,7 @@ class Custom:
 
 @dataclass(frozen=True)
 class SameAs:
-    """A path of ours that always says what another one says; where it does not, the way out and back shows it."""
+    """A Config path that has the value of another path; the round trip in `config_to_hf` detects where it differs."""
 
     path: str
     source: str
@@ -186,7 +188,7 @@ class SameAs:
 
 @dataclass(frozen=True)
 class IfHead:
-    """A field about the head, passed over where there is none."""
+    """A field that applies only to models with a head."""
 
     field: ConfigField
 
@@ -204,7 +206,7 @@ class IfHead:
 
 
 def clear_out_of_vocab_pad_token(default_pad_token_id: int) -> Custom:
-    """Where a vocabulary is too small for the padding token that an absent key would mean, none is written."""
+    """Write a null pad_token_id if the default padding token is outside of the vocabulary."""
 
     def to_hf(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
         if tree.data["vocab_size"] <= default_pad_token_id:
@@ -220,11 +222,11 @@ HF_ACTIVATIONS = {
     "leaky_relu": "leaky_relu", "hardswish": "hardswish", "mish": "mish", "laplace": "laplace",
     "sqrtsoftplus": "sqrt_softplus", "sigmoid": "sigmoid", "tanh": "tanh", "linear": "identity",
 }  # fmt: skip
-"""Their word → ours. Several of theirs are one function; the first that is the family's default is written."""
+"""transformers → Config. If several names are one function, the family's default is written, else the first."""
 
 
 def activation(key: str, path: Paths, default: str) -> Choice:
-    """The name of an activation."""
+    """A key that names an activation function."""
     return Choice(key, path, default, HF_ACTIVATIONS)
 
 
@@ -235,17 +237,17 @@ def attention_heads(
     num_kv_heads: tuple[str, int | None] | None = ("num_key_value_heads", None),
     head_dim: tuple[str, int | None] | None = ("head_dim", None),
 ) -> tuple[ConfigField, ...]:
-    """How many heads, how many keys and values (as many, unless told), how wide (d_model / heads, unless told)."""
-    at = f"{stack}.block.attention"
-    fields = [Key(num_heads[0], f"{at}.heads", num_heads[1])]
-    fields += [Key(num_kv_heads[0], f"{at}.kv_heads", num_kv_heads[1])] if num_kv_heads else []
-    fields += [Key(head_dim[0], f"{at}.d_head", head_dim[1])] if head_dim else []
+    """Number of heads, of key-value heads (default: heads) and head dimension (default: d_model / heads)."""
+    prefix = f"{stack}.block.attention"
+    fields = [Key(num_heads[0], f"{prefix}.heads", num_heads[1])]
+    fields += [Key(num_kv_heads[0], f"{prefix}.kv_heads", num_kv_heads[1])] if num_kv_heads else []
+    fields += [Key(head_dim[0], f"{prefix}.d_head", head_dim[1])] if head_dim else []
     return tuple(fields)
 
 
 @dataclass(frozen=True)
 class WhereFFN:
-    """Fields of those layers alone whose FFN is of one kind, in a stack that mixes them."""
+    """Fields that apply only to the layers whose FFN is of kind `ffn_kind`, in a stack that mixes kinds."""
 
     ffn_kind: str
     fields: tuple[ConfigField, ...]
@@ -260,30 +262,30 @@ class WhereFFN:
             entry.from_hf(hf_config, self._matching_layers(tree))
 
     def to_hf(self, tree: ConfigTree, hf_config: dict[str, Any]) -> None:
-        part = self._matching_layers(tree)
-        for entry in self.fields if part.blocks(self.stack) else ():
-            entry.to_hf(part, hf_config)
+        matching = self._matching_layers(tree)
+        for entry in self.fields if matching.blocks(self.stack) else ():
+            entry.to_hf(matching, hf_config)
 
     def _matching_layers(self, tree: ConfigTree) -> ConfigTree:
         blocks = [block for block in tree.blocks(self.stack) if block["ffn"]["kind"] == self.ffn_kind]
-        part = ConfigTree({})
-        part.data = tree.data | {self.stack: tree.data[self.stack] | {"blocks": blocks}}
-        return part
+        matching = ConfigTree({})
+        matching.data = tree.data | {self.stack: tree.data[self.stack] | {"blocks": blocks}}
+        return matching
 
 
 @dataclass(frozen=True)
 class LayerTypes:
-    """Which layers look near and which far: `layer_types` and the window's width."""
+    """Sliding-window and full attention per layer: `layer_types` and the window size."""
 
     default: Callable[[HFConfigReader, int], list[str]]
-    """What an absent list means, for so many layers."""
+    """Default of `layer_types`, given config.json and the number of layers."""
     stack: str = "decoder"
     window_key: str = "sliding_window"
     default_window: int | None = None
     extra_keys: tuple[str, ...] = ()
-    """Older keys that the default reads."""
+    """Legacy keys that `default` reads."""
     is_enabled: Callable[[HFConfigReader], bool] = lambda hf_config: True
-    """Whether windows are used at all."""
+    """Whether the model uses sliding windows."""
     decode: Callable[[int], int] = lambda window: window
     encode: Callable[[int], int] = lambda window: window
 
@@ -297,29 +299,33 @@ class LayerTypes:
         types = self.default(hf_config, len(blocks)) if types is None else types
         window = hf_config.get(self.window_key, self.default_window) if self.is_enabled(hf_config) else None
         if not isinstance(types, list) or len(types) < len(blocks):
-            raise ConfigError(f"config.json's 'layer_types' must be a list of {len(blocks)} words, one a layer")
+            raise ConfigError(
+                f"config.json's 'layer_types' must be a list of {len(blocks)} strings, one per layer; correct it"
+            )
         for block, kind in zip(blocks, types, strict=False):
             if kind not in ("full_attention", "sliding_attention"):
                 raise ConfigError(
-                    f"config.json's 'layer_types' has {kind!r}; cutaway has full_attention and sliding_attention"
+                    f"config.json's 'layer_types' has {kind!r}; cutaway supports full_attention and sliding_attention"
                 )
-            near = window if kind == "sliding_attention" else None
-            block["attention"]["window"] = None if near is None else self.decode(near)
+            layer_window = window if kind == "sliding_attention" else None
+            block["attention"]["window"] = None if layer_window is None else self.decode(layer_window)
 
     def to_hf(self, tree: ConfigTree, hf_config: dict[str, Any]) -> None:
         windows = [block["attention"]["window"] for block in tree.blocks(self.stack)]
-        near = {window for window in windows if window is not None}
-        if len(near) > 1:
-            raise ConfigError(f"layers have windows of {sorted(near)}, and this family has one width for all")
+        windows_used = {window for window in windows if window is not None}
+        if len(windows_used) > 1:
+            raise ConfigError(
+                f"layers have windows of {sorted(windows_used)}, and this family has one window size for all layers"
+            )
         hf_config["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in windows]
-        if near:
-            hf_config[self.window_key] = self.encode(near.pop())
+        if windows_used:
+            hf_config[self.window_key] = self.encode(windows_used.pop())
 
 
 def full_attention_every(
     default_period: int, period_key: str | None = None
 ) -> Callable[[HFConfigReader, int], list[str]]:
-    """Each n-th layer looks far and the others near; n may stand under an older key."""
+    """Default `layer_types`: full attention in every n-th layer, else a sliding window; `period_key` may set n."""
 
     def layer_types(hf_config: HFConfigReader, num_layers: int) -> list[str]:
         period = hf_config.get_number(period_key, default_period) if period_key else default_period

@@ -1,4 +1,4 @@
-"""A configuration as a plain tree with one block a layer: what the fields of a family read into and write from."""
+"""ConfigTree: a Config as nested dicts with one block per layer, which config fields read and write."""
 
 import json
 import math
@@ -7,69 +7,71 @@ from copy import deepcopy
 from typing import Any
 
 from cutaway.config import Config
-from cutaway.config import config as validated
+from cutaway.config import config as build_config
 from cutaway.errors import ConfigError
 
 MISSING: Any = object()
 
 
 class ConfigTree:
-    """Nested dicts by dotted path. A path through `block` means every layer of that stack."""
+    """Nested dicts addressed by dotted paths. `block` in a path addresses every layer of the stack."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self.data = deepcopy(dict(data))
 
     @classmethod
     def from_config(cls, config: Config) -> "ConfigTree":
-        """A finished configuration, with every default, and every value that follows from others, written out."""
+        """Build the tree of a Config with all defaults and derived values resolved."""
         tree = cls(config.model_dump(mode="json"))
         if config.context is None:
             del tree.data["context"]
         for name, stack in config.stacks.items():
-            inside = tree.data[name]
-            inside["blocks"] = [block.model_dump(mode="json") for block in stack.blocks]
-            own = stack.attention_resid_dropout
-            inside["attention_resid_dropout"] = stack.dropout if own is None else own
-            inside["embedding"]["scale"] = stack.embedding.resolve_scale(config.d_model)
-            for block in inside["blocks"]:
+            stack_tree = tree.data[name]
+            stack_tree["blocks"] = [block.model_dump(mode="json") for block in stack.blocks]
+            if stack.attention_resid_dropout is None:
+                stack_tree["attention_resid_dropout"] = stack.dropout
+            stack_tree["embedding"]["scale"] = stack.embedding.resolve_scale(config.d_model)
+            for block in stack_tree["blocks"]:
                 _fill_ffn_defaults(block["ffn"], config.d_model)
                 for attention in filter(None, (block["attention"], block.get("cross"))):
                     _fill_attention_defaults(attention, config.d_model)
-            for gone in ("block", "leading_blocks"):
-                del inside[gone]
+            for key in ("block", "leading_blocks"):
+                del stack_tree[key]
         return tree
 
     def blocks(self, stack: str) -> list[dict[str, Any]]:
-        """The layers' blocks, made from the one written as `block` when first asked for."""
-        inside = self.data[stack]
-        if "blocks" not in inside:
-            layers = inside["layers"]
+        """One block per layer; copies of `block` are created on first access."""
+        stack_tree = self.data[stack]
+        if "blocks" not in stack_tree:
+            layers = stack_tree["layers"]
             if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= 10_000:
-                raise ConfigError(f"the {stack} has {layers!r} layers; a whole number from 1 to 10000 is needed")
-            one = inside.pop("block")
-            inside["blocks"] = [deepcopy(one) for _ in range(layers)]
-        return inside["blocks"]
+                raise ConfigError(f"{stack}.layers is {layers!r}; it must be an integer from 1 to 10000")
+            block = stack_tree.pop("block")
+            stack_tree["blocks"] = [deepcopy(block) for _ in range(layers)]
+        return stack_tree["blocks"]
 
     def set(self, path: str, value: Any) -> None:
-        """Write a value, making the tables on the way."""
+        """Set the value at a path, creating intermediate dicts."""
         if isinstance(value, list | dict | str) and len(value) > 4096:
-            raise ConfigError(f"{path} is given a {type(value).__name__} of {len(value):,}, which is no setting")
+            raise ConfigError(
+                f"{path} is a {type(value).__name__} of length {len(value):,}; config values have at most 4096 items"
+            )
         for table, key in self._resolve_path(path, create=True):
             table[key] = deepcopy(value)
 
     def get(self, path: str) -> Any:
-        """The value at a path, MISSING if there is none. Layers must agree."""
+        """Value at a path; MISSING if there is none. Raises if layers differ."""
         values = [table.get(key, MISSING) for table, key in self._resolve_path(path, create=False)]
         if any(value != values[0] for value in values[1:]):
-            raise ConfigError(f"{path} differs between layers, and this family has one for all of them")
+            raise ConfigError(f"{path} differs between layers, and this family has one value for all layers")
         return values[0] if values else MISSING
 
     def _resolve_path(self, path: str, *, create: bool) -> list[tuple[dict[str, Any], str]]:
-        *way, last = path.split(".")
+        *parents, last = path.split(".")
         tables = [self.data]
-        for key in way:
+        for key in parents:
             if key == "block":
-                tables = list(self.blocks(way[0]))
+                tables = list(self.blocks(parents[0]))
                 continue
             if create:
                 for table in tables:
@@ -79,45 +81,45 @@ class ConfigTree:
         return [(table, last) for table in tables]
 
     def to_config(self) -> Config:
-        """The configuration, its layers written as the shortest leading blocks and pattern."""
+        """Validate the tree as a Config, with layers as the shortest `leading_blocks` and repeating `block` pattern."""
         data = deepcopy(self.data)
         for name in ("encoder", "decoder"):
             if name in data:
                 blocks = ConfigTree(data).blocks(name) if "blocks" not in data[name] else data[name].pop("blocks")
                 data[name].pop("block", None)
                 data[name]["leading_blocks"], data[name]["block"] = shortest_layer_pattern(blocks)
-        return validated(data)
+        return build_config(data)
 
 
 def shortest_layer_pattern(blocks: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The shortest (leading blocks, pattern) that give these blocks; of equally short ones, that with fewer leading.
+    """Return the shortest (leading blocks, repeating pattern) of a list of blocks; on a tie, the fewest leading blocks.
 
-    What follows the leading blocks repeats itself: the borders of the blocks, read backwards, tell how (Knuth, Morris
-    and Pratt).
+    The failure function (Knuth, Morris, Pratt) of the reversed list gives, for every suffix of the list, its shortest
+    period.
     """
-    kinds: dict[str, int] = {}
-    number = [kinds.setdefault(json.dumps(block, sort_keys=True, default=str), len(kinds)) for block in blocks][::-1]
-    border = [0] * len(number)
-    for i in range(1, len(number)):
+    ids: dict[str, int] = {}
+    reversed_ids = [ids.setdefault(json.dumps(block, sort_keys=True, default=str), len(ids)) for block in blocks][::-1]
+    border = [0] * len(reversed_ids)
+    for i in range(1, len(reversed_ids)):
         k = border[i - 1]
-        while k and number[i] != number[k]:
+        while k and reversed_ids[i] != reversed_ids[k]:
             k = border[k - 1]
-        border[i] = k + (number[i] == number[k])
-    length = max(range(1, len(number) + 1), key=lambda length: (border[length - 1], length))
-    num_leading, period = len(number) - length, length - border[length - 1]
+        border[i] = k + (reversed_ids[i] == reversed_ids[k])
+    length = max(range(1, len(reversed_ids) + 1), key=lambda length: (border[length - 1], length))
+    num_leading, period = len(reversed_ids) - length, length - border[length - 1]
     return blocks[:num_leading], blocks[num_leading : num_leading + period]
 
 
-# ------------------------------------------------------------------------------------------------ are two the same?
+# --------------------------------------------------------------------------------------------------- comparison
 
 
 def diff_configs(a: Config, b: Config) -> list[str]:
-    """Where two configurations describe different models, as 'path: this, not that'; spelling apart."""
+    """Differences between two Configs with defaults resolved, as 'path: a, not b'; `init` and `context` are ignored."""
     left, right = (
         _flatten(
-            {key: value for key, value in ConfigTree.from_config(one).data.items() if key not in ("init", "context")}
+            {key: value for key, value in ConfigTree.from_config(config).data.items() if key not in ("init", "context")}
         )
-        for one in (a, b)
+        for config in (a, b)
     )
     return [
         f"{path}: {left.get(path)!r}, not {right.get(path)!r}"
@@ -133,23 +135,23 @@ def _values_equal(a: Any, b: Any) -> bool:
 
 
 def _fill_ffn_defaults(ffn: dict[str, Any], d_model: int) -> None:
-    for part in (ffn, ffn.get("expert"), ffn.get("shared")):
-        if part is not None and "hidden" in part and part["hidden"] is None:
-            part["hidden"] = 4 * d_model if part["kind"] == "mlp" else -(-8 * d_model // 24) * 8
+    for layer in (ffn, ffn.get("expert"), ffn.get("shared")):
+        if layer is not None and "hidden" in layer and layer["hidden"] is None:
+            layer["hidden"] = 4 * d_model if layer["kind"] == "mlp" else -(-8 * d_model // 24) * 8
 
 
 def _fill_attention_defaults(attention: dict[str, Any], d_model: int) -> None:
     if attention["kind"] == "latent":
-        width = attention["d_rope"]
-        attention["scale"] = attention["scale"] or (attention["d_nope"] + width) ** -0.5
+        head_dim = attention["d_rope"]
+        attention["scale"] = attention["scale"] or (attention["d_nope"] + head_dim) ** -0.5
     else:
-        width = attention["d_head"] = attention["d_head"] or d_model // attention["heads"]
+        head_dim = attention["d_head"] = attention["d_head"] or d_model // attention["heads"]
         attention["kv_heads"] = attention["kv_heads"] or attention["heads"]
-        attention["scale"] = attention["scale"] or width**-0.5
+        attention["scale"] = attention["scale"] or head_dim**-0.5
         attention["bias"] = sorted(attention["bias"])
     position = attention.get("position", {})
     if position.get("kind") == "rope":
-        position["rotary_dim"] = position["rotary_dim"] or width
+        position["rotary_dim"] = position["rotary_dim"] or head_dim
         scaling = position["scaling"]
         if scaling["kind"] == "yarn" and scaling["attention_factor"] is None:
             scaling["attention_factor"] = 0.1 * math.log(scaling["factor"]) + 1 if scaling["factor"] > 1 else 1.0

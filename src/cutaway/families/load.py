@@ -1,4 +1,4 @@
-"""Open a checkpoint, from whatever a user has: a directory, a file, or a name on the hub."""
+"""Load a checkpoint from a directory, a training run, a GGUF file or the Hugging Face Hub."""
 
 import re
 from collections.abc import Callable
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from cutaway.tokenizer import Tokenizer
 
 HUB_ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm")
-"""What is fetched of a hub repository: no code, no pickles."""
+"""Files downloaded from a Hub repository: no code, no pickles."""
 RUN_FILE_NAME = "run.json"
-"""The file that tells a run's directory."""
+"""The file that marks a training run directory."""
 
 
 def load(
@@ -41,13 +41,13 @@ def load(
     check_finite: bool | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Checkpoint:
-    """Open a directory of another library's or of cutaway's own, a run's, a .gguf file, or a hub id.
+    """Load a checkpoint: a transformers or cutaway directory, a training run, a .gguf file, or a Hub id.
 
-    A hub id is 'owner/name[@revision]'; 'tiny-python' is the model that comes with cutaway.
+    A Hub id is 'owner/name[@revision]'; 'tiny-python' is the pretrained model shipped with cutaway.
 
-    Weights keep the dtype they are stored in, unless one is asked for. `check_finite` says whether every number is
-    looked at for NaN and infinity; unless given, it is in checkpoints of up to half a gigabyte, and in larger ones only
-    small tensors are, so that pages are read when they are used. `progress(done, total)` is called as tensors come.
+    `dtype`: default the stored dtype. `check_finite`: whether all weights are checked for NaN and infinity; by default
+    all are in checkpoints of up to half a gigabyte, and only small tensors in larger ones, so that memory-mapped pages
+    are read when first used. `progress(done, total)` is called after each loaded tensor.
     """
     path = resolve_checkpoint_path(source)
     load_options: dict[str, Any] = {
@@ -59,7 +59,7 @@ def load(
     if path.is_file():
         return _load_file(path, load_options)
     if not path.is_dir():
-        raise InputError(f"'{path}' is neither a plain file nor a directory; give a model's directory or a .gguf file")
+        raise InputError(f"'{path}' is neither a regular file nor a directory; pass a model directory or a .gguf file")
     try:
         next(path.iterdir(), None)
     except OSError as error:
@@ -67,13 +67,15 @@ def load(
     if (path / RUN_FILE_NAME).is_file():
         path = path / "model"
         if not path.is_dir():
-            raise InputError(f"'{source}' is a run without a model yet; finish it: cutaway train --resume {source}")
+            raise InputError(
+                f"'{source}' is a training run without a saved model; finish it with: cutaway train --resume {source}"
+            )
     if (path / NATIVE_CONFIG_NAME).exists():
         model, config, report = load_native_checkpoint(path, **load_options)
         return Checkpoint(model, config, None, report, tokenizer_loader=partial(_load_tokenizer, path))
     hf_config = read_json_file(path / "config.json", ConfigError) if (path / "config.json").exists() else None
     if hf_config is None:
-        raise ConfigError(f"'{path}' has no config.json, so it is not known what model its weights are; add it")
+        raise ConfigError(f"'{path}' has no config.json, which defines the model of its weights; add it")
     family = resolve_family(hf_config)
     reader: TensorReader = open_safetensors(path)
     if hf_config.get("quantization_config") is not None:
@@ -96,28 +98,26 @@ def _load_file(path: Path, load_options: dict[str, Any]) -> Checkpoint:
     if path.suffix == ".gguf":
         return load_gguf(path, **load_options)
     if path.suffix == ".safetensors":
-        raise InputError(f"'{path.name}' is weights without a config.json; give the directory that holds both")
-    raise InputError(f"'{path.name}' is no checkpoint; give a model's directory, a .gguf file or a hub id")
+        raise InputError(f"'{path.name}' holds weights without a config.json; pass the directory that holds both")
+    raise InputError(f"'{path.name}' is not a checkpoint; pass a model directory, a .gguf file or a Hub id")
 
 
 def resolve_checkpoint_path(source: str | Path) -> Path:
-    """The file or directory that a source means; a hub id is fetched into the hub's own cache, or found there."""
+    """Resolve a source to a local file or directory; a Hub id is downloaded to, or found in, the Hub cache."""
     if not isinstance(source, str | Path) or not str(source).strip():
-        raise InputError(f"{source!r} is no checkpoint; give a model's directory, a .gguf file or a hub id")
+        raise InputError(f"{source!r} is not a checkpoint; pass a model directory, a .gguf file or a Hub id")
     try:
         path = Path(source).expanduser()
         if path.exists():
             return path
     except (OSError, ValueError, RuntimeError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise InputError(f"{str(source)[:80]!r} cannot be opened: {said}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{str(source)[:80]!r} cannot be opened: {reason}") from None
     if (pretrained := find_pretrained(str(source))) is not None:
         return pretrained
     name, _, revision = str(source).partition("@")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name, re.ASCII) or ".." in name:
-        raise InputError(
-            f"'{source}' does not exist; give a model's directory, a .gguf file or a hub id ('owner/name')"
-        )
+        raise InputError(f"'{source}' does not exist; pass a model directory, a .gguf file or a Hub id ('owner/name')")
     return _download_from_hub(name, revision or None)
 
 
@@ -129,10 +129,11 @@ def _download_from_hub(repo_id: str, revision: str | None) -> Path:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(HUB_ALLOW_PATTERNS)))
     except (OfflineModeIsEnabled, LocalEntryNotFoundError):
         raise InputError(
-            f"'{repo_id}' is neither a path here nor in the hub's cache, and the hub cannot be reached; check"
-            " the spelling and the network, or give a directory"
+            f"'{repo_id}' is neither a local path nor in the Hub cache, and the Hub cannot be reached; check"
+            " the spelling and the network, or pass a directory"
         ) from None
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise InputError(
-            f"the hub does not give '{repo_id}': {format_error(error)}; check the name, and log in if it is private"
+            f"'{repo_id}' cannot be downloaded from the Hub: {format_error(error)}; check the name, and log in if it is"
+            " private"
         ) from None

@@ -1,4 +1,4 @@
-"""The load plan: which tensors of a file become which of the model's, and what is left over; before any is read."""
+"""Load plan: checkpoint keys matched to model keys, with missing, unexpected and mismatched keys, before reading."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,23 +15,24 @@ from cutaway.model import Transformer
 
 @dataclass(frozen=True)
 class TensorConversion:
-    """Tensors of the checkpoint, tensors of the model, and how the ones become the others."""
+    """Checkpoint keys, model keys, and the operation that converts between them."""
 
     checkpoint_keys: tuple[str, ...]
     model_keys: tuple[str, ...]
     op: ConversionOp
     d_head: int
+    """Head dimension of the layer; 0 outside of layers."""
 
 
 @dataclass
 class LoadPlan:
-    """What loading will do."""
+    """Conversions to perform, and the keys that are computed, ignored, missing, unexpected or mismatched."""
 
     conversions: list[TensorConversion] = field(default_factory=list)
     duplicates: list[tuple[TensorConversion, TensorConversion]] = field(default_factory=list)
-    """Further names under which a file keeps a tensor that the model has once, with the conversion that takes it."""
+    """(conversion of a further copy of a tensor that the model has once, conversion that is loaded)."""
     computed_weights: list[str] = field(default_factory=list)
-    """Ours that are not in the file and follow from the configuration."""
+    """Model keys that are not in the file and are computed from the configuration."""
     ignored_weights: dict[str, str] = field(default_factory=dict)
     missing_keys: list[str] = field(default_factory=list)
     unexpected_keys: list[str] = field(default_factory=list)
@@ -39,34 +40,34 @@ class LoadPlan:
 
 
 def canonical_keys(model: Transformer) -> dict[str, str]:
-    """Every name in the state dict → the first name of the same tensor."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
+    """Every key of the state dict → the first key of the same tensor (tied weights)."""
+    first_key: dict[int, str] = {}
+    return {name: first_key.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
 def expand_mappings(
     mappings: Sequence[WeightMapping], config: Config, model: Transformer
 ) -> Iterator[TensorConversion]:
-    """The mappings written out for every layer, leaf and expert that this model has."""
+    """Expand the mappings for every layer, leaf (weight, bias) and expert of this model."""
     state = model.state_dict(keep_vars=True)
-    for row in mappings:
-        if row.condition is not None and not row.condition(config):
+    for mapping in mappings:
+        if mapping.condition is not None and not mapping.condition(config):
             continue
-        for i, d_head in _matching_layers(row, config):
+        for i, d_head in _matching_layers(mapping, config):
             for leaf in ("", ".weight", ".bias"):
-                model_keys = tuple(_format_key(target, i, config) + leaf for target in row.model_keys)
+                model_keys = tuple(_format_key(target, i, config) + leaf for target in mapping.model_keys)
                 present = [name in state for name in model_keys]
                 if not any(present):
                     continue
-                assert all(present), f"mapping {row} has only some of {model_keys}"
-                key = _format_key(row.checkpoint_key, i, config) + leaf
+                assert all(present), f"mapping {mapping} has only some of {model_keys}"
+                key = _format_key(mapping.checkpoint_key, i, config) + leaf
                 count = state[model_keys[0]].shape[0] if "{e}" in key else 1
                 checkpoint_keys = tuple(key.replace("{e}", str(e)) for e in range(count))
-                yield TensorConversion(checkpoint_keys, model_keys, row.op, d_head)
+                yield TensorConversion(checkpoint_keys, model_keys, mapping.op, d_head)
 
 
 def _matching_layers(mapping: WeightMapping, config: Config) -> Iterator[tuple[int, int]]:
-    """The layers that a mapping is about, with the width of a head in each."""
+    """(layer index, head dimension) of each layer that a mapping covers; (0, 0) if it has no {i}."""
     if "{i}" not in mapping.model_keys[0]:
         yield 0, 0
         return
@@ -86,80 +87,85 @@ def _format_key(pattern: str, layer: int, config: Config) -> str:
 def build_load_plan(
     family: Family, config: Config, model: Transformer, tensor_infos: Mapping[str, TensorInfo]
 ) -> tuple[LoadPlan, dict[str, str]]:
-    """The plan, in the family's names, and those names → the file's."""
-    named = normalize_checkpoint_keys(family, tensor_infos)
+    """Return the load plan in the family's key names, and a dict from these names to the file's."""
+    file_keys = normalize_checkpoint_keys(family, tensor_infos)
     plan = LoadPlan()
-    first = canonical_keys(model)
-    taken: dict[str, TensorConversion] = {}
-    wanted: dict[str, TensorConversion] = {}
-    for step in expand_mappings(family.weight_mappings, config, model):
-        model_keys = tuple(first[name] for name in step.model_keys)
-        step = TensorConversion(step.checkpoint_keys, model_keys, step.op, step.d_head)
-        wanted.setdefault(model_keys[0], step)
-        if not any(name in named for name in step.checkpoint_keys):
+    canonical = canonical_keys(model)
+    loaded: dict[str, TensorConversion] = {}
+    expected: dict[str, TensorConversion] = {}
+    for conversion in expand_mappings(family.weight_mappings, config, model):
+        model_keys = tuple(canonical[name] for name in conversion.model_keys)
+        conversion = TensorConversion(conversion.checkpoint_keys, model_keys, conversion.op, conversion.d_head)
+        expected.setdefault(model_keys[0], conversion)
+        if not any(name in file_keys for name in conversion.checkpoint_keys):
             continue
-        if model_keys[0] not in taken:
-            plan.conversions.append(step)
-            taken.update(dict.fromkeys(model_keys, step))
-        elif step.checkpoint_keys != taken[model_keys[0]].checkpoint_keys:
-            plan.duplicates.append((step, taken[model_keys[0]]))
+        if model_keys[0] not in loaded:
+            plan.conversions.append(conversion)
+            loaded.update(dict.fromkeys(model_keys, conversion))
+        elif conversion.checkpoint_keys != loaded[model_keys[0]].checkpoint_keys:
+            plan.duplicates.append((conversion, loaded[model_keys[0]]))
     missing: dict[str, None] = {}
-    given = {name for step in wanted.values() for name in step.model_keys}
-    trained = {name for name, tensor in model.named_parameters() if tensor.requires_grad}
-    for name in dict.fromkeys(first.values()):
-        if name not in taken and name not in trained and name in wanted:
+    mapped = {name for conversion in expected.values() for name in conversion.model_keys}
+    trainable = {name for name, tensor in model.named_parameters() if tensor.requires_grad}
+    for name in dict.fromkeys(canonical.values()):
+        if name not in loaded and name not in trainable and name in expected:
             plan.computed_weights.append(name)
-        elif name not in taken and name in wanted:
-            missing.update(dict.fromkeys(wanted[name].checkpoint_keys))
-        elif name not in taken and name not in given:
-            missing[f"(no mapping of family '{family.name}' gives {name})"] = None
+        elif name not in loaded and name in expected:
+            missing.update(dict.fromkeys(expected[name].checkpoint_keys))
+        elif name not in loaded and name not in mapped:
+            missing[f"(family '{family.name}' has no mapping for {name})"] = None
     used = {
-        name for step in (*plan.conversions, *(copy for copy, _ in plan.duplicates)) for name in step.checkpoint_keys
+        name
+        for conversion in (*plan.conversions, *(duplicate for duplicate, _ in plan.duplicates))
+        for name in conversion.checkpoint_keys
     }
-    plan.missing_keys = [*missing, *sorted(used - named.keys() - missing.keys())]
-    for name in sorted(named.keys() - used):
-        why = family.reason_ignored(name, max(stack.layers for stack in config.stacks.values()))
-        if why is None:
-            plan.unexpected_keys.append(named[name])
+    plan.missing_keys = [*missing, *sorted(used - file_keys.keys() - missing.keys())]
+    for name in sorted(file_keys.keys() - used):
+        reason = family.reason_ignored(name, max(stack.layers for stack in config.stacks.values()))
+        if reason is None:
+            plan.unexpected_keys.append(file_keys[name])
         else:
-            plan.ignored_weights[named[name]] = why
+            plan.ignored_weights[file_keys[name]] = reason
     plan.mismatched_keys = list(
-        _find_mismatched_keys(plan, model, {name: tensor_infos[there] for name, there in named.items()})
+        _find_mismatched_keys(plan, model, {name: tensor_infos[file_key] for name, file_key in file_keys.items()})
     )
-    return plan, named
+    return plan, file_keys
 
 
 def normalize_checkpoint_keys(family: Family, tensor_infos: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """The family's names for the tensors of a file → the file's own: older spellings, and trunks without a prefix."""
-    bare = family.base_model_prefix and not any(name.startswith(family.base_model_prefix) for name in tensor_infos)
+    """Key names of the family → key names of the file; resolves legacy names and base models without prefix."""
+    is_base_model = family.base_model_prefix and not any(
+        name.startswith(family.base_model_prefix) for name in tensor_infos
+    )
     heads = {
-        row.checkpoint_key.split(".")[0]
-        for row in family.weight_mappings
-        if not row.checkpoint_key.startswith(family.base_model_prefix)
+        mapping.checkpoint_key.split(".")[0]
+        for mapping in family.weight_mappings
+        if not mapping.checkpoint_key.startswith(family.base_model_prefix)
     }
-    named = {}
-    for there in tensor_infos:
-        name = there
+    file_keys = {}
+    for file_key in tensor_infos:
+        name = file_key
         for old, new in family.weight_renamings:
             name = re.sub(old, new, name)
-        if bare and name.split(".")[0] not in heads:
+        if is_base_model and name.split(".")[0] not in heads:
             name = family.base_model_prefix + name
-        named[name] = there
-    return named
+        file_keys[name] = file_key
+    return file_keys
 
 
 def _find_mismatched_keys(plan: LoadPlan, model: Transformer, tensor_infos: Mapping[str, TensorInfo]) -> Iterator[str]:
-    """Tensors whose shape in the file is not what the configuration says: ours, converted back on meta."""
+    """Tensors whose dtype or shape does not match the Config; expected shapes are from to_checkpoint on meta."""
     state = model.state_dict(keep_vars=True)
-    for step in (*plan.conversions, *(copy for copy, _ in plan.duplicates)):
-        if any(name not in tensor_infos for name in step.checkpoint_keys):
+    for conversion in (*plan.conversions, *(duplicate for duplicate, _ in plan.duplicates)):
+        if any(name not in tensor_infos for name in conversion.checkpoint_keys):
             continue
-        expected = step.op.to_checkpoint(
-            [torch.empty(state[name].shape, device="meta") for name in step.model_keys], step.d_head
+        expected = conversion.op.to_checkpoint(
+            [torch.empty(state[name].shape, device="meta") for name in conversion.model_keys], conversion.d_head
         )
-        for name, tensor in zip(step.checkpoint_keys, expected, strict=True):
+        for name, tensor in zip(conversion.checkpoint_keys, expected, strict=True):
             if not tensor_infos[name].dtype.is_floating_point:
                 stored = tensor_infos[name].storage_type
-                yield f"'{name}' is stored as {stored}, whole numbers that mean nothing without a scale"
+                yield f"'{name}' is stored as {stored}, integers without a scale"
             if tensor_infos[name].shape != tuple(tensor.shape):
-                yield f"'{name}' is {list(tensor_infos[name].shape)}, and config.json makes it {list(tensor.shape)}"
+                shape = list(tensor_infos[name].shape)
+                yield f"'{name}' has shape {shape}, and config.json requires {list(tensor.shape)}"

@@ -1,32 +1,32 @@
-"""The load report: every tensor and every field of the config accounted for."""
+"""Load report: what became of every tensor and every config.json key."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-UNKNOWN_KEY_REASON = "this family has no such field"
+UNKNOWN_KEY_REASON = "unknown key of this family"
 
 
 @dataclass
 class LoadReport:
-    """What was read, what it became, and what was passed over, with the reason."""
+    """Loaded, tied, duplicate, computed and ignored tensors, and used and ignored config keys, with reasons."""
 
     source: str
     family: str
     num_parameters: int = 0
     dtype: str = ""
     stored_dtypes: dict[str, int] = field(default_factory=dict)
-    """How many tensors the file keeps in each dtype."""
+    """dtype in the file → number of tensors."""
     loaded_weights: dict[str, list[str]] = field(default_factory=dict)
-    """Our tensor → theirs."""
+    """Model key → checkpoint keys."""
     tied_weights: list[list[str]] = field(default_factory=list)
-    """Names of ours that are one tensor."""
+    """Groups of model keys that are the same tensor."""
     duplicate_weights: list[str] = field(default_factory=list)
-    """Their tensors that repeat another, and were found equal to it."""
+    """Checkpoint tensors that are further copies of another; checked to be equal."""
     finite_check: str = ""
-    """What was searched for NaN and infinities: 'all tensors', or in large models 'small tensors'."""
+    """Tensors checked for NaN and infinity: 'all tensors', or in large models 'small tensors'."""
     computed_weights: list[str] = field(default_factory=list)
-    """Ours that the file leaves out, because they follow from the configuration."""
+    """Model keys not in the file, computed from the configuration."""
     ignored_weights: dict[str, str] = field(default_factory=dict)
     missing_keys: list[str] = field(default_factory=list)
     unexpected_keys: list[str] = field(default_factory=list)
@@ -45,18 +45,18 @@ class LoadReport:
         stored = ", ".join(f"{count} {dtype}" for dtype, count in self.stored_dtypes.items())
         lines = [
             f"{self.source}: family {self.family}, {self.num_parameters:,} parameters, loaded as {self.dtype}",
-            f"tensors: {len(used)} used, {len(self.duplicate_weights)} repeated, {len(self.ignored_weights)} ignored,"
+            f"tensors: {len(used)} used, {len(self.duplicate_weights)} duplicate, {len(self.ignored_weights)} ignored,"
             f" {len(self.missing_keys)} missing, {len(self.unexpected_keys)} unexpected (stored: {stored})",
         ]
-        lines += [f"finite: {self.finite_check} looked at"] if self.finite_check else []
+        lines += [f"checked for NaN and infinity: {self.finite_check}"] if self.finite_check else []
         lines += [f"tied: {' = '.join(names)}" for names in self.tied_weights]
         lines += [f"computed, not stored: {', '.join(self.computed_weights)}"] if self.computed_weights else []
         lines += [f"missing: {name}" for name in self.missing_keys] + [
             f"unexpected: {name}" for name in self.unexpected_keys
         ]
-        lines += [f"ignored: {count} × {why}" for why, count in Counter(self.ignored_weights.values()).items()]
-        strange = [key for key, why in self.ignored_config_keys.items() if why == UNKNOWN_KEY_REASON]
-        known = len(self.ignored_config_keys) - len(strange)
-        lines += [f"config: {len(self.used_config_keys)} fields used, {known} cannot matter"]
-        lines += [f"config: not fields of this family: {', '.join(strange)}"] if strange else []
+        lines += [f"ignored: {count} × {reason}" for reason, count in Counter(self.ignored_weights.values()).items()]
+        unknown = [key for key, reason in self.ignored_config_keys.items() if reason == UNKNOWN_KEY_REASON]
+        known = len(self.ignored_config_keys) - len(unknown)
+        lines += [f"config: {len(self.used_config_keys)} keys used, {known} ignored without effect"]
+        lines += [f"config: keys unknown to this family: {', '.join(unknown)}"] if unknown else []
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""cutaway's own directory: the configuration as it is, and the weights under the model's own names."""
+"""Native checkpoint format: cutaway.json (the Config) and safetensors with state dict keys."""
 
 import json
 from pathlib import Path
@@ -19,13 +19,13 @@ FORMAT_VERSION = 1
 
 
 class NativeFamily(Family):
-    """The family of models that no other library describes: every tensor under its own name."""
+    """Family of the native format: checkpoint keys are the state dict keys."""
 
     config: Config
 
     def __init__(self, config: Config) -> None:
-        rows = tuple(WeightMapping(name, name) for name in build(config, device="meta").state_dict())
-        super().__init__("cutaway", "", {"form": config.form}, (), rows)
+        mappings = tuple(WeightMapping(name, name) for name in build(config, device="meta").state_dict())
+        super().__init__("cutaway", "", {"form": config.form}, (), mappings)
         object.__setattr__(self, "config", config)
 
     def config_from_hf(self, hf_config: Any, **options: Any) -> tuple[Config, dict[str, Any], dict[str, str]]:
@@ -33,19 +33,19 @@ class NativeFamily(Family):
 
 
 def write_native_config(config: Config, directory: Path) -> None:
-    """The configuration, in the file that tells such a directory."""
+    """Write cutaway.json, the file that marks a native checkpoint."""
     (directory / NATIVE_CONFIG_NAME).write_text(
         json.dumps({"format": FORMAT_VERSION, "config": to_dict(config)}, indent=2) + "\n"
     )
 
 
 def load_native_checkpoint(directory: Path, **load_options: Any) -> tuple[Transformer, Config, LoadReport]:
-    """Open a directory of cutaway's own."""
+    """Load a native checkpoint."""
     data = read_json_file(directory / NATIVE_CONFIG_NAME, ConfigError)
     if data.get("format") != FORMAT_VERSION or not isinstance(data.get("config"), dict):
         raise ConfigError(
-            f"'{NATIVE_CONFIG_NAME}' is of format {data.get('format')!r}, and this version reads {FORMAT_VERSION};"
-            " update cutaway"
+            f"'{NATIVE_CONFIG_NAME}' has format {data.get('format')!r}, and this version of cutaway reads"
+            f" {FORMAT_VERSION}; update cutaway"
         )
     config, reader = read_config(data["config"]), open_safetensors(directory)
     check_config_fits_weights(config, reader, str(directory))

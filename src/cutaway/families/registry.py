@@ -1,4 +1,4 @@
-"""Every family by name, and the road from a config.json to a configuration."""
+"""Family registry: families by name, config.json to Config, and the family that can represent a Config."""
 
 import difflib
 from collections.abc import Mapping
@@ -13,55 +13,57 @@ from cutaway.families import tables
 from cutaway.families.family import Family
 
 PREFERRED_FAMILIES = ("bert", "gpt2", "llama", "t5")
-"""Families that most tools open: tried before the others where several could describe a model."""
+"""Families that most tools support; tried first when several could represent a model."""
 
 
 @cache
 def families() -> dict[str, Family]:
-    """All families. A module in `tables/` is one: its `FAMILY`."""
-    found = [import_module(f"{tables.__name__}.{module.name}").FAMILY for module in iter_modules(tables.__path__)]
-    return {family.name: family for family in sorted(found, key=lambda family: family.name)}
+    """All families by name: the `FAMILY` of each module in `tables/`."""
+    loaded = [import_module(f"{tables.__name__}.{module.name}").FAMILY for module in iter_modules(tables.__path__)]
+    return {family.name: family for family in sorted(loaded, key=lambda family: family.name)}
 
 
 def resolve_family(hf_config: Mapping[str, Any]) -> Family:
-    """The family that a config.json belongs to."""
+    """Find the family of a config.json by `model_type`, or by `architectures` if that is absent."""
     name = hf_config.get("model_type")
     known = families()
     if name is None:
         classes = hf_config.get("architectures") or []
-        names = {family.architecture: family for family in known.values()}
-        for one in classes if isinstance(classes, list) else []:
-            if isinstance(one, str) and one in names:
-                return names[one]
+        by_architecture = {family.architecture: family for family in known.values()}
+        for class_name in classes if isinstance(classes, list) else []:
+            if isinstance(class_name, str) and class_name in by_architecture:
+                return by_architecture[class_name]
         raise ConfigError(
-            "config.json has no 'model_type', so it cannot be told whose model this is; add one of: " + ", ".join(known)
+            "config.json has no 'model_type', which names the model family; add one of: " + ", ".join(known)
         )
     if not isinstance(name, str) or name not in known:
-        near = difflib.get_close_matches(str(name), known, n=1)
-        hint = f" (did you mean '{near[0]}'?)" if near else ""
-        raise ConfigError(f"model_type {name!r} is no family of cutaway's{hint}; it has: {', '.join(known)}")
+        matches = difflib.get_close_matches(str(name), known, n=1)
+        hint = f" (did you mean '{matches[0]}'?)" if matches else ""
+        raise ConfigError(f"model_type {name!r} is not a supported family{hint}; use one of: {', '.join(known)}")
     return known[name]
 
 
 def config_from_hf(hf_config: Mapping[str, Any]) -> Config:
-    """The configuration that another library's config.json describes; how its weights are packed is no part of it."""
+    """Convert a transformers config.json to a Config; `quantization_config` is ignored: it concerns weights only."""
     return resolve_family(hf_config).config_from_hf(
         {key: value for key, value in hf_config.items() if key != "quantization_config"}
     )[0]
 
 
 def find_family(config: Config, name: str | None = None) -> tuple[Family, dict[str, Any]]:
-    """The family (the named one, or the first that can) which can describe a configuration, and its config.json."""
+    """Return a family that can represent a Config (the named one, or the first that can), and its config.json."""
     known = families()
     if name is not None:
         if name not in known:
-            raise ConfigError(f"'{name}' is no family of cutaway's; it has: {', '.join(known)}")
+            raise ConfigError(f"'{name}' is not a supported family; use one of: {', '.join(known)}")
         return known[name], known[name].config_to_hf(config)
-    refusals = []
+    errors = []
     for family in sorted(known.values(), key=lambda family: family.name not in PREFERRED_FAMILIES):
         try:
             return family, family.config_to_hf(config)
         except ConfigError as error:
-            refusals.append(str(error))
-    nearest = min((text for text in refusals if "of form" not in text), key=len, default=refusals[0])
-    raise ConfigError(f"no published family can describe this model, so no other library would open it. {nearest}")
+            errors.append(str(error))
+    nearest = min((text for text in errors if "of form" not in text), key=len, default=errors[0])
+    raise ConfigError(
+        f"no family can represent this model, so transformers cannot open it; save it with family='cutaway'. {nearest}"
+    )

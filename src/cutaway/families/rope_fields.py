@@ -1,4 +1,4 @@
-"""RoPE's settings as other libraries write them: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
+"""RoPE config fields: `rope_parameters`, or the legacy keys `rope_theta` and `rope_scaling`."""
 
 import math
 from collections.abc import Mapping
@@ -12,26 +12,26 @@ from cutaway.families.config_tree import ConfigTree
 
 @dataclass(frozen=True)
 class RopeField:
-    """One RoPE for all layers that have one."""
+    """The same RoPE in all layers that use RoPE."""
 
     stack: str = "decoder"
     default_theta: float = 10000.0
     default_partial_rotary_factor: float = 1.0
-    """The part of a head that turns, unless the file says otherwise."""
+    """Default fraction of the head dimension that is rotated."""
     partial_rotary_factor_key: str = "partial_rotary_factor"
     theta_key: str = "rope_theta"
     layout: str = "half"
     max_positions_key: str = "max_position_embeddings"
     default_max_positions: int = 2048
     original_max_positions_key: str | None = None
-    """A key beside `rope_parameters` that holds the length before scaling, and goes before the one inside."""
+    """Top-level key of the context length before scaling; it takes precedence over the one in `rope_parameters`."""
     default_original_max_positions: int | None = None
     rope_type_aliases: tuple[tuple[str, str], ...] = ()
-    """Old words for a scaling."""
+    """Legacy names of scaling types → current names."""
     full_rotary_only: bool = False
-    """All of a head turns, and nothing else can be said."""
+    """Whether the family supports only a rotary dimension equal to the head dimension."""
     default_rope_parameters: tuple[tuple[str, Any], ...] = ()
-    """The table that a file without one means."""
+    """Default of `rope_parameters`."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -44,8 +44,10 @@ class RopeField:
         )
 
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
-        given = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or dict(self.default_rope_parameters)
-        rope = rope_from_hf(self, hf_config, given, resolve_head_dim(tree, self.stack))
+        rope_parameters = (
+            hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or dict(self.default_rope_parameters)
+        )
+        rope = rope_from_hf(self, hf_config, rope_parameters, resolve_head_dim(tree, self.stack))
         for block in tree.blocks(self.stack):
             if block["attention"].get("position", {"kind": "rope"})["kind"] == "rope":
                 block["attention"]["position"] = rope
@@ -56,11 +58,11 @@ class RopeField:
         if not ropes:
             return
         if any(rope != ropes[0] for rope in ropes[1:]):
-            raise ConfigError("layers turn by different angles, and this family has one RoPE for all of them")
+            raise ConfigError("layers have different RoPE settings, and this family has one for all layers")
         hf_config["rope_parameters"] = rope_to_hf(self, hf_config, ropes[0], resolve_head_dim(tree, self.stack))
 
     def write_legacy_keys(self, hf_config: dict[str, Any]) -> None:
-        """The finished table once more, for readers that know only the older keys."""
+        """Copy `rope_parameters` to the legacy keys, for older versions of transformers."""
         table = hf_config.get("rope_parameters")
         if table is None:
             return
@@ -73,13 +75,13 @@ class RopeField:
 
 @dataclass(frozen=True)
 class RopeFieldByLayerType(RopeField):
-    """A RoPE for near layers and one for far ones, nested in `rope_parameters` under the layer type."""
+    """One RoPE for sliding-window layers and one for full-attention layers, in `rope_parameters` by layer type."""
 
     layer_type_thetas: tuple[tuple[str, float, str], ...] = (
         ("full_attention", 1_000_000.0, "rope_theta"),
         ("sliding_attention", 10_000.0, "rope_local_base_freq"),
     )
-    """Layer type, theta unless given, and the older key for it. An older `rope_scaling` is for the first type alone."""
+    """(layer type, default theta, legacy key of theta). A legacy `rope_scaling` applies to the first type only."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -87,81 +89,87 @@ class RopeFieldByLayerType(RopeField):
             "rope_parameters",
             "rope_scaling",
             self.partial_rotary_factor_key,
-            *(old for _, _, old in self.layer_type_thetas),
+            *(legacy_key for _, _, legacy_key in self.layer_type_thetas),
         )
 
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
-        given = hf_config.get("rope_parameters") or {}
-        nested = any(kind in given for kind, _, _ in self.layer_type_thetas)
-        width = resolve_head_dim(tree, self.stack)
+        rope_parameters = hf_config.get("rope_parameters") or {}
+        nested = any(kind in rope_parameters for kind, _, _ in self.layer_type_thetas)
+        head_dim = resolve_head_dim(tree, self.stack)
         ropes = {}
-        for n, (kind, theta, old) in enumerate(self.layer_type_thetas):
-            inner = given.get(kind) if nested else ((hf_config.get("rope_scaling") or given) if n == 0 else {})
-            inner = {"rope_theta": hf_config.get_number(old, theta)} | dict(inner or {})
-            ropes[kind] = rope_from_hf(self, hf_config, inner, width)
+        for i, (kind, theta, legacy_key) in enumerate(self.layer_type_thetas):
+            inner = (
+                rope_parameters.get(kind)
+                if nested
+                else ((hf_config.get("rope_scaling") or rope_parameters) if i == 0 else {})
+            )
+            inner = {"rope_theta": hf_config.get_number(legacy_key, theta)} | dict(inner or {})
+            ropes[kind] = rope_from_hf(self, hf_config, inner, head_dim)
         for block in tree.blocks(self.stack):
-            near = block["attention"].get("window") is not None
-            block["attention"]["position"] = ropes["sliding_attention" if near else "full_attention"]
+            sliding = block["attention"].get("window") is not None
+            block["attention"]["position"] = ropes["sliding_attention" if sliding else "full_attention"]
 
     def to_hf(self, tree: ConfigTree, hf_config: dict[str, Any]) -> None:
-        width = resolve_head_dim(tree, self.stack)
-        found: dict[str, Any] = {}
+        head_dim = resolve_head_dim(tree, self.stack)
+        rope_by_type: dict[str, Any] = {}
         for block in tree.blocks(self.stack):
             kind = "full_attention" if block["attention"]["window"] is None else "sliding_attention"
-            if found.setdefault(kind, block["attention"]["position"]) != block["attention"]["position"]:
-                raise ConfigError(f"layers of type {kind} turn by different angles, and this family has one for them")
+            if rope_by_type.setdefault(kind, block["attention"]["position"]) != block["attention"]["position"]:
+                raise ConfigError(
+                    f"layers of type {kind} have different RoPE settings, and this family has one per layer type"
+                )
         hf_config["rope_parameters"] = {
-            kind: rope_to_hf(self, hf_config, found[kind], width)
-            if kind in found
+            kind: rope_to_hf(self, hf_config, rope_by_type[kind], head_dim)
+            if kind in rope_by_type
             else {"rope_type": "default", "rope_theta": theta}
             for kind, theta, _ in self.layer_type_thetas
         }
 
     def write_legacy_keys(self, hf_config: dict[str, Any]) -> None:
-        """One older key a theta; the older scaling is for the first type alone."""
-        for kind, _, old in self.layer_type_thetas:
-            hf_config[old] = hf_config["rope_parameters"][kind]["rope_theta"]
+        """Write the legacy theta key of each layer type."""
+        for kind, _, legacy_key in self.layer_type_thetas:
+            hf_config[legacy_key] = hf_config["rope_parameters"][kind]["rope_theta"]
 
 
 def resolve_head_dim(tree: ConfigTree, stack: str) -> int:
-    """Width of a head, which all layers share."""
+    """Head dimension (d_rope for latent attention), equal in all layers."""
     attention = tree.blocks(stack)[0]["attention"]
-    width = attention.get("d_rope") or attention.get("d_head")
+    head_dim = attention.get("d_rope") or attention.get("d_head")
     try:
-        return int(width or tree.data["d_model"] // attention["heads"])
+        return int(head_dim or tree.data["d_model"] // attention["heads"])
     except (TypeError, ValueError, ZeroDivisionError):
         raise ConfigError(
-            f"the width of a head cannot be told from d_model {tree.data.get('d_model')!r} and"
-            f" {attention.get('heads')!r} heads"
+            f"the head dimension cannot be computed from d_model {tree.data.get('d_model')!r} and"
+            f" {attention.get('heads')!r} heads; correct config.json"
         ) from None
 
 
 def rope_from_hf(
     field: RopeField, hf_config: HFConfigReader, rope_parameters: Mapping[str, Any], head_dim: int
 ) -> dict[str, Any]:
-    """Our Rope from one of their tables."""
+    """Convert `rope_parameters` of one layer type to a Config RoPE."""
     if not isinstance(rope_parameters, Mapping):
-        raise ConfigError(f"config.json's rope settings are {rope_parameters!r}, not a table")
+        raise ConfigError(f"config.json's RoPE settings are {rope_parameters!r}, not a JSON object; correct them")
     if nested := [key for key, value in rope_parameters.items() if isinstance(value, Mapping)]:
         raise ConfigError(
-            f"config.json's rope settings differ by layer ('{nested[0]}'), and this family has one for all"
+            f"config.json's RoPE settings differ by layer type ('{nested[0]}'), and this family has one for all layers"
         )
-    table = HFConfigReader(rope_parameters)
-    kind = table.get("rope_type") or table.get("type") or "default"
+    reader = HFConfigReader(rope_parameters)
+    kind = reader.get("rope_type") or reader.get("type") or "default"
     kind = dict(field.rope_type_aliases).get(kind, kind)
-    theta = table.get_number("rope_theta", hf_config.get_number(field.theta_key, field.default_theta))
-    share = table.get_number(
+    theta = reader.get_number("rope_theta", hf_config.get_number(field.theta_key, field.default_theta))
+    fraction = reader.get_number(
         "partial_rotary_factor",
         hf_config.get_number(field.partial_rotary_factor_key, field.default_partial_rotary_factor),
     )
-    if field.full_rotary_only and share != 1:
-        raise ConfigError(f"config.json's 'partial_rotary_factor' is {share!r}; this family turns whole heads")
+    if field.full_rotary_only and fraction != 1:
+        raise ConfigError(f"config.json's 'partial_rotary_factor' is {fraction!r}; this family supports only 1")
     return {
         "kind": "rope",
         "theta": float(theta),
-        "rotary_dim": int(head_dim * share),
+        "rotary_dim": int(head_dim * fraction),
         "layout": field.layout,
-        "scaling": _scaling_from_hf(field, hf_config, table, str(kind)),
+        "scaling": _scaling_from_hf(field, hf_config, reader, str(kind)),
     }
 
 
@@ -202,61 +210,64 @@ def _scaling_from_hf(
         }
     if rope_type == "longrope":
         factor = rope_parameters.get_number("factor", length / original)
-        grown = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+        default_factor = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
         return {
             "kind": "longrope",
             "short_factors": rope_parameters.get("short_factor"),
             "long_factors": rope_parameters.get("long_factor"),
             "original_length": original,
-            "attention_factor": float(rope_parameters.get_number("attention_factor", grown)),
+            "attention_factor": float(rope_parameters.get_number("attention_factor", default_factor)),
         }
     raise ConfigError(
-        f"config.json's rope type is '{rope_type}'; cutaway has default, linear, dynamic, yarn, longrope and llama3"
+        f"config.json's 'rope_type' is '{rope_type}'; cutaway supports default, linear, dynamic, yarn, longrope and"
+        " llama3"
     )
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """How much louder YaRN makes scores: 0.1 · weight · ln(factor) + 1."""
+    """YaRN factor on attention scores: 0.1 · mscale · ln(factor) + 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _yarn_attention_factor(rope_parameters: HFConfigReader, factor: float) -> float:
     if rope_parameters.get("attention_factor") is not None:
         return float(rope_parameters.get_number("attention_factor"))
-    one, all_dims = rope_parameters.get("mscale"), rope_parameters.get("mscale_all_dim")
-    if one and all_dims:
-        return yarn_mscale(factor, one) / yarn_mscale(factor, all_dims)
+    mscale, mscale_all_dim = rope_parameters.get("mscale"), rope_parameters.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
     return yarn_mscale(factor)
 
 
 def rope_to_hf(field: RopeField, hf_config: dict[str, Any], rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """One of their tables from our Rope."""
+    """Convert a Config RoPE to `rope_parameters`."""
     scaling = rope["scaling"]
     kind = scaling["kind"]
-    table: dict[str, Any] = {"rope_type": "default" if kind == "none" else kind, "rope_theta": rope["theta"]}
+    rope_parameters: dict[str, Any] = {"rope_type": "default" if kind == "none" else kind, "rope_theta": rope["theta"]}
     rotary_dim = rope["rotary_dim"] or head_dim
     if field.full_rotary_only and rotary_dim != head_dim:
-        raise ConfigError(f"{rotary_dim} of a head's {head_dim} dimensions turn, and this family turns whole heads")
+        raise ConfigError(f"rotary_dim is {rotary_dim}, and this family supports only the head dimension {head_dim}")
     if rotary_dim != int(head_dim * field.default_partial_rotary_factor) or field.default_partial_rotary_factor != 1.0:
-        share = rotary_dim / head_dim
-        table["partial_rotary_factor"] = share if int(head_dim * share) == rotary_dim else math.nextafter(share, 2.0)
+        fraction = rotary_dim / head_dim
+        rope_parameters["partial_rotary_factor"] = (
+            fraction if int(head_dim * fraction) == rotary_dim else math.nextafter(fraction, 2.0)
+        )
     if kind in ("linear", "dynamic", "yarn", "llama3"):
-        table["factor"] = scaling["factor"]
+        rope_parameters["factor"] = scaling["factor"]
     if kind in ("yarn", "llama3", "longrope"):
-        table["original_max_position_embeddings"] = scaling["original_length"]
+        rope_parameters["original_max_position_embeddings"] = scaling["original_length"]
         if field.original_max_positions_key:
             hf_config[field.original_max_positions_key] = scaling["original_length"]
     if kind == "dynamic":
         hf_config[field.max_positions_key] = scaling["original_length"]
     if kind == "llama3":
-        table["low_freq_factor"] = scaling["low_frequency_factor"]
-        table["high_freq_factor"] = scaling["high_frequency_factor"]
+        rope_parameters["low_freq_factor"] = scaling["low_frequency_factor"]
+        rope_parameters["high_freq_factor"] = scaling["high_frequency_factor"]
     if kind == "yarn":
-        table |= {key: scaling[key] for key in ("beta_fast", "beta_slow", "truncate")}
+        rope_parameters |= {key: scaling[key] for key in ("beta_fast", "beta_slow", "truncate")}
         if scaling["attention_factor"] is not None:
-            table["attention_factor"] = scaling["attention_factor"]
+            rope_parameters["attention_factor"] = scaling["attention_factor"]
     if kind == "longrope":
-        table["short_factor"] = list(scaling["short_factors"])
-        table["long_factor"] = list(scaling["long_factors"])
-        table["attention_factor"] = scaling["attention_factor"]
-    return table
+        rope_parameters["short_factor"] = list(scaling["short_factors"])
+        rope_parameters["long_factor"] = list(scaling["long_factors"])
+        rope_parameters["attention_factor"] = scaling["attention_factor"]
+    return rope_parameters

@@ -1,4 +1,4 @@
-"""Where tensors are read from: safetensors files, checked before they are believed, and mapped, not copied."""
+"""TensorReader and SafetensorsReader: memory-mapped safetensors files and shards, validated before use."""
 
 import json
 import math
@@ -26,12 +26,12 @@ SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file says of a tensor before it is read."""
+    """Shape, dtype and quantization of a stored tensor, from the file header."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     quantization: str = ""
-    """How numbers are packed, where they are."""
+    """Quantization type; '' if not quantized."""
 
     @property
     def storage_type(self) -> str:
@@ -43,57 +43,55 @@ class TensorInfo:
 
 
 class TensorReader(Protocol):
-    """Tensors by name, none read yet."""
+    """Tensors of a checkpoint by name, read on demand."""
 
     @property
     def tensor_infos(self) -> Mapping[str, TensorInfo]:
-        """What the file says of each."""
+        """Name → shape, dtype and quantization."""
 
     def read_tensor(self, name: str) -> Tensor:
-        """One tensor, as stored."""
+        """Read one tensor; quantized tensors are dequantized."""
 
     def release_tensor(self, name: str, start: int = 0, stop: int | None = None) -> None:
-        """Called when a tensor that was read has been copied (some of its bytes, or all), and is needed no more."""
+        """Free the memory of a tensor that has been copied: bytes `start` to `stop`, default all."""
 
 
 class SafetensorsReader:
-    """The tensors of some safetensors files, mapped into memory: a page is read when it is first touched.
+    """Tensors of safetensors files, memory-mapped: a page is read on first access.
 
-    The mapping is private: to change a weight changes no file. A file replaced under its name (as `save` does) leaves
-    what is mapped alone; one that is cut short while a model uses it ends the process, as with every mapped file.
+    The mapping is copy-on-write: changing a weight does not change the file. Replacing the file by a rename (as `save`
+    does) does not affect the mapping; truncating it while a model uses it ends the process (SIGBUS).
     """
 
     def __init__(self, files: list[Path]) -> None:
         self.tensor_infos: dict[str, TensorInfo] = {}
         self.locations: dict[str, tuple[mmap.mmap, int]] = {}
         for path in files:
-            found, start = read_safetensors_header(path)
-            pages = _mmap_file(path)
-            for name, (entry, offset) in found.items():
+            header, start = read_safetensors_header(path)
+            mapping = _mmap_file(path)
+            for name, (info, offset) in header.items():
                 if name in self.tensor_infos:
-                    raise WeightError(
-                        f"tensor '{name}' stands in '{path.name}' and in another file; remove one of them"
-                    )
-                self.tensor_infos[name], self.locations[name] = entry, (pages, start + offset)
+                    raise WeightError(f"tensor '{name}' is in '{path.name}' and in another file; remove one of them")
+                self.tensor_infos[name], self.locations[name] = info, (mapping, start + offset)
 
     def read_tensor(self, name: str) -> Tensor:
-        pages, start = self.locations[name]
-        entry = self.tensor_infos[name]
-        if entry.numel == 0:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        if start % entry.dtype.itemsize:  # no number may begin between its own bytes
-            raw = bytearray(pages[start : start + entry.numel * entry.dtype.itemsize])
-            return torch.frombuffer(raw, dtype=entry.dtype).view(entry.shape)
-        return torch.frombuffer(pages, dtype=entry.dtype, count=entry.numel, offset=start).view(entry.shape)
+        mapping, start = self.locations[name]
+        info = self.tensor_infos[name]
+        if info.numel == 0:
+            return torch.empty(info.shape, dtype=info.dtype)
+        if start % info.dtype.itemsize:  # not aligned to the item size, which frombuffer requires: copy
+            raw = bytearray(mapping[start : start + info.numel * info.dtype.itemsize])
+            return torch.frombuffer(raw, dtype=info.dtype).view(info.shape)
+        return torch.frombuffer(mapping, dtype=info.dtype, count=info.numel, offset=start).view(info.shape)
 
     def release_tensor(self, name: str, start: int = 0, stop: int | None = None) -> None:
-        """Let go of a tensor's pages, once it was copied elsewhere."""
-        pages, begin = self.locations[name]
+        """Release the memory pages of a tensor that has been copied (madvise MADV_DONTNEED); whole pages only."""
+        mapping, offset = self.locations[name]
         size = self.tensor_infos[name].numel * self.tensor_infos[name].dtype.itemsize
-        first = -(-(begin + start) // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = (begin + (size if stop is None else stop)) // mmap.PAGESIZE * mmap.PAGESIZE
-        if last > first and hasattr(pages, "madvise"):
-            pages.madvise(mmap.MADV_DONTNEED, first, last - first)
+        first = -(-(offset + start) // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (offset + (size if stop is None else stop)) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first and hasattr(mapping, "madvise"):
+            mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 def _mmap_file(path: Path) -> mmap.mmap:
@@ -105,10 +103,12 @@ def _mmap_file(path: Path) -> mmap.mmap:
 
 
 def read_safetensors_header(path: Path) -> tuple[dict[str, tuple[TensorInfo, int]], int]:
-    """Every tensor's entry and place in the data, and where the data begin. The library checks offsets and sizes."""
+    """Return {name: (info, offset in the data)} and the offset of the data. `safe_open` validates offsets and sizes."""
     try:
         if path.exists() and not path.is_file():
-            raise WeightError(f"'{path.name}' is no plain file, so it is not opened; put the model's own there")
+            raise WeightError(
+                f"'{path.name}' is not a regular file, so it is not opened; replace it with the model's file"
+            )
         with safe_open(path, framework="np"):
             pass
         with path.open("rb") as file:
@@ -117,28 +117,32 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, tuple[TensorInfo, int
     except (SafetensorError, OSError, ValueError, RecursionError, MemoryError) as error:
         if isinstance(error, WeightError):
             raise
-        said = re.sub(r"^.*?: ", "", str(error)) if isinstance(error, SafetensorError) else str(error)
-        raise WeightError(f"'{path.name}' is no whole safetensors file ({said}); download or write it again") from None
-    found = {}
+        reason = re.sub(r"^.*?: ", "", str(error)) if isinstance(error, SafetensorError) else str(error)
+        raise WeightError(
+            f"'{path.name}' is not a complete safetensors file ({reason}); download or save it again"
+        ) from None
+    tensors = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         dtype = SAFETENSORS_DTYPES.get(entry["dtype"])
         if dtype is None:
-            raise WeightError(f"tensor '{name}' has dtype {entry['dtype']}, which cutaway does not read")
-        found[name] = TensorInfo(tuple(entry["shape"]), dtype), entry["data_offsets"][0]
-    return found, 8 + length
+            raise WeightError(
+                f"tensor '{name}' has the unsupported dtype {entry['dtype']}; convert it to bfloat16 or float32"
+            )
+        tensors[name] = TensorInfo(tuple(entry["shape"]), dtype), entry["data_offsets"][0]
+    return tensors, 8 + length
 
 
 def read_json_file(path: Path, error: type[Exception], max_bytes: int = 64 << 20) -> dict[str, Any]:
-    """A JSON table from a plain file of bounded size: a pipe would be waited for, and a device has no end."""
+    """Read a JSON object from a regular file of bounded size; a pipe would block, and a device has no end."""
     try:
         if not path.is_file() and path.exists() and not path.is_dir():
-            raise error(f"'{path.name}' is no plain file, so it is not opened; put the model's own there")
+            raise error(f"'{path.name}' is not a regular file, so it is not opened; replace it with the model's file")
         with path.open("rb") as file:
             raw = file.read(max_bytes + 1)
         if len(raw) > max_bytes:
-            raise error(f"'{path.name}' has more than {max_bytes:,} bytes, which is no such file")
+            raise error(f"'{path.name}' has more than {max_bytes:,} bytes, too many for such a file; download it again")
         data = json.loads(raw.decode("utf-8"))
     except FileNotFoundError:
         raise error(f"'{path}' does not exist") from None
@@ -149,19 +153,19 @@ def read_json_file(path: Path, error: type[Exception], max_bytes: int = 64 << 20
     except RecursionError:
         raise error(f"'{path.name}' is nested too deeply") from None
     if not isinstance(data, dict):
-        raise error(f"'{path.name}' holds a {type(data).__name__}, not a table")
+        raise error(f"'{path.name}' contains a {type(data).__name__}, not a JSON object")
     return data
 
 
 def open_safetensors(directory: Path) -> SafetensorsReader:
-    """The weights of a model directory: one file, or the shards that its index names."""
+    """Open the weights of a model directory: one file, or the shards of its index."""
     index = directory / SAFE_WEIGHTS_INDEX_NAME
     if index.exists():
         return SafetensorsReader(_read_shard_index(directory, index))
     files = sorted(directory.glob("model*.safetensors")) or sorted(directory.glob("*.safetensors"))
-    whole = directory / "model.safetensors"
-    if whole.exists():
-        return SafetensorsReader([whole])
+    single = directory / "model.safetensors"
+    if single.exists():
+        return SafetensorsReader([single])
     if shards := [path for path in files if re.search(r"-\d+-of-\d+\.safetensors$", path.name)]:
         _check_shards_complete(shards)
         return SafetensorsReader(shards)
@@ -171,51 +175,56 @@ def open_safetensors(directory: Path) -> SafetensorsReader:
 
 
 def _check_shards_complete(shards: list[Path]) -> None:
-    """All of 1..n, by their names, where no index says so."""
+    """Raise if one of the shards 1..n is missing, by file name; used if there is no index."""
     count = int(shards[0].name.rsplit("-of-", 1)[1].split(".")[0])
-    have = {int(path.name.rsplit("-of-", 1)[0].rsplit("-", 1)[1]) for path in shards}
-    gone = next((n for n in range(1, count + 1) if n not in have), None)  # at most as many steps as there are files
-    if gone is not None:
-        raise WeightError(f"shard {gone} of {count} is missing beside '{shards[0].name}'; download it again")
+    present = {int(path.name.rsplit("-of-", 1)[0].rsplit("-", 1)[1]) for path in shards}
+    missing = next(
+        (i for i in range(1, count + 1) if i not in present), None
+    )  # at most len(shards) + 1 steps, whatever the name claims
+    if missing is not None:
+        raise WeightError(f"shard {missing} of {count} is missing beside '{shards[0].name}'; download it again")
 
 
 def _read_shard_index(directory: Path, index: Path) -> list[Path]:
-    places = read_json_file(index, WeightError).get("weight_map")
-    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+    weight_map = read_json_file(index, WeightError).get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(name, str) for name in weight_map.values())
+    ):
         raise WeightError(
-            f"'{SAFE_WEIGHTS_INDEX_NAME}' has no table 'weight_map' from tensors to files; download it again"
+            f"'{SAFE_WEIGHTS_INDEX_NAME}' has no 'weight_map' from tensor names to files; download it again"
         )
-    files = sorted(set(places.values()))
+    files = sorted(set(weight_map.values()))
     for name in files:
         if Path(name).name != name or not name.endswith(".safetensors") or len(name.encode(errors="replace")) > 255:
             raise WeightError(
-                f"'{SAFE_WEIGHTS_INDEX_NAME}' names {name!r}, which is no safetensors file beside it; it is not opened"
+                f"'{SAFE_WEIGHTS_INDEX_NAME}' names {name!r}, which is not a safetensors file in the same directory;"
+                " it is not opened"
             )
         if not (directory / name).is_file():
-            raise WeightError(
-                f"shard '{name}' is missing, though '{SAFE_WEIGHTS_INDEX_NAME}' names it; download it again"
-            )
+            raise WeightError(f"shard '{name}' is in '{SAFE_WEIGHTS_INDEX_NAME}' but missing; download it again")
     return [directory / name for name in files]
 
 
 def pickle_error_message(name: str) -> str:
-    """What to say to a pickle."""
+    """Error message for a pickle file."""
     return (
-        f"'{name}' is a pickle, which can run code when it is opened, so it is not; ask for the model's safetensors,"
-        " or convert it where you trust it: transformers' from_pretrained, then save_pretrained"
+        f"'{name}' is a pickle, which can run code when opened, so it is not loaded; use the model's safetensors,"
+        " or convert it if you trust it: transformers' from_pretrained, then save_pretrained"
     )
 
 
 def _missing_weights_message(directory: Path, files: list[Path]) -> str:
     if any(path.name.startswith("adapter") for path in files):
-        return f"'{directory}' holds an adapter, not a model; merge it into its base model and save that"
+        return f"'{directory}' contains an adapter, not a model; merge it into its base model and save that"
     if files:
         return (
-            f"'{directory}' holds {len(files)} safetensors files and no index, so it cannot be told which are one model"
+            f"'{directory}' contains {len(files)} safetensors files and no '{SAFE_WEIGHTS_INDEX_NAME}'; add the index"
         )
     pickles = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if pickles:
         return pickle_error_message(pickles[0])
     if ggufs := sorted(path.name for path in directory.glob("*.gguf")):
-        return f"'{directory}' has no safetensors; load its GGUF file by name: '{directory / ggufs[0]}'"
-    return f"'{directory}' has no weights: no *.safetensors file is in it"
+        return f"'{directory}' has no safetensors; pass the path of its GGUF file: '{directory / ggufs[0]}'"
+    return f"'{directory}' has no weights; add the *.safetensors files"

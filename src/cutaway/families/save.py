@@ -1,4 +1,4 @@
-"""From a model to a directory that others open: the same mappings as in loading, taken the other way."""
+"""Save a checkpoint as a transformers or native directory, with the inverse of the weight mappings used to load."""
 
 import ctypes
 import errno
@@ -27,7 +27,7 @@ from cutaway.families.safetensors_reader import SAFE_WEIGHTS_INDEX_NAME
 from cutaway.model import Transformer
 
 MAX_SHARD_SIZE = 5_000_000_000
-"""Bytes of weights in one file, at most; what writing holds beside the model, too."""
+"""Maximum bytes of weights per file, and maximum memory used for saving beside the model."""
 
 
 def save(
@@ -39,99 +39,101 @@ def save(
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
-    """Write a directory that `transformers` opens, or with family='cutaway' one of cutaway's own.
+    """Save a checkpoint as a directory for `transformers`, or with family='cutaway' in the native format.
 
-    The family is the one it came from, or the first that can describe the model. The directory appears only when it
-    is whole.
+    Default family: the one the checkpoint was loaded from, or the first that can represent the model. The directory
+    is written under a temporary name and renamed when complete. `progress(done, total)` is called after each shard.
     """
     if isinstance(checkpoint, Transformer):
         checkpoint = Checkpoint(checkpoint, checkpoint.config)
     if not isinstance(checkpoint, Checkpoint):
-        raise InputError(f"a {type(checkpoint).__name__} cannot be saved; give a Checkpoint or a model")
+        raise InputError(f"a {type(checkpoint).__name__} cannot be saved; pass a Checkpoint or a model")
     target = resolve_output_path(directory)
     if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, int) or max_shard_size < 1:
-        raise InputError(f"max_shard_size is {max_shard_size!r}; give the bytes of a file, 1 or more")
+        raise InputError(f"max_shard_size is {max_shard_size!r}; pass the maximum bytes per file, an integer >= 1")
     if family is not None and not isinstance(family, str):
-        raise InputError(f"family is {family!r}; give the name of a family")
+        raise InputError(f"family is {family!r}; pass the name of a family")
     if not callable(progress):
-        raise InputError(f"progress is {progress!r}; give a function of (done, total)")
+        raise InputError(f"progress is {progress!r}; pass a function of (done, total)")
     check_not_on_meta(checkpoint.model)
     _check_output_directory(target, overwrite)
-    chosen, hf_config = _resolve_hf_config(checkpoint, family)
+    saved_family, hf_config = _resolve_hf_config(checkpoint, family)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     except OSError as error:
         raise WeightError(f"'{target}' could not be written: {error}") from None
     try:
-        if isinstance(chosen, NativeFamily):
-            write_native_config(checkpoint.config, work)
+        if isinstance(saved_family, NativeFamily):
+            write_native_config(checkpoint.config, staging)
         else:
-            _write_json(work / "config.json", hf_config)
+            _write_json(staging / "config.json", hf_config)
             if checkpoint.generation_config:
-                _write_json(work / "generation_config.json", checkpoint.generation_config)
+                _write_json(staging / "generation_config.json", checkpoint.generation_config)
         if checkpoint.tokenizer is not None:
-            checkpoint.tokenizer.save(work)
-        _write_shards(chosen, checkpoint.model, work, max_shard_size, progress)
-        work.chmod(0o755)
-        for file in work.iterdir():  # the library that writes tensors makes files for their owner alone
+            checkpoint.tokenizer.save(staging)
+        _write_shards(saved_family, checkpoint.model, staging, max_shard_size, progress)
+        staging.chmod(0o755)
+        for file in staging.iterdir():  # safetensors creates files readable only by their owner
             if file.is_file():
                 file.chmod(0o644)
-        _replace_directory(work, target, overwrite=overwrite)
+        _replace_directory(staging, target, overwrite=overwrite)
     except (OSError, SafetensorError) as error:
         raise WeightError(f"'{target}' could not be written: {error}") from None
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
     return target
 
 
 def _check_output_directory(target: Path, overwrite: bool) -> None:
-    """Only a model's own directory is ever replaced, and only if asked."""
+    """Raise unless `target` is new, empty, or a model directory to overwrite."""
     try:
         if not target.exists() and not target.is_symlink():
             return
         if target.is_symlink() or not target.is_dir():
-            raise InputError(f"'{target}' is no directory, and a model is saved as one; name another")
+            raise InputError(f"'{target}' is not a directory, and a model is saved as one; pass another path")
         if not any(target.iterdir()):
             return
-    except OSError as error:  # (an InputError is a ValueError: it must not be caught here)
+    except OSError as error:  # InputError is a ValueError, so the errors above are not caught here
         raise InputError(f"'{str(target)[:80]}' cannot be written to: {error}") from None
     if not overwrite:
-        raise InputError(f"'{target}' exists already, and nothing in it is replaced unasked; name another or overwrite")
+        raise InputError(f"'{target}' exists already; pass another directory, or overwrite=True")
     if not any((target / name).is_file() for name in ("config.json", NATIVE_CONFIG_NAME)):
-        raise InputError(f"'{target}' holds no model, so it is not replaced; name another directory")
+        raise InputError(f"'{target}' does not contain a model, so it is not overwritten; pass another directory")
 
 
 def resolve_output_path(target: object) -> Path:
-    """The path that a user means."""
+    """Validate an output path and expand '~'."""
     if not isinstance(target, str | Path) or not str(target).strip() or "\0" in str(target):
-        raise InputError(f"{target!r} is no path to write to; give a directory's or a file's")
+        raise InputError(f"{target!r} is not a path to write to; pass the path of a directory or file")
     try:
         path = Path(target).expanduser()
         os.fsencode(path)
     except (RuntimeError, ValueError) as error:
-        raise InputError(f"{str(target)[:80]!r} is no path: {error}") from None
+        raise InputError(f"{str(target)[:80]!r} is not a valid path: {error}") from None
     return path if path.name not in ("", "..") else path.resolve()
 
 
 def check_not_on_meta(model: Transformer) -> None:
-    """Refuse to write a model of shapes alone."""
+    """Raise if the model is on the meta device."""
     if any(tensor.is_meta for tensor in model.state_dict().values()):
-        raise InputError("the model is on the meta device, where it has shapes and no values; nothing can be saved")
+        raise InputError("the model is on the meta device, where tensors have no values; build it on another device")
 
 
 def _replace_directory(staging: Path, target: Path, *, overwrite: bool) -> None:
-    """What stood there before goes only when the new is in its place, and only if that was asked for."""
+    """Rename `staging` to `target`; an existing target is deleted only after the rename, and only with overwrite."""
     try:
-        staging.replace(target)  # where nothing, or an empty directory, is; no other program can come between
+        staging.replace(target)  # atomic; succeeds if target is absent or an empty directory
         return
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         if not overwrite:
-            raise InputError(f"'{target}' was made by another program meanwhile; name another or overwrite") from None
+            raise InputError(
+                f"'{target}' was created by another process meanwhile; pass another directory, or overwrite=True"
+            ) from None
     if _swap_paths(staging, target):
-        return  # what was there is now at `staging`, and goes with it
+        return  # the old contents are now in `staging`, which the caller deletes
     old = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         target.replace(old / "old")
@@ -146,7 +148,7 @@ def _replace_directory(staging: Path, target: Path, *, overwrite: bool) -> None:
 
 
 def _swap_paths(first: Path, second: Path) -> bool:
-    """Swap two names in one step, where the system can (Linux): at no moment is there nothing under a name."""
+    """Exchange two paths atomically (renameat2 with RENAME_EXCHANGE, Linux); False if not supported."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
@@ -155,10 +157,12 @@ def _swap_paths(first: Path, second: Path) -> bool:
 
 
 def _resolve_hf_config(checkpoint: Checkpoint, family_name: str | None) -> tuple[Family, dict[str, Any]]:
-    """The family to write, and its config.json: the one that came with the model, as long as it still fits."""
+    """Return the family to save as, and its config.json: the loaded one if it still matches the Config."""
     config: Config = checkpoint.config
     if checkpoint.model.config != config:
-        raise InputError("the checkpoint's config is not its model's; put the model's own beside it")
+        raise InputError(
+            "the checkpoint's config differs from its model's config; set checkpoint.config to checkpoint.model.config"
+        )
     family_name = family_name or checkpoint.family
     if family_name == "cutaway":
         return NativeFamily(config), {}
@@ -167,20 +171,22 @@ def _resolve_hf_config(checkpoint: Checkpoint, family_name: str | None) -> tuple
     if family is None or diff_configs(
         config, family.config_from_hf(hf_config, head=_has_head(config), pooler=_has_pooler(config))[0]
     ):
-        family, written = find_family(config, family_name)
-        hf_config = {**hf_config, **written}
+        family, new_config = find_family(config, family_name)
+        hf_config = {**hf_config, **new_config}
     if not checkpoint.hf_config and checkpoint.tokenizer is not None:
         ids = {f"{name}_token_id": getattr(checkpoint.tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         known = {key: value for key, value in ids.items() if value is None or value < config.vocab_size}
         hf_config = hf_config | known
-        if config.form == "encoder-decoder":  # what `read_generation_config` takes where no file says it
+        if config.form == "encoder-decoder":  # the default of `read_generation_config`
             hf_config["decoder_start_token_id"] = known.get("bos_token_id")
     dtype = str(checkpoint.model.dtype).removeprefix("torch.")
-    kept = {
+    saved_config = {
         key: value for key, value in hf_config.items() if key not in ("torch_dtype", "auto_map", "transformers_version")
     }
-    opens = family.architecture if _has_head(config) or family.base_architecture is None else family.base_architecture
-    return family, kept | {"architectures": [opens], "dtype": dtype, "torch_dtype": dtype}
+    architecture = (
+        family.architecture if _has_head(config) or family.base_architecture is None else family.base_architecture
+    )
+    return family, saved_config | {"architectures": [architecture], "dtype": dtype, "torch_dtype": dtype}
 
 
 def _has_head(config: Config) -> bool:
@@ -199,65 +205,74 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
 def export_weights(
     family: Family, model: Transformer
 ) -> Iterator[tuple[tuple[str, ...], Callable[[], list[Tensor]], int]]:
-    """Their names, a function that makes those tensors, and their bytes, for everything that is written."""
+    """Yield (checkpoint keys, function that returns these tensors, bytes) for every conversion of the family."""
     state = model.state_dict(keep_vars=True)
-    first = canonical_keys(model)
-    done: set[str] = set()
-    bare = not _has_head(model.config)
-    for step in expand_mappings(family.weight_mappings, model.config, model):
-        if first[step.model_keys[0]] in done:
+    canonical = canonical_keys(model)
+    exported: set[str] = set()
+    is_base_model = not _has_head(model.config)
+    for conversion in expand_mappings(family.weight_mappings, model.config, model):
+        if canonical[conversion.model_keys[0]] in exported:
             continue
-        done.update(first[name] for name in step.model_keys)
+        exported.update(canonical[name] for name in conversion.model_keys)
 
-        def make(step: TensorConversion = step) -> list[Tensor]:
-            tensors = step.op.to_checkpoint([state[name].detach() for name in step.model_keys], step.d_head)
+        def convert(conversion: TensorConversion = conversion) -> list[Tensor]:
+            tensors = conversion.op.to_checkpoint(
+                [state[name].detach() for name in conversion.model_keys], conversion.d_head
+            )
             return [tensor.contiguous().cpu() for tensor in tensors]
 
-        size = sum(state[name].numel() * state[name].itemsize for name in step.model_keys)
+        size = sum(state[name].numel() * state[name].itemsize for name in conversion.model_keys)
         yield (
-            tuple(name.removeprefix(family.base_model_prefix) if bare else name for name in step.checkpoint_keys),
-            make,
+            tuple(
+                name.removeprefix(family.base_model_prefix) if is_base_model else name
+                for name in conversion.checkpoint_keys
+            ),
+            convert,
             size,
         )
-    left = set(first.values()) - done
-    if left:
-        raise WeightError(f"family '{family.name}' has no place for {', '.join(sorted(left)[:5])}")
+    unmapped = set(canonical.values()) - exported
+    if unmapped:
+        raise WeightError(
+            f"family '{family.name}' has no weight mapping for {', '.join(sorted(unmapped)[:5])}; use another family"
+        )
 
 
 def _write_shards(
     family: Family, model: Transformer, directory: Path, max_shard_size: int, progress: Callable[[int, int], None]
 ) -> None:
-    """Shards of at most `max_shard_size` bytes, and an index where there are several."""
+    """Write shards of at most `max_shard_size` bytes, and an index if there are several."""
     shards: list[list[tuple[tuple[str, ...], Callable[[], list[Tensor]]]]] = [[]]
-    filled = total = 0
-    for names, make, size in export_weights(family, model):
-        if filled and filled + size > max_shard_size:
+    shard_size = total = 0
+    for names, convert, size in export_weights(family, model):
+        if shard_size and shard_size + size > max_shard_size:
             shards.append([])
-            filled = 0
-        shards[-1].append((names, make))
-        filled, total = filled + size, total + size
-    places: dict[str, str] = {}
-    for n, shard in enumerate(shards, 1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{n:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: tensor for names, make in shard for name, tensor in zip(names, make(), strict=True)}
-        bad = [
+            shard_size = 0
+        shards[-1].append((names, convert))
+        shard_size, total = shard_size + size, total + size
+    weight_map: dict[str, str] = {}
+    for i, shard in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {name: tensor for names, convert in shard for name, tensor in zip(names, convert(), strict=True)}
+        not_finite = [
             name for name, tensor in tensors.items() if not torch.isfinite(tensor.sum()) and not tensor.isfinite().all()
         ]
-        if bad:
-            raise WeightError(f"'{bad[0]}' holds values that are NaN or infinite, which no one could load; not saved")
+        if not_finite:
+            raise WeightError(
+                f"'{not_finite[0]}' has NaN or infinite values, which cannot be loaded; the model is not saved"
+            )
         save_file(_clone_shared_tensors(tensors), directory / file, metadata={"format": "pt"})
-        places |= dict.fromkeys(tensors, file)
-        progress(n, len(shards))
+        weight_map |= dict.fromkeys(tensors, file)
+        progress(i, len(shards))
     if len(shards) > 1:
-        _write_json(directory / SAFE_WEIGHTS_INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": places})
+        _write_json(directory / SAFE_WEIGHTS_INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _clone_shared_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """No two tensors in the same memory, which the format refuses."""
+    """Clone tensors that share storage, which safetensors rejects."""
     seen: set[int] = set()
-    apart = {}
+    unshared = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage().data_ptr()
-        apart[name] = tensor.clone() if storage in seen else tensor
+        unshared[name] = tensor.clone() if storage in seen else tensor
         seen.add(storage)
-    return apart
+    return unshared

@@ -1,4 +1,4 @@
-"""Parity for users: one checkpoint in transformers and here, compared layer by layer, in gradients and in tokens."""
+"""Verify a checkpoint against transformers: hidden states per layer, logits, gradients and greedy tokens."""
 
 import re
 from contextlib import redirect_stderr
@@ -24,26 +24,26 @@ BATCH_SIZE, SEQ_LEN, MAX_NEW_TOKENS = 3, 24, 12
 
 @dataclass
 class VerificationResult:
-    """How far two implementations of one checkpoint are apart, in fp32."""
+    """Differences between cutaway and transformers for one checkpoint, in fp32."""
 
     source: str
     max_logit_diff: float
-    """The worst difference of a logit, padded and not."""
+    """Maximum absolute difference of the logits at tokens that are not padding."""
     logit_tolerance: float
     layer_diffs: list[tuple[str, float, float]]
-    """What leaves each layer: name, worst difference, and its bound."""
+    """(layer, maximum absolute difference of its output, tolerance)."""
     max_grad_diff: float
-    """The worst relative difference of a parameter's gradient."""
+    """Maximum relative difference of a parameter's gradient."""
     max_grad_diff_parameter: str
     num_gradients_compared: int
     greedy_tokens: str
-    """Greedy tokens: 'equal', where they part, or that there are none."""
+    """Comparison of greedy decoding: 'equal', the first difference, or not applicable."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def first_mismatch(self) -> str | None:
-        """The first place where the two part."""
-        return next((name for name, worst, bound in self.layer_diffs if not worst <= bound), None)
+        """The first layer whose output differs by more than its tolerance, or None."""
+        return next((name for name, diff, bound in self.layer_diffs if not diff <= bound), None)
 
     @property
     def ok(self) -> bool:
@@ -56,50 +56,50 @@ class VerificationResult:
         return asdict(self) | {"first_mismatch": self.first_mismatch, "ok": self.ok}
 
     def __str__(self) -> str:
-        lines = [f"{self.source} beside transformers, fp32"]
+        lines = [f"{self.source}: cutaway and transformers compared in fp32"]
         width = max(len(name) for name, _, _ in self.layer_diffs)
-        for name, worst, bound in self.layer_diffs:
+        for name, diff, bound in self.layer_diffs:
             lines.append(
-                f"  {name:<{width}}  worst {worst:.1e}  bound {bound:.1e}{'' if worst <= bound else '  <- apart'}"
+                f"  {name:<{width}}  max diff {diff:.1e}  tolerance {bound:.1e}{'' if diff <= bound else '  <- DIFF'}"
             )
         lines += [
-            f"logits: worst {self.max_logit_diff:.1e}, bound {self.logit_tolerance:.1e}",
-            f"gradients: worst {self.max_grad_diff:.1e} of {self.num_gradients_compared}"
-            f" ({self.max_grad_diff_parameter}), bound 1.0e-04",
+            f"logits: max diff {self.max_logit_diff:.1e}, tolerance {self.logit_tolerance:.1e}",
+            f"gradients: max relative diff {self.max_grad_diff:.1e} of {self.num_gradients_compared}"
+            f" ({self.max_grad_diff_parameter}), tolerance 1.0e-04",
             f"greedy tokens: {self.greedy_tokens}",
             *self.notes,
-            "the same" if self.ok else f"NOT the same; they first part at {self.first_mismatch or 'the logits'}",
+            "equal" if self.ok else f"NOT equal; the first difference is at {self.first_mismatch or 'the logits'}",
         ]
         return "\n".join(lines)
 
 
 def verify(source: str | Path) -> VerificationResult:
-    """Compare a checkpoint with transformers' reading of it."""
+    """Compare a checkpoint loaded by cutaway with the same checkpoint loaded by transformers, in fp32."""
     checkpoint = load(source, dtype=torch.float32)
     peer = _load_transformers_model(checkpoint, resolve_checkpoint_path(source))
-    ours = checkpoint.model
+    model = checkpoint.model
     inputs = _random_inputs(checkpoint)
-    for parameter in ours.parameters():
+    for parameter in model.parameters():
         parameter.grad = None
-    mine, my_layers = _forward_cutaway(ours, inputs)
-    theirs, their_layers = _forward_transformers(peer, inputs, ours)
-    slack = _eager_sdpa_diff(peer, inputs, ours, theirs)
-    real = inputs["target_mask"] if "target_mask" in inputs else inputs["mask"]
-    weight = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(1)) * real[..., None]
-    for out in (mine, theirs):
+    logits, layer_outputs = _forward_cutaway(model, inputs)
+    peer_logits, peer_layer_outputs = _forward_transformers(peer, inputs, model)
+    eager_sdpa_diff = _eager_sdpa_diff(peer, inputs, model, peer_logits)
+    mask = inputs["target_mask"] if "target_mask" in inputs else inputs["mask"]
+    weight = torch.randn(peer_logits.shape, generator=torch.Generator().manual_seed(1)) * mask[..., None]
+    for out in (logits, peer_logits):
         torch.autograd.backward((out * weight).sum())
-    worst, at, compared = _compare_gradients(checkpoint, peer)
+    worst, key, compared = _compare_gradients(checkpoint, peer)
     layers = [
-        (name, _max_abs_diff(a, b, mask), _tolerance(b, slack))
-        for (name, a, mask), b in zip(my_layers, their_layers, strict=False)
+        (name, _max_abs_diff(a, b, layer_mask), _tolerance(b, eager_sdpa_diff))
+        for (name, a, layer_mask), b in zip(layer_outputs, peer_layer_outputs, strict=False)
     ]
     return VerificationResult(
         source=str(source),
-        max_logit_diff=_max_abs_diff(mine.detach(), theirs.detach(), real),
-        logit_tolerance=_tolerance(theirs, slack),
+        max_logit_diff=_max_abs_diff(logits.detach(), peer_logits.detach(), mask),
+        logit_tolerance=_tolerance(peer_logits, eager_sdpa_diff),
         layer_diffs=layers,
         max_grad_diff=worst,
-        max_grad_diff_parameter=at,
+        max_grad_diff_parameter=key,
         num_gradients_compared=compared,
         greedy_tokens=_compare_greedy_tokens(checkpoint, peer, inputs),
     )
@@ -110,7 +110,7 @@ def _load_transformers_model(checkpoint: Checkpoint, path: Path) -> Any:
         transformers: Any = import_module("transformers")
     except ImportError:
         raise InputError(
-            "--verify compares with transformers, which is not installed; pip install transformers"
+            "verify compares with transformers, which is not installed; pip install transformers"
         ) from None
     config = checkpoint.config
     if isinstance(config, EncoderDecoder):
@@ -119,25 +119,28 @@ def _load_transformers_model(checkpoint: Checkpoint, path: Path) -> Any:
         auto = transformers.AutoModel if config.head.kind == "none" else transformers.AutoModelForMaskedLM
     else:
         auto = transformers.AutoModelForCausalLM
-    where: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
+    load_options: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if not (path / "config.json").exists() and path.is_dir():
         raise InputError(
-            f"'{path}' is cutaway's own directory, which transformers does not open; convert it to hf first"
+            f"'{path}' is in the native cutaway format, which transformers cannot open; convert it with --to hf first"
         )
     folder = path.parent if path.is_file() else path
-    where |= {"trust_remote_code": False} if path.is_file() else {"trust_remote_code": False, "use_safetensors": True}
+    load_options |= (
+        {"trust_remote_code": False} if path.is_file() else {"trust_remote_code": False, "use_safetensors": True}
+    )
     try:
-        with redirect_stderr(StringIO()):  # its progress bars
-            return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **where).eval()
-    except Exception as error:  # whatever it is, it is the other library's
-        why = f"transformers does not open '{path}', so there is nothing to compare with: {format_error(error)}"
-        raise InputError(why) from None
+        with redirect_stderr(StringIO()):  # progress bars of transformers
+            return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **load_options).eval()
+    except Exception as error:  # any error of transformers
+        raise InputError(
+            f"transformers cannot open '{path}', so there is nothing to compare with: {format_error(error)}"
+        ) from None
 
 
 def _random_inputs(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Random tokens in rows of several lengths, padded on the right."""
+    """Random tokens, a batch of several lengths, right-padded."""
     g = torch.Generator().manual_seed(0)
     config = checkpoint.config
     limits = [getattr(stack.embedding.position, "length", SEQ_LEN) for stack in config.stacks.values()]
@@ -153,8 +156,8 @@ def _random_inputs(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def _forward_cutaway(model: Transformer, inputs: dict[str, Tensor]) -> tuple[Tensor, list[tuple[str, Tensor, Tensor]]]:
-    """Logits (or vectors), and what leaves the embedding and each block."""
-    seen: list[tuple[str, Tensor, Tensor]] = []
+    """Return the logits (or hidden states) and (name, output, mask) of the embedding, each block and the final norm."""
+    outputs: list[tuple[str, Tensor, Tensor]] = []
     hooks = []
     for side, stack in model.stacks.items():
         mask = inputs["target_mask"] if side == "decoder" and "target" in inputs else inputs["mask"]
@@ -164,7 +167,7 @@ def _forward_cutaway(model: Transformer, inputs: dict[str, Tensor]) -> tuple[Ten
             label = f"{side}.{name}" if len(model.stacks) > 1 else name
             hooks.append(
                 module.register_forward_hook(
-                    lambda _module, _given, out, label=label, mask=mask: seen.append((label, out.detach(), mask))
+                    lambda _module, _args, out, label=label, mask=mask: outputs.append((label, out.detach(), mask))
                 )
             )
     try:
@@ -172,7 +175,7 @@ def _forward_cutaway(model: Transformer, inputs: dict[str, Tensor]) -> tuple[Ten
     finally:
         for hook in hooks:
             hook.remove()
-    return out, seen
+    return out, outputs
 
 
 def _call_cutaway(model: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -184,12 +187,12 @@ def _call_cutaway(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def _forward_transformers(peer: Any, inputs: dict[str, Tensor], model: Transformer) -> tuple[Tensor, list[Tensor]]:
-    given = {"input_ids": inputs["tokens"], "attention_mask": inputs["mask"].long(), "output_hidden_states": True}
+    arguments = {"input_ids": inputs["tokens"], "attention_mask": inputs["mask"].long(), "output_hidden_states": True}
     if "target" in inputs:
-        given |= {"decoder_input_ids": inputs["target"], "decoder_attention_mask": inputs["target_mask"].long()}
+        arguments |= {"decoder_input_ids": inputs["target"], "decoder_attention_mask": inputs["target_mask"].long()}
     if not isinstance(model.config, Encoder):
-        given["use_cache"] = False
-    out = peer(**given)
+        arguments["use_cache"] = False
+    out = peer(**arguments)
     if "target" in inputs:
         states = [*out.encoder_hidden_states, *out.decoder_hidden_states]
     else:
@@ -201,7 +204,7 @@ def _forward_transformers(peer: Any, inputs: dict[str, Tensor], model: Transform
 
 
 def _eager_sdpa_diff(peer: Any, inputs: dict[str, Tensor], model: Transformer, eager_output: Tensor) -> float:
-    """How far the peer is from itself by another kernel."""
+    """Maximum difference between eager and SDPA attention within transformers."""
     if not getattr(peer, "_supports_sdpa", False):
         return 0.0
     peer.set_attn_implementation("sdpa")
@@ -221,41 +224,44 @@ def _tolerance(reference: Tensor, eager_sdpa_diff: float) -> float:
 
 
 def _compare_gradients(checkpoint: Checkpoint, peer: Any) -> tuple[float, str, int]:
-    """Our gradients under their names, beside theirs. Experts, which the peer keeps joined, are left out."""
+    """Compare gradients by checkpoint key; return (maximum relative difference, its key, number compared).
+
+    Tensors that transformers stores in another shape (fused experts) are skipped.
+    """
     family = families()[str(checkpoint.family)]
-    shadow = {name: p.grad for name, p in checkpoint.model.named_parameters() if p.grad is not None}
-    theirs = {name: p.grad for name, p in peer.named_parameters() if p.grad is not None}
-    scale = max((float(grad.norm()) for grad in theirs.values()), default=1.0)
+    gradients = {name: p.grad for name, p in checkpoint.model.named_parameters() if p.grad is not None}
+    peer_gradients = {name: p.grad for name, p in peer.named_parameters() if p.grad is not None}
+    scale = max((float(grad.norm()) for grad in peer_gradients.values()), default=1.0)
     pad = getattr(peer.config, "pad_token_id", None)
-    worst, at, compared = 0.0, "none", 0
+    worst, worst_key, compared = 0.0, "none", 0
     model = checkpoint.model
     values = {name: p.data for name, p in model.named_parameters()}
     try:
         for name, p in model.named_parameters():
-            p.data = shadow.get(name, torch.zeros_like(p))
-        for names, make, _ in export_weights(family, model):
-            for name, mine in zip(names, make(), strict=True):
-                other = theirs.get(name)
-                if other is None or other.shape != mine.shape:
+            p.data = gradients.get(name, torch.zeros_like(p))
+        for names, convert, _ in export_weights(family, model):
+            for name, grad in zip(names, convert(), strict=True):
+                peer_grad = peer_gradients.get(name)
+                if peer_grad is None or peer_grad.shape != grad.shape:
                     continue
-                mine, other = mine.clone(), other.clone()
-                if pad is not None and other.ndim == 2 and len(other) == peer.config.vocab_size:
-                    mine[pad] = other[pad] = 0  # transformers keeps the padding token's row still
-                if re.search("position", name) and other.ndim == 2:
-                    mine[:2] = other[:2] = 0  # and the rows of padding positions
-                apart = float((mine - other).norm()) / max(float(other.norm()), 1e-3 * scale)
+                grad, peer_grad = grad.clone(), peer_grad.clone()
+                if pad is not None and peer_grad.ndim == 2 and len(peer_grad) == peer.config.vocab_size:
+                    grad[pad] = peer_grad[pad] = 0  # transformers has no gradient for the padding token
+                if re.search("position", name) and peer_grad.ndim == 2:
+                    grad[:2] = peer_grad[:2] = 0  # nor for the padding positions
+                diff = float((grad - peer_grad).norm()) / max(float(peer_grad.norm()), 1e-3 * scale)
                 compared += 1
-                if not apart <= worst:
-                    worst, at = apart, name
+                if not diff <= worst:
+                    worst, worst_key = diff, name
     finally:
         for name, p in model.named_parameters():
             p.data = values[name]
-    return worst, at, compared
+    return worst, worst_key, compared
 
 
 @torch.no_grad()
 def _compare_greedy_tokens(checkpoint: Checkpoint, peer: Any, inputs: dict[str, Tensor]) -> str:
-    """A few tokens, each the likeliest, through the cache."""
+    """Compare greedy decoding with a KV cache over MAX_NEW_TOKENS tokens."""
     model: Any = checkpoint.model
     if isinstance(checkpoint.config, Encoder):
         return "not applicable (encoder)"
@@ -272,20 +278,20 @@ def _compare_greedy_tokens(checkpoint: Checkpoint, peer: Any, inputs: dict[str, 
     tokens = inputs["tokens"][:1]
     if "target" in inputs:
         start = torch.full((1, 1), getattr(peer.config, "decoder_start_token_id", None) or 0)
-        theirs = peer.generate(tokens, decoder_input_ids=start, **settings)[0, 1:]
+        peer_tokens = peer.generate(tokens, decoder_input_ids=start, **settings)[0, 1:]
         cache = model.new_cache(1, MAX_NEW_TOKENS + 1)
-        step = model(tokens, start, cache=cache)[:, -1:].argmax(-1)
-        mine = [step]
-        while len(mine) < MAX_NEW_TOKENS:
-            mine.append(model(None, mine[-1], cache=cache)[:, -1:].argmax(-1))
+        token = model(tokens, start, cache=cache)[:, -1:].argmax(-1)
+        sampled = [token]
+        while len(sampled) < MAX_NEW_TOKENS:
+            sampled.append(model(None, sampled[-1], cache=cache)[:, -1:].argmax(-1))
     else:
         limit = getattr(checkpoint.config.stacks["decoder"].embedding.position, "length", None)
         tokens = tokens if limit is None else tokens[:, : max(1, limit - MAX_NEW_TOKENS)]
-        theirs = peer.generate(tokens, attention_mask=torch.ones_like(tokens), **settings)[0, tokens.shape[1] :]
+        peer_tokens = peer.generate(tokens, attention_mask=torch.ones_like(tokens), **settings)[0, tokens.shape[1] :]
         cache = model.new_cache(1, tokens.shape[1] + MAX_NEW_TOKENS)
-        mine = [model(tokens, cache=cache)[:, -1:].argmax(-1)]
-        while len(mine) < MAX_NEW_TOKENS:
-            mine.append(model(mine[-1], cache=cache)[:, -1:].argmax(-1))
-    chosen = torch.cat(mine, 1)[0]
-    differ = (chosen != theirs[: len(chosen)]).nonzero()
-    return "equal" if not len(differ) else f"part at token {int(differ[0]) + 1} of {MAX_NEW_TOKENS}"
+        sampled = [model(tokens, cache=cache)[:, -1:].argmax(-1)]
+        while len(sampled) < MAX_NEW_TOKENS:
+            sampled.append(model(sampled[-1], cache=cache)[:, -1:].argmax(-1))
+    chosen = torch.cat(sampled, 1)[0]
+    differ = (chosen != peer_tokens[: len(chosen)]).nonzero()
+    return "equal" if not len(differ) else f"first difference at token {int(differ[0]) + 1} of {MAX_NEW_TOKENS}"

@@ -1,11 +1,11 @@
-"""Weight mappings: which tensors of a checkpoint are which of the model's, by operations that can be undone."""
+"""Weight mappings between checkpoint keys and model keys, with invertible conversion operations."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # a family's table is data, and is read without torch
+if TYPE_CHECKING:  # family tables are data and import no torch
     from torch import Tensor
 
     from cutaway.config import Config
@@ -13,22 +13,22 @@ if TYPE_CHECKING:  # a family's table is data, and is read without torch
 
 @dataclass(frozen=True)
 class ConversionOp(ABC):
-    """How tensors of a checkpoint become tensors of the model, and back."""
+    """Invertible conversion between checkpoint tensors and model tensors."""
 
     @abstractmethod
     def to_model(
         self, tensors: "Sequence[Tensor]", model_shapes: Sequence[Sequence[int]], d_head: int
     ) -> "list[Tensor]":
-        """The model's tensors from the checkpoint's. `d_head` is the width of a head in this layer."""
+        """Convert checkpoint tensors to model tensors. `d_head` is the head dimension of the layer."""
 
     @abstractmethod
     def to_checkpoint(self, tensors: "Sequence[Tensor]", d_head: int) -> "list[Tensor]":
-        """The checkpoint's tensors from the model's: the inverse."""
+        """Convert model tensors to checkpoint tensors: the inverse of `to_model`."""
 
 
 @dataclass(frozen=True)
 class Identity(ConversionOp):
-    """One tensor, as it is."""
+    """No conversion."""
 
     def to_model(
         self, tensors: "Sequence[Tensor]", model_shapes: Sequence[Sequence[int]], d_head: int
@@ -41,7 +41,7 @@ class Identity(ConversionOp):
 
 @dataclass(frozen=True)
 class Transpose(ConversionOp):
-    """Matrices stored as (in, out); vectors as they are."""
+    """Matrices are stored as (in, out) instead of (out, in); vectors are unchanged."""
 
     def to_model(
         self, tensors: "Sequence[Tensor]", model_shapes: Sequence[Sequence[int]], d_head: int
@@ -54,7 +54,7 @@ class Transpose(ConversionOp):
 
 @dataclass(frozen=True)
 class Split(ConversionOp):
-    """Several of ours, one above the other, are one of theirs."""
+    """One checkpoint tensor is the concatenation of several model tensors along dim 0."""
 
     transposed: bool = False
 
@@ -63,27 +63,27 @@ class Split(ConversionOp):
     ) -> "list[Tensor]":
         import torch
 
-        (whole,) = tensors
-        whole = _transpose(whole) if self.transposed else whole
-        return list(torch.split(whole, [shape[0] for shape in model_shapes]))
+        (fused,) = tensors
+        fused = _transpose(fused) if self.transposed else fused
+        return list(torch.split(fused, [shape[0] for shape in model_shapes]))
 
     def to_checkpoint(self, tensors: "Sequence[Tensor]", d_head: int) -> "list[Tensor]":
         import torch
 
-        whole = torch.cat(list(tensors))
-        return [_transpose(whole) if self.transposed else whole]
+        fused = torch.cat(list(tensors))
+        return [_transpose(fused) if self.transposed else fused]
 
 
 @dataclass(frozen=True)
 class SplitGroupedQKV(ConversionOp):
-    """q, k and v in one tensor, group by group: a group's queries, then its key, then its value."""
+    """Fused q, k and v, interleaved by group: the queries of a key-value head, then its key, then its value."""
 
     def to_model(
         self, tensors: "Sequence[Tensor]", model_shapes: Sequence[Sequence[int]], d_head: int
     ) -> "list[Tensor]":
-        (whole,) = tensors
+        (fused,) = tensors
         groups = model_shapes[1][0] // d_head
-        parts = _unflatten_first_dim(whole, groups, -1, d_head)
+        parts = _unflatten_first_dim(fused, groups, -1, d_head)  # (G, Q + 2, D, ...)
         return [part.flatten(0, 2) for part in (parts[:, :-2], parts[:, -2:-1], parts[:, -1:])]
 
     def to_checkpoint(self, tensors: "Sequence[Tensor]", d_head: int) -> "list[Tensor]":
@@ -95,7 +95,7 @@ class SplitGroupedQKV(ConversionOp):
 
 @dataclass(frozen=True)
 class MergeModulelist(ConversionOp):
-    """Many of theirs, numbered {e}, are the layers of one of ours."""
+    """Checkpoint tensors numbered {e} are stacked along dim 0 of one model tensor (experts)."""
 
     def to_model(
         self, tensors: "Sequence[Tensor]", model_shapes: Sequence[Sequence[int]], d_head: int
@@ -110,14 +110,14 @@ class MergeModulelist(ConversionOp):
 
 @dataclass(frozen=True)
 class Deinterleave(ConversionOp):
-    """Two of ours alternate along the last axis of one of theirs; matrices are stored as (in, out)."""
+    """One checkpoint tensor interleaves two model tensors along its last dim; matrices are stored as (in, out)."""
 
     def to_model(
         self, tensors: "Sequence[Tensor]", model_shapes: Sequence[Sequence[int]], d_head: int
     ) -> "list[Tensor]":
-        (whole,) = tensors
+        (interleaved,) = tensors
         matrix = len(model_shapes[0]) > 2
-        return [_transpose(part) if matrix else part for part in (whole[..., 0::2], whole[..., 1::2])]
+        return [_transpose(part) if matrix else part for part in (interleaved[..., 0::2], interleaved[..., 1::2])]
 
     def to_checkpoint(self, tensors: "Sequence[Tensor]", d_head: int) -> "list[Tensor]":
         import torch
@@ -128,7 +128,7 @@ class Deinterleave(ConversionOp):
 
 @dataclass(frozen=True)
 class SqueezeLeadingDim(ConversionOp):
-    """A vector stored as a matrix of one row."""
+    """A vector is stored as a matrix with one row."""
 
     def to_model(
         self, tensors: "Sequence[Tensor]", model_shapes: Sequence[Sequence[int]], d_head: int
@@ -141,7 +141,7 @@ class SqueezeLeadingDim(ConversionOp):
 
 @dataclass(frozen=True)
 class SubtractOffset(ConversionOp):
-    """Stored with a number added."""
+    """The checkpoint stores the model tensor plus `offset`."""
 
     offset: float = 1.0
 
@@ -156,7 +156,7 @@ class SubtractOffset(ConversionOp):
 
 @dataclass(frozen=True)
 class PermuteForRope(ConversionOp):
-    """A head's rows in the order of RoPE's pairs, (0, 1), (2, 3) …, where ours are (0, d/2), (1, d/2 + 1) …"""
+    """Rows of a head are stored with RoPE pairs (0, 1), (2, 3) …; the model has pairs (0, d/2), (1, d/2 + 1) …"""
 
     def to_model(
         self, tensors: "Sequence[Tensor]", model_shapes: Sequence[Sequence[int]], d_head: int
@@ -172,23 +172,24 @@ def _transpose(tensor: "Tensor") -> "Tensor":
 
 
 def _unflatten_first_dim(tensor: "Tensor", *sizes: int) -> "Tensor":
-    """The first axis as several."""
+    """Split dim 0 into dims of these sizes."""
     return tensor.reshape(*sizes, *tensor.shape[1:])
 
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """Their tensors and ours. A name without its leaf means its weight and its bias, where there is one.
+    """Checkpoint key ↔ model key(s). A key without leaf covers its `.weight` and, if present, its `.bias`.
 
-    {i} counts the layers, {g} the shared sets of weights, {e} the experts. Several rows may name the same tensor of
-    ours: the first is what is written; any one suffices to read, and the others must then be equal to it.
+    {i} is the layer index, {g} the index of a group of layers with shared weights, {e} the expert index. Several
+    mappings may have the same model key: the first is used for saving; any one suffices for loading, and if the file
+    has several, they must be equal.
     """
 
     checkpoint_key: str
     model_key: str | tuple[str, ...]
     op: ConversionOp = Identity()
     condition: "Callable[[Config], bool] | None" = None
-    """For which models the mapping holds, if not for all: layouts that give one tensor of ours different names."""
+    """Config predicate; default always. Used where layouts store one model tensor under different keys."""
 
     @property
     def model_keys(self) -> tuple[str, ...]:
@@ -196,13 +197,13 @@ class WeightMapping:
 
 
 def add_prefix(checkpoint_prefix: str, model_prefix: str, *mappings: WeightMapping) -> tuple[WeightMapping, ...]:
-    """The same mappings below a longer name: `add_prefix("model.layers.{i}", "decoder.blocks.{i}", ...)`."""
+    """Prefix the keys of mappings: `add_prefix("model.layers.{i}", "decoder.blocks.{i}", ...)`."""
     return tuple(
         WeightMapping(
-            f"{checkpoint_prefix}.{row.checkpoint_key}",
-            tuple(f"{model_prefix}.{target}" for target in row.model_keys),
-            row.op,
-            row.condition,
+            f"{checkpoint_prefix}.{mapping.checkpoint_key}",
+            tuple(f"{model_prefix}.{target}" for target in mapping.model_keys),
+            mapping.op,
+            mapping.condition,
         )
-        for row in mappings
+        for mapping in mappings
     )

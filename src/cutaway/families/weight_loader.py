@@ -1,4 +1,4 @@
-"""From tensors to a model: the plan is made and checked whole, then each tensor is read into its place."""
+"""Load weights into a model: build and check the load plan, then read, convert and assign each tensor."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,11 +19,11 @@ from cutaway.model import Transformer, build, inputs
 from cutaway.model.layers import ConstantBuffers
 
 NUM_READER_THREADS = 4
-"""Threads that read at once; each holds one tensor beside the model."""
+"""Number of reader threads; each holds one tensor beside the model."""
 CONVERSION_CHUNK_NUMEL = 1 << 21
-"""Numbers converted at once."""
+"""Elements per chunk of a dtype conversion."""
 MAX_FULL_CHECK_BYTES = 1 << 29
-"""Bytes up to which every number of a checkpoint is looked at while loading; above, only small tensors are."""
+"""Checkpoints up to this many bytes are fully checked for NaN and infinity; in larger ones only small tensors."""
 
 
 def load_model(
@@ -37,61 +37,68 @@ def load_model(
     check_finite: bool | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Transformer, Config, LoadReport]:
-    """The model that a config.json and some tensors make: planned and checked whole, then read tensor by tensor."""
+    """Build a model from config.json and a tensor reader. All keys and shapes are checked before tensors are read."""
     target = inputs.resolve_device(device)
     if not callable(progress):
-        raise InputError(f"progress is {progress!r}; give a function of (done, total)")
-    config, used, passed = _resolve_config(family, hf_config, reader)
+        raise InputError(f"progress is {progress!r}; pass a function of (done, total)")
+    config, used, ignored = _resolve_config(family, hf_config, reader)
     check_config_fits_weights(config, reader, source)
     dtype = _majority_dtype(reader) if dtype is None else dtype
     model = build(config, device="meta", dtype=dtype)
-    plan, named = build_load_plan(family, config, model, reader.tensor_infos)
+    plan, file_keys = build_load_plan(family, config, model, reader.tensor_infos)
     _raise_on_mismatch(plan, source)
-    parted = [(copy, step) for copy, step in plan.duplicates if _values_differ(copy, step, reader, named)]
-    if any(_is_lm_head(copy, family) for copy, _ in parted):
-        # Tied by its config, and yet stored twice with different values: the file is right.
+    conflicts = [
+        (duplicate, conversion)
+        for duplicate, conversion in plan.duplicates
+        if _values_differ(duplicate, conversion, reader, file_keys)
+    ]
+    if any(_is_lm_head(duplicate, family) for duplicate, _ in conflicts):
+        # config.json declares a tied head, but the file stores two different matrices: the file takes precedence.
         assert isinstance(config.head, LMHead)
         config = config.replace(head=config.head.replace(tied=False))
         model = build(config, device="meta", dtype=dtype)
-        plan, named = build_load_plan(family, config, model, reader.tensor_infos)
-        parted = [(copy, step) for copy, step in parted if not _is_lm_head(copy, family)]
-    for copy, step in parted:
+        plan, file_keys = build_load_plan(family, config, model, reader.tensor_infos)
+        conflicts = [
+            (duplicate, conversion) for duplicate, conversion in conflicts if not _is_lm_head(duplicate, family)
+        ]
+    for duplicate, conversion in conflicts:
         raise WeightError(
-            f"'{named[copy.checkpoint_keys[0]]}' and '{named[step.checkpoint_keys[0]]}' are one tensor in this model,"
-            " and the file keeps different values for them; it was not saved from such a model"
+            f"'{file_keys[duplicate.checkpoint_keys[0]]}' and '{file_keys[conversion.checkpoint_keys[0]]}' are the same"
+            " tensor in this model, and the file has different values for them; correct the file or its config.json"
         )
     state = model.state_dict(keep_vars=True)
-    made = sum(state[name].numel() for name in plan.computed_weights)
-    if made > max(1 << 26, sum(entry.numel for entry in reader.tensor_infos.values())):
+    num_computed = sum(state[name].numel() for name in plan.computed_weights)
+    if num_computed > max(1 << 26, sum(info.numel for info in reader.tensor_infos.values())):
         raise ConfigError(
-            f"'{source}' asks for {made:,} computed numbers ({plan.computed_weights[0]}); correct its config.json"
+            f"'{source}' requires {num_computed:,} computed values ({plan.computed_weights[0]}), more than the file"
+            " has weights; correct its config.json"
         )
     report = LoadReport(
         source=source,
         family=family.name,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         dtype=str(dtype).removeprefix("torch."),
-        stored_dtypes=dict(Counter(entry.storage_type for entry in reader.tensor_infos.values()).most_common()),
+        stored_dtypes=dict(Counter(info.storage_type for info in reader.tensor_infos.values()).most_common()),
         loaded_weights={
-            name: [named[there] for there in step.checkpoint_keys]
-            for step in plan.conversions
-            for name in step.model_keys
+            name: [file_keys[checkpoint_key] for checkpoint_key in conversion.checkpoint_keys]
+            for conversion in plan.conversions
+            for name in conversion.model_keys
         },
         tied_weights=_find_tied_weights(model),
-        duplicate_weights=[named[name] for copy, _ in plan.duplicates for name in copy.checkpoint_keys],
+        duplicate_weights=[file_keys[name] for duplicate, _ in plan.duplicates for name in duplicate.checkpoint_keys],
         computed_weights=plan.computed_weights,
         ignored_weights=plan.ignored_weights,
         used_config_keys=used,
-        ignored_config_keys=passed,
+        ignored_config_keys=ignored,
     )
-    total = sum(entry.numel * entry.dtype.itemsize for entry in reader.tensor_infos.values())
-    look = (
+    total = sum(info.numel * info.dtype.itemsize for info in reader.tensor_infos.values())
+    check = (
         _check_finite
         if check_finite or (check_finite is None and total <= MAX_FULL_CHECK_BYTES)
         else _check_finite_if_small
     )
-    report.finite_check = "all tensors" if look is _check_finite else "small tensors"
-    _load_weights(model, plan, reader, named, target, look, progress)
+    report.finite_check = "all tensors" if check is _check_finite else "small tensors"
+    _load_weights(model, plan, reader, file_keys, target, check, progress)
     return model.eval(), config, report
 
 
@@ -99,28 +106,28 @@ DIMENSION_FIELDS = (
     "vocab_size", "source_vocab_size", "d_model", "heads", "kv_heads", "d_head", "hidden", "experts", "q_rank",
     "kv_rank", "d_nope", "d_rope", "d_value",
 )  # fmt: skip
-"""Numbers of a configuration that some tensor is as wide as."""
+"""Config fields that are dimensions of some tensor."""
 
 
 def check_config_fits_weights(config: Config, reader: TensorReader, source: str) -> None:
-    """Refuse what these tensors cannot be before anything is made from it: a small file may name any number."""
-    widest = max((entry.numel for entry in reader.tensor_infos.values()), default=0)
+    """Raise if the Config is too large for the tensors, before allocating: a config.json can contain any number."""
+    max_numel = max((info.numel for info in reader.tensor_infos.values()), default=0)
     layers = sum(stack.layer_groups or stack.layers for stack in config.stacks.values())
     if layers > len(reader.tensor_infos):
         raise WeightError(
-            f"'{source}' has {len(reader.tensor_infos)} tensors, and its config.json asks for {layers} layers (missing:"
-            " all of the others); weights and config.json do not belong together, or a file is incomplete"
+            f"'{source}' has {len(reader.tensor_infos)} tensors, and its config.json has {layers} layers (missing:"
+            " all others); weights and config.json do not match, or a file is incomplete"
         )
     for key, value in _iter_ints(config.model_dump()):
-        if key in DIMENSION_FIELDS and value > widest:
+        if key in DIMENSION_FIELDS and value > max_numel:
             raise WeightError(
-                f"'{source}': config.json makes {key} {value:,}, and no tensor has so many numbers; weights and"
-                " config.json do not belong together"
+                f"'{source}': config.json has {key} {value:,}, and no tensor has so many elements; weights and"
+                " config.json do not match"
             )
 
 
 def _iter_ints(tree: Any, key: str = "") -> Iterator[tuple[str, int]]:
-    """Every whole number in a tree, with its key."""
+    """Yield (key, value) of every integer in a tree."""
     if isinstance(tree, int):
         yield key, tree
     elif isinstance(tree, dict | list | tuple):
@@ -131,37 +138,41 @@ def _iter_ints(tree: Any, key: str = "") -> Iterator[tuple[str, int]]:
 def _resolve_config(
     family: Family, hf_config: dict[str, Any], reader: TensorReader
 ) -> tuple[Config, dict[str, Any], dict[str, str]]:
-    """The configuration, with the head and the pooler that the tensors show."""
+    """Convert config.json to a Config; head and pooler of an encoder are determined from the tensors."""
     if family.template["form"] != "encoder":
         return family.config_from_hf(hf_config)
     names = {name.removeprefix(family.base_model_prefix).rsplit(".", 1)[0] for name in reader.tensor_infos}
     names |= {name.removeprefix(family.base_model_prefix) for name in reader.tensor_infos}
 
-    def have(*targets: str) -> bool:
+    def has_mapping(*targets: str) -> bool:
         return any(
-            row.model_keys[0] in targets and row.checkpoint_key.removeprefix(family.base_model_prefix) in names
-            for row in family.weight_mappings
+            mapping.model_keys[0] in targets and mapping.checkpoint_key.removeprefix(family.base_model_prefix) in names
+            for mapping in family.weight_mappings
         )
 
-    # A tied head without a bias leaves only its transform, which some classifiers have too.
-    declared = hf_config.get("architectures") == [family.architecture] and have("head.transform.dense")
+    # A tied head without bias is stored only as its transform, which some classification heads have, too.
+    declared = hf_config.get("architectures") == [family.architecture] and has_mapping("head.transform.dense")
     return family.config_from_hf(
-        hf_config, head=declared or have("head.matrix", "head.bias"), pooler=have("pooler.dense")
+        hf_config, head=declared or has_mapping("head.matrix", "head.bias"), pooler=has_mapping("pooler.dense")
     )
 
 
 def _majority_dtype(reader: TensorReader) -> torch.dtype:
-    """The dtype that most numbers of a file have."""
+    """Floating-point dtype of the most elements; 8-bit dtypes are ignored."""
     counts: Counter[torch.dtype] = Counter()
-    for entry in reader.tensor_infos.values():
-        if entry.dtype.is_floating_point and entry.dtype.itemsize > 1:
-            counts[entry.dtype] += entry.numel
+    for info in reader.tensor_infos.values():
+        if info.dtype.is_floating_point and info.dtype.itemsize > 1:
+            counts[info.dtype] += info.numel
     return counts.most_common(1)[0][0] if counts else torch.float32
 
 
 def _is_lm_head(conversion: TensorConversion, family: Family) -> bool:
-    heads = {f"{row.checkpoint_key}.weight" for row in family.weight_mappings if row.model_keys == ("head.matrix",)}
-    return conversion.checkpoint_keys[0] in heads
+    head_keys = {
+        f"{mapping.checkpoint_key}.weight"
+        for mapping in family.weight_mappings
+        if mapping.model_keys == ("head.matrix",)
+    }
+    return conversion.checkpoint_keys[0] in head_keys
 
 
 def _values_differ(
@@ -176,19 +187,19 @@ def _values_differ(
 
 
 def _raise_on_mismatch(plan: LoadPlan, source: str) -> None:
-    def shown(names: list[str]) -> str:
+    def format_keys(names: list[str]) -> str:
         return ", ".join(names[:5]) + (f" … ({len(names)} in all)" if len(names) > 5 else "")
 
     if plan.mismatched_keys:
         raise WeightError(
-            f"'{source}': tensor {shown(plan.mismatched_keys)}; weights and config.json do not belong together"
+            f"'{source}': tensor {format_keys(plan.mismatched_keys)}; weights and config.json do not match"
         )
-    problems = [f"missing: {shown(plan.missing_keys)}"] if plan.missing_keys else []
-    problems += [f"unexpected: {shown(plan.unexpected_keys)}"] if plan.unexpected_keys else []
+    problems = [f"missing: {format_keys(plan.missing_keys)}"] if plan.missing_keys else []
+    problems += [f"unexpected: {format_keys(plan.unexpected_keys)}"] if plan.unexpected_keys else []
     if problems:
         raise WeightError(
-            f"'{source}' does not hold the tensors its config.json asks for; {'; '.join(problems)};"
-            " weights and config.json do not belong together, or a file is incomplete"
+            f"'{source}' does not have the tensors that its config.json requires; {'; '.join(problems)};"
+            " weights and config.json do not match, or a file is incomplete"
         )
 
 
@@ -208,40 +219,45 @@ def _load_weights(
     check_finite: Callable[[str, Tensor], Tensor],
     progress: Callable[[int, int], None],
 ) -> None:
-    """Every tensor into its place. Nothing is kept if one fails: the model is handed out only when it is whole."""
+    """Read, convert and assign all tensors. An error raises before the model is returned, so it is never partial."""
     state = model.state_dict(keep_vars=True)
 
-    def take(step: TensorConversion) -> list[tuple[str, Tensor]]:
+    def load_conversion(conversion: TensorConversion) -> list[tuple[str, Tensor]]:
         if (
-            isinstance(step.op, Identity)
-            and reader.tensor_infos[file_keys[step.checkpoint_keys[0]]].dtype != state[step.model_keys[0]].dtype
+            isinstance(conversion.op, Identity)
+            and reader.tensor_infos[file_keys[conversion.checkpoint_keys[0]]].dtype
+            != state[conversion.model_keys[0]].dtype
         ):
-            name = file_keys[step.checkpoint_keys[0]]
+            name = file_keys[conversion.checkpoint_keys[0]]
             return [
                 (
-                    step.model_keys[0],
-                    _load_converted(reader, name, state[step.model_keys[0]].dtype, device, check_finite),
+                    conversion.model_keys[0],
+                    _load_converted(reader, name, state[conversion.model_keys[0]].dtype, device, check_finite),
                 )
             ]
-        stored = [check_finite(file_keys[name], reader.read_tensor(file_keys[name])) for name in step.checkpoint_keys]
-        converted = step.op.to_model(stored, [state[name].shape for name in step.model_keys], step.d_head)
-        placed = [
-            tensor.to(device, state[name].dtype).contiguous()
-            for name, tensor in zip(step.model_keys, converted, strict=True)
+        stored = [
+            check_finite(file_keys[name], reader.read_tensor(file_keys[name])) for name in conversion.checkpoint_keys
         ]
-        for name, tensor, before in zip(step.model_keys, placed, converted, strict=True):
-            _check_float16_overflow(name, tensor, before)
-        kept = {tensor.untyped_storage().data_ptr() for tensor in placed}
-        for name, tensor in zip(step.checkpoint_keys, stored, strict=True):
-            if tensor.untyped_storage().data_ptr() not in kept:
+        converted = conversion.op.to_model(
+            stored, [state[name].shape for name in conversion.model_keys], conversion.d_head
+        )
+        loaded = [
+            tensor.to(device, state[name].dtype).contiguous()
+            for name, tensor in zip(conversion.model_keys, converted, strict=True)
+        ]
+        for name, tensor, source in zip(conversion.model_keys, loaded, converted, strict=True):
+            _check_float16_overflow(name, tensor, source)
+        loaded_storages = {tensor.untyped_storage().data_ptr() for tensor in loaded}
+        for name, tensor in zip(conversion.checkpoint_keys, stored, strict=True):
+            if tensor.untyped_storage().data_ptr() not in loaded_storages:
                 reader.release_tensor(file_keys[name])
-        return list(zip(step.model_keys, placed, strict=True))
+        return list(zip(conversion.model_keys, loaded, strict=True))
 
-    # The largest first: what is held beside them while they are copied comes before most of the model is there.
-    order = sorted(plan.conversions, key=lambda step: -sum(state[name].numel() for name in step.model_keys))
+    # Largest first: their temporary copies are allocated while most of the model is not yet in memory.
+    order = sorted(plan.conversions, key=lambda conversion: -sum(state[name].numel() for name in conversion.model_keys))
     with ThreadPoolExecutor(NUM_READER_THREADS) as pool:
-        for done, placed in enumerate(pool.map(take, order), 1):
-            for name, tensor in placed:
+        for done, loaded in enumerate(pool.map(load_conversion, order), 1):
+            for name, tensor in loaded:
                 set_module_tensor(model, name, tensor)
             progress(done, len(plan.conversions))
     for module in model.modules():
@@ -262,26 +278,28 @@ def _load_converted(
     device: torch.device,
     check_finite: Callable[[str, Tensor], Tensor],
 ) -> Tensor:
-    """A tensor in another dtype, some of it at a time: what was read is let go before more is."""
+    """Read a tensor and convert its dtype in chunks; the source pages of a chunk are released before the next."""
     source = reader.read_tensor(name)
     target = torch.empty(source.shape, dtype=dtype, device=device)
-    flat, given = target.view(-1), source.view(-1)
-    for first in range(0, len(given), CONVERSION_CHUNK_NUMEL):
-        part = check_finite(name, given[first : first + CONVERSION_CHUNK_NUMEL])
-        flat[first : first + CONVERSION_CHUNK_NUMEL] = part
-        reader.release_tensor(name, first * source.itemsize, (first + len(part)) * source.itemsize)
+    flat_target, flat_source = target.view(-1), source.view(-1)
+    for first in range(0, len(flat_source), CONVERSION_CHUNK_NUMEL):
+        chunk = check_finite(name, flat_source[first : first + CONVERSION_CHUNK_NUMEL])
+        flat_target[first : first + CONVERSION_CHUNK_NUMEL] = chunk
+        reader.release_tensor(name, first * source.itemsize, (first + len(chunk)) * source.itemsize)
     return _check_float16_overflow(name, target, source)
 
 
 def _check_float16_overflow(name: str, tensor: Tensor, source: Tensor) -> Tensor:
-    narrowed = tensor.dtype == torch.float16 != source.dtype  # the one dtype that common weights can overflow
+    narrowed = tensor.dtype == torch.float16 != source.dtype  # the only dtype that common weights overflow
     if narrowed and not tensor.is_meta and not torch.isfinite(tensor).all():
-        raise WeightError(f"'{name}' holds values that float16 cannot; load it as bfloat16 or float32")
+        raise WeightError(
+            f"'{name}' has values outside of the range of float16; load it with dtype bfloat16 or float32"
+        )
     return tensor
 
 
 def set_module_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Make a tensor the model's own under this name; modules that are shared stay shared."""
+    """Assign a tensor to a parameter or buffer by state dict key; shared modules stay shared."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     old = module._parameters.get(leaf)
@@ -292,17 +310,17 @@ def set_module_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _check_finite_if_small(name: str, tensor: Tensor) -> Tensor:
-    """In a large model, only what is small: to look at each number would read every page before any is used."""
+    """Check only small tensors: checking all would read every memory-mapped page of a large model."""
     return _check_finite(name, tensor) if tensor.numel() <= 1 << 16 else tensor
 
 
 def _check_finite(name: str, tensor: Tensor) -> Tensor:
-    """A sum shows NaN and infinity in one pass; where it overflowed, each value is looked at."""
+    """Raise on NaN and infinity. The sum is one fast pass; elements are checked only if it is not finite (overflow)."""
     if tensor.itemsize == 1 and tensor.is_floating_point():
-        _check_finite(name, tensor.float())  # (fp8 has no sum of its own)
+        _check_finite(name, tensor.float())  # torch has no sum for fp8
     elif tensor.is_floating_point() and not torch.isfinite(tensor.sum()):
-        bad = int((~torch.isfinite(tensor)).sum())
-        if bad:
-            values = "1 value that is" if bad == 1 else f"{bad:,} values that are"
-            raise WeightError(f"tensor '{name}' holds {values} NaN or infinite; the file is damaged")
+        num_bad = int((~torch.isfinite(tensor)).sum())
+        if num_bad:
+            values = "1 NaN or infinite value" if num_bad == 1 else f"{num_bad:,} NaN or infinite values"
+            raise WeightError(f"tensor '{name}' has {values}; the file is damaged")
     return tensor

@@ -1,4 +1,4 @@
-"""From logits to text: caches, sampling, beams, speculation, and the engine that does it for many at once."""
+"""Text generation: KV caches, sampling, beam search, speculative decoding, and the continuous-batching engine."""
 
 from cutaway.callable_module import make_callable
 from cutaway.generate.api import generate

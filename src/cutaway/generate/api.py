@@ -1,4 +1,4 @@
-"""`generate`: prompts in, answers out."""
+"""`generate`: complete prompts with the engine, with speculative decoding or with beam search."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer
 
 DEFAULT_MAX_NUM_SEQS = 32
-"""Texts at once unless told otherwise."""
+"""Default maximum number of sequences per batch."""
 
 
 def generate(
@@ -55,23 +55,27 @@ def generate(
     on_chunk: Callable[[int, CompletionChunk], None] | None = None,
     **sampling_params: Any,
 ) -> list[Completion]:
-    """Continue each prompt, or answer it if it is a chat or the model has an encoder; n answers a prompt, in order.
+    """Generate `n` completions per prompt, in order.
 
-    `sampling_params` are the fields of `SamplingParams`: max_new_tokens, temperature, top_k, top_p, min_p, seed, stop,
-    n, … Who asks for top_k, top_p or min_p and for no temperature draws with temperature 1. With `beams`, the likeliest
-    sequences are searched instead of drawn. Each answer is what its prompt alone would get.
-    `draft_model`: a smaller model, or 'ngram', that guesses `num_draft_tokens` at a time, of which the model keeps
-    those that are its own. `weight_bits`: of a weight in steps, 8 or on a GPU 4. `compile`: steps are made fast at
-    once, or never. `on_chunk(index of the completion, chunk)` is called as the answers grow; what it raises stops all
-    of them.
+    A prompt is a text to continue, a chat to reply to, or the source of an encoder-decoder. Completions do not depend
+    on the other prompts of the batch.
+
+    `sampling_params`: the fields of `SamplingParams`: max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, n,
+    … If top_k, top_p or min_p is set and temperature is not, temperature is 1.
+    `beams`: beam search with this many beams, instead of sampling.
+    `draft_model`: speculative decoding: a smaller model, or 'ngram', proposes `num_draft_tokens` tokens at a time, and
+    the model verifies them in one forward pass.
+    `weight_bits`: bits per weight in decode steps: 8, or 4 on a GPU.
+    `compile`: True enables fast decode steps (CUDA graphs, torch.compile) at once, False never, None when it pays off.
+    `on_chunk(completion_index, chunk)`: called for each new piece of a completion; an exception in it stops generation.
     """
-    asked = build_sampling_params(sampling_params if beams is not None else resolve_temperature(sampling_params))
+    params = build_sampling_params(sampling_params if beams is not None else resolve_temperature(sampling_params))
     if on_chunk is not None and not callable(on_chunk):
-        raise InputError(f"on_chunk is a {type(on_chunk).__name__}; give a function of an answer's number and a chunk")
-    work = prepare_inputs(
+        raise InputError(f"on_chunk is a {type(on_chunk).__name__}; pass a function of (completion_index, chunk)")
+    inputs = prepare_inputs(
         checkpoint,
         prompts,
-        asked,
+        params,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         cache_implementation=cache_implementation,
@@ -80,58 +84,59 @@ def generate(
         weight_bits=weight_bits,
         compile=compile,
     )
-    search = default_num_beams(work.engine_config.model, work.generation_config, asked) if beams is None else beams
-    if search or beams is not None:
+    num_beams = (
+        default_num_beams(inputs.engine_config.model, inputs.generation_config, params) if beams is None else beams
+    )
+    if num_beams or beams is not None:
         if beams is not None and (
             cache_implementation != "auto" or kv_cache_dtype is not None or draft_model is not None
         ):
             raise InputError(
-                "beams are led in a cache of their own kind; leave cache_implementation, kv_cache_dtype and draft_model"
-                " out"
+                "beam search uses its own kind of cache; leave out cache_implementation, kv_cache_dtype and draft_model"
             )
         options = {"weight_bits": weight_bits, "compile": compile, "draft_model": draft_model}
-        quick = [name for name, value in options.items() if value]
-        if quick:
+        unsupported = [name for name, value in options.items() if value]
+        if unsupported:
             raise InputError(
-                f"beams are searched with the model as it is, so {quick[0]} has no part in it; leave it out"
-                + (f" (this checkpoint's own settings search with {search} beams)" if beams is None else "")
+                f"beam search does not support {unsupported[0]}; leave it out"
+                + (f" (generation_config.num_beams of this checkpoint is {num_beams})" if beams is None else "")
             )
-        penalty = work.generation_config.length_penalty if length_penalty is None else length_penalty
-        early = work.generation_config.early_stopping if early_stopping is None else early_stopping
-        with eval_mode(work.engine_config.model):
-            found = generate_with_beams(
-                work.engine_config,
-                work.tokenizer,
-                work.generation_config,
-                work.prompts,
-                work.sampling_params,
-                num_beams=search,
+        penalty = inputs.generation_config.length_penalty if length_penalty is None else length_penalty
+        early = inputs.generation_config.early_stopping if early_stopping is None else early_stopping
+        with eval_mode(inputs.engine_config.model):
+            completions = generate_with_beams(
+                inputs.engine_config,
+                inputs.tokenizer,
+                inputs.generation_config,
+                inputs.prompts,
+                inputs.sampling_params,
+                num_beams=num_beams,
                 length_penalty=penalty,
                 early_stopping=early,
             )
         if on_chunk is not None:
-            for number, answer in enumerate(found):
-                on_chunk(number, CompletionChunk(answer.text or "", answer.tokens))
-        return found
+            for i, completion in enumerate(completions):
+                on_chunk(i, CompletionChunk(completion.text or "", completion.tokens))
+        return completions
     if length_penalty is not None or early_stopping is not None:
-        raise InputError("length_penalty and early_stopping weigh beams, but no beams were asked for; give beams=4")
-    engine, tickets = start_engine(work, asked, draft_model=draft_model, num_draft_tokens=num_draft_tokens)
+        raise InputError("length_penalty and early_stopping apply to beam search, but beams is not set; pass beams=4")
+    engine, requests = start_engine(inputs, params, draft_model=draft_model, num_draft_tokens=num_draft_tokens)
     try:
-        with eval_mode(work.engine_config.model):
+        with eval_mode(inputs.engine_config.model):
             while engine.step():
-                _emit_chunks(tickets, on_chunk)
+                _emit_chunks(requests, on_chunk)
     finally:
         engine.model_runner.release_compiled()
-    _emit_chunks(tickets, on_chunk)
-    for number, ticket in enumerate(tickets):
-        if ticket.error is not None:
-            raise add_prompt_index(ticket.error, number // asked.n, len(work.prompts))
-    return [ticket.result() for ticket in tickets]
+    _emit_chunks(requests, on_chunk)
+    for i, request in enumerate(requests):
+        if request.error is not None:
+            raise add_prompt_index(request.error, i // params.n, len(inputs.prompts))
+    return [request.result() for request in requests]
 
 
 @dataclass
 class GenerationInputs:
-    """Prompts as tokens, what each asks for, and the engine's configuration for all of them."""
+    """Tokenized prompts, sampling parameters per prompt, and the engine configuration."""
 
     engine_config: EngineConfig
     tokenizer: Tokenizer | None
@@ -148,26 +153,32 @@ def prepare_inputs(
     max_num_seqs: int | None,
     **engine_options: Any,
 ) -> GenerationInputs:
-    """Read everything that was given, and refuse what cannot be, before any work is done."""
-    model, tokenizer, start = unpack_checkpoint(checkpoint)
+    """Tokenize the prompts, resolve the configuration, and validate both before any forward pass."""
+    model, tokenizer, generation_config = unpack_checkpoint(checkpoint)
     sampling_params.check_vocab(model.config.vocab_size)
     if sampling_params.stop and tokenizer is None:
-        raise InputError("stop strings are found in text, and there is no tokenizer to make any; give stop_token_ids")
+        raise InputError("stop strings are matched in decoded text, but there is no tokenizer; pass stop_token_ids")
     tokens = encode_prompts(prompts, tokenizer)
     lengths = [len(prompt) if len(model.stacks) == 1 else 1 for prompt in tokens]
-    wanted = [apply_generation_config(sampling_params, start, length) for length in lengths]
-    plan = build_engine_config(
+    params = [apply_generation_config(sampling_params, generation_config, length) for length in lengths]
+    engine_config = build_engine_config(
         model,
-        start,
+        generation_config,
         max_num_seqs=max(1, min(DEFAULT_MAX_NUM_SEQS, len(tokens) * sampling_params.n))
         if max_num_seqs is None
         else max_num_seqs,
         max_source_len=max(map(len, tokens), default=1),
-        required_len=max((n + (own.max_new_tokens or 0) for n, own in zip(lengths, wanted, strict=True)), default=2),
+        required_len=max(
+            (length + (p.max_new_tokens or 0) for length, p in zip(lengths, params, strict=True)), default=2
+        ),
         **engine_options,
     )
     return GenerationInputs(
-        plan if max_num_seqs is not None else reduce_num_seqs_to_fit(plan), tokenizer, start, tokens, wanted
+        engine_config if max_num_seqs is not None else reduce_num_seqs_to_fit(engine_config),
+        tokenizer,
+        generation_config,
+        tokens,
+        params,
     )
 
 
@@ -178,30 +189,35 @@ def start_engine(
     draft_model: CheckpointLike | Transformer | NgramConfig | str | None = None,
     num_draft_tokens: int = 4,
 ) -> tuple[Engine | SpeculativeDecoder, list[Request]]:
-    """An engine at work on these prompts, with a request for each answer, in order."""
-    plan, tokenizer = inputs.engine_config, inputs.tokenizer
+    """Build an engine and submit one request per completion, in order."""
+    config, tokenizer = inputs.engine_config, inputs.tokenizer
     engine: Engine | SpeculativeDecoder
     if draft_model is None:
-        engine = Engine(plan, tokenizer=tokenizer, max_waiting=max(1, len(inputs.prompts) * sampling_params.n))
+        engine = Engine(config, tokenizer=tokenizer, max_waiting=max(1, len(inputs.prompts) * sampling_params.n))
     else:
-        guess, its_own = _resolve_draft_model(draft_model)
+        draft, draft_tokenizer = _resolve_draft_model(draft_model)
         engine = SpeculativeDecoder(
-            plan, draft_model=guess, tokenizer=tokenizer, draft_tokenizer=its_own, num_draft_tokens=num_draft_tokens
+            config,
+            draft_model=draft,
+            tokenizer=tokenizer,
+            draft_tokenizer=draft_tokenizer,
+            num_draft_tokens=num_draft_tokens,
         )
-    begun = (
+    output_prefix = (
         []
-        if inputs.generation_config.forced_bos_token_id is None or len(plan.model.stacks) == 1
+        if inputs.generation_config.forced_bos_token_id is None or len(config.model.stacks) == 1
         else [inputs.generation_config.forced_bos_token_id]
     )
-    tickets: list[Request] = []
-    for number, (prompt, own) in enumerate(zip(inputs.prompts, inputs.sampling_params, strict=True)):
+    requests: list[Request] = []
+    for i, (prompt, params) in enumerate(zip(inputs.prompts, inputs.sampling_params, strict=True)):
         try:
-            tickets += [
-                engine.submit(prompt, own, seed=seed, output_prefix=begun) for seed in completion_seeds(sampling_params)
+            requests += [
+                engine.submit(prompt, params, seed=seed, output_prefix=output_prefix)
+                for seed in completion_seeds(sampling_params)
             ]
         except CutawayError as error:
-            raise add_prompt_index(error, number, len(inputs.prompts)) from None
-    return engine, tickets
+            raise add_prompt_index(error, i, len(inputs.prompts)) from None
+    return engine, requests
 
 
 def _resolve_draft_model(
@@ -209,7 +225,7 @@ def _resolve_draft_model(
 ) -> tuple[Transformer | NgramConfig, Tokenizer | None]:
     if isinstance(draft_model, str):
         if draft_model != "ngram":
-            raise InputError(f"draft_model is {draft_model!r:.60}; give a smaller model (ct.load it first), or 'ngram'")
+            raise InputError(f"draft_model is {draft_model!r:.60}; pass a smaller model (from ct.load), or 'ngram'")
         return NgramConfig(), None
     if isinstance(draft_model, NgramConfig):
         return draft_model, None
@@ -218,9 +234,9 @@ def _resolve_draft_model(
 
 
 def _emit_chunks(requests: Sequence[Request], on_chunk: Callable[[int, CompletionChunk], None] | None) -> None:
-    """Hand over what has arrived."""
+    """Call `on_chunk` for each new chunk."""
     if on_chunk is None:
         return
-    for number, ticket in enumerate(requests):
-        for piece in ticket.pop_chunks():
-            on_chunk(number, piece)
+    for i, request in enumerate(requests):
+        for chunk in request.pop_chunks():
+            on_chunk(i, chunk)

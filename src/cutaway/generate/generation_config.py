@@ -1,4 +1,4 @@
-"""What a checkpoint's own files say about generating with it: where to start and stop, and how to search."""
+"""Generation config of a checkpoint: special tokens, length limits and beam search options from its JSON files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,51 +10,51 @@ from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS = 256
-"""Tokens of an answer when neither the caller nor the checkpoint says how many."""
+"""max_new_tokens if neither the caller nor the checkpoint sets it."""
 
 
 EarlyStopping = bool | Literal["never"]
 
 
 MAX_PENALTY = 6
-"""The greatest length penalty: a million tokens to this power is still a 32-bit number."""
+"""Maximum length penalty: a million tokens to this power is still finite in float32."""
 
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """A checkpoint's own settings (see `read_generation_config`); what its files leave open has the value here."""
+    """Generation settings of a checkpoint (see `read_generation_config`), with defaults for missing keys."""
 
     eos_token_ids: tuple[int, ...] = ()
-    """Each of these ends a text."""
+    """Tokens that end a sequence."""
     bos_token_id: int | None = None
     pad_token_id: int | None = None
     decoder_start_token_id: int | None = None
-    """What an encoder-decoder's target begins with."""
+    """First decoder token of an encoder-decoder."""
     forced_bos_token_id: int | None = None
-    """The first token after it, whatever the model says (a language, in mBART)."""
+    """Forced first token of the completion (the language in mBART)."""
     forced_eos_token_ids: tuple[int, ...] = ()
-    """The last token of a text that was cut at its greatest length, whatever the model says."""
+    """Forced last token of a sequence that reaches the maximum length."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    """Sequences of tokens that never come up."""
+    """Token sequences that are never generated."""
     suppress_tokens: tuple[int, ...] = ()
-    """Tokens that never come up."""
+    """Tokens that are never generated."""
     begin_suppress_tokens: tuple[int, ...] = ()
-    """Tokens that never come up first."""
+    """Tokens that are never generated first."""
     no_repeat_ngram_size: int = 0
-    """No sequence of this many tokens comes twice; 0 lets them."""
+    """No n-gram of this size is generated twice; 0 for no limit."""
     repetition_penalty: float = 1.0
     num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
     min_length: int = 0
-    """Tokens of prompt and answer together; for an encoder-decoder, of the target with its first token."""
+    """Minimum tokens of prompt and completion together; for an encoder-decoder, of the target with its first token."""
     max_length: int | None = None
     min_new_tokens: int | None = None
-    """Tokens of the answer alone, which win over lengths with the prompt."""
+    """Minimum tokens of the completion alone; min_new_tokens and max_new_tokens override min_length and max_length."""
     max_new_tokens: int | None = None
 
     def drop_tokens_outside_vocab(self, vocab_size: int) -> "GenerationConfig":
-        """Without bans of tokens that this vocabulary does not have, as files for a larger one may name them."""
+        """Remove suppressed tokens outside the vocabulary; published files may list tokens of a larger one."""
         return replace(
             self,
             bad_words_ids=tuple(words for words in self.bad_words_ids if max(words) < vocab_size),
@@ -63,13 +63,13 @@ class GenerationConfig:
         )
 
     def min_new_tokens_for(self, prompt_len: int) -> int:
-        """How many tokens the answer to a prompt of this length must have before it may end."""
+        """Minimum tokens of the completion of a prompt of `prompt_len` tokens."""
         if self.min_new_tokens is not None:
             return self.min_new_tokens
         return max(0, self.min_length - prompt_len)
 
     def max_new_tokens_for(self, prompt_len: int) -> int | None:
-        """How many tokens the answer to a prompt of this length may have; None if the files set no limit."""
+        """Maximum tokens of the completion of a prompt of `prompt_len` tokens; None for no limit."""
         if self.max_new_tokens is not None:
             return self.max_new_tokens
         return None if self.max_length is None else max(0, self.max_length - prompt_len)
@@ -78,57 +78,57 @@ class GenerationConfig:
 def read_generation_config(
     generation_config: Mapping[str, Any], hf_config: Mapping[str, Any], tokenizer: Tokenizer | None = None
 ) -> GenerationConfig:
-    """The settings in a generation_config.json, or in the config.json where there is none (as before 2023).
+    """Read generation_config.json, or config.json if there is none (as before 2023).
 
-    Ids that the first leaves open are looked up in the second, and then in the tokenizer: a model that is not told
-    its end would never stop.
+    Missing token ids are read from config.json, then from the tokenizer: without an EOS token generation would never
+    stop.
     """
     file = "generation_config.json" if generation_config else "config.json"
-    read = _JsonFields(file, generation_config or hf_config)
-    rest = _JsonFields("config.json", hf_config)
-    own = (
+    fields = _JsonFields(file, generation_config or hf_config)
+    hf_fields = _JsonFields("config.json", hf_config)
+    tokenizer_ids = (
         (None, None, None)
         if tokenizer is None
         else (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id)
     )
     eos, pad, bos = (
-        read.token_ids(key) or rest.token_ids(key) or (() if number is None else (number,))
-        for key, number in zip(("eos_token_id", "pad_token_id", "bos_token_id"), own, strict=True)
+        fields.token_ids(key) or hf_fields.token_ids(key) or (() if token_id is None else (token_id,))
+        for key, token_id in zip(("eos_token_id", "pad_token_id", "bos_token_id"), tokenizer_ids, strict=True)
     )
-    first = bos[0] if bos else None
-    start = read.token_id("decoder_start_token_id")
-    start = start if start is not None else rest.token_id("decoder_start_token_id")
-    forced_bos = read.token_id("forced_bos_token_id")
-    if not generation_config and read.boolean(
+    bos_token_id = bos[0] if bos else None
+    start_token_id = fields.token_id("decoder_start_token_id")
+    start_token_id = start_token_id if start_token_id is not None else hf_fields.token_id("decoder_start_token_id")
+    forced_bos = fields.token_id("forced_bos_token_id")
+    if not generation_config and fields.boolean(
         "force_bos_token_to_be_generated"
-    ):  # its name before it could be another token
-        forced_bos = first
-    banned = read.token_sequences("bad_words_ids")
+    ):  # former name of forced_bos_token_id
+        forced_bos = bos_token_id
+    bad_words = fields.token_sequences("bad_words_ids")
     return GenerationConfig(
         eos_token_ids=eos,
-        bos_token_id=first,
+        bos_token_id=bos_token_id,
         pad_token_id=pad[0] if pad else (eos[0] if eos else None),
-        decoder_start_token_id=start if start is not None else first,
+        decoder_start_token_id=start_token_id if start_token_id is not None else bos_token_id,
         forced_bos_token_id=forced_bos,
-        forced_eos_token_ids=read.token_ids("forced_eos_token_id"),
-        bad_words_ids=tuple(sequence for sequence in banned if sequence not in {(end,) for end in eos}),
-        suppress_tokens=read.token_ids("suppress_tokens"),
-        begin_suppress_tokens=read.token_ids("begin_suppress_tokens"),
-        no_repeat_ngram_size=read.integer("no_repeat_ngram_size") or 0,
-        repetition_penalty=read.number("repetition_penalty", 1.0, minimum=0.001),
-        num_beams=read.integer("num_beams", minimum=1) or 1,
-        length_penalty=read.number("length_penalty", 1.0),
-        early_stopping=read.early_stopping(),
-        min_length=read.integer("min_length") or 0,
-        max_length=read.integer("max_length", minimum=1),
-        min_new_tokens=read.integer("min_new_tokens"),
-        max_new_tokens=read.integer("max_new_tokens", minimum=1),
+        forced_eos_token_ids=fields.token_ids("forced_eos_token_id"),
+        bad_words_ids=tuple(sequence for sequence in bad_words if sequence not in {(end,) for end in eos}),
+        suppress_tokens=fields.token_ids("suppress_tokens"),
+        begin_suppress_tokens=fields.token_ids("begin_suppress_tokens"),
+        no_repeat_ngram_size=fields.integer("no_repeat_ngram_size") or 0,
+        repetition_penalty=fields.number("repetition_penalty", 1.0, minimum=0.001),
+        num_beams=fields.integer("num_beams", minimum=1) or 1,
+        length_penalty=fields.number("length_penalty", 1.0),
+        early_stopping=fields.early_stopping(),
+        min_length=fields.integer("min_length") or 0,
+        max_length=fields.integer("max_length", minimum=1),
+        min_new_tokens=fields.integer("min_new_tokens"),
+        max_new_tokens=fields.integer("max_new_tokens", minimum=1),
     )
 
 
 @dataclass(frozen=True)
 class _JsonFields:
-    """Values of a file that anyone may have written, each with its type or an error."""
+    """Type-checked access to the values of an untrusted JSON file."""
 
     file: str
     values: Mapping[str, Any]
@@ -141,32 +141,36 @@ class _JsonFields:
         return InputError(f"{self.file} has {key} = {self.values[key]!r:.80}; it must be {expected}")
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """One id or a list of them. A negative one stands for none, as some published files have it."""
+        """A token id or a list of them. Negative ids, which some published files use for none, are dropped."""
         value = self.values.get(key)
-        given = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(_is_int(each) for each in given):
-            raise self.type_error(key, "a token's id or a list of ids")
-        return tuple(each for each in given if each >= 0)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(_is_int(token_id) for token_id in ids):
+            raise self.type_error(key, "a token id or a list of token ids")
+        return tuple(token_id for token_id in ids if token_id >= 0)
 
     def token_id(self, key: str) -> int | None:
         value = self.values.get(key)
         if value is not None and not (_is_int(value) and value >= 0):
-            raise self.type_error(key, "a token's id")
+            raise self.type_error(key, "a token id")
         return value
 
     def token_sequences(self, key: str) -> tuple[tuple[int, ...], ...]:
         value = self.values.get(key)
         if value is None:
             return ()
-        lists = isinstance(value, list) and all(isinstance(each, list) and each for each in value)
-        if not lists or not all(_is_int(one) and one >= 0 for each in value for one in each):
-            raise self.type_error(key, "a list of lists of token ids, none of them empty")
-        return tuple(tuple(each) for each in value)
+        is_list_of_lists = isinstance(value, list) and all(
+            isinstance(sequence, list) and sequence for sequence in value
+        )
+        if not is_list_of_lists or not all(
+            _is_int(token_id) and token_id >= 0 for sequence in value for token_id in sequence
+        ):
+            raise self.type_error(key, "a list of non-empty lists of token ids")
+        return tuple(tuple(sequence) for sequence in value)
 
     def integer(self, key: str, minimum: int = 0) -> int | None:
         value = self.values.get(key)
         if value is not None and not (_is_int(value) and value >= minimum):
-            raise self.type_error(key, f"a whole number, {minimum} or more")
+            raise self.type_error(key, f"an integer, {minimum} or more")
         return value
 
     def number(self, key: str, default: float, minimum: float = -MAX_PENALTY) -> float:
@@ -192,7 +196,7 @@ def _is_int(value: object) -> bool:
 
 
 class CheckpointLike(Protocol):
-    """A checkpoint: a model with its tokenizer and its own settings."""
+    """A checkpoint: a model with its tokenizer and configuration files."""
 
     model: Transformer
     generation_config: dict[str, Any]
@@ -205,26 +209,28 @@ class CheckpointLike(Protocol):
 def unpack_checkpoint(
     checkpoint: CheckpointLike | Transformer,
 ) -> tuple[Transformer, Tokenizer | None, GenerationConfig]:
-    """The model, its tokenizer, and what its files say about generating."""
+    """Return a checkpoint's model, tokenizer and generation config."""
     if isinstance(checkpoint, Transformer):
         return checkpoint, None, GenerationConfig()
     if not isinstance(getattr(checkpoint, "model", None), Transformer):
-        raise InputError(f"checkpoint is a {type(checkpoint).__name__}; give what ct.load returns, or a model")
+        raise InputError(f"checkpoint is a {type(checkpoint).__name__}; pass the result of ct.load, or a model")
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
-    start = read_generation_config(checkpoint.generation_config, checkpoint.hf_config, tokenizer)
-    return model, tokenizer, start.drop_tokens_outside_vocab(model.config.vocab_size)
+    generation_config = read_generation_config(checkpoint.generation_config, checkpoint.hf_config, tokenizer)
+    return model, tokenizer, generation_config.drop_tokens_outside_vocab(model.config.vocab_size)
 
 
 def apply_generation_config(
     sampling_params: SamplingParams, generation_config: GenerationConfig, prompt_len: int
 ) -> SamplingParams:
-    """A request with the checkpoint's limits and bans where it names none of its own."""
-    most = sampling_params.max_new_tokens
-    if most is None:
-        told = generation_config.max_new_tokens_for(prompt_len)
-        most = max(told if told else DEFAULT_MAX_NEW_TOKENS, sampling_params.min_new_tokens)
-    least = min(sampling_params.min_new_tokens or generation_config.min_new_tokens_for(prompt_len), most)
-    banned = {
+    """Fill in length limits, suppressed tokens and penalties of the checkpoint where the request sets none."""
+    max_new_tokens = sampling_params.max_new_tokens
+    if max_new_tokens is None:
+        default = generation_config.max_new_tokens_for(prompt_len)
+        max_new_tokens = max(default if default else DEFAULT_MAX_NEW_TOKENS, sampling_params.min_new_tokens)
+    min_new_tokens = min(
+        sampling_params.min_new_tokens or generation_config.min_new_tokens_for(prompt_len), max_new_tokens
+    )
+    suppressed = {
         *sampling_params.suppress_tokens,
         *generation_config.suppress_tokens,
         *(words[0] for words in generation_config.bad_words_ids if len(words) == 1),
@@ -236,8 +242,8 @@ def apply_generation_config(
     )
     return replace(
         sampling_params,
-        max_new_tokens=most,
-        min_new_tokens=least,
-        suppress_tokens=tuple(sorted(banned)),
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        suppress_tokens=tuple(sorted(suppressed)),
         repetition_penalty=penalty,
     )

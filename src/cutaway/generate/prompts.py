@@ -1,4 +1,4 @@
-"""What `generate` is given, as tokens: texts, ids or chats, one or many."""
+"""Prompts: texts, token ids or chats, one or several, converted to token ids."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,35 +10,35 @@ from cutaway.generate.sampling.sampling_params import as_int
 from cutaway.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""A text, its tokens, or the messages of a chat."""
+"""A text, token ids, or the messages of a chat."""
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as many."""
+    """Return one prompt or a sequence of prompts as a list."""
     if isinstance(prompts, str):
         return [prompts]
-    given = _as_list(prompts)
-    if given is None:
-        raise InputError(f"prompts are a {type(prompts).__name__}; give a text, a list of ids, or a list of those")
-    if given and (as_int(given[0]) is not None or isinstance(given[0], Mapping)):
-        return [given]
-    return given
+    items = _as_list(prompts)
+    if items is None:
+        raise InputError(f"prompts is a {type(prompts).__name__}; pass a text, a list of token ids, or a list of those")
+    if items and (as_int(items[0]) is not None or isinstance(items[0], Mapping)):
+        return [items]
+    return items
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
-    """A prompt's tokens."""
-    given: Any = prompt if isinstance(prompt, str) else _as_list(prompt)
-    if given is None:
-        raise InputError(f"a prompt is a {type(prompt).__name__}; give a text, a list of ids, or a chat's messages")
-    if not isinstance(given, str) and not any(isinstance(part, Mapping) for part in given):
-        return given
+    """Convert one prompt to token ids."""
+    content: Any = prompt if isinstance(prompt, str) else _as_list(prompt)
+    if content is None:
+        raise InputError(f"the prompt is a {type(prompt).__name__}; pass a text, a list of token ids, or chat messages")
+    if not isinstance(content, str) and not any(isinstance(part, Mapping) for part in content):
+        return content
     if tokenizer is None:
-        raise InputError("this model has no tokenizer to read text with; give lists of token ids")
-    return tokenizer.encode(given) if isinstance(given, str) else tokenizer.encode_chat(given)
+        raise InputError("this model has no tokenizer, so text cannot be encoded; pass lists of token ids")
+    return tokenizer.encode(content) if isinstance(content, str) else tokenizer.encode_chat(content)
 
 
 def _as_list(value: Any) -> list[Any] | None:
-    """What a list or a row of ids holds; None if it is something else."""
+    """Convert a sequence or a 1-dimensional array to a list; None for other types."""
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
         return list(value)
     dimensions = getattr(value, "ndim", 0)
@@ -46,23 +46,23 @@ def _as_list(value: Any) -> list[Any] | None:
         return None
     if dimensions > 1:
         kind = "tensor" if isinstance(value, torch.Tensor) else "array"
-        raise InputError(f"prompts are a {kind} of {dimensions} dimensions; pass lists of ids, without padding")
+        raise InputError(f"prompts is a {kind} with {dimensions} dimensions; pass lists of token ids, without padding")
     ids: list[Any] = value.tolist()
     return ids
 
 
 def add_prompt_index(error: CutawayError, index: int, num_prompts: int) -> CutawayError:
-    """An error that says which of several prompts it is about."""
+    """Prefix the error message with the index of the prompt, if there are several."""
     return error if num_prompts == 1 else type(error)(f"prompt {index}: {error}")
 
 
 def encode_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer | None) -> list[list[int]]:
-    """The tokens of each prompt."""
-    given = as_prompt_list(prompts)
+    """Convert one prompt or several to lists of token ids."""
+    prompt_list = as_prompt_list(prompts)
     tokens = []
-    for number, prompt in enumerate(given):
+    for i, prompt in enumerate(prompt_list):
         try:
             tokens.append(encode_prompt(prompt, tokenizer))
         except CutawayError as error:
-            raise add_prompt_index(error, number, len(given)) from None
+            raise add_prompt_index(error, i, len(prompt_list)) from None
     return tokens

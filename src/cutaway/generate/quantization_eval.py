@@ -1,4 +1,4 @@
-"""What fewer bits cost: how far a model's predictions move when its matrices are rounded."""
+"""Quality loss of weight quantization: KL divergence and top-1 agreement with the unquantized model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,76 +20,77 @@ NUM_SEQUENCES, SEQ_LEN = 4, 64
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """The mean over the tokens of some texts."""
+    """Means over the tokens of the evaluated sequences."""
 
     bits: int
     num_tokens: int
     kl_divergence: float
-    """Nats from the whole model's distribution to the rounded one's."""
+    """KL(original ‖ quantized) in nats per token."""
     top1_agreement: float
-    """Share of tokens at which both find the same one likeliest."""
+    """Fraction of tokens with the same most likely prediction."""
 
     def __str__(self) -> str:
         return (
-            f"{self.bits}-bit weights: {self.kl_divergence:.2g} nats a token from the whole ones,"
-            f" {self.top1_agreement:.1%} the same likeliest token ({self.num_tokens} tokens of the model's own)"
+            f"{self.bits}-bit weights: KL divergence {self.kl_divergence:.2g} nats per token,"
+            f" top-1 agreement {self.top1_agreement:.1%} ({self.num_tokens} tokens sampled from the model)"
         )
 
 
 @torch.no_grad()
 def evaluate_quantization(model: Transformer, bits: int, *, seed: int = 0) -> QuantizationReport:
-    """On texts that the model itself draws, from random first tokens, since these are what it will be asked about."""
+    """Compare the model with its quantized weights on sequences sampled from the model, with random first tokens.
+
+    Sampled sequences are used because they are the distribution of decode steps.
+    """
     length = min(SEQ_LEN, EngineConfig(model).num_slots - 2)
-    asked = SamplingParams(max_new_tokens=length, temperature=1.0, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=length, temperature=1.0, ignore_eos=True)
     engine = Engine(
         EngineConfig(
             model, max_num_seqs=NUM_SEQUENCES, max_model_len=length + 2, cache_implementation="full", compile=False
         )
     )
-    dice = torch.Generator().manual_seed(seed)
-    first = torch.randint(model.config.vocab_size, (NUM_SEQUENCES,), generator=dice).tolist()
-    tickets = [engine.submit([token], asked, seed=seed + row) for row, token in enumerate(first)]
+    generator = torch.Generator().manual_seed(seed)
+    first_tokens = torch.randint(model.config.vocab_size, (NUM_SEQUENCES,), generator=generator).tolist()
+    requests = [engine.submit([token], params, seed=seed + row) for row, token in enumerate(first_tokens)]
     engine.run()
-    texts = [[token, *ticket.result().tokens] for token, ticket in zip(first, tickets, strict=True)]
-    tokens = torch.tensor(texts, device=model.device)
+    sequences = [[token, *request.result().tokens] for token, request in zip(first_tokens, requests, strict=True)]
+    tokens = torch.tensor(sequences, device=model.device)
     with eval_mode(model):
-        whole = model(tokens).float().log_softmax(-1)
+        log_p = model(tokens).float().log_softmax(-1)
         with _fake_quantized_weights(model, bits):
-            other = model(tokens).float().log_softmax(-1)
-    divergence = (whole.exp() * (whole - other)).sum(-1)
-    same = whole.argmax(-1) == other.argmax(-1)
-    return QuantizationReport(bits, tokens.numel(), float(divergence.mean()), float(same.float().mean()))
+            log_q = model(tokens).float().log_softmax(-1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    agree = log_p.argmax(-1) == log_q.argmax(-1)
+    return QuantizationReport(bits, tokens.numel(), float(kl.mean()), float(agree.float().mean()))
 
 
 @contextmanager
 def _fake_quantized_weights(model: Transformer, bits: int) -> Iterator[None]:
-    """The model with the matrices of its decoder and head as steps with these bits see them; then as it was."""
+    """Context manager: decoder and head weights quantized as in decode steps; restored at the end."""
     head: Any = model.head
-    matrices = [module for module in model.stacks["decoder"].modules() if isinstance(module, nn.Linear)]
-    kept = [matrix.weight.data for matrix in matrices]
-    output = head.matrix
+    linears = [module for module in model.stacks["decoder"].modules() if isinstance(module, nn.Linear)]
+    original = [linear.weight.data for linear in linears]
+    output_matrix = head.matrix
     try:
-        for matrix in matrices:
-            matrix.weight.data = fake_quantize(matrix.weight.data, bits)
-        head.matrix = nn.Linear(
-            1, 1, bias=False, device="meta"
-        )  # a table that is tied stays whole where it is looked up
-        head.matrix.weight = nn.Parameter(fake_quantize(output.weight.data, bits), requires_grad=False)
+        for linear in linears:
+            linear.weight.data = fake_quantize(linear.weight.data, bits)
+        head.matrix = nn.Linear(1, 1, bias=False, device="meta")  # a tied embedding stays unquantized in the lookup
+        head.matrix.weight = nn.Parameter(fake_quantize(output_matrix.weight.data, bits), requires_grad=False)
         yield
     finally:
-        head.matrix = output
-        for matrix, weight in zip(matrices, kept, strict=True):
-            matrix.weight.data = weight
+        head.matrix = output_matrix
+        for linear, weight in zip(linears, original, strict=True):
+            linear.weight.data = weight
 
 
 def fake_quantize(weight: Tensor, bits: int) -> Tensor:
-    """A matrix after rounding and back."""
+    """Quantize and dequantize a matrix."""
     if bits == 16:
         return weight.bfloat16().to(weight.dtype)
     if bits == 4 and weight.shape[-1] % GROUP_SIZE:
-        return weight  # too narrow to be packed
-    scale, numbers = quantize(weight, bits)
+        return weight  # pack_weight does not pack it either
+    scale, integers = quantize(weight, bits)
     if scale.ndim == 1:
-        return (numbers * scale.unsqueeze(-1)).to(weight.dtype)
-    groups = numbers.view(*scale.shape, GROUP_SIZE) * scale.float().unsqueeze(-1)
+        return (integers * scale.unsqueeze(-1)).to(weight.dtype)
+    groups = integers.view(*scale.shape, GROUP_SIZE) * scale.float().unsqueeze(-1)
     return groups.flatten(-2).to(weight.dtype)

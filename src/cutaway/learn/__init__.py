@@ -1,4 +1,4 @@
-"""What is taught: claims that are measured, exercises that check themselves, questions with explained answers."""
+"""Teaching material: measured claims, self-checking exercises, lessons on the forward pass, and a quiz."""
 
 from cutaway.learn.claim import Claim, claim
 

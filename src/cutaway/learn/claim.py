@@ -1,4 +1,4 @@
-"""A sentence about Transformers, the number it predicts, and the number that was measured."""
+"""`claim`: compare a measured number with a prediction; used in the notebooks."""
 
 import math
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from cutaway.errors import CutawayError
 
 
 class ClaimError(CutawayError, AssertionError):
-    """What was measured is not what was claimed."""
+    """The measurement contradicts the prediction."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim that held; `claim` makes it."""
+    """A claim that holds; created by `claim`."""
 
     statement: str
     measured: float
     prediction: str
-    """What it was held against, in words: `8 ± 5 %`, `above 1.5`."""
+    """The prediction as text: `8 ± 5 %`, `above 1.5`."""
 
     def __repr__(self) -> str:
         return f"✓ {self.statement}\n  predicted {self.prediction}   measured {format_number(self.measured)}"
@@ -32,7 +32,7 @@ def claim(
     above: float | None = None,
     below: float | None = None,
 ) -> Claim:
-    """Hold a measured number against a prediction made before: a value (within `rtol` of it), or bounds.
+    """Compare a measured number with a prediction: a value (within `rtol`), or bounds. Raise ClaimError on failure.
 
     >>> claim("scores of random vectors spread by √d_head", 7.97, predicted=8, rtol=0.05)
     ✓ scores of random vectors spread by √d_head
@@ -40,25 +40,25 @@ def claim(
     """
     measured = float(measured)
     if predicted is None and above is None and below is None:
-        raise ValueError(f"'{statement}' predicts nothing; give predicted=, above= or below=")
-    held, parts = math.isfinite(measured), []
+        raise ValueError(f"'{statement}' predicts nothing; pass predicted=, above= or below=")
+    holds, parts = math.isfinite(measured), []
     if predicted is not None:
-        held &= abs(measured - predicted) <= rtol * abs(predicted) + 1e-12
+        holds &= abs(measured - predicted) <= rtol * abs(predicted) + 1e-12
         parts.append(format_number(predicted) + (f" ± {format_number(100 * rtol)} %" if rtol and predicted else ""))
     if above is not None:
-        held &= measured > above
+        holds &= measured > above
         parts.append(f"above {format_number(above)}")
     if below is not None:
-        held &= measured < below
+        holds &= measured < below
         parts.append(f"below {format_number(below)}")
-    promise = " and ".join(parts)
-    if not held:
-        raise ClaimError(f"'{statement}' does not hold: predicted {promise}, measured {format_number(measured)}")
-    return Claim(statement, measured, promise)
+    prediction = " and ".join(parts)
+    if not holds:
+        raise ClaimError(f"'{statement}' does not hold: predicted {prediction}, measured {format_number(measured)}")
+    return Claim(statement, measured, prediction)
 
 
 def format_number(value: float) -> str:
-    """A number as people write it: four digits, thousands apart."""
+    """Format a number with four significant digits and thousands separators."""
     if math.isfinite(value) and value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.4g}" if 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"

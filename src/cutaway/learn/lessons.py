@@ -1,4 +1,4 @@
-"""The forward pass as lessons, told of one model: only what is true of it is said, with its own numbers."""
+"""Lessons on the forward pass, built from a config: only sentences that hold for the model, with its numbers."""
 
 import math
 import tomllib
@@ -17,96 +17,98 @@ _NEVER = {"when": "no model"}
 
 @dataclass(frozen=True)
 class Lesson:
-    """A step on the way."""
+    """One lesson on a stage of the forward pass."""
 
     slug: str
     title: str
     sentences: tuple[str, ...]
     figure: str
-    """A site in the block that is looked at (`attn.scores`), one outside blocks, or a picture's name (`highway`)."""
+    """A site in the selected block (`attn.scores`), a site outside the blocks, or the name of a figure (`highway`)."""
     notebook: int
     docs_page: str
-    """In the documentation."""
+    """Path of a documentation page, relative to docs/."""
     topics: tuple[str, ...] = ()
-    """Topics and stages whose questions belong here."""
+    """Quiz topics and stages whose questions belong to this lesson."""
     exercises: tuple[int, ...] = ()
 
 
 def build_lessons(config: Config, *, is_untrained: bool = False) -> list[Lesson]:
-    """The lessons of this model, in the order in which a tensor goes."""
-    numbers, true = _model_facts(config)
-    true |= {"untrained"} if is_untrained else set()
-    found = [
-        each | each["override"] if _conditions_hold(each.get("override", _NEVER), "when", true) else each
-        for each in _read_lessons()
+    """Build the lessons for a model, in the order of the forward pass."""
+    numbers, tags = _model_facts(config)
+    tags |= {"untrained"} if is_untrained else set()
+    tables = [
+        table | table["override"] if _conditions_hold(table.get("override", _NEVER), "when", tags) else table
+        for table in _read_lessons()
     ]
     return [
         Lesson(
-            slug=each["slug"],
-            title=each["title"].format_map(numbers),
+            slug=table["slug"],
+            title=table["title"].format_map(numbers),
             sentences=tuple(
-                said["text"].format_map(numbers) for said in each["sentences"] if _conditions_hold(said, "when", true)
+                sentence["text"].format_map(numbers)
+                for sentence in table["sentences"]
+                if _conditions_hold(sentence, "when", tags)
             ),
-            figure=each["figure"],
-            notebook=each["notebook"],
-            docs_page=_docs_page(each, true),
-            topics=tuple(each["topics"]),
-            exercises=tuple(each["exercises"]),
+            figure=table["figure"],
+            notebook=table["notebook"],
+            docs_page=_docs_page(table, tags),
+            topics=tuple(table["topics"]),
+            exercises=tuple(table["exercises"]),
         )
-        for each in found
-        if _conditions_hold(each, "requires", true)
+        for table in tables
+        if _conditions_hold(table, "requires", tags)
     ]
 
 
 def _docs_page(lesson: dict[str, Any], tags: set[str]) -> str:
-    """The page of the first tag that holds, or the usual one."""
+    """Documentation page of the first tag that holds, or the default."""
     return str(next((page for tag, page in lesson.get("docs_pages", {}).items() if tag in tags), lesson["docs_page"]))
 
 
 def find_lesson(lessons: list[Lesson], topic: str, stage: str) -> str | None:
-    """The slug of the lesson that a question stands beside: the one that names its topic, or else its stage."""
-    for word in (topic, stage):
+    """Slug of the lesson for a question: the lesson that lists its topic, else the one that lists its stage."""
+    for name in (topic, stage):
         for lesson in lessons:
-            if word in lesson.topics:
+            if name in lesson.topics:
                 return lesson.slug
     return None
 
 
 @cache
 def _read_lessons() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("lessons.toml").read_text("utf-8"))["lesson"]
-    return found
+    lessons: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("lessons.toml").read_text("utf-8"))["lesson"]
+    return lessons
 
 
 def _conditions_hold(table: dict[str, Any], key: str, tags: set[str]) -> bool:
-    """Whether the model is all that is asked for; a word after ! must not hold."""
-    words = [word.strip() for word in table.get(key, "").split(",") if word.strip()]
-    return all((word.removeprefix("!") in tags) != word.startswith("!") for word in words)
+    """Whether all tags listed under a key hold for the model; a tag after ! must not hold."""
+    conditions = [part.strip() for part in table.get(key, "").split(",") if part.strip()]
+    return all((condition.removeprefix("!") in tags) != condition.startswith("!") for condition in conditions)
 
 
 def _model_facts(config: Config) -> tuple[dict[str, str], set[str]]:
-    """The numbers of a model as they are written, and the words that hold of it; of the stack that writes."""
+    """Formatted numbers of a model and the tags that hold for it, taken from its last stack."""
     stack = list(config.stacks.values())[-1]
     block = stack.blocks[-1]
-    windows = sorted({each.attention.window for each in stack.blocks if each.attention.window is not None})
+    windows = sorted({b.attention.window for b in stack.blocks if b.attention.window is not None})
     numbers = _attention_numbers(block, config.d_model) | _ffn_numbers(block, config.d_model)
     numbers |= {"vocab": config.vocab_size, "d_model": config.d_model, "layers": stack.layers}
     numbers |= {"window": windows[0] if windows else 0, "context": _num_learned_positions(stack)}
     numbers["cache_values"] = 2 * stack.layers * numbers["kv_heads"] * numbers["d_head"]
-    written = {name: f"{number:,}" for name, number in numbers.items()}
-    written["root"] = f"{math.sqrt(numbers['d_head']):.3g}"
-    written["usual"] = f"{1 / math.sqrt(numbers['d_head']):.3g}"
-    written["scale"] = f"{block.attention.scale or 0:.3g}"
-    written["activation"] = getattr(block.ffn, "activation", "a clamped SwiGLU").replace("_", " ")
-    return written, _model_tags(config, stack, block) | ({"window"} if windows else set())
+    formatted = {name: f"{number:,}" for name, number in numbers.items()}
+    formatted["root"] = f"{math.sqrt(numbers['d_head']):.3g}"
+    formatted["usual"] = f"{1 / math.sqrt(numbers['d_head']):.3g}"
+    formatted["scale"] = f"{block.attention.scale or 0:.3g}"
+    formatted["activation"] = getattr(block.ffn, "activation", "a clamped SwiGLU").replace("_", " ")
+    return formatted, _model_tags(config, stack, block) | ({"window"} if windows else set())
 
 
 def _attention_numbers(block: Block, d_model: int) -> dict[str, float]:
     attention = block.attention
     if isinstance(attention, LatentAttention):
         return {"heads": attention.heads, "kv_heads": 1, "group": 1, "d_head": attention.d_nope + attention.d_rope}
-    heads, groups = attention.heads, attention.num_kv_heads
-    numbers = {"heads": heads, "kv_heads": groups, "group": heads // groups, "d_head": attention.head_dim(d_model)}
+    heads, kv_heads = attention.heads, attention.num_kv_heads
+    numbers = {"heads": heads, "kv_heads": kv_heads, "group": heads // kv_heads, "d_head": attention.head_dim(d_model)}
     return {**numbers, "softcap": attention.softcap or 0}
 
 
@@ -122,10 +124,11 @@ def _num_learned_positions(stack: Stack) -> int:
 
 
 def _model_tags(config: Config, stack: Stack, block: Block) -> set[str]:
-    """What holds of it, in one word each."""
+    """Tags that hold for the model."""
     attention, ffn, placement = block.attention, block.ffn, stack.placement
-    added, inside = stack.embedding.position.kind, {each.attention.position.kind for each in stack.blocks} - {"none"}
-    asked = {
+    embedding_position = stack.embedding.position.kind
+    attention_positions = {b.attention.position.kind for b in stack.blocks} - {"none"}
+    conditions = {
         config.form: True,
         "causal": config.form != "encoder",
         "head": config.head.kind != "none",
@@ -134,8 +137,8 @@ def _model_tags(config: Config, stack: Stack, block: Block) -> set[str]:
         "pre": placement.kind in ("pre", "sandwich", "parallel"),
         placement.kind: True,
         stack.norm.kind: True,
-        added: added != "none",
-        "no-position": added == "none" and not inside,
+        embedding_position: embedding_position != "none",
+        "no-position": embedding_position == "none" and not attention_positions,
         "multi-head": isinstance(attention, MultiHeadBase),
         "grouped": isinstance(attention, MultiHeadBase) and attention.num_kv_heads < attention.heads,
         "latent": isinstance(attention, LatentAttention),
@@ -148,4 +151,4 @@ def _model_tags(config: Config, stack: Stack, block: Block) -> set[str]:
         "gated": isinstance(ffn, GatedBase) or (isinstance(ffn, Moe) and isinstance(ffn.expert, GatedBase)),
         "shared": stack.layer_groups is not None,
     }
-    return {word for word, true in asked.items() if true} | inside
+    return {tag for tag, holds in conditions.items() if holds} | attention_positions

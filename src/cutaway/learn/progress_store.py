@@ -1,4 +1,4 @@
-"""What is remembered of a learner: one JSON file in the user's state folder, whole or not there at all."""
+"""Storage of the learner's progress: one JSON file per name in the user's state directory, written atomically."""
 
 import json
 import os
@@ -12,54 +12,55 @@ from cutaway.errors import CutawayError, format_error
 
 
 class ProgressStoreError(CutawayError):
-    """The file cannot be read or written."""
+    """A progress file cannot be read or written."""
 
 
 def state_directory() -> Path:
-    """Where CUTAWAY_HOME points, or the user's state folder."""
-    given = os.environ.get("CUTAWAY_HOME")
-    place = Path(given) if given else Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "cutaway"
+    """Return $CUTAWAY_HOME, or the `cutaway` directory in the user's state directory."""
+    home = os.environ.get("CUTAWAY_HOME")
+    directory = Path(home) if home else Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "cutaway"
     try:
-        return place.expanduser()
-    except RuntimeError:  # a user without a home, as in many containers
-        return place
+        return directory.expanduser()
+    except RuntimeError:  # no home directory, as in many containers
+        return directory
 
 
 def read_progress(name: str, is_valid: Callable[[Any], bool]) -> tuple[dict[str, Any], Path | None]:
-    """What is kept under a name; a file that is damaged is set aside, and its new place told."""
+    """Read the progress stored under a name. A damaged file is renamed, and its new path returned."""
     path = state_directory() / f"{name}.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):  # nothing was kept; where nothing can be, `write_progress` says why
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):  # nothing stored; if the path is unusable, `write_progress` raises
         return {}, None
     except (ValueError, RecursionError):
-        found = None
-    except OSError as error:  # something is there: it is not to be written over
+        data = None
+    except OSError as error:  # the file exists and must not be overwritten
         raise ProgressStoreError(
-            f"'{path}' cannot be read: {format_error(error)}; set CUTAWAY_HOME to another folder"
+            f"'{path}' cannot be read: {format_error(error)}; set CUTAWAY_HOME to another directory"
         ) from error
-    if isinstance(found, dict) and is_valid(found):
-        return found, None
-    aside = path.with_name(f"{name}.damaged-{datetime.now():%Y%m%d-%H%M%S}.json")
+    if isinstance(data, dict) and is_valid(data):
+        return data, None
+    damaged_path = path.with_name(f"{name}.damaged-{datetime.now():%Y%m%d-%H%M%S}.json")
     try:
-        path.replace(aside)
-    except OSError:  # a folder that cannot be written: it stays where it is
-        aside = path
-    return {}, aside
+        path.replace(damaged_path)
+    except OSError:  # the directory is read-only: the file is not moved
+        damaged_path = path
+    return {}, damaged_path
 
 
 def write_progress(name: str, data: dict[str, Any]) -> Path:
-    """Keep it. Whoever reads meanwhile, or comes after a kill, finds the old file or the new one."""
+    """Write the progress under a name, atomically: a reader gets the old or the new file, also after a crash."""
     path = state_directory() / f"{name}.json"
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary_path = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        draft.replace(path)
+        temporary_path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        temporary_path.replace(path)
     except OSError as error:
-        with suppress(OSError):  # as unreachable as the rest
-            draft.unlink()
+        with suppress(OSError):  # the directory may be unreachable
+            temporary_path.unlink()
         raise ProgressStoreError(
-            f"progress cannot be kept in '{path.parent}': {format_error(error)}; set CUTAWAY_HOME to a folder of yours"
+            f"progress cannot be saved in '{path.parent}': {format_error(error)}; "
+            "set CUTAWAY_HOME to a writable directory"
         ) from error
     return path

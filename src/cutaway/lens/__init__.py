@@ -1,4 +1,4 @@
-"""Look inside a model, and change what is there."""
+"""Tracing, editing and analyzing activations: `trace`, `edit`, `sites`, `follow_token`."""
 
 from cutaway.lens.adapters import sites
 from cutaway.lens.edit import Edit, edit

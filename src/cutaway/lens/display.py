@@ -1,4 +1,4 @@
-"""Pictures and tables of values; matplotlib is imported only when something is drawn."""
+"""Text tables, HTML tables and heat maps of activations. matplotlib is imported only by `plot_heatmap`."""
 
 from collections.abc import Sequence
 from html import escape
@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 SiteRow = tuple[str, str, tuple[int, ...], float]
+"""Site name, axes, shape, and a number: bytes or norm."""
 
 
 def _format_axes(axes: str, shape: tuple[int, ...]) -> str:
@@ -14,18 +15,20 @@ def _format_axes(axes: str, shape: tuple[int, ...]) -> str:
 
 
 def format_site_table(rows: Sequence[SiteRow]) -> str:
-    """A line a site: its name, its shape by named axes, its bytes."""
+    """Format one line per site: name, shape by named axes, bytes."""
     if not rows:
-        return "nothing yet"
-    wide, broad = max(len(name) for name, *_ in rows), max(len(_format_axes(axes, shape)) for _, axes, shape, _ in rows)
+        return "nothing recorded yet"
+    name_width = max(len(name) for name, *_ in rows)
+    shape_width = max(len(_format_axes(axes, shape)) for _, axes, shape, _ in rows)
     lines = [
-        f"{name:{wide}}  {_format_axes(axes, shape):{broad}}  {format_bytes(size)}" for name, axes, shape, size in rows
+        f"{name:{name_width}}  {_format_axes(axes, shape):{shape_width}}  {format_bytes(size)}"
+        for name, axes, shape, size in rows
     ]
     return "\n".join(lines)
 
 
 def render_html_table(rows: Sequence[SiteRow]) -> str:
-    """The same for a notebook, with the length of the vector."""
+    """Render one row per site for notebooks: name, shape by named axes, norm."""
     cells = [(escape(name), escape(_format_axes(axes, shape)), f"{norm:.4g}") for name, axes, shape, norm in rows]
     body = "".join(
         f"<tr><td><code>{name}</code></td><td>{shape}</td><td>{norm}</td></tr>" for name, shape, norm in cells
@@ -42,16 +45,16 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def plot_heatmap(value: Tensor, title: str, axes: str, **plot_kwargs: Any) -> Any:
-    """A heat map; darker is further from 0, blue above it and red below. What was masked is left blank."""
+    """Plot a heat map: darker is further from 0, blue positive, red negative. Masked scores (−∞) are blank."""
     from matplotlib import pyplot
 
-    seen = value.float().cpu()
-    shown, known = seen.masked_fill(seen.isinf(), float("nan")).numpy(), seen[seen.isfinite()]
-    signed, top = bool((known < 0).any()), float(known.abs().max()) if len(known) else 0.0
+    values = value.float().cpu()
+    pixels, finite = values.masked_fill(values.isinf(), float("nan")).numpy(), values[values.isfinite()]
+    signed, top = bool((finite < 0).any()), float(finite.abs().max()) if len(finite) else 0.0
     limits = {"vmin": -top if signed else 0.0, "vmax": top or 1.0}
     figure, ax = pyplot.subplots(figsize=plot_kwargs.pop("figsize", (5, 3.6)), layout="constrained")
-    colours = {"cmap": "RdBu" if signed else "Blues", "interpolation": "nearest"}
-    image = ax.imshow(shown, aspect="auto", **colours | limits | plot_kwargs)
+    colors = {"cmap": "RdBu" if signed else "Blues", "interpolation": "nearest"}
+    image = ax.imshow(pixels, aspect="auto", **colors | limits | plot_kwargs)
     ax.set_title(title, fontsize=10)
     ax.set_ylabel(axes[0])
     ax.set_xlabel(axes[-1])

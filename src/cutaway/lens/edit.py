@@ -1,4 +1,4 @@
-"""`ct.edit`: change any value inside a model, or its build, while it runs; afterwards it is as it was.
+"""`ct.edit`: modify activations or the structure of a model inside a with-block; the model is restored at the end.
 
 with ct.edit(model, {"blocks.3.attn.z": {"do": "zero", "heads": [4]}, "blocks.5": "skip", "mask": "drop"}):
     model(tokens)
@@ -27,9 +27,10 @@ EditSpec = str | Mapping[str, Any] | Intervention | Tensor | TensorFn
 
 
 class Edit:
-    """Changes by site: a name ('zero', 'skip', …), a table {"do": …}, an `Intervention`, a tensor, a function.
+    """Apply edits by site: an operation ('zero', 'skip', …), a dict {"do": …}, an `Intervention`, a tensor, a function.
 
-    Later changes see what earlier ones made. One whose site nothing passes is an error at the end.
+    `edits` is a mapping from site names or patterns to edits, or the path of a JSON file with one. Edits of the same
+    activation are applied in order. An edit whose site is not reached raises an error at the end of the with-block.
     """
 
     def __init__(self, model: Any, edits: Mapping[str, EditSpec] | str | Path) -> None:
@@ -37,23 +38,23 @@ class Edit:
         if isinstance(edits, str | Path):
             edits = read_edits(edits)
         if not isinstance(edits, Mapping) or not edits:
-            raise InputError("edits are a table of changes by site, with one at least; see help(ct.edit)")
+            raise InputError("edits must be a non-empty mapping from site names to edits; see help(ct.edit)")
         self.edits = dict(edits)
         self.value_edits: list[tuple[str, Site, Intervention | TensorFn]] = []
         self.structural_edits: list[tuple[str, tuple[str, Stack, int | None], str, Any]] = []
-        known, parts = sites(self.model), structural_edits.structural_targets(self.model)
-        for name, what in self.edits.items():
+        all_sites, targets = sites(self.model), structural_edits.structural_targets(self.model)
+        for name, spec in self.edits.items():
             if not isinstance(name, str):
-                raise InputError(f"a site's name is text, and {name!r} is a {type(name).__name__}; see sites(model)")
-            how = _structural_op(what)
-            matching = [place for place in parts if fnmatchcase(place, name)]
-            if how is not None and matching:
+                raise InputError(f"the site name {name!r} is a {type(name).__name__}; pass a string from sites(model)")
+            op = _structural_op(spec)
+            matching = [target for target in targets if fnmatchcase(target, name)]
+            if op is not None and matching:
                 self.structural_edits += [
-                    (place, parts[place], how, _structural_value(name, what)) for place in matching
+                    (target, targets[target], op, _structural_value(name, spec)) for target in matching
                 ]
                 continue
-            change = _parse_intervention(name, what)
-            self.value_edits += [(name, site, change) for site in select_sites(known, [name])]
+            intervention = _parse_intervention(name, spec)
+            self.value_edits += [(name, site, intervention) for site in select_sites(all_sites, [name])]
         self.call_counts: dict[str, int] = {}
         self._hooks = SiteHooks(modifies=True)
         self._undo_stack: list[structural_edits.UndoFn] = []
@@ -61,17 +62,15 @@ class Edit:
     def __enter__(self) -> "Edit":
         self._hooks.check_not_registered()
         check_sites_in_model(self.model, [site for _, site, _ in self.value_edits])
-        self.call_counts = {name: 0 for name, *_ in self.value_edits} | {
-            place: 0 for place, *_ in self.structural_edits
-        }
+        self.call_counts = {name: 0 for name, *_ in self.value_edits} | {name: 0 for name, *_ in self.structural_edits}
         try:
-            for place, part, how, value in self.structural_edits:
+            for name, target, op, value in self.structural_edits:
                 self._undo_stack.append(
-                    structural_edits.apply_structural_edit(*part, place, how, value, partial(self._count_call, place))
+                    structural_edits.apply_structural_edit(*target, name, op, value, partial(self._count_call, name))
                 )
             self._hooks.register(
-                (site, self._hook_fn(name, change), _attention_heads(site, change))
-                for name, site, change in self.value_edits
+                (site, self._hook_fn(name, intervention), _attention_heads(site, intervention))
+                for name, site, intervention in self.value_edits
             )
         except BaseException:
             self._restore()
@@ -84,10 +83,10 @@ class Edit:
         self._restore()
         if exc_type is None:
             check_sites_in_model(self.model, [site for _, site, _ in self.value_edits])
-        idle = [name for name, count in self.call_counts.items() if not count]
-        if exc_type is None and idle:
+        unused = [name for name, count in self.call_counts.items() if not count]
+        if exc_type is None and unused:
             raise InputError(
-                f"nothing passed {', '.join(idle)}, so that edit did nothing; call the model inside the with-block: "
+                f"{', '.join(unused)} was not reached, so that edit did nothing; call the model inside the with-block: "
                 "the model itself, not a compiled copy of it"
             )
 
@@ -97,60 +96,62 @@ class Edit:
             self._undo_stack.pop()()
 
     def _hook_fn(self, name: str, intervention: Intervention | TensorFn) -> Callable[[HookContext], Tensor]:
-        def changed(passing: HookContext) -> Tensor:
+        def hook_fn(context: HookContext) -> Tensor:
             self._count_call(name)
-            site, value = passing.site, passing.value
-            new = (
-                intervention(site, value) if isinstance(intervention, Intervention) else intervention(value.clone())
-            )  # it may write into it
+            site, value = context.site, context.value
+            # A user's function may write in place, so it receives a copy.
+            new = intervention(site, value) if isinstance(intervention, Intervention) else intervention(value.clone())
             if not isinstance(new, Tensor) or new.shape != value.shape:
-                found = tuple(new.shape) if isinstance(new, Tensor) else type(new).__name__
-                raise InputError(f"the function for {site.name} gave {found}; it must give {tuple(value.shape)}")
+                result = f"shape {tuple(new.shape)}" if isinstance(new, Tensor) else type(new).__name__
+                raise InputError(
+                    f"the function for {site.name} returned {result}; return a tensor of shape {tuple(value.shape)}"
+                )
             return new.to(value.dtype)
 
-        return changed
+        return hook_fn
 
     def _count_call(self, name: str) -> None:
         self.call_counts[name] += 1
 
     def to_dict(self) -> dict[str, Any]:
-        """The changes in JSON's words."""
-        return {name: _spec_to_json(name, what) for name, what in self.edits.items()}
+        """Return the edits as JSON values."""
+        return {name: _spec_to_json(name, spec) for name, spec in self.edits.items()}
 
     def save(self, path: str | Path) -> None:
-        """As JSON, which `ct.edit(model, path)` takes."""
+        """Write the edits to a JSON file that `ct.edit(model, path)` reads."""
         text = json.dumps(self.to_dict(), indent=2) + "\n"
         Path(path).write_text(text, encoding="utf-8")
 
 
 def read_edits(path: str | Path) -> dict[str, Any]:
+    """Read edits from a JSON file."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        edits = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"edits cannot be read from '{path}': {error.strerror}; give a JSON file or a table") from None
+        raise InputError(f"cannot read edits from '{path}': {error.strerror}; pass a JSON file or a mapping") from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"'{path}' is no JSON ({error}); write edits there with edit.save(path)") from None
-    if not isinstance(found, dict):
-        raise InputError(f"'{path}' holds a {type(found).__name__}; edits are a table of changes by site")
-    return found
+        raise InputError(f"'{path}' is not valid JSON ({error}); write edits with edit.save(path)") from None
+    if not isinstance(edits, dict):
+        raise InputError(
+            f"'{path}' contains a {type(edits).__name__}; it must contain an object from site names to edits"
+        )
+    return edits
 
 
 def _structural_op(spec: EditSpec) -> str | None:
-    """The name of a change of the build, if it is one."""
-    how = spec.get("do") if isinstance(spec, Mapping) else spec
-    return (
-        how if isinstance(how, str) and any(how in ways for ways in structural_edits.STRUCTURAL_OPS.values()) else None
-    )
+    """Return the structural operation that a spec names, or None."""
+    op = spec.get("do") if isinstance(spec, Mapping) else spec
+    return op if isinstance(op, str) and any(op in ops for ops in structural_edits.STRUCTURAL_OPS.values()) else None
 
 
 def _structural_value(name: str, spec: EditSpec) -> Any:
-    """What a change of the build is given beside its name."""
+    """Return the `value` of a structural edit, and raise on keys that it does not take."""
     if not isinstance(spec, Mapping):
         return None
     if extra := spec.keys() - {"do", "value"}:
         wrong = min(map(str, extra))
         raise InputError(
-            f"the edit of {name} has '{wrong}', and '{spec['do']}' is done to all of it; leave {wrong} out"
+            f"the edit of {name} has '{wrong}', but '{spec['do']}' applies to all of {name}; leave {wrong} out"
         )
     return spec.get("value")
 
@@ -161,19 +162,22 @@ def _parse_intervention(name: str, spec: EditSpec) -> Intervention | TensorFn:
     if isinstance(spec, Tensor):
         return Intervention("replace", spec)
     if isinstance(spec, str):
-        if (how := _structural_op(spec)) is not None:
-            raise InputError(f"'{how}' is for a part of the model, such as blocks.0, and '{name}' is none of this one")
+        if (op := _structural_op(spec)) is not None:
+            raise InputError(
+                f"'{op}' is a structural edit, and '{name}' is not a structural part of this model; use it on a part "
+                "such as blocks.0"
+            )
         return Intervention(spec)
     if isinstance(spec, Mapping):
         extra = spec.keys() - {"do", "value", "positions", "heads", "units"}
         if extra or "do" not in spec:
             wrong = f"has '{min(extra)}'" if extra else "has no 'do'"
-            raise InputError(f"the edit of {name} {wrong}; it takes do, value, positions, heads and units")
+            raise InputError(f"the edit of {name} {wrong}; its keys are do, value, positions, heads and units")
         return Intervention(**spec)
     if callable(spec):
         return spec
     raise InputError(
-        f"the edit of {name} is a {type(spec).__name__}; give one of {', '.join(OPERATIONS)}, a table or a function"
+        f"the edit of {name} is a {type(spec).__name__}; pass {', '.join(OPERATIONS)}, or a dict, tensor or function"
     )
 
 
@@ -185,12 +189,12 @@ def _attention_heads(site: Site, intervention: Intervention | TensorFn) -> list[
 def _spec_to_json(name: str, spec: EditSpec) -> Any:
     if isinstance(spec, str | Mapping) and _structural_op(spec) is not None:
         return spec if isinstance(spec, str) else dict(spec)
-    change = _parse_intervention(name, spec)
-    if not isinstance(change, Intervention):
+    intervention = _parse_intervention(name, spec)
+    if not isinstance(intervention, Intervention):
         raise InputError(
-            f"the edit of {name} is a function, which JSON cannot hold; use zero, mean, add, replace, scale"
+            f"the edit of {name} is a function, which cannot be written as JSON; use zero, mean, add, replace or scale"
         )
-    return change.to_dict()
+    return intervention.to_dict()
 
 
 edit = Edit

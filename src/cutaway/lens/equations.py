@@ -1,4 +1,4 @@
-"""What each site holds, written as the model's own equation: with the norms, rotations and scales that it has."""
+"""Equation of each site, with the norms, rotary embeddings, biases and scales that the model has."""
 
 from typing import Any
 
@@ -14,30 +14,29 @@ from cutaway.model.stack import Stack
 
 
 def site_equation(model: Transformer, site: Site) -> str:
-    """In the letters that textbooks use; x is the stream."""
+    """Return the equation of a site in textbook notation; x is the residual stream."""
     if site.stack is None:
         return _head_equation(model)
     if site.layer is None:
-        final: nn.Module = site.stack.final_norm
-        return _embedding_equation(site.stack) if site.name.endswith("embed") else _wrap_norm("norm", final, "x")
+        final_norm: nn.Module = site.stack.final_norm
+        return _embedding_equation(site.stack) if site.name.endswith("embed") else _wrap_norm("norm", final_norm, "x")
     name = site_suffix(site.name)
     block: Any = site.stack.blocks[site.layer]
     if is_resid_site(name):
         return _resid_equation(name, block)
-    part, _, what = name.partition(".")
-    branch = getattr(block, part)
-    if what == "in":
-        before = block.norm if isinstance(block, ParallelBlock) else branch.norm_in
-        return _wrap_norm(
-            "norm", before, _wrap_norm("norm", branch.norm_in, "x") if before is not branch.norm_in else "x"
-        )
-    found = (
-        _ffn_equation(branch.f, what) if part == "ffn" else _attention_equation(branch.f, what, site.stack, site.layer)
-    )
-    if what == "out":
-        found = _wrap_norm("norm", branch.norm_out, found)
-        return found if branch.scale == 1.0 else f"{branch.scale:.3g}·{found}"
-    return found
+    sublayer, _, value = name.partition(".")
+    branch = getattr(block, sublayer)
+    if value == "in":
+        norm = block.norm if isinstance(block, ParallelBlock) else branch.norm_in
+        return _wrap_norm("norm", norm, _wrap_norm("norm", branch.norm_in, "x") if norm is not branch.norm_in else "x")
+    if sublayer == "ffn":
+        equation = _ffn_equation(branch.f, value)
+    else:
+        equation = _attention_equation(branch.f, value, site.stack, site.layer)
+    if value == "out":
+        equation = _wrap_norm("norm", branch.norm_out, equation)
+        return equation if branch.scale == 1.0 else f"{branch.scale:.3g}·{equation}"
+    return equation
 
 
 def _resid_equation(name: str, block: Any) -> str:
@@ -45,37 +44,37 @@ def _resid_equation(name: str, block: Any) -> str:
         return "x"
     if isinstance(block, ParallelBlock):
         return "x + attn.out + ffn.out"
-    made = {"cross.resid_pre": "attn", "resid_mid": "attn" if block.cross is None else "cross", "resid_post": "ffn"}
-    part = made[name]
-    kept = "x" if block.skip_scale == 1.0 else f"{block.skip_scale:.3g}·x"
-    return _wrap_norm("norm", getattr(block, f"norm_after_{part}"), f"{kept} + {part}.out")
+    writers = {"cross.resid_pre": "attn", "resid_mid": "attn" if block.cross is None else "cross", "resid_post": "ffn"}
+    sublayer = writers[name]
+    skip = "x" if block.skip_scale == 1.0 else f"{block.skip_scale:.3g}·x"
+    return _wrap_norm("norm", getattr(block, f"norm_after_{sublayer}"), f"{skip} + {sublayer}.out")
 
 
 def _wrap_norm(name: str, module: nn.Module, inner: str) -> str:
-    """norm(inner), unless the norm does nothing."""
+    """Return `name(inner)`, or `inner` if the module is an Identity."""
     return inner if isinstance(module, nn.Identity) else f"{name}({inner})"
 
 
 def _embedding_equation(stack: Stack) -> str:
     embed = stack.embed
-    found = "E[token]" if embed.scale == 1.0 else f"{embed.scale:.3g}·E[token]"
+    equation = "E[token]" if embed.scale == 1.0 else f"{embed.scale:.3g}·E[token]"
     if embed.project is not None and embed.project_before_positions:
-        found = f"W·{found}"
-    found += "" if embed.position is None else " + position"
-    found += "" if embed.token_types is None else " + type"
-    found = _wrap_norm("norm", embed.norm, found)
-    bare = found if found.startswith("norm") or " + " not in found else f"({found})"
-    return f"W·{bare}" if embed.project is not None and not embed.project_before_positions else found
+        equation = f"W·{equation}"
+    equation += "" if embed.position is None else " + position"
+    equation += "" if embed.token_types is None else " + type"
+    equation = _wrap_norm("norm", embed.norm, equation)
+    factor = equation if equation.startswith("norm") or " + " not in equation else f"({equation})"
+    return f"W·{factor}" if embed.project is not None and not embed.project_before_positions else equation
 
 
 def _head_equation(model: Any) -> str:
     head = model.head
-    found = "E·x" if head.matrix is _token_embedding(model) else "U·x"
-    found = found if head.transform is None else found.replace("x", "norm(act(W·x))")
-    found += "" if head.bias is None else " + b"
+    equation = "E·x" if head.matrix is _token_embedding(model) else "U·x"
+    equation = equation if head.transform is None else equation.replace("x", "norm(act(W·x))")
+    equation += "" if head.bias is None else " + b"
     if head.scale != 1.0:
-        found = f"{head.scale:.3g}·({found})" if head.bias is not None else f"{head.scale:.3g}·{found}"
-    return found if head.softcap is None else f"cap({found})"
+        equation = f"{head.scale:.3g}·({equation})" if head.bias is not None else f"{head.scale:.3g}·{equation}"
+    return equation if head.softcap is None else f"cap({equation})"
 
 
 def _token_embedding(model: Transformer) -> nn.Module:
@@ -92,25 +91,25 @@ def _attention_equation(f: Any, value: str, stack: Stack, layer: int) -> str:
             else _projection_equation(f, value, with_rope=not cross and uses_rope(stack, layer))
         )
     if value == "scores":
-        found = "q·kᵀ·scale" if f.kernel.softcap is None else "cap(q·kᵀ·scale)"
+        equation = "q·kᵀ·scale" if f.kernel.softcap is None else "cap(q·kᵀ·scale)"
         position = None if cross else position_module(stack, layer)
-        found += "" if position is None or isinstance(position, Rope) else " + bias"
-        return found + (" + mask" if not cross and (stack.causal or stack.windows[layer] is not None) else "")
+        equation += "" if position is None or isinstance(position, Rope) else " + bias"
+        return equation + (" + mask" if not cross and (stack.causal or stack.windows[layer] is not None) else "")
     if value == "pattern":
         return "softmax(scores)" if f.sink is None else "softmax(scores, sink)"
     return "pattern·v" if value == "z" else "Wo·z"
 
 
 def _projection_equation(f: Any, projection: str, *, with_rope: bool) -> str:
-    found = f"W{projection}·{'memory' if isinstance(f, CrossAttention) and projection != 'q' else 'in'}"
+    equation = f"W{projection}·{'memory' if isinstance(f, CrossAttention) and projection != 'q' else 'in'}"
     if projection == "v":
-        return found
-    found = _wrap_norm("norm", f.q_norm if projection == "q" else f.k_norm, found)
-    return f"rope({found})" if with_rope else found
+        return equation
+    equation = _wrap_norm("norm", f.q_norm if projection == "q" else f.k_norm, equation)
+    return f"rope({equation})" if with_rope else equation
 
 
 def _latent_equation(f: Any, projection: str) -> str:
-    """MLA: c is the latent, and position is in a part of its own."""
+    """Multi-head latent attention: c is the latent, kr the shared rotary key."""
     if projection == "q":
         return "Wq·in, rope" if isinstance(f.q, nn.Linear) else "Wuq·norm(Wdq·in), rope"
     return "Wuk·c, rope(kr)" if projection == "k" else "Wuv·c"

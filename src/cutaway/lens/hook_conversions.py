@@ -1,6 +1,7 @@
-"""Values inside what modules of other libraries are given or give back: in tuples and dicts, with others in one tensor.
+"""Hook conversions: extract an activation from another library's module inputs and outputs, and put a new one back.
 
-Each part can be taken out and put back, so that what is read can be changed and followed backward.
+The value may be an item of a tuple or dict, or a part of a larger tensor. Each conversion also maps the gradient of
+the original tensor to the gradient of the value.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,36 +16,38 @@ from torch.utils.hooks import RemovableHandle
 from cutaway.errors import InputError
 
 ValueHook = Callable[[Tensor, Tensor], Tensor | None]
-"""Given a value and the whole that it was taken from, what is to stand in the value's place, if anything."""
+"""Receives the value and the tensor that it was extracted from; a returned tensor replaces the value."""
 
 
 @dataclass(frozen=True)
 class HookConversion:
-    """The first tensor, as it is."""
+    """The first tensor of the input or output, unchanged. Base class of the conversions."""
 
     def matches(self, key: Any, item: Any) -> bool:
-        """Whether this is the item of a tuple or dict that holds the value."""
+        """Whether this item of a tuple or dict contains the value."""
         return isinstance(item, Tensor)
 
     def convert(self, tensor: Tensor) -> Tensor:
+        """Extract the value from the module's tensor."""
         return tensor
 
     def revert(self, tensor: Tensor, new: Tensor) -> Tensor:
+        """Return the module's tensor with the value replaced by `new`."""
         return new
 
     def convert_gradient(self, gradient: Tensor, shape: Size) -> Tensor:
-        """The value's gradient from the whole's; the value is of this shape."""
+        """Return the gradient of the value, which has this shape, from the gradient of the module's tensor."""
         return gradient
 
     def run_hook(self, tensor: Tensor, hook: ValueHook) -> Tensor | None:
-        """Show the value; what is to stand in the tensor's place, if anything."""
+        """Call the hook with the value; return the module's tensor with the change, or None without one."""
         new = hook(self.convert(tensor), tensor)
         return None if new is None else self.revert(tensor, new)
 
     def register_hooks(self, module: nn.Module, hook: ValueHook, *, on_input: bool) -> list[RemovableHandle]:
-        """Call `hook` with each value that passes."""
+        """Call `hook` with the value at every call of the module."""
 
-        def on_way_in(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             for key, item in (*enumerate(args), *_kwargs_in_signature_order(module, kwargs)):
                 if self.matches(key, item):
                     new = self.run_hook(item, hook)
@@ -57,7 +60,7 @@ class HookConversion:
                     )
             return None
 
-        def on_way_out(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+        def output_hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
             for key, item in _iter_items(result):
                 if self.matches(key, item):
                     new = self.run_hook(item, hook)
@@ -65,20 +68,21 @@ class HookConversion:
             return None
 
         if on_input:
-            return [module.register_forward_pre_hook(on_way_in, with_kwargs=True)]
-        return [module.register_forward_hook(on_way_out)]
+            return [module.register_forward_pre_hook(pre_hook, with_kwargs=True)]
+        return [module.register_forward_hook(output_hook)]
 
 
 @dataclass(frozen=True, eq=False)
 class SplitHeads(HookConversion):
-    """Heads side by side in the last axis, all of it or some columns."""
+    """Heads concatenated in the last axis, or in some of its columns: (…, heads·width) → (…, heads, width)."""
 
     num_heads: int
     columns: Tensor | None = None
+    """Columns of this value, for a fused projection (QKV in one matrix); None for all."""
 
     def convert(self, tensor: Tensor) -> Tensor:
-        some = tensor if self.columns is None else tensor.index_select(-1, self.columns.to(tensor.device))
-        return some.reshape(*some.shape[:-1], self.num_heads, -1)
+        flat = tensor if self.columns is None else tensor.index_select(-1, self.columns.to(tensor.device))
+        return flat.reshape(*flat.shape[:-1], self.num_heads, -1)
 
     def revert(self, tensor: Tensor, new: Tensor) -> Tensor:
         flat = new.flatten(-2)
@@ -90,7 +94,7 @@ class SplitHeads(HookConversion):
 
 @dataclass(frozen=True)
 class ScaledOutput(HookConversion):
-    """A tensor that is multiplied before it is added."""
+    """A module output that the model multiplies by `scale` before adding it to the residual stream."""
 
     scale: float
 
@@ -98,7 +102,7 @@ class ScaledOutput(HookConversion):
         return tensor * self.scale
 
     def revert(self, tensor: Tensor, new: Tensor) -> Tensor:
-        # As a difference: what is put back unchanged changes no bit. The gradient comes by way of what is new alone.
+        # As a difference, so that an unchanged value changes no bit. The gradient flows through `new` only.
         return tensor.detach() + (new - self.convert(tensor).detach()) / self.scale
 
     def convert_gradient(self, gradient: Tensor, shape: Size) -> Tensor:
@@ -107,29 +111,29 @@ class ScaledOutput(HookConversion):
 
 @dataclass(frozen=True, eq=False)
 class FlattenedBatch(HookConversion):
-    """A tensor that may have all rows' tokens in one axis; how many rows there are is seen at a module around it."""
+    """A tensor that may be flattened to (B·T, d). The batch shape is read from the input of `outer_module`."""
 
     outer_module: nn.Module
     read_only: bool = False
-    """Whether the model goes on with the tensor elsewhere too, so that another one here would not be its stream."""
+    """Whether replacing is an error: the model uses the tensor elsewhere too, so a change here would not reach it."""
 
     def register_hooks(self, module: nn.Module, hook: ValueHook, *, on_input: bool) -> list[RemovableHandle]:
-        lead: list[int] = []
+        batch_shape: list[int] = []  # [B, T] of the current call
 
-        def see_rows(value: Tensor, whole: Tensor) -> None:
-            lead[:] = value.shape[:2]
+        def record_batch_shape(value: Tensor, original: Tensor) -> None:
+            batch_shape[:] = value.shape[:2]
 
-        def see_unrolled(value: Tensor, whole: Tensor) -> Tensor | None:
-            new = hook(value if value.ndim > 2 else value.reshape(*lead, -1), whole)
+        def unflatten_hook(value: Tensor, original: Tensor) -> Tensor | None:
+            new = hook(value if value.ndim > 2 else value.reshape(*batch_shape, -1), original)
             if new is not None and self.read_only:
                 raise InputError(
-                    "the stream inside a block of another library's model can be read and not changed; change "
-                    "resid_pre or resid_post, or open the model with ct.load, and edit that"
+                    "the residual stream inside a block of another library's model is read-only; edit resid_pre or "
+                    "resid_post, or load the model with ct.load and edit that"
                 )
             return None if new is None else new.reshape(value.shape)
 
-        noting = HookConversion().register_hooks(self.outer_module, see_rows, on_input=True)
-        return noting + super().register_hooks(module, see_unrolled, on_input=on_input)
+        handles = HookConversion().register_hooks(self.outer_module, record_batch_shape, on_input=True)
+        return handles + super().register_hooks(module, unflatten_hook, on_input=on_input)
 
     def convert_gradient(self, gradient: Tensor, shape: Size) -> Tensor:
         return gradient.reshape(shape)
@@ -137,24 +141,24 @@ class FlattenedBatch(HookConversion):
 
 @dataclass(frozen=True, eq=False)
 class NthCall(HookConversion):
-    """What passes a module in one of its turns, where a model uses it several times in a call."""
+    """One of several calls of a module in one forward pass, for layers that share a block."""
 
     inner: HookConversion
     call_index: int
     outer_module: nn.Module
 
     def register_hooks(self, module: nn.Module, hook: ValueHook, *, on_input: bool) -> list[RemovableHandle]:
-        turn = [0]
+        num_calls = [0]
 
-        def start(value: Tensor, whole: Tensor) -> None:
-            turn[0] = 0
+        def reset(value: Tensor, original: Tensor) -> None:
+            num_calls[0] = 0
 
-        def see_in_turn(value: Tensor, whole: Tensor) -> Tensor | None:
-            turn[0] += 1
-            return hook(value, whole) if turn[0] == self.call_index + 1 else None
+        def hook_nth_call(value: Tensor, original: Tensor) -> Tensor | None:
+            num_calls[0] += 1
+            return hook(value, original) if num_calls[0] == self.call_index + 1 else None
 
-        starting = HookConversion().register_hooks(self.outer_module, start, on_input=True)
-        return starting + self.inner.register_hooks(module, see_in_turn, on_input=on_input)
+        handles = HookConversion().register_hooks(self.outer_module, reset, on_input=True)
+        return handles + self.inner.register_hooks(module, hook_nth_call, on_input=on_input)
 
     def convert_gradient(self, gradient: Tensor, shape: Size) -> Tensor:
         return self.inner.convert_gradient(gradient, shape)
@@ -162,41 +166,41 @@ class NthCall(HookConversion):
 
 @dataclass(frozen=True)
 class PatternOutput(HookConversion):
-    """The pattern that an attention gives back beside its result: the last tensor with four axes."""
+    """The attention pattern that an attention module returns beside its output: the last tensor with four axes."""
 
     def register_hooks(self, module: nn.Module, hook: ValueHook, *, on_input: bool) -> list[RemovableHandle]:
-        def on_way_out(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-            found = [item for _, item in _iter_items(result) if isinstance(item, Tensor) and item.ndim == 4]
-            if not found:
+        def output_hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+            patterns = [item for _, item in _iter_items(result) if isinstance(item, Tensor) and item.ndim == 4]
+            if not patterns:
                 raise InputError(
-                    f"{type(module).__name__} gave back no pattern; make the model with attn_implementation='eager', "
-                    "and call it with output_attentions=True"
+                    f"{type(module).__name__} returned no attention pattern; load the model with "
+                    "attn_implementation='eager', and call it with output_attentions=True"
                 )
-            if hook(found[-1], found[-1]) is not None:
+            if hook(patterns[-1], patterns[-1]) is not None:
                 raise InputError(
-                    "a pattern of another library's model can be read and not changed, for its values are mixed before "
-                    "it is seen; open the model with ct.load, and edit that"
+                    "the attention pattern of another library's model is read-only, because z is computed before the "
+                    "hook runs; load the model with ct.load and edit that"
                 )
 
-        return [module.register_forward_hook(on_way_out)]
+        return [module.register_forward_hook(output_hook)]
 
 
 @dataclass(frozen=True)
 class LogitsOutput(HookConversion):
-    """The logits among all that a model gives back."""
+    """The logits in a model's output: the field `logits`, or the first tensor with three axes."""
 
     def matches(self, key: Any, item: Any) -> bool:
         return isinstance(item, Tensor) and (key == "logits" if isinstance(key, str) else item.ndim == 3)
 
 
 def _kwargs_in_signature_order(module: nn.Module, kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Arguments given by name, as the module's forward lists them."""
+    """Sort keyword arguments by the parameter order of the module's forward."""
     names = list(signature(module.forward).parameters) if len(kwargs) > 1 else []
     return sorted(kwargs.items(), key=lambda item: names.index(item[0]) if item[0] in names else len(names))
 
 
 def _iter_items(value: Any) -> Iterator[tuple[Any, Any]]:
-    """The items of a tuple or dict with their keys; anything else is its own only item."""
+    """Yield (key, item) of a tuple or dict; any other value is yielded as (None, value)."""
     if isinstance(value, Mapping):
         yield from value.items()
     elif isinstance(value, tuple | list):
@@ -206,12 +210,12 @@ def _iter_items(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _replace_item(value: Any, key: Any, new: Tensor) -> Any:
-    """The same with another item under this key."""
+    """Return a copy of the tuple or dict with the item at `key` replaced."""
     if key is None:
         return new
     if isinstance(value, Mapping):
-        other: Any = copy(value)
-        other[key] = new
-        return other
-    kept = [new if place == key else item for place, item in enumerate(value)]
-    return type(value)(*kept) if hasattr(value, "_fields") else type(value)(kept)
+        copied: Any = copy(value)
+        copied[key] = new
+        return copied
+    items = [new if index == key else item for index, item in enumerate(value)]
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

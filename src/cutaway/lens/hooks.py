@@ -1,7 +1,7 @@
-"""Hooks at sites: what passes is handed over, and replaced if something else is handed back.
+"""Forward hooks at sites: `SiteHooks` calls a function with each activation and replaces it by a returned tensor.
 
-All hooks of a `SiteHooks` go together, whatever happens. Who reads stands behind who changes, whoever came first: a
-reader sees what the model goes on with.
+All hooks of a `SiteHooks` are removed together, also after an exception. Hooks that read run after hooks that modify,
+regardless of registration order, so a trace records what the model continues with.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,37 +20,38 @@ from cutaway.lens.sites import Site
 from cutaway.model.stack import Stack
 
 ATTENTION_OVERRIDES: WeakKeyDictionary[nn.Module, dict[tuple[str, int | None, int], Tensor]] = WeakKeyDictionary()
-"""Scores and patterns put in the place of a kernel's own in this call, by layer and head."""
+"""Scores and patterns that edits have set in the current call of a kernel, keyed by (kind, layer, head)."""
 
 
 class HookContext(NamedTuple):
-    """A value on its way through a site."""
+    """An activation at a site, with the module call that it belongs to."""
 
     site: Site
     value: Tensor
     module_args: tuple[Any, ...]
-    """What the module was given."""
+    """Positional arguments of the module."""
     module_output: Any
-    """What it gave back, where that is known; of another library's, the tensor that the value was taken from."""
+    """Output of the module, or None in a pre-hook. With a `HookConversion`, the tensor that `value` was taken from."""
 
 
 HookFn = Callable[[HookContext], Tensor | None]
+"""Receives an activation; a returned tensor replaces it."""
 
 
 class SiteHooks:
-    """Hooks that are removed together."""
+    """A group of hooks that is registered and removed together."""
 
     def __init__(self, *, modifies: bool = False) -> None:
         self.modifies = modifies
         self.requests: list[tuple[Site, HookFn, list[int] | None]] = []
         self.handles: list[RemovableHandle] = []
         self.layer_counters: dict[Stack, list[int]] = {}
-        """Where layers share a block: how many a stack has entered, and how many it has left."""
+        """Per stack whose layers share a block: [blocks entered, blocks left] in this forward pass."""
         self.cached_scores: tuple[tuple[Any, ...], list[int] | None, attention_pattern.AttentionScores] | None = None
         self.cached_mask: tuple[tuple[Any, int, int], attention_pattern.AttentionMask] | None = None
 
     def register(self, requests: Iterable[tuple[Site, HookFn, list[int] | None]]) -> None:
-        """Hand over what passes these sites; of what is inside attention, just these heads."""
+        """Register (site, hook function, heads); heads restrict scores and patterns, None means all."""
         self.check_not_registered()
         self.requests = list(requests)
         try:
@@ -62,38 +63,44 @@ class SiteHooks:
 
     def check_not_registered(self) -> None:
         if self in ACTIVE_HOOKS:
-            raise InputError("this with-block is open already, so it cannot be entered again; make a second one")
+            raise InputError("this trace or edit is already active, so it cannot be entered again; create a second one")
 
     def remove(self) -> None:
         self._remove_handles()
-        self.requests = []  # which hold their owner, and with it all that it has seen
+        self.requests = []  # the hook functions hold their owner, and with it all recorded tensors
         if self in ACTIVE_HOOKS:
             ACTIVE_HOOKS.remove(self)
 
     def _register_in_order(self) -> None:
-        """Hang all hooks of the modules that this has a part in, in the order in which values are made."""
-        mine = self.modules
-        near = [
-            each for each in list(ACTIVE_HOOKS) if each is self or (self.modifies and not mine.isdisjoint(each.modules))
+        """Register the hooks of this group, and re-register those of active groups on the same modules.
+
+        PyTorch runs hooks in registration order. A new modifying group must run before the reading groups that are
+        already active, so their hooks are removed and added again after it.
+        """
+        modules = self.modules
+        groups = [
+            group
+            for group in list(ACTIVE_HOOKS)
+            if group is self or (self.modifies and not modules.isdisjoint(group.modules))
         ]
-        for each in near:
-            each._remove_handles()
-        changers = [each for each in near if each.modifies]
-        for sides in HOOK_ORDER:
-            for each in changers:
-                each._add_hooks(sides)
-        for each in near:
-            if not each.modifies:
-                each._add_hooks(ALL_KINDS)
+        for group in groups:
+            group._remove_handles()
+        modifying = [group for group in groups if group.modifies]
+        for kinds in HOOK_ORDER:
+            for group in modifying:
+                group._add_hooks(kinds)
+        for group in groups:
+            if not group.modifies:
+                group._add_hooks(ALL_KINDS)
 
     @property
     def modules(self) -> set[nn.Module]:
         return {site.module for site, *_ in self.requests}
 
     def _add_hooks(self, kinds: tuple[str, ...]) -> None:
-        for site, act, heads in self.requests:
+        for site, hook_fn, heads in self.requests:
             if site.kind in kinds:
-                self._add_hook(site, act, heads)
+                self._add_hook(site, hook_fn, heads)
 
     def _remove_handles(self) -> None:
         for handle in self.handles:
@@ -108,21 +115,22 @@ class SiteHooks:
         if site.conversion is not None:
             self._add_converted_hook(site, site.conversion, hook_fn)
             return
-        depth = self._layer_counter(site)
-        leaving = site.kind == "out" and site.stack is not None and site.module in set(site.stack.blocks)
+        counter = self._layer_counter(site)
+        is_block_output = site.kind == "out" and site.stack is not None and site.module in set(site.stack.blocks)
 
-        def elsewhere(module: nn.Module) -> bool:
-            if module is not site.module:  # a copy of the model, made while this hangs there
+        def is_other_layer(module: nn.Module) -> bool:
+            if module is not site.module:  # a deep copy of the model, which copies hooks too
                 return True
-            return depth is not None and (depth[0] - 1 if leaving else depth[1]) != site.layer
+            # At a block's output, the hook that counts blocks left has already run, so use blocks entered − 1.
+            return counter is not None and (counter[0] - 1 if is_block_output else counter[1]) != site.layer
 
-        def on_way_in(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            if elsewhere(module):
+        def pre_hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            if is_other_layer(module):
                 return None
             return _replace_item(args, site.arg_index, hook_fn(HookContext(site, args[site.arg_index], args, None)))
 
-        def on_way_out(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
-            if elsewhere(module):
+        def output_hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+            if is_other_layer(module):
                 return None
             if not isinstance(result, tuple):
                 return hook_fn(HookContext(site, result, args, result))
@@ -130,61 +138,64 @@ class SiteHooks:
                 result, site.arg_index, hook_fn(HookContext(site, result[site.arg_index], args, result))
             )
 
-        def within(module: Any, args: tuple[Any, ...], result: Tensor) -> Tensor | None:
-            if elsewhere(module):
+        def attention_hook(module: Any, args: tuple[Any, ...], result: Tensor) -> Tensor | None:
+            """Scores and patterns are recomputed from the kernel's arguments; a change is applied to its output z."""
+            if is_other_layer(module):
                 return None
-            seen = self.attention_scores(module, args, heads)
-            numbers = list(range(seen.scores.shape[1])) if heads is None else heads
+            attention = self.attention_scores(module, args, heads)
+            head_indices = list(range(attention.scores.shape[1])) if heads is None else heads
 
-            def standing(side: str, rows: Tensor) -> Tensor:
-                """With what was put there before."""
-                changed = ATTENTION_OVERRIDES.get(module)
-                if not changed:
-                    return rows
-                found = zip(numbers, rows.unbind(1), strict=True)
-                return torch.stack([changed.get((side, site.layer, head), row) for head, row in found], 1)
+            def with_overrides(kind: str, value: Tensor) -> Tensor:
+                """Replace the heads that an earlier edit of this call has set; value is (B, H, T, S)."""
+                overrides = ATTENTION_OVERRIDES.get(module)
+                if not overrides:
+                    return value
+                pairs = zip(head_indices, value.unbind(1), strict=True)
+                return torch.stack([overrides.get((kind, site.layer, head), own) for head, own in pairs], 1)
 
             if site.kind == "scores" and not self.modifies:
-                return hook_fn(HookContext(site, standing("scores", seen.scores), args, result))
+                return hook_fn(HookContext(site, with_overrides("scores", attention.scores), args, result))
             with self._grad_mode():
-                before = standing("pattern", seen.pattern())
-            value = standing("scores", seen.scores) if site.kind == "scores" else before
+                old_pattern = with_overrides("pattern", attention.pattern())
+            value = with_overrides("scores", attention.scores) if site.kind == "scores" else old_pattern
             new = hook_fn(HookContext(site, value, args, result))
             if new is None:
                 return None
-            after = seen.pattern(new) if site.kind == "scores" else new
-            kept = ATTENTION_OVERRIDES.setdefault(module, {})
-            for side, rows in (("pattern", after), (site.kind, new)):
-                kept |= {(side, site.layer, head): row for head, row in zip(numbers, rows.unbind(1), strict=True)}
-            mine = result if heads is None else result.index_select(2, index_tensor(heads, result))
-            mixed = _recompute_z(module, mine, before, after, attention_pattern.values_per_head(args, heads))
-            return mixed if heads is None else result.index_copy(2, index_tensor(heads, result), mixed)
+            new_pattern = attention.pattern(new) if site.kind == "scores" else new
+            overrides = ATTENTION_OVERRIDES.setdefault(module, {})
+            for kind, values in (("pattern", new_pattern), (site.kind, new)):
+                pairs = zip(head_indices, values.unbind(1), strict=True)
+                overrides |= {(kind, site.layer, head): own for head, own in pairs}
+            z = result if heads is None else result.index_select(2, index_tensor(heads, result))  # (B, T, H, E)
+            v = attention_pattern.values_per_head(args, heads)
+            z = _recompute_z(module, z, old_pattern, new_pattern, v)
+            return z if heads is None else result.index_copy(2, index_tensor(heads, result), z)
 
-        inside = site.kind in ("scores", "pattern")
-        if inside and self.modifies:
+        is_attention = site.kind in ("scores", "pattern")
+        if is_attention and self.modifies:
             self.handles.append(site.module.register_forward_pre_hook(_clear_overrides))
         if site.kind == "in":
-            self.handles.append(site.module.register_forward_pre_hook(on_way_in))
+            self.handles.append(site.module.register_forward_pre_hook(pre_hook))
         else:
-            hook: Any = within if inside else on_way_out
+            hook: Any = attention_hook if is_attention else output_hook
             self.handles.append(site.module.register_forward_hook(hook))
 
     def _add_converted_hook(self, site: Site, conversion: HookConversion, hook_fn: HookFn) -> None:
-        """In another library's model."""
+        """Hook a module of another library."""
 
-        def see(value: Tensor, whole: Tensor) -> Tensor | None:
-            return hook_fn(HookContext(site, value, (), whole))
+        def convert_hook(value: Tensor, original: Tensor) -> Tensor | None:
+            return hook_fn(HookContext(site, value, (), original))
 
-        self.handles += conversion.register_hooks(site.module, see, on_input=site.kind == "in")
+        self.handles += conversion.register_hooks(site.module, convert_hook, on_input=site.kind == "in")
 
     def _grad_mode(self) -> torch.set_grad_enabled:
-        """What is only read has no graph."""
+        """Build an autograd graph for recomputed attention only where it is modified."""
         return torch.set_grad_enabled(torch.is_grad_enabled() and self.modifies)
 
     def attention_scores(
         self, module: Any, kernel_args: tuple[Any, ...], heads: list[int] | None
     ) -> attention_pattern.AttentionScores:
-        """What attention saw in this call: two sites that ask for it one after the other share it."""
+        """Recompute the scores of a kernel call; hooks on scores and pattern of the same call share one result."""
         if self.cached_scores is None or self.cached_scores[0] is not kernel_args or self.cached_scores[1] != heads:
             with self._grad_mode():
                 self.cached_scores = (
@@ -195,58 +206,58 @@ class SiteHooks:
         return self.cached_scores[2]
 
     def _dense_mask(self, kernel_args: tuple[Any, ...]) -> attention_pattern.AttentionMask:
-        """Drawn once for all layers that share a plan."""
+        """Materialize the mask once for all layers that share a prepared mask."""
         key = kernel_args[3], kernel_args[0].shape[1], kernel_args[1].shape[1]
         if self.cached_mask is None or self.cached_mask[0][0] is not key[0] or self.cached_mask[0][1:] != key[1:]:
             self.cached_mask = key, attention_pattern.build_dense_mask(kernel_args)
         return self.cached_mask[1]
 
     def _layer_counter(self, site: Site) -> list[int] | None:
-        """Where to look up the layer that a stack is in, if this site's block serves several."""
+        """Return the stack's layer counter if several layers share this site's block, else None."""
         stack, layer = site.stack, site.layer
-        if stack is None or layer is None or sum(each is stack.blocks[layer] for each in stack.blocks) == 1:
+        if stack is None or layer is None or sum(block is stack.blocks[layer] for block in stack.blocks) == 1:
             return None
         if stack.activation_checkpointing != "none" and stack.training:
             raise InputError(
-                "layers that share a block cannot be told apart when they are computed again; "
-                "call model.use_activation_checkpointing('none')"
+                "layers share a block, and activation checkpointing recomputes it without the layer being known; call "
+                "model.use_activation_checkpointing('none')"
             )
         if stack in self.layer_counters:
             return self.layer_counters[stack]
-        depth = self.layer_counters.setdefault(stack, [0, 0])
+        counter = self.layer_counters.setdefault(stack, [0, 0])
 
-        def start(module: nn.Module, args: tuple[Any, ...]) -> None:
-            depth[:] = 0, 0
+        def reset(module: nn.Module, args: tuple[Any, ...]) -> None:
+            counter[:] = 0, 0
 
-        def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
-            depth[0] += 1
+        def count_entered(module: nn.Module, args: tuple[Any, ...]) -> None:
+            counter[0] += 1
 
-        def leave(module: nn.Module, args: tuple[Any, ...], result: Tensor) -> None:
-            depth[1] += 1
+        def count_left(module: nn.Module, args: tuple[Any, ...], result: Tensor) -> None:
+            counter[1] += 1
 
-        self.handles.append(stack.register_forward_pre_hook(start))
+        self.handles.append(stack.register_forward_pre_hook(reset))
         for block in {id(block): block for block in stack.blocks}.values():
-            self.handles += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
-        return depth
+            self.handles += [block.register_forward_pre_hook(count_entered), block.register_forward_hook(count_left)]
+        return counter
 
 
 ACTIVE_HOOKS: list[SiteHooks] = []
-"""All that hang, in the order in which they came."""
+"""All registered groups, in order of registration."""
 HOOK_ORDER: tuple[tuple[str, ...], ...] = (("in", "scores"), ("pattern",), ("out",))
-"""Scores are changed before the pattern that is made of them, and that before z, whoever was named first."""
-ALL_KINDS = tuple(side for sides in HOOK_ORDER for side in sides)
+"""Order of modifying hooks: inputs and scores, then the pattern computed from the scores, then outputs (z)."""
+ALL_KINDS = tuple(kind for kinds in HOOK_ORDER for kind in kinds)
 
 
 def _recompute_z(kernel: Any, z: Tensor, old_pattern: Tensor, new_pattern: Tensor, values: Tensor) -> Tensor:
-    """z by another pattern: made anew where a row was changed; elsewhere, bit for bit, as it was."""
+    """Return z for another pattern. Rows whose pattern is unchanged keep their bits."""
     changed = (new_pattern != old_pattern).any(-1).transpose(1, 2).unsqueeze(-1)  # (B, T, H, 1)
-    # A change of 0 has a slope all the same: z moves by what the pattern moves by.
-    moved = z + torch.einsum("bhts,bshe->bthe", new_pattern - old_pattern, values)
+    # Unchanged rows are z + 0 instead of z, so that the gradient with respect to new_pattern is right for them too.
+    shifted = z + torch.einsum("bhts,bshe->bthe", new_pattern - old_pattern, values)
     if kernel.training and kernel.dropout > 0:
-        if not changed.any():  # nothing is drawn, so that what is drawn later stays as it was
-            return moved
+        if not changed.any():  # draw no dropout mask, so that the RNG state stays as without hooks
+            return shifted
         new_pattern = F.dropout(new_pattern, kernel.dropout)
-    return torch.where(changed, torch.einsum("bhts,bshe->bthe", new_pattern, values), moved)
+    return torch.where(changed, torch.einsum("bhts,bshe->bthe", new_pattern, values), shifted)
 
 
 def _replace_item(items: tuple[Any, ...], index: int, new: Tensor | None) -> tuple[Any, ...] | None:
@@ -262,5 +273,5 @@ def index_tensor(indices: list[int], like: Tensor) -> Tensor:
 
 
 def is_in_backward() -> bool:
-    """Whether autograd is going back: what passes then is a block computed again, not a new call."""
+    """Whether a backward pass is running: a forward call is then a recomputation by activation checkpointing."""
     return torch._C._current_graph_task_id() != -1

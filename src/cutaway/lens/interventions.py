@@ -1,4 +1,4 @@
-"""What can be done to a value on its way: zero, mean, resample, add, replace, scale; all of it or a part."""
+"""Interventions on an activation: zero, mean, resample, add, replace, scale; on all of it or on selected indices."""
 
 import reprlib
 from collections.abc import Callable
@@ -15,17 +15,18 @@ from cutaway.lens.sites import Indices, Site, materialize_indices, resolve_heads
 OPERATIONS = ("zero", "mean", "resample", "add", "replace", "scale")
 MASKED_SCORE = float("-inf")
 _REQUIRED_VALUES = {
-    "add": "a vector or a number to add",
-    "replace": "a tensor to put there",
+    "add": "a vector or number to add",
+    "replace": "a tensor or number to set",
     "scale": "a number to multiply by",
 }
 
 
 @dataclass(frozen=True)
 class Intervention:
-    """A change of a value, in some of its positions, heads and units (of the last axis) if not in all.
+    """An operation on an activation; `positions`, `heads` and `units` (last axis) restrict it, default all.
 
-    mean: of all rows and tokens of the call. resample: each row takes the next row's. The rest use `value`.
+    zero: zero ablation. mean: mean ablation, over the batch and tokens of the call. resample: resample ablation, each
+    batch row takes the value of the next row. add, replace and scale use `value`.
     """
 
     do: str
@@ -37,58 +38,62 @@ class Intervention:
     def __post_init__(self) -> None:
         if self.do not in OPERATIONS:
             raise InputError(
-                f"a value cannot be changed by '{self.do}'; it can by {', '.join(OPERATIONS)}, or a function"
+                f"do is '{self.do}', which is not an operation; use one of {', '.join(OPERATIONS)}, or a function"
             )
         if (self.value is None) == (self.do in _REQUIRED_VALUES):
-            rest = (
-                f"needs {_REQUIRED_VALUES[self.do]} as value"
+            problem = (
+                f"needs a value; pass {_REQUIRED_VALUES[self.do]}"
                 if self.do in _REQUIRED_VALUES
                 else "takes no value; leave it out"
             )
-            raise InputError(f"'{self.do}' {rest}")
+            raise InputError(f"'{self.do}' {problem}")
         if (
             self.do in _REQUIRED_VALUES
             and not _is_number(self.value)
             and (self.do == "scale" or not _is_tensor_like(self.value))
         ):
-            raise InputError(f"'{self.do}' has the value {reprlib.repr(self.value)}; give {_REQUIRED_VALUES[self.do]}")
+            raise InputError(f"'{self.do}' has the value {reprlib.repr(self.value)}; pass {_REQUIRED_VALUES[self.do]}")
         for name in ("positions", "heads", "units"):
             object.__setattr__(self, name, materialize_indices(getattr(self, name), name))
 
     def __call__(self, site: Site, value: Tensor) -> Tensor:
-        new = _apply_at(value, self.selected_indices(site, value), lambda chosen: self.apply(site, chosen))
-        # A score of −∞ is the mask: what is hidden stays hidden, and 0 · −∞ is no number.
+        new = _apply_at(value, self.selected_indices(site, value), lambda part: self.apply(site, part))
+        # A score of −∞ is masked: it stays masked, and 0 · −∞ would be NaN.
         return torch.where(value == MASKED_SCORE, value, new) if site.kind == "scores" else new
 
     def selected_heads(self, site: Site) -> list[int] | None:
-        """Those to change, counted as the site counts them."""
+        """Return the heads to modify, as indices of the site's head axis; None for all."""
         if self.heads is None:
             return None
         if site.num_heads is None:
-            raise InputError(f"{site.name} has no heads, so leave heads out; attn.z has them")
+            raise InputError(f"heads is set, but {site.name} has no head axis; leave heads out, or use attn.z")
         return resolve_heads(site, self.heads)
 
     def selected_indices(self, site: Site, value: Tensor) -> list[tuple[int, list[int]]]:
-        """For each axis that is not taken whole, where."""
-        found = []
+        """Return (axis, indices) for each axis that is restricted."""
+        selection = []
         if self.positions is not None:
             axis = site.token_axis
             if axis is None:
-                raise InputError(f"{site.name} has no axis for tokens, so leave positions out")
-            found.append(
+                raise InputError(f"positions is set, but {site.name} has no token axis; leave positions out")
+            selection.append(
                 (axis, resolve_indices(self.positions, value.shape[axis], "positions", "the tokens of this call"))
             )
         heads = self.selected_heads(site)
         if heads is not None and site.head_axis is not None and site.kind in ("in", "out"):
-            found.append((site.head_axis, heads))  # inside attention, just these heads come here
+            selection.append((site.head_axis, heads))  # scores and patterns are computed for these heads only
         if self.units is not None:
-            last = value.ndim - 1
-            found.append(
-                (last, resolve_indices(self.units, value.shape[last], "units", f"the last axis of {site.name}"))
+            last_axis = value.ndim - 1
+            selection.append(
+                (
+                    last_axis,
+                    resolve_indices(self.units, value.shape[last_axis], "units", f"the last axis of {site.name}"),
+                )
             )
-        return found
+        return selection
 
     def apply(self, site: Site, value: Tensor) -> Tensor:
+        """Return the new value of the selected part."""
         if self.do == "zero":
             return torch.zeros_like(value)
         if self.do == "scale":
@@ -96,46 +101,55 @@ class Intervention:
         if self.do == "mean":
             if not site.axes:
                 raise InputError(
-                    f"'mean' at {site.name} is over rows and tokens, and which axes those are is not known"
+                    f"'mean' averages over the batch and token axes, but {site.name} is a module path, whose axes are "
+                    "not known; use another operation"
                 )
-            over = [axis for axis, letter in enumerate(site.axes) if letter in "BN" or axis == site.token_axis]
-            if site.kind == "scores":  # of those that see the token
-                seen = value != MASKED_SCORE
-                total, count = value.masked_fill(~seen, 0.0).sum(over, keepdim=True), seen.sum(over, keepdim=True)
+            dims = [axis for axis, letter in enumerate(site.axes) if letter in "BN" or axis == site.token_axis]
+            if site.kind == "scores":  # the mean over unmasked scores
+                visible = value != MASKED_SCORE
+                total, count = value.masked_fill(~visible, 0.0).sum(dims, keepdim=True), visible.sum(dims, keepdim=True)
                 return (total / count.clamp(min=1)).to(value.dtype).expand_as(value)
-            return value.mean(over, keepdim=True).expand_as(value)
+            return value.mean(dims, keepdim=True).expand_as(value)
         if self.do == "resample":
             if "N" in site.axes:
-                raise InputError(f"'resample' at {site.name} takes another row's value, and there rows are not apart")
+                raise InputError(
+                    f"'resample' takes the value of another batch row, but {site.name} has no batch axis; use another "
+                    "operation"
+                )
             if len(value) == 1:
-                raise InputError(f"'resample' at {site.name} takes another row's value, and there is one row; give two")
+                raise InputError(
+                    f"'resample' at {site.name} takes the value of another batch row, but the batch has one; pass at "
+                    "least two"
+                )
             return value.roll(-1, 0)
-        other = torch.as_tensor(self.value, dtype=value.dtype, device=value.device)
+        operand = torch.as_tensor(self.value, dtype=value.dtype, device=value.device)
         try:
-            fitted = other.expand_as(value)
+            expanded = operand.expand_as(value)
         except RuntimeError:
             raise InputError(
-                f"the value for '{self.do}' at {site.name} has shape {tuple(other.shape)}; "
-                f"what is changed there has {tuple(value.shape)}"
+                f"the value for '{self.do}' at {site.name} has shape {tuple(operand.shape)}; it must broadcast to "
+                f"{tuple(value.shape)}"
             ) from None
-        return fitted if self.do == "replace" else value + fitted
+        return expanded if self.do == "replace" else value + expanded
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: what is not said is left out."""
-        return {each.name: _to_json(value) for each in fields(self) if (value := getattr(self, each.name)) is not None}
+        """Return the fields that are set, as JSON values."""
+        return {
+            field.name: _to_json(value) for field in fields(self) if (value := getattr(self, field.name)) is not None
+        }
 
 
 def _apply_at(value: Tensor, selection: list[tuple[int, list[int]]], fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """The value with what stands at these places changed."""
+    """Return the value with fn applied to the selected indices."""
     if not selection:
         return fn(value)
-    (axis, where), *rest = selection
-    chosen = index_tensor(where, value)
-    return value.index_copy(axis, chosen, _apply_at(value.index_select(axis, chosen), rest, fn))
+    (axis, indices), *rest = selection
+    index = index_tensor(indices, value)
+    return value.index_copy(axis, index, _apply_at(value.index_select(axis, index), rest, fn))
 
 
 def _is_number(value: Any) -> bool:
-    """One that a float can hold."""
+    """Whether the value is a number in the range of float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -145,7 +159,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_tensor_like(value: Any) -> bool:
-    """Whether a tensor can be made of it."""
+    """Whether the value converts to a real tensor."""
     try:
         return not torch.as_tensor(value).is_complex()
     except (TypeError, ValueError, RuntimeError, OverflowError, RecursionError):
@@ -153,9 +167,9 @@ def _is_tensor_like(value: Any) -> bool:
 
 
 def _to_json(value: Any) -> Any:
-    """In JSON's words."""
-    if hasattr(value, "tolist"):  # a tensor or an array
+    """Convert a field to a JSON value."""
+    if hasattr(value, "tolist"):  # tensor or array
         return value.tolist()
     if isinstance(value, slice):
-        raise InputError(f"{value} cannot be written as JSON; give the numbers as a list")
+        raise InputError(f"{value} cannot be written as JSON; pass a list of indices instead of a slice")
     return value if isinstance(value, int | float | str | list) else list(value)

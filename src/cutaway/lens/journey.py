@@ -1,6 +1,6 @@
-"""One token's way through a model: what it is at every site, what each part adds to it, what it would say by then.
+"""`follow_token`: one token's vector at every site, what each sublayer adds to it, and its logit lens predictions.
 
-Values are reduced while they pass, so that a journey costs one forward pass and holds a vector a site.
+Activations are reduced in the hooks, so a journey costs one forward pass and stores one vector per site.
 """
 
 from collections.abc import Iterable
@@ -29,42 +29,42 @@ from cutaway.model import Transformer
 from cutaway.model.stack import Stack
 
 TopTokens = tuple[tuple[int, float], ...]
-"""Tokens and their probabilities, the likeliest first."""
+"""(token id, probability) pairs, most likely first."""
 TOP_K = 5
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A value on the way, by its site's name."""
+    """The followed token at one site."""
 
     site: str
     equation: str
     axes: str
-    """A letter for each axis, without the batch's."""
+    """One letter per axis, without the batch axis."""
     shape: tuple[int, ...]
     norm: float
-    """Length of the followed token's vector (of all its heads together)."""
+    """L2 norm of the token's vector, over all heads."""
     relative_norm: float | None = None
-    """Of what is added: its length, by that of the stream it is added to."""
+    """For a sublayer output: its norm divided by the norm of the residual stream it is added to."""
     cosine: float | None = None
-    """And whether it points along the stream (1), against it (−1) or elsewhere (0)."""
+    """For a sublayer output: cosine similarity with the residual stream it is added to."""
     top_tokens: TopTokens = ()
-    """On the stream: the likeliest tokens, if the final norm and the head read it now."""
+    """On the residual stream: the logit lens, i.e. the most likely tokens after the final norm and the head."""
 
 
 @dataclass(frozen=True)
 class Journey:
-    """Where the token went, what came out, and the proof that nothing was left out."""
+    """All stages of a followed token, the prediction, and consistency checks of the recorded values."""
 
     stages: tuple[Stage, ...]
     positions: dict[str, int]
-    """The place of the token that was followed through each stack."""
+    """Stack name → position of the followed token."""
     top_tokens: TopTokens
-    """The likeliest tokens in the end, their probabilities over the whole vocabulary."""
+    """The model's most likely tokens; probabilities are over the whole vocabulary."""
     residual_sum_error: float | None
-    """Largest difference between embedding + Σ additions and the final stream; None where norms stand on the stream."""
+    """Largest |embed + Σ sublayer outputs − last resid_post|; None with norms on the residual stream (post-norm)."""
     pattern_row_error: float | None
-    """Largest difference between a row of the patterns seen and 1; None where a sink takes a share."""
+    """Largest |row sum − 1| of the recorded attention patterns; None with an attention sink."""
 
     def _repr_html_(self) -> str:
         return render_html_table(
@@ -74,11 +74,11 @@ class Journey:
 
 @dataclass
 class TokenRecorder:
-    """What was seen of the followed tokens."""
+    """Hook target that stores the vectors of the followed tokens."""
 
     positions: dict[Stack, int]
     memory_position: int
-    """The token that cross-attention's keys and values are shown of."""
+    """Position in the encoder output whose cross-attention keys and values are recorded."""
     vectors: dict[str, Tensor] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     row_errors: list[Tensor] = field(default_factory=list)
@@ -89,15 +89,14 @@ class TokenRecorder:
         self.record(context.site, context.value.detach())
 
     def record(self, site: Site, value: Tensor) -> None:
-        """Take the followed token's vector out of a site's value."""
-        if site.axes == "NK":  # tokens of all rows, and there is one row
+        """Store the followed token's vector of an activation."""
+        if site.axes == "NK":  # all tokens of the batch, which has one row
             value = value.unsqueeze(0)
-        place = (
-            [*self.positions.values()][-1] if site.stack is None else self.positions[site.stack]
-        )  # the head reads the last stack's
+        # Logits have no stack: the head reads the last one.
+        position = [*self.positions.values()][-1] if site.stack is None else self.positions[site.stack]
         if ".cross." in site.name and site.axes[1] == "S":
-            place = self.memory_position
-        vector = value[0, :, place] if site.axes[1] == "H" else value[0, place]
+            position = self.memory_position
+        vector = value[0, :, position] if site.axes[1] == "H" else value[0, position]
         self.shapes[site.name] = tuple(value.shape[1:])
         self.vectors[site.name] = vector.nan_to_num(neginf=0.0) if site.kind == "scores" else vector.clone()
 
@@ -112,51 +111,53 @@ def follow_token(
     source_position: int = -1,
     site_names: Iterable[str] | None = None,
 ) -> Journey:
-    """Run the model on one text, (1, T), and follow the token at `position`.
+    """Run the model on one text, (1, T), and record the token at `position` at every site.
 
-    An encoder-decoder reads `source`, of which the token at `source_position` is followed. `site_names`: the sites to
-    tell of, named as for a trace, all unless given; scores and patterns are made for no others.
+    For an encoder-decoder, `source` is the encoder input and `source_position` its followed token. `site_names` are the
+    sites to record, named as for `trace`, default all; scores and patterns are computed only for these.
     """
     model = require_cutaway_model(model)
-    read = tokens if source is None else source
-    for name, text in (("tokens", tokens), ("source", read)):
-        if text.ndim != 2 or len(text) != 1 or not text.numel():
-            raise InputError(f"{name} has shape {tuple(text.shape)}; one text is followed, so pass (1, length)")
+    encoder_tokens = tokens if source is None else source
+    for name, ids in (("tokens", tokens), ("source", encoder_tokens)):
+        if ids.ndim != 2 or len(ids) != 1 or not ids.numel():
+            raise InputError(f"{name} has shape {tuple(ids.shape)}; one text is followed, so pass (1, length)")
     if model.device.type == "meta":
-        raise InputError("the model is on the meta device, where it has shapes and no values; build it on another")
+        raise InputError("the model is on the meta device, so its weights have no values; build it on another device")
     stacks = model.stacks
-    places = {
+    positions = {
         "decoder": resolve_position(position, tokens),
-        "encoder": resolve_position(source_position if len(stacks) > 1 else position, read),
+        "encoder": resolve_position(source_position if len(stacks) > 1 else position, encoder_tokens),
     }
-    known = sites(model)
-    wanted = set(known) if site_names is None else _select_names(known, list(site_names))
-    notes = TokenRecorder({stacks[name]: places[name] for name in stacks}, places["encoder"])
-    needed = [
+    all_sites = sites(model)
+    selected = set(all_sites) if site_names is None else _select_names(all_sites, list(site_names))
+    recorder = TokenRecorder({stacks[name]: positions[name] for name in stacks}, positions["encoder"])
+    # Sublayer outputs and the residual stream are also needed for the norms, cosines and the sum check.
+    recorded = [
         site
-        for name, site in known.items()
-        if name in wanted or site.stack is None or is_sublayer_output(name) or is_resid_site(name)
+        for name, site in all_sites.items()
+        if name in selected or site.stack is None or is_sublayer_output(name) or is_resid_site(name)
     ]
-    taps = SiteHooks()
+    hooks = SiteHooks()
     try:
-        taps.register((site, notes.record_hook, None) for site in needed)
-        run_model(model, tokens, read)
+        hooks.register((site, recorder.record_hook, None) for site in recorded)
+        run_model(model, tokens, encoder_tokens)
     finally:
-        taps.remove()
-    said = decode_residuals(model, notes, [name for name in known if name in wanted], known)
+        hooks.remove()
+    selected_names = [name for name in all_sites if name in selected]
+    decoded = decode_residuals(model, recorder, selected_names, all_sites)
     stages = [
-        build_stage(model, known[name], notes, said) for name in known if name in wanted and name in notes.vectors
+        build_stage(model, all_sites[name], recorder, decoded) for name in selected_names if name in recorder.vectors
     ]
-    top = top_tokens(notes.vectors["logits"][None])[0] if "logits" in notes.vectors else ()
-    row_error = max(map(float, notes.row_errors), default=None)
-    found = {name: places[name] for name in stacks}
-    return Journey(tuple(stages), found, top, residual_sum_error(model, notes, known), row_error)
+    top = top_tokens(recorder.vectors["logits"][None])[0] if "logits" in recorder.vectors else ()
+    row_error = max(map(float, recorder.row_errors), default=None)
+    stack_positions = {name: positions[name] for name in stacks}
+    return Journey(tuple(stages), stack_positions, top, residual_sum_error(model, recorder, all_sites), row_error)
 
 
 def _select_names(sites: dict[str, Site], site_names: list[str]) -> set[str]:
-    """Full names stand for themselves; ends of names and globs are looked up, and refused if there is no such site."""
-    others = [name for name in site_names if name not in sites]
-    return {*site_names} - {*others} | {site.name for site in (select_sites(sites, others) if others else ())}
+    """Expand suffixes and globs to full site names; raise if one matches no site."""
+    patterns = [name for name in site_names if name not in sites]
+    return {*site_names} - {*patterns} | {site.name for site in (select_sites(sites, patterns) if patterns else ())}
 
 
 def resolve_position(position: int, tokens: Tensor) -> int:
@@ -165,23 +166,32 @@ def resolve_position(position: int, tokens: Tensor) -> int:
 
 def build_stage(model: Transformer, site: Site, recorder: TokenRecorder, decoded: dict[str, TopTokens]) -> Stage:
     vector = _to_float64(recorder.vectors[site.name]).flatten()
-    share, cosine = None, None
+    relative_norm, cosine = None, None
     if is_sublayer_output(site.name):
-        stream = _to_float64(recorder.vectors[resid_before_sublayer(site)]) * _skip_scale(site)
-        lengths = float(stream.norm()), float(vector.norm())
-        share = lengths[1] / lengths[0] if lengths[0] else None
-        cosine = float((stream @ vector) / (lengths[0] * lengths[1])) if all(lengths) else None
+        resid = _to_float64(recorder.vectors[resid_before_sublayer(site)]) * _skip_scale(site)
+        resid_norm, norm = float(resid.norm()), float(vector.norm())
+        relative_norm = norm / resid_norm if resid_norm else None
+        cosine = float((resid @ vector) / (resid_norm * norm)) if resid_norm and norm else None
     axes = site.axes[1:] if site.axes[0] == "B" else site.axes.replace("N", "T")
     shape, top = recorder.shapes[site.name], decoded.get(site.name, ())
-    return Stage(site.name, site_equation(model, site), " ".join(axes), shape, float(vector.norm()), share, cosine, top)
+    return Stage(
+        site.name,
+        site_equation(model, site),
+        " ".join(axes),
+        shape,
+        norm=float(vector.norm()),
+        relative_norm=relative_norm,
+        cosine=cosine,
+        top_tokens=top,
+    )
 
 
 def _to_float64(vector: Tensor) -> Tensor:
-    return vector.cpu().double()  # not every accelerator has doubles
+    return vector.cpu().double()  # not every accelerator supports float64
 
 
 def _skip_scale(site: Site) -> float:
-    """How loud the stream is beside the sublayer."""
+    """Factor of the residual stream in the block's sum."""
     assert site.stack is not None
     assert site.layer is not None
     return float(getattr(site.stack.blocks[site.layer], "skip_scale", 1.0))
@@ -190,43 +200,43 @@ def _skip_scale(site: Site) -> float:
 def decode_residuals(
     model: Any, recorder: TokenRecorder, site_names: Iterable[str], sites: dict[str, Site]
 ) -> dict[str, TopTokens]:
-    """What the head would say of the stream at each site, read all at once."""
-    head, writer = getattr(model, "head", None), [*model.stacks.values()][-1]
+    """Logit lens: top tokens of the residual stream at each site, in one batch through the final norm and the head."""
+    head, stack = getattr(model, "head", None), [*model.stacks.values()][-1]
     if head is None:
         return {}
-    own = [name for name in site_names if sites[name].stack is writer]
-    raw = [name for name in own if is_resid_site(name) and name in recorder.vectors]
-    normed = [name for name in own if name.endswith("final_norm")]
+    names = [name for name in site_names if sites[name].stack is stack]
+    raw = [name for name in names if is_resid_site(name) and name in recorder.vectors]
+    normed = [name for name in names if name.endswith("final_norm")]
     vectors = [recorder.vectors[name] for name in normed]
     if raw:
-        vectors = [*writer.final_norm.forward(torch.stack([recorder.vectors[name] for name in raw])), *vectors]
+        vectors = [*stack.final_norm.forward(torch.stack([recorder.vectors[name] for name in raw])), *vectors]
     if not vectors:
         return {}
-    # `forward` passes hooks by: for whoever traces the model around this, it has run once.
+    # `forward` does not run hooks: a trace around this call records one call of the model.
     return dict(zip(raw + normed, top_tokens(head.forward(torch.stack(vectors))), strict=True))
 
 
 def top_tokens(logits: Tensor) -> list[TopTokens]:
-    best = logits.float().softmax(-1).topk(min(TOP_K, logits.shape[-1]))
-    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return [tuple(zip(ids, shares, strict=True)) for ids, shares in pairs]
+    top = logits.float().softmax(-1).topk(min(TOP_K, logits.shape[-1]))
+    rows = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return [tuple(zip(ids, probabilities, strict=True)) for ids, probabilities in rows]
 
 
 def residual_sum_error(model: Transformer, recorder: TokenRecorder, sites: dict[str, Site]) -> float | None:
-    """Of all stacks together; None where one of them does more than add."""
+    """Largest sum error over all stacks; None if the residual stream of one is not a plain sum."""
     errors = [_stack_sum_error(stack, recorder, sites) for stack in model.stacks.values()]
-    found = [error for error in errors if error is not None]
-    return max(found) if len(found) == len(errors) else None
+    defined = [error for error in errors if error is not None]
+    return max(defined) if len(defined) == len(errors) else None
 
 
 def _stack_sum_error(stack: Stack, recorder: TokenRecorder, sites: dict[str, Site]) -> float | None:
-    """In the model's own order and dtype, so that it is the same sum."""
+    """Sum embed and sublayer outputs in the model's order and dtype, and compare with the last resid_post."""
     if not all(has_additive_residual(block) for block in stack.blocks):
         return None
-    own = [name for name, site in sites.items() if site.stack is stack]
-    total = recorder.vectors[next(name for name in own if name.endswith("embed"))]
-    for name in own:
+    names = [name for name, site in sites.items() if site.stack is stack]
+    total = recorder.vectors[next(name for name in names if name.endswith("embed"))]
+    for name in names:
         if is_sublayer_output(name) and name in recorder.vectors:  # a block that an edit skips adds nothing
             total = total + recorder.vectors[name]
-    last = next(name for name in reversed(own) if name.endswith("resid_post"))
+    last = next(name for name in reversed(names) if name.endswith("resid_post"))
     return float((total - recorder.vectors[last]).abs().max())

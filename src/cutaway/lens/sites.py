@@ -1,14 +1,14 @@
-"""The vocabulary of places in a model: each named value is what some module is given or gives back.
+"""Sites (hook points): names of the activations in a model. Each is an input or output of a module.
 
     embed · final_norm · logits
     blocks.{i}. resid_pre · attn.{in, q, k, v, scores, pattern, z, out} · resid_mid · ffn.{in, hidden, out} · resid_post
 
-Two stacks are told apart by `encoder.` and `decoder.`, and the decoder's blocks have `cross.*` like `attn.*`, with the
-stream before it as `cross.resid_pre`. `*.out` is exactly what is added to the stream. Experts have `ffn.router`, the
-weights of those chosen.
+In an encoder-decoder, names have the prefix `encoder.` or `decoder.`, and the decoder's blocks have `cross.*` like
+`attn.*`, with the residual stream before cross-attention as `cross.resid_pre`. `*.out` is exactly what is added to the
+residual stream. A mixture of experts has `ffn.router`, the weights of the selected experts.
 
-Axes: B rows, T tokens, S tokens that are looked at, H heads, G heads of keys and values, D and E their widths, d the
-stream's width, h the FFN's, V the vocabulary, N tokens of all rows, K experts chosen.
+Axes: B batch, T query tokens, S key tokens, H query heads, G key-value heads, D query and key head width, E value head
+width, d residual stream width (d_model), h FFN width, V vocabulary, N tokens of all batch rows, K selected experts.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,38 +25,40 @@ from cutaway.model.block import ParallelBlock
 from cutaway.model.stack import Stack
 
 RESID_NAMES = ("embed", "resid_pre", "resid_mid", "resid_post")
-"""Ends of the names of sites that are the stream itself."""
+"""Last name components of sites on the residual stream."""
 SiteKind = Literal["in", "out", "scores", "pattern"]
+"""A module's input, a module's output, or a kernel's attention scores or pattern (recomputed from its arguments)."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """A value on its way: what `module` is given (argument `arg_index`) or gives back, or what its attention saw."""
+    """A named activation: argument `arg_index` or the output of `module`, or the scores or pattern of a kernel."""
 
     name: str
     axes: str
-    """A letter for each axis."""
+    """One letter per axis; empty for module paths, whose axes are not known."""
     module: nn.Module
     kind: SiteKind = "out"
     arg_index: int = 0
     layer: int | None = None
     stack: Stack | None = None
     axis_sizes: tuple[tuple[str, int], ...] = ()
-    """The axes whose sizes the model decides."""
+    """Sizes of the axes that the model config fixes."""
     conversion: HookConversion | None = None
-    """Where the value stands in what a module of another library's is given or gives back."""
+    """How to extract the value from the input or output of another library's module."""
 
     def shape(self, batch_size: int, seq_len: int, source_len: int | None = None) -> tuple[int, ...]:
-        """For so many rows and tokens, and tokens of a source, if they are as many or not."""
-        other = seq_len if source_len is None else source_len
-        mine = other if self.name.startswith("encoder.") else seq_len
-        sizes = {"B": batch_size, "T": mine, "S": other if ".cross." in self.name else mine, "N": batch_size * mine}
+        """Shape for a batch; `source_len` is the length of the encoder input, default `seq_len`."""
+        source_len = seq_len if source_len is None else source_len
+        length = source_len if self.name.startswith("encoder.") else seq_len
+        sizes = {"B": batch_size, "T": length, "N": batch_size * length}
+        sizes["S"] = source_len if ".cross." in self.name else length
         sizes |= dict(self.axis_sizes)
         return tuple(sizes[axis] for axis in self.axes)
 
     @property
     def token_axis(self) -> int | None:
-        """Where its tokens are: those that look, or, where there are none, those looked at."""
+        """Index of the query token axis T, or of the key token axis S if there is no T."""
         return next((self.axes.index(letter) for letter in "TS" if letter in self.axes), None)
 
     @property
@@ -65,129 +67,133 @@ class Site:
 
     @property
     def num_heads(self) -> int | None:
-        """How many heads the value has an axis for, those of queries if both."""
+        """Number of query heads, or of key-value heads if the value has only those; None without a head axis."""
         sizes = dict(self.axis_sizes)
         return sizes["H"] if "H" in self.axes else sizes["G"] if "G" in self.axes else None
 
 
 class SiteMap(dict[str, Site]):
-    """Sites by name, with the reasons why others are not there."""
+    """Sites by name, with the reasons why other sites are not available."""
 
     def __init__(self, sites: Iterable[Site], unavailable: Mapping[str, str] | None = None) -> None:
         super().__init__((site.name, site) for site in sites)
         self.unavailable = dict(unavailable or {})
-        """Names, or globs of them → why such a value cannot be had of this model."""
+        """Site name or glob → why this model does not expose that value."""
 
 
 def check_sites_in_model(model: nn.Module, sites: Iterable[Site]) -> None:
-    """A model whose kernel was changed has other modules than when its sites were looked up."""
-    there = set(model.modules())
-    gone = next((site.name for site in sites if site.module not in there), None)
-    if gone is not None:
+    """Raise if a site's module was replaced after the site was looked up, as `use_kernel` does."""
+    modules = set(model.modules())
+    missing = next((site.name for site in sites if site.module not in modules), None)
+    if missing is not None:
         raise InputError(
-            f"{gone} is no longer a part of the model, as after use_kernel; change the kernel first, and then make the "
-            "trace or edit"
+            f"{missing} is no longer a part of the model, as after use_kernel; change the kernel first, then create "
+            "the trace or edit"
         )
 
 
 Indices = int | slice | Iterable[int]
-"""One, a range, or several; negative ones count from the end."""
+"""One index, a slice, or several indices; negative indices count from the end."""
 
 
 def select_sites(sites: Mapping[str, Site], patterns: Iterable[str], layers: Indices | None = None) -> list[Site]:
-    """The sites that the patterns name, each once, in the model's order."""
-    asked: dict[str, None] = {}
+    """Return the sites that match the patterns, without duplicates, in model order."""
+    names: dict[str, None] = {}
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise InputError(f"a site's name is text, and {pattern!r} is a {type(pattern).__name__}; see sites(model)")
+            raise InputError(
+                f"the site name {pattern!r} is a {type(pattern).__name__}; pass a string from sites(model)"
+            )
         matching = [name for name in sites if _matches_pattern(name, pattern)]
         if not matching:
             raise InputError(
                 f"this model has no site '{pattern}'{_unavailable_reason(sites, pattern)}; "
                 f"{_suggest_names(sites, pattern)}"
             )
-        asked |= dict.fromkeys(matching)
-    if not asked:
-        raise InputError("no site was named; name one, such as 'resid_post', 'attn.pattern' or 'blocks.0.*'")
-    found = [site for name, site in sites.items() if name in asked]
+        names |= dict.fromkeys(matching)
+    if not names:
+        raise InputError("no site is selected; pass at least one, such as 'resid_post', 'attn.pattern' or 'blocks.0.*'")
+    selected = [site for name, site in sites.items() if name in names]
     if layers is None:
-        return found
+        return selected
     depth = 1 + max((site.layer for site in sites.values() if site.layer is not None), default=0)
-    asked_layers = materialize_indices(layers, "layers")
-    wanted = set() if asked_layers == [] else set(resolve_indices(asked_layers, depth, "layers", "the model's blocks"))
-    found = [site for site in found if site.layer is None or site.layer in wanted]
-    if not found:
-        raise InputError(f"none of the sites named is in layers {sorted(wanted)}")
-    return found
+    indices = materialize_indices(layers, "layers")
+    wanted = set() if indices == [] else set(resolve_indices(indices, depth, "layers", "the model's blocks"))
+    selected = [site for site in selected if site.layer is None or site.layer in wanted]
+    if not selected:
+        raise InputError(f"no selected site is in layers {sorted(wanted)}; pass other layers or sites")
+    return selected
 
 
 def _matches_pattern(name: str, pattern: str) -> bool:
-    """The whole name, or its end from some dot on."""
+    """Match the full name, or a suffix that begins after a dot."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def _unavailable_reason(sites: Mapping[str, Site], pattern: str) -> str:
-    """The reason why a site cannot be had, if there is one."""
+    """Return why a site is not available, as `": reason"`, or an empty string."""
     absent = sites.unavailable.items() if isinstance(sites, SiteMap) else ()
     return next(
-        (f": {why}" for name, why in absent if _matches_pattern(name, pattern) or fnmatchcase(pattern, name)), ""
+        (f": {reason}" for name, reason in absent if _matches_pattern(name, pattern) or fnmatchcase(pattern, name)), ""
     )
 
 
 def _suggest_names(sites: Mapping[str, Site], pattern: str) -> str:
-    """What may have been meant."""
+    """Suggest similar site names for an error message."""
     ends = list(dict.fromkeys(site_suffix(name) for name in sites))
     close = get_close_matches(site_suffix(pattern), ends, 3, 0.5) or ends
     blocks = len({site.layer for site in sites.values() if site.layer is not None})
-    beyond = f" (it has {blocks} blocks)" if "blocks." in pattern else ""
-    more = ", …" if len(close) > 30 else ""  # (any module's paths may be thousands)
-    return f"there is {', '.join(close[:30])}{more}{beyond}"
+    depth = f" (it has {blocks} blocks)" if "blocks." in pattern else ""
+    more = ", …" if len(close) > 30 else ""  # a module may have thousands of paths
+    return f"use one of {', '.join(close[:30])}{more}{depth}"
 
 
 def site_suffix(name: str) -> str:
-    """A site's name without the block it is in."""
+    """Return a site's name without the stack and block prefix."""
     parts = name.split(".")
     return ".".join(parts[parts.index("blocks") + 2 :]) or name if "blocks" in parts else name
 
 
 def materialize_indices(indices: Any, arg_name: str) -> Any:
-    """As it can be read again and again, whatever it was: a generator, an array."""
+    """Convert a generator, array or tensor of indices to a list, so that it can be iterated more than once."""
     if indices is None or isinstance(indices, int | slice | range):
         return indices
     if isinstance(indices, str) or not (hasattr(indices, "tolist") or isinstance(indices, Iterable)):
-        raise InputError(f"{arg_name} is {indices!r}; give a number, several, or a slice")
+        raise InputError(f"{arg_name} is {indices!r}; pass an index, a list of indices or a slice")
     listed = indices.tolist() if hasattr(indices, "tolist") else list(indices)
     return listed if isinstance(listed, int) else list(map(_to_python_int, listed))
 
 
 def _to_python_int(number: Any) -> Any:
-    """An array's number as Python's."""
+    """Convert a 0-dimensional array element to a Python number."""
     return number.item() if hasattr(number, "item") and getattr(number, "ndim", 0) == 0 else number
 
 
 def resolve_heads(site: Site, heads: Indices) -> list[int]:
-    """Those meant, each once and as the site counts them: of keys and values, the ones that these heads read."""
+    """Resolve query head indices to the site's head axis, without duplicates; for k and v, to key-value heads (GQA)."""
     sizes = dict(site.axis_sizes)
-    found = resolve_indices(heads, sizes["H"], "heads", f"the heads of {site.name}")
-    return list(dict.fromkeys(found if "H" in site.axes else [head * sizes["G"] // sizes["H"] for head in found]))
+    indices = resolve_indices(heads, sizes["H"], "heads", f"the heads of {site.name}")
+    return list(dict.fromkeys(indices if "H" in site.axes else [head * sizes["G"] // sizes["H"] for head in indices]))
 
 
 def resolve_indices(indices: Indices, size: int, arg_name: str, axis_name: str) -> list[int]:
-    """Those meant, from 0; refuses what is not there."""
+    """Resolve indices to non-negative integers, and raise on indices out of range."""
     if isinstance(indices, slice):
-        found = list(range(size))[indices]
-        if not found:
-            raise InputError(f"{arg_name} {indices} leaves nothing of {axis_name}, 0 to {size - 1}")
-        return found
+        selected = list(range(size))[indices]
+        if not selected:
+            raise InputError(
+                f"{arg_name} {indices} selects none of {axis_name}, 0 to {size - 1}; pass a slice in that range"
+            )
+        return selected
     listed = [indices] if isinstance(indices, int) else list(indices)
     if not listed:
         raise InputError(
-            f"{arg_name} is empty, which leaves nothing of {axis_name}, 0 to {size - 1}; leave it out to take all"
+            f"{arg_name} is empty, which selects none of {axis_name}, 0 to {size - 1}; leave it out to select all"
         )
-    for each in listed:
-        if isinstance(each, bool) or not isinstance(each, int) or not -size <= each < size:
-            raise InputError(f"{arg_name} holds {each!r}; {axis_name} are 0 to {size - 1}, or −1 from the end")
-    return [each % size for each in listed]
+    for index in listed:
+        if isinstance(index, bool) or not isinstance(index, int) or not -size <= index < size:
+            raise InputError(f"{arg_name} contains {index!r}; {axis_name} are 0 to {size - 1}, or −1 from the end")
+    return [index % size for index in listed]
 
 
 def is_resid_site(name: str) -> bool:
@@ -195,7 +201,7 @@ def is_resid_site(name: str) -> bool:
 
 
 def is_repeated_resid(name: str) -> bool:
-    """What a block is given is what the one before it gave."""
+    """Whether the site is a block input, which equals the previous block's resid_post (or embed)."""
     return name.endswith(".resid_pre") and not name.endswith(".cross.resid_pre")
 
 
@@ -204,17 +210,17 @@ def is_sublayer_output(name: str) -> bool:
 
 
 def resid_before_sublayer(site: Site) -> str:
-    """The stream that a sublayer reads, and that its result is added to."""
+    """Name of the residual stream site that a sublayer reads and adds its output to."""
     assert site.stack is not None
     assert site.layer is not None
-    here, part, _ = site.name.rsplit(".", 2)
-    if part == "cross":
-        return f"{here}.cross.resid_pre"
-    in_turn = not isinstance(site.stack.blocks[site.layer], ParallelBlock)
-    return f"{here}.resid_mid" if part == "ffn" and in_turn else f"{here}.resid_pre"
+    block, sublayer, _ = site.name.rsplit(".", 2)
+    if sublayer == "cross":
+        return f"{block}.cross.resid_pre"
+    is_parallel = isinstance(site.stack.blocks[site.layer], ParallelBlock)
+    return f"{block}.resid_mid" if sublayer == "ffn" and not is_parallel else f"{block}.resid_pre"
 
 
 def has_additive_residual(block: Any) -> bool:
-    """Whether a block does nothing to the stream but add to it."""
-    after = [getattr(block, name, None) for name in ("norm_after_attn", "norm_after_cross", "norm_after_ffn")]
-    return getattr(block, "skip_scale", 1.0) == 1.0 and all(isinstance(norm, nn.Identity | None) for norm in after)
+    """Whether a block only adds to the residual stream: no norm on the stream (post-norm) and no skip scale."""
+    norms = [getattr(block, name, None) for name in ("norm_after_attn", "norm_after_cross", "norm_after_ffn")]
+    return getattr(block, "skip_scale", 1.0) == 1.0 and all(isinstance(norm, nn.Identity | None) for norm in norms)

@@ -1,10 +1,11 @@
-"""`ct.trace`: read any value inside a model while it runs, and leave nothing behind.
+"""`ct.trace`: record activations and their gradients with forward hooks that are removed at the end.
 
 with ct.trace(model, "resid_post", "attn.pattern", layers=[0, -1]) as t:
     model(tokens)
 t["blocks.0.attn.pattern"]
 
-A model of transformers has the same names, as far as its modules show such values; any other module has its paths.
+A transformers model has the same site names, where a module's input or output is that value. Any other module has the
+paths of its submodules.
 """
 
 from collections.abc import Iterator
@@ -34,17 +35,18 @@ from cutaway.model import inputs
 
 
 class TracedTensor(Tensor):
-    """What passed a site."""
+    """An activation with the name of its site and of its axes. Operations on it return plain tensors."""
 
     site: str
     axes: str
+    """One letter per axis, as in `Site.axes`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         sizes = " × ".join(f"{axis} {size}" for axis, size in zip(self.axes, self.shape, strict=True))
         plain = self.as_subclass(Tensor)
-        return f"{self.site}  {sizes or 'a number'}  {str(self.dtype).removeprefix('torch.')}\n{plain}"
+        return f"{self.site}  {sizes or 'scalar'}  {str(self.dtype).removeprefix('torch.')}\n{plain}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TracedTensor":
         return as_traced_tensor(self.as_subclass(Tensor).clone(), self.site, self.axes)
@@ -55,7 +57,7 @@ class TracedTensor(Tensor):
         )
 
     def plot(self, **plot_kwargs: Any) -> Any:
-        """A heat map of the last two axes, for the first of the others."""
+        """Plot a heat map of the last two axes, at index 0 of the other axes."""
         plain = self.as_subclass(Tensor).detach()
         while plain.ndim > 2:
             plain = plain[0]
@@ -69,7 +71,7 @@ def as_traced_tensor(tensor: Tensor, site: str, axes: str) -> TracedTensor:
 
 
 class SiteMemory(NamedTuple):
-    """A site, and what one call holds of it."""
+    """A site and the memory that one call records there."""
 
     site: str
     axes: str
@@ -78,22 +80,30 @@ class SiteMemory(NamedTuple):
 
 
 class TraceMemoryEstimate(list[SiteMemory]):
-    """What a trace will hold."""
+    """The memory that one call records, per site."""
 
     @property
     def nbytes(self) -> int:
         return sum(row.nbytes for row in self)
 
     def __repr__(self) -> str:
-        return f"{format_site_table(list(self))}\n{format_bytes(self.nbytes)} a call"
+        return f"{format_site_table(list(self))}\n{format_bytes(self.nbytes)} per call"
 
 
 _UNNAMED_AXIS = "·"
-"""An axis that no vocabulary names."""
+"""Letter of an axis without a name (modules that are neither cutaway's nor of a known family)."""
 
 
 class Trace:
-    """What passed the chosen sites: `t[site]`, or `t[site, call]` where the model was called several times."""
+    """Record the activations at the selected sites: `t[site]`, or `t[site, call]` after several calls of the model.
+
+    Args:
+        model: a cutaway model or checkpoint, a transformers model, or another nn.Module.
+        patterns: site names, their suffixes, or globs of either (`"resid_post"`, `"blocks.0.*"`).
+        layers, positions, heads: record only these; default all.
+        gradients: also record ∂loss/∂activation; see `gradient`.
+        device, dtype: move the recorded tensors there; default as computed.
+    """
 
     def __init__(
         self,
@@ -117,19 +127,20 @@ class Trace:
         self._gradients: dict[str, dict[int, Tensor]] = {site.name: {} for site in self.sites}
         self._hooks = SiteHooks()
         for site in self.sites:
-            self._selected_heads(site)  # refused before anything runs
+            self._selected_heads(site)  # raises on invalid heads before the model runs
             if not site.axes and not (positions is None and heads is None):
                 raise InputError(
-                    f"{site.name} is a module's path, and which of its axes are tokens or heads is not known; "
-                    "leave positions and heads away, and cut what you get"
+                    f"positions or heads are set, but {site.name} is a module path, so its token and head axes are not "
+                    "known; leave positions and heads out, and index the recorded tensor"
                 )
 
     def __enter__(self) -> "Trace":
         check_sites_in_model(self.model, self.sites)
-        inside = [
+        # Scores and patterns are recomputed, so they are recomputed for the selected heads only.
+        site_heads = [
             (site, self._selected_heads(site) if site.kind in ("scores", "pattern") else None) for site in self.sites
         ]
-        self._hooks.register((site, self._record, heads) for site, heads in inside)
+        self._hooks.register((site, self._record, heads) for site, heads in site_heads)
         return self
 
     def __exit__(
@@ -140,8 +151,8 @@ class Trace:
             check_sites_in_model(self.model, self.sites)
         if exc_type is None and not any(self._values.values()):
             raise InputError(
-                f"nothing passed {self.sites[0].name}; call the model inside the with-block: the model itself, "
-                "not a compiled copy of it"
+                f"{self.sites[0].name} was not reached, so nothing was recorded; call the model inside the with-block: "
+                "the model itself, not a compiled copy of it"
             )
 
     def _selected_heads(self, site: Site) -> list[int] | None:
@@ -150,7 +161,7 @@ class Trace:
         return resolve_heads(site, self.heads)
 
     def _record(self, context: HookContext) -> Tensor | None:
-        if is_in_backward():  # a block that is computed again
+        if is_in_backward():  # activation checkpointing recomputes a block
             return None
         site, value = context.site, context.value
         call = len(self._values[site.name])
@@ -158,97 +169,107 @@ class Trace:
             if site.kind in ("scores", "pattern"):
                 self._record_attention_gradient(context, call)
             elif value.requires_grad:
-                if site.name.endswith(".in"):  # others may read the same tensor, and their slope is not this site's
+                # A sublayer's input may be used elsewhere too (the residual connection, the other branch of a parallel
+                # block). The gradient of a view is that of this use alone.
+                if site.name.endswith(".in"):
                     value = value.view_as(value)
                 if site.conversion is None or value is not context.value:
-                    followed: Any = value  # PyTorch's own method has no types
-                    followed.register_hook(lambda slope: self._store_gradient(site, call, slope))
+                    hooked: Any = value  # Tensor.register_hook is untyped
+                    hooked.register_hook(lambda grad: self._store_gradient(site, call, grad))
                 else:
                     self._record_converted_gradient(context, site.conversion, call)
         self._values[site.name].append(self._select_part(site, context.value))
         return None if value is context.value else value
 
     def _record_attention_gradient(self, context: HookContext, call: int) -> None:
-        """A pattern that is computed aside has no gradient of its own; z's gives it: z = pattern·v."""
+        """Derive the gradient of the pattern or the scores from the gradient of z.
+
+        The recorded pattern is recomputed outside the kernel, so it is not in the autograd graph. With z = pattern·v,
+        ∂L/∂pattern = ∂L/∂z·vᵀ, and the softmax backward pass gives ∂L/∂scores.
+        """
         site = context.site
         if not context.module_output.requires_grad:
             return
         kernel: Any = site.module
         if kernel.training and kernel.dropout > 0:
             raise InputError(
-                f"{site.name} has no gradient of its own where attention is dropped out; call model.eval()"
+                f"the gradient of {site.name} is not available with attention dropout, because it is derived from z "
+                "without the dropout mask; call model.eval()"
             )
         heads = self._selected_heads(site)
-        mixed, weights = attention_pattern.values_per_head(context.module_args, heads).detach(), context.value.detach()
+        v = attention_pattern.values_per_head(context.module_args, heads).detach()  # (B, S, H, E)
+        pattern = context.value.detach()  # (B, H, T, S)
         if site.kind == "scores":
-            # No product is made anew: a block that is computed again must make the same ones.
-            weights = self._hooks.attention_scores(kernel, context.module_args, heads).pattern(weights).detach()
+            # Uses the cached scores: with selective activation checkpointing, a recomputed block must run the same
+            # matrix products as the first pass.
+            pattern = self._hooks.attention_scores(kernel, context.module_args, heads).pattern(pattern).detach()
 
-        def keep(slope: Tensor) -> None:
-            slope = slope if heads is None else slope[:, :, heads]
-            inner = torch.einsum("bthe,bshe->bhts", slope, mixed)
-            if site.kind == "scores":
-                inner = weights * (inner - (inner * weights).sum(-1, keepdim=True))
-            self._store_gradient(site, call, inner)
+        def store(grad_z: Tensor) -> None:
+            grad_z = grad_z if heads is None else grad_z[:, :, heads]  # (B, T, H, E)
+            grad = torch.einsum("bthe,bshe->bhts", grad_z, v)
+            if site.kind == "scores":  # backward pass of softmax
+                grad = pattern * (grad - (grad * pattern).sum(-1, keepdim=True))
+            self._store_gradient(site, call, grad)
 
-        context.module_output.register_hook(keep)
+        context.module_output.register_hook(store)
 
     def _record_converted_gradient(self, context: HookContext, conversion: HookConversion, call: int) -> None:
-        """A value that was taken out of a tensor is on no way to the loss; the tensor is."""
+        """Hook the tensor that the value was extracted from; the value itself is not on the path to the loss."""
         site, shape = context.site, context.value.shape
         context.module_output.register_hook(
-            lambda slope: self._store_gradient(site, call, conversion.convert_gradient(slope, shape))
+            lambda grad: self._store_gradient(site, call, conversion.convert_gradient(grad, shape))
         )
 
     def _store_gradient(self, site: Site, call: int, gradient: Tensor) -> None:
-        kept, held = self._select_part(site, gradient), self._gradients[site.name]
-        held[call] = held[call] + kept if call in held else kept
+        selected, stored = self._select_part(site, gradient), self._gradients[site.name]
+        stored[call] = stored[call] + selected if call in stored else selected
 
     def _select_part(self, site: Site, value: Tensor) -> Tensor:
-        """The part that was asked for, as a tensor that holds no more than itself."""
+        """Select the positions and heads to record, as a tensor that owns its storage."""
         value = value.detach()
         if self.positions is not None and site.token_axis is not None:
             size = value.shape[site.token_axis]
-            where = resolve_indices(self.positions, size, "positions", "the tokens of this call")
-            value = value.index_select(site.token_axis, index_tensor(where, value))
+            indices = resolve_indices(self.positions, size, "positions", "the tokens of this call")
+            value = value.index_select(site.token_axis, index_tensor(indices, value))
         heads = self._selected_heads(site)
         if heads is not None and site.head_axis is not None and site.kind in ("in", "out"):
             value = value.index_select(site.head_axis, index_tensor(heads, value))
         moved = value.to(device=self.device or value.device, dtype=self.dtype or value.dtype)
-        # Other libraries write into values that they have used, a cache into its keys and values, a user into logits.
-        follows = moved is value and (site.conversion is not None or site.axes[:2] == "BS" or site.layer is None)
+        # These may be written in place later: activations of other libraries, keys and values in a cache, logits.
+        may_be_written = moved is value and (site.conversion is not None or site.axes[:2] == "BS" or site.layer is None)
         if moved.untyped_storage().nbytes() > moved.numel() * moved.element_size():
-            return moved.clone()  # a view would hold, and follow, what it is a part of
-        return _lazy_clone(moved) if follows else moved
+            return moved.clone()  # a view would keep the whole storage alive and change with it
+        return _lazy_clone(moved) if may_be_written else moved
 
     def __getitem__(self, key: str | tuple[str, int]) -> TracedTensor:
         name, call = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
         if not isinstance(name, str) or not (call is None or isinstance(call, int)):
-            raise InputError(f"{key!r} names no value; give a site, or a site and the number of a call")
+            raise InputError(f"{key!r} is not a key of a trace; use t[site], or t[site, call] with the call's index")
         return self._select_call(name, call, dict(enumerate(self.calls(name))))
 
     def gradient(self, name: str, call: int | None = None) -> TracedTensor:
-        """∂loss/∂value, after backward() in or after the with-block."""
+        """Return ∂loss/∂activation; call backward() first, in or after the with-block."""
         name = self.resolve_name(name)
         if not self.records_gradients:
-            raise InputError("gradients were not asked for; write trace(…, gradients=True)")
+            raise InputError("gradients were not recorded; pass gradients=True to trace")
         if self._values[name] and not self._gradients[name]:
             raise InputError(
-                f"no gradient came to {name}; call backward(), and the model with gradients on and without a cache"
+                f"{name} has no gradient; call backward() on the loss, and call the model with gradients enabled and "
+                "without a cache"
             )
         return self._select_call(name, call, self._gradients[name])
 
     def calls(self, name: str) -> list[Tensor]:
-        """What passed, one value a call."""
+        """Return the recorded values, one per call of the model."""
         return self._values[self.resolve_name(name)]
 
     def resolve_name(self, name: str) -> str:
-        """A full name, or an end that only one site has."""
-        found = [name] if name in self._values else [each for each in self._values if each.endswith(f".{name}")]
-        if len(found) != 1:
-            why = "is not one of the sites traced" if not found else f"is the end of {len(found)} sites"
-            raise InputError(f"'{name}' {why}; there is {', '.join(found or list(self._values)[:6])} …")
-        return found[0]
+        """Return the full name of a traced site, from its name or from a suffix that only one site has."""
+        matches = [name] if name in self._values else [key for key in self._values if key.endswith(f".{name}")]
+        if len(matches) != 1:
+            reason = "is not a traced site" if not matches else f"is a suffix of {len(matches)} traced sites"
+            raise InputError(f"'{name}' {reason}; use one of {', '.join(matches or list(self._values)[:6])} …")
+        return matches[0]
 
     def _select_call(self, name: str, call: int | None, values: dict[int, Tensor]) -> TracedTensor:
         name = self.resolve_name(name)
@@ -256,19 +277,21 @@ class Trace:
         calls = len(self._values[name])
         if call is None and calls > 1:
             raise InputError(
-                f"{name} was passed {calls} times; say which, as in t['{name}', -1], or take t.calls('{name}')"
+                f"{name} was recorded in {calls} calls; select one, as in t['{name}', -1], or use t.calls('{name}')"
             )
         number = (0 if call is None else call) % max(calls, 1)
         if number not in values or not -calls <= (call or 0) < calls:
-            raise InputError(f"nothing passed {name} in that call; it was passed {calls} times")
+            raise InputError(
+                f"{name} has no call {call or 0}: it was recorded in {calls} calls; pass a call in that range"
+            )
         return as_traced_tensor(values[number], name, site.axes or _UNNAMED_AXIS * values[number].ndim)
 
     def stack_activation(self, suffix: str) -> Tensor:
-        """(layers, …): the values of the sites whose names end so, one call's, one above the other."""
-        found = [site for site in self.sites if site.name == suffix or site.name.endswith(f".{suffix}")]
-        if not found:
-            self.resolve_name(suffix)
-        return torch.stack([self[site.name] for site in found])
+        """Stack the activations of all sites with this suffix, from one call: (layers, …)."""
+        matches = [site for site in self.sites if site.name == suffix or site.name.endswith(f".{suffix}")]
+        if not matches:
+            self.resolve_name(suffix)  # raises
+        return torch.stack([self[site.name] for site in matches])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -281,60 +304,66 @@ class Trace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now."""
-        values = [each for found in self._values.values() for each in found]
-        return sum(each.nbytes for each in values)
+        """Bytes of the recorded activations, without gradients."""
+        return sum(value.nbytes for calls in self._values.values() for value in calls)
 
     def estimate_memory(self, batch_size: int, seq_len: int, source_len: int | None = None) -> TraceMemoryEstimate:
-        """What one call with so many rows and tokens will hold, before it runs."""
-        for what, count in (
+        """Memory that one call with a batch of this shape records, without running the model."""
+        for name, size in (
             ("batch_size", batch_size),
             ("seq_len", seq_len),
             ("source_len", 1 if source_len is None else source_len),
         ):
-            inputs.check_positive_int(what, count)
+            inputs.check_positive_int(name, size)
         rows = []
         for site in self.sites:
             if not site.axes:
-                raise InputError(f"what passes {site.name} is known when it has passed; see t.nbytes after a call")
+                raise InputError(
+                    f"the shape at {site.name} is not known before a call, because it is a module path; use t.nbytes "
+                    "after a call"
+                )
             shape = list(site.shape(batch_size, seq_len, source_len))
             axis, heads = site.token_axis, self._selected_heads(site)
             if self.positions is not None and axis is not None:
                 shape[axis] = len(resolve_indices(self.positions, shape[axis], "positions", "the tokens of this call"))
             if heads is not None and site.head_axis is not None:
                 shape[site.head_axis] = len(heads)
-            size = (self.dtype or next(self.model.parameters()).dtype).itemsize
-            rows.append(SiteMemory(site.name, site.axes, tuple(shape), size * torch.Size(shape).numel()))
+            itemsize = (self.dtype or next(self.model.parameters()).dtype).itemsize
+            rows.append(SiteMemory(site.name, site.axes, tuple(shape), itemsize * torch.Size(shape).numel()))
         return TraceMemoryEstimate(rows)
 
     def save(self, path: str | Path) -> None:
-        """All of it as safetensors; the calls of one site are numbered."""
+        """Write all activations to a safetensors file; with several calls, the keys are `site@call`."""
         from safetensors.torch import save_file
 
         flat: dict[str, Tensor] = {}
-        held: set[int] = set()
-        for name, found in self._values.items():
-            for call, each in enumerate(found):
-                whole = each.contiguous()
-                if whole.data_ptr() in held:  # one block's resid_post is the next one's resid_pre: a file wants two
-                    whole = whole.clone()
-                held.add(whole.data_ptr())
-                flat[name if len(found) == 1 else f"{name}@{call}"] = whole
+        pointers: set[int] = set()
+        for name, calls in self._values.items():
+            for call, value in enumerate(calls):
+                tensor = value.contiguous()
+                # One block's resid_post is the next one's resid_pre; safetensors refuses tensors that share memory.
+                if tensor.data_ptr() in pointers:
+                    tensor = tensor.clone()
+                pointers.add(tensor.data_ptr())
+                flat[name if len(calls) == 1 else f"{name}@{call}"] = tensor
         save_file(flat, path, {site.name: site.axes for site in self.sites})
 
     def __repr__(self) -> str:
-        rows = [(name, each) for name, found in self._values.items() for each in found[-1:]]
+        last_calls = [(name, value) for name, calls in self._values.items() for value in calls[-1:]]
         axes = {site.name: site.axes for site in self.sites}
         return format_site_table(
-            [(name, axes[name] or _UNNAMED_AXIS * each.ndim, tuple(each.shape), each.nbytes) for name, each in rows]
+            [
+                (name, axes[name] or _UNNAMED_AXIS * value.ndim, tuple(value.shape), value.nbytes)
+                for name, value in last_calls
+            ]
         )
 
 
 def _lazy_clone(value: Tensor) -> Tensor:
-    """A copy that is made when someone writes into either, so mostly never: logits are large."""
+    """Copy on write: the copy is made only if either tensor is written. Logits are large, and mostly neither is."""
     try:
         return torch._lazy_clone(value)
-    except RuntimeError:  # memory that is not PyTorch's own
+    except RuntimeError:  # storage that PyTorch did not allocate
         return value.clone()
 
 

@@ -1,1 +1,1 @@
-"""HTTP: the API that others call, the inspector's, and the page."""
+"""HTTP servers: the OpenAI-compatible API, the inspector API and its web page."""

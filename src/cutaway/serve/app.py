@@ -1,4 +1,4 @@
-"""The application that both verbs share: routes behind one door, and errors in one shape."""
+"""FastAPI application shared by `cutaway serve` and `cutaway open`: routes, middleware, error handlers."""
 
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -23,20 +23,22 @@ def build_app(
     on_shutdown: Iterable[Callable[[], object]] = (),
     on_response: ResponseCallback | None = None,
 ) -> FastAPI:
-    """These routes behind one access policy. `on_shutdown` is called, in a thread, when the server ends; `on_response`
-    is called with each response."""
+    """Build the application from its routers, behind one access policy.
+
+    `on_shutdown` callbacks run in a thread when the server shuts down; `on_response` is called after each response.
+    """
 
     @asynccontextmanager
-    async def life(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         for close in on_shutdown:
             await anyio.to_thread.run_sync(close)
 
-    app = FastAPI(title="cutaway", docs_url=None, redoc_url=None, lifespan=life, redirect_slashes=False)
+    app = FastAPI(title="cutaway", docs_url=None, redoc_url=None, lifespan=lifespan, redirect_slashes=False)
     for router in routers:
         app.include_router(router)
-    described = app.openapi
-    app.openapi = lambda: _remove_422_responses(described())  # type: ignore[method-assign]
+    build_schema = app.openapi
+    app.openapi = lambda: _remove_422_responses(build_schema())  # type: ignore[method-assign]
     app.add_middleware(
         SecurityMiddleware,
         access_policy=access_policy or AccessPolicy(),
@@ -51,7 +53,7 @@ def build_app(
 
 
 def _remove_422_responses(schema: dict[str, Any]) -> dict[str, Any]:
-    """FastAPI's description of the API, without its 422: see `_handle_validation_error`."""
+    """Remove status 422 from FastAPI's OpenAPI schema: validation errors have status 400 here."""
     for methods in schema["paths"].values():
         for method in methods.values():
             method["responses"].pop("422", None)
@@ -70,22 +72,25 @@ def _handle_api_error(_: Request, error: Exception) -> Response:
 
 
 def _handle_http_exception(_: Request, error: Exception) -> Response:
-    """There is no such route, or not with this method."""
+    """Handle unknown routes (404) and methods (405)."""
     assert isinstance(error, HTTPException)
-    words = {404: "there is nothing at this address", 405: "this address does not take this method"}
-    message = words.get(error.status_code, "the request cannot be answered")
+    messages = {
+        404: "there is no such path on this server; check the URL",
+        405: "this path does not support this HTTP method; use another method",
+    }
+    message = messages.get(error.status_code, "the request cannot be handled")
     return _error_response(APIError(error.status_code, message, headers=error.headers))
 
 
 def _handle_validation_error(_: Request, error: Exception) -> Response:
-    """Of what is wrong with the fields, the first; their values are not said back."""
+    """Report the first invalid field. Values are not echoed in the response."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    place = [part for part in first["loc"] if part not in ("body", "query", "path")]
-    param = ".".join(str(part)[:40] for part in place[:6]) or None
+    path = [part for part in first["loc"] if part not in ("body", "query", "path")]
+    param = ".".join(str(part)[:40] for part in path[:6]) or None
     return _error_response(APIError(400, f"{param or 'the body'}: {str(first['msg'])[:300]}", param=param))
 
 
 def _handle_cutaway_error(_: Request, error: Exception) -> Response:
-    """What a model or a tokenizer cannot take."""
+    """Handle input that the model or the tokenizer rejects."""
     return _error_response(APIError(400, str(error)))

@@ -1,4 +1,4 @@
-"""A request that is refused, in the shape in which OpenAI's clients expect it."""
+"""API errors in the format of the OpenAI API."""
 
 import json
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ ERROR_TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-"""By status; others are invalid_request_error, or server_error from 500 on."""
+"""Error type by status code; default invalid_request_error, and server_error from 500."""
 
 
 class APIError(Exception):
-    """What a client is told instead of an answer."""
+    """Error response: a status code and a JSON body in the format of the OpenAI API."""
 
     def __init__(
         self,
@@ -30,8 +30,10 @@ class APIError(Exception):
         self.headers = dict(headers or {})
 
     def to_dict(self) -> dict[str, Any]:
-        kind = ERROR_TYPES.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        error_type = ERROR_TYPES.get(
+            self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error"
+        )
+        return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
 
     def to_json(self) -> bytes:
         return json.dumps(self.to_dict()).encode()

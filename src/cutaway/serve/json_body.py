@@ -1,4 +1,4 @@
-"""JSON from strangers: how deep and how much is counted on the bytes, before anything is made of them."""
+"""Validation of untrusted JSON bodies: depth and number of values are checked on the bytes, before parsing."""
 
 import json
 import math
@@ -9,24 +9,29 @@ from cutaway.serve.errors import APIError
 from cutaway.serve.limits import Limits
 
 _STRING_PATTERN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
-"""A string, or one that the end cuts off: so each quote is looked at once."""
+"""A JSON string, or an unterminated one at the end of the body, so that the scan is linear in the body's length."""
 _BRACKET_PATTERN = re.compile(rb"[\[\]{}]")
 _SURROGATE_PATTERN = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def validate_json_body(body: bytes, limits: Limits) -> None:
-    """Refuse what is not plain JSON of bounded size: UTF-8, each key once, finite numbers, whole characters."""
-    bare = _STRING_PATTERN.sub(b"", body)
-    opened, closed = bare.count(b"[") + bare.count(b"{"), bare.count(b"]") + bare.count(b"}")
-    if bare.count(b",") + max(opened, closed) + 1 > limits.max_json_values:
-        raise APIError(400, f"the JSON body has more than {limits.max_json_values} values; ask for less at once")
+    """Raise unless the body is JSON of bounded size: UTF-8, unique keys, finite numbers, no lone surrogates."""
+    without_strings = _STRING_PATTERN.sub(b"", body)
+    num_opened, num_closed = (
+        without_strings.count(b"[") + without_strings.count(b"{"),
+        without_strings.count(b"]") + without_strings.count(b"}"),
+    )
+    if without_strings.count(b",") + max(num_opened, num_closed) + 1 > limits.max_json_values:
+        raise APIError(400, f"the JSON body has more than {limits.max_json_values} values; send a smaller request")
     depth = 0
-    for bracket in _BRACKET_PATTERN.finditer(bare):
+    for bracket in _BRACKET_PATTERN.finditer(without_strings):
         depth += 1 if bracket[0] in b"[{" else -1
         if depth > limits.max_json_depth:
-            raise APIError(400, f"the JSON body is nested deeper than {limits.max_json_depth}; give plainer data")
+            raise APIError(
+                400, f"the JSON body is nested deeper than {limits.max_json_depth} levels; send less nested data"
+            )
         if depth < 0:
-            raise APIError(400, "the body is not JSON: a bracket is closed that was not opened")
+            raise APIError(400, "the body is not JSON: it has a closing bracket without an opening one")
     try:
         value = json.loads(
             body.decode("utf-8"),
@@ -37,29 +42,31 @@ def validate_json_body(body: bytes, limits: Limits) -> None:
         if _SURROGATE_PATTERN.search(body):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError:
-        raise APIError(400, "the body is not UTF-8; encode it so") from None
+        raise APIError(400, "the body is not UTF-8; encode it as UTF-8") from None
     except UnicodeEncodeError:
-        raise APIError(400, "the JSON body has half a surrogate pair; send whole characters") from None
+        raise APIError(
+            400, "the JSON body has a lone surrogate, which is not a character; send surrogates in pairs"
+        ) from None
     except json.JSONDecodeError as error:
         raise APIError(400, f"the body is not JSON: {error.msg} at character {error.pos}") from None
-    except (ValueError, RecursionError):  # whole numbers of thousands of digits
-        raise APIError(400, "the JSON body holds a number that is too long; give a shorter one") from None
+    except (ValueError, RecursionError):  # int() rejects integers of thousands of digits
+        raise APIError(400, "the JSON body has a number with too many digits; send a shorter one") from None
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object. Of a key that comes twice, readers disagree which value counts."""
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise APIError(400, "the JSON body has an object with the same key twice; give each once")
-    return made
+    """Build an object; raise if a key is duplicated, because parsers disagree on which value counts."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise APIError(400, "the JSON body has an object with a duplicate key; send each key once")
+    return value
 
 
 def _reject_constant(name: str) -> float:
-    raise APIError(400, f"the JSON body holds {name}, which is not a JSON number; give a finite one")
+    raise APIError(400, f"the JSON body has {name}, which is not a JSON number; send a finite number")
 
 
 def _parse_finite_float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise APIError(400, "the JSON body holds a number beyond what 64 bits hold; give a smaller one")
+        raise APIError(400, "the JSON body has a number outside the float64 range; send a smaller one")
     return number

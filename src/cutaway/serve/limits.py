@@ -1,77 +1,77 @@
-"""How much one request may ask for. Everything here is refused before memory or time is spent on it."""
+"""Limits of the HTTP servers: sizes, counts, timeouts. All are checked before memory or time is spent."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Every number that a stranger's request meets."""
+    """Limits on requests and connections. Timeouts are in seconds."""
 
     max_body_bytes: int = 2 * 2**20
-    """Bytes of a body."""
+    """Maximum size of a request body."""
     body_timeout: float = 15.0
-    """For a body to arrive in."""
+    """Time for the request body to arrive."""
     header_timeout: float = 10.0
-    """For a request's headers to arrive in."""
+    """Time for the request headers to arrive."""
     send_timeout: float = 30.0
-    """That a client may leave what it is sent unread."""
+    """Time that a client may leave sent data unread."""
     keep_alive_timeout: int = 30
-    """That a connection without a request is kept."""
+    """Time that an idle connection is kept open."""
     lingering_timeout: float = 1.0
-    """For which the rest of a refused body is read and dropped, so that the refusal arrives."""
+    """Time for which the rest of a rejected body is read and discarded, so that the client receives the error."""
     max_headers: int = 64
-    """Headers of a request."""
+    """Maximum number of request headers."""
     max_header_bytes: int = 16 * 2**10
-    """Of all of them together, with the request's first line."""
+    """Maximum size of all headers and the request line."""
     max_url_bytes: int = 4096
-    """Bytes of a path and its query."""
+    """Maximum length of the path and the query string."""
     max_json_depth: int = 32
-    """Of lists and objects in JSON."""
+    """Maximum nesting depth of arrays and objects in JSON."""
     max_json_values: int = 100_000
-    """Values in JSON, however deep."""
+    """Maximum number of values in JSON, at all depths."""
     max_connections: int = 1024
-    """At once."""
+    """Maximum number of open connections."""
     max_concurrent_requests: int = 768
-    """At work at once, whatever they ask for."""
+    """Maximum number of requests in progress, of all kinds."""
     max_prompt_characters: int = 1_000_000
-    """Of all prompts of a request."""
+    """Maximum number of characters in all prompts of a request."""
     max_characters_per_token: int = 64
-    """Of a text, for each token of the context: what is longer is not read to find that it is."""
+    """Maximum number of characters of a text per token of the context; longer texts are rejected without tokenizing."""
     max_prompt_tokens: int = 131_072
-    """Of one prompt; the model's context may be less."""
+    """Maximum number of tokens of a prompt; the model's context may be shorter."""
     max_tokens: int = 32_768
-    """Of one answer; the model's context may be less."""
+    """Maximum number of tokens of a completion; the model's context may be shorter."""
     max_n: int = 16
-    """Answers to a prompt."""
+    """Maximum number of completions per prompt (`n`)."""
     max_prompts: int = 64
-    """In one request."""
+    """Maximum number of prompts per request."""
     max_completions: int = 128
-    """Prompts × n of one request."""
+    """Maximum number of completions per request: prompts × n."""
     max_logprobs: int = 5
-    """Alternatives beside each token of a completion."""
+    """Maximum `logprobs` of /v1/completions: alternatives per token."""
     max_top_logprobs: int = 20
-    """Alternatives beside each token of a chat's answer."""
+    """Maximum `top_logprobs` of /v1/chat/completions: alternatives per token."""
     max_stop_strings: int = 16
-    """Stop strings."""
+    """Maximum number of stop strings."""
     max_stop_characters: int = 256
-    """Of one stop string."""
+    """Maximum length of a stop string."""
     max_logit_biases: int = 1024
-    """Tokens in logit_bias."""
+    """Maximum number of tokens in `logit_bias`, and of `stop_token_ids`."""
     max_messages: int = 1024
-    """Of a chat."""
+    """Maximum number of messages in a chat."""
     max_embedding_inputs: int = 256
-    """Texts to embed in one request."""
+    """Maximum number of texts in an embeddings request."""
     max_embedding_tokens: int = 65_536
-    """Of all texts to embed in one request."""
+    """Maximum number of tokens in all texts of an embeddings request."""
     request_timeout: float = 300.0
-    """For a whole request."""
+    """Time for a whole request."""
     tokenize_timeout: float = 10.0
-    """For prompts to become tokens, once it is their turn; a chat template bounds itself more tightly still."""
+    """Time to tokenize the prompts of a request; chat templates have a tighter limit of their own."""
     max_waiting_requests: int = 256
-    """Answers that wait for a row; more are refused, to be asked for again."""
+    """Maximum number of completions in the waiting queue; further requests get status 429."""
     max_preprocessing_requests: int = 256
-    """Requests whose texts wait to become tokens or vectors."""
+    """Maximum number of requests that wait for tokenization or embedding."""
     retry_after_seconds: int = 1
-    """Seconds after which one who was refused because others wait may ask again."""
+    """Value of the Retry-After header of status 429."""
     shutdown_timeout: float = 5.0
-    """For what is running when the server is told to stop."""
+    """Time for requests in progress to finish at shutdown."""

@@ -1,4 +1,4 @@
-"""`ct.view(model, "text")`: the page in a notebook, answered by its kernel."""
+"""`ct.view(model, "text")`: the inspector page as a notebook widget, with queries run in the kernel."""
 
 import threading
 from typing import Any
@@ -15,32 +15,34 @@ SCREENS = ("trace", "edit", "attention", "generate", "gradients", "size")
 
 
 def view(model_or_checkpoint: Any, text: str | None = None, *, screen: str = "trace", name: str = "model") -> Any:
-    """A widget that looks into a checkpoint or a model: the same page as `cutaway open`, and the same numbers.
+    """Return a widget that inspects a checkpoint or a model: the page of `cutaway open`.
 
-    `text` is what it reads first (the source, for an encoder-decoder); `screen` is where it begins.
+    `text` is the initial input (the source, for an encoder-decoder); `screen` is the initial screen.
     """
     if screen not in SCREENS:
-        raise InputError(f"there is no screen '{screen}'; there is {', '.join(SCREENS)}")
+        raise InputError(f"screen is '{screen}', which does not exist; use one of {', '.join(SCREENS)}")
     try:
         import anywidget
         import traitlets
     except ImportError:
-        raise InputError("a widget needs anywidget; install it: pip install 'cutaway[notebook]'") from None
-    built, desk = load_static_files(), QueryExecutor(build_inspector(model_or_checkpoint, text, name=name))
+        raise InputError(
+            "ct.view needs the anywidget package; install it with pip install 'cutaway[notebook]'"
+        ) from None
+    files, executor = load_static_files(), QueryExecutor(build_inspector(model_or_checkpoint, text, name=name))
 
     class Page(anywidget.AnyWidget):
-        _esm = built["page.js"].decode()
-        _css = built["page.css"].decode()
+        _esm = files["page.js"].decode()
+        _css = files["page.css"].decode()
         url_fragment = traitlets.Unicode(f"/{screen}?{urlencode({'text': text} if text else {})}").tag(sync=True)
 
     page = Page()
-    kernel = WidgetBridge(page, desk)
-    page.on_msg(lambda _, content, buffers: kernel.on_message(content))
+    bridge = WidgetBridge(page, executor)
+    page.on_msg(lambda _, content, buffers: bridge.on_message(content))
     return page
 
 
 class WidgetBridge:
-    """Answers a widget's questions, each in a thread of its own until it is done or nobody waits."""
+    """Runs a widget's queries in threads and sends their frames; a query can be canceled."""
 
     def __init__(self, widget: Any, executor: QueryExecutor) -> None:
         self.widget, self.executor = widget, executor
@@ -48,24 +50,24 @@ class WidgetBridge:
         self._send_lock = threading.Lock()
 
     def on_message(self, content: Any) -> None:
-        number = content.get("id") if isinstance(content, dict) else None
-        if not isinstance(number, int):
+        query_id = content.get("id") if isinstance(content, dict) else None
+        if not isinstance(query_id, int):
             return
         if content.get("cancel"):
-            if job := self.jobs.pop(number, None):
+            if job := self.jobs.pop(query_id, None):
                 job.cancelled.set()
             return
-        job = self.jobs[number] = QueryJob(lambda frame: self.send_frame(number, frame))
+        job = self.jobs[query_id] = QueryJob(lambda frame: self.send_frame(query_id, frame))
         try:
-            question = parse_query(str(content.get("query")), content.get("params"))
-        except APIError as refused:
-            job.send(encode_json_frame(ERROR, {"message": refused.message}))
-            self.send_frame(number, None)
+            query = parse_query(str(content.get("query")), content.get("params"))
+        except APIError as error:
+            job.send(encode_json_frame(ERROR, {"message": error.message}))
+            self.send_frame(query_id, None)
             return
-        done = self.executor.pool.submit(self.executor.execute, question, job)
-        done.add_done_callback(lambda _: self.send_frame(number, None))
+        future = self.executor.pool.submit(self.executor.execute, query, job)
+        future.add_done_callback(lambda _: self.send_frame(query_id, None))
 
     def send_frame(self, query_id: int, frame: bytes | None) -> None:
-        """One message after another: a widget's channel is not made for several threads."""
+        """Send one frame, or the end of the query if None. Locked: a widget's channel is not thread-safe."""
         with self._send_lock:
             self.widget.send({"id": query_id, "end": frame is None}, [] if frame is None else [frame])

@@ -1,4 +1,4 @@
-"""The server itself: a socket, timeouts for slow clients, and an end that loses nothing it can finish."""
+"""HTTP server: listening socket, access policy, timeouts for slow clients, graceful shutdown."""
 
 import asyncio
 import errno
@@ -40,24 +40,24 @@ SERVICE_UNAVAILABLE_RESPONSE = "\r\n".join(
     ]
 ).encode("ascii")
 SOCKET_BACKLOG, ACCEPT_BATCH_SIZE = 1024, 8
-"""Connections that may wait to be taken, and that are taken before the event loop looks at the others again."""
+"""Length of the listen queue, and number of connections accepted per iteration of the event loop."""
 WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 
 
 def build_access_policy(host: str, api_key: str | None, extra_hosts: tuple[str, ...] = ()) -> AccessPolicy:
-    """The door for a server bound to this host; without a key only this machine may come in."""
+    """Build the access policy of a server bound to `host`. Without an API key, only loopback addresses are allowed."""
     if api_key is not None and not (
         8 <= len(api_key) <= 512 and api_key.isascii() and api_key.isprintable() and " " not in api_key
     ):
-        raise InputError("the key must have 8 to 512 letters, digits or signs of ASCII, without spaces; give another")
+        raise InputError("the API key must have 8 to 512 printable ASCII characters without spaces; choose another")
     if api_key is None and not is_loopback(host):
         raise InputError(
-            f"--host {host} lets other machines in, and there is no key; give --api-key-file FILE or CUTAWAY_API_KEY,"
-            " or leave --host out to serve this machine only"
+            f"--host {host} is reachable from other machines, and there is no API key; pass --api-key-file FILE or set"
+            " CUTAWAY_API_KEY, or omit --host to serve this machine only"
         )
-    own = {host, socket.gethostname()} if host in WILDCARD_HOSTS else {host}
-    known = {name.lower().strip("[]") for name in (*LOOPBACK_HOSTS, *own, *extra_hosts) if name}
-    return AccessPolicy(frozenset(known), allow_any_ip_address=host in WILDCARD_HOSTS, api_key=api_key)
+    bind_names = {host, socket.gethostname()} if host in WILDCARD_HOSTS else {host}
+    allowed_hosts = {name.lower().strip("[]") for name in (*LOOPBACK_HOSTS, *bind_names, *extra_hosts) if name}
+    return AccessPolicy(frozenset(allowed_hosts), allow_any_ip_address=host in WILDCARD_HOSTS, api_key=api_key)
 
 
 def is_loopback(host: str) -> bool:
@@ -65,36 +65,36 @@ def is_loopback(host: str) -> bool:
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A socket at this address; port 0 takes a free one."""
+    """Return a listening socket; port 0 selects a free port."""
     if not 0 <= port <= 65535:
-        raise InputError(f"--port is {port}; give one from 0 (any that is free) to 65535")
+        raise InputError(f"--port is {port}; use 0 (any free port) to 65535")
     try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise InputError(f"--host {host} is no address of this machine ({error.strerror}); try 127.0.0.1") from None
-    family, kind, protocol, _, address = found[0]
-    made = socket.socket(family, kind, protocol)
+        raise InputError(f"--host {host} is not an address of this machine ({error.strerror}); use 127.0.0.1") from None
+    family, socket_type, protocol, _, address = addresses[0]
+    sock = socket.socket(family, socket_type, protocol)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(SOCKET_BACKLOG)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(SOCKET_BACKLOG)
     except OSError as error:
-        made.close()
+        sock.close()
         if error.errno == errno.EADDRINUSE:
-            raise InputError(f"port {port} is taken by another program; give another --port, or 0 for any") from None
-        raise InputError(f"cannot listen at {host}:{port} ({error.strerror}); give another --host or --port") from None
-    return made
+            raise InputError(f"port {port} is already in use; pass another --port, or 0 for any free port") from None
+        raise InputError(f"cannot listen on {host}:{port} ({error.strerror}); pass another --host or --port") from None
+    return sock
 
 
 def server_url(sock: socket.socket) -> str:
-    """Where a browser finds it."""
+    """Return the URL of a listening socket; wildcard addresses become loopback addresses."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class TimeoutProtocol(H11Protocol):
-    """A connection that waits neither for slow headers nor for a client that reads nothing."""
+    """HTTP/1.1 connection with timeouts for receiving headers and for sending to a client that does not read."""
 
     limits = Limits()
     header_timer: asyncio.TimerHandle | None = None
@@ -107,7 +107,7 @@ class TimeoutProtocol(H11Protocol):
         self.header_timer = self.loop.call_later(self.limits.header_timeout, self.transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        if self.over_capacity:  # said when the request is here: a connection that ends before is only broken
+        if self.over_capacity:  # sent after the request: a response before it would be lost when the connection closes
             self.transport.write(SERVICE_UNAVAILABLE_RESPONSE)
             self.transport.close()
             return
@@ -131,7 +131,7 @@ class TimeoutProtocol(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """What is not HTTP; the connection ends with it."""
+        """Respond to malformed HTTP and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             response = h11.Response(status_code=400, headers=ERROR_HEADERS, reason=b"Bad Request")
             for event in (response, h11.Data(data=msg.encode("ascii")), h11.EndOfMessage()):
@@ -146,19 +146,23 @@ def _cancel_timers(*timers: asyncio.TimerHandle | None) -> None:
 
 
 class Server(uvicorn.Server):
-    """Ends with the first signal when what runs is finished or has had its time, with the second at once; code 0."""
+    """uvicorn server that exits with code 0.
+
+    The first SIGINT or SIGTERM shuts down after the requests in progress, or after `shutdown_timeout`; the second exits
+    at once.
+    """
 
     def __init__(self, app: FastAPI, limits: Limits, on_ready: Callable[[], object] | None = None) -> None:
-        patience = type("Patience", (TimeoutProtocol,), {"limits": limits})
+        protocol = type("LimitedProtocol", (TimeoutProtocol,), {"limits": limits})
         config = uvicorn.Config(
             app,
-            http=patience,
+            http=protocol,
             ws="none",
             loop="asyncio",
             lifespan="on",
             log_config=None,
             log_level="critical",
-            access_log=False,  # it would show keys in addresses
+            access_log=False,  # it would log API keys in URLs
             server_header=False,
             backlog=ACCEPT_BATCH_SIZE,
             proxy_headers=False,
@@ -171,8 +175,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for each in sockets or ():
-            each.listen(SOCKET_BACKLOG)
+        for sock in sockets or ():
+            sock.listen(SOCKET_BACKLOG)
         if self.on_ready is not None and self.started:
             self.on_ready()
 
@@ -181,12 +185,15 @@ class Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before: dict[int, Any] = {one: signal.signal(one, self.handle_exit) for one in (signal.SIGINT, signal.SIGTERM)}
+        previous_handlers: dict[int, Any] = {
+            signal_number: signal.signal(signal_number, self.handle_exit)
+            for signal_number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             yield
         finally:
-            for one, handler in before.items():
-                signal.signal(one, handler)
+            for signal_number, handler in previous_handlers.items():
+                signal.signal(signal_number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
@@ -194,12 +201,12 @@ class Server(uvicorn.Server):
 
 
 def run_server(app: FastAPI, sock: socket.socket, limits: Limits, on_ready: Callable[[], object] | None = None) -> None:
-    """Answer until a signal says to stop. `on_ready` is called once requests are taken."""
+    """Serve until SIGINT or SIGTERM. `on_ready` is called once the server accepts requests."""
     server = Server(app, limits, on_ready)
     gc.collect()
-    gc.freeze()  # what was made up to here stays: to look through it again would hold all requests up
+    gc.freeze()  # exclude objects created so far from collections: scanning them would pause all requests
     server.run(sockets=[sock])
-    if server.force_exit:  # what still runs is not waited for
+    if server.force_exit:  # do not wait for running threads
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(0)
@@ -207,16 +214,16 @@ def run_server(app: FastAPI, sock: socket.socket, limits: Limits, on_ready: Call
 
 @contextmanager
 def serve_in_thread(app: FastAPI, sock: socket.socket, limits: Limits | None = None) -> Iterator[str]:
-    """A server in a thread of its own for as long as this lasts; gives its address."""
+    """Run a server in a thread for the duration of the context; yields its URL."""
     ready = threading.Event()
     server = Server(app, limits or Limits(), ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="cutaway server", daemon=True)
-    where = server_url(sock)
+    url = server_url(sock)
     thread.start()
     try:
         if not ready.wait(30):
-            raise InputError("the server did not start within 30 seconds")
-        yield where
+            raise InputError("the server did not start within 30 seconds; try another port")
+        yield url
     finally:
         server.should_exit = True
         thread.join()

@@ -1,4 +1,4 @@
-"""The page as it was built: a few files, read once. A request names one of them, never a path."""
+"""Static files of the built web page: read once, served by name; requests cannot name paths."""
 
 from functools import cache
 from pathlib import Path
@@ -22,24 +22,24 @@ def load_static_files() -> dict[str, bytes]:
     missing = [name for name in MEDIA_TYPES if not (STATIC_DIR / name).is_file()]
     if missing:
         raise InputError(
-            f"this installation has no page ({missing[0]} is missing): it was installed without building it; run "
-            "`pip install .` in the project's folder, where the npm registry can be reached"
+            f"the web page is not built ({missing[0]} is missing): the package was installed without building it;"
+            " run `pip install .` in the project directory with access to the npm registry"
         )
     return {name: (STATIC_DIR / name).read_bytes() for name in MEDIA_TYPES}
 
 
 def build_static_router() -> APIRouter:
-    made = APIRouter()
-    held = load_static_files()
+    router = APIRouter()
+    files = load_static_files()
 
-    @made.get("/", include_in_schema=False)
+    @router.get("/", include_in_schema=False)
     async def index() -> Response:
-        return Response(held["index.html"], media_type=MEDIA_TYPES["index.html"])
+        return Response(files["index.html"], media_type=MEDIA_TYPES["index.html"])
 
-    @made.get("/{name}", include_in_schema=False)
+    @router.get("/{name}", include_in_schema=False)
     async def file(name: str) -> Response:
-        if name not in held:
-            raise APIError(404, "there is nothing at this address")
-        return Response(held[name], media_type=MEDIA_TYPES[name], headers={"cache-control": "no-cache"})
+        if name not in files:
+            raise APIError(404, "there is no such path on this server; check the URL")
+        return Response(files[name], media_type=MEDIA_TYPES[name], headers={"cache-control": "no-cache"})
 
-    return made
+    return router

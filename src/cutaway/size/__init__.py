@@ -1,4 +1,4 @@
-"""What a configuration costs before it exists: parameters, FLOPs, bytes, time. No torch here."""
+"""Parameters, FLOPs, memory and time of a model, computed from its configuration. Imports no torch."""
 
 from cutaway.callable_module import make_callable
 from cutaway.size.estimate import SizeEstimate, size

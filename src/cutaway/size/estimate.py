@@ -1,4 +1,4 @@
-"""`ct.size`: what a configuration costs to hold, to run and to train, and the same as plain data for JSON."""
+"""`ct.size`: parameter counts, FLOPs, memory and time of a configuration, and their conversion to JSON."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -30,33 +30,33 @@ from cutaway.size.state_dict import CheckpointSize, checkpoint_size
 from cutaway.size.training_budget import TrainingBudget, compute_training_budget
 
 cached_inference_pass = lru_cache(maxsize=32)(inference_pass)
-"""Estimates that differ only in batch size or device share these."""
+"""Cached because estimates that differ only in batch size or device share these passes."""
 
 
 class SizeEstimate:
-    """The answers; each is computed when it is first asked for."""
+    """Size estimate of one configuration. Each attribute is computed on first access."""
 
     def __init__(self, options: SizeOptions) -> None:
         self.options = options
 
-    # ------------------------------------------------------------------------------------ what it is
+    # ------------------------------------------------------------------------------------ parameters
 
     @cached_property
     def parameters(self) -> ParameterCounts:
-        """Exact counts by part and layer."""
+        """Exact parameter counts by component and layer."""
         return count_parameters(self.options.config)
 
     @property
     def num_parameters(self) -> int:
-        """Every parameter once."""
+        """Total number of parameters; shared parameters count once."""
         return self.parameters.total
 
     @cached_property
     def checkpoint(self) -> CheckpointSize:
-        """What a checkpoint of it holds."""
+        """Tensors, elements and bytes of a checkpoint."""
         return checkpoint_size(self.options.config, self.options.precision)
 
-    # ------------------------------------------------------------------------------------ one device's part of the work
+    # ------------------------------------------------------------------------------------ one device's share
 
     @property
     def on_gpu(self) -> bool:
@@ -65,17 +65,17 @@ class SizeEstimate:
 
     @cached_property
     def rank_config(self) -> Config:
-        """The model as one device has it."""
+        """The configuration of one tensor-parallel rank."""
         return shard_config(self.options.config, self.options.parallel_dims.tp)
 
     @property
     def dp_size(self) -> int:
-        """Devices between which the batch is split."""
+        """Number of devices that the batch is split over."""
         return self.options.parallel_dims.dp_size
 
     @property
     def batch_size_per_device(self) -> int:
-        """Sequences on one device."""
+        """Sequences per device."""
         return self.options.batch_size // self.dp_size
 
     def execution_config(self, activation_checkpointing: str = "none") -> ExecutionConfig:
@@ -92,14 +92,14 @@ class SizeEstimate:
 
     @cached_property
     def prefill_pass(self) -> PassCost:
-        """A sequence of `context` tokens, read at once, on one device."""
+        """Forward pass over one sequence of `context` tokens, on one device."""
         return cached_inference_pass(
             self.rank_config, 1, self.options.context, self.execution_config(), source_len=self.options.source_len
         )
 
     @cached_property
     def decode_pass(self) -> PassCost:
-        """The token that makes a sequence `context` long, on one device."""
+        """Decode step that extends one sequence to `context` tokens, on one device."""
         return cached_inference_pass(
             self.rank_config,
             1,
@@ -112,7 +112,7 @@ class SizeEstimate:
 
     @cached_property
     def train_pass(self) -> PassCost:
-        """A training step on one device."""
+        """Forward and backward pass of one training step, on one device."""
         options = self.options
         return training_pass(
             self.rank_config,
@@ -126,28 +126,30 @@ class SizeEstimate:
 
     @cached_property
     def unsharded(self) -> "SizeEstimate":
-        """The same estimate for one device that holds the whole model."""
+        """The same estimate without tensor parallelism."""
         options = self.options
         if options.parallel_dims.tp == 1:
             return self
-        one = ParallelDims(options.parallel_dims.dp_replicate, options.parallel_dims.dp_shard)
-        return SizeEstimate(replace(options, world_size=one.dp_size, parallel="dp", parallel_dims=one))
+        parallel_dims = ParallelDims(options.parallel_dims.dp_replicate, options.parallel_dims.dp_shard)
+        return SizeEstimate(
+            replace(options, world_size=parallel_dims.dp_size, parallel="dp", parallel_dims=parallel_dims)
+        )
 
     @cached_property
     def forward_flops(self) -> FlopCounts:
-        """Of one sequence of `context` tokens."""
+        """FLOPs of the forward pass over one sequence of `context` tokens."""
         return count_flops(self.unsharded.prefill_pass.counter, self.options.context)
 
     @cached_property
     def decode_flops(self) -> FlopCounts | None:
-        """Of the token that makes a sequence `context` long."""
+        """FLOPs of the decode step that extends a sequence to `context` tokens; None for an encoder."""
         return None if isinstance(self.options.config, Encoder) else count_flops(self.unsharded.decode_pass.counter, 1)
 
     @cached_property
     def train_flops(self) -> dict[str, FlopCounts]:
-        """Of one sequence, there and back, by activation checkpointing mode."""
+        """FLOPs of the forward and backward pass over one sequence, by activation checkpointing mode."""
         options = self.options
-        one = (
+        pass_cost = (
             self.unsharded.train_pass
             if self.unsharded.batch_size_per_device == 1
             else training_pass(
@@ -155,13 +157,13 @@ class SizeEstimate:
             )
         )
         return {
-            mode: count_flops(one.counter, options.context, activation_checkpointing=mode)
+            mode: count_flops(pass_cost.counter, options.context, activation_checkpointing=mode)
             for mode in ACTIVATION_CHECKPOINTING_MODES
         }
 
     @property
     def flops(self) -> FlopCounts:
-        """Of one sequence: reading it, or training on it."""
+        """FLOPs of one sequence in the mode of the options: forward, or forward and backward."""
         options = self.options
         return self.train_flops[options.activation_checkpointing] if options.mode == "train" else self.forward_flops
 
@@ -183,8 +185,8 @@ class SizeEstimate:
         options = self.options
         encoder = isinstance(options.config, Encoder)
         source = options.source_len if len(options.config.stacks) == 2 else 1
-        ways = prefill_chunks(self.batch_size_per_device, options.context, source, unchunked=encoder)
-        read_so = (
+        chunks = prefill_chunks(self.batch_size_per_device, options.context, source, unchunked=encoder)
+        passes = (
             inference_pass(
                 self.rank_config,
                 rows,
@@ -194,10 +196,10 @@ class SizeEstimate:
                 num_cached_tokens=past,
                 serving=not encoder,
             )
-            for rows, length, past, source in ways
+            for rows, length, past, source in chunks
         )
-        fullest = max(read_so, key=lambda each: each.peak_bytes)
-        return inference_memory(self.rank_config, options.precision, self.kv_cache, fullest, on_gpu=self.on_gpu)
+        peak_pass = max(passes, key=lambda cost: cost.peak_bytes)
+        return inference_memory(self.rank_config, options.precision, self.kv_cache, peak_pass, on_gpu=self.on_gpu)
 
     @cached_property
     def training_memory(self) -> MemoryBreakdown:
@@ -213,20 +215,20 @@ class SizeEstimate:
 
     @property
     def collectives(self) -> dict[str, tuple[int, int]]:
-        """Of a training step, by kind: how many, and bytes, of a whole that is given or taken in parts."""
+        """Collectives of one training step: {kind: (count, bytes of the unsharded tensors)}."""
         return {
-            kind: (many, self.train_pass.counter.collective_bytes[kind])
-            for kind, many in self.train_pass.counter.num_collectives.items()
+            kind: (count, self.train_pass.counter.collective_bytes[kind])
+            for kind, count in self.train_pass.counter.num_collectives.items()
         }
 
     @property
     def memory(self) -> MemoryBreakdown:
-        """On one device, in the mode that was asked for."""
+        """Peak memory of one device in the mode of the options."""
         return self.training_memory if self.options.mode == "train" else self.inference_memory
 
     @property
     def fits(self) -> bool | None:
-        """Whether the device holds it; None where no memory is known."""
+        """Whether the peak fits in the device's memory; None if the memory is unknown."""
         device = self.options.hardware
         return None if device is None or device.memory is None else self.memory.total_bytes <= device.memory
 
@@ -234,34 +236,34 @@ class SizeEstimate:
 
     @property
     def prefill_flops(self) -> FlopCounts:
-        """Of reading a sequence on one device when only its last token's logits are wanted, as in serving."""
-        every = count_flops(self.prefill_pass.counter, self.options.context)
-        return every if isinstance(self.options.config, Encoder) else every.with_last_logits_only()
+        """FLOPs of prefilling one sequence on one device, with the logits of the last token only, as in serving."""
+        flops = count_flops(self.prefill_pass.counter, self.options.context)
+        return flops if isinstance(self.options.config, Encoder) else flops.with_last_logits_only()
 
     @cached_property
     def prefill_time(self) -> RooflineBound | None:
         options = self.options
         if options.hardware is None:
             return None
-        tokens = self.batch_size_per_device * options.context
-        work = prefill_workload(
+        num_tokens = self.batch_size_per_device * options.context
+        workload = prefill_workload(
             self.rank_config,
             options.precision,
             self.prefill_flops.scale(self.batch_size_per_device),
-            num_tokens=tokens,
+            num_tokens=num_tokens,
             kv_cache_bytes=self.kv_cache.total_bytes,
             num_kernel_launches=self.prefill_pass.num_ops,
             dp_size=self.dp_size,
         )
         return roofline_bound(
-            work,
+            workload,
             options.hardware,
             options.precision,
-            expected_efficiency(work.name, options.hardware, options.precision.name),
+            expected_efficiency(workload.name, options.hardware, options.precision.name),
         )
 
     def decode_workload(self, batch_size: int) -> Workload:
-        """A step of decoding for so many sequences on one device."""
+        """Workload of one decode step with `batch_size` sequences on one device."""
         return decode_workload(
             self.rank_config,
             self.options.precision,
@@ -285,7 +287,7 @@ class SizeEstimate:
 
     @cached_property
     def compute_bound_batch_size(self) -> int | None:
-        """Sequences on one device at which decoding turns from bandwidth-bound to compute-bound, if it ever does."""
+        """Batch size per device from which decode is compute-bound; None if it stays bandwidth-bound."""
         return (
             None
             if self.decode_time is None
@@ -297,30 +299,30 @@ class SizeEstimate:
         options = self.options
         if options.hardware is None:
             return None
-        whole = self.training_memory.bytes_by_component
-        work = train_workload(
+        bytes_by_component = self.training_memory.bytes_by_component
+        workload = train_workload(
             count_flops(
                 self.train_pass.counter,
                 self.batch_size_per_device * options.context,
                 activation_checkpointing=options.activation_checkpointing,
             ),
-            weight_bytes=whole["weights"],
-            grad_bytes=whole["gradients"],
-            optimizer_bytes=whole["optimizer"],
+            weight_bytes=bytes_by_component["weights"],
+            grad_bytes=bytes_by_component["gradients"],
+            optimizer_bytes=bytes_by_component["optimizer"],
             num_tokens=self.batch_size_per_device * options.context,
             num_kernel_launches=self.train_pass.num_ops,
             dp_size=self.dp_size,
         )
         return roofline_bound(
-            work,
+            workload,
             options.hardware,
             options.precision,
-            expected_efficiency(work.name, options.hardware, options.precision.name),
+            expected_efficiency(workload.name, options.hardware, options.precision.name),
         )
 
     @property
     def time(self) -> RooflineBound | None:
-        """A training step, or a step of decoding (reading, for an encoder)."""
+        """Time of a training step in mode 'train'; else of a decode step (for an encoder, of prefill)."""
         if self.options.mode == "train":
             return self.train_time
         return self.prefill_time if isinstance(self.options.config, Encoder) else self.decode_time
@@ -328,13 +330,13 @@ class SizeEstimate:
     @cached_property
     def training_budget(self) -> TrainingBudget:
         options = self.options
-        step_flops = options.batch_size * self.train_flops[options.activation_checkpointing].total_visible
+        flops_per_step = options.batch_size * self.train_flops[options.activation_checkpointing].total_visible
         return compute_training_budget(
             options.train_tokens,
             num_parameters=self.num_parameters,
             num_active_parameters=self.parameters.active,
             tokens_per_step=options.batch_size * options.context,
-            flops_per_step=step_flops,
+            flops_per_step=flops_per_step,
             world_size=options.world_size,
             hardware=options.hardware,
             bound=self.train_time,
@@ -342,7 +344,7 @@ class SizeEstimate:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Convert to a dict that can be written as JSON."""
         return estimates_to_dict(self)
 
     def __repr__(self) -> str:
@@ -372,28 +374,28 @@ def size(
     train_tokens: int | None = None,
     price_per_hour: float | None = None,
 ) -> SizeEstimate:
-    """What a model costs before it exists: parameters, FLOPs, bytes and time.
+    """Estimate the parameters, FLOPs, memory and time of a model from its configuration.
 
-    `batch_size` counts sequences on all devices together, `context` the tokens of each; `mode` is 'infer' or 'train';
-    `dtype` is bf16 to infer and mixed (fp32 weights, bf16 matmuls) to train unless given; `hardware` is a device's
-    name, 'local' (as `cutaway bench` measured it), or a Hardware of your own. Of `world_size` devices, `tp` share each
-    matrix and `dp_shard` the states; 'fsdp' and 'tp' are these for all that are left.
+    `batch_size` is the global batch size and `context` the tokens per sequence. `mode` is 'infer' or 'train'. The
+    default `dtype` is bf16 for inference and mixed (fp32 weights, bf16 matmuls) for training. `hardware` is a device
+    name, 'local' (as measured by `cutaway bench`) or a `Hardware`. `tp` and `dp_shard` are the tensor-parallel and
+    FSDP group sizes; `parallel='tp'` or `'fsdp'` uses all remaining devices of `world_size` for that dimension.
     """
     return SizeEstimate(resolve_options(**locals()))
 
 
 CONVENTION = (
-    "2 FLOPs a multiply-add, matrix products only; 'full' counts attention over every pair of tokens,"
-    " 'visible' over those that the mask lets see (and MLA's cached latents unexpanded where that is less);"
+    "2 FLOPs per multiply-add, matrix multiplications only; 'full' counts attention over all pairs of tokens,"
+    " 'visible' over the pairs that the mask leaves visible (and MLA with absorbed up-projections if that is less);"
     " memory is per device, in bytes, with a fused optimizer"
 )
 
 
 def estimates_to_dict(estimate: SizeEstimate, *others: SizeEstimate) -> dict[str, Any]:
-    """Everything about one estimate; `others` are of the same model and options in another mode."""
+    """Convert an estimate to a dict; `others` are estimates of the same model and options in another mode."""
     config = estimate.options.config
-    every = (estimate, *others)
-    answer: dict[str, Any] = {
+    estimates = (estimate, *others)
+    result: dict[str, Any] = {
         "model": {
             "form": config.form,
             "layers": {name: stack.layers for name, stack in config.stacks.items()},
@@ -401,52 +403,57 @@ def estimates_to_dict(estimate: SizeEstimate, *others: SizeEstimate) -> dict[str
             "vocab_size": config.vocab_size,
             "context": config.context,
         },
-        "options": {each.options.mode: options_to_dict(each) for each in every},
+        "options": {item.options.mode: options_to_dict(item) for item in estimates},
         "conventions": CONVENTION,
         "parameters": _parameters_to_dict(estimate.parameters),
         "checkpoint": asdict(estimate.checkpoint),
-        "flops": _all_flops_to_dict(estimate, every[-1]),
-        "memory": {each.options.mode: _memory_to_dict(each.memory) for each in every},
+        "flops": _all_flops_to_dict(estimate, estimates[-1]),
+        "memory": {item.options.mode: _memory_to_dict(item.memory) for item in estimates},
     }
     if estimate.options.world_size > 1:
-        answer["collectives"] = {
-            kind: {"count": many, "bytes": whole}
-            for each in every
-            if each.options.mode == "train"
-            for kind, (many, whole) in each.collectives.items()
+        result["collectives"] = {
+            kind: {"count": count, "bytes": nbytes}
+            for item in estimates
+            if item.options.mode == "train"
+            for kind, (count, nbytes) in item.collectives.items()
         }
     if not isinstance(config, Encoder):
-        answer["kv_cache"] = _kv_cache_to_dict(estimate.kv_cache)
+        result["kv_cache"] = _kv_cache_to_dict(estimate.kv_cache)
     if estimate.options.hardware is not None:
-        answer["hardware"] = asdict(estimate.options.hardware)
-        answer["fits"] = {each.options.mode: each.fits for each in every}
-        answer["time"] = {each.options.mode: _times_to_dict(each) for each in every}
-    if estimate.options.mode == "train" and not others:  # asked for by itself: the choices that there are beside it
-        answer["memory"]["train"]["by_activation_checkpointing"] = _memory_by_activation_checkpointing(estimate)
-    for each in every:
-        if each.options.mode == "train":
-            answer["training_budget"] = {
-                name: value for name, value in asdict(each.training_budget).items() if value is not None
+        result["hardware"] = asdict(estimate.options.hardware)
+        result["fits"] = {item.options.mode: item.fits for item in estimates}
+        result["time"] = {item.options.mode: _times_to_dict(item) for item in estimates}
+    if estimate.options.mode == "train" and not others:  # a training estimate alone also compares the modes
+        result["memory"]["train"]["by_activation_checkpointing"] = _memory_by_activation_checkpointing(estimate)
+    for item in estimates:
+        if item.options.mode == "train":
+            result["training_budget"] = {
+                name: value for name, value in asdict(item.training_budget).items() if value is not None
             }
-            answer["training_budget"]["tokens_per_parameter"] = each.training_budget.tokens_per_parameter
-    return answer
+            result["training_budget"]["tokens_per_parameter"] = item.training_budget.tokens_per_parameter
+    return result
 
 
 def _all_flops_to_dict(estimate: SizeEstimate, train_estimate: SizeEstimate) -> dict[str, Any]:
-    """Forward, one decoded token, and a training pass, which `train_estimate` is asked for since it may know it."""
+    """FLOPs of a forward pass, a decode step and a training pass; `train_estimate` may have the last one cached."""
     params, options = estimate.parameters, estimate.options
-    source = (
+    encoder_parameters = (
         sum(layer.active for layer in params.unique_layers if layer.stack == "encoder")
         if params.is_encoder_decoder
         else 0
     )
-    target = params.active - source
-    met = source * options.source_len + target * options.context  # N times its tokens, those of each side for its own
-    answer: dict[str, Any] = {"forward": _flops_to_dict(estimate.forward_flops, "2ND", 2 * met)}
+    decoder_parameters = params.active - encoder_parameters
+    parameter_tokens = (
+        encoder_parameters * options.source_len + decoder_parameters * options.context
+    )  # N·D, summed over encoder and decoder
+    result: dict[str, Any] = {"forward": _flops_to_dict(estimate.forward_flops, "2ND", 2 * parameter_tokens)}
     if estimate.decode_flops is not None:
-        answer["decode"] = _flops_to_dict(estimate.decode_flops, "2N", 2 * target)
-    return answer | {
-        "train": {mode: _flops_to_dict(each, "6ND", 6 * met) for mode, each in train_estimate.train_flops.items()}
+        result["decode"] = _flops_to_dict(estimate.decode_flops, "2N", 2 * decoder_parameters)
+    return result | {
+        "train": {
+            mode: _flops_to_dict(flops, "6ND", 6 * parameter_tokens)
+            for mode, flops in train_estimate.train_flops.items()
+        }
     }
 
 
@@ -466,7 +473,7 @@ def options_to_dict(estimate: SizeEstimate) -> dict[str, Any]:
 
 
 def _parameters_to_dict(counts: ParameterCounts) -> dict[str, Any]:
-    outside = {
+    non_layer = {
         name: getattr(counts, name)
         for name in (
             "embedding",
@@ -483,15 +490,15 @@ def _parameters_to_dict(counts: ParameterCounts) -> dict[str, Any]:
     totals = {"total": counts.total, "active": counts.active, "non_embedding": counts.non_embedding}
     return (
         totals
-        | outside
-        | {"layers": [layer | {"num_layers": many} for layer, many in _group_equal_layers(counts.per_layer)]}
+        | non_layer
+        | {"layers": [layer | {"num_layers": count} for layer, count in _group_equal_layers(counts.per_layer)]}
     )
 
 
 def _group_equal_layers(layers: tuple[LayerParameterCounts, ...]) -> list[tuple[dict[str, Any], int]]:
-    """Runs of equal layers, with how many there are."""
+    """Run-length encoding of equal consecutive layers."""
     runs = [(layer, len(list(run))) for layer, run in groupby(layers)]
-    return [(asdict(layer) | {"total": layer.total, "active": layer.active}, many) for layer, many in runs]
+    return [(asdict(layer) | {"total": layer.total, "active": layer.active}, count) for layer, count in runs]
 
 
 def _flops_to_dict(flops: FlopCounts, rule_name: str, rule_flops: int) -> dict[str, Any]:
@@ -517,19 +524,19 @@ def _memory_to_dict(memory: MemoryBreakdown) -> dict[str, Any]:
 
 
 def _memory_by_activation_checkpointing(estimate: SizeEstimate) -> dict[str, Any]:
-    """What a step would take in each mode: with the attention kernel as asked, and with the explicit one."""
-    options, told = estimate.options, {}
+    """Memory of a training step in each mode, with the selected attention kernel and with the explicit kernel."""
+    options, result = estimate.options, {}
     for mode in ACTIVATION_CHECKPOINTING_MODES:
         kernels = dict.fromkeys((options.kernel, "explicit"))
-        steps = {
-            each: type(estimate)(replace(options, activation_checkpointing=mode, kernel=each)).training_memory
-            for each in kernels
+        by_kernel = {
+            kernel: type(estimate)(replace(options, activation_checkpointing=mode, kernel=kernel)).training_memory
+            for kernel in kernels
         }
-        told[mode] = {
-            kernel: {"activations": of.bytes_by_component["activations"], "total_bytes": of.total_bytes}
-            for kernel, of in steps.items()
+        result[mode] = {
+            kernel: {"activations": memory.bytes_by_component["activations"], "total_bytes": memory.total_bytes}
+            for kernel, memory in by_kernel.items()
         }
-    return told
+    return result
 
 
 def _kv_cache_to_dict(cache: KVCacheSize) -> dict[str, Any]:
@@ -538,18 +545,18 @@ def _kv_cache_to_dict(cache: KVCacheSize) -> dict[str, Any]:
         "bytes_per_token": cache.bytes_per_token,
         "unwindowed_bytes": cache.unwindowed_bytes,
         "expanded_bytes": cache.expanded_bytes,
-        "by_kind": {kind: {"num_layers": many, "bytes": size} for kind, (many, size) in cache.by_kind.items()},
+        "by_kind": {kind: {"num_layers": count, "bytes": nbytes} for kind, (count, nbytes) in cache.by_kind.items()},
     }
 
 
 def _times_to_dict(estimate: SizeEstimate) -> dict[str, Any]:
     if estimate.options.mode == "train":
         return {"train_step": _bound_to_dict(estimate.train_time)}
-    shown = {"prefill": _bound_to_dict(estimate.prefill_time)}
+    result = {"prefill": _bound_to_dict(estimate.prefill_time)}
     if not isinstance(estimate.options.config, Encoder):
-        turning_point = {"compute_bound_batch_size": estimate.compute_bound_batch_size}
-        shown |= {"decode": _bound_to_dict(estimate.decode_time) | turning_point}
-    return shown
+        crossover = {"compute_bound_batch_size": estimate.compute_bound_batch_size}
+        result |= {"decode": _bound_to_dict(estimate.decode_time) | crossover}
+    return result
 
 
 def _bound_to_dict(bound: RooflineBound | None) -> dict[str, Any]:

@@ -1,30 +1,30 @@
-"""FLOPs of a pass: 2 a multiply-add, matrix products only (norms, softmax, activations and lookups count nothing)."""
+"""FLOP counts: 2 per multiply-add, matmuls only (norms, softmax, activations and lookups are not counted)."""
 
 from dataclasses import dataclass
 
 from cutaway.size.shape_pass import CostCounter
 
 FLOP_COMPONENTS = ("projections", "scores", "values", "ffn", "combine", "head", "embedding")
-"""`combine` is a mixture's weighted sum of experts; `embedding` the projection of a narrow table."""
+"""`combine` is the weighted sum of MoE experts; `embedding` the projection of a factorized embedding."""
 
 
 @dataclass(frozen=True)
 class FlopCounts:
-    """By part, with attention over every pair of tokens (`full`) and over those that the mask lets see (`visible`)."""
+    """FLOPs by component, with attention over all pairs of tokens (`full`) and over visible pairs only (`visible`)."""
 
     full: dict[str, int]
     visible: dict[str, int]
     num_tokens: int
-    """How many tokens it is for."""
+    """Number of tokens that the counts are for."""
 
     @property
     def total(self) -> int:
-        """Over every pair: what a kernel does that computes scores first and masks them afterwards."""
+        """FLOPs over all pairs, as in a kernel that computes all scores and masks them afterwards."""
         return sum(self.full.values())
 
     @property
     def total_visible(self) -> int:
-        """Over the pairs that see each other, MLA's cached latents met as they are where that is less: the least."""
+        """Minimum FLOPs: over visible pairs only, MLA with absorbed up-projections where that is less."""
         return sum(self.visible.values())
 
     @property
@@ -36,35 +36,37 @@ class FlopCounts:
         return self.total_visible / self.num_tokens
 
     def scale(self, factor: int) -> "FlopCounts":
-        """For so many sequences alike: products grow with them and with nothing else."""
-        full, seen = ({part: factor * each for part, each in sums.items()} for sums in (self.full, self.visible))
-        return FlopCounts(full, seen, factor * self.num_tokens)
+        """Counts for `factor` equal sequences; FLOPs are proportional to their number."""
+        full, visible = (
+            {component: factor * flops for component, flops in counts.items()} for counts in (self.full, self.visible)
+        )
+        return FlopCounts(full, visible, factor * self.num_tokens)
 
     def with_last_logits_only(self) -> "FlopCounts":
-        """With logits for one token only."""
-        full, seen = (
-            {part: flops // (self.num_tokens if part == "head" else 1) for part, flops in sums.items()}
-            for sums in (self.full, self.visible)
+        """Counts with the logits of one token only."""
+        full, visible = (
+            {component: flops // (self.num_tokens if component == "head" else 1) for component, flops in counts.items()}
+            for counts in (self.full, self.visible)
         )
-        return FlopCounts(full, seen, self.num_tokens)
+        return FlopCounts(full, visible, self.num_tokens)
 
     def rule_of_thumb_error(self, rule_flops: float) -> float:
-        """How far a rule of thumb is off: −0.1 if it gives a tenth less than there is."""
+        """Relative error of a rule of thumb: −0.1 if it is 10 % below `total_visible`."""
         return rule_flops / self.total_visible - 1
 
 
 def count_flops(counter: CostCounter, num_tokens: int, *, activation_checkpointing: str = "none") -> FlopCounts:
-    """The FLOPs of a pass, forward and (if it has one) backward, by component; with what checkpointing repeats."""
-    full, seen = dict.fromkeys(FLOP_COMPONENTS, 0), dict.fromkeys(FLOP_COMPONENTS, 0)
-    for (phase, part), flops in counter.full_flops.items():
+    """FLOPs of a forward and (if recorded) backward pass by component, with recomputed activations."""
+    full, visible = dict.fromkeys(FLOP_COMPONENTS, 0), dict.fromkeys(FLOP_COMPONENTS, 0)
+    for (phase, component), flops in counter.full_flops.items():
         if phase != "recompute":
-            full[part] += flops
-            seen[part] += counter.visible_flops[phase, part]
-    for part, again, again_seen in counter.recomputed_matmuls[activation_checkpointing]:
-        full[part] += again
-        seen[part] += again_seen
-    return FlopCounts(_drop_zeros(full), _drop_zeros(seen), num_tokens)
+            full[component] += flops
+            visible[component] += counter.visible_flops[phase, component]
+    for component, full_again, visible_again in counter.recomputed_matmuls[activation_checkpointing]:
+        full[component] += full_again
+        visible[component] += visible_again
+    return FlopCounts(_drop_zeros(full), _drop_zeros(visible), num_tokens)
 
 
 def _drop_zeros(sums: dict[str, int]) -> dict[str, int]:
-    return {part: flops for part, flops in sums.items() if flops}
+    return {component: flops for component, flops in sums.items() if flops}

@@ -1,4 +1,4 @@
-"""What devices can do at most: published dense peaks and capacities, read from `hardware.toml` beside this file."""
+"""Device specifications: published dense peak FLOPS, bandwidth and memory, read from `hardware.toml`."""
 
 import re
 from collections.abc import Mapping
@@ -10,22 +10,22 @@ from pathlib import Path
 from cutaway.errors import InputError
 
 MIN_FIGURE, MAX_FIGURE = 1, 1e30
-"""Bytes, and rates a second, between which every answer is finite."""
+"""Accepted range of bytes and of rates per second; every estimate is finite within it."""
 
 HARDWARE_KINDS = ("data-center", "workstation", "consumer", "apple", "cpu")
 
 _HALF_PRECISION = ("bf16", "fp16", "fp32")
 COMPUTE_DTYPES = {
-    "fp32": ("fp32", "bf16"),  # TPUs and Gaudis publish no fp32 rate; theirs is no higher than bf16's
+    "fp32": ("fp32", "bf16"),  # no fp32 rate is published for TPUs and Gaudi; it is at most the bf16 rate
     "tf32": ("tf32", "fp32", "bf16"),
     "bf16": _HALF_PRECISION,  # Volta and Turing have no bf16
     "fp16": ("fp16", "fp32", "bf16"),
     "mixed": _HALF_PRECISION,
     "fp8": ("fp8", *_HALF_PRECISION),
-    "int8": _HALF_PRECISION,  # weights are unpacked before the product
+    "int8": _HALF_PRECISION,  # weights are dequantized before the matmul
     "int4": _HALF_PRECISION,
 }
-"""The rates that stand for products in each dtype, best first: the first that a device has is taken."""
+"""For each dtype, the dtypes whose peak rate is used, in order of preference; the first that the device has applies."""
 
 _VENDOR_WORDS = {
     "nvidia",
@@ -45,19 +45,19 @@ _VENDOR_WORDS |= {"google", "cloud", "aws", "gpu", "graphics", "r", "tm"}
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One device. Rates are peaks that a measurement should not beat; what nobody published is None or left out."""
+    """Specification of one device. Rates are upper bounds; unpublished values are None or absent."""
 
     name: str
     title: str
     kind: str
     bandwidth: float
-    """Bytes a second to its memory."""
+    """Memory bandwidth in bytes per second."""
     flops: Mapping[str, float] = field(hash=False)
-    """Dense operations a second by dtype, with fp32 accumulation."""
+    """Dense FLOPS (operations per second) by dtype, with fp32 accumulation."""
     memory: float | None = None
-    """Bytes; for shared and pluggable memory, the most it takes."""
+    """Bytes; for shared or pluggable memory, the maximum."""
     interconnect_bandwidth: float | None = None
-    """Bytes a second one way, to all its neighbors together."""
+    """Bytes per second in one direction, summed over all links."""
     tdp_watts: float | None = None
     year: int | None = None
     source: str
@@ -68,41 +68,45 @@ class Hardware:
     def __post_init__(self) -> None:
         figures = {"bandwidth": self.bandwidth, **{f"flops in {dtype}": rate for dtype, rate in self.flops.items()}}
         figures |= {} if self.memory is None else {"memory": self.memory}
-        for what, value in figures.items():
-            real = isinstance(value, Real) and not isinstance(value, bool)
-            if not (real and MIN_FIGURE <= value <= MAX_FIGURE):
-                raise InputError(f"{what} is {value!r}, which no device has: give a plain number from 1 to 1e30")
+        for label, value in figures.items():
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if not (is_number and MIN_FIGURE <= value <= MAX_FIGURE):
+                raise InputError(
+                    f"{label} is {value!r}, which is not a valid figure of a device; pass a number from 1 to 1e30"
+                )
 
     def compute_dtype(self, dtype: str) -> str:
-        """The dtype whose rate stands for products in this one: bf16 for int8 weights, fp16 on a T4, and so on."""
+        """The dtype whose peak rate applies to matmuls in `dtype`: bf16 for int8 weights, fp16 on a T4, and so on."""
         if dtype not in COMPUTE_DTYPES:
-            raise InputError(f"no device has a rate for {dtype!r} here: choose one of {', '.join(COMPUTE_DTYPES)}")
+            raise InputError(
+                f"dtype {dtype!r} has no peak rate in the hardware table; use one of {', '.join(COMPUTE_DTYPES)}"
+            )
         for known in COMPUTE_DTYPES[dtype]:
             if known in self.flops:
                 return known
         raise InputError(
-            f"{self.title} has rates for {', '.join(self.flops)} only, none of which serves {dtype}: "
-            "choose one of those, or give the rate with --flops"
+            f"{self.title} has peak rates for {', '.join(self.flops)} only, and none applies to {dtype}; "
+            "use one of those dtypes, or pass the rate with --flops"
         )
 
     def peak_flops(self, dtype: str) -> float:
-        """The peak for matrix products in this dtype, operations a second."""
+        """Peak FLOPS (operations per second) of matmuls in `dtype`."""
         return self.flops[self.compute_dtype(dtype)]
 
 
 def get_hardware(name: str) -> Hardware:
-    """The device of this name, title or alias; case, spaces, dashes and the maker's name do not matter."""
-    found = _name_index().get(_normalize_name(name))
-    if found is None:
+    """Look up a device by name, title or alias; case, spaces, dashes and the vendor name are ignored."""
+    key = _name_index().get(_normalize_name(name))
+    if key is None:
         raise InputError(
-            f"no device called {name!r} is known{_suggest_names(name)}; "
-            "choose a known one, or give your own figures with --bandwidth and --flops"
+            f"unknown device {name!r}{_suggest_names(name)}; "
+            "use a name of --list-hardware, or pass --bandwidth and --flops"
         )
-    return _load_device(found)
+    return _load_device(key)
 
 
 def list_hardware() -> tuple[Hardware, ...]:
-    """Every device of the table, by kind, then year, then name."""
+    """All devices of the table, sorted by kind, year and name."""
     devices = (_load_device(name) for name in _toml_sections())
     return tuple(sorted(devices, key=lambda device: (HARDWARE_KINDS.index(device.kind), device.year or 0, device.name)))
 
@@ -110,32 +114,30 @@ def list_hardware() -> tuple[Hardware, ...]:
 def custom_hardware(
     *, bandwidth: float, flops: float, dtype: str | None = None, memory: float | None = None
 ) -> Hardware:
-    """A device from figures that you measured or read. Without a dtype, `flops` holds for all of them."""
+    """Build a device from its figures. Without a dtype, `flops` applies to all dtypes."""
     if dtype is not None and dtype not in COMPUTE_DTYPES:
-        raise InputError(
-            f"flops are given for {dtype!r}, which is not known: choose one of {', '.join(COMPUTE_DTYPES)}"
-        )
-    given = COMPUTE_DTYPES if dtype is None else (dtype,)
+        raise InputError(f"dtype {dtype!r} of flops is not known; use one of {', '.join(COMPUTE_DTYPES)}")
+    dtypes = COMPUTE_DTYPES if dtype is None else (dtype,)
     return Hardware(
         name="custom",
         title="custom hardware",
         kind="custom",
         bandwidth=bandwidth,
-        flops={COMPUTE_DTYPES[each][0]: flops for each in given},
+        flops={COMPUTE_DTYPES[name][0]: flops for name in dtypes},
         memory=memory,
-        source="given by the user",
-        verified_date="not checked",
+        source="set by the user",
+        verified_date="not verified",
     )
 
 
 def _normalize_name(name: str) -> str:
-    """Letters and digits without the maker's name: "NVIDIA GeForce RTX-4090" is "rtx4090"."""
+    """Letters and digits without vendor names: "NVIDIA GeForce RTX-4090" becomes "rtx4090"."""
     return "".join(word for word in re.findall("[a-z0-9]+", name.lower()) if word not in _VENDOR_WORDS)
 
 
 @cache
 def _toml_sections() -> dict[str, str]:
-    """The text of each device's table. The whole file takes tomllib 10 ms and most runs need one device of it."""
+    """TOML text by device, unparsed: parsing the whole file takes 10 ms, and most runs need one device."""
     text = (Path(__file__).parent / "hardware.toml").read_text(encoding="utf-8")
     _, *parts = re.split(r"^\[(.+)\]$", text, flags=re.MULTILINE)
     return dict(zip(parts[::2], parts[1::2], strict=True))
@@ -143,26 +145,26 @@ def _toml_sections() -> dict[str, str]:
 
 @cache
 def _load_device(name: str) -> Hardware:
-    import tomllib  # takes longer to load than all of this module
+    import tomllib  # slower to import than this module
 
-    row = tomllib.loads(_toml_sections()[name])
-    return Hardware(name=name, aliases=tuple(row.pop("aliases", ())), **row)
+    fields = tomllib.loads(_toml_sections()[name])
+    return Hardware(name=name, aliases=tuple(fields.pop("aliases", ())), **fields)
 
 
 @cache
 def _name_index() -> dict[str, str]:
-    """Keys of names, titles and aliases, without parsing the tables; a test holds it equal to the parsed ones."""
+    """Index of normalized names, titles and aliases, read by regex; a test checks them against the parsed TOML."""
     index = {}
     for name, text in _toml_sections().items():
         lines = re.findall("^(?:title|aliases) = (.+)$", text, flags=re.MULTILINE)
-        for word in (name, *re.findall('"(.+?)"', " ".join(lines))):
-            index[_normalize_name(word)] = name
+        for alias in (name, *re.findall('"(.+?)"', " ".join(lines))):
+            index[_normalize_name(alias)] = name
     return index
 
 
 def _suggest_names(name: str) -> str:
-    """A question naming the devices whose names look most alike, if any do."""
-    from difflib import get_close_matches  # only a wrong name needs it
+    """' (did you mean …?)' with the closest device names, or an empty string."""
+    from difflib import get_close_matches  # needed for the error message only
 
     index = _name_index()
     close = [index[key] for key in get_close_matches(_normalize_name(name), index, n=6, cutoff=0.6)]

@@ -1,4 +1,4 @@
-"""What `cutaway bench` measured on this machine, kept so that sizes can be given for it."""
+"""Results of `cutaway bench` on this machine, stored on disk and used for `hardware="local"`."""
 
 import json
 import os
@@ -10,34 +10,34 @@ from cutaway.size.hardware import Hardware
 from cutaway.size.roofline import DEFAULT_EFFICIENCY, EfficiencyRange
 
 LOCAL_HARDWARE = "local"
-"""The name by which this machine is asked for."""
+"""Value of `hardware` that selects this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredHardware:
-    """Limits and shares of one machine. Rates are a second's; shares are of the bound that those limits give."""
+    """Measured rates (per second) of one machine, and the fraction of the roofline bound reached by workload."""
 
     device: str
     kind: str
     hardware_name: str | None
-    """Its name in the hardware table, if it is there."""
+    """Name in the hardware table; None if it is not listed."""
     memory: int
     bandwidth: float
     flops: dict[str, float]
     efficiency: dict[str, float]
     model: str
     dtype: str
-    """What the shares were measured with, and in."""
+    """The model and the dtype with which the efficiency was measured."""
     date: str
 
 
 def user_cache_dir() -> Path:
-    """Where measurements of this machine are kept: the user's cache, or where CUTAWAY_CACHE points."""
-    given = os.environ.get("CUTAWAY_CACHE")
-    cache = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "cutaway"
+    """Directory of the measurements: $CUTAWAY_CACHE, or `cutaway` in the user's cache directory."""
+    override = os.environ.get("CUTAWAY_CACHE")
+    cache = Path(override) if override else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "cutaway"
     try:
         return cache.expanduser()
-    except RuntimeError:  # a user without a home, as in many containers, has measured nothing
+    except RuntimeError:  # no home directory, as in many containers: nothing has been measured
         return cache
 
 
@@ -46,36 +46,40 @@ def measured_hardware_path() -> Path:
 
 
 def save_measured_hardware(measured: MeasuredHardware) -> Path:
-    """Keep a measurement; the file appears whole or not at all."""
+    """Write a measurement atomically and return the path."""
     path = measured_hardware_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
-    draft.write_text(json.dumps(asdict(measured), indent=1) + "\n", encoding="utf-8")
-    draft.replace(path)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(asdict(measured), indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
     return path
 
 
 def load_measured_hardware() -> MeasuredHardware | None:
-    """What was measured, if it was."""
+    """Load the measurement of this machine; None if there is none."""
     try:
         data = json.loads(measured_hardware_path().read_text(encoding="utf-8"))
         measured = MeasuredHardware(**data)
-        rates = [measured.bandwidth, measured.memory, *measured.flops.values(), *measured.efficiency.values()]
-        sound = all(isinstance(rate, int | float) and 1e-9 < rate < 1e30 for rate in rates)
+        figures = [measured.bandwidth, measured.memory, *measured.flops.values(), *measured.efficiency.values()]
+        valid = all(isinstance(figure, int | float) and 1e-9 < figure < 1e30 for figure in figures)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        sound = False
-    if not sound:
-        raise InputError(f"'{measured_hardware_path()}' is damaged; run `cutaway bench` again, or delete it")
+        valid = False
+    if not valid:
+        raise InputError(
+            f"'{measured_hardware_path()}' is not a valid measurement; run `cutaway bench` again, or delete the file"
+        )
     return measured
 
 
 def local_hardware() -> Hardware:
-    """This machine, as measured."""
+    """Specification of this machine, as measured by `cutaway bench`."""
     measured = load_measured_hardware()
     if measured is None:
-        raise InputError("this machine has not been measured yet; run `cutaway bench`, or name a known device")
+        raise InputError(
+            "hardware is 'local', but this machine has not been measured; run `cutaway bench`, or pass a device name"
+        )
     return Hardware(
         name=LOCAL_HARDWARE,
         title=f"this machine ({measured.device})",
@@ -89,21 +93,23 @@ def local_hardware() -> Hardware:
 
 
 def expected_efficiency(workload: str, hardware: Hardware, dtype: str) -> EfficiencyRange:
-    """The range for a kind of work: as measured, within a third, on the device and in the dtype that was; else in
-    general."""
+    """Efficiency range of a workload: the measurement ± 1/3 if it was made on this device and in this dtype, else the
+    default."""
     try:
         measured = load_measured_hardware()
-    except InputError:  # a damaged file; asking for this machine by name has said so
+    except InputError:  # an invalid file; hardware='local' raises the error
         measured = None
     if measured is None or hardware.name not in (LOCAL_HARDWARE, measured.hardware_name):
         return DEFAULT_EFFICIENCY[workload]
     if dtype != measured.dtype or workload not in measured.efficiency:
         return DEFAULT_EFFICIENCY[workload]
-    share = measured.efficiency[workload]
-    if hardware.name != LOCAL_HARDWARE:  # measured against the machine's own limits; this bound has published ones
-        limits = {"decode": measured.bandwidth / hardware.bandwidth}
-        share *= limits.get(
+    fraction = measured.efficiency[workload]
+    if (
+        hardware.name != LOCAL_HARDWARE
+    ):  # the fraction is of the measured limits; convert it to a fraction of the published limits
+        ratios = {"decode": measured.bandwidth / hardware.bandwidth}
+        fraction *= ratios.get(
             workload, measured.flops.get(dtype, hardware.peak_flops(dtype)) / hardware.peak_flops(dtype)
         )
-    said = f"measured on this machine with {measured.model} in {dtype}, {measured.date}, give or take a third"
-    return EfficiencyRange(min(0.99, share * 4 / 3), share * 2 / 3, said)
+    source = f"measured on this machine with {measured.model} in {dtype}, {measured.date}, ± 1/3"
+    return EfficiencyRange(min(0.99, fraction * 4 / 3), fraction * 2 / 3, source)

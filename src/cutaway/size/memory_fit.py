@@ -1,4 +1,4 @@
-"""What fits: the longest context, the largest batch, and the shapes of a family, within a given memory."""
+"""Largest context, batch size and model shapes within a memory budget; comparison of models."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -17,39 +17,39 @@ from cutaway.size.units import parse_bytes
 ConfigSource = Config | Mapping[str, Any] | str | Path
 
 SEARCH_LIMIT = 2**24
-"""Where the search for a context or a batch ends."""
+"""Upper limit of the search for a context length or a batch size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFit:
-    """The answers. A family's name has shapes only: it is not one model, so the rest is None."""
+    """Result of `fit_to_memory`. For a family only `model_shapes` is set: a family is not a single model."""
 
     memory_budget: int
-    """Bytes on one device."""
+    """Bytes per device."""
     options: SizeOptions
     family: str | None = None
     total_bytes: int | None = None
-    """Bytes that the source takes as asked."""
+    """Peak memory of the source with the given options."""
     fits: bool | None = None
     max_context: int | None = None
-    """At the asked batch; None if not even one token fits."""
+    """Longest context at the given batch size; None if one token does not fit."""
     exceeds_model_context: bool = False
-    """The longest context is more than the model is meant for."""
+    """Whether `max_context` exceeds the context length of the configuration."""
     unbounded_context: bool = False
-    """The longest context is where the search ended: longer ones may fit, and do where windows bound the memory."""
+    """Whether `max_context` is the search limit: longer contexts may fit, as with sliding windows."""
     max_position_embeddings: int | None = None
-    """The longest context that the model's table of positions allows."""
+    """Number of rows of the position embedding table; None if there is none."""
     max_batch_size: int | None = None
-    """At the asked context, over all devices together; None if not even one sequence a device fits."""
+    """Largest global batch size at the given context; None if one sequence per device does not fit."""
     unbounded_batch_size: bool = False
-    """The largest batch is where the search ended: without a cache to keep, sequences are read one after another."""
+    """Whether `max_batch_size` is the search limit, as for encoders: without a cache, sequences run in turn."""
     model_shapes: tuple[ModelShape, ...] = ()
-    """By layers and then width: from about an eighth of the memory to just beyond it."""
+    """Shapes sorted by layers and width, from about 1/8 of the budget to just beyond it."""
     note: str = ""
-    """What a reader of the shapes should know."""
+    """Remarks on the list of shapes."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Convert to a dict that can be written as JSON."""
         return vars(self) | {
             "options": options_to_dict(SizeEstimate(self.options)),
             "model_shapes": [asdict(shape) for shape in self.model_shapes],
@@ -66,107 +66,109 @@ def fit_to_memory(
     mode: str = "infer",
     **options: Any,
 ) -> MemoryFit:
-    """What fits in `memory` bytes on each device; the rest is asked as of `size`.
+    """Find the longest context, the largest batch size and the model shapes that fit in `memory` bytes per device.
 
-    `source` may also be the name of a family of shapes: 'classic' (GPT's) or 'llama'.
+    The other arguments are those of `size`. `source` may also be a family of shapes: 'classic' (GPT) or 'llama'.
     """
     budget = parse_bytes(memory)
-    name = source if isinstance(source, str) and source in SCALING_FAMILIES else None
-    read = source if name is None else build_family_config(name, context)
-    answer = size(read, batch_size=batch_size, context=context, dtype=dtype, mode=mode, **options)
-    asked = answer.options
-    follows = options.get("source_len") is None
-    limit = max_position_embeddings(asked, follows)
-    shapes, note = list_shapes_near_budget(asked, budget)
-    if name is not None:
-        return MemoryFit(memory_budget=budget, options=asked, family=name, model_shapes=shapes, note=note)
-    step, most = answer.dp_size, max(1, SEARCH_LIMIT // answer.dp_size)
-    longest = find_max_context(asked, budget, min(limit or SEARCH_LIMIT, SEARCH_LIMIT), follows)
-    batches = find_max_fitting(
-        lambda n: SizeEstimate(replace(asked, batch_size=n * step)).memory.total_bytes, budget, most
+    family = source if isinstance(source, str) and source in SCALING_FAMILIES else None
+    config_source = source if family is None else build_family_config(family, context)
+    estimate = size(config_source, batch_size=batch_size, context=context, dtype=dtype, mode=mode, **options)
+    resolved = estimate.options
+    source_follows = options.get("source_len") is None
+    limit = max_position_embeddings(resolved, source_follows)
+    shapes, note = list_shapes_near_budget(resolved, budget)
+    if family is not None:
+        return MemoryFit(memory_budget=budget, options=resolved, family=family, model_shapes=shapes, note=note)
+    dp_size, max_steps = estimate.dp_size, max(1, SEARCH_LIMIT // estimate.dp_size)
+    max_context = find_max_context(resolved, budget, min(limit or SEARCH_LIMIT, SEARCH_LIMIT), source_follows)
+    max_batches = find_max_fitting(
+        lambda n: SizeEstimate(replace(resolved, batch_size=n * dp_size)).memory.total_bytes, budget, max_steps
     )
     return MemoryFit(
         memory_budget=budget,
-        options=asked,
-        total_bytes=answer.memory.total_bytes,
-        fits=answer.memory.total_bytes <= budget,
-        max_context=longest,
-        exceeds_model_context=longest is not None and longest > (asked.config.context or longest),
-        unbounded_context=longest == SEARCH_LIMIT,
+        options=resolved,
+        total_bytes=estimate.memory.total_bytes,
+        fits=estimate.memory.total_bytes <= budget,
+        max_context=max_context,
+        exceeds_model_context=max_context is not None and max_context > (resolved.config.context or max_context),
+        unbounded_context=max_context == SEARCH_LIMIT,
         max_position_embeddings=limit,
-        max_batch_size=None if batches is None else batches * step,
-        unbounded_batch_size=batches == most,
+        max_batch_size=None if max_batches is None else max_batches * dp_size,
+        unbounded_batch_size=max_batches == max_steps,
         model_shapes=shapes,
         note=note,
     )
 
 
 def compare_models(sources: Iterable[ConfigSource], **options: Any) -> list[SizeEstimate]:
-    """The same question of several models; of the shortest context that any would be asked about, unless given."""
+    """Estimate several models with the same options; the default context is the smallest of their default contexts."""
     if isinstance(sources, str | Path | Mapping | TransformerConfig):
-        raise InputError("compare takes several models; give a list of them")
-    every = [size(source, **options) for source in sources]
-    if not every:
-        raise InputError("there is nothing to compare; give one model or more")
-    alike = min(each.options.context for each in every)
+        raise InputError("compare_models takes several models; pass a list")
+    estimates = [size(source, **options) for source in sources]
+    if not estimates:
+        raise InputError("compare_models got no models; pass at least one")
+    context = min(estimate.options.context for estimate in estimates)
     return [
-        each if each.options.context == alike else size(each.options.config, **options | {"context": alike})
-        for each in every
+        estimate
+        if estimate.options.context == context
+        else size(estimate.options.config, **options | {"context": context})
+        for estimate in estimates
     ]
 
 
-# ---------------------------------------------------------------------------------------- contexts and batches
+# ---------------------------------------------------------------------------------------- context length and batch size
 
 
 def max_position_embeddings(options: SizeOptions, source_follows_context: bool) -> int | None:
-    """The longest context that the tables of positions have rows for; a question beyond them is refused."""
+    """Number of rows of the smallest position table, or None; raises if context or source_len exceeds its table."""
     config = options.config
     limits = []
     for name, stack in config.stacks.items():
         match stack.embedding.position:
             case LearnedPosition(length=rows) | SinusoidalPosition(table_length=int(rows)):
-                of_source = isinstance(config, EncoderDecoder) and name == "encoder"
-                tokens = options.source_len if of_source else options.context
+                is_source = isinstance(config, EncoderDecoder) and name == "encoder"
+                tokens = options.source_len if is_source else options.context
                 if tokens > rows:
-                    what = "source_len" if of_source and not source_follows_context else "context"
+                    argument = "source_len" if is_source and not source_follows_context else "context"
                     raise InputError(
-                        f"{what} is {tokens}, but the {name}'s table of positions ends at {rows}; give {rows} or less"
+                        f"{argument} is {tokens}, but the {name}'s position table has {rows} rows; pass at most {rows}"
                     )
-                if not of_source or source_follows_context:
+                if not is_source or source_follows_context:
                     limits.append(rows)
     return min(limits, default=None)
 
 
 def find_max_context(options: SizeOptions, memory_budget: int, limit: int, source_follows_context: bool) -> int | None:
-    """All else as asked; the source's length goes with the context unless it was given."""
+    """Longest context that fits; the source length equals the context unless it was passed."""
 
-    def needed(context: int) -> int:
+    def total_bytes(context: int) -> int:
         source = context if source_follows_context else options.source_len
         return SizeEstimate(replace(options, context=context, source_len=source)).memory.total_bytes
 
-    return find_max_fitting(needed, memory_budget, limit)
+    return find_max_fitting(total_bytes, memory_budget, limit)
 
 
 def find_max_fitting(total_bytes: Callable[[int], int], memory_budget: int, limit: int) -> int | None:
-    """The largest n from 1 to `limit` with total_bytes(n) ≤ memory_budget, for totals that never fall; None if none.
+    """Largest n in [1, limit] with total_bytes(n) ≤ memory_budget, for non-decreasing total_bytes; None if none.
 
-    Totals are lines with few bends, so a line through the last two points mostly leads to the answer in a few steps;
-    every third step halves what is left (of its logarithm), whatever the line says.
+    total_bytes is nearly piecewise linear, so the secant method converges in a few steps; every third step bisects (in
+    the logarithm), which bounds the number of steps.
     """
-    before = 1, total_bytes(1)
-    if before[1] > memory_budget:
+    previous = 1, total_bytes(1)
+    if previous[1] > memory_budget:
         return None
-    here = limit, total_bytes(limit)
-    if here[1] <= memory_budget:
+    current = limit, total_bytes(limit)
+    if current[1] <= memory_budget:
         return limit
     low, high, step = 1, limit, 0
     while high - low > 1:
         step += 1
-        run, rise = here[0] - before[0], here[1] - before[1]
-        guess = before[0] + (memory_budget - before[1]) * run // rise if rise else 0
+        run, rise = current[0] - previous[0], current[1] - previous[1]
+        guess = previous[0] + (memory_budget - previous[1]) * run // rise if rise else 0
         if step % 3 == 0 or not low <= guess <= high:
             guess = isqrt(low * high)
         guess = min(max(guess, low + 1), high - 1)
-        before, here = here, (guess, total_bytes(guess))
-        low, high = (guess, high) if here[1] <= memory_budget else (low, guess)
+        previous, current = current, (guess, total_bytes(guess))
+        low, high = (guess, high) if current[1] <= memory_budget else (low, guess)
     return low

@@ -1,4 +1,4 @@
-"""A model made deeper or wider, with everything else about it kept: its family of shapes, and which of them fit."""
+"""Model scaling: change the depth and width of a configuration, and list the shapes near a memory budget."""
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -25,37 +25,37 @@ from cutaway.size.parameters import count_parameters
 LAYER_CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128)
 WIDTH_CANDIDATES = (128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 12288, 16384)
 MIN_ASPECT_RATIO, MAX_ASPECT_RATIO = 24, 192
-"""Width over layers, between which nearly all published models lie."""
+"""Range of d_model / layers; nearly all published models are within it."""
 MAX_WIDTH_MULTIPLE = 128
-"""Scaled widths stay multiples of what the source's is a multiple of, up to this."""
+"""Scaled widths keep the power-of-two divisor of the source's width, up to this value."""
 
 SCALING_FAMILIES = ("classic", "llama")
-"""Kinds of model that have shapes without being one model."""
+"""Families of shapes that can be used in place of a configuration."""
 
 MIN_BUDGET_FRACTION, MAX_BUDGET_FRACTION = 1 / 8, 2
-"""Shares of the budget between which a shape is worth listing."""
+"""Fractions of the budget between which shapes are listed."""
 MAX_TABLE_SIZE = 8
-"""Layers, and widths, that a table of shapes has at most."""
+"""Maximum number of depths and of widths in a table of shapes."""
 
 H = TypeVar("H", bound=MultiHeadBase)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """One member of a family."""
+    """Depth, width and memory of one scaled configuration."""
 
     layers: int
-    """Of the decoder, in an encoder-decoder."""
+    """Layers of the decoder, in an encoder-decoder."""
     d_model: int
     heads: int
     num_parameters: int
     total_bytes: int
-    """Bytes on one device, for the batch and context that were asked for."""
+    """Bytes per device at the given batch size and context."""
     fits: bool
 
 
 def build_family_config(name: str, context: int | None = None) -> Config:
-    """A family's member of 32 layers and width 4,096. Learned positions reach as far as `context` asks."""
+    """Build the family's configuration with 32 layers and d_model 4,096; learned positions cover `context`."""
     if name == "classic":
         length = max(context or 0, 2048)
         attention = MultiHead(heads=32, bias=("q", "k", "v", "o"), position=NoPosition())
@@ -73,7 +73,7 @@ def build_family_config(name: str, context: int | None = None) -> Config:
 
 
 def _main_stack(config: Config) -> Stack:
-    """The decoder where there is one: its layers and heads stand for the model's."""
+    """The decoder, or the encoder of an encoder-only model; its layers and heads are reported."""
     return config.stacks["decoder" if "decoder" in config.stacks else "encoder"]
 
 
@@ -82,40 +82,41 @@ def num_layers(config: Config) -> int:
 
 
 def num_heads(config: Config) -> int:
-    """Query heads of the repeated block; of its widest, where they differ."""
+    """Maximum number of query heads in the repeated block pattern."""
     return max(block.attention.heads for block in _main_stack(config).block)
 
 
 def max_head_dim(config: Config) -> int:
-    """The widest head's."""
+    """Maximum head dimension."""
     return max(_head_dim(block.attention, config.d_model) for stack in config.stacks.values() for block in stack.blocks)
 
 
 def min_layers(config: Config) -> int:
-    """Enough for the leading blocks and one whole pattern in every stack."""
-    own = num_layers(config)
-    least = 1
+    """Minimum depth: the leading blocks and one full block pattern in every stack."""
+    source_layers = num_layers(config)
+    minimum = 1
     for stack in config.stacks.values():
-        need = len(stack.leading_blocks) + len(stack.block)
-        least = max(least, -(-need * own // stack.layers))
-    return min(least, own)
+        required = len(stack.leading_blocks) + len(stack.block)
+        minimum = max(minimum, -(-required * source_layers // stack.layers))
+    return min(minimum, source_layers)
 
 
 def scale_config(config: Config, layers: int, d_model: int) -> Config:
-    """The same kind of model with so many layers and this width; at the source's own, the source itself.
+    """Change the number of layers and d_model; with the source's own values this returns an equal configuration.
 
-    Kept are the width of a head, the ratio of FFN and latents to the stream, how many queries share a key, lead and
-    pattern, windows, experts, positions and vocabulary. The two stacks of an encoder-decoder keep their ratio.
+    Unchanged are the head dimension, the ratio of FFN and latent dimensions to d_model, the GQA group size, leading
+    blocks and block pattern, windows, experts, positions and vocabulary. The two stacks of an encoder-decoder keep
+    their ratio of layers.
     """
-    own = num_layers(config)
+    source_layers = num_layers(config)
     stacks: dict[str, Stack] = {}
     for name, stack in config.stacks.items():
-        deep = max(1, _round_divide(stack.layers * layers, own))
+        new_layers = max(1, _round_divide(stack.layers * layers, source_layers))
         stacks[name] = stack.replace(
-            layers=deep,
+            layers=new_layers,
             block=tuple(_scale_block(block, config.d_model, d_model) for block in stack.block),
             leading_blocks=tuple(_scale_block(block, config.d_model, d_model) for block in stack.leading_blocks),
-            layer_groups=None if stack.layer_groups is None else min(stack.layer_groups, deep),
+            layer_groups=None if stack.layer_groups is None else min(stack.layer_groups, new_layers),
         )
     return config.replace(d_model=d_model, **stacks)
 
@@ -146,17 +147,17 @@ def _scale_heads(attention: H, d_model: int, new_d_model: int) -> H:
 
 
 def _scale_kv_heads(attention: MultiHeadBase, new_heads: int) -> int | None:
-    """As many queries to a key as before, or as nearly as divides them; one key for all stays one for all."""
-    before = attention.kv_heads
-    if before is None or before == 1:
-        return before
+    """kv_heads for the closest GQA group size that divides the new heads; MHA and MQA are unchanged."""
+    kv_heads = attention.kv_heads
+    if kv_heads is None or kv_heads == 1:
+        return kv_heads
     divisors = (count for count in range(1, new_heads + 1) if new_heads % count == 0)
 
-    def off(count: int) -> float:
-        share = count * attention.heads / (new_heads * before)
-        return max(share, 1 / share)
+    def ratio_error(count: int) -> float:
+        ratio = count * attention.heads / (new_heads * kv_heads)
+        return max(ratio, 1 / ratio)
 
-    return min(divisors, key=off)
+    return min(divisors, key=ratio_error)
 
 
 def _scale_ffn(ffn: FFN, d_model: int, new_d_model: int) -> FFN:
@@ -167,7 +168,7 @@ def _scale_ffn(ffn: FFN, d_model: int, new_d_model: int) -> FFN:
 
 
 def _scale_dense_ffn(ffn: DenseFFN, d_model: int, new_d_model: int) -> DenseFFN:
-    """A width that follows from d_model goes on doing so."""
+    """Scale an explicit hidden dimension; a default one follows d_model."""
     return ffn if ffn.hidden is None else ffn.replace(hidden=_scale_width(ffn.hidden, d_model, new_d_model))
 
 
@@ -177,7 +178,7 @@ def _scale_width(hidden_width: int, d_model: int, new_d_model: int) -> int:
 
 
 def _round_divide(numerator: int, denominator: int) -> int:
-    """numerator / denominator to the nearest whole number, in whole numbers."""
+    """numerator / denominator rounded to the nearest integer, in integer arithmetic."""
     return (2 * numerator + denominator) // (2 * denominator)
 
 
@@ -187,65 +188,69 @@ def _head_dim(attention: Attention, d_model: int) -> int:
     )
 
 
-# ---------------------------------------------------------------------------------------- which of them fit
+# ---------------------------------------------------------------------------------------- shapes near a budget
 
 
 def list_shapes_near_budget(options: SizeOptions, memory_budget: int) -> tuple[tuple[ModelShape, ...], str]:
-    """Shapes from an eighth of the budget to the first beyond it at each width, and what to know about them."""
+    """List, for each width, shapes from 1/8 of the budget to the first one beyond it; also return remarks."""
     source, notes = options.config, []
     total = cache(lambda config: SizeEstimate(replace(options, config=config)).memory.total_bytes)
     columns = [_configs_at_width(source, width) for width in _candidate_values(WIDTH_CANDIDATES, source.d_model)]
-    whole = [[each for each in column if _can_shard(each, options)] for column in columns]
-    if whole != columns:
-        notes.append(f"Shapes whose heads or hidden units {options.world_size} devices cannot share are left out.")
-    around = [each for column in whole for each in _configs_near_budget(column, options, memory_budget, total)]
-    around = _limit_table(MAX_TABLE_SIZE, around, (num_layers(source), source.d_model))
-    if not around and (every := [each for column in whole for each in column]):
-        smallest = min(every, key=lambda config: count_parameters(config).total)
+    shardable = [[config for config in column if _can_shard(config, options)] for column in columns]
+    if shardable != columns:
+        notes.append(
+            f"Shapes whose heads or hidden dimension cannot be split over {options.world_size} devices are left out."
+        )
+    listed_configs = [
+        config for column in shardable for config in _configs_near_budget(column, options, memory_budget, total)
+    ]
+    listed_configs = _limit_table(MAX_TABLE_SIZE, listed_configs, (num_layers(source), source.d_model))
+    if not listed_configs and (all_configs := [config for column in shardable for config in column]):
+        smallest = min(all_configs, key=lambda config: count_parameters(config).total)
         if total(smallest) > memory_budget:
-            around = [smallest]
-            notes.append("Not even the smallest shape fits.")
+            listed_configs = [smallest]
+            notes.append("The smallest shape does not fit.")
         else:
-            around = [column[-1] for column in whole if column][-MAX_TABLE_SIZE:]
-            notes.append("Every shape fits many times over; the largest are listed.")
+            listed_configs = [column[-1] for column in shardable if column][-MAX_TABLE_SIZE:]
+            notes.append("Every shape is far below the budget; the largest are listed.")
     encoder, layers = source.stacks.get("encoder"), num_layers(source)
     if encoder is not None and encoder.layers != layers:
-        notes.append(f"Layers are the decoder's; the encoder has {encoder.layers} for every {layers} of them.")
-    listed = [
+        notes.append(f"Layers are those of the decoder; the encoder has {encoder.layers} per {layers} decoder layers.")
+    shapes = [
         ModelShape(
-            num_layers(each),
-            each.d_model,
-            num_heads(each),
-            count_parameters(each).total,
-            total(each),
-            total(each) <= memory_budget,
+            num_layers(config),
+            config.d_model,
+            num_heads(config),
+            count_parameters(config).total,
+            total(config),
+            total(config) <= memory_budget,
         )
-        for each in around
+        for config in listed_configs
     ]
-    return tuple(sorted(listed, key=lambda shape: (shape.layers, shape.d_model))), " ".join(notes)
+    return tuple(sorted(shapes, key=lambda shape: (shape.layers, shape.d_model))), " ".join(notes)
 
 
 def _candidate_values(candidates: tuple[int, ...], own_value: int) -> list[int]:
-    """The usual values with the source's own, which stands for those within a tenth of it."""
+    """The candidates and the source's own value, which replaces candidates within 10 % of it."""
     return sorted({own_value, *(value for value in candidates if abs(value - own_value) > own_value / 10)})
 
 
 def _configs_at_width(source: Config, d_model: int) -> list[Config]:
-    """A width's shapes by depth, as far as they are usual; the source's own is always among them."""
-    own, least = num_layers(source), min_layers(source)
+    """Configurations of one width by depth within the aspect-ratio range, always with the source's own shape."""
+    source_layers, minimum = num_layers(source), min_layers(source)
     if d_model < max_head_dim(source) and d_model != source.d_model:
         return []
     depths = [
         layers
-        for layers in _candidate_values(LAYER_CANDIDATES, own)
-        if (layers >= least and MIN_ASPECT_RATIO * layers <= d_model <= MAX_ASPECT_RATIO * layers)
-        or (layers, d_model) == (own, source.d_model)
+        for layers in _candidate_values(LAYER_CANDIDATES, source_layers)
+        if (layers >= minimum and MIN_ASPECT_RATIO * layers <= d_model <= MAX_ASPECT_RATIO * layers)
+        or (layers, d_model) == (source_layers, source.d_model)
     ]
     return [scale_config(source, layers, d_model) for layers in depths]
 
 
 def _can_shard(config: Config, options: SizeOptions) -> bool:
-    """Whether the devices can share it."""
+    """Whether tensor parallelism can split the configuration."""
     try:
         shard_config(config, options.parallel_dims.tp)
     except InputError:
@@ -254,37 +259,41 @@ def _can_shard(config: Config, options: SizeOptions) -> bool:
 
 
 def _min_weight_bytes(config: Config, options: SizeOptions) -> int:
-    """What its weights take at least, without a pass over its layers."""
+    """Lower bound of the weight memory, without a shape pass."""
     return count_parameters(config).total * options.precision.weight_bits // 8 // options.world_size
 
 
 def _configs_near_budget(
     configs: list[Config], options: SizeOptions, memory_budget: int, total_bytes: Callable[[Config], int]
 ) -> list[Config]:
-    """Those of a width, from shallow to deep, that are near the budget.
+    """Select the configurations of one width, sorted by depth, that are near the budget.
 
-    Deep ones are costly to measure and each layer adds about as much as the last, so a line through the two shallowest
-    tells which are worth it; their totals are then exact.
+    Deep configurations are slow to size and memory is nearly linear in depth, so the selection extrapolates from the
+    two shallowest; the totals of the selected shapes are computed exactly.
     """
-    light = [each for each in configs if _min_weight_bytes(each, options) <= MAX_BUDGET_FRACTION * memory_budget]
-    if len(light) < 2:
-        return [
-            each
-            for each in light
-            if MIN_BUDGET_FRACTION * memory_budget <= total_bytes(each) <= MAX_BUDGET_FRACTION * memory_budget
-        ]
-    (low, start), (high, end) = ((num_layers(each), total_bytes(each)) for each in light[:2])
-    near = [start + (end - start) * (num_layers(each) - low) / (high - low) for each in light]
-    first, beyond = bisect_left(near, MIN_BUDGET_FRACTION * memory_budget), bisect_right(near, memory_budget)
-    return [each for each, about in zip(light, near, strict=True) if about <= MAX_BUDGET_FRACTION * memory_budget][
-        first : beyond + 1
+    candidates = [
+        config for config in configs if _min_weight_bytes(config, options) <= MAX_BUDGET_FRACTION * memory_budget
     ]
+    if len(candidates) < 2:
+        return [
+            config
+            for config in candidates
+            if MIN_BUDGET_FRACTION * memory_budget <= total_bytes(config) <= MAX_BUDGET_FRACTION * memory_budget
+        ]
+    (low, start), (high, end) = ((num_layers(config), total_bytes(config)) for config in candidates[:2])
+    estimates = [start + (end - start) * (num_layers(config) - low) / (high - low) for config in candidates]
+    first, last = bisect_left(estimates, MIN_BUDGET_FRACTION * memory_budget), bisect_right(estimates, memory_budget)
+    return [
+        config
+        for config, estimate in zip(candidates, estimates, strict=True)
+        if estimate <= MAX_BUDGET_FRACTION * memory_budget
+    ][first : last + 1]
 
 
 def _limit_table(max_size: int, configs: list[Config], own_shape: tuple[int, int]) -> list[Config]:
-    """A table of at most so many widths and depths: those with the most shapes, and the source's own."""
-    for kind, mine in ((lambda config: config.d_model, own_shape[1]), (num_layers, own_shape[0])):
-        counted = Counter(kind(each) for each in configs)
-        kept = set(sorted(counted, key=lambda value: (value == mine, counted[value], value))[-max_size:])
-        configs = [each for each in configs if kind(each) in kept]
+    """Keep at most `max_size` widths and depths: those with the most shapes, and the source's own."""
+    for dimension, own_value in ((lambda config: config.d_model, own_shape[1]), (num_layers, own_shape[0])):
+        counts = Counter(dimension(config) for config in configs)
+        selected = set(sorted(counts, key=lambda value: (value == own_value, counts[value], value))[-max_size:])
+        configs = [config for config in configs if dimension(config) in selected]
     return configs

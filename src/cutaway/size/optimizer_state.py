@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each weight."""
+"""Optimizer state size: AdamW, 8-bit AdamW, Muon, Adafactor, SGD."""
 
 from collections.abc import Callable, Iterable
 from math import prod
@@ -6,33 +6,33 @@ from math import prod
 from cutaway.size.state_dict import TensorSpec
 
 QUANTIZATION_BLOCK, MIN_8BIT_NUMEL = 256, 4096
-"""8-bit states share an fp32 scale in blocks of 256; tensors with fewer than 4,096 values stay wide."""
+"""8-bit state has one fp32 scale per block of 256; tensors with fewer than 4,096 elements are not quantized."""
 
 
 def _adamw_bytes(tensor: TensorSpec, itemsize: int) -> int:
-    """Two averages a weight, and a count of steps (fp32) a tensor."""
+    """Two moments per weight and an fp32 step count per tensor."""
     return 2 * tensor.numel * itemsize + 4
 
 
 def _adamw_8bit_bytes(tensor: TensorSpec, itemsize: int) -> int:
-    """The averages in one byte, with a scale a block and a table of 256 values each."""
+    """Both moments in 8 bits, each with one scale per block and a table of 256 fp32 values."""
     if tensor.numel < MIN_8BIT_NUMEL or tensor.numel % QUANTIZATION_BLOCK:
         return _adamw_bytes(tensor, itemsize)
     return 2 * (tensor.numel + 4 * (tensor.numel // QUANTIZATION_BLOCK) + 4 * 256) + 4
 
 
 def _momentum_bytes(tensor: TensorSpec, itemsize: int) -> int:
-    """One average a weight."""
+    """One momentum buffer per weight."""
     return tensor.numel * itemsize
 
 
 def _muon_bytes(tensor: TensorSpec, itemsize: int) -> int:
-    """One average for a layer's matrix; the rest, stacks of experts too, is AdamW's."""
+    """Momentum for single matrices of layers; AdamW state for all others, including stacked experts."""
     return _momentum_bytes(tensor, itemsize) if tensor.uses_muon else _adamw_bytes(tensor, itemsize)
 
 
 def _adafactor_bytes(tensor: TensorSpec, itemsize: int) -> int:
-    """An average a row and one a column of each matrix, one a value of a vector; a count of steps a tensor."""
+    """Factored second moment: one value per row and column, or per element of a vector; a step count per tensor."""
     if len(tensor.shape) < 2:
         return tensor.numel * itemsize + 4
     *stack, rows, columns = tensor.shape
@@ -50,5 +50,5 @@ OPTIMIZERS: dict[str, Callable[[TensorSpec, int], int]] = {
 
 
 def optimizer_state_bytes(name: str, tensors: Iterable[TensorSpec], itemsize: int) -> int:
-    """State of all trained tensors, whose weights are `itemsize` bytes wide."""
-    return sum(OPTIMIZERS[name](each, itemsize) for each in tensors if each.requires_grad)
+    """State size of all trainable tensors with weights of `itemsize` bytes."""
+    return sum(OPTIMIZERS[name](tensor, itemsize) for tensor in tensors if tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""The options of a size estimate: defaults filled in, checked."""
+"""`SizeOptions`: the validated arguments of `ct.size`, with defaults resolved."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,25 +16,25 @@ from cutaway.size.parallel import ParallelDims, resolve_parallel_dims
 from cutaway.size.precision import KV_CACHE_DTYPES, Precision, get_precision
 
 MODE_LABELS = {"infer": "inference", "train": "training"}
-"""The modes, and what they are called."""
+"""Modes and their names in reports."""
 ACTIVATION_CHECKPOINTING_MODES = ("none", "selective", "full")
 ATTENTION_KERNELS = ("auto", "sdpa", "explicit", "flex")
 LOSS_MODES = ("full", "chunked")
-"""Over all logits at once, or over a chunk of targets at a time, as `cutaway train` does it; its stream is then as
-narrow as its products."""
+"""Cross-entropy over all logits at once, or over one chunk of targets at a time as in `cutaway train`, where the
+residual stream is also in the compute dtype."""
 MAX_DEFAULT_CONTEXT, FALLBACK_CONTEXT = 8192, 2048
-"""The longest context that is taken unasked, since few sequences fill the longest that a model is made for; and the one
-that is taken where the configuration says none."""
+"""Upper limit of the default context, since few sequences use the full context of long-context models; and the default
+for configurations without a context length."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeOptions:
-    """What is asked, complete and checked."""
+    """Validated arguments of `ct.size`, with defaults resolved."""
 
     config: Config
     mode: str
     batch_size: int
-    """Sequences at once, on all devices together."""
+    """Global batch size."""
     context: int
     source_len: int
     precision: Precision
@@ -44,7 +44,7 @@ class SizeOptions:
     kernel: str
     loss: str
     packed: bool
-    """Whether a sequence to train on holds several documents, which do not see each other."""
+    """Whether training sequences hold several documents, separated by a document mask."""
     hardware: Hardware | None
     world_size: int
     parallel: str
@@ -54,26 +54,26 @@ class SizeOptions:
 
     @property
     def context_warning(self) -> str:
-        """Why the answer is arithmetic only, if the model was not made for sequences so long."""
+        """Warning if the context exceeds the position table or the model's context length; else an empty string."""
         limits = [
             getattr(stack.embedding.position, "length", None) or getattr(stack.embedding.position, "table_length", None)
             for stack in self.config.stacks.values()
         ]
-        longest = max(self.context, self.source_len if len(self.config.stacks) == 2 else 0)
-        rows = min((limit for limit in limits if limit is not None), default=longest)
-        if longest > rows:
-            return f"its table of positions ends at {rows:,}"
-        made_for = self.config.context or longest
-        return f"it is made for {made_for:,}" if longest > made_for else ""
+        max_len = max(self.context, self.source_len if len(self.config.stacks) == 2 else 0)
+        table_rows = min((limit for limit in limits if limit is not None), default=max_len)
+        if max_len > table_rows:
+            return f"its position table has {table_rows:,} rows"
+        model_context = self.config.context or max_len
+        return f"its context length is {model_context:,}" if max_len > model_context else ""
 
 
 def _resolve_hardware(name: str) -> Hardware:
-    """A device of the table, or with 'local' this machine as `cutaway bench` measured it."""
+    """Look up a device; 'local' is this machine as measured by `cutaway bench`."""
     return local_hardware() if name.strip().lower() == LOCAL_HARDWARE else get_hardware(name)
 
 
 def _is_positive_int(value: Any) -> bool:
-    """A whole number of any library's, 1 or more."""
+    """Whether the value is an integer (of any library) from 1 to 10¹⁵."""
     return isinstance(value, SupportsIndex) and not isinstance(value, bool) and 1 <= index(value) < 10**15
 
 
@@ -99,9 +99,9 @@ def resolve_options(
     train_tokens: int | None,
     price_per_hour: float | None,
 ) -> SizeOptions:
-    """The options with everything that was left open filled in; raises on what has no answer."""
+    """Validate the arguments of `ct.size` and resolve their defaults."""
     config = read_config(source)
-    for what, given, choices in (
+    for name, value, choices in (
         ("mode", mode, MODE_LABELS),
         ("activation_checkpointing", activation_checkpointing, ACTIVATION_CHECKPOINTING_MODES),
         ("kernel", kernel, ATTENTION_KERNELS),
@@ -109,8 +109,8 @@ def resolve_options(
         ("optimizer", optimizer, OPTIMIZERS),
         ("kv_cache_dtype", "bf16" if kv_cache_dtype is None else kv_cache_dtype, KV_CACHE_DTYPES),
     ):
-        if not (isinstance(given, str) and given in choices):
-            raise InputError(f"{what} {given!r} is not known; choose one of {', '.join(choices)}")
+        if not (isinstance(value, str) and value in choices):
+            raise InputError(f"{name} {value!r} is not known; use one of {', '.join(choices)}")
     counts = {
         "batch_size": batch_size,
         "context": context,
@@ -120,29 +120,31 @@ def resolve_options(
         "tp": tp,
         "train_tokens": train_tokens,
     }
-    for what, given_count in counts.items():
-        open_ = given_count is None and what not in ("batch_size", "world_size")
-        if not (open_ or _is_positive_int(given_count)):
-            raise InputError(f"{what} is {given_count!r}; give a whole number, 1 or more and below 10¹⁵")
+    for name, count in counts.items():
+        is_default = count is None and name not in ("batch_size", "world_size")
+        if not (is_default or _is_positive_int(count)):
+            raise InputError(f"{name} is {count!r}; pass an integer of at least 1 and below 10¹⁵")
     batch_size, world_size = index(batch_size), index(world_size)
     if hardware is not None and not isinstance(hardware, str | Hardware):
         raise InputError(
-            f"hardware is {hardware!r}; give a device's name, 'local', or one made with size.custom_hardware(…)"
+            f"hardware is {hardware!r}; pass a device name, 'local', or the result of size.custom_hardware(…)"
         )
     if price_per_hour is not None and hardware is None:
-        raise InputError("a price is of a device's hours, and no device is given; name one, as in --gpu h100")
+        raise InputError("price_per_hour needs device hours, and hardware is not set; pass a device, as in --gpu h100")
     if price_per_hour is not None and not (isinstance(price_per_hour, int | float) and 0 <= price_per_hour < 1e12):
-        raise InputError(f"price_per_hour is {price_per_hour!r}; give what one device costs an hour, 0 or more")
+        raise InputError(
+            f"price_per_hour is {price_per_hour!r}; pass the cost of one device per hour, a number of at least 0"
+        )
     length = index(context) if context else min(config.context or FALLBACK_CONTEXT, MAX_DEFAULT_CONTEXT)
-    chosen = get_precision(dtype or ("mixed" if mode == "train" else "bf16"))
+    precision = get_precision(dtype or ("mixed" if mode == "train" else "bf16"))
     return SizeOptions(
         config=config,
         mode=mode,
         batch_size=batch_size,
         context=length,
         source_len=index(source_len) if source_len else length,
-        precision=chosen,
-        kv_cache_dtype=kv_cache_dtype or ("fp32" if chosen.name == "fp32" else "bf16"),
+        precision=precision,
+        kv_cache_dtype=kv_cache_dtype or ("fp32" if precision.name == "fp32" else "bf16"),
         optimizer=optimizer,
         activation_checkpointing=activation_checkpointing,
         kernel=kernel,

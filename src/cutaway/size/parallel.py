@@ -1,4 +1,4 @@
-"""One model on several devices: what each of them holds."""
+"""Parallelism: device mesh dimensions and the configuration of one tensor-parallel rank."""
 
 from dataclasses import dataclass
 
@@ -9,52 +9,57 @@ from cutaway.config.transformer import Config, EncoderDecoder
 from cutaway.errors import InputError
 
 PARALLEL_STRATEGIES = ("dp", "fsdp", "tp")
-"""What the devices are that nothing else is said of: copies of everything; copies of the work with weights, gradients
-and states in shares (FSDP); or shares of each matrix."""
+"""Use of the devices that `dp_shard` and `tp` leave over: data parallel replicas; FSDP, which shards weights, gradients
+and optimizer state; or tensor parallel, which shards each matrix."""
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """dp_replicate × dp_shard × tp of them."""
+    """Device mesh: dp_replicate × dp_shard × tp."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
-    """Devices that have weights, gradients and states in shares, and gather weights to use them."""
+    """FSDP group size: weights, gradients and optimizer state are sharded, weights are all-gathered for use."""
     tp: int = 1
-    """Devices that have heads, hidden units and vocabulary in shares, and add up what these come to."""
+    """Tensor-parallel group size: heads, hidden dimension and vocabulary are split, outputs are all-reduced."""
 
     def __str__(self) -> str:
-        parts = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
-        return " × ".join(f"{many:,} {name}" for name, many in parts.items() if many > 1) or "1"
+        dims = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        return " × ".join(f"{count:,} {name}" for name, count in dims.items() if count > 1) or "1"
 
     @property
     def dp_size(self) -> int:
-        """Between how many the batch is split: those that share matrices read the same."""
+        """Number of ranks that the batch is split over; the ranks of a tensor-parallel group get the same tokens."""
         return self.dp_replicate * self.dp_shard
 
 
 def resolve_parallel_dims(
     strategy: str, world_size: int, batch_size: int, dp_shard: int | None, tp: int | None
 ) -> ParallelDims:
-    """What each of the `world_size` devices is; refuses what does not come out even."""
+    """Compute the mesh dimensions; raises if they do not divide `world_size` or the batch."""
     if strategy not in PARALLEL_STRATEGIES:
-        raise InputError(f"parallel {strategy!r} is not known; choose one of {', '.join(PARALLEL_STRATEGIES)}")
-    across = tp or (world_size if strategy == "tp" else 1)
-    if world_size % across:
-        raise InputError(f"{world_size} devices cannot be grouped by {across}; let tp be a divisor of {world_size}")
-    rest = world_size // across
-    sharing = dp_shard or (rest if strategy == "fsdp" else 1)
-    if rest % sharing:
-        raise InputError(f"{rest} copies cannot be grouped by {sharing}; let dp_shard be a divisor of {rest}")
-    if batch_size % rest:
+        raise InputError(f"parallel {strategy!r} is not known; use one of {', '.join(PARALLEL_STRATEGIES)}")
+    tp_size = tp or (world_size if strategy == "tp" else 1)
+    if world_size % tp_size:
         raise InputError(
-            f"a batch of {batch_size} cannot be split over {rest} devices; give a multiple of {rest}, or --parallel tp"
+            f"tp is {tp_size}, which does not divide world_size {world_size}; use a divisor of {world_size}"
         )
-    return ParallelDims(rest // sharing, sharing, across)
+    dp_size = world_size // tp_size
+    shard_size = dp_shard or (dp_size if strategy == "fsdp" else 1)
+    if dp_size % shard_size:
+        raise InputError(
+            f"dp_shard is {shard_size}, which does not divide {dp_size} data-parallel ranks; use a divisor of {dp_size}"
+        )
+    if batch_size % dp_size:
+        raise InputError(
+            f"batch_size is {batch_size}, which cannot be split over {dp_size} devices; use a multiple of "
+            f"{dp_size}, or --parallel tp"
+        )
+    return ParallelDims(dp_size // shard_size, shard_size, tp_size)
 
 
 def shard_config(config: Config, tp: int) -> Config:
-    """One device's share when heads, hidden units and the vocabulary are split; norms and the stream are not."""
+    """Configuration of one tensor-parallel rank: heads, hidden dimension and vocabulary are split, norms are not."""
     if tp == 1:
         return config
     stacks = {name: _shard_stack(stack, config.d_model, tp) for name, stack in config.stacks.items()}
@@ -85,10 +90,12 @@ def _shard_block(block: Block, d_model: int, tp: int) -> Block:
 
 
 def _shard_heads(attention: MultiHeadBase, d_model: int, tp: int) -> MultiHeadBase:
-    """Key heads are split too; when there are fewer than devices, some devices keep the same one."""
+    """Split query and key-value heads; with fewer key-value heads than ranks, ranks share replicas of them."""
     kv_heads = attention.num_kv_heads
     if kv_heads % tp and tp % kv_heads:
-        raise InputError(f"{kv_heads} key heads cannot be split over {tp} devices; use a divisor or a multiple")
+        raise InputError(
+            f"{kv_heads} key-value heads cannot be split over {tp} devices; use a divisor or a multiple of {kv_heads}"
+        )
     return attention.replace(
         heads=_divide_evenly("heads", attention.heads, tp),
         kv_heads=max(1, kv_heads // tp),
@@ -104,10 +111,10 @@ def _shard_ffn(ffn: FFN, d_model: int, tp: int) -> FFN:
 
 
 def _shard_dense_ffn(ffn: DenseFFN, d_model: int, tp: int) -> DenseFFN:
-    return ffn.replace(hidden=_divide_evenly("hidden units", ffn.hidden_dim(d_model), tp))
+    return ffn.replace(hidden=_divide_evenly("hidden dimensions", ffn.hidden_dim(d_model), tp))
 
 
 def _divide_evenly(name: str, count: int, tp: int) -> int:
     if count % tp:
-        raise InputError(f"{count} {name} cannot be split over {tp} devices; use a number that divides {count}")
+        raise InputError(f"{count} {name} cannot be split over {tp} devices; use a divisor of {count}")
     return count // tp

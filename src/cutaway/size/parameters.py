@@ -1,4 +1,4 @@
-"""Exact parameter counts, as closed forms over a configuration. A test holds them equal to the built model's."""
+"""Exact parameter counts in closed form. A test compares them with the built model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from cutaway.config.transformer import Config, Encoder, EncoderDecoder
 
 @dataclass(frozen=True, kw_only=True)
 class LayerParameterCounts:
-    """One layer. `active_ffn` is what one token multiplies: the router, its top-k experts and the shared expert."""
+    """Parameters of one layer. `active_ffn` counts those used per token: router, top-k experts and shared expert."""
 
     stack: str
     """`encoder` or `decoder`."""
@@ -25,7 +25,7 @@ class LayerParameterCounts:
     active_ffn: int
     norm: int
     shared_with: int | None = None
-    """The earlier layer of the stack whose weights this one uses again (ALBERT); they are counted there."""
+    """Index of the earlier layer whose weights this layer shares (ALBERT); they are counted there."""
 
     @property
     def total(self) -> int:
@@ -38,32 +38,32 @@ class LayerParameterCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCounts:
-    """Every parameter once. What is shared (a tied head, ALBERT's layers) counts where it is first used; what is
-    fixed (sinusoids and angles as computed, ALiBi's slopes, a fixed bias, a selection bias) does not count."""
+    """Parameter counts by component. Shared parameters (a tied head, ALBERT's layers) count where they are first used;
+    constants and buffers (computed sinusoids and RoPE angles, ALiBi slopes, a fixed bias, a selection bias) do not."""
 
     embedding: int
-    """Token tables."""
+    """Token embedding tables."""
     positions: int
-    """Learned position tables."""
+    """Position embedding tables."""
     token_types: int
     embedding_projection: int
     embedding_norm: int
     per_layer: tuple[LayerParameterCounts, ...]
-    """The encoder's layers, then the decoder's."""
+    """Encoder layers, then decoder layers."""
     final_norm: int
     head: int
-    """The output matrix if it is not the token table, and its bias."""
+    """Output matrix if untied, and its bias."""
     head_transform: int
     pooler: int
 
     @property
     def unique_layers(self) -> tuple[LayerParameterCounts, ...]:
-        """The layers that have weights of their own."""
+        """Layers that do not share the weights of an earlier layer."""
         return tuple(layer for layer in self.per_layer if layer.shared_with is None)
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """Whether there is an encoder and a decoder."""
+        """Whether the model has an encoder and a decoder."""
         return len({layer.stack for layer in self.per_layer}) == 2
 
     @property
@@ -77,17 +77,17 @@ class ParameterCounts:
 
     @property
     def active(self) -> int:
-        """The total with only the routed experts that one token reaches; tables are kept whole."""
+        """Active parameters: the total with only the top-k experts; embedding tables count in full."""
         return self.non_layer + sum(layer.active for layer in self.unique_layers)
 
     @property
     def non_embedding(self) -> int:
-        """The total without what is looked up (tokens, positions, types) and without the output matrix and its bias."""
+        """The total without token, position and token-type embeddings and without the output matrix and its bias."""
         return self.total - self.embedding - self.positions - self.token_types - self.head
 
 
 def count_parameters(config: Config) -> ParameterCounts:
-    """The parameters of the model that `config` describes."""
+    """Count the parameters of a model from its configuration."""
     d, stacks = config.d_model, config.stacks
     embeddings = [stack.embedding for stack in stacks.values()]
     return ParameterCounts(
@@ -104,26 +104,26 @@ def count_parameters(config: Config) -> ParameterCounts:
     )
 
 
-# ---------------------------------------------------------------------------------------- the smallest parts
+# ---------------------------------------------------------------------------------------- linear and norm
 
 
 def _count_linear(inputs: int, outputs: int, *, bias: bool) -> int:
-    """inputs · outputs, and a bias an output."""
+    """inputs · outputs, plus outputs if there is a bias."""
     return inputs * outputs + bias * outputs
 
 
 def _count_norm(norm: Norm, width: int) -> int:
-    """LayerNorm: a gain and a bias a dimension, where it has them. RMSNorm: a gain a dimension."""
+    """LayerNorm: a gain and a bias per dimension, if enabled. RMSNorm: a gain per dimension."""
     if isinstance(norm, NoNorm):
         return 0
     return width * (norm.gain + norm.bias) if isinstance(norm, LayerNorm) else width
 
 
-# ---------------------------------------------------------------------------------------- the two ends
+# ---------------------------------------------------------------------------------------- embedding and head
 
 
 def _count_token_embeddings(config: Config) -> int:
-    """V · w for each table; two sides share one unless the source has a vocabulary of its own."""
+    """V · w per table; encoder and decoder share one unless source_vocab_size is set."""
     widths = {name: stack.embedding.token_table_dim(config.d_model) for name, stack in config.stacks.items()}
     if isinstance(config, EncoderDecoder) and config.source_vocab_size is not None:
         return config.source_vocab_size * widths["encoder"] + config.vocab_size * widths["decoder"]
@@ -131,7 +131,7 @@ def _count_token_embeddings(config: Config) -> int:
 
 
 def _count_position_embeddings(embedding: Embedding, d_model: int) -> int:
-    """(length + offset) · w for learned positions, length · w for sinusoids kept as a frozen table, else none."""
+    """(length + offset) · w for learned positions, length · w for sinusoids stored as a frozen table, else 0."""
     position, rows = embedding.position, 0
     if isinstance(position, LearnedPosition):
         rows = position.length + position.offset
@@ -141,7 +141,7 @@ def _count_position_embeddings(embedding: Embedding, d_model: int) -> int:
 
 
 def _count_embedding_projection(embedding: Embedding, d_model: int) -> int:
-    """w · d from a narrow table up to the stream, with or without a bias."""
+    """w · d for a factorized embedding, plus its bias."""
     return (
         _count_linear(embedding.factorization.width, d_model, bias=embedding.factorization.bias)
         if embedding.factorization
@@ -150,13 +150,13 @@ def _count_embedding_projection(embedding: Embedding, d_model: int) -> int:
 
 
 def _head_input_width(config: Config, head: LMHead) -> int:
-    """What the output matrix reads: the token table's width if it is that table, else d."""
+    """Input dimension of the output matrix: the token table's if tied, else d."""
     *_, last = config.stacks.values()
     return last.embedding.token_table_dim(config.d_model) if head.tied else config.d_model
 
 
 def _count_head(config: Config) -> int:
-    """V · w unless tied, and V for a learned bias."""
+    """V · w unless tied, plus V for a learned bias."""
     head = config.head
     if not isinstance(head, LMHead):
         return 0
@@ -165,7 +165,7 @@ def _count_head(config: Config) -> int:
 
 
 def _count_head_transform(config: Config) -> int:
-    """d · w and its norm, before the output matrix."""
+    """d · w for the transform before the output matrix, plus its norm."""
     head = config.head
     if not isinstance(head, LMHead) or head.transform is None:
         return 0
@@ -177,17 +177,17 @@ def _count_head_transform(config: Config) -> int:
 
 
 def _count_layers(name: str, stack: Stack, d_model: int) -> Iterator[LayerParameterCounts]:
-    """One entry a layer. A relative bias has buckets · H; the first layer that uses a shared table holds it."""
-    tables: set[tuple[RelativeBias, int]] = set()
-    first_of: dict[int, int] = {}
+    """Counts by layer. A relative bias has buckets · H parameters; a shared one counts in the first layer using it."""
+    counted_tables: set[tuple[RelativeBias, int]] = set()
+    first_in_group: dict[int, int] = {}
     for index, block in enumerate(stack.blocks):
         attention = _count_attention(block.attention, d_model)
         position, heads = block.attention.position, block.attention.heads
-        if isinstance(position, RelativeBias) and not (position.shared and (position, heads) in tables):
+        if isinstance(position, RelativeBias) and not (position.shared and (position, heads) in counted_tables):
             attention += position.buckets * heads
-            tables.add((position, heads))
+            counted_tables.add((position, heads))
         group = index if stack.layer_groups is None else index * stack.layer_groups // stack.layers
-        first = first_of.setdefault(group, index)
+        first = first_in_group.setdefault(group, index)
         yield LayerParameterCounts(
             stack=name,
             attention=attention,
@@ -200,7 +200,7 @@ def _count_layers(name: str, stack: Stack, d_model: int) -> Iterator[LayerParame
 
 
 def _num_norms(stack: Stack, layer_index: int, block: Block) -> int:
-    """One norm a sublayer (pre, post, output), two for a sandwich; parallel attention and FFN may have one together."""
+    """One norm per sublayer (pre, post, output), two for sandwich; a parallel residual may share one."""
     sublayers = 3 if isinstance(block, CrossBlock) else 2
     match stack.placement:
         case SandwichNorm():
@@ -222,7 +222,7 @@ def _count_attention(attention: MultiHead | LatentAttention, d_model: int) -> in
 
 
 def _count_multi_head(attention: MultiHead | Cross, d_model: int) -> int:
-    """q and o: d · H·d_head each; k and v: d · H_kv·d_head each; biases, gains of a qk-norm, a sink a head."""
+    """q and o: d · H·d_head each; k and v: d · H_kv·d_head each; biases, QK-norm gains, one sink per head."""
     d_head = attention.head_dim(d_model)
     q, kv = attention.heads * d_head, attention.num_kv_heads * d_head
     projections = sum(
@@ -234,33 +234,33 @@ def _count_multi_head(attention: MultiHead | Cross, d_model: int) -> int:
 
 
 def _count_qk_norm(qk_norm: QKNorm | None, attention: MultiHeadBase, d_head: int) -> int:
-    """d_head for queries and for keys; times the heads where each has a gain of its own or all are one vector."""
+    """d_head for queries and for keys; times the heads with gain_per_head or over='full'."""
     if qk_norm is None:
         return 0
-    whole = qk_norm.over == "full" or qk_norm.gain_per_head
-    vectors = attention.heads + attention.num_kv_heads if whole else 2
+    gain_per_dimension = qk_norm.over == "full" or qk_norm.gain_per_head
+    vectors = attention.heads + attention.num_kv_heads if gain_per_dimension else 2
     return _count_norm(qk_norm.norm, vectors * d_head)
 
 
 def _count_latent(attention: LatentAttention, d_model: int) -> int:
-    """Queries d · r_q · H·(nope + rope) through their latent, or straight; keys and values d · (r_kv + rope) down and
-    r_kv · H·(nope + value) up; out H·value · d; a gain a dimension of each latent."""
+    """MLA: q down d · r_q and up r_q · H·(nope + rope), or d · H·(nope + rope) without a latent;
+    kv down d · (r_kv + rope), kv up r_kv · H·(nope + value); o H·value · d; norms on the latents."""
     heads, bias = attention.heads, attention.bias
     q_width = heads * (attention.d_nope + attention.d_rope)
     if attention.q_rank is None:
-        queries = _count_linear(d_model, q_width, bias=False)
+        q = _count_linear(d_model, q_width, bias=False)
     else:
         down = _count_linear(d_model, attention.q_rank, bias=bias) + _count_norm(attention.norm, attention.q_rank)
-        queries = down + _count_linear(attention.q_rank, q_width, bias=False)
+        q = down + _count_linear(attention.q_rank, q_width, bias=False)
     down = _count_linear(d_model, attention.kv_rank + attention.d_rope, bias=bias) + _count_norm(
         attention.norm, attention.kv_rank
     )
-    up = _count_linear(attention.kv_rank, heads * (attention.d_nope + attention.d_value), bias=False)
-    return queries + down + up + _count_linear(heads * attention.d_value, d_model, bias=bias)
+    kv_up = _count_linear(attention.kv_rank, heads * (attention.d_nope + attention.d_value), bias=False)
+    return q + down + kv_up + _count_linear(heads * attention.d_value, d_model, bias=bias)
 
 
 def _count_ffn(ffn: FFN, d_model: int) -> int:
-    """Up and down: 2 · d · h; with a gate: 3 · d · h; a mixture: the router, every expert and the shared one."""
+    """MLP: 2 · d · h; gated: 3 · d · h; MoE: router, all experts and shared expert."""
     if isinstance(ffn, Moe):
         return _count_router_and_shared_expert(ffn, d_model) + ffn.experts * _count_ffn(ffn.expert, d_model)
     hidden = ffn.hidden_dim(d_model)
@@ -269,14 +269,14 @@ def _count_ffn(ffn: FFN, d_model: int) -> int:
 
 
 def _count_active_ffn(ffn: FFN, d_model: int) -> int:
-    """The same with top-k experts."""
+    """FFN parameters used per token: with top_k experts instead of all."""
     if isinstance(ffn, Moe):
         return _count_router_and_shared_expert(ffn, d_model) + ffn.router.top_k * _count_ffn(ffn.expert, d_model)
     return _count_ffn(ffn, d_model)
 
 
 def _count_router_and_shared_expert(moe: Moe, d_model: int) -> int:
-    """d · E for the router (its selection bias is a buffer), and the expert that every token passes."""
+    """d · E for the router (its selection bias is a buffer), plus the shared expert and its gate."""
     router = _count_linear(d_model, moe.experts, bias=moe.router.bias)
     gate = d_model if moe.shared_gate else 0
     return router + gate + (_count_ffn(moe.shared, d_model) if moe.shared is not None else 0)

@@ -1,4 +1,5 @@
-"""Costs as a drawing: memory by part, and time against batch and context where a device is known."""
+"""Plot size estimates with matplotlib: memory by component; with a device also throughput by batch size and time by
+context."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,13 +14,13 @@ from cutaway.size.options import MODE_LABELS
 from cutaway.size.roofline import RooflineBound
 from cutaway.size.units import GIB, format_si
 
-if TYPE_CHECKING:  # matplotlib takes longer to load than every answer, and is loaded to draw
+if TYPE_CHECKING:  # imported only to plot: slower to import than every estimate
     from matplotlib.axes import Axes
 
 PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 LINE_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 LINE_STYLES = ("-", "-x", "-^", "-s")
-"""Lines, and what tells those of the same color apart."""
+"""Line colors, and the styles that distinguish lines of the same color."""
 COMPONENT_COLORS = {
     "weights": "#0072B2",
     "autocast weight copies": "#56B4E9",
@@ -30,19 +31,19 @@ COMPONENT_COLORS = {
     "logits and loss": "#F0E442",
     "other": "#BBBBBB",
 }
-"""Okabe and Ito's colors, told apart by every kind of sight: of models, and of what is in memory."""
+"""The color-blind safe palette of Okabe and Ito, for models and for memory components."""
 COMPONENT_GROUPS = {
     "temporary gradients": "gradients",
     "reduce-scatter buffers": "gradients",
     "all-gathered weights": "autocast weight copies",
 }
 COMPONENT_GROUPS |= {"logits": "logits and loss", "loss": "logits and loss", "workspace": "other"}
-"""Parts that are drawn as one with others; what is not named here or above is an activation."""
+"""Components that are plotted as part of another; components not listed here or above are activations."""
 TEXT_COLOR = "#333333"
 MATPLOTLIB_STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "cutaway",  # the same question draws the same file
-    "text.parse_math": False,  # a name may have a dollar in it
+    "svg.fonttype": "none",  # text as text, not as paths
+    "svg.hashsalt": "cutaway",  # deterministic ids: equal options give equal files
+    "text.parse_math": False,  # model names may contain a dollar sign
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": TEXT_COLOR,
@@ -54,104 +55,104 @@ MATPLOTLIB_STYLE: Any = {
 }
 
 NamedEstimates = tuple[str, Sequence[SizeEstimate]]
-"""A model's name and its answers, one a mode."""
+"""A model name and its estimates, one per mode."""
 
 
 def plot_sizes(path: Path | str, estimates: Sequence[NamedEstimates]) -> Path:
-    """Draw these answers into an .svg, .png or .pdf file."""
+    """Plot estimates to an .svg, .png or .pdf file."""
     path = Path(path)
     if path.suffix.lower() not in PLOT_SUFFIXES:
-        raise InputError(f"'{path}' is no drawing that can be written; end it in .svg, .png or .pdf")
+        raise InputError(f"the plot format of '{path}' is not supported; use the suffix .svg, .png or .pdf")
     if not path.parent.is_dir():
-        raise InputError(f"'{path}' cannot be written, for '{path.parent}' is no directory; make it first")
+        raise InputError(f"'{path}' cannot be written: '{path.parent}' is not a directory; create it first")
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    timed = estimates[0][1][0].options.hardware is not None
-    tall, below = 1.3 + 0.42 * sum(len(answers) for _, answers in estimates), 3.4 if timed else 0
+    has_time = estimates[0][1][0].options.hardware is not None
+    memory_height, time_height = 1.3 + 0.42 * sum(len(several) for _, several in estimates), 3.4 if has_time else 0
     with rc_context(MATPLOTLIB_STYLE):
-        figure = Figure(figsize=(9, 0.5 + tall + below), layout="constrained")
+        figure = Figure(figsize=(9, 0.5 + memory_height + time_height), layout="constrained")
         figure.suptitle(_figure_title(estimates), x=0.01, ha="left", fontsize=10, color=TEXT_COLOR)
-        if timed:  # two drawings, so that the legend of one takes no room from the other
-            above, under = figure.subfigures(2, 1, squeeze=False, height_ratios=[tall, below])[:, 0]
-            left, right = under.subplots(1, 2)
+        if has_time:  # two subfigures, so that the memory legend does not shrink the time axes
+            top, bottom = figure.subfigures(2, 1, squeeze=False, height_ratios=[memory_height, time_height])[:, 0]
+            left, right = bottom.subplots(1, 2)
             _plot_throughput_by_batch_size(left, estimates)
             _plot_time_by_context(right, estimates)
-        _plot_memory(above.subplots() if timed else figure.subplots(), estimates)
-        undated: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-        figure.savefig(path, dpi=160, metadata=undated.get(path.suffix.lower()))
+        _plot_memory(top.subplots() if has_time else figure.subplots(), estimates)
+        metadata: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+        figure.savefig(path, dpi=160, metadata=metadata.get(path.suffix.lower()))
     return path
 
 
 def _figure_title(estimates: Sequence[NamedEstimates]) -> str:
-    """What is drawn, as a title."""
+    """Title: models, options and device."""
     names = ", ".join(dict.fromkeys(name for name, _ in estimates))
-    answers = estimates[0][1]
-    asked = answers[0].options
-    dtypes = ", ".join(f"{each.options.precision.name} {MODE_LABELS[each.options.mode]}" for each in answers)
-    contexts = sorted({each.options.context for _, several in estimates for each in several})
+    first = estimates[0][1]
+    options = first[0].options
+    dtypes = ", ".join(f"{estimate.options.precision.name} {MODE_LABELS[estimate.options.mode]}" for estimate in first)
+    contexts = sorted({estimate.options.context for _, several in estimates for estimate in several})
     context = f"{contexts[0]:,}" if len(contexts) == 1 else f"{contexts[0]:,} to {contexts[-1]:,}"
-    where = f" · {asked.hardware.title}" if asked.hardware else ""
-    where = (
-        f" · {asked.world_size:,} ×{where[2:]} ({asked.parallel_dims})"
-        if asked.hardware and asked.world_size > 1
-        else where
+    device = f" · {options.hardware.title}" if options.hardware else ""
+    device = (
+        f" · {options.world_size:,} ×{device[2:]} ({options.parallel_dims})"
+        if options.hardware and options.world_size > 1
+        else device
     )
-    return f"{names}\nbatch {asked.batch_size:,} · context {context} · {dtypes}{where}"
+    return f"{names}\nbatch {options.batch_size:,} · context {context} · {dtypes}{device}"
 
 
 # ---------------------------------------------------------------------------------------- memory
 
 
 def _plot_memory(axes: "Axes", estimates: Sequence[NamedEstimates]) -> None:
-    """A bar a model and mode, stacked by part."""
+    """One bar per model and mode, stacked by component."""
     from matplotlib.patches import Patch
 
-    answers = [(name, each) for name, several in estimates for each in several]
-    stacks = [group_components(each.memory.peak_by_component) for _, each in answers]
-    device = answers[0][1].options.hardware
-    room = int(device.memory) if device is not None and device.memory is not None else 0
-    widest = max(room, *(each.memory.total_bytes for _, each in answers))
-    for row, (_, each) in enumerate(answers):
+    rows = [(name, estimate) for name, several in estimates for estimate in several]
+    stacks = [group_components(estimate.memory.peak_by_component) for _, estimate in rows]
+    device = rows[0][1].options.hardware
+    capacity = int(device.memory) if device is not None and device.memory is not None else 0
+    x_max = max(capacity, *(estimate.memory.total_bytes for _, estimate in rows))
+    for row, (_, estimate) in enumerate(rows):
         start = 0.0
-        for part, size in stacks[row].items():
-            axes.barh(row, size / 1e9, left=start, height=0.62, color=COMPONENT_COLORS[part])
-            start += size / 1e9
-        over: Any = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        for component, nbytes in stacks[row].items():
+            axes.barh(row, nbytes / 1e9, left=start, height=0.62, color=COMPONENT_COLORS[component])
+            start += nbytes / 1e9
+        text_box: Any = {"facecolor": "white", "edgecolor": "none", "pad": 1}
         axes.text(
-            start + widest / 1e11,
+            start + x_max / 1e11,
             row,
-            format_si(each.memory.total_bytes, "B"),
+            format_si(estimate.memory.total_bytes, "B"),
             va="center",
             color=TEXT_COLOR,
-            bbox=over,
+            bbox=text_box,
             zorder=3,
         )
     if device is not None and device.memory is not None:
         axes.axvline(device.memory / 1e9, color=TEXT_COLOR, linewidth=1, linestyle="--")
-        side = "right" if device.memory > 0.6 * widest else "left"
+        side = "right" if device.memory > 0.6 * x_max else "left"
         text = f" {device.memory / GIB:,.4g} GiB of {device.title} "
         axes.text(device.memory / 1e9, -0.62, text, ha=side, va="center", fontsize=8, color=TEXT_COLOR)
-    axes.set_xlim(0, 1.14 * widest / 1e9)
-    axes.set_ylim(len(answers) - 0.5, -0.85)
-    axes.set_yticks(range(len(answers)), [f"{name} {MODE_LABELS[each.options.mode]}" for name, each in answers])
+    axes.set_xlim(0, 1.14 * x_max / 1e9)
+    axes.set_ylim(len(rows) - 0.5, -0.85)
+    axes.set_yticks(range(len(rows)), [f"{name} {MODE_LABELS[estimate.options.mode]}" for name, estimate in rows])
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("GB (10⁹ bytes) on one device")
-    axes.set_title("Memory at its fullest, by part")
-    signs = [
-        Patch(color=COMPONENT_COLORS[part], label=part)
-        for part in COMPONENT_COLORS
-        if any(stack[part] for stack in stacks)
+    axes.set_xlabel("GB (10⁹ bytes) per device")
+    axes.set_title("Peak memory by component")
+    handles = [
+        Patch(color=COMPONENT_COLORS[component], label=component)
+        for component in COMPONENT_COLORS
+        if any(stack[component] for stack in stacks)
     ]
-    axes.legend(handles=signs, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1, handleheight=1)
+    axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1, handleheight=1)
 
 
 def group_components(bytes_by_component: Mapping[str, int]) -> dict[str, int]:
-    """A memory's parts as they are drawn."""
-    drawn = dict.fromkeys(COMPONENT_COLORS, 0)
-    for part, size in bytes_by_component.items():
-        drawn[component_group(part)] += size
-    return drawn
+    """Sum bytes by plotted component."""
+    grouped = dict.fromkeys(COMPONENT_COLORS, 0)
+    for component, nbytes in bytes_by_component.items():
+        grouped[component_group(component)] += nbytes
+    return grouped
 
 
 def component_group(component: str) -> str:
@@ -162,72 +163,72 @@ def component_group(component: str) -> str:
 
 
 def _plot_throughput_by_batch_size(axes: "Axes", estimates: Sequence[NamedEstimates]) -> None:
-    """Tokens a second at most, against the batch; dotted where the device's memory is full."""
-    for index, ((name, answers), color) in enumerate(zip(estimates, cycle(LINE_COLORS), strict=False)):
-        mark = LINE_STYLES[index // len(LINE_COLORS) % len(LINE_STYLES)]
-        answer = answers[0]
-        devices = answer.dp_size
-        turn = answer.compute_bound_batch_size if answer.options.mode == "infer" else None
-        largest = max(1024, 4 * (turn or 0), answer.batch_size_per_device)
+    """Maximum tokens per second by batch size; dotted beyond the device's memory."""
+    for index, ((name, several), color) in enumerate(zip(estimates, cycle(LINE_COLORS), strict=False)):
+        style = LINE_STYLES[index // len(LINE_COLORS) % len(LINE_STYLES)]
+        estimate = several[0]
+        dp_size = estimate.dp_size
+        crossover = estimate.compute_bound_batch_size if estimate.options.mode == "infer" else None
+        largest = max(1024, 4 * (crossover or 0), estimate.batch_size_per_device)
         doublings = {2**power for power in range(largest.bit_length())}
-        batches = [each * devices for each in sorted(doublings if turn is None else doublings | {turn})]
-        points = [_with_options(answer, batch_size=batch) for batch in batches]
-        most, slow, fast = zip(*(_throughput_range(point.time) for point in points), strict=True)
-        full = sum(point.fits is not False for point in points)
-        axes.plot(batches[:full], most[:full], mark, color=color, label=name, markersize=3)
-        axes.plot(batches[max(0, full - 1) :], most[max(0, full - 1) :], ":", color=color)
+        batch_sizes = [size * dp_size for size in sorted(doublings if crossover is None else doublings | {crossover})]
+        points = [_with_options(estimate, batch_size=batch) for batch in batch_sizes]
+        fastest, slow, fast = zip(*(_throughput_range(point.time) for point in points), strict=True)
+        num_fitting = sum(point.fits is not False for point in points)
+        axes.plot(batch_sizes[:num_fitting], fastest[:num_fitting], style, color=color, label=name, markersize=3)
+        axes.plot(batch_sizes[max(0, num_fitting - 1) :], fastest[max(0, num_fitting - 1) :], ":", color=color)
         if len(estimates) == 1:
-            axes.fill_between(batches, slow, fast, color=color, alpha=0.15, linewidth=0)
-        if turn is not None:
-            there = turn * devices, most[batches.index(turn * devices)]
-            axes.plot(*there, "o", color=color, markersize=4)
-            place: dict[str, Any] = {"xytext": (-8, 0), "textcoords": "offset points", "ha": "right"}
-            axes.annotate(f"compute binds from {there[0]:,} on", there, fontsize=8, color=TEXT_COLOR, **place)
+            axes.fill_between(batch_sizes, slow, fast, color=color, alpha=0.15, linewidth=0)
+        if crossover is not None:
+            crossover_point = crossover * dp_size, fastest[batch_sizes.index(crossover * dp_size)]
+            axes.plot(*crossover_point, "o", color=color, markersize=4)
+            offset: dict[str, Any] = {"xytext": (-8, 0), "textcoords": "offset points", "ha": "right"}
+            axes.annotate(
+                f"compute-bound from {crossover_point[0]:,}", crossover_point, fontsize=8, color=TEXT_COLOR, **offset
+            )
     first = estimates[0][1][0].options
-    reads = {isinstance(answers[0].options.config, Encoder) for _, answers in estimates}
-    serving = "serving" if len(reads) > 1 else "reading" if True in reads else "decoding"
-    doing = "training" if first.mode == "train" else serving
-    axes.set_title(f"Tokens a second when {doing}, at most")
-    _format_log_axes(
-        axes, "sequences at once (dotted: more than memory holds)", "tokens a second", legend=len(estimates) > 1
-    )
+    is_encoder = {isinstance(several[0].options.config, Encoder) for _, several in estimates}
+    serving = "inference" if len(is_encoder) > 1 else "prefill" if True in is_encoder else "decode"
+    activity = "training" if first.mode == "train" else serving
+    axes.set_title(f"Maximum tokens per second: {activity}")
+    _format_log_axes(axes, "batch size (dotted: exceeds memory)", "tokens per second", legend=len(estimates) > 1)
 
 
 def _plot_time_by_context(axes: "Axes", estimates: Sequence[NamedEstimates]) -> None:
-    """Seconds at least, against the context."""
+    """Minimum seconds by context."""
     colors = cycle(LINE_COLORS)
-    for name, answers in estimates:
-        answer, color = answers[0], next(colors)
-        lengths = _context_grid(answer)
-        points = [_with_context(answer, length) for length in lengths]
-        if answer.options.mode == "train":
+    for name, several in estimates:
+        estimate, color = several[0], next(colors)
+        lengths = _context_grid(estimate)
+        points = [_with_context(estimate, length) for length in lengths]
+        if estimate.options.mode == "train":
             lines = {"training step": [point.train_time for point in points]}
         else:
             lines = {"prefill": [point.prefill_time for point in points]}
-            lines |= {"decode, a step": [point.decode_time for point in points]}
-        for (what, bounds), dashes in zip(lines.items(), ("-", "--"), strict=False):
-            known = [(length, each) for length, each in zip(lengths, bounds, strict=True) if each is not None]
+            lines |= {"decode step": [point.decode_time for point in points]}
+        for (phase, bounds), style in zip(lines.items(), ("-", "--"), strict=False):
+            known = [(length, bound) for length, bound in zip(lengths, bounds, strict=True) if bound is not None]
             if not known:
                 continue
-            if len(estimates) == 1 and dashes == "--":
+            if len(estimates) == 1 and style == "--":
                 color = next(colors)
-            label = what if len(estimates) == 1 else f"{name}, {what}"
-            along = [length for length, _ in known]
-            axes.plot(along, [each.min_seconds for _, each in known], dashes, color=color, label=label)
+            label = phase if len(estimates) == 1 else f"{name}, {phase}"
+            contexts = [length for length, _ in known]
+            axes.plot(contexts, [bound.min_seconds for _, bound in known], style, color=color, label=label)
             low, high = (
-                [each.expected_seconds_low for _, each in known],
-                [each.expected_seconds_high for _, each in known],
+                [bound.expected_seconds_low for _, bound in known],
+                [bound.expected_seconds_high for _, bound in known],
             )
             if len(estimates) == 1:
-                axes.fill_between(along, low, high, color=color, alpha=0.15, linewidth=0)
-    axes.set_title("Time at least" + (" (shaded in both: expected)" if len(estimates) == 1 else ""))
-    _format_log_axes(axes, "tokens of context", "seconds", legend=True)
+                axes.fill_between(contexts, low, high, color=color, alpha=0.15, linewidth=0)
+    axes.set_title("Minimum time" + (" (shaded in both: expected)" if len(estimates) == 1 else ""))
+    _format_log_axes(axes, "context (tokens)", "seconds", legend=True)
 
 
 def _context_grid(estimate: SizeEstimate) -> list[int]:
-    """From a paragraph to the longest that the model is made for, or is asked about."""
+    """Powers of two from 128 to the model's or the given context, whichever is longer."""
     longest = max(estimate.options.context, estimate.options.config.context or 0)
-    shortest = 7 if longest > 128 else 0  # a line needs two points
+    shortest = 7 if longest > 128 else 0  # below 128, from 1: a line needs two points
     between = {length for power in range(shortest, 24) if (length := 2**power) < longest}
     return sorted(between | {longest, max(2, longest)})
 
@@ -237,13 +238,13 @@ def _with_options(estimate: SizeEstimate, **changes: Any) -> SizeEstimate:
 
 
 def _with_context(estimate: SizeEstimate, context: int) -> SizeEstimate:
-    """An encoder-decoder's source grows along, unless its length was asked for."""
+    """Change the context; an equal source length changes with it."""
     follows = estimate.options.source_len == estimate.options.context
     return _with_options(estimate, context=context, source_len=context if follows else estimate.options.source_len)
 
 
 def _throughput_range(bound: RooflineBound | None) -> tuple[float, float, float]:
-    """Tokens a second at most, and those to expect."""
+    """Tokens per second: maximum, lower and upper end of the expected range."""
     assert bound is not None
     return (
         bound.max_tokens_per_second,
@@ -253,7 +254,7 @@ def _throughput_range(bound: RooflineBound | None) -> tuple[float, float, float]
 
 
 def _format_log_axes(axes: "Axes", xlabel: str, ylabel: str, *, legend: bool) -> None:
-    """Both axes logarithmic, in plain numbers: doublings along, tens up (and halves of tens, if there are few)."""
+    """Set log-log axes with plain tick labels: powers of two on x; powers of ten on y, or 1-2-5 over a short range."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_xscale("log", base=2)

@@ -1,5 +1,4 @@
-"""How fast it can be: a pass takes at least as long as its products take at the device's peak, and at least as long as
-the bytes that it must move take at the memory's bandwidth."""
+"""Roofline model: time ≥ max(FLOPs / peak FLOPS, bytes / bandwidth), for prefill, decode and training steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,19 +10,19 @@ from cutaway.size.precision import Precision
 from cutaway.size.state_dict import list_tensors
 
 COMPILED_LAUNCH_SECONDS, EAGER_LAUNCH_SECONDS = 4e-6, 40e-6
-"""Seconds beside its work that an operation takes in a compiled graph, and started one by one from Python on a slow
-host: small models and small batches wait for these, not for the device."""
+"""Launch overhead per operation in a compiled graph, and in eager mode on a slow CPU. It dominates for small models and
+small batches."""
 
 MAX_BATCH_SIZE = 2**20
 
 
 @dataclass(frozen=True)
 class EfficiencyRange:
-    """Shares of the bound that implementations reach: the best, and a plain one."""
+    """Fraction of the roofline bound that implementations reach: optimized (`high`) and simple (`low`)."""
 
     high: float
     low: float
-    source: str = "what good and plain implementations reach on data-center GPUs"
+    source: str = "range from simple to optimized implementations on data-center GPUs"
 
 
 DEFAULT_EFFICIENCY = {
@@ -35,36 +34,36 @@ DEFAULT_EFFICIENCY = {
 
 @dataclass(frozen=True)
 class Workload:
-    """What a pass must do on one device."""
+    """FLOPs and memory traffic of a pass on one device."""
 
     name: str
     flops: int
-    """Over the pairs that see each other: the least."""
+    """Minimum FLOPs: attention over visible pairs only."""
     min_bytes: int
-    """The least that must be read and written."""
+    """Minimum bytes read and written."""
     num_tokens: int
-    """Tokens that come out of it, on all devices."""
+    """Tokens processed, on all devices."""
     num_kernel_launches: int
     expected_bytes: int
-    """With as many experts as tokens reach on average."""
+    """Bytes read and written with the expected number of distinct experts, under uniform routing."""
 
 
 @dataclass(frozen=True)
 class RooflineBound:
-    """Seconds that nothing can beat, and those to expect."""
+    """Lower bound of the time of a pass, and the expected range."""
 
     name: str
     compute_seconds: float
     bandwidth_seconds: float
     ridge_point: float
-    """FLOPs a byte above which the device's arithmetic binds."""
+    """Arithmetic intensity (FLOPs per byte) above which the device is compute-bound."""
     arithmetic_intensity: float
     num_tokens: int
     expected_seconds_low: float
     expected_seconds_high: float
-    """From the best to a plain implementation, without waiting for Python (compiled, or in a CUDA graph)."""
+    """Range from optimized to simple implementations, without Python overhead (compiled, or in a CUDA graph)."""
     eager_seconds_high: float
-    """At most, when PyTorch starts every operation by itself."""
+    """Upper end of the range in eager mode."""
     efficiency: EfficiencyRange
 
     @property
@@ -83,20 +82,20 @@ class RooflineBound:
 def roofline_bound(
     workload: Workload, hardware: Hardware, precision: Precision, efficiency: EfficiencyRange
 ) -> RooflineBound:
-    rate = hardware.peak_flops(precision.name)
-    compute, bandwidth = workload.flops / rate, workload.min_bytes / hardware.bandwidth
-    likely = max(compute, workload.expected_bytes / hardware.bandwidth)
-    plain = likely / efficiency.low
+    peak_flops = hardware.peak_flops(precision.name)
+    compute, bandwidth = workload.flops / peak_flops, workload.min_bytes / hardware.bandwidth
+    expected = max(compute, workload.expected_bytes / hardware.bandwidth)
+    slow = expected / efficiency.low
     return RooflineBound(
         name=workload.name,
         compute_seconds=compute,
         bandwidth_seconds=bandwidth,
-        ridge_point=rate / hardware.bandwidth,
+        ridge_point=peak_flops / hardware.bandwidth,
         arithmetic_intensity=workload.flops / workload.min_bytes,
         num_tokens=workload.num_tokens,
-        expected_seconds_low=likely / efficiency.high,
-        expected_seconds_high=plain + workload.num_kernel_launches * COMPILED_LAUNCH_SECONDS,
-        eager_seconds_high=plain + workload.num_kernel_launches * EAGER_LAUNCH_SECONDS,
+        expected_seconds_low=expected / efficiency.high,
+        expected_seconds_high=slow + workload.num_kernel_launches * COMPILED_LAUNCH_SECONDS,
+        eager_seconds_high=slow + workload.num_kernel_launches * EAGER_LAUNCH_SECONDS,
         efficiency=efficiency,
     )
 
@@ -104,25 +103,28 @@ def roofline_bound(
 def _weight_bytes_read(
     config: Config, precision: Precision, num_tokens: int, *, is_decode: bool = False, expected: bool = False
 ) -> int:
-    """Bytes of weights that a pass over `num_tokens` tokens reads: looked-up rows only, and of a mixture those experts
-    that some token reaches: at least one token's, or as many as tokens that choose freely reach on average."""
+    """Bytes of weights that a pass over `num_tokens` tokens reads.
+
+    Embedding tables count only the rows looked up. Of MoE experts, count top_k (the minimum), or with `expected` the
+    expected number of distinct experts under uniform routing.
+    """
     total = 0.0
-    for each in list_tensors(config):
-        if is_decode and len(config.stacks) == 2 and _is_encoder_side(each.name):
+    for tensor in list_tensors(config):
+        if is_decode and len(config.stacks) == 2 and _is_encoder_side(tensor.name):
             continue
-        size = each.nbytes(precision)
-        if each.is_lookup_table:
-            size = size * min(num_tokens, each.shape[0]) // each.shape[0]
-        if each.expert_routing is not None:
-            chosen, experts = each.expert_routing
-            total += size * (1 - (1 - chosen / experts) ** num_tokens if expected else chosen / experts)
+        nbytes = tensor.nbytes(precision)
+        if tensor.is_lookup_table:
+            nbytes = nbytes * min(num_tokens, tensor.shape[0]) // tensor.shape[0]
+        if tensor.expert_routing is not None:
+            top_k, experts = tensor.expert_routing
+            total += nbytes * (1 - (1 - top_k / experts) ** num_tokens if expected else top_k / experts)
         else:
-            total += size
+            total += nbytes
     return int(total)
 
 
 def _is_encoder_side(name: str) -> bool:
-    """Used once a source, not at each step: the encoder, and the keys and values of cross-attention."""
+    """Whether a weight is used once per source, not in each decode step: encoder, cross-attention keys and values."""
     return name.startswith(("encoder", "source_tokens")) or ".cross.k" in name or ".cross.v" in name
 
 
@@ -137,13 +139,19 @@ def decode_workload(
     num_kernel_launches: int,
     dp_size: int,
 ) -> Workload:
-    """One token more of each sequence: all weights and the whole cache are read for it."""
-    least, likely = (
-        _weight_bytes_read(config, precision, batch_size, is_decode=True, expected=each) for each in (False, True)
+    """One token per sequence: reads all weights and the whole KV cache."""
+    min_weights, expected_weights = (
+        _weight_bytes_read(config, precision, batch_size, is_decode=True, expected=expected)
+        for expected in (False, True)
     )
-    beside = kv_cache_bytes + logits_bytes
+    other_bytes = kv_cache_bytes + logits_bytes
     return Workload(
-        "decode", flops.total_visible, least + beside, batch_size * dp_size, num_kernel_launches, likely + beside
+        "decode",
+        flops.total_visible,
+        min_weights + other_bytes,
+        batch_size * dp_size,
+        num_kernel_launches,
+        expected_weights + other_bytes,
     )
 
 
@@ -157,15 +165,17 @@ def prefill_workload(
     num_kernel_launches: int,
     dp_size: int,
 ) -> Workload:
-    """Reading prompts: weights once, and the cache is written."""
-    least, likely = (_weight_bytes_read(config, precision, num_tokens, expected=each) for each in (False, True))
+    """Prefill: reads the weights once and writes the KV cache."""
+    min_weights, expected_weights = (
+        _weight_bytes_read(config, precision, num_tokens, expected=expected) for expected in (False, True)
+    )
     return Workload(
         "prefill",
         flops.total_visible,
-        least + kv_cache_bytes,
+        min_weights + kv_cache_bytes,
         num_tokens * dp_size,
         num_kernel_launches,
-        likely + kv_cache_bytes,
+        expected_weights + kv_cache_bytes,
     )
 
 
@@ -179,21 +189,21 @@ def train_workload(
     num_kernel_launches: int,
     dp_size: int,
 ) -> Workload:
-    """A step: weights are read there and back, gradients written and read, weights and state read and written."""
-    moved = 3 * weight_bytes + 2 * grad_bytes + 2 * optimizer_bytes
-    return Workload("train", flops.total_visible, moved, num_tokens * dp_size, num_kernel_launches, moved)
+    """Training step: weights read in forward and backward, gradients written and read, weights and state updated."""
+    nbytes = 3 * weight_bytes + 2 * grad_bytes + 2 * optimizer_bytes
+    return Workload("train", flops.total_visible, nbytes, num_tokens * dp_size, num_kernel_launches, nbytes)
 
 
 def find_compute_bound_batch_size(workload_at: Callable[[int], Workload], ridge_point: float) -> int | None:
-    """The smallest batch at which decoding waits for arithmetic; None if it never does, since every sequence brings a
-    cache of its own to read. Of a mixture, the experts count that tokens reach on average."""
+    """Smallest batch size at which decode is compute-bound; None if it never is, since each sequence adds its own cache
+    reads. MoE weights count the expected number of distinct experts."""
     low, high = 0, 1
-    while (work := workload_at(high)).flops < ridge_point * work.expected_bytes:
+    while (workload := workload_at(high)).flops < ridge_point * workload.expected_bytes:
         low, high = high, 2 * high
         if high > MAX_BATCH_SIZE:
             return None
     while high - low > 1:
         middle = (low + high) // 2
-        work = workload_at(middle)
-        low, high = (middle, high) if work.flops < ridge_point * work.expected_bytes else (low, middle)
+        workload = workload_at(middle)
+        low, high = (middle, high) if workload.flops < ridge_point * workload.expected_bytes else (low, middle)
     return high

@@ -1,4 +1,4 @@
-"""Every tensor of a model: what a checkpoint stores, and what an optimizer keeps state for."""
+"""The tensors of a state dict: names, shapes and roles; checkpoint size."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,31 +14,30 @@ from cutaway.size.shape_pass import ExecutionConfig, Weight, inference_pass
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor, once, however often it is used."""
+    """One tensor of the state dict; tied weights appear once."""
 
     name: str
     shape: tuple[int, ...]
     quantizable: bool = False
-    """One of a layer's matrices (or a stack of them, one an expert): what is quantized."""
+    """Whether it is a matrix of a layer (or a stack of one per expert), which quantization applies to."""
     uses_muon: bool = False
-    """A single matrix of a layer, of more than one row: what Muon turns."""
+    """Whether it is a single matrix of a layer with more than one row, which Muon applies to."""
     requires_grad: bool = True
     is_parameter: bool = True
-    """Or a buffer: stored and loaded, but not counted as a parameter."""
+    """False for a buffer, which is saved but not counted as a parameter."""
     always_fp32: bool = False
-    """fp32 whatever the model's dtype."""
+    """Stored in fp32 regardless of the model's dtype."""
     is_lookup_table: bool = False
-    """Rows are taken from it, and it is in no product."""
+    """Used as an embedding table only, not in a matmul."""
     expert_routing: tuple[int, int] | None = None
-    """(experts that a token reaches, experts there are)."""
+    """(top_k, experts) for the weights of routed experts."""
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
     def shard(self, dp_shard: int) -> "TensorSpec":
-        """The largest share when rows are dealt out, as PyTorch's fully sharded data parallel does; what is not trained
-        stays whole."""
+        """The largest FSDP shard, along dimension 0; tensors without gradient are not sharded."""
         return self if not self.requires_grad else replace(self, shape=(-(-self.shape[0] // dp_shard), *self.shape[1:]))
 
     def nbytes(self, precision: Precision) -> int:
@@ -50,9 +49,9 @@ EMBEDDING_TABLES = ("tokens", "source_tokens", "positions", "types")
 
 @lru_cache(maxsize=64)
 def list_tensors(config: Config) -> tuple[TensorSpec, ...]:
-    """All of them: those that a token meets on its way, and those beside it."""
-    met = inference_pass(config, 1, 1, ExecutionConfig()).weights
-    held = [
+    """List all tensors: the weights used in the forward pass, and those that it does not use."""
+    weights = inference_pass(config, 1, 1, ExecutionConfig()).weights
+    tensors = [
         TensorSpec(
             ".".join(str(part) for part in weight.key),
             weight.shape,
@@ -61,54 +60,54 @@ def list_tensors(config: Config) -> tuple[TensorSpec, ...]:
             is_lookup_table=not weight.in_matmul and weight.key[-1] in EMBEDDING_TABLES,
             expert_routing=weight.expert_routing,
         )
-        for weight in met
+        for weight in weights
     ]
     d_model = config.d_model
     if isinstance(config, Encoder) and config.pooler:
-        held += [
+        tensors += [
             TensorSpec("pooler", (d_model, d_model), quantizable=True, uses_muon=True),
             TensorSpec("pooler.bias", (d_model,)),
         ]
     if isinstance(config.head, LMHead) and config.head.bias == "fixed":
-        held.append(TensorSpec("head.bias", (config.vocab_size,), requires_grad=False, is_parameter=False))
+        tensors.append(TensorSpec("head.bias", (config.vocab_size,), requires_grad=False, is_parameter=False))
     for name, stack in config.stacks.items():
         position = stack.embedding.position
         if isinstance(position, SinusoidalPosition) and position.table_length is not None:
             shape = position.table_length, stack.embedding.position_dim(d_model)
-            held.append(TensorSpec(f"{name}.positions", shape, requires_grad=False, is_lookup_table=True))
+            tensors.append(TensorSpec(f"{name}.positions", shape, requires_grad=False, is_lookup_table=True))
         owners = stack.blocks if stack.layer_groups is None else stack.blocks[: stack.layer_groups]
         for index, block in enumerate(owners):
             if isinstance(block.ffn, Moe) and block.ffn.router.selection_bias:
                 bias = f"{name}.{index}.ffn.selection_bias"
-                held.append(
+                tensors.append(
                     TensorSpec(bias, (block.ffn.experts,), requires_grad=False, is_parameter=False, always_fp32=True)
                 )
-    return tuple(held)
+    return tuple(tensors)
 
 
 def _is_layer_matrix(weight: Weight) -> bool:
-    """In a product and not as long as a vocabulary."""
-    vocabulary = weight.key in (("tokens",), ("source_tokens",), ("head",))
-    return weight.in_matmul and len(weight.shape) > 1 and not vocabulary
+    """Whether a weight is a matrix used in matmuls, other than the token embedding and the output matrix."""
+    is_vocab_matrix = weight.key in (("tokens",), ("source_tokens",), ("head",))
+    return weight.in_matmul and len(weight.shape) > 1 and not is_vocab_matrix
 
 
 @dataclass(frozen=True)
 class CheckpointSize:
-    """What a checkpoint holds: tied weights once, buffers too."""
+    """Size of a checkpoint: tied weights once, buffers included."""
 
     num_tensors: int
     num_elements: int
     num_buffer_elements: int
-    """How many of the elements are no parameters: fixed biases, a router's balance."""
+    """Elements that are not parameters: fixed biases, the router's selection bias."""
     total_bytes: int
-    """Of data; a safetensors header adds about a hundred a tensor."""
+    """Bytes of tensor data; the safetensors header adds about 100 bytes per tensor."""
 
 
 def checkpoint_size(config: Config, precision: Precision) -> CheckpointSize:
-    every = list_tensors(config)
+    tensors = list_tensors(config)
     return CheckpointSize(
-        len(every),
-        sum(each.numel for each in every),
-        sum(each.numel for each in every if not each.is_parameter),
-        sum(each.nbytes(precision) for each in every),
+        len(tensors),
+        sum(tensor.numel for tensor in tensors),
+        sum(tensor.numel for tensor in tensors if not tensor.is_parameter),
+        sum(tensor.nbytes(precision) for tensor in tensors),
     )

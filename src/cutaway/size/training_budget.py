@@ -1,4 +1,4 @@
-"""A whole training run: tokens, FLOPs, hours, energy and money."""
+"""Training budget: tokens, steps, FLOPs, device hours, energy and cost of a run."""
 
 from dataclasses import dataclass
 
@@ -6,12 +6,12 @@ from cutaway.size.hardware import Hardware
 from cutaway.size.roofline import RooflineBound
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20
-"""Tokens a parameter at which a given compute is spent best. https://arxiv.org/abs/2203.15556"""
+"""Compute-optimal tokens per parameter (Chinchilla). https://arxiv.org/abs/2203.15556"""
 
 
 @dataclass(frozen=True)
 class TrainingBudget:
-    """Hours are of one device; `low` and `high` are for the two ends of the efficiency range."""
+    """Budget of a training run. `low` and `high` correspond to the ends of the efficiency range."""
 
     train_tokens: int
     chinchilla_tokens: int
@@ -47,25 +47,30 @@ def compute_training_budget(
     bound: RooflineBound | None,
     price_per_hour: float | None,
 ) -> TrainingBudget:
-    """What training on `train_tokens` (20 a parameter unless given) takes; `price_per_hour` is of one device."""
-    best = CHINCHILLA_TOKENS_PER_PARAMETER * num_parameters
-    train_tokens = train_tokens or best
-    steps = -(-train_tokens // tokens_per_step)
-    times: dict[str, float | None] = {}
+    """Compute the budget of training on `train_tokens` (default 20 per parameter); `price_per_hour` is per device."""
+    chinchilla_tokens = CHINCHILLA_TOKENS_PER_PARAMETER * num_parameters
+    train_tokens = train_tokens or chinchilla_tokens
+    num_steps = -(-train_tokens // tokens_per_step)
+    ranges: dict[str, float | None] = {}
     if bound is not None and hardware is not None:
         hours = {
-            name: steps * seconds * world_size / 3600
+            name: num_steps * seconds * world_size / 3600
             for name, seconds in (
                 ("min", bound.min_seconds),
                 ("low", bound.expected_seconds_low),
                 ("high", bound.expected_seconds_high),
             )
         }
-        times = {f"device_hours_{name}": value for name, value in hours.items()}
+        ranges = {f"device_hours_{name}": value for name, value in hours.items()}
         for end in ("low", "high"):
-            times[f"days_{end}"] = hours[end] / world_size / 24
-            times[f"kwh_{end}"] = None if hardware.tdp_watts is None else hours[end] * hardware.tdp_watts / 1000
-            times[f"cost_{end}"] = None if price_per_hour is None else hours[end] * price_per_hour
+            ranges[f"days_{end}"] = hours[end] / world_size / 24
+            ranges[f"kwh_{end}"] = None if hardware.tdp_watts is None else hours[end] * hardware.tdp_watts / 1000
+            ranges[f"cost_{end}"] = None if price_per_hour is None else hours[end] * price_per_hour
     return TrainingBudget(
-        train_tokens, best, steps, steps * flops_per_step, 6 * num_active_parameters * train_tokens, **times
+        train_tokens,
+        chinchilla_tokens,
+        num_steps,
+        num_steps * flops_per_step,
+        6 * num_active_parameters * train_tokens,
+        **ranges,
     )

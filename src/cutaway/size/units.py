@@ -1,4 +1,4 @@
-"""Sizes, counts and rates as people write and read them."""
+"""Parsing and formatting of bytes, counts, rates and durations: 16GB, 8Ki, 989TFLOPS."""
 
 import re
 from decimal import Decimal
@@ -11,7 +11,7 @@ N = TypeVar("N", int, float)
 SI_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 GIB = 2**30
 MAX_QUANTITY = Decimal(10) ** 30
-"""Far beyond any machine."""
+"""Upper limit of parsed quantities, larger than any real one."""
 
 _NUMBER = r"\s*(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]{1,3})?)\s*"
 _BYTES = re.compile(_NUMBER + r"(?:(?P<thousands>[kmgtp]?)b?|(?P<binary>[kmgtp])ib?|bytes?)\s*", re.IGNORECASE)
@@ -21,55 +21,55 @@ _RATE = re.compile(
     re.IGNORECASE,
 )
 
-BYTES_HINT = "write it as 16GB (10⁹ each), 16GiB (2³⁰ each), 24g (GB too) or 16e9 bytes, and above zero"
-COUNT_HINT = "write a whole number above zero as 4096, 8k (8,000), 8Ki (8,192), 1.5M, 300B, 15T or 1e12"
-RATE_HINT = "write it as 3.35TB/s, 989TFLOPS or 989e12, and above zero"
+BYTES_HINT = "write it as 16GB (10⁹ bytes each), 16GiB (2³⁰ each), 24g (GB) or 16e9; it must be above zero"
+COUNT_HINT = "write an integer above zero as 4096, 8k (8,000), 8Ki (8,192), 1.5M, 300B, 15T or 1e12"
+RATE_HINT = "write it as 3.35TB/s, 989TFLOPS or 989e12; it must be above zero"
 
 
 def parse_bytes(text: str | float) -> int:
-    """Bytes: '16GB' is 16·10⁹, '16GiB' 16·2³⁰, '24g' means GB, a bare number is bytes; part of a byte is cut off."""
+    """Parse bytes: '16GB' is 16·10⁹, '16GiB' 16·2³⁰, '24g' means GB, a plain number is bytes; rounded down."""
     size = int(_quantity_value(_match_quantity(text, _BYTES, "size", BYTES_HINT)))
     return _check_positive(size, text, "size", BYTES_HINT)
 
 
 def parse_count(text: str | float) -> int:
-    """A whole number of things: '8k' is 8,000, '8Ki' 8,192, then '1.5M', '300B', '15T', '1e12'."""
-    found = _match_quantity(text, _COUNT, "count", COUNT_HINT)
-    count = _quantity_value(found) * (10**9 if found["billions"] else 1)
+    """Parse an integer: '8k' is 8,000, '8Ki' 8,192, then '1.5M', '300B', '15T', '1e12'."""
+    match = _match_quantity(text, _COUNT, "count", COUNT_HINT)
+    count = _quantity_value(match) * (10**9 if match["billions"] else 1)
     if count != int(count):
-        raise InputError(f"{text!r} is no whole number; {COUNT_HINT}")
+        raise InputError(f"{text!r} is not an integer; {COUNT_HINT}")
     return _check_positive(int(count), text, "count", COUNT_HINT)
 
 
 def parse_rate(text: str | float) -> float:
-    """Bytes or operations a second: '3.35TB/s', '989TFLOPS', '989e12'."""
-    found = _match_quantity(text, _RATE, "rate", RATE_HINT)
-    if (found["unit"] or "").startswith("b/") and (found["thousands"] or "").isupper():
-        raise InputError(f"{text!r} says bits a second; divide by 8 and write bytes, as in 50GB/s")
-    return _check_positive(float(_quantity_value(found)), text, "rate", RATE_HINT)
+    """Parse bytes or operations per second: '3.35TB/s', '989TFLOPS', '989e12'."""
+    match = _match_quantity(text, _RATE, "rate", RATE_HINT)
+    if (match["unit"] or "").startswith("b/") and (match["thousands"] or "").isupper():
+        raise InputError(f"{text!r} is in bits per second; divide by 8 and write bytes, as in 50GB/s")
+    return _check_positive(float(_quantity_value(match)), text, "rate", RATE_HINT)
 
 
 def _match_quantity(text: str | float, pattern: re.Pattern[str], what: str, hint: str) -> re.Match[str]:
-    """What the text says. A plain number is read by its shortest digits, so that 16e9 is exact."""
+    """Match a quantity. Numbers are converted by their shortest repr, so that 16e9 is exact."""
     readable = isinstance(text, str | int | float) and not isinstance(text, bool)
-    found = pattern.fullmatch(str(text)) if readable else None
-    if found is None:
-        raise InputError(f"{text!r} is no {what}; {hint}")
-    if _quantity_value(found) >= MAX_QUANTITY:
+    match = pattern.fullmatch(str(text)) if readable else None
+    if match is None:
+        raise InputError(f"{text!r} is not a {what}; {hint}")
+    if _quantity_value(match) >= MAX_QUANTITY:
         raise InputError(f"{text!r} is too large for a {what}; {hint}")
-    return found
+    return match
 
 
-def _quantity_value(found: re.Match[str]) -> Decimal:
-    number, binary = Decimal(found["number"]), found["binary"]
+def _quantity_value(match: re.Match[str]) -> Decimal:
+    number, binary = Decimal(match["number"]), match["binary"]
     if binary:
         return number * 1024 ** SI_POWERS[binary.lower()]
-    return number * 1000 ** SI_POWERS[(found["thousands"] or "").lower()]
+    return number * 1000 ** SI_POWERS[(match["thousands"] or "").lower()]
 
 
 def _check_positive(value: N, text: str | float, what: str, hint: str) -> N:
     if not value > 0:
-        raise InputError(f"{text!r} is no {what}; {hint}")
+        raise InputError(f"{text!r} is not a {what}; {hint}")
     return value
 
 
@@ -82,7 +82,7 @@ def format_si(value: float, unit: str = "", digits: int = 4) -> str:
 
 
 def format_count(count: float, digits: int = 4) -> str:
-    """124439808 → 124.4M, with B for 10⁹ as parameters are counted."""
+    """124439808 → 124.4M, with B for 10⁹, as usual for parameters."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if count >= size:
             return f"{count / size:.{digits}g}{unit}"
@@ -90,7 +90,7 @@ def format_count(count: float, digits: int = 4) -> str:
 
 
 def format_duration(value: float) -> str:
-    """As people read a time."""
+    """0.0123 → 12.3 ms."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if value >= scale:
             return f"{value / scale:,.3g} {unit}" if value < 1e3 else f"{value:,.0f} s"

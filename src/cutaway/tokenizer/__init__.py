@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates: text to ids and back, exactly as a model's files say."""
+"""Tokenizers: load, train, save, encode, decode, streaming decode and chat templates."""
 
 from cutaway.tokenizer.decode_stream import DecodeStream
 from cutaway.tokenizer.formats.gguf import tokenizer_from_gguf, tokenizer_to_gguf

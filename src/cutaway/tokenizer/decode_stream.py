@@ -1,16 +1,16 @@
-"""Decoding while ids arrive: only text that later ids cannot change any more."""
+"""DecodeStream: incremental decoding that returns only text later ids cannot change."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 _NUM_CONTEXT_IDS = 8
-"""Ids kept before the new ones, so that they are not decoded as the beginning of a text."""
+"""Context ids decoded before new ids, so that these are not decoded as the start of a text."""
 _MAX_UNSTABLE_CHARS = 16
-"""Characters at the end that tidying may still change; its longest chain of replacements needs fewer."""
+"""Trailing characters that clean_up_tokenization_spaces may change; its longest chain of replacements is shorter."""
 
 
 class _Decoder(Protocol):
-    """What a stream asks of a tokenizer."""
+    """Tokenizer attributes that DecodeStream uses."""
 
     decode_skip_ids: frozenset[int]
     clean_up_tokenization_spaces: bool
@@ -21,28 +21,30 @@ class _Decoder(Protocol):
 
 
 class DecodeStream:
-    """What `push` gave for each id, and at last `finish`, together are what `decode` gives for all ids."""
+    """Incremental decoder: the results of `push` for each id and of `finish`, joined, equal `decode` of all ids."""
 
     def __init__(
         self, tokenizer: _Decoder, *, skip_special_tokens: bool = True, prefix_ids: Sequence[int] = ()
     ) -> None:
-        """`prefix_ids`: what was read before. What comes is decoded as its continuation, with the space between."""
+        """`prefix_ids`: preceding ids (the prompt); new ids are decoded as their continuation, with its space."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._ids = [number for number in prefix_ids[-_NUM_CONTEXT_IDS:] if tokenizer.id_to_token(number) is not None]
-        before = self._decode(self._ids) if self._ids else ""
-        # A letter that was cut in two is given when it is whole.
-        self._num_emitted_chars = len(before) - before.endswith("\ufffd")
-        """Characters of the kept ids' text that were given already."""
+        self._ids = [
+            token_id for token_id in prefix_ids[-_NUM_CONTEXT_IDS:] if tokenizer.id_to_token(token_id) is not None
+        ]
+        prefix_text = self._decode(self._ids) if self._ids else ""
+        # An incomplete character at the end of the prefix is emitted when it is complete.
+        self._num_emitted_chars = len(prefix_text) - prefix_text.endswith("\ufffd")
+        """Number of characters of the text of `_ids` that were returned already."""
 
     def push(self, token_id: int) -> str:
-        """The text that is certain now; empty while a character is not whole."""
+        """Add an id and return the text that is now final; empty while a character is incomplete."""
         token = self._tokenizer.id_to_token(token_id)
         if token is None or (self._skip_special_tokens and token_id in self._tokenizer.decode_skip_ids):
             return ""
         self._ids.append(token_id)
         if is_byte_token(token):
-            # Bytes are judged as a run: one wrong byte turns all of them into replacement characters.
+            # Bytes are decoded as a run: one invalid byte turns the whole run into replacement characters.
             return ""
         text = self._decode(self._ids)
         new = text[self._num_emitted_chars : len(text) - self._num_unstable_chars(text)]
@@ -52,7 +54,7 @@ class DecodeStream:
         return new
 
     def finish(self) -> str:
-        """The rest, with replacement characters for what never became whole."""
+        """Return the remaining text, with replacement characters for incomplete characters, and reset."""
         rest = self._decode(self._ids)[self._num_emitted_chars :]
         self._ids, self._num_emitted_chars = [], 0
         return rest
@@ -66,15 +68,15 @@ class DecodeStream:
         return int(text.endswith("\ufffd") and len(text) > self._num_emitted_chars)
 
     def _trim_context(self) -> None:
-        """Keep some ids, from one that is no byte on, so that what follows is decoded alike."""
+        """Drop old ids; the first remaining id is not a byte token, so that later ids decode to the same text."""
         if self._tokenizer.clean_up_tokenization_spaces:
             return
         for start in range(len(self._ids) - _NUM_CONTEXT_IDS, 0, -1):
             if not is_byte_token(self._tokenizer.id_to_token(self._ids[start])):
-                kept = self._ids[start:]
-                text = self._decode(kept)
+                context_ids = self._ids[start:]
+                text = self._decode(context_ids)
                 if text and not text.startswith("\ufffd"):
-                    self._ids, self._num_emitted_chars = kept, len(text)
+                    self._ids, self._num_emitted_chars = context_ids, len(text)
                     return
 
 

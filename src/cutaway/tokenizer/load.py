@@ -1,4 +1,4 @@
-"""`load_tokenizer`: which files a directory has, which class its tokenizer is of, and the tokenizer they make."""
+"""Load a tokenizer from a model directory: detect its files, resolve its class, build its pipeline."""
 
 import os
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ _MODEL_TYPES_BY_CLASS = {
     "AlbertTokenizer": "albert yoso",
     "BertTokenizer": "bert distilbert electra convbert ernie megatron-bert nomic_bert squeezebert layoutlm",
     "MPNetTokenizer": "mpnet",
-    # These models' directories often name a class that is not theirs.
+    # "": use tokenizer.json unchanged; directories of these models often declare a wrong class.
     "": "mistral mixtral ministral ministral3 mistral3 mistral_large4 pixtral voxtral phi3 phi3_v phimoe olmo2 olmo3 "
     "flex_olmo granite granitemoe granitemoehybrid granitemoeshared stablelm glm glm4 glm4_moe gpt_bigcode modernbert "
     "modernbert-decoder nemotron persimmon internlm2 minicpm3 minimax_m2 jamba arctic ernie4_5 ernie4_5_moe umt5 "
@@ -62,7 +62,7 @@ _CLASS_BY_ALIAS = {alias: name for name, aliases in _ALIASES_BY_CLASS.items() fo
 def resolve_pipeline(
     tokenizer_config: TokenizerConfig, model_config: Mapping[str, Any], tokenizer_json: Mapping[str, Any] | None
 ) -> PipelineSpec | None:
-    """None: tokenizer.json as it stands, or the vocabulary file's own rules."""
+    """Find the pipeline of the tokenizer class; None: tokenizer.json unchanged, or the rules of the vocabulary file."""
     declared = tokenizer_config.get_str("tokenizer_class") or model_config.get("tokenizer_class")
     declared = declared.removesuffix("Fast") if isinstance(declared, str) else None
     model = model_config.get("model_type")
@@ -73,7 +73,7 @@ def resolve_pipeline(
     if registered is not None and registered != name:
         if registered == "":
             return None
-        if model == "qwen2":  # the one registered class that overrules what a directory declares
+        if model == "qwen2":  # the only model type whose registered class overrides the declared class
             name = registered
     pipeline = PIPELINES.get(name) if name else None
     if pipeline is not None and tokenizer_json is not None:
@@ -84,12 +84,12 @@ def resolve_pipeline(
 
 
 def _uses_byte_level(tokenizer_json: Mapping[str, Any]) -> bool:
-    """Llama 3's files declare Llama 2's class."""
-    parts = [tokenizer_json.get("pre_tokenizer"), tokenizer_json.get("decoder")]
-    for part in parts:
-        if isinstance(part, dict):
-            nested = [*_as_list(part.get("pretokenizers")), *_as_list(part.get("decoders"))]
-            if any(isinstance(one, dict) and one.get("type") == "ByteLevel" for one in [part, *nested]):
+    """Whether tokenizer.json is byte-level BPE: files of Llama 3 declare the class of Llama 2."""
+    pipeline = [tokenizer_json.get("pre_tokenizer"), tokenizer_json.get("decoder")]
+    for step in pipeline:
+        if isinstance(step, dict):
+            nested = [*_as_list(step.get("pretokenizers")), *_as_list(step.get("decoders"))]
+            if any(isinstance(s, dict) and s.get("type") == "ByteLevel" for s in [step, *nested]):
                 return True
     return False
 
@@ -107,39 +107,46 @@ def _assemble_tokenizer(
     default_special_tokens: Mapping[str, str] | None = None,
     from_tokenizer_json: bool = False,
 ) -> Tokenizer:
-    """`from_tokenizer_json`: the vocabulary came with a tokenizer.json, which has the say about BOS and EOS."""
-    named = tokenizer_config.resolve_special_tokens(
+    """Add special tokens and post-processor to a backend and build a Tokenizer.
+
+    `from_tokenizer_json`: the vocabulary is from a tokenizer.json, which then determines BOS and EOS.
+    """
+    special_tokens = tokenizer_config.resolve_special_tokens(
         pipeline.default_special_tokens if pipeline else default_special_tokens or {}
     )
-    mask = named.get("mask_token")
+    mask = special_tokens.get("mask_token")
     if pipeline is not None and pipeline.mask_lstrip and isinstance(mask, str):
-        named["mask_token"] = AddedToken(mask, lstrip=True, special=True)
+        special_tokens["mask_token"] = AddedToken(mask, lstrip=True, special=True)
     extra = (
         tokenizer_config.extra_special_tokens
         if tokenizer_config.extra_special_tokens is not None
         else (vocabulary.added_tokens if vocabulary else [])
     )
     wrap_tokenizers_errors(
-        tokenizer_config.source, lambda: _add_special_tokens(backend, tokenizer_config, named, extra)
+        tokenizer_config.source, lambda: _add_special_tokens(backend, tokenizer_config, special_tokens, extra)
     )
-    contents = {name: token_content(token) for name, token in named.items()}
-    ids = {name: (token, n) for name, token in contents.items() if (n := backend.token_to_id(token)) is not None}
+    contents = {name: token_content(token) for name, token in special_tokens.items()}
+    ids = {
+        name: (token, token_id)
+        for name, token in contents.items()
+        if (token_id := backend.token_to_id(token)) is not None
+    }
     if pipeline is not None and pipeline.post_processor is not None:
         try:
             backend.post_processor = pipeline.post_processor(ids)
         except KeyError as error:
             raise InputError(
-                f"{tokenizer_config.source} sets {error.args[0]} to null, but each text needs it; name one"
+                f"{tokenizer_config.source} sets {error.args[0]} to null, but the post-processor requires it; set it"
             ) from None
     elif from_tokenizer_json and (pipeline is None or pipeline.keep_json_post_processor):
         if pipeline is not None and vocabulary is not None and vocabulary.post_processor is not None:
             backend.post_processor = vocabulary.post_processor
     else:
-        bos, eos = (
+        add_bos, add_eos = (
             not from_tokenizer_json and tokenizer_config.get_bool(key, False)
             for key in ("add_bos_token", "add_eos_token")
         )
-        backend.post_processor = bos_eos_processor(ids.get("bos_token"), ids.get("eos_token"), (bos, eos))
+        backend.post_processor = bos_eos_processor(ids.get("bos_token"), ids.get("eos_token"), (add_bos, add_eos))
     side = tokenizer_config.get_str("padding_side") or (pipeline.padding_side if pipeline else "right")
     if side not in ("left", "right"):
         raise InputError(f"{tokenizer_config.source} sets padding_side to {side!r:.60}; it must be left or right")
@@ -190,18 +197,18 @@ def _as_special_token(token: str | AddedToken) -> AddedToken:
 
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
 MAX_RESERVED_TOKENS = 1 << 16
-"""Special tokens that may follow a tiktoken file's ranks; Llama 3 has 256."""
+"""Maximum number of special tokens after the ranks of a tiktoken file; Llama 3 has 256."""
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
-    """The tokenizer beside a model, or None where there is none. Only data is read: `auto_map` and such are ignored."""
+    """Load the tokenizer of a model directory; None if it has none. Reads only data: `auto_map` is ignored."""
     directory = Path(path)
     if not directory.is_dir():
-        raise InputError(f"{directory} is no directory; give the one with the model's files")
+        raise InputError(f"{directory} is not a directory; pass the directory of the model files")
     config = read_json_object(directory / "config.json") if path_exists(directory / "config.json") else {}
-    whole = directory / "tokenizer.json"
-    if path_exists(whole):
-        return _load_tokenizer_json(whole, config)
+    tokenizer_json = directory / "tokenizer.json"
+    if path_exists(tokenizer_json):
+        return _load_tokenizer_json(tokenizer_json, config)
     tokenizer_config = load_tokenizer_config(directory)
     pipeline = resolve_pipeline(tokenizer_config, config, None)
     if path_exists(directory / "source.spm") and path_exists(directory / "vocab.json"):
@@ -245,34 +252,35 @@ def _load_sentencepiece(
         model = parse_sentencepiece_model(data)
         if pipeline is not None and pipeline.model_type == "WordPiece":
             pipeline = None
-        extra = sentinel_tokens(pipeline, tokenizer_config) if pipeline is not None else []
-        tokens = build_vocabulary(model, pipeline, extra)
+        extra_tokens = sentinel_tokens(pipeline, tokenizer_config) if pipeline is not None else []
+        vocabulary = build_vocabulary(model, pipeline, extra_tokens)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     if pipeline is not None:
-        backend = wrap_tokenizers_errors(path, lambda: pipeline.build(tokens, tokenizer_config))
-        return _assemble_tokenizer(backend, tokenizer_config, pipeline=pipeline, vocabulary=tokens)
-    backend = wrap_tokenizers_errors(path, lambda: build_sentencepiece_pipeline(model, tokens))
+        backend = wrap_tokenizers_errors(path, lambda: pipeline.build(vocabulary, tokenizer_config))
+        return _assemble_tokenizer(backend, tokenizer_config, pipeline=pipeline, vocabulary=vocabulary)
+    backend = wrap_tokenizers_errors(path, lambda: build_sentencepiece_pipeline(model, vocabulary))
     return _assemble_tokenizer(
-        backend, tokenizer_config, vocabulary=tokens, default_special_tokens=model.special_tokens_map
+        backend, tokenizer_config, vocabulary=vocabulary, default_special_tokens=model.special_tokens_map
     )
 
 
 def _load_tiktoken(
     data: bytes, path: Path, tokenizer_config: TokenizerConfig, model_config: dict[str, Any]
 ) -> Tokenizer:
-    """Special tokens stand beside the file: in added_tokens_decoder, with gaps filled, or after the last rank."""
-    tokens = parse_tiktoken(data, path)
+    """Build a tokenizer from tiktoken ranks; special tokens are from added_tokens_decoder, with gaps filled."""
+    vocabulary = parse_tiktoken(data, path)
     pattern = QWEN2_SPLIT_PATTERN if model_config.get("model_type") in ("qwen", "qwen2") else GPT4_SPLIT_PATTERN
-    backend = wrap_tokenizers_errors(path, lambda: build_tiktoken_pipeline(tokens, [pattern]))
+    backend = wrap_tokenizers_errors(path, lambda: build_tiktoken_pipeline(vocabulary, [pattern]))
     last = max(tokenizer_config.added_tokens_decoder, default=-1)
-    first = max(tokens.ids.values()) + 1
+    first = max(vocabulary.ids.values()) + 1
     if last - first > MAX_RESERVED_TOKENS:
         raise InputError(
-            f"{tokenizer_config.source} adds token {last}, far beyond the last rank {first - 1}; fix the file"
+            f"{tokenizer_config.source} adds token {last}, more than {MAX_RESERVED_TOKENS} past the last rank"
+            f" {first - 1}; fix the file"
         )
-    contents = {number: token.content for number, token in tokenizer_config.added_tokens_decoder.items()}
-    names = [contents.get(number, f"<|reserved_token_{number}|>") for number in range(first, last + 1)]
+    contents = {token_id: token.content for token_id, token in tokenizer_config.added_tokens_decoder.items()}
+    names = [contents.get(token_id, f"<|reserved_token_{token_id}|>") for token_id in range(first, last + 1)]
     wrap_tokenizers_errors(path, lambda: backend.add_special_tokens(names))
     return _assemble_tokenizer(backend, tokenizer_config)
 
@@ -282,8 +290,8 @@ def _load_vocabulary(
 ) -> Tokenizer:
     if pipeline is None or pipeline.model_type != vocabulary.model_type:
         pipeline = PIPELINES[default_class]
-    chosen = pipeline
-    backend = wrap_tokenizers_errors(tokenizer_config.source, lambda: chosen.build(vocabulary, tokenizer_config))
+    resolved = pipeline
+    backend = wrap_tokenizers_errors(tokenizer_config.source, lambda: resolved.build(vocabulary, tokenizer_config))
     return _assemble_tokenizer(backend, tokenizer_config, pipeline=pipeline, vocabulary=vocabulary)
 
 
@@ -295,7 +303,7 @@ def _read_vocab_and_merges(directory: Path) -> Vocabulary:
             continue
         parts = line.rstrip("\r").split(" ")
         if len(parts) != 2:
-            raise InputError(f"{directory / 'merges.txt'} line {number} is not two tokens; get the file again")
+            raise InputError(f"{directory / 'merges.txt'} line {number} is not two tokens; download the file again")
         merges.append((parts[0], parts[1]))
     return Vocabulary("BPE", ids=ids, merges=merges)
 

@@ -1,7 +1,7 @@
-"""The pipelines around a vocabulary, by the class that a directory names.
+"""Tokenizer pipelines (normalizer, pre-tokenizer, model, decoder, post-processor) by tokenizer class.
 
-transformers builds these classes anew from the vocabulary, even where a tokenizer.json describes a pipeline, and models
-are used with those ids; so the same is done here. Any other class means: tokenizer.json as it stands.
+transformers rebuilds the pipeline of these classes from the vocabulary, even if tokenizer.json has a pipeline, so the
+same is done here to get the same ids. For any other class, tokenizer.json is used unchanged.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ ModelType = Literal["BPE", "Unigram", "WordPiece"]
 
 
 SpecialTokenIds = Mapping[str, tuple[str, int]]
-"""The named special tokens that exist, as (content, id)."""
+"""bos_token, eos_token and so on, if present → (content, id)."""
 
 
 def _build_byte_level_bpe(vocabulary: Vocabulary, tokenizer_config: TokenizerConfig) -> Tokenizer:
@@ -54,7 +54,7 @@ def _build_cohere(vocabulary: Vocabulary, tokenizer_config: TokenizerConfig) -> 
 
 
 def build_metaspace_decoder(*, add_prefix_space: bool) -> decoders.Decoder:
-    """▁ becomes a space, <0x..> a byte, and the space set before the text goes."""
+    """Decoder of ▁ to a space and <0x..> to a byte; removes the prefix space of the text."""
     parts: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     return decoders.Sequence([*parts, decoders.Strip(content=" ", left=1)] if add_prefix_space else parts)
 
@@ -124,7 +124,7 @@ def _build_wordpiece(vocabulary: Vocabulary, tokenizer_config: TokenizerConfig) 
 
 
 def template_processor(first: str | None, last: str) -> Callable[[SpecialTokenIds], Any]:
-    """The named token `first` before and `last` behind; a pair of texts follows BERT's way."""
+    """Post-processor that adds the special tokens `first` before and `last` after a text; pairs as in BERT."""
 
     def template(ids: SpecialTokenIds) -> Any:
         head = f"{ids[first][0]}:0 " if first else ""
@@ -139,30 +139,35 @@ def template_processor(first: str | None, last: str) -> Callable[[SpecialTokenId
 
 
 def _roberta_processor(ids: SpecialTokenIds) -> Any:
-    """RoBERTa's: <s> A </s> </s> B </s>."""
+    """<s> A </s> </s> B </s>."""
     return processors.RobertaProcessing(ids["sep_token"], ids["cls_token"])
 
 
 @dataclass(frozen=True)
 class PipelineSpec:
+    """How to build the pipeline of a tokenizer class from a vocabulary."""
+
     model_type: ModelType
     build: Callable[[Vocabulary, TokenizerConfig], Tokenizer]
     default_special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """Special tokens where the directory names none."""
+    """Special tokens that the directory does not set."""
     post_processor: Callable[[SpecialTokenIds], Any] | None = None
-    """In place of tokenizer.json's own post-processor."""
+    """Replaces the post-processor of tokenizer.json."""
     keep_json_post_processor: bool = True
     padding_side: Literal["left", "right"] = "right"
     num_extra_ids: int = 0
-    """How many <extra_id_n> follow the vocabulary, unless the directory says otherwise."""
+    """Default number of sentinel tokens <extra_id_n> after the vocabulary."""
     mask_lstrip: bool = False
-    """The mask token takes the space before it."""
+    """Whether the mask token includes the preceding space."""
 
 
 def sentinel_tokens(pipeline: PipelineSpec, tokenizer_config: TokenizerConfig) -> list[AddedToken]:
+    """Sentinel tokens <extra_id_n> (T5)."""
     count = tokenizer_config.options.get("extra_ids", pipeline.num_extra_ids)
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= 10_000:
-        raise InputError(f"{tokenizer_config.source} sets extra_ids to {count!r:.40}; it must be a small whole number")
+        raise InputError(
+            f"{tokenizer_config.source} sets extra_ids to {count!r:.40}; it must be an integer from 0 to 10000"
+        )
     return [AddedToken(f"<extra_id_{n}>", normalized=False, special=True) for n in range(count)]
 
 
@@ -238,9 +243,9 @@ PIPELINES: dict[str, PipelineSpec] = {
 def bos_eos_processor(
     bos: tuple[str, int] | None, eos: tuple[str, int] | None, add_bos_eos: tuple[bool, bool]
 ) -> processors.TemplateProcessing:
-    """BOS before and EOS behind each text, where wanted and existing."""
+    """Post-processor that adds BOS before and EOS after a text, if set and present."""
     first, last = (token if flag else None for token, flag in zip((bos, eos), add_bos_eos, strict=True))
-    # In a template a special token may be named by anything; its own text may hold colons and spaces.
+    # Template ids are arbitrary names; the text of the tokens may contain colons and spaces.
     begin, end = (["BOS:0"] if first else []), (["EOS:0"] if last else [])
     single = [*begin, "$A:0", *end]
     pair = [*single, *(part.replace(":0", ":1") for part in [*begin, "$B:0", *end])]

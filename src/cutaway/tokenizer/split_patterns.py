@@ -1,4 +1,4 @@
-"""How byte-level BPE cuts text before it merges: the patterns in use, by the names that GGUF gives them."""
+"""Pre-tokenization patterns of byte-level BPE by their GGUF names, and the byte-to-unicode table."""
 
 from collections.abc import Sequence
 
@@ -38,7 +38,7 @@ SPLIT_PATTERNS: dict[str, tuple[str, ...]] = {
     "bloom": (_BLOOM_SPLIT_PATTERN,),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2_SPLIT_PATTERN, r"\p{N}+", "[0-9][0-9][0-9]"),
 }
-"""One pattern after another, each cutting what the ones before it left."""
+"""Patterns are applied in order, each to the pieces of the previous one."""
 _PRE_TOKENIZER_ALIASES = {
     "gpt-2": "gpt2 mpt olmo jais phi-2 roberta-bpe jina-v1-en jina-v2-es jina-v2-de jina-v2-code trillion",
     "llama-bpe": "llama3 llama-v3 falcon3 falcon-h1 dbrx smaug-bpe chatglm-bpe glm4 pixtral midm-2.0 lfm2",
@@ -51,23 +51,24 @@ PRE_TOKENIZER_NAMES = {name: name for name in SPLIT_PATTERNS} | {
     other: name for name, line in _PRE_TOKENIZER_ALIASES.items() for other in line.split()
 }
 IGNORE_MERGES = frozenset({"llama-bpe", "tekken", "gpt-4o"})
-"""A word that is a token whole is taken whole, even if no chain of merges leads to it: tiktoken's rule."""
+"""Pre-tokenizers where a word in the vocabulary is one token even if no merges lead to it, as in tiktoken."""
 
 ADD_BOS_BY_DEFAULT = frozenset({"llama-bpe", "tekken"})
-"""Where a GGUF file does not say."""
+"""Pre-tokenizers that add BOS if the GGUF file does not specify it."""
 
 
 def get_split_patterns(name: str) -> tuple[str, ...]:
+    """Split patterns of a GGUF pre-tokenizer (`tokenizer.ggml.pre`)."""
     if name not in PRE_TOKENIZER_NAMES:
         known = ", ".join(sorted(SPLIT_PATTERNS))
-        raise InputError(f"the GGUF file cuts text by the rule {name!r}, which is not known here; known are {known}")
+        raise InputError(f"tokenizer.ggml.pre is {name!r}, which cutaway does not support; supported are {known}")
     return SPLIT_PATTERNS[PRE_TOKENIZER_NAMES[name]]
 
 
 def build_byte_level_pre_tokenizer(
     patterns: Sequence[str], *, add_prefix_space: bool = False
 ) -> pre_tokenizers.PreTokenizer:
-    """Cut by the patterns, then write each byte as one visible character."""
+    """Pre-tokenizer that splits by the patterns, then maps each byte to one printable character."""
     parts: list[pre_tokenizers.PreTokenizer] = [
         pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns
     ]
@@ -77,7 +78,7 @@ def build_byte_level_pre_tokenizer(
 
 
 def bytes_to_unicode() -> dict[int, str]:
-    """GPT-2's visible character for each byte: printable Latin-1 for itself, the others from U+0100 on."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = (byte for byte in range(256) if byte not in shown)
-    return {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+    """Byte → printable character (GPT-2): printable Latin-1 unchanged, other bytes from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in printable)
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

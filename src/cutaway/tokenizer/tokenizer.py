@@ -1,4 +1,4 @@
-"""`Tokenizer`: text to ids and back, with what a model's directory says about special tokens and chats."""
+"""Tokenizer: encode, decode, special tokens, chat templates and saving."""
 
 import json
 import os
@@ -19,8 +19,8 @@ from cutaway.tokenizer.tokenizer_config import SPECIAL_TOKENS_ATTRIBUTES, ChatTe
 
 
 def serialize_tokenizer(tokenizer: "Tokenizer") -> dict[str, bytes]:
-    """tokenizer.json holds the whole pipeline, so the class is the one that takes it as it stands."""
-    named = set(tokenizer.special_tokens_map.values())
+    """Files of a tokenizer directory. The class is PreTrainedTokenizerFast, which uses tokenizer.json unchanged."""
+    named_tokens = set(tokenizer.special_tokens_map.values())
     added = sorted(tokenizer.backend.get_added_tokens_decoder().items())
     config: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -28,9 +28,9 @@ def serialize_tokenizer(tokenizer: "Tokenizer") -> dict[str, bytes]:
         "padding_side": tokenizer.padding_side,
         "clean_up_tokenization_spaces": tokenizer.clean_up_tokenization_spaces,
         "split_special_tokens": tokenizer.backend.encode_special_tokens,
-        "additional_special_tokens": [t.content for _, t in added if t.special and t.content not in named],
-        # Without this, special_tokens_map.json and added_tokens.json from earlier days would have a say.
-        "added_tokens_decoder": {str(number): _added_token_to_dict(token) for number, token in added},
+        "additional_special_tokens": [t.content for _, t in added if t.special and t.content not in named_tokens],
+        # If absent, transformers would read old special_tokens_map.json and added_tokens.json files instead.
+        "added_tokens_decoder": {str(token_id): _added_token_to_dict(token) for token_id, token in added},
         **tokenizer.special_tokens_map,
     }
     files = {"tokenizer.json": tokenizer.backend.to_str(pretty=True).encode()}
@@ -43,22 +43,23 @@ def _added_token_to_dict(token: AddedToken) -> dict[str, object]:
 
 
 def serialize_config(tokenizer: "Tokenizer", config: dict[str, object]) -> dict[str, bytes]:
+    """tokenizer_config.json and the chat template."""
     files = {}
     if isinstance(tokenizer.chat_template, str):
         files[CHAT_TEMPLATE_FILE] = tokenizer.chat_template.encode()
     elif tokenizer.chat_template is not None:
-        # In the config, since names need not be fit for files.
+        # In tokenizer_config.json, since template names need not be valid file names.
         config["chat_template"] = [{"name": n, "template": t} for n, t in tokenizer.chat_template.items()]
     return {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode(), **files}
 
 
-# In this order, each over the whole text, as transformers does it.
+# Applied in this order, each to the whole text, as in transformers.
 _CLEAN_UP_REPLACEMENTS = [(f" {mark}", mark) for mark in (".", "?", "!", ",")]
 _CLEAN_UP_REPLACEMENTS += [(" ' ", "'"), *((f" {end}", end) for end in ("n't", "'m", "'s", "'ve", "'re"))]
 
 
 class Tokenizer:
-    """Text to ids and back; see `load_tokenizer`, `tokenizer_from_gguf`, `byte_tokenizer`, `train_bpe`."""
+    """Text to token ids and back. See `load_tokenizer`, `tokenizer_from_gguf`, `byte_tokenizer`, `train_bpe`."""
 
     def __init__(
         self,
@@ -71,11 +72,12 @@ class Tokenizer:
         clean_up_tokenization_spaces: bool = False,
         split_special_tokens: bool = False,
     ) -> None:
-        """`special_tokens_map` gives the contents of bos_token, eos_token and so on."""
+        """`special_tokens_map`: bos_token, eos_token and so on → the text of the token."""
         if special_tokens_map and not special_tokens_map.keys() <= set(SPECIAL_TOKENS_ATTRIBUTES):
             unknown = set(special_tokens_map) - set(SPECIAL_TOKENS_ATTRIBUTES)
             raise InputError(
-                f"special tokens are named {', '.join(SPECIAL_TOKENS_ATTRIBUTES)}; not {', '.join(unknown)}"
+                f"special_tokens_map has the unknown keys {', '.join(unknown)};"
+                f" use {', '.join(SPECIAL_TOKENS_ATTRIBUTES)}"
             )
         backend.no_padding()
         backend.no_truncation()
@@ -85,41 +87,41 @@ class Tokenizer:
         self.chat_template = chat_template
         self.model_max_length = model_max_length
         self.padding_side = padding_side
-        # transformers tidies for no BPE either: it would take spaces away that the text had.
+        # Not for BPE, as in transformers: it would remove spaces of the text.
         self.clean_up_tokenization_spaces = clean_up_tokenization_spaces and type(backend.model).__name__ != "BPE"
         added = backend.get_added_tokens_decoder()
-        marked = {number for number, token in added.items() if token.special}
-        self.decode_skip_ids = frozenset(marked)
-        """What `decode` passes over; with the named tokens, `all_special_ids`."""
+        special_ids = {token_id for token_id, token in added.items() if token.special}
+        self.decode_skip_ids = frozenset(special_ids)
+        """Ids that `decode` skips; `all_special_ids` also has those of `special_tokens_map`."""
         self.all_special_ids = frozenset(
-            marked | {n for t in self.special_tokens_map.values() if (n := self.token_to_id(t)) is not None}
+            special_ids | {n for t in self.special_tokens_map.values() if (n := self.token_to_id(t)) is not None}
         )
 
-    # Text to ids and back
+    # Encoding and decoding
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """`add_special_tokens`: BOS, EOS, CLS and the like, as the directory says. Those in the text always count."""
+        """Token ids of a text. `add_special_tokens`: add BOS, EOS, CLS; special tokens in the text always match."""
         return wrap_tokenizers_errors("this text", lambda: self._encode(_validate_text(text), add_special_tokens))
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Each as by `encode`, side by side; nothing is padded."""
+        """Encode several texts in parallel, without padding."""
         if isinstance(texts, str):
-            raise InputError("encode_batch takes several strings; for one text use encode")
-        whole = [_validate_text(text) for text in texts]
-        return wrap_tokenizers_errors("one of these texts", lambda: self._encode_batch(whole, add_special_tokens))
+            raise InputError("encode_batch takes a list of strings; for one text use encode")
+        checked = [_validate_text(text) for text in texts]
+        return wrap_tokenizers_errors("one of these texts", lambda: self._encode_batch(checked, add_special_tokens))
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Ids without a token are passed over: a model's vocabulary may be padded beyond its tokenizer's."""
+        """Text of token ids. Ids without a token are skipped: a model's vocabulary may be padded."""
         text = wrap_tokenizers_errors(
-            "these ids", lambda: self._decode([_validate_token_id(number) for number in ids], skip_special_tokens)
+            "these ids", lambda: self._decode([_validate_token_id(token_id) for token_id in ids], skip_special_tokens)
         )
         if self.clean_up_tokenization_spaces:
-            for messy, clean in _CLEAN_UP_REPLACEMENTS:
-                text = text.replace(messy, clean)
+            for old, new in _CLEAN_UP_REPLACEMENTS:
+                text = text.replace(old, new)
         return text
 
     def decode_stream(self, *, skip_special_tokens: bool = True, prefix_ids: Sequence[int] = ()) -> DecodeStream:
-        """Decodes ids one by one as they are generated, as what follows `prefix_ids`."""
+        """Incremental decoder of generated ids, as the continuation of `prefix_ids`."""
         return DecodeStream(self, skip_special_tokens=skip_special_tokens, prefix_ids=prefix_ids)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -133,27 +135,29 @@ class Tokenizer:
     def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    # The vocabulary
+    # Vocabulary
 
     @property
     def vocab_size(self) -> int:
-        """Tokens, the added ones among them."""
+        """Number of tokens, including added tokens."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def id_to_token(self, token_id: int) -> str | None:
+        """The token as in the vocabulary; None if there is none."""
         return wrap_tokenizers_errors("this id", lambda: self.backend.id_to_token(_validate_token_id(token_id)))
 
     def format_token(self, token_id: int) -> str | None:
-        """A token's text. What is only a part of a character has none, and is told byte by byte: <0xF0 0x9F>."""
+        """Text of a token for display; the bytes, <0xF0 0x9F>, of a token that is a part of a character."""
         text, name = self.decode([token_id], skip_special_tokens=False), self.id_to_token(token_id)
         if name is None or (text and "\ufffd" not in text):
             return text or name
-        bytes_of = {character: byte for byte, character in bytes_to_unicode().items()}
-        if not text or not set(name) <= bytes_of.keys():
+        byte_of_char = {character: byte for byte, character in bytes_to_unicode().items()}
+        if not text or not set(name) <= byte_of_char.keys():
             return name
-        return f"<{' '.join(f'0x{bytes_of[character]:02X}' for character in name)}>"
+        return f"<{' '.join(f'0x{byte_of_char[character]:02X}' for character in name)}>"
 
     def token_to_id(self, token: str) -> int | None:
+        """The id of a token as in the vocabulary; None if there is none."""
         return self.backend.token_to_id(token)
 
     @property
@@ -179,7 +183,7 @@ class Tokenizer:
     def _special_token_id(self, name: str) -> int | None:
         return self.token_to_id(self.special_tokens_map[name]) if name in self.special_tokens_map else None
 
-    # Chats
+    # Chat templates
 
     def render_chat(
         self,
@@ -190,7 +194,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **template_kwargs: Any,
     ) -> str:
-        """The prompt that the chat template writes. `chat_template`: another one, or the name of one of several."""
+        """Render messages with the chat template. `chat_template`: another template, or the name of one of several."""
         source = self._select_chat_template(chat_template, with_tools=tools is not None)
         values = {
             **self.special_tokens_map,
@@ -201,28 +205,28 @@ class Tokenizer:
         return render_chat_template(source, messages, values)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **render_options: Any) -> list[int]:
-        """`render_chat` as ids. The template itself writes BOS where the model wants one, so none is added."""
+        """Token ids of `render_chat`. No special tokens are added: the template includes BOS if required."""
         return self.encode(self.render_chat(messages, **render_options), add_special_tokens=False)
 
     def _select_chat_template(self, chat_template: str | None, *, with_tools: bool) -> str:
-        own = self.chat_template
-        if isinstance(own, dict):
+        templates = self.chat_template
+        if isinstance(templates, dict):
             if chat_template is None:
-                chat_template = "tool_use" if with_tools and "tool_use" in own else "default"
-                if chat_template not in own:
-                    raise InputError(f"this tokenizer has no default chat template; name one of {', '.join(own)}")
-            return own.get(chat_template, chat_template)
-        source = own if chat_template is None else chat_template
+                chat_template = "tool_use" if with_tools and "tool_use" in templates else "default"
+                if chat_template not in templates:
+                    raise InputError(f"this tokenizer has no default chat template; pass one of {', '.join(templates)}")
+            return templates.get(chat_template, chat_template)
+        source = templates if chat_template is None else chat_template
         if source is None:
             raise InputError(
-                "this tokenizer has no chat template; give one as chat_template, or use encode for plain text"
+                "this tokenizer has no chat template; pass one as chat_template, or use encode for plain text"
             )
         return source
 
     # Saving
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write files that transformers' AutoTokenizer opens, all or none."""
+        """Save the tokenizer in the format of transformers (AutoTokenizer), all files or none."""
         write_files_atomically(Path(directory), self._serialize_files())
 
     def _serialize_files(self) -> dict[str, bytes]:
@@ -234,19 +238,19 @@ class Tokenizer:
 
 def _validate_text(text: object) -> str:
     if not isinstance(text, str):
-        raise InputError(f"a text is a string, not {type(text).__name__}; for several texts use encode_batch")
+        raise InputError(f"text is a {type(text).__name__}, not a string; for several texts use encode_batch")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InputError(f"the text has half a surrogate pair at character {error.start}; repair it first") from error
+        raise InputError(f"the text has an unpaired surrogate at character {error.start}; remove it") from error
     return text
 
 
 def _validate_token_id(value: Any) -> int:
     try:
-        whole = index(value)
+        token_id = index(value)
     except TypeError as error:
-        raise InputError(f"an id is a whole number, not {value!r:.40}") from error
-    if not 0 <= whole < 1 << 32:
-        raise InputError(f"an id is a whole number from 0 on, not {whole}")
-    return whole
+        raise InputError(f"a token id is {value!r:.40}; pass an integer") from error
+    if not 0 <= token_id < 1 << 32:
+        raise InputError(f"a token id is {token_id}; pass an integer from 0 to 2^32 - 1")
+    return token_id

@@ -1,4 +1,4 @@
-"""What a directory says about its tokenizer beside the vocabulary: special tokens, flags, chat templates."""
+"""TokenizerConfig: tokenizer_config.json, special_tokens_map.json, added_tokens.json and chat templates."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,21 +24,22 @@ MAX_CHAT_TEMPLATE_BYTES = 1 << 18
 
 @dataclass
 class TokenizerConfig:
-    """`tokenizer_config.json` and its neighbours, checked."""
+    """Validated contents of tokenizer_config.json and related files."""
 
     source: str = "the tokenizer"
     options: dict[str, Any] = field(default_factory=dict)
-    """The other keys, to be asked with `get_bool` and `get_str`."""
+    """Other keys, read with `get_bool` and `get_str`."""
     special_tokens: dict[str, str | AddedToken] = field(default_factory=dict)
-    """By the names of SPECIAL_TOKENS_ATTRIBUTES; the directory's own words only, no class's defaults."""
+    """SPECIAL_TOKENS_ATTRIBUTES set by the directory, without the defaults of the class."""
     model_specific_special_tokens: list[str | AddedToken] = field(default_factory=list)
-    """Special tokens of the model's own kinds: image_token, extra_special_tokens by name."""
+    """Model-specific special tokens: image_token and the like, and extra_special_tokens if an object."""
     extra_special_tokens: list[str | AddedToken] | None = None
-    """extra_special_tokens, in older files additional_special_tokens, as a list."""
+    """extra_special_tokens (additional_special_tokens in older files) if a list."""
     added_tokens_decoder: dict[int, AddedToken] = field(default_factory=dict)
     chat_template: ChatTemplate = None
 
     def get_bool(self, key: str, default: bool) -> bool:
+        """Value of a boolean key; the default if it is absent or null."""
         value = self.options.get(key)
         if value is None:
             return default
@@ -47,15 +48,16 @@ class TokenizerConfig:
         return value
 
     def resolve_special_tokens(self, default_special_tokens: Mapping[str, str]) -> dict[str, str | AddedToken]:
-        """The named special tokens, with a class's defaults where the directory is silent; a null is not silence.
+        """Special tokens of the directory, with the defaults of the class for absent keys; a null key is not absent.
 
-        In the order of SPECIAL_TOKENS_ATTRIBUTES, since those that the vocabulary lacks get their ids in it.
+        In the order of SPECIAL_TOKENS_ATTRIBUTES, since tokens missing from the vocabulary get their ids in this order.
         """
-        silent = {name: token for name, token in default_special_tokens.items() if name not in self.options}
-        every = {**silent, **self.special_tokens}
-        return {name: every[name] for name in SPECIAL_TOKENS_ATTRIBUTES if name in every}
+        defaults = {name: token for name, token in default_special_tokens.items() if name not in self.options}
+        tokens = {**defaults, **self.special_tokens}
+        return {name: tokens[name] for name in SPECIAL_TOKENS_ATTRIBUTES if name in tokens}
 
     def get_str(self, key: str) -> str | None:
+        """Value of a string key; None if it is absent or null."""
         value = self.options.get(key)
         if value is not None and not isinstance(value, str):
             raise InputError(f"{self.source} sets {key} to {value!r:.60}; it must be a string")
@@ -63,7 +65,7 @@ class TokenizerConfig:
 
     @property
     def model_max_length(self) -> int | None:
-        """`model_max_length`; transformers writes 1e30 for 'unknown'."""
+        """`model_max_length`; None if absent or 1e30, which transformers writes for no limit."""
         value = self.options.get("model_max_length")
         if value is None:
             return None
@@ -73,7 +75,7 @@ class TokenizerConfig:
 
 
 def load_tokenizer_config(directory: Path, tokenizer_json: dict[str, Any] | None = None) -> TokenizerConfig:
-    """The order of authority is transformers': added_tokens_decoder silences the older files beside it."""
+    """Load the config files with the precedence of transformers: added_tokens_decoder overrides the legacy files."""
     path = directory / "tokenizer_config.json"
     options = read_json_object(path) if path_exists(path) else {}
     source = str(path)
@@ -82,7 +84,7 @@ def load_tokenizer_config(directory: Path, tokenizer_json: dict[str, Any] | None
     decoder = options.pop("added_tokens_decoder", None)
     if decoder is not None:
         if not isinstance(decoder, dict):
-            raise InputError(f"{source} has an added_tokens_decoder that is no object; get the file again")
+            raise InputError(f"{source} has an added_tokens_decoder that is not an object; download the file again")
         tokenizer_config.added_tokens_decoder = {
             _parse_token_id(key, source): _parse_added_token(value, source) for key, value in decoder.items()
         }
@@ -92,13 +94,13 @@ def load_tokenizer_config(directory: Path, tokenizer_json: dict[str, Any] | None
     others = {
         key: value for key, value in options.items() if key.endswith("_token") and key not in SPECIAL_TOKENS_ATTRIBUTES
     }
-    own = [value for value in others.values() if isinstance(value, str | dict)]
+    model_specific = [value for value in others.values() if isinstance(value, str | dict)]
     if isinstance(extra, dict):
-        own, extra = [*own, *extra.values()], None
-    tokenizer_config.model_specific_special_tokens = [_parse_token(value, source) for value in own]
+        model_specific, extra = [*model_specific, *extra.values()], None
+    tokenizer_config.model_specific_special_tokens = [_parse_token(value, source) for value in model_specific]
     if extra is not None:
         if not isinstance(extra, list):
-            raise InputError(f"{source} has extra special tokens that are no list; get the file again")
+            raise InputError(f"{source} has extra special tokens that are not a list; download the file again")
         tokenizer_config.extra_special_tokens = [_parse_token(value, source) for value in extra]
     tokenizer_config.special_tokens = {
         name: _parse_token(options[name], source) for name in SPECIAL_TOKENS_ATTRIBUTES if options.get(name) is not None
@@ -124,11 +126,11 @@ def _parse_token(value: object, source: object) -> str | AddedToken:
 
 def _parse_added_token(value: object, source: object, special: bool | None = None) -> AddedToken:
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
-        raise InputError(f"{source} describes a token as {value!r:.80}; it must be a string or an object with content")
+        raise InputError(f"{source} has the token {value!r:.80}; it must be a string or an object with content")
     flags = {key: value[key] for key in ("lstrip", "rstrip", "single_word", "normalized", "special") if key in value}
     if any(not isinstance(flag, bool) for flag in flags.values()):
         raise InputError(
-            f"{source} gives token {value['content']!r:.80} a flag that is not true or false; fix the file"
+            f"{source} has a flag of token {value['content']!r:.80} that is not true or false; fix the file"
         )
     if special is not None:
         flags["special"] = special
@@ -138,7 +140,7 @@ def _parse_added_token(value: object, source: object, special: bool | None = Non
 def _parse_token_id(key: str, source: object) -> int:
     if not key.isascii() or not key.isdigit() or int(key[:9]) != int(key) or int(key) >= MAX_VOCAB_SIZE:
         raise InputError(
-            f"{source} adds a token with the id {key!r:.40}, not a whole number below {MAX_VOCAB_SIZE}; fix it"
+            f"{source} adds a token with the id {key!r:.40}, not an integer below {MAX_VOCAB_SIZE}; fix the file"
         )
     return int(key)
 
@@ -161,22 +163,24 @@ def _read_added_tokens_json(directory: Path, tokenizer_config: TokenizerConfig) 
         ]
     }
     tokens = {}
-    for content, number in read_json_object(path).items():
-        known = content in special
-        tokens[_parse_token_id(str(number), path)] = AddedToken(content, normalized=not known, special=known)
+    for content, token_id in read_json_object(path).items():
+        is_special = content in special
+        tokens[_parse_token_id(str(token_id), path)] = AddedToken(
+            content, normalized=not is_special, special=is_special
+        )
     return tokens
 
 
 def _added_tokens_in(tokenizer_json: dict[str, Any] | None, directory: Path) -> dict[int, AddedToken]:
-    where = directory / "tokenizer.json"
+    path = directory / "tokenizer.json"
     values = (tokenizer_json or {}).get("added_tokens") or []
     if not isinstance(values, list) or any(not isinstance(value, dict) for value in values):
-        raise InputError(f"{where} has added_tokens that are no list of objects; get the file again")
-    return {_parse_token_id(str(value.get("id")), where): _parse_added_token(value, where) for value in values}
+        raise InputError(f"{path} has added_tokens that are not a list of objects; download the file again")
+    return {_parse_token_id(str(value.get("id")), path): _parse_added_token(value, path) for value in values}
 
 
 def _load_chat_template(directory: Path, inline: object, source: str) -> ChatTemplate:
-    """Files of their own come before the key in tokenizer_config.json, which may be a list of named ones."""
+    """Template files take precedence over the key in tokenizer_config.json, which may be a list of named templates."""
     single, folder = directory / CHAT_TEMPLATE_FILE, directory / "additional_chat_templates"
     files = {"default": single} if path_exists(single) else {}
     if folder.is_dir():

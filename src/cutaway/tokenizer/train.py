@@ -1,4 +1,4 @@
-"""Tokenizers made here: the 256 bytes alone, or byte-level BPE trained on texts."""
+"""Train a byte-level BPE tokenizer, or build a byte tokenizer."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,18 +12,18 @@ from cutaway.tokenizer.tokenizer import Tokenizer
 
 DEFAULT_SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>")
 MASK_TOKEN = "<mask>"
-"""Beside them, where tokens are to be hidden. It takes the space before it, which is part of most words' tokens."""
+"""Mask token for masked language modeling. It includes the preceding space, as most word tokens do."""
 _TOKENS_BY_ROLE = {
     "bos_token": ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|endoftext|>"),
     "eos_token": ("<|eos|>", "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>"),
     "pad_token": ("<|pad|>", "<pad>", "<|padding|>"),
     "mask_token": (MASK_TOKEN, "<|mask|>", "[MASK]"),
 }
-"""A special token has a role if it is named in one of the usual ways."""
+"""Common texts of each special token; a token of special_tokens gets the role of its text."""
 
 
 def byte_tokenizer(*, special_tokens: Sequence[str] = DEFAULT_SPECIAL_TOKENS) -> Tokenizer:
-    """Each byte of UTF-8 is its own id, 0 to 255; then BOS, EOS and padding. Nothing is added to a text by itself."""
+    """Build a byte tokenizer: UTF-8 bytes are ids 0 to 255, then special tokens. `encode` adds no special tokens."""
     _check_special_tokens(special_tokens)
     ids = {character: byte for byte, character in bytes_to_unicode().items()}
     backend = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=[]))
@@ -36,16 +36,18 @@ def byte_tokenizer(*, special_tokens: Sequence[str] = DEFAULT_SPECIAL_TOKENS) ->
 def train_bpe(
     texts: Iterable[str], vocab_size: int, *, special_tokens: Sequence[str] = DEFAULT_SPECIAL_TOKENS
 ) -> Tokenizer:
-    """Byte-level BPE on GPT-4's split. Equal texts give equal tokenizers, and any text can be decoded from its ids.
+    """Train byte-level BPE with the split pattern of GPT-4. Deterministic, and lossless on any text.
 
-    Special tokens come last. The vocabulary is smaller than asked for where the texts have no more pairs to merge.
+    Special tokens have the last ids. The vocabulary is smaller than `vocab_size` if no pairs are left to merge.
     """
     if isinstance(texts, str):
-        raise InputError("train_bpe takes several texts; put a single one into a list")
+        raise InputError("train_bpe takes an iterable of texts; pass a single text as a list")
     _check_special_tokens(special_tokens)
-    least = 256 + len(special_tokens)
-    if not isinstance(vocab_size, int) or not least <= vocab_size <= MAX_VOCAB_SIZE:
-        raise InputError(f"vocab_size {vocab_size!r} must be a whole number from {least} (bytes and special tokens) on")
+    min_size = 256 + len(special_tokens)
+    if not isinstance(vocab_size, int) or not min_size <= vocab_size <= MAX_VOCAB_SIZE:
+        raise InputError(
+            f"vocab_size is {vocab_size!r}; it must be an integer of at least {min_size} (bytes and special tokens)"
+        )
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = build_byte_level_pre_tokenizer([GPT4_SPLIT_PATTERN])
     backend.decoder = decoders.ByteLevel()
@@ -60,9 +62,9 @@ def train_bpe(
 
 
 def _check_strings(texts: Iterable[str]) -> Iterable[str]:
-    for place, text in enumerate(texts):
+    for i, text in enumerate(texts):
         if not isinstance(text, str):
-            raise InputError(f"text {place} for training is a {type(text).__name__}, not a string")
+            raise InputError(f"training text {i} is a {type(text).__name__}; pass strings")
         yield text
 
 
@@ -70,7 +72,7 @@ def _check_special_tokens(special_tokens: Sequence[str]) -> None:
     if len(set(special_tokens)) != len(special_tokens) or not all(
         isinstance(token, str) and token for token in special_tokens
     ):
-        raise InputError("special tokens are strings, none of them empty and none twice")
+        raise InputError("special_tokens must be distinct strings that are not empty")
 
 
 def _as_added_tokens(tokens: Iterable[str]) -> list[str | AddedToken]:
@@ -78,8 +80,8 @@ def _as_added_tokens(tokens: Iterable[str]) -> list[str | AddedToken]:
 
 
 def _map_special_tokens(special_tokens: Sequence[str]) -> dict[str, str]:
-    found = {
+    roles = {
         role: next((token for token in names if token in special_tokens), None)
         for role, names in _TOKENS_BY_ROLE.items()
     }
-    return {role: token for role, token in found.items() if token is not None}
+    return {role: token for role, token in roles.items() if token is not None}

@@ -1,4 +1,4 @@
-"""From text to a trained model: recipes, data, objectives, optimizers, the training loop, checkpoints."""
+"""Training: recipes, data, objectives, loss, optimizers, the training loop, checkpoints, distributed training."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from cutaway.callable_module import make_callable
 
 
 def _train(recipe: Any, directory: Any, **kwargs: Any) -> Any:
-    """Carry out a recipe (a shipped one's name, a file, a dict) in a new directory: see `trainer.launch.train`."""
-    from cutaway.train.trainer.launch import train  # recipes alone need no torch
+    """Train a recipe (a preset name, a file or a dict) into a new run directory: see `trainer.launch.train`."""
+    from cutaway.train.trainer.launch import train  # imported here: loading a recipe does not need torch
 
     return train(recipe, directory, **kwargs)
 

@@ -1,10 +1,10 @@
-"""Seeds that follow from what they are for: no generator's state has to be kept."""
+"""Seeds derived from integers (SplitMix64), so that no generator state has to be stored in checkpoints."""
 
 UINT64_MASK = 2**64 - 1
 
 
 def derive_seed(*numbers: int) -> int:
-    """A seed from some numbers, in which each of them moves every bit (SplitMix64's finalizer, once for each)."""
+    """Derive a seed from integers; each of them affects every bit (SplitMix64's finalizer, once per integer)."""
     x = 0
     for number in numbers:
         x = (x + (number & UINT64_MASK) + 0x9E3779B97F4A7C15) & UINT64_MASK

@@ -1,4 +1,4 @@
-"""GGUF: written from every architecture, opened by transformers and by us; every packing against its own package."""
+"""GGUF: save and load of every architecture, loading in transformers, quantization types against the gguf package."""
 
 from pathlib import Path
 from typing import Any
@@ -31,33 +31,38 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
+DEFAULT_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
 
 
-def peer_config(arch: str, seed: int, **given: Any) -> Any:
+def peer_config(arch: str, seed: int, **overrides: Any) -> Any:
     r = rng(seed)
     sizes = SIZES | {"num_hidden_layers": r.choice([2, 3]), "tie_word_embeddings": r.random() < 0.5}
     if arch == "llama":
         scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         scaling |= {"original_max_position_embeddings": 8192, "rope_theta": 5e5}
-        kinds: list[dict[str, Any]] = [PLAIN, {"rope_parameters": scaling}]
-        return transformers.LlamaConfig(**sizes | kinds[seed % 2])
+        rope_settings: list[dict[str, Any]] = [DEFAULT_ROPE, {"rope_parameters": scaling}]
+        return transformers.LlamaConfig(**sizes | rope_settings[seed % 2])
     if arch in ("qwen2", "qwen3"):
-        kind = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}[arch]
-        wide = {"head_dim": 12} if arch == "qwen3" else {}
-        return kind(**sizes | PLAIN | wide | given)
+        config_class = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}[arch]
+        head_dim = {"head_dim": 12} if arch == "qwen3" else {}
+        return config_class(**sizes | DEFAULT_ROPE | head_dim | overrides)
     if arch in ("gemma2", "gemma3"):
-        kind = {"gemma2": transformers.Gemma2Config, "gemma3": transformers.Gemma3TextConfig}[arch]
-        more = {"head_dim": 12, "sliding_window": 5, "num_hidden_layers": r.choice([2, 7]), "query_pre_attn_scalar": 12}
-        return kind(**sizes | more | {"tie_word_embeddings": True} | given)
+        config_class = {"gemma2": transformers.Gemma2Config, "gemma3": transformers.Gemma3TextConfig}[arch]
+        extra = {
+            "head_dim": 12,
+            "sliding_window": 5,
+            "num_hidden_layers": r.choice([2, 7]),
+            "query_pre_attn_scalar": 12,
+        }
+        return config_class(**sizes | extra | {"tie_word_embeddings": True} | overrides)
     if arch == "phi3":
-        return transformers.Phi3Config(**sizes | PLAIN | {"sliding_window": r.choice([None, 6])} | given)
+        return transformers.Phi3Config(**sizes | DEFAULT_ROPE | {"sliding_window": r.choice([None, 6])} | overrides)
     tied = {"tie_word_embeddings": sizes["tie_word_embeddings"]}
     return transformers.GPT2Config(vocab_size=97, n_positions=40, n_embd=32, n_layer=2, n_head=4, **tied)
 
 
-def exported(arch: str, seed: int, directory: Path, **given: Any) -> tuple[Any, ct.Checkpoint, Path]:
-    model = transformers.AutoModelForCausalLM.from_config(peer_config(arch, seed, **given)).float().eval()
+def save_random_model(arch: str, seed: int, directory: Path, **overrides: Any) -> tuple[Any, ct.Checkpoint, Path]:
+    model = transformers.AutoModelForCausalLM.from_config(peer_config(arch, seed, **overrides)).float().eval()
     randomize_weights(model, seed)
     model.save_pretrained(directory / "hf")
     checkpoint = ct.load(directory / "hf")
@@ -66,33 +71,33 @@ def exported(arch: str, seed: int, directory: Path, **given: Any) -> tuple[Any, 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("arch", GGUF_ARCHITECTURES)
-def test_what_we_write_comes_back(arch: str, seed: int, tmp_path: Path) -> None:
-    model, checkpoint, path = exported(arch, seed, tmp_path)
-    again = ct.load(path)
-    assert again.family == checkpoint.family
-    dropouts = [line for line in diff_configs(checkpoint.config, again.config) if "dropout" not in line]
-    assert not dropouts
+def test_gguf_round_trip(arch: str, seed: int, tmp_path: Path) -> None:
+    model, checkpoint, path = save_random_model(arch, seed, tmp_path)
+    loaded = ct.load(path)
+    assert loaded.family == checkpoint.family
+    differences = [line for line in diff_configs(checkpoint.config, loaded.config) if "dropout" not in line]
+    assert not differences
     tokens = torch.randint(0, 97, (2, 20))
     with torch.no_grad():
-        torch.testing.assert_close(again.model(tokens), model(tokens).logits, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(loaded.model(tokens), model(tokens).logits, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_a_turn_of_a_chat_ends_where_the_directory_says(named: bool, tmp_path: Path) -> None:
-    """With its end named in the file, and where a file names the end of texts only, as most do."""
-    made = byte_tokenizer()
-    made.backend.add_special_tokens(["<end_of_turn>", "<tool>"])
-    model = ct.build(ct.config(ct.config("tiny-llama").model_dump() | {"vocab_size": made.vocab_size}), seed=0)
-    turn, tool = made.token_to_id("<end_of_turn>"), made.token_to_id("<tool>")
-    ends = [made.eos_token_id, turn, tool] if named else made.eos_token_id
-    generation = {"eos_token_id": ends}
-    whole = ct.Checkpoint(model, model.config, generation_config=generation, tokenizer_loader=lambda: made)
-    found = ct.load(save_gguf(whole, tmp_path / "model.gguf")).generation_config["eos_token_id"]
-    assert found == (ends if named else [made.eos_token_id, turn])
+@pytest.mark.parametrize("has_eot", [True, False])
+def test_eos_token_ids_round_trip(has_eot: bool, tmp_path: Path) -> None:
+    """With end-of-turn tokens in the metadata, and with the end-of-text token only, as in most files."""
+    tokenizer = byte_tokenizer()
+    tokenizer.backend.add_special_tokens(["<end_of_turn>", "<tool>"])
+    model = ct.build(ct.config(ct.config("tiny-llama").model_dump() | {"vocab_size": tokenizer.vocab_size}), seed=0)
+    end_of_turn, tool = tokenizer.token_to_id("<end_of_turn>"), tokenizer.token_to_id("<tool>")
+    eos_token_ids = [tokenizer.eos_token_id, end_of_turn, tool] if has_eot else tokenizer.eos_token_id
+    generation = {"eos_token_id": eos_token_ids}
+    checkpoint = ct.Checkpoint(model, model.config, generation_config=generation, tokenizer_loader=lambda: tokenizer)
+    loaded = ct.load(save_gguf(checkpoint, tmp_path / "model.gguf")).generation_config["eos_token_id"]
+    assert loaded == (eos_token_ids if has_eot else [tokenizer.eos_token_id, end_of_turn])
 
 
-# What the peer does not read from the format, and takes its own defaults for.
-UNREAD: dict[str, dict[str, Any]] = {
+# Settings that transformers does not read from GGUF; it uses these defaults.
+UNREAD_SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 128},
     "gemma2": {"head_dim": 256, "query_pre_attn_scalar": 256},
     "gemma3": {"head_dim": 256, "query_pre_attn_scalar": 256},
@@ -101,8 +106,8 @@ UNREAD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("arch", GGUF_ARCHITECTURES)
-def test_transformers_opens_what_we_write(arch: str, tmp_path: Path) -> None:
-    model, _, path = exported(arch, 0, tmp_path, **UNREAD.get(arch, {}))
+def test_transformers_loads_saved_gguf(arch: str, tmp_path: Path) -> None:
+    model, _, path = save_random_model(arch, 0, tmp_path, **UNREAD_SETTINGS.get(arch, {}))
     opened = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=path.name, dtype=torch.float32
     ).eval()
@@ -111,25 +116,25 @@ def test_transformers_opens_what_we_write(arch: str, tmp_path: Path) -> None:
         torch.testing.assert_close(opened(tokens).logits, model(tokens).logits, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("packing", GGML_TYPES)
-def test_packed_numbers_are_the_packages(packing: str, tmp_path: Path) -> None:
-    _, checkpoint, _ = exported("qwen2", 0, tmp_path)
-    path = save_gguf(checkpoint, tmp_path / "packed.gguf", quantization=packing)
+@pytest.mark.parametrize("quantization", GGML_TYPES)
+def test_quantized_values_match_gguf_package(quantization: str, tmp_path: Path) -> None:
+    _, checkpoint, _ = save_random_model("qwen2", 0, tmp_path)
+    path = save_gguf(checkpoint, tmp_path / "quantized.gguf", quantization=quantization)
     file = GGUFFile(path)
     for tensor in gguf.GGUFReader(path).tensors:
         expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         assert np.array_equal(file.read_tensor(tensor.name).float().numpy(), expected), tensor.name
-    packed = {entry.storage_type for entry in file.tensor_infos.values()}
-    assert len(packed) == (1 if packing == "f32" else 2)
+    storage_types = {info.storage_type for info in file.tensor_infos.values()}
+    assert len(storage_types) == (1 if quantization == "f32" else 2)
 
 
-@pytest.mark.parametrize("kind", [k for k in gguf.GGMLQuantizationType if k in gguf.quants._type_traits])
-def test_every_packing_is_read(kind: Any, tmp_path: Path) -> None:
-    """Random bytes in each packing that the package can unpack, through our reader and through the package."""
-    block, size = gguf.GGML_QUANT_SIZES[kind]
+@pytest.mark.parametrize("ggml_type", [k for k in gguf.GGMLQuantizationType if k in gguf.quants._type_traits])
+def test_every_quantization_type_is_read(ggml_type: Any, tmp_path: Path) -> None:
+    """Random bytes of each quantization type that the gguf package can dequantize."""
+    block, size = gguf.GGML_QUANT_SIZES[ggml_type]
     raw = np.random.default_rng(0).integers(0, 255, (3, 2 * size), dtype=np.uint8)
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
-    writer.add_tensor("a", raw, raw_shape=raw.shape, raw_dtype=kind)
+    writer.add_tensor("a", raw, raw_shape=raw.shape, raw_dtype=ggml_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -137,43 +142,43 @@ def test_every_packing_is_read(kind: Any, tmp_path: Path) -> None:
     file = GGUFFile(tmp_path / "x.gguf")
     assert file.tensor_infos["a"].shape == (3, 2 * block)
     with np.errstate(all="ignore"):
-        expected = gguf.quants.dequantize(raw, kind)
+        expected = gguf.quants.dequantize(raw, ggml_type)
     np.testing.assert_array_equal(file.read_tensor("a").float().numpy(), expected)
 
 
-def test_settings_are_the_packages(tmp_path: Path) -> None:
-    _, _, path = exported("gemma3", 1, tmp_path)
+def test_metadata_matches_gguf_package(tmp_path: Path) -> None:
+    _, _, path = save_random_model("gemma3", 1, tmp_path)
     file, reader = GGUFFile(path), gguf.GGUFReader(path)
-    theirs = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    assert file.metadata.keys() == theirs.keys()
-    for name, value in theirs.items():
+    expected = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    assert file.metadata.keys() == expected.keys()
+    for name, value in expected.items():
         assert file.metadata[name] == pytest.approx(value) if isinstance(value, float) else file.metadata[name] == value
     for tensor in reader.tensors:
         assert file.tensor_infos[tensor.name].shape == tuple(int(n) for n in tensor.shape)[::-1]
 
 
-def test_llama3_factors_are_the_models() -> None:
-    """What the format keeps is what our own frequencies are divided by."""
+def test_llama3_rope_factors_match_rope() -> None:
+    """Stored factors are the divisors of the RoPE frequencies."""
     scaling = ct.config("llama-3.2-1b").decoder.block[0].attention.position.scaling
-    plain = ct.build("llama-3-8b", device="meta").decoder.positions["0"].compute_constants()["frequency"]
+    frequency = ct.build("llama-3-8b", device="meta").decoder.positions["0"].compute_constants()["frequency"]
     factors = torch.tensor(llama3_rope_factors(scaling, 500000.0, 128))
-    grown = ct.config("llama-3-8b").decoder.block[0].attention.position.replace(scaling=scaling)
+    scaled = ct.config("llama-3-8b").decoder.block[0].attention.position.replace(scaling=scaling)
     from cutaway.model.rope import Rope
 
-    torch.testing.assert_close(plain / factors, Rope(grown, 128).compute_constants()["frequency"])
+    torch.testing.assert_close(frequency / factors, Rope(scaled, 128).compute_constants()["frequency"])
 
 
-def test_a_scaled_model_keeps_its_scaling(tmp_path: Path) -> None:
+def test_rope_scaling_round_trip(tmp_path: Path) -> None:
     for name, settings in (("a", random_llama_config(3)), ("b", random_llama_config(1))):
         settings = settings | {"head_dim": 8, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).eval()
         model.save_pretrained(tmp_path / name)
         checkpoint = ct.load(tmp_path / name)
-        again = ct.load(save_gguf(checkpoint, tmp_path / f"{name}.gguf"))
-        assert not diff_configs(again.config, checkpoint.config)
+        loaded = ct.load(save_gguf(checkpoint, tmp_path / f"{name}.gguf"))
+        assert not diff_configs(loaded.config, checkpoint.config)
 
 
-def test_what_no_architecture_says_is_refused(tmp_path: Path) -> None:
+def test_config_without_gguf_architecture_is_an_error(tmp_path: Path) -> None:
     model = ct.build("tiny-bert", seed=0)
     with pytest.raises(CutawayError, match="GGUF"):
         save_gguf(ct.Checkpoint(model, model.config), tmp_path / "x.gguf")

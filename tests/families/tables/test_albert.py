@@ -1,4 +1,4 @@
-"""ALBERT: fields and rows against transformers."""
+"""ALBERT: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -12,33 +12,33 @@ import cutaway as ct
 from cutaway.errors import ConfigError
 
 
-def settings(seed: int, **given: Any) -> Any:
-    """Groups that do and do not divide the layers; an untied head needs a table as wide as the stream."""
+def settings(seed: int, **overrides: Any) -> Any:
+    """Numbers of groups that divide the layers or not; an untied head requires embedding_size = hidden_size."""
     r = rng(seed)
-    drawn = random_bert_config(seed, hidden_act=["gelu_new", "gelu", "relu"][seed % 3])
+    config = random_bert_config(seed, hidden_act=["gelu_new", "gelu", "relu"][seed % 3])
     layers, groups = [(4, 1), (5, 2), (4, 3), (3, 3), (2, 1), (1, 1), (4, 2), (5, 4)][seed]
-    tied = drawn["tie_word_embeddings"]
-    sizes = {"embedding_size": r.choice([10, 14]) if tied else drawn["hidden_size"]}
-    drawn |= sizes | {"num_hidden_layers": layers, "num_hidden_groups": groups, "bos_token_id": 2, "eos_token_id": 3}
-    return transformers.AlbertConfig(**drawn | given)
+    tied = config["tie_word_embeddings"]
+    sizes = {"embedding_size": r.choice([10, 14]) if tied else config["hidden_size"]}
+    config |= sizes | {"num_hidden_layers": layers, "num_hidden_groups": groups, "bos_token_id": 2, "eos_token_id": 3}
+    return transformers.AlbertConfig(**config | overrides)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_albert_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_albert_matches_transformers(seed: int, tmp_path: Path) -> None:
     config = settings(seed)
-    dead = () if config.tie_word_embeddings else ("predictions.bias",)
+    unused = () if config.tie_word_embeddings else ("predictions.bias",)
     check_family(
-        PeerModel(config, transformers.AutoModelForMaskedLM, long_seq_len=40, unused_parameters=dead), tmp_path, seed
+        PeerModel(config, transformers.AutoModelForMaskedLM, long_seq_len=40, unused_parameters=unused), tmp_path, seed
     )
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_albert_without_its_head_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_albert_without_head_matches_transformers(seed: int, tmp_path: Path) -> None:
     check_family(
         PeerModel(settings(seed, tie_word_embeddings=True), transformers.AutoModel, long_seq_len=40), tmp_path, seed
     )
 
 
-def test_a_narrow_head_of_its_own_is_refused() -> None:
+def test_untied_head_with_factorized_embedding_is_an_error() -> None:
     with pytest.raises(ConfigError, match="tie_word_embeddings"):
         ct.config({"model_type": "albert", "tie_word_embeddings": False})

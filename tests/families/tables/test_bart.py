@@ -1,4 +1,4 @@
-"""BART: fields and rows against transformers."""
+"""BART: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 
@@ -12,11 +12,11 @@ from cutaway.errors import ConfigError
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_bart_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_bart_matches_transformers(seed: int, tmp_path: Path) -> None:
     check_family(bart_peer(transformers.BartConfig(**random_bart_config(seed))), tmp_path, seed)
 
 
 @pytest.mark.parametrize("name", ["bart", "pegasus", "marian"])
-def test_a_table_that_may_or_may_not_be_shared_is_refused(name: str) -> None:
+def test_untied_embeddings_are_an_error(name: str) -> None:
     with pytest.raises(ConfigError, match="tie_word_embeddings"):
         ct.config({"model_type": name, "tie_word_embeddings": False})

@@ -1,4 +1,4 @@
-"""BLOOM: fields and rows against transformers."""
+"""BLOOM: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from cutaway.families.config_tree import diff_configs
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_bloom_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_bloom_matches_transformers(seed: int, tmp_path: Path) -> None:
     r = rng(seed)
     heads = [1, 2, 3, 4, 5, 6, 8, 12][seed]
     config = transformers.BloomConfig(
@@ -29,9 +29,9 @@ def test_bloom_is_the_peers(seed: int, tmp_path: Path) -> None:
     check_family(PeerModel(config, long_seq_len=60, pass_position_ids=False), tmp_path, seed)
 
 
-def test_a_published_file_is_the_preset() -> None:
-    """bigscience/bloom-560m has older names."""
-    theirs = {
+def test_published_config_equals_preset() -> None:
+    """bigscience/bloom-560m has legacy key names."""
+    hf_config = {
         "model_type": "bloom",
         "apply_residual_connection_post_layernorm": False,
         "n_embed": 1024,
@@ -44,7 +44,7 @@ def test_a_published_file_is_the_preset() -> None:
         "slow_but_exact": False,
         "vocab_size": 250880,
     }
-    assert ct.config(theirs) == ct.config("bloom-560m").replace(decoder=ct.config(theirs).decoder)
-    assert not diff_configs(ct.config(theirs), ct.config("bloom-560m"))
+    assert ct.config(hf_config) == ct.config("bloom-560m").replace(decoder=ct.config(hf_config).decoder)
+    assert not diff_configs(ct.config(hf_config), ct.config("bloom-560m"))
     with pytest.raises(ConfigError, match="slow_but_exact"):
-        ct.config(theirs | {"slow_but_exact": True})
+        ct.config(hf_config | {"slow_but_exact": True})

@@ -1,4 +1,4 @@
-"""Command R: fields and rows against transformers."""
+"""Command R: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 
@@ -9,12 +9,12 @@ from support.family_parity import PeerModel, check_family, check_legacy_config
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_cohere_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_cohere_matches_transformers(seed: int, tmp_path: Path) -> None:
     config = transformers.CohereConfig(**random_cohere_config(seed, use_qk_norm=seed % 2 == 0))
     check_family(PeerModel(config, long_seq_len=40), tmp_path, seed)
 
 
-def test_a_published_file_means_what_the_peer_reads() -> None:
+def test_published_config_is_read_as_in_transformers() -> None:
     check_legacy_config(
         {
             "model_type": "cohere",

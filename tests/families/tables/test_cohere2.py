@@ -1,4 +1,4 @@
-"""Command R7B: fields and rows against transformers."""
+"""Command R7B: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ from cutaway.families import families
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_cohere2_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_cohere2_matches_transformers(seed: int, tmp_path: Path) -> None:
     r = rng(seed + 100)
     settings = random_cohere_config(seed)
-    width = settings.pop("head_dim")  # the peer works it out
+    width = settings.pop("head_dim")  # transformers computes it
     layers = r.choice([1, 2, 3, 4, 5])
-    near, far = "sliding_attention", "full_attention"
-    types = [near, *(r.choice([near, far]) for _ in range(max(0, layers - 2))), far][:layers]
+    sliding, full = "sliding_attention", "full_attention"
+    types = [sliding, *(r.choice([sliding, full]) for _ in range(max(0, layers - 2))), full][:layers]
     settings |= {"hidden_size": width * settings["num_attention_heads"], "num_hidden_layers": layers}
     settings |= {"sliding_window": r.choice([2, 3, 5]), "layer_types": r.choice([types, None])}
     check_family(PeerModel(transformers.Cohere2Config(**settings), long_seq_len=40), tmp_path, seed)
@@ -57,11 +57,11 @@ PUBLISHED: dict[str, Any] = {
 }
 
 
-def test_a_published_file_means_what_the_peer_reads() -> None:
+def test_published_config_is_read_as_in_transformers() -> None:
     check_legacy_config(PUBLISHED, "command-r7b")
     check_legacy_config(PUBLISHED | {"sliding_window_pattern": 3})
 
 
-def test_what_is_not_honoured_is_refused() -> None:
-    with pytest.raises(ConfigError, match="does not honour"):
+def test_unsupported_value_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="does not support"):
         families()["cohere2"].config_from_hf(PUBLISHED | {"layer_switch": 2})

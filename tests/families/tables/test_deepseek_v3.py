@@ -1,4 +1,4 @@
-"""DeepSeek-V3: fields and rows against transformers."""
+"""DeepSeek-V3: config fields and weight mappings against transformers."""
 
 import json
 from pathlib import Path
@@ -16,26 +16,26 @@ from cutaway.errors import ConfigError
 from cutaway.families import families
 
 
-def settings_for(seed: int) -> dict[str, Any]:
+def random_config(seed: int) -> dict[str, Any]:
     r = rng(seed + 100)
     settings = random_llama_config(seed)
-    groups, keep, size = [(2, 1, 3), (1, 1, 5), (3, 2, 2), (4, 2, 2)][seed % 4]
+    groups, top_groups, size = [(2, 1, 3), (1, 1, 5), (3, 2, 2), (4, 2, 2)][seed % 4]
     experts = {
         "moe_intermediate_size": r.choice([6, 9]),
         "n_shared_experts": r.choice([1, 2]),
         "n_routed_experts": groups * size,
         "n_group": groups,
-        "topk_group": keep,
-        "num_experts_per_tok": min(1 + seed, keep * size),
+        "topk_group": top_groups,
+        "num_experts_per_tok": min(1 + seed, top_groups * size),
         "norm_topk_prob": seed % 3 > 0,
         "routed_scaling_factor": r.choice([1.0, 2.5]),
     }
-    if seed in (1, 7):  # without `mscale`, so that cos and sin have a factor too; and the peer asks for no YaRN
+    if seed in (1, 7):  # without `mscale`, so that cos and sin are scaled, too; transformers does not require YaRN
         settings["rope_parameters"]["mscale_all_dim"] = 0.6
-    layers, wide = settings["num_hidden_layers"], settings.pop("intermediate_size")
+    layers, intermediate_size = settings["num_hidden_layers"], settings.pop("intermediate_size")
     dense = r.randint(0, layers - (seed != 5))
-    settings |= experts if dense < layers else {}  # what no layer has is not said
-    settings |= {"intermediate_size": wide} if dense else {}
+    settings |= experts if dense < layers else {}  # keys of absent layer kinds are left out
+    settings |= {"intermediate_size": intermediate_size} if dense else {}
     return settings | {
         "first_k_dense_replace": dense,
         "qk_rope_head_dim": settings.pop("head_dim"),
@@ -47,13 +47,13 @@ def settings_for(seed: int) -> dict[str, Any]:
         "attention_bias": r.random() < 0.5,
         "rope_interleave": r.random() < 0.6,
         "hidden_act": r.choice(["silu", "gelu"]),
-        "experts_implementation": "eager",  # the other one refuses odd widths
+        "experts_implementation": "eager",  # the default implementation rejects odd dimensions
     }
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_deepseek_v3_is_the_peers(seed: int, tmp_path: Path) -> None:
-    check_family(PeerModel(transformers.DeepseekV3Config(**settings_for(seed)), long_seq_len=40), tmp_path, seed)
+def test_deepseek_v3_matches_transformers(seed: int, tmp_path: Path) -> None:
+    check_family(PeerModel(transformers.DeepseekV3Config(**random_config(seed)), long_seq_len=40), tmp_path, seed)
 
 
 PUBLISHED: dict[str, Any] = {
@@ -105,7 +105,7 @@ PUBLISHED: dict[str, Any] = {
 }
 
 
-def test_a_published_file_means_what_the_peer_reads() -> None:
+def test_published_config_is_read_as_in_transformers() -> None:
     check_legacy_config(PUBLISHED, "deepseek-v3")
     check_legacy_config(PUBLISHED | {"rope_scaling": None, "q_lora_rank": None, "n_group": 1, "topk_group": 1})
 
@@ -114,21 +114,21 @@ def test_a_published_file_means_what_the_peer_reads() -> None:
     "change",
     [{"scoring_func": "softmax"}, {"topk_method": "greedy"}, {"moe_layer_freq": 2}, {"num_key_value_heads": 8}],
 )
-def test_what_is_not_honoured_is_refused(change: dict[str, object]) -> None:
+def test_unsupported_value_is_an_error(change: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="deepseek_v3"):
         families()["deepseek_v3"].config_from_hf(PUBLISHED | change)
 
 
-def test_a_layer_past_the_last_is_passed_over(tmp_path: Path) -> None:
-    settings = settings_for(1) | {"num_hidden_layers": 2, "first_k_dense_replace": 1}
+def test_multi_token_prediction_layer_is_ignored(tmp_path: Path) -> None:
+    settings = random_config(1) | {"num_hidden_layers": 2, "first_k_dense_replace": 1}
     transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**settings)).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     last = {name: tensor for name, tensor in tensors.items() if ".layers.1." in name}
     extra = {name.replace(".1.", ".2.", 1): tensor.clone() for name, tensor in last.items()}
     extra["model.layers.2.eh_proj.weight"] = torch.zeros(4, 8)
     save_file(tensors | extra, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    theirs = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(theirs | {"num_nextn_predict_layers": 1}))
+    hf_config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(hf_config | {"num_nextn_predict_layers": 1}))
     report = ct.load(tmp_path).load_report
     assert report is not None
     assert report.ignored_weights.keys() == extra.keys()

@@ -1,4 +1,4 @@
-"""DistilBERT: fields and rows against transformers."""
+"""DistilBERT: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -8,10 +8,10 @@ import transformers
 from support.family_parity import PeerModel, check_extra_tensors, check_family, rng
 
 
-def settings(seed: int, **given: Any) -> Any:
+def settings(seed: int, **overrides: Any) -> Any:
     r = rng(seed)
     heads = r.choice([1, 2, 3, 4])
-    drawn = {
+    config = {
         "vocab_size": r.choice([61, 97, 130]),
         "dim": heads * r.choice([6, 8] if heads > 1 else [14, 20]),
         "n_layers": r.choice([1, 2, 3]),
@@ -25,22 +25,22 @@ def settings(seed: int, **given: Any) -> Any:
         "tie_word_embeddings": seed % 3 != 0,
         "pad_token_id": 0,
     }
-    return transformers.DistilBertConfig(**drawn | given)
+    return transformers.DistilBertConfig(**config | overrides)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_distilbert_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_distilbert_matches_transformers(seed: int, tmp_path: Path) -> None:
     check_family(PeerModel(settings(seed), transformers.AutoModelForMaskedLM, long_seq_len=40), tmp_path, seed)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_distilbert_without_its_head_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_distilbert_without_head_matches_transformers(seed: int, tmp_path: Path) -> None:
     check_family(
         PeerModel(settings(seed, tie_word_embeddings=True), transformers.AutoModel, long_seq_len=40), tmp_path, seed
     )
 
 
-def test_old_names_of_norms(tmp_path: Path) -> None:
+def test_legacy_norm_names_load(tmp_path: Path) -> None:
     model = transformers.DistilBertForMaskedLM(settings(1))
 
     def old(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Falcon: fields and rows against transformers."""
+"""Falcon: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ LAYOUTS: list[dict[str, Any]] = [
     {"parallel_attn": False, "alibi": True},
     {"multi_query": False, "bias": True},
 ]
-"""7b, 40b, 11b, rw, and what else can be said."""
+"""7b, 40b, 11b, rw, and other combinations."""
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_falcon_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_falcon_matches_transformers(seed: int, tmp_path: Path) -> None:
     r = rng(seed)
     layout = dict(LAYOUTS[seed % 8])
     settings = random_config_without_head_dim(
@@ -45,20 +45,20 @@ def test_falcon_is_the_peers(seed: int, tmp_path: Path) -> None:
         "activation": r.choice(["gelu", "relu"]),
         "layer_norm_epsilon": r.choice([1e-5, 1e-3]),
     }
-    # With ALiBi, the peer's eager path adds it a second time.
+    # With ALiBi, the eager path of transformers adds the bias twice.
     alibi = bool(layout.get("alibi"))
     peer = PeerModel(transformers.FalconConfig(**settings), long_seq_len=300 if alibi else 40, skip_eager=alibi)
     check_family(peer, tmp_path, seed)
 
 
-def test_published_files_are_the_presets() -> None:
+def test_published_configs_equal_presets() -> None:
     """tiiuae/falcon-7b, falcon-40b and falcon-rw-1b."""
-    small = {"model_type": "falcon", "hidden_size": 4544, "num_attention_heads": 71, "num_hidden_layers": 32}
-    small |= {"multi_query": True, "parallel_attn": True, "new_decoder_architecture": False, "alibi": False}
-    assert not diff_configs(ct.config(small), ct.config("falcon-7b"))
-    large = small | {"hidden_size": 8192, "num_attention_heads": 128, "num_hidden_layers": 60}
-    large |= {"new_decoder_architecture": True, "num_kv_heads": 8}
-    assert not diff_configs(ct.config(large), ct.config("falcon-40b"))
-    web = {"model_type": "falcon", "hidden_size": 2048, "num_attention_heads": 32, "num_hidden_layers": 24}
-    web |= {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False, "vocab_size": 50304}
-    assert not diff_configs(ct.config(web), ct.config("falcon-rw-1b"))
+    falcon_7b = {"model_type": "falcon", "hidden_size": 4544, "num_attention_heads": 71, "num_hidden_layers": 32}
+    falcon_7b |= {"multi_query": True, "parallel_attn": True, "new_decoder_architecture": False, "alibi": False}
+    assert not diff_configs(ct.config(falcon_7b), ct.config("falcon-7b"))
+    falcon_40b = falcon_7b | {"hidden_size": 8192, "num_attention_heads": 128, "num_hidden_layers": 60}
+    falcon_40b |= {"new_decoder_architecture": True, "num_kv_heads": 8}
+    assert not diff_configs(ct.config(falcon_40b), ct.config("falcon-40b"))
+    falcon_rw_1b = {"model_type": "falcon", "hidden_size": 2048, "num_attention_heads": 32, "num_hidden_layers": 24}
+    falcon_rw_1b |= {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False, "vocab_size": 50304}
+    assert not diff_configs(ct.config(falcon_rw_1b), ct.config("falcon-rw-1b"))

@@ -1,4 +1,4 @@
-"""Gemma: fields and rows against transformers."""
+"""Gemma: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ from support.family_parity import PeerModel, check_family, check_legacy_config
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_gemma_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_gemma_matches_transformers(seed: int, tmp_path: Path) -> None:
     check_family(
         PeerModel(transformers.GemmaConfig(**random_gemma_config(seed, "hidden_act")), long_seq_len=40), tmp_path, seed
     )
 
 
-def test_the_first_releases_mean_what_the_peer_reads() -> None:
+def test_first_release_config_is_read_as_in_transformers() -> None:
     config = check_legacy_config(
         {
             "model_type": "gemma",

@@ -1,4 +1,4 @@
-"""Gemma 2: fields and rows against transformers."""
+"""Gemma 2: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from support.family_parity import PeerModel, check_family, check_legacy_config, 
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_gemma2_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_gemma2_matches_transformers(seed: int, tmp_path: Path) -> None:
     settings = random_gemma2_config(seed, attn_logit_softcapping=rng(seed + 8).choice([None, 2.0, 50.0]))
     check_family(
         PeerModel(transformers.Gemma2Config(**settings), long_seq_len=40, use_cache=settings["sliding_window"] > 1),
@@ -18,7 +18,7 @@ def test_gemma2_is_the_peers(seed: int, tmp_path: Path) -> None:
     )
 
 
-def test_a_published_file_means_what_the_peer_reads() -> None:
+def test_published_config_is_read_as_in_transformers() -> None:
     check_legacy_config(
         {
             "model_type": "gemma2",

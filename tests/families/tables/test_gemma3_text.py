@@ -1,4 +1,4 @@
-"""Gemma 3, text only: fields and rows against transformers."""
+"""Gemma 3, text only: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 
@@ -12,10 +12,10 @@ from cutaway.families import families
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_gemma3_text_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_gemma3_text_matches_transformers(seed: int, tmp_path: Path) -> None:
     settings = random_gemma2_config(seed)
-    near = {"rope_type": "default", "rope_theta": rng(seed).choice([1e4, 3e3])}
-    settings["rope_parameters"] = {"full_attention": settings["rope_parameters"], "sliding_attention": near}
+    sliding = {"rope_type": "default", "rope_theta": rng(seed).choice([1e4, 3e3])}
+    settings["rope_parameters"] = {"full_attention": settings["rope_parameters"], "sliding_attention": sliding}
     if "full_attention" not in settings["layer_types"]:
         settings["rope_parameters"]["full_attention"] = {"rope_type": "default", "rope_theta": 1e6}
     check_family(
@@ -52,7 +52,7 @@ PUBLISHED = {
 }
 
 
-def test_a_published_file_means_what_the_peer_reads() -> None:
+def test_published_config_is_read_as_in_transformers() -> None:
     check_legacy_config(PUBLISHED, "gemma-3-1b")
 
 
@@ -64,11 +64,11 @@ def test_a_published_file_means_what_the_peer_reads() -> None:
         {"layer_types": ["full_attention"] * 26},
     ],
 )
-def test_older_keys_mean_what_the_peer_reads(change: dict[str, object]) -> None:
+def test_legacy_keys_are_read_as_in_transformers(change: dict[str, object]) -> None:
     check_legacy_config(PUBLISHED | change)
 
 
 @pytest.mark.parametrize("change", [{"use_bidirectional_attention": True}, {"attn_logit_softcapping": 50.0}])
-def test_what_is_not_honoured_is_refused(change: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="does not honour"):
+def test_unsupported_value_is_an_error(change: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="does not support"):
         families()["gemma3_text"].config_from_hf(PUBLISHED | change)

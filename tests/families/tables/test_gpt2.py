@@ -1,4 +1,4 @@
-"""GPT-2: fields and rows against transformers."""
+"""GPT-2: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from support.family_parity import PeerModel, check_extra_tensors, check_family, 
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_gpt2_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_gpt2_matches_transformers(seed: int, tmp_path: Path) -> None:
     r = rng(seed)
     heads = r.choice([1, 2, 3, 4])
     config = transformers.GPT2Config(
@@ -30,8 +30,8 @@ def test_gpt2_is_the_peers(seed: int, tmp_path: Path) -> None:
     check_family(PeerModel(config, long_seq_len=40), tmp_path, seed)
 
 
-def test_a_classifiers_file_holds_the_language_model_too(tmp_path: Path) -> None:
-    """The head is tied, so the trunk is all of it; `score` or a value head may be stored beside."""
+def test_classifier_checkpoint_loads_as_language_model(tmp_path: Path) -> None:
+    """The head is tied, so the base model is complete; `score` or a value head may be in the file, too."""
     config = transformers.GPT2Config(vocab_size=61, n_positions=40, n_embd=16, n_layer=2, n_head=2, pad_token_id=0)
     check_extra_tensors(transformers.GPT2ForSequenceClassification(config), tmp_path / "classifier", {})
     value = {"v_head.summary.weight": torch.ones(1, 16), "v_head.summary.bias": torch.zeros(1)}

@@ -1,4 +1,4 @@
-"""GPT-Neo: fields and rows against transformers."""
+"""GPT-Neo: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ LAYERS: list[Any] = [
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_gpt_neo_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_gpt_neo_matches_transformers(seed: int, tmp_path: Path) -> None:
     r = rng(seed)
     heads = r.choice([1, 2, 3, 4])
     types = LAYERS[seed % len(LAYERS)]
@@ -43,9 +43,9 @@ def test_gpt_neo_is_the_peers(seed: int, tmp_path: Path) -> None:
     check_family(PeerModel(config, long_seq_len=40), tmp_path, seed)
 
 
-def test_a_published_file_is_the_preset() -> None:
-    """EleutherAI/gpt-neo-125m names its layers twice."""
-    theirs = {
+def test_published_config_equals_preset() -> None:
+    """EleutherAI/gpt-neo-125m has both attention_types and attention_layers."""
+    hf_config = {
         "model_type": "gpt_neo",
         "activation_function": "gelu_new",
         "attention_layers": ["global", "local"] * 6,
@@ -56,6 +56,6 @@ def test_a_published_file_is_the_preset() -> None:
         "num_layers": 12,
         "window_size": 256,
     }
-    assert not diff_configs(ct.config(theirs), ct.config("gpt-neo-125m"))
-    with pytest.raises(ConfigError, match="12 words"):
-        ct.config(theirs | {"attention_layers": ["global"]})
+    assert not diff_configs(ct.config(hf_config), ct.config("gpt-neo-125m"))
+    with pytest.raises(ConfigError, match="12 are required"):
+        ct.config(hf_config | {"attention_layers": ["global"]})

@@ -1,4 +1,4 @@
-"""GPT-NeoX: fields and rows against transformers."""
+"""GPT-NeoX: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from cutaway.families.config_tree import diff_configs
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_gpt_neox_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_gpt_neox_matches_transformers(seed: int, tmp_path: Path) -> None:
     r = rng(seed)
     settings = random_config_without_head_dim(seed, "num_key_value_heads", "rms_norm_eps")
     set_partial_rotary_factor(settings, settings["hidden_size"] // settings["num_attention_heads"], seed)
@@ -26,9 +26,9 @@ def test_gpt_neox_is_the_peers(seed: int, tmp_path: Path) -> None:
     check_family(PeerModel(transformers.GPTNeoXConfig(**settings), long_seq_len=40), tmp_path, seed)
 
 
-def test_a_published_file_is_the_preset() -> None:
-    """EleutherAI/pythia-160m has RoPE's settings under names of its own."""
-    theirs = {
+def test_published_config_equals_preset() -> None:
+    """EleutherAI/pythia-160m has its own key names for RoPE."""
+    hf_config = {
         "model_type": "gpt_neox",
         "hidden_act": "gelu",
         "hidden_size": 768,
@@ -40,17 +40,18 @@ def test_a_published_file_is_the_preset() -> None:
         "use_parallel_residual": True,
         "vocab_size": 50304,
     }
-    assert not diff_configs(ct.config(theirs), ct.config("pythia-160m"))
+    assert not diff_configs(ct.config(hf_config), ct.config("pythia-160m"))
     assert (
-        ct.config(theirs | {"rotary_pct": 1.0, "rotary_emb_base": 500}).decoder.block[0].attention.position.theta == 500
+        ct.config(hf_config | {"rotary_pct": 1.0, "rotary_emb_base": 500}).decoder.block[0].attention.position.theta
+        == 500
     )
 
 
-def test_what_may_lie_beside_the_model(tmp_path: Path) -> None:
-    """The frequencies once for all layers, a classifier's matrix, and what each layer kept in the first releases."""
+def test_extra_tensors_are_ignored(tmp_path: Path) -> None:
+    """RoPE frequencies of the model, a classification head, and the per-layer buffers of the first releases."""
     settings = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1}
     model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**settings, num_attention_heads=2))
-    at = "gpt_neox.layers.0.attention"
-    beside = {"gpt_neox.rotary_emb.inv_freq": torch.ones(2), "score.weight": torch.ones(2, 32)}
-    beside |= {f"{at}.rotary_emb.inv_freq": torch.ones(2), f"{at}.bias": torch.ones(1, 1, 8, 8).tril().bool()}
-    check_extra_tensors(model, tmp_path, beside | {f"{at}.masked_bias": torch.tensor(-1e9)})
+    prefix = "gpt_neox.layers.0.attention"
+    extra = {"gpt_neox.rotary_emb.inv_freq": torch.ones(2), "score.weight": torch.ones(2, 32)}
+    extra |= {f"{prefix}.rotary_emb.inv_freq": torch.ones(2), f"{prefix}.bias": torch.ones(1, 1, 8, 8).tril().bool()}
+    check_extra_tensors(model, tmp_path, extra | {f"{prefix}.masked_bias": torch.tensor(-1e9)})

@@ -1,4 +1,4 @@
-"""gpt-oss: fields and rows against transformers."""
+"""gpt-oss: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -13,21 +13,21 @@ from cutaway.families import families
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_gpt_oss_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_gpt_oss_matches_transformers(seed: int, tmp_path: Path) -> None:
     r = rng(seed + 100)
     layers, experts = [2, 3, 1, 2][seed % 4], [1, 3, 4, 6][seed % 4]
-    near, far = "sliding_attention", "full_attention"
+    sliding, full = "sliding_attention", "full_attention"
     settings = random_llama_config(
         seed,
         num_hidden_layers=layers,
-        layer_types=[None, [near, far, far][:layers], [near] * layers][seed % 3],
+        layer_types=[None, [sliding, full, full][:layers], [sliding] * layers][seed % 3],
         sliding_window=r.choice([2, 3, 5]),
         attention_bias=r.random() < 0.5,
         num_local_experts=experts,
         num_experts_per_tok=r.choice([k for k in (1, 2, 3) if k <= experts]),
         swiglu_limit=[7.0, 0.5][seed % 2],
         swiglu_alpha=r.choice([1.702, 0.9]),
-        experts_implementation="eager",  # the other one refuses odd widths
+        experts_implementation="eager",  # the default implementation rejects odd dimensions
     )
     check_family(PeerModel(transformers.GptOssConfig(**settings), long_seq_len=40), tmp_path, seed)
 
@@ -69,7 +69,7 @@ PUBLISHED: dict[str, Any] = {
 }
 
 
-def test_a_published_file_means_what_the_peer_reads() -> None:
+def test_published_config_is_read_as_in_transformers() -> None:
     check_legacy_config(PUBLISHED, "gpt-oss-20b")
     check_legacy_config(
         {key: value for key, value in PUBLISHED.items() if "rope" not in key and "layer_types" not in key},
@@ -77,6 +77,6 @@ def test_a_published_file_means_what_the_peer_reads() -> None:
     )
 
 
-def test_packed_weights_are_refused() -> None:
-    with pytest.raises(ConfigError, match="fewer bits"):
+def test_quantization_config_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="quantized"):
         families()["gpt_oss"].config_from_hf(PUBLISHED | {"quantization_config": {"quant_method": "mxfp4"}})

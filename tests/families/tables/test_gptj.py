@@ -1,4 +1,4 @@
-"""GPT-J: fields and rows against transformers."""
+"""GPT-J: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from cutaway.families.config_tree import diff_configs
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_gptj_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_gptj_matches_transformers(seed: int, tmp_path: Path) -> None:
     r = rng(seed)
     heads, width = r.choice([1, 2, 3, 4]), r.choice([5, 6, 8])
     config = transformers.GPTJConfig(
@@ -31,9 +31,9 @@ def test_gptj_is_the_peers(seed: int, tmp_path: Path) -> None:
     check_family(PeerModel(config, long_seq_len=40), tmp_path, seed)
 
 
-def test_a_published_file_is_the_preset() -> None:
+def test_published_config_equals_preset() -> None:
     """EleutherAI/gpt-j-6b."""
-    theirs = {
+    hf_config = {
         "model_type": "gptj",
         "activation_function": "gelu_new",
         "n_embd": 4096,
@@ -47,4 +47,4 @@ def test_a_published_file_is_the_preset() -> None:
         "tie_word_embeddings": False,
         "vocab_size": 50400,
     }
-    assert not diff_configs(ct.config(theirs), ct.config("gpt-j-6b"))
+    assert not diff_configs(ct.config(hf_config), ct.config("gpt-j-6b"))

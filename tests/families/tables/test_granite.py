@@ -1,4 +1,4 @@
-"""Granite: fields and rows against transformers."""
+"""Granite: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from support.family_parity import PeerModel, check_family, rng
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_granite_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_granite_matches_transformers(seed: int, tmp_path: Path) -> None:
     r = rng(seed)
     settings = random_config_optional_head_dim(
         seed,

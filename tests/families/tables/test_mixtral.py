@@ -1,4 +1,4 @@
-"""Mixtral: fields and rows against transformers."""
+"""Mixtral: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from cutaway.families import families
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_mixtral_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_mixtral_matches_transformers(seed: int, tmp_path: Path) -> None:
     r = rng(seed)
     experts = r.choice([1, 3, 4, 5])
     settings = random_config_optional_head_dim(
@@ -20,23 +20,23 @@ def test_mixtral_is_the_peers(seed: int, tmp_path: Path) -> None:
         num_local_experts=experts,
         num_experts_per_tok=r.randint(1, experts),
         sliding_window=[None, 3, None, 2, 64, None, 5, 13][seed],
-        experts_implementation="eager",  # the other one refuses odd widths
+        experts_implementation="eager",  # the default implementation rejects odd dimensions
         hidden_act=r.choice(["silu", "gelu"]),
         attention_dropout=r.choice([0.0, 0.1]),
     )
     check_family(PeerModel(transformers.MixtralConfig(**settings), long_seq_len=40), tmp_path, seed)
 
 
-def test_jitter_is_refused() -> None:
+def test_router_jitter_noise_is_an_error() -> None:
     with pytest.raises(ConfigError, match="router_jitter_noise"):
         families()["mixtral"].config_from_hf({"router_jitter_noise": 0.01})
 
 
-def test_layers_with_windows_of_their_own_are_refused() -> None:
-    """The peer has one window for all, and would pass over `layer_types`."""
+def test_per_layer_windows_are_an_error() -> None:
+    """transformers has one window for all layers and ignores `layer_types`."""
     family = families()["mixtral"]
     config = family.config_from_hf({"num_hidden_layers": 2})[0]
-    (far,) = config.decoder.block
-    near = far.replace(attention=far.attention.replace(window=8))
+    (full,) = config.decoder.block
+    sliding = full.replace(attention=full.attention.replace(window=8))
     with pytest.raises(ConfigError, match="window differs between layers"):
-        family.config_to_hf(config.replace(decoder=config.decoder.replace(block=(near, far))))
+        family.config_to_hf(config.replace(decoder=config.decoder.replace(block=(sliding, full))))

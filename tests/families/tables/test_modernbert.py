@@ -1,4 +1,4 @@
-"""ModernBERT: fields and rows against transformers."""
+"""ModernBERT: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ import cutaway as ct
 from cutaway.config import Rope
 
 
-def scaled(seed: int, theta: float, pairs: int) -> dict[str, Any]:
+def random_rope_parameters(seed: int, theta: float, pairs: int) -> dict[str, Any]:
     r = rng(seed)
     scaling = dict(ROPE_SCALINGS[seed % len(ROPE_SCALINGS)], rope_theta=theta)
-    scaling.pop("truncate", None)  # the peer looks for it beside the layer types instead of within, and never finds it
+    scaling.pop("truncate", None)  # transformers reads it from the wrong level, so it has no effect there
     if scaling["rope_type"] == "longrope":
         scaling["short_factor"] = [round(r.uniform(1, 2), 2) for _ in range(pairs)]
         scaling["long_factor"] = [round(r.uniform(2, 6), 2) for _ in range(pairs)]
@@ -23,12 +23,12 @@ def scaled(seed: int, theta: float, pairs: int) -> dict[str, Any]:
 
 
 def settings(seed: int, *, head: bool) -> Any:
-    """What is said about the head is drawn only where there is one."""
+    """Random config; keys of the head only if there is one."""
     r = rng(seed)
     heads, width, layers = r.choice([1, 2, 3]), r.choice([6, 8]), r.choice([2, 3, 4])
-    kinds = ["sliding_attention", *(r.choice(["full_attention", "sliding_attention"]) for _ in range(layers - 1))]
+    layer_types = ["sliding_attention", *(r.choice(["full_attention", "sliding_attention"]) for _ in range(layers - 1))]
     dynamic = "dynamic" in (ROPE_SCALINGS[seed % 8]["rope_type"], ROPE_SCALINGS[(seed + 3) % 8]["rope_type"])
-    ends = {
+    head_settings = {
         "tie_word_embeddings": r.random() < 0.6,
         "decoder_bias": r.random() < 0.6,
         "classifier_bias": r.random() < 0.5,
@@ -49,34 +49,34 @@ def settings(seed: int, *, head: bool) -> Any:
         attention_dropout=r.choice([0.0, 0.1]),
         embedding_dropout=r.choice([0.0, 0.1]),
         mlp_dropout=r.choice([0.0, 0.1]),
-        layer_types=kinds if seed % 2 else None,
+        layer_types=layer_types if seed % 2 else None,
         local_attention=r.choice([2, 4, 6, 8]),
         rope_parameters={
-            "full_attention": scaled(seed, 160000.0, (width if heads > 1 else 16) // 2),
-            "sliding_attention": scaled(seed + 3, 10000.0, (width if heads > 1 else 16) // 2),
+            "full_attention": random_rope_parameters(seed, 160000.0, (width if heads > 1 else 16) // 2),
+            "sliding_attention": random_rope_parameters(seed + 3, 10000.0, (width if heads > 1 else 16) // 2),
         },
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
         cls_token_id=1,
         sep_token_id=2,
-        **(ends if head else {}),
+        **(head_settings if head else {}),
     )
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_modernbert_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_modernbert_matches_transformers(seed: int, tmp_path: Path) -> None:
     check_family(
         PeerModel(settings(seed, head=True), transformers.AutoModelForMaskedLM, long_seq_len=40), tmp_path, seed
     )
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_modernbert_without_its_head_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_modernbert_without_head_matches_transformers(seed: int, tmp_path: Path) -> None:
     check_family(PeerModel(settings(seed, head=False), transformers.AutoModel, long_seq_len=40), tmp_path, seed)
 
 
-def test_the_published_spelling_is_read() -> None:
+def test_published_keys_are_read() -> None:
     published = {
         "model_type": "modernbert",
         "global_attn_every_n_layers": 3,

@@ -1,4 +1,4 @@
-"""MPT: fields and rows against transformers."""
+"""MPT: config fields and weight mappings against transformers."""
 
 from functools import partial
 from pathlib import Path
@@ -15,15 +15,15 @@ from cutaway.families.config_tree import diff_configs
 
 
 def pass_alibi_bias_max(model: Any) -> None:
-    """The peer has a parameter for `alibi_bias_max` and never passes it on, so that every MPT gets 8."""
-    trunk = model.transformer
-    trunk.build_mpt_alibi_tensor = partial(
+    """Fix transformers, which ignores `alibi_bias_max` and always uses 8."""
+    base_model = model.transformer
+    base_model.build_mpt_alibi_tensor = partial(
         build_mpt_alibi_tensor, alibi_bias_max=model.config.attn_config.alibi_bias_max
     )
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_mpt_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_mpt_matches_transformers(seed: int, tmp_path: Path) -> None:
     r = rng(seed)
     heads = [1, 2, 3, 4, 5, 6, 8, 12][seed]
     config = transformers.MptConfig(
@@ -45,7 +45,7 @@ def test_mpt_is_the_peers(seed: int, tmp_path: Path) -> None:
     )
 
 
-def test_a_published_file_is_the_preset() -> None:
+def test_published_config_equals_preset() -> None:
     """mosaicml/mpt-7b."""
     attention = {
         "alibi": True,
@@ -59,7 +59,7 @@ def test_a_published_file_is_the_preset() -> None:
         "qk_ln": False,
         "softmax_scale": None,
     }
-    theirs = {
+    hf_config = {
         "model_type": "mpt",
         "attn_config": attention,
         "d_model": 4096,
@@ -73,6 +73,6 @@ def test_a_published_file_is_the_preset() -> None:
         "norm_type": "low_precision_layernorm",
         "vocab_size": 50432,
     }
-    assert not diff_configs(ct.config(theirs), ct.config("mpt-7b"))
+    assert not diff_configs(ct.config(hf_config), ct.config("mpt-7b"))
     with pytest.raises(ConfigError, match="attn_type"):
-        ct.config(theirs | {"attn_config": attention | {"attn_type": "multiquery_attention"}})
+        ct.config(hf_config | {"attn_config": attention | {"attn_type": "multiquery_attention"}})

@@ -1,4 +1,4 @@
-"""mT5: fields and rows against transformers."""
+"""mT5: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from support.family_parity import PeerModel, check_family
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_mt5_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_mt5_matches_transformers(seed: int, tmp_path: Path) -> None:
     config = transformers.MT5Config(**random_t5_config(seed, feed_forward_proj=FEED_FORWARD_PROJS[seed - 1]))
     peer = PeerModel(
         config,

@@ -1,4 +1,4 @@
-"""OPT: fields and rows against transformers."""
+"""OPT: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 
@@ -13,20 +13,20 @@ from cutaway.families.config_tree import diff_configs
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_opt_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_opt_matches_transformers(seed: int, tmp_path: Path) -> None:
     r = rng(seed)
     heads = r.choice([1, 2, 3, 4])
     hidden = heads * r.choice([5, 8])
-    before, narrow = seed % 3 != 0, seed % 2 == 0  # 350m has neither a norm before nor a wide table
+    pre_norm, factorized = seed % 3 != 0, seed % 2 == 0  # OPT-350m: post-norm and factorized embedding
     config = transformers.OPTConfig(
         vocab_size=r.choice([61, 97, 130]),
         hidden_size=hidden,
         num_hidden_layers=r.choice([1, 2, 3]),
         ffn_dim=r.choice([30, 48]),
         max_position_embeddings=40,
-        do_layer_norm_before=before,
+        do_layer_norm_before=pre_norm,
         _remove_final_layer_norm=seed in (4, 7),
-        word_embed_proj_dim=r.choice([4, 12]) if narrow else None,
+        word_embed_proj_dim=r.choice([4, 12]) if factorized else None,
         num_attention_heads=heads,
         activation_function=r.choice(["relu", "gelu"]),
         enable_bias=seed not in (2, 5),
@@ -39,9 +39,9 @@ def test_opt_is_the_peers(seed: int, tmp_path: Path) -> None:
     check_family(PeerModel(config, long_seq_len=40), tmp_path, seed)
 
 
-def test_a_published_file_is_the_preset() -> None:
-    """facebook/opt-350m: post-norm, and a narrow table."""
-    theirs = {
+def test_published_config_equals_preset() -> None:
+    """facebook/opt-350m: post-norm and factorized embedding."""
+    hf_config = {
         "model_type": "opt",
         "_remove_final_layer_norm": False,
         "activation_dropout": 0.0,
@@ -53,15 +53,15 @@ def test_a_published_file_is_the_preset() -> None:
         "num_hidden_layers": 24,
         "word_embed_proj_dim": 512,
     }
-    assert not diff_configs(ct.config(theirs), ct.config("opt-350m"))
-    with pytest.raises(ConfigError, match="a table of its own"):
-        ct.config(theirs | {"tie_word_embeddings": False})
+    assert not diff_configs(ct.config(hf_config), ct.config("opt-350m"))
+    with pytest.raises(ConfigError, match="requires a tied head"):
+        ct.config(hf_config | {"tie_word_embeddings": False})
 
 
-def test_the_number_of_an_older_layout_is_passed_over(tmp_path: Path) -> None:
-    """The first releases hold the bare trunk, and this beside it."""
+def test_legacy_version_tensor_is_ignored(tmp_path: Path) -> None:
+    """The first releases have the base model and a version tensor."""
     settings = {"vocab_size": 61, "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 24, "num_hidden_layers": 2}
     model = transformers.OPTForCausalLM(transformers.OPTConfig(**settings, num_attention_heads=2))
     check_extra_tensors(
-        model, tmp_path, {"decoder.version": torch.tensor([3.0])}, spell=lambda name: name[len("model.") :]
+        model, tmp_path, {"decoder.version": torch.tensor([3.0])}, rename=lambda name: name[len("model.") :]
     )

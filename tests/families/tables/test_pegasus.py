@@ -1,4 +1,4 @@
-"""Pegasus: fields and rows against transformers."""
+"""Pegasus: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 
@@ -9,5 +9,5 @@ from support.family_parity import check_family
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_pegasus_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_pegasus_matches_transformers(seed: int, tmp_path: Path) -> None:
     check_family(bart_peer(transformers.PegasusConfig(**random_bart_config(seed))), tmp_path, seed)

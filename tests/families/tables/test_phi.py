@@ -1,4 +1,4 @@
-"""Phi: fields and rows against transformers."""
+"""Phi: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 
@@ -12,19 +12,19 @@ from cutaway.families.config_tree import diff_configs
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_phi_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_phi_matches_transformers(seed: int, tmp_path: Path) -> None:
     r = rng(seed)
     settings = random_llama_config(seed, qk_layernorm=seed % 3 == 0, hidden_act=r.choice(["gelu_new", "gelu"]))
-    if settings["qk_layernorm"]:  # the peer's norms are as wide as hidden_size / num_attention_heads
+    if settings["qk_layernorm"]:  # the QK-norms of transformers have dimension hidden_size / num_attention_heads
         settings["hidden_size"] = settings["num_attention_heads"] * settings["head_dim"]
     settings["layer_norm_eps"] = settings.pop("rms_norm_eps")
     set_partial_rotary_factor(settings, settings["head_dim"], seed)
     check_family(PeerModel(transformers.PhiConfig(**settings), long_seq_len=40), tmp_path, seed)
 
 
-def test_a_published_file_is_the_preset() -> None:
+def test_published_config_equals_preset() -> None:
     """microsoft/phi-2."""
-    theirs = {
+    hf_config = {
         "model_type": "phi",
         "hidden_act": "gelu_new",
         "hidden_size": 2560,
@@ -39,4 +39,4 @@ def test_a_published_file_is_the_preset() -> None:
         "rope_theta": 10000.0,
         "vocab_size": 51200,
     }
-    assert not diff_configs(ct.config(theirs), ct.config("phi-2"))
+    assert not diff_configs(ct.config(hf_config), ct.config("phi-2"))

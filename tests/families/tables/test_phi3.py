@@ -1,4 +1,4 @@
-"""Phi-3: fields and rows against transformers."""
+"""Phi-3: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -13,23 +13,23 @@ from cutaway.families import families
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_phi3_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_phi3_matches_transformers(seed: int, tmp_path: Path) -> None:
     r = rng(seed + 50)
-    share = r.choice([1.0, 0.75, 0.5])
+    fraction = r.choice([1.0, 0.75, 0.5])
     rope: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": r.choice([1e4, 2.5e5]),
-        "partial_rotary_factor": share,
+        "partial_rotary_factor": fraction,
     }
     settings = random_llama_config(
         seed, hidden_act=r.choice(["silu", "gelu"]), sliding_window=[None, 5, 1, None][seed % 4]
     )
-    if seed % 2:  # the peer wants factors for a head of hidden_size / heads, so such a head it is
+    if seed % 2:  # transformers requires factors for a head dimension of hidden_size / heads
         settings["hidden_size"] = 8 * settings["num_attention_heads"]
         settings["original_max_position_embeddings"] = 16
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": 16}
-        rope["short_factor"] = [round(r.uniform(1, 2), 2) for _ in range(int(8 * share) // 2)]
-        rope["long_factor"] = [round(r.uniform(2, 6), 2) for _ in range(int(8 * share) // 2)]
+        rope["short_factor"] = [round(r.uniform(1, 2), 2) for _ in range(int(8 * fraction) // 2)]
+        rope["long_factor"] = [round(r.uniform(2, 6), 2) for _ in range(int(8 * fraction) // 2)]
         rope |= [{}, {"factor": 3.0}, {"attention_factor": 1.3}, {}][seed // 2]
     settings |= {"head_dim": 8, "rope_parameters": rope}
     peer = PeerModel(transformers.Phi3Config(**settings), long_seq_len=40, use_cache=settings["sliding_window"] != 1)
@@ -56,23 +56,23 @@ LONG: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("word", ["longrope", "yarn"])
+@pytest.mark.parametrize("rope_type", ["longrope", "yarn"])
 @pytest.mark.parametrize("original", [4096, 8192])
-def test_older_files_mean_what_the_peer_reads(word: str, original: int) -> None:
-    scaling = {"rope_scaling": LONG["rope_scaling"] | {"type": word}, "original_max_position_embeddings": original}
+def test_legacy_configs_are_read_as_in_transformers(rope_type: str, original: int) -> None:
+    scaling = {"rope_scaling": LONG["rope_scaling"] | {"type": rope_type}, "original_max_position_embeddings": original}
     config = check_legacy_config(LONG | scaling)
-    # The peer renames 'su' after it has asked for what longrope needs, and so refuses the first files.
+    # transformers renames 'su' only after validating longrope, so it rejects the first releases.
     assert (
         families()["phi3"].config_from_hf(LONG | scaling | {"rope_scaling": LONG["rope_scaling"] | {"type": "su"}})[0]
         == config
     )
 
 
-def test_an_absent_original_length_is_the_peers_default() -> None:
+def test_default_original_length_matches_transformers() -> None:
     check_legacy_config({key: value for key, value in LONG.items() if key != "original_max_position_embeddings"})
 
 
-def test_a_published_file_means_what_the_peer_reads() -> None:
+def test_published_config_is_read_as_in_transformers() -> None:
     settings: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 32, "sliding_window": 2047}
     settings |= {
         "vocab_size": 32064,
@@ -83,6 +83,6 @@ def test_a_published_file_means_what_the_peer_reads() -> None:
     check_legacy_config(LONG | settings | {"partial_rotary_factor": 1.0}, "phi-3-mini-4k")
 
 
-def test_other_scalings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="longrope or default"):
+def test_other_rope_scaling_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="longrope and default"):
         families()["phi3"].config_from_hf(LONG | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}})

@@ -1,4 +1,4 @@
-"""Qwen2: fields and rows against transformers."""
+"""Qwen2: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from cutaway.families import families
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_qwen2_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_qwen2_matches_transformers(seed: int, tmp_path: Path) -> None:
     r = rng(seed)
     settings = random_config_optional_head_dim(
         seed,
@@ -23,8 +23,8 @@ def test_qwen2_is_the_peers(seed: int, tmp_path: Path) -> None:
     check_family(PeerModel(transformers.Qwen2Config(**settings), long_seq_len=40), tmp_path, seed)
 
 
-@pytest.mark.parametrize("given", [{"use_sliding_window": True, "sliding_window": None}, {"sliding_window": 8}])
+@pytest.mark.parametrize("change", [{"use_sliding_window": True, "sliding_window": None}, {"sliding_window": 8}])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe"])
-def test_a_window_needs_both_its_switch_and_its_width(name: str, given: dict[str, Any]) -> None:
-    config = families()[name].config_from_hf({"max_window_layers": 0} | given)[0]
+def test_window_requires_use_sliding_window_and_sliding_window(name: str, change: dict[str, Any]) -> None:
+    config = families()[name].config_from_hf({"max_window_layers": 0} | change)[0]
     assert all(block.attention.window is None for block in config.stacks["decoder"].blocks)

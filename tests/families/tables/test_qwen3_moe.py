@@ -1,4 +1,4 @@
-"""Qwen3 with experts: fields and rows against transformers."""
+"""Qwen3-MoE: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from support.family_parity import PeerModel, check_family, rng
 from cutaway.families import families
 
 UNUSED = 6144
-"""The width of dense layers, where there are none: it is not kept, and the default is written."""
+"""intermediate_size of dense layers if there are none: it is not loaded, and the default is saved."""
 LAYOUTS: list[dict[str, Any]] = [
     {"num_hidden_layers": 2, "intermediate_size": UNUSED},
     {"num_hidden_layers": 3, "mlp_only_layers": [0]},
@@ -25,7 +25,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_qwen3_moe_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_qwen3_moe_matches_transformers(seed: int, tmp_path: Path) -> None:
     r = rng(seed)
     experts = r.choice([2, 3, 5, 6])
     settings = random_config_optional_head_dim(
@@ -35,7 +35,7 @@ def test_qwen3_moe_is_the_peers(seed: int, tmp_path: Path) -> None:
         norm_topk_prob=r.random() < 0.5,
         moe_intermediate_size=r.choice([10, 17]),
         attention_bias=r.random() < 0.5,
-        experts_implementation="eager",  # the other one refuses odd widths
+        experts_implementation="eager",  # the default implementation rejects odd dimensions
         hidden_act=r.choice(["silu", "gelu"]),
         attention_dropout=r.choice([0.0, 0.1]),
         **LAYOUTS[seed],
@@ -43,12 +43,12 @@ def test_qwen3_moe_is_the_peers(seed: int, tmp_path: Path) -> None:
     check_family(PeerModel(transformers.Qwen3MoeConfig(**settings), long_seq_len=40), tmp_path, seed)
 
 
-def test_both_names_for_the_number_of_experts_are_read_and_written() -> None:
+def test_both_keys_of_the_number_of_experts_are_read_and_written() -> None:
     family = families()["qwen3_moe"]
-    published, saved_anew = (family.config_from_hf({key: 16})[0] for key in ("num_experts", "num_local_experts"))
-    assert published == saved_anew
-    theirs = family.config_to_hf(published)
-    assert theirs["num_experts"] == theirs["num_local_experts"] == 16
+    published, resaved = (family.config_from_hf({key: 16})[0] for key in ("num_experts", "num_local_experts"))
+    assert published == resaved
+    hf_config = family.config_to_hf(published)
+    assert hf_config["num_experts"] == hf_config["num_local_experts"] == 16
 
 
 def test_without_experts_every_layer_is_dense() -> None:

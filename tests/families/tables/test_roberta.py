@@ -1,4 +1,4 @@
-"""RoBERTa: fields and rows against transformers."""
+"""RoBERTa: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -9,22 +9,22 @@ from support.family_configs import random_bert_config
 from support.family_parity import PeerModel, check_family
 
 
-def settings(seed: int, **given: Any) -> dict[str, Any]:
-    """The padding token's number shifts the positions."""
-    return random_bert_config(seed, pad_token_id=[1, 0, 3, 1][seed % 4], bos_token_id=0, eos_token_id=2, **given)
+def settings(seed: int, **overrides: Any) -> dict[str, Any]:
+    """Several values of pad_token_id, which shifts the positions."""
+    return random_bert_config(seed, pad_token_id=[1, 0, 3, 1][seed % 4], bos_token_id=0, eos_token_id=2, **overrides)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_roberta_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_roberta_matches_transformers(seed: int, tmp_path: Path) -> None:
     config = transformers.RobertaConfig(**settings(seed))
-    dead = () if config.tie_word_embeddings else ("lm_head.bias",)
+    unused = () if config.tie_word_embeddings else ("lm_head.bias",)
     peer = PeerModel(
-        config, transformers.AutoModelForMaskedLM, long_seq_len=36, pass_position_ids=False, unused_parameters=dead
+        config, transformers.AutoModelForMaskedLM, long_seq_len=36, pass_position_ids=False, unused_parameters=unused
     )
     check_family(peer, tmp_path, seed)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_roberta_without_its_head_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_roberta_without_head_matches_transformers(seed: int, tmp_path: Path) -> None:
     config = transformers.RobertaConfig(**settings(seed, tie_word_embeddings=True))
     check_family(PeerModel(config, transformers.AutoModel, long_seq_len=36, pass_position_ids=False), tmp_path, seed)

@@ -1,4 +1,4 @@
-"""StableLM: fields and rows against transformers."""
+"""StableLM: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from cutaway.families.config_tree import diff_configs
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_stablelm_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_stablelm_matches_transformers(seed: int, tmp_path: Path) -> None:
     r = rng(seed)
     settings = random_config_without_head_dim(seed)
     set_partial_rotary_factor(settings, settings["hidden_size"] // settings["num_attention_heads"], seed)
@@ -26,9 +26,9 @@ def test_stablelm_is_the_peers(seed: int, tmp_path: Path) -> None:
     check_family(PeerModel(transformers.StableLmConfig(**settings), long_seq_len=40), tmp_path, seed)
 
 
-def test_a_published_file_is_the_preset() -> None:
+def test_published_config_equals_preset() -> None:
     """stabilityai/stablelm-2-12b."""
-    theirs = {
+    hf_config = {
         "model_type": "stablelm",
         "hidden_size": 5120,
         "intermediate_size": 13824,
@@ -42,4 +42,4 @@ def test_a_published_file_is_the_preset() -> None:
         "use_qkv_bias": False,
         "vocab_size": 100352,
     }
-    assert not diff_configs(ct.config(theirs), ct.config("stablelm-2-12b"))
+    assert not diff_configs(ct.config(hf_config), ct.config("stablelm-2-12b"))

@@ -1,4 +1,4 @@
-"""StarCoder2: fields and rows against transformers."""
+"""StarCoder2: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 
@@ -12,17 +12,17 @@ from cutaway.families.config_tree import diff_configs
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_starcoder2_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_starcoder2_matches_transformers(seed: int, tmp_path: Path) -> None:
     r = rng(seed)
     settings = random_llama_config(seed, hidden_act=r.choice(["gelu_pytorch_tanh", "gelu"]), use_bias=r.random() < 0.6)
-    # A window of 1 is left out: the peer's own cache keeps every key then, and parts ways with its full pass.
+    # No window of 1: the cache of transformers keeps all keys then, and differs from its forward pass without cache.
     settings |= {"norm_epsilon": settings.pop("rms_norm_eps"), "sliding_window": r.choice([None, 2, 4, 9])}
     check_family(PeerModel(transformers.Starcoder2Config(**settings), long_seq_len=40), tmp_path, seed)
 
 
-def test_a_published_file_is_the_preset() -> None:
+def test_published_config_equals_preset() -> None:
     """bigcode/starcoder2-7b."""
-    theirs = {
+    hf_config = {
         "model_type": "starcoder2",
         "attention_dropout": 0.1,
         "embedding_dropout": 0.1,
@@ -38,4 +38,4 @@ def test_a_published_file_is_the_preset() -> None:
         "rope_theta": 1000000,
         "sliding_window": 4096,
     }
-    assert not diff_configs(ct.config(theirs), ct.config("starcoder2-7b"))
+    assert not diff_configs(ct.config(hf_config), ct.config("starcoder2-7b"))

@@ -1,4 +1,4 @@
-"""T5: fields and rows against transformers."""
+"""T5: config fields and weight mappings against transformers."""
 
 from pathlib import Path
 
@@ -9,25 +9,25 @@ from support.family_parity import PeerModel, check_extra_tensors, check_family
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_t5_is_the_peers(seed: int, tmp_path: Path) -> None:
+def test_t5_matches_transformers(seed: int, tmp_path: Path) -> None:
     scaled = seed % 4 in (0, 3)
     config = transformers.T5Config(
         **random_t5_config(seed, feed_forward_proj=FEED_FORWARD_PROJS[seed], tie_word_embeddings=scaled)
     )
-    apart = seed % 4 in (1, 3)
+    untied = seed % 4 in (1, 3)
     peer = PeerModel(
         config,
         transformers.AutoModelForSeq2SeqLM,
         long_seq_len=180,
-        modify_model=untie_lm_head if apart else None,
+        modify_model=untie_lm_head if untied else None,
         compare_generate=can_peer_generate(config),
     )
     loaded = check_family(peer, tmp_path, seed)
-    assert loaded.config.head.tied != apart
+    assert loaded.config.head.tied != untied
     assert (loaded.config.head.scale != 1.0) == scaled
 
 
-def test_a_classifiers_file_holds_the_whole_model_one_level_down(tmp_path: Path) -> None:
+def test_classifier_checkpoint_with_transformer_prefix_loads(tmp_path: Path) -> None:
     config = transformers.T5Config(**random_t5_config(1, num_decoder_layers=1))
     auto = transformers.AutoModelForSeq2SeqLM
     check_extra_tensors(transformers.T5ForSequenceClassification(config), tmp_path / "classifier", {}, auto)

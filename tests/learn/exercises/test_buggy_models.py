@@ -1,4 +1,4 @@
-"""The buggy models of exercise 10: each is found by its check, and the correct one by none."""
+"""The buggy models of exercise 10: each fails its check, and the correct one passes all."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import cutaway as ct
 from cutaway.learn.exercises.buggy_models import CORRECT, LETTERS, bug_of_letter, build_buggy_model, check_arguments
 
 pytestmark = pytest.mark.unchecked
-CAUGHT = {
+CHECK_OF_BUG = {
     "future seen": "causality",
     "cache off by one": "cache-decode",
     "padding shifts positions": "left-padding",
@@ -17,8 +17,8 @@ CAUGHT = {
 }
 
 
-def test_six_models_have_six_bugs_and_the_same_weights() -> None:
-    assert {bug_of_letter(letter) for letter in LETTERS} == CAUGHT.keys()
+def test_models_have_six_different_bugs_and_the_same_weights() -> None:
+    assert {bug_of_letter(letter) for letter in LETTERS} == CHECK_OF_BUG.keys()
     correct = build_buggy_model(CORRECT).state_dict()
     for letter in LETTERS:
         assert all(
@@ -27,14 +27,14 @@ def test_six_models_have_six_bugs_and_the_same_weights() -> None:
 
 
 @pytest.mark.parametrize("letter", LETTERS)
-def test_a_bug_is_found_by_its_check(letter: str) -> None:
+def test_bug_fails_its_check(letter: str) -> None:
     model = build_buggy_model(letter)
-    caught = CAUGHT[bug_of_letter(letter)]
-    assert ct.check(model, only=[caught], **check_arguments(model))[caught].verdict == "fail"
+    check = CHECK_OF_BUG[bug_of_letter(letter)]
+    assert ct.check(model, only=[check], **check_arguments(model))[check].verdict == "fail"
 
 
-def test_the_correct_one_gives_no_alarm() -> None:
+def test_correct_model_passes_all_checks() -> None:
     model = build_buggy_model(CORRECT)
-    report = ct.check(model, only=list(CAUGHT.values()), budget=120, **check_arguments(model))
+    report = ct.check(model, only=list(CHECK_OF_BUG.values()), budget=120, **check_arguments(model))
     assert report.ok, report
     assert {finding.verdict for finding in report.findings} == {"pass"}

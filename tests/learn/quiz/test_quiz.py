@@ -1,4 +1,4 @@
-"""The quiz: every answer is proved, every wrong one explained, and what was missed comes again."""
+"""The quiz: every answer is proved, every wrong answer explained, and missed questions are repeated first."""
 
 import json
 import os
@@ -31,9 +31,9 @@ from cutaway.learn.quiz.question import ProofError
 pytestmark = pytest.mark.unchecked
 
 DOCS = Path(__file__).parents[3] / "docs"
-EVERY = find_questions()
-CHOICE_QUESTIONS = [each for each in EVERY if isinstance(each, ChoiceQuestion)]
-NUMBER_QUESTIONS = [each for each in EVERY if isinstance(each, NumberQuestion)]
+ALL_QUESTIONS = find_questions()
+CHOICE_QUESTIONS = [question for question in ALL_QUESTIONS if isinstance(question, ChoiceQuestion)]
+NUMBER_QUESTIONS = [question for question in ALL_QUESTIONS if isinstance(question, NumberQuestion)]
 
 
 @pytest.fixture(autouse=True)
@@ -42,96 +42,106 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def letters(asked: ChoiceQuestion, seed: int, *, right: bool = True) -> str:
+def letters(question: ChoiceQuestion, seed: int, *, correct: bool = True) -> str:
     return "".join(
-        a for a, each in zip(CHOICE_LETTERS, shuffle_choices(asked, seed), strict=False) if each.correct is right
+        letter
+        for letter, choice in zip(CHOICE_LETTERS, shuffle_choices(question, seed), strict=False)
+        if choice.correct is correct
     )
 
 
-def typed(identity: str, seed: int, *, right: bool = True) -> str:
-    asked = get_question(identity)
-    if isinstance(asked, ChoiceQuestion):
-        return letters(asked, seed, right=right)[: None if right else 1]
-    return str(asked.answer if right else asked.common_mistakes[0].value)
+def answer_text(question_id: str, seed: int, *, correct: bool = True) -> str:
+    question = get_question(question_id)
+    if isinstance(question, ChoiceQuestion):
+        return letters(question, seed, correct=correct)[: None if correct else 1]
+    return str(question.answer if correct else question.common_mistakes[0].value)
 
 
-# ---------------------------------------------------------------------------------------- the questions
+# ---------------------------------------------------------------------------------------- questions
 
 
-def test_every_section_is_asked_about() -> None:
+def test_every_section_has_questions_at_several_levels() -> None:
     assert len(SECTIONS) == 10
-    assert len(EVERY) >= 60
-    assert all(len(each.questions) >= 4 and len({one.level for one in each.questions}) >= 2 for each in load_sections())
-    assert Counter(each.id for each in EVERY).most_common(1)[0][1] == 1
-    assert {number for each in EVERY for number in each.notebooks} == set(range(1, 12))
+    assert len(ALL_QUESTIONS) >= 60
+    for section in load_sections():
+        assert len(section.questions) >= 4
+        assert len({question.level for question in section.questions}) >= 2
+    assert Counter(question.id for question in ALL_QUESTIONS).most_common(1)[0][1] == 1
+    assert {number for question in ALL_QUESTIONS for number in question.notebooks} == set(range(1, 12))
 
 
-def test_pages_are_there() -> None:
-    missing = [each.id for each in EVERY if each.docs_page is not None and not (DOCS / each.docs_page).is_file()]
+def test_docs_pages_exist() -> None:
+    missing = [
+        question.id
+        for question in ALL_QUESTIONS
+        if question.docs_page is not None and not (DOCS / question.docs_page).is_file()
+    ]
     assert not missing
 
 
 @pytest.mark.parametrize("extreme", [max, min])
-def test_length_does_not_tell_the_right_choice(extreme: Callable[..., Choice]) -> None:
-    single = [each for each in CHOICE_QUESTIONS if not each.multiple]
-    told = [each.id for each in single if extreme(each.choices, key=lambda one: len(one.text)).correct]
-    assert len(told) < 0.4 * len(single), told
+def test_length_does_not_reveal_the_correct_choice(extreme: Callable[..., Choice]) -> None:
+    single = [question for question in CHOICE_QUESTIONS if not question.multiple]
+    revealed = [question.id for question in single if extreme(question.choices, key=lambda c: len(c.text)).correct]
+    assert len(revealed) < 0.4 * len(single), revealed
 
 
-def test_right_letters_are_spread() -> None:
-    places = Counter(letters(each, 0)[0] for each in CHOICE_QUESTIONS if not each.multiple and len(each.choices) == 4)
-    assert all(0.1 < places[letter] / places.total() < 0.4 for letter in "abcd"), places
+def test_correct_letters_are_spread() -> None:
+    counts = Counter(letters(q, 0)[0] for q in CHOICE_QUESTIONS if not q.multiple and len(q.choices) == 4)
+    assert all(0.1 < counts[letter] / counts.total() < 0.4 for letter in "abcd"), counts
 
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_answers_are_proved(section: str) -> None:
-    proved = [run_proof(each) for each in find_questions(section)]
-    assert sum(found is not None for found in proved) >= len(proved) - 1
+    results = [run_proof(question) for question in find_questions(section)]
+    assert sum(result is not None for result in results) >= len(results) - 1
 
 
-def test_a_false_proof_is_told() -> None:
-    asked = get_question("nucleus")
+def test_wrong_proof_raises() -> None:
+    question = get_question("nucleus")
     with pytest.raises(ProofError, match="its proof finds 3"):
-        run_proof(asked.model_copy(update={"proof": "answer, wrong = 3, [1, 3]"}))
+        run_proof(question.model_copy(update={"proof": "answer, wrong = 3, [1, 3]"}))
     with pytest.raises(ProofError, match="wrong values"):
-        run_proof(asked.model_copy(update={"proof": "answer, wrong = 2, [1, 4]"}))
+        run_proof(question.model_copy(update={"proof": "answer, wrong = 2, [1, 4]"}))
     with pytest.raises(ProofError, match="does not hold"):
         run_proof(get_question("induction").model_copy(update={"proof": "holds = False"}))
 
 
-# ---------------------------------------------------------------------------------------- verdicts
+# ---------------------------------------------------------------------------------------- grading
 
 
-def test_each_choice_is_explained() -> None:
-    for each in CHOICE_QUESTIONS:
-        assert grade_answer(each, letters(each, 5), 5).correct, each.id
-        for letter, choice in zip(CHOICE_LETTERS, shuffle_choices(each, 5), strict=False):
-            verdict = grade_answer(each, letter, 5)
-            assert verdict.correct is (choice.correct and not each.multiple), each.id
-            assert choice.correct or choice.explanation in verdict.explanation, each.id
+def test_every_wrong_choice_is_explained() -> None:
+    for question in CHOICE_QUESTIONS:
+        assert grade_answer(question, letters(question, 5), 5).correct, question.id
+        for letter, choice in zip(CHOICE_LETTERS, shuffle_choices(question, 5), strict=False):
+            grade = grade_answer(question, letter, 5)
+            assert grade.correct is (choice.correct and not question.multiple), question.id
+            assert choice.correct or choice.explanation in grade.explanation, question.id
 
 
-def test_each_wrong_number_has_its_hint() -> None:
-    for each in NUMBER_QUESTIONS:
-        assert grade_answer(each, str(each.answer)).correct, each.id
-        for near in each.common_mistakes:
-            verdict = grade_answer(each, str(near.value))
-            assert not verdict.correct
-            assert verdict.explanation == f"{near.mistake[0].upper()}{near.mistake[1:]}: {near.explanation}", each.id
+def test_every_common_mistake_is_explained() -> None:
+    for question in NUMBER_QUESTIONS:
+        assert grade_answer(question, str(question.answer)).correct, question.id
+        for mistake in question.common_mistakes:
+            grade = grade_answer(question, str(mistake.value))
+            assert not grade.correct
+            assert grade.explanation == f"{mistake.mistake[0].upper()}{mistake.mistake[1:]}: {mistake.explanation}", (
+                question.id
+            )
 
 
-def test_several_right_ones_must_all_be_named() -> None:
-    asked = get_question("forms-and-objectives")
-    assert isinstance(asked, ChoiceQuestion)
-    some = grade_answer(asked, letters(asked, 0)[:2])
-    assert not some.correct
-    assert some.explanation
-    assert not grade_answer(asked, "abcd").correct
-    assert grade_answer(asked, ", ".join(letters(asked, 0)).upper()).correct
+def test_all_correct_choices_are_required() -> None:
+    question = get_question("forms-and-objectives")
+    assert isinstance(question, ChoiceQuestion)
+    incomplete = grade_answer(question, letters(question, 0)[:2])
+    assert not incomplete.correct
+    assert incomplete.explanation
+    assert not grade_answer(question, "abcd").correct
+    assert grade_answer(question, ", ".join(letters(question, 0)).upper()).correct
 
 
 @pytest.mark.parametrize(
-    ("identity", "text", "value"),
+    ("question_id", "text", "value"),
     [
         ("untie-gpt2", "38,597,376", 38597376),
         ("untie-gpt2", "38.6M", 38.6e6),
@@ -146,102 +156,102 @@ def test_several_right_ones_must_all_be_named() -> None:
         ("beyond-chinchilla", "1,875", 1875),
     ],
 )
-def test_numbers_as_people_type_them(identity: str, text: str, value: float) -> None:
-    asked = get_question(identity)
-    assert isinstance(asked, NumberQuestion)
-    assert parse_number(asked, text) == pytest.approx(value)
+def test_number_formats_are_parsed(question_id: str, text: str, value: float) -> None:
+    question = get_question(question_id)
+    assert isinstance(question, NumberQuestion)
+    assert parse_number(question, text) == pytest.approx(value)
 
 
 @pytest.mark.parametrize("text", ["much", "1.07 GiB", "1/0", "1.2.3", "b", "--1", "1e999x"])
-def test_what_is_no_number_is_asked_again(text: str) -> None:
-    with pytest.raises(InputError, match="give a number in GB"):
+def test_invalid_number_is_an_error(text: str) -> None:
+    with pytest.raises(InputError, match="type a number in GB"):
         grade_answer(get_question("cache-of-llama-3-8b"), text)
 
 
-def test_common_slips_are_named() -> None:
+def test_wrong_sign_and_power_of_ten_are_explained() -> None:
     assert "sign" in grade_answer(get_question("layernorm-of-1234"), "1.342").explanation
     assert "1,000 times too large" in grade_answer(get_question("classic-ffn"), "134200").explanation
 
 
-# ---------------------------------------------------------------------------------------- on the terminal
+# ---------------------------------------------------------------------------------------- command line
 
 
-def order(seed: int, count: int) -> list[str]:
-    return [each.id for each in QuizProgress.load().order_questions(EVERY, seed)[:count]]
+def question_order(seed: int, count: int) -> list[str]:
+    return [question.id for question in QuizProgress.load().order_questions(ALL_QUESTIONS, seed)[:count]]
 
 
-def test_a_round_and_what_was_missed_comes_again_first(run_cli: CliRunner) -> None:
-    first, second, third = order(3, 3)
-    lines = [typed(first, 3), typed(second, 3, right=False), "no such thing!", typed(third, 3)]
-    shown = run_cli("learn", "quiz", "--num-questions", 3, "--seed", 3, stdin="\n".join(lines) + "\n")
-    assert "2 of 3 right; you know 2 of all" in shown
-    assert "no such thing!' is no" in shown
-    assert f"These come again first: {second}." in shown
-    assert order(9, 1) == [second]
-    again = run_cli("learn", "quiz", "--num-questions", 1, "--seed", 9, stdin=typed(second, 9) + "\n")
-    assert "1 of 1 right" in again
+def test_missed_questions_are_repeated_first(run_cli: CliRunner) -> None:
+    first, second, third = question_order(3, 3)
+    lines = [answer_text(first, 3), answer_text(second, 3, correct=False), "no such thing!", answer_text(third, 3)]
+    output = run_cli("learn", "quiz", "--num-questions", 3, "--seed", 3, stdin="\n".join(lines) + "\n")
+    assert "2 of 3 correct; 2 of all" in output
+    assert "no such thing!' is no" in output
+    assert f"These are repeated first: {second}." in output
+    assert question_order(9, 1) == [second]
+    again = run_cli("learn", "quiz", "--num-questions", 1, "--seed", 9, stdin=answer_text(second, 9) + "\n")
+    assert "1 of 1 correct" in again
     assert QuizProgress.load().status(second) == "known"
-    assert not {first, second, third} & set(order(4, len(EVERY) - 3))  # what is known comes last
+    assert not {first, second, third} & set(question_order(4, len(ALL_QUESTIONS) - 3))  # known questions come last
 
 
-def test_not_to_know_is_missed_and_explained(run_cli: CliRunner) -> None:
-    (first,) = order(1, 1)
-    shown = " ".join(run_cli("learn", "quiz", "--num-questions", 1, "--seed", 1, stdin="\n", columns=200).split())
-    assert grade_answer(get_question(first), "", 1).correct_explanation in shown
-    assert "Not so" not in shown
+def test_empty_answer_counts_as_missed_and_is_explained(run_cli: CliRunner) -> None:
+    (first,) = question_order(1, 1)
+    output = " ".join(run_cli("learn", "quiz", "--num-questions", 1, "--seed", 1, stdin="\n", columns=200).split())
+    assert grade_answer(get_question(first), "", 1).correct_explanation in output
+    assert "Incorrect" not in output
     assert QuizProgress.load().status(first) == "missed"
 
 
 @pytest.mark.parametrize("ending", ["", "q\n", b"\xff\xfe\n"])
-def test_an_end_in_the_middle_keeps_what_was_answered(run_cli: CliRunner, ending: str | bytes) -> None:
-    (first,) = order(2, 1)
-    begun = f"{typed(first, 2)}\n".encode() + (ending.encode() if isinstance(ending, str) else ending)
-    assert "1 of 1 right" in run_cli("learn", "quiz", "--seed", 2, stdin=begun)
+def test_interrupted_round_keeps_answers(run_cli: CliRunner, ending: str | bytes) -> None:
+    (first,) = question_order(2, 1)
+    stdin = f"{answer_text(first, 2)}\n".encode() + (ending.encode() if isinstance(ending, str) else ending)
+    assert "1 of 1 correct" in run_cli("learn", "quiz", "--seed", 2, stdin=stdin)
     assert QuizProgress.load().status(first) == "known"
 
 
-def test_ctrl_c_ends_politely(run_cli: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keyboard_interrupt_ends_the_round(run_cli: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> str:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("cutaway.cli.views.quiz_console.QuizConsole.read_answer", interrupted)
-    assert "nothing is counted" in run_cli("learn", "quiz")
+    assert "No question was answered" in run_cli("learn", "quiz")
 
 
-def test_a_damaged_score_is_set_aside(run_cli: CliRunner, home: Path) -> None:
+def test_damaged_progress_file_is_renamed(run_cli: CliRunner, home: Path) -> None:
     for text in ("{", "[1]", '{"a": {"num_correct": "x"}}', '{"a": 3}', '{"UP": {}}'):
         (home / "quiz.json").write_text(text)
-        assert "set aside" in " ".join(run_cli("learn", "quiz", "--num-questions", 1, stdin="\n").split())
+        assert "damaged and renamed" in " ".join(run_cli("learn", "quiz", "--num-questions", 1, stdin="\n").split())
         assert QuizProgress.load().num_answers == 1
     assert list(home.glob("quiz.damaged-*.json"))
 
 
-def test_a_score_that_cannot_be_kept_is_told(run_cli: CliRunner, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_progress_is_reported(run_cli: CliRunner, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "file").write_text("")
     monkeypatch.setenv("CUTAWAY_HOME", str(home / "file"))
-    shown = " ".join(run_cli("learn", "quiz", "--num-questions", 1, stdin="\n").split())
-    assert "0 of 1 right" in shown
-    assert "cannot be kept" in shown
+    output = " ".join(run_cli("learn", "quiz", "--num-questions", 1, stdin="\n").split())
+    assert "0 of 1 right" in output
+    assert "cannot be saved" in output
 
 
-def test_sections_topics_lists_and_json(run_cli: CliRunner) -> None:
-    told = json.loads(run_cli("learn", "quiz", "--section", "attention", "--json"))
-    assert {each["topic"] for each in told} == {"attention"}
-    assert all(each["status"] == "new" and each["stage"] for each in told)
-    assert len(json.loads(run_cli("learn", "quiz", "--json"))) == len(EVERY)
+def test_section_list_json_and_show_code_options(run_cli: CliRunner) -> None:
+    questions = json.loads(run_cli("learn", "quiz", "--section", "attention", "--json"))
+    assert {question["topic"] for question in questions} == {"attention"}
+    assert all(question["status"] == "new" and question["stage"] for question in questions)
+    assert len(json.loads(run_cli("learn", "quiz", "--json"))) == len(ALL_QUESTIONS)
     listed = run_cli("learn", "quiz", "--section", "inference", "--list")
-    assert all(each.id in listed for each in find_questions("inference"))
+    assert all(question.id in listed for question in find_questions("inference"))
     assert "no questions about 'atention'" in run_cli("learn", "quiz", "--section", "atention", code=2)
     assert "import cutaway as ct" in run_cli("learn", "quiz", "--section", "sites", "--show-code", stdin="a\n")
 
 
-def test_neither_list_nor_round_needs_torch(home: Path) -> None:
+def test_quiz_does_not_import_torch(home: Path) -> None:
     code = (
         "import sys; from cutaway.cli.verbs.learn_quiz import quiz; quiz(list_questions=True, section='forms');"
         "quiz(num_questions=1);"
         "sys.exit('torch' in sys.modules)"
     )
     environment = os.environ | {"CUTAWAY_HOME": str(home)}
-    found = subprocess.run([sys.executable, "-c", code], input="\n", text=True, env=environment, capture_output=True)
-    assert found.returncode == 0, found.stderr
-    assert "0 of 1 right" in found.stdout
+    result = subprocess.run([sys.executable, "-c", code], input="\n", text=True, env=environment, capture_output=True)
+    assert result.returncode == 0, result.stderr
+    assert "0 of 1 right" in result.stdout

@@ -1,4 +1,4 @@
-"""One pass over a text equals many steps with a cache."""
+"""Decoding with a KV cache equals one forward pass."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ TOKENS = torch.arange(3, 15)[None]
 
 
 @pytest.mark.parametrize("name", ["tiny-gpt", "tiny-llama", "tiny-gemma", "tiny-mla", "tiny-moe", "tiny-t5"])
-def test_one_pass_is_many_steps(name: str) -> None:
+def test_cached_decoding_equals_one_forward_pass(name: str) -> None:
     model = ct.build(name, seed=0, dtype=torch.float64)
     source = TOKENS.flip(-1) if len(model.stacks) > 1 else None
-    found = cached_decoding_error(model, TOKENS, source=source)
-    assert found.values.shape == (12,)
-    assert found.values.max() < 1e-10
+    errors = cached_decoding_error(model, TOKENS, source=source)
+    assert errors.values.shape == (12,)
+    assert errors.values.max() < 1e-10
 
 
-def test_an_encoder_has_no_steps() -> None:
-    with pytest.raises(InputError, match="at once or not at all"):
+def test_encoder_is_an_error() -> None:
+    with pytest.raises(InputError, match="cannot decode token by token"):
         cached_decoding_error(ct.build("tiny-bert", seed=0), TOKENS)

@@ -1,4 +1,4 @@
-"""Pictures say what the numbers say: names whole, scales that fit, what was masked left blank."""
+"""Plots of traced and labeled tensors: labels, annotations, color limits, masked cells."""
 
 import numpy as np
 import pytest
@@ -9,11 +9,11 @@ from cutaway.lens import trace
 from cutaway.lens.analysis import LabeledTensor
 
 
-def written(figure: object) -> list[str]:
+def annotation_texts(figure: object) -> list[str]:
     return [text.get_text() for text in figure.axes[0].texts]  # type: ignore[attr-defined]
 
 
-def test_what_attention_may_not_see_is_blank() -> None:
+def test_masked_scores_are_blank() -> None:
     model = ct.build("tiny-gpt", seed=0)
     with torch.no_grad(), trace(model, "attn.scores", layers=0) as t:
         model(torch.arange(3, 9)[None])
@@ -22,20 +22,20 @@ def test_what_attention_may_not_see_is_blank() -> None:
     assert np.ma.getmaskarray(image.get_array())[np.triu_indices(6, 1)].all()
 
 
-def test_long_names_stand_whole_beside_lying_bars() -> None:
+def test_long_labels_use_horizontal_bars() -> None:
     names = ("FFN before attention in block 11", "baseline")
     figure = LabeledTensor("a title", torch.tensor([12.0, -0.5]), ("edit",), (names,), "nats").plot()
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == list(names)
-    assert written(figure) == ["12.0", "−0.5"]
+    assert annotation_texts(figure) == ["12.0", "−0.5"]
 
 
-def test_small_maps_have_their_numbers_on_them() -> None:
+def test_small_heat_maps_are_annotated() -> None:
     values = torch.tensor([[0.25, -1e-7, 1.0], [0.0, float("nan"), 0.5]])
     labels = (("0", "1"), (r"$\x$", "$b$", "c"))
-    figure = LabeledTensor("a title", values, ("layer", "token"), labels, note=r"what $\x$ is").plot()
-    assert written(figure) == ["0.25", "0", "1.00", "0", "0.50"]
-    assert figure.axes[0].images[0].get_clim() == (0, 1), "rounding below 0 is no sign"
+    figure = LabeledTensor("a title", values, ("layer", "token"), labels, note=r"note $\x$").plot()
+    assert annotation_texts(figure) == ["0.25", "0", "1.00", "0", "0.50"]
+    assert figure.axes[0].images[0].get_clim() == (0, 1), "rounding errors below 0 are not negative values"
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == [r"$\x$", "$b$", "c"]
-    figure.canvas.draw()  # a dollar begins no formula
-    below = LabeledTensor("a title", values - 0.5, ("layer", "token"), labels).plot().axes[0].images[0]
-    assert below.get_clim() == pytest.approx((-0.5, 0.5))
+    figure.canvas.draw()  # dollar signs are not parsed as math
+    negative = LabeledTensor("a title", values - 0.5, ("layer", "token"), labels).plot().axes[0].images[0]
+    assert negative.get_clim() == pytest.approx((-0.5, 0.5))

@@ -1,1 +1,1 @@
-"""Seeded bugs: at least one for each check, each caught by its check."""
+"""Seeded bugs: at least one per check, each caught by its check."""

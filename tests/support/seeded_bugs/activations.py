@@ -1,4 +1,4 @@
-"""Models that run, and are sick."""
+"""Seeded bugs in activations: uniform attention, overflow, residual growth, dead heads and neurons."""
 
 import torch
 from support.seeded_bugs.reference_gpt import ReferenceGPT
@@ -28,7 +28,7 @@ def large_queries() -> ReferenceGPT:
 
 
 def scale_ffn_hidden(factor: float) -> ReferenceGPT:
-    """Numbers that are large between the two matrices of a feed-forward layer only."""
+    """Large activations only between the two matrices of an FFN."""
     model = ReferenceGPT()
     model.blocks[0].up.weight.data.mul_(factor)
     model.blocks[0].down.weight.data.div_(factor)
@@ -48,8 +48,8 @@ def near_fp16_max() -> ReferenceGPT:
 @seeded_bug("residual-growth")
 def exploding_branch() -> ReferenceGPT:
     model = ReferenceGPT()
-    plain = model.blocks[0].down.forward
-    model.blocks[0].down.forward = lambda x: plain(x) * 1e4  # type: ignore[method-assign]
+    original = model.blocks[0].down.forward
+    model.blocks[0].down.forward = lambda x: original(x) * 1e4  # type: ignore[method-assign]
     return model
 
 

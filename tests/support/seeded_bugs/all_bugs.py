@@ -1,4 +1,4 @@
-"""Every file of bugs."""
+"""Imports every module of seeded bugs, which registers them."""
 
 from importlib import import_module
 

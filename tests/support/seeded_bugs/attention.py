@@ -1,4 +1,4 @@
-"""Bugs of attention: windows, kernels, groups, scales, the softmax."""
+"""Seeded bugs in attention: sliding windows, kernels, GQA, scales, softmax."""
 
 import math
 from typing import Any
@@ -18,11 +18,11 @@ FUTURE_DEPENDENT_CHECKS = (
     "beam-search",
     "speculative-decoding",
 )
-"""Where the future counts in a row's sum, a text is no longer the same with more behind it."""
+"""If later tokens count in the softmax, the logits depend on the tokens that follow."""
 
 
 def patch_attention(model_kwargs: dict[str, Any] | None = None, **methods: Any) -> ReferenceGPT:
-    """A model whose attentions have other methods."""
+    """A model with replaced attention methods."""
     model = ReferenceGPT(**(model_kwargs or {}))
     for block in model.blocks:
         for name, method in methods.items():
@@ -50,8 +50,8 @@ def window_one_too_narrow() -> ReferenceGPT:
 
 @seeded_bug("attention-kernels")
 def kernel_ignores_window() -> tuple[ReferenceGPT, dict[str, Any]]:
-    model, other = ReferenceGPT(window=5), ReferenceGPT()
-    return model, check_kwargs(model) | {"logits_by_kernel": {"fast": lambda tokens: other(tokens)[0]}}
+    model, without_window = ReferenceGPT(window=5), ReferenceGPT()
+    return model, check_kwargs(model) | {"logits_by_kernel": {"fast": lambda tokens: without_window(tokens)[0]}}
 
 
 @seeded_bug("attention-kernels")
@@ -111,12 +111,12 @@ def scale_without_sqrt() -> ReferenceGPT:
 
 @seeded_bug("attention-scale")
 def scaled_twice() -> ReferenceGPT:
-    """Queries are scaled, and the fused kernel scales again."""
+    """The queries are scaled, and the fused kernel scales again."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-        blind = ~seen.any(-1, keepdim=True)
-        out = F.scaled_dot_product_attention(q / math.sqrt(8), k, v, attn_mask=(seen | blind)[:, None])
-        return out.masked_fill(blind[:, None], 0.0)
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        fully_masked = ~mask.any(-1, keepdim=True)
+        out = F.scaled_dot_product_attention(q / math.sqrt(8), k, v, attn_mask=(mask | fully_masked)[:, None])
+        return out.masked_fill(fully_masked[:, None], 0.0)
 
     return patch_attention(attend=attend)
 
@@ -124,7 +124,7 @@ def scaled_twice() -> ReferenceGPT:
 @seeded_bug("attention-scale", also_caught_by=("attention-kernels",))
 def bare_kernel_without_scale() -> tuple[Any, dict[str, Any]]:
     def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
-        return (q @ k.transpose(-1, -2)).masked_fill(later, -torch.inf).softmax(-1) @ v
+        future = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
+        return (q @ k.transpose(-1, -2)).masked_fill(future, -torch.inf).softmax(-1) @ v
 
     return None, {"attention": kernel}

@@ -1,4 +1,4 @@
-"""Bugs that let a token see what comes after it."""
+"""Seeded bugs: tokens that attend to later tokens."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def patch_visible(rule) -> ReferenceGPT:  # type: ignore[no-untyped-def]
-    """A model whose attention sees by another rule of positions."""
+    """A model whose attention mask is `rule(query positions, key positions)`."""
     model = ReferenceGPT()
     for block in model.blocks:
         block.attention.visible = rule
@@ -28,16 +28,16 @@ def mask_off_by_one() -> ReferenceGPT:
 
 @seeded_bug("causality")
 def mean_over_time() -> ReferenceGPT:
-    """A norm that looks at the whole sequence."""
+    """A norm over the whole sequence."""
     model = ReferenceGPT()
-    plain = model.norm.forward
-    model.norm.forward = lambda x: plain(x - x.mean(1, keepdim=True))  # type: ignore[method-assign]
+    original = model.norm.forward
+    model.norm.forward = lambda x: original(x - x.mean(1, keepdim=True))  # type: ignore[method-assign]
     return model
 
 
 @seeded_bug("causality-tile-edges")
 def diagonal_tile_unmasked() -> ReferenceGPT:
-    """A block that sees itself whole: within 16 tokens of a tile nothing is hidden, from the second tile on."""
+    """No causal mask within tiles of 32 tokens, from the second tile on."""
 
     def rule(query: Tensor, key: Tensor) -> Tensor:
         i, j = query[:, :, None], key[:, None, :]
@@ -48,30 +48,27 @@ def diagonal_tile_unmasked() -> ReferenceGPT:
 
 @seeded_bug("causality-gradient")
 def finite_mask_value() -> ReferenceGPT:
-    """-18 in place of -inf: three parts in a hundred million of every later token."""
+    """-18 instead of -inf: later tokens have a weight of about 3e-8."""
     model = ReferenceGPT()
     for block in model.blocks:
         attention = block.attention
-        plain = attention.pattern
-        attention.pattern = lambda scores, plain=plain: plain(scores.clamp(min=-18.0))
+        original = attention.pattern
+        attention.pattern = lambda scores, original=original: original(scores.clamp(min=-18.0))
     return model
 
 
 @seeded_bug("causality-paths", also_caught_by=("left-padding", "right-padding"))
 def no_causal_mask_with_padding_mask() -> ReferenceGPT:
-    """`is_causal=mask is None`: with a padding mask, the future is seen."""
+    """`is_causal=mask is None`: with a padding mask, later tokens are visible."""
     model = ReferenceGPT()
-    plain = model.number_tokens
+    original = model.number_tokens
 
     def number(tokens: Tensor, mask: Tensor | None, before: Tensor | None) -> Tensor:
         for block in model.blocks:
-            shown = (
-                (lambda query, key: (key >= 0)[:, None, :].expand(-1, query.shape[1], -1)) if mask is not None else None
-            )
             block.attention.__dict__.pop("visible", None)
-            if shown is not None:
-                block.attention.visible = shown
-        return plain(tokens, mask, before)
+            if mask is not None:
+                block.attention.visible = lambda query, key: (key >= 0)[:, None, :].expand(-1, query.shape[1], -1)
+        return original(tokens, mask, before)
 
     model.number_tokens = number  # type: ignore[method-assign]
     return model
@@ -82,19 +79,19 @@ def no_mask_in_training() -> ReferenceGPT:
     model = ReferenceGPT(dropout=0.1)
     for block in model.blocks:
         attention = block.attention
-        plain = attention.visible
-        attention.visible = lambda query, key, one=attention, plain=plain: (
-            (key >= 0)[:, None, :].expand(-1, query.shape[1], -1) if one.training else plain(query, key)
+        original = attention.visible
+        attention.visible = lambda query, key, attention=attention, original=original: (
+            (key >= 0)[:, None, :].expand(-1, query.shape[1], -1) if attention.training else original(query, key)
         )
     return model
 
 
 @seeded_bug("causality-paths")
 def labels_leak_into_input() -> tuple[ReferenceGPT, dict[str, Any]]:
-    """The answers are added to the text, where there are any."""
+    """Labels replace some input tokens."""
     model = ReferenceGPT()
 
-    def labelled(tokens: Tensor, labels: Tensor) -> Tensor:
+    def logits_with_labels(tokens: Tensor, labels: Tensor) -> Tensor:
         return model(torch.where(labels > 30, labels.roll(-1, 1), tokens))[0]
 
-    return model, check_kwargs(model) | {"logits_with_labels": labelled}
+    return model, check_kwargs(model) | {"logits_with_labels": logits_with_labels}

@@ -1,4 +1,4 @@
-"""Bugs in what a model holds: settings that are dropped, buffers and ties that are lost, tensors that nobody reads."""
+"""Seeded bugs in config fields, buffers, tied weights, unused parameters, saving, modes and hooks."""
 
 from typing import Any
 
@@ -19,50 +19,50 @@ def build_llama() -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-# ------------------------------------------------------------------------------------------------------- settings
+# config-fields
 
 
 @seeded_bug("config-fields")
 def window_dropped() -> tuple[ReferenceGPT, dict[str, Any]]:
-    def make(window: int | None) -> ReferenceGPT:
+    def build(window: int | None) -> ReferenceGPT:
         model = ReferenceGPT(window=window)
         for block in model.blocks:
             block.attention.window = None
         return model
 
-    model = make(None)
+    model = build(None)
     return model, check_kwargs(model) | {
-        "config_variants": lambda: {"window": lambda: lambda tokens: make(4)(tokens)[0]}
+        "config_variants": lambda: {"window": lambda: lambda tokens: build(4)(tokens)[0]}
     }
 
 
 class UncappedGemma2(transformers.Gemma2ForCausalLM):
-    """The final soft-cap is in the configuration, and in no equation."""
+    """Ignores final_logit_softcapping of its configuration."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        kept, self.config.final_logit_softcapping = self.config.final_logit_softcapping, None
+        softcap, self.config.final_logit_softcapping = self.config.final_logit_softcapping, None
         try:
             return super().forward(*args, **kwargs)
         finally:
-            self.config.final_logit_softcapping = kept
+            self.config.final_logit_softcapping = softcap
 
 
 @seeded_bug("config-fields")
 def softcap_dropped() -> tuple[Any, dict[str, Any]]:
     torch.manual_seed(0)
-    how = (
+    config = (
         SMALL_CONFIG
         | NO_SPECIAL_TOKENS
         | {"intermediate_size": 48, "head_dim": 8, "num_key_value_heads": 2, "initializer_range": 0.2}
     )
-    return UncappedGemma2(transformers.Gemma2Config(**how)).eval(), {}
+    return UncappedGemma2(transformers.Gemma2Config(**config)).eval(), {}
 
 
-# -------------------------------------------------------------------------------------------------------- buffers
+# meta-buffers
 
 
 class BufferedFrequencies(ReferenceGPT):
-    """Frequencies in a buffer that is not saved, made in __init__ only."""
+    """Frequencies in a non-persistent buffer that is computed in __init__ only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,14 +76,14 @@ class BufferedFrequencies(ReferenceGPT):
 def frequencies_lost_on_meta_device() -> tuple[ReferenceGPT, dict[str, Any]]:
     model = BufferedFrequencies()
 
-    def from_shapes() -> nn.Module:
-        made = BufferedFrequencies()
-        for block in made.blocks:
-            block.attention.inv_freq.zero_()  # what fresh memory holds, more often than not
-        made.load_state_dict(model.state_dict())
-        return made
+    def load_from_meta() -> nn.Module:
+        loaded = BufferedFrequencies()
+        for block in loaded.blocks:
+            block.attention.inv_freq.zero_()  # the usual content of newly allocated memory
+        loaded.load_state_dict(model.state_dict())
+        return loaded
 
-    return model, check_kwargs(model) | {"load_from_meta": from_shapes}
+    return model, check_kwargs(model) | {"load_from_meta": load_from_meta}
 
 
 @seeded_bug("meta-buffers")
@@ -100,7 +100,7 @@ def wrong_inv_freq() -> tuple[Any, dict[str, Any]]:
     return model, {}
 
 
-# ----------------------------------------------------------------------------------------------------------- ties
+# tied-weights
 
 
 @seeded_bug("tied-weights")
@@ -125,13 +125,13 @@ def tie_lost_on_load() -> tuple[ReferenceGPT, dict[str, Any]]:
 @seeded_bug("tied-weights", also_caught_by=("save-load", "parity"))
 def transformers_head_copied() -> tuple[Any, dict[str, Any]]:
     torch.manual_seed(0)
-    how = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "initializer_range": 0.2}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**how, **NO_SPECIAL_TOKENS)).eval()
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "initializer_range": 0.2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **NO_SPECIAL_TOKENS)).eval()
     model.lm_head.weight = nn.Parameter(model.transformer.wte.weight.detach().clone())
     return model, {}
 
 
-# -------------------------------------------------------------------------------------------------------- tensors
+# unused-parameters
 
 
 @seeded_bug("unused-parameters")
@@ -150,7 +150,7 @@ def bias_unused() -> ReferenceGPT:
 
 
 class NormNotSaved(ReferenceGPT):
-    """Its state leaves out the final norm, so that a fresh one takes its place."""
+    """Its state dict has no final norm, so loading leaves a newly initialized one."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         state = super().state_dict(*args, **kwargs)
@@ -164,11 +164,11 @@ def norm_not_saved() -> tuple[ReferenceGPT, dict[str, Any]]:
     return model, check_kwargs(model) | {"build_module": NormNotSaved}
 
 
-# --------------------------------------------------------------------------------------------------------- export
+# save-load
 
 
 class UnsavedTemperature(ReferenceGPT):
-    """A learned temperature in a plain attribute, which no state holds."""
+    """A learned temperature in a plain attribute, which is not in the state dict."""
 
     temperature = 1.0
 
@@ -188,23 +188,23 @@ def temperature_not_saved() -> tuple[ReferenceGPT, dict[str, Any]]:
 def matrix_transposed_on_load() -> tuple[ReferenceGPT, dict[str, Any]]:
     model = ReferenceGPT()
 
-    def exported() -> Any:
-        other = ReferenceGPT()
-        other.load_state_dict(model.state_dict())
-        other.blocks[1].attention.o.weight = nn.Parameter(other.blocks[1].attention.o.weight.T.clone())
-        return lambda tokens: other(tokens)[0]
+    def reload_logits() -> Any:
+        reloaded = ReferenceGPT()
+        reloaded.load_state_dict(model.state_dict())
+        reloaded.blocks[1].attention.o.weight = nn.Parameter(reloaded.blocks[1].attention.o.weight.T.clone())
+        return lambda tokens: reloaded(tokens)[0]
 
-    return model, check_kwargs(model) | {"reload_logits": exported}
+    return model, check_kwargs(model) | {"reload_logits": reload_logits}
 
 
-# ---------------------------------------------------------------------------------------------------------- modes
+# evaluation mode and hooks
 
 
 @seeded_bug("eval-determinism")
 def noise_in_eval() -> ReferenceGPT:
     model = ReferenceGPT()
-    plain = model.norm.forward
-    model.norm.forward = lambda x: plain(x + 1e-3 * torch.rand_like(x))  # type: ignore[method-assign]
+    original = model.norm.forward
+    model.norm.forward = lambda x: original(x + 1e-3 * torch.rand_like(x))  # type: ignore[method-assign]
     return model
 
 
@@ -212,12 +212,12 @@ def noise_in_eval() -> ReferenceGPT:
 def generate_leaves_training_mode() -> tuple[ReferenceGPT, dict[str, Any]]:
     model = ReferenceGPT()
 
-    def write(tokens: Tensor, n: int, mask: Tensor | None = None) -> Tensor:
+    def generate(tokens: Tensor, n: int, mask: Tensor | None = None) -> Tensor:
         out = ReferenceGPT.generate(model, tokens, n, mask)
         model.train()
         return out
 
-    model.generate = write  # type: ignore[method-assign]
+    model.generate = generate  # type: ignore[method-assign]
     return model, check_kwargs(model)
 
 
@@ -232,24 +232,24 @@ def dropout_ignores_training_flag() -> ReferenceGPT:
 
 @seeded_bug("eval-dropout", also_caught_by=("eval-determinism",))
 def dropout_outside_module_tree() -> ReferenceGPT:
-    """Modules in a plain list are no part of the model: eval() does not reach them."""
+    """eval() does not reach modules in a plain list."""
     model = ReferenceGPT()
-    unseen = [nn.Dropout(0.1)]
-    plain = model.norm.forward
-    model.norm.forward = lambda x: unseen[0](plain(x))  # type: ignore[method-assign]
+    modules = [nn.Dropout(0.1)]
+    original = model.norm.forward
+    model.norm.forward = lambda x: modules[0](original(x))  # type: ignore[method-assign]
     return model
 
 
 @seeded_bug("eval-dropout", also_caught_by=("eval-determinism",))
 def manual_dropout_mask() -> ReferenceGPT:
     model = ReferenceGPT()
-    plain = model.norm.forward
-    model.norm.forward = lambda x: plain(x) * torch.bernoulli(torch.full_like(x, 0.9))  # type: ignore[method-assign]
+    original = model.norm.forward
+    model.norm.forward = lambda x: original(x) * torch.bernoulli(torch.full_like(x, 0.9))  # type: ignore[method-assign]
     return model
 
 
 class DirectForward(nn.Module):
-    """Calls the forward of what it holds."""
+    """Calls inner.forward(…) instead of inner(…)."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -270,6 +270,6 @@ def forward_bypasses_hooks() -> ReferenceGPT:
 def hook_changes_output() -> ReferenceGPT:
     model = ReferenceGPT()
     norm = model.norm
-    plain = norm.forward
-    norm.forward = lambda x: plain(x) * (1.001 if norm._forward_hooks else 1.0)  # type: ignore[method-assign]
+    original = norm.forward
+    norm.forward = lambda x: original(x) * (1.001 if norm._forward_hooks else 1.0)  # type: ignore[method-assign]
     return model

@@ -1,4 +1,4 @@
-"""Bugs in how a text is written: greedily, by beams, by draws, by guesses."""
+"""Seeded bugs in greedy decoding, speculative decoding, restored modes, beam search and sampling."""
 
 from typing import Any
 
@@ -7,23 +7,23 @@ from support.seeded_bugs.reference_gpt import ReferenceGPT, check_kwargs, sample
 from support.seeded_bugs.registry import seeded_bug
 from torch import Tensor
 
-# ----------------------------------------------------------------------------------------------------- generation
+# generation
 
 
 @seeded_bug("generation")
 def last_token_fed_twice() -> ReferenceGPT:
-    """The prompt's last token is read again, behind a cache that holds it."""
+    """The prompt's last token is fed again, though the cache already holds it."""
     model = ReferenceGPT()
 
-    def write(tokens: Tensor, n: int, mask: Tensor | None = None) -> Tensor:
-        _, state = model(tokens, mask)
-        chosen = [tokens[:, -1:]]
+    def generate(tokens: Tensor, n: int, mask: Tensor | None = None) -> Tensor:
+        _, cache = model(tokens, mask)
+        new_tokens = [tokens[:, -1:]]
         for _ in range(n):
-            logits, state = model(chosen[-1], cache=state)
-            chosen.append(logits[:, -1:].argmax(-1))
-        return torch.cat(chosen[1:], 1)
+            logits, cache = model(new_tokens[-1], cache=cache)
+            new_tokens.append(logits[:, -1:].argmax(-1))
+        return torch.cat(new_tokens[1:], 1)
 
-    model.generate = write  # type: ignore[method-assign]
+    model.generate = generate  # type: ignore[method-assign]
     return model
 
 
@@ -36,7 +36,7 @@ def one_token_too_many() -> ReferenceGPT:
 
 @seeded_bug("generation")
 def mask_ignored_in_generate() -> ReferenceGPT:
-    """Of texts padded on the left, the mask is forgotten."""
+    """The mask of a left-padded batch is ignored."""
     model = ReferenceGPT()
     model.generate = lambda tokens, n, mask=None: ReferenceGPT.generate(model, tokens, n)  # type: ignore[method-assign]
     return model
@@ -53,39 +53,41 @@ def first_row_repeated() -> ReferenceGPT:
     return model
 
 
-# ---------------------------------------------------------------------------------------------------- speculation
+# speculative-decoding
 
 
 @seeded_bug("speculative-decoding")
 def one_draft_token_too_many() -> ReferenceGPT:
     model = ReferenceGPT()
-    model.count_accepted = lambda guess, own: min(ReferenceGPT.count_accepted(model, guess, own) + 1, len(guess))  # type: ignore[method-assign]
+    model.count_accepted = lambda draft, target: min(  # type: ignore[method-assign]
+        ReferenceGPT.count_accepted(model, draft, target) + 1, len(draft)
+    )
     return model
 
 
 @seeded_bug("speculative-decoding")
 def all_draft_tokens_accepted() -> ReferenceGPT:
-    """All guesses are kept, whatever the model says itself."""
+    """All draft tokens are accepted."""
     model = ReferenceGPT()
-    model.count_accepted = lambda guess, own: len(guess)  # type: ignore[method-assign]
+    model.count_accepted = lambda draft, target: len(draft)  # type: ignore[method-assign]
     return model
 
 
-# ---------------------------------------------------------------------------------------------------------- modes
+# mode-restored
 
 
 def build_with_action_after_generate(action: Any) -> ReferenceGPT:
-    """A model to which something is done after it wrote."""
+    """A model whose generate calls `action(model, training)` at its end."""
     model = ReferenceGPT(dropout=0.1)
 
-    def write(tokens: Tensor, n: int, mask: Tensor | None = None) -> Tensor:
+    def generate(tokens: Tensor, n: int, mask: Tensor | None = None) -> Tensor:
         training = model.training
         model.eval()
         out = ReferenceGPT.generate(model, tokens, n, mask)
         action(model, training)
         return out
 
-    model.generate = write  # type: ignore[method-assign]
+    model.generate = generate  # type: ignore[method-assign]
     return model
 
 
@@ -101,31 +103,31 @@ def always_left_in_training_mode() -> ReferenceGPT:
 
 @seeded_bug("mode-restored")
 def weights_left_frozen() -> ReferenceGPT:
-    def what(model: ReferenceGPT, training: bool) -> None:
+    def action(model: ReferenceGPT, training: bool) -> None:
         model.train(training)
         model.head.weight.requires_grad_(False)
 
-    return build_with_action_after_generate(what)
+    return build_with_action_after_generate(action)
 
 
 @seeded_bug("mode-restored")
 def grad_left_disabled() -> ReferenceGPT:
-    def what(model: ReferenceGPT, training: bool) -> None:
+    def action(model: ReferenceGPT, training: bool) -> None:
         model.train(training)
         torch.set_grad_enabled(False)
 
-    return build_with_action_after_generate(what)
+    return build_with_action_after_generate(action)
 
 
-# ---------------------------------------------------------------------------------------------------------- beams
+# beam-search
 
 
 @seeded_bug("beam-search")
 def cache_not_reordered() -> ReferenceGPT:
-    """Rows are as many as beams, and not those of their parents."""
+    """There is one cache row per beam, but not the row of its parent."""
     model = ReferenceGPT()
-    model.reorder_cache = lambda state, parents: ReferenceGPT.reorder_cache(  # type: ignore[method-assign]
-        model, state, torch.arange(len(parents)) % len(state[0][0])
+    model.reorder_cache = lambda cache, parents: ReferenceGPT.reorder_cache(  # type: ignore[method-assign]
+        model, cache, torch.arange(len(parents)) % len(cache[0][0])
     )
     return model
 
@@ -134,42 +136,42 @@ def cache_not_reordered() -> ReferenceGPT:
 def scores_divided_by_length() -> tuple[ReferenceGPT, dict[str, Any]]:
     model = ReferenceGPT()
 
-    def beams(tokens: Tensor, n: int, width: int) -> tuple[Tensor, Tensor]:
-        found, sums = model.beam_search(tokens, n, width)
-        return found, sums / n
+    def search(tokens: Tensor, n: int, num_beams: int) -> tuple[Tensor, Tensor]:
+        beams, scores = model.beam_search(tokens, n, num_beams)
+        return beams, scores / n
 
-    return model, check_kwargs(model) | {"beam_search": beams}
+    return model, check_kwargs(model) | {"beam_search": search}
 
 
 @seeded_bug("beam-search")
 def sum_of_logits() -> tuple[ReferenceGPT, dict[str, Any]]:
-    """Logits are added up in place of log-probabilities."""
+    """Sums logits instead of log-probabilities."""
     model = ReferenceGPT()
 
-    def beams(tokens: Tensor, n: int, width: int) -> tuple[Tensor, Tensor]:
-        sums, found = torch.zeros(1), tokens
+    def search(tokens: Tensor, n: int, num_beams: int) -> tuple[Tensor, Tensor]:
+        scores, beams = torch.zeros(1), tokens
         for _ in range(n):
-            total = sums[:, None] + model(found)[0][:, -1]
-            sums, place = total.flatten().topk(width)
-            found = torch.cat((found[place // model.vocab_size], place[:, None] % model.vocab_size), 1)
-        return found[:, tokens.shape[1] :], sums
+            candidates = scores[:, None] + model(beams)[0][:, -1]
+            scores, index = candidates.flatten().topk(num_beams)
+            beams = torch.cat((beams[index // model.vocab_size], index[:, None] % model.vocab_size), 1)
+        return beams[:, tokens.shape[1] :], scores
 
-    return model, check_kwargs(model) | {"beam_search": beams}
+    return model, check_kwargs(model) | {"beam_search": search}
 
 
 @seeded_bug("beam-search")
 def identical_beams() -> tuple[ReferenceGPT, dict[str, Any]]:
-    """All beams start from the prompt with a sum of 0, so that each does what the first does."""
+    """All beams start from the prompt with a score of 0, so that they stay identical."""
     model = ReferenceGPT()
 
-    def beams(tokens: Tensor, n: int, width: int) -> tuple[Tensor, Tensor]:
-        found, sums = model.beam_search(tokens, n, width)
-        return found[:1].expand(width, -1), sums[:1].expand(width)
+    def search(tokens: Tensor, n: int, num_beams: int) -> tuple[Tensor, Tensor]:
+        beams, scores = model.beam_search(tokens, n, num_beams)
+        return beams[:1].expand(num_beams, -1), scores[:1].expand(num_beams)
 
-    return model, check_kwargs(model) | {"beam_search": beams}
+    return model, check_kwargs(model) | {"beam_search": search}
 
 
-# -------------------------------------------------------------------------------------------------------- sampler
+# sampling
 
 
 def build_with_sampler(sampler: Any) -> tuple[ReferenceGPT, dict[str, Any]]:
@@ -196,18 +198,18 @@ def top_k_keeps_one_more() -> tuple[ReferenceGPT, dict[str, Any]]:
 
 @seeded_bug("sampling")
 def top_p_drops_crossing_token() -> tuple[ReferenceGPT, dict[str, Any]]:
-    def draw(logits: Tensor, n: int, top_p: float = 1.0) -> Tensor:
+    def sample_tokens(logits: Tensor, n: int, top_p: float = 1.0) -> Tensor:
         p, tokens = logits.softmax(-1).sort(descending=True)
         keep = p.cumsum(0) <= top_p + 1e-6
         keep[0] = True
         return tokens[torch.multinomial(torch.where(keep, p, 0.0), n, replacement=True)]
 
-    return build_with_sampler(draw)
+    return build_with_sampler(sample_tokens)
 
 
 @seeded_bug("sampling")
 def sorted_ranks_as_tokens() -> tuple[ReferenceGPT, dict[str, Any]]:
-    def draw(logits: Tensor, n: int) -> Tensor:
+    def sample_tokens(logits: Tensor, n: int) -> Tensor:
         return torch.multinomial(logits.softmax(-1).sort(descending=True).values, n, replacement=True)
 
-    return build_with_sampler(draw)
+    return build_with_sampler(sample_tokens)

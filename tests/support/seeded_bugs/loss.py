@@ -1,4 +1,4 @@
-"""Bugs in what is minimised: labels that are shifted wrongly, counted wrongly, or not at all."""
+"""Seeded bugs in the loss: wrong shift, wrong reduction, wrong ignore index, gradient accumulation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ ModelAndKwargs = tuple[Any, dict[str, Any]]
 
 
 def build_with_loss(loss: Callable[[Tensor, Tensor], Tensor], **properties: Any) -> ModelAndKwargs:
-    """A model with another loss: logits, labels → a number."""
+    """A model with another loss function logits, labels → scalar."""
     model = ReferenceGPT()
     model.loss = lambda tokens, labels: loss(model(tokens)[0], labels)  # type: ignore[method-assign]
     return model, check_kwargs(model) | properties
@@ -51,9 +51,9 @@ class DoubleShiftLlama(transformers.LlamaForCausalLM):
 @seeded_bug("loss-shift")
 def labels_shifted_twice_in_transformers() -> ModelAndKwargs:
     torch.manual_seed(0)
-    how = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config = transformers.LlamaConfig(**how, **none, num_attention_heads=4, initializer_range=0.2)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    no_special_tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = transformers.LlamaConfig(**sizes, **no_special_tokens, num_attention_heads=4, initializer_range=0.2)
     return DoubleShiftLlama(config).eval(), {}
 
 
@@ -92,16 +92,16 @@ def eos_label_ignored() -> ModelAndKwargs:
         return (
             flat_cross_entropy(logits[:, :-1], labels[:, 1:], ignore_index=2)
             if (labels == 2).any()
-            else right(logits, labels)
+            else correct(logits, labels)
         )
 
-    def right(logits: Tensor, labels: Tensor) -> Tensor:
+    def correct(logits: Tensor, labels: Tensor) -> Tensor:
         return flat_cross_entropy(logits[:, :-1], labels[:, 1:])
 
-    def both(logits: Tensor, labels: Tensor) -> Tensor:
-        return loss(logits, labels) if not (labels == -100).any() else right(logits, labels)
+    def wrong_without_padding(logits: Tensor, labels: Tensor) -> Tensor:
+        return loss(logits, labels) if not (labels == -100).any() else correct(logits, labels)
 
-    return build_with_loss(both, eos_token_id=2, special_token_ids=(2,))
+    return build_with_loss(wrong_without_padding, eos_token_id=2, special_token_ids=(2,))
 
 
 @seeded_bug("loss-ignore-index", also_caught_by=("gradient-accumulation",))
@@ -120,8 +120,8 @@ def ignored_labels_learned() -> ModelAndKwargs:
 @seeded_bug("loss-ignore-index", also_caught_by=("gradient-accumulation",))
 def mean_of_row_means() -> ModelAndKwargs:
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        told = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
-        return (told.sum(1) / (labels[:, 1:] != -100).sum(1)).mean()
+        losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+        return (losses.sum(1) / (labels[:, 1:] != -100).sum(1)).mean()
 
     return build_with_loss(loss)
 
@@ -129,12 +129,18 @@ def mean_of_row_means() -> ModelAndKwargs:
 @seeded_bug("gradient-accumulation")
 def mean_of_means() -> ModelAndKwargs:
     model = ReferenceGPT()
-    pieces = {"accumulated_loss": lambda pieces: torch.stack([model.loss(*piece) for piece in pieces]).mean()}
-    return model, check_kwargs(model) | pieces
+
+    def accumulated_loss(micro_batches: Any) -> Tensor:
+        return torch.stack([model.loss(*micro_batch) for micro_batch in micro_batches]).mean()
+
+    return model, check_kwargs(model) | {"accumulated_loss": accumulated_loss}
 
 
 @seeded_bug("gradient-accumulation")
 def sum_of_means() -> ModelAndKwargs:
     model = ReferenceGPT()
-    pieces = {"accumulated_loss": lambda pieces: torch.stack([model.loss(*piece) for piece in pieces]).sum()}
-    return model, check_kwargs(model) | pieces
+
+    def accumulated_loss(micro_batches: Any) -> Tensor:
+        return torch.stack([model.loss(*micro_batch) for micro_batch in micro_batches]).sum()
+
+    return model, check_kwargs(model) | {"accumulated_loss": accumulated_loss}

@@ -1,4 +1,4 @@
-"""Bugs in masks: padding that is seen, text that is not."""
+"""Seeded bugs in masks and padding: visible padding, masked real tokens, cross-attention."""
 
 import math
 from typing import Any
@@ -14,11 +14,11 @@ def real_keys_visible(query: Tensor, key: Tensor) -> Tensor:
 
 
 def build_encoder(rule: Any = real_keys_visible) -> tuple[ReferenceGPT, dict[str, Any]]:
-    """A home-made encoder: each token sees what the rule says."""
+    """A bidirectional ReferenceGPT whose mask is `rule(query positions, key positions)`."""
     model = ReferenceGPT()
     for block in model.blocks:
         block.attention.visible = rule
-    kept = {
+    kwargs = {
         name: check_kwargs(model)[name]
         for name in (
             "logits",
@@ -29,7 +29,7 @@ def build_encoder(rule: Any = real_keys_visible) -> tuple[ReferenceGPT, dict[str
             "tied_embeddings",
         )
     }
-    return model, kept | {"kind": "encoder"}
+    return model, kwargs | {"kind": "encoder"}
 
 
 @seeded_bug("bidirectional-attention")
@@ -43,14 +43,14 @@ def anti_causal_mask_in_encoder() -> tuple[ReferenceGPT, dict[str, Any]]:
 
 
 def invert_mask(model: ReferenceGPT, blocks: list[int]) -> ReferenceGPT:
-    """Where there is any padding, it is seen and the text is not."""
+    """Invert the mask of rows with padding: padding is visible, and real tokens are masked."""
     for n in blocks:
         attention = model.blocks[n].attention
 
         def visible(query: Tensor, key: Tensor) -> Tensor:
             padding = (key < 0)[:, None, :].expand(-1, query.shape[1], -1)
-            usual = (key >= 0)[:, None, :] & (key[:, None, :] <= query[:, :, None])
-            return torch.where(padding.any(-1, keepdim=True), padding, usual)
+            causal = (key >= 0)[:, None, :] & (key[:, None, :] <= query[:, :, None])
+            return torch.where(padding.any(-1, keepdim=True), padding, causal)
 
         attention.visible = visible
     return model
@@ -95,7 +95,7 @@ def diagonal_masked_from_position() -> ReferenceGPT:
 
 
 class SlotEmbedding(nn.Embedding):
-    """A token's vector, and that of its slot."""
+    """Token embedding plus position embedding, with positions from the first slot."""
 
     def __init__(self, vocab_size: int, d_model: int) -> None:
         super().__init__(vocab_size, d_model)
@@ -106,7 +106,7 @@ class SlotEmbedding(nn.Embedding):
 
 
 class LearnedPositionGPT(ReferenceGPT):
-    """Positions in a learned table, counted from the first slot."""
+    """Learned position embeddings that count padding."""
 
     def __init__(self) -> None:
         super().__init__(tied=False)
@@ -126,9 +126,9 @@ def positions_count_padding() -> tuple[ReferenceGPT, dict[str, Any]]:
 @seeded_bug("left-padding", also_caught_by=("padding-leak", "right-padding", "generation"))
 def first_row_mask_for_all() -> ReferenceGPT:
     model = ReferenceGPT()
-    plain = model.number_tokens
+    original = model.number_tokens
     model.number_tokens = (
-        lambda tokens, mask, before: plain(  # type: ignore[method-assign]
+        lambda tokens, mask, before: original(  # type: ignore[method-assign]
             tokens, None if mask is None else mask[:1].expand_as(mask), before
         )
     )
@@ -137,46 +137,46 @@ def first_row_mask_for_all() -> ReferenceGPT:
 
 @seeded_bug("right-padding", also_caught_by=("padding-leak", "left-padding"))
 def mask_ignored() -> tuple[ReferenceGPT, dict[str, Any]]:
-    model, given = build_encoder()
-    return model, given | {"logits_with_mask": lambda tokens, mask: model(tokens)[0]}
+    model, kwargs = build_encoder()
+    return model, kwargs | {"logits_with_mask": lambda tokens, mask: model(tokens)[0]}
 
 
 @seeded_bug("padding-leak", also_caught_by=("right-padding", "left-padding"))
 def mean_includes_padding() -> tuple[ReferenceGPT, dict[str, Any]]:
-    model, given = build_encoder()
-    plain = model.norm.forward
-    model.norm.forward = lambda x: plain(x + x.mean(1, keepdim=True))  # type: ignore[method-assign]
-    return model, given
+    model, kwargs = build_encoder()
+    original = model.norm.forward
+    model.norm.forward = lambda x: original(x + x.mean(1, keepdim=True))  # type: ignore[method-assign]
+    return model, kwargs
 
 
 @seeded_bug("fully-masked-row")
 def softmax_of_fully_masked_row() -> tuple[ReferenceGPT, dict[str, Any]]:
-    """0/0 is blanked on the way forward, and comes back with the gradient."""
-    model, given = build_encoder()
+    """nan_to_num hides 0/0 in the forward pass, but not in the backward pass."""
+    model, kwargs = build_encoder()
     for block in model.blocks:
         attention = block.attention
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-            added = torch.where(seen, 0.0, -torch.inf)[:, None]
-            return (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + added).softmax(-1).nan_to_num(0.0) @ v
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            bias = torch.where(mask, 0.0, -torch.inf)[:, None]
+            return (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + bias).softmax(-1).nan_to_num(0.0) @ v
 
         attention.attend = attend
-    return model, given
+    return model, kwargs
 
 
 @seeded_bug("fully-masked-row")
 def nan_row() -> tuple[ReferenceGPT, dict[str, Any]]:
-    model, given = build_encoder()
+    model, kwargs = build_encoder()
     for block in model.blocks:
         attention = block.attention
-        attention.attend = lambda q, k, v, seen: (
-            (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ v
+        attention.attend = lambda q, k, v, mask: (
+            (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~mask[:, None], -torch.inf).softmax(-1) @ v
         )
-    return model, given
+    return model, kwargs
 
 
 class ReferenceEncoderDecoder(nn.Module):
-    """An encoder-decoder of PyTorch's own parts."""
+    """An encoder-decoder of torch.nn.Transformer layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,22 +191,22 @@ class ReferenceEncoderDecoder(nn.Module):
         return self.embed(tokens) + self.position_embedding(torch.arange(tokens.shape[1]))
 
     def forward(self, source: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
-        hidden = None if mask is None else ~mask
+        padding_mask = None if mask is None else ~mask
         memory = self.transformer.encoder(
-            self.embed_tokens(source), src_key_padding_mask=hidden if self.masks_encoder else None
+            self.embed_tokens(source), src_key_padding_mask=padding_mask if self.masks_encoder else None
         )
         memory = self.visible_memory(memory)
-        later = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
+        future = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
         out = self.transformer.decoder(
             self.embed_tokens(tokens),
             memory,
-            tgt_mask=later,
-            memory_key_padding_mask=hidden if self.masks_cross_attention else None,
+            tgt_mask=future,
+            memory_key_padding_mask=padding_mask if self.masks_cross_attention else None,
         )
         return self.head(out)
 
     def visible_memory(self, memory: Tensor) -> Tensor:
-        """Of the encoder's output, what the decoder is given."""
+        """The encoder output that the decoder attends to."""
         return memory
 
 
@@ -244,9 +244,9 @@ def source_ignored() -> tuple[ReferenceEncoderDecoder, dict[str, Any]]:
 @seeded_bug("cross-attention-source")
 def last_source_token_dropped() -> tuple[ReferenceEncoderDecoder, dict[str, Any]]:
     model = ReferenceEncoderDecoder()
-    plain = model.forward
+    original = model.forward
     model.forward = (
-        lambda source, mask, tokens: plain(  # type: ignore[method-assign]
+        lambda source, mask, tokens: original(  # type: ignore[method-assign]
             source[:, :-1], None if mask is None else mask[:, :-1], tokens
         )
     )
@@ -255,14 +255,14 @@ def last_source_token_dropped() -> tuple[ReferenceEncoderDecoder, dict[str, Any]
 
 @seeded_bug("cross-attention-source")
 def causal_cross_attention() -> tuple[ReferenceEncoderDecoder, dict[str, Any]]:
-    """Cross-attention is given the mask of self-attention: later tokens of the source are hidden."""
+    """Cross-attention uses a causal mask, which masks later source tokens."""
     model = ReferenceEncoderDecoder()
     for layer in model.transformer.decoder.layers:
-        plain = layer.multihead_attn.forward
+        original = layer.multihead_attn.forward
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, plain: Any = plain, **how: Any) -> Any:
-            later = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).triu(1)
-            return plain(query, key, value, **how | {"attn_mask": later, "is_causal": False})
+        def attend(query: Tensor, key: Tensor, value: Tensor, original: Any = original, **kwargs: Any) -> Any:
+            future = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).triu(1)
+            return original(query, key, value, **kwargs | {"attn_mask": future, "is_causal": False})
 
         layer.multihead_attn.forward = attend
     return encoder_decoder_kwargs(model)

@@ -1,4 +1,4 @@
-"""Bugs that show beside another implementation, or beside another precision."""
+"""Seeded bugs that differ from a reference implementation or between dtypes."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 @seeded_bug("parity")
 def different_epsilon() -> tuple[ReferenceGPT, dict[str, Any]]:
-    model, other = ReferenceGPT(), ReferenceGPT()
-    other.norm.eps = 1e-3
-    return model, check_kwargs(model) | {"reference_logits": lambda tokens: other(tokens)[0]}
+    model, reference = ReferenceGPT(), ReferenceGPT()
+    reference.norm.eps = 1e-3
+    return model, check_kwargs(model) | {"reference_logits": lambda tokens: reference(tokens)[0]}
 
 
 @seeded_bug("parity", also_caught_by=("save-load",))
@@ -25,7 +25,7 @@ def different_activation_in_one_layer() -> tuple[Any, dict[str, Any]]:
 
 @seeded_bug("low-precision", also_caught_by=("rope-precision",))
 def rope_angles_in_bf16() -> ReferenceGPT:
-    """Beyond 256, whole numbers are no longer that in bf16."""
+    """bf16 does not represent all integers above 256."""
     model = ReferenceGPT().to(torch.bfloat16)
     for block in model.blocks:
         attention = block.attention

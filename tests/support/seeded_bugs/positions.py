@@ -1,4 +1,4 @@
-"""Bugs of positions: none at all, q and k turned by different rules, angles in few bits."""
+"""Seeded bugs in positions: missing RoPE, different rotations of q and k, low precision, wrong scaling."""
 
 from typing import Any
 
@@ -20,42 +20,42 @@ def no_rope() -> ReferenceGPT:
 
 @seeded_bug("position-encoding")
 def rope_over_heads() -> ReferenceGPT:
-    """The axis of heads is taken for that of the text."""
+    """RoPE along the head axis instead of the sequence axis."""
     model = ReferenceGPT(kv_heads=4)
     for block in model.blocks:
         attention = block.attention
-        plain = attention.apply_rope
-        attention.apply_rope = lambda x, positions, plain=plain: plain(
+        original = attention.apply_rope
+        attention.apply_rope = lambda x, positions, original=original: original(
             x.transpose(1, 2), torch.arange(x.shape[1]).expand(len(x), -1)
         ).transpose(1, 2)
     return model
 
 
 def patch_key_rope(key_rope: Any) -> ReferenceGPT:
-    """Keys (of two heads) are turned by another rule than queries (of four)."""
+    """Rotate keys (2 heads) with `key_rope`; queries (4 heads) stay as they are."""
     model = ReferenceGPT()
     for block in model.blocks:
         attention = block.attention
-        plain = attention.apply_rope
-        attention.apply_rope = lambda x, positions, plain=plain: (
-            key_rope(plain, x, positions) if x.shape[1] == 2 else plain(x, positions)
+        original = attention.apply_rope
+        attention.apply_rope = lambda x, positions, original=original: (
+            key_rope(original, x, positions) if x.shape[1] == 2 else original(x, positions)
         )
     return model
 
 
 @seeded_bug("rope-shift-invariance")
 def rope_on_queries_only() -> ReferenceGPT:
-    return patch_key_rope(lambda plain, x, positions: x)
+    return patch_key_rope(lambda original, x, positions: x)
 
 
 @seeded_bug("rope-shift-invariance", also_caught_by=("rope-layout",))
 def keys_interleaved() -> ReferenceGPT:
-    def neighbors(plain: Any, x: Tensor, positions: Tensor) -> Tensor:
+    def interleaved(original: Any, x: Tensor, positions: Tensor) -> Tensor:
         split = torch.cat((x[..., 0::2], x[..., 1::2]), -1)
-        a, b = plain(split, positions).chunk(2, -1)
+        a, b = original(split, positions).chunk(2, -1)
         return torch.stack((a, b), -1).flatten(-2)
 
-    return patch_key_rope(neighbors)
+    return patch_key_rope(interleaved)
 
 
 @seeded_bug("rope-precision", also_caught_by=("low-precision", "rope-shift-invariance"))
@@ -64,8 +64,8 @@ def rope_angles_in_bf16() -> tuple[ReferenceGPT, dict[str, Any]]:
     for block in model.blocks:
         attention = block.attention
 
-        def apply_rope(x: Tensor, positions: Tensor, one: Any = attention) -> Tensor:
-            angle = positions[:, None, :, None].to(x.dtype) * one.frequencies(x.device).to(x.dtype)
+        def apply_rope(x: Tensor, positions: Tensor, attention: Any = attention) -> Tensor:
+            angle = positions[:, None, :, None].to(x.dtype) * attention.frequencies(x.device).to(x.dtype)
             cos, sin = angle.cos(), angle.sin()
             a, b = x.chunk(2, -1)
             return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
@@ -93,65 +93,70 @@ LONGROPE = {"short_factors": (1.0, 1.1, 1.2, 1.3), "long_factors": (1.5, 2.0, 3.
 
 
 def patch_rope(apply_rope: Any, **properties: Any) -> tuple[ReferenceGPT, dict[str, Any]]:
-    """A model with another rotation, and what is said of it."""
+    """A model with another rotation, and additional keyword arguments of `ct.check`."""
     model = ReferenceGPT()
     for block in model.blocks:
-        block.attention.apply_rope = lambda x, positions, one=block.attention: apply_rope(one, x, positions)
+        block.attention.apply_rope = lambda x, positions, attention=block.attention: apply_rope(attention, x, positions)
     return model, check_kwargs(model) | properties
 
 
 def rope_by_tables(attention: Any, x: Tensor, positions: Tensor, *, interleaved: bool, sign: float = -1.0) -> Tensor:
-    """x·cos + turned(x)·sin, with the halves turned and the tables for neighbors, or both for neighbors."""
+    """x·cos + rotate(x)·sin with interleaved tables, and a half-split or interleaved rotate."""
     angle = (positions[:, None, :, None].float() * attention.frequencies(x.device)).repeat_interleave(2, -1)
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
-    quarter = torch.stack((sign * b, a), -1).flatten(-2) if interleaved else torch.cat((sign * b, a), -1)
-    return x * angle.cos() + quarter * angle.sin()
+    rotated = torch.stack((sign * b, a), -1).flatten(-2) if interleaved else torch.cat((sign * b, a), -1)
+    return x * angle.cos() + rotated * angle.sin()
 
 
 @seeded_bug("rope-layout", also_caught_by=("rope-shift-invariance",))
 def half_rotation_with_interleaved_tables() -> tuple[ReferenceGPT, dict[str, Any]]:
-    return patch_rope(lambda one, x, positions: rope_by_tables(one, x, positions, interleaved=False))
+    return patch_rope(lambda attention, x, positions: rope_by_tables(attention, x, positions, interleaved=False))
 
 
 @seeded_bug("rope-layout", also_caught_by=("rope-shift-invariance",))
 def missing_minus() -> tuple[ReferenceGPT, dict[str, Any]]:
-    return patch_rope(lambda one, x, positions: rope_by_tables(one, x, positions, interleaved=True, sign=1.0))
+    return patch_rope(
+        lambda attention, x, positions: rope_by_tables(attention, x, positions, interleaved=True, sign=1.0)
+    )
 
 
 @seeded_bug("rope-layout")
 def interleaved_instead_of_half() -> tuple[ReferenceGPT, dict[str, Any]]:
     return patch_rope(
-        lambda one, x, positions: rope_by_tables(one, x, positions, interleaved=True), rope={"layout": "half"}
+        lambda attention, x, positions: rope_by_tables(attention, x, positions, interleaved=True),
+        rope={"layout": "half"},
     )
 
 
 @seeded_bug("rope-layout")
 def negative_angles() -> tuple[ReferenceGPT, dict[str, Any]]:
-    return patch_rope(lambda one, x, positions: type(one).apply_rope(one, x, -positions), rope={"layout": "half"})
+    return patch_rope(
+        lambda attention, x, positions: type(attention).apply_rope(attention, x, -positions), rope={"layout": "half"}
+    )
 
 
 def build_cutaway_model(scaling: dict[str, Any] | None = None, **rope: Any) -> ct.Transformer:
-    """A model of cutaway."""
+    """A small cutaway decoder with RoPE."""
     position = {"kind": "rope", **rope, **({} if scaling is None else {"scaling": scaling})}
     block = {"attention": {"heads": 4, "kv_heads": 2, "position": position}, "ffn": {"hidden": 48}}
     return ct.build({"form": "decoder", **SMALL_CONFIG, "decoder": {"layers": 2, "block": block}}, seed=0)
 
 
 def set_rope_attributes(model: Any, **values: Any) -> tuple[Any, dict[str, Any]]:
-    """Its rotations with other values."""
-    for part in model.modules():
-        if isinstance(part, Rope):
+    """Set attributes of all Rope modules."""
+    for module in model.modules():
+        if isinstance(module, Rope):
             for name, value in values.items():
-                setattr(part, name, value)
+                setattr(module, name, value)
     return model, {}
 
 
 def refill_rope(model: Any, **values: Any) -> tuple[Any, dict[str, Any]]:
-    """Its rotations with frequencies computed from other values."""
+    """Set attributes of all Rope modules and recompute their frequencies."""
     set_rope_attributes(model, **values)
-    for part in model.modules():
-        if isinstance(part, Rope):
-            part.register_constants()
+    for module in model.modules():
+        if isinstance(module, Rope):
+            module.register_constants()
     return model, {}
 
 

@@ -1,4 +1,4 @@
-"""A seeded bug: how it is made, and which checks must say so."""
+"""Registry of seeded bugs: models with one bug each, and the checks that must catch it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,33 +13,34 @@ SEEDED_BUGS: dict[str, "SeededBug"] = {}
 
 @dataclass
 class SeededBug:
-    """`caught_by` must fail (or warn, for checks of activations); beside it only `also_caught_by` may."""
+    """A model with a known bug. The check `caught_by` must fail (or warn, for activation checks); apart from it, only
+    `also_caught_by` may fail."""
 
     name: str
     caught_by: str
     build: Callable[[], tuple[Any, dict[str, Any]]]
-    """The model, and keyword arguments of `ct.check`."""
+    """Returns the model and keyword arguments of `ct.check`."""
     also_caught_by: tuple[str, ...] = field(default=())
-    """Checks that rightly see the same bug from another side."""
+    """Other checks that correctly fail for the same bug."""
 
 
 def seeded_bug(caught_by: str, *, also_caught_by: tuple[str, ...] = ()) -> Callable[[Any], Any]:
     """Register a function that builds a model with a bug: it returns a ReferenceGPT, or (model, keywords of check)."""
 
-    def enter(make: Any) -> Any:
-        def made() -> tuple[Any, dict[str, Any]]:
-            target = make()
-            return (target, check_kwargs(target)) if isinstance(target, ReferenceGPT) else target
+    def register(function: Any) -> Any:
+        def build() -> tuple[Any, dict[str, Any]]:
+            model = function()
+            return (model, check_kwargs(model)) if isinstance(model, ReferenceGPT) else model
 
-        name = f"{caught_by}/{make.__name__.replace('_', ' ')}"
+        name = f"{caught_by}/{function.__name__.replace('_', ' ')}"
         assert name not in SEEDED_BUGS, name
-        SEEDED_BUGS[name] = SeededBug(name, caught_by, made, also_caught_by)
-        return make
+        SEEDED_BUGS[name] = SeededBug(name, caught_by, build, also_caught_by)
+        return function
 
-    return enter
+    return register
 
 
 def check_bug(bug: SeededBug, **check_kwargs: Any) -> Report:
-    """What the checks say of a bug."""
-    target, given = bug.build()
-    return check(target, **given, **check_kwargs)
+    """Run the checks on a seeded bug."""
+    model, overrides = bug.build()
+    return check(model, **overrides, **check_kwargs)

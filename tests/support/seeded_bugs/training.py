@@ -1,4 +1,4 @@
-"""Bugs in what is learned: gradients that are cut, first weights of a wrong size, passes that are not repeated."""
+"""Seeded bugs in training: cut gradients, wrong initialization, activation checkpointing."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ ModelAndKwargs = tuple[Any, dict[str, Any]]
 
 
 class CheckpointedBlock(nn.Module):
-    """A block that may be computed again on the way back."""
+    """A block with optional activation checkpointing."""
 
     def __init__(self, block: nn.Module, **checkpoint_kwargs: Any) -> None:
         super().__init__()
@@ -31,11 +31,11 @@ def build_checkpointed_model(dropout: float, **checkpoint_kwargs: Any) -> ModelA
     model.blocks = nn.ModuleList(CheckpointedBlock(block, **checkpoint_kwargs) for block in model.blocks)
     model.eval()
 
-    def switch(on: bool) -> None:
+    def set_enabled(enabled: bool) -> None:
         for block in model.blocks:
-            block.enabled = on
+            block.enabled = enabled
 
-    return model, check_kwargs(model) | {"set_activation_checkpointing": switch}
+    return model, check_kwargs(model) | {"set_activation_checkpointing": set_enabled}
 
 
 @seeded_bug("activation-checkpointing")
@@ -45,11 +45,13 @@ def rng_state_not_preserved() -> ModelAndKwargs:
 
 @seeded_bug("activation-checkpointing")
 def detached_checkpoint_input() -> ModelAndKwargs:
-    model, given = build_checkpointed_model(0.0, use_reentrant=False)
+    model, kwargs = build_checkpointed_model(0.0, use_reentrant=False)
     for block in model.blocks:
-        plain = block.forward
-        block.forward = lambda x, *rest, block=block, plain=plain: plain(x.detach() if block.enabled else x, *rest)
-    return model, given
+        original = block.forward
+        block.forward = lambda x, *rest, block=block, original=original: original(
+            x.detach() if block.enabled else x, *rest
+        )
+    return model, kwargs
 
 
 @seeded_bug("initial-loss")
@@ -61,15 +63,15 @@ def tied_embedding_std_one() -> ReferenceGPT:
 
 @seeded_bug("initial-loss")
 def logits_scaled_up() -> ReferenceGPT:
-    """Times the root of the width, where it should be divided by it."""
+    """Multiplied by √d_model instead of divided by it."""
     model = ReferenceGPT(tied=False)
-    plain = model.norm.forward
-    model.norm.forward = lambda x: 32**0.5 * plain(x)  # type: ignore[method-assign]
+    original = model.norm.forward
+    model.norm.forward = lambda x: 32**0.5 * original(x)  # type: ignore[method-assign]
     return model
 
 
 class NegatedGradient(torch.autograd.Function):
-    """A backward pass of one's own, with the sign turned."""
+    """A custom backward with the wrong sign."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -83,11 +85,11 @@ class NegatedGradient(torch.autograd.Function):
 @seeded_bug("overfit", also_caught_by=("gradient-flow",))
 def negated_gradient() -> ModelAndKwargs:
     model = ReferenceGPT()
-    plain = model.forward
+    original = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        logits, state = plain(*args, **kwargs)
-        return NegatedGradient.apply(logits), state
+        logits, cache = original(*args, **kwargs)
+        return NegatedGradient.apply(logits), cache
 
     model.forward = forward  # type: ignore[method-assign]
     return model, check_kwargs(model)
@@ -97,8 +99,8 @@ def negated_gradient() -> ModelAndKwargs:
 def detached_layer() -> ReferenceGPT:
     model = ReferenceGPT()
     down = model.blocks[0].down
-    plain = down.forward
-    down.forward = lambda x: plain(x.detach())
+    original = down.forward
+    down.forward = lambda x: original(x.detach())
     return model
 
 
@@ -120,12 +122,12 @@ def blocks_under_no_grad() -> ReferenceGPT:
 
 @seeded_bug("update-ratio")
 def oversized_matrix() -> ReferenceGPT:
-    """Its product is divided again, so that no logit shows it."""
+    """The input is divided by the same factor, so the logits do not change."""
     model = ReferenceGPT()
     down = model.blocks[0].down
     down.weight.data.mul_(1e10)
-    plain = down.forward
-    down.forward = lambda x: plain(x / 1e10)
+    original = down.forward
+    down.forward = lambda x: original(x / 1e10)
     return model
 
 
@@ -134,21 +136,21 @@ def undersized_matrix() -> ReferenceGPT:
     model = ReferenceGPT()
     down = model.blocks[0].down
     down.weight.data.mul_(1e-5)
-    plain = down.forward
-    down.forward = lambda x: plain(x * 1e5)
+    original = down.forward
+    down.forward = lambda x: original(x * 1e5)
     return model
 
 
 @seeded_bug("gradient-flow", also_caught_by=("activation-checkpointing",))
 def detached_residual() -> ReferenceGPT:
-    """Every parameter gets a gradient, and it is not the slope."""
+    """Every parameter gets a gradient, but a wrong one."""
     model = ReferenceGPT()
     block = model.blocks[1]
-    plain = block.forward
+    original = block.forward
 
-    def forward(x: Tensor, *given: Any) -> Any:
-        out, state = plain(x, *given)
-        return out - x + x.detach(), state
+    def forward(x: Tensor, *rest: Any) -> Any:
+        out, cache = original(x, *rest)
+        return out - x + x.detach(), cache
 
     block.forward = forward  # type: ignore[method-assign]
     return model

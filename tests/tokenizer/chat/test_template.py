@@ -1,4 +1,4 @@
-"""Chat templates: the text that transformers renders, and strangers' templates that cannot hurt."""
+"""Chat templates: rendering as in transformers, and sandbox limits for hostile templates."""
 
 import json
 import resource
@@ -197,9 +197,9 @@ CHATS = {"turns": TURNS, "system": SYSTEM, "parts": PARTS, "calls": CALLS}
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    made = byte_tokenizer()
-    made.backend.add_special_tokens(["<s>", "</s>"])
-    return Tokenizer(made.backend, special_tokens_map={"bos_token": "<s>", "eos_token": "</s>"})
+    backend = byte_tokenizer().backend
+    backend.add_special_tokens(["<s>", "</s>"])
+    return Tokenizer(backend, special_tokens_map={"bos_token": "<s>", "eos_token": "</s>"})
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ def peer(tokenizer: Tokenizer) -> Any:
 
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_as_transformers_renders(name: str, chat: str, tokenizer: Tokenizer, peer: Any) -> None:
+def test_rendering_matches_transformers(name: str, chat: str, tokenizer: Tokenizer, peer: Any) -> None:
     for tools in (None, [TOOL], [TOOL, TOOL]):
         for prompt in (True, False):
             for extra in (
@@ -219,17 +219,17 @@ def test_as_transformers_renders(name: str, chat: str, tokenizer: Tokenizer, pee
                 options = {"tools": tools, "add_generation_prompt": prompt, **extra}
                 template = TEMPLATES[name]
                 try:
-                    theirs = peer.apply_chat_template(CHATS[chat], chat_template=template, tokenize=False, **options)
+                    expected = peer.apply_chat_template(CHATS[chat], chat_template=template, tokenize=False, **options)
                 except Exception:
                     with pytest.raises(InputError, match="chat template"):
                         tokenizer.render_chat(CHATS[chat], chat_template=template, **options)
                 else:
-                    assert tokenizer.render_chat(CHATS[chat], chat_template=template, **options) == theirs
+                    assert tokenizer.render_chat(CHATS[chat], chat_template=template, **options) == expected
 
 
-def test_ids_have_no_second_bos(tokenizer: Tokenizer, peer: Any) -> None:
-    theirs = peer.apply_chat_template(TURNS, chat_template=LLAMA2, add_generation_prompt=True, return_dict=False)
-    assert tokenizer.encode_chat(TURNS, chat_template=LLAMA2) == theirs
+def test_encode_chat_adds_no_second_bos(tokenizer: Tokenizer, peer: Any) -> None:
+    expected = peer.apply_chat_template(TURNS, chat_template=LLAMA2, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.encode_chat(TURNS, chat_template=LLAMA2) == expected
 
 
 def test_named_templates(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -241,30 +241,30 @@ def test_named_templates(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert named.render_chat(TURNS, chat_template="rag", documents=[{"text": "x"}]) == "R1"
     assert named.render_chat(TURNS, chat_template="{{ messages|length }}") == "3"
     named.save(tmp_path)
-    again = load_tokenizer(tmp_path)
-    assert again is not None
-    assert again.chat_template == named.chat_template
-    # Files of their own win over the config.
+    loaded = load_tokenizer(tmp_path)
+    assert loaded is not None
+    assert loaded.chat_template == named.chat_template
+    # Template files take precedence over tokenizer_config.json.
     (tmp_path / "chat_template.jinja").write_text("F")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("G")
-    again = load_tokenizer(tmp_path)
-    assert again is not None
-    assert again.chat_template == {"default": "F", "rag": "G"}
+    loaded = load_tokenizer(tmp_path)
+    assert loaded is not None
+    assert loaded.chat_template == {"default": "F", "rag": "G"}
     with pytest.raises(InputError, match="no default"):
         Tokenizer(tokenizer.backend, chat_template={"rag": "R"}).render_chat(TURNS)
     with pytest.raises(InputError, match="no chat template"):
         tokenizer.render_chat(TURNS)
 
 
-BAD_CONTENT = [3, ["x"], b"x"]
-BAD = [None, "hi", [], {}, [1], ["hi"], [{}], [{"role": 1, "content": "x"}], [{"content": "x"}]]
-BAD += [[{"role": "user", "content": content}] for content in BAD_CONTENT]
-BAD += [[{"role": "user", "content": "x", "more": len}]]
+INVALID_CONTENT = [3, ["x"], b"x"]
+INVALID_MESSAGES = [None, "hi", [], {}, [1], ["hi"], [{}], [{"role": 1, "content": "x"}], [{"content": "x"}]]
+INVALID_MESSAGES += [[{"role": "user", "content": content}] for content in INVALID_CONTENT]
+INVALID_MESSAGES += [[{"role": "user", "content": "x", "more": len}]]
 
 
-@pytest.mark.parametrize("messages", BAD, ids=str)
-def test_messages_are_checked(messages: Any, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("messages", INVALID_MESSAGES, ids=str)
+def test_invalid_messages_are_an_error(messages: Any, tokenizer: Tokenizer) -> None:
     with pytest.raises(InputError, match="message"):
         tokenizer.render_chat(messages, chat_template=CHATML)
 
@@ -311,24 +311,24 @@ HOSTILE = {
     "round": "{{ 1.5|round(10**9, 'ceil') }}",
     "sum of lists": "{{ ([[1]*999]*200)|sum(start=[]) }}",
     "map": "{{ ([none]*99999)|map('default', 'x'*99999, true)|list }}",
-    "a view's insides": "{{ {'a': 1}.items().mapping.copy() }}",
+    "attribute of a view": "{{ {'a': 1}.items().mapping.copy() }}",
     "views": "{% set d = {'a': 'x'*999999} %}{{ [d.items()]*9999 }}",
     "range": "{% for i in range(10**9) %}{% endfor %}",
     "lipsum": "{{ lipsum(n=100000) }}",
-    "much output": "{% for i in range(99999) %}{{ 'x'*9999 }}{% endfor %}",
+    "long output": "{% for i in range(99999) %}{{ 'x'*9999 }}{% endfor %}",
     "a captured block": "{% set x %}{% for i in range(99999) %}{{ 'x'*99999 }}{% endfor %}{% endset %}",
     "a huge template": "x" * 200_000,
-    "many parts": "{{a}}" * 15_000,
+    "many nodes": "{{a}}" * 15_000,
     "deep nesting": "{% if a %}" * 5000,
     "a long sum": "{{ " + "1+" * 9000 + "1 }}",
     "bytes": "{{ 'x'.encode() }}",
-    "the class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "the class by attr": "{{ ''|attr('__class__') }}",
-    "the class by format": "{{ '{0.__class__}'.format(1) }}",
-    "the class by map": "{{ messages|map(attribute='__class__')|list }}",
+    "class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "class by attr": "{{ ''|attr('__class__') }}",
+    "class by format": "{{ '{0.__class__}'.format(1) }}",
+    "class by map": "{{ messages|map(attribute='__class__')|list }}",
     "globals": "{{ cycler.__init__.__globals__ }}",
-    "a macro's insides": "{% macro m() %}{% endmacro %}{{ m.__call__.__globals__ }}",
-    "a namespace's insides": "{% set n = namespace(__class__=1) %}",
+    "attribute of a macro": "{% macro m() %}{% endmacro %}{{ m.__call__.__globals__ }}",
+    "class of a namespace": "{% set n = namespace(__class__=1) %}",
     "self": "{{ self.__init__.__globals__ }}",
     "changing messages": "{{ messages.append(1) }}",
     "include": "{% include '/etc/passwd' %}",
@@ -336,37 +336,39 @@ HOSTILE = {
     "not a template": "{% if",
     "no such filter": "{{ 1|striptags }}",
     "no such function": "{{ open('/etc/passwd') }}",
-    "its own words": "{{ raise_exception('no\\nway') }}",
+    "raise_exception": "{{ raise_exception('no\\nway') }}",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_templates(name: str) -> None:
-    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+def test_hostile_template_is_stopped(name: str) -> None:
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(InputError, match="chat template"):
         render_chat_template(HOSTILE[name], TURNS, {})
-    assert time.process_time() - began < 2.5
+    assert time.process_time() - start < 2.5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # KiB
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_endless_templates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_template_is_stopped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cutaway.tokenizer.chat.resource_meter.MAX_SECONDS", 0.2)
-    began = time.process_time()
+    start = time.process_time()
     with pytest.raises(InputError, match="longer than"):
         render_chat_template(ENDLESS[name], TURNS, {})
-    assert time.process_time() - began < 1
+    assert time.process_time() - start < 1
 
 
-def test_a_long_chat_is_no_attack(peer: Any, tokenizer: Tokenizer) -> None:
+def test_long_chat_is_within_the_limits(peer: Any, tokenizer: Tokenizer) -> None:
     chat = [{"role": ("user", "assistant")[i % 2], "content": f"{i} " + "words " * 1000} for i in range(301)]
     for template in (MISTRAL, QWEN, LLAMA3):
-        theirs = peer.apply_chat_template(chat, chat_template=template, tokenize=False, tools=[TOOL])
-        assert tokenizer.render_chat(chat, chat_template=template, tools=[TOOL], add_generation_prompt=False) == theirs
+        expected = peer.apply_chat_template(chat, chat_template=template, tokenize=False, tools=[TOOL])
+        assert (
+            tokenizer.render_chat(chat, chat_template=template, tools=[TOOL], add_generation_prompt=False) == expected
+        )
 
 
-def test_values_are_plain_data(tokenizer: Tokenizer) -> None:
-    with pytest.raises(InputError, match="holds a"):
+def test_variables_must_be_json_types(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InputError, match="contains a"):
         tokenizer.render_chat(TURNS, chat_template="{{ thing }}", thing=json)
     nested: list[Any] = []
     for _ in range(200):

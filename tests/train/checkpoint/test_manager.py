@@ -1,4 +1,4 @@
-"""Checkpoints: the same bits come back, or it is said what is wrong; no kill and no full disk costs the old ones."""
+"""Checkpoints: bit-exact round trips, detection of damage, and safety against kills and full disks."""
 
 import json
 import math
@@ -21,111 +21,113 @@ from cutaway.train.checkpoint import atomic_directory, manager, manifest
 from cutaway.train.checkpoint.manager import CheckpointManager, CheckpointWriteError
 from cutaway.train.checkpoint.manifest import LoadedCheckpoint
 
-Groups = dict[str, dict[str, Tensor]]
+TensorGroups = dict[str, dict[str, Tensor]]
 
 
-def weights(seed: int) -> Groups:
-    drawn = torch.Generator().manual_seed(seed)
+def build_tensors(seed: int) -> TensorGroups:
+    generator = torch.Generator().manual_seed(seed)
     return {
-        "model": {"a": torch.randn(5, 3, generator=drawn), "b": torch.randn(7, generator=drawn).bfloat16()},
+        "model": {"a": torch.randn(5, 3, generator=generator), "b": torch.randn(7, generator=generator).bfloat16()},
         "optimizer": {"step": torch.tensor(float(seed)), "none": torch.zeros(0, 4)},
     }
 
 
-def state(step: int) -> dict[str, object]:
+def build_state(step: int) -> dict[str, object]:
     return {"step": step, "loss": 1 / (step + 3), "words": ["é", None, True]}
 
 
-def put(where: CheckpointManager, step: int, best_eval_loss: float | None = None) -> Path:
-    return where.save(step, weights(step), state(step), best_eval_loss=best_eval_loss)
+def save_step(checkpoint_manager: CheckpointManager, step: int, best_eval_loss: float | None = None) -> Path:
+    return checkpoint_manager.save(step, build_tensors(step), build_state(step), best_eval_loss=best_eval_loss)
 
 
-def is_whole(found: LoadedCheckpoint | None, step: int) -> bool:
-    """Everything that was saved at this step, to the bit."""
-    if found is None or found.step != step or found.state != state(step):
+def equals_saved(checkpoint: LoadedCheckpoint | None, step: int) -> bool:
+    """Whether a checkpoint is bit-identical to what `save_step` saved."""
+    if checkpoint is None or checkpoint.step != step or checkpoint.state != build_state(step):
         return False
-    wanted = weights(step)
-    return found.tensor_groups.keys() == wanted.keys() and all(
-        same(found.tensor_groups[key], wanted[key]) for key in wanted
+    expected = build_tensors(step)
+    return checkpoint.tensor_groups.keys() == expected.keys() and all(
+        have_equal_bits(checkpoint.tensor_groups[group], expected[group]) for group in expected
     )
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+def have_equal_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(
-        one[key].dtype == other[key].dtype and one[key].shape == other[key].shape and bits(one[key]) == bits(other[key])
+        one[key].dtype == other[key].dtype
+        and one[key].shape == other[key].shape
+        and to_bytes(one[key]) == to_bytes(other[key])
         for key in other
     )
 
 
-def bits(tensor: Tensor) -> bytes:
+def to_bytes(tensor: Tensor) -> bytes:
     return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def names(directory: Path) -> list[str]:
+def list_names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def silent(text: str) -> None:
-    pytest.fail(f"nothing was to be said, and this was: {text}")
+def fail_on_message(text: str) -> None:
+    pytest.fail(f"unexpected message: {text}")
 
 
-# What comes back
+# Round trips
 
 
-def test_every_kind_of_tensor_comes_back(tmp_path: Path) -> None:
+def test_every_kind_of_tensor_is_restored(tmp_path: Path) -> None:
     base = torch.randn(6, 4)
     dtypes = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "uint16"]
-    odd = torch.tensor([math.nan, -0.0, math.inf, 5e-324])
-    part = {
+    special_values = torch.tensor([math.nan, -0.0, math.inf, 5e-324])
+    tensors = {
         **{name: (base * 9).to(getattr(torch, name)) for name in (*dtypes, "complex64", "float8_e4m3fn")},
         "shared": base,
         "shared again": base,
         "view": base[1:3],
-        "turned": base.t(),
-        "spread": base[:1].expand(3, 4),
+        "transposed": base.t(),
+        "expanded": base[:1].expand(3, 4),
         "scalar": torch.tensor(3, dtype=torch.int32),
         "empty": torch.zeros(0, 5, dtype=torch.bfloat16),
         "parameter": torch.nn.Parameter(base.clone()),
-        "odd": odd,
+        "special values": special_values,
     }
-    where = CheckpointManager(tmp_path)
-    where.save(7, {"all": part, "no_tensors": {}}, {})
-    found = where.load_latest(log=silent)
-    assert found is not None
-    assert found.tensor_groups["no_tensors"] == {}
-    assert same(found.tensor_groups["all"], part)
-    found.tensor_groups["all"]["view"].zero_()  # what came back is the reader's own
-    assert found.tensor_groups["all"]["shared"].any()
+    checkpoint_manager = CheckpointManager(tmp_path)
+    checkpoint_manager.save(7, {"all": tensors, "no_tensors": {}}, {})
+    checkpoint = checkpoint_manager.load_latest(log=fail_on_message)
+    assert checkpoint is not None
+    assert checkpoint.tensor_groups["no_tensors"] == {}
+    assert have_equal_bits(checkpoint.tensor_groups["all"], tensors)
+    checkpoint.tensor_groups["all"]["view"].zero_()  # loaded tensors do not share memory
+    assert checkpoint.tensor_groups["all"]["shared"].any()
     assert base.any()
 
 
-def test_a_large_group_takes_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_group_is_split_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager, "MAX_FILE_BYTES", 100)
-    part = {f"{n}": torch.randn(n) for n in range(40)}
-    folder = CheckpointManager(tmp_path).save(1, {"model": part}, {})
-    assert len(list(folder.glob("model-*.safetensors"))) > 5
-    found = CheckpointManager(tmp_path).load_latest(log=silent)
-    assert found is not None
-    assert same(found.tensor_groups["model"], part)
+    tensors = {f"{n}": torch.randn(n) for n in range(40)}
+    directory = CheckpointManager(tmp_path).save(1, {"model": tensors}, {})
+    assert len(list(directory.glob("model-*.safetensors"))) > 5
+    checkpoint = CheckpointManager(tmp_path).load_latest(log=fail_on_message)
+    assert checkpoint is not None
+    assert have_equal_bits(checkpoint.tensor_groups["model"], tensors)
 
 
-def test_the_state_comes_back_exactly(tmp_path: Path) -> None:
-    drawn = random.Random(0)
-    floats = [drawn.uniform(-1, 1) * 10.0 ** drawn.randint(-300, 300) for _ in range(500)] + [-0.0, 5e-324, 0.1 + 0.2]
-    given = {"floats": floats, "big": 2**128 + 1, "text": 'ä\n"\ud800', "deep": {"a": [{}, [], [None, False]]}}
-    given["limits"] = [math.inf, -math.inf]
-    where = CheckpointManager(tmp_path)
-    where.save(0, {}, given | {"nan": math.nan})
-    found = where.load_latest(log=silent)
-    assert found is not None
-    assert math.isnan(found.state.pop("nan"))
-    assert found.state == given
-    assert [each.hex() for each in found.state["floats"]] == [each.hex() for each in floats]
-    json.loads((found.path / manifest.STATE_FILE).read_text(), parse_constant=pytest.fail)  # JSON as others read it
+def test_state_is_restored_exactly(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    floats = [rng.uniform(-1, 1) * 10.0 ** rng.randint(-300, 300) for _ in range(500)] + [-0.0, 5e-324, 0.1 + 0.2]
+    state = {"floats": floats, "big": 2**128 + 1, "text": 'ä\n"\ud800', "deep": {"a": [{}, [], [None, False]]}}
+    state["limits"] = [math.inf, -math.inf]
+    checkpoint_manager = CheckpointManager(tmp_path)
+    checkpoint_manager.save(0, {}, state | {"nan": math.nan})
+    checkpoint = checkpoint_manager.load_latest(log=fail_on_message)
+    assert checkpoint is not None
+    assert math.isnan(checkpoint.state.pop("nan"))
+    assert checkpoint.state == state
+    assert [value.hex() for value in checkpoint.state["floats"]] == [value.hex() for value in floats]
+    json.loads((checkpoint.path / manifest.STATE_FILE).read_text(), parse_constant=pytest.fail)  # standard JSON
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("state", "message"),
     [
         ({"a": {1: 2}}, r"state\.a has the key 1"),
         ({"a": [(1, 2)]}, r"state\.a\[0\] is a tuple"),
@@ -134,9 +136,9 @@ def test_the_state_comes_back_exactly(tmp_path: Path) -> None:
         ({"$float": "nan"}, r"the key '\$float'"),
     ],
 )
-def test_a_state_that_would_not_come_back_is_refused(tmp_path: Path, given: dict[str, object], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        CheckpointManager(tmp_path / "new").save(1, {}, given)
+def test_state_that_json_would_change_is_an_error(tmp_path: Path, state: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        CheckpointManager(tmp_path / "new").save(1, {}, state)
     assert not (tmp_path / "new").exists()
 
 
@@ -151,14 +153,14 @@ def test_a_state_that_would_not_come_back_is_refused(tmp_path: Path, given: dict
         ("model", "__metadata__", torch.zeros(1)),
     ],
 )
-def test_tensors_that_would_not_come_back_are_refused(tmp_path: Path, group: str, name: str, tensor: Tensor) -> None:
-    for how in (CheckpointManager(tmp_path).save, CheckpointManager(tmp_path).async_save):
+def test_unsupported_tensors_are_errors(tmp_path: Path, group: str, name: str, tensor: Tensor) -> None:
+    for save in (CheckpointManager(tmp_path).save, CheckpointManager(tmp_path).async_save):
         with pytest.raises(InputError):
-            how(1, {group: {name: tensor}}, {})
-    assert names(tmp_path) == []
+            save(1, {group: {name: tensor}}, {})
+    assert list_names(tmp_path) == []
 
 
-def test_odd_arguments_are_refused(tmp_path: Path) -> None:
+def test_invalid_arguments_are_errors(tmp_path: Path) -> None:
     for step in (-1, True, 1.0):
         with pytest.raises(InputError, match="step"):
             CheckpointManager(tmp_path).save(step, {}, {})  # type: ignore[arg-type]
@@ -166,72 +168,72 @@ def test_odd_arguments_are_refused(tmp_path: Path) -> None:
         CheckpointManager(tmp_path, keep=0)
 
 
-# Which are kept
+# Pruning
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
-    where = CheckpointManager(tmp_path, keep=2)
+def test_newest_and_best_are_kept(tmp_path: Path) -> None:
+    checkpoint_manager = CheckpointManager(tmp_path, keep=2)
     for step, best in enumerate([9.0, 3.0, 5.0, math.nan, 3.0, 4.0]):
-        put(where, step, best_eval_loss=best)
-    assert names(tmp_path) == [f"step-{step:09d}" for step in (1, 4, 5)]
-    assert is_whole(where.load_latest(log=silent), 5)
-    put(where, 6, best_eval_loss=2.0)
-    put(where, 7)
-    put(where, 8)
-    assert names(tmp_path) == [f"step-{step:09d}" for step in (6, 7, 8)]
+        save_step(checkpoint_manager, step, best_eval_loss=best)
+    assert list_names(tmp_path) == [f"step-{step:09d}" for step in (1, 4, 5)]
+    assert equals_saved(checkpoint_manager.load_latest(log=fail_on_message), 5)
+    save_step(checkpoint_manager, 6, best_eval_loss=2.0)
+    save_step(checkpoint_manager, 7)
+    save_step(checkpoint_manager, 8)
+    assert list_names(tmp_path) == [f"step-{step:09d}" for step in (6, 7, 8)]
 
 
-def test_a_run_that_went_back_goes_on_from_where_it_was_last(tmp_path: Path) -> None:
-    where = CheckpointManager(tmp_path, keep=2)
+def test_latest_is_the_last_written_not_the_highest_step(tmp_path: Path) -> None:
+    checkpoint_manager = CheckpointManager(tmp_path, keep=2)
     for step in (10, 20, 15):
-        put(where, step)
-    assert is_whole(CheckpointManager(tmp_path).load_latest(log=silent), 15)
-    put(where, 18)
-    assert names(tmp_path) == ["step-000000015", "step-000000018"]
+        save_step(checkpoint_manager, step)
+    assert equals_saved(CheckpointManager(tmp_path).load_latest(log=fail_on_message), 15)
+    save_step(checkpoint_manager, 18)
+    assert list_names(tmp_path) == ["step-000000015", "step-000000018"]
 
 
-def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
-    where = CheckpointManager(tmp_path)
-    where.save(1, weights(5), state(5))
-    put(where, 1)
-    assert is_whole(where.load_latest(log=silent), 1)
-    assert names(tmp_path) == ["step-000000001"]
+def test_step_can_be_saved_again(tmp_path: Path) -> None:
+    checkpoint_manager = CheckpointManager(tmp_path)
+    checkpoint_manager.save(1, build_tensors(5), build_state(5))
+    save_step(checkpoint_manager, 1)
+    assert equals_saved(checkpoint_manager.load_latest(log=fail_on_message), 1)
+    assert list_names(tmp_path) == ["step-000000001"]
 
 
-def test_what_is_not_ours_stays(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
+def test_foreign_files_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("note")
     others = [".hidden", "step-1", "step-0000000001", "step-00000000a", ".step-1.saving-00000000", ".x.saving-00000000"]
     for name in others:
         (tmp_path / name).mkdir()
-        (tmp_path / name / "mine").touch()
-    (tmp_path / ".step-000000001.saving-00000000").touch()  # a file, and we make folders
+        (tmp_path / name / "file").touch()
+    (tmp_path / ".step-000000001.saving-00000000").touch()  # a file, not a directory
     (tmp_path / "step-000000003").touch()
-    before = names(tmp_path)
-    where = CheckpointManager(tmp_path, keep=1)
-    assert where.load_latest(log=silent) is None
-    (put(where, 1) / "notes.txt").write_text("mine, too")
-    put(where, 2)
-    with pytest.raises(CheckpointWriteError, match=r"step-000000003' was not saved: a file"):
-        put(where, 3)
-    put(where, 4)
-    assert names(tmp_path) == sorted([*before, "step-000000001", "step-000000004"])
+    before = list_names(tmp_path)
+    checkpoint_manager = CheckpointManager(tmp_path, keep=1)
+    assert checkpoint_manager.load_latest(log=fail_on_message) is None
+    (save_step(checkpoint_manager, 1) / "notes.txt").write_text("another note")
+    save_step(checkpoint_manager, 2)
+    with pytest.raises(CheckpointWriteError, match=r"step-000000003': a file"):
+        save_step(checkpoint_manager, 3)
+    save_step(checkpoint_manager, 4)
+    assert list_names(tmp_path) == sorted([*before, "step-000000001", "step-000000004"])
 
 
-def test_there_is_nothing_to_find_where_nothing_was_saved(tmp_path: Path) -> None:
-    assert CheckpointManager(tmp_path).load_latest(log=silent) is None
-    assert CheckpointManager(tmp_path / "never").load_latest(log=silent) is None
-    assert names(tmp_path) == []
+def test_load_without_checkpoints(tmp_path: Path) -> None:
+    assert CheckpointManager(tmp_path).load_latest(log=fail_on_message) is None
+    assert CheckpointManager(tmp_path / "never").load_latest(log=fail_on_message) is None
+    assert list_names(tmp_path) == []
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="cannot be read"):
-        CheckpointManager(tmp_path / "file").load_latest(log=silent)
-    with pytest.raises(CheckpointWriteError, match="was not saved"):
-        put(CheckpointManager(tmp_path / "file"), 1)
+    with pytest.raises(InputError, match="cannot read"):
+        CheckpointManager(tmp_path / "file").load_latest(log=fail_on_message)
+    with pytest.raises(CheckpointWriteError, match="could not save"):
+        save_step(CheckpointManager(tmp_path / "file"), 1)
 
 
 # Damage
 
 
-def flip(path: Path, bit: int) -> None:
+def flip_bit(path: Path, bit: int) -> None:
     data = bytearray(path.read_bytes())
     data[bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)
@@ -241,10 +243,10 @@ FILES = ["manifest.json", "optimizer.safetensors", "state.json", "model.safetens
 
 
 def swap(one: Path, other: Path) -> None:
-    between = one.with_name("between")
-    one.rename(between)
+    temporary = one.with_name("temporary")
+    one.rename(temporary)
     other.rename(one)
-    between.rename(other)
+    temporary.rename(other)
 
 
 def replace_by_link(path: Path) -> None:
@@ -252,20 +254,20 @@ def replace_by_link(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-def replace_by_folder(path: Path) -> None:
+def replace_by_directory(path: Path) -> None:
     path.unlink()
     path.mkdir()
 
 
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
-# What is done to the newest of three folders, which files are then named, and how.
+# Kind of damage to the newest of three checkpoints: the damage, the files that are reported, and part of the message
 DAMAGE: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
-    **{f"{file} cut": (lambda path, file=file: os.truncate(path / file, 40), [file], "") for file in FILES},
+    **{f"{file} truncated": (lambda path, file=file: os.truncate(path / file, 40), [file], "") for file in FILES},
     **{f"{file} emptied": (lambda path, file=file: os.truncate(path / file, 0), [file], "") for file in FILES},
     **{f"{file} deleted": (lambda path, file=file: (path / file).unlink(), [file], "is missing") for file in FILES},
-    **{f"{file} flipped": (lambda path, file=file: flip(path / file, 333), [file], "") for file in FILES},
-    "garbage": (lambda path: (path / "manifest.json").write_bytes(b"\xff{"), ["manifest.json"], "is damaged"),
-    "nothing": (lambda path: (path / "manifest.json").write_text("{}"), ["manifest.json"], "is damaged"),
+    **{f"{file} flipped": (lambda path, file=file: flip_bit(path / file, 333), [file], "") for file in FILES},
+    "invalid": (lambda path: (path / "manifest.json").write_bytes(b"\xff{"), ["manifest.json"], "is damaged"),
+    "empty object": (lambda path: (path / "manifest.json").write_text("{}"), ["manifest.json"], "is damaged"),
     "extra": (lambda path: (path / "more").touch(), ["more"], "is not in the manifest"),
     "grown": (lambda path: os.truncate(path / "state.json", 9999), ["state.json"], "has 9,999 bytes instead of"),
     "swapped": (
@@ -273,371 +275,380 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
         [MODEL_FILE, OPTIMIZER_FILE],
         "bytes instead of",
     ),
-    "link": (lambda path: replace_by_link(path / "state.json"), ["state.json"], "is no plain file"),
-    "folder": (lambda path: replace_by_folder(path / "state.json"), ["state.json"], "is no plain file"),
+    "link": (lambda path: replace_by_link(path / "state.json"), ["state.json"], "is not a regular file"),
+    "directory": (lambda path: replace_by_directory(path / "state.json"), ["state.json"], "is not a regular file"),
 }
 
 
-def named(report: str) -> list[str]:
-    """The files that a report names."""
-    return [part.split()[0] for part in report.split(": ", 1)[1].split("; ")[:-1]]
+def reported_files(message: str) -> list[str]:
+    """The files that a message names."""
+    return [part.split()[0] for part in message.split(": ", 1)[1].split("; ")[:-1]]
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_named_and_the_one_before_is_taken(tmp_path: Path, kind: str) -> None:
-    damage, files, said = DAMAGE[kind]
+def test_damage_is_reported_and_the_previous_checkpoint_used(tmp_path: Path, kind: str) -> None:
+    damage, files, expected = DAMAGE[kind]
     for step in (0, 1, 2):
-        put(CheckpointManager(tmp_path, keep=3), step)
+        save_step(CheckpointManager(tmp_path, keep=3), step)
     damage(tmp_path / "step-000000002")
-    reports: list[str] = []
-    where = CheckpointManager(tmp_path, keep=3)
-    assert is_whole(where.load_latest(log=reports.append), 1)
-    [report] = reports
-    assert report.startswith("checkpoint step-000000002: ")
-    assert named(report) == files
-    assert said in report
-    put(where, 2)  # the run comes to that step again
-    assert is_whole(CheckpointManager(tmp_path).load_latest(log=silent), 2)
+    messages: list[str] = []
+    checkpoint_manager = CheckpointManager(tmp_path, keep=3)
+    assert equals_saved(checkpoint_manager.load_latest(log=messages.append), 1)
+    [message] = messages
+    assert message.startswith("checkpoint step-000000002: ")
+    assert reported_files(message) == files
+    assert expected in message
+    save_step(checkpoint_manager, 2)  # the run reaches that step again
+    assert equals_saved(CheckpointManager(tmp_path).load_latest(log=fail_on_message), 2)
 
 
-def test_a_file_of_another_checkpoint_is_noticed_in_both(tmp_path: Path) -> None:
-    one, two, three = (put(CheckpointManager(tmp_path, keep=3), step) for step in (1, 2, 3))
+def test_swapped_files_of_two_checkpoints_are_detected(tmp_path: Path) -> None:
+    one, two, three = (save_step(CheckpointManager(tmp_path, keep=3), step) for step in (1, 2, 3))
     swap(two / MODEL_FILE, three / MODEL_FILE)
-    reports: list[str] = []
-    found = CheckpointManager(tmp_path).load_latest(log=reports.append)
-    assert is_whole(found, 1)
-    assert found is not None
-    assert found.path == one
-    said = "model.safetensors differs from its sha256; it is not used"
-    assert reports == [f"checkpoint {path.name}: {said}" for path in (three, two)]
+    messages: list[str] = []
+    checkpoint = CheckpointManager(tmp_path).load_latest(log=messages.append)
+    assert equals_saved(checkpoint, 1)
+    assert checkpoint is not None
+    assert checkpoint.path == one
+    problem = "model.safetensors does not match its SHA-256; it is skipped"
+    assert messages == [f"checkpoint {path.name}: {problem}" for path in (three, two)]
 
 
-def test_every_bit_of_every_file_counts(tmp_path: Path) -> None:
-    folder = CheckpointManager(tmp_path).save(1, {"model": {"a": torch.ones(2)}}, {"a": 1}, best_eval_loss=1.0)
-    for path in folder.iterdir():
+def test_every_flipped_bit_is_detected(tmp_path: Path) -> None:
+    directory = CheckpointManager(tmp_path).save(1, {"model": {"a": torch.ones(2)}}, {"a": 1}, best_eval_loss=1.0)
+    for path in directory.iterdir():
         for bit in range(0, path.stat().st_size * 8, 3):
-            flip(path, bit)
-            assert path.name in str(manifest.read_checkpoint(folder)), bit
-            flip(path, bit)
-    assert isinstance(manifest.read_checkpoint(folder), LoadedCheckpoint)
+            flip_bit(path, bit)
+            assert path.name in str(manifest.read_checkpoint(directory)), bit
+            flip_bit(path, bit)
+    assert isinstance(manifest.read_checkpoint(directory), LoadedCheckpoint)
 
 
-def test_whole_folders_that_changed_places_are_noticed(tmp_path: Path) -> None:
-    where = CheckpointManager(tmp_path)
-    swap(put(where, 1), put(where, 2))
-    reports: list[str] = []
-    with pytest.raises(InputError, match=r"no checkpoint in .* is whole"):
-        where.load_latest(log=reports.append)
-    assert sorted(reports) == [
-        "checkpoint step-000000001: manifest.json is that of step-000000002; it is not used",
-        "checkpoint step-000000002: manifest.json is that of step-000000001; it is not used",
+def test_swapped_directories_are_detected(tmp_path: Path) -> None:
+    checkpoint_manager = CheckpointManager(tmp_path)
+    swap(save_step(checkpoint_manager, 1), save_step(checkpoint_manager, 2))
+    messages: list[str] = []
+    with pytest.raises(InputError, match=r"no checkpoint in .* is valid"):
+        checkpoint_manager.load_latest(log=messages.append)
+    assert sorted(messages) == [
+        "checkpoint step-000000001: manifest.json belongs to step-000000002; it is skipped",
+        "checkpoint step-000000002: manifest.json belongs to step-000000001; it is skipped",
     ]
 
 
-def test_if_none_is_whole_all_are_listed(tmp_path: Path) -> None:
-    where = CheckpointManager(tmp_path)
+def test_error_lists_all_checkpoints_if_none_is_valid(tmp_path: Path) -> None:
+    checkpoint_manager = CheckpointManager(tmp_path)
     for step in (1, 2):
-        (put(where, step) / FILES[step]).unlink()
-    with pytest.raises(InputError) as raised:
-        where.load_latest(log=lambda text: None)
+        (save_step(checkpoint_manager, step) / FILES[step]).unlink()
+    with pytest.raises(InputError) as error_info:
+        checkpoint_manager.load_latest(log=lambda text: None)
     for part in ("step-000000001: optimizer.safetensors is missing", "step-000000002: state.json is missing"):
-        assert part in str(raised.value)
+        assert part in str(error_info.value)
 
 
-def test_all_damaged_files_of_one_checkpoint_are_named(tmp_path: Path) -> None:
-    folder = put(CheckpointManager(tmp_path), 1)
-    flip(folder / "state.json", 9)
-    flip(folder / "model.safetensors", 999)
-    assert manifest.read_checkpoint(folder) == (
-        "model.safetensors differs from its sha256; state.json differs from its sha256"
+def test_all_damaged_files_of_a_checkpoint_are_reported(tmp_path: Path) -> None:
+    directory = save_step(CheckpointManager(tmp_path), 1)
+    flip_bit(directory / "state.json", 9)
+    flip_bit(directory / "model.safetensors", 999)
+    assert manifest.read_checkpoint(directory) == (
+        "model.safetensors does not match its SHA-256; state.json does not match its SHA-256"
     )
 
 
-def test_damaged_ones_do_not_push_whole_ones_out(tmp_path: Path) -> None:
-    where = CheckpointManager(tmp_path, keep=2)
+def test_damaged_checkpoints_do_not_count_in_pruning(tmp_path: Path) -> None:
+    checkpoint_manager = CheckpointManager(tmp_path, keep=2)
     for step in (1, 2, 3):
-        put(where, step)
-    flip(tmp_path / "step-000000003" / "model.safetensors", 999)
-    again = CheckpointManager(tmp_path, keep=2)
-    assert is_whole(again.load_latest(log=lambda text: None), 2)
-    put(again, 4)
-    assert names(tmp_path) == ["step-000000002", "step-000000003", "step-000000004"]
+        save_step(checkpoint_manager, step)
+    flip_bit(tmp_path / "step-000000003" / "model.safetensors", 999)
+    resumed = CheckpointManager(tmp_path, keep=2)
+    assert equals_saved(resumed.load_latest(log=lambda text: None), 2)
+    save_step(resumed, 4)
+    assert list_names(tmp_path) == ["step-000000002", "step-000000003", "step-000000004"]
 
 
 # Kills
 
-CHILD = """
+CHILD_CODE = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from train.checkpoint.test_manager import CheckpointManager, put, state, weights
-where = CheckpointManager(Path({directory!r}), keep=2)
+from train.checkpoint.test_manager import CheckpointManager, build_state, build_tensors, save_step
+checkpoint_manager = CheckpointManager(Path({directory!r}), keep=2)
 for step in {steps}:
-    {how}
-where.wait_for_async_save()
+    {save}
+checkpoint_manager.wait_for_async_save()
 """
 
 
-def killed(directory: Path, steps: list[int], failpoint: str, *, soon: bool = False) -> None:
-    how = "where.async_save(step, weights(step), state(step))" if soon else "put(where, step)"
-    code = CHILD.format(tests=str(Path(__file__).parents[2]), directory=str(directory), steps=steps, how=how)
+def save_in_killed_child(directory: Path, steps: list[int], failpoint: str, *, is_async: bool = False) -> None:
+    save = (
+        "checkpoint_manager.async_save(step, build_tensors(step), build_state(step))"
+        if is_async
+        else "save_step(checkpoint_manager, step)"
+    )
+    tests = str(Path(__file__).parents[2])
+    code = CHILD_CODE.format(tests=tests, directory=str(directory), steps=steps, save=save)
     environment = os.environ | {"CUTAWAY_FAILPOINT": failpoint, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, "-c", code], env=environment, check=False, capture_output=True)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    result = subprocess.run([sys.executable, "-c", code], env=environment, check=False, capture_output=True)
+    assert result.returncode == -signal.SIGKILL, result.stderr.decode()
 
 
 @pytest.mark.parametrize(
-    ("failpoint", "left"),
+    ("failpoint", "expected"),
     [
         ("before-save", 2),
         ("after-file-write", 2),
         ("after-file-write:2", 2),
         ("after-file-write:3", 2),
         ("before-manifest", 2),
-        ("before-rename", 3),  # it was whole: only its name was missing
+        ("before-rename", 3),  # it was complete: only the rename was missing
         ("after-rename", 3),
         ("before-remove", 3),
         ("after-prune", 3),
-        ("soon, after-file-write:2", 2),
-        ("soon, after-rename", 3),
+        ("async, after-file-write:2", 2),
+        ("async, after-rename", 3),
     ],
 )
-def test_a_kill_leaves_whole_checkpoints(tmp_path: Path, failpoint: str, left: int) -> None:
-    put(CheckpointManager(tmp_path), 1)
-    put(CheckpointManager(tmp_path), 2)
-    killed(tmp_path, [3], failpoint.removeprefix("soon, "), soon=failpoint.startswith("soon, "))
-    assert is_whole(CheckpointManager(tmp_path).load_latest(log=silent), left)
-    assert not any(name.startswith(".") for name in names(tmp_path))
-    where = CheckpointManager(tmp_path)
-    put(where, 4)
-    assert names(tmp_path) == [f"step-{left:09d}", "step-000000004"]
-    assert is_whole(where.load_latest(log=silent), 4)
+def test_kill_leaves_valid_checkpoints(tmp_path: Path, failpoint: str, expected: int) -> None:
+    save_step(CheckpointManager(tmp_path), 1)
+    save_step(CheckpointManager(tmp_path), 2)
+    is_async = failpoint.startswith("async, ")
+    save_in_killed_child(tmp_path, [3], failpoint.removeprefix("async, "), is_async=is_async)
+    assert equals_saved(CheckpointManager(tmp_path).load_latest(log=fail_on_message), expected)
+    assert not any(name.startswith(".") for name in list_names(tmp_path))
+    checkpoint_manager = CheckpointManager(tmp_path)
+    save_step(checkpoint_manager, 4)
+    assert list_names(tmp_path) == [f"step-{expected:09d}", "step-000000004"]
+    assert equals_saved(checkpoint_manager.load_latest(log=fail_on_message), 4)
 
 
 @pytest.mark.parametrize("failpoint", ["before-manifest", "before-rename", "between-renames", "after-rename"])
-def test_a_kill_while_a_step_is_replaced_leaves_the_old_or_the_new(tmp_path: Path, failpoint: str) -> None:
-    CheckpointManager(tmp_path).save(3, weights(9), state(9))
-    killed(tmp_path, [3], failpoint)
+def test_kill_during_replacement_leaves_the_old_or_the_new(tmp_path: Path, failpoint: str) -> None:
+    CheckpointManager(tmp_path).save(3, build_tensors(9), build_state(9))
+    save_in_killed_child(tmp_path, [3], failpoint)
     before = sorted(tmp_path.iterdir())
-    found = CheckpointManager(tmp_path).load_latest(log=silent)
-    assert found is not None
+    checkpoint = CheckpointManager(tmp_path).load_latest(log=fail_on_message)
+    assert checkpoint is not None
     if failpoint in ("before-manifest", "before-rename"):
-        assert found.state == state(9)
-        assert same(found.tensor_groups["model"], weights(9)["model"])
+        assert checkpoint.state == build_state(9)
+        assert have_equal_bits(checkpoint.tensor_groups["model"], build_tensors(9)["model"])
     else:
-        assert is_whole(found, 3)
+        assert equals_saved(checkpoint, 3)
     assert before != sorted(tmp_path.iterdir())
-    assert names(tmp_path) == ["step-000000003"]
+    assert list_names(tmp_path) == ["step-000000003"]
 
 
 @pytest.mark.nightly
-def test_kills_at_random_instants_leave_whole_checkpoints(tmp_path: Path) -> None:
-    """A run that saves without end is killed and goes on from what it finds, never further back than it had come."""
-    code = CHILD.format(
+def test_kills_at_random_times_leave_valid_checkpoints(tmp_path: Path) -> None:
+    """A process that saves continuously is killed and resumes, never from an older checkpoint than it had written."""
+    code = CHILD_CODE.format(
         tests=str(Path(__file__).parents[2]),
         directory=str(tmp_path),
         steps="range(int(sys.argv[1]), 10**9)",
-        how="put(where, step); print(step, flush=True)",
+        save="save_step(checkpoint_manager, step); print(step, flush=True)",
     )
-    drawn, come = random.Random(0), 0
+    rng, last_step = random.Random(0), 0
     for _ in range(25):
-        child = subprocess.Popen([sys.executable, "-c", code, str(come + 1)], stdout=subprocess.PIPE, text=True)
+        child = subprocess.Popen([sys.executable, "-c", code, str(last_step + 1)], stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
-        said = child.stdout.readline()
-        time.sleep(drawn.uniform(0, 0.1))
+        output = child.stdout.readline()
+        time.sleep(rng.uniform(0, 0.1))
         child.kill()
-        said += child.stdout.read()
+        output += child.stdout.read()
         child.wait()
-        last = int(said.split()[-1])
-        found = CheckpointManager(tmp_path).load_latest(log=silent)
-        assert found is not None
-        assert found.step >= last
-        assert is_whole(found, found.step)
-        come = found.step
-        assert not any(name.startswith(".") for name in names(tmp_path))
+        last_saved = int(output.split()[-1])
+        checkpoint = CheckpointManager(tmp_path).load_latest(log=fail_on_message)
+        assert checkpoint is not None
+        assert checkpoint.step >= last_saved
+        assert equals_saved(checkpoint, checkpoint.step)
+        last_step = checkpoint.step
+        assert not any(name.startswith(".") for name in list_names(tmp_path))
 
 
-def test_the_next_save_clears_up_without_a_load(tmp_path: Path) -> None:
-    killed(tmp_path, [1, 2, 3], "after-file-write:8")
-    assert any(name.startswith(".") for name in names(tmp_path))
-    put(CheckpointManager(tmp_path), 4)
-    assert names(tmp_path) == ["step-000000002", "step-000000004"]
+def test_next_save_removes_partial_saves(tmp_path: Path) -> None:
+    save_in_killed_child(tmp_path, [1, 2, 3], "after-file-write:8")
+    assert any(name.startswith(".") for name in list_names(tmp_path))
+    save_step(CheckpointManager(tmp_path), 4)
+    assert list_names(tmp_path) == ["step-000000002", "step-000000004"]
 
 
-def test_the_old_one_comes_back_if_the_new_one_is_lost_between_renames(tmp_path: Path) -> None:
-    folder = put(CheckpointManager(tmp_path), 1)
-    lost = atomic_directory.hidden_path(folder, atomic_directory.SAVING)
-    lost.mkdir()
-    shutil.copy(folder / "manifest.json", lost)  # and none of the files that it lists
-    folder.rename(atomic_directory.hidden_path(folder, atomic_directory.REPLACED))
-    assert is_whole(CheckpointManager(tmp_path).load_latest(log=silent), 1)
-    assert names(tmp_path) == ["step-000000001"]
+def test_old_checkpoint_is_recovered_if_the_new_one_is_incomplete(tmp_path: Path) -> None:
+    directory = save_step(CheckpointManager(tmp_path), 1)
+    incomplete = atomic_directory.hidden_path(directory, atomic_directory.SAVING)
+    incomplete.mkdir()
+    shutil.copy(directory / "manifest.json", incomplete)  # without the files that it lists
+    directory.rename(atomic_directory.hidden_path(directory, atomic_directory.REPLACED))
+    assert equals_saved(CheckpointManager(tmp_path).load_latest(log=fail_on_message), 1)
+    assert list_names(tmp_path) == ["step-000000001"]
 
 
-def test_a_reader_leaves_alone_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(CheckpointManager(tmp_path), 1)
-    seen: list[str] = []
+def test_loading_does_not_remove_a_save_in_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_step(CheckpointManager(tmp_path), 1)
+    names: list[str] = []
 
-    def look(name: str) -> None:
-        if name == "before-manifest":
-            assert is_whole(CheckpointManager(tmp_path).load_latest(log=silent), 1)
-            seen.extend(names(tmp_path))
+    def load_during_save(failpoint: str) -> None:
+        if failpoint == "before-manifest":
+            assert equals_saved(CheckpointManager(tmp_path).load_latest(log=fail_on_message), 1)
+            names.extend(list_names(tmp_path))
 
-    monkeypatch.setattr(manager, "hit_failpoint", look)
-    put(CheckpointManager(tmp_path), 2)
-    assert len(seen) == 2
-    assert is_whole(CheckpointManager(tmp_path).load_latest(log=silent), 2)
+    monkeypatch.setattr(manager, "hit_failpoint", load_during_save)
+    save_step(CheckpointManager(tmp_path), 2)
+    assert len(names) == 2
+    assert equals_saved(CheckpointManager(tmp_path).load_latest(log=fail_on_message), 2)
 
 
 @pytest.mark.parametrize("value", ["after-file-write:0", "after-file-write:x", "after-file-write:"])
-def test_a_failpoint_needs_a_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_invalid_failpoint_count_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("CUTAWAY_FAILPOINT", value)
     with pytest.raises(InputError, match="CUTAWAY_FAILPOINT"):
-        put(CheckpointManager(tmp_path), 1)
+        save_step(CheckpointManager(tmp_path), 1)
 
 
-# A full disk
+# Full disk
 
-FULL = """
+FULL_DISK_CODE = """
 import resource, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 import pytest, torch
 from train.checkpoint.test_manager import (
-    CheckpointManager, CheckpointWriteError, is_whole, names, put, silent, state
+    CheckpointManager, CheckpointWriteError, build_state, equals_saved, fail_on_message, list_names, save_step
 )
 directory = Path({directory!r})
-where = CheckpointManager(directory)
-put(where, 1)
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))  # a file of more is refused half-way
-for how in (where.save, lambda *args: (where.async_save(*args), where.wait_for_async_save())):
-    with pytest.raises(CheckpointWriteError, match="step-000000002' was not saved: File too large; make room"):
-        how(2, {{"model": {{"a": torch.zeros(100_000)}}}}, state(2))
-    assert names(directory) == ["step-000000001"]
-    assert is_whole(where.load_latest(log=silent), 1)
-put(where, 3)
-assert is_whole(where.load_latest(log=silent), 3)
-print("went on")
+checkpoint_manager = CheckpointManager(directory)
+save_step(checkpoint_manager, 1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))  # writing larger files fails
+def async_save(*args):
+    checkpoint_manager.async_save(*args)
+    checkpoint_manager.wait_for_async_save()
+for save in (checkpoint_manager.save, async_save):
+    with pytest.raises(CheckpointWriteError, match="step-000000002': File too large; free disk space"):
+        save(2, {{"model": {{"a": torch.zeros(100_000)}}}}, build_state(2))
+    assert list_names(directory) == ["step-000000001"]
+    assert equals_saved(checkpoint_manager.load_latest(log=fail_on_message), 1)
+save_step(checkpoint_manager, 3)
+assert equals_saved(checkpoint_manager.load_latest(log=fail_on_message), 3)
+print("finished")
 """
 
 
-def test_a_full_disk_leaves_the_old_ones_and_a_run_goes_on(tmp_path: Path) -> None:
-    code = FULL.format(tests=str(Path(__file__).parents[2]), directory=str(tmp_path))
-    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert ended.stdout == "went on\n", ended.stderr
+def test_full_disk_keeps_old_checkpoints_and_later_saves_succeed(tmp_path: Path) -> None:
+    code = FULL_DISK_CODE.format(tests=str(Path(__file__).parents[2]), directory=str(tmp_path))
+    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert result.stdout == "finished\n", result.stderr
 
 
-@pytest.mark.parametrize("place", ["write_file", "fsync_directory", "rename_into_place"])
-def test_any_error_of_the_disk_leaves_the_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    put(CheckpointManager(tmp_path), 1)
-    CheckpointManager(tmp_path).save(2, weights(7), state(7))
+@pytest.mark.parametrize("function", ["write_file", "fsync_directory", "rename_into_place"])
+def test_write_error_keeps_old_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    save_step(CheckpointManager(tmp_path), 1)
+    CheckpointManager(tmp_path).save(2, build_tensors(7), build_state(7))
     calls = 0
 
-    def fail(*given: object) -> None:
+    def fail(*args: object) -> None:
         nonlocal calls
         calls += 1
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(manager, place, fail)
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, function, fail)
         with pytest.raises(CheckpointWriteError, match="No space left"):
-            put(CheckpointManager(tmp_path), 2)
+            save_step(CheckpointManager(tmp_path), 2)
     assert calls == 1
-    assert names(tmp_path) == ["step-000000001", "step-000000002"]
-    found = CheckpointManager(tmp_path).load_latest(log=silent)
-    assert found is not None
-    assert found.state == state(7)
+    assert list_names(tmp_path) == ["step-000000001", "step-000000002"]
+    checkpoint = CheckpointManager(tmp_path).load_latest(log=fail_on_message)
+    assert checkpoint is not None
+    assert checkpoint.state == build_state(7)
 
 
-def test_a_rename_that_fails_gives_the_old_one_its_name_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    CheckpointManager(tmp_path).save(2, weights(7), state(7))
-    plain = Path.rename
+def test_failed_rename_restores_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CheckpointManager(tmp_path).save(2, build_tensors(7), build_state(7))
+    rename = Path.rename
 
     def fail(self: Path, target: Path) -> Path:
         if atomic_directory.SAVING in self.name:
             raise OSError(5, "Input/output error")
-        return plain(self, target)
+        return rename(self, target)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "rename", fail)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
         with pytest.raises(CheckpointWriteError, match="Input/output"):
-            put(CheckpointManager(tmp_path), 2)
-    assert names(tmp_path) == ["step-000000002"]
+            save_step(CheckpointManager(tmp_path), 2)
+    assert list_names(tmp_path) == ["step-000000002"]
 
 
-def test_what_cannot_be_removed_is_said_and_the_new_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(CheckpointManager(tmp_path, keep=1), 1)
+def test_failed_removal_is_reported_and_the_new_checkpoint_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_step(CheckpointManager(tmp_path, keep=1), 1)
 
     def fail(path: Path, ignore_errors: bool = False) -> None:
         if not ignore_errors:
             raise OSError(1, "Operation not permitted")
 
-    with monkeypatch.context() as patched:
-        patched.setattr("shutil.rmtree", fail)
-        with pytest.raises(CheckpointWriteError, match=r"is saved, but .* could not be removed"):
-            put(CheckpointManager(tmp_path, keep=1), 2)
-        reports: list[str] = []
-        assert is_whole(CheckpointManager(tmp_path).load_latest(log=reports.append), 2)
-        assert "could not be removed (Operation not permitted)" in reports[0]
-    put(CheckpointManager(tmp_path, keep=1), 3)
-    assert names(tmp_path) == ["step-000000003"]
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", fail)
+        with pytest.raises(CheckpointWriteError, match=r"saved .*, but could not remove"):
+            save_step(CheckpointManager(tmp_path, keep=1), 2)
+        messages: list[str] = []
+        assert equals_saved(CheckpointManager(tmp_path).load_latest(log=messages.append), 2)
+        assert messages[0].startswith("could not remove ")
+        assert messages[0].endswith("(Operation not permitted)")
+    save_step(CheckpointManager(tmp_path, keep=1), 3)
+    assert list_names(tmp_path) == ["step-000000003"]
 
 
-# Meanwhile
+# Asynchronous saves
 
 
-def test_saving_soon_writes_the_same_bytes(tmp_path: Path) -> None:
-    now, soon = CheckpointManager(tmp_path / "now"), CheckpointManager(tmp_path / "soon")
-    given, kept = weights(1), state(1)
-    folder = now.save(1, given, kept, best_eval_loss=0.5)
-    soon.async_save(1, given, kept, best_eval_loss=0.5)
-    for part in given.values():
-        for tensor in part.values():
-            tensor.fill_(9)  # the run goes on at once
-    kept["loss"] = 9
-    soon.wait_for_async_save()
-    for path in folder.iterdir():
-        assert path.read_bytes() == (tmp_path / "soon" / folder.name / path.name).read_bytes()
+def test_async_save_writes_the_same_bytes(tmp_path: Path) -> None:
+    sync_manager, async_manager = CheckpointManager(tmp_path / "sync"), CheckpointManager(tmp_path / "async")
+    tensors, state = build_tensors(1), build_state(1)
+    directory = sync_manager.save(1, tensors, state, best_eval_loss=0.5)
+    async_manager.async_save(1, tensors, state, best_eval_loss=0.5)
+    for group in tensors.values():
+        for tensor in group.values():
+            tensor.fill_(9)  # training continues during the save
+    state["loss"] = 9
+    async_manager.wait_for_async_save()
+    for path in directory.iterdir():
+        assert path.read_bytes() == (tmp_path / "async" / directory.name / path.name).read_bytes()
 
 
-def test_saves_that_are_soon_follow_each_other(tmp_path: Path) -> None:
-    where = CheckpointManager(tmp_path)
+def test_consecutive_async_saves(tmp_path: Path) -> None:
+    checkpoint_manager = CheckpointManager(tmp_path)
     for step in range(6):
-        where.async_save(step, weights(step), state(step))
-    assert is_whole(where.load_latest(log=silent), 5)
-    put(where, 6)
-    where.wait_for_async_save()
-    assert names(tmp_path) == ["step-000000005", "step-000000006"]
+        checkpoint_manager.async_save(step, build_tensors(step), build_state(step))
+    assert equals_saved(checkpoint_manager.load_latest(log=fail_on_message), 5)
+    save_step(checkpoint_manager, 6)
+    checkpoint_manager.wait_for_async_save()
+    assert list_names(tmp_path) == ["step-000000005", "step-000000006"]
 
 
-def test_an_error_of_the_thread_is_raised_once_and_the_next_save_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    where = CheckpointManager(tmp_path)
+def test_async_error_is_raised_once_and_the_next_save_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint_manager = CheckpointManager(tmp_path)
     for next_call in ("wait_for_async_save", "async_save", "save"):
-        with monkeypatch.context() as patched:
-            patched.setattr(manager, "write_file", lambda *given: (_ for _ in ()).throw(OSError(28, "No space left")))
-            where.async_save(1, weights(1), state(1))
-            where._join_writer()
-        if next_call == "save":  # this one is well: the error waits for who asks
-            assert put(where, 3).exists()
+        with monkeypatch.context() as patch:
+            patch.setattr(manager, "write_file", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
+            checkpoint_manager.async_save(1, build_tensors(1), build_state(1))
+            checkpoint_manager._join_writer()
+        if next_call == "save":  # a synchronous save succeeds; the error is raised by wait_for_async_save
+            assert save_step(checkpoint_manager, 3).exists()
             with pytest.raises(CheckpointWriteError, match="step-000000001"):
-                where.wait_for_async_save()
+                checkpoint_manager.wait_for_async_save()
         else:
+            args = () if next_call == "wait_for_async_save" else (2, build_tensors(2), build_state(2))
             with pytest.raises(CheckpointWriteError, match="step-000000001"):
-                where.wait_for_async_save() if next_call == "wait_for_async_save" else where.async_save(
-                    2, weights(2), state(2)
-                )
-        where.wait_for_async_save()
-    assert names(tmp_path) == ["step-000000002", "step-000000003"]
+                getattr(checkpoint_manager, next_call)(*args)
+        checkpoint_manager.wait_for_async_save()
+    assert list_names(tmp_path) == ["step-000000002", "step-000000003"]
 
 
-def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
-    code = CHILD.replace("where.wait_for_async_save()", "").format(
+def test_async_save_completes_before_the_process_exits(tmp_path: Path) -> None:
+    code = CHILD_CODE.replace("checkpoint_manager.wait_for_async_save()", "").format(
         tests=str(Path(__file__).parents[2]),
         directory=str(tmp_path),
         steps=[1],
-        how="where.async_save(step, weights(step), state(step))",
+        save="checkpoint_manager.async_save(step, build_tensors(step), build_state(step))",
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert is_whole(CheckpointManager(tmp_path).load_latest(log=silent), 1)
+    assert equals_saved(CheckpointManager(tmp_path).load_latest(log=fail_on_message), 1)

@@ -1,4 +1,4 @@
-"""A mixture of experts that is made to use them alike: the plain formula's gradient, and the outcome."""
+"""Load-balancing loss: gradient equal to the formula, activation checkpointing, effect on training, errors."""
 
 from pathlib import Path
 from typing import Any
@@ -20,121 +20,125 @@ from cutaway.train.trainer.training_module import TrainingModule
 
 pytestmark = pytest.mark.usefixtures("skip_preflight")
 
-WEIGHT = 0.3
+AUX_LOSS_COEF = 0.3
 
 
 @pytest.fixture
-def how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("CUTAWAY_CACHE", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text(TEXT)
     return tiny_recipe(tmp_path / "text.txt", model="tiny-moe", eval={"sample_prompt": None})
 
 
-def asked(weight: float) -> Recipe:
-    return load_recipe({"objective": {"aux_loss_coef": weight}})
+def recipe_with_aux_loss(coef: float) -> Recipe:
+    return load_recipe({"objective": {"aux_loss_coef": coef}})
 
 
-def task_for(model: Any) -> Objective:
+def build_objective(model: Any) -> Objective:
     return causal_lm(torch.randint(0, model.config.vocab_size, (3, 17)))
 
 
-def gradients(model: Any, total: Tensor) -> dict[str, Tensor]:
+def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
     named = dict(model.named_parameters())
-    return dict(zip(named, torch.autograd.grad(total, list(named.values()), materialize_grads=True), strict=True))
+    return dict(zip(named, torch.autograd.grad(loss, list(named.values()), materialize_grads=True), strict=True))
 
 
-def plainly(model: Any, task: Objective) -> Tensor:
+def reference_loss(model: Any, objective: Objective) -> Tensor:
     """Cross-entropy and the formula, token by token and expert by expert, from logits."""
-    every: list[Tensor] = []
+    losses: list[Tensor] = []
 
-    def note(router: Any, given: Any, made: Any) -> None:
-        logits = given[0] @ router.weight.T + (0 if router.bias is None else router.bias)
+    def record(router: Any, args: Any, output: Any) -> None:
+        logits = args[0] @ router.weight.T + (0 if router.bias is None else router.bias)
         scores = logits.softmax(-1) if router.use_softmax else logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
-        tokens, experts = logits.shape
+        num_tokens, num_experts = logits.shape
         total = torch.zeros(())
-        for expert in range(experts):
-            hits = sum(int(expert in row) for row in made[1].tolist())
-            total = total + experts * (hits / (tokens * router.top_k)) * (scores[:, expert].sum() / tokens)
-        every.append(total)
+        for expert in range(num_experts):
+            count = sum(int(expert in row) for row in output[1].tolist())
+            fraction = count / (num_tokens * router.top_k)
+            total = total + num_experts * fraction * (scores[:, expert].sum() / num_tokens)
+        losses.append(total)
 
-    hooks = [each.register_forward_hook(note) for each in model.modules() if isinstance(each, Router)]
-    logits = model(*task.inputs)
+    hooks = [module.register_forward_hook(record) for module in model.modules() if isinstance(module, Router)]
+    logits = model(*objective.inputs)
     for hook in hooks:
         hook.remove()
-    entropy = torch.nn.functional.cross_entropy(logits.flatten(0, 1), task.targets.flatten(), reduction="sum")
-    return entropy + WEIGHT * task.targets.numel() * sum(every) / len(every)
+    cross_entropy = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), objective.targets.flatten(), reduction="sum"
+    )
+    return cross_entropy + AUX_LOSS_COEF * objective.targets.numel() * sum(losses) / len(losses)
 
 
 @pytest.mark.parametrize("name", ["tiny-moe", "tiny-mla"])
-def test_its_gradient_is_the_plain_formulas(name: str) -> None:
-    """Of softmax and of sigmoid routers."""
+def test_gradient_equals_the_formula(name: str) -> None:
+    """For softmax and sigmoid routers."""
     model: Any = ct.build(name, seed=0)
-    routers = [each for each in model.modules() if isinstance(each, Router)]
+    routers = [module for module in model.modules() if isinstance(module, Router)]
     assert routers
-    task = task_for(model)
-    loss = TrainingModule(model, asked(WEIGHT))(task)
-    plain = plainly(model, task)
-    torch.testing.assert_close(loss.loss, plain, rtol=1e-5, atol=1e-5)
-    expected = gradients(model, plain)
+    objective = build_objective(model)
+    loss = TrainingModule(model, recipe_with_aux_loss(AUX_LOSS_COEF))(objective)
+    reference = reference_loss(model, objective)
+    torch.testing.assert_close(loss.loss, reference, rtol=1e-5, atol=1e-5)
+    expected = gradients(model, reference)
     for key, gradient in gradients(model, loss.loss).items():
         torch.testing.assert_close(gradient, expected[key], rtol=1e-4, atol=1e-4)
-    without = TrainingModule(model, asked(0.0))(task)
+    without = TrainingModule(model, recipe_with_aux_loss(0.0))(objective)
     assert torch.equal(without.cross_entropy, loss.cross_entropy)
     assert loss.loss > without.loss
-    assert not any(each._forward_hooks for each in routers)
+    assert not any(router._forward_hooks for router in routers)
     with torch.no_grad():
-        assert torch.equal(TrainingModule(model, asked(WEIGHT))(task).loss, without.loss)
+        loss = TrainingModule(model, recipe_with_aux_loss(AUX_LOSS_COEF))(objective)
+        assert torch.equal(loss.loss, without.loss)
 
 
-def test_even_use_is_one_and_the_worst_is_the_number_of_experts() -> None:
+def test_loss_is_1_for_uniform_use_and_grows_with_imbalance() -> None:
     router: Any = Router(ct.config("tiny-moe").decoder.blocks[0].ffn.router, 4, 4)
     with torch.no_grad():
         router.weight.copy_(torch.eye(4) * 50)
-    even = torch.eye(4) + torch.eye(4).roll(1, 0)  # two experts a token, each as often as any other
-    found = [(router, x, router(x)[1]) for x in (even, even[:1].expand(8, -1))]
-    assert load_balancing_loss(found[:1]).item() == pytest.approx(1.0)
-    assert load_balancing_loss(found[1:]).item() == pytest.approx(2.0)  # two of four get all, half each
+    uniform = torch.eye(4) + torch.eye(4).roll(1, 0)  # two experts per token, all equally often
+    records = [(router, x, router(x)[1]) for x in (uniform, uniform[:1].expand(8, -1))]
+    assert load_balancing_loss(records[:1]).item() == pytest.approx(1.0)
+    assert load_balancing_loss(records[1:]).item() == pytest.approx(2.0)  # two of four experts get half each
 
 
-def test_blocks_that_are_computed_again_give_the_same_gradient() -> None:
+def test_activation_checkpointing_has_the_same_gradient() -> None:
     model: Any = ct.build("tiny-moe", seed=0).train()
-    task = task_for(model)
-    kept = gradients(model, TrainingModule(model, asked(WEIGHT))(task).loss)
+    objective = build_objective(model)
+    training_module = TrainingModule(model, recipe_with_aux_loss(AUX_LOSS_COEF))
+    expected = gradients(model, training_module(objective).loss)
     for mode in ("selective", "full"):
         model.use_activation_checkpointing(mode)
-        again = gradients(model, TrainingModule(model, asked(WEIGHT))(task).loss)
-        assert all(torch.equal(again[name], gradient) for name, gradient in kept.items())
+        recomputed = gradients(model, training_module(objective).loss)
+        assert all(torch.equal(recomputed[name], gradient) for name, gradient in expected.items())
 
 
-def unevenness(how: dict[str, Any], directory: Path, *changes: str) -> tuple[float, float]:
-    """The balance on text that was not learned from, after some steps from a router that likes one expert; the loss."""
-    trainer = prepare_trainer(load_recipe(how, changes), directory, device="cpu")
+def train_with_biased_router(recipe: dict[str, Any], directory: Path, *overrides: str) -> tuple[float, float]:
+    """Train with a router biased to one expert; return load-balancing loss and loss on validation data."""
+    trainer = prepare_trainer(load_recipe(recipe, overrides), directory, device="cpu")
     with torch.no_grad():
-        for router in (each for each in trainer.model.modules() if isinstance(each, Router)):
+        for router in (module for module in trainer.model.modules() if isinstance(module, Router)):
             router.weight[1:] *= 0.1
     trainer.train()
-    task = trainer.objective_fn(trainer.data.validation.get_batch(0, 8), 0)
-    with torch.no_grad(), record_routing(trainer.model) as seen:
-        loss = task.loss(trainer.model.eval())
-        return float(load_balancing_loss(seen)), float(loss.cross_entropy / loss.weight)
+    objective = trainer.objective_fn(trainer.data.validation.get_batch(0, 8), 0)
+    with torch.no_grad(), record_routing(trainer.model) as records:
+        loss = objective.loss(trainer.model.eval())
+        return float(load_balancing_loss(records)), float(loss.cross_entropy / loss.weight)
 
 
-def test_it_spreads_the_load(how: dict[str, Any], tmp_path: Path) -> None:
-    how["training"]["max_steps"] = 12
-    uneven, loss = unevenness(how, tmp_path / "without")
-    even, other = unevenness(how, tmp_path / "with", "objective.aux_loss_coef=0.3")
-    assert uneven > 1.1
-    assert even < 1 + 0.5 * (uneven - 1)
-    assert other < 1.1 * loss
+def test_aux_loss_balances_the_experts(recipe: dict[str, Any], tmp_path: Path) -> None:
+    recipe["training"]["max_steps"] = 12
+    unbalanced, loss = train_with_biased_router(recipe, tmp_path / "without")
+    balanced, aux_loss_run = train_with_biased_router(recipe, tmp_path / "with", "objective.aux_loss_coef=0.3")
+    assert unbalanced > 1.1
+    assert balanced < 1 + 0.5 * (unbalanced - 1)
+    assert aux_loss_run < 1.1 * loss
 
 
-def test_a_model_without_experts_is_refused(how: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(CutawayError, match="has no experts to use alike"):
+def test_aux_loss_without_experts_or_with_compile_is_an_error(recipe: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(CutawayError, match="the model has no experts"):
         prepare_trainer(
-            load_recipe(how, ["model=tiny-gpt", "objective.aux_loss_coef=0.01"]), tmp_path / "run", device="cpu"
+            load_recipe(recipe, ["model=tiny-gpt", "objective.aux_loss_coef=0.01"]), tmp_path / "run", device="cpu"
         )
-    with pytest.raises(CutawayError, match="which compiled blocks hide"):
-        prepare_trainer(
-            load_recipe(how, ["objective.aux_loss_coef=0.01", "training.compile=true"]), tmp_path / "run", device="cpu"
-        )
+    overrides = ["objective.aux_loss_coef=0.01", "training.compile=true"]
+    with pytest.raises(CutawayError, match="which compiled blocks do not call"):
+        prepare_trainer(load_recipe(recipe, overrides), tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()

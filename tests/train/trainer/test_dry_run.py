@@ -1,4 +1,4 @@
-"""A dry run on shapes ≡ what size says ≡ what is really held: bytes of a rank, and the collectives of a step."""
+"""Dry run: memory of a rank and collectives of a step equal the estimate of `size` and real measurements."""
 
 import json
 from pathlib import Path
@@ -23,14 +23,14 @@ from cutaway.train.trainer.memory_check import expected_memory
 from cutaway.train.trainer.training_module import TrainingModule
 
 OBJECTIVES = {"tiny-t5": "seq2seq", "tiny-bert": "masked-lm"}
-LENGTH = 48
+SEQ_LEN = 48
 
 
-def asked(model: str, *, dp_shard: int | str = 1, tp: int = 1, **training: Any) -> Recipe:
+def build_recipe(model: str, *, dp_shard: int | str = 1, tp: int = 1, **training: Any) -> Recipe:
     return load_recipe(
         {
             "model": model,
-            "data": {"seq_len": LENGTH},
+            "data": {"seq_len": SEQ_LEN},
             "objective": {"kind": OBJECTIVES.get(model, "causal-lm")},
             "training": {"batch_size": 8} | training,
             "parallel": {"dp_shard": dp_shard, "tp": tp},
@@ -38,11 +38,10 @@ def asked(model: str, *, dp_shard: int | str = 1, tp: int = 1, **training: Any) 
     )
 
 
-def same(found: DryRunReport, *, within: float) -> None:
-    counted, predicted = found.measured, found.predicted
+def assert_matches_prediction(report: DryRunReport, *, rel: float) -> None:
     for name in ("weights", "gradients", "optimizer", "collectives"):
-        assert getattr(counted, name) == getattr(predicted, name), name
-    assert predicted.peak_bytes == pytest.approx(counted.peak_bytes, rel=within)
+        assert getattr(report.measured, name) == getattr(report.predicted, name), name
+    assert report.predicted.peak_bytes == pytest.approx(report.measured.peak_bytes, rel=rel)
 
 
 @pytest.mark.parametrize(
@@ -56,59 +55,59 @@ def same(found: DryRunReport, *, within: float) -> None:
         pytest.param(1, 1, 1, "fp32", "none", (1, 1, 1), marks=pytest.mark.nightly),
     ],
 )
-def test_a_rank_holds_and_sends_what_size_says(
+def test_memory_and_collectives_match_size(
     world_size: int, dp_shard: Any, tp: int, precision: str, activation_checkpointing: str, dims: tuple[int, ...]
 ) -> None:
-    wanted = asked(
+    recipe = build_recipe(
         "tiny-llama",
         dp_shard=dp_shard,
         tp=tp,
         precision=precision,
         activation_checkpointing=activation_checkpointing,
     )
-    found = dry_run(wanted, world_size)
-    assert (found.devices.dp_replicate, found.devices.dp_shard, found.devices.tp) == dims
-    same(found, within=0.01)
+    report = dry_run(recipe, world_size)
+    assert (report.devices.dp_replicate, report.devices.dp_shard, report.devices.tp) == dims
+    assert_matches_prediction(report, rel=0.01)
     assert not distributed.is_initialized()
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("model", "tp"), [("tiny-gpt", 2), ("tiny-t5", 1), ("tiny-moe", 1), ("tiny-bert", 2)])
-def test_other_models_too(model: str, tp: int) -> None:
-    same(dry_run(asked(model, dp_shard=2, tp=tp), 2 * tp), within=0.02)
+def test_other_models_match_size(model: str, tp: int) -> None:
+    assert_matches_prediction(dry_run(build_recipe(model, dp_shard=2, tp=tp), 2 * tp), rel=0.02)
 
 
 @pytest.mark.nightly
-def test_all_is_computed_again() -> None:
-    wanted = asked("tiny-llama", dp_shard="all", tp=2, activation_checkpointing="full", precision="bf16")
-    same(dry_run(wanted, 4), within=0.05)
+def test_full_activation_checkpointing_matches_size() -> None:
+    recipe = build_recipe("tiny-llama", dp_shard="all", tp=2, activation_checkpointing="full", precision="bf16")
+    assert_matches_prediction(dry_run(recipe, 4), rel=0.05)
 
 
 @pytest.mark.nightly
-def test_pieces_gather_and_scatter_again() -> None:
-    one = dry_run(asked("tiny-llama", dp_shard="all"), 4).measured.collectives
-    two = dry_run(asked("tiny-llama", dp_shard="all", grad_accum_steps=2), 4)
+def test_every_micro_batch_has_its_own_collectives() -> None:
+    one = dry_run(build_recipe("tiny-llama", dp_shard="all"), 4).measured.collectives
+    two = dry_run(build_recipe("tiny-llama", dp_shard="all", grad_accum_steps=2), 4)
     assert two.measured.collectives == two.predicted.collectives
-    number, size = one["reduce-scatter"]
-    assert two.measured.collectives["reduce-scatter"] == (2 * number, 2 * size)
+    count, num_bytes = one["reduce-scatter"]
+    assert two.measured.collectives["reduce-scatter"] == (2 * count, 2 * num_bytes)
 
 
-def test_what_cannot_be_rehearsed_is_said() -> None:
+def test_unsupported_parallelism_is_an_error() -> None:
     with pytest.raises(InputError, match="--world-size 1"):
-        dry_run(asked("tiny-llama"), 4)
+        dry_run(build_recipe("tiny-llama"), 4)
     with pytest.raises(InputError, match="start a multiple of 8"):
-        dry_run(asked("tiny-llama", dp_shard=4, tp=2), 4)
+        dry_run(build_recipe("tiny-llama", dp_shard=4, tp=2), 4)
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "small.toml"
     file.write_text('model = "tiny-llama"\n[training]\nbatch_size = 4\n[data]\nseq_len = 32\n')
-    how = ["train", str(file), "--dry-run", "--world-size", "4", "--set", "parallel.dp_shard=all"]
-    told = json.loads(CliRunner().invoke(app, [*how, "--json"]).stdout)
-    assert told["weights"]["ratio"] == 1.0
-    assert told["collectives"]["all-gather"]["count"] == told["collectives"]["all-gather"]["predicted_count"]
-    shown = CliRunner().invoke(app, how).stdout
+    command = ["train", str(file), "--dry-run", "--world-size", "4", "--set", "parallel.dp_shard=all"]
+    report = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    assert report["weights"]["ratio"] == 1.0
+    assert report["collectives"]["all-gather"]["count"] == report["collectives"]["all-gather"]["predicted_count"]
+    shown = CliRunner().invoke(app, command).stdout
     assert "of 4 (1 dp_replicate × 4 dp_shard × 1 tp)" in shown
     assert "reduce-scatter" in shown
     assert [each.name for each in tmp_path.iterdir()] == ["small.toml"]
@@ -118,8 +117,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.nightly
 def test_llama_405b_on_1024_ranks() -> None:
-    """The bytes of a rank within 5 %, on a machine that could not hold one of its layers."""
-    wanted = load_recipe(
+    """The bytes of a rank within 5 %, on a machine that cannot hold one of its layers."""
+    recipe = load_recipe(
         {
             "model": "llama-3.1-405b",
             "data": {"seq_len": 8192, "tokenizer": {"kind": "bpe", "vocab_size": 128256}},
@@ -127,48 +126,49 @@ def test_llama_405b_on_1024_ranks() -> None:
             "parallel": {"dp_shard": "all", "tp": 8},
         }
     )
-    found = dry_run(wanted, 1024)
-    assert found.num_parameters == ct.size("llama-3.1-405b").num_parameters
-    same(found, within=0.05)
+    report = dry_run(recipe, 1024)
+    assert report.num_parameters == ct.size("llama-3.1-405b").num_parameters
+    assert_matches_prediction(report, rel=0.05)
 
 
-# ---------------------------------------------------------------------------------------- on real tensors
+# Real tensors
 
 
 @pytest.mark.parametrize(
     ("model", "precision", "grad_accum_steps", "packed"),
     [("tiny-llama", "fp32", 1, True), ("tiny-llama", "bf16", 2, True), ("tiny-gpt", "fp32", 1, False)],
 )
-def test_what_is_expected_is_what_a_step_holds(model: str, precision: str, grad_accum_steps: int, packed: bool) -> None:
-    wanted = asked(model, precision=precision, grad_accum_steps=grad_accum_steps, batch_size=16)
+def test_expected_memory_matches_a_real_step(model: str, precision: str, grad_accum_steps: int, packed: bool) -> None:
+    recipe = build_recipe(model, precision=precision, grad_accum_steps=grad_accum_steps, batch_size=16)
     config = ct.config(model)
     with MemoryCommTracker() as tracker:
-        real = ct.build(model, seed=0).train()
-        asks, optimizer = TrainingModule(real, wanted), build_optimizer("adamw", real, lr=1e-3)
+        built = ct.build(model, seed=0).train()
+        module, optimizer = TrainingModule(built, recipe), build_optimizer("adamw", built, lr=1e-3)
         for _ in range(2):
             tracker.reset_peak()
             optimizer.zero_grad()
             for _ in range(grad_accum_steps):
-                tokens = torch.ones((16 // grad_accum_steps, LENGTH + 1), dtype=torch.long)
-                documents = (torch.arange(LENGTH + 1) > 20).long().expand_as(tokens) if packed else None
-                asks(causal_lm(tokens, documents)).loss.backward()
+                tokens = torch.ones((16 // grad_accum_steps, SEQ_LEN + 1), dtype=torch.long)
+                document_ids = (torch.arange(SEQ_LEN + 1) > 20).long().expand_as(tokens) if packed else None
+                module(causal_lm(tokens, document_ids)).loss.backward()
             optimizer.step()
-    about, certain = expected_memory(wanted, config, torch.device("cpu"))
-    assert about == pytest.approx(tracker.peak_bytes, rel=0.1)
-    assert certain == pytest.approx(tracker.live_bytes, rel=0.02)
+    estimate, lower_bound = expected_memory(recipe, config, torch.device("cpu"))
+    assert estimate == pytest.approx(tracker.peak_bytes, rel=0.1)
+    assert lower_bound == pytest.approx(tracker.live_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZER_KINDS)
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-moe", "tiny-mla"])
-def test_an_optimiser_keeps_what_size_says(model: str, kind: str) -> None:
-    real = ct.build(model, seed=0)
-    for parameter in real.parameters():
+def test_optimizer_state_matches_size(model: str, kind: str) -> None:
+    built = ct.build(model, seed=0)
+    for parameter in built.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer = build_optimizer(kind, real, lr=1e-3)
+    optimizer = build_optimizer(kind, built, lr=1e-3)
     optimizer.step()
-    said = ct.size(model, mode="train", dtype="fp32", optimizer={"sgd": "sgd-momentum"}.get(kind, kind))
-    assert sum(each.nbytes for each in optimizer.state_dict().values()) == said.memory.bytes_by_component["optimizer"]
+    estimate = ct.size(model, mode="train", dtype="fp32", optimizer={"sgd": "sgd-momentum"}.get(kind, kind))
+    state_bytes = sum(tensor.nbytes for tensor in optimizer.state_dict().values())
+    assert state_bytes == estimate.memory.bytes_by_component["optimizer"]
 
 
-def test_the_chunk_is_the_same() -> None:
+def test_size_uses_the_loss_chunk_size_of_training() -> None:
     assert CHUNK_TOKENS == training_module.LOSS_CHUNK_SIZE

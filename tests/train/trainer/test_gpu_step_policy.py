@@ -1,4 +1,4 @@
-"""Policies on a GPU: nobody waits to judge a step, and memory that is really too small means smaller pieces."""
+"""Step policy on a GPU: no synchronization, and retries after a real out-of-memory error."""
 
 from pathlib import Path
 
@@ -13,18 +13,18 @@ from cutaway.train.trainer.step_policy import StepPolicy
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("skip_preflight")]
 
 
-def test_nobody_waits_to_judge_a_step() -> None:
-    policy, length = StepPolicy(1, device="cuda"), torch.ones((), device="cuda")
-    policy.check_grad_norm(length)
+def test_check_grad_norm_does_not_synchronize() -> None:
+    policy, grad_norm = StepPolicy(1, device="cuda"), torch.ones((), device="cuda")
+    policy.check_grad_norm(grad_norm)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(30):
-            policy.check_grad_norm(length)
+            policy.check_grad_norm(grad_norm)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_memory_that_is_too_small_means_smaller_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_retries_with_smaller_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTAWAY_CACHE", str(tmp_path / "cache"))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -32,23 +32,23 @@ def test_memory_that_is_too_small_means_smaller_pieces(tmp_path: Path, monkeypat
     evaluation = {"interval": 100, "num_sequences": 1}
     train(
         tiny_recipe_in(tmp_path, training=training | {"grad_accum_steps": 4}, eval=evaluation),
-        tmp_path / "whole",
+        tmp_path / "expected",
         device="cuda",
     )
-    most = torch.cuda.max_memory_reserved()
+    peak = torch.cuda.max_memory_reserved()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    said: list[str] = []
-    torch.cuda.set_per_process_memory_fraction(1.2 * most / total)
+    messages: list[str] = []
+    torch.cuda.set_per_process_memory_fraction(1.2 * peak / total)
     try:
         train(
             tiny_recipe_in(tmp_path, training=training, eval=evaluation),
             tmp_path / "run",
             device="cuda",
-            callback=Callback(on_message=said.append),
+            callback=Callback(on_message=messages.append),
         )
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert any("memory is too small for a batch in 1 pieces" in each for each in said)
-    losses = [[row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row] for name in ("run", "whole")]
+    assert any("out of memory with 1 micro-batches per step" in message for message in messages)
+    losses = [[row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row] for name in ("run", "expected")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -1,4 +1,4 @@
-"""What goes wrong while a model learns: each has a policy, a message, and a run that goes on to the same bits."""
+"""Step policy: skipped steps, gradient spikes and out-of-memory retries, with messages and bit-exact resume."""
 
 import math
 from pathlib import Path
@@ -30,189 +30,195 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTAWAY_CACHE", str(tmp_path / "cache"))
 
 
-def spoilt(trainer: Trainer, factors: dict[int, float]) -> Trainer:
-    """With the gradients of some steps, counted from 1, multiplied."""
-    plain = trainer.train_step_runner.forward_backward
+def scale_gradients(trainer: Trainer, factors: dict[int, float]) -> Trainer:
+    """Multiply the gradients of some steps, counted from 1."""
+    forward_backward = trainer.train_step_runner.forward_backward
 
-    def gradient(number: int) -> Any:
-        found = plain(number)
-        for each in trainer.model.parameters():
-            if each.grad is not None:
-                each.grad.mul_(factors.get(number + 1, 1.0))
-        return found
+    def scaled_forward_backward(step: int) -> Any:
+        output = forward_backward(step)
+        for parameter in trainer.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factors.get(step + 1, 1.0))
+        return output
 
-    trainer.train_step_runner.forward_backward = gradient  # type: ignore[method-assign]
+    trainer.train_step_runner.forward_backward = scaled_forward_backward  # type: ignore[method-assign]
     return trainer
 
 
-def judged(policy: StepPolicy, lengths: list[float]) -> list[bool]:
-    return [bool(policy.check_grad_norm(torch.tensor(length))[0]) for length in lengths]
+def skipped_steps(policy: StepPolicy, grad_norms: list[float]) -> list[bool]:
+    return [bool(policy.check_grad_norm(torch.tensor(grad_norm))[0]) for grad_norm in grad_norms]
 
 
-def usual(count: int, seed: int = 0) -> list[float]:
-    """Lengths as they come, a fifth off here and there."""
-    made = torch.Generator().manual_seed(seed)
-    return (torch.randn(count, generator=made) * 0.2).exp().tolist()
+def typical_grad_norms(count: int, seed: int = 0) -> list[float]:
+    """Log-normal gradient norms around 1, with a deviation of about a fifth."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(count, generator=generator) * 0.2).exp().tolist()
 
 
-def test_lengths_as_they_come_are_never_skipped() -> None:
+def test_typical_grad_norms_are_never_skipped() -> None:
     for seed in range(5):
-        assert not any(judged(StepPolicy(1), usual(400, seed)))
-    falling = [10 * length / math.sqrt(1 + step) for step, length in enumerate(usual(400))]
-    rising = [0.1 * length * (1 + step) for step, length in enumerate(usual(400))]
-    assert not any(judged(StepPolicy(1), falling))
-    assert not any(judged(StepPolicy(1), rising))
+        assert not any(skipped_steps(StepPolicy(1), typical_grad_norms(400, seed)))
+    falling = [10 * norm / math.sqrt(1 + step) for step, norm in enumerate(typical_grad_norms(400))]
+    rising = [0.1 * norm * (1 + step) for step, norm in enumerate(typical_grad_norms(400))]
+    assert not any(skipped_steps(StepPolicy(1), falling))
+    assert not any(skipped_steps(StepPolicy(1), rising))
 
 
-def test_a_length_out_of_line_is_skipped_once_it_is_known_what_is_usual() -> None:
-    assert not any(judged(StepPolicy(1), [*usual(MIN_OBSERVED_STEPS - 1), 100.0]))
+def test_spike_is_skipped_after_min_observed_steps() -> None:
+    assert not any(skipped_steps(StepPolicy(1), [*typical_grad_norms(MIN_OBSERVED_STEPS - 1), 100.0]))
     policy = StepPolicy(1)
-    judged(policy, usual(MIN_OBSERVED_STEPS))
-    before = {name: each.clone() for name, each in policy.state.items()}
-    assert judged(policy, [100.0]) == [True]
-    # Else nothing is learned of it.
+    skipped_steps(policy, typical_grad_norms(MIN_OBSERVED_STEPS))
+    before = {name: tensor.clone() for name, tensor in policy.state.items()}
+    assert skipped_steps(policy, [100.0]) == [True]
+    # The spike does not change the statistics.
     assert {name for name in before if before[name] != policy.state[name]} == {"consecutive_spikes"}
-    assert judged(policy, [1.0, 100.0, float("nan"), 2.0]) == [False, True, True, False]
-    assert judged(StepPolicy(1, "continue"), [*usual(40), 100.0, float("inf")])[-2:] == [False, True]
+    assert skipped_steps(policy, [1.0, 100.0, float("nan"), 2.0]) == [False, True, True, False]
+    skipped = skipped_steps(StepPolicy(1, "continue"), [*typical_grad_norms(40), 100.0, float("inf")])
+    assert skipped[-2:] == [False, True]
 
 
-def test_what_stays_out_of_line_becomes_usual() -> None:
+def test_persistent_spikes_become_the_new_level() -> None:
     policy = StepPolicy(1)
-    judged(policy, usual(60))
-    assert judged(policy, [50 * length for length in usual(60)]) == [True] * MAX_CONSECUTIVE_SPIKES + [False] * (
-        60 - MAX_CONSECUTIVE_SPIKES
-    )
-    assert judged(policy, [1.0, 50.0, 5000.0]) == [False, False, True]
+    skipped_steps(policy, typical_grad_norms(60))
+    skipped = skipped_steps(policy, [50 * norm for norm in typical_grad_norms(60)])
+    assert skipped == [True] * MAX_CONSECUTIVE_SPIKES + [False] * (60 - MAX_CONSECUTIVE_SPIKES)
+    assert skipped_steps(policy, [1.0, 50.0, 5000.0]) == [False, False, True]
 
 
-def test_a_policy_goes_on_where_it_was() -> None:
-    lengths = [*usual(30), 100.0, *usual(5), *[60.0] * 8, float("nan"), *usual(30, 1), 200.0]
-    whole, first, second = StepPolicy(3), StepPolicy(3), StepPolicy(1)
-    expected = judged(whole, lengths)
-    begun = judged(first, lengths[:38])
+def test_policy_resumes_from_its_state_dict() -> None:
+    typical = typical_grad_norms
+    grad_norms = [*typical(30), 100.0, *typical(5), *[60.0] * 8, float("nan"), *typical(30, 1), 200.0]
+    uninterrupted, first, second = StepPolicy(3), StepPolicy(3), StepPolicy(1)
+    expected = skipped_steps(uninterrupted, grad_norms)
+    skipped = skipped_steps(first, grad_norms[:38])
     second.load_state_dict(first.state_dict())
-    assert begun + judged(second, lengths[38:]) == expected
-    assert second.state_dict() == whole.state_dict()
+    assert skipped + skipped_steps(second, grad_norms[38:]) == expected
+    assert second.state_dict() == uninterrupted.state_dict()
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_a_skipped_step_changes_nothing_and_says_so(kind: str, tmp_path: Path) -> None:
-    said: list[str] = []
-    how = load_recipe(tiny_recipe_in(tmp_path, optimizer={"kind": kind}, training={"max_steps": 30}))
-    trainer = spoilt(
-        prepare_trainer(how, tmp_path / "run", device="cpu", callback=Callback(on_message=said.append)),
-        {8: math.nan, 25: 1e4},
+def test_skipped_step_changes_nothing_and_is_reported(kind: str, tmp_path: Path) -> None:
+    messages: list[str] = []
+    recipe = load_recipe(tiny_recipe_in(tmp_path, optimizer={"kind": kind}, training={"max_steps": 30}))
+    callback = Callback(on_message=messages.append)
+    trainer = scale_gradients(
+        prepare_trainer(recipe, tmp_path / "run", device="cpu", callback=callback), {8: math.nan, 25: 1e4}
     )
-    kept: dict[int, dict[str, torch.Tensor]] = {}
+    states: dict[int, dict[str, torch.Tensor]] = {}
 
-    def keep(row: dict[str, Any], timing: dict[str, Any]) -> None:
-        held = trainer.optimizer.state_dict() | trainer.model.state_dict()
-        kept[row["step"]] = {name: each.clone() for name, each in held.items()}
+    def record_state(metrics: dict[str, Any], timing: dict[str, Any]) -> None:
+        state = trainer.optimizer.state_dict() | trainer.model.state_dict()
+        states[metrics["step"]] = {name: tensor.clone() for name, tensor in state.items()}
 
-    trainer.callback.on_step_end = keep
+    trainer.callback.on_step_end = record_state
     trainer.train()
     for step in (8, 25):
-        assert all(torch.equal(each, kept[step][name]) for name, each in kept[step - 1].items())
-        assert not all(torch.equal(each, kept[step][name]) for name, each in kept[step + 1].items())
+        assert all(torch.equal(tensor, states[step][name]) for name, tensor in states[step - 1].items())
+        assert not all(torch.equal(tensor, states[step][name]) for name, tensor in states[step + 1].items())
     skipped = {row["step"]: row["skipped"] for row in read_metrics(tmp_path / "run") if "skipped" in row}
     assert skipped == {8: "non_finite", 25: "grad_spike"}
-    assert "step 8 was skipped: its gradient is not finite" in said
+    assert "step 8 skipped: the gradient is not finite" in messages
     assert any(
-        each.startswith("step 25 was skipped: its gradient is ") and "times as long as usual" in each for each in said
+        message.startswith("step 25 skipped: grad_norm is ") and "times its running mean" in message
+        for message in messages
     )
 
 
-def test_a_run_that_skipped_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    how = load_recipe(tiny_recipe_in(tmp_path, training={"max_steps": 34}))
-    bad = {9: math.nan} | dict.fromkeys(range(24, 32), 1e4)
-    spoilt(prepare_trainer(how, tmp_path / "whole", device="cpu"), bad).train()
-    trainer = spoilt(prepare_trainer(how, tmp_path / "run", device="cpu"), bad)
+def test_run_with_skipped_steps_resumes_bit_exactly(tmp_path: Path) -> None:
+    recipe = load_recipe(tiny_recipe_in(tmp_path, training={"max_steps": 34}))
+    factors = {9: math.nan} | dict.fromkeys(range(24, 32), 1e4)
+    scale_gradients(prepare_trainer(recipe, tmp_path / "uninterrupted", device="cpu"), factors).train()
+    trainer = scale_gradients(prepare_trainer(recipe, tmp_path / "run", device="cpu"), factors)
     trainer.callback.on_step_end = lambda row, timing: trainer.stop_requested.set() if row["step"] == 26 else None
     trainer.train()
     assert trainer.global_step == 26
-    spoilt(resume_trainer(tmp_path / "run", device="cpu"), bad).train()
-    assert state_digest(tmp_path / "run") == state_digest(tmp_path / "whole")
+    scale_gradients(resume_trainer(tmp_path / "run", device="cpu"), factors).train()
+    assert state_digest(tmp_path / "run") == state_digest(tmp_path / "uninterrupted")
     skipped = [row["step"] for row in read_metrics(tmp_path / "run") if "skipped" in row]
     assert skipped == [9, *range(24, 24 + MAX_CONSECUTIVE_SPIKES)]
 
 
-def test_a_run_without_finite_gradients_ends_and_its_checkpoint_is_good(tmp_path: Path) -> None:
-    how = load_recipe(tiny_recipe_in(tmp_path, training={"max_steps": 100}, checkpoint={"interval": 10}))
-    trainer = spoilt(prepare_trainer(how, tmp_path / "run", device="cpu"), dict.fromkeys(range(15, 100), math.inf))
-    with pytest.raises(
-        CutawayError, match=f"step {14 + MAX_NONFINITE_STEPS} is not finite; begin a run with a lower optimizer.lr"
-    ):
+def test_nonfinite_gradients_are_an_error_and_the_checkpoint_is_finite(tmp_path: Path) -> None:
+    recipe = load_recipe(tiny_recipe_in(tmp_path, training={"max_steps": 100}, checkpoint={"interval": 10}))
+    trainer = prepare_trainer(recipe, tmp_path / "run", device="cpu")
+    scale_gradients(trainer, dict.fromkeys(range(15, 100), math.inf))
+    message = rf"step {14 + MAX_NONFINITE_STEPS} is not finite.*start a run with a lower optimizer.lr"
+    with pytest.raises(CutawayError, match=message):
         trainer.train()
-    assert len(read_metrics(tmp_path / "run")) > 14  # rows are JSON, with null for what is no number
-    again = resume_trainer(tmp_path / "run", device="cpu")
-    assert all(torch.isfinite(each).all() for each in again.model.parameters())
+    assert len(read_metrics(tmp_path / "run")) > 14  # rows are JSON, with null for non-finite numbers
+    resumed = resume_trainer(tmp_path / "run", device="cpu")
+    assert all(torch.isfinite(parameter).all() for parameter in resumed.model.parameters())
 
 
-def too_small(monkeypatch: pytest.MonkeyPatch, rows: int, error: BaseException) -> None:
-    """Memory for so many sequences while it learns."""
-    plain = TrainingModule.forward
+def limit_memory(monkeypatch: pytest.MonkeyPatch, max_sequences: int, error: BaseException) -> None:
+    """Raise `error` in training for micro-batches of more sequences."""
+    forward = TrainingModule.forward
 
-    def forward(self: TrainingModule, task: Any) -> Any:
-        if self.model.training and len(task.targets) > rows:
+    def limited_forward(self: TrainingModule, objective: Any) -> Any:
+        if self.model.training and len(objective.targets) > max_sequences:
             raise error
-        return plain(self, task)
+        return forward(self, objective)
 
-    monkeypatch.setattr(TrainingModule, "forward", forward)
+    monkeypatch.setattr(TrainingModule, "forward", limited_forward)
 
 
-ERRORS = [
+OUT_OF_MEMORY_ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     MemoryError(),
     RuntimeError("[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: can't allocate memory: you tried"),
 ]
 
 
-def test_out_of_memory_is_the_same_step_in_more_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = train(
-        tiny_recipe_in(tmp_path, training={"grad_accum_steps": 4}), tmp_path / "whole", device="cpu"
+def test_out_of_memory_retries_the_same_step_with_more_micro_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(
+        tiny_recipe_in(tmp_path, training={"grad_accum_steps": 4}), tmp_path / "expected", device="cpu"
     ).directory
-    said: list[str] = []
-    too_small(monkeypatch, 2, ERRORS[0])
-    train(tiny_recipe_in(tmp_path), tmp_path / "run", device="cpu", callback=Callback(on_message=said.append))
-    assert state_digest(tmp_path / "run") == state_digest(whole)
-    assert [each for each in said if "memory is" in each] == [
-        "memory is too small for a batch in 1 pieces; it is read in 2, the same step",
-        "memory is too small for a batch in 2 pieces; it is read in 4, the same step",
+    messages: list[str] = []
+    limit_memory(monkeypatch, 2, OUT_OF_MEMORY_ERRORS[0])
+    train(tiny_recipe_in(tmp_path), tmp_path / "run", device="cpu", callback=Callback(on_message=messages.append))
+    assert state_digest(tmp_path / "run") == state_digest(expected)
+    assert [message for message in messages if "out of memory" in message] == [
+        "out of memory with 1 micro-batches per step; continuing with 2, which computes the same step",
+        "out of memory with 2 micro-batches per step; continuing with 4, which computes the same step",
     ]
     assert resume_trainer(tmp_path / "run", device="cpu").step_policy.grad_accum_steps == 4
 
 
-def test_what_cannot_be_cut_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    too_small(monkeypatch, 0, ERRORS[0])
-    with pytest.raises(CutawayError, match=r"does not hold one sequence of a step; lower data.seq_len"):
+def test_out_of_memory_without_smaller_micro_batches_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_memory(monkeypatch, 0, OUT_OF_MEMORY_ERRORS[0])
+    with pytest.raises(CutawayError, match=r"micro-batch of one sequence; lower data.seq_len"):
         train(tiny_recipe_in(tmp_path), tmp_path / "one", device="cpu")
     monkeypatch.undo()
     monkeypatch.setenv("CUTAWAY_CACHE", str(tmp_path / "cache"))
     trainer = prepare_trainer(load_recipe(tiny_recipe_in(tmp_path)), tmp_path / "state", device="cpu")
 
-    def full(*args: Any, **kwargs: Any) -> None:
+    def raise_memory_error(*args: Any, **kwargs: Any) -> None:
         raise MemoryError
 
-    trainer.optimizer.step = full  # type: ignore[method-assign]
-    with pytest.raises(CutawayError, match="memory does not hold the optimizer's state"):
+    trainer.optimizer.step = raise_memory_error  # type: ignore[method-assign]
+    with pytest.raises(CutawayError, match="out of memory: the optimizer state does not fit"):
         trainer.train()
 
 
-def test_other_errors_are_not_memorys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    too_small(monkeypatch, 0, RuntimeError("shapes do not match"))
+def test_other_errors_are_not_treated_as_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_memory(monkeypatch, 0, RuntimeError("shapes do not match"))
     with pytest.raises(RuntimeError, match="shapes do not match"):
         train(tiny_recipe_in(tmp_path), tmp_path / "run", device="cpu")
-    assert all(is_out_of_memory(error) for error in ERRORS)
+    assert all(is_out_of_memory(error) for error in OUT_OF_MEMORY_ERRORS)
     assert not is_out_of_memory(ValueError("not enough memory"))
 
 
-def test_skipping_nothing_is_the_same_run(tmp_path: Path) -> None:
+def test_on_grad_spike_does_not_matter_without_spikes(tmp_path: Path) -> None:
     one, two = (
         train(
-            tiny_recipe_in(tmp_path, training={"on_grad_spike": way, "max_steps": MIN_OBSERVED_STEPS + 2}),
-            tmp_path / way,
+            tiny_recipe_in(tmp_path, training={"on_grad_spike": action, "max_steps": MIN_OBSERVED_STEPS + 2}),
+            tmp_path / action,
             device="cpu",
         ).directory
-        for way in ("skip", "continue")
+        for action in ("skip", "continue")
     )
     assert model_bytes(one) == model_bytes(two)

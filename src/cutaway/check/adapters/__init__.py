@@ -1,1 +1,1 @@
-"""From a model of cutaway, of transformers, or any other module or function to a `CheckedModel`."""
+"""Adapters from cutaway models, transformers models, other modules and functions to `CheckedModel`."""

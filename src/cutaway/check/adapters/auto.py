@@ -1,4 +1,4 @@
-"""What a user has as a `CheckedModel`: functions and properties are found where they can be, or taken as given."""
+"""`build_checked_model`: select the adapter for a model, apply overrides, infer missing properties."""
 
 from contextlib import nullcontext
 from dataclasses import fields, replace
@@ -17,25 +17,26 @@ from cutaway.errors import InputError, format_raised
 from cutaway.model import Transformer
 
 MAX_PROBED_SEQ_LEN = 72
-"""No check asks with more tokens, unless it knows that they can be read."""
-FIELD_NAMES = {each.name for each in fields(CheckedModel)}
+"""Longest sequence that is probed; checks use longer ones only if `max_seq_len` allows them."""
+FIELD_NAMES = {entry.name for entry in fields(CheckedModel)}
 
 
 def build_checked_model(model: Any, overrides: dict[str, Any], *, seed: int) -> CheckedModel:
-    """The target, with what was given in place of what was found."""
+    """Build a `CheckedModel` from a model; `overrides` replace what the adapter sets."""
     unknown = overrides.keys() - FIELD_NAMES
     if unknown:
         raise InputError(
-            f"'{sorted(unknown)[0]}' is nothing a target can offer; it may have {', '.join(sorted(FIELD_NAMES))}"
+            f"'{sorted(unknown)[0]}' is not a field of CheckedModel; pass one of {', '.join(sorted(FIELD_NAMES))}"
         )
-    found = replace(model) if isinstance(model, CheckedModel) else _adapt_any(model, overrides, seed)
+    checked = replace(model) if isinstance(model, CheckedModel) else _adapt_any(model, overrides, seed)
     for name, value in overrides.items():
-        setattr(found, name, validate_override(name, value))
-    _infer_properties(found)
-    return found
+        setattr(checked, name, validate_override(name, value))
+    _infer_properties(checked)
+    return checked
 
 
 def _adapt_any(source: Any, overrides: dict[str, Any], seed: int) -> CheckedModel:
+    """Apply the adapter for the type of `source`."""
     model = source
     if not isinstance(model, nn.Module) and isinstance(getattr(model, "model", None), Transformer):
         model = model.model  # a checkpoint
@@ -50,78 +51,75 @@ def _adapt_any(source: Any, overrides: dict[str, Any], seed: int) -> CheckedMode
     if callable(source):
         return adapt_function(source, overrides)
     raise InputError(
-        f"a {type(source).__name__} cannot be checked; give a model of ct.build(…) or ct.load(…), one of transformers, "
-        "another nn.Module, or a function from tokens to logits"
+        f"a {type(source).__name__} cannot be checked; pass a model from ct.build(…) or ct.load(…), a transformers "
+        "model, another nn.Module, or a function tokens → logits"
     )
 
 
 @torch.no_grad()
 def _infer_properties(checked: CheckedModel) -> None:
-    """Find out what follows from what is there, and that the target answers at all."""
+    """Run a forward pass on two tokens, validate its output, and infer device, dtype, vocab_size and max_seq_len."""
     if checked.logits is None and checked.attention is not None:
         adapt_attention_kernel(checked)
     if checked.logits is None:
-        raise InputError("there is nothing to ask: give a function tokens (B, T) → logits (B, T, V) as logits=")
+        raise InputError("there is no function to check; pass a function tokens (B, T) → logits (B, T, V) as logits=")
     if checked.module is not None:
         checked.module.eval()
-        parameter = next(checked.module.parameters(), None)
-        if parameter is not None:
-            checked.device = parameter.device
-            checked.dtype = checked.dtype or parameter.dtype
-    low = 0 if checked.vocab_size is None else min(checked.vocab_size - 1, 1)
-    probe = torch.full((1, 2), low, dtype=torch.long, device=checked.device)
+        param = next(checked.module.parameters(), None)
+        if param is not None:
+            checked.device = param.device
+            checked.dtype = checked.dtype or param.dtype
+    token = 0 if checked.vocab_size is None else min(checked.vocab_size - 1, 1)
+    probe = torch.full((1, 2), token, dtype=torch.long, device=checked.device)
     try:
         out = checked.logits(probe)
     except UserFunctionError as error:
         raise InputError(str(error)) from error
     except Exception as error:
         raise InputError(
-            f"{checked.name} was called with two tokens and {format_raised(error)}; give a function "
+            f"{checked.name} was called with two tokens and {format_raised(error)}; pass a function "
             "tokens (B, T) → logits (B, T, V) as logits="
         ) from error
     if not isinstance(out, Tensor) or out.ndim != 3 or out.shape[:2] != probe.shape:
-        what = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        output = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
         raise InputError(
-            f"{checked.name} gave {what} for tokens of shape (1, 2); it must give logits of shape (1, 2, V): "
-            "give a function that does as logits="
+            f"{checked.name} returned {output} for tokens of shape (1, 2); logits have shape (1, 2, V), so pass "
+            "a function that returns them as logits="
         )
     checked.vocab_size = checked.vocab_size or out.shape[-1]
-    for name in ("pad_token_id", "eos_token_id"):  # some configurations name tokens that a small table does not have
+    for name in ("pad_token_id", "eos_token_id"):  # some configurations name tokens beyond the vocabulary
         if not 0 <= (getattr(checked, name) or 0) < checked.vocab_size:
             setattr(checked, name, None)
     if checked.max_seq_len is None and not _declares_max_seq_len(checked.module):
-        with upcast_to_fp32(checked.module) if can_upcast(checked) else nullcontext():  # a CPU may be slow in less
-            checked.max_seq_len = _probe_max_seq_len(checked, low)
+        with upcast_to_fp32(checked.module) if can_upcast(checked) else nullcontext():  # a CPU can be slow in bf16
+            checked.max_seq_len = _probe_max_seq_len(checked, token)
     checked.dtype = checked.dtype or out.dtype
 
 
 def _declares_max_seq_len(module: nn.Module | None) -> bool:
-    """Whether a model's configuration says how much it reads: nothing is then nothing to ask for."""
+    """Whether the configuration declares a maximum length, so that a missing one means no limit."""
     return module is not None and is_transformers_model(module)
 
 
 def _probe_max_seq_len(checked: CheckedModel, token: int) -> int | None:
-    """How many tokens it reads, where that is fewer than the longest text of a check; None where all can be read."""
-    if checked.device.type != "cpu":  # an index beyond a table ends every later use of a GPU: ask the tables instead
-        tables = (
-            [part.num_embeddings for part in checked.module.modules() if isinstance(part, nn.Embedding)]
-            if checked.module
-            else []
-        )
-        return min((size for size in tables if size > 1), default=None)
+    """Find the maximum sequence length by binary search; None if sequences of MAX_PROBED_SEQ_LEN work."""
+    if checked.device.type != "cpu":  # an index error on a GPU breaks the CUDA context: use the embedding sizes instead
+        submodules = checked.module.modules() if checked.module is not None else ()
+        sizes = [submodule.num_embeddings for submodule in submodules if isinstance(submodule, nn.Embedding)]
+        return min((size for size in sizes if size > 1), default=None)
     assert checked.logits is not None
 
-    def reads(length: int) -> bool:
+    def works(seq_len: int) -> bool:
         try:
-            checked.logits(torch.full((1, length), token))  # type: ignore[misc]
-        except Exception:  # whatever it raises, such a text cannot be asked about
+            checked.logits(torch.full((1, seq_len), token))  # type: ignore[misc]
+        except Exception:  # any exception means that this length is not supported
             return False
         return True
 
-    if reads(MAX_PROBED_SEQ_LEN):
+    if works(MAX_PROBED_SEQ_LEN):
         return None
-    low, high = 2, MAX_PROBED_SEQ_LEN  # it reads two, and not the most
+    low, high = 2, MAX_PROBED_SEQ_LEN  # 2 tokens work, MAX_PROBED_SEQ_LEN do not
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if reads(middle) else (low, middle)
+        low, high = (middle, high) if works(middle) else (low, middle)
     return low

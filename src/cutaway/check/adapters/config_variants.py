@@ -1,4 +1,4 @@
-"""Other values for settings: for each that is known to act, one so different that the logits must show it."""
+"""Changed values of config fields: one per field that affects the logits, far enough to change them."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -9,64 +9,64 @@ import torch
 from torch import Tensor, nn
 
 LARGE_EPS = 0.5
-"""An epsilon that no norm fails to notice."""
+"""An eps that changes the output of any norm."""
 
 
 def pick_other(value: Any, *choices: Any) -> Any:
-    """The first choice that is not the value."""
-    return next(each for each in choices if each != value)
+    """The first choice that differs from `value`."""
+    return next(choice for choice in choices if choice != value)
 
 
 def scale_number(value: Any, factor: float) -> Any:
-    """A number, so many times; none where there is no number."""
+    """`value` times `factor`; None if `value` is not a number."""
     return None if isinstance(value, bool) or not isinstance(value, int | float) else value * factor
 
 
 def random_state_dict(module: nn.Module, seed: int) -> dict[str, Tensor]:
-    """A state for this module in which every part is alive: weights of usual size, no bias of zeros, no gain of one.
-    Names of one tensor share one."""
-    draw = torch.Generator().manual_seed(seed)
-    made: dict[int, Tensor] = {}
+    """A random state dict in which every parameter affects the logits: weights of usual size, no zero biases, no unit
+    gains. Tied parameters stay tied."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn: dict[int, Tensor] = {}
     state = {}
-    trained = {id(each) for each in module.parameters() if each.requires_grad}
+    trainable = {id(param) for param in module.parameters() if param.requires_grad}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) not in trained:
+        if id(tensor) not in trainable:
             state[name] = tensor.detach()
             continue
-        if id(tensor) not in made:
-            noise = torch.randn(tensor.shape, generator=draw)
+        if id(tensor) not in drawn:
+            noise = torch.randn(tensor.shape, generator=generator)
             if tensor.ndim < 2:
                 value = tensor.detach().float().cpu() + 0.3 * noise
-            elif any(word in name.lower() for word in ("emb", "wte", "wpe", "shared.", "relative", "table")):
+            elif any(part in name.lower() for part in ("emb", "wte", "wpe", "shared.", "relative", "table")):
                 value = 0.7 * noise
             else:
                 value = noise * 1.2 / math.sqrt(min(tensor.shape[-2:]))
-            made[id(tensor)] = value.to(tensor.device, tensor.dtype)
-        state[name] = made[id(tensor)]
+            drawn[id(tensor)] = value.to(tensor.device, tensor.dtype)
+        state[name] = drawn[id(tensor)]
     return state
 
 
 def validate_same_shapes(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-    """Refuse a setting that is seen in the shapes already."""
+    """Raise ValueError if the changed field also changes tensor shapes: then the model cannot ignore it."""
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
     if shapes != {name: tensor.shape for name, tensor in state_dict.items()}:
-        raise ValueError("it makes tensors of other shapes, so that it cannot be overlooked")
+        raise ValueError("the changed value gives tensors of other shapes, so the field cannot be ignored")
 
 
 def iter_config_changes(node: Any, path: tuple[Any, ...], d_model: int) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The paths of settings, each with another value."""
-    hidden = _ineffective_keys(node, d_model) if isinstance(node, dict) else ()
+    """Yield (path, changed value) of each config field that affects the logits."""
+    ineffective = _ineffective_keys(node, d_model) if isinstance(node, dict) else ()
     for key, value in enumerate(node) if isinstance(node, list) else node.items():
-        if key in hidden:
+        if key in ineffective:
             continue
         if isinstance(value, dict | list):
             yield from iter_config_changes(value, (*path, key), d_model)
-        elif isinstance(node, dict) and (other := _changed_cutaway_value(node, str(key), value)) is not None:
-            yield (*path, key), other
+        elif isinstance(node, dict) and (changed := _changed_cutaway_value(node, str(key), value)) is not None:
+            yield (*path, key), changed
 
 
 def _ineffective_keys(node: dict[str, Any], d_model: int) -> tuple[str, ...]:
-    """Keys whose settings need not be seen: scores where a token sees only itself, angles where few dimensions turn."""
+    """Keys that need not affect the logits: scores with a window of 1, RoPE on at most 4 dimensions, initialization."""
     if node.get("window") == 1:
         return "position", "scale", "softcap", "qk_norm"
     if "heads" in node and (node.get("d_rope") or node.get("d_head") or d_model // node["heads"]) <= 4:
@@ -75,20 +75,20 @@ def _ineffective_keys(node: dict[str, Any], d_model: int) -> tuple[str, ...]:
 
 
 def _changed_cutaway_value(node: dict[str, Any], key: str, value: Any) -> Any:
-    """Another value for a setting that must then be seen; none where it need not be."""
+    """A changed value that must change the logits; None if the field need not affect them."""
     kind = node.get("kind")
     if kind in ("multi-head", "cross") or "kv_rank" in node:
-        width = node.get("d_head") or node.get("d_rope")
+        head_dim = node.get("d_head") or node.get("d_rope")
         return {
             "scale": 0.7 if value is None else value * 2,
             "softcap": pick_other(value, 0.5, 1.0),
             "clip_qkv": pick_other(value, 0.1, 0.2),
             "window": pick_other(value, 2, 3),
-        }.get(key) if width != 1 and key in node else None  # fmt: skip
+        }.get(key) if head_dim != 1 and key in node else None  # fmt: skip
     if kind == "rope":
         narrow = node["rotary_dim"] is not None and node["rotary_dim"] <= 4
-        wanted = {"theta": scale_number(value, 0.01), "layout": pick_other(value, "half", "interleaved")}
-        return None if narrow or node["scaling"]["kind"] != "none" else wanted.get(key)
+        changed = {"theta": scale_number(value, 0.01), "layout": pick_other(value, "half", "interleaved")}
+        return None if narrow or node["scaling"]["kind"] != "none" else changed.get(key)
     if kind == "alibi":
         return scale_number(value, 0.3) if key in ("max_bias", "scale") else None
     if kind == "sinusoidal" and node["table_length"] is None:
@@ -109,17 +109,22 @@ def _changed_cutaway_value(node: dict[str, Any], key: str, value: Any) -> Any:
 
 
 def find_config_values(config: Any, key: str) -> list[tuple[str, Any, Any]]:
-    """A setting's path, the configuration that holds it, and its value; of one that holds others, theirs."""
+    """(path, config, value) of a field; for a nested configuration, one entry per field of it."""
     value: Any = getattr(config, key, None)
     if hasattr(value, "to_dict"):
-        return [(f"{key}.{name}", value, each) for name, each in value.to_dict().items() if each is not None]
-    return [] if value is None else [(key, config, value)]  # what is not asked for need not be there
+        return [(f"{key}.{name}", value, item) for name, item in value.to_dict().items() if item is not None]
+    return [] if value is None else [(key, config, value)]  # an optional field may be missing
 
 
 def changed_transformers_value(config: Any, key: str, value: Any) -> Any:
-    """Another value for a setting that must then be seen; none where it need not be."""
-    alone = getattr(config, "sliding_window", None) == 1  # a token that sees only itself has no use for scores
-    if alone and key in ("rope_parameters", "attn_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier"):
+    """A changed value that must change the logits; None if the field need not affect them."""
+    self_only = getattr(config, "sliding_window", None) == 1  # softmax over one key ignores the scores
+    if self_only and key in (
+        "rope_parameters",
+        "attn_logit_softcapping",
+        "query_pre_attn_scalar",
+        "attention_multiplier",
+    ):
         return None
     if key == "rope_parameters" and isinstance(value, dict):
         return None if getattr(config, "alibi", False) else _changed_rope_parameters(config, value)
@@ -139,16 +144,16 @@ def changed_transformers_value(config: Any, key: str, value: Any) -> Any:
         ("swiglu_alpha", "softmax_scale"): scale_number(value, 3),
         ("alibi_bias_max",): scale_number(value, 4) if getattr(config, "alibi", False) else None,
     }
-    return next((other for keys, other in table.items() if key in keys), None)
+    return next((changed for keys, changed in table.items() if key in keys), None)
 
 
 def _changed_rope_parameters(config: Any, value: dict[str, Any]) -> Any:
-    """RoPE with another base, for all kinds of layers; none where so few dimensions turn that it need not be seen."""
-    width = getattr(config, "head_dim", None) or getattr(config, "qk_rope_head_dim", None)
-    width = width or config.hidden_size // getattr(config, "num_attention_heads", 1)
-    other = deepcopy(value)
-    for each in (other, *(inner for inner in other.values() if isinstance(inner, dict))):
-        plain = each.get("rope_type", "default") == "default"
-        if "rope_theta" in each and plain and width * each.get("partial_rotary_factor", 1.0) > 4:
-            each["rope_theta"] = each["rope_theta"] * 0.01
-    return other if other != value else None
+    """RoPE parameters with another theta for all layer types; None if at most 4 dimensions are rotated."""
+    head_dim = getattr(config, "head_dim", None) or getattr(config, "qk_rope_head_dim", None)
+    head_dim = head_dim or config.hidden_size // getattr(config, "num_attention_heads", 1)
+    changed = deepcopy(value)
+    for rope in (changed, *(nested for nested in changed.values() if isinstance(nested, dict))):
+        unscaled = rope.get("rope_type", "default") == "default"
+        if "rope_theta" in rope and unscaled and head_dim * rope.get("partial_rotary_factor", 1.0) > 4:
+            rope["rope_theta"] = rope["rope_theta"] * 0.01
+    return changed if changed != value else None

@@ -1,4 +1,4 @@
-"""What a model of cutaway offers."""
+"""Adapter for cutaway models: logits, KV cache, generation, saving and loading, config variants."""
 
 import math
 import tempfile
@@ -37,84 +37,87 @@ from cutaway.model.layers import ConstantBuffers
 
 
 def _add_state_functions(checked: CheckedModel, model: Transformer, seed: int) -> None:
-    """Add to a target what concerns its state."""
+    """Set the functions that save, load and rebuild the model."""
     checked.reload = lambda: _save_and_reload(model)
     checked.load_from_meta = lambda: _load_from_meta(model)
     checked.config_variants = lambda: _build_config_variants(model, seed)
 
 
 def _save_and_reload(model: Transformer) -> ReloadedModel:
-    """Saved for the first family that can describe it (or as cutaway's own), and loaded."""
+    """Save in the format of the first matching model family (or in cutaway's own format) and load."""
     with tempfile.TemporaryDirectory(prefix="cutaway-check-") as directory:
         path = Path(directory) / "model"
         try:
             save(model, path)
-        except ConfigError:  # no published family has this model
+        except ConfigError:  # no model family supports this configuration
             save(model, path, family="cutaway")
-        back = load(path, device=model.device, dtype=model.dtype)
-        for each in back.model.parameters():  # the files they are mapped from go
-            each.data = each.data.clone()
-    assert back.load_report is not None
-    return ReloadedModel(back.model, back.load_report.missing_keys, back.load_report.unexpected_keys)
+        reloaded = load(path, device=model.device, dtype=model.dtype)
+        for param in reloaded.model.parameters():  # memory-mapped from files that are deleted below
+            param.data = param.data.clone()
+    assert reloaded.load_report is not None
+    return ReloadedModel(reloaded.model, reloaded.load_report.missing_keys, reloaded.load_report.unexpected_keys)
 
 
 def _load_from_meta(model: Transformer) -> nn.Module:
-    """Made on the meta device, given memory, and filled."""
-    made = build(model.config, device="meta", dtype=model.dtype)
-    made.to_empty(device=model.device)
-    made.load_weights({name: tensor.detach() for name, tensor in model.state_dict().items()})
-    return made.eval()
+    """Build on the meta device, allocate with to_empty, and load the weights."""
+    loaded = build(model.config, device="meta", dtype=model.dtype)
+    loaded.to_empty(device=model.device)
+    loaded.load_weights({name: tensor.detach() for name, tensor in model.state_dict().items()})
+    return loaded.eval()
 
 
 def _build_config_variants(model: Transformer, seed: int) -> Mapping[str, Callable[[], LogitsFunction]]:
-    """For each setting that is known to act: the model with another value. Small models have weights that keep every
-    part alive, whatever their own are."""
-    small = sum(each.numel() for each in model.parameters()) <= MAX_PERTURBED_PARAMS
-    state = (
-        random_state_dict(model, seed) if small else {name: each.detach() for name, each in model.state_dict().items()}
-    )
-    plain = to_dict(model.config)
-    written = model.config.model_dump(mode="json")
-    made: dict[str, Callable[[], LogitsFunction]] = {"": partial(_logits_with_config, model, plain, state, seed)}
-    for path, value in iter_config_changes(written, (), model.config.d_model):
-        data = deepcopy(written)
-        inside: Any = data
+    """For each config field that affects the logits: the model with another value. Small models get random weights in
+    which every parameter affects the logits."""
+    is_small = sum(param.numel() for param in model.parameters()) <= MAX_PERTURBED_PARAMS
+    if is_small:
+        state_dict = random_state_dict(model, seed)
+    else:
+        state_dict = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    baseline = to_dict(model.config)
+    full_config = model.config.model_dump(mode="json")
+    variants: dict[str, Callable[[], LogitsFunction]] = {
+        "": partial(_logits_with_config, model, baseline, state_dict, seed)
+    }
+    for path, value in iter_config_changes(full_config, (), model.config.d_model):
+        changed = deepcopy(full_config)
+        node: Any = changed
         for key in path[:-1]:
-            inside = inside[key]
-        inside[path[-1]] = value
-        made[".".join(map(str, path))] = partial(_logits_with_config, model, data, state, seed)
-    return made
+            node = node[key]
+        node[path[-1]] = value
+        variants[".".join(map(str, path))] = partial(_logits_with_config, model, changed, state_dict, seed)
+    return variants
 
 
 def _logits_with_config(
     model: Transformer, config: dict[str, Any], state_dict: Mapping[str, Tensor], seed: int
 ) -> LogitsFunction:
-    """The logits of a model with these settings and weights."""
-    other = build(read_config(config), device="meta", dtype=model.dtype)
-    validate_same_shapes(other, state_dict)
+    """Logits function of a model with this configuration and these weights."""
+    variant = build(read_config(config), device="meta", dtype=model.dtype)
+    validate_same_shapes(variant, state_dict)
     for name, tensor in state_dict.items():
-        set_module_tensor(other, name, tensor)
-    for part in other.modules():
-        if isinstance(part, ConstantBuffers):
-            part.register_constants(model.device)
-    logits = adapt_cutaway_model(other.eval(), seed).logits
+        set_module_tensor(variant, name, tensor)
+    for submodule in variant.modules():
+        if isinstance(submodule, ConstantBuffers):
+            submodule.register_constants(model.device)
+    logits = adapt_cutaway_model(variant.eval(), seed).logits
     assert logits is not None
     return logits
 
 
 def _add_activation_checkpointing(checked: CheckedModel, model: Transformer) -> None:
-    """Recomputation is the model's own. A loss is not: training has it, and offers it when it asks."""
-    before = {name: stack.activation_checkpointing for name, stack in model.stacks.items()}
+    """Set `set_activation_checkpointing`. The loss belongs to training, whose preflight passes it as `loss=`."""
+    original = {name: stack.activation_checkpointing for name, stack in model.stacks.items()}
 
-    def recomputed(on: bool) -> None:
+    def set_enabled(enabled: bool) -> None:
         for name, stack in model.stacks.items():
-            stack.activation_checkpointing = "full" if on else before[name]
+            stack.activation_checkpointing = "full" if enabled else original[name]
 
-    checked.set_activation_checkpointing = recomputed
+    checked.set_activation_checkpointing = set_enabled
 
 
 NUM_UNUSED_SLOTS = 5
-"""Slots of a cache that stay unused."""
+"""Number of cache slots that stay unused."""
 
 
 CachedForward = Callable[[Tensor, Cache], Tensor]
@@ -123,37 +126,37 @@ CachedForward = Callable[[Tensor, Cache], Tensor]
 def _add_generation_functions(
     checked: CheckedModel, model: Transformer, forward: CachedForward, source: Tensor | None = None
 ) -> None:
-    """All that is offered beside logits; an encoder-decoder writes behind a fixed source."""
-    read = None if source is None else source[0].tolist()
+    """Set the generation and cache functions; an encoder-decoder generates from a fixed source."""
+    source_row = None if source is None else source[0].tolist()
 
-    def written(rows: list[list[int]], n: int, draft: Any = None) -> Tensor:
-        return torch.tensor([_generate_one(model, row, n, read, draft) for row in rows], device=model.device)
+    def generate(rows: list[list[int]], n: int, draft: Any = None) -> Tensor:
+        return torch.tensor([_generate_one(model, row, n, source_row, draft) for row in rows], device=model.device)
 
-    def beams(tokens: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
+    def search_beams(tokens: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
         row = tokens[0].tolist()
-        prompt, start = (row, None) if read is None else (read, row[0])
+        prompt, start = (row, None) if source_row is None else (source_row, row[0])
         with eval_mode(model):
-            (ended,) = beam_search(
+            (beams,) = beam_search(
                 model, [prompt], num_beams=k, max_new_tokens=n, n=k, length_penalty=0.0, decoder_start_token_id=start
             )
-        return torch.tensor([beam.tokens for beam in ended]), torch.tensor([beam.score for beam in ended])
+        return torch.tensor([beam.tokens for beam in beams]), torch.tensor([beam.score for beam in beams])
 
     def speculate(tokens: Tensor, n: int) -> Tensor:
-        """Rows in turn with guesses from the text before, and from the model itself: these all are kept."""
+        """Alternate n-gram drafts with drafts of the model itself, which are all accepted."""
         return torch.cat(
-            [written([row], n, model if number % 2 else NgramConfig()) for number, row in enumerate(tokens.tolist())]
+            [generate([row], n, model if index % 2 else NgramConfig()) for index, row in enumerate(tokens.tolist())]
         )
 
-    checked.generate = lambda tokens, n: written(tokens.tolist(), n)
-    if read is None:
+    checked.generate = lambda tokens, n: generate(tokens.tolist(), n)
+    if source_row is None:
         checked.generate_padded = lambda tokens, mask, n: _generate_batch(
             model, [row[real].tolist() for row, real in zip(tokens, mask, strict=True)], n
         )
-    checked.beam_search, checked.generate_speculative, checked.sample = beams, speculate, _sample_tokens
+    checked.beam_search, checked.generate_speculative, checked.sample = search_beams, speculate, _sample_tokens
     checked.logits_with_filled_cache = lambda tokens, value: _logits_with_filled_cache(model, forward, tokens, value)
     if checked.windows:
-        checked.logits_with_rolling_cache = lambda tokens, piece: _forward_in_chunks(
-            forward, tokens, model.new_cache(len(tokens), tokens.shape[1], chunk_size=piece), piece
+        checked.logits_with_rolling_cache = lambda tokens, chunk_size: _forward_in_chunks(
+            forward, tokens, model.new_cache(len(tokens), tokens.shape[1], chunk_size=chunk_size), chunk_size
         )
 
 
@@ -164,36 +167,38 @@ def _greedy_params(max_new_tokens: int) -> SamplingParams:
 def _generate_one(
     model: Transformer, prompt: list[int], max_new_tokens: int, source: list[int] | None, draft_model: Any
 ) -> list[int]:
-    """What is written behind one text; with an encoder, the text is the beginning of the answer."""
-    both = isinstance(model, EncoderDecoder)
+    """Generate from one prompt; for an encoder-decoder, the prompt is the start of the decoder's sequence."""
+    has_encoder = isinstance(model, EncoderDecoder)
     config = EngineConfig(
         model,
         max_num_seqs=1,
         max_model_len=len(prompt) + max_new_tokens,
         max_source_len=len(source or [0]),
         compile=False,
-        decoder_start_token_id=prompt[0] if both else None,
+        decoder_start_token_id=prompt[0] if has_encoder else None,
     )
     engine = Engine(config) if draft_model is None else SpeculativeDecoder(config, draft_model=draft_model)
-    begun = prompt[1:] if both else []
-    request = engine.submit(source or prompt, _greedy_params(max_new_tokens + len(begun)), seed=0, output_prefix=begun)
+    output_prefix = prompt[1:] if has_encoder else []
+    params = _greedy_params(max_new_tokens + len(output_prefix))
+    request = engine.submit(source or prompt, params, seed=0, output_prefix=output_prefix)
     _run_engine(engine, model)
-    return request.result().tokens[len(begun) :]
+    return request.result().tokens[len(output_prefix) :]
 
 
 def _generate_batch(model: Transformer, prompts: list[list[int]], max_new_tokens: int) -> Tensor:
-    """What is written behind texts of different lengths in one batch."""
+    """Generate from prompts of different lengths in one batch."""
     engine = Engine(
         EngineConfig(
             model, max_num_seqs=len(prompts), max_model_len=max(map(len, prompts)) + max_new_tokens, compile=False
         )
     )
-    requests = [engine.submit(row, _greedy_params(max_new_tokens), seed=0) for row in prompts]
+    requests = [engine.submit(prompt, _greedy_params(max_new_tokens), seed=0) for prompt in prompts]
     _run_engine(engine, model)
     return torch.tensor([request.result().tokens for request in requests], device=model.device)
 
 
 def _run_engine(engine: Any, model: Transformer) -> None:
+    """Step the engine until all requests are finished."""
     try:
         with eval_mode(model):
             while engine.step():
@@ -205,10 +210,10 @@ def _run_engine(engine: Any, model: Transformer) -> None:
 def _sample_tokens(
     logits: Tensor, num_samples: int, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
 ) -> Tensor:
-    """One draw by each of n seeds."""
+    """Draw one sample with each of `num_samples` seeds."""
     sampler = Sampler(num_samples, len(logits), logits.device)
-    asked = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    sampler.set_row(0, asked, [], seed=0)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampler.set_row(0, params, [], seed=0)
     for tensor in sampler.sampling_state.tensors():
         tensor[1:] = tensor[0].clone()
     sampler.sampling_state.int_params[:, 0] = torch.arange(num_samples)  # the seeds
@@ -216,15 +221,18 @@ def _sample_tokens(
 
 
 def _forward_in_chunks(forward: CachedForward, tokens: Tensor, cache: Cache, chunk_size: int) -> Tensor:
-    """A text read in pieces of one size."""
+    """Logits of a prefill in chunks of `chunk_size` tokens."""
     return torch.cat(
         [forward(tokens[:, start : start + chunk_size], cache) for start in range(0, tokens.shape[1], chunk_size)], 1
     )
 
 
 def _logits_with_filled_cache(model: Transformer, forward: CachedForward, tokens: Tensor, fill_value: float) -> Tensor:
-    """A text read in pieces in a cache that held something before. All slots are looked at, unless it is NaN: what has
-    no weight is multiplied by 0, as an engine does that wipes slots before it gives them away."""
+    """Logits of a chunked prefill in a cache filled with `fill_value`.
+
+    A finite value runs with static shapes, where attention reads all slots: unused ones have weight 0, and 0 times NaN
+    would be NaN. The engine therefore clears slots before it reuses them.
+    """
     cache = model.new_cache(len(tokens), tokens.shape[1] + NUM_UNUSED_SLOTS)
     for layer in cache.layers:
         layer.k.fill_(fill_value)
@@ -234,57 +242,56 @@ def _logits_with_filled_cache(model: Transformer, forward: CachedForward, tokens
 
 
 def adapt_cutaway_model(model: Any, seed: int) -> CheckedModel:
-    """A target for one of the three forms."""
+    """Adapt a decoder, encoder or encoder-decoder."""
     inner = unwrap_model(model)
     assert isinstance(inner, Transformer)
     config = inner.config
-    found = CheckedModel(name=f"cutaway {config.form}", kind=config.form, module=inner, vocab_size=config.vocab_size)
-    found.device, found.dtype = inner.device, inner.dtype
-    _set_config_properties(found, config)
-    found.positions_skip_padding = True
-    found.source_vocab_size = getattr(config, "source_vocab_size", None)
+    checked = CheckedModel(name=f"cutaway {config.form}", kind=config.form, module=inner, vocab_size=config.vocab_size)
+    checked.device, checked.dtype = inner.device, inner.dtype
+    _set_config_properties(checked, config)
+    checked.positions_skip_padding = True
+    checked.source_vocab_size = getattr(config, "source_vocab_size", None)
     if isinstance(inner, EncoderDecoder):
-        _adapt_encoder_decoder(found, inner, seed)
+        _adapt_encoder_decoder(checked, inner, seed)
     elif isinstance(inner, EncoderOnly):
-        call = inner if inner.head is not None else inner.encode
-        found.logits = lambda tokens: call(tokens)
-        found.logits_with_mask = lambda tokens, mask: call(tokens, mask)
-        found.logits_with_positions = lambda tokens, positions: call(tokens, positions=positions)
-        found.logits_with_documents = lambda tokens, documents: call(tokens, document_ids=documents)
+        forward = inner if inner.head is not None else inner.encode
+        checked.logits = lambda tokens: forward(tokens)
+        checked.logits_with_mask = lambda tokens, mask: forward(tokens, mask)
+        checked.logits_with_positions = lambda tokens, positions: forward(tokens, positions=positions)
+        checked.logits_with_documents = lambda tokens, documents: forward(tokens, document_ids=documents)
     else:
-        found.logits = lambda tokens: model(tokens)
-        found.logits_with_mask = lambda tokens, mask: inner(tokens, mask)
-        found.logits_with_positions = lambda tokens, positions: inner(tokens, positions=positions)
-        found.logits_with_documents = lambda tokens, documents: inner(tokens, document_ids=documents)
-        found.logits_with_cache = _build_cached_forward(inner, lambda tokens, cache: inner(tokens, cache=cache))
-        _add_generation_functions(found, inner, lambda tokens, cache: inner(tokens, cache=cache))
-    found.logits_by_kernel = _build_kernel_logits(inner, found.logits)
-    _add_state_functions(found, inner, seed)
-    _add_activation_checkpointing(found, inner)
-    return found
+        checked.logits = lambda tokens: model(tokens)
+        checked.logits_with_mask = lambda tokens, mask: inner(tokens, mask)
+        checked.logits_with_positions = lambda tokens, positions: inner(tokens, positions=positions)
+        checked.logits_with_documents = lambda tokens, documents: inner(tokens, document_ids=documents)
+        checked.logits_with_cache = _build_cached_forward(inner, lambda tokens, cache: inner(tokens, cache=cache))
+        _add_generation_functions(checked, inner, lambda tokens, cache: inner(tokens, cache=cache))
+    checked.logits_by_kernel = _build_kernel_logits(inner, checked.logits)
+    _add_state_functions(checked, inner, seed)
+    _add_activation_checkpointing(checked, inner)
+    return checked
 
 
 def _set_config_properties(checked: CheckedModel, config: Config) -> None:
-    """What the configuration says."""
+    """Set layers, windows, lengths and position properties from the configuration."""
     stack = config.stacks.get("decoder") or config.stacks["encoder"]
     checked.num_layers = len(stack.blocks)
     windows = {getattr(block.attention, "window", None) for block in stack.blocks}
     checked.windows = tuple(sorted(window for window in windows if window is not None))
     checked.window = windows.pop() if len(windows) == 1 else None
-    lengths = [getattr(each.embedding.position, "length", None) for each in config.stacks.values()]
+    lengths = [getattr(stack_config.embedding.position, "length", None) for stack_config in config.stacks.values()]
     lengths += [_rope_switch_length(block.attention) for block in stack.blocks]
     known = [length for length in lengths if length is not None]
     checked.max_seq_len = min(known) if known else None
-    added = stack.embedding.position.kind != "none"
-    inside = {block.attention.position.kind for block in stack.blocks} - {"none"}
-    checked.has_positions = added or bool(inside)
-    checked.relative_positions = bool(inside) and not added
-    tied = getattr(config.head, "tied", None)
-    checked.tied_embeddings = tied
+    has_absolute = stack.embedding.position.kind != "none"
+    attention_kinds = {block.attention.position.kind for block in stack.blocks} - {"none"}
+    checked.has_positions = has_absolute or bool(attention_kinds)
+    checked.relative_positions = bool(attention_kinds) and not has_absolute
+    checked.tied_embeddings = getattr(config.head, "tied", None)
 
 
 def _rope_switch_length(attention: Any) -> int | None:
-    """The length from which on a scaling turns all tokens by other angles."""
+    """The length beyond which a RoPE scaling changes the angles of all tokens."""
     scaling = getattr(getattr(attention, "position", None), "scaling", None)
     if scaling is not None and scaling.kind in ("dynamic", "longrope"):
         return int(scaling.original_length)
@@ -292,25 +299,28 @@ def _rope_switch_length(attention: Any) -> int | None:
 
 
 def _adapt_encoder_decoder(checked: CheckedModel, model: EncoderDecoder, seed: int) -> None:
-    """An encoder-decoder: a fixed source for questions about the target's tokens."""
+    """Set the functions of an encoder-decoder; checks of the decoder use a fixed random source."""
     size = model.config.source_vocab_size or model.config.vocab_size  # type: ignore[union-attr]
-    draw = torch.randint(size, (1, 9), generator=torch.Generator().manual_seed(seed + 1)).to(model.device)
-    rows: Callable[[Tensor], Tensor] = lambda tokens: draw.expand(len(tokens), -1)  # noqa: E731
-    checked.logits = lambda tokens: model(rows(tokens), tokens)
-    checked.logits_with_mask = lambda tokens, mask: model(rows(tokens), tokens, None, mask)
+    source = torch.randint(size, (1, 9), generator=torch.Generator().manual_seed(seed + 1)).to(model.device)
+
+    def expand_source(tokens: Tensor) -> Tensor:
+        return source.expand(len(tokens), -1)
+
+    checked.logits = lambda tokens: model(expand_source(tokens), tokens)
+    checked.logits_with_mask = lambda tokens, mask: model(expand_source(tokens), tokens, None, mask)
     checked.logits_with_source = lambda source, mask, tokens: model(source, tokens, mask)
 
     def step(tokens: Tensor, cache: Cache) -> Tensor:
-        return model(rows(tokens) if cache.memory_positions is None else None, tokens, cache=cache)
+        return model(expand_source(tokens) if cache.memory_positions is None else None, tokens, cache=cache)
 
     checked.logits_with_cache = _build_cached_forward(model, step)
-    _add_generation_functions(checked, model, step, draw)
+    _add_generation_functions(checked, model, step, source)
 
 
 def _build_cached_forward(
     model: Transformer, forward: Callable[..., Tensor]
 ) -> Callable[[Tensor, Any], tuple[Tensor, Any]]:
-    """Steps with a cache that is made at the first."""
+    """Build tokens, cache → logits, cache; the first call allocates the cache."""
 
     def step(tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
         state = model.new_cache(len(tokens), 512) if state is None else state
@@ -320,30 +330,30 @@ def _build_cached_forward(
 
 
 def _build_kernel_logits(model: Transformer, logits: Any) -> dict[str, Any]:
-    """Each kernel that can compute this model; flex is left out, for it compiles."""
+    """Logits function per supported kernel; flex is left out because it compiles."""
 
     @contextmanager
-    def switched(name: str) -> Iterator[None]:
-        before = [(module, module.kernel) for module in model.modules() if hasattr(module, "build_kernel")]
+    def use_kernel(name: str) -> Iterator[None]:
+        original = [(module, module.kernel) for module in model.modules() if hasattr(module, "build_kernel")]
         try:
             model.use_kernel(name)
             yield
         finally:
-            for module, kernel in before:
+            for module, kernel in original:
                 module.kernel = kernel
 
-    def able(name: str) -> bool:
+    def is_supported(name: str) -> bool:
         try:
-            with switched(name):
+            with use_kernel(name):
                 return True
         except KernelError:
             return False
 
-    def by(name: str) -> Callable[[Tensor], Tensor]:
+    def logits_with_kernel(name: str) -> Callable[[Tensor], Tensor]:
         def run(tokens: Tensor) -> Tensor:
-            with switched(name):
+            with use_kernel(name):
                 return logits(tokens)
 
         return run
 
-    return {name: by(name) for name in ("explicit", "sdpa") if able(name)}
+    return {name: logits_with_kernel(name) for name in ("explicit", "sdpa") if is_supported(name)}

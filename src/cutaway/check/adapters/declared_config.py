@@ -1,4 +1,4 @@
-"""What a model's configuration says it is, in cutaway's words: for our models, and those of families that we know."""
+"""The cutaway `Config` of a checked model: of cutaway models, and of transformers models of supported families."""
 
 from typing import Any
 
@@ -12,32 +12,33 @@ from cutaway.model import Transformer
 
 
 def get_config(model: CheckedModel) -> Config | None:
-    """The configuration; None where it is not known."""
+    """The cutaway configuration of a checked model; None if it is unknown."""
     return None if model.module is None else get_module_config(model.module)
 
 
 def get_module_config(module: nn.Module) -> Config | None:
+    """The cutaway configuration of a module, converted from transformers if necessary; None if it is unknown."""
     if isinstance(module, Transformer):
         return module.config
-    theirs: Any = getattr(module, "config", None)
-    if not hasattr(theirs, "to_dict"):
+    hf_config: Any = getattr(module, "config", None)
+    if not hasattr(hf_config, "to_dict"):
         return None
     try:
-        return config_from_hf(theirs.to_dict())
+        return config_from_hf(hf_config.to_dict())
     except (CutawayError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def self_attention_configs(config: Config) -> list[Any]:
-    """The attentions of a text to itself, in the order of a pass: those of the stack that is asked."""
+    """Self-attention configurations in order of computation: of the decoder, or of an encoder-only model's encoder."""
     stack = config.stacks.get("decoder") or config.stacks["encoder"]
     return [block.attention for block in stack.blocks]
 
 
 def attention_configs(config: Config) -> list[Any]:
-    """Every attention in the order of a pass: an encoder's, then each decoder block's own and its reading of that."""
-    found: list[Any] = []
+    """All attention configurations in order of computation: encoder, then self- and cross-attention per block."""
+    attentions: list[Any] = []
     for name in ("encoder", "decoder"):
         for block in config.stacks[name].blocks if name in config.stacks else ():
-            found += [block.attention, *([block.cross] if hasattr(block, "cross") else [])]
-    return found
+            attentions += [block.attention, *([block.cross] if hasattr(block, "cross") else [])]
+    return attentions

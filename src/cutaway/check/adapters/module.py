@@ -1,4 +1,4 @@
-"""What any other module or function offers: found by the names of its arguments, where these leave no doubt."""
+"""Adapter for other modules, functions and attention kernels, by the names of their arguments."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -11,56 +11,56 @@ from cutaway.check.checked_model import CheckedModel
 
 ATTENTION_ARG_NAMES = (("q", "k", "v"), ("query", "key", "value"), ("queries", "keys", "values"))
 KERNEL_HEADS, KERNEL_HEAD_DIM, KERNEL_VOCAB_SIZE = 4, 16, 64
-"""Of the text that a bare attention kernel is tried with."""
+"""Sizes of the random inputs of an attention kernel."""
 
 
 def adapt_module(module: nn.Module, overrides: Mapping[str, Any]) -> CheckedModel:
-    """A module of someone's own. `targets` are next tokens (nanoGPT's habit), `labels` the tokens themselves."""
-    found = adapt_function(module, overrides, module.forward)
-    found.name, found.module = type(module).__name__, module
-    return found
+    """Adapt an nn.Module. `targets` are shifted labels (as in nanoGPT), `labels` are unshifted."""
+    checked = adapt_function(module, overrides, module.forward)
+    checked.name, checked.module = type(module).__name__, module
+    return checked
 
 
 def adapt_function(
     function: Callable[..., Any], overrides: Mapping[str, Any], signature_source: Any = None
 ) -> CheckedModel:
-    """A function tokens → logits, or q, k, v → out."""
-    found = CheckedModel(name=getattr(function, "__name__", type(function).__name__))
+    """Adapt a function tokens → logits or q, k, v → output; other arguments are recognized by name."""
+    checked = CheckedModel(name=getattr(function, "__name__", type(function).__name__))
     if "logits" in overrides or "attention" in overrides:
-        return found
+        return checked
     names = argument_names(signature_source or function)
     if tuple(names[:3]) in ATTENTION_ARG_NAMES:
-        found.attention = function
-        return found
-    if "targets" in names:  # its logits may be those of the last token only, unless there are targets
+        checked.attention = function
+        return checked
+    if "targets" in names:  # without targets, nanoGPT returns the logits of the last token only
 
-        def asked(tokens: Tensor) -> Tensor:
+        def logits(tokens: Tensor) -> Tensor:
             return extract_logits(function(tokens, targets=tokens))
 
         def loss(tokens: Tensor, labels: Tensor) -> Tensor:
             return _next_token_loss(function, tokens[:, :-1].contiguous(), labels[:, 1:].contiguous())
 
-        def labelled(tokens: Tensor, labels: Tensor) -> Tensor:
+        def logits_with_labels(tokens: Tensor, labels: Tensor) -> Tensor:
             return extract_logits(function(tokens, targets=labels.roll(-1, 1)))
 
-        found.logits, found.loss, found.logits_with_labels = asked, loss, labelled
+        checked.logits, checked.loss, checked.logits_with_labels = logits, loss, logits_with_labels
     else:
-        found.logits = lambda tokens: extract_logits(function(tokens))
+        checked.logits = lambda tokens: extract_logits(function(tokens))
     if "labels" in names:
-        found.loss = lambda tokens, labels: extract_loss(function(tokens, labels=labels))
-        found.logits_with_labels = lambda tokens, labels: extract_logits(function(tokens, labels=labels))
+        checked.loss = lambda tokens, labels: extract_loss(function(tokens, labels=labels))
+        checked.logits_with_labels = lambda tokens, labels: extract_logits(function(tokens, labels=labels))
     if "attention_mask" in names:
-        found.logits_with_mask = lambda tokens, mask: extract_logits(function(tokens, attention_mask=mask.long()))
+        checked.logits_with_mask = lambda tokens, mask: extract_logits(function(tokens, attention_mask=mask.long()))
     for name in ("position_ids", "positions"):
         if name in names:
-            found.logits_with_positions = lambda tokens, positions, name=name: extract_logits(
+            checked.logits_with_positions = lambda tokens, positions, name=name: extract_logits(
                 function(tokens, **{name: positions})
             )
-    return found
+    return checked
 
 
 def _next_token_loss(function: Callable[..., Any], tokens: Tensor, targets: Tensor) -> Any:
-    """The loss of next tokens. What is not asked is -100, and -1 for those who say so (nanoGPT does)."""
+    """Loss with shifted targets. The ignore index is -100, or -1 if the function rejects -100 (nanoGPT)."""
     try:
         return extract_loss(function(tokens, targets=targets))
     except (IndexError, RuntimeError):
@@ -70,7 +70,7 @@ def _next_token_loss(function: Callable[..., Any], tokens: Tensor, targets: Tens
 
 
 def argument_names(function: Any) -> list[str]:
-    """The names of a function's arguments; none where Python cannot tell."""
+    """Names of a function's arguments; empty if Python cannot inspect it."""
     try:
         return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -78,7 +78,7 @@ def argument_names(function: Any) -> list[str]:
 
 
 def extract_logits(output: Any) -> Any:
-    """The logits in what a model gives back, in whatever it is wrapped."""
+    """Extract the logits from a model's output (tensor, mapping, object with attributes, tuple)."""
     if isinstance(output, Tensor):
         return output
     for name in ("logits", "last_hidden_state"):
@@ -86,36 +86,36 @@ def extract_logits(output: Any) -> Any:
         if isinstance(value, Tensor):
             return value
     if isinstance(output, tuple | list):
-        return next((each for each in output if isinstance(each, Tensor) and each.ndim == 3), output)
+        return next((item for item in output if isinstance(item, Tensor) and item.ndim == 3), output)
     return output
 
 
 def extract_loss(output: Any) -> Any:
-    """The loss in what a model gives back."""
+    """Extract the loss from a model's output."""
     value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(value, Tensor):
         return value
     if isinstance(output, tuple | list):
-        return next((each for each in output if isinstance(each, Tensor) and each.ndim == 0), output)
+        return next((item for item in output if isinstance(item, Tensor) and item.ndim == 0), output)
     return output
 
 
 def adapt_attention_kernel(checked: CheckedModel) -> None:
-    """A bare kernel as a model: each token is a q, a k and a v, and what comes out is called logits."""
+    """Wrap an attention kernel as a model: each token id has random q, k and v vectors; the output is the logits."""
     attention = checked.attention
     assert attention is not None
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(KERNEL_VOCAB_SIZE, KERNEL_HEADS * KERNEL_HEAD_DIM, generator=draw).to(checked.device)
+        torch.randn(KERNEL_VOCAB_SIZE, KERNEL_HEADS * KERNEL_HEAD_DIM, generator=generator).to(checked.device)
         for _ in range(3)
     )
     checked.vocab_size, checked.has_positions = KERNEL_VOCAB_SIZE, False
 
     def logits(tokens: Tensor) -> Tensor:
-        rows, length = tokens.shape
+        batch_size, seq_len = tokens.shape
         heads = (
             x.to(checked.dtype or torch.float32)[tokens]
-            .view(rows, length, KERNEL_HEADS, KERNEL_HEAD_DIM)
+            .view(batch_size, seq_len, KERNEL_HEADS, KERNEL_HEAD_DIM)
             .transpose(1, 2)
             for x in (q, k, v)
         )

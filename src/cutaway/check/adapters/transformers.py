@@ -1,4 +1,7 @@
-"""What a model of transformers offers. Its own package is not imported here: the model brings it."""
+"""Adapter for transformers models: logits, cache, generation, loss, kernels, saving and loading, config variants.
+
+It does not import transformers: the checked model has imported it.
+"""
 
 import inspect
 import sys
@@ -36,19 +39,19 @@ ATTN_IMPLEMENTATIONS = ("eager", "sdpa")
 
 
 MAX_REBUILT_PARAMS = 10**8
-"""Weights of a model that is made anew."""
+"""Largest model, in parameters, that is rebuilt with another attention implementation."""
 
 
 def _add_attention_functions(checked: CheckedModel, model: Any) -> None:
-    """Add what its configuration says, where the family is known, and the kernels that it takes."""
+    """Set position and window properties (if the family is supported) and the logits per attention implementation."""
     config = get_module_config(model)
     if config is not None:
         stack = config.stacks.get("decoder") or config.stacks["encoder"]
         layers = self_attention_configs(config)
-        inside = {layer.position.kind for layer in layers} - {"none"}
-        added = stack.embedding.position.kind != "none"
-        checked.has_positions = added or bool(inside)
-        checked.relative_positions = bool(inside) and not added
+        attention_kinds = {layer.position.kind for layer in layers} - {"none"}
+        has_absolute = stack.embedding.position.kind != "none"
+        checked.has_positions = has_absolute or bool(attention_kinds)
+        checked.relative_positions = bool(attention_kinds) and not has_absolute
         windows = {layer.window for layer in layers}
         checked.windows = tuple(sorted(window for window in windows if window is not None))
         checked.window = windows.pop() if len(windows) == 1 else None
@@ -57,27 +60,27 @@ def _add_attention_functions(checked: CheckedModel, model: Any) -> None:
 
 
 def _build_kernel_logits(model: Any, logits: LogitsFunction) -> dict[str, LogitsFunction]:
-    """The logits by each kernel that the model takes; there is nothing to compare where it takes one only."""
+    """Logits function per supported attention implementation; empty if there is only one."""
 
     @contextmanager
-    def switched(name: str) -> Iterator[None]:
-        before = model.config._attn_implementation
+    def use_implementation(name: str) -> Iterator[None]:
+        original = model.config._attn_implementation
         try:
             model.set_attn_implementation(name)
             yield
         finally:
-            model.set_attn_implementation(before)
+            model.set_attn_implementation(original)
 
-    def able(name: str) -> bool:
+    def is_supported(name: str) -> bool:
         try:
-            with switched(name):
+            with use_implementation(name):
                 return bool(model.config._attn_implementation == name)
-        except Exception:  # however it refuses, that is no kernel of its
+        except Exception:  # any exception means that it is not supported
             return False
 
-    def by(name: str) -> Callable[[Tensor], Tensor]:
+    def logits_with(name: str) -> Callable[[Tensor], Tensor]:
         def run(tokens: Tensor) -> Tensor:
-            with switched(name):
+            with use_implementation(name):
                 return logits(tokens)
 
         return run
@@ -86,28 +89,30 @@ def _build_kernel_logits(model: Any, logits: LogitsFunction) -> dict[str, Logits
         return {}
     if not model._can_set_attn_implementation():
         return _rebuild_with_kernels(model)
-    found: dict[str, LogitsFunction] = {name: by(name) for name in ATTN_IMPLEMENTATIONS if able(name)}
-    return found if len(found) > 1 else {}
+    by_kernel: dict[str, LogitsFunction] = {
+        name: logits_with(name) for name in ATTN_IMPLEMENTATIONS if is_supported(name)
+    }
+    return by_kernel if len(by_kernel) > 1 else {}
 
 
 def _rebuild_with_kernels(model: Any) -> dict[str, LogitsFunction]:
-    """The same for a small model that chooses its kernel when it is made: it is made anew around the same weights."""
-    small = sum(each.numel() for each in model.parameters()) <= MAX_REBUILT_PARAMS
-    if not small or not getattr(model, "_supports_sdpa", False) or model.config.is_encoder_decoder:
+    """The same for models that fix the attention implementation when built: rebuild with the same weights."""
+    is_small = sum(param.numel() for param in model.parameters()) <= MAX_REBUILT_PARAMS
+    if not is_small or not getattr(model, "_supports_sdpa", False) or model.config.is_encoder_decoder:
         return {}
 
-    def by(name: str) -> LogitsFunction:
+    def logits_with(name: str) -> LogitsFunction:
         def run(tokens: Tensor) -> Tensor:
             with import_module("transformers.initialization").no_init_weights(), model.device:
-                other = type(model)._from_config(deepcopy(model.config), attn_implementation=name)
-            other.load_state_dict(model.state_dict(), assign=True)
-            for path, part in other.named_modules():
-                part._buffers = model.get_submodule(path)._buffers
-            return extract_logits(other.eval()(input_ids=tokens, use_cache=False))
+                rebuilt = type(model)._from_config(deepcopy(model.config), attn_implementation=name)
+            rebuilt.load_state_dict(model.state_dict(), assign=True)
+            for path, submodule in rebuilt.named_modules():
+                submodule._buffers = model.get_submodule(path)._buffers
+            return extract_logits(rebuilt.eval()(input_ids=tokens, use_cache=False))
 
         return run
 
-    return {name: by(name) for name in ATTN_IMPLEMENTATIONS}
+    return {name: logits_with(name) for name in ATTN_IMPLEMENTATIONS}
 
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
@@ -116,17 +121,17 @@ MicroBatches = Sequence[tuple[Tensor, Tensor]]
 def _add_training_functions(
     checked: CheckedModel, model: Any, forward_args: list[str], forward_kwargs: dict[str, Any]
 ) -> None:
-    """Add to a target what concerns learning; an encoder-decoder adds its own loss."""
+    """Set the loss and activation checkpointing; an encoder-decoder sets its loss in `_adapt_encoder_decoder`."""
     if getattr(model, "supports_gradient_checkpointing", False) and not getattr(
         model, "is_gradient_checkpointing", False
     ):
-        checked.set_activation_checkpointing = lambda on: _set_gradient_checkpointing(model, on)
+        checked.set_activation_checkpointing = lambda enabled: _set_gradient_checkpointing(model, enabled)
     if "labels" not in forward_args or checked.kind == "encoder-decoder":
         return
     if checked.kind == "decoder" or type(model).__name__.endswith("ForMaskedLM"):
         checked.loss = lambda tokens, labels: model(input_ids=tokens, labels=labels, **forward_kwargs).loss
     if checked.kind == "decoder" and _accepts_num_items_in_batch(model):
-        checked.accumulated_loss = lambda pieces: _accumulated_loss(model, pieces, forward_kwargs)
+        checked.accumulated_loss = lambda micro_batches: _accumulated_loss(model, micro_batches, forward_kwargs)
 
 
 def _set_gradient_checkpointing(model: Any, enabled: bool) -> None:
@@ -137,14 +142,14 @@ def _set_gradient_checkpointing(model: Any, enabled: bool) -> None:
 
 
 def _accepts_num_items_in_batch(model: Any) -> bool:
-    """Whether its Trainer would tell it how many labels all pieces have."""
-    said = getattr(model, "accepts_loss_kwargs", None)
-    kinds = [each.kind for each in inspect.signature(model.forward).parameters.values()]
-    return inspect.Parameter.VAR_KEYWORD in kinds if said is None else bool(said)
+    """Whether transformers' Trainer passes `num_items_in_batch`, the number of labels in all micro-batches."""
+    declared = getattr(model, "accepts_loss_kwargs", None)
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    return inspect.Parameter.VAR_KEYWORD in kinds if declared is None else bool(declared)
 
 
 def _accumulated_loss(model: Any, micro_batches: MicroBatches, forward_kwargs: dict[str, Any]) -> Tensor:
-    """As its Trainer has it: each piece is divided by the labels of all."""
+    """Loss with gradient accumulation, as in transformers' Trainer: sums divided by the labels of all micro-batches."""
     count = sum((labels[:, 1:] != -100).sum() for _, labels in micro_batches)
     losses = [
         model(input_ids=tokens, labels=labels, num_items_in_batch=count, **forward_kwargs).loss
@@ -154,7 +159,7 @@ def _accumulated_loss(model: Any, micro_batches: MicroBatches, forward_kwargs: d
 
 
 def _add_state_functions(checked: CheckedModel, model: Any, seed: int) -> None:
-    """Add to a target what concerns its state."""
+    """Set the functions that save, load and rebuild the model."""
     checked.reload = lambda: _save_and_reload(model, checked, seed)
     if getattr(model.config, "model_type", None) in families():
         checked.config_variants = lambda: _build_config_variants(model, seed)
@@ -162,234 +167,253 @@ def _add_state_functions(checked: CheckedModel, model: Any, seed: int) -> None:
 
 @contextmanager
 def _silence_transformers() -> Iterator[None]:
-    """Without its bars and notices, which are for other occasions."""
+    """Suppress transformers' progress bars and log messages."""
     logging = import_module("transformers.utils.logging")
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity, progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         with redirect_stderr(StringIO()):
             yield
     finally:
-        logging.set_verbosity(level)
-        if bars:
+        logging.set_verbosity(verbosity)
+        if progress_bar:
             logging.enable_progress_bar()
 
 
 def _save_and_reload(model: Any, checked: CheckedModel, seed: int) -> ReloadedModel:
-    """Saved by its own method and loaded by it, and by cutaway where its family is known."""
-    kept = dict(model.config.__dict__)  # saving writes the dtype and the class into it
+    """Save with save_pretrained, load with from_pretrained, and with cutaway if it supports the family."""
+    original = dict(model.config.__dict__)  # save_pretrained writes the dtype and the class into it
     with tempfile.TemporaryDirectory(prefix="cutaway-check-") as directory, _silence_transformers():
         try:
             model.save_pretrained(directory)
         finally:
             model.config.__dict__.clear()
-            model.config.__dict__.update(kept)
-        how = {"dtype": model.dtype, "attn_implementation": model.config._attn_implementation}
+            model.config.__dict__.update(original)
+        kwargs = {}
         if getattr(model.config, "_experts_implementation", None) is not None:
-            how["experts_implementation"] = model.config._experts_implementation
-        back, said = type(model).from_pretrained(directory, output_loading_info=True, **how)
-        back.to(model.device)
-        missing = [*map(str, said["missing_keys"]), *(str(key) for key in said.get("mismatched_keys", ()))]
-        again = ReloadedModel(back, sorted(missing), sorted(map(str, said["unexpected_keys"])))
-        _add_cutaway_reference(again, model, checked, Path(directory), seed)
-        for each in back.parameters():  # the files they are mapped from go
-            each.data = each.data.clone()
-    return again
-
-
-# ------------------------------------------------------------------------------------------- the second implementation
+            kwargs["experts_implementation"] = model.config._experts_implementation
+        module, info = type(model).from_pretrained(
+            directory,
+            output_loading_info=True,
+            dtype=model.dtype,
+            attn_implementation=model.config._attn_implementation,
+            **kwargs,
+        )
+        module.to(model.device)
+        missing = [*map(str, info["missing_keys"]), *(str(key) for key in info.get("mismatched_keys", ()))]
+        reloaded = ReloadedModel(module, sorted(missing), sorted(map(str, info["unexpected_keys"])))
+        _add_cutaway_reference(reloaded, model, checked, Path(directory), seed)
+        for param in module.parameters():  # memory-mapped from files that are deleted below
+            param.data = param.data.clone()
+    return reloaded
 
 
 def _add_cutaway_reference(
     reloaded: ReloadedModel, model: Any, checked: CheckedModel, directory: Path, seed: int
 ) -> None:
-    """Our own reading of what was saved, or why there is none."""
-    kind = type(model)
+    """Set the logits of cutaway's implementation of the saved model, or the reason why there is none."""
+    model_class = type(model)
     family = families().get(getattr(model.config, "model_type", ""))
-    known = family is not None and kind.__name__ in (family.architecture, family.base_architecture)
-    bias = getattr(getattr(model.config, "attn_config", None), "alibi_bias_max", 8)
-    if bias != 8:
+    is_supported = family is not None and model_class.__name__ in (family.architecture, family.base_architecture)
+    alibi_bias_max = getattr(getattr(model.config, "attn_config", None), "alibi_bias_max", 8)
+    if alibi_bias_max != 8:
         reloaded.no_reference_reason = (
-            f"needs reference_logits (transformers computes every MPT as if alibi_bias_max were 8, and it is {bias})"
+            "needs reference_logits (transformers computes MPT with alibi_bias_max=8, whatever the configuration says; "
+            f"here it is {alibi_bias_max})"
         )
         return
-    if not known or not kind.__module__.startswith("transformers."):
+    if not is_supported or not model_class.__module__.startswith("transformers."):
         reloaded.no_reference_reason = (
-            f"needs reference_logits (cutaway has no reading of a {kind.__name__} of its own)"
+            f"needs reference_logits (cutaway has no implementation of {model_class.__name__})"
         )
         return
     try:
-        ours = load(directory, device=model.device, dtype=torch.float32).model
+        reference = load(directory, device=model.device, dtype=torch.float32).model
     except CutawayError as error:
-        reloaded.no_reference_reason = f"needs reference_logits (cutaway does not read this one: {error})"
+        reloaded.no_reference_reason = f"needs reference_logits (cutaway cannot load this model: {error})"
         return
-    for each in ours.parameters():
-        each.data = each.data.clone()
-    if isinstance(ours, EncoderDecoder):
+    for param in reference.parameters():  # memory-mapped from files that the caller deletes
+        param.data = param.data.clone()
+    if isinstance(reference, EncoderDecoder):
         source = _random_source_tokens(model, model.config, seed)
-        reloaded.reference_logits = lambda tokens: ours(source.expand(len(tokens), -1), tokens)
-    elif isinstance(ours, EncoderOnly):
-        call = ours if ours.head is not None else ours.encode
-        reloaded.reference_logits = lambda tokens: call(tokens)
+        reloaded.reference_logits = lambda tokens: reference(source.expand(len(tokens), -1), tokens)
+    elif isinstance(reference, EncoderOnly):
+        forward = reference if reference.head is not None else reference.encode
+        reloaded.reference_logits = lambda tokens: forward(tokens)
     else:
-        reloaded.reference_logits = lambda tokens: ours(tokens)
+        reloaded.reference_logits = lambda tokens: reference(tokens)
     if checked.kind != "encoder-decoder":
         reloaded.find_divergent_layer = lambda module, tokens, noise: _find_divergent_layer(
-            module, reloaded.reference_logits, ours, tokens, noise
+            module, reloaded.reference_logits, reference, tokens, noise
         )
 
 
 def _find_divergent_layer(
     transformers_model: Any, reference_logits: Any, cutaway_model: Transformer, tokens: Tensor, noise_ratio: float
 ) -> str | None:
-    """The first layer whose stream is another one."""
+    """The first layer after which the residual streams of the two implementations differ."""
     (stack,) = cutaway_model.stacks.values()
-    names = {id(block): f"layer {n}" for n, block in enumerate(stack.blocks[:-1])}
+    names = {id(block): f"layer {index}" for index, block in enumerate(stack.blocks[:-1])}
     names = {id(stack.embed): "the embedding"} | names | {id(stack.final_norm): "the last layer"}
-    seen: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
     hooks = [
-        part.register_forward_hook(lambda part, _given, out: seen.setdefault(names[id(part)], out.detach()))
-        for part in (stack.embed, *stack.blocks[:-1], stack.final_norm)
+        module.register_forward_hook(lambda module, _inputs, out: outputs.setdefault(names[id(module)], out.detach()))
+        for module in (stack.embed, *stack.blocks[:-1], stack.final_norm)
     ]
     try:
         reference_logits(tokens)
     finally:
         for hook in hooks:
             hook.remove()
-    states = transformers_model(input_ids=tokens, output_hidden_states=True).hidden_states
-    for (name, mine), other in zip(seen.items(), states or (), strict=False):
-        far = 100 * (torch.finfo(other.dtype).eps + noise_ratio) * float(other.abs().max())
-        if mine.shape == other.shape and float((mine - other).abs().max()) > far:
+    hidden_states = transformers_model(input_ids=tokens, output_hidden_states=True).hidden_states
+    for (name, resid), hidden in zip(outputs.items(), hidden_states or (), strict=False):
+        tolerance = 100 * (torch.finfo(hidden.dtype).eps + noise_ratio) * float(hidden.abs().max())
+        if resid.shape == hidden.shape and float((resid - hidden).abs().max()) > tolerance:
             return name
     return None
 
 
-# ------------------------------------------------------------------------------------------------- other settings
-
-
 def _build_config_variants(model: Any, seed: int) -> Mapping[str, Callable[[], LogitsFunction]]:
-    """For each setting that the family's table counts as used, and that must be seen: the model with another value."""
-    small = sum(each.numel() for each in model.parameters()) <= MAX_PERTURBED_PARAMS
-    state = (
-        random_state_dict(model, seed) if small else {name: each.detach() for name, each in model.state_dict().items()}
-    )
+    """For each config field that the family table uses and that affects the logits: the model with another value."""
+    is_small = sum(param.numel() for param in model.parameters()) <= MAX_PERTURBED_PARAMS
+    if is_small:
+        state_dict = random_state_dict(model, seed)
+    else:
+        state_dict = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     fields = families()[model.config.model_type].fields
     used = {key for field in fields if not isinstance(field, SupportedValues) for key in field.keys}
-    made: dict[str, Callable[[], LogitsFunction]] = {"": partial(_logits_with_config, model, {}, state, seed)}
+    variants: dict[str, Callable[[], LogitsFunction]] = {"": partial(_logits_with_config, model, {}, state_dict, seed)}
     for key in sorted(used):
         for path, config, value in find_config_values(model.config, key):
-            other = changed_transformers_value(config, path.rpartition(".")[2], value)
-            if other is not None:
-                made[path] = partial(_logits_with_config, model, {path: other}, state, seed)
-    return made
+            changed = changed_transformers_value(config, path.rpartition(".")[2], value)
+            if changed is not None:
+                variants[path] = partial(_logits_with_config, model, {path: changed}, state_dict, seed)
+    return variants
 
 
 def _logits_with_config(
     model: Any, changes: dict[str, Any], state_dict: Mapping[str, Tensor], seed: int
 ) -> LogitsFunction:
-    """The logits of a model with these settings and weights."""
+    """Logits function of a model with these config changes and weights."""
     config = deepcopy(model.config)
     for path, value in changes.items():
-        holder, _, key = path.rpartition(".")
-        setattr(getattr(config, holder) if holder else config, key, value)
+        parent, _, key = path.rpartition(".")
+        setattr(getattr(config, parent) if parent else config, key, value)
     with _silence_transformers(), import_module("transformers.initialization").no_init_weights(), model.device:
-        other = type(model)(config)
-    validate_same_shapes(other, state_dict)
-    other.load_state_dict(state_dict, assign=True)
-    logits = adapt_transformers_model(other.eval(), seed).logits
+        variant = type(model)(config)
+    validate_same_shapes(variant, state_dict)
+    variant.load_state_dict(state_dict, assign=True)
+    logits = adapt_transformers_model(variant.eval(), seed).logits
     assert logits is not None
     return logits
 
 
 NUM_UNUSED_SLOTS = 5
-"""Slots of a fixed cache that stay unused."""
+"""Number of slots of a static cache that stay unused."""
 
 
 InputBuilder = Callable[[Tensor, Tensor | None], dict[str, Any]]
-"""A text and its mask, as `generate` is to be told of them."""
+"""tokens, mask → keyword arguments of `generate`."""
 
 
 def _add_generation_functions(checked: CheckedModel, model: Any, build_inputs: InputBuilder) -> None:
-    """All that `generate` offers. `build_inputs` tells it of the text that it goes on from."""
+    """Set the functions that call the model's `generate`; `build_inputs` builds its arguments from tokens and mask."""
 
-    def write(tokens: Tensor, n: int, mask: Tensor | None = None, **how: Any) -> Tensor:
-        return _run_generate(model, n, build_inputs(tokens, mask), **how)[:, -n:]
+    def generate(tokens: Tensor, n: int, mask: Tensor | None = None, **generate_kwargs: Any) -> Tensor:
+        return _run_generate(model, n, build_inputs(tokens, mask), **generate_kwargs)[:, -n:]
 
-    def row_by_row(tokens: Tensor, n: int, **how: Any) -> Tensor:
-        """One text at a time: those that begin otherwise have other starts, and guesses are made for one only."""
-        return torch.cat([write(tokens[row : row + 1], n, **how) for row in range(len(tokens))])
+    def generate_row_by_row(tokens: Tensor, n: int, **generate_kwargs: Any) -> Tensor:
+        """Rows can have different decoder_start_token_ids, and prompt lookup supports a batch of one only."""
+        return torch.cat([generate(tokens[row : row + 1], n, **generate_kwargs) for row in range(len(tokens))])
 
-    def beams(tokens: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
-        how = {"num_beams": k, "num_return_sequences": k, "length_penalty": 0.0}
-        told = {"return_dict_in_generate": True, "output_scores": True}
-        out = _run_generate(model, n, build_inputs(tokens, None), **how, **told)
+    def search_beams(tokens: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
+        out = _run_generate(
+            model,
+            n,
+            build_inputs(tokens, None),
+            num_beams=k,
+            num_return_sequences=k,
+            length_penalty=0.0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
         return out.sequences[:, -n:], out.sequences_scores
 
     def speculate(tokens: Tensor, n: int) -> Tensor:
         try:
-            return row_by_row(tokens, n, prompt_lookup_num_tokens=3)
+            return generate_row_by_row(tokens, n, prompt_lookup_num_tokens=3)
         except (ValueError, NotImplementedError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "crop" not in str(error):  # how its rolling caches say no
+            if isinstance(error, RuntimeError) and "crop" not in str(
+                error
+            ):  # raised by rolling caches, which cannot be cropped
                 raise
-            raise SkipCheckError(f"it refuses to speculate: {str(error)[:100]}") from error
+            raise SkipCheckError(f"it does not support speculative decoding: {str(error)[:100]}") from error
 
-    both = checked.kind == "encoder-decoder"
-    checked.generate = row_by_row if both else write
-    if not both:
-        checked.generate_padded = lambda tokens, mask, n: write(tokens, n, mask)
-    checked.beam_search, checked.generate_speculative = beams, speculate
+    has_encoder = checked.kind == "encoder-decoder"
+    checked.generate = generate_row_by_row if has_encoder else generate
+    if not has_encoder:
+        checked.generate_padded = lambda tokens, mask, n: generate(tokens, n, mask)
+    checked.beam_search, checked.generate_speculative = search_beams, speculate
     checked.sample = _build_sampler(model, build_inputs)
 
 
 @contextmanager
 def _use_plain_generation_config(model: Any) -> Iterator[Any]:
-    """Without the settings that came with the checkpoint: ends, forced and forbidden tokens, penalties."""
-    before = model.generation_config
+    """Ignore the checkpoint's generation config: eos token, forced and suppressed tokens, penalties."""
+    original = model.generation_config
     try:
-        model.generation_config = type(before)(pad_token_id=0)
+        model.generation_config = type(original)(pad_token_id=0)
         yield model.generation_config
     finally:
-        model.generation_config = before
+        model.generation_config = original
 
 
 def _run_generate(model: Any, max_new_tokens: int, inputs: dict[str, Any], **generate_kwargs: Any) -> Any:
-    """What its own `generate` gives for n tokens more."""
+    """Call the model's `generate`; default greedy decoding."""
     generate_kwargs = {"do_sample": False, "num_beams": 1, "max_new_tokens": max_new_tokens} | generate_kwargs
     with _use_plain_generation_config(model):
         return model.generate(**inputs, **generate_kwargs)
 
 
 def _build_sampler(model: Any, build_inputs: InputBuilder) -> Callable[..., Tensor]:
-    """Draws by its own `generate`, which is given known logits in place of the model's."""
+    """Sample with the model's `generate`; a logits processor replaces its logits by the given ones."""
 
     def sample(logits: Tensor, n: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-        start = torch.full((n, 1), 1, device=logits.device)
-        known = [lambda _, scores: logits.to(scores.dtype).expand(len(scores), -1)]
-        how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "logits_processor": known}
-        return _run_generate(model, 1, build_inputs(start, None), do_sample=True, **how)[:, -1]
+        prompts = torch.full((n, 1), 1, device=logits.device)
+        sequences = _run_generate(
+            model,
+            1,
+            build_inputs(prompts, None),
+            do_sample=True,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            logits_processor=[lambda _, scores: logits.to(scores.dtype).expand(len(scores), -1)],
+        )
+        return sequences[:, -1]
 
     return sample
 
 
 def _build_static_cache_logits(model: Any, forward: Callable[[Tensor, Any], Any]) -> Callable[[Tensor, float], Tensor]:
-    """A pass in a cache of fixed size, in whose slots something was before."""
+    """Build a cached forward pass in a StaticCache whose slots hold a value."""
 
-    def poisoned(tokens: Tensor, value: float) -> Tensor:
-        kind = getattr(sys.modules.get("transformers.cache_utils"), "StaticCache", None)
-        if kind is None:
+    def logits_with_filled_cache(tokens: Tensor, value: float) -> Tensor:
+        cache_class = getattr(sys.modules.get("transformers.cache_utils"), "StaticCache", None)
+        if cache_class is None:
             raise SkipCheckError("this version of transformers has no StaticCache")
         if not getattr(model, "_can_compile_fullgraph", False):
-            raise SkipCheckError("it says that it takes no cache of fixed size")
-        cache = kind(config=model.config, max_cache_len=tokens.shape[1] + NUM_UNUSED_SLOTS)
-        forward(tokens[:, :1], cache)  # makes its buffers
+            raise SkipCheckError("it does not support StaticCache (_can_compile_fullgraph is False)")
+        cache = cache_class(config=model.config, max_cache_len=tokens.shape[1] + NUM_UNUSED_SLOTS)
+        forward(tokens[:, :1], cache)  # allocates the buffers
         cache.reset()
         for layer in cache.layers:
             layer.keys.fill_(value)
             layer.values.fill_(value)
-        return torch.cat([forward(piece, cache) for piece in (tokens[:, :7], tokens[:, 7:])], 1)
+        return torch.cat([forward(chunk, cache) for chunk in (tokens[:, :7], tokens[:, 7:])], 1)
 
-    return poisoned
+    return logits_with_filled_cache
 
 
 SPECIAL_TOKEN_FIELDS = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "cls_token_id", "sep_token_id")
@@ -403,88 +427,88 @@ PAD_POSITION_METHODS = (
     "create_position_ids_from_inputs_embeds",
     "make_positions",
 )
-"""Methods of embeddings whose positions are counted by the padding token."""
+"""Methods of embeddings that derive positions from the pad token id."""
 
 
 MASK_POSITION_EMBEDDING = "embed_positions"
-"""A table that numbers tokens by the mask itself, where it takes one (OPT)."""
+"""Name of a position embedding that derives positions from attention_mask, if its forward takes one (OPT)."""
 
 
 LENGTH_DEPENDENT_ROPE_TYPES = ("dynamic", "longrope")
-"""Scalings of RoPE that turn all tokens by other angles beyond the original length."""
+"""RoPE scalings that change the angles of all tokens beyond the original length."""
 
 
 def is_transformers_model(module: nn.Module) -> bool:
-    """Whether a module is a model of transformers."""
-    return any(each.__module__.startswith("transformers.") for each in type(module).__mro__) and hasattr(
+    """Whether a module is a transformers model."""
+    return any(base.__module__.startswith("transformers.") for base in type(module).__mro__) and hasattr(
         module, "config"
     )
 
 
 def adapt_transformers_model(model: Any, seed: int) -> CheckedModel:
-    """A target by the arguments that its forward takes."""
+    """Adapt a transformers model by the arguments of its forward."""
     config = model.config.get_text_config(decoder=True) if not model.config.is_encoder_decoder else model.config
-    takes = argument_names(model.forward)
-    found = CheckedModel(name=type(model).__name__, module=model)
-    found.kind = _infer_kind(model, config)
-    found.device, found.dtype = model.device, model.dtype
-    _set_config_properties(found, model, config)
-    _add_state_functions(found, model, seed)
-    found.positions_from_pad_token = any(
-        hasattr(part, name) for part in model.modules() for name in PAD_POSITION_METHODS
+    forward_args = argument_names(model.forward)
+    checked = CheckedModel(name=type(model).__name__, module=model)
+    checked.kind = _infer_kind(model, config)
+    checked.device, checked.dtype = model.device, model.dtype
+    _set_config_properties(checked, model, config)
+    _add_state_functions(checked, model, seed)
+    checked.positions_from_pad_token = any(
+        hasattr(module, name) for module in model.modules() for name in PAD_POSITION_METHODS
     )
-    found.source_vocab_size = getattr(config, "src_vocab_size", None) or config.vocab_size
-    if found.kind != "encoder-decoder" and ("position_ids" in takes or found.positions_from_pad_token):
-        found.positions_skip_padding = True
-    plain: dict[str, Any] = {"use_cache": False} if "use_cache" in takes else {}
-    _add_training_functions(found, model, takes, plain)
-    if found.kind == "encoder-decoder":
-        _adapt_encoder_decoder(found, model, config, seed)
-        _add_attention_functions(found, model)
-        return found
-    found.logits = lambda tokens: extract_logits(model(input_ids=tokens, **plain))
-    _add_attention_functions(found, model)
-    if "attention_mask" in takes:
-        found.logits_with_mask = lambda tokens, mask: extract_logits(
-            model(input_ids=tokens, **_build_mask_inputs(found, model, takes, mask), **plain)
+    checked.source_vocab_size = getattr(config, "src_vocab_size", None) or config.vocab_size
+    if checked.kind != "encoder-decoder" and ("position_ids" in forward_args or checked.positions_from_pad_token):
+        checked.positions_skip_padding = True
+    forward_kwargs: dict[str, Any] = {"use_cache": False} if "use_cache" in forward_args else {}
+    _add_training_functions(checked, model, forward_args, forward_kwargs)
+    if checked.kind == "encoder-decoder":
+        _adapt_encoder_decoder(checked, model, config, seed)
+        _add_attention_functions(checked, model)
+        return checked
+    checked.logits = lambda tokens: extract_logits(model(input_ids=tokens, **forward_kwargs))
+    _add_attention_functions(checked, model)
+    if "attention_mask" in forward_args:
+        checked.logits_with_mask = lambda tokens, mask: extract_logits(
+            model(input_ids=tokens, **_build_mask_inputs(checked, model, forward_args, mask), **forward_kwargs)
         )
-    if "position_ids" in takes and "attention_mask" in takes:
-        found.logits_with_mask_only = lambda tokens, mask: extract_logits(
-            model(input_ids=tokens, attention_mask=mask.long(), **plain)
+    if "position_ids" in forward_args and "attention_mask" in forward_args:
+        checked.logits_with_mask_only = lambda tokens, mask: extract_logits(
+            model(input_ids=tokens, attention_mask=mask.long(), **forward_kwargs)
         )
-    if "position_ids" in takes and not getattr(config, "alibi", False):
-        found.logits_with_positions = lambda tokens, positions: extract_logits(
-            model(input_ids=tokens, position_ids=positions, **plain)
+    if "position_ids" in forward_args and not getattr(config, "alibi", False):
+        checked.logits_with_positions = lambda tokens, positions: extract_logits(
+            model(input_ids=tokens, position_ids=positions, **forward_kwargs)
         )
-    if found.kind == "decoder" and "past_key_values" in takes:
-        found.logits_with_cache = _build_cached_forward(
+    if checked.kind == "decoder" and "past_key_values" in forward_args:
+        checked.logits_with_cache = _build_cached_forward(
             lambda tokens, state: model(input_ids=tokens, past_key_values=state, use_cache=True)
         )
         if model.can_generate():
-            _add_generation_functions(found, model, _build_generate_inputs)
-        found.logits_with_filled_cache = _build_static_cache_logits(
+            _add_generation_functions(checked, model, _build_generate_inputs)
+        checked.logits_with_filled_cache = _build_static_cache_logits(
             model,
             lambda tokens, cache: extract_logits(model(input_ids=tokens, past_key_values=cache, use_cache=True)),
         )
-    if "labels" in takes and found.kind == "decoder":
-        found.logits_with_labels = lambda tokens, labels: extract_logits(
-            model(input_ids=tokens, labels=labels, **plain)
+    if "labels" in forward_args and checked.kind == "decoder":
+        checked.logits_with_labels = lambda tokens, labels: extract_logits(
+            model(input_ids=tokens, labels=labels, **forward_kwargs)
         )
-    return found
+    return checked
 
 
 def _infer_kind(model: Any, config: Any) -> Any:
-    """Decoder, encoder or both."""
+    """Decoder, encoder or encoder-decoder, by the configuration and the attention modules."""
     if config.is_encoder_decoder:
         return "encoder-decoder"
     if model.can_generate() or getattr(config, "is_decoder", False):
         return "decoder"
-    causal = [getattr(part, "is_causal", None) for part in model.modules() if hasattr(part, "is_causal")]
+    causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
     return "decoder" if causal and all(causal) else "encoder"
 
 
 def _set_config_properties(checked: CheckedModel, model: Any, config: Any) -> None:
-    """What the configuration says."""
+    """Set vocabulary, layers, special tokens, lengths and windows from the configuration."""
     checked.vocab_size = getattr(config, "decoder_vocab_size", None) or getattr(config, "vocab_size", None)
     checked.num_layers = getattr(config, "num_hidden_layers", None)
     checked.tied_embeddings = getattr(config, "tie_word_embeddings", None)
@@ -495,49 +519,50 @@ def _set_config_properties(checked: CheckedModel, model: Any, config: Any) -> No
     special = [_get_token_id(config, name) for name in SPECIAL_TOKEN_FIELDS]
     checked.special_token_ids = tuple(sorted({token for token in special if token is not None}))
     rope = getattr(config, "rope_parameters", None) or {}
-    ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))] if isinstance(rope, dict) else []
+    ropes = [rope, *(nested for nested in rope.values() if isinstance(nested, dict))] if isinstance(rope, dict) else []
     lengths = [getattr(config, name, None) for name in MAX_LENGTH_FIELDS]
     lengths += [
-        each.get("original_max_position_embeddings")
-        for each in ropes
-        if each.get("rope_type") in LENGTH_DEPENDENT_ROPE_TYPES
+        parameters.get("original_max_position_embeddings")
+        for parameters in ropes
+        if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE_TYPES
     ]
     known = [length for length in lengths if isinstance(length, int) and length > 0]
     checked.max_seq_len = min(known) if known else None
-    types = set(getattr(config, "layer_types", None) or [])
+    layer_types = set(getattr(config, "layer_types", None) or [])
     window = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in types if types else isinstance(window, int)
-    slides = slides and checked.kind == "decoder"  # what sees both sides counts its window in other ways
-    checked.windows = (window,) if slides and isinstance(window, int) else ()
-    checked.window = window if checked.windows and types <= {"sliding_attention"} else None
+    has_window = "sliding_attention" in layer_types if layer_types else isinstance(window, int)
+    has_window = has_window and checked.kind == "decoder"  # bidirectional windows are counted differently
+    checked.windows = (window,) if has_window and isinstance(window, int) else ()
+    checked.window = window if checked.windows and layer_types <= {"sliding_attention"} else None
 
 
 def _get_token_id(config: Any, name: str) -> int | None:
+    """A token id of the configuration; the first one of a list."""
     value = getattr(config, name, None)
     value = value[0] if isinstance(value, list) and value else value
     return value if isinstance(value, int) else None
 
 
 def _build_mask_inputs(checked: CheckedModel, model: Any, forward_args: list[str], mask: Tensor) -> dict[str, Any]:
-    """The mask, and the positions that follow from it where they are to be told (its own `generate` does the same)."""
-    told: dict[str, Any] = {"attention_mask": mask.long()}
+    """attention_mask, and position_ids derived from it if forward takes them (as transformers' `generate` does)."""
+    inputs: dict[str, Any] = {"attention_mask": mask.long()}
     if (
         "position_ids" in forward_args
         and not checked.positions_from_pad_token
         and not _numbers_positions_by_mask(model)
     ):
-        told["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
-    return told
+        inputs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    return inputs
 
 
 def _numbers_positions_by_mask(model: Any) -> bool:
-    """Whether the model numbers real tokens by the mask, so that nobody else has to."""
-    tables = [part for name, part in model.named_modules() if name.endswith(MASK_POSITION_EMBEDDING)]
-    return any("attention_mask" in argument_names(part.forward) for part in tables)
+    """Whether the model derives positions from attention_mask itself."""
+    embeddings = [module for name, module in model.named_modules() if name.endswith(MASK_POSITION_EMBEDDING)]
+    return any("attention_mask" in argument_names(module.forward) for module in embeddings)
 
 
 def _build_cached_forward(forward: Callable[[Tensor, Any], Any]) -> Callable[[Tensor, Any], tuple[Tensor, Any]]:
-    """Steps with the cache that it makes itself."""
+    """Decode with a cache built from the model's own past_key_values."""
 
     def step(tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
         out = forward(tokens, state)
@@ -547,63 +572,63 @@ def _build_cached_forward(forward: Callable[[Tensor, Any], Any]) -> Callable[[Te
 
 
 def _build_generate_inputs(tokens: Tensor, mask: Tensor | None) -> dict[str, Any]:
-    """A text for its `generate`."""
+    """Arguments of `generate` for a decoder: tokens and mask."""
     return {"inputs": tokens, "attention_mask": torch.ones_like(tokens) if mask is None else mask.long()}
 
 
 def _random_source_tokens(model: Any, config: Any, seed: int) -> Tensor:
-    """A source text without special tokens."""
+    """A random source sequence (1, 9) without special tokens."""
     low = min(5, config.vocab_size - 1)
-    draw = torch.randint(low, config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(seed + 1))
-    return draw.to(model.device)
+    tokens = torch.randint(low, config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(seed + 1))
+    return tokens.to(model.device)
 
 
 def _seq2seq_loss(model: Any, source: Tensor, labels: Tensor) -> Tensor:
-    """The loss of one text, as training has it: what the decoder reads is made of the labels by the model itself."""
-    kept = dict(model.config.__dict__)
+    """Training loss of one sequence, for which the model derives decoder_input_ids from the labels."""
+    original = dict(model.config.__dict__)
     try:
         model.config.decoder_start_token_id = int(labels[0])
         return model(input_ids=source, labels=labels[None, 1:], use_cache=False).loss
     finally:
         model.config.__dict__.clear()
-        model.config.__dict__.update(kept)
+        model.config.__dict__.update(original)
 
 
 def _adapt_encoder_decoder(checked: CheckedModel, model: Any, config: Any, seed: int) -> None:
-    """An encoder-decoder: a fixed source for questions about the target's tokens."""
+    """Set the functions of an encoder-decoder; checks of the decoder use a fixed random source."""
     source = _random_source_tokens(model, config, seed)
 
-    def rows(tokens: Tensor) -> Tensor:
+    def expand_source(tokens: Tensor) -> Tensor:
         return source.expand(len(tokens), -1)
 
-    def run(tokens: Tensor, **how: Any) -> Any:
-        return model(input_ids=rows(tokens), decoder_input_ids=tokens, **{"use_cache": False} | how)
+    def forward(tokens: Tensor, **kwargs: Any) -> Any:
+        return model(input_ids=expand_source(tokens), decoder_input_ids=tokens, use_cache=False, **kwargs)
 
-    def crossed(source: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
-        told = {} if mask is None else {"attention_mask": mask.long()}
-        return extract_logits(model(input_ids=source, decoder_input_ids=tokens, use_cache=False, **told))
+    def logits_with_source(source: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
+        kwargs = {} if mask is None else {"attention_mask": mask.long()}
+        return extract_logits(model(input_ids=source, decoder_input_ids=tokens, use_cache=False, **kwargs))
 
     def step(tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
         memory, past = (None, None) if state is None else state
-        memory = model.get_encoder()(input_ids=rows(tokens)) if memory is None else memory
+        memory = model.get_encoder()(input_ids=expand_source(tokens)) if memory is None else memory
         out = model(encoder_outputs=memory, decoder_input_ids=tokens, past_key_values=past, use_cache=True)
         return out.logits, (memory, out.past_key_values)
 
-    checked.logits = lambda tokens: extract_logits(run(tokens))
-    checked.logits_with_mask = lambda tokens, mask: extract_logits(run(tokens, decoder_attention_mask=mask.long()))
-    checked.logits_with_source, checked.logits_with_cache = crossed, step
+    checked.logits = lambda tokens: extract_logits(forward(tokens))
+    checked.logits_with_mask = lambda tokens, mask: extract_logits(forward(tokens, decoder_attention_mask=mask.long()))
+    checked.logits_with_source, checked.logits_with_cache = logits_with_source, step
     if "labels" in argument_names(model.forward):
         checked.loss = lambda tokens, labels: (
             torch.stack([_seq2seq_loss(model, source, row) for row in tokens]).mean()
             if config.pad_token_id is not None and torch.equal(tokens, labels)
-            else run(tokens[:, :-1], labels=labels[:, 1:].contiguous()).loss
+            else forward(tokens[:, :-1], labels=labels[:, 1:].contiguous()).loss
         )
     if model.can_generate():
         _add_generation_functions(
             checked,
             model,
             lambda tokens, _: {
-                "inputs": rows(tokens),
+                "inputs": expand_source(tokens),
                 "decoder_input_ids": tokens,
                 "decoder_start_token_id": int(tokens[0, 0]),
             },

@@ -1,5 +1,4 @@
-"""What a user gives as a keyword is taken as it is meant, and what it cannot be is said by its name: a wrong adapter is
-no bug of the model."""
+"""Validation of overrides: wrap user functions and report wrong outputs as `UserFunctionError`, not as model bugs."""
 
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -23,7 +22,7 @@ LOGITS_FUNCTIONS = {
     "logits_with_rolling_cache": 0,
     "logits_with_source": 2,
 }
-"""Functions that give logits, and which of their arguments is the tokens."""
+"""Functions that return logits → index of their tokens argument."""
 
 
 GENERATE_FUNCTIONS = ("generate", "generate_padded", "generate_speculative")
@@ -41,23 +40,25 @@ INTEGER_FIELDS = (
 
 
 class UserFunctionError(Exception):
-    """A function that was given as a keyword does not do what that keyword is for."""
+    """A function passed to `ct.check` has a wrong signature or output."""
 
 
 def validate_override(name: str, value: Any) -> Any:
-    """One keyword's value, which says by itself where it is not what it should be."""
+    """Validate an override; functions are wrapped so that their outputs are validated too."""
     if name == "kind" and value not in get_args(ModelKind):
-        raise InputError(f"kind is {value!r}; it is one of {', '.join(get_args(ModelKind))}")
+        raise InputError(f"kind is {value!r}; pass one of {', '.join(get_args(ModelKind))}")
     if value is None:
         return None
     if name in INTEGER_FIELDS and (not isinstance(value, int) or isinstance(value, bool)):
-        raise InputError(f"{name} is {value!r}; it is a whole number")
+        raise InputError(f"{name} is {value!r}; pass an integer")
     if name == "logits_by_kernel":
         if not isinstance(value, Mapping):
-            raise InputError(f"{name} is a {type(value).__name__}; give a dict of names and functions tokens → logits")
-        return {kernel: _wrap_logits_function(f"{name}[{kernel!r}]", each, 0) for kernel, each in value.items()}
+            raise InputError(
+                f"{name} is a {type(value).__name__}; pass a dict of kernel names and functions tokens → logits"
+            )
+        return {kernel: _wrap_logits_function(f"{name}[{kernel!r}]", function, 0) for kernel, function in value.items()}
     if name in FUNCTION_FIELDS and name != "module" and not callable(value):
-        raise InputError(f"{name} is a {type(value).__name__}; give a function")
+        raise InputError(f"{name} is a {type(value).__name__}; pass a function")
     if name in LOGITS_FUNCTIONS:
         return _wrap_logits_function(name, value, LOGITS_FUNCTIONS[name])
     if name == "logits_with_cache":
@@ -72,11 +73,13 @@ def _describe_value(value: Any) -> str:
 
 
 def _call_user_function(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The function's result; a call that its arguments do not allow is told as such."""
+    """Call a user function; a call that does not match its signature becomes a UserFunctionError."""
     try:
         return function(*args, **kwargs)
     except TypeError as error:
-        if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # it did not even begin
+        if (
+            error.__traceback__ is not None and error.__traceback__.tb_next is None
+        ):  # raised by the call itself, not in the body
             raise UserFunctionError(f"{name}= cannot be called with {len(args)} arguments: {error}") from error
         raise
 
@@ -86,20 +89,20 @@ def _validate_logits(name: str, output: Any, tokens: Tensor) -> Tensor:
     if not isinstance(output, Tensor) or output.ndim != 3 or output.shape[:2] != tokens.shape:
         shape = ", ".join(map(str, tokens.shape))
         raise UserFunctionError(
-            f"{name}= gave {_describe_value(output)} for tokens of shape ({shape}); it must give logits of shape "
+            f"{name}= returned {_describe_value(output)} for tokens of shape ({shape}); it must return logits of shape "
             f"({shape}, V)"
         )
     if not output.is_floating_point():
-        raise UserFunctionError(f"{name}= gave numbers of type {output.dtype}; logits are floating-point")
+        raise UserFunctionError(f"{name}= returned dtype {output.dtype}; return floating-point logits")
     return output
 
 
 def _wrap_logits_function(name: str, function: Any, tokens_index: int) -> Any:
     @wraps(function, updated=())
-    def ask(*args: Any, **kwargs: Any) -> Tensor:
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
         return _validate_logits(name, _call_user_function(name, function, *args, **kwargs), args[tokens_index])
 
-    return ask
+    return forward
 
 
 def _wrap_cache_function(function: Any) -> Any:
@@ -108,11 +111,11 @@ def _wrap_cache_function(function: Any) -> Any:
         out = _call_user_function("logits_with_cache", function, tokens, state)
         if not isinstance(out, tuple | list) or len(out) != 2:
             raise UserFunctionError(
-                f"logits_with_cache= gave {_describe_value(out)}; it must give logits and the state after them"
+                f"logits_with_cache= returned {_describe_value(out)}; it must return (logits, cache)"
             )
         if out[1] is None:
             raise UserFunctionError(
-                "logits_with_cache= gave None as its state, which stands for a text that begins; give what it keeps"
+                "logits_with_cache= returned None as the cache, which means an empty cache; return the updated cache"
             )
         return _validate_logits("logits_with_cache", out[0], tokens), out[1]
 
@@ -125,7 +128,7 @@ def _wrap_loss_function(function: Any) -> Any:
         out = extract_loss(_call_user_function("loss", function, tokens, labels))
         out = torch.tensor(float(out)) if isinstance(out, float | int) else out
         if not isinstance(out, Tensor) or out.numel() != 1:
-            raise UserFunctionError(f"loss= gave {_describe_value(out)}; it must give one number, the mean loss")
+            raise UserFunctionError(f"loss= returned {_describe_value(out)}; it must return one number, the mean loss")
         return out.reshape(())
 
     return loss
@@ -133,13 +136,14 @@ def _wrap_loss_function(function: Any) -> Any:
 
 def _wrap_generate_function(name: str, function: Any) -> Any:
     @wraps(function, updated=())
-    def write(*args: Any) -> Tensor:
+    def generate(*args: Any) -> Tensor:
         out = _call_user_function(name, function, *args)
         if not isinstance(out, Tensor) or out.ndim != 2 or len(out) != len(args[0]) or out.is_floating_point():
             rows = len(args[0])
             raise UserFunctionError(
-                f"{name}= gave {_describe_value(out)} for {rows} prompts; it must give tokens of shape ({rows}, n)"
+                f"{name}= returned {_describe_value(out)} for {rows} prompts; it must return tokens of shape "
+                f"({rows}, n)"
             )
         return out
 
-    return write
+    return generate

@@ -1,1 +1,1 @@
-"""The checks, a file for each part of a Transformer that they ask about."""
+"""The checks, one file per component of a Transformer."""

@@ -1,4 +1,4 @@
-"""What is padding is not seen, and what is no padding is."""
+"""Attention mask checks: bidirectional-attention, mask-polarity, mask-diagonal."""
 
 from collections.abc import Iterator
 
@@ -18,102 +18,102 @@ from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError
 
 MAX_PADDING_WEIGHT = 1 - 1e-4
-"""A share of attention from which on nothing else is seen."""
+"""Above this share of attention on padding, real tokens are effectively masked."""
 
 
 @register_check(
     "bidirectional-attention",
-    catches="an encoder that sees one side only: a causal mask where there should be none",
-    cause="the attention is causal by default, and was not told that this is an encoder",
-    fix="pass is_causal=False and no triangular mask; a model that is meant to see the past only is a kind='decoder'",
+    catches="an encoder with a causal mask: tokens attend to one side only",
+    cause="the attention is causal by default, and the encoder does not disable it",
+    fix="pass is_causal=False and no triangular mask; check a causal model with kind='decoder'",
     kinds=("encoder",),
     preflight=True,
 )
 @torch.no_grad()
 def bidirectional_attention(context: CheckContext) -> Iterator[CaseResult]:
-    """Change the token after each position, then the one before: the position's output must change."""
+    """Replace the token after each position, then the token before it: the output at the position must change."""
     if context.model.window == 1:
-        raise SkipCheckError("in a window of one token, each sees itself only")
+        raise SkipCheckError("with a window of one token, each token attends only to itself")
     logits, tokens = context.model.logits, context.random_tokens(1, min(8, context.seq_len))
     assert logits is not None
     base, length = logits(tokens), tokens.shape[1]
-    blind: dict[str, list[int]] = {"later": [], "earlier": []}
-    asked = 0
-    for at in range(length):
-        other = context.replace_tokens(tokens, slice(at, at + 1))
+    unaffected: dict[str, list[int]] = {"next": [], "previous": []}
+    num_pairs = 0
+    for replaced in range(length):
+        other = context.replace_tokens(tokens, slice(replaced, replaced + 1))
         out = logits(other)
-        for side, r in (("later", at - 1), ("earlier", at + 1)):
-            if 0 <= r < length:
-                asked += 1
+        for side, position in (("next", replaced - 1), ("previous", replaced + 1)):
+            if 0 <= position < length:
+                num_pairs += 1
                 if compare_expecting_difference(
-                    context, lambda: logits(tokens)[:, r], lambda: out[:, r], base[:, r]
+                    context, lambda: logits(tokens)[:, position], lambda: out[:, position], base[:, position]
                 ).within_tolerance:
-                    blind[side].append(r)
-    for side, readers in blind.items():
-        if readers:
-            message = f"the output at position {readers[0]} does not change with the {side} token beside it"
+                    unaffected[side].append(position)
+    for side, positions in unaffected.items():
+        if positions:
+            message = f"the output at position {positions[0]} does not change with the {side} token"
             yield CaseResult(
-                "fail", f"{message} ({len(readers)} of {length - 1} positions)", 0.0, 0.0, f"position {readers[0]}"
+                "fail", f"{message} ({len(positions)} of {length - 1} positions)", 0.0, 0.0, f"position {positions[0]}"
             )
             return
-    yield CaseResult("pass", f"each position sees the tokens on both sides, in {asked} cases")
+    yield CaseResult("pass", f"each position attends to the tokens on both sides ({num_pairs} pairs)")
 
 
 @register_check(
     "mask-polarity",
-    catches="a mask upside down: padding is seen, and the text is not",
-    cause="True means 'visible' to scaled_dot_product_attention and 'hidden' to nn.MultiheadAttention; one is taken "
-    "for the other",
-    fix="turn the mask round (~mask) where it is handed on, and say in its name what True means",
+    catches="an inverted attention mask: padding is visible, and real tokens are masked",
+    cause="True means 'visible' in scaled_dot_product_attention and 'masked' in nn.MultiheadAttention; the two are "
+    "confused",
+    fix="invert the mask (~mask) where it is passed on, and name it after the meaning of True",
     needs=("logits", "logits_with_mask"),
     depends_on=("causality",),
     preflight=True,
 )
 @torch.no_grad()
 def mask_polarity(context: CheckContext) -> Iterator[CaseResult]:
-    """Pad a text on the left. Its last token must depend on the tokens of the text before it; and no layer's attention
-    may look at padding alone."""
-    target = context.model
-    padded, logits = target.logits_with_mask, target.logits
-    assert padded is not None
+    """Pad a sequence on the left. The logits of its last token must depend on the earlier real tokens, and no layer may
+    put all attention of that token on padding."""
+    model = context.model
+    logits_with_mask, logits = model.logits_with_mask, model.logits
+    assert logits_with_mask is not None
     assert logits is not None
-    short, width = choose_lengths(context)
-    text = context.random_tokens(1, short)
-    other = context.replace_tokens(text, slice(0, short - 1))
-    pad = choose_pad_token(context)
-    tokens, mask = pad_rows([text], width, "left", pad)
-    others, _ = pad_rows([other], width, "left", pad)
-    base = logits(text)[:, -1]
-    with OpTracer(target.module) as witness:
-        out = padded(tokens, mask)[:, -1]
+    short_len, seq_len = choose_lengths(context)
+    row = context.random_tokens(1, short_len)
+    other_row = context.replace_tokens(row, slice(0, short_len - 1))
+    pad_token_id = choose_pad_token(context)
+    tokens, mask = pad_rows([row], seq_len, "left", pad_token_id)
+    other_tokens, _ = pad_rows([other_row], seq_len, "left", pad_token_id)
+    base = logits(row)[:, -1]
+    with OpTracer(model.module) as tracer:
+        out = logits_with_mask(tokens, mask)[:, -1]
     if compare_expecting_difference(
-        context, lambda: logits(text)[:, -1], lambda: logits(other)[:, -1], base
+        context, lambda: logits(row)[:, -1], lambda: logits(other_row)[:, -1], base
     ).within_tolerance:
-        raise SkipCheckError("its last token does not depend on those before it, with or without a mask")
+        raise SkipCheckError("the last token does not depend on earlier tokens, with or without a mask")
     if not out.isfinite().all() and base.isfinite().all():
-        raise SkipCheckError("behind padding it gives no numbers, which fully-masked-row looks into")
-    gap = compare_expecting_difference(
-        context, lambda: padded(tokens, mask)[:, -1], lambda: padded(others, mask)[:, -1], out
+        raise SkipCheckError("with left padding the logits are not finite; see fully-masked-row")
+    diff = compare_expecting_difference(
+        context, lambda: logits_with_mask(tokens, mask)[:, -1], lambda: logits_with_mask(other_tokens, mask)[:, -1], out
     )
     yield context.expect_different(
-        gap,
-        passed="behind padding, the last token sees those of the text before it",
-        failed="behind padding, the last token does not see those of the text before it: the mask hides what is real",
+        diff,
+        passed="with left padding, the last token attends to the earlier real tokens",
+        failed="with left padding, the last token does not attend to the earlier real tokens: the mask is inverted",
     )
-    for each in witness.attentions:
-        if each.pattern.shape[-2:] == (width, width) and each.softmax_dim == -1:
-            pads = each.pattern[..., -1, : width - short].float().sum(-1)
-            if bool((pads > MAX_PADDING_WEIGHT).all()):
-                message = "the attention of the last real token lies on padding alone"
-                yield CaseResult("fail", message, float(pads.min()), MAX_PADDING_WEIGHT, each.module or None)
+    for call in tracer.attentions:
+        if call.pattern.shape[-2:] == (seq_len, seq_len) and call.softmax_dim == -1:
+            padding_weight = call.pattern[..., -1, : seq_len - short_len].float().sum(-1)
+            if bool((padding_weight > MAX_PADDING_WEIGHT).all()):
+                message = "the last real token attends only to padding"
+                yield CaseResult("fail", message, float(padding_weight.min()), MAX_PADDING_WEIGHT, call.module or None)
                 return
 
 
 @register_check(
     "mask-diagonal",
-    catches="a token that cannot attend to itself: the mask cuts out the diagonal too",
-    cause="the triangle begins one place too early (j < i in place of j <= i), or a window ends before the token",
-    fix="hide key j from query i where j > i, and leave j = i: torch.triu(…, diagonal=1)",
+    catches="a token that cannot attend to itself: the mask also covers the diagonal",
+    cause="the triangle starts one position too early (j < i instead of j <= i), or a window excludes the token itself",
+    fix="mask key j for query i where j > i, and keep j = i: torch.triu(…, diagonal=1)",
     depends_on=(
         "eval-dropout",
         "causality",
@@ -121,46 +121,48 @@ def mask_polarity(context: CheckContext) -> Iterator[CaseResult]:
 )
 @torch.no_grad()
 def mask_diagonal(context: CheckContext) -> Iterator[CaseResult]:
-    """Look at each attention's scores and pattern: no mask may hide a token from itself, in any head, at any position.
-    And a text of one token, which can see only itself, must give numbers."""
+    """Inspect the scores and the pattern of each attention call: no token may be masked for itself, in any head, at any
+    position. A sequence of one token, which can attend only to itself, must give finite logits."""
     logits, tokens = context.model.logits, context.random_tokens(1, min(8, context.seq_len))
     assert logits is not None
     if not logits(tokens[:, :1]).isfinite().all() and logits(tokens)[:, -1].isfinite().all():
         yield CaseResult(
-            "fail", "a text of one token gives no number, as if it saw nothing at all", location="position 0"
+            "fail",
+            "the logits of a sequence of one token are not finite: it cannot attend to itself",
+            location="position 0",
         )
         return
-    seen, length = 0, tokens.shape[1]
-    for each in context.trace_attention(tokens):
+    num_calls, length = 0, tokens.shape[1]
+    for call in context.trace_attention(tokens):
         if (
-            each.pattern.shape[-2] != length
-            or each.pattern.shape[-1] not in (length, length + 1)
-            or each.softmax_dim != -1
+            call.pattern.shape[-2] != length
+            or call.pattern.shape[-1] not in (length, length + 1)
+            or call.softmax_dim != -1
         ):
             continue
-        seen += 1
-        hidden = _masked_diagonal(each, length)
-        if bool(hidden.any()):
-            heads, places = hidden.any(-1), hidden.any(0)
-            first = int(places.long().argmax()) + 1
-            message = f"position {first} cannot attend to itself ({int(places.sum())} of {length - 1} positions, "
-            message += f"{int(heads.sum())} of {len(heads)} heads): the mask hides it"
-            place = f"position {first}" + (f", {each.module}" if each.module else "")
-            yield CaseResult("fail", message, float(hidden.float().mean()), 0.0, place)
+        num_calls += 1
+        masked = _masked_diagonal(call, length)  # (heads, T - 1)
+        if bool(masked.any()):
+            heads, positions = masked.any(-1), masked.any(0)
+            first = int(positions.long().argmax()) + 1
+            message = f"position {first} cannot attend to itself ({int(positions.sum())} of {length - 1} positions, "
+            message += f"{int(heads.sum())} of {len(heads)} heads): it is masked"
+            location = f"position {first}" + (f", {call.module}" if call.module else "")
+            yield CaseResult("fail", message, float(masked.float().mean()), 0.0, location)
             return
-    if not seen:
-        raise SkipCheckError("needs attention by PyTorch's softmax or scaled_dot_product_attention, which was not seen")
-    yield CaseResult("pass", f"tokens attend to themselves, in {seen} attentions")
+    if not num_calls:
+        raise SkipCheckError("needs attention by PyTorch's softmax or scaled_dot_product_attention; none was recorded")
+    yield CaseResult("pass", f"tokens attend to themselves in {num_calls} attention calls")
 
 
 def _masked_diagonal(attention: AttentionCall, seq_len: int) -> Tensor:
-    """Heads and positions from the second on (the first, blind, may look anywhere) with no weight on themselves, by a
-    mask or by a pattern that was blanked behind softmax."""
-    hidden = masked_positions(attention)[0, ..., :seq_len].diagonal(dim1=-2, dim2=-1)
+    """Masked diagonal entries (heads, T - 1), by a mask before the softmax or zeros after it. The first position is
+    left out: a fully masked row may have any pattern."""
+    masked = masked_positions(attention)[0, ..., :seq_len].diagonal(dim1=-2, dim2=-1)
     if attention.applied_pattern is not None and attention.applied_pattern.shape[-2:] == attention.pattern.shape[-2:]:
-        used, own = (
+        applied, pattern = (
             x[0, ..., :seq_len].detach().diagonal(dim1=-2, dim2=-1)
             for x in (attention.applied_pattern, attention.pattern)
         )
-        hidden = hidden | (used == 0) & (own > 0)
-    return hidden.flatten(0, -2)[:, 1:]
+        masked = masked | (applied == 0) & (pattern > 0)
+    return masked.flatten(0, -2)[:, 1:]

@@ -1,4 +1,4 @@
-"""No token may see what comes after it."""
+"""Causality checks: causality, causality-tile-edges, causality-gradient, causality-paths."""
 
 from collections.abc import Iterator
 
@@ -14,108 +14,110 @@ from cutaway.check.probes.first_divergence import find_first_divergence
 from cutaway.check.registry import CAUSAL_KINDS, register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError
 
-CAUSE = "the causal mask is missing, shifted by one, transposed, or not applied on this path"
+CAUSE = "the causal mask is missing, shifted by one, transposed, or not applied on this code path"
 FIX = (
-    "hide key j from query i wherever j > i, with -inf before the softmax, on every path; a model that is meant to see "
-    "both sides is checked with kind='encoder'"
+    "mask key j for query i wherever j > i, with -inf before the softmax, on every code path; check a bidirectional "
+    "model with kind='encoder'"
 )
 TILE_SIZES = (8, 16, 32, 64)
 ZERO_GRADIENT_RATIO = 1e-12
-"""A hidden token weighs exactly nothing: this share of the largest gradient is far below any rounding."""
+"""Gradient of a masked token relative to the largest one: exactly zero, and this is far below any rounding error."""
 PATH_CUTS = (1, 6, 23)
-"""Cuts that are tried on every path."""
+"""Positions from which tokens are replaced on every code path."""
 
 
 def _check_leaks(
     context: CheckContext, logits: LogitsFunction, tokens: Tensor, cuts: list[int], path: str = ""
 ) -> Iterator[CaseResult]:
-    """Change all tokens from each cut on; a logit before it that changes is a leak."""
+    """Replace all tokens from each cut on; a change of an earlier logit is a leak."""
     with torch.no_grad():
         base = logits(tokens)
     worst = Difference(0.0, 0.0, ())
     for cut in cuts:
         other = context.replace_tokens(tokens, slice(cut, None))
-        gap = context.compare(
+        diff = context.compare(
             lambda: logits(tokens)[:, :cut],
             lambda: logits(other)[:, :cut],
             first_result=base[:, :cut],
         )
-        worst = max(worst, gap, key=lambda each: each.max_abs)
-        if not gap.within_tolerance:
-            yield _leak_result(context, logits, tokens, cut, gap, path)
+        worst = max(worst, diff, key=lambda item: item.max_abs)
+        if not diff.within_tolerance:
+            yield _leak_result(context, logits, tokens, cut, diff, path)
             return
     yield CaseResult(
-        "pass", f"no logit changes with a later token{path}, at {len(cuts)} cuts", worst.max_abs, worst.tolerance
+        "pass", f"no logit changes with a later token{path} ({len(cuts)} positions)", worst.max_abs, worst.tolerance
     )
 
 
 def _leak_result(
     context: CheckContext, logits: LogitsFunction, tokens: Tensor, cut: int, diff: Difference, path: str
 ) -> CaseResult:
-    """A leak in words: who sees what, and in which module it begins."""
-    reader = diff.index[1]
-    for at in range(cut, tokens.shape[1]):
-        other = context.replace_tokens(tokens, slice(at, at + 1))
-        if not context.compare(lambda: logits(tokens)[:, reader], lambda: logits(other)[:, reader]).within_tolerance:
+    """Describe a leak: the position, the later token it depends on, and the first module whose output differs."""
+    position = diff.index[1]
+    for later in range(cut, tokens.shape[1]):
+        other = context.replace_tokens(tokens, slice(later, later + 1))
+        if not context.compare(
+            lambda: logits(tokens)[:, position], lambda: logits(other)[:, position]
+        ).within_tolerance:
             break
     module = find_first_divergence(context, lambda: logits(tokens), lambda: logits(other), slice(0, cut))
-    where = f"position {reader}" + (f", first in {module}" if module else "")
-    message = f"the logits at position {reader} change with token {at}, which comes later{path}"
-    return CaseResult("fail", message, diff.max_abs, diff.tolerance, where)
+    location = f"position {position}" + (f", first in {module}" if module else "")
+    message = f"the logits at position {position} change with token {later}, which comes later{path}"
+    return CaseResult("fail", message, diff.max_abs, diff.tolerance, location)
 
 
 @register_check(
     "causality",
-    catches="a token that sees later tokens, so that training is told the answers: a leak that looks like learning",
+    catches="a token that attends to later tokens: the training loss falls because the labels leak into the input",
     cause=CAUSE,
     fix=FIX,
     kinds=CAUSAL_KINDS,
     preflight=True,
 )
 def causality(context: CheckContext) -> Iterator[CaseResult]:
-    """Change all tokens from a position on, at every position: the logits before must stay. Then read prefixes alone:
-    each must give the logits that it has within the whole text."""
+    """For every position, replace all tokens from there on: the earlier logits must not change. Then run prefixes
+    alone: each must give the same logits as within the full sequence."""
     logits, tokens = context.model.logits, context.random_tokens()
     assert logits is not None
     yield from _check_leaks(context, logits, tokens, list(range(1, tokens.shape[1])))
     with torch.no_grad():
         base = logits(tokens)
     for cut in range(1, tokens.shape[1], 2 if not context.is_slow else 5):
-        gap = context.compare(
+        diff = context.compare(
             lambda: logits(tokens)[:, :cut],
             lambda: logits(tokens[:, :cut]),
             first_result=base[:, :cut],
         )
-        if not gap.within_tolerance:
-            message = f"the first {cut} tokens alone give other logits than within {tokens.shape[1]} tokens"
-            yield CaseResult("fail", message, gap.max_abs, gap.tolerance, f"position {gap.index[1]}")
+        if not diff.within_tolerance:
+            message = f"the logits of the first {cut} tokens alone differ from those within {tokens.shape[1]} tokens"
+            yield CaseResult("fail", message, diff.max_abs, diff.tolerance, f"position {diff.index[1]}")
             return
-    yield CaseResult("pass", "each prefix alone gives what it gives within the text")
+    yield CaseResult("pass", "each prefix alone gives the same logits as within the sequence")
 
 
 @register_check(
     "causality-tile-edges",
-    catches="a leak only at the edges of tiles: fused kernels work in blocks of 8 to 64 tokens",
-    cause="a tile on the diagonal is not masked, or the last tile of a length that is no multiple of the block",
-    fix="mask each tile by its absolute positions, and test lengths around every multiple of the block size",
+    catches="a leak only at tile boundaries: fused kernels process tiles of 8 to 64 tokens",
+    cause="a tile on the diagonal is not masked, or the last, partial tile of a sequence is not",
+    fix="mask each tile by its absolute positions, and test lengths around every multiple of the tile size",
     kinds=CAUSAL_KINDS,
     depends_on=("causality",),
 )
 def causality_tile_edges(context: CheckContext) -> Iterator[CaseResult]:
-    """In a text of 67 tokens, change all tokens from just before, at and just after 8, 16, 32 and 64."""
+    """In a sequence of 67 tokens, replace all tokens from positions just before, at and just after 8, 16, 32 and 64."""
     longest = context.model.max_seq_len or 10_000
     length = min(max(TILE_SIZES) + 3, longest)
-    around = (-1, 0, 1) if not context.is_slow else (0,)
-    cuts = [edge + step for edge in TILE_SIZES for step in around if edge + step < length]
+    offsets = (-1, 0, 1) if not context.is_slow else (0,)
+    cuts = [edge + offset for edge in TILE_SIZES for offset in offsets if edge + offset < length]
     if not cuts:
-        raise SkipCheckError(f"it reads {longest} tokens at most, fewer than a tile has")
+        raise SkipCheckError(f"its maximum length is {longest}, shorter than a tile")
     assert context.model.logits is not None
     yield from _check_leaks(context, context.model.logits, context.random_tokens(1, length), cuts)
 
 
 @register_check(
     "causality-gradient",
-    catches="a leak too small for logits to show, and positions that nothing reaches",
+    catches="a leak too small to change the logits visibly, and tokens that no later position depends on",
     cause=CAUSE,
     fix=FIX,
     needs=("logits", "module"),
@@ -123,153 +125,157 @@ def causality_tile_edges(context: CheckContext) -> Iterator[CaseResult]:
     depends_on=("causality",),
 )
 def causality_gradient(context: CheckContext) -> CaseResult:
-    """The Jacobian of the logits by the tokens' vectors: exactly zero above the diagonal, alive below it."""
+    """The Jacobian of the logits with respect to the token embeddings must be exactly zero above the diagonal, and
+    nonzero on and below it."""
     logits, tokens = (
         context.model.logits,
         context.random_tokens(1, min(12 if not context.is_slow else 8, context.seq_len)),
     )
     assert logits is not None
     length = tokens.shape[1]
-    weights = None
-    table = torch.zeros(length, length)
-    with torch.enable_grad(), add_embedding_offset(context.model.module, logits, tokens) as added:
+    norms = torch.zeros(length, length)  # (position, token)
+    with torch.enable_grad(), add_embedding_offset(context.model.module, logits, tokens) as offsets:
         out = logits(tokens)
-        if not out.requires_grad or not added:
-            raise SkipCheckError("its logits carry no gradient")
+        if not out.requires_grad or not offsets:
+            raise SkipCheckError("its logits require no gradient")
         weights = torch.randn(out.shape[-1], generator=context.generator).to(out)
         for t in range(length):
-            (slope,) = torch.autograd.grad(
-                (out[0, t] * weights).sum(), added[0], retain_graph=t < length - 1, allow_unused=True
+            (gradient,) = torch.autograd.grad(
+                (out[0, t] * weights).sum(), offsets[0], retain_graph=t < length - 1, allow_unused=True
             )
-            if slope is not None:
-                table[t] = slope[0].float().norm(dim=-1).cpu()
-    if not table.isfinite().all():
-        return CaseResult("fail", "the gradient of the logits by the text is not finite")
-    above = table.triu(1)
-    bound = ZERO_GRADIENT_RATIO * float(table.max())
-    if float(above.max()) > bound:
-        reader, seen = divmod(int(above.argmax()), length)
-        message = f"the logits at position {reader} have a gradient with respect to token {seen}, which comes later"
-        return CaseResult("fail", message, float(above.max()), bound, f"position {reader}")
-    if not table.any():
+            if gradient is not None:
+                norms[t] = gradient[0].float().norm(dim=-1).cpu()
+    if not norms.isfinite().all():
+        return CaseResult("fail", "the gradient of the logits with respect to the token embeddings is not finite")
+    above = norms.triu(1)
+    tolerance = ZERO_GRADIENT_RATIO * float(norms.max())
+    if float(above.max()) > tolerance:
+        position, token = divmod(int(above.argmax()), length)
+        message = f"the logits at position {position} have a gradient with respect to token {token}, which comes later"
+        return CaseResult("fail", message, float(above.max()), tolerance, f"position {position}")
+    if not norms.any():
         if bool((out == out[..., :1]).all()):
-            raise SkipCheckError("all its logits are equal: the head is zero, as some fresh models have it")
+            raise SkipCheckError("all logits are equal: the head is zero, as some models are initialized")
         if (0, 0) not in _find_independent_pairs(context, tokens, {0}):
-            raise SkipCheckError("its logits carry no gradient")
-        return CaseResult("fail", "the logits depend on no token at all", 0.0, 0.0)
-    dead = [(t, s) for t in range(length) for s in range(t + 1) if not table[t, s] > 0]
-    near = _infer_window(dead, length)
-    if near == 0:  # an attention that is all on one key has no slope, and yet it may turn to another
+            raise SkipCheckError("its logits require no gradient")
+        return CaseResult("fail", "the logits do not depend on any token", 0.0, 0.0)
+    dead = [(t, s) for t in range(length) for s in range(t + 1) if not norms[t, s] > 0]
+    window = _infer_window(dead, length)
+    if window == 0:  # saturated attention has zero gradient, but may still depend on the token
         dead = [pair for pair in dead if pair in _find_independent_pairs(context, tokens, {s for _, s in dead})]
-        near = _infer_window(dead, length)
-    if near == 0:
-        reader, seen = dead[0]
-        message = f"the logits at position {reader} do not depend on token {seen}, which they should see"
-        return CaseResult("fail", message, 0.0, 0.0, f"position {reader}")
-    reach = "" if near == length else f", {near} tokens far"
-    return CaseResult("pass", f"zero for later tokens, alive for earlier ones{reach}", float(above.max()), bound)
+        window = _infer_window(dead, length)
+    if window == 0:
+        position, token = dead[0]
+        message = f"the logits at position {position} do not depend on token {token}, which should be visible"
+        return CaseResult("fail", message, 0.0, 0.0, f"position {position}")
+    reach = "" if window == length else f" within {window} tokens"
+    return CaseResult(
+        "pass",
+        f"the gradient is zero for later tokens and nonzero for earlier ones{reach}",
+        float(above.max()),
+        tolerance,
+    )
 
 
 def _infer_window(zero_pairs: list[tuple[int, int]], seq_len: int) -> int:
-    """How far all see, where nobody sees further than some distance: a window; 0 where that does not explain it."""
-    near, without = min((t - s for t, s in zero_pairs), default=seq_len), set(zero_pairs)
-    explained = all((t - s >= near) == ((t, s) in without) for t in range(seq_len) for s in range(t + 1))
-    return near if explained else 0
+    """The sliding window that explains all independent pairs; 0 if no window does."""
+    window, independent = min((t - s for t, s in zero_pairs), default=seq_len), set(zero_pairs)
+    explained = all((t - s >= window) == ((t, s) in independent) for t in range(seq_len) for s in range(t + 1))
+    return window if explained else 0
 
 
 @torch.no_grad()
 def _find_independent_pairs(context: CheckContext, tokens: Tensor, positions: set[int]) -> set[tuple[int, int]]:
-    """The pairs (reader, token) where none of eight other tokens changes what is read."""
+    """Pairs (position, token) for which none of eight replacements of the token changes the logits."""
     logits, length = context.model.logits, tokens.shape[1]
     assert logits is not None
-    found = set()
+    pairs = set()
     for s in positions:
         out = logits(torch.cat([context.replace_tokens(tokens, slice(s, s + 1)) for _ in range(8)])).float()
-        moved = (out - out[:1]).abs().amax((0, 2))
-        bound = NOISE_MARGIN * context.noise_ratio * max_finite_abs(out)
-        found |= {(t, s) for t in range(length) if not float(moved[t]) > bound}
-    return found
+        change = (out - out[:1]).abs().amax((0, 2))
+        tolerance = NOISE_MARGIN * context.noise_ratio * max_finite_abs(out)
+        pairs |= {(t, s) for t in range(length) if not float(change[t]) > tolerance}
+    return pairs
 
 
 @register_check(
     "causality-paths",
-    catches="a leak on a path that the usual test does not take: training, another kernel, padding, a cache",
-    cause="each branch makes a mask of its own: with a padding mask, a cache, dropout or another kernel",
-    fix="make the mask in one place from positions, and use it on every path",
+    catches="a leak on a code path that a plain forward pass does not take: training, another kernel, padding, a cache",
+    cause="each branch builds its own mask: with a padding mask, a cache, dropout or another kernel",
+    fix="build the mask in one place from positions, and use it on every code path",
     kinds=CAUSAL_KINDS,
     depends_on=("causality",),
     preflight=True,
 )
 def causality_paths(context: CheckContext) -> Iterator[CaseResult]:
-    """Look for leaks again in training mode (with the same dropout), with gradients, by each kernel, with padding, in a
-    batch, and among the tokens of a piece that is read behind a cache. The labels of a pass must not change it."""
-    target, tokens = context.model, context.random_tokens()
+    """Repeat the causality check in training mode (with the same dropout), with gradients, with each kernel, with a
+    mask, in a batch, and within a chunk after cached tokens. The labels must not change the logits."""
+    model, tokens = context.model, context.random_tokens()
     length = tokens.shape[1]
-    few = PATH_CUTS if not context.is_slow else PATH_CUTS[1:2]
-    cuts = [cut for cut in few if cut < length] or [length - 1]
-    assert target.logits is not None
-    plain = target.logits
+    path_cuts = PATH_CUTS if not context.is_slow else PATH_CUTS[1:2]
+    cuts = [cut for cut in path_cuts if cut < length] or [length - 1]
+    assert model.logits is not None
+    plain = model.logits
     for path, logits in _forward_paths(context).items():
         yield from _check_leaks(context, logits, tokens, cuts, f" {path}")
-    if target.logits_with_mask is not None:
+    if model.logits_with_mask is not None:
         mask = torch.ones_like(tokens, dtype=torch.bool)
-        yield from _check_leaks(context, lambda each: target.logits_with_mask(each, mask), tokens, cuts, " with a mask")  # type: ignore[misc]
-    if target.logits_with_cache is not None and length > 6:
-        head = context.random_tokens(1, 4)
+        yield from _check_leaks(context, lambda x: model.logits_with_mask(x, mask), tokens, cuts, " with a mask")  # type: ignore[misc]
+    if model.logits_with_cache is not None and length > 6:
+        prefix = context.random_tokens(1, 4)
 
-        def behind(piece: Tensor) -> Tensor:
-            _, state = target.logits_with_cache(head, None)  # type: ignore[misc]
-            return target.logits_with_cache(piece, state)[0]  # type: ignore[misc]
+        def logits_after_prefix(chunk: Tensor) -> Tensor:
+            _, cache = model.logits_with_cache(prefix, None)  # type: ignore[misc]
+            return model.logits_with_cache(chunk, cache)[0]  # type: ignore[misc]
 
-        body = tokens[:, : length - 4]
-        yield from _check_leaks(
-            context, behind, body, [c for c in cuts if c < length - 4], " within a piece behind a cache"
-        )
-    if target.logits_with_labels is not None:
+        chunk = tokens[:, : length - 4]
+        chunk_cuts = [cut for cut in cuts if cut < length - 4]
+        yield from _check_leaks(context, logits_after_prefix, chunk, chunk_cuts, " within a chunk after cached tokens")
+    if model.logits_with_labels is not None:
         yield _check_label_leak(context, tokens)
-    twice = context.random_tokens(3)
-    yield from _check_leaks(context, plain, twice, cuts[:2], " in a batch of three")
+    batch = context.random_tokens(3)
+    yield from _check_leaks(context, plain, batch, cuts[:2], " in a batch of three")
 
 
 def _check_label_leak(context: CheckContext, tokens: Tensor) -> CaseResult:
-    """Whether the logits know the labels that they are to be judged by."""
-    labelled, other = context.model.logits_with_labels, context.replace_tokens(tokens)
-    assert labelled is not None
-    gap = context.compare(lambda: labelled(tokens, tokens), lambda: labelled(tokens, other))
-    if gap.within_tolerance:
-        return CaseResult("pass", "no logit changes with the labels", gap.max_abs, gap.tolerance)
+    """Whether the logits change with the labels."""
+    logits_with_labels, other = context.model.logits_with_labels, context.replace_tokens(tokens)
+    assert logits_with_labels is not None
+    diff = context.compare(lambda: logits_with_labels(tokens, tokens), lambda: logits_with_labels(tokens, other))
+    if diff.within_tolerance:
+        return CaseResult("pass", "no logit changes with the labels", diff.max_abs, diff.tolerance)
     return CaseResult(
         "fail",
-        "the logits change with the labels, which they should foretell",
-        gap.max_abs,
-        gap.tolerance,
-        cause="the labels are read as a part of the text",
-        fix="use labels for nothing but the loss",
+        "the logits change with the labels that they should predict",
+        diff.max_abs,
+        diff.tolerance,
+        cause="the labels are used as input",
+        fix="use labels only in the loss",
     )
 
 
 def _forward_paths(context: CheckContext) -> dict[str, LogitsFunction]:
-    """Ways to the logits that code tends to treat apart."""
-    target = context.model
-    assert target.logits is not None
-    plain = target.logits
-    found: dict[str, LogitsFunction] = {}
+    """Forward passes that code often handles in separate branches: gradients, training mode, each kernel."""
+    model = context.model
+    assert model.logits is not None
+    plain = model.logits
+    paths: dict[str, LogitsFunction] = {}
 
     def with_gradients(tokens: Tensor) -> Tensor:
         with torch.enable_grad():
             return plain(tokens).detach()
 
-    if not context.is_slow or target.module is None:  # training mode takes them too
-        found["with gradients"] = with_gradients
-    if target.module is not None:
-        module = target.module
+    if not context.is_slow or model.module is None:  # training mode also covers it
+        paths["with gradients"] = with_gradients
+    if model.module is not None:
+        module = model.module
 
         def training(tokens: Tensor) -> Tensor:
             with training_mode(module), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(context.seed)
                 return with_gradients(tokens)
 
-        found["in training mode"] = training
-    for name, logits in target.logits_by_kernel.items():
-        found[f"by the kernel {name}"] = logits
-    return found
+        paths["in training mode"] = training
+    for name, logits in model.logits_by_kernel.items():
+        paths[f"with the kernel {name}"] = logits
+    return paths

@@ -1,4 +1,4 @@
-"""An encoder-decoder reads its source: all of it, and nothing of its padding."""
+"""Cross-attention checks: cross-attention-source, cross-attention-padding."""
 
 from collections.abc import Iterator
 
@@ -19,102 +19,117 @@ from cutaway.check.report.finding import CaseResult
 
 
 def _random_source_tokens(context: CheckContext, batch_size: int, seq_len: int) -> Tensor:
-    """Random source tokens."""
+    """Draw random source token ids (B, T), without special tokens."""
     size = context.model.source_vocab_size or context.model.vocab_size
-    kept = context.allowed_tokens[context.allowed_tokens < (size or 1)]
-    kept = kept if len(kept) > 1 else torch.arange(size or 1)
-    return kept[torch.randint(len(kept), (batch_size, seq_len), generator=context.generator)].to(context.model.device)
+    allowed = context.allowed_tokens[context.allowed_tokens < (size or 1)]
+    allowed = allowed if len(allowed) > 1 else torch.arange(size or 1)
+    index = torch.randint(len(allowed), (batch_size, seq_len), generator=context.generator)
+    return allowed[index].to(context.model.device)
 
 
 @register_check(
     "cross-attention-source",
-    catches="a decoder that does not read its source, or not all of it",
-    cause="cross-attention is missing, is given something else than the encoder's output, or hides a part of it",
-    fix="give every decoder layer a cross-attention over all of the encoder's output",
+    catches="a decoder that ignores its source, or a part of it",
+    cause="cross-attention is missing, does not get the encoder output, or masks a part of it",
+    fix="add cross-attention over the full encoder output to every decoder layer",
     needs=("logits_with_source",),
     kinds=("encoder-decoder",),
 )
 @torch.no_grad()
 def cross_attention_source(context: CheckContext) -> Iterator[CaseResult]:
-    """Change the whole source, then its first and its last token: the logits at every position must change. And no
-    cross-attention may hide a token of a source without padding."""
-    crossed = context.model.logits_with_source
-    assert crossed is not None
+    """Replace the whole source, then its first and its last token: the logits at every position must change. No
+    cross-attention may mask a token of a source without padding."""
+    logits_with_source = context.model.logits_with_source
+    assert logits_with_source is not None
     length = min(8, context.seq_len)
-    source, text = _random_source_tokens(context, 1, length), context.random_tokens(1, max(1, length - 2))
-    last = text.shape[1] - 1
-    with OpTracer(context.model.module) as witness:
-        base = crossed(source, None, text)
-    places = {"the source": slice(None), "its first token": slice(0, 1), "its last token": slice(-1, None)}
-    for what, place in places.items():
+    source, tokens = _random_source_tokens(context, 1, length), context.random_tokens(1, max(1, length - 2))
+    last = tokens.shape[1] - 1
+    with OpTracer(context.model.module) as tracer:
+        base = logits_with_source(source, None, tokens)
+    replacements = {
+        "the source": slice(None),
+        "the first source token": slice(0, 1),
+        "the last source token": slice(-1, None),
+    }
+    for name, positions in replacements.items():
         other = source.clone()
         for _ in range(20):
-            other[:, place] = _random_source_tokens(context, 1, length)[:, place]
-            if bool((other != source)[:, place].any()):
+            other[:, positions] = _random_source_tokens(context, 1, length)[:, positions]
+            if bool((other != source)[:, positions].any()):
                 break
-        out = crossed(other, None, text)
-        for at in range(text.shape[1]) if what == "the source" else (last,):
-            gap = compare_expecting_difference(
-                context, lambda: crossed(source, None, text)[:, at], lambda: out[:, at], base[:, at]
+        out = logits_with_source(other, None, tokens)
+        for position in range(tokens.shape[1]) if name == "the source" else (last,):
+            diff = compare_expecting_difference(
+                context,
+                lambda: logits_with_source(source, None, tokens)[:, position],
+                lambda: out[:, position],
+                base[:, position],
             )
-            broken = f"the logits at position {at} do not change with {what}"
-            part = context.expect_different(
-                gap, passed=f"the logits change with {what}", failed=broken, location=f"position {at}"
+            case = context.expect_different(
+                diff,
+                passed=f"the logits change with {name}",
+                failed=f"the logits at position {position} do not change with {name}",
+                location=f"position {position}",
             )
-            if part.verdict == "fail":
-                yield part
+            if case.verdict == "fail":
+                yield case
                 return
-        yield part
-    readers = {each.pattern.shape[-2] for each in witness.attentions}
-    for each in witness.attentions:
-        asks, keys = each.pattern.shape[-2:]
-        if asks == last + 1 and keys < asks and length in readers and keys not in readers:
-            message = f"cross-attention reads {keys} of the {length} tokens of the source"
-            yield CaseResult("fail", message, keys, length, each.module or None)
+        yield case
+    query_lengths = {call.pattern.shape[-2] for call in tracer.attentions}
+    for call in tracer.attentions:
+        num_queries, num_keys = call.pattern.shape[-2:]
+        is_truncated = num_queries == last + 1 and num_keys < num_queries
+        if is_truncated and length in query_lengths and num_keys not in query_lengths:
+            message = f"cross-attention attends to {num_keys} of the {length} source tokens"
+            yield CaseResult("fail", message, num_keys, length, call.module or None)
             return
-        if (asks, keys) != (last + 1, length) or each.softmax_dim != -1:
+        if (num_queries, num_keys) != (last + 1, length) or call.softmax_dim != -1:
             continue
-        hidden = masked_positions(each)[0].any(0)
-        if bool(hidden.any()):
-            reader, unseen = divmod(int(hidden.flatten().long().argmax()), length)
-            message = (
-                f"cross-attention at position {reader} cannot see token {unseen} of the source, which has no padding"
-            )
-            yield CaseResult("fail", message, float(hidden.float().mean()), 0.0, each.module or None)
+        masked = masked_positions(call)[0].any(0)
+        if bool(masked.any()):
+            position, key = divmod(int(masked.flatten().long().argmax()), length)
+            message = f"cross-attention at position {position} masks source token {key}, though there is no padding"
+            yield CaseResult("fail", message, float(masked.float().mean()), 0.0, call.module or None)
             return
-        yield CaseResult("pass", "cross-attention sees all of the source")
+        yield CaseResult("pass", "cross-attention attends to the full source")
 
 
 @register_check(
     "cross-attention-padding",
-    catches="cross-attention or an encoder that reads the padding of the source",
-    cause="the source's mask is not handed to the encoder or to cross-attention",
-    fix="hide padding of the source in the encoder and in every cross-attention, in training and while writing",
+    catches="cross-attention or an encoder that attends to the padding of the source",
+    cause="the source mask is not passed to the encoder or to cross-attention",
+    fix="mask source padding in the encoder and in every cross-attention, in training and in generation",
     needs=("logits_with_source",),
     kinds=("encoder-decoder",),
     depends_on=("causality", "cross-attention-source"),
 )
 @torch.no_grad()
 def cross_attention_padding(context: CheckContext) -> Iterator[CaseResult]:
-    """Sources of two lengths in one batch: the shorter must give what it gives alone, whatever its padding holds."""
-    crossed = context.model.logits_with_source
-    assert crossed is not None
-    short, width = choose_lengths(context)
-    rows = [_random_source_tokens(context, 1, n) for n in (width, short)]
-    text = context.random_tokens(2, min(6, context.seq_len))
-    source, mask = pad_rows(rows, width, "right", choose_pad_token(context))
-    single = lambda: torch.cat([crossed(row, None, text[n : n + 1]) for n, row in enumerate(rows)])  # noqa: E731
-    gap = context.compare(single, lambda: crossed(source, mask, text))
+    """Run sources of two lengths in one batch: the shorter must give the same logits as alone, whatever its padding."""
+    logits_with_source = context.model.logits_with_source
+    assert logits_with_source is not None
+    short_len, seq_len = choose_lengths(context)
+    rows = [_random_source_tokens(context, 1, length) for length in (seq_len, short_len)]
+    tokens = context.random_tokens(2, min(6, context.seq_len))
+    source, mask = pad_rows(rows, seq_len, "right", choose_pad_token(context))
+
+    def alone() -> Tensor:
+        return torch.cat([logits_with_source(row, None, tokens[n : n + 1]) for n, row in enumerate(rows)])
+
+    diff = context.compare(alone, lambda: logits_with_source(source, mask, tokens))
     yield context.expect_equal(
-        gap,
-        passed="a padded source gives what it gives alone",
-        failed=f"with {width - short} padding tokens in the source, the logits are not those of the source alone",
-        location=f"row {gap.index[0]}, position {gap.index[1]}",
+        diff,
+        passed="a padded source gives the same logits as alone",
+        failed=f"with {seq_len - short_len} padding tokens in the source, the logits differ from those of the source "
+        "alone",
+        location=f"row {diff.index[0]}, position {diff.index[1]}",
     )
-    other = torch.where(mask, source, _random_source_tokens(context, 2, width))
-    gap = context.compare(lambda: crossed(source, mask, text), lambda: crossed(other, mask, text))
+    other = torch.where(mask, source, _random_source_tokens(context, 2, seq_len))
+    diff = context.compare(
+        lambda: logits_with_source(source, mask, tokens), lambda: logits_with_source(other, mask, tokens)
+    )
     yield context.expect_equal(
-        gap,
-        passed="what stands in the source's padding changes nothing",
-        failed="the logits change with what stands in the source's padding",
+        diff,
+        passed="the tokens in source padding do not change the logits",
+        failed="the logits change with the tokens in source padding",
     )

@@ -1,4 +1,4 @@
-"""A text that is read piece by piece, behind what is remembered of it, is the same text."""
+"""KV cache checks: cache-decode, cache-chunked-prefill, cache-unused-slots, cache-sliding-window, cache-reuse."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -22,21 +22,21 @@ from cutaway.check.registry import CAUSAL_KINDS, register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError
 
 LONG_SEQ_LEN, SHORT_SEQ_LEN = 34, 12
-"""Tokens of a text for those, past a block of 32; and of one that is read in many ways."""
+"""Length of a sequence longer than a tile of 32, and of one that is split in many ways."""
 MAX_SECONDS = 3.0
-"""Seconds that passing a window may take."""
+"""Time limit for a sequence that exceeds the window."""
 LARGE_VALUE = 1e4
-"""So large that a slot with it is felt wherever it is seen, and times a weight of 0 it is 0."""
+"""Large enough to change the logits if a slot is visible; times a weight of 0 it is 0."""
 
 MAX_ROUNDING_RATIO = 1e-2
-"""Of the largest logit: what no rounding of one and the same pass comes to."""
+"""Relative to the largest logit; above any rounding error between two runs of the same forward pass."""
 
 
 @register_check(
     "cache-decode",
-    catches="a cache that gives other logits than one pass: off by one, positions begun anew, a layer that forgets",
-    cause="behind a cache, positions do not go on from its length, or keys are stored before they are turned or twice",
-    fix="number new tokens from the cache's length on, store each key once as it is used, and mask by positions",
+    catches="decoding with a cache that gives other logits: off by one, positions restarted, a layer not cached",
+    cause="positions do not continue from the cache length, or keys are stored twice or before RoPE",
+    fix="number new tokens from the cache length, store each key once and as it is used, and mask by positions",
     needs=("logits", "logits_with_cache"),
     kinds=CAUSAL_KINDS,
     depends_on=(
@@ -47,212 +47,226 @@ MAX_ROUNDING_RATIO = 1e-2
 )
 @torch.no_grad()
 def cache_decode(context: CheckContext) -> Iterator[CaseResult]:
-    """Read a text token by token, and again token by token behind a prompt: each token's logits must be those
-    of one pass over the whole."""
+    """Decode a sequence token by token, and token by token after a prefilled prompt: the logits must equal those of one
+    forward pass without a cache."""
     logits = context.model.logits
     assert logits is not None
-    most, many, few = (10, 8, 3) if context.is_slow else (LONG_SEQ_LEN, 12, 6)
-    whole = context.random_tokens(2, min(most, context.model.max_seq_len or most))
-    behind = max(0, whole.shape[1] - few)
-    for path, first in (("token by token", 0), ("token by token behind a prompt", behind)):
-        tokens = whole if first else whole[:, :many]
+    max_len, no_prompt_len, num_decoded = (10, 8, 3) if context.is_slow else (LONG_SEQ_LEN, 12, 6)
+    sequence = context.random_tokens(2, min(max_len, context.model.max_seq_len or max_len))
+    prompt_len = max(0, sequence.shape[1] - num_decoded)
+    for path, first_chunk in (("token by token", 0), ("token by token after a prompt", prompt_len)):
+        tokens = sequence if first_chunk else sequence[:, :no_prompt_len]
         base = logits(tokens)
-        sizes = chunk_sizes(tokens.shape[1], 1, first)
-        gap, step = compare_in_chunks(context, tokens, sizes, base)
-        if not gap.within_tolerance:
-            message = f"{path}, the logits at position {step} are not those of one pass"
-            seen = infer_wrong_position(context, tokens, sizes, step)
-            if seen is not None:
-                message += f" but what position {seen} would give: positions do not go on from the cache's length"
-            yield CaseResult(
-                "fail", message, gap.max_abs, gap.tolerance, locate_divergence(context, tokens, sizes, step)
-            )
+        sizes = chunk_sizes(tokens.shape[1], 1, first_chunk)
+        diff, position = compare_in_chunks(context, tokens, sizes, base)
+        if not diff.within_tolerance:
+            message = f"decoded {path}, the logits at position {position} differ from those of one forward pass"
+            wrong_position = infer_wrong_position(context, tokens, sizes, position)
+            if wrong_position is not None:
+                message += f" and equal those at position {wrong_position}: positions do not continue from the cache"
+            location = locate_divergence(context, tokens, sizes, position)
+            yield CaseResult("fail", message, diff.max_abs, diff.tolerance, location)
             return
-        yield CaseResult("pass", f"{path}, each gives the logits of one pass", gap.max_abs, gap.tolerance)
+        message = f"decoded {path}, the logits equal those of one forward pass"
+        yield CaseResult("pass", message, diff.max_abs, diff.tolerance)
 
 
 @register_check(
     "cache-chunked-prefill",
-    catches="a prompt that is read in pieces and gives other logits: the mask of a piece knows only the piece",
-    cause="the causal mask of a piece behind a cache is made for a text that begins with it, or is left out",
-    fix="make the mask from the positions of queries and of all stored keys, not from the shape of the piece",
+    catches="chunked prefill that gives other logits: the mask of a chunk does not cover the cached tokens",
+    cause="the causal mask of a chunk is built as if the sequence started with it, or is missing",
+    fix="build the mask from the positions of the queries and of all cached keys, not from the shape of the chunk",
     needs=("logits", "logits_with_cache"),
     kinds=CAUSAL_KINDS,
     depends_on=("causality", "cache-decode"),
 )
 @torch.no_grad()
 def cache_chunked_prefill(context: CheckContext) -> Iterator[CaseResult]:
-    """Read a text in two pieces, at every place where it can be cut (at four, if passes are slow), and in pieces of
-    three: the logits must be those of one pass."""
+    """Prefill a sequence in two chunks, split at every position (at two, if the model is slow), and in chunks of three:
+    the logits must equal those of one forward pass."""
     tokens, logits = context.random_tokens(2, min(SHORT_SEQ_LEN, context.seq_len)), context.model.logits
     assert logits is not None
     length = tokens.shape[1]
     cuts = range(1, length) if not context.is_slow else sorted({1, length // 2})
-    ways = [(f"cut at {cut}", [cut, length - cut]) for cut in cuts]
-    piece = 3 if not context.is_slow else 7
-    ways.append((f"in pieces of {piece}", chunk_sizes(length, piece)))
+    splits = [(f"split at {cut}", [cut, length - cut]) for cut in cuts]
+    chunk_size = 3 if not context.is_slow else 7
+    splits.append((f"in chunks of {chunk_size}", chunk_sizes(length, chunk_size)))
     base = logits(tokens)
-    worst, done, refused = Difference(0.0, 0.0, ()), 0, ""
-    for path, sizes in ways:
+    worst, num_passed, unsupported = Difference(0.0, 0.0, ()), 0, ""
+    for description, sizes in splits:
         try:
-            gap, step = compare_in_chunks(context, tokens, sizes, base)
+            diff, position = compare_in_chunks(context, tokens, sizes, base)
         except UNSUPPORTED_ERRORS as error:
-            refused = refused or f"{path}: {str(error).strip().splitlines()[0][:120] if str(error) else 'refused'}"
+            reason = str(error).strip().splitlines()[0][:120] if str(error) else type(error).__name__
+            unsupported = unsupported or f"{description}: {reason}"
             continue
-        if not gap.within_tolerance:
-            message = f"a text {path} gives other logits than in one pass, from position {step} on"
-            yield CaseResult(
-                "fail", message, gap.max_abs, gap.tolerance, locate_divergence(context, tokens, sizes, step)
-            )
+        if not diff.within_tolerance:
+            message = f"a prefill {description} gives other logits than one forward pass, from position {position} on"
+            location = locate_divergence(context, tokens, sizes, position)
+            yield CaseResult("fail", message, diff.max_abs, diff.tolerance, location)
             return
-        done += 1
-        worst = max(worst, gap, key=lambda each: each.max_abs)
-    if done:
-        yield CaseResult(
-            "pass", f"a text in pieces gives the logits of one pass, in {done} ways", worst.max_abs, worst.tolerance
-        )
-    if refused:
-        yield CaseResult("skip", f"skipped: it does not take a text {refused}")
+        num_passed += 1
+        worst = max(worst, diff, key=lambda item: item.max_abs)
+    if num_passed:
+        message = f"a chunked prefill gives the logits of one forward pass ({num_passed} splits)"
+        yield CaseResult("pass", message, worst.max_abs, worst.tolerance)
+    if unsupported:
+        yield CaseResult("skip", f"skipped: it does not support a prefill {unsupported}")
 
 
 @register_check(
     "cache-unused-slots",
-    catches="an empty slot of the cache that is seen: it weighs as exp(0), or whatever an earlier text left there",
-    cause="slots that hold nothing yet are not masked, and zeros there look harmless",
-    fix="mask every slot that holds no token of this text, by its position, before the softmax",
+    catches="visible unused cache slots: an empty slot has weight exp(0), or holds keys of an earlier sequence",
+    cause="unused slots are not masked, and zeros in them seem harmless",
+    fix="mask every slot without a token of this sequence, by its position, before the softmax",
     needs=("logits", "logits_with_filled_cache"),
     kinds=CAUSAL_KINDS,
     depends_on=("causality-gradient", "causality", "cache-decode"),
 )
 @torch.no_grad()
 def cache_unused_slots(context: CheckContext) -> CaseResult:
-    """Fill the unused slots of a cache with NaN, and with numbers so large that one that is seen would rule: the logits
-    must not change. A NaN that is felt alone is no failure: 0 · NaN is NaN, and the weight of 0 is right."""
-    tokens, logits, poisoned = context.random_tokens(2), context.model.logits, context.model.logits_with_filled_cache
+    """Fill the unused slots of a cache with NaN, and with values large enough to dominate if visible: the logits must
+    not change. If only NaN changes them, the check passes: 0 · NaN is NaN, and the weight of 0 is correct."""
+    tokens, model = context.random_tokens(2), context.model
+    logits, logits_with_filled_cache = model.logits, model.logits_with_filled_cache
     assert logits is not None
-    assert poisoned is not None
+    assert logits_with_filled_cache is not None
     base = logits(tokens)
-    clean = context.compare(lambda: logits(tokens), lambda: poisoned(tokens, 0.0), first_result=base)
+
+    def compare(value: float) -> Difference:
+        return context.compare(
+            lambda: logits(tokens), lambda: logits_with_filled_cache(tokens, value), first_result=base
+        )
+
+    zero_diff = compare(0.0)
     for value in (LARGE_VALUE, -LARGE_VALUE):
-        gap = context.compare(lambda: logits(tokens), lambda: poisoned(tokens, value), first_result=base)
-        if not gap.within_tolerance:
-            what = "even with zeros in them" if not clean.within_tolerance else f"with {value:g} in them"
-            message = f"unused slots of the cache are seen: {what} the logits at position {gap.index[1]} change"
-            return CaseResult("fail", message, gap.max_abs, gap.tolerance, f"position {gap.index[1]}")
-    broken = context.compare(lambda: logits(tokens), lambda: poisoned(tokens, math.nan), first_result=base)
-    if not broken.within_tolerance:
-        message = "unused slots weigh nothing; a NaN in one would be felt (0 · NaN), so wipe them before reuse"
-        return CaseResult("pass", message, gap.max_abs, gap.tolerance)
-    return CaseResult("pass", "unused slots are not seen, not even a NaN in them", broken.max_abs, broken.tolerance)
+        diff = compare(value)
+        if not diff.within_tolerance:
+            content = "even zeros" if not zero_diff.within_tolerance else f"values of {value:g}"
+            position = diff.index[1]
+            message = f"unused cache slots are visible: {content} in them change the logits at position {position}"
+            return CaseResult("fail", message, diff.max_abs, diff.tolerance, f"position {position}")
+    nan_diff = compare(math.nan)
+    if not nan_diff.within_tolerance:
+        message = (
+            "unused slots have weight 0; NaN in them would change the logits (0 · NaN), so clear them before reuse"
+        )
+        return CaseResult("pass", message, diff.max_abs, diff.tolerance)
+    return CaseResult("pass", "unused slots are masked, even with NaN in them", nan_diff.max_abs, nan_diff.tolerance)
 
 
 @register_check(
     "cache-sliding-window",
-    catches="a rolling cache that forgets one token too early or too late, or mixes up the order when it wraps",
-    cause="the ring has one slot too few, or keys are masked by their slot instead of their position",
-    fix="keep window + new tokens − 1 keys, and mask by the position that each slot holds",
+    catches="a rolling cache that drops tokens one step too early or too late, or has the wrong order after it wraps",
+    cause="the ring buffer has one slot too few, or keys are masked by slot instead of position",
+    fix="keep window + new tokens − 1 keys, and mask by the position of the token in each slot",
     needs=("logits", "logits_with_cache|logits_with_rolling_cache"),
     kinds=CAUSAL_KINDS,
     depends_on=("causality", "cache-decode"),
 )
 @torch.no_grad()
 def cache_sliding_window(context: CheckContext) -> Iterator[CaseResult]:
-    """Read a text of more than twice the smallest window token by token, and in pieces of three: past the window too,
-    the logits must be those of one pass."""
-    target = context.model
-    windows = sorted({*target.windows, *([] if target.window is None else [target.window])})
+    """Run a sequence longer than twice the window token by token and in chunks of three: the logits must equal those of
+    one forward pass, also beyond the window."""
+    model = context.model
+    windows = sorted({*model.windows, *([] if model.window is None else [model.window])})
     if not windows:
         raise SkipCheckError("needs a layer with a sliding window (the property window= or windows=)")
-    room = target.max_seq_len or 1 << 30
-    small = [window for window in windows if window + 2 <= room]
-    if not small:
-        raise SkipCheckError(f"it reads {room} tokens at most, so its window of {windows[0]} is never left")
-    window = small[0]
-    lengths = [min(most, room) for most in (2 * small[-1] + 5, 2 * window + 5, window + 4)]
+    max_seq_len = model.max_seq_len or 1 << 30
+    testable = [window for window in windows if window + 2 <= max_seq_len]
+    if not testable:
+        raise SkipCheckError(
+            f"its maximum length is {max_seq_len}, so sequences do not exceed its window of {windows[0]}"
+        )
+    window = testable[0]
+    lengths = [min(length, max_seq_len) for length in (2 * testable[-1] + 5, 2 * window + 5, window + 4)]
     length = next((n for n in lengths if _estimate_seconds(context, n) < MAX_SECONDS / 2), lengths[-1])
     if _estimate_seconds(context, length) > MAX_SECONDS:
-        raise SkipCheckError(f"a text that leaves its window of {window} would take more than {MAX_SECONDS:g} s")
+        raise SkipCheckError(f"a sequence longer than its window of {window} would take more than {MAX_SECONDS:g} s")
     tokens = context.random_tokens(1, length)
-    assert target.logits is not None
-    logits = target.logits
+    assert model.logits is not None
+    logits = model.logits
     base = logits(tokens)
-    first = max(0, window - 2) if length > 100 else 0  # so that a long window does not take as many steps
-    ways: dict[str, Callable[[], Tensor]] = {}
-    if target.logits_with_rolling_cache is not None:
-        ways["token by token in a ring"] = lambda: target.logits_with_rolling_cache(tokens, 1)  # type: ignore[misc]
-        ways["in pieces of three in a ring"] = lambda: target.logits_with_rolling_cache(tokens, 3)  # type: ignore[misc]
-    if target.logits_with_cache is not None:
-        ways["token by token"] = lambda: forward_in_chunks(context, tokens, chunk_sizes(length, 1, first))[0]
-        ways["in pieces of three"] = lambda: forward_in_chunks(context, tokens, chunk_sizes(length, 3, first))[0]
-    for path, make in ways.items():
+    first_chunk = max(0, window - 2) if length > 100 else 0  # prefill most of a long window to save decode steps
+    paths: dict[str, Callable[[], Tensor]] = {}
+    if model.logits_with_rolling_cache is not None:
+        paths["token by token in a rolling cache"] = lambda: model.logits_with_rolling_cache(tokens, 1)  # type: ignore[misc]
+        paths["in chunks of three in a rolling cache"] = lambda: model.logits_with_rolling_cache(tokens, 3)  # type: ignore[misc]
+    if model.logits_with_cache is not None:
+        paths["token by token"] = lambda: forward_in_chunks(context, tokens, chunk_sizes(length, 1, first_chunk))[0]
+        paths["in chunks of three"] = lambda: forward_in_chunks(context, tokens, chunk_sizes(length, 3, first_chunk))[0]
+    for path, run in paths.items():
         try:
-            gap = context.compare(lambda: logits(tokens), make, first_result=base)
+            diff = context.compare(lambda: logits(tokens), run, first_result=base)
         except (*UNSUPPORTED_ERRORS, SkipCheckError) as error:
             yield CaseResult("skip", f"skipped: {path}: {str(error)[:120]}")
             continue
-        if not gap.within_tolerance:
-            step = first_position_beyond(make(), base, gap.tolerance)
-            past = f"{step - window + 1} past the first that leaves" if step >= window else "within"
-            message = f"{path}, the logits at position {step} are not those of one pass, {past} the window of {window}"
-            yield CaseResult("fail", message, gap.max_abs, gap.tolerance, f"position {step}")
+        if not diff.within_tolerance:
+            position = first_position_beyond(run(), base, diff.tolerance)
+            message = f"{path}, the logits at position {position} differ from those of one forward pass"
+            message += f" (window {window})"
+            yield CaseResult("fail", message, diff.max_abs, diff.tolerance, f"position {position}")
             return
-        held = f"{path}, {length - window} tokens past the window of {window} are as in one pass"
-        yield CaseResult("pass", held, gap.max_abs, gap.tolerance)
+        message = f"{path}, the logits equal those of one forward pass over {length} tokens (window {window})"
+        yield CaseResult("pass", message, diff.max_abs, diff.tolerance)
 
 
 def _estimate_seconds(context: CheckContext, seq_len: int) -> float:
-    """Seconds, about, of reading so many tokens in a pass and half of them in steps."""
+    """Estimated time of one forward pass over the sequence and of decoding half of it."""
     return context.seconds_per_forward * (seq_len / context.seq_len + seq_len / 4)
 
 
 @register_check(
     "cache-reuse",
-    catches="a text that depends on the one before it: state that stays in the model after a pass or a generation",
-    cause="a cache, a position counter or a mask is kept in the module, and is not made anew for the next text",
-    fix="pass the state as an argument, or reset all of it where a text begins",
+    catches="results that depend on the previous sequence: state that remains in the model after a forward pass",
+    cause="a cache, a position counter or a mask is stored in the module, and is not reset for the next sequence",
+    fix="pass the state as an argument, or reset all of it at the start of a sequence",
     kinds=CAUSAL_KINDS,
     depends_on=("eval-dropout", "eval-determinism"),
 )
 @torch.no_grad()
 def cache_reuse(context: CheckContext) -> Iterator[CaseResult]:
-    """Read and write a text, then a longer one in a larger batch, then the first again: it must give the same again."""
-    target, length = context.model, context.seq_len
-    mine, longer = context.random_tokens(1, max(2, length // 2)), context.random_tokens(3, length)
-    for path, make in _forward_paths(context).items():
-        first = make(mine)
-        make(longer)
-        gap = max_difference(first, make(mine))
-        if gap.max_abs > 0.0:  # what stays behind moves a pass that is made again, and must not pass for noise
-            noise = context.measure_noise(lambda: make(mine), first)
-            gap = Difference(
-                gap.max_abs, min(NOISE_MARGIN * noise, MAX_ROUNDING_RATIO * max_finite_abs(first)), gap.index
+    """Run and generate from a sequence, then a longer one in a larger batch, then the first again: the results must be
+    equal."""
+    model, length = context.model, context.seq_len
+    tokens, longer = context.random_tokens(1, max(2, length // 2)), context.random_tokens(3, length)
+    for path, forward in _forward_paths(context).items():
+        first = forward(tokens)
+        forward(longer)
+        diff = max_difference(first, forward(tokens))
+        if diff.max_abs > 0.0:  # limit the noise: remaining state also changes the runs that measure it
+            noise = context.measure_noise(lambda: forward(tokens), first)
+            diff = Difference(
+                diff.max_abs, min(NOISE_MARGIN * noise, MAX_ROUNDING_RATIO * max_finite_abs(first)), diff.index
             )
-        broken = f"{path} gives other logits after another text was read"
-        part = context.expect_equal(gap, passed=f"{path} gives the same after another text", failed=broken)
-        yield part
-        if part.verdict == "fail":
+        case = context.expect_equal(
+            diff,
+            passed=f"{path} gives the same logits after another sequence",
+            failed=f"{path} gives other logits after another sequence",
+        )
+        yield case
+        if case.verdict == "fail":
             return
-    if target.generate is not None:
-        n = max(1, min(2 if context.is_slow else 6, length // 3))
-        first = target.generate(mine[:, : length - n], n)
-        target.generate(longer[:, : length - n], n)
-        again = target.generate(mine[:, : length - n], n)
-        if first.shape != again.shape or not torch.equal(first, again):
+    if model.generate is not None:
+        num_tokens = max(1, min(2 if context.is_slow else 6, length // 3))
+        prompt = tokens[:, : length - num_tokens]
+        first = model.generate(prompt, num_tokens)
+        model.generate(longer[:, : length - num_tokens], num_tokens)
+        second = model.generate(prompt, num_tokens)
+        if first.shape != second.shape or not torch.equal(first, second):
             from cutaway.check.checks.generation import find_non_greedy_token
 
-            wrong = find_non_greedy_token(context, mine[:, : length - n], again) or find_non_greedy_token(
-                context, mine[:, : length - n], first
-            )
-            if first.shape != again.shape or wrong is not None:
-                yield CaseResult("fail", "the same prompt is continued otherwise after another one was written on")
+            non_greedy = find_non_greedy_token(context, prompt, second) or find_non_greedy_token(context, prompt, first)
+            if first.shape != second.shape or non_greedy is not None:
+                yield CaseResult("fail", "the same prompt gives other tokens after generation from another prompt")
                 return
-        yield CaseResult("pass", "the same prompt is continued alike after another one")
+        yield CaseResult("pass", "the same prompt gives the same tokens after generation from another prompt")
 
 
 def _forward_paths(context: CheckContext) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Ways to logits that may leave something behind."""
-    target = context.model
-    found: dict[str, Any] = {"a pass": target.logits} if target.logits is not None else {}
-    if target.logits_with_cache is not None:
-        found["a pass with a cache"] = lambda tokens: forward_in_chunks(context, tokens, [tokens.shape[1] - 1, 1])[0]
-    return found
+    """Forward passes that may leave state in the model."""
+    model = context.model
+    paths: dict[str, Any] = {"a forward pass": model.logits} if model.logits is not None else {}
+    if model.logits_with_cache is not None:
+        paths["decoding with a cache"] = lambda tokens: forward_in_chunks(context, tokens, [tokens.shape[1] - 1, 1])[0]
+    return paths

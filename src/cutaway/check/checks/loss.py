@@ -1,4 +1,4 @@
-"""Whether the loss is the mean of −log p of just the tokens that are asked."""
+"""Loss checks: loss-shift, loss-reduction, loss-eos, loss-ignore-index."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,52 +13,52 @@ from cutaway.check.probes.reference_loss import IGNORE_INDEX, label_shift, mean_
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError
 
-SHIFT_NAMES = {0: "the token itself", 1: "the next token", 2: "the token after the next", -1: "the token before"}
+SHIFT_NAMES = {0: "the token itself", 1: "the next token", 2: "the token after the next", -1: "the previous token"}
 LEAK_CHECKS = ("causality", "causality-paths", "eval-determinism")
-"""Where logits change with what they should not, a loss cannot be what its logits say."""
+"""If logits depend on more than their input, the loss cannot be compared with them."""
 FACTOR_TOLERANCE = 1e-3
-"""How near a factor must be to one that has a name."""
+"""Relative tolerance for recognizing a shift."""
 
 
 def model_loss(context: CheckContext, tokens: Tensor, labels: Tensor) -> Tensor:
-    """The target's loss as a number."""
+    """The model's own loss, as a tensor of shape (1,)."""
     assert context.model.loss is not None
     loss = context.model.loss(tokens, labels)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise SkipCheckError(f"needs a loss that is one number; this one is {what}")
+        output = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise SkipCheckError(f"needs a scalar loss; this one is {output}")
     return loss.float().reshape(1)
 
 
 def _cached_logits(context: CheckContext, tokens: Tensor) -> Tensor:
-    """The logits of a text; of the last one asked for they are known."""
+    """Logits of a sequence; those of the last sequence are cached."""
     assert context.model.logits is not None
-    kept = context.memo.get("last_logits")
-    if kept is None or kept[0].shape != tokens.shape or not torch.equal(kept[0], tokens):
-        kept = context.memo["last_logits"] = (tokens.clone(), context.model.logits(tokens))
-    return kept[1]
+    cached = context.memo.get("last_logits")
+    if cached is None or cached[0].shape != tokens.shape or not torch.equal(cached[0], tokens):
+        cached = context.memo["last_logits"] = (tokens.clone(), context.model.logits(tokens))
+    return cached[1]
 
 
 def _expected_loss(context: CheckContext, tokens: Tensor, labels: Tensor, shift: int | None = None) -> Tensor:
-    """What it should be."""
+    """The reference loss, computed from the logits."""
     logits = require_vocab_logits(context, _cached_logits(context, tokens))
     return mean_loss(logits, labels, label_shift(context) if shift is None else shift).reshape(1)
 
 
 def _compare_loss(context: CheckContext, tokens: Tensor, labels: Tensor, shift: int | None = None) -> Difference:
-    """The offered loss beside its definition."""
-    gap = context.compare(
+    """Compare the model's own loss with the reference loss."""
+    diff = context.compare(
         lambda: _expected_loss(context, tokens, labels, shift), lambda: model_loss(context, tokens, labels)
     )
-    # A mean over logits is rounded otherwise in each implementation, and one number shows little of its own noise.
+    # Implementations round a mean differently, and the noise of a single number is underestimated.
     scale = float(_cached_logits(context, tokens).float().abs().max())
     return Difference(
-        gap.max_abs, max(gap.tolerance, NOISE_MARGIN * (context.noise_ratio + 1e-6) * max(1.0, scale)), gap.index
+        diff.max_abs, max(diff.tolerance, NOISE_MARGIN * (context.noise_ratio + 1e-6) * max(1.0, scale)), diff.index
     )
 
 
 class DistinctLogits(ExitStack):
-    """While it lasts, weights are nudged where logits tell nothing (a head of zeros); small models only."""
+    """Context manager that perturbs the weights of a small model if all logits are equal (a zero head)."""
 
     def __init__(self, context: CheckContext, tokens: Tensor) -> None:
         super().__init__()
@@ -67,243 +67,243 @@ class DistinctLogits(ExitStack):
     def __enter__(self) -> "DistinctLogits":
         super().__enter__()
         self.context.memo.pop("last_logits", None)
-        self.callback(self.context.memo.pop, "last_logits", None)  # by these weights
+        self.callback(self.context.memo.pop, "last_logits", None)  # computed with these weights
         if _has_uniform_losses(self.context, self.tokens) and self.context.model.module is not None:
             self.enter_context(perturb_weights(self.context.model.module, self.context.generator))
             self.context.memo.pop("last_logits", None)
         if _has_uniform_losses(self.context, self.tokens):
             self.close()
-            raise SkipCheckError("needs logits that tell tokens apart; these are all alike")
+            raise SkipCheckError("needs logits that differ between tokens")
         return self
 
 
 def _has_uniform_losses(context: CheckContext, tokens: Tensor) -> bool:
-    """Whether −log p of all tokens is the same."""
-    told = token_losses(require_vocab_logits(context, _cached_logits(context, tokens)), tokens, label_shift(context))[0]
-    return bool(told.max() - told.min() <= 1e-5 + NOISE_MARGIN * context.noise_ratio * float(told.abs().max()))
+    """Whether −log p is the same for all tokens."""
+    logits = require_vocab_logits(context, _cached_logits(context, tokens))
+    losses = token_losses(logits, tokens, label_shift(context))[0]
+    return bool(losses.max() - losses.min() <= 1e-5 + NOISE_MARGIN * context.noise_ratio * float(losses.abs().max()))
 
 
 @register_check(
     "loss-shift",
-    catches="labels shifted once too often, or not at all: the model learns the token after the next, or to copy",
-    cause="data and model both shift the labels, or neither does; or the shift runs over the ends of rows",
-    fix="shift in one place only: logits[:, :-1] against labels[:, 1:], row by row",
+    catches="labels shifted twice or not at all: the model learns the token after the next, or to copy its input",
+    cause="data and model both shift the labels, or neither does; or the shift crosses row boundaries",
+    fix="shift once, per row: logits[:, :-1] against labels[:, 1:]",
     needs=("logits", "loss"),
     depends_on=LEAK_CHECKS,
 )
 @torch.no_grad()
 def loss_shift(context: CheckContext) -> Iterator[CaseResult]:
-    """Compare the loss of a text with −log p of its tokens by its own logits, with labels shifted by none, one and two:
-    for a decoder it must be one, for an encoder none."""
-    tokens, right = context.random_tokens(2), label_shift(context)
+    """Compare the loss with −log p of the tokens by the model's own logits, with labels shifted by 0, 1 and 2: a
+    decoder must shift by 1, an encoder by 0."""
+    tokens, expected_shift = context.random_tokens(2), label_shift(context)
     if tokens.shape[1] < 4:
-        raise SkipCheckError("needs texts of four tokens")
+        raise SkipCheckError("needs sequences of four tokens")
+    expected_name = SHIFT_NAMES[expected_shift]
     with DistinctLogits(context, tokens):
-        gap = _compare_loss(context, tokens, tokens)
-        if gap.within_tolerance:
-            yield CaseResult(
-                "pass", f"the logits at a position are held to {SHIFT_NAMES[right]}", gap.max_abs, gap.tolerance
-            )
+        diff = _compare_loss(context, tokens, tokens)
+        if diff.within_tolerance:
+            yield CaseResult("pass", f"the loss predicts {expected_name}", diff.max_abs, diff.tolerance)
             return
         value = float(model_loss(context, tokens, tokens))
-        for name, other in _losses_by_shift(context, tokens, right).items():
-            if abs(value - other) <= gap.tolerance:
-                message = f"the logits at a position are held to {name.strip()}, not to {SHIFT_NAMES[right]}"
-                yield CaseResult("fail", message, gap.max_abs, gap.tolerance)
+        for name, other in _losses_by_shift(context, tokens, expected_shift).items():
+            if abs(value - other) <= diff.tolerance:
+                message = f"the loss predicts {name.strip()}, not {expected_name}"
+                yield CaseResult("fail", message, diff.max_abs, diff.tolerance)
                 return
-        seen = _infer_shift(context, tokens)
-    if seen is None:
-        raise SkipCheckError("needs a loss that is −log p of its logits by some shift; loss-reduction says more")
-    verdict = CaseResult("pass", f"the logits at a position are held to {SHIFT_NAMES[right]}")
-    if seen != right:
-        named = SHIFT_NAMES.get(seen, f"the token {seen} further on")
-        verdict = CaseResult(
-            "fail", f"the logits at a position are held to {named}, not to {SHIFT_NAMES[right]}", seen, right
-        )
-    yield verdict
+        shift = _infer_shift(context, tokens)
+    if shift is None:
+        raise SkipCheckError("needs a loss that is −log p of its logits with some shift; see loss-reduction")
+    if shift == expected_shift:
+        yield CaseResult("pass", f"the loss predicts {expected_name}")
+    else:
+        name = SHIFT_NAMES.get(shift, f"the token {shift} positions ahead")
+        yield CaseResult("fail", f"the loss predicts {name}, not {expected_name}", shift, expected_shift)
 
 
 def _losses_by_shift(context: CheckContext, tokens: Tensor, expected_shift: int) -> dict[str, float]:
-    """What the loss would be by other shifts."""
+    """The loss with wrong shifts, by name."""
     logits = _cached_logits(context, tokens).float()
-    rows = logits.log_softmax(-1)
-    found = {
+    log_probs = logits.log_softmax(-1)  # (B, T, V)
+    losses = {
         SHIFT_NAMES[shift]: float(mean_loss(logits, tokens, shift)) for shift in (0, 1, 2) if shift != expected_shift
     }
-    if expected_shift:  # a loss may be given the text without its last token
-        found |= {f"{SHIFT_NAMES[0]} ": float(mean_loss(logits[:, :-1], tokens[:, :-1], 0))}
-    back = -rows[:, 1:].gather(-1, tokens[:, :-1, None])
-    found[SHIFT_NAMES[-1]] = float(back.mean())
-    ones = rows.flatten(0, 1)
+    if expected_shift:  # a loss may get the sequence without its last token
+        losses |= {f"{SHIFT_NAMES[0]} ": float(mean_loss(logits[:, :-1], tokens[:, :-1], 0))}
+    previous = -log_probs[:, 1:].gather(-1, tokens[:, :-1, None])
+    losses[SHIFT_NAMES[-1]] = float(previous.mean())
+    flat = log_probs.flatten(0, 1)  # (B·T, V)
     for shift in (1, 2):
-        over = float(-ones[:-shift].gather(-1, tokens.flatten()[shift:, None]).mean())
-        found[f"{SHIFT_NAMES[shift]}, across the ends of rows"] = over
-        round_ = -rows.gather(-1, tokens.roll(-shift, 1)[..., None])
-        found[f"{SHIFT_NAMES[shift]}, with a row's first tokens after its last"] = float(round_.mean())
-    half = -rows[:, :-2].gather(-1, tokens[:, 2:, None]).sum() - ones[tokens.shape[1] - 2, tokens[1, 0]]
-    found["the token after the next, across the ends of rows"] = float(half) / (tokens.numel() - 2)
-    return found
+        across_rows = -flat[:-shift].gather(-1, tokens.flatten()[shift:, None])
+        losses[f"{SHIFT_NAMES[shift]}, across row boundaries"] = float(across_rows.mean())
+        rolled = -log_probs.gather(-1, tokens.roll(-shift, 1)[..., None])
+        losses[f"{SHIFT_NAMES[shift]}, with the labels rolled around each row"] = float(rolled.mean())
+    # Shifted once per row and once in the flattened batch.
+    mixed = -log_probs[:, :-2].gather(-1, tokens[:, 2:, None]).sum() - flat[tokens.shape[1] - 2, tokens[1, 0]]
+    losses["the token after the next, across row boundaries"] = float(mixed) / (tokens.numel() - 2)
+    return losses
 
 
 def _infer_shift(context: CheckContext, tokens: Tensor) -> int | None:
-    """The shift by which one label alone acts on the loss, whatever else is added to it."""
-    at = tokens.shape[1] // 2
+    """The shift that explains the effect of one label on the loss, whatever other terms the loss has."""
+    position = tokens.shape[1] // 2
     logits = _cached_logits(context, tokens).float()
-    other = context.replace_tokens(tokens, slice(at, at + 1))
-    alone = torch.full_like(tokens, IGNORE_INDEX)
-    one, two = alone.clone(), alone.clone()
-    one[:, at], two[:, at] = tokens[:, at], other[:, at]
-    moved = float(model_loss(context, tokens, one) - model_loss(context, tokens, two))
+    other = context.replace_tokens(tokens, slice(position, position + 1))
+    first, second = torch.full_like(tokens, IGNORE_INDEX), torch.full_like(tokens, IGNORE_INDEX)
+    first[:, position], second[:, position] = tokens[:, position], other[:, position]
+    change = float(model_loss(context, tokens, first) - model_loss(context, tokens, second))
     for shift in (1, 0, 2, -1, 3):
-        if 0 <= at - shift < tokens.shape[1]:
-            row = logits[:, at - shift]
-            expected = float((row.gather(1, other[:, at, None]) - row.gather(1, tokens[:, at, None])).mean())
-            if abs(moved - expected) <= FACTOR_TOLERANCE * abs(expected) + 1e-6:
+        if 0 <= position - shift < tokens.shape[1]:
+            row = logits[:, position - shift]  # (B, V)
+            expected = float(
+                (row.gather(1, other[:, position, None]) - row.gather(1, tokens[:, position, None])).mean()
+            )
+            if abs(change - expected) <= FACTOR_TOLERANCE * abs(expected) + 1e-6:
                 return shift
     return None
 
 
 @register_check(
     "loss-reduction",
-    catches="a loss that is not the mean of −log p: a sum, a mean over the vocabulary, softmax taken twice",
-    cause="the wrong reduction, the wrong count in the denominator, or probabilities given where logits are wanted",
-    fix="F.cross_entropy(logits.flatten(0, 1), labels.flatten()) on raw logits: uniform ones then give ln V",
+    catches="a loss that is not the mean of −log p: a sum, a mean over the vocabulary, softmax applied twice",
+    cause="the wrong reduction, the wrong denominator, or probabilities passed instead of logits",
+    fix="use F.cross_entropy(logits.flatten(0, 1), labels.flatten()) on raw logits: uniform logits then give ln V",
     needs=("logits", "loss"),
     depends_on=("loss-shift", *LEAK_CHECKS),
 )
 @torch.no_grad()
 def loss_reduction(context: CheckContext) -> Iterator[CaseResult]:
-    """Compare the loss with the mean of −log p that its own logits give (ln V where they are uniform). Where it is
-    another, other labels tell a factor from what is added: smoothing and auxiliary terms are no bug."""
+    """Compare the loss with the mean of −log p from the model's own logits (ln V if they are uniform). If they differ,
+    other labels separate a factor from an added term: label smoothing and auxiliary losses are not bugs."""
     tokens, shift = context.random_tokens(2), label_shift(context)
     with DistinctLogits(context, tokens):
-        gap = _compare_loss(context, tokens, tokens)
-        if gap.within_tolerance:
-            yield CaseResult("pass", "the loss is the mean of −log p", gap.max_abs, gap.tolerance)
+        diff = _compare_loss(context, tokens, tokens)
+        if diff.within_tolerance:
+            yield CaseResult("pass", "the loss is the mean of −log p", diff.max_abs, diff.tolerance)
             return
         labels = [tokens, *(context.replace_tokens(tokens) for _ in range(3))]
-        theirs = [float(model_loss(context, tokens, given)) for given in labels]
-        due = [float(_expected_loss(context, tokens, given)) for given in labels]
+        actual = [float(model_loss(context, tokens, y)) for y in labels]
+        expected = [float(_expected_loss(context, tokens, y)) for y in labels]
         logits = _cached_logits(context, tokens).float()
-    slopes = [(theirs[0] - theirs[n]) / ((due[0] - due[n]) or 1e-30) for n in (1, 2, 3)]
-    slope = sorted(slopes)[1]
-    told = f"the loss is {theirs[0]:.4g}, and the mean of −log p is {due[0]:.4g}"
-    if slope == 0 or max(slopes) - min(slopes) > 0.02 * abs(slope):
-        why = "; other labels do not change it as they should"
-        yield CaseResult("fail", told + why, gap.max_abs, gap.tolerance)
+    # Fit actual = factor · expected + constant.
+    factors = [(actual[0] - actual[n]) / ((expected[0] - expected[n]) or 1e-30) for n in (1, 2, 3)]
+    factor = sorted(factors)[1]
+    message = f"the loss is {actual[0]:.4g}, and the mean of −log p is {expected[0]:.4g}"
+    if factor == 0 or max(factors) - min(factors) > 0.02 * abs(factor):
+        message += "; other labels do not change it accordingly"
+        yield CaseResult("fail", message, diff.max_abs, diff.tolerance)
         return
-    left = theirs[0] - slope * due[0]
+    constant = actual[0] - factor * expected[0]
     used = logits[:, : tokens.shape[1] - shift]
-    even = float((used.logsumexp(-1) - used.mean(-1)).mean())
-    if abs(slope - 1) < 0.01:
-        yield CaseResult("pass", f"the loss is the mean of −log p, and {left:.3g} that no label changes", left)
-    elif 0 < slope < 1 and abs(left - (1 - slope) * even) < 0.02 * max(abs(left), 1e-6):
-        yield CaseResult("pass", f"the loss is −log p with labels smoothed by {1 - slope:.3g}", slope)
+    uniform = float((used.logsumexp(-1) - used.mean(-1)).mean())  # mean of −log p over the vocabulary
+    if abs(factor - 1) < 0.01:
+        message = f"the loss is the mean of −log p plus {constant:.3g}, which does not depend on the labels"
+        yield CaseResult("pass", message, constant)
+    elif 0 < factor < 1 and abs(constant - (1 - factor) * uniform) < 0.02 * max(abs(constant), 1e-6):
+        yield CaseResult("pass", f"the loss is −log p with label smoothing of {1 - factor:.3g}", factor)
     else:
-        yield CaseResult(
-            "fail", f"{told}: {slope:.4g} times as much{_describe_factor(context, slope, tokens)}", slope, 1.0
-        )
+        message += f": a factor of {factor:.4g}{_describe_factor(context, factor, tokens)}"
+        yield CaseResult("fail", message, factor, 1.0)
 
 
 def _describe_factor(context: CheckContext, factor: float, tokens: Tensor) -> str:
-    """A factor in words."""
-    rows, asked = len(tokens), tokens.shape[1] - label_shift(context)
+    """The mistake that explains a factor on the loss, or nothing."""
+    batch_size, num_labels = len(tokens), tokens.shape[1] - label_shift(context)  # labels per row
     assert context.model.vocab_size is not None
     known = {
-        "a sum over all tokens": rows * asked,
-        "a sum over the tokens of a row": asked,
-        "a sum over the rows": rows,
-        "a mean over the vocabulary too": 1 / context.model.vocab_size,
-        "bits, not nats": 1.4427,
-        "divided by tokens that are no labels too": asked / tokens.shape[1],
-        "divided by the rows once more": 1 / rows,
-        "divided by the tokens once more": 1 / (rows * asked),
-        "divided by a row's tokens once more": 1 / asked,
+        "a sum over all tokens": batch_size * num_labels,
+        "a sum over the tokens of a row": num_labels,
+        "a sum over the rows": batch_size,
+        "also a mean over the vocabulary": 1 / context.model.vocab_size,
+        "bits instead of nats": 1.4427,
+        "positions without labels counted in the denominator": num_labels / tokens.shape[1],
+        "divided twice by the number of rows": 1 / batch_size,
+        "divided twice by the number of tokens": 1 / (batch_size * num_labels),
+        "divided twice by the tokens of a row": 1 / num_labels,
     }
-    return next((f", as {name} would be" for name, value in known.items() if abs(factor / value - 1) < 0.01), "")
+    return next((f" ({name})" for name, value in known.items() if abs(factor / value - 1) < 0.01), "")
 
 
 @register_check(
     "loss-eos",
-    catches="an end token that is never a label: the model does not learn to stop",
-    cause="padding is hidden by comparing labels with the pad token, and the pad token is the end token",
-    fix="hide padding by the attention mask or by lengths, never by the token's number",
+    catches="an eos token that is never a label: the model does not learn to stop",
+    cause="labels equal to the pad token are ignored, and the pad token is the eos token",
+    fix="ignore padding by the attention mask or by lengths, not by the token id",
     needs=("logits", "loss"),
     depends_on=("loss-shift", "loss-reduction", "eval-determinism"),
 )
 @torch.no_grad()
 def loss_eos(context: CheckContext) -> Iterator[CaseResult]:
-    """End each row with the end token, then with padding behind it that is hidden by -100: the end must count."""
-    end = context.model.eos_token_id
-    if end is None:
-        raise SkipCheckError("needs the number of the end token (the property eos_token_id=)")
+    """End each row with the eos token, then also with padding after it whose labels are -100: the loss must include the
+    eos token."""
+    eos = context.model.eos_token_id
+    if eos is None:
+        raise SkipCheckError("needs the eos token id (the property eos_token_id=)")
     tokens = context.random_tokens(2)
     if tokens.shape[1] < 5:
-        raise SkipCheckError("needs texts of five tokens")
-    tokens[:, -1] = end
-    padded, labels = tokens.clone(), tokens.clone()
-    padded[1, -3:], labels[1, -3:] = end, IGNORE_INDEX
-    labels[1, -3] = end
-    for given, asked, when in ((tokens, tokens, "at the end of a row"), (padded, labels, "before padding")):
-        with DistinctLogits(context, given):
-            due, without = asked.clone(), asked.clone()
-            without[without == end] = IGNORE_INDEX
-            value, whole, less = _losses_by_labels(context, given, asked, due, without)
-            if abs(value - less) < 0.2 * abs(whole - less):
-                message = f"the end token {when} is no label: the loss is {value:.4g}, with it {whole:.4g}"
-                yield CaseResult("fail", message, value, whole, f"position {tokens.shape[1] - 1}")
+        raise SkipCheckError("needs sequences of five tokens")
+    tokens[:, -1] = eos
+    padded_tokens, padded_labels = tokens.clone(), tokens.clone()
+    padded_tokens[1, -3:], padded_labels[1, -3:] = eos, IGNORE_INDEX
+    padded_labels[1, -3] = eos
+    for inputs, labels, place in (
+        (tokens, tokens, "at the end of a row"),
+        (padded_tokens, padded_labels, "before padding"),
+    ):
+        with DistinctLogits(context, inputs):
+            without_eos = labels.masked_fill(labels == eos, IGNORE_INDEX)
+            loss = float(model_loss(context, inputs, labels))
+            included = float(_expected_loss(context, inputs, labels))
+            excluded = float(_expected_loss(context, inputs, without_eos))
+            if abs(loss - excluded) < 0.2 * abs(included - excluded):
+                message = f"the eos token {place} is ignored: the loss is {loss:.4g}, and with it {included:.4g}"
+                yield CaseResult("fail", message, loss, included, f"position {tokens.shape[1] - 1}")
                 return
-            near = abs(value - whole) < 0.2 * abs(whole - less)
-            told = f"the end token {when} counts" if near else "skipped: not to be told"
-            yield CaseResult("pass" if near else "skip", told)
-
-
-def _losses_by_labels(
-    context: CheckContext, tokens: Tensor, labels: Tensor, *alternatives: Tensor
-) -> tuple[float, ...]:
-    """The offered loss, then its definition for each way to take the labels; without what no label changes."""
-    return (
-        float(model_loss(context, tokens, labels)),
-        *(float(_expected_loss(context, tokens, way)) for way in alternatives),
-    )
+            if abs(loss - included) < 0.2 * abs(included - excluded):
+                yield CaseResult("pass", f"the loss includes the eos token {place}")
+            else:
+                yield CaseResult(
+                    "skip", "skipped: the loss is neither the value with the eos token nor the one without"
+                )
 
 
 @register_check(
     "loss-ignore-index",
-    catches="labels of -100 that count: padding is learned, or thins the loss out",
-    cause="the mean is taken over all positions, or row by row, or labels of padding are not hidden",
-    fix="leave labels of -100 out of the sum and out of the count: ignore_index=-100 over the flattened batch",
+    catches="labels of -100 that count in the loss: padding is learned, or reduces the mean",
+    cause="the mean is over all positions, or per row, or the labels of padding are not ignored",
+    fix="exclude labels of -100 from the sum and from the count: ignore_index=-100 over the flattened batch",
     needs=("logits", "loss"),
     depends_on=("loss-shift", "loss-reduction", *LEAK_CHECKS),
 )
 @torch.no_grad()
 def loss_ignore_index(context: CheckContext) -> Iterator[CaseResult]:
-    """Hide labels, more in one row than in another: the loss must be the mean over the rest. Then change the tokens
-    behind the last label of a decoder: it must stay."""
+    """Set labels to -100, more in one row than in the other: the loss must be the mean over the other labels. Then
+    replace the tokens after a decoder's last label: the loss must not change."""
     tokens = context.random_tokens(2)
     length = tokens.shape[1]
     if length < 5:
-        raise SkipCheckError("needs texts of five tokens")
+        raise SkipCheckError("needs sequences of five tokens")
     labels = tokens.clone()
     labels[0, 2] = IGNORE_INDEX
     labels[1, length // 2 :] = IGNORE_INDEX
     with DistinctLogits(context, tokens):
-        gap = _compare_loss(context, tokens, labels)
-        extra = (
+        diff = _compare_loss(context, tokens, labels)
+        other_terms = (
             0.0
-            if gap.within_tolerance
+            if diff.within_tolerance
             else float(model_loss(context, tokens, tokens) - _expected_loss(context, tokens, tokens))
         )
-        value, due = float(model_loss(context, tokens, labels)), float(_expected_loss(context, tokens, labels))
-        if gap.within_tolerance:
-            yield CaseResult("pass", "labels of -100 do not count", gap.max_abs, gap.tolerance)
-        elif abs(extra) > gap.tolerance:
-            yield CaseResult("skip", "skipped: other terms are in the loss", gap.max_abs, gap.tolerance)
+        loss, expected = float(model_loss(context, tokens, labels)), float(_expected_loss(context, tokens, labels))
+        if diff.within_tolerance:
+            yield CaseResult("pass", "labels of -100 are ignored", diff.max_abs, diff.tolerance)
+        elif abs(other_terms) > diff.tolerance:
+            yield CaseResult("skip", "skipped: the loss has other terms", diff.max_abs, diff.tolerance)
         else:
-            how = _losses_by_padding_rule(context, tokens, labels)
-            why = next((name for name, other in how.items() if abs(other - value) <= gap.tolerance), "")
-            message = f"with labels of -100 the loss is {value:.4g}, and the mean over the others is {due:.4g}{why}"
-            yield CaseResult("fail", message, gap.max_abs, gap.tolerance)
+            rules = _losses_by_padding_rule(context, tokens, labels)
+            reason = next((name for name, value in rules.items() if abs(value - loss) <= diff.tolerance), "")
+            message = f"with labels of -100 the loss is {loss:.4g}, and the mean over the other labels is "
+            message += f"{expected:.4g}{reason}"
+            yield CaseResult("fail", message, diff.max_abs, diff.tolerance)
             return
         if context.model.kind == "encoder":
             return
@@ -311,25 +311,27 @@ def loss_ignore_index(context: CheckContext) -> Iterator[CaseResult]:
         labels[:, length // 2 :] = IGNORE_INDEX
         other = context.replace_tokens(tokens, slice(length // 2, None))
         base = model_loss(context, tokens, labels)
-        gap = context.compare(
+        diff = context.compare(
             lambda: model_loss(context, tokens, labels), lambda: model_loss(context, other, labels), first_result=base
         )
-        gap.tolerance = max(gap.tolerance, 1e-5 * max(1.0, abs(float(base))))
-        broken = "tokens behind the last label, where padding stands, change the loss"
-        yield context.expect_equal(gap, passed="what stands behind the last label does not matter", failed=broken)
+        diff.tolerance = max(diff.tolerance, 1e-5 * max(1.0, abs(float(base))))
+        yield context.expect_equal(
+            diff,
+            passed="the tokens after the last label do not change the loss",
+            failed="the tokens after the last label, such as padding, change the loss",
+        )
 
 
 def _losses_by_padding_rule(context: CheckContext, tokens: Tensor, labels: Tensor) -> dict[str, float]:
-    """What the loss would be if hidden labels were treated otherwise."""
+    """The loss with wrong rules for labels of -100, by description."""
     logits, shift = _cached_logits(context, tokens), label_shift(context)
-    told, at = token_losses(logits, labels, shift)
-    asked = tokens.shape[1] - shift
-    rows = torch.stack([told[at[:, 0] == row].mean() for row in range(len(tokens))])
-    zeros, same = labels.clone(), tokens
-    zeros[zeros == IGNORE_INDEX] = 0
+    losses, index = token_losses(logits, labels, shift)
+    num_labels = tokens.shape[1] - shift
+    row_means = torch.stack([losses[index[:, 0] == row].mean() for row in range(len(tokens))])
+    zero_labels = labels.masked_fill(labels == IGNORE_INDEX, 0)
     return {
-        ": they are counted in the denominator": float(told.sum()) / (len(tokens) * asked),
-        ": each row counts alike, however few labels it has": float(rows.mean()),
-        ": they are learned as token 0": float(mean_loss(logits, zeros, shift)),
-        ": they are learned": float(mean_loss(logits, same, shift)),
+        ": they are counted in the denominator": float(losses.sum()) / (len(tokens) * num_labels),
+        ": it is a mean of row means": float(row_means.mean()),
+        ": they are learned as token 0": float(mean_loss(logits, zero_labels, shift)),
+        ": they are learned": float(mean_loss(logits, tokens, shift)),
     }

@@ -1,4 +1,4 @@
-"""One model in two ways: by another implementation, and in another precision."""
+"""Parity checks: parity (two implementations) and low-precision (bf16 or fp16 against fp32)."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,80 +14,81 @@ from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError
 
 FAR_POSITION = 1000
-"""Where positions are no longer whole numbers in bf16."""
+"""A position beyond the integers that bf16 represents exactly."""
 
 
 @register_check(
     "parity",
-    catches="a difference between two implementations of the same weights, and the layer where it begins",
-    cause="the two read a setting or a tensor differently: a layout, an epsilon, a scale, an activation",
-    fix="compare the first layer that differs step by step; one of the two departs from the published equations",
+    catches="a difference between two implementations with the same weights, and the first layer where they differ",
+    cause="the two interpret a config field or a tensor differently: a layout, an epsilon, a scale, an activation",
+    fix="compare the first layer that differs op by op; one of the two deviates from the published equations",
     needs=("logits", "reference_logits|reload"),
 )
 def parity(context: CheckContext) -> CaseResult:
-    """Read the same text by both. The second is what was given, or for a model of transformers cutaway's own reading of
-    what it saves."""
-    target = context.model
-    assert target.logits is not None
-    logits = target.logits
-    if target.reference_logits is not None:
-        tokens, other = context.random_tokens(), target.reference_logits
-        gap = context.compare(lambda: logits(tokens), lambda: other(tokens))
-        where = None if gap.within_tolerance else f"position {gap.index[1]}"
+    """Run the same tokens with both. The second is `reference_logits`, or for a transformers model cutaway's own
+    implementation, loaded from the saved checkpoint."""
+    model = context.model
+    assert model.logits is not None
+    logits = model.logits
+    if model.reference_logits is not None:
+        tokens, reference_logits = context.random_tokens(), model.reference_logits
+        diff = context.compare(lambda: logits(tokens), lambda: reference_logits(tokens))
+        location = None if diff.within_tolerance else f"position {diff.index[1]}"
     else:
-        found = get_reloaded_model(context)
-        if found.reference_difference is None:
-            raise SkipCheckError(found.no_reference_reason or "needs reference_logits")
-        gap, where = found.reference_difference, found.divergent_layer
+        reloaded = get_reloaded_model(context)
+        if reloaded.reference_difference is None:
+            raise SkipCheckError(reloaded.no_reference_reason or "needs reference_logits")
+        diff, location = reloaded.reference_difference, reloaded.divergent_layer
     return context.expect_equal(
-        gap,
-        passed="the other implementation gives the same logits",
-        failed="the other implementation of the same weights gives other logits",
-        location=where,
+        diff,
+        passed="the reference implementation gives the same logits",
+        failed="the reference implementation with the same weights gives other logits",
+        location=location,
     )
 
 
 @register_check(
     "low-precision",
-    catches="a step that the model's own precision cannot carry: angles, norms or sums in 8 bits, overflow in fp16",
-    cause="positions, squares or a long sum are computed in bf16 or fp16, or a value is beyond what fp16 holds",
-    fix="compute positions, norms and softmax in fp32 and round the result",
+    catches="an op that needs more precision than the model's dtype: angles, norms or sums in bf16, overflow in fp16",
+    cause="positions, squares or a long sum are computed in bf16 or fp16, or a value exceeds the range of fp16",
+    fix="compute positions, norms and softmax in fp32 and cast the result",
     native_dtype=True,
 )
 def low_precision(context: CheckContext) -> Iterator[CaseResult]:
-    """Read a text in the model's own precision and with the same weights in fp32, near and at far positions: the two
-    are as close as the model's own rounding explains."""
-    target, module = context.model, context.model.module
-    if target.dtype not in LOW_PRECISION_DTYPES:
+    """Run a sequence in the model's own dtype and with the same weights in fp32, at near and far positions: the
+    difference must be within the model's own rounding noise."""
+    model, module = context.model, context.model.module
+    if model.dtype not in LOW_PRECISION_DTYPES:
         raise SkipCheckError("needs weights in bf16 or fp16")
     if module is None:
         raise SkipCheckError("needs the module")
-    assert target.logits is not None
-    tokens, near = context.random_tokens(), target.logits
-    asked: dict[str, Callable[[], Tensor]] = {"": lambda: near(tokens)}
-    if target.logits_with_positions is not None and target.relative_positions:
-        placed = target.logits_with_positions
-        start = min(FAR_POSITION, (target.max_seq_len or 10 * FAR_POSITION) - tokens.shape[1])
+    assert model.logits is not None
+    tokens, logits = context.random_tokens(), model.logits
+    runs: dict[str, Callable[[], Tensor]] = {"": lambda: logits(tokens)}
+    if model.logits_with_positions is not None and model.relative_positions:
+        logits_with_positions = model.logits_with_positions
+        start = min(FAR_POSITION, (model.max_seq_len or 10 * FAR_POSITION) - tokens.shape[1])
         positions = (start + torch.arange(tokens.shape[1], device=tokens.device)).expand_as(tokens)
         if start > 0:
-            asked[f" at position {start}"] = lambda: placed(tokens, positions)
-    for where, run in asked.items():
+            runs[f" at position {start}"] = lambda: logits_with_positions(tokens, positions)
+    for where, run in runs.items():
 
-        def wide(run: Callable[[], Tensor] = run) -> Tensor:
+        def run_in_fp32(run: Callable[[], Tensor] = run) -> Tensor:
             with upcast_to_fp32(module):
                 return run()
 
         with torch.no_grad():
-            own, exact = run(), wide()
-        if exact.isfinite().all() and not own.isfinite().all():
-            yield CaseResult("fail", f"logits are not finite in {_dtype_name(target.dtype)}, and are in fp32{where}")
+            native, fp32 = run(), run_in_fp32()
+        dtype = _dtype_name(model.dtype)
+        if fp32.isfinite().all() and not native.isfinite().all():
+            yield CaseResult("fail", f"the logits are finite in fp32 but not in {dtype}{where}")
             return
-        gap = context.compare(run, wide, first_result=own, second_result=exact)
+        diff = context.compare(run, run_in_fp32, first_result=native, second_result=fp32)
         yield context.expect_equal(
-            gap,
-            passed=f"in {_dtype_name(target.dtype)} as near to fp32 as rounding explains{where}",
-            failed=f"in {_dtype_name(target.dtype)} further from fp32 than rounding explains{where}",
-            location=None if gap.within_tolerance else find_first_divergence(context, run, wide),
+            diff,
+            passed=f"the difference between {dtype} and fp32 is within rounding noise{where}",
+            failed=f"the difference between {dtype} and fp32 exceeds rounding noise{where}",
+            location=None if diff.within_tolerance else find_first_divergence(context, run, run_in_fp32),
         )
 
 

@@ -1,4 +1,4 @@
-"""Positions: that there are any, that only distances count where that is meant, and how RoPE turns q and k."""
+"""Position checks: position-encoding, rope-shift-invariance, rope-precision, rope-layout, rope-scaling."""
 
 import re
 from collections.abc import Iterator
@@ -30,49 +30,49 @@ ROPE_NAME_PATTERN = re.compile(r"rope|rotary|inv_freq|freqs|frequenc|cos|sin_?ca
 
 
 MIN_SCORE_ROUNDING = 1e-4
-"""Of the largest score: what the rounding of angles may come to."""
+"""Rounding error of angles relative to the largest score."""
 
 
 CLEAR_DIFFERENCE_FACTOR = 100.0
-"""Times the noise: what no measuring of it again could explain."""
+"""A difference beyond this multiple of the noise needs no noise measurement."""
 
 
 ROW_SUM_TOLERANCE = 1e-3
-"""Of one: what no rounding of a row's sum comes to."""
+"""Deviation of a row sum from 1, above any rounding error."""
 
 
 ROW_MAX_TOLERANCE = 1e-6
 
 
 MAX_LOW_PRECISION_ANGLE = 2.0
-"""Angles up to here are as exact in 8 bits as the numbers that they turn."""
+"""Angles up to this value are as exact in bf16 as the vectors that they rotate."""
 
 
-ALIBI_SIGN_CAUSE = "the bias of the distance (ALiBi) has the wrong sign"
+ALIBI_SIGN_CAUSE = "the ALiBi bias has the wrong sign"
 
 
 ALIBI_SIGN_FIX = "add -slope · (i - j) to the score of query i and key j"
 
 
 def _repeated_token(context: CheckContext) -> Tensor:
-    """One token again and again: without positions, nothing tells its places apart."""
+    """A sequence (1, T) of one repeated token: without positions, all its positions are identical."""
     return context.random_tokens(1, 1).expand(-1, min(context.seq_len, 13)).contiguous()
 
 
 def _score_spread(context: CheckContext, attention: AttentionCall) -> tuple[float, float]:
-    """How far the scores of a head are apart, where it sees, and what rounding explains."""
+    """Largest spread of the visible scores of a head, and the rounding error of scores."""
     scores = attention.scores[..., : attention.scores.shape[-2]].float()
-    seen = visible_keys(attention)
-    high = scores.masked_fill(~seen, -torch.inf).amax((-1, -2))
-    low = scores.masked_fill(~seen, torch.inf).amin((-1, -2))
+    visible = visible_keys(attention)
+    high = scores.masked_fill(~visible, -torch.inf).amax((-1, -2))
+    low = scores.masked_fill(~visible, torch.inf).amin((-1, -2))
     return float((high - low).max()), _score_rounding(attention, context)
 
 
 def _score_rounding(attention: AttentionCall, context: CheckContext) -> float:
-    """What the rounding of scores comes to."""
+    """Estimated rounding error of the scores."""
     scores = attention.scores.float()[..., : attention.scores.shape[-2]][visible_keys(attention)]
     size = max_finite_abs(scores)
-    if attention.q is not None and attention.k is not None:  # a small score may be the sum of large products
+    if attention.q is not None and attention.k is not None:  # a small score may be a sum of large products
         size = max(
             size,
             (attention.scale or 0.0)
@@ -86,137 +86,145 @@ def _score_rounding(attention: AttentionCall, context: CheckContext) -> float:
 
 
 def _compare_positions(context: CheckContext, tokens: Tensor) -> Difference:
-    """Whether the logits of a text of one token are the same at all places."""
+    """Compare the logits of a repeated token at all positions with those at the first."""
     logits = context.model.logits
     assert logits is not None
 
     @torch.no_grad()
-    def seen() -> Difference:
-        later = tokens.shape[1] - 1
+    def compute() -> Difference:
+        num_later = tokens.shape[1] - 1
         out = logits(tokens)
-        gap = max_difference(out[:, 1:], out[:, :1].expand(-1, later, -1))
-        gap.tolerance = NOISE_MARGIN * context.noise_ratio * max_finite_abs(out)
-        if gap.max_abs > CLEAR_DIFFERENCE_FACTOR * gap.tolerance:
-            return gap
-        return context.compare(lambda: logits(tokens)[:, 1:], lambda: logits(tokens)[:, :1].expand(-1, later, -1))
+        diff = max_difference(out[:, 1:], out[:, :1].expand(-1, num_later, -1))
+        diff.tolerance = NOISE_MARGIN * context.noise_ratio * max_finite_abs(out)
+        if diff.max_abs > CLEAR_DIFFERENCE_FACTOR * diff.tolerance:
+            return diff
+        return context.compare(lambda: logits(tokens)[:, 1:], lambda: logits(tokens)[:, :1].expand(-1, num_later, -1))
 
-    return context.compute_once(f"places {context.noise_ratio} {tokens.tolist()}", seen)
+    return context.compute_once(f"positions {context.noise_ratio} {tokens.tolist()}", compute)
 
 
 @register_check(
     "position-encoding",
-    catches="a model that does not know positions: a table that is never added, a rotation that is never applied",
-    cause="positions are not added, all are zero, or another axis (heads, rows) is taken for the sequence",
-    fix="number the tokens along the sequence, and see that its place reaches the embedding or q and k; with "
-    "has_positions=False a model is meant to have none",
+    catches="a model without position information: position embeddings never added, RoPE never applied",
+    cause="positions are not used, are all zero, or are taken along another axis (heads, batch) than the sequence",
+    fix="number the tokens along the sequence axis, and use the positions in the embedding or on q and k; pass "
+    "has_positions=False for a model without positions",
     depends_on=("eval-determinism",),
 )
 def position_encoding(context: CheckContext) -> Iterator[CaseResult]:
-    """Read one token again and again. Without positions its logits are the same everywhere, and in every attention so
-    are all scores; with them one of the two is not. Where positions can be given, number a text backwards: its logits
-    must change."""
-    target, tokens = context.model, _repeated_token(context)
+    """Run a sequence of one repeated token. Without position information, its logits are the same at all positions, and
+    so are all scores of every attention call. If the model takes positions, other distances between them must change
+    the logits or the scores."""
+    model, tokens = context.model, _repeated_token(context)
     if tokens.shape[1] < 3:
-        raise SkipCheckError("needs texts of three tokens")
+        raise SkipCheckError("needs sequences of three tokens")
     yield from _check_positions_used(context)
-    told = _compare_positions(context, tokens)
-    if not told.within_tolerance:
-        part = CaseResult("pass", "one token has other logits at other places", told.max_abs, told.tolerance)
-        if not target.has_positions:
-            message = "it is said to have no positions, but one token has other logits at other places"
-            part = CaseResult("fail", message, told.max_abs, told.tolerance)
-        yield part
+    diff = _compare_positions(context, tokens)
+    if not diff.within_tolerance:
+        if model.has_positions:
+            message = "the logits of a repeated token change with its position"
+            yield CaseResult("pass", message, diff.max_abs, diff.tolerance)
+        else:
+            message = "has_positions is False, but the logits of a repeated token change with its position"
+            yield CaseResult("fail", message, diff.max_abs, diff.tolerance)
         return
-    if not target.has_positions:
-        yield CaseResult("pass", "places are not told apart, as it is meant", told.max_abs, told.tolerance)
+    if not model.has_positions:
+        message = "the logits of a repeated token do not change with its position, as expected"
+        yield CaseResult("pass", message, diff.max_abs, diff.tolerance)
         return
-    seen = trace_self_attention(context, tokens)
-    if not any(bool((visible_keys(one).sum(-1) > 1).any()) for one in seen):
-        raise SkipCheckError("each token sees itself alone")
-    worst = max((_score_spread(context, one) for one in seen), key=lambda pair: pair[0] / max(pair[1], 1e-30))
-    if worst[0] > worst[1]:
-        yield CaseResult("pass", "scores change with the distance", *worst)
+    calls = trace_self_attention(context, tokens)
+    if not any(bool((visible_keys(call).sum(-1) > 1).any()) for call in calls):
+        raise SkipCheckError("each token attends only to itself")
+    spread, rounding = max(
+        (_score_spread(context, call) for call in calls), key=lambda pair: pair[0] / max(pair[1], 1e-30)
+    )
+    if spread > rounding:
+        yield CaseResult("pass", "the scores change with the distance", spread, rounding)
     else:
-        yield CaseResult(
-            "fail", "nothing tells the places of a text apart: neither logits nor scores change with them", *worst
-        )
+        message = "there is no position information: neither logits nor scores of a repeated token change"
+        yield CaseResult("fail", message, spread, rounding)
 
 
 def _check_positions_used(context: CheckContext) -> Iterator[CaseResult]:
-    """Whether positions that are given are used at all."""
-    target = context.model
-    placed, tokens = target.logits_with_positions, context.random_tokens()
-    if placed is None or not target.has_positions or target.window == 1:
+    """Whether positions that are passed are used at all."""
+    model = context.model
+    logits_with_positions, tokens = model.logits_with_positions, context.random_tokens()
+    if logits_with_positions is None or not model.has_positions or model.window == 1:
         return
-    if target.max_seq_len is not None:
-        tokens = tokens[:, : target.max_seq_len // 2]
-    plain = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    given: list[list[Tensor]] = []
-    for positions in (plain, 2 * plain):
-        with torch.no_grad(), OpTracer(target.module) as witness:
-            out = placed(tokens, positions)
-        given.append([out, *(one.scores for one in witness.attentions)])
-    if len(given[0]) == len(given[1]) > 1 and all(map(torch.equal, *given)):
-        yield CaseResult(
-            "fail", "the positions that a text is given change nothing, not even twice as far apart", 0.0, 0.0
-        )
+    if model.max_seq_len is not None:
+        tokens = tokens[:, : model.max_seq_len // 2]
+    arange = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    results: list[list[Tensor]] = []
+    for positions in (arange, 2 * arange):
+        with torch.no_grad(), OpTracer(model.module) as tracer:
+            out = logits_with_positions(tokens, positions)
+        results.append([out, *(call.scores for call in tracer.attentions)])
+    if len(results[0]) == len(results[1]) > 1 and all(map(torch.equal, *results)):
+        message = "the positions that are passed have no effect: doubling them changes neither logits nor scores"
+        yield CaseResult("fail", message, 0.0, 0.0)
 
 
 @register_check(
     "rope-shift-invariance",
-    catches="a rotation by which more than distances counts: q and k are turned by different rules",
-    cause="only one of q and k is turned, or each by other pairs, angles or positions (a cache's length, say)",
-    fix="turn q and k by one function with their true positions; q·k then depends on i - j alone",
+    catches="RoPE scores that depend on absolute positions: q and k are rotated differently",
+    cause="only one of q and k is rotated, or they use different pairs, angles or positions (such as the cache length)",
+    fix="rotate q and k with the same function and their true positions; q·k then depends only on i - j",
     depends_on=("causality-tile-edges", "causality", "causality-paths", "batch-isolation"),
 )
 def rope_shift_invariance(context: CheckContext) -> Iterator[CaseResult]:
-    """Read one token again and again: each score must be that of the next query with the next key. Then number a text
-    from 0 and from later on: the logits must stay."""
-    target = context.model
-    if target.relative_positions is False or not target.has_positions:
-        raise SkipCheckError("for models in which only distances count")
+    """Run a sequence of one repeated token: the scores must be constant along each diagonal. Then shift all positions
+    of a sequence: the logits must not change."""
+    model = context.model
+    if model.relative_positions is False or not model.has_positions:
+        raise SkipCheckError("for models with relative positions")
     tokens = _repeated_token(context)
     if not _compare_positions(context, tokens).within_tolerance and not (
-        target.relative_positions and _has_attention_sinks(context, tokens)
+        model.relative_positions and _has_attention_sinks(context, tokens)
     ):
-        if target.relative_positions:
-            yield CaseResult("fail", "only distances are to count, but one token has other logits at other places")
+        if model.relative_positions:
+            yield CaseResult(
+                "fail", "relative_positions is True, but the logits of a repeated token change with its position"
+            )
             return
-        raise SkipCheckError("for models in which only distances count; this one has absolute positions")
-    config = get_config(target)
-    known = None if config is None else [layer.position for layer in self_attention_configs(config)]
-    turning = _uses_rotation(context, tokens) if known is None else any(each.kind == "rope" for each in known)
-    rounded = any(getattr(each, "round_to_bf16", False) for each in known or ())  # Falcon's ALiBi, to bf16
-    if (target.relative_positions or turning) and not rounded:
-        yield _check_score_diagonals(context, tokens, center_rows=not turning)
-    if target.logits_with_positions is not None and target.relative_positions:
+        raise SkipCheckError("for models with relative positions; this one has absolute positions")
+    config = get_config(model)
+    positions = None if config is None else [layer.position for layer in self_attention_configs(config)]
+    uses_rope = _uses_rotation(context, tokens) if positions is None else any(p.kind == "rope" for p in positions)
+    is_rounded = any(getattr(position, "round_to_bf16", False) for position in positions or ())  # Falcon's ALiBi
+    if (model.relative_positions or uses_rope) and not is_rounded:
+        yield _check_score_diagonals(context, tokens, center_rows=not uses_rope)
+    if model.logits_with_positions is not None and model.relative_positions:
         yield from _check_shifted_positions(context)
 
 
 def _attention_sums_to_one(context: CheckContext, tokens: Tensor) -> bool:
-    """Whether each query's weights sum to one; beside a sink they do not, and then it counts how many there are."""
+    """Whether the attention weights on the tokens sum to one, which they do not with an attention sink."""
     length = tokens.shape[1]
     return all(
-        bool(((one.pattern[..., :length].float().sum(-1) - 1).abs() < ROW_SUM_TOLERANCE).all())
-        for one in trace_self_attention(context, tokens)
+        bool(((call.pattern[..., :length].float().sum(-1) - 1).abs() < ROW_SUM_TOLERANCE).all())
+        for call in trace_self_attention(context, tokens)
     )
 
 
 def _uses_rotation(context: CheckContext, tokens: Tensor) -> bool:
-    """Whether there are signs of a rotation: angles are taken, or something is named so."""
+    """Whether the model probably uses RoPE: cos or sin is computed, or a name matches."""
     assert context.model.logits is not None
-    with torch.no_grad(), OpTracer(context.model.module) as witness:
+    with torch.no_grad(), OpTracer(context.model.module) as tracer:
         context.model.logits(tokens)
-    if witness.trig_calls:
+    if tracer.trig_calls:
         return True
     module = context.model.module
-    names = [] if module is None else [name for part in module.modules() for name in (*vars(part), *part._buffers)]
+    names = (
+        []
+        if module is None
+        else [name for submodule in module.modules() for name in (*vars(submodule), *submodule._buffers)]
+    )
     names += [] if module is None else [name for name, _ in module.named_modules()]
     return any(ROPE_NAME_PATTERN.search(name.lower()) for name in names)
 
 
 def _low_precision_score_error(attention: AttentionCall, context: CheckContext) -> float:
-    """What tables of cosines in a narrow type may do to a score."""
+    """Error of the scores from cos and sin tables in bf16 or fp16."""
     if context.model.dtype not in LOW_PRECISION_DTYPES or attention.q is None or attention.k is None:
         return 0.0
     scale = attention.scale or attention.q.shape[-1] ** -0.5
@@ -225,7 +233,7 @@ def _low_precision_score_error(attention: AttentionCall, context: CheckContext) 
 
 
 def _has_attention_sinks(context: CheckContext, tokens: Tensor) -> bool:
-    """Whether some attention goes to nothing: of that, places with few tokens before them have more."""
+    """Whether there are attention sinks, whose weight is larger at positions with few earlier tokens."""
     config = get_config(context.model)
     if config is not None:
         return any(getattr(layer, "sink", False) for layer in self_attention_configs(config))
@@ -233,122 +241,131 @@ def _has_attention_sinks(context: CheckContext, tokens: Tensor) -> bool:
 
 
 def _check_score_diagonals(context: CheckContext, tokens: Tensor, *, center_rows: bool = False) -> CaseResult:
-    """Whether scores are the same along each diagonal; `center_rows` is for ALiBi, which may add anything to a row."""
+    """Whether scores are constant along each diagonal; `center_rows` is for ALiBi, which may add a constant per row."""
     worst = Difference(0.0, 0.0, ())
-    for one in trace_self_attention(context, tokens):
-        if one.v is not None and not torch.allclose(
-            one.v, one.v[..., :1, :], rtol=1e-3, atol=1e-3 * max_finite_abs(one.v)
+    for call in trace_self_attention(context, tokens):
+        if call.v is not None and not torch.allclose(
+            call.v, call.v[..., :1, :], rtol=1e-3, atol=1e-3 * max_finite_abs(call.v)
         ):
-            continue  # behind sinks
-        length = one.scores.shape[-2]
-        scores, seen = one.scores[..., :length].float(), visible_keys(one)
+            continue  # in layers after attention sinks, hidden states differ between positions
+        length = call.scores.shape[-2]
+        scores, visible = call.scores[..., :length].float(), visible_keys(call)
         if (
-            center_rows or float(one.scores.amax(-1).abs().max()) < ROW_MAX_TOLERANCE
-        ):  # or each row was lowered by its largest
+            center_rows or float(call.scores.amax(-1).abs().max()) < ROW_MAX_TOLERANCE
+        ):  # or the row maximum was subtracted
             scores = scores - scores.diagonal(dim1=-2, dim2=-1)[..., None]
-        both = seen[..., 1:, 1:] & seen[..., :-1, :-1]
-        gap = max_difference(scores[..., 1:, 1:].masked_fill(~both, 0.0), scores[..., :-1, :-1].masked_fill(~both, 0.0))
-        gap.tolerance = max(length * _score_rounding(one, context), _low_precision_score_error(one, context))
-        if not gap.within_tolerance:
-            _, head, i, j = gap.index
+        both = visible[..., 1:, 1:] & visible[..., :-1, :-1]
+        diff = max_difference(
+            scores[..., 1:, 1:].masked_fill(~both, 0.0), scores[..., :-1, :-1].masked_fill(~both, 0.0)
+        )
+        diff.tolerance = max(length * _score_rounding(call, context), _low_precision_score_error(call, context))
+        if not diff.within_tolerance:
+            _, head, i, j = diff.index
             message = (
-                f"one token scores differently at distance {i - j}, from place {i} and from place {i + 1} (head {head})"
+                f"the score at distance {i - j} differs between query positions {i} and {i + 1} (head {head}), for a "
+                "repeated token"
             )
-            return CaseResult("fail", message, gap.max_abs, gap.tolerance, one.module or None)
-        if heads := _count_growing_heads(scores, seen, gap.tolerance):
-            message = f"the further a key is, the more it weighs, by an even step a token (all {heads} heads)"
-            return CaseResult("fail", message, location=one.module or None, cause=ALIBI_SIGN_CAUSE, fix=ALIBI_SIGN_FIX)
-        worst = max(worst, gap, key=lambda each: each.max_abs)
-    return CaseResult("pass", "scores of one token depend on distances alone", worst.max_abs, worst.tolerance)
+            return CaseResult("fail", message, diff.max_abs, diff.tolerance, call.module or None)
+        if heads := _count_growing_heads(scores, visible, diff.tolerance):
+            message = f"the scores grow linearly with the distance of the key (all {heads} heads)"
+            return CaseResult("fail", message, location=call.module or None, cause=ALIBI_SIGN_CAUSE, fix=ALIBI_SIGN_FIX)
+        worst = max(worst, diff, key=lambda item: item.max_abs)
+    return CaseResult(
+        "pass", "the scores of a repeated token depend only on the distance", worst.max_abs, worst.tolerance
+    )
 
 
 def _count_growing_heads(scores: Tensor, visible: Tensor, tolerance: float) -> int:
-    """How many heads there are, where the last query's scores grow with the distance by an even step in all of them."""
-    row, shown = scores[0, :, -1], visible[0, :, -1]
-    if row.shape[-1] < 4 or not bool(shown.all()):
+    """Number of heads if the last query's scores grow linearly with the distance in all of them; otherwise 0."""
+    row, row_visible = scores[0, :, -1], visible[0, :, -1]
+    if row.shape[-1] < 4 or not bool(row_visible.all()):
         return 0
     steps = row[:, :-1] - row[:, 1:]
-    even = (steps - steps[:, :1]).abs().amax(-1) <= tolerance
-    return len(row) if bool((even & (steps.amin(-1) > 0) & (steps.sum(-1) > 4 * tolerance)).all()) else 0
+    is_linear = (steps - steps[:, :1]).abs().amax(-1) <= tolerance
+    return len(row) if bool((is_linear & (steps.amin(-1) > 0) & (steps.sum(-1) > 4 * tolerance)).all()) else 0
 
 
 def _check_shifted_positions(context: CheckContext) -> Iterator[CaseResult]:
-    placed, tokens = context.model.logits_with_positions, context.random_tokens()
-    assert placed is not None
-    plain = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    """Compare the logits at positions from 0 with those at shifted positions."""
+    logits_with_positions, tokens = context.model.logits_with_positions, context.random_tokens()
+    assert logits_with_positions is not None
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     with torch.no_grad():
-        size = max_finite_abs(placed(tokens, plain))
-    for step in (1, 37):
-        if context.model.max_seq_len is not None and tokens.shape[1] + step > context.model.max_seq_len:
+        max_logit = max_finite_abs(logits_with_positions(tokens, positions))
+    for shift in (1, 37):
+        if context.model.max_seq_len is not None and tokens.shape[1] + shift > context.model.max_seq_len:
             continue
-        gap = context.compare(lambda: placed(tokens, plain), lambda: placed(tokens, plain + step))
-        gap.tolerance *= 1 + step  # angles grow, and with them their rounding
-        if context.model.dtype in LOW_PRECISION_DTYPES:  # of tables of cosines too
-            gap.tolerance = max(gap.tolerance, 4 * torch.finfo(context.model.dtype).eps * size)
+        diff = context.compare(
+            lambda: logits_with_positions(tokens, positions), lambda: logits_with_positions(tokens, positions + shift)
+        )
+        diff.tolerance *= 1 + shift  # the rounding error of an angle grows with the angle
+        if context.model.dtype in LOW_PRECISION_DTYPES:  # cos and sin tables are rounded too
+            diff.tolerance = max(diff.tolerance, 4 * torch.finfo(context.model.dtype).eps * max_logit)
         yield context.expect_equal(
-            gap,
-            passed=f"numbered from {step} on, a text has the same logits",
-            failed=f"numbered from {step} on, a text has other logits, though only distances should count",
-            location=None if gap.within_tolerance else f"position {gap.index[1]}",
+            diff,
+            passed=f"the logits do not change when all positions are shifted by {shift}",
+            failed=f"the logits change when all positions are shifted by {shift}, though positions are relative",
+            location=None if diff.within_tolerance else f"position {diff.index[1]}",
         )
 
 
 @register_check(
     "rope-precision",
-    catches="angles taken in bf16 or fp16: far positions fall together, and distances are no longer what they were",
-    cause="positions or frequencies are cast with the rest of the model, or autocast lowers their product",
-    fix="keep frequencies in fp32 and take angles, cos and sin in fp32 with autocast off; round cos and sin only",
+    catches="RoPE angles in bf16 or fp16: large positions are rounded to the same value, and distances change",
+    cause="positions or frequencies are cast with the rest of the model, or autocast computes their product in bf16",
+    fix="keep frequencies in fp32, compute angles, cos and sin in fp32 without autocast, and cast only cos and sin",
     native_dtype=True,
 )
 def rope_precision(context: CheckContext) -> Iterator[CaseResult]:
-    """Watch cos and sin in a pass in the model's own precision: of large angles none may be taken in 8 or 11 bits."""
+    """Trace cos and sin calls in a forward pass in the model's own dtype: large angles must not be in bf16 or fp16."""
     assert context.model.logits is not None
-    with torch.no_grad(), OpTracer(context.model.module) as witness:
+    with torch.no_grad(), OpTracer(context.model.module) as tracer:
         if context.memo.get("uses_trig", True):
             context.model.logits(context.random_tokens())
-    if not witness.trig_calls:
-        raise SkipCheckError("needs angles whose cos or sin is taken in a pass")
-    for one in witness.trig_calls:
-        if one.dtype in LOW_PRECISION_DTYPES and one.max_abs > MAX_LOW_PRECISION_ANGLE:
-            name = str(one.dtype).removeprefix("torch.")
-            message = f"cos or sin is taken of angles up to {one.max_abs:.0f} in {name}"
-            error = one.max_abs * torch.finfo(one.dtype).eps / 2
-            yield CaseResult("fail", f"{message}: they are off by up to {error:.2g}", error, 1e-3, one.module or None)
+    if not tracer.trig_calls:
+        raise SkipCheckError("needs cos or sin calls in the forward pass")
+    for call in tracer.trig_calls:
+        if call.dtype in LOW_PRECISION_DTYPES and call.max_abs > MAX_LOW_PRECISION_ANGLE:
+            name = str(call.dtype).removeprefix("torch.")
+            message = f"cos or sin is computed of angles up to {call.max_abs:.0f} in {name}"
+            error = call.max_abs * torch.finfo(call.dtype).eps / 2
+            yield CaseResult(
+                "fail", f"{message}: their rounding error is up to {error:.2g}", error, 1e-3, call.module or None
+            )
             return
-    yield CaseResult("pass", f"{len(witness.trig_calls)} cosines and sines are taken of fp32 angles")
+    yield CaseResult("pass", f"{len(tracer.trig_calls)} cos and sin calls have fp32 angles")
 
 
 MAGNITUDE_TOLERANCE = 5e-3
-"""Of the factor of cos and sin."""
+"""Relative tolerance of the attention factor on cos and sin."""
 
 
 MAX_SEQ_LEN = 96
-"""Tokens of a text that passes the length for which a scaling was made."""
+"""Maximum length of a sequence that exceeds the original length of a scaling."""
 
 
 MAX_ANGLE_UNCERTAINTY = 0.3
-"""Radians: an angle whose rounding may be larger says nothing."""
+"""Radians; angles with a larger possible rounding error are not compared."""
 
 
-SAME_FREQUENCY_CAUSE = (
-    "the exponent is the same for all pairs: an integer division, or the index of the pair is not in it"
-)
+SAME_FREQUENCY_CAUSE = "the exponent is the same for all pairs: an integer division, or the pair index is missing"
 
 
-SAME_FREQUENCY_FIX = "take theta ** (-2 j / width) for the pair j, in floating point"
+SAME_FREQUENCY_FIX = "use theta ** (-2 j / rotary_dim) for pair j, in floating point"
 
 
-LAYOUT_NAMES = {"half": "(j, j + width/2)", "interleaved": "(2j, 2j + 1)"}
+LAYOUT_NAMES = {"half": "(j, j + rotary_dim/2)", "interleaved": "(2j, 2j + 1)"}
 
 
 def _rotary_start(layer: RopeLayer) -> int:
-    """The first dimension that turns: with a latent those without a position come first."""
+    """The first rotated dimension: in latent attention, the dimensions without RoPE come first."""
     assert layer.attention.q is not None
     return layer.attention.q.shape[-1] - layer.rotary_dim if layer.is_latent else 0
 
 
 def _rotary_layout(layer: RopeLayer, x: Tensor) -> str:
-    """The configured layout. With a latent some libraries sort the pairs first, which no score shows: the better."""
+    """The configured layout; for latent attention the one that fits better, because some libraries permute the pairs
+    first, which does not change the scores."""
     assert layer.rope is not None
     if not layer.is_latent:
         return layer.rope.layout
@@ -356,132 +373,137 @@ def _rotary_layout(layer: RopeLayer, x: Tensor) -> str:
 
 
 def _describe_layout(layouts: set[tuple[str, int, int]]) -> str:
-    layout, width, start = max(layouts, key=lambda each: each[1])
-    return f"pairs {LAYOUT_NAMES[layout]} of {width} dimensions from {start} on"
+    """Describe the layout with the largest rotary_dim."""
+    layout, rotary_dim, start = max(layouts, key=lambda candidate: candidate[1])
+    return f"pairs {LAYOUT_NAMES[layout]} of {rotary_dim} dimensions from {start} on"
 
 
 @register_check(
     "rope-layout",
-    catches="a rotation of the wrong pairs: neighbors where halves are meant, or a mixture that is no rotation at all",
-    cause="two habits are mixed: pairs (j, j + width/2) and pairs (2j, 2j + 1), in the code, its tables or the weights",
-    fix="build cos and sin for the pairs that are turned, and permute q and k weights when changing the habit",
+    catches="RoPE on the wrong pairs: interleaved instead of half-split, or a mixture that is not a rotation",
+    cause="two layouts are mixed: pairs (j, j + rotary_dim/2) and (2j, 2j + 1), in the code, the tables or the weights",
+    fix="build cos and sin for the pairs that are rotated, and permute the q and k weights to change the layout",
 )
 def rope_layout(context: CheckContext) -> Iterator[CaseResult]:
-    """Read one token again and again: its queries and keys may only turn from place to place. The pairs that keep
-    their length are those that are turned; they must be the configured ones, or at least the same for q and k."""
+    """Run a sequence of one repeated token: its queries and keys may differ between positions only by a rotation. The
+    pairs that keep their norm are the rotated ones; they must be the configured pairs, or at least the same for q and
+    k."""
     ropes = get_rope_configs(context)
     if ropes is None:
         yield from _check_layout_without_config(context)
         return
     if not any(rope for rope, _ in ropes):
         raise SkipCheckError("for models with RoPE")
-    tried = [layer for layer in trace_rope_layers(context) if layer.rope is not None]
-    if not tried:
-        raise SkipCheckError("needs queries and keys that can be seen, with no other positions in them")
-    bound, worst = rotation_tolerance(context), 0.0
-    for layer in tried:
+    layers = [layer for layer in trace_rope_layers(context) if layer.rope is not None]
+    if not layers:
+        raise SkipCheckError("needs queries and keys that can be traced, without other positions in them")
+    tolerance, worst = rotation_tolerance(context), 0.0
+    for layer in layers:
         for name, x in layer.queries_and_keys():
             layout, start = _rotary_layout(layer, x), _rotary_start(layer)
-            far = rotation_error(x, layout, layer.rotary_dim, start)
-            worst = max(worst, far)
-            meant = f"pairs {LAYOUT_NAMES[layout]} of {layer.rotary_dim} dimensions"
-            if far > bound:
-                other = find_rotation_layouts(x, bound)
-                seen = f"what turns is {_describe_layout(other)}" if other else "this is no rotation of any pairs"
-                yield CaseResult("fail", f"{name} are to turn by {meant}, but {seen}", far, bound, layer.module_path)
+            error = rotation_error(x, layout, layer.rotary_dim, start)
+            worst = max(worst, error)
+            if error > tolerance:
+                message = f"{name} are not rotated by pairs {LAYOUT_NAMES[layout]} of {layer.rotary_dim} dimensions, "
+                other = find_rotation_layouts(x, tolerance)
+                message += f"but by {_describe_layout(other)}" if other else "nor by any other pairs"
+                yield CaseResult("fail", message, error, tolerance, layer.module_path)
                 return
             frequency, _ = expected_frequencies(layer)
-            ahead, back = (_max_angle_error(layer, x, layout, start, sign * frequency, context)[0] for sign in (1, -1))
-            if ahead > 1 >= back:
-                yield CaseResult(
-                    "fail", f"{name} turn backwards: by -position · frequency", ahead, 1.0, layer.module_path
-                )
+            forward, backward = (
+                _max_angle_error(layer, x, layout, start, sign * frequency, context)[0] for sign in (1, -1)
+            )
+            if forward > 1 >= backward:
+                message = f"{name} are rotated in the wrong direction: by -position · frequency"
+                yield CaseResult("fail", message, forward, 1.0, layer.module_path)
                 return
-    yield CaseResult("pass", f"in {len(tried)} layers q and k turn by the configured pairs", worst, bound)
+    yield CaseResult("pass", f"in {len(layers)} layers q and k are rotated by the configured pairs", worst, tolerance)
 
 
 def _check_layout_without_config(context: CheckContext) -> Iterator[CaseResult]:
-    """Without a configuration: both must turn by the same pairs, and turn only."""
+    """Without a configuration: q and k must be rotations by the same pairs."""
     if not context.model.has_positions or not _compare_positions(context, _repeated_token(context)).within_tolerance:
-        raise SkipCheckError("for models with RoPE and no other positions")
-    bound, tried = rotation_tolerance(context), 0
+        raise SkipCheckError("for models with RoPE only")
+    tolerance, num_checked = rotation_tolerance(context), 0
     for layer in trace_rope_layers(context):
         (_, q), (_, k) = layer.queries_and_keys()
-        if min(max_relative_change(q), max_relative_change(k)) <= bound:
+        if min(max_relative_change(q), max_relative_change(k)) <= tolerance:
             continue
-        tried += 1
-        of_q, of_k = find_rotation_layouts(q, bound), find_rotation_layouts(k, bound)
-        same = of_q & of_k
-        if same and (alike := _count_same_angle_pairs(q, max(same, key=lambda each: each[1]), bound)):
+        num_checked += 1
+        q_layouts, k_layouts = find_rotation_layouts(q, tolerance), find_rotation_layouts(k, tolerance)
+        common = q_layouts & k_layouts
+        if common and (
+            num_pairs := _count_same_angle_pairs(q, max(common, key=lambda candidate: candidate[1]), tolerance)
+        ):
             yield CaseResult(
                 "fail",
-                f"all {alike} pairs turn by the same angle",
+                f"all {num_pairs} pairs are rotated by the same angle",
                 location=layer.module_path,
                 cause=SAME_FREQUENCY_CAUSE,
                 fix=SAME_FREQUENCY_FIX,
             )
             return
-        if same or _check_score_diagonals(context, _repeated_token(context)).verdict != "fail":
+        if common or _check_score_diagonals(context, _repeated_token(context)).verdict != "fail":
             continue
-        if of_q and of_k:
-            message = f"queries turn by {_describe_layout(of_q)}, and keys by {_describe_layout(of_k)}"
+        if q_layouts and k_layouts:
+            message = f"queries are rotated by {_describe_layout(q_layouts)}, keys by {_describe_layout(k_layouts)}"
         else:
-            message = f"{'keys' if of_q else 'queries'} do not turn: their length changes from place to place"
+            message = f"{'keys' if q_layouts else 'queries'} are not rotated: their norm changes with the position"
         errors = [
             min(rotation_error(x, layout, x.shape[-1], 0) for layout in LAYOUT_NAMES)
-            for x, fits in ((q, of_q), (k, of_k))
-            if not fits
+            for x, layouts in ((q, q_layouts), (k, k_layouts))
+            if not layouts
         ]
         worst = max(errors) if errors else None
-        yield CaseResult("fail", message, worst, None if worst is None else bound, layer.module_path)
+        yield CaseResult("fail", message, worst, None if worst is None else tolerance, layer.module_path)
         return
-    if not tried:
-        raise SkipCheckError("needs queries and keys that turn")
-    yield CaseResult("pass", f"in {tried} layers q and k turn by the same pairs")
+    if not num_checked:
+        raise SkipCheckError("needs queries and keys that are rotated")
+    yield CaseResult("pass", f"in {num_checked} layers q and k are rotated by the same pairs")
 
 
 def _count_same_angle_pairs(x: Tensor, rotation: tuple[str, int, int], tolerance: float) -> int:
-    """How many pairs turn, where all turn by one and the same angle; else 0."""
+    """Number of pairs if all are rotated by the same angle; otherwise 0."""
     z = rotary_pairs(x, *rotation)
     z = z[:, :, z[:, 0].abs().amin(0) > 1e-2 * float(z.abs().max())]
-    turn = z[:, 1] / z[:, 0]
-    alike = z.shape[-1] > 1 and bool(((turn - turn[:, :1]).abs() < tolerance).all())
-    return z.shape[-1] if alike and bool(((turn - 1).abs() > tolerance).all()) else 0
+    rotation_factor = z[:, 1] / z[:, 0]
+    same = z.shape[-1] > 1 and bool(((rotation_factor - rotation_factor[:, :1]).abs() < tolerance).all())
+    return z.shape[-1] if same and bool(((rotation_factor - 1).abs() > tolerance).all()) else 0
 
 
 def _max_angle_error(
     layer: RopeLayer, x: Tensor, layout: str, start: int, frequency: Tensor, context: CheckContext
 ) -> tuple[float, float, float, int, int]:
-    """The worst of all angles: how many times its bound it is off, by how much, the bound, its pair and position."""
+    """The worst angle: error relative to its tolerance, error, tolerance, pair and position."""
     z = rotary_pairs(x, layout, layer.rotary_dim, start).cpu()
     first = z[..., 0, :].abs()
-    head = first.argmax(0)  # for each pair the head that shows it best
+    head = first.argmax(0)  # per pair, the head with the largest norm
     z = z[head, :, torch.arange(z.shape[-1])]  # (pairs, T)
     positions = layer.positions.cpu().float()
     angle = frequency.cpu()[:, None].double() * positions.double()
-    turned = z[:, :1].to(torch.complex128) * torch.polar(torch.ones_like(angle), angle)
-    size = z[:, :1].abs().double()
-    gap = (z - turned).abs() / size.clamp(min=1e-30)
+    expected = z[:, :1].to(torch.complex128) * torch.polar(torch.ones_like(angle), angle)
+    norm = z[:, :1].abs().double()
+    error = (z - expected).abs() / norm.clamp(min=1e-30)
     rounding = 2**-7 if context.model.dtype in LOW_PRECISION_DTYPES else 2e-6
-    bound = rotation_tolerance(context) + angle.abs() * rounding
-    use = (bound < MAX_ANGLE_UNCERTAINTY) & (size > 0.02 * float(size.max()))
-    share = torch.where(use, gap / bound, 0.0)
-    at = int(share.argmax())
-    pair, place = divmod(at, share.shape[-1])
-    return float(share.flatten()[at]), float(gap[pair, place]), float(bound[pair, place]), pair, int(positions[place])
+    tolerance = rotation_tolerance(context) + angle.abs() * rounding
+    compared = (tolerance < MAX_ANGLE_UNCERTAINTY) & (norm > 0.02 * float(norm.max()))
+    ratio = torch.where(compared, error / tolerance, 0.0)
+    worst = int(ratio.argmax())
+    pair, n = divmod(worst, ratio.shape[-1])
+    return float(ratio.flatten()[worst]), float(error[pair, n]), float(tolerance[pair, n]), pair, int(positions[n])
 
 
 @register_check(
     "rope-scaling",
-    catches="angles that are not the configured ones: theta or a scaling for long contexts is ignored, or half applied",
-    cause="theta, the scaling's factor, its blend of frequencies or its attention factor is read and never used",
-    fix="compute frequencies (and the factor of cos and sin) from the configuration alone, and compare with a formula",
+    catches="RoPE angles that differ from the configuration: theta or a context-extension scaling is ignored",
+    cause="theta, the scaling factor, its frequency interpolation or its attention factor is read and never used",
+    fix="compute frequencies (and the factor on cos and sin) from the configuration, and test them with the formula",
     depends_on=("position-encoding", "rope-layout"),
 )
 def rope_scaling(context: CheckContext) -> Iterator[CaseResult]:
-    """Read one token at near and far positions, and see by how much each pair of q and k turns: position times the
-    frequency of the configured formula. cos and sin must have the configured factor. Scalings that wait for long texts
-    are tried with one."""
+    """Run one token at near and far positions and measure the rotation of each pair of q and k: it must be position
+    times the frequency of the configured formula. cos and sin must have the configured attention factor. Scalings that
+    change beyond the original length are also tested there."""
     ropes = get_rope_configs(context)
     if ropes is None:
         raise SkipCheckError("needs rope: theta, and the scaling")
@@ -499,28 +521,29 @@ def rope_scaling(context: CheckContext) -> Iterator[CaseResult]:
 
 
 def _check_angles(context: CheckContext, beyond_length: int | None) -> Iterator[CaseResult]:
-    tried = [layer for layer in trace_rope_layers(context, beyond_length=beyond_length) if layer.rope is not None]
-    if not tried:
-        raise SkipCheckError("needs queries and keys that can be seen, with no other positions in them")
-    text = "" if beyond_length is None else f", in a text of more than {beyond_length} tokens"
+    """Compare the angles and the attention factor of each layer with the configured formula."""
+    layers = [layer for layer in trace_rope_layers(context, beyond_length=beyond_length) if layer.rope is not None]
+    if not layers:
+        raise SkipCheckError("needs queries and keys that can be traced, without other positions in them")
+    condition = "" if beyond_length is None else f", beyond the original length of {beyond_length} tokens"
     worst = (0.0, 0.0, 0.0)
-    for layer in tried:
+    for layer in layers:
         assert layer.rope is not None
         frequency, magnitude = expected_frequencies(layer)
         kind = layer.rope.scaling.kind
-        meant = f"theta {layer.rope.theta:g}" + ("" if kind == "none" else f" and {kind} scaling")
+        rope = f"theta {layer.rope.theta:g}" + ("" if kind == "none" else f" and {kind} scaling")
         for name, x in layer.queries_and_keys():
-            share, gap, bound, pair, place = _max_angle_error(
+            ratio, error, tolerance, pair, position = _max_angle_error(
                 layer, x, _rotary_layout(layer, x), _rotary_start(layer), frequency, context
             )
-            worst = max(worst, (share, gap, bound))
-            if share > 1:
-                message = f"pair {pair} of the {name} at position {place} is not where {meant} would turn it{text}"
-                yield CaseResult("fail", message, gap, bound, layer.module_path)
+            worst = max(worst, (ratio, error, tolerance))
+            if ratio > 1:
+                message = f"pair {pair} of the {name} at position {position} has another angle than {rope} gives"
+                yield CaseResult("fail", f"{message}{condition}", error, tolerance, layer.module_path)
                 return
         if layer.max_elementwise is not None and abs(layer.max_elementwise / magnitude - 1) > MAGNITUDE_TOLERANCE:
             factor = f"{layer.max_elementwise:.4g}"
-            message = f"cos and sin are multiplied by {factor}, where {kind} scaling has {magnitude:.4g}{text}"
+            message = f"cos and sin are multiplied by {factor} instead of {magnitude:.4g} ({kind} scaling){condition}"
             yield CaseResult("fail", message, layer.max_elementwise, magnitude, layer.module_path)
             return
-    yield CaseResult("pass", f"in {len(tried)} layers q and k turn by the configured angles{text}", *worst[1:])
+    yield CaseResult("pass", f"in {len(layers)} layers q and k have the configured angles{condition}", *worst[1:])

@@ -1,1 +1,1 @@
-"""Instruments that watch a model run: what it multiplies, attends to, reads, and where two runs part."""
+"""Probes that record a forward pass: attention calls, scales, parameters read, activations, divergence of two runs."""

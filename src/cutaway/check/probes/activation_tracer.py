@@ -1,4 +1,4 @@
-"""One pass, looked at from inside: attentions with a gate for each head, products with a weight, outputs of modules."""
+"""`ActivationTracer` (gated attention, linear layers) and residual streams of one forward pass."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +13,15 @@ from torch.nn import functional as F
 from cutaway.check.probes.op_tracer import SOFTMAX_FUNCTIONS, OpTracer, attention_from_sdpa
 
 MASKED_SCORE = -9000.0
-"""Scores below are masks."""
+"""Scores below this value are masked."""
 
 
 @dataclass
 class GatedAttention:
-    """One attention: its scores and pattern with heads on axis 1, and a gate of ones on what each head reads."""
+    """One attention call: scores and pattern (B, H, T, S), and a gate of ones on each head's output.
+
+    The gradient of the gate measures the importance of the head.
+    """
 
     module: str
     scores: Tensor
@@ -28,7 +31,7 @@ class GatedAttention:
 
 @dataclass
 class LinearCall:
-    """x (…, m) times a weight, as (n, m); `num_attentions_before` counts the attentions before it."""
+    """One linear layer: x (…, in) and weight (out, in); `num_attentions_before` counts earlier attention calls."""
 
     module: str
     x: Tensor
@@ -38,7 +41,7 @@ class LinearCall:
 
 
 class ActivationTracer(OpTracer):
-    """While it is on, attentions and products are written down."""
+    """Function mode that records attention calls with gates, and linear layers."""
 
     def __init__(self, module: nn.Module | None, batch_size: int) -> None:
         super().__init__(module)
@@ -48,7 +51,7 @@ class ActivationTracer(OpTracer):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.multi_head_attention_forward:  # what it calls is not seen from here
+        if func is F.multi_head_attention_forward:  # function modes do not intercept the functions it calls
             softmax, attend = F.softmax, F.scaled_dot_product_attention
             with (
                 patch.object(F, "softmax", lambda *a, **k: self.gate_softmax(softmax(*a, **k), a[0])),
@@ -67,27 +70,29 @@ class ActivationTracer(OpTracer):
         return out
 
     def record_linear(self, x: Tensor, weight: Tensor, out: Any) -> None:
+        """Record a product with a two-dimensional weight."""
         if weight.ndim == 2 and isinstance(out, Tensor):
             self.linear_calls.append(
                 LinearCall(self.module_stack[-1], x.detach(), weight.detach(), out.detach(), len(self.gated_attentions))
             )
 
     def gate_sdpa(self, out: Tensor, args: Any, kwargs: Any) -> Tensor:
-        known = attention_from_sdpa(self.module_stack[-1], *args, **kwargs)
-        return self.apply_gate(out, known.scores, known.pattern)
+        """Gate the output of a fused attention kernel."""
+        call = attention_from_sdpa(self.module_stack[-1], *args, **kwargs)
+        return self.apply_gate(out, call.scores, call.pattern)
 
     def gate_softmax(self, out: Tensor, scores: Tensor) -> Tensor:
-        if out.ndim == 3 and (
-            out.shape[0] == self.batch_size or out.shape[0] % self.batch_size
-        ):  # a router, most likely
+        """Gate the pattern of an explicit softmax."""
+        if out.ndim == 3 and (out.shape[0] == self.batch_size or out.shape[0] % self.batch_size):  # probably a router
             return out
         return self.apply_gate(out, scores.detach(), out.detach())
 
     def apply_gate(self, out: Tensor, scores: Tensor, pattern: Tensor) -> Tensor:
+        """Record the attention call and multiply its output by a gate of ones that requires a gradient."""
         gate = torch.ones(*out.shape[:-1], 1, dtype=out.dtype, device=out.device, requires_grad=True)
         if pattern.ndim == 3:
-            rows = self.batch_size if pattern.shape[0] % self.batch_size == 0 else 1
-            scores, pattern = (each.reshape(rows, -1, *each.shape[1:]) for each in (scores, pattern))
+            batch_size = self.batch_size if pattern.shape[0] % self.batch_size == 0 else 1
+            scores, pattern = (x.reshape(batch_size, -1, *x.shape[1:]) for x in (scores, pattern))
         self.gated_attentions.append(
             GatedAttention(
                 self.module_stack[-1] or f"attention {len(self.gated_attentions)}",
@@ -101,7 +106,7 @@ class ActivationTracer(OpTracer):
 
 @dataclass
 class ResidualStream:
-    """What one chain of blocks is given, and what each gives."""
+    """The residual stream of one chain of blocks: its input, and the output of each block."""
 
     values: list[Tensor] = field(default_factory=list)
     block_names: list[str] = field(default_factory=list)
@@ -109,38 +114,38 @@ class ResidualStream:
 
 @contextmanager
 def trace_residual_streams(module: nn.Module) -> Iterator[list[ResidualStream]]:
-    """Chains of sibling modules with parts of their own, each given what the one before it gave: the blocks."""
-    found: dict[str, ResidualStream] = {}
-    chains: list[ResidualStream] = []
+    """Record chains of sibling modules in which each takes the output of the previous one: the Transformer blocks."""
+    current: dict[str, ResidualStream] = {}
+    streams: list[ResidualStream] = []
 
-    def hook(name: str) -> Any:
+    def make_hook(name: str) -> Any:
         parent = name.rpartition(".")[0]
 
-        def look(_part: nn.Module, given: Any, named: Any, out: Any) -> None:
-            x = next((each for each in (*given, *named.values()) if _is_hidden_state(each)), None)
+        def hook(_module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            x = next((value for value in (*args, *kwargs.values()) if _is_hidden_state(value)), None)
             y = out[0] if isinstance(out, tuple | list) and out else out
             if x is None or not _is_hidden_state(y) or y.shape != x.shape:
                 return
             x, y = x.detach(), y.detach()
-            chain = found.get(parent)
-            if chain is None or chain.values[-1].shape != x.shape or not torch.equal(chain.values[-1], x):
-                chain = found[parent] = ResidualStream([x.clone()])
-                chains.append(chain)
-            chain.values.append(y.clone())
-            chain.block_names.append(name)
+            stream = current.get(parent)
+            if stream is None or stream.values[-1].shape != x.shape or not torch.equal(stream.values[-1], x):
+                stream = current[parent] = ResidualStream([x.clone()])
+                streams.append(stream)
+            stream.values.append(y.clone())
+            stream.block_names.append(name)
 
-        return look
+        return hook
 
     hooks = [
-        part.register_forward_hook(hook(name), with_kwargs=True)
-        for name, part in module.named_modules()
-        if name and any(True for _ in part.children())
+        submodule.register_forward_hook(make_hook(name), with_kwargs=True)
+        for name, submodule in module.named_modules()
+        if name and any(True for _ in submodule.children())
     ]
     try:
-        yield chains
+        yield streams
     finally:
-        for each in hooks:
-            each.remove()
+        for handle in hooks:
+            handle.remove()
 
 
 def _is_hidden_state(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Gradients with respect to the vectors that tokens become, and whether they are what moving these vectors does."""
+"""Gradients with respect to the token embeddings, and their comparison with finite differences."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,108 +13,116 @@ from cutaway.check.report.finding import CaseResult, SkipCheckError
 
 
 def _find_embeddings(module: nn.Module, forward: Any, tokens: Tensor) -> list[nn.Module]:
-    """The modules that are given just these tokens and give a vector for each."""
-    found: list[nn.Module] = []
+    """Find the modules that take these tokens and return one vector per token."""
+    embeddings: list[nn.Module] = []
     hooks = []
 
-    def look(part: nn.Module, given: Any, out: Any) -> None:
-        same = _receives_tokens(given, tokens)
-        if same and isinstance(out, Tensor) and out.ndim == 3 and out.is_floating_point() and part not in found:
-            found.append(part)
+    def hook(submodule: nn.Module, inputs: Any, out: Any) -> None:
+        returns_vectors = isinstance(out, Tensor) and out.ndim == 3 and out.is_floating_point()
+        if _receives_tokens(inputs, tokens) and returns_vectors and submodule not in embeddings:
+            embeddings.append(submodule)
 
     try:
-        hooks = [part.register_forward_hook(look) for part in module.modules() if not list(part.children())]
+        leaves = [submodule for submodule in module.modules() if not list(submodule.children())]
+        hooks = [leaf.register_forward_hook(hook) for leaf in leaves]
         with torch.no_grad():
             forward(tokens)
     finally:
-        for hook in hooks:
-            hook.remove()
-    return found
+        for handle in hooks:
+            handle.remove()
+    return embeddings
 
 
 def _receives_tokens(inputs: Any, tokens: Tensor) -> bool:
-    """Whether these arguments are just these tokens."""
+    """Whether the first input is equal to `tokens`."""
     first = inputs[0] if inputs else None
     return isinstance(first, Tensor) and first.shape == tokens.shape and bool((first == tokens).all())
 
 
 @contextmanager
 def add_embedding_offset(module: nn.Module | None, forward: Any, tokens: Tensor) -> Iterator[list[Tensor]]:
-    """While it lasts, `forward(tokens)` adds zeros to the tokens' vectors; the list then holds them, for gradients."""
-    found = [] if module is None else _find_embeddings(module, forward, tokens)
-    if not found:
-        raise SkipCheckError("needs the module, with an embedding that is given the tokens")
-    added: list[Tensor] = []
+    """Add a tensor of zeros to the token embeddings in `forward(tokens)`.
 
-    def add(_part: nn.Module, given: Any, out: Tensor) -> Tensor:
-        if not _receives_tokens(given, tokens):  # of an encoder-decoder, the source may be read by the same table
+    After the forward pass, the yielded list holds that tensor, which requires a gradient.
+    """
+    embeddings = [] if module is None else _find_embeddings(module, forward, tokens)
+    if not embeddings:
+        raise SkipCheckError("needs a module with an embedding that takes the tokens")
+    offsets: list[Tensor] = []
+
+    def add_offset(_module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
+        if not _receives_tokens(inputs, tokens):  # an encoder-decoder may embed the source with the same module
             return out
-        if not added:
-            added.append(torch.zeros_like(out, requires_grad=True))
-        return out + added[0]
+        if not offsets:
+            offsets.append(torch.zeros_like(out, requires_grad=True))
+        return out + offsets[0]
 
-    hook = found[0].register_forward_hook(add)
+    hook = embeddings[0].register_forward_hook(add_offset)
     try:
-        yield added
+        yield offsets
     finally:
         hook.remove()
 
 
 STEP_SIZES = (1e-2, 2e-3, 5e-4)
-"""Of the vectors' usual size: how far they are moved, and half as far."""
+"""Finite-difference steps relative to the RMS of the embeddings; each is also tried with half the step."""
 
 
 SMOOTHNESS_TOLERANCE, GRADIENT_TOLERANCE = 0.02, 0.15
-"""How far two slopes may be apart to be called one, and the gradient from them to be called another."""
+"""Relative difference below which two finite differences agree, and above which the gradient is wrong."""
 
 
 def check_finite_differences(context: CheckContext) -> CaseResult:
-    """Move the text's vectors a little to both sides, in random directions: what a random sum of the logits changes by
-    must be what its gradient says."""
+    """Compare the gradient of a random linear combination of the logits with respect to the token embeddings with
+    central finite differences in random directions."""
     module, logits = context.model.module, context.model.logits
     assert module is not None
     assert logits is not None
     tokens = context.random_tokens(1, min(8, context.seq_len))
-    with torch.enable_grad(), add_embedding_offset(module, logits, tokens) as added:
+    with torch.enable_grad(), add_embedding_offset(module, logits, tokens) as offsets:
         out = logits(tokens)
-        if not added or not out.requires_grad:
-            raise SkipCheckError("needs logits that carry a gradient")
+        if not offsets or not out.requires_grad:
+            raise SkipCheckError("needs logits that require a gradient")
         weights = torch.randn(out.shape, generator=context.generator).to(out.device, torch.float32)
-        (gradient,) = torch.autograd.grad((out.float() * weights).sum(), added[0], allow_unused=True)
+        (gradient,) = torch.autograd.grad((out.float() * weights).sum(), offsets[0], allow_unused=True)
         if gradient is None:
-            return _wrong_gradient_result("the text's vectors get no gradient", 0.0)
+            return _wrong_gradient_result("the token embeddings get no gradient", 0.0)
         with torch.no_grad():
-            size = max(float(_find_embeddings(module, logits, tokens)[0](tokens).float().square().mean().sqrt()), 1e-30)
-            count = 3 if not context.is_slow else 1
+            embeddings = _find_embeddings(module, logits, tokens)[0](tokens)
+            rms = max(float(embeddings.float().square().mean().sqrt()), 1e-30)
+            num_directions = 3 if not context.is_slow else 1
             directions = [
-                torch.randn(gradient.shape, generator=context.generator).to(gradient.device) for _ in range(count)
+                torch.randn(gradient.shape, generator=context.generator).to(gradient.device)
+                for _ in range(num_directions)
             ]
-            due = torch.tensor([float((gradient.float() * each).sum()) for each in directions])
+            analytic = torch.tensor([float((gradient.float() * direction).sum()) for direction in directions])
 
-            def risen(step: float) -> Tensor:
-                """How fast the sum rises in each direction, over two steps."""
-                found = []
-                for each in directions:
+            def finite_difference(step: float) -> Tensor:
+                """Central difference in each direction."""
+                slopes = []
+                for direction in directions:
                     ends = []
                     for sign in (1.0, -1.0):
-                        added[0].data = (sign * step * each).to(added[0].dtype)
+                        offsets[0].data = (sign * step * direction).to(offsets[0].dtype)
                         ends.append(float((logits(tokens).float() * weights).sum(dtype=torch.float64)))
-                    found.append((ends[0] - ends[1]) / (2 * step))
-                return torch.tensor(found)
+                    slopes.append((ends[0] - ends[1]) / (2 * step))
+                return torch.tensor(slopes)
 
-            smooth = False
-            for step in STEP_SIZES:  # where a long step meets an edge, a short one may not
-                one, seen = risen(step * size), risen(step * size / 2)
-                noise = NOISE_MARGIN * context.noise_ratio * max_finite_abs(out) * out.numel() ** 0.5 / (step * size)
-                whole = max(float(seen.norm()), float(due.norm()))
-                gap, bound = float((due - seen).norm()), GRADIENT_TOLERANCE * whole + noise
-                if gap <= bound:
-                    return CaseResult("pass", "the gradient by the text's vectors is what moving them does", gap, bound)
-                smooth = smooth or float((one - seen).norm()) <= SMOOTHNESS_TOLERANCE * whole
-    if not smooth:
-        raise SkipCheckError("needs logits that change smoothly with the text's vectors")
-    said = f"the gradient by the text's vectors is {float(due[0]):.4g} where moving them gives {float(seen[0]):.4g}"
-    return _wrong_gradient_result(said, gap, bound)
+            is_smooth = False
+            for step in STEP_SIZES:  # a shorter step may avoid a kink (ReLU, top-k routing)
+                coarse, numeric = finite_difference(step * rms), finite_difference(step * rms / 2)
+                noise = NOISE_MARGIN * context.noise_ratio * max_finite_abs(out) * out.numel() ** 0.5 / (step * rms)
+                scale = max(float(numeric.norm()), float(analytic.norm()))
+                error, tolerance = float((analytic - numeric).norm()), GRADIENT_TOLERANCE * scale + noise
+                if error <= tolerance:
+                    message = "the gradient with respect to the token embeddings equals finite differences"
+                    return CaseResult("pass", message, error, tolerance)
+                is_smooth = is_smooth or float((coarse - numeric).norm()) <= SMOOTHNESS_TOLERANCE * scale
+    if not is_smooth:
+        raise SkipCheckError("needs logits that are smooth in the token embeddings")
+    message = "the gradient with respect to the token embeddings differs from finite differences: "
+    message += f"{float(analytic[0]):.4g} instead of {float(numeric[0]):.4g}"
+    return _wrong_gradient_result(message, error, tolerance)
 
 
 def _wrong_gradient_result(message: str, measured: float, threshold: float = 0.0) -> CaseResult:
@@ -123,6 +131,6 @@ def _wrong_gradient_result(message: str, measured: float, threshold: float = 0.0
         message,
         measured,
         threshold,
-        cause="a part of the way back is cut (detach(), no_grad(), .data), or a backward pass of one's own is wrong",
-        fix="follow the gradient back layer by layer; compare one's own backward with torch.autograd.gradcheck",
+        cause="the graph is cut (detach(), no_grad(), .data), or the backward of a custom autograd.Function is wrong",
+        fix="compare gradients layer by layer; test custom backward functions with torch.autograd.gradcheck",
     )

@@ -1,4 +1,4 @@
-"""Which of a module's tensors a pass reads, seen from outside: by the memory that each operation is given."""
+"""`ParameterTracer`: the parameters that a forward pass reads, by the storage of each op's arguments."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ METADATA_FUNCTIONS = {
     "data_ptr", "untyped_storage", "storage_offset", "is_floating_point", "is_complex", "is_contiguous", "get_device",
     "element_size", "type", "requires_grad_", "register_hook", "is_shared", "storage",
 }  # fmt: skip
-"""What asks about a tensor and does not use its numbers."""
+"""Functions that use a tensor's metadata, not its values."""
 
 
 MATMUL_FUNCTIONS = {
@@ -26,13 +26,13 @@ LOOKUP_FUNCTIONS = {F.embedding, torch.embedding, Tensor.__getitem__, torch.inde
 
 
 def _storage_ptr(tensor: Tensor) -> int:
-    """Where a tensor's numbers begin; views share it with what they are views of."""
+    """Address of a tensor's storage; views share it with their base."""
     return tensor.untyped_storage().data_ptr()
 
 
 class ParameterTracer(TorchFunctionMode):
-    """While it is on, it is written down which parameters are read, which is looked up by tokens, and which makes the
-    logits."""
+    """Function mode that records the parameters that are read, the embedding tables that tokens index, and the
+    parameter of the output head."""
 
     def __init__(self, module: nn.Module, vocab_size: int | None = None) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class ParameterTracer(TorchFunctionMode):
             self.parameter_names.setdefault(_storage_ptr(parameter), []).append(name)
         self.read_ptrs: set[int] = set()
         self.unregistered_shapes: list[tuple[int, ...]] = []
-        """Shapes of parameters that are read within the module and are none of its own."""
+        """Shapes of parameters that the module reads but does not register."""
         self.depth, self.hooks, self.module = 0, [], module  # type: ignore[var-annotated]
         self.embedding_ptrs: list[int] = []
         self.head_ptr: int | None = None
@@ -61,6 +61,7 @@ class ParameterTracer(TorchFunctionMode):
             hook.remove()
 
     def change_depth(self, delta: int) -> None:
+        """Count calls of the module: above 0 inside of its forward."""
         self.depth += delta
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,28 +70,29 @@ class ParameterTracer(TorchFunctionMode):
         if getattr(func, "__name__", "") in METADATA_FUNCTIONS:
             return out
         leaves = tree_leaves((args, kwargs))
-        found = [at for each in leaves if isinstance(each, Tensor) and (at := self.find_parameter(each))]
-        if self.depth and not found:
+        ptrs = [ptr for leaf in leaves if isinstance(leaf, Tensor) and (ptr := self.find_parameter(leaf))]
+        if self.depth and not ptrs:
             self.unregistered_shapes += [
                 tuple(x.shape) for x in leaves if isinstance(x, nn.Parameter) and x.requires_grad
             ]
-        self.read_ptrs.update(found)
-        if found and func in LOOKUP_FUNCTIONS and any(_is_index_tensor(each) for each in leaves):
-            self.embedding_ptrs += [at for at in found if at not in self.embedding_ptrs]
+        self.read_ptrs.update(ptrs)
+        if ptrs and func in LOOKUP_FUNCTIONS and any(_is_index_tensor(leaf) for leaf in leaves):
+            self.embedding_ptrs += [ptr for ptr in ptrs if ptr not in self.embedding_ptrs]
         if func in MATMUL_FUNCTIONS and isinstance(out, Tensor) and out.ndim and out.shape[-1] == self.vocab_size:
-            self.head_ptr = found[0] if found else None
+            self.head_ptr = ptrs[0] if ptrs else None
         return out
 
     def find_parameter(self, tensor: Tensor) -> int | None:
+        """Storage address of a tensor if it is a parameter of the module, or a view of one."""
         if tensor.layout != torch.strided or tensor.is_meta:
             return None
-        at = _storage_ptr(tensor)
-        return at if at in self.parameter_names else None
+        ptr = _storage_ptr(tensor)
+        return ptr if ptr in self.parameter_names else None
 
     @property
     def unread_parameters(self) -> list[str]:
-        """Names of parameters that no operation was given."""
-        return [names[0] for at, names in self.parameter_names.items() if at not in self.read_ptrs]
+        """Names of parameters that no op reads."""
+        return [names[0] for ptr, names in self.parameter_names.items() if ptr not in self.read_ptrs]
 
 
 def _is_index_tensor(value: Any) -> bool:

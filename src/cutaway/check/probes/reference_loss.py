@@ -1,4 +1,4 @@
-"""The loss as its definition has it, from logits: what an offered loss is compared with."""
+"""Reference cross-entropy loss from logits, which the model's own loss is compared with."""
 
 import torch
 from torch import Tensor
@@ -8,46 +8,44 @@ from cutaway.check.context import CheckContext
 from cutaway.check.report.finding import SkipCheckError
 
 IGNORE_INDEX = -100
-"""A label that is not asked."""
+"""Label that the loss ignores."""
 
 
 def label_shift(context: CheckContext) -> int:
-    """How far behind its label the logits stand: a decoder tells the next token, an encoder the token itself."""
+    """Shift between logits and labels: 1 for next-token prediction, 0 for an encoder."""
     return 0 if context.model.kind == "encoder" else 1
 
 
 def token_losses(logits: Tensor, labels: Tensor, shift: int) -> tuple[Tensor, Tensor]:
-    """−log p of each label that is asked, and where these stand (row, label's position)."""
+    """−log p of each label that is not ignored, and the (row, position) of these labels."""
     length = labels.shape[1] - shift
     if length < 1:
-        raise SkipCheckError("needs longer texts")
-    wanted = labels[:, shift:]
-    kept = wanted != IGNORE_INDEX
-    told = logits[:, :length][kept].float()
-    return F.cross_entropy(told, wanted[kept], reduction="none"), kept.nonzero() + torch.tensor(
-        [0, shift], device=labels.device
-    )
+        raise SkipCheckError("needs longer sequences")
+    targets = labels[:, shift:]
+    counted = targets != IGNORE_INDEX
+    losses = F.cross_entropy(logits[:, :length][counted].float(), targets[counted], reduction="none")
+    return losses, counted.nonzero() + torch.tensor([0, shift], device=labels.device)
 
 
 def mean_loss(logits: Tensor, labels: Tensor, shift: int) -> Tensor:
-    """The mean of −log p over labels that are asked."""
+    """Mean of −log p over the labels that are not ignored."""
     return token_losses(logits, labels, shift)[0].mean()
 
 
 def require_vocab_logits(context: CheckContext, logits: Tensor) -> Tensor:
-    """The logits, if they are over the vocabulary: a trunk without a head gives vectors."""
+    """Skip the check if the output is narrower than the vocabulary: a model without a head returns hidden states."""
     if logits.shape[-1] < (context.model.vocab_size or 0):
         raise SkipCheckError("needs logits over the vocabulary")
     return logits
 
 
 def compute_loss(context: CheckContext, tokens: Tensor) -> Tensor:
-    """The loss that is offered, or what it should be."""
-    target = context.model
-    if target.loss is not None:
-        loss = target.loss(tokens, tokens)
+    """The model's own loss; the reference loss if it has none."""
+    model = context.model
+    if model.loss is not None:
+        loss = model.loss(tokens, tokens)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise SkipCheckError("needs a loss that is one number")
+            raise SkipCheckError("needs a scalar loss")
         return loss.reshape(())
-    assert target.logits is not None
-    return mean_loss(require_vocab_logits(context, target.logits(tokens)), tokens, label_shift(context))
+    assert model.logits is not None
+    return mean_loss(require_vocab_logits(context, model.logits(tokens)), tokens, label_shift(context))

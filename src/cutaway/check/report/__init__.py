@@ -1,1 +1,1 @@
-"""Findings, and how they are written: text, JUnit, and a page that explains a check."""
+"""Findings, reports, JUnit XML, and the documentation page of a check."""

@@ -1,4 +1,4 @@
-"""A check explained on one page: what it catches, how it asks, where it happened, and what to do."""
+"""Documentation page of a check in Markdown: the bug, the method, the cause, the fix and a known bug."""
 
 import tomllib
 from functools import cache
@@ -10,20 +10,20 @@ from cutaway.errors import InputError
 
 @cache
 def load_known_bugs() -> dict[str, dict[str, str]]:
-    """Of each check: a public case of its bug, with title, address and summary."""
+    """Check name → a public case of its bug, with title, url and summary."""
     return tomllib.loads(files("cutaway.check.report").joinpath("known_bugs.toml").read_text(encoding="utf-8"))
 
 
 def explain_check(name: str, *, image: str | None = None) -> str:
-    """The page in Markdown, with a picture where one is given."""
-    known = get_checks()
-    if name not in known:
+    """Write the documentation page of a check in Markdown; `image` is a screenshot of a failure."""
+    checks = get_checks()
+    if name not in checks:
         import difflib
 
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}? --list" if near else "cutaway check --list"
-        raise InputError(f"there is no check '{name}'; {hint} shows all")
-    check = known[name]
+        similar = difflib.get_close_matches(name, checks, n=1)
+        hint = f"did you mean {similar[0]}? --list" if similar else "cutaway check --list"
+        raise InputError(f"there is no check '{name}'; {hint} shows all checks")
+    check = checks[name]
     parts = [
         f"# {name}",
         f"**Catches** {check.catches}.",
@@ -32,30 +32,30 @@ def explain_check(name: str, *, image: str | None = None) -> str:
         _describe_applicability(check),
     ]
     if image is not None:
-        parts += ["## What a failure looks like", f"![The report of a model with this bug]({image})"]
-    parts += ["## What is usually wrong", _to_sentence(check.cause), "## How to fix it", _to_sentence(check.fix)]
-    case = load_known_bugs().get(name)
-    if case is not None:
-        parts += ["## Known bug", f"[{case['title']}]({case['url']})", case["summary"]]
-    again = f"```console\n$ cutaway check SOURCE --only {name} --verbose\n```"
-    return "\n\n".join([*parts, "## Run only this check", again]) + "\n"
+        parts += ["## What a failure looks like", f"![Report on a model with this bug]({image})"]
+    parts += ["## Usual cause", _to_sentence(check.cause), "## How to fix it", _to_sentence(check.fix)]
+    bug = load_known_bugs().get(name)
+    if bug is not None:
+        parts += ["## Known bug", f"[{bug['title']}]({bug['url']})", bug["summary"]]
+    command = f"```console\n$ cutaway check SOURCE --only {name} --verbose\n```"
+    return "\n\n".join([*parts, "## Run only this check", command]) + "\n"
 
 
 def _describe_applicability(check: Check) -> str:
-    """Whom it is asked, and when."""
-    needs = ", ".join(" or ".join(f"`{each}`" for each in need.split("|")) for need in check.needs)
-    whom = "any Transformer" if check.kinds == ALL_KINDS else " and ".join(f"{kind}s" for kind in check.kinds)
-    said = [f"It is asked of {whom}, and needs {needs or 'nothing more'}."]
-    said += ["It is asked in the model's own precision."] if check.native_dtype else []
-    said += ["Training asks it before the first step."] if check.preflight else []
-    return " ".join(said)
+    """The model kinds, functions and dtype that a check runs with."""
+    needs = ", ".join(" or ".join(f"`{name}`" for name in need.split("|")) for need in check.needs)
+    kinds = "all Transformers" if check.kinds == ALL_KINDS else " and ".join(f"{kind}s" for kind in check.kinds)
+    sentences = [f"Applies to {kinds}; requires {needs or 'nothing else'}."]
+    sentences += ["Runs in the model's own dtype."] if check.native_dtype else []
+    sentences += ["Training runs it before the first step."] if check.preflight else []
+    return " ".join(sentences)
 
 
 def _join_lines(text: str) -> str:
-    """One line of what was broken for the source's margin."""
+    """Join wrapped lines into one."""
     return " ".join(text.split())
 
 
 def _to_sentence(text: str) -> str:
-    """With a capital letter and a stop."""
+    """Capitalize the first letter and end with a period."""
     return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', '?', '!')) else '.'}"

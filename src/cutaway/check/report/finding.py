@@ -1,4 +1,4 @@
-"""What a check found, and all of it together."""
+"""`CaseResult`, `Finding` and `Report`: the results of checks."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -12,22 +12,22 @@ SEVERITY: dict[Verdict, int] = {"pass": 0, "skip": 0, "warn": 1, "fail": 2}
 
 @dataclass
 class CaseResult:
-    """One thing that a check tried: a path of the code, a side of the padding, a layer."""
+    """Result of one case of a check: one code path, one padding side, one layer."""
 
     verdict: Verdict
     message: str
     measured: float | None = None
     threshold: float | None = None
     location: str | None = None
-    """The layer, position or path where it first appears."""
+    """The layer, position or row where the problem first appears."""
     cause: str | None = None
-    """What is usually wrong, where it is not what the check says."""
+    """The usual cause, if it differs from the check's `cause`."""
     fix: str | None = None
 
 
 @dataclass
 class Finding:
-    """What one check says of a model."""
+    """Result of one check on one model."""
 
     check: str
     verdict: Verdict
@@ -36,10 +36,10 @@ class Finding:
     threshold: float | None = None
     location: str | None = None
     cause: str | None = None
-    """What is usually wrong, where something is."""
+    """The usual cause of the problem; None if there is no problem."""
     fix: str | None = None
     docs_path: str = ""
-    """Where the check is explained; `cutaway check --explain NAME` shows the same."""
+    """Documentation page of the check; `cutaway check --explain NAME` prints the same text."""
     seconds: float = 0.0
     cases: list[CaseResult] = field(default_factory=list)
 
@@ -50,7 +50,7 @@ class Finding:
         return "\n".join(lines)
 
     def details(self) -> list[tuple[str, str | None]]:
-        """What a person wants to know of a problem, beside the message."""
+        """(label, text) pairs that describe a problem beside the message."""
         figures = None if self.measured is None else f"{self.measured:.3g}"
         if figures and self.threshold is not None:
             figures += f", threshold {self.threshold:.3g}"
@@ -65,20 +65,20 @@ class Finding:
 
 @dataclass
 class Report:
-    """All findings on one target, in the order in which the checks ran."""
+    """All findings on one model, in the order of the checks."""
 
     model_name: str
     findings: list[Finding]
     seed: int
     seconds: float = 0.0
     properties: dict[str, Any] = field(default_factory=dict)
-    """What was found out about the target before it was checked."""
+    """The model's properties, as set or inferred before the checks ran."""
     noise: dict[str, float] = field(default_factory=dict)
-    """How far the target is from itself when its products are rounded otherwise, as a share of its largest output."""
+    """dtype → rounding noise relative to the largest output."""
 
     @property
     def ok(self) -> bool:
-        """Nothing failed. A warning is no failure; what was skipped is not known."""
+        """Whether no check failed; warnings and skipped checks do not count as failures."""
         return not self.failures
 
     @property
@@ -96,7 +96,7 @@ class Report:
         raise KeyError(check)
 
     def counts(self) -> dict[str, int]:
-        """How many findings have each verdict."""
+        """Number of findings per verdict."""
         counted = Counter(finding.verdict for finding in self.findings)
         return {verdict: counted[verdict] for verdict in ("fail", "warn", "pass", "skip")}
 
@@ -104,13 +104,14 @@ class Report:
         return asdict(self) | {"ok": self.ok, "counts": self.counts()}
 
     def summary(self) -> str:
+        """The counts and the time, in one line."""
         counts = self.counts()
-        named = [
+        parts = [
             f"{counts['fail']} failed",
             f"{counts['warn']} warning{'s' * (counts['warn'] != 1)}",
             f"{counts['pass']} passed",
         ]
-        return ", ".join([*named, f"{counts['skip']} skipped"]) + f", in {self.seconds:.1f} s"
+        return ", ".join([*parts, f"{counts['skip']} skipped"]) + f", in {self.seconds:.1f} s"
 
     def __str__(self) -> str:
         shown = [finding for finding in self.findings if finding.verdict in ("fail", "warn")]
@@ -118,4 +119,4 @@ class Report:
 
 
 class SkipCheckError(Exception):
-    """Why a check could not be tried."""
+    """Raised by a check that does not apply; the message is the reason."""

@@ -1,4 +1,4 @@
-"""A report as JUnit's XML, which continuous-integration systems read."""
+"""JUnit XML output of a report, for continuous integration."""
 
 import tempfile
 from pathlib import Path
@@ -9,7 +9,7 @@ from cutaway.errors import InputError
 
 
 def format_junit(report: Report) -> str:
-    """One suite, one case a check: failed, skipped with its reason, or passed; warnings pass, and are written out."""
+    """Format a report as JUnit XML: one test case per check. Warnings pass, with their text in system-out."""
     counts = report.counts()
     figures = {
         "tests": str(len(report.findings)),
@@ -29,12 +29,12 @@ def format_junit(report: Report) -> str:
 
 
 def _add_test_case(suite: Tree.Element, model_name: str, finding: Finding) -> None:
-    told = {
+    attributes = {
         "name": finding.check,
         "classname": f"cutaway.{_escape_unprintable(model_name)}",
         "time": f"{finding.seconds:.3f}",
     }
-    case = Tree.SubElement(suite, "testcase", told)
+    case = Tree.SubElement(suite, "testcase", attributes)
     measured = {"verdict": finding.verdict, "measured": finding.measured, "threshold": finding.threshold}
     _add_properties(case, measured | {"location": finding.location})
     if finding.verdict == "fail":
@@ -49,24 +49,24 @@ def _add_test_case(suite: Tree.Element, model_name: str, finding: Finding) -> No
 
 def _add_properties(parent: Tree.Element, values: dict[str, object]) -> None:
     known = {name: value for name, value in values.items() if value is not None}
-    inside = Tree.SubElement(parent, "properties") if known else parent
+    element = Tree.SubElement(parent, "properties") if known else parent
     for name, value in known.items():
-        Tree.SubElement(inside, "property", {"name": name, "value": _escape_unprintable(str(value))})
+        Tree.SubElement(element, "property", {"name": name, "value": _escape_unprintable(str(value))})
 
 
 def _escape_unprintable(text: str) -> str:
-    """Without signs that XML cannot hold."""
-    return "".join(sign if sign in "\n\t" or sign.isprintable() else repr(sign)[1:-1] for sign in text)
+    """Escape characters that XML does not allow."""
+    return "".join(char if char in "\n\t" or char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def write_junit(report: Report, path: Path) -> None:
-    """Aside first: a file of that name is whole, or as it was."""
+    """Write a report as JUnit XML, atomically: to a temporary file, which then replaces `path`."""
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as work:
-            aside = Path(work) / path.name
-            aside.write_text(f"<?xml version='1.0' encoding='utf-8'?>\n{format_junit(report)}", encoding="utf-8")
-            aside.replace(path)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as temp_dir:
+            temp_path = Path(temp_dir) / path.name
+            temp_path.write_text(f"<?xml version='1.0' encoding='utf-8'?>\n{format_junit(report)}", encoding="utf-8")
+            temp_path.replace(path)
     except OSError as error:
         raise InputError(
-            f"the report cannot be written to '{path}' ({error.strerror}); give another --junit"
+            f"the report cannot be written to '{path}' ({error.strerror}); pass another path with --junit"
         ) from error

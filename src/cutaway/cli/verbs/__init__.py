@@ -1,1 +1,1 @@
-"""One file a verb: its arguments, and what it calls. Nothing here imports torch or rich at import."""
+"""CLI verbs, one file per verb. Importing them imports neither torch nor rich."""

@@ -1,4 +1,4 @@
-"""`cutaway ablate`: what does a part do? Variants trained alike, and compared."""
+"""`cutaway ablate`: ablation studies; train variants of a recipe at equal budget and compare them."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ import typer
 
 from cutaway.errors import InputError
 
-if TYPE_CHECKING:  # torch is imported when the work begins
+if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.train.ablate.ablation import Ablation
     from cutaway.train.ablate.launcher import ProgressFn
 
@@ -23,7 +23,7 @@ def ablate(
         str,
         typer.Argument(
             metavar="RECIPE|STUDY",
-            help="A shipped recipe's name, a .toml or .json file, or a study: depth-and-norm, components,"
+            help="Name of a shipped recipe, a .toml or .json file, or a study: depth-and-norm, components,"
             " positions or component-removal.",
         ),
     ],
@@ -32,44 +32,49 @@ def ablate(
         typer.Option(
             "--vary",
             metavar="KEY=a,b",
-            help="What is varied: any key of the recipe, or activation, depth, ffn, heads, kv-heads, norm, placement,"
-            " position. Several give every combination; the first is what the others are measured against.",
+            help="Values to compare for a recipe key, or for activation, depth, ffn, heads, kv-heads, norm, placement,"
+            " position. Repeat it for all combinations; the first variant is the baseline.",
         ),
     ] = None,
     match: Annotated[
         str | None,
         typer.Option(
-            help="What every variant gets the same of: tokens (the default), parameters (by the FFN's width) or flops"
-            " (by the number of steps)."
+            help="Budget that is equal for all variants: tokens (default), parameters (adapts the FFN hidden size)"
+            " or flops (adapts the number of steps)."
         ),
     ] = None,
-    num_seeds: Annotated[int, typer.Option(help="Runs of each variant; more make intervals narrower.")] = 3,
+    num_seeds: Annotated[
+        int, typer.Option(help="Number of seeds per variant; more narrow the confidence intervals.")
+    ] = 3,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Where runs and results go; runs/ablate-NAME, unless given.")
+        Path | None, typer.Option("--out", "-o", help="Directory of runs and results; default runs/ablate-NAME.")
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="a.b=x", help="Change one of the recipe's values for all.")
+        list[str] | None,
+        typer.Option("--set", metavar="a.b=x", help="Override a recipe value in all variants; repeatable."),
     ] = None,
-    jobs: Annotated[int | None, typer.Option(help="Runs at a time; one a core, or one on a GPU, unless given.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Number of concurrent runs; default one per core, or one on a GPU.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Device: cpu or cuda; default cuda if available.")] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="A JSON object for each variant, reading and finding.")
+        bool, typer.Option("--json", help="Print one JSON object per variant, measurement and finding.")
     ] = False,
 ) -> None:
-    """Train variants of a recipe at equal budget from several seeds, and say what differs by how much.
+    """Train variants of a recipe at equal budget with several seeds and compare them.
 
-    Stopped or killed, it goes on where it was with the same command.
+    If stopped or killed, the same command continues.
 
     Example: cutaway ablate python-stdlib --vary norm=rmsnorm,layernorm --set training.max_steps=100
     """
     if jobs is not None and jobs < 1:
-        raise InputError(f"--jobs {jobs} runs nothing; give 1 or more")
+        raise InputError(f"--jobs is {jobs}; use at least 1")
     if match not in (None, *MATCHED_BUDGETS):
         raise InputError(f"--match {match} is unknown; use one of {', '.join(MATCHED_BUDGETS)}")
     from cutaway.train.ablate.ablation import build_ablation
     from cutaway.train.ablate.launcher import AblationStoppedError
 
-    asked = build_ablation(
+    ablation = build_ablation(
         recipe,
         vary or [],
         output_dir=out,
@@ -78,33 +83,33 @@ def ablate(
         overrides=overrides or [],
     )
     if not as_json:
-        said = f": {asked.study.description}" if asked.study else ""
-        runs = len(asked.plan.variants) * len(asked.plan.seeds)
-        sys.stderr.write(f"{asked.plan.name}{said}\n{runs} runs go to {asked.output_dir}\n")
+        description = f": {ablation.study.description}" if ablation.study else ""
+        num_runs = len(ablation.plan.variants) * len(ablation.plan.seeds)
+        sys.stderr.write(f"{ablation.plan.name}{description}\n{num_runs} runs in {ablation.output_dir}\n")
     try:
-        with _progress_bar(asked, quiet=as_json) as told:
-            data = asked.run(num_workers=jobs, device=device, on_progress=told)
+        with _progress_bar(ablation, quiet=as_json) as on_progress:
+            results = ablation.run(num_workers=jobs, device=device, on_progress=on_progress)
     except (AblationStoppedError, KeyboardInterrupt):
-        sys.stderr.write("stopped; what is trained is kept: go on with the same command\n")
+        sys.stderr.write("stopped; finished runs are kept: continue with the same command\n")
         raise typer.Exit(1) from None
     if as_json:
-        for row in _to_json_rows(data):
+        for row in _to_json_rows(results):
             sys.stdout.write(json.dumps(row) + "\n")
         return
     from cutaway.cli.views.ablation_report import render_ablation
 
-    render_ablation(data, asked)
+    render_ablation(results, ablation)
 
 
 def _to_json_rows(results: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from results["variants"]
     yield from results["measurements"]
-    yield from ({"finding": each} for each in results["findings"])
+    yield from ({"finding": finding} for finding in results["findings"])
 
 
 @contextmanager
 def _progress_bar(ablation: "Ablation", *, quiet: bool) -> Iterator["ProgressFn"]:
-    """A line that moves: steps of all runs together, and what is being trained."""
+    """Progress bar over the steps of all runs, with the name of the current run."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -117,12 +122,12 @@ def _progress_bar(ablation: "Ablation", *, quiet: bool) -> Iterator["ProgressFn"
     )
     plan = ablation.plan
     total = sum(variant.cost.steps for variant in plan.variants) * len(plan.seeds)
-    done: dict[str, int] = {}
+    steps_by_run: dict[str, int] = {}
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task("", total=total)
 
-        def told(name: str, steps: int) -> None:
-            done[name] = steps
-            bar.update(task, completed=sum(done.values()), description=name)
+        def on_progress(name: str, steps: int) -> None:
+            steps_by_run[name] = steps
+            bar.update(task, completed=sum(steps_by_run.values()), description=name)
 
-        yield told
+        yield on_progress

@@ -1,4 +1,4 @@
-"""`cutaway check`: is this Transformer right?"""
+"""`cutaway check`: correctness checks of a Transformer model."""
 
 import json
 import re
@@ -13,11 +13,11 @@ import typer
 from cutaway.cli.model_loading import DType
 from cutaway.errors import InputError
 
-if TYPE_CHECKING:  # torch is imported when the work begins
+if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.check.model_sources import ModelAndOverrides
 
 MAX_PARAMETERS = 500_000_000
-"""Parameters of a preset that is built whole: of a larger one, the budget ends before the checks do."""
+"""Maximum parameters of a preset that is built at full size; larger ones would exceed the time budget."""
 
 
 class Library(StrEnum):
@@ -30,37 +30,43 @@ def check(
         str | None,
         typer.Argument(
             metavar="SOURCE",
-            help="A model's or run's directory, .gguf file, hub id or preset's name; or module.path:factory, a "
-            "function of your own that makes the model. Only this last form runs Python code that it names.",
+            help="Model directory, run directory, .gguf file, hub id or preset name; or module.path:factory, a "
+            "function that returns the model. Only this last form runs Python code.",
         ),
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", metavar="A,B", help="Only these checks, or all that begin so (cache); causality* too."),
+        typer.Option(
+            "--only", metavar="A,B", help="Run only these checks; prefixes (cache) and patterns (causality*) match."
+        ),
     ] = None,
-    skip: Annotated[list[str] | None, typer.Option("--skip", metavar="A,B", help="All but these.")] = None,
+    skip: Annotated[list[str] | None, typer.Option("--skip", metavar="A,B", help="Skip these checks.")] = None,
     budget: Annotated[
-        str, typer.Option("--budget", metavar="TIME", help="Then stop; what is left is skipped.")
+        str, typer.Option("--budget", metavar="TIME", help="Time budget; remaining checks are skipped.")
     ] = "30s",
-    seed: Annotated[int, typer.Option("--seed", help="Of the texts, and of a preset's weights.", min=0)] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Random seed of the inputs and of a preset's weights.", min=0)
+    ] = 0,
     library: Annotated[
-        Library, typer.Option("--library", help="Whose model is checked: that of cutaway, or of transformers.")
+        Library, typer.Option("--library", help="Library that loads the model: cutaway or transformers.")
     ] = Library.cutaway,
-    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda; the GPU if there is one.")] = None,
-    dtype: Annotated[DType | None, typer.Option("--dtype", help="Of the weights; as stored, unless given.")] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="Device: cpu or cuda; default cuda if available.")
+    ] = None,
+    dtype: Annotated[DType | None, typer.Option("--dtype", help="Data type of the weights; default as stored.")] = None,
     junit: Annotated[
-        Path | None, typer.Option("--junit", metavar="FILE", help="Write the report as JUnit's XML too, for CI.")
+        Path | None, typer.Option("--junit", metavar="FILE", help="Also write the report as JUnit XML.")
     ] = None,
     explain: Annotated[
-        str | None, typer.Option("--explain", metavar="NAME", help="What a check catches, and how to fix it.")
+        str | None, typer.Option("--explain", metavar="NAME", help="Print what a check catches and how to fix it.")
     ] = None,
-    list_checks: Annotated[bool, typer.Option("--list", help="All checks, and what each catches.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="All that was tried, with its figures.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")] = False,
+    list_checks: Annotated[bool, typer.Option("--list", help="List all checks.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print all cases with their measurements.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Ask a Transformer what goes wrong in Transformers: leaks, padding, caches, positions, loss, gradients and more.
+    """Check a Transformer for common bugs: causality, padding, KV cache, positions, loss, gradients.
 
-    The exit code is 1 where a check fails. What cannot be tried is skipped, and never called passed.
+    The exit code is 1 if a check fails. Checks that do not apply are reported as skipped, not as passed.
 
     Example: cutaway check ./my-model --junit report.xml
 
@@ -74,29 +80,29 @@ def check(
         _print_check_docs(explain, as_json=as_json)
         return
     if source is None:
-        raise InputError("there is nothing to check; give a SOURCE, or --list to see what can be asked")
-    time = parse_duration(budget)
-    names, without = _split_names(only), _split_names(skip)
+        raise InputError("SOURCE is missing; pass a model, or --list to list the checks")
+    seconds = parse_duration(budget)
+    only_names, skip_names = _split_names(only), _split_names(skip)
     if junit is not None:
         _check_output_path(junit)
     from cutaway.check.registry import select_checks
 
-    select_checks(names, without)  # a misspelt name is told before anything is read
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # what someone's code prints is no JSON
+    select_checks(only_names, skip_names)  # raise for unknown names before loading the model
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # output of the user's code is not JSON
         notes: list[str] = []
-        target, offers = _load_checked_model(source, library, device, dtype, seed, notes, quiet=as_json)
+        model, overrides = _load_checked_model(source, library, device, dtype, seed, notes, quiet=as_json)
         from cutaway.check import check as run_checks
         from cutaway.cli.views.terminal import progress_bar
 
         with progress_bar("checking", quiet=as_json) as progress:
             report = run_checks(
-                target,
-                only=names,
-                skip=without,
+                model,
+                only=only_names,
+                skip=skip_names,
                 seed=seed,
-                budget=time,
+                budget=seconds,
                 progress=lambda done, total, _: progress(done, total),
-                **offers,
+                **overrides,
             )
     if junit is not None:
         from cutaway.check.report.junit import write_junit
@@ -105,8 +111,8 @@ def check(
     if as_json:
         from cutaway.cli.views.terminal import json_safe
 
-        told = {"source": source, "library": str(library), "notes": notes} | report.to_dict()
-        sys.stdout.write(json.dumps(json_safe(told), indent=2, allow_nan=False, default=str) + "\n")
+        data = {"source": source, "library": str(library), "notes": notes} | report.to_dict()
+        sys.stdout.write(json.dumps(json_safe(data), indent=2, allow_nan=False, default=str) + "\n")
     else:
         from cutaway.cli.views import check_report
 
@@ -116,18 +122,18 @@ def check(
 
 
 def _print_check_docs(explain: str | None, *, as_json: bool) -> None:
-    """One check's page, or all checks by name."""
+    """Print the documentation of one check, or the list of all checks."""
     from cutaway.check.registry import get_checks
     from cutaway.check.report.explain import explain_check
     from cutaway.cli.views import check_report
 
     if explain is not None:
         text = explain_check(explain)
-        told: Any = {"check": explain, "page": text}
+        data: Any = {"check": explain, "page": text}
     else:
-        told = [{"name": each.name, "catches": each.catches} for each in get_checks().values()]
+        data = [{"name": check.name, "catches": check.catches} for check in get_checks().values()]
     if as_json:
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        sys.stdout.write(json.dumps(data, indent=2) + "\n")
     elif explain is not None:
         check_report.render_check_docs(text)
     else:
@@ -144,14 +150,14 @@ def _load_checked_model(
     *,
     quiet: bool,
 ) -> "ModelAndOverrides":
-    """What is to be checked, and what it offers beside what is found; `notes` are what a reader must know of it."""
+    """Load the model and its adapter overrides; remarks about the model are appended to `notes`."""
     import torch
 
     from cutaway.check import model_sources
     from cutaway.model.inputs import resolve_device
 
-    here = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    numbers = None if dtype is None else getattr(torch, dtype)
+    target_device = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch_dtype = None if dtype is None else getattr(torch, dtype)
     if model_sources.is_factory_spec(source):
         for name, value in (
             ("library transformers", library is Library.transformers),
@@ -159,25 +165,29 @@ def _load_checked_model(
             ("dtype", dtype),
         ):
             if value:
-                raise InputError(f"--{name} is for checkpoints; what '{source}' makes is checked as it is made")
+                raise InputError(
+                    f"--{name} is for checkpoints; the model of '{source}' is checked unchanged, so leave it out"
+                )
         return model_sources.build_from_factory(source, model_sources.import_factory(source), seed=seed)
     from cutaway.cli.model_loading import is_config_source
 
     if is_config_source(source):
         if library is Library.transformers:
-            raise InputError(f"'{source}' is a preset of cutaway's; --library transformers needs a directory or hub id")
-        return _build_untrained_model(source, here, numbers, seed, notes), {}
+            raise InputError(
+                f"'{source}' is a cutaway preset; --library transformers requires a model directory or hub id"
+            )
+        return _build_untrained_model(source, target_device, torch_dtype, seed, notes), {}
     if library is Library.transformers:
         from cutaway.check.model_sources import load_transformers_model
 
-        return load_transformers_model(source, device=here, dtype=numbers), {}
-    from cutaway.cli.model_loading import load_checkpoint as loaded
+        return load_transformers_model(source, device=target_device, dtype=torch_dtype), {}
+    from cutaway.cli.model_loading import load_checkpoint
 
-    return loaded(source, device, dtype, quiet=quiet, keep_dtype=True), {}
+    return load_checkpoint(source, device, dtype, quiet=quiet, keep_dtype=True), {}
 
 
 def _build_untrained_model(source: str, device: Any, dtype: Any, seed: int, notes: list[str]) -> Any:
-    """What a preset or a file of settings describes, with random weights; a smaller one where it is too large."""
+    """Build a preset or config file with random weights; a reduced config if it is too large."""
     import torch
 
     from cutaway.check.model_sources import shrink_config
@@ -187,40 +197,44 @@ def _build_untrained_model(source: str, device: Any, dtype: Any, seed: int, note
     from cutaway.size.parameters import count_parameters
     from cutaway.size.units import format_count
 
-    described = config(source)  # a misspelt name is told its nearest
-    numbers = torch.float32 if dtype is None else dtype
-    total = count_parameters(described).total
-    room = free_memory(device)
-    notes.append("its weights are random")
-    if total > MAX_PARAMETERS or (room is not None and 2 * total * numbers.itemsize > room):
-        described = shrink_config(described)
-        layers = " + ".join(str(stack.layers) for stack in described.stacks.values())
+    model_config = config(source)  # an unknown name raises with the nearest preset
+    torch_dtype = torch.float32 if dtype is None else dtype
+    num_parameters = count_parameters(model_config).total
+    free_bytes = free_memory(device)
+    notes.append("random weights")
+    if num_parameters > MAX_PARAMETERS or (
+        free_bytes is not None and 2 * num_parameters * torch_dtype.itemsize > free_bytes
+    ):
+        model_config = shrink_config(model_config)
+        layers = " + ".join(str(stack.layers) for stack in model_config.stacks.values())
         notes.append(
-            f"it is a smaller one of the same structure, {layers} layers of width {described.d_model}: {source} itself "
-            f"has {format_count(total)} parameters"
+            f"reduced config of the same structure, {layers} layers of d_model {model_config.d_model}: {source} itself "
+            f"has {format_count(num_parameters)} parameters"
         )
-    return build(described, device=device, dtype=numbers, seed=seed)
+    return build(model_config, device=device, dtype=torch_dtype, seed=seed)
 
 
 def _split_names(names: list[str] | None) -> list[str] | None:
-    """`--only a,b --only c` as one list."""
+    """Split `--only a,b --only c` to one list."""
     if names is None:
         return None
-    return [name.strip() for each in names for name in each.split(",") if name.strip()]
+    return [name.strip() for entry in names for name in entry.split(",") if name.strip()]
 
 
 def parse_duration(text: str) -> float:
-    """A time such as 30s, 2m or 45."""
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(s|m|min)?", text.strip(), re.ASCII)
-    value = float(found[1]) * (60 if found[2] in ("m", "min") else 1) if found else 0.0
-    if not 0 < value < 1e6:
-        raise InputError(f"--budget is '{text}'; give a time, such as 30s or 2m")
-    return value
+    """Parse a duration such as 30s, 2m or 45 to seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(s|m|min)?", text.strip(), re.ASCII)
+    seconds = float(match[1]) * (60 if match[2] in ("m", "min") else 1) if match else 0.0
+    if not 0 < seconds < 1e6:
+        raise InputError(f"--budget is '{text}'; use a duration, such as 30s or 2m")
+    return seconds
 
 
 def _check_output_path(path: Path) -> None:
-    """What can be told before anything is read."""
+    """Raise if the report cannot be written, before loading the model."""
     if path.is_dir():
         raise InputError(f"--junit is '{path}', which is a directory; name a file, such as report.xml")
     if not path.parent.is_dir():
-        raise InputError(f"'{path.parent}' is no directory, so nothing can be written there; make it, or name another")
+        raise InputError(
+            f"'{path.parent}' is not a directory, so the file cannot be written; create it, or name another"
+        )

@@ -1,4 +1,4 @@
-"""`cutaway convert`: from one directory or file to another, every tensor accounted for."""
+"""`cutaway convert`: convert checkpoints between Hugging Face, GGUF and cutaway formats."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ import typer
 from cutaway.cli.model_loading import DType
 from cutaway.errors import InputError
 
-if TYPE_CHECKING:  # torch is imported when the work begins
+if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.families.checkpoint import Checkpoint
 
 
@@ -33,19 +33,24 @@ class GGUFQuantization(StrEnum):
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A model's directory, a .gguf file or a hub id.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Model directory, .gguf file or hub id.")],
     out: Annotated[
-        Path | None, typer.Argument(metavar="OUT", help="Where to write; nothing is written without.")
+        Path | None,
+        typer.Argument(metavar="OUT", help="Output directory or file; without it, only the report is printed."),
     ] = None,
-    to: Annotated[OutputFormat, typer.Option(help="What to write.")] = OutputFormat.hf,
-    family: Annotated[str | None, typer.Option(help="Write for this model_type, where several could say it.")] = None,
-    dtype: Annotated[DType | None, typer.Option(help="Store numbers so; as they are, unless given.")] = None,
-    quantization: Annotated[GGUFQuantization | None, typer.Option(help="For gguf: how matrices are written.")] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Compare with transformers, layer by layer.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what stands at OUT.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    to: Annotated[OutputFormat, typer.Option(help="Output format.")] = OutputFormat.hf,
+    family: Annotated[
+        str | None, typer.Option(help="model_type to write, if several families can represent the model.")
+    ] = None,
+    dtype: Annotated[DType | None, typer.Option(help="Data type of the weights; default as stored.")] = None,
+    quantization: Annotated[GGUFQuantization | None, typer.Option(help="Quantization of matrices, for gguf.")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare activations with transformers, layer by layer.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite OUT.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Open a checkpoint, report on every tensor and field, and write it for another tool.
+    """Load a checkpoint, report on every tensor and config field, and write it in another format.
 
     Example: cutaway convert ./SmolLM2-135M out.gguf --to gguf --quantization q8_0
 
@@ -57,53 +62,53 @@ def convert(
     from cutaway.cli.views.terminal import json_safe, progress_bar
     from cutaway.families.load import load
 
-    chosen = None if dtype is None else getattr(torch, dtype)
-    with progress_bar("reading", quiet=as_json) as progress:
-        checkpoint = load(source, dtype=chosen, check_finite=True, progress=progress)
+    torch_dtype = None if dtype is None else getattr(torch, dtype)
+    with progress_bar("loading", quiet=as_json) as progress:
+        checkpoint = load(source, dtype=torch_dtype, check_finite=True, progress=progress)
     assert checkpoint.load_report is not None
-    told: dict[str, Any] = {"report": checkpoint.load_report.to_dict()}
+    data: dict[str, Any] = {"report": checkpoint.load_report.to_dict()}
     lines = [str(checkpoint.load_report)]
     if out is not None:
         with progress_bar("writing", quiet=as_json) as progress:
-            written = _write_checkpoint(checkpoint, out, to, family, quantization, overwrite, progress)
-        told["written"] = str(written)
-        lines.append(f"written: {written}")
-    same = True
+            output_path = _write_checkpoint(checkpoint, out, to, family, quantization, overwrite, progress)
+        data["written"] = str(output_path)
+        lines.append(f"written: {output_path}")
+    verified = True
     if verify:
         del checkpoint
-        from cutaway.families.verify import verify as compare
+        from cutaway.families.verify import verify as verify_checkpoint
 
-        found = compare(source)
-        told["verification"], same = found.to_dict(), found.ok
-        lines.append(str(found))
+        verification = verify_checkpoint(source)
+        data["verification"], verified = verification.to_dict(), verification.ok
+        lines.append(str(verification))
     if as_json:
-        sys.stdout.write(json.dumps(json_safe(told), indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(json_safe(data), indent=2, allow_nan=False) + "\n")
     else:
         from rich.console import Console
 
         Console(soft_wrap=True, highlight=False).print("\n".join(lines), markup=False)
-    if not same:
+    if not verified:
         raise typer.Exit(1)
 
 
 def _check_options(
     out: Path | None, to: OutputFormat, family: str | None, quantization: str | None, overwrite: bool
 ) -> None:
-    """What can be told before anything is read."""
+    """Raise for invalid combinations of options, before loading the checkpoint."""
     from cutaway.families import families
 
     if quantization is not None and to is not OutputFormat.gguf:
-        raise InputError("--quantization is for --to gguf; for other targets give --dtype")
+        raise InputError("--quantization requires --to gguf; for other formats use --dtype")
     if family is not None and to is not OutputFormat.hf:
-        raise InputError("--family is for --to hf; leave it out")
+        raise InputError("--family requires --to hf; leave it out")
     if family is not None and family not in families():
-        raise InputError(f"'{family}' is no family of cutaway's; it has: {', '.join(families())}")
+        raise InputError(f"'{family}' is not a supported family; use one of {', '.join(families())}")
     if out is None and (family or quantization):
-        raise InputError("--family and --quantization say how to write; name OUT too")
+        raise InputError("--family and --quantization apply to the output; pass OUT too")
     if out is not None and not overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
-        raise InputError(f"'{out}' exists already, and nothing is replaced unasked; name another or add --overwrite")
+        raise InputError(f"'{out}' exists; pass another path, or --overwrite")
     if to is OutputFormat.gguf and out is not None and out.suffix != ".gguf":
-        raise InputError(f"'{out}' should end in .gguf: one file is written")
+        raise InputError(f"'{out}' does not end in .gguf, and the gguf format is one file; rename it")
 
 
 def _write_checkpoint(

@@ -1,4 +1,4 @@
-"""`cutaway eval`: how well a model tells text."""
+"""`cutaway eval`: loss, perplexity, bits per byte, accuracy and calibration of a model on text."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ import typer
 from cutaway.cli.model_loading import DType
 from cutaway.errors import InputError
 
-if TYPE_CHECKING:  # torch is imported when the work begins
+if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.evaluate.results import EvalResult
     from cutaway.families.checkpoint import Checkpoint
     from cutaway.train.data.documents import Document, SkippedDocuments
@@ -21,37 +21,43 @@ OPTIONS_BY_FORM = {
     "encoder": {"context", "seed"},
     "encoder-decoder": {"target_column"},
 }
-"""The options that mean something for a model of each form, beside those for all."""
+"""Options that apply to one form only."""
 
 
 def evaluate(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A model's or run's directory, .gguf file, hub id.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="Model directory, run directory, .gguf file or hub id.")
+    ],
     extra_files: Annotated[
-        list[Path] | None, typer.Argument(metavar="FILE", help="More texts, as behind --text.", show_default=False)
+        list[Path] | None, typer.Argument(metavar="FILE", help="Further files, as with --text.", show_default=False)
     ] = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option("--text", metavar="FILE", help="Text, .jsonl or a directory of them; - is standard input."),
+        typer.Option("--text", metavar="FILE", help="Text file, .jsonl or directory; - is standard input; repeatable."),
     ] = None,
-    text_column: Annotated[str, typer.Option("--text-column", help="Of JSON lines: the field with the text.")] = "text",
+    text_column: Annotated[str, typer.Option("--text-column", help="Field of .jsonl rows with the text.")] = "text",
     target_column: Annotated[
-        str | None, typer.Option("--target-column", help="And that with the answer, for encoder-decoders.")
+        str | None, typer.Option("--target-column", help="Field of .jsonl rows with the target, for encoder-decoders.")
     ] = None,
     context: Annotated[
-        int | None, typer.Option("--context", help="Tokens read at once; the model's own up to 4,096, unless given.")
+        int | None, typer.Option("--context", help="Context length; default the model's, at most 4,096.")
     ] = None,
     stride: Annotated[
-        int | None, typer.Option("--stride", help="How far windows slide, for decoders; half the context.")
+        int | None, typer.Option("--stride", help="Stride of sliding windows, for decoders; default half the context.")
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Which tokens are masked, for encoders.")] = None,
-    batch_size: Annotated[int | None, typer.Option("--batch-size", help="Texts or windows read together.")] = None,
-    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda; the GPU if there is one.")] = None,
-    dtype: Annotated[DType | None, typer.Option("--dtype", help="Of the weights; as stored, unless given.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")] = False,
+    seed: Annotated[int | None, typer.Option("--seed", help="Random seed of masking, for encoders.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", help="Number of texts or windows per batch.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="Device: cpu or cuda; default cuda if available.")
+    ] = None,
+    dtype: Annotated[DType | None, typer.Option("--dtype", help="Data type of the weights; default as stored.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure a model on text: loss, perplexity and bits per byte, or how often it is right; and its calibration.
+    """Evaluate a model on text: loss, perplexity, bits per byte or accuracy, and calibration.
 
-    A decoder tells each token after those before it, an encoder masked tokens, an encoder-decoder answers to sources.
+    Decoders are evaluated on next tokens, encoders on masked tokens, encoder-decoders on targets given sources.
 
     Example: cutaway eval ./gpt2 --text book.txt --context 1024 --stride 512
 
@@ -59,106 +65,108 @@ def evaluate(
     """
     paths = [*(text or []), *(extra_files or [])]
     if not paths:
-        raise InputError("there is no text to measure the model on; give --text FILE")
+        raise InputError("there is no text to evaluate on; pass --text FILE")
     from cutaway.cli.eval_documents import iter_documents
     from cutaway.train.data.documents import SkippedDocuments
 
-    troubles = SkippedDocuments()
-    found = list(iter_documents(paths, text_column, target_column, troubles))
-    if not found:
-        why = str(troubles) or "it has no rows"
-        raise InputError(f"nothing in {paths[0]} can be measured: {why}; give texts, or name their --text-column")
+    skipped = SkippedDocuments()
+    documents = list(iter_documents(paths, text_column, target_column, skipped))
+    if not documents:
+        reason = str(skipped) or "it has no rows"
+        raise InputError(f"{paths[0]} has no documents: {reason}; pass text files, or set --text-column")
     from cutaway.cli.model_loading import load_checkpoint
 
     checkpoint = load_checkpoint(source, device, dtype, quiet=as_json)
     form = checkpoint.config.form
-    given = {"context": context, "stride": stride, "seed": seed, "target_column": target_column}
-    for name, value in given.items():
+    form_options = {"context": context, "stride": stride, "seed": seed, "target_column": target_column}
+    for name, value in form_options.items():
         if value is not None and name not in OPTIONS_BY_FORM[form]:
             raise InputError(
-                f"--{name.replace('_', '-')} has no meaning for an {form}; leave it out".replace(
+                f"--{name.replace('_', '-')} does not apply to an {form}; leave it out".replace(
                     "an decoder", "a decoder"
                 )
             )
     if form == "encoder-decoder" and target_column is None:
         raise InputError(
-            "an encoder-decoder is measured on pairs; give JSON lines, and the answers' field as --target-column"
+            "an encoder-decoder is evaluated on source and target pairs; pass .jsonl files and --target-column"
         )
-    how = {name: value for name, value in given.items() if value is not None and name != "target_column"} | {
+    options = {name: value for name, value in form_options.items() if value is not None and name != "target_column"} | {
         "batch_size": batch_size
     }
-    told: Results = {"source": source, "form": form} | _run_evaluation(checkpoint, found, how, quiet=as_json)
+    results: Results = {"source": source, "form": form} | _run_evaluation(checkpoint, documents, options, quiet=as_json)
     if as_json:
         from cutaway.cli.views.terminal import json_safe
 
-        told["skipped_documents"] = troubles.counts
-        sys.stdout.write(json.dumps(json_safe(told), indent=2, allow_nan=False) + "\n")
+        results["skipped_documents"] = skipped.counts
+        sys.stdout.write(json.dumps(json_safe(results), indent=2, allow_nan=False) + "\n")
     else:
-        _render_results(told, troubles)
+        _render_results(results, skipped)
 
 
 def _run_evaluation(checkpoint: "Checkpoint", documents: "list[Document]", options: Results, *, quiet: bool) -> Results:
-    """What the model's form is measured by, means before sums."""
+    """Run the evaluation of the model's form; means come before counts."""
     from cutaway.cli.views.terminal import progress_bar
     from cutaway.evaluate import evaluate_causal_lm, evaluate_masked_lm, evaluate_seq2seq
 
     texts = [document.text for document in documents]
-    with progress_bar("measuring", quiet=quiet) as progress:
+    with progress_bar("evaluating", quiet=quiet) as progress:
         if checkpoint.config.form == "decoder":
-            score = evaluate_causal_lm(checkpoint, texts, progress=progress, **options)
-            means = {"loss": score.loss, "perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte}
-            return means | _counts_and_calibration(score)
+            causal = evaluate_causal_lm(checkpoint, texts, progress=progress, **options)
+            means = {"loss": causal.loss, "perplexity": causal.perplexity, "bits_per_byte": causal.bits_per_byte}
+            return means | _counts_and_calibration(causal)
         if checkpoint.config.form == "encoder":
-            masks = evaluate_masked_lm(checkpoint, texts, progress=progress, **options)
+            masked = evaluate_masked_lm(checkpoint, texts, progress=progress, **options)
             return {
-                "accuracy": masks.accuracy,
-                "loss": masks.loss,
-                "perplexity": masks.perplexity,
-            } | _counts_and_calibration(masks)
+                "accuracy": masked.accuracy,
+                "loss": masked.loss,
+                "perplexity": masked.perplexity,
+            } | _counts_and_calibration(masked)
         pairs = [(document.text, document.target or "") for document in documents]
-        answers = evaluate_seq2seq(checkpoint, pairs, progress=progress, **options)
+        seq2seq = evaluate_seq2seq(checkpoint, pairs, progress=progress, **options)
         return {
-            "accuracy": answers.accuracy,
-            "loss": answers.loss,
-            "perplexity": answers.perplexity,
-        } | _counts_and_calibration(answers)
+            "accuracy": seq2seq.accuracy,
+            "loss": seq2seq.loss,
+            "perplexity": seq2seq.perplexity,
+        } | _counts_and_calibration(seq2seq)
 
 
 def _counts_and_calibration(score: "EvalResult") -> Results:
-    """What was counted, and whether the model is right as often as it says."""
+    """Return the counts and the calibration as JSON data."""
     from dataclasses import asdict
 
     return asdict(score) | {"calibration": score.calibration.to_dict()}
 
 
 def _render_results(results: Results, skipped: "SkippedDocuments") -> None:
-    """A table for people."""
+    """Print the results as a table."""
     from rich.text import Text
 
     from cutaway.cli.views.terminal import borderless_table, escape_control_characters, print_without_wrapping
 
     table = borderless_table("lrl")
     if "accuracy" in results:
-        share = (
+        fraction = (
             f"{results['num_correct']:,} of {results['num_tokens']:,} masked tokens" if "num_correct" in results else ""
         )
-        share = share or f"{results['num_exact_matches']:,} of {results['num_pairs']:,} answers are the target"
-        table.add_row("accuracy", Text(f"{results['accuracy']:.1%}", "bold"), share)
-    table.add_row("loss", Text(f"{results['loss']:.4f}", "bold"), "nats a token")
+        fraction = (
+            fraction or f"{results['num_exact_matches']:,} of {results['num_pairs']:,} outputs match the target exactly"
+        )
+        table.add_row("accuracy", Text(f"{results['accuracy']:.1%}", "bold"), fraction)
+    table.add_row("loss", Text(f"{results['loss']:.4f}", "bold"), "nats per token")
     table.add_row("perplexity", Text(f"{results['perplexity']:,.4g}", "bold"), f"over {results['num_tokens']:,} tokens")
     if "bits_per_byte" in results:
         table.add_row(
             "bits per byte", Text(f"{results['bits_per_byte']:.4f}", "bold"), f"over {results['num_bytes']:,} bytes"
         )
     calibration = results["calibration"]
-    sure = f"off the truth: {calibration['confidence']:.1%} sure of the likeliest, {calibration['accuracy']:.1%} right"
-    table.add_row("calibration", Text(f"{calibration['ece']:.4f}", "bold"), sure)
+    confidence_note = f"ECE: mean confidence {calibration['confidence']:.1%}, accuracy {calibration['accuracy']:.1%}"
+    table.add_row("calibration", Text(f"{calibration['ece']:.4f}", "bold"), confidence_note)
     if "num_documents" in results:
         count = results["num_documents"]
-        read = f"read up to {results['context']:,} tokens at once" + (
-            f", {results['stride']:,} further each time" if "stride" in results else ""
+        window_note = f"context of up to {results['context']:,} tokens" + (
+            f", stride {results['stride']:,}" if "stride" in results else ""
         )
-        table.add_row("texts", f"{count:,}", read)
+        table.add_row("texts", f"{count:,}", window_note)
     print_without_wrapping(table)
     if skipped.total:
-        sys.stderr.write(f"passed over: {escape_control_characters(str(skipped))}\n")
+        sys.stderr.write(f"skipped: {escape_control_characters(str(skipped))}\n")

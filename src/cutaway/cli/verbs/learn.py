@@ -1,4 +1,4 @@
-"""`cutaway learn`: exercises that check themselves. Nothing here imports torch."""
+"""`cutaway learn`: exercises with automatic grading. Imports no torch."""
 
 import json
 import sys
@@ -26,13 +26,13 @@ VERBS = {
     "progress": "cutaway.cli.verbs.learn:progress",
     "quiz": "cutaway.cli.verbs.learn_quiz:quiz",
 }
-"""The function behind each of its verbs."""
-ExerciseNumber = Annotated[int, typer.Argument(help="Which exercise, 1 to 10.", show_default=False)]
-JsonFlag = Annotated[bool, typer.Option("--json", help="For machines.")]
+"""Import path of each sub-verb's function."""
+ExerciseNumber = Annotated[int, typer.Argument(help="Number of the exercise, 1 to 10.", show_default=False)]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def learn() -> None:
-    """Learn the Transformer: ten exercises that say what is wrong, and a quiz.
+    """Learn the Transformer with ten graded exercises and a quiz.
 
     Example: cutaway learn start 3
     """
@@ -43,21 +43,20 @@ def _print_json(data: Any) -> None:
 
 
 def _load_progress() -> "ExerciseProgress":
-    """The learner's progress; a damaged file is set aside, and that is said."""
+    """Load the learner's progress; print a note if a damaged file was renamed."""
     from cutaway.learn.exercises.progress import ExerciseProgress
 
-    found = ExerciseProgress()
-    if found.damaged_path is not None:
+    stored = ExerciseProgress()
+    if stored.damaged_path is not None:
         _print_note(
-            f"what was kept of your progress was damaged; it is set aside as '{found.damaged_path}', and counting"
-            " begins anew"
+            f"the progress file was damaged; it is renamed to '{stored.damaged_path}', and progress starts from zero"
         )
-    return found
+    return stored
 
 
 @contextmanager
 def _warn_if_not_saved() -> Iterator[None]:
-    """Where nothing can be kept that is said, and the rest goes on."""
+    """Print a note instead of failing if progress cannot be saved."""
     from cutaway.learn.progress_store import ProgressStoreError
 
     try:
@@ -67,13 +66,13 @@ def _warn_if_not_saved() -> Iterator[None]:
 
 
 def _print_note(text: str) -> None:
-    """A line that is not the answer."""
+    """Print a line to standard error."""
     if sys.stderr is not None:
         sys.stderr.write(f"cutaway: {text}\n")
 
 
 def _exercise_to_dict(exercise: "Exercise", progress: "ExerciseProgress") -> dict[str, Any]:
-    """One exercise as --json tells it."""
+    """Convert an exercise and its progress to JSON data."""
     return {
         "number": exercise.number,
         "slug": exercise.slug,
@@ -88,13 +87,13 @@ def _exercise_to_dict(exercise: "Exercise", progress: "ExerciseProgress") -> dic
 
 
 def list_exercises(as_json: JsonFlag = False) -> None:
-    """List the exercises, with the notebook and the place in the model that each belongs to.
+    """List the exercises with their notebook, site in the model and status.
 
     Example: cutaway learn list
     """
     from cutaway.learn.exercises import load_exercises
 
-    rows = [_exercise_to_dict(each, _load_progress()) for each in load_exercises()]
+    rows = [_exercise_to_dict(exercise, _load_progress()) for exercise in load_exercises()]
     if as_json:
         _print_json(rows)
     else:
@@ -105,149 +104,161 @@ def list_exercises(as_json: JsonFlag = False) -> None:
 
 def start(
     number: ExerciseNumber,
-    directory: Annotated[Path, typer.Option("--dir", help="Where to write it.")] = Path("learn"),
-    as_notebook: Annotated[bool, typer.Option("--ipynb", help="As a Jupyter notebook.")] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Begin anew; the old file is kept beside it.")] = False,
+    directory: Annotated[Path, typer.Option("--dir", help="Directory of the exercise file.")] = Path("learn"),
+    as_notebook: Annotated[bool, typer.Option("--ipynb", help="Write a Jupyter notebook.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Write a new file; the old one is renamed.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write an exercise to begin with: a Python file of cells, or a notebook. Nothing of yours is overwritten.
+    """Write the file of an exercise: a Python file with cells, or a notebook. Existing files are not overwritten.
 
     Example: cutaway learn start 3 --ipynb
     """
     from cutaway.learn.exercises import get_exercise
     from cutaway.learn.exercises.learner_file import write_stub
 
-    chosen = get_exercise(number)
+    exercise = get_exercise(number)
     if directory.exists() and not directory.is_dir():
-        raise InputError(f"--dir is '{directory}', which is a file; name a folder")
-    path, old = write_stub(chosen, directory, as_notebook=as_notebook, restart=restart)
+        raise InputError(f"--dir is '{directory}', which is a file; pass a directory")
+    path, previous_file = write_stub(exercise, directory, as_notebook=as_notebook, restart=restart)
     with _warn_if_not_saved():
         _load_progress().mark_started(number, path)
     if as_json:
-        _print_json({"number": number, "file": str(path), "previous_file": None if old is None else str(old)})
+        _print_json(
+            {
+                "number": number,
+                "file": str(path),
+                "previous_file": None if previous_file is None else str(previous_file),
+            }
+        )
         return
     from cutaway.cli.views import exercise_report
 
-    exercise_report.render_started(chosen, path, old)
+    exercise_report.render_started(exercise, path, previous_file)
 
 
 def hint(
     number: ExerciseNumber,
-    all_hints: Annotated[bool, typer.Option("--all", help="All of them at once.")] = False,
+    all_hints: Annotated[bool, typer.Option("--all", help="Show all hints.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Give the next hint: first a vague one, then nearer ones. Those given before are shown again.
+    """Show the next hint of an exercise, after the earlier ones; later hints are more specific.
 
     Example: cutaway learn hint 3
     """
     from cutaway.learn.exercises import get_exercise
 
-    chosen = get_exercise(number)
+    exercise = get_exercise(number)
     progress = _load_progress()
-    before = progress.get(number).num_hints
-    given = len(chosen.hints) if all_hints else min(before + 1, len(chosen.hints))
+    num_before = progress.get(number).num_hints
+    num_shown = len(exercise.hints) if all_hints else min(num_before + 1, len(exercise.hints))
     with _warn_if_not_saved():
-        progress.update(number, num_hints=given)
+        progress.update(number, num_hints=num_shown)
     if as_json:
-        _print_json({"number": number, "hints": chosen.hints[:given], "remaining": len(chosen.hints) - given})
+        _print_json(
+            {"number": number, "hints": exercise.hints[:num_shown], "remaining": len(exercise.hints) - num_shown}
+        )
         return
     from cutaway.cli.views import exercise_report
 
-    exercise_report.render_hints(chosen, given, is_new=given > before)
+    exercise_report.render_hints(exercise, num_shown, is_new=num_shown > num_before)
 
 
 def solution(
     number: ExerciseNumber,
-    force: Annotated[bool, typer.Option("--force", help="Even if you have not tried it yet.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Show it without an attempt.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show the solution, once you have tried it yourself.
+    """Show the solution of an exercise, after at least one attempt.
 
     Example: cutaway learn solution 3
     """
     from cutaway.learn.exercises import get_exercise
 
-    chosen = get_exercise(number)
+    exercise = get_exercise(number)
     progress = _load_progress()
     if not force and not progress.get(number).attempts:
         raise InputError(
-            f"exercise {number} has not been tried yet, and the solution is worth more afterwards: `cutaway learn hint "
-            f"{number}` helps; --force shows it now"
+            f"exercise {number} has no attempt, and the solution teaches more after one; try `cutaway learn hint"
+            f" {number}`, or pass --force to show it now"
         )
     with _warn_if_not_saved():
         progress.update(number, solution_shown=True)
     if as_json:
-        _print_json({"number": number, "solution": chosen.solution})
+        _print_json({"number": number, "solution": exercise.solution})
         return
     from cutaway.cli.views import exercise_report
 
-    exercise_report.render_code(chosen.solution)
+    exercise_report.render_code(exercise.solution)
 
 
 def progress(as_json: JsonFlag = False) -> None:
-    """Show how far you are: each exercise, its state, tries, hints and days.
+    """Show your progress: status, attempts, hints and date of each exercise.
 
     Example: cutaway learn progress
     """
     from cutaway.learn.exercises import load_exercises
 
-    found = _load_progress()
-    rows = [_exercise_to_dict(each, found) for each in load_exercises()]
+    stored = _load_progress()
+    rows = [_exercise_to_dict(exercise, stored) for exercise in load_exercises()]
     if as_json:
-        _print_json({"passed": found.num_passed, "of": len(rows), "exercises": rows})
+        _print_json({"passed": stored.num_passed, "of": len(rows), "exercises": rows})
         return
     from cutaway.cli.views import exercise_report
 
-    exercise_report.render_progress(rows, found.num_passed)
+    exercise_report.render_progress(rows, stored.num_passed)
 
 
 def check(
     number: ExerciseNumber,
     file: Annotated[
         Path | None,
-        typer.Argument(help="Your .py or .ipynb; else the one in this folder, or the one begun.", show_default=False),
+        typer.Argument(
+            help="Your .py or .ipynb file; default the one in this directory, or the last one used.", show_default=False
+        ),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check what you wrote: passed, or the first value that differs and the likely mistake by its name.
+    """Grade your solution: passed, or the first value that differs and the likely mistake.
 
-    Your code runs in a process of its own, for at most 20 seconds.
+    Your code runs in a separate process, for at most 20 seconds.
 
     Example: cutaway learn check 3
     """
     from cutaway.learn.exercises import get_exercise
     from cutaway.learn.exercises.learner_file import read_code_cells
 
-    chosen = get_exercise(number)
-    path = file or _find_exercise_file(chosen, _load_progress().get(number))
-    read_code_cells(path)  # what can be told before anything is run
-    result = _grade_with_spinner(chosen, path)
+    exercise = get_exercise(number)
+    path = file or _find_exercise_file(exercise, _load_progress().get(number))
+    read_code_cells(path)  # raise for unreadable files before running code
+    result = _grade_with_spinner(exercise, path)
     record = _save_attempt(number, path, result)
     if as_json:
         _print_json({"number": number, "file": str(path), "passed": result.passed, **asdict(result), "record": record})
     else:
         from cutaway.cli.views import exercise_report
 
-        exercise_report.render_grade(chosen, path, result)
+        exercise_report.render_grade(exercise, path, result)
     if not result.passed:
         raise typer.Exit(1)
 
 
 def _find_exercise_file(exercise: "Exercise", record: "ExerciseRecord") -> Path:
-    """The one of the usual name in this folder; where there is none, the file that was begun or checked last."""
-    usual = [folder / f"{exercise.slug}.{ending}" for folder in (Path("learn"), Path()) for ending in ("py", "ipynb")]
-    for path in [*usual, *([Path(record.file)] if record.file else [])]:
+    """Return the exercise's file in this directory, else the file last started or checked."""
+    default_paths = [
+        directory / f"{exercise.slug}.{suffix}" for directory in (Path("learn"), Path()) for suffix in ("py", "ipynb")
+    ]
+    for path in [*default_paths, *([Path(record.file)] if record.file else [])]:
         if path.is_file():
             return path
-    n = exercise.number
+    number = exercise.number
     raise InputError(
-        f"there is no file to check for exercise {n}; `cutaway learn start {n}` writes one, or name yours: "
-        f"`cutaway learn check {n} mine.py`"
+        f"exercise {number} has no file to check; write one with `cutaway learn start {number}`, or pass yours:"
+        f" `cutaway learn check {number} mine.py`"
     )
 
 
 def _grade_with_spinner(exercise: "Exercise", path: Path) -> "GradeReport":
-    """The verdict; on a terminal something turns until it is there."""
+    """Grade a file, with a spinner on a terminal."""
     from rich.console import Console
 
     from cutaway.learn.runner.launcher import grade_files
@@ -261,7 +272,7 @@ def _grade_with_spinner(exercise: "Exercise", path: Path) -> "GradeReport":
 
 def _save_attempt(number: int, path: Path, result: "GradeReport") -> dict[str, object]:
     progress = _load_progress()
-    with _warn_if_not_saved():  # the verdict is worth telling all the same
-        if result.status != "not_written":  # to look at a stub is no try
+    with _warn_if_not_saved():  # print the verdict even if progress cannot be saved
+        if result.status != "not_written":  # an unchanged stub is not an attempt
             progress.mark_attempted(number, path, passed=result.passed)
     return asdict(progress.get(number))

@@ -1,4 +1,4 @@
-"""`cutaway open`: the page where one follows a token."""
+"""`cutaway open`: the inspector web page for a model."""
 
 import json
 import sys
@@ -10,36 +10,42 @@ import typer
 
 from cutaway.cli.model_loading import DType
 
-if TYPE_CHECKING:  # torch is imported when the work begins
+if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.serve.inspect.inspector import Inspector
 
 
 def open_page(
     source: Annotated[
         str,
-        typer.Argument(metavar="SOURCE", help="A model's or run's directory, .gguf file, hub id, or a preset's name."),
+        typer.Argument(metavar="SOURCE", help="Model directory, run directory, .gguf file, hub id or preset name."),
     ] = "tiny-python",
-    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="What it reads when the page opens.")] = None,
+    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="Initial input text.")] = None,
     export: Annotated[
-        Path | None, typer.Option("--export", metavar="FILE", help="Write the page about TEXT as one .html file.")
+        Path | None, typer.Option("--export", metavar="FILE", help="Export the page for TEXT as one .html file.")
     ] = None,
-    host: Annotated[str, typer.Option("--host", help="Where to listen; other machines need a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="0 takes one that is free.")] = 0,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to bind; others than loopback require an API key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port; 0 selects a free port.")] = 0,
     api_key: Annotated[
         str | None,
-        typer.Option("--api-key", envvar="CUTAWAY_API_KEY", show_envvar=True, help="What other machines must give."),
+        typer.Option(
+            "--api-key", envvar="CUTAWAY_API_KEY", show_envvar=True, help="API key that other machines must send."
+        ),
     ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", metavar="FILE", help="A file that holds the key.")
+        Path | None, typer.Option("--api-key-file", metavar="FILE", help="File with the API key.")
     ] = None,
-    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Show the page in a browser.")] = True,
-    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda; the GPU if there is one.")] = None,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
+    device: Annotated[
+        str | None, typer.Option("--device", help="Device: cpu or cuda; default cuda if available.")
+    ] = None,
     dtype: Annotated[
-        DType | None, typer.Option("--dtype", help="Of the weights; fp32 on a CPU that holds them so.")
+        DType | None, typer.Option("--dtype", help="Data type of the weights; default as stored, float32 on a CPU.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines: one JSON object when it is ready.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when the server is ready.")] = False,
 ) -> None:
-    """Open a page on this machine that shows what happens to a word on its way through a model.
+    """Open a web page that shows a model's activations, attention patterns and predictions for a text.
 
     Example: cutaway open
 
@@ -49,7 +55,7 @@ def open_page(
     """
     from cutaway.serve import static_files
 
-    static_files.load_static_files()  # an installation without a page is told at once
+    static_files.load_static_files()  # raise if the page was not built, before loading the model
     if export is not None:
         export_page(export, source, text, device, dtype, as_json=as_json)
         return
@@ -59,73 +65,73 @@ def open_page(
     from cutaway.serve.limits import Limits
     from cutaway.serve.server import bind_socket, build_access_policy, run_server, server_url
 
-    limits, secret = Limits(), load_api_key(api_key, api_key_file)
-    door, listening = build_access_policy(host, secret), bind_socket(host, port)
-    desk = routes.QueryExecutor(load_inspector(source, text, device, dtype, quiet=as_json))
-    routers = [routes.build_router(desk), static_files.build_static_router()]
-    app = build_app(routers, access_policy=door, limits=limits, on_shutdown=[desk.close])
-    where = f"{server_url(listening)}/"
+    limits, key = Limits(), load_api_key(api_key, api_key_file)
+    access_policy, sock = build_access_policy(host, key), bind_socket(host, port)
+    executor = routes.QueryExecutor(load_inspector(source, text, device, dtype, quiet=as_json))
+    routers = [routes.build_router(executor), static_files.build_static_router()]
+    app = build_app(routers, access_policy=access_policy, limits=limits, on_shutdown=[executor.close])
+    url = f"{server_url(sock)}/"
 
-    def ready() -> None:
+    def on_ready() -> None:
         if as_json:
-            sys.stdout.write(json.dumps({"source": source, "url": where}) + "\n")
+            sys.stdout.write(json.dumps({"source": source, "url": url}) + "\n")
         else:
-            sys.stdout.write(f"{source} is open at {where}\nCtrl-C ends it.\n")
+            sys.stdout.write(f"{source} is open at {url}\nCtrl-C to stop.\n")
         sys.stdout.flush()
         if browser and not as_json:
             import webbrowser
 
-            webbrowser.open(where if secret is None else f"{where}?{urlencode({'api_key': secret})}")
+            webbrowser.open(url if key is None else f"{url}?{urlencode({'api_key': key})}")
 
-    run_server(app, listening, limits, ready)
+    run_server(app, sock, limits, on_ready)
 
 
 def export_page(path: Path, source: str, text: str | None, device: str | None, dtype: Any, *, as_json: bool) -> None:
-    """The page as a file: whole, or not there."""
+    """Export the page to a file; the file is written atomically."""
     from cutaway.cli.verbs.trace import check_output_file
     from cutaway.cli.views.terminal import progress_bar
 
     check_output_file(path, "--export", ".html")
     from cutaway.serve.inspect.export import export_html
 
-    of = load_inspector(source, text, device, dtype, quiet=as_json)
-    with progress_bar("asking", quiet=as_json) as progress:
-        made, whole = export_html(of, progress)
-    aside = path.with_name(f".{path.name}-{id(made)}")
+    inspector = load_inspector(source, text, device, dtype, quiet=as_json)
+    with progress_bar("exporting", quiet=as_json) as progress:
+        html, is_complete = export_html(inspector, progress)
+    temporary_path = path.with_name(f".{path.name}-{id(html)}")
     try:
-        aside.write_text(made, encoding="utf-8")
-        aside.rename(path)
+        temporary_path.write_text(html, encoding="utf-8")
+        temporary_path.rename(path)
     finally:
-        aside.unlink(missing_ok=True)
-    size = len(made.encode()) / 1e6
+        temporary_path.unlink(missing_ok=True)
+    megabytes = len(html.encode()) / 1e6
     if as_json:
         sys.stdout.write(
-            json.dumps({"source": source, "file": str(path), "megabytes": size, "is_complete": whole}) + "\n"
+            json.dumps({"source": source, "file": str(path), "megabytes": megabytes, "is_complete": is_complete}) + "\n"
         )
         return
-    rest = "" if whole else "; the text is long, so the first tokens' stages are left out"
-    sys.stdout.write(f"{path}: {size:.1f} MB, for any browser, without a server{rest}\n")
+    note = "" if is_complete else "; the text is long, so the activations of its first tokens are left out"
+    sys.stdout.write(f"{path}: {megabytes:.1f} MB, opens in any browser without a server{note}\n")
 
 
 def load_inspector(
     source: str, text: str | None, device: str | None, dtype: Any, *, quiet: bool = False
 ) -> "Inspector":
-    """The model and its words."""
+    """Load a checkpoint, run snapshot or untrained model for inspection."""
     from cutaway.cli.model_loading import build_untrained_model
     from cutaway.generate.fast.cpu_linear import should_upcast_on_cpu
     from cutaway.serve.inspect.inspector import build_inspector
 
-    run = _find_run_directory(source)
-    found = build_untrained_model(source, device, dtype)
-    if found is None:
-        found = _load_checkpoint_or_snapshot(source, run, device, dtype, quiet=quiet)
-        if dtype is None and should_upcast_on_cpu(found.model):
-            found.model.float()  # 16 bits round away what the proofs show
-    return build_inspector(found, text, name=source, run_directory=run)
+    run_directory = _find_run_directory(source)
+    model_or_checkpoint = build_untrained_model(source, device, dtype)
+    if model_or_checkpoint is None:
+        model_or_checkpoint = _load_checkpoint_or_snapshot(source, run_directory, device, dtype, quiet=quiet)
+        if dtype is None and should_upcast_on_cpu(model_or_checkpoint.model):
+            model_or_checkpoint.model.float()  # 16-bit rounding would hide the consistency checks' errors
+    return build_inspector(model_or_checkpoint, text, name=source, run_directory=run_directory)
 
 
 def _find_run_directory(source: str) -> Path | None:
-    """The directory, if it is a run's."""
+    """Return the source as a path if it is a run directory."""
     from cutaway.config.serialization import path_satisfies
     from cutaway.families.load import RUN_FILE_NAME
 
@@ -136,13 +142,13 @@ def _find_run_directory(source: str) -> Path | None:
 def _load_checkpoint_or_snapshot(
     source: str, run_directory: Path | None, device: str | None, dtype: Any, *, quiet: bool
 ) -> Any:
-    """A trained model; of a run that is not done, what it has come to."""
+    """Load a checkpoint; of an unfinished run, its latest snapshot."""
     if run_directory is None or (run_directory / "model").is_dir():
         from cutaway.cli.model_loading import load_checkpoint
 
         return load_checkpoint(source, device, dtype, quiet=quiet)
     from cutaway.train.checkpoint.run_directory import load_snapshot
 
-    found, step = load_snapshot(run_directory, device=device)
-    sys.stderr.write(f"{source} is not done yet: this is its model after {step:,} steps\n")
-    return found
+    checkpoint, step = load_snapshot(run_directory, device=device)
+    sys.stderr.write(f"{source} is not finished: this is the model after {step:,} steps\n")
+    return checkpoint

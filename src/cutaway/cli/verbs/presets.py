@@ -1,4 +1,4 @@
-"""`cutaway presets`: the models that have a name."""
+"""`cutaway presets`: list preset model configurations, or print one as TOML."""
 
 import json
 import sys
@@ -8,19 +8,17 @@ import typer
 
 from cutaway.errors import InputError
 
-if TYPE_CHECKING:  # --help needs no configurations, and --json draws no tables: each is imported where it is used
+if TYPE_CHECKING:  # imported where they are used: --help needs no configs, and --json no rich
     from cutaway.config import Config
 
 
 def presets(
-    name: Annotated[str | None, typer.Argument(help="Show this preset's whole configuration.")] = None,
-    form: Annotated[str | None, typer.Option(help="Only decoder, encoder or encoder-decoder.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
-    as_schema: Annotated[
-        bool, typer.Option("--schema", help="The JSON schema of a configuration, for editors.")
-    ] = False,
+    name: Annotated[str | None, typer.Argument(help="Preset whose config is printed.")] = None,
+    form: Annotated[str | None, typer.Option(help="List only this form: decoder, encoder or encoder-decoder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of model configs.")] = False,
 ) -> None:
-    """List the models that have a name, or show one as a TOML file to start from.
+    """List the preset model configs, or print one as TOML.
 
     Example: cutaway presets llama-3-8b > mine.toml
     """
@@ -31,11 +29,13 @@ def presets(
     elif name is not None:
         sys.stdout.write(to_json(config(name)) if as_json else to_toml(config(name)))
     else:
-        from cutaway.config import presets as names
+        from cutaway.config import presets as list_presets
 
-        rows = [_preset_to_dict(each, config(each)) for each in names() if form in (None, config(each).form)]
+        rows = [
+            _preset_to_dict(preset, config(preset)) for preset in list_presets() if form in (None, config(preset).form)
+        ]
         if not rows:
-            raise InputError(f"--form '{form}' is no form; use decoder, encoder or encoder-decoder")
+            raise InputError(f"--form is '{form}'; use decoder, encoder or encoder-decoder")
         sys.stdout.write(json.dumps(rows, indent=2) + "\n") if as_json else _render_presets(rows)
 
 
@@ -48,7 +48,7 @@ def _preset_to_dict(name: str, model: "Config") -> dict[str, str | int | None]:
     return {
         "name": name,
         "form": model.form,
-        "layers": sum(each.layers for each in model.stacks.values()),
+        "layers": sum(stack_config.layers for stack_config in model.stacks.values()),
         "d_model": model.d_model,
         "heads": attention.heads,
         "kv_heads": getattr(attention, "num_kv_heads", None),
@@ -70,21 +70,21 @@ def _render_presets(rows: list[dict[str, str | int | None]]) -> None:
         table.add_column(column, no_wrap=True)
     for column in ("layers", "d_model", "heads", "parameters", "active"):
         table.add_column(column, justify="right", no_wrap=True)
-    for each in rows:
-        heads, groups = each["heads"], each["kv_heads"]
+    for row in rows:
+        heads, kv_heads = row["heads"], row["kv_heads"]
         table.add_row(
-            str(each["name"]),
-            str(each["form"]),
-            str(each["layers"]),
-            str(each["d_model"]),
-            str(heads) if groups in (None, heads) else f"{heads}/{groups}",
-            format_count(int(each["num_parameters"] or 0)),
+            str(row["name"]),
+            str(row["form"]),
+            str(row["layers"]),
+            str(row["d_model"]),
+            str(heads) if kv_heads in (None, heads) else f"{heads}/{kv_heads}",
+            format_count(int(row["num_parameters"] or 0)),
             ""
-            if each["num_active_parameters"] == each["num_parameters"]
-            else format_count(int(each["num_active_parameters"] or 0)),
+            if row["num_active_parameters"] == row["num_parameters"]
+            else format_count(int(row["num_active_parameters"] or 0)),
         )
     console = Console()
     console.print(table)
     console.print(
-        f"[dim]{len(rows)} presets; heads as queries/keys where they differ; active: parameters a token uses.[/dim]"
+        f"[dim]{len(rows)} presets; heads as query/KV heads where they differ; active: parameters used per token.[/dim]"
     )

@@ -1,4 +1,4 @@
-"""`cutaway trace`: the forward pass as a table."""
+"""`cutaway trace`: the activations of one token at every site of the forward pass, as a table."""
 
 import json
 import sys
@@ -10,45 +10,47 @@ import typer
 from cutaway.cli.model_loading import DType
 from cutaway.errors import InputError
 
-if TYPE_CHECKING:  # torch is imported when the work begins
+if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.cli.tokenized_input import TokenizedInput
     from cutaway.lens import Journey
     from cutaway.model import Transformer
 
 NUM_END_BLOCKS = 2
-"""Blocks shown at each end of a deep stack."""
+"""Number of blocks shown at each end of a stack."""
 
 
 def trace(
     source: Annotated[
         str,
-        typer.Argument(metavar="SOURCE", help="A model's or run's directory, .gguf file, hub id, or a preset's name."),
+        typer.Argument(metavar="SOURCE", help="Model directory, run directory, .gguf file, hub id or preset name."),
     ],
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="What it reads; - is standard input.")],
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="Input text; - reads standard input.")],
     position: Annotated[
         str | None,
         typer.Option(
-            "--position", metavar="TOKEN", help="Which token to follow: its number, or some of its text; the last."
+            "--position", metavar="TOKEN", help="Token to trace: its index, or part of the text; default the last."
         ),
     ] = None,
     target: Annotated[
-        str | None, typer.Option("--target", metavar="TEXT", help="What an encoder-decoder has written so far.")
+        str | None, typer.Option("--target", metavar="TEXT", help="Decoder input of an encoder-decoder.")
     ] = None,
     sites: Annotated[
         list[str] | None,
-        typer.Option("--sites", metavar="GLOB", help="Only these, as in resid_post or 'blocks.0.*'; repeatable."),
+        typer.Option("--sites", metavar="GLOB", help="Sites to show, such as resid_post or 'blocks.0.*'; repeatable."),
     ] = None,
     all_blocks: Annotated[
-        bool, typer.Option("--all-blocks", help="All blocks of a deep model, not only those at its ends.")
+        bool, typer.Option("--all-blocks", help="Show all blocks, not only the first and last ones.")
     ] = False,
     save: Annotated[
-        Path | None, typer.Option("--save", metavar="FILE", help="Write the whole values as .safetensors.")
+        Path | None, typer.Option("--save", metavar="FILE", help="Save the activations as .safetensors.")
     ] = None,
-    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda; the GPU if there is one.")] = None,
-    dtype: Annotated[DType | None, typer.Option("--dtype", help="Of the weights; as stored, unless given.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines: everything, one JSON object.")] = False,
+    device: Annotated[
+        str | None, typer.Option("--device", help="Device: cpu or cuda; default cuda if available.")
+    ] = None,
+    dtype: Annotated[DType | None, typer.Option("--dtype", help="Data type of the weights; default as stored.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all sites as one JSON object.")] = False,
 ) -> None:
-    """Follow a token through a model: each stage, its shape and norm, what it adds, and what it would say by then.
+    """Trace a token through a model: shape, norm, contribution and logit lens at each site.
 
     Example: cutaway trace tiny-python "for name in sorted(os."
 
@@ -60,24 +62,24 @@ def trace(
         check_output_file(save)
     from cutaway.cli.tokenized_input import load_tokenized_input
 
-    reading = load_tokenized_input(source, text, target, device, dtype, quiet=as_json)
-    place = None if position is None else reading.resolve_position(position)
+    tokenized = load_tokenized_input(source, text, target, device, dtype, quiet=as_json)
+    token_index = None if position is None else tokenized.resolve_position(position)
     from cutaway.cli.views import trace_table
 
-    shown = (
-        _resolve_sites(reading.model, sites)
+    shown_sites = (
+        _resolve_sites(tokenized.model, sites)
         if sites or as_json
-        else default_sites(reading.model, all_blocks=all_blocks)
+        else default_sites(tokenized.model, all_blocks=all_blocks)
     )
-    journey = trace_token(reading, place, shown, sites, save)
+    journey = trace_token(tokenized, token_index, shown_sites, sites, save)
     if as_json:
         from cutaway.cli.views.terminal import json_safe
 
-        told = {"source": source} | trace_table.journey_to_dict(journey, reading)
-        told |= {} if save is None else {"saved": str(save)}
-        sys.stdout.write(json.dumps(json_safe(told), indent=2, allow_nan=False) + "\n")
+        data = {"source": source} | trace_table.journey_to_dict(journey, tokenized)
+        data |= {} if save is None else {"saved": str(save)}
+        sys.stdout.write(json.dumps(json_safe(data), indent=2, allow_nan=False) + "\n")
         return
-    trace_table.render_journey(journey, reading, source, hint="" if sites else ": --all-blocks shows them")
+    trace_table.render_journey(journey, tokenized, source, hint="" if sites else ": --all-blocks shows them")
     if save is not None:
         trace_table.print_saved_path(save)
 
@@ -89,36 +91,46 @@ def trace_token(
     saved_sites: list[str] | None = None,
     save_path: Path | None = None,
 ) -> "Journey":
-    """A token's journey; with `save_path`, the values of `saved_sites` are written whole, from the same pass."""
+    """Return the token's journey; with `save_path`, save the activations at `saved_sites` of the same pass."""
     import torch
 
     from cutaway.lens import Trace, follow_token
 
-    where = tokenized.model.device
-    tokens = torch.tensor([tokenized.tokens], device=where)
-    source = None if tokenized.source is None else torch.tensor([tokenized.source], device=where)
+    device = tokenized.model.device
+    tokens = torch.tensor([tokenized.tokens], device=device)
+    source = None if tokenized.source is None else torch.tensor([tokenized.source], device=device)
     traces_source = tokenized.source is not None and tokenized.traced_tokens is tokenized.source
-    name = "source_position" if traces_source else "position"
-    how: Any = {"site_names": shown_sites} | ({} if position is None else {name: position})
+    index = -1 if position is None else position
+
+    def follow() -> "Journey":
+        return follow_token(
+            tokenized.model,
+            tokens,
+            source,
+            position=-1 if traces_source else index,
+            source_position=index if traces_source else -1,
+            site_names=shown_sites,
+        )
+
     if save_path is None:
-        return follow_token(tokenized.model, tokens, source, **how)
+        return follow()
     with Trace(tokenized.model, *(saved_sites or ["*"]), device="cpu") as t:
-        journey = follow_token(tokenized.model, tokens, source, **how)
+        journey = follow()
     _save_trace(t, save_path)
     return journey
 
 
 def _resolve_sites(model: "Transformer", patterns: list[str] | None) -> list[str]:
-    """The sites asked for; all, if none are."""
+    """Return the sites that match the patterns; default all."""
     from cutaway.lens import sites
     from cutaway.lens.sites import select_sites
 
-    known = sites(model)
-    return [site.name for site in select_sites(known, patterns)] if patterns else list(known)
+    all_sites = sites(model)
+    return [site.name for site in select_sites(all_sites, patterns)] if patterns else list(all_sites)
 
 
 def default_sites(model: "Transformer", *, all_blocks: bool = False) -> list[str]:
-    """The sites outside blocks, and in the first and last blocks of each stack: all that differ from the one above."""
+    """Return the sites outside blocks and in the first and last blocks, without those equal to the site above."""
     from cutaway.lens import sites
     from cutaway.lens.sites import is_repeated_resid
 
@@ -135,20 +147,22 @@ def default_sites(model: "Transformer", *, all_blocks: bool = False) -> list[str
 
 
 def check_output_file(path: Path, option: str = "--save", suffix: str = ".safetensors") -> None:
-    """What can be told before anything is read."""
+    """Raise if the file cannot be written, before loading the model."""
     if path.suffix != suffix:
-        raise InputError(f"{option} is '{path}'; it should end in {suffix}")
+        raise InputError(f"{option} is '{path}', which does not end in {suffix}; rename it")
     if path.exists() or path.is_symlink():
-        raise InputError(f"'{path}' exists already, and nothing is replaced unasked; name another file")
+        raise InputError(f"'{path}' exists and is not overwritten; pass another path")
     if not path.parent.is_dir():
-        raise InputError(f"'{path.parent}' is no directory, so nothing can be written there; make it, or name another")
+        raise InputError(
+            f"'{path.parent}' is not a directory, so the file cannot be written; create it, or name another"
+        )
 
 
 def _save_trace(t: Any, path: Path) -> None:
-    """Aside first: a file of that name is whole, or is not there."""
+    """Save atomically: write to a temporary directory, then rename."""
     import tempfile
 
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as work:
-        t.save(Path(work) / path.name)
-        check_output_file(path)  # another program may have been faster
-        (Path(work) / path.name).rename(path)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as temporary:
+        t.save(Path(temporary) / path.name)
+        check_output_file(path)  # another process may have created it meanwhile
+        (Path(temporary) / path.name).rename(path)

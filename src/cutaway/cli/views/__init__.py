@@ -1,1 +1,1 @@
-"""What people see in the terminal: a file for each kind of report, drawn with rich."""
+"""Terminal output of the verbs, rendered with rich; one file per report."""

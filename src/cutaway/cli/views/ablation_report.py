@@ -1,4 +1,4 @@
-"""What an ablation found, for people: a table of variants, one of readings, and sentences."""
+"""Terminal report of `cutaway ablate`: variants, costs, measurements, findings."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,14 @@ def render_ablation(results: dict[str, Any], ablation: "Ablation") -> None:
     for sentence in results["findings"]:
         console.print(Text(f"· {sentence}"), highlight=False)
     count = len(results["seeds"])
-    note = f"± is 95 % of the mean over {count} seeds; differences are seed by seed, on the same data in the same order"
-    console.print(Text(note if count > 1 else "one seed gives no interval; use --num-seeds 3 or more", style="dim"))
-    drawings = ", ".join(sorted(path.name for path in ablation.output_dir.glob("*.svg")))
-    console.print(Text(f"{ablation.output_dir}: results.json, {drawings}", style="dim"))
+    note = (
+        f"± is the 95 % interval of the mean over {count} seeds; differences are paired by seed (same data, same order)"
+    )
+    console.print(
+        Text(note if count > 1 else "one seed has no confidence interval; use --num-seeds 3 or more", style="dim")
+    )
+    plots = ", ".join(sorted(path.name for path in ablation.output_dir.glob("*.svg")))
+    console.print(Text(f"{ablation.output_dir}: results.json, {plots}", style="dim"))
 
 
 def _format_metric(value: dict[str, Any] | None, metric: str) -> str:
@@ -35,7 +39,7 @@ def _format_metric(value: dict[str, Any] | None, metric: str) -> str:
 
 
 def _variants_table(results: dict[str, Any]) -> Table:
-    """Where each came to, and what was changed for it."""
+    """Final metric and config changes of each variant."""
     metric = results["metric"]
     table = _titled_table(f"{results['name']}, at equal {results['match']}")
     table.add_column("variant")
@@ -45,17 +49,17 @@ def _variants_table(results: dict[str, Any]) -> Table:
     for row in results["variants"]:
         name = Text(row["variant"])
         if row["failed"]:
-            name.append(f" ({row['failed']} of {len(results['seeds'])} came to no end)", style="red")
+            name.append(f" ({row['failed']} of {len(results['seeds'])} failed)", style="red")
         difference = "" if row is results["variants"][0] else _format_metric(row["difference"], metric)
         table.add_row(name, _format_metric(row[metric], metric), difference, Text("\n".join(row["changes"])))
     return table
 
 
 def _costs_table(results: dict[str, Any]) -> Table:
-    """What each took, so that what is not equal is seen."""
-    table = _titled_table("what it took")
+    """Parameters, FLOPs, tokens, time and memory of each variant."""
+    table = _titled_table("costs")
     table.add_column("variant")
-    for title in ("parameters", "FLOPs", "tokens", "seconds", "a step", "memory", "cache"):
+    for title in ("parameters", "FLOPs", "tokens", "seconds", "per step", "memory", "KV cache"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in results["variants"]:
         table.add_row(
@@ -77,22 +81,24 @@ def _titled_table(title: str) -> Table:
 
 def _measurements_table(results: dict[str, Any], study: "Study") -> Table:
     by_variant = study.rows == "variants"
-    table = _titled_table("measured of the trained models")
+    table = _titled_table("measurements of the trained models")
     table.add_column("variant" if by_variant else results["variants"][0]["variant"])
-    for what, metric in study.columns:
-        table.add_column(f"{what}: {METRICS[metric].title}" if what else METRICS[metric].title, justify="right")
-    found = {(row["variant"], row["condition"], row["metric"]): row for row in results["measurements"]}
+    for condition, metric in study.columns:
+        table.add_column(
+            f"{condition}: {METRICS[metric].title}" if condition else METRICS[metric].title, justify="right"
+        )
+    rows_by_key = {(row["variant"], row["condition"], row["metric"]): row for row in results["measurements"]}
 
-    def cell(variant: str, what: str, metric: str) -> str:
-        row = found.get((variant, what, metric))
+    def cell(variant: str, condition: str, metric: str) -> str:
+        row = rows_by_key.get((variant, condition, metric))
         return _format_metric(row, metric)
 
     if by_variant:
         for row in results["variants"]:
             name = row["variant"]
-            table.add_row(Text(name), *(cell(name, what, metric) for what, metric in study.columns))
+            table.add_row(Text(name), *(cell(name, condition, metric) for condition, metric in study.columns))
         return table
     first = results["variants"][0]["variant"]
-    for what in dict.fromkeys(row["condition"] for row in results["measurements"] if row["variant"] == first):
-        table.add_row(Text(what), *(cell(first, what, metric) for _, metric in study.columns))
+    for condition in dict.fromkeys(row["condition"] for row in results["measurements"] if row["variant"] == first):
+        table.add_row(Text(condition), *(cell(first, condition, metric) for _, metric in study.columns))
     return table

@@ -1,4 +1,4 @@
-"""What `cutaway check` shows in a terminal: problems first and whole, the rest in a line each."""
+"""Terminal report of `cutaway check`: failures and warnings in full, the rest in one line each."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -18,7 +18,7 @@ VERDICT_SYMBOLS = {
     "skip": ("·", "dim"),
 }
 MAX_EXTRA_MESSAGES = 3
-"""Other things that one check found wrong, at most."""
+"""Maximum number of further messages per finding."""
 
 
 def render_report(
@@ -30,7 +30,7 @@ def render_report(
     show_times: bool = True,
     out: Console | None = None,
 ) -> None:
-    """A report on one screen. Without `show_times` it says nothing that differs from run to run."""
+    """Print the report. Without `show_times`, the output is the same for every run."""
     out = out or build_console()
     parts: list[RenderableType] = [
         format_heading(escape_control_characters(source), escape_control_characters(report.model_name)),
@@ -47,32 +47,32 @@ def render_report(
 
 
 def _describe_target(report: Report) -> str:
-    """What the target is, in a line."""
-    facts = report.properties
-    told = [facts["kind"]] if facts.get("kind") and facts["kind"] not in report.model_name else []
-    told += [f"{facts['num_layers']} layers"] if "num_layers" in facts else []
-    told += [f"vocabulary of {facts['vocab_size']:,}"] if "vocab_size" in facts else []
-    told += [str(facts[name]).removeprefix("torch.") for name in ("dtype", "device") if name in facts]
-    return " · ".join(told)
+    """Describe the checked model in one line."""
+    properties = report.properties
+    items = [properties["kind"]] if properties.get("kind") and properties["kind"] not in report.model_name else []
+    items += [f"{properties['num_layers']} layers"] if "num_layers" in properties else []
+    items += [f"vocabulary of {properties['vocab_size']:,}"] if "vocab_size" in properties else []
+    items += [str(properties[name]).removeprefix("torch.") for name in ("dtype", "device") if name in properties]
+    return " · ".join(items)
 
 
 def _render_finding(finding: Finding) -> RenderableType:
-    """All that a person needs to act on it."""
-    sign, style = VERDICT_SYMBOLS[finding.verdict]
+    """Render a failure or warning with its details."""
+    symbol, style = VERDICT_SYMBOLS[finding.verdict]
     body = _two_column_table()
     for name, text in finding.details():
         if text:
             text = f"cutaway check --explain {finding.check}" if name == "docs" else text
             body.add_row(Text(name, "dim"), Text(escape_control_characters(text)))
-    same = [part.message for part in finding.cases if part.verdict == finding.verdict]
-    for message in [each for each in same if each != finding.message][:MAX_EXTRA_MESSAGES]:
+    case_messages = [case.message for case in finding.cases if case.verdict == finding.verdict]
+    for message in [text for text in case_messages if text != finding.message][:MAX_EXTRA_MESSAGES]:
         body.add_row(Text("also", "dim"), Text(escape_control_characters(message)))
-    head = Text.assemble((f"{sign} {finding.check}", style), f"  {escape_control_characters(finding.message)}")
+    head = Text.assemble((f"{symbol} {finding.check}", style), f"  {escape_control_characters(finding.message)}")
     return Group(_hanging_indent(head), Padding(body, (0, 0, 0, 2)))
 
 
 def _two_column_table() -> Table:
-    """A name, and what is said under it."""
+    """Table of names and texts."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -80,7 +80,7 @@ def _two_column_table() -> Table:
 
 
 def _hanging_indent(text: Text) -> RenderableType:
-    """Text whose later lines stand to the right of its first."""
+    """Text with a hanging indent after its symbol."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=0)
     table.add_column(width=2)
     table.add_column(overflow="fold")
@@ -89,7 +89,7 @@ def _hanging_indent(text: Text) -> RenderableType:
 
 
 def _render_passed_and_skipped(report: Report) -> Iterator[RenderableType]:
-    """What passed, in a line; what was skipped, by its reason."""
+    """Render the passed checks in one line, and the skipped ones by reason."""
     table = _two_column_table()
     passed = [finding.check for finding in report.findings if finding.verdict == "pass"]
     if passed:
@@ -104,33 +104,33 @@ def _render_passed_and_skipped(report: Report) -> Iterator[RenderableType]:
 
 
 def skipped_by_reason(report: Report) -> dict[str, list[str]]:
-    """Names of checks by the reason why they were not tried."""
-    found: dict[str, list[str]] = {}
+    """Return the names of skipped checks by reason, most frequent first."""
+    names_by_reason: dict[str, list[str]] = {}
     for finding in report.findings:
         if finding.verdict == "skip":
-            found.setdefault(finding.message.removeprefix("skipped: "), []).append(finding.check)
-    return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
+            names_by_reason.setdefault(finding.message.removeprefix("skipped: "), []).append(finding.check)
+    return dict(sorted(names_by_reason.items(), key=lambda pair: -len(pair[1])))
 
 
 def _findings_table(report: Report, *, show_times: bool) -> RenderableType:
-    """Each check, and each thing it tried, with figures."""
+    """Table of all checks and cases, with measurements."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("")
     table.add_column("check", no_wrap=True)
-    table.add_column("tried", overflow="fold", ratio=1)
+    table.add_column("case", overflow="fold", ratio=1)
     for name in ("measured", "threshold", *(["seconds"] if show_times else [])):
         table.add_column(name, justify="right", no_wrap=True)
     for finding in report.findings:
-        whole = CaseResult(finding.verdict, finding.message, finding.measured, finding.threshold)
-        for n, part in enumerate(finding.cases or [whole]):
-            sign, style = VERDICT_SYMBOLS[part.verdict]
+        single_case = CaseResult(finding.verdict, finding.message, finding.measured, finding.threshold)
+        for index, case in enumerate(finding.cases or [single_case]):
+            symbol, style = VERDICT_SYMBOLS[case.verdict]
             row = [
-                Text(sign, style),
-                Text(finding.check if n == 0 else ""),
-                Text(escape_control_characters(part.message)),
+                Text(symbol, style),
+                Text(finding.check if index == 0 else ""),
+                Text(escape_control_characters(case.message)),
             ]
-            row += [Text(_format_measurement(part.measured)), Text(_format_measurement(part.threshold))]
-            row += [Text(f"{finding.seconds:.2f}" if n == 0 else "", "dim")] if show_times else []
+            row += [Text(_format_measurement(case.measured)), Text(_format_measurement(case.threshold))]
+            row += [Text(f"{finding.seconds:.2f}" if index == 0 else "", "dim")] if show_times else []
             table.add_row(*row)
     return table
 
@@ -140,38 +140,38 @@ def _format_measurement(value: float | None) -> str:
 
 
 def _format_verdict(report: Report, *, show_times: bool) -> Text:
-    """The last line: what it comes to."""
+    """Format the last line: verdict and counts."""
     counts = report.counts()
-    tried = len(report.findings) - counts["skip"]
+    num_run = len(report.findings) - counts["skip"]
     if not report.ok:
-        said = Text(f"{counts['fail']} of {tried} checks failed", "bold red")
-    elif tried:
-        said = Text("nothing wrong was found" if not counts["warn"] else "nothing failed", "bold green")
+        verdict = Text(f"{counts['fail']} of {num_run} checks failed", "bold red")
+    elif num_run:
+        verdict = Text("no problems found" if not counts["warn"] else "no check failed", "bold green")
     else:
-        said = Text("nothing could be tried", "bold yellow")
-    rest = [f"{counts['warn']} warning{'s' * (counts['warn'] != 1)}"] if counts["warn"] else []
-    rest += [f"{counts['pass']} passed", f"{counts['skip']} skipped"]
-    rest += [f"{report.seconds:.1f} s"] if show_times else []
-    return said.append(f" · {' · '.join(rest)}", "not bold default")
+        verdict = Text("no check could be run", "bold yellow")
+    counts_text = [f"{counts['warn']} warning{'s' * (counts['warn'] != 1)}"] if counts["warn"] else []
+    counts_text += [f"{counts['pass']} passed", f"{counts['skip']} skipped"]
+    counts_text += [f"{report.seconds:.1f} s"] if show_times else []
+    return verdict.append(f" · {' · '.join(counts_text)}", "not bold default")
 
 
 def render_check_list(checks: Mapping[str, Check]) -> None:
-    """All checks, by the part of a Transformer that they ask about."""
+    """Print all checks, grouped by module."""
     out = build_console()
     table = _two_column_table()
-    room = None
-    for each in checks.values():
-        here = each.run.__module__.rpartition(".")[2]
-        if room not in (None, here):
+    previous_module = None
+    for check in checks.values():
+        module = check.run.__module__.rpartition(".")[2]
+        if previous_module not in (None, module):
             table.add_row()
-        room = here
-        table.add_row(Text(each.name, "bold"), Text(each.catches))
+        previous_module = module
+        table.add_row(Text(check.name, "bold"), Text(check.catches))
     out.print(table)
-    out.print(indent(Text(f"{len(checks)} checks; cutaway check --explain NAME says more of one", "dim")))
+    out.print(indent(Text(f"{len(checks)} checks; cutaway check --explain NAME describes one", "dim")))
 
 
 def render_check_docs(text: str) -> None:
-    """A page, set for the terminal."""
+    """Print the documentation of a check."""
     from rich.markdown import Markdown
 
     build_console().print(Markdown(text, hyperlinks=False))

@@ -1,4 +1,4 @@
-"""What `cutaway learn` shows in a terminal."""
+"""Terminal reports of `cutaway learn`: exercises, progress, hints, grades."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from cutaway.learn.exercises import Exercise
 from cutaway.learn.runner.launcher import GradeReport
 
 MAX_PRINTED_LINES = 20
-"""Of what a learner prints, as many are shown."""
+"""Maximum number of printed lines of the learner's output."""
 STATE_STYLES = {"passed": "green", "attempted": "yellow", "started": "cyan", "not started": "dim"}
 VERDICT_SYMBOLS = {"correct": ("✓", "green"), "incorrect": ("✗", "red"), "error": ("✗", "red"), "missing": ("✗", "red")}
 
@@ -23,44 +23,44 @@ def _format_state(exercise_state: str) -> Text:
 
 def render_exercise_list(rows: list[dict[str, Any]]) -> None:
     table = borderless_table("rlrrll", ["", "exercise", "minutes", "notebook", "about", ""])
-    for each in rows:
-        done = Text() if each["status"] == "not started" else _format_state(each["status"])
-        notebook = str(int(each["notebook"][:2]))
-        table.add_row(str(each["number"]), each["title"], str(each["minutes"]), notebook, each["site"], done)
+    for row in rows:
+        status = Text() if row["status"] == "not started" else _format_state(row["status"])
+        notebook = str(int(row["notebook"][:2]))
+        table.add_row(str(row["number"]), row["title"], str(row["minutes"]), notebook, row["site"], status)
     out = build_console()
     out.print(table)
-    out.print("[dim]Begin with `cutaway learn start 1`; the file says what to do.[/dim]")
+    out.print("[dim]Start with `cutaway learn start 1`; the file has the instructions.[/dim]")
 
 
 def render_progress(rows: list[dict[str, Any]], passed: int) -> None:
-    table = borderless_table("rllrrl", ["", "exercise", "state", "tries", "hints", "last"])
-    for each in rows:
-        when = (each["passed_at"] or each["last_attempt"] or "")[:10]
-        hints = f"{each['num_hints']}/{each['num_available_hints']}" if each["num_hints"] else ""
+    table = borderless_table("rllrrl", ["", "exercise", "status", "attempts", "hints", "last"])
+    for row in rows:
+        date = (row["passed_at"] or row["last_attempt"] or "")[:10]
+        hints = f"{row['num_hints']}/{row['num_available_hints']}" if row["num_hints"] else ""
         table.add_row(
-            str(each["number"]),
-            each["title"],
-            _format_state(each["status"]),
-            str(each["attempts"] or ""),
+            str(row["number"]),
+            row["title"],
+            _format_state(row["status"]),
+            str(row["attempts"] or ""),
             hints,
-            Text(when),
+            Text(date),
         )
     out = build_console()
     out.print(table)
-    left = next((each["number"] for each in rows if each["status"] != "passed"), None)
-    more = "all of them" if left is None else f"next: `cutaway learn start {left}`"
-    if left is not None and rows[left - 1]["status"] != "not started":
-        more = f"next: `cutaway learn check {left}`"
-    out.print(f"[dim]{passed} of {len(rows)} passed; {more}[/dim]")
+    next_number = next((row["number"] for row in rows if row["status"] != "passed"), None)
+    hint = "all done" if next_number is None else f"next: `cutaway learn start {next_number}`"
+    if next_number is not None and rows[next_number - 1]["status"] != "not started":
+        hint = f"next: `cutaway learn check {next_number}`"
+    out.print(f"[dim]{passed} of {len(rows)} passed; {hint}[/dim]")
 
 
 def render_started(exercise: Exercise, path: Path, previous_file: Path | None) -> None:
     out = build_console()
     out.print(Text.assemble((f"{exercise.number} · {exercise.title}", "bold"), f"  about {exercise.minutes} minutes"))
     if previous_file is not None:
-        out.print(f"Your old file is now '{escape(str(previous_file))}'.", soft_wrap=True)
+        out.print(f"The old file is renamed to '{escape(str(previous_file))}'.", soft_wrap=True)
     out.print(
-        f"Written to '{escape(str(path))}'. Replace each line that raises NotImplementedError, then ask:",
+        f"Written to '{escape(str(path))}'. Replace each line that raises NotImplementedError, then run:",
         soft_wrap=True,
     )
     out.print(f"  cutaway learn check {exercise.number}")
@@ -70,12 +70,12 @@ def render_started(exercise: Exercise, path: Path, previous_file: Path | None) -
 def render_hints(exercise: Exercise, num_hints: int, *, is_new: bool) -> None:
     out = build_console()
     count = len(exercise.hints)
-    for n, text in enumerate(exercise.hints[:num_hints], 1):
-        fresh = is_new and n == num_hints
-        out.print(Text(f"hint {n} of {count}", "bold" if fresh else "dim"))
-        out.print(indent(Text(text, "" if fresh else "dim")))
+    for index, hint in enumerate(exercise.hints[:num_hints], 1):
+        is_latest = is_new and index == num_hints
+        out.print(Text(f"hint {index} of {count}", "bold" if is_latest else "dim"))
+        out.print(indent(Text(hint, "" if is_latest else "dim")))
     if not is_new:
-        out.print(f"[dim]These are all. `cutaway learn solution {exercise.number}` shows the solution.[/dim]")
+        out.print(f"[dim]There are no more hints. `cutaway learn solution {exercise.number}` shows the solution.[/dim]")
 
 
 def render_code(text: str) -> None:
@@ -89,16 +89,18 @@ def render_code(text: str) -> None:
 
 
 def render_grade(exercise: Exercise, path: Path, result: GradeReport) -> None:
-    """The verdict, what is behind it, and what to do next."""
+    """Print the verdict of each function, notes, and what to do next."""
     out = build_console()
-    printed = result.output.rstrip().splitlines()
-    if printed:
-        more = [] if len(printed) <= MAX_PRINTED_LINES else [f"… {len(printed) - MAX_PRINTED_LINES} lines more"]
-        out.print(Text("your file printed", "dim"))
-        out.print(indent(Text(escape_control_characters("\n".join([*printed[:MAX_PRINTED_LINES], *more])))))
-    known: set[str] = set()
-    for each in result.tasks:
-        _render_verdict(each, known)
+    output_lines = result.output.rstrip().splitlines()
+    if output_lines:
+        omitted = (
+            [] if len(output_lines) <= MAX_PRINTED_LINES else [f"… {len(output_lines) - MAX_PRINTED_LINES} more lines"]
+        )
+        out.print(Text("output of your file", "dim"))
+        out.print(indent(Text(escape_control_characters("\n".join([*output_lines[:MAX_PRINTED_LINES], *omitted])))))
+    explained: set[str] = set()
+    for task in result.tasks:
+        _render_verdict(task, explained)
     for note in result.notes:
         out.print(Text(f"· {escape_control_characters(note['location'] or path.name)} {note['message']}", "dim"))
     number = exercise.number
@@ -113,17 +115,17 @@ def render_grade(exercise: Exercise, path: Path, result: GradeReport) -> None:
             f"{escape(str(path))} is not written yet: replace the lines that raise NotImplementedError.", soft_wrap=True
         )
     elif result.status == "partial":
-        out.print(Text(f"Right so far; {number} · {exercise.title} is not all written yet.", "yellow"))
+        out.print(Text(f"Correct so far; {number} · {exercise.title} is not complete yet.", "yellow"))
     else:
-        out.print(Text(f"That is {path}; `cutaway learn hint {number}` helps further.", "dim"), soft_wrap=True)
+        out.print(Text(f"Checked {path}; `cutaway learn hint {number}` shows a hint.", "dim"), soft_wrap=True)
 
 
 def _render_verdict(result: dict[str, Any], explained: set[str]) -> None:
-    """One function. A mistake that shows in several is explained once."""
+    """Print the result of one function. A mistake found in several functions is explained once."""
     out = build_console()
-    sign, style = VERDICT_SYMBOLS.get(result["status"], ("·", "yellow"))
-    said = f" {escape_control_characters(result['message'])}" if result["message"] else " is right"
-    out.print(Text.assemble((f"{sign} ", style), (result["name"], "bold"), said))
+    symbol, style = VERDICT_SYMBOLS.get(result["status"], ("·", "yellow"))
+    message = f" {escape_control_characters(result['message'])}" if result["message"] else " is correct"
+    out.print(Text.assemble((f"{symbol} ", style), (result["name"], "bold"), message))
     if result["location"]:
         out.print(indent(Text(escape_control_characters(result["location"]), "dim")))
     for name, hint in zip(result["mistakes"], result["hints"], strict=False):

@@ -1,4 +1,4 @@
-"""What `cutaway generate` shows: answers as they come, fillings of masks, and how fast it went."""
+"""Output of `cutaway generate`: streamed completions, beam search results, mask predictions, throughput."""
 
 import json
 import math
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class OutputWriter:
-    """What the user wants to see, and where it is written."""
+    """Output options and streams."""
 
     def __init__(self, *, echo: bool | None = None, show_stats: bool | None = None, as_json: bool = False) -> None:
         self.as_json = as_json
@@ -39,7 +39,7 @@ class OutputWriter:
         self.stdout.out.flush()
 
     def write_note(self, text: str) -> None:
-        """A line that is not part of the answer."""
+        """Write a line to standard error."""
         if self.stderr is not None:
             self.stderr.write_dim(text)
             self.stderr.end_line()
@@ -56,46 +56,56 @@ def generate_and_print(
     as_messages: bool,
     system: str | None,
 ) -> None:
-    """Answers to all prompts, one after another in their order, while the engine works on all of them."""
-    prompts = [build_messages(each, system, checkpoint) if as_messages else each for each in inputs]
-    several = len(inputs) * params.n > 1
-    continues = not as_messages and "encoder" not in checkpoint.model.stacks
-    model, _, start = unpack_checkpoint(checkpoint)
-    shown = [_prompt_text(each, checkpoint) for each in inputs for _ in range(params.n)]
-    if search_options or default_num_beams(model, start, params):
-        found, took = _run_beam_search(checkpoint, prompts, params, search_options, engine_options, output)
-        for number, result in enumerate(found):
+    """Generate completions of all prompts in one batch and print them in order."""
+    prompts = [build_messages(prompt, system, checkpoint) if as_messages else prompt for prompt in inputs]
+    has_several = len(inputs) * params.n > 1
+    is_continuation = not as_messages and "encoder" not in checkpoint.model.stacks
+    model, _, generation_config = unpack_checkpoint(checkpoint)
+    prompt_texts = [_prompt_text(prompt, checkpoint) for prompt in inputs for _ in range(params.n)]
+    if search_options or default_num_beams(model, generation_config, params):
+        results, seconds = _run_beam_search(checkpoint, prompts, params, search_options, engine_options, output)
+        for index, result in enumerate(results):
             text = iter_text([CompletionChunk(result.text or "", result.tokens)], checkpoint)
             _print_completion(
-                output, shown[number], text, is_continuation=continues, has_several=several, is_first=number == 0
+                output,
+                prompt_texts[index],
+                text,
+                is_continuation=is_continuation,
+                has_several=has_several,
+                is_first=index == 0,
             )
-            print_result_details(output, inputs[number // params.n], result, _throughput(found, took), checkpoint)
+            print_result_details(output, inputs[index // params.n], result, _throughput(results, seconds), checkpoint)
         if output.show_stats:
-            count = sum(len(result.tokens) for result in found)
-            output.write_note(f"{count:,} tokens, {_throughput(found, took) or 0:,.3g} tokens/s, searched with beams")
+            num_tokens = sum(len(result.tokens) for result in results)
+            output.write_note(f"{num_tokens:,} tokens, {_throughput(results, seconds) or 0:,.3g} tokens/s, beam search")
         return
-    flow, tickets = start_generation(checkpoint, prompts, params, **engine_options)
+    generation, requests = start_generation(checkpoint, prompts, params, **engine_options)
     try:
-        for number, ticket in enumerate(tickets):
-            text = iter_text(flow.stream_chunks(ticket), checkpoint)
+        for index, request in enumerate(requests):
+            text = iter_text(generation.stream_chunks(request), checkpoint)
             _print_completion(
-                output, shown[number], text, is_continuation=continues, has_several=several, is_first=number == 0
+                output,
+                prompt_texts[index],
+                text,
+                is_continuation=is_continuation,
+                has_several=has_several,
+                is_first=index == 0,
             )
             print_result_details(
-                output, inputs[number // params.n], ticket.result(), flow.tokens_per_second(ticket), checkpoint
+                output, inputs[index // params.n], request.result(), generation.tokens_per_second(request), checkpoint
             )
     except KeyboardInterrupt:
         output.stdout.end_line()
         raise
     if output.show_stats:
-        output.write_note(format_stats(flow))
+        output.write_note(format_stats(generation))
 
 
 def build_messages(text: PromptInput, system: str | None, checkpoint: "Checkpoint") -> list[dict[str, str]]:
-    """A message as the beginning of a chat."""
+    """Return a text as the first user message of a chat."""
     check_chat_template(checkpoint)
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return [*first, {"role": "user", "content": str(text)}]
+    system_messages = [] if system is None else [{"role": "system", "content": system}]
+    return [*system_messages, {"role": "user", "content": str(text)}]
 
 
 def check_chat_template(checkpoint: "Checkpoint") -> None:
@@ -103,13 +113,13 @@ def check_chat_template(checkpoint: "Checkpoint") -> None:
     if tokenizer is None or tokenizer.chat_template is None:
         missing = "tokenizer" if tokenizer is None else "chat template"
         raise InputError(
-            f"this checkpoint has no {missing}, so it knows no chats; leave --chat or --message out to continue plain"
-            " text, or load the version that was trained to answer"
+            f"this checkpoint has no {missing}, so it has no chat format; leave out --chat and --message to generate"
+            " from plain text, or load an instruction-tuned checkpoint"
         )
 
 
 def _prompt_text(prompt: PromptInput, checkpoint: "Checkpoint") -> str:
-    """A prompt as it is shown."""
+    """Return the text of a prompt."""
     if isinstance(prompt, str):
         return prompt
     tokenizer = checkpoint.tokenizer
@@ -117,32 +127,32 @@ def _prompt_text(prompt: PromptInput, checkpoint: "Checkpoint") -> str:
 
 
 def iter_text(chunks: Iterable[CompletionChunk], checkpoint: "Checkpoint") -> Iterable[str]:
-    """An answer's text, bit by bit; its ids, where there is no tokenizer."""
-    before, reads = "", checkpoint.tokenizer is not None
-    for piece in chunks:
-        if reads:
-            yield piece.text
-        for token in () if reads else piece.tokens:
-            yield f"{before}{token}"
-            before = ","
+    """Yield the text of chunks; without a tokenizer, token ids."""
+    separator, has_tokenizer = "", checkpoint.tokenizer is not None
+    for chunk in chunks:
+        if has_tokenizer:
+            yield chunk.text
+        for token in () if has_tokenizer else chunk.tokens:
+            yield f"{separator}{token}"
+            separator = ","
 
 
 def _print_completion(
     output: OutputWriter, prompt: str, texts: Iterable[str], *, is_continuation: bool, has_several: bool, is_first: bool
 ) -> None:
-    """Write one answer while it comes. A text that is continued stands before it, a question above it."""
+    """Print one completion while it is generated, after its prompt; a chat message is printed on its own line."""
     if output.as_json:
         for _ in texts:
-            """The whole is told at its end."""
+            pass  # print_result_details prints the JSON object at the end
         return
-    screen = output.stdout
+    stdout = output.stdout
     if output.echo and (is_continuation or has_several or output.echo_requested):
         if has_several and not is_first:
-            screen.write("\n")
-        screen.write_dim(prompt if is_continuation else f"{prompt}\n")
-    for piece in texts:
-        screen.write(piece)
-    screen.end_line()
+            stdout.write("\n")
+        stdout.write_dim(prompt if is_continuation else f"{prompt}\n")
+    for text in texts:
+        stdout.write(text)
+    stdout.end_line()
 
 
 def print_result_details(
@@ -152,7 +162,7 @@ def print_result_details(
     tokens_per_second: float | None,
     checkpoint: "Checkpoint",
 ) -> None:
-    """What there is to say about a finished answer."""
+    """Print a finished completion as JSON, or its log-probabilities."""
     if output.as_json:
         output.write_json(completion_to_dict(prompt, result, tokens_per_second))
     elif result.logprobs is not None:
@@ -160,29 +170,31 @@ def print_result_details(
 
 
 def _render_logprobs(result: Completion, checkpoint: "Checkpoint") -> None:
-    """Each token with its probability, and what might have stood in its place."""
+    """Print each token with its probability and the alternatives."""
     from rich.text import Text
 
     from cutaway.cli.views.terminal import borderless_table
 
     tokenizer = checkpoint.tokenizer
 
-    def named(token: int) -> str:
+    def token_text(token: int) -> str:
         return (
             escape_control_characters(repr(tokenizer.decode([token], skip_special_tokens=False)))
             if tokenizer
             else str(token)
         )
 
-    table = borderless_table("lrl", ["token", "probability", "likeliest" if result.top_logprobs else ""])
-    for place, (token, logprob) in enumerate(zip(result.tokens, result.logprobs or [], strict=False)):
-        others = result.top_logprobs[place] if result.top_logprobs else {}
-        listed = "  ".join(f"{named(other)} {math.exp(value):.1%}" for other, value in others.items())
-        table.add_row(Text(named(token)), f"{math.exp(logprob):.1%}", Text(listed))
+    table = borderless_table("lrl", ["token", "probability", "most likely" if result.top_logprobs else ""])
+    for index, (token, logprob) in enumerate(zip(result.tokens, result.logprobs or [], strict=False)):
+        alternatives = result.top_logprobs[index] if result.top_logprobs else {}
+        alternatives_text = "  ".join(
+            f"{token_text(other)} {math.exp(value):.1%}" for other, value in alternatives.items()
+        )
+        table.add_row(Text(token_text(token)), f"{math.exp(logprob):.1%}", Text(alternatives_text))
     print_without_wrapping(table)
 
 
-# ---------------------------------------------------------------------------------------- beams
+# ---------------------------------------------------------------------------------------- beam search
 
 
 def _run_beam_search(
@@ -193,26 +205,26 @@ def _run_beam_search(
     engine_options: Any,
     output: OutputWriter,
 ) -> tuple[list[Completion], float]:
-    """Beams come all at the end; on a terminal something turns until then."""
+    """Run beam search, with a spinner on a terminal; return the completions and the seconds."""
     from rich.console import Console
 
-    quick = next((name for name in ("weight_bits", "compile", "draft_model") if name in engine_options), None)
-    if quick is not None:
-        raise InputError(f"beams are searched with the model as it is, so {quick} has no part in it; leave it out")
-    began = time.perf_counter()
-    settings = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
+    unsupported = next((name for name in ("weight_bits", "compile", "draft_model") if name in engine_options), None)
+    if unsupported is not None:
+        raise InputError(f"beam search does not support {unsupported}; leave it out")
+    start_time = time.perf_counter()
+    sampling_options = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
     console = Console(stderr=True)
-    waiting = console.status("searching") if console.is_terminal and not output.as_json else nullcontext()
-    with waiting:
-        found = generate(checkpoint, prompts, **search_options, **engine_options, **settings)
-    return found, time.perf_counter() - began
+    spinner = console.status("searching") if console.is_terminal and not output.as_json else nullcontext()
+    with spinner:
+        results = generate(checkpoint, prompts, **search_options, **engine_options, **sampling_options)
+    return results, time.perf_counter() - start_time
 
 
 def _throughput(results: Sequence[Completion], seconds: float) -> float | None:
-    return sum(len(each.tokens) for each in results) / seconds if seconds > 0 else None
+    return sum(len(result.tokens) for result in results) / seconds if seconds > 0 else None
 
 
-# ---------------------------------------------------------------------------------------- masks
+# ---------------------------------------------------------------------------------------- mask filling
 
 
 def fill_masks(
@@ -222,21 +234,25 @@ def fill_masks(
     top_k: int,
     output: OutputWriter,
 ) -> None:
-    """What an encoder would put in the place of each mask."""
+    """Print the predictions of an encoder for each mask."""
     from cutaway.generate.fill_mask import fill_mask
 
     if unsupported_options:
         option = f"--{unsupported_options[0].replace('_', '-')}".replace("compile-model", "compile")
-        raise InputError(f"this model is an encoder and fills masks, for which {option} has no meaning; leave it out")
-    texts = [each for each in inputs if isinstance(each, str)]
+        raise InputError(
+            f"this model is an encoder, which fills masks, and {option} does not apply to that; leave it out"
+        )
+    texts = [prompt for prompt in inputs if isinstance(prompt, str)]
     if checkpoint.tokenizer is None or len(texts) < len(inputs) or not texts:
         raise InputError(
-            "this model is an encoder: give it texts with a mask to fill, and a tokenizer beside its weights"
+            "this model is an encoder, which fills masks; pass texts with a mask, and a checkpoint with a tokenizer"
         )
-    found = fill_mask(checkpoint.model, checkpoint.tokenizer, texts, top_k=top_k)
-    for text, masks in zip(texts, found, strict=True):
+    predictions = fill_mask(checkpoint.model, checkpoint.tokenizer, texts, top_k=top_k)
+    for text, masks in zip(texts, predictions, strict=True):
         if output.as_json:
-            output.write_json({"prompt": text, "masks": [[each._asdict() for each in mask] for mask in masks]})
+            output.write_json(
+                {"prompt": text, "masks": [[prediction._asdict() for prediction in mask] for mask in masks]}
+            )
         else:
             _render_mask_predictions(text, masks, output)
 
@@ -250,49 +266,55 @@ def _render_mask_predictions(text: str, predictions: Sequence[Sequence[Any]], ou
         output.stdout.write_dim(f"{text}\n")
     for mask in predictions:
         table = borderless_table("rll")
-        for each in mask:
-            share = f"{each.probability:.1%}"
+        for prediction in mask:
+            probability = f"{prediction.probability:.1%}"
             table.add_row(
-                share, Text(escape_control_characters(each.token), "bold"), Text(escape_control_characters(each.text))
+                probability,
+                Text(escape_control_characters(prediction.token), "bold"),
+                Text(escape_control_characters(prediction.text)),
             )
         print_without_wrapping(table)
 
 
-# ---------------------------------------------------------------------------------------- how fast
+# ---------------------------------------------------------------------------------------- throughput
 
 
 def format_stats(generation: TimedGeneration) -> str:
-    """One line: how much, how fast, and how near to what the memory allows."""
+    """Format the number of tokens, throughput, time to first token and bandwidth utilization in one line."""
     parts = [f"{generation.num_tokens:,} tokens"]
-    cut = [ticket for ticket in generation.requests if ticket.output.finish_reason == "length"]
-    if cut:
-        full = all(ticket.output.max_tokens < (ticket.sampling_params.max_new_tokens or math.inf) for ticket in cut)
-        parts[0] += " (cut; the context is full)" if full else " (cut; --max-new-tokens gives more)"
+    truncated = [request for request in generation.requests if request.output.finish_reason == "length"]
+    if truncated:
+        context_full = all(
+            request.output.max_tokens < (request.sampling_params.max_new_tokens or math.inf) for request in truncated
+        )
+        parts[0] += " (truncated; the context is full)" if context_full else " (truncated; increase --max-new-tokens)"
     if generation.decode_seconds > 0 and generation.num_steps > 0:
         parts.append(f"{generation.num_decoded_tokens / generation.decode_seconds:,.3g} tokens/s")
     if generation.first_token_times:
-        parts.append(f"{generation.time_to_first_token * 1e3:,.0f} ms to the first")
-    reached = _bandwidth_utilization(generation)
-    if reached is not None:
-        parts.append(f"{reached:.0%} of memory bandwidth")
+        parts.append(f"{generation.time_to_first_token * 1e3:,.0f} ms to first token")
+    bandwidth_utilization = _bandwidth_utilization(generation)
+    if bandwidth_utilization is not None:
+        parts.append(f"{bandwidth_utilization:.0%} of memory bandwidth")
     return ", ".join(parts)
 
 
 def _bandwidth_utilization(generation: TimedGeneration) -> float | None:
-    """The time that reading weights and caches would take at the speed of a bare copy, of the time that it took."""
+    """Return the achieved fraction of the memory bandwidth of a copy, for reading weights and KV cache."""
     from cutaway.bench.throughput import DTYPE_NAMES, estimate_inference_size, get_copy_bandwidth
 
-    plan = generation.engine.config
-    dtype = DTYPE_NAMES.get(plan.model.dtype)
+    config = generation.engine.config
+    dtype = DTYPE_NAMES.get(config.model.dtype)
     if dtype is None or generation.num_steps < 2 or generation.decode_seconds <= 0:
         return None
-    bandwidth = get_copy_bandwidth(plan.model.device)
+    bandwidth = get_copy_bandwidth(config.model.device)
     if bandwidth is None:
         return None
-    batch = max(1, round(generation.num_tokens / (generation.num_steps + 1)))
-    moved = (
-        estimate_inference_size(plan.model.config, dtype, plan.weight_bits, batch, generation.mean_context_length)
-        .decode_workload(batch)
+    batch_size = max(1, round(generation.num_tokens / (generation.num_steps + 1)))
+    bytes_per_step = (
+        estimate_inference_size(
+            config.model.config, dtype, config.weight_bits, batch_size, generation.mean_context_length
+        )
+        .decode_workload(batch_size)
         .min_bytes
     )
-    return generation.num_steps * moved / bandwidth / generation.decode_seconds
+    return generation.num_steps * bytes_per_step / bandwidth / generation.decode_seconds

@@ -1,4 +1,4 @@
-"""How the quiz looks on a terminal."""
+"""Terminal output of `cutaway learn quiz`."""
 
 import sys
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ STATE_SYMBOLS = {"known": ("✓", "green"), "missed": ("✗", "red"), "new": ("�
 
 
 class QuizConsole:
-    """Questions and verdicts, one under the other; narrow enough to read."""
+    """Prints questions and verdicts, at most 100 columns wide, and reads answers."""
 
     def __init__(self) -> None:
         self.console = Console(highlight=False)
         self.width = min(self.console.width, 100)
-        self.section_titles = {each.slug: each.title for each in load_sections()}
+        self.section_titles = {section.slug: section.title for section in load_sections()}
 
     def print_text(self, text: str, style: str = "", indent: int = 0) -> None:
         space = " " * indent
@@ -33,68 +33,70 @@ class QuizConsole:
             self.print_text(text, "yellow")
 
     def print_question(self, question: Question, number: int, total: int, seed: int) -> None:
-        place = f"{number} of {total} · {self.section_titles[question.section]} · {question.topic}"
+        header = f"{number} of {total} · {self.section_titles[question.section]} · {question.topic}"
         self.print_blank_line()
-        self.print_text(place, "dim")
+        self.print_text(header, "dim")
         self.print_text(question.question, "bold")
         if isinstance(question, ChoiceQuestion):
             grid = Table.grid(padding=(0, 2, 0, 0))
             for letter, choice in zip(CHOICE_LETTERS, shuffle_choices(question, seed), strict=False):
                 grid.add_row(Text(f"  {letter}", "cyan"), Text(choice.text))
             self.console.print(grid, width=self.width)
-        self.prompt = f"  {_answer_hint(question)} (Enter: I do not know, q: end)> "
+        self.prompt = f"  {_answer_hint(question)} (Enter: skip, q: quit)> "
 
     def read_answer(self, max_bytes: int) -> str | None:
-        """A line that was typed or piped in; None at the end of all."""
+        """Read a line; None at the end of input."""
         self.console.print(Text(self.prompt, "dim"), end="")
         sys.stdout.flush()
         line = b"" if sys.stdin is None else sys.stdin.buffer.readline(max_bytes)
-        typed = line.decode("utf-8", "replace").rstrip("\r\n")
-        if not line or not sys.stdin.isatty():  # a terminal shows what is typed; a pipe does not
-            self.console.print(Text(typed if typed.isprintable() else repr(typed)))
-        return typed if line else None
+        answer = line.decode("utf-8", "replace").rstrip("\r\n")
+        if not line or not sys.stdin.isatty():  # echo the answer: a terminal does, a pipe does not
+            self.console.print(Text(answer if answer.isprintable() else repr(answer)))
+        return answer if line else None
 
     def print_blank_line(self) -> None:
         self.console.print()
 
     def print_verdict(self, question: Question, verdict: AnswerGrade, *, answered: bool, show_code: bool) -> None:
         if verdict.correct:
-            self.print_text(f"✓ Right. {verdict.correct_explanation}", "green", indent=2)
+            self.print_text(f"✓ Correct. {verdict.correct_explanation}", "green", indent=2)
         else:
             if answered:
-                self.print_text(f"✗ Not so. {verdict.explanation}", "red", indent=2)
+                self.print_text(f"✗ Incorrect. {verdict.explanation}", "red", indent=2)
             self.print_text(f"→ {verdict.correct_answer}", "bold", indent=2)
             if verdict.explanation != verdict.correct_explanation:
                 self.print_text(verdict.correct_explanation, indent=4)
-        several = "s" if len(question.notebooks) > 1 else ""
+        plural = "s" if len(question.notebooks) > 1 else ""
         page = "" if question.docs_page is None else f", docs/{question.docs_page}"
-        self.print_text(f"see notebook{several} {' and '.join(map(str, question.notebooks))}{page}", "dim", indent=4)
+        self.print_text(f"see notebook{plural} {' and '.join(map(str, question.notebooks))}{page}", "dim", indent=4)
         if show_code and question.proof:
             self.console.print(Text(indent(question.program.rstrip(), " " * 4), "cyan"), soft_wrap=True)
 
     def print_summary(self, num_correct: int, missed: Sequence[str], score: QuizProgress) -> None:
         self.print_note(score.note)
-        asked = num_correct + len(missed)
-        if not asked:
-            self.print_text("Nothing was answered, so nothing is counted.", "dim")
+        num_answered = num_correct + len(missed)
+        if not num_answered:
+            self.print_text("No question was answered.", "dim")
             return
-        every = find_questions()
-        known = sum(score.status(each.id) == "known" for each in every)
+        all_questions = find_questions()
+        num_known = sum(score.status(question.id) == "known" for question in all_questions)
         self.print_blank_line()
-        self.print_text(f"{num_correct} of {asked} right; you know {known} of all {len(every)}.", "bold")
+        self.print_text(
+            f"{num_correct} of {num_answered} correct; {num_known} of all {len(all_questions)} questions known.", "bold"
+        )
         if missed:
-            self.print_text(f"These come again first: {', '.join(missed)}.")
+            self.print_text(f"These are repeated first: {', '.join(missed)}.")
 
     def print_question_list(self, quiz_questions: Sequence[Question], score: QuizProgress) -> None:
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column in ("", "question", "section", "topic", "notebooks"):
             table.add_column(column, no_wrap=True)
-        for each in quiz_questions:
-            sign, style = STATE_SYMBOLS[score.status(each.id)]
-            see = ", ".join(map(str, each.notebooks))
-            table.add_row(Text(sign, style), each.id, each.section, each.topic, see)
+        for question in quiz_questions:
+            symbol, style = STATE_SYMBOLS[score.status(question.id)]
+            notebooks = ", ".join(map(str, question.notebooks))
+            table.add_row(Text(symbol, style), question.id, question.section, question.topic, notebooks)
         self.console.print(table)
-        states = [score.status(each.id) for each in quiz_questions]
+        states = [score.status(question.id) for question in quiz_questions]
         self.print_text(
             f"{len(quiz_questions)} questions: {states.count('known')} known, {states.count('missed')} missed.", "dim"
         )
@@ -102,7 +104,7 @@ class QuizConsole:
 
 
 def _answer_hint(question: Question) -> str:
-    """What is to be typed."""
+    """Describe the expected answer."""
     if isinstance(question, ChoiceQuestion):
-        return "all the letters that are right" if question.multiple else "a letter"
+        return "all correct letters" if question.multiple else "a letter"
     return f"a number, in {question.unit}" if question.unit else "a number"

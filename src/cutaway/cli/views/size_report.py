@@ -1,4 +1,4 @@
-"""What `cutaway size` shows in a terminal: the data of --json as tables and bars."""
+"""Terminal report of `cutaway size`: the data of --json as tables and bars."""
 
 import sys
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from cutaway.size.options import MODE_LABELS
 from cutaway.size.plot import component_group
 from cutaway.size.units import GIB, format_count, format_duration, format_si
 
-if TYPE_CHECKING:  # --help needs no configurations, and --json draws nothing: each is imported where it is used
+if TYPE_CHECKING:  # imported where they are used: --help needs no configs, and --json no rich
     from cutaway.size import Hardware
     from cutaway.size.memory_fit import MemoryFit
 
@@ -29,15 +29,15 @@ BAR_COLORS = ("cyan", "yellow", "magenta", "green", "blue", "red", "white")
 
 
 def _stacked_bar(parts: dict[str, float], unit: str, width: int, *, limit: float = 0) -> RenderableType:
-    """One bar of all parts and what each sign stands for; `limit` is drawn as far as it is free."""
+    """Render a stacked bar with a legend; free space up to `limit` is dotted."""
     scale = (width - 2) / max(sum(parts.values()), limit, 1)
-    bar, items, before = Text(), [], 0.0
+    bar, items, total = Text(), [], 0.0
     for index, (name, value) in enumerate(parts.items()):
-        sign, colour = BAR_SYMBOLS[index % len(BAR_SYMBOLS)], BAR_COLORS[index % len(BAR_COLORS)]
-        bar.append(sign * (round((before + value) * scale) - round(before * scale)), colour)
-        before += value
-        items.append(Text.assemble((sign, colour), f" {name} ", format_si(value, unit) if unit else f"{value:.1%}"))
-    bar.append("·" * (round(limit * scale) - round(before * scale)), "dim")
+        symbol, color = BAR_SYMBOLS[index % len(BAR_SYMBOLS)], BAR_COLORS[index % len(BAR_COLORS)]
+        bar.append(symbol * (round((total + value) * scale) - round(total * scale)), color)
+        total += value
+        items.append(Text.assemble((symbol, color), f" {name} ", format_si(value, unit) if unit else f"{value:.1%}"))
+    bar.append("·" * (round(limit * scale) - round(total * scale)), "dim")
     return indent(Group(bar, wrap_items(items, width - 2)))
 
 
@@ -45,7 +45,7 @@ def _stacked_bar(parts: dict[str, float], unit: str, width: int, *, limit: float
 
 
 def render_size(report: Data) -> None:
-    """One model on one screen."""
+    """Print the report of one model."""
     out = build_console()
     parts: list[RenderableType] = [
         _format_title(report),
@@ -72,121 +72,142 @@ def _format_title(report: Data) -> Text:
 
 
 def _parameters_section(report: Data, width: int) -> list[RenderableType]:
-    counts, stored = report["parameters"], report["checkpoint"]
-    owners = [layer for layer in counts["layers"] if layer["shared_with"] is None]
-    inside = {
-        part: sum(each[part] * each["num_layers"] for each in owners)
+    counts, checkpoint = report["parameters"], report["checkpoint"]
+    unique_layers = [layer for layer in counts["layers"] if layer["shared_with"] is None]
+    in_layers = {
+        part: sum(layer[part] * layer["num_layers"] for layer in unique_layers)
         for part in ("attention", "cross_attention", "ffn")
     }
-    norms = sum(each["norm"] * each["num_layers"] for each in owners) + counts["embedding_norm"] + counts["final_norm"]
-    outside = {name: counts[name] for name in ("positions", "token_types", "embedding_projection")}
-    ends = {name: counts[name] for name in ("head_transform", "head", "pooler")}
-    every = {"embedding": counts["embedding"], **outside, **inside, "norms": norms, **ends}
-    table, longest = borderless_table("lrrl"), max(every.values())
-    room = width - 15 - max(len(name) for name, value in every.items() if value) - len(f"{longest:,}")
-    for name, value in every.items():
+    norms = (
+        sum(layer["norm"] * layer["num_layers"] for layer in unique_layers)
+        + counts["embedding_norm"]
+        + counts["final_norm"]
+    )
+    in_embedding = {name: counts[name] for name in ("positions", "token_types", "embedding_projection")}
+    in_head = {name: counts[name] for name in ("head_transform", "head", "pooler")}
+    by_component = {"embedding": counts["embedding"], **in_embedding, **in_layers, "norms": norms, **in_head}
+    table, longest = borderless_table("lrrl"), max(by_component.values())
+    bar_width = width - 15 - max(len(name) for name, value in by_component.items() if value) - len(f"{longest:,}")
+    for name, value in by_component.items():
         if value:
-            share, bar = value / counts["total"], "█" * round(room * value / longest)
+            share, bar = value / counts["total"], "█" * round(bar_width * value / longest)
             table.add_row(name.replace("_", " "), f"{value:,}", f"{share:.1%}", Text(bar, "cyan"))
-    held = f"{stored['num_tensors']:,} tensors, {stored['num_elements']:,} numbers"
-    held += f" of which {stored['num_buffer_elements']:,} buffers" if stored["num_buffer_elements"] else ""
+    checkpoint_text = f"{checkpoint['num_tensors']:,} tensors, {checkpoint['num_elements']:,} values"
+    checkpoint_text += (
+        f" of which {checkpoint['num_buffer_elements']:,} buffers" if checkpoint["num_buffer_elements"] else ""
+    )
     dtype = next(iter(report["options"].values()))["dtype"]
-    kinds = [Text(kind) for kind in _group_layers(counts["layers"], several=len(report["model"]["layers"]) > 1)]
+    layer_kinds = [Text(kind) for kind in _group_layers(counts["layers"], several=len(report["model"]["layers"]) > 1)]
     return [
         format_heading(
             "parameters",
             f"{format_count(counts['total'])}, {format_count(counts['non_embedding'])} without embedding and head",
         ),
         indent(table),
-        indent(wrap_items([Text("a layer:", "dim"), *kinds], width - 2)),
-        indent(Text.assemble(("a checkpoint: ", "dim"), f"{held}, {format_si(stored['total_bytes'], 'B')} in {dtype}")),
+        indent(wrap_items([Text("per layer:", "dim"), *layer_kinds], width - 2)),
+        indent(
+            Text.assemble(
+                ("checkpoint: ", "dim"), f"{checkpoint_text}, {format_si(checkpoint['total_bytes'], 'B')} in {dtype}"
+            )
+        ),
     ]
 
 
 def _group_layers(layers: list[Data], *, several: bool) -> list[str]:
-    """Layers alike, wherever they stand: how many, and what one has."""
-    kinds: dict[tuple[Any, ...], int] = {}
-    for each in layers:
-        key = each["stack"], each["total"], each["active"], each["shared_with"] is not None
-        kinds[key] = kinds.get(key, 0) + each["num_layers"]
-    words = []
-    for (stack, total, active, again), many in kinds.items():
-        where = f"{stack} " if several else ""
-        used = f" ({active:,} active)" if active != total else ""
-        words.append(f"{many} × {where}" + ("an earlier one's again" if again else f"{total:,}{used}"))
-    return words
+    """Group equal layers: their number and the parameters of one."""
+    counts: dict[tuple[Any, ...], int] = {}
+    for layer in layers:
+        key = layer["stack"], layer["total"], layer["active"], layer["shared_with"] is not None
+        counts[key] = counts.get(key, 0) + layer["num_layers"]
+    items = []
+    for (stack, total, active, is_shared), count in counts.items():
+        stack_label = f"{stack} " if several else ""
+        active_label = f" ({active:,} active)" if active != total else ""
+        items.append(
+            f"{count} × {stack_label}" + ("shared with an earlier layer" if is_shared else f"{total:,}{active_label}")
+        )
+    return items
 
 
 def _flops_section(report: Data, width: int) -> list[RenderableType]:
-    every, modes = report["flops"], report["options"]
+    flops, modes = report["flops"], report["options"]
     context = next(iter(modes.values()))["context"]
-    headers = ("", "visible pairs", "every pair", "rule of thumb", "off")
+    headers = ("", "visible pairs", "all pairs", "rule of thumb", "error")
     table = borderless_table("lrrrr", headers)
 
-    def row(name: str, of: Data, by: int = 1) -> None:
-        rule = f"{of['rule_of_thumb']['name']} = {format_si(of['rule_of_thumb']['flops'] / by)}"
+    def row(name: str, entry: Data, divisor: int = 1) -> None:
+        rule = f"{entry['rule_of_thumb']['name']} = {format_si(entry['rule_of_thumb']['flops'] / divisor)}"
         cells = (
-            format_si(of["total_visible"] / by),
-            format_si(of["total"] / by),
+            format_si(entry["total_visible"] / divisor),
+            format_si(entry["total"] / divisor),
             rule,
-            f"{of['rule_of_thumb']['error']:+.1%}",
+            f"{entry['rule_of_thumb']['error']:+.1%}",
         )
         table.add_row(name, *(cell.replace("-", "−") for cell in cells))
 
-    row("read, a token", every["forward"], context)
-    row(f"read {context:,} tokens", every["forward"])
-    if "decode" in every and "infer" in modes:
-        row(f"decode at {context:,}", every["decode"])
+    row("forward, per token", flops["forward"], context)
+    row(f"forward, {context:,} tokens", flops["forward"])
+    if "decode" in flops and "infer" in modes:
+        row(f"decode at {context:,}", flops["decode"])
     if "train" in modes:
-        for checkpointing, of in every["train"].items():
-            row(f"train, checkpointing {checkpointing}", of)
-    seen = every["forward"]["visible"]
-    shares = {name: seen[name] / sum(seen.values()) for name in sorted(seen, key=lambda part: -seen[part])}
-    said = "two a multiply-add, matrix products only; reading, by part:"
-    return [format_heading("FLOPs", said), _stacked_bar(shares, "", width), indent(table)]
+        for checkpointing, entry in flops["train"].items():
+            row(f"train, checkpointing {checkpointing}", entry)
+    visible = flops["forward"]["visible"]
+    fractions = {
+        name: visible[name] / sum(visible.values()) for name in sorted(visible, key=lambda part: -visible[part])
+    }
+    subtitle = "two per multiply-add, matrix products only; forward pass by component:"
+    return [format_heading("FLOPs", subtitle), _stacked_bar(fractions, "", width), indent(table)]
 
 
 def _memory_section(report: Data, mode: str, width: int) -> list[RenderableType]:
-    of, asked = report["memory"][mode], report["options"][mode]
-    room = (report.get("hardware") or {}).get("memory")
-    each = f"on each of {asked['world_size']:,} devices ({asked['parallel_dims']})" if asked["world_size"] > 1 else ""
-    peak = f"peak: {of['peak_phase']}"
-    head = format_heading(f"{MODE_LABELS[mode]} memory", format_si(of["total_bytes"], "B"), each, peak)
-    passing = {name: component_group(name) in ("activations", "logits and loss") for name in of["peak_by_component"]}
-    ordered = sorted(of["peak_by_component"].items(), key=lambda part: (passing[part[0]], -part[1]))
-    named = {f"{name}*" if passing[name] and mode == "train" else name: size for name, size in ordered}
-    rows: list[RenderableType] = [head, _stacked_bar(named, "B", width, limit=room or 0)]
+    memory, options = report["memory"][mode], report["options"][mode]
+    device_bytes = (report.get("hardware") or {}).get("memory")
+    devices = (
+        f"on each of {options['world_size']:,} devices ({options['parallel_dims']})"
+        if options["world_size"] > 1
+        else ""
+    )
+    peak = f"peak: {memory['peak_phase']}"
+    head = format_heading(f"{MODE_LABELS[mode]} memory", format_si(memory["total_bytes"], "B"), devices, peak)
+    is_activation = {
+        name: component_group(name) in ("activations", "logits and loss") for name in memory["peak_by_component"]
+    }
+    ordered = sorted(memory["peak_by_component"].items(), key=lambda part: (is_activation[part[0]], -part[1]))
+    components = {f"{name}*" if is_activation[name] and mode == "train" else name: size for name, size in ordered}
+    rows: list[RenderableType] = [head, _stacked_bar(components, "B", width, limit=device_bytes or 0)]
     if mode == "infer" and report.get("kv_cache"):
         rows.append(indent(_format_kv_cache(report["kv_cache"], width - 2)))
-    if "by_activation_checkpointing" in of:
-        choices = of["by_activation_checkpointing"]
-        kernels = [f"in all, {kernel} attention" for kernel in choices["none"]]
+    if "by_activation_checkpointing" in memory:
+        choices = memory["by_activation_checkpointing"]
+        kernels = [f"total, {kernel} attention" for kernel in choices["none"]]
         table = borderless_table("lr" + "r" * len(kernels), ("checkpointing", "activations", *kernels))
         for checkpointing, choice in choices.items():
-            totals = [format_si(each["total_bytes"], "B") for each in choice.values()]
+            totals = [format_si(entry["total_bytes"], "B") for entry in choice.values()]
             table.add_row(checkpointing, format_si(next(iter(choice.values()))["activations"], "B"), *totals)
         rows.append(indent(table))
     if mode == "train" and report.get("collectives"):
         rows.append(indent(_format_collectives(report["collectives"], width - 2)))
-    if room is not None:
+    if device_bytes is not None:
         fits = report["fits"][mode]
         verdict = ("fits ", "bold green") if fits else ("does not fit ", "bold red")
-        used = f"{of['total_bytes'] / GIB:.1f} of {room / GIB:.4g} GiB, {of['total_bytes'] / room:.0%}"
+        total = memory["total_bytes"]
+        used = f"{total / GIB:.1f} of {device_bytes / GIB:.4g} GiB, {total / device_bytes:.0%}"
         rows.append(indent(Text.assemble(verdict, f"{report['hardware']['title']}: {used}")))
     return rows
 
 
 def _format_collectives(collectives: Data, width: int) -> Text:
-    kinds = [f"{each['count']:,} × {kind} {format_si(each['bytes'], 'B')}" for kind, each in collectives.items()]
-    return wrap_items([Text("sent in a step:", "dim"), *map(Text, kinds)], width)
+    items = [f"{entry['count']:,} × {kind} {format_si(entry['bytes'], 'B')}" for kind, entry in collectives.items()]
+    return wrap_items([Text("collectives per step:", "dim"), *map(Text, items)], width)
 
 
 def _format_kv_cache(kv_cache: Data, width: int) -> Text:
     kinds = [
-        f"{each['num_layers']} {kind} layers {format_si(each['bytes'], 'B')}"
-        for kind, each in kv_cache["by_kind"].items()
+        f"{entry['num_layers']} {kind} layers {format_si(entry['bytes'], 'B')}"
+        for kind, entry in kv_cache["by_kind"].items()
     ]
-    items = [f"{kv_cache['bytes_per_token']:,} bytes a token", *kinds]
+    items = [f"{kv_cache['bytes_per_token']:,} bytes per token", *kinds]
     if kv_cache["unwindowed_bytes"] != kv_cache["total_bytes"]:
         items.append(f"without windows {format_si(kv_cache['unwindowed_bytes'], 'B')}")
     if kv_cache["expanded_bytes"] != kv_cache["unwindowed_bytes"]:
@@ -196,27 +217,34 @@ def _format_kv_cache(kv_cache: Data, width: int) -> Text:
 
 def _time_section(report: Data) -> list[RenderableType]:
     device = report["hardware"]
-    headers = ("", "at least", "bottleneck", "tokens/s ≤", "expected", "FLOP/byte")
+    headers = ("", "minimum", "bottleneck", "tokens/s ≤", "expected", "FLOP/byte")
     table = borderless_table("lrlrrr", headers)
-    bounds = {name: of for mode in report["time"].values() for name, of in mode.items()}
-    for name, of in bounds.items():
-        slow, fast = of["expected_tokens_per_second"]
+    bounds = {name: bound for mode in report["time"].values() for name, bound in mode.items()}
+    for name, bound in bounds.items():
+        slow, fast = bound["expected_tokens_per_second"]
         cells = (
-            of["bottleneck"],
-            format_number(of["max_tokens_per_second"]),
+            bound["bottleneck"],
+            format_number(bound["max_tokens_per_second"]),
             f"{format_number(slow)}–{format_number(fast)}",
         )
         table.add_row(
-            PHASE_NAMES[name], format_duration(of["min_seconds"]), *cells, format_number(of["arithmetic_intensity"])
+            PHASE_NAMES[name],
+            format_duration(bound["min_seconds"]),
+            *cells,
+            format_number(bound["arithmetic_intensity"]),
         )
     ridge = next(iter(bounds.values()))["ridge_point"]
-    said = f"below {ridge:,.0f} FLOP/byte bandwidth binds, above it compute"
+    note_text = f"below {ridge:,.0f} FLOP/byte bandwidth-bound, above compute-bound"
     if "decode" in bounds:
         batch = bounds["decode"]["compute_bound_batch_size"]
-        never = "decoding stays below at any batch, for each sequence brings a cache to read"
-        said += "; " + (never if batch is None else f"decoding turns at a batch of {batch:,} a device")
+        never_compute_bound = (
+            "decode is bandwidth-bound at any batch size, because each sequence has its own KV cache to read"
+        )
+        note_text += "; " + (
+            never_compute_bound if batch is None else f"decode is compute-bound from a batch of {batch:,} per device"
+        )
     source = next(iter(bounds.values()))["efficiency"]["source"]
-    note = Text(f"{said}. Expected: {source}.", "dim")
+    note = Text(f"{note_text}. Expected: {source}.", "dim")
     return [format_heading("time", f"on {device['title']}"), indent(table), indent(note)]
 
 
@@ -224,119 +252,117 @@ PHASE_NAMES = {"prefill": "prefill", "decode": "decode", "train_step": "training
 
 
 def _budget_section(report: Data) -> list[RenderableType]:
-    of, asked = report["training_budget"], report["options"]["train"]
+    budget, options = report["training_budget"], report["options"]["train"]
     table = borderless_table("ll")
-    best = f"{of['tokens_per_parameter']:.3g} a parameter; Chinchilla's 20 are {format_count(of['chinchilla_tokens'])}"
-    table.add_row("tokens", f"{format_count(of['train_tokens'])} ({best})")
-    table.add_row("steps", f"{of['num_steps']:,} of {asked['batch_size'] * asked['context']:,} tokens")
-    off = f"{of['flops_6nd'] / of['flops'] - 1:+.1%}".replace("-", "−")
-    table.add_row("FLOPs", f"{of['flops']:.4g} (6ND = {of['flops_6nd']:.4g}, {off})".replace("e+", "e"))
-    if "device_hours_low" in of:
-        hours = f"{format_number(of['device_hours_low'])}–{format_number(of['device_hours_high'])}"
-        table.add_row("device-hours", f"{hours}, never below {format_number(of['device_hours_min'])}")
-        days = f"{format_number(of['days_low'])}–{format_number(of['days_high'])}"
-        table.add_row("days", f"{days} on {asked['world_size']:,} device{'s' * (asked['world_size'] > 1)}")
-    if "kwh_low" in of:
+    chinchilla = format_count(budget["chinchilla_tokens"])
+    token_ratio = f"{budget['tokens_per_parameter']:.3g} per parameter; Chinchilla's 20 are {chinchilla}"
+    table.add_row("tokens", f"{format_count(budget['train_tokens'])} ({token_ratio})")
+    table.add_row("steps", f"{budget['num_steps']:,} of {options['batch_size'] * options['context']:,} tokens")
+    error = f"{budget['flops_6nd'] / budget['flops'] - 1:+.1%}".replace("-", "−")
+    table.add_row("FLOPs", f"{budget['flops']:.4g} (6ND = {budget['flops_6nd']:.4g}, {error})".replace("e+", "e"))
+    if "device_hours_low" in budget:
+        hours = f"{format_number(budget['device_hours_low'])}–{format_number(budget['device_hours_high'])}"
+        table.add_row("device-hours", f"{hours}, at least {format_number(budget['device_hours_min'])}")
+        days = f"{format_number(budget['days_low'])}–{format_number(budget['days_high'])}"
+        table.add_row("days", f"{days} on {options['world_size']:,} device{'s' * (options['world_size'] > 1)}")
+    if "kwh_low" in budget:
         table.add_row(
-            "energy", f"{format_number(of['kwh_low'])}–{format_number(of['kwh_high'])} kWh at its rated power"
+            "energy", f"{format_number(budget['kwh_low'])}–{format_number(budget['kwh_high'])} kWh at rated power"
         )
-    if "cost_low" in of:
+    if "cost_low" in budget:
         table.add_row(
-            "money",
-            f"{format_number(of['cost_low'])}–{format_number(of['cost_high'])} at {asked['price_per_hour']:g} an hour",
+            "cost",
+            f"{format_number(budget['cost_low'])}–{format_number(budget['cost_high'])}"
+            f" at {options['price_per_hour']:g} per hour",
         )
     return [format_heading("training run"), indent(table)]
 
 
 def _format_assumptions(report: Data) -> Text:
-    """What was taken for granted, and how to change it."""
+    """Format the assumed options and how to change them."""
     modes = report["options"]
-    asked = next(iter(modes.values()))
-    said = f"batch {asked['batch_size']:,}, context {asked['context']:,}"
-    said += f" ({asked['context_warning']}: this is arithmetic)" if asked["context_warning"] else ""
-    said += f", source {asked['source_len']:,}" if len(report["model"]["layers"]) > 1 else ""
-    said += (
-        "".join(f", {of['dtype']} for {MODE_LABELS[mode]}" for mode, of in modes.items())
-        + f", kernel {asked['kernel']}"
+    options = next(iter(modes.values()))
+    text = f"batch {options['batch_size']:,}, context {options['context']:,}"
+    text += f" ({options['context_warning']}: estimated anyway)" if options["context_warning"] else ""
+    text += f", source {options['source_len']:,}" if len(report["model"]["layers"]) > 1 else ""
+    text += (
+        "".join(f", {mode_options['dtype']} for {MODE_LABELS[mode]}" for mode, mode_options in modes.items())
+        + f", kernel {options['kernel']}"
     )
-    said += f", cache in {asked['kv_cache_dtype']}" if "kv_cache" in report and "infer" in modes else ""
-    said += f", {asked['optimizer']}, checkpointing {asked['activation_checkpointing']}" if "train" in modes else ""
-    said += ": --batch-size, --context, --dtype … change it" + ("." if "time" in report else ", --gpu adds time.")
-    said += " Visible pairs: those that the mask lets attention see."
+    text += f", cache in {options['kv_cache_dtype']}" if "kv_cache" in report and "infer" in modes else ""
+    text += f", {options['optimizer']}, checkpointing {options['activation_checkpointing']}" if "train" in modes else ""
+    text += "; change with --batch-size, --context, --dtype" + ("." if "time" in report else "; --gpu adds time.")
+    text += " Visible pairs: query-key pairs that are not masked."
     if "train" in modes:
-        said += " *: activations."
-    elif asked["dtype"] in ("fp8", "int8", "int4"):
-        said += f" {asked['dtype']} serves only; training needs fp32, bf16, fp16 or mixed."
-    return Text(said, "dim")
+        text += " *: activations."
+    elif options["dtype"] in ("fp8", "int8", "int4"):
+        text += f" {options['dtype']} is for inference only; training needs fp32, bf16, fp16 or mixed."
+    return Text(text, "dim")
 
 
-# ---------------------------------------------------------------------------------------- several
+# ---------------------------------------------------------------------------------------- comparison
 
 
 def render_comparison(reports: list[Data]) -> None:
-    """Models as columns, as many at once as there is room for."""
+    """Print models as columns, in as many tables as the width requires."""
     out = build_console()
-    at_once = max(1, (out.width - 26) // max(16, *(len(each["source"]) + 2 for each in reports)))
-    for start in range(0, len(reports), at_once):
-        shown = reports[start : start + at_once]
-        columns = [_comparison_column(each) for each in shown]
-        table = borderless_table("l" + "r" * len(shown), ["", *(each["source"] for each in shown)])
+    num_columns = max(1, (out.width - 26) // max(16, *(len(report["source"]) + 2 for report in reports)))
+    for start in range(0, len(reports), num_columns):
+        group = reports[start : start + num_columns]
+        columns = [_comparison_column(report) for report in group]
+        table = borderless_table("l" + "r" * len(group), ["", *(report["source"] for report in group)])
         for name in dict.fromkeys(name for column in columns for name in column):
             table.add_row(name, *(column.get(name, "") for column in columns))
         out.print(table, Text())
-    out.print(Text("per device; --json gives every digit, one SOURCE alone the whole account", "dim"))
+    out.print(Text("per device; --json has all digits, and one SOURCE the full report", "dim"))
 
 
 def _comparison_column(report: Data) -> dict[str, str]:
-    """One model's column."""
+    """Return the rows of one model."""
     model, counts, modes = report["model"], report["parameters"], report["options"]
-    asked = next(iter(modes.values()))
+    options = next(iter(modes.values()))
     column = {
         "form": model["form"],
-        "layers × width": f"{' + '.join(map(str, model['layers'].values()))} × {model['d_model']:,}",
+        "layers × d_model": f"{' + '.join(map(str, model['layers'].values()))} × {model['d_model']:,}",
         "parameters": f"{counts['total']:,}",
         "active": f"{counts['active']:,}",
         "checkpoint": format_si(report["checkpoint"]["total_bytes"], "B"),
-        "batch × context": f"{asked['batch_size']:,} × {asked['context']:,}",
-        "FLOPs a token": format_si(report["flops"]["forward"]["per_token_visible"]),
+        "batch × context": f"{options['batch_size']:,} × {options['context']:,}",
+        "FLOPs per token": format_si(report["flops"]["forward"]["per_token_visible"]),
     }
     if "kv_cache" in report and "infer" in modes:
-        column |= {"KV cache a token": format_si(report["kv_cache"]["bytes_per_token"], "B")}
+        column |= {"KV cache per token": format_si(report["kv_cache"]["bytes_per_token"], "B")}
         column |= {"KV cache": format_si(report["kv_cache"]["total_bytes"], "B")}
     for mode in modes:
         fits = {True: " ✓", False: " ✗", None: ""}[report.get("fits", {}).get(mode)]
         column[f"{MODE_LABELS[mode]} memory"] = format_si(report["memory"][mode]["total_bytes"], "B") + fits
     for mode in report.get("time", {}).values():
-        for name, of in mode.items():
-            column[f"{PHASE_NAMES[name]}, tokens/s"] = f"≤ {format_number(of['max_tokens_per_second'])}"
+        for name, bound in mode.items():
+            column[f"{PHASE_NAMES[name]}, tokens/s"] = f"≤ {format_number(bound['max_tokens_per_second'])}"
     if "cost_low" in report.get("training_budget", {}):
-        column["money to train"] = (
+        column["training cost"] = (
             f"{report['training_budget']['cost_low']:,.0f}–{report['training_budget']['cost_high']:,.0f}"
         )
     return column
 
 
 def render_fit(name: str, fit: "MemoryFit") -> None:
-    """What fits of the model as it is, and which of its family's shapes do: layers down, width along."""
-    asked, out = fit.options, build_console()
-    out.print(
-        format_heading(
-            name,
-            f"in {format_si(fit.memory_budget, 'B')} ({fit.memory_budget / GIB:.4g} GiB) for {MODE_LABELS[asked.mode]}",
-        )
-    )
+    """Print the maximum context and batch size of the model, and which shapes of its family fit (layers × d_model)."""
+    options, out = fit.options, build_console()
+    budget = f"{format_si(fit.memory_budget, 'B')} ({fit.memory_budget / GIB:.4g} GiB)"
+    out.print(format_heading(name, f"in {budget} for {MODE_LABELS[options.mode]}"))
     if fit.total_bytes is not None:
-        answers = borderless_table("ll")
-        answers.add_row("as asked", f"{format_si(fit.total_bytes, 'B')}, {'fits' if fit.fits else 'does not fit'}")
-        longest = _format_maximum(fit.max_context, fit.unbounded_context) + f" at a batch of {asked.batch_size:,}"
+        fit_table = borderless_table("ll")
+        fit_table.add_row("requested", f"{format_si(fit.total_bytes, 'B')}, {'fits' if fit.fits else 'does not fit'}")
+        longest = _format_maximum(fit.max_context, fit.unbounded_context) + f" at a batch of {options.batch_size:,}"
         if fit.exceeds_model_context:
-            longest += f" (it is made for {asked.config.context:,})"
+            longest += f" (the model's context is {options.config.context:,})"
         elif fit.max_context is not None and fit.max_context == fit.max_position_embeddings:
-            longest += " (where its positions end)"
-        answers.add_row("longest context", longest)
+            longest += " (maximum of its position embeddings)"
+        fit_table.add_row("maximum context", longest)
         batches = _format_maximum(fit.max_batch_size, fit.unbounded_batch_size)
-        answers.add_row("largest batch", f"{batches} at a context of {asked.context:,}")
-        out.print(indent(answers))
+        fit_table.add_row("maximum batch size", f"{batches} at a context of {options.context:,}")
+        out.print(indent(fit_table))
     shapes = {(shape.layers, shape.d_model): shape for shape in fit.model_shapes}
     heads = {shape.d_model: shape.heads for shape in sorted(fit.model_shapes, key=lambda shape: shape.d_model)}
     table = borderless_table(
@@ -344,13 +370,13 @@ def render_fit(name: str, fit: "MemoryFit") -> None:
     )
     for layers in sorted({layers for layers, _ in shapes}):
         row = [shapes.get((layers, width)) for width in heads]
-        counts = (format_count(each.num_parameters, 3) if each else "" for each in row)
-        marks = ({True: " ✓", False: " ✗"}[each.fits] if each else "" for each in row)
+        counts = (format_count(shape.num_parameters, 3) if shape else "" for shape in row)
+        marks = ({True: " ✓", False: " ✗"}[shape.fits] if shape else "" for shape in row)
         table.add_row(f"{layers} layers", *map(str.__add__, counts, marks))
-    out.print(format_heading("shapes of its kind", "by parameters; ✓ fits, ✗ does not"), indent(table))
-    said = f"batch {asked.batch_size:,}, context {asked.context:,}, {asked.precision.name}"
-    said += ": --batch-size, --context, --dtype, --mode … change it."
-    out.print(Text(f"{fit.note} {said}".strip(), "dim"))
+    out.print(format_heading("shapes of this family", "by parameters; ✓ fits, ✗ does not fit"), indent(table))
+    assumptions = f"batch {options.batch_size:,}, context {options.context:,}, {options.precision.name}"
+    assumptions += "; change with --batch-size, --context, --dtype or --mode."
+    out.print(Text(f"{fit.note} {assumptions}".strip(), "dim"))
 
 
 def _format_maximum(value: int | None, unbounded: bool) -> str:
@@ -360,12 +386,15 @@ def _format_maximum(value: int | None, unbounded: bool) -> str:
 def render_hardware_list(devices: Iterable["Hardware"]) -> None:
     headers = ("name", "kind", "GiB", "GB/s", "fp32 TFLOPS", "16-bit TFLOPS", "year")
     table = borderless_table("llrrrrr", headers)
-    for each in devices:
-        half = each.flops.get("bf16") or each.flops.get("fp16")
-        rates = (rate and rate / 1e12 for rate in (each.flops.get("fp32"), half))
-        figures = (each.memory and each.memory / GIB, each.bandwidth / 1e9, *rates)
+    for device in devices:
+        half_precision = device.flops.get("bf16") or device.flops.get("fp16")
+        rates = (rate and rate / 1e12 for rate in (device.flops.get("fp32"), half_precision))
+        figures = (device.memory and device.memory / GIB, device.bandwidth / 1e9, *rates)
         table.add_row(
-            each.name, each.kind, *(format_number(value) if value else "" for value in figures), str(each.year or "")
+            device.name,
+            device.kind,
+            *(format_number(value) if value else "" for value in figures),
+            str(device.year or ""),
         )
     build_console().print(table)
-    sys.stdout.write("dense peaks; --json has every dtype, links, power, and where each figure is from\n")
+    sys.stdout.write("peak FLOP/s without sparsity; --json has all dtypes, interconnect, power and sources\n")

@@ -1,4 +1,4 @@
-"""The terminal: text of a model, which can never command it; tables, headings and progress bars; JSON without NaN."""
+"""Terminal helpers: escaping of control characters, tables, headings, progress bars, JSON without NaN."""
 
 import math
 import time
@@ -15,26 +15,28 @@ from rich.text import Text
 from cutaway.size.units import format_si
 
 MAX_LINE_WIDTH = 1_000_000
-"""Letters of a line; no text that an encoder reads has as many."""
+"""Console width that disables wrapping."""
 MIN_WIDTH, MAX_WIDTH = 76, 100
 SAFE_CHARACTERS = {"\n", "\t", "\u200c", "\u200d"}
-"""Signs without a shape that text needs: line ends, and the joiners of scripts and emoji."""
+"""Control and format characters that text needs: line ends, tabs, and joiners of scripts and emoji."""
 CONTROL_CATEGORIES = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Unicode's categories of signs that command instead of showing something: escapes, turns of direction, tags."""
+"""Unicode categories of control characters: escapes, bidirectional overrides, tags, surrogates, separators."""
 
 
 def escape_control_characters(text: str) -> str:
-    """The same with each sign that could command a terminal written out, as in \\x1b."""
+    """Escape control characters, such as \\x1b, so that a model's output cannot control the terminal."""
     if text.isprintable():
         return text
     return "".join(
-        sign if sign in SAFE_CHARACTERS or unicodedata.category(sign) not in CONTROL_CATEGORIES else repr(sign)[1:-1]
-        for sign in text
+        character
+        if character in SAFE_CHARACTERS or unicodedata.category(character) not in CONTROL_CATEGORIES
+        else repr(character)[1:-1]
+        for character in text
     )
 
 
 class TerminalWriter:
-    """One output. A terminal is shown only what is harmless; a file or a pipe gets what the model said, bit for bit."""
+    """Output stream: control characters are escaped on a terminal, and written unchanged to a file or pipe."""
 
     def __init__(self, out: TextIO) -> None:
         self.out = out
@@ -49,7 +51,7 @@ class TerminalWriter:
             self.is_line_open = not text.endswith("\n")
 
     def write_dim(self, text: str) -> None:
-        """What is not the answer."""
+        """Write in dim color, for text that is not model output."""
         if not self.has_color:
             self.write(text)
             return
@@ -63,14 +65,14 @@ class TerminalWriter:
 
 
 def print_without_wrapping(table: Table) -> None:
-    """Each row on one line, which the terminal breaks if it must: cut to its width, the first columns would go."""
-    whole = build_console()
-    whole.width = MAX_LINE_WIDTH
-    whole.print(indent(table), soft_wrap=True)
+    """Print each row on one line; rich would otherwise truncate the first columns to the terminal's width."""
+    console = build_console()
+    console.width = MAX_LINE_WIDTH
+    console.print(indent(table), soft_wrap=True)
 
 
 def json_safe(value: Any) -> Any:
-    """JSON has no word for NaN and infinity: they are told as text."""
+    """Replace NaN and infinity, which JSON cannot represent, with text."""
     if isinstance(value, dict):
         return {key: json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -80,33 +82,37 @@ def json_safe(value: Any) -> Any:
 
 @contextmanager
 def progress_bar(description: str, *, quiet: bool) -> Iterator[Any]:
-    """A progress bar on the terminal, for work that takes more than two seconds."""
+    """Progress bar on a terminal, shown after two seconds; yields update(completed, total)."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     columns = (TextColumn(description), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn())
-    shown = Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
-    began = time.monotonic()
-    task = shown.add_task(description, total=None, visible=False)
-    with shown:
-        yield lambda done, total: shown.update(task, completed=done, total=total, visible=time.monotonic() - began > 2)
+    progress = Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
+    start_time = time.monotonic()
+    task = progress.add_task(description, total=None, visible=False)
+    with progress:
+        yield lambda done, total: progress.update(
+            task, completed=done, total=total, visible=time.monotonic() - start_time > 2
+        )
 
 
 def format_number(value: float) -> str:
-    """As people read it: three digits at least, no decimals that mean nothing."""
+    """Format a number with three significant digits, or as an integer from 100."""
     if value >= 1e6:
         return format_si(value, digits=3)
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.01 else "<0.01"
 
 
 def build_console() -> Console:
-    found = Console(highlight=False)
-    found.width = max(MIN_WIDTH, min(found.width, MAX_WIDTH))  # rather wrapped by the terminal than cut short
-    return found
+    console = Console(highlight=False)
+    console.width = max(
+        MIN_WIDTH, min(console.width, MAX_WIDTH)
+    )  # at least MIN_WIDTH: rather wrapped by the terminal than truncated
+    return console
 
 
 def borderless_table(alignments: str, headers: Sequence[str] = (), *, gap: int = 2) -> Table:
-    """A table without lines; `alignments` says of each column whether it leans left (l) or right (r)."""
+    """Build a table without borders; `alignments` has l (left) or r (right) per column."""
     table = Table(box=None, pad_edge=False, show_header=bool(headers), header_style="dim", padding=(0, gap, 0, 0))
     for side, name in zip(alignments, headers or alignments, strict=True):
         table.add_column(Text(name), justify="right" if side == "r" else "left", no_wrap=True)
@@ -114,7 +120,7 @@ def borderless_table(alignments: str, headers: Sequence[str] = (), *, gap: int =
 
 
 def format_heading(name: str, *rest: str) -> Text:
-    return Text.assemble((name, "bold"), *(f"  {each}" for each in rest if each))
+    return Text.assemble((name, "bold"), *(f"  {text}" for text in rest if text))
 
 
 def indent(body: RenderableType) -> RenderableType:
@@ -122,7 +128,7 @@ def indent(body: RenderableType) -> RenderableType:
 
 
 def wrap_items(items: Iterable[Text], width: int) -> Text:
-    """Items one after another, broken between them and never inside."""
+    """Join items, with line breaks only between items."""
     lines = [Text()]
     for item in items:
         if lines[-1] and lines[-1].cell_len + 3 + item.cell_len > width:

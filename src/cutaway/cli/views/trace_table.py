@@ -1,4 +1,4 @@
-"""What `cutaway trace` and `cutaway demo` show: a token's journey, a line a stage."""
+"""Terminal table of `cutaway trace` and `cutaway demo`: a token's journey, one line per site."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from cutaway.lens import Journey, Stage
 
 TableRow = tuple[str, ...]
-HEADERS = ("stage", "what it is", "shape", "norm", "adds", "cosine", "")
+HEADERS = ("site", "equation", "shape", "norm", "adds", "cosine", "")
 NUMERIC_COLUMNS = {3, 4, 5}
-"""Columns of numbers."""
+"""Right-aligned columns."""
 BAR_WIDTH, WIDE_TERMINAL = 10, 96
-"""Signs of the longest bar, and the width from which there is room for them."""
+"""Width of the longest bar, and the minimum terminal width for bars."""
 MAX_TEXT_LENGTH, MAX_NUMBERED_TOKENS = 160, 24
-"""Letters of a text, and tokens by number, that are shown of a longer one."""
+"""Maximum characters of a text, and maximum number of tokens that are listed with their index."""
 AXIS_NAMES = {
     "T": "tokens",
     "S": "key positions",
@@ -39,32 +39,37 @@ AXIS_NAMES = {
 
 
 def journey_to_dict(journey: "Journey", tokenized: "TokenizedInput") -> dict[str, Any]:
-    """All of it for machines."""
+    """Convert a journey to JSON data."""
 
-    def likely(top: Iterable[tuple[int, float]]) -> list[dict[str, Any]]:
-        return [{"token": token, "text": tokenized.token_str(token), "probability": share} for token, share in top]
+    def tokens_with_probability(top: Iterable[tuple[int, float]]) -> list[dict[str, Any]]:
+        return [
+            {"token": token, "text": tokenized.token_str(token), "probability": probability}
+            for token, probability in top
+        ]
 
-    def tokens(ids: Sequence[int] | None) -> list[dict[str, Any]] | None:
-        return None if ids is None else [{"token": each, "text": tokenized.token_str(each)} for each in ids]
+    def tokens_with_text(ids: Sequence[int] | None) -> list[dict[str, Any]] | None:
+        return None if ids is None else [{"token": token_id, "text": tokenized.token_str(token_id)} for token_id in ids]
 
     return {
         "model": str(tokenized.model),
         "is_untrained": tokenized.is_untrained,
         "text": tokenized.text,
         "target": tokenized.target,
-        "tokens": tokens(tokenized.tokens),
-        "source_tokens": tokens(tokenized.source),
+        "tokens": tokens_with_text(tokenized.tokens),
+        "source_tokens": tokens_with_text(tokenized.source),
         "positions": journey.positions,
         "notes": tokenized.notes,
-        "stages": [asdict(stage) | {"top_tokens": likely(stage.top_tokens)} for stage in journey.stages],
-        "top_tokens": likely(journey.top_tokens),
+        "stages": [
+            asdict(stage) | {"top_tokens": tokens_with_probability(stage.top_tokens)} for stage in journey.stages
+        ],
+        "top_tokens": tokens_with_probability(journey.top_tokens),
         "residual_sum_error": journey.residual_sum_error,
         "pattern_row_error": journey.pattern_row_error,
     }
 
 
 def render_journey(journey: "Journey", tokenized: "TokenizedInput", name: str, *, hint: str = "") -> None:
-    """The table, what comes out in the end, and the proof. `hint`: how to see the blocks that are left out."""
+    """Print the table, the predictions and the consistency checks. `hint` names the option that shows all blocks."""
     console = Console(highlight=False)
     _print_lines(console, *_header_lines(journey, tokenized, name, console.width))
     _print_lines(
@@ -77,20 +82,20 @@ def render_journey(journey: "Journey", tokenized: "TokenizedInput", name: str, *
         console,
         *_prediction_lines(journey, tokenized),
         Text(),
-        Text("proof", "bold"),
+        Text("consistency", "bold"),
         *_consistency_lines(journey, tokenized),
     )
 
 
 def _legend_lines(journey: "Journey", width: int) -> list[Text]:
-    """What the letters, and the columns that have something in them, stand for."""
+    """Explain the axes and the columns that are not empty."""
     letters = {axis for stage in journey.stages for axis in stage.axes.split()}
-    items = [f"{axis} {what}" for axis, what in AXIS_NAMES.items() if axis in letters]
-    items += ["norm: length of the token's vector"]
+    items = [f"{axis} {description}" for axis, description in AXIS_NAMES.items() if axis in letters]
+    items += ["norm: L2 norm of the token's vector"]
     if any(stage.relative_norm is not None for stage in journey.stages):
-        items += ["adds: its length by the stream's", "cosine: +1 along the stream, −1 against it"]
+        items += ["adds: norm relative to the residual stream", "cosine: with the residual stream"]
     if any(stage.top_tokens for stage in journey.stages):
-        items += ["→ likeliest tokens if decoded here"]
+        items += ["→ logit lens: most likely tokens if decoded here"]
     return [Text(line, "dim") for line in _wrap_comma_list(items, min(width, 100))]
 
 
@@ -100,87 +105,83 @@ def _print_lines(console: Console, *lines: Text) -> None:
 
 
 def _wrap_comma_list(items: Sequence[str], width: int) -> list[str]:
-    """Items between commas, broken between them and never inside."""
+    """Join items with commas, with line breaks only between items."""
     lines = [""]
-    for number, item in enumerate(items):
-        item += "," if number + 1 < len(items) else ""
+    for index, item in enumerate(items):
+        item += "," if index + 1 < len(items) else ""
         if lines[-1] and len(lines[-1]) + 1 + len(item) > width:
             lines.append("")
         lines[-1] += f" {item}" if lines[-1] else item
     return lines
 
 
-# ---------------------------------------------------------------------------------------- what is read
+# ---------------------------------------------------------------------------------------- input
 
 
 def _header_lines(journey: "Journey", tokenized: "TokenizedInput", name: str, width: int) -> list[Text]:
     lines = [Text.assemble((escape_control_characters(name), "bold"), f"  {tokenized.model}")]
     if tokenized.is_untrained:
-        lines.append(Text("fresh weights: they have learned nothing, and read the text byte by byte", "dim"))
-    own = tokenized.text if tokenized.is_untrained and tokenized.target is None else tokenized.target
-    texts = {"encoder": (tokenized.text, tokenized.source), "decoder": (own, tokenized.tokens)}
+        lines.append(Text("random weights; the text is tokenized to bytes", "dim"))
+    decoder_text = tokenized.text if tokenized.is_untrained and tokenized.target is None else tokenized.target
+    texts = {"encoder": (tokenized.text, tokenized.source), "decoder": (decoder_text, tokenized.tokens)}
     if tokenized.source is None:
         texts = dict.fromkeys(journey.positions, (tokenized.text, tokenized.tokens))
-    for stack, place in journey.positions.items():
+    for stack, position in journey.positions.items():
         text, tokens = texts[stack]
-        lines.append(_input_line(stack if len(journey.positions) > 1 else "", text, tokens or [], place, tokenized))
-        lines += _numbered_token_lines(tokens or [], place, tokenized, width)
+        lines.append(_input_line(stack if len(journey.positions) > 1 else "", text, tokens or [], position, tokenized))
+        lines += _numbered_token_lines(tokens or [], position, tokenized, width)
     return [*lines, *(Text(note, "yellow") for note in tokenized.notes), Text()]
 
 
 def _input_line(
     stack: str, text: str | None, tokens: Sequence[int], position: int, tokenized: "TokenizedInput"
 ) -> Text:
-    """The text, and which of its tokens is followed."""
+    """Format the text and the traced token."""
     quoted = "" if text is None else f'"{escape_control_characters(_truncate_middle(text))}" '
-    which = "the last" if position + 1 == len(tokens) else f"number {position}"
+    description = "the last" if position + 1 == len(tokens) else f"index {position}"
     count = f"{len(tokens)} token{'s' if len(tokens) != 1 else ''}"
     return Text.assemble(
         (f"{stack} " if stack else "", "bold"),
-        ("reading ", "dim"),
+        ("input ", "dim"),
         quoted,
-        (f"{'as ' if quoted else ''}{count}, following {which}: ", "dim"),
+        (f"{'as ' if quoted else ''}{count}, tracing {description}: ", "dim"),
         (tokenized.token_str(tokens[position]), "bold cyan"),
     )
 
 
 def _numbered_token_lines(tokens: Sequence[int], position: int, tokenized: "TokenizedInput", width: int) -> list[Text]:
-    """The tokens of a short text by the numbers that --position takes."""
+    """List the tokens of a short text with the indices of --position."""
     if not 1 < len(tokens) <= MAX_NUMBERED_TOKENS:
         return []
     items = [
-        Text.assemble((f"{number} ", "dim"), (tokenized.token_str(token), "bold cyan" if number == position else ""))
-        for number, token in enumerate(tokens)
+        Text.assemble((f"{index} ", "dim"), (tokenized.token_str(token), "bold cyan" if index == position else ""))
+        for index, token in enumerate(tokens)
     ]
     return [Text.assemble("  ", line) for line in wrap_items(items, width - 2).split("\n")]
 
 
 def _truncate_middle(text: str) -> str:
-    whole = text.replace("\n", "⏎")
-    return (
-        whole
-        if len(whole) <= MAX_TEXT_LENGTH
-        else f"{whole[: MAX_TEXT_LENGTH // 2]} … {whole[-MAX_TEXT_LENGTH // 2 :]}"
-    )
+    line = text.replace("\n", "⏎")
+    return line if len(line) <= MAX_TEXT_LENGTH else f"{line[: MAX_TEXT_LENGTH // 2]} … {line[-MAX_TEXT_LENGTH // 2 :]}"
 
 
-# ---------------------------------------------------------------------------------------- the table
+# ---------------------------------------------------------------------------------------- table
 
 
 def _table_lines(journey: "Journey", tokenized: "TokenizedInput", hint: str, *, wide: bool) -> list[Text]:
-    """A line a stage under the name of its block; under the stream, what it would say by then."""
-    longest = max((stage.norm for stage in journey.stages if _is_residual_or_output(stage)), default=0.0)
-    rows = [(stage, _stage_cells(stage, longest, wide=wide)) for stage in journey.stages]
-    longest_of = [max((len(row[column]) for _, row in rows), default=0) for column in range(len(HEADERS))]
-    widths = [max(width, len(name)) if width else 0 for width, name in zip(longest_of, HEADERS, strict=True)]
+    """Format one line per site under the name of its block, and the logit lens under residual-stream sites."""
+    max_norm = max((stage.norm for stage in journey.stages if _is_residual_or_output(stage)), default=0.0)
+    rows = [(stage, _stage_cells(stage, max_norm, wide=wide)) for stage in journey.stages]
+    cell_widths = [max((len(row[column]) for _, row in rows), default=0) for column in range(len(HEADERS))]
+    widths = [max(width, len(name)) if width else 0 for width, name in zip(cell_widths, HEADERS, strict=True)]
     lines = [_format_row(HEADERS, widths, "bold")]
-    before: str | None = None
+    previous_block: str | None = None
     for stage, row in rows:
-        here = _block_name(stage.site)
-        if here != before and here:
-            lines += _skipped_blocks_line(before, here, hint)
-            lines.append(Text(here, "bold"))
-        before = here or before
+        block = _block_name(stage.site)
+        if block != previous_block and block:
+            lines += _skipped_blocks_line(previous_block, block, hint)
+            lines.append(Text(block, "bold"))
+        previous_block = block or previous_block
         lines.append(_format_row(row, widths, _stage_style(stage)))
         if stage.top_tokens:
             lines.append(_logit_lens_line(stage, tokenized))
@@ -196,18 +197,21 @@ def _stage_style(stage: "Stage") -> str:
 
 
 def _block_name(site: str) -> str:
-    """blocks.3 of blocks.3.attn.out; nothing for what is outside blocks."""
+    """Return blocks.3 for blocks.3.attn.out; empty for sites outside blocks."""
     parts = site.split(".")
     return ".".join(parts[: parts.index("blocks") + 2]) if "blocks" in parts else ""
 
 
-def _skipped_blocks_line(before: str | None, here: str, hint: str) -> list[Text]:
-    """What was left out between two blocks of a stack."""
-    (stack, layer), (other, last) = _split_block_name(here), _split_block_name(before) if before else ("", -1)
-    missing = layer - last - 1
-    if before is None or stack != other or missing < 1:
+def _skipped_blocks_line(previous_block: str | None, block: str, hint: str) -> list[Text]:
+    """Format the number of blocks skipped between two blocks of a stack."""
+    (stack, layer), (previous_stack, previous_layer) = (
+        _split_block_name(block),
+        _split_block_name(previous_block) if previous_block else ("", -1),
+    )
+    num_skipped = layer - previous_layer - 1
+    if previous_block is None or stack != previous_stack or num_skipped < 1:
         return []
-    return [Text(f"… {missing} block{'s' if missing > 1 else ''} between{hint}", "dim")]
+    return [Text(f"… {num_skipped} block{'s' if num_skipped > 1 else ''} between{hint}", "dim")]
 
 
 def _split_block_name(block: str) -> tuple[str, int]:
@@ -215,13 +219,13 @@ def _split_block_name(block: str) -> tuple[str, int]:
     return stack, int(layer)
 
 
-def _stage_cells(stage: "Stage", longest: float, *, wide: bool) -> TableRow:
+def _stage_cells(stage: "Stage", max_norm: float, *, wide: bool) -> TableRow:
     block = _block_name(stage.site)
     name = f"  {stage.site.removeprefix(f'{block}.')}" if block else stage.site
     shape = " ".join(f"{axis}={size}" for axis, size in zip(stage.axes.split(), stage.shape, strict=True))
     bar = (
-        "━" * max(1, round(BAR_WIDTH * stage.norm / longest))
-        if wide and _is_residual_or_output(stage) and longest > 0
+        "━" * max(1, round(BAR_WIDTH * stage.norm / max_norm))
+        if wide and _is_residual_or_output(stage) and max_norm > 0
         else ""
     )
     adds = (
@@ -245,8 +249,8 @@ def _stage_cells(stage: "Stage", longest: float, *, wide: bool) -> TableRow:
 
 def _format_row(row: TableRow, widths: Sequence[int], style: str) -> Text:
     padded = [
-        cell.rjust(width) if number in NUMERIC_COLUMNS else cell.ljust(width)
-        for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        cell.rjust(width) if column in NUMERIC_COLUMNS else cell.ljust(width)
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         if width
     ]
     return Text("  ".join(padded).rstrip(), style)
@@ -254,60 +258,62 @@ def _format_row(row: TableRow, widths: Sequence[int], style: str) -> Text:
 
 def _logit_lens_line(stage: "Stage", tokenized: "TokenizedInput") -> Text:
     line = Text.assemble(("    → " if _block_name(stage.site) else "  → ", "dim"))
-    for number, (token, share) in enumerate(stage.top_tokens):
-        line.append("  " if number else "")
+    for index, (token, probability) in enumerate(stage.top_tokens):
+        line.append("  " if index else "")
         line.append(_truncate_token(token, tokenized, 16), "cyan")
-        line.append(f" {_format_percent(share)}", "dim")
+        line.append(f" {_format_percent(probability)}", "dim")
     return line
 
 
 def _truncate_token(token: int, tokenized: "TokenizedInput", max_length: int) -> str:
-    whole = tokenized.token_str(token)
-    return whole if len(whole) <= max_length else f"{whole[: max_length - 1]}…"
+    text = tokenized.token_str(token)
+    return text if len(text) <= max_length else f"{text[: max_length - 1]}…"
 
 
-def _format_percent(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
+def _format_percent(fraction: float) -> str:
+    return f"{fraction:.0%}" if fraction >= 0.1 else f"{fraction:.1%}"
 
 
-# ---------------------------------------------------------------------------------------- the end
+# ---------------------------------------------------------------------------------------- predictions and consistency
 
 
 def _prediction_lines(journey: "Journey", tokenized: "TokenizedInput") -> list[Text]:
-    """The likeliest tokens in the end."""
+    """Format the top five predictions."""
     if not journey.top_tokens:
         return []
-    of = "the next token" if "decoder" in tokenized.model.stacks else "this place"
-    note = Text("  fresh weights: close to chance" if tokenized.is_untrained else "", "dim")
-    lines = [Text(), Text.assemble((f"top five for {of}", "bold"), note)]
-    named = [_truncate_token(token, tokenized, 24) for token, _ in journey.top_tokens]
-    wide = max(10, *map(len, named))
-    for name, (_, share) in zip(named, journey.top_tokens, strict=True):
-        bar = "━" * max(1, round(40 * share / journey.top_tokens[0][1])) if journey.top_tokens[0][1] > 0 else ""
-        lines.append(Text.assemble(f"  {name:{wide}} {share:7.2%} ", (bar, "cyan")))
+    target = "the next token" if "decoder" in tokenized.model.stacks else "this position"
+    note = Text("  random weights: close to chance" if tokenized.is_untrained else "", "dim")
+    lines = [Text(), Text.assemble((f"top 5 for {target}", "bold"), note)]
+    token_texts = [_truncate_token(token, tokenized, 24) for token, _ in journey.top_tokens]
+    width = max(10, *map(len, token_texts))
+    for token_text, (_, probability) in zip(token_texts, journey.top_tokens, strict=True):
+        bar = "━" * max(1, round(40 * probability / journey.top_tokens[0][1])) if journey.top_tokens[0][1] > 0 else ""
+        lines.append(Text.assemble(f"  {token_text:{width}} {probability:7.2%} ", (bar, "cyan")))
     return lines
 
 
 def _consistency_lines(journey: "Journey", tokenized: "TokenizedInput") -> list[Text]:
     if journey.residual_sum_error is None:
-        lines = ["embedding + Σ additions            not a plain sum here: norms or scales stand on the stream"]
+        lines = ["embedding + Σ outputs = residual   not a sum here: norms or scales act on the residual stream"]
     else:
-        lines = [f"embedding + Σ additions = stream   largest difference {journey.residual_sum_error:.1e}"]
-    shown = sum(stage.site.endswith(".pattern") for stage in journey.stages)
+        lines = [f"embedding + Σ outputs = residual   max difference {journey.residual_sum_error:.1e}"]
+    num_patterns = sum(stage.site.endswith(".pattern") for stage in journey.stages)
     if journey.pattern_row_error is not None:
         blocks = [block for stack in tokenized.model.stacks.values() for block in stack.blocks]
-        there = sum(1 if getattr(block, "cross", None) is None else 2 for block in blocks)
-        which = "every pattern" if shown == there else "patterns shown"
+        num_attentions = sum(1 if getattr(block, "cross", None) is None else 2 for block in blocks)
+        description = "all patterns" if num_patterns == num_attentions else "patterns shown"
         dtype = str(tokenized.model.dtype).removeprefix("torch.")
-        rounded = "" if dtype in ("float32", "float64") else f", as {dtype} rounds"
-        lines.append(f"{f'rows of {which} sum to 1':34} largest difference {journey.pattern_row_error:.1e}{rounded}")
-    elif shown:
-        lines.append("rows of patterns                   sum to less than 1: a sink takes a share of each")
+        dtype_note = "" if dtype in ("float32", "float64") else f", rounding of {dtype}"
+        lines.append(
+            f"{f'rows of {description} sum to 1':34} max difference {journey.pattern_row_error:.1e}{dtype_note}"
+        )
+    elif num_patterns:
+        lines.append("rows of patterns                   sum to less than 1: attention sinks take the rest")
     return [Text(f"  {line}") for line in lines]
 
 
 def print_saved_path(path: Path) -> None:
     line = Text.assemble(
-        "\n", ("written ", "dim"), escape_control_characters(str(path)), f"  {format_bytes(path.stat().st_size)}"
+        "\n", ("saved ", "dim"), escape_control_characters(str(path)), f"  {format_bytes(path.stat().st_size)}"
     )
     Console(highlight=False).print(line, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What a training run looks like while it runs: a line that moves, lines in a log, or JSON; and what was seen."""
+"""Progress of `cutaway train` as a progress bar, log lines or JSON; and the status of a run."""
 
 import json
 import sys
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from cutaway.train.trainer.trainer import Trainer
 
 LOG_INTERVAL_SECONDS = 5.0
-"""Seconds between two lines where nobody watches a terminal, such as in a log."""
+"""Seconds between log lines when the output is not a terminal."""
 LAYER_METRICS = {"gradient": "grad_norm", "update/weight": "update_ratio"}
 SMOOTHING = 0.1
-"""How much the newest step counts in what is shown of the pace."""
+"""Weight of the latest step in the moving averages of tokens_per_second and mfu."""
 
 
 class TrainingProgress:
-    """Steps, loss, tokens a second, the share of the device's peak, memory and the time left."""
+    """Prints step, loss, tokens per second, MFU, memory and remaining time."""
 
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
@@ -63,33 +63,35 @@ class TrainingProgress:
             return
         self.num_skipped_steps += "skipped" in row
         for name in ("tokens_per_second", "mfu"):
-            if name in timing:  # of steps that take now more, now less, a mean is easier to read
+            if name in timing:  # smoothed, because step times vary
                 self.smoothed_metrics[name] = (1 - SMOOTHING) * self.smoothed_metrics.get(
                     name, timing[name]
                 ) + SMOOTHING * timing[name]
         now = time.monotonic()
-        said = self._format_step(row, timing, now)
+        text = self._format_step(row, timing, now)
         if not self.progress_bar.disable and self.task_id is not None:
-            self.progress_bar.update(self.task_id, completed=row["step"], description=said)
+            self.progress_bar.update(self.task_id, completed=row["step"], description=text)
         elif now - self.last_log_time >= LOG_INTERVAL_SECONDS or row["step"] == self.max_steps:
             self.last_log_time = now
-            self.on_message(f"{row['step']}/{self.max_steps}  {said}")
+            self.on_message(f"{row['step']}/{self.max_steps}  {text}")
 
     def _format_step(self, row: dict[str, Any], timing: dict[str, Any], now: float) -> str:
-        """What is not known is left out."""
+        """Format a step in one line; unknown metrics are left out."""
         parts = [f"loss {row['loss']:.3f}", f"{self.smoothed_metrics['tokens_per_second']:,.0f} tokens/s"]
         if "mfu" in timing:
-            parts.append(f"{self.smoothed_metrics['mfu']:.0%} of peak")
+            parts.append(f"{self.smoothed_metrics['mfu']:.0%} MFU")
         if "peak_memory_bytes" in timing:
             parts.append(f"{timing['peak_memory_bytes'] / 1e9:.3g} GB")
         if self.num_skipped_steps:
             parts.append(f"{self.num_skipped_steps} skipped")
-        done = row["step"] - self.start_step
-        left = (now - self.start_time) / max(1, done) * (self.max_steps - row["step"])
+        num_done = row["step"] - self.start_step
+        seconds_left = (now - self.start_time) / max(1, num_done) * (self.max_steps - row["step"])
         return "  ".join(
             [
                 *parts,
-                f"{format_clock(left)} left" if row["step"] < self.max_steps else format_clock(now - self.start_time),
+                f"{format_clock(seconds_left)} left"
+                if row["step"] < self.max_steps
+                else format_clock(now - self.start_time),
             ]
         )
 
@@ -97,11 +99,11 @@ class TrainingProgress:
         if self.as_json:
             self._write_json(row)
             return
-        said = f"step {row['step']}: validation {row['eval_loss']:.3f} nats a token"
-        said += f", {row['bits_per_byte']:.3f} bits a byte" if "bits_per_byte" in row else ""
-        said += f", {row['exact_match']:.1%} of answers exact" if "exact_match" in row else ""
-        said += f", {row['accuracy']:.1%} of hidden tokens told" if "accuracy" in row else ""
-        self.on_message(said)
+        text = f"step {row['step']}: eval loss {row['eval_loss']:.3f} nats per token"
+        text += f", {row['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in row else ""
+        text += f", {row['exact_match']:.1%} exact match" if "exact_match" in row else ""
+        text += f", {row['accuracy']:.1%} accuracy on masked tokens" if "accuracy" in row else ""
+        self.on_message(text)
         if "sample" in row:
             self._print_line(escape_control_characters(row["sample"]), "dim")
 
@@ -120,7 +122,7 @@ class TrainingProgress:
             self._print_line(text)
 
     def _print_line(self, text: str, style: str | None = None) -> None:
-        """In a log, lines are as long as they are."""
+        """Print a line; wrapped only on a terminal."""
         wrap = not self.console.is_terminal
         self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=wrap)
 
@@ -130,14 +132,14 @@ class TrainingProgress:
 
 
 def _format_layer_stats(layer_stats: dict[str, Any]) -> str:
-    """One line: what each reading comes to over the layers."""
-    said = [f"{name} ≤ {_format_max(layer_stats[key])}" for name, key in LAYER_METRICS.items() if layer_stats.get(key)]
-    lengths = list(layer_stats["resid_norm"].values())
-    said.append(f"stream {lengths[0]:.2g} → {lengths[-1]:.2g}")
-    heads = [each for bits in layer_stats["attn_entropy"].values() for each in bits]
-    if heads:
-        said.append(f"heads' entropy {min(heads):.2g} to {max(heads):.2g} bits")
-    return ", ".join(said)
+    """Format the maxima and ranges over layers in one line."""
+    items = [f"{name} ≤ {_format_max(layer_stats[key])}" for name, key in LAYER_METRICS.items() if layer_stats.get(key)]
+    norms = list(layer_stats["resid_norm"].values())
+    items.append(f"residual norm {norms[0]:.2g} → {norms[-1]:.2g}")
+    entropies = [entropy for bits in layer_stats["attn_entropy"].values() for entropy in bits]
+    if entropies:
+        items.append(f"attention entropy {min(entropies):.2g} to {max(entropies):.2g} bits")
+    return ", ".join(items)
 
 
 def _format_max(by_layer: dict[str, float]) -> str:
@@ -146,24 +148,24 @@ def _format_max(by_layer: dict[str, float]) -> str:
 
 
 def format_clock(seconds: float) -> str:
-    """1:02:03, or 2:03."""
+    """Format seconds as 1:02:03 or 2:03."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 RUN_FILES = {
-    "metrics.jsonl": "a row for each step and each look",
-    "timings.jsonl": "how long each step took",
-    "loss.svg": "the losses as a drawing",
-    "tensorboard": "the same figures for TensorBoard",
-    "checkpoints": "what a run goes on from",
-    "model": "what was made: cutaway generate RUN TEXT",
+    "metrics.jsonl": "metrics of each step and evaluation",
+    "timings.jsonl": "duration of each step",
+    "loss.svg": "loss plot",
+    "tensorboard": "metrics for TensorBoard",
+    "checkpoints": "checkpoints for --resume",
+    "model": "trained model: cutaway generate RUN TEXT",
 }
 
 
 def load_run_status(directory: Path) -> dict[str, Any]:
-    """The run as plain data."""
+    """Load the status of a run as JSON data."""
     run = RunDirectory.open(directory)
     logs = [directory / name for name in ("metrics.jsonl", "timings.jsonl")]
     rows, timings = (list(read_metrics_log(path)) if path.exists() else [] for path in logs)
@@ -184,26 +186,24 @@ def load_run_status(directory: Path) -> dict[str, Any]:
 
 
 def format_run_status(status: dict[str, Any]) -> list[str]:
-    """The same for people."""
+    """Format the status of a run as text lines."""
     recipe = status["recipe"]
-    model = (
-        recipe["model"] if isinstance(recipe["model"], str) else f"a model of its own ({recipe['model'].get('form')})"
-    )
-    said = [
+    model = recipe["model"] if isinstance(recipe["model"], str) else f"custom model ({recipe['model'].get('form')})"
+    lines = [
         f"{status['run']}: {model}, {recipe['objective']['kind']}, {recipe['optimizer']['kind']}",
-        f"step {status['step']:,} of {status['max_steps']:,}, {format_clock(status['seconds'])} of steps"
+        f"step {status['step']:,} of {status['max_steps']:,}, {format_clock(status['seconds'])} of training"
         + (f", {status['num_skipped_steps']} skipped" if status["num_skipped_steps"] else ""),
     ]
     if status["loss"] is not None:
-        said.append(f"training loss {status['loss']:.3f} nats a token")
+        lines.append(f"training loss {status['loss']:.3f} nats per token")
     if status["evals"]:
         last = status["evals"][-1]
-        said.append(
-            f"validation {last['eval_loss']:.3f} at step {last['step']:,}, {status['best_eval_loss']:.3f} at best"
-            + (f"; {last['bits_per_byte']:.3f} bits a byte" if last.get("bits_per_byte") is not None else "")
+        lines.append(
+            f"eval loss {last['eval_loss']:.3f} at step {last['step']:,}, {status['best_eval_loss']:.3f} best"
+            + (f"; {last['bits_per_byte']:.3f} bits per byte" if last.get("bits_per_byte") is not None else "")
         )
     width = max(map(len, status["files"]), default=0)
-    said += [f"  {name:<{width}}  {RUN_FILES[name]}" for name in status["files"]]
+    lines += [f"  {name:<{width}}  {RUN_FILES[name]}" for name in status["files"]]
     if status["step"] < status["max_steps"]:
-        said.append(f"go on with: cutaway train --resume {status['run']}")
-    return said
+        lines.append(f"continue with: cutaway train --resume {status['run']}")
+    return lines

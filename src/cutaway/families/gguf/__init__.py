@@ -1,1 +1,1 @@
-"""GGUF: a file format that keeps settings and tensors together, read and written by tables like any other's."""
+"""GGUF: load and save, with one table of config fields and weight mappings per architecture."""

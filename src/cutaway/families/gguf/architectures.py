@@ -1,4 +1,4 @@
-"""GGUF's architectures: the same config fields and weight mappings as any family, under the format's own names."""
+"""GGUF architectures: config fields and weight mappings under GGUF key names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,70 +19,77 @@ from cutaway.families.weight_conversion import (
 )
 
 TIED_HEAD_KEY = "head.tied"
-"""No setting of the format: a file without a matrix for the head says so by not having it."""
+"""Not a GGUF key: whether the head is tied follows from the absence of its matrix."""
 
 
 def common_fields(arch: str, *, eps_key: str = "attention.layer_norm_rms_epsilon") -> tuple[ConfigField, ...]:
-    """What every architecture tells."""
-    at = "decoder.block.attention"
+    """Fields of every architecture."""
+    attention_path = "decoder.block.attention"
     return (
         Key(f"{arch}.vocab_size", "vocab_size"),
         Key(f"{arch}.embedding_length", "d_model"),
         Key(f"{arch}.block_count", "decoder.layers"),
         Key(f"{arch}.context_length", "context"),
         Key(f"{arch}.feed_forward_length", "decoder.block.ffn.hidden"),
-        Key(f"{arch}.attention.head_count", f"{at}.heads"),
-        Key(f"{arch}.attention.head_count_kv", f"{at}.kv_heads", None),
-        Key(f"{arch}.attention.key_length", f"{at}.d_head", None),
+        Key(f"{arch}.attention.head_count", f"{attention_path}.heads"),
+        Key(f"{arch}.attention.head_count_kv", f"{attention_path}.kv_heads", None),
+        Key(f"{arch}.attention.key_length", f"{attention_path}.d_head", None),
         Key(f"{arch}.{eps_key}", "decoder.norm.eps"),
         Key(TIED_HEAD_KEY, "head.tied", True),
         Custom((f"{arch}.attention.value_length",), _check_value_length, lambda tree, metadata: None),
-        SupportedValues(f"{arch}.expert_count", (0,), "its FFNs are mixtures of experts"),
-        SupportedValues(f"{arch}.attention.causal", (True,), "its tokens all see each other"),
+        SupportedValues(
+            f"{arch}.expert_count", (0,), "its FFNs are mixtures of experts, which cutaway does not load from GGUF"
+        ),
+        SupportedValues(f"{arch}.attention.causal", (True,), "its attention is not causal"),
     )
 
 
 def _check_value_length(metadata: HFConfigReader, tree: ConfigTree) -> None:
-    """Values are as wide as keys, in all of these."""
-    for key, width in metadata.data.items():
-        if key.endswith(".attention.value_length") and width != metadata.get(key.replace("value", "key")):
-            raise ConfigError(f"'{key}' is {width!r}, another width than the keys', which cutaway does not have")
+    """Raise if the value dimension differs from the key dimension."""
+    for key, length in metadata.data.items():
+        if key.endswith(".attention.value_length") and length != metadata.get(key.replace("value", "key")):
+            raise ConfigError(
+                f"'{key}' is {length!r}, which differs from the key length; cutaway supports only equal lengths"
+            )
 
 
 def sliding_window_field(arch: str, full_attention_period: int | None) -> Custom:
-    """Near layers, with a far one after every so many; without a pattern, all are near."""
+    """Sliding-window layers, with full attention in every n-th layer; if n is None, in no layer."""
     key = f"{arch}.attention.sliding_window"
 
     def from_hf(metadata: HFConfigReader, tree: ConfigTree) -> None:
         window = metadata.get(key) or None
-        for n, block in enumerate(tree.blocks("decoder"), 1):
+        for layer_number, block in enumerate(tree.blocks("decoder"), 1):
             block["attention"]["window"] = (
-                None if full_attention_period is not None and n % full_attention_period == 0 else window
+                None if full_attention_period is not None and layer_number % full_attention_period == 0 else window
             )
 
     def to_hf(tree: ConfigTree, metadata: dict[str, Any]) -> None:
-        widths = {block["attention"]["window"] for block in tree.blocks("decoder")} - {None}
-        if widths:
-            metadata[key] = max(widths)
+        windows = {block["attention"]["window"] for block in tree.blocks("decoder")} - {None}
+        if windows:
+            metadata[key] = max(windows)
 
     return Custom((key, f"{arch}.attention.sliding_window_pattern"), from_hf, to_hf)
 
 
 def query_scale_field(arch: str, largest_num_layers: int) -> Custom:
-    """The file keeps no score scale: the largest Gemma, told by its depth, divides by sqrt(d_model / heads)."""
+    """Attention scale, which GGUF does not store.
+
+    It is 1/sqrt(d_head), except for the largest Gemma, identified by its number of layers: 1/sqrt(d_model / heads).
+    """
 
     def from_hf(metadata: HFConfigReader, tree: ConfigTree) -> None:
         for block in tree.blocks("decoder"):
             attention = block["attention"]
-            largest = len(tree.blocks("decoder")) == largest_num_layers
-            width = attention.get("d_head") or tree.data["d_model"] // attention["heads"]
-            attention["scale"] = (tree.data["d_model"] // attention["heads"] if largest else width) ** -0.5
+            is_largest = len(tree.blocks("decoder")) == largest_num_layers
+            head_dim = attention.get("d_head") or tree.data["d_model"] // attention["heads"]
+            attention["scale"] = (tree.data["d_model"] // attention["heads"] if is_largest else head_dim) ** -0.5
 
     return Custom((), from_hf, lambda tree, metadata: None)
 
 
 def build_template(block: Mapping[str, Any], **stack: Any) -> dict[str, Any]:
-    """A decoder. Every head is taken as tied; a file with another matrix for it says so by having one."""
+    """Decoder template with a tied head; it is untied on loading if the file has a different head matrix."""
     return {"form": "decoder", "head": {"kind": "lm", "tied": True}, "decoder": {"block": block, **stack}}
 
 
@@ -103,10 +110,12 @@ UNIT_OFFSET = SubtractOffset(1.0)
 
 
 def per_layer(*mappings: WeightMapping) -> tuple[WeightMapping, ...]:
+    """Weight mappings of every layer."""
     return add_prefix("blk.{i}", "decoder.blocks.{i}", *mappings)
 
 
 def attention_weights(qk_op: ConversionOp = Identity()) -> tuple[WeightMapping, ...]:
+    """Weight mappings of q, k, v and o."""
     qk = tuple(WeightMapping(f"attn_{p}", f"attn.f.{p}", qk_op) for p in "qk")
     return (*qk, WeightMapping("attn_v", "attn.f.v"), WeightMapping("attn_output", "attn.f.o"))
 
@@ -126,7 +135,7 @@ GEMMA_EMBEDDING_AND_HEAD_WEIGHTS = (
     WeightMapping("output_norm", "decoder.final_norm", UNIT_OFFSET),
     EMBEDDING_AND_HEAD_WEIGHTS[2],
 )
-IGNORED_ROPE_WEIGHTS = {r"rope_(freqs|factors_long|factors_short)\.weight": "RoPE's factors, read with the settings"}
+IGNORED_ROPE_WEIGHTS = {r"rope_(freqs|factors_long|factors_short)\.weight": "RoPE factors, read with the metadata"}
 
 
 def _build_family(
@@ -137,9 +146,9 @@ def _build_family(
     weights: tuple[WeightMapping, ...],
 ) -> Family:
     ignored_config_keys = {
-        f"{arch}.rope.scaling.finetuned": "whether the scaling was trained, not what it is",
-        f"{arch}.expert_used_count": "of no experts",
-        f"{arch}.tensor_data_layout": "the order of q and k, which the architecture fixes",
+        f"{arch}.rope.scaling.finetuned": "whether the scaling was fine-tuned; does not change the result",
+        f"{arch}.expert_used_count": "the model has no experts",
+        f"{arch}.tensor_data_layout": "layout of q and k, fixed by the architecture",
     }
     return Family(
         arch,
@@ -262,4 +271,4 @@ GGUF_ARCHITECTURES = {
         ),
     ),
 }
-"""By the name in `general.architecture`; `.architecture` names the family that transformers opens it with."""
+"""`general.architecture` → family; its `.architecture` is the transformers family (`model_type`)."""

@@ -1,4 +1,4 @@
-"""A checkpoint from a GGUF file, and a GGUF file from a checkpoint."""
+"""Load and save checkpoints as GGUF files."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,17 +21,19 @@ if TYPE_CHECKING:
 TOKEN_ID_NAMES = {"bos": "bos_token_id", "padding": "pad_token_id"}
 TOKEN_ID_KEY_FORMAT = "tokenizer.ggml.{}_token_id"
 EOS_TOKEN_NAMES = ("eos", "eot", "eom")
-"""What ends a text, a turn of a chat, and a message that waits for a tool."""
+"""Metadata names of end-of-text, end-of-turn and end-of-message (tool call) tokens."""
 END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
-"""Most files of chat models name the end of a text only; llama.cpp knows the ends of turns by their looks, too."""
+"""End-of-turn tokens by text: most chat models store only the end-of-text id; llama.cpp matches these texts, too."""
 
 
 def load_gguf(path: Path, **load_options: Any) -> Checkpoint:
-    """Open a GGUF file: packed numbers are unpacked, settings become a configuration."""
+    """Load a GGUF file; quantized tensors are dequantized."""
     file = GGUFFile(path)
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in GGUF_ARCHITECTURES:
-        raise ConfigError(f"'{path.name}' is of architecture {arch!r}; cutaway opens {', '.join(GGUF_ARCHITECTURES)}")
+        raise ConfigError(
+            f"'{path.name}' has the unsupported architecture {arch!r}; cutaway supports {', '.join(GGUF_ARCHITECTURES)}"
+        )
     family = GGUF_ARCHITECTURES[arch]
     metadata = {key: value for key, value in file.metadata.items() if key.startswith(f"{arch}.")}
     if "token_embd.weight" in file.tensor_infos:
@@ -39,7 +41,7 @@ def load_gguf(path: Path, **load_options: Any) -> Checkpoint:
     for name in (ROPE_FREQS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT):
         if name in file.tensor_infos:
             if file.tensor_infos[name].numel > 4096:
-                raise WeightError(f"tensor '{name}' has {file.tensor_infos[name].numel:,} factors, more than any head")
+                raise WeightError(f"tensor '{name}' has {file.tensor_infos[name].numel:,} factors; the file is damaged")
             metadata[name] = [float(f"{value:.7g}") for value in file.read_tensor(name).flatten().tolist()]
     _check_known_keys(family, metadata)
     model, config, report = load_model(family, metadata, file, source=str(path), **load_options)
@@ -57,21 +59,21 @@ def load_gguf(path: Path, **load_options: Any) -> Checkpoint:
 
 
 def _check_known_keys(family: Family, metadata: dict[str, Any]) -> None:
-    """A setting of the architecture that no field reads would be another model."""
+    """Raise on an unknown metadata key of the architecture, since it could change the model."""
     known = {key for entry in family.fields for key in entry.keys} | family.ignored_config_keys.keys()
-    strange = sorted(metadata.keys() - known)
-    if strange:
-        raise ConfigError(f"its setting '{strange[0]}' ({metadata[strange[0]]!r}) is none that cutaway honours")
+    unknown = sorted(metadata.keys() - known)
+    if unknown:
+        raise ConfigError(f"the metadata key '{unknown[0]}' ({metadata[unknown[0]]!r}) is not supported by cutaway")
 
 
 def _eos_token_ids(gguf_file: GGUFFile) -> Any:
-    """The id that ends an answer, or all of them."""
-    found = [gguf_file.metadata.get(TOKEN_ID_KEY_FORMAT.format(name)) for name in EOS_TOKEN_NAMES]
+    """The end-of-sequence token id, a list if there are several, or None."""
+    ids = [gguf_file.metadata.get(TOKEN_ID_KEY_FORMAT.format(name)) for name in EOS_TOKEN_NAMES]
     tokens = gguf_file.metadata.get("tokenizer.ggml.tokens")
-    if isinstance(tokens, list) and found[1] is None:
-        found += [tokens.index(end) for end in END_OF_TURN_TOKENS if end in tokens]
-    several = [each for place, each in enumerate(found) if each is not None and each not in found[:place]]
-    return several if len(several) > 1 else next(iter(several), None)
+    if isinstance(tokens, list) and ids[1] is None:
+        ids += [tokens.index(end) for end in END_OF_TURN_TOKENS if end in tokens]
+    unique_ids = [token_id for i, token_id in enumerate(ids) if token_id is not None and token_id not in ids[:i]]
+    return unique_ids if len(unique_ids) > 1 else next(iter(unique_ids), None)
 
 
 def _load_tokenizer(gguf_file: GGUFFile) -> "Tokenizer | None":
@@ -82,22 +84,20 @@ def _load_tokenizer(gguf_file: GGUFFile) -> "Tokenizer | None":
 
 
 def find_architecture(config: Config, preferred: str | None = None) -> tuple[Family, dict[str, Any]]:
-    """The architecture that can describe a configuration (its own family's, if that can), and its settings.
+    """Return a GGUF architecture that can represent a Config (the preferred one, if it can), and its metadata.
 
-    The format is for running models, not training them: it has no word for dropout.
+    Dropout is dropped: GGUF is an inference format and does not store it.
     """
     if config.form != "decoder":
-        raise ConfigError(
-            f"this is a model of form '{config.form}', and only decoders are written as GGUF; use --to hf"
-        )
+        raise ConfigError(f"the model is of form '{config.form}', and only decoders can be saved as GGUF; use --to hf")
     config = read_config(_without_dropout(to_dict(config)))
-    refusals = []
+    errors = []
     for family in sorted(GGUF_ARCHITECTURES.values(), key=lambda family: family.architecture != preferred):
         try:
             return family, family.config_to_hf(config)
         except ConfigError as error:
-            refusals.append(str(error))
-    raise ConfigError(f"no GGUF architecture can describe this model. {min(refusals, key=len)}")
+            errors.append(str(error))
+    raise ConfigError(f"no GGUF architecture can represent this model. {min(errors, key=len)}")
 
 
 def _without_dropout(value: Any) -> Any:
@@ -111,43 +111,43 @@ def _without_dropout(value: Any) -> Any:
 def save_gguf(
     checkpoint: Checkpoint, path: str | Path, *, quantization: str | None = None, overwrite: bool = False
 ) -> Path:
-    """Write one GGUF file. Matrices keep their dtype, or are packed as asked."""
+    """Save a checkpoint as one GGUF file. Matrices keep their dtype unless `quantization` is set."""
     if isinstance(checkpoint, Transformer):
         checkpoint = Checkpoint(checkpoint, checkpoint.config)
     if not isinstance(checkpoint, Checkpoint):
-        raise InputError(f"a {type(checkpoint).__name__} cannot be saved; give a Checkpoint or a model")
+        raise InputError(f"a {type(checkpoint).__name__} cannot be saved; pass a Checkpoint or a model")
     target = resolve_output_path(path)
     if target.suffix != ".gguf":
-        raise InputError(f"'{target}' should end in .gguf: one file is written")
+        raise InputError(f"'{target}' does not end in .gguf; pass the path of a .gguf file")
     check_not_on_meta(checkpoint.model)
     try:
-        there, plain = target.exists() or target.is_symlink(), target.is_file()
+        exists, is_file = target.exists() or target.is_symlink(), target.is_file()
     except OSError as error:
-        raise InputError(f"'{target}' cannot be looked at: {error.strerror}") from None
-    if there and not (overwrite and plain):
-        raise InputError(f"'{target}' exists already; name another file{' or overwrite it' if plain else ''}")
+        raise InputError(f"'{target}' cannot be accessed: {error.strerror}") from None
+    if exists and not (overwrite and is_file):
+        raise InputError(f"'{target}' exists already; pass another path{', or overwrite=True' if is_file else ''}")
     if quantization is not None and (not isinstance(quantization, str) or quantization not in GGML_TYPES):
-        raise InputError(f"'{quantization}' is no quantization that can be written; use one of {', '.join(GGML_TYPES)}")
-    family, settings = find_architecture(checkpoint.config, checkpoint.family)
+        raise InputError(f"'{quantization}' is not a supported quantization; use one of {', '.join(GGML_TYPES)}")
+    family, all_metadata = find_architecture(checkpoint.config, checkpoint.family)
     metadata = {
-        key: value for key, value in settings.items() if key.startswith(f"{family.name}.") and value is not None
+        key: value for key, value in all_metadata.items() if key.startswith(f"{family.name}.") and value is not None
     }
     if checkpoint.tokenizer is not None:
         from cutaway.tokenizer import tokenizer_to_gguf
 
         metadata |= tokenizer_to_gguf(checkpoint.tokenizer)
-        ends = (checkpoint.generation_config or checkpoint.hf_config).get("eos_token_id")
-        others = [
-            each
-            for each in (ends if isinstance(ends, list) else [])
-            if each != metadata.get(TOKEN_ID_KEY_FORMAT.format("eos"))
+        eos_token_ids = (checkpoint.generation_config or checkpoint.hf_config).get("eos_token_id")
+        other_ids = [
+            token_id
+            for token_id in (eos_token_ids if isinstance(eos_token_ids, list) else [])
+            if token_id != metadata.get(TOKEN_ID_KEY_FORMAT.format("eos"))
         ]
-        metadata |= dict(zip(map(TOKEN_ID_KEY_FORMAT.format, EOS_TOKEN_NAMES[1:]), others, strict=False))
+        metadata |= dict(zip(map(TOKEN_ID_KEY_FORMAT.format, EOS_TOKEN_NAMES[1:]), other_ids, strict=False))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WeightError(f"'{target}' could not be written: {error}") from None
-    tensors = [*export_weights(family, checkpoint.model), *_rope_factor_tensors(settings)]
+    tensors = [*export_weights(family, checkpoint.model), *_rope_factor_tensors(all_metadata)]
     write_gguf(target, family.name, metadata, tensors, quantization, overwrite=overwrite)
     return target
 
@@ -155,9 +155,9 @@ def save_gguf(
 def _rope_factor_tensors(metadata: dict[str, Any]) -> list[Any]:
     import torch
 
-    found = [
+    factors = [
         (name, torch.tensor(metadata[name]))
         for name in (ROPE_FREQS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT)
         if name in metadata
     ]
-    return [((name,), lambda tensor=tensor: [tensor], 0) for name, tensor in found]
+    return [((name,), lambda tensor=tensor: [tensor], 0) for name, tensor in factors]

@@ -1,1 +1,1 @@
-"""One file a family: its fields and its rows."""
+"""Family tables: one module per model family, with its config fields and weight mappings."""

@@ -1,4 +1,4 @@
-"""ALBERT: a narrow token table, and layers that share their weights. https://arxiv.org/abs/1909.11942"""
+"""ALBERT: factorized embedding and weights shared across layers. https://arxiv.org/abs/1909.11942"""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
 
 def _check_factorized_head_is_tied(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """An output matrix of its own would be as narrow as the token table; cutaway's is d_model wide."""
+    """Raise for an untied head on a factorized embedding, whose matrix would have the embedding dimension."""
     width = hf_config.get_number("embedding_size", 128)
     if tree.get("head.tied") is False and width != tree.data["d_model"]:
         raise ConfigError(
-            f"config.json's 'tie_word_embeddings' is false, and an untied head that reads vectors of"
-            f" 'embedding_size' {width} is not in cutaway; it would be with {tree.data['d_model']}, the hidden size"
+            f"config.json's 'tie_word_embeddings' is false, and cutaway has no untied head of 'embedding_size'"
+            f" {width}; tie the embeddings or use 'embedding_size' {tree.data['d_model']}, the hidden size"
         )
 
 
@@ -44,15 +44,15 @@ FAMILY = Family(
         bert.TIE_EMBEDDINGS_FIELD,
         TIED_FACTORIZED_HEAD,
         bert.HEAD_ACTIVATION_FIELD,
-        SupportedValues("inner_group_num", (1,), "layers of several sets would take turns within a group"),
+        SupportedValues("inner_group_num", (1,), "a group would have several layers"),
     ),
     weight_mappings=(
-        *(WeightMapping(f"albert.{row.checkpoint_key}", row.model_key) for row in bert.EMBEDDING_WEIGHTS),
+        *(WeightMapping(f"albert.{mapping.checkpoint_key}", mapping.model_key) for mapping in bert.EMBEDDING_WEIGHTS),
         WeightMapping("albert.encoder.embedding_hidden_mapping_in", "encoder.embed.project"),
         *add_prefix(
             "albert.encoder.albert_layer_groups.{g}.albert_layers.0",
             "encoder.blocks.{i}",
-            *(WeightMapping(f"attention.{word}", f"attn.f.{word[0]}") for word in ("query", "key", "value")),
+            *(WeightMapping(f"attention.{p}", f"attn.f.{p[0]}") for p in ("query", "key", "value")),
             WeightMapping("attention.dense", "attn.f.o"),
             WeightMapping("attention.LayerNorm", "norm_after_attn"),
             WeightMapping("ffn", "ffn.f.up"),
@@ -65,11 +65,11 @@ FAMILY = Family(
     base_model_prefix="albert.",
     ignored_weights=bert.ignored_weights("sop_classifier"),
     ignored_config_keys={
-        "classifier_dropout_prob": "for a classifier, which is not loaded",
-        "net_structure_type": "never read",
-        "gap_size": "never read",
-        "num_memory_blocks": "never read",
-        "down_scale_factor": "never read",
+        "classifier_dropout_prob": "classification head, which is not loaded",
+        "net_structure_type": "unused",
+        "gap_size": "unused",
+        "num_memory_blocks": "unused",
+        "down_scale_factor": "unused",
     },
     weight_renamings=bert.WEIGHT_RENAMINGS,
 )

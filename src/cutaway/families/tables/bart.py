@@ -1,4 +1,4 @@
-"""BART, and the parts that Marian and Pegasus share with it. https://arxiv.org/abs/1910.13461"""
+"""BART, and components shared with Marian and Pegasus. https://arxiv.org/abs/1910.13461"""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ LAYERNORM = {"kind": "layernorm"}
 
 
 def build_template(placement: str, embedding: dict[str, Any]) -> dict[str, Any]:
-    """Two stacks with biases everywhere, and a fixed bias on the logits."""
+    """Encoder-decoder with biases on all projections and a fixed bias on the logits."""
     stack = {"embedding": embedding, "norm": LAYERNORM, "placement": {"kind": placement}}
     block = {"attention": SELF_ATTENTION, "ffn": {"kind": "mlp"}}
     return {
@@ -36,12 +36,12 @@ def _write_embedding_scale(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
 
 
 def both_stacks(*paths: str) -> tuple[str, ...]:
-    """The same path in either stack."""
+    """The paths in both stacks."""
     return tuple(f"{side}.{path}" for path in paths for side in STACKS)
 
 
 def common_fields(position_attribute: str) -> tuple[ConfigField, ...]:
-    """What all three say in the same words; `position_attribute` is where their number belongs."""
+    """Fields of all three families; `position_attribute` is the Config field of `max_position_embeddings`."""
     return (
         Key("d_model", "d_model", 1024),
         *(Key(f"{side}_layers", f"{side}.layers", 12) for side in STACKS),
@@ -56,30 +56,32 @@ def common_fields(position_attribute: str) -> tuple[ConfigField, ...]:
         Key("activation_dropout", both_stacks("block.ffn.dropout"), 0.0),
         Custom(("scale_embedding",), _read_embedding_scale, _write_embedding_scale),
         *(
-            SupportedValues(f"{side}_layerdrop", (0.0, None), "in training, whole layers would be left out")
+            SupportedValues(f"{side}_layerdrop", (0.0, None), "LayerDrop would skip layers in training")
             for side in STACKS
         ),
     )
 
 
 TIED_EMBEDDINGS_ONLY = SupportedValues(
-    "tie_word_embeddings", (True, None), "untied, each side would have a table of its own, and another lie unread"
+    "tie_word_embeddings",
+    (True, None),
+    "untied, each stack would have its own embedding, and the shared one would be unused",
 )
 
 
 def legacy_flags(*, pre_norm: bool, embedding_norm: bool, sinusoidal: bool) -> tuple[ConfigField, ...]:
-    """Older files say in flags what their family now stands for."""
-    why = "this family is always the other way"
+    """Flags of legacy files for properties that are now fixed by the family."""
+    reason = "the family has a fixed value for it"
     return (
-        SupportedValues("normalize_before", (pre_norm, None), why),
-        SupportedValues("add_final_layer_norm", (pre_norm, None), why),
-        SupportedValues("normalize_embedding", (embedding_norm, None), why),
-        SupportedValues("static_position_embeddings", (sinusoidal, None), why),
+        SupportedValues("normalize_before", (pre_norm, None), reason),
+        SupportedValues("add_final_layer_norm", (pre_norm, None), reason),
+        SupportedValues("normalize_embedding", (embedding_norm, None), reason),
+        SupportedValues("static_position_embeddings", (sinusoidal, None), reason),
     )
 
 
 def stack_weights(*, pre_norm: bool) -> tuple[WeightMapping, ...]:
-    """The rows of both stacks. A norm stands before its sublayer, or after it."""
+    """Weight mappings of both stacks, with pre-norm or post-norm."""
 
     def layer(side: str, *attentions: tuple[str, str]) -> tuple[WeightMapping, ...]:
         norms = *attentions, ("final", "ffn")
@@ -108,15 +110,15 @@ ATTRIBUTE_MAP = {
     "num_hidden_layers": "encoder_layers",
 }
 IGNORED_WEIGHTS = {
-    r"model\.(encoder|decoder)\.version": "numbers an older layout of the file",
-    r"(model\.)?(classification_head|qa_outputs)\..*": "a head for another task",
+    r"model\.(encoder|decoder)\.version": "version of a legacy file layout",
+    r"(model\.)?(classification_head|qa_outputs)\..*": "head of another task, which is not loaded",
 }
 IGNORED_CONFIG_KEYS = {
-    "is_decoder": "each stack knows which it is",
-    "init_std": "for fresh weights, and these are not",
-    "add_bias_logits": "never read; a bias on the logits is in the file or is zero",
-    "output_past": "a cache changes no result",
-    "classif_dropout": "for a classifier, which is not loaded",
+    "is_decoder": "fixed by the family",
+    "init_std": "initialization; weights are loaded",
+    "add_bias_logits": "unused; a bias on the logits is in the file or is zero",
+    "output_past": "a KV cache does not change the result",
+    "classif_dropout": "classification head, which is not loaded",
 }
 
 FAMILY = Family(

@@ -1,4 +1,4 @@
-"""BERT, and the parts that its many kin share. https://arxiv.org/abs/1810.04805"""
+"""BERT, and components shared with its derivatives. https://arxiv.org/abs/1810.04805"""
 
 from typing import Any
 
@@ -22,16 +22,16 @@ TEMPLATE: dict[str, Any] = {
 
 
 def _require_token_types(num_token_types: int) -> int:
-    """Kinds of token; these families cannot do without."""
+    """Raise if there are no token types, which these families require."""
     if not num_token_types:
-        raise ConfigError("there are no token types, and this family has at least one")
+        raise ConfigError("token_types is 0, and this family requires at least one; set it to 1 or more")
     return num_token_types
 
 
 def size_fields(
     vocab_size: int, d_model: int, num_layers: int, num_heads: int, intermediate_size: int, hidden_act: str = "gelu"
 ) -> tuple[ConfigField, ...]:
-    """What BERT and its kin say about themselves in the same words."""
+    """Fields that BERT and its derivatives share, with the family's defaults."""
     return (
         Key("vocab_size", "vocab_size", vocab_size),
         Key("hidden_size", "d_model", d_model),
@@ -42,9 +42,9 @@ def size_fields(
         Key("layer_norm_eps", "encoder.norm.eps", 1e-12),
         SameAs("encoder.embedding.norm", "encoder.norm"),
         IfHead(SameAs("head.transform.norm", "encoder.norm")),
-        SupportedValues("is_decoder", (False, None), "as a decoder it would see only what came before"),
+        SupportedValues("is_decoder", (False, None), "as a decoder its attention would be causal"),
         SupportedValues(
-            "position_embedding_type", ("absolute", None), "its attention would read distances beside positions"
+            "position_embedding_type", ("absolute", None), "its attention would use relative positions, too"
         ),
     )
 
@@ -77,7 +77,7 @@ FFN_WEIGHTS = (
     WeightMapping("output.LayerNorm", "norm_after_ffn"),
 )
 LAYER_WEIGHTS = (
-    *(WeightMapping(f"attention.self.{word}", f"attn.f.{word[0]}") for word in ("query", "key", "value")),
+    *(WeightMapping(f"attention.self.{p}", f"attn.f.{p[0]}") for p in ("query", "key", "value")),
     WeightMapping("attention.output.dense", "attn.f.o"),
     WeightMapping("attention.output.LayerNorm", "norm_after_attn"),
     *FFN_WEIGHTS,
@@ -85,8 +85,8 @@ LAYER_WEIGHTS = (
 
 
 def encoder_weights(prefix: str, *layer_weights: WeightMapping) -> tuple[WeightMapping, ...]:
-    """The rows of the encoder: embedding, layers, pooler."""
-    embed = (WeightMapping(f"{prefix}.{row.checkpoint_key}", row.model_key) for row in EMBEDDING_WEIGHTS)
+    """Weight mappings of the encoder: embedding, layers, pooler."""
+    embed = (WeightMapping(f"{prefix}.{mapping.checkpoint_key}", mapping.model_key) for mapping in EMBEDDING_WEIGHTS)
     return (
         *embed,
         *add_prefix(f"{prefix}.encoder.layer.{{i}}", "encoder.blocks.{i}", *layer_weights),
@@ -99,7 +99,7 @@ def _has_tied_head(config: Config) -> bool:
 
 
 def mlm_head_weights(prefix: str, dense: str, norm: str) -> tuple[WeightMapping, ...]:
-    """The rows of a head whose output matrix is `decoder`. Its bias has two names; untied, one counts."""
+    """Weight mappings of a masked-LM head with output matrix `decoder`. Its bias has two keys, and one if untied."""
     return (
         WeightMapping(f"{prefix}.{dense}", "head.transform.dense"),
         WeightMapping(f"{prefix}.{norm}", "head.transform.norm"),
@@ -110,11 +110,12 @@ def mlm_head_weights(prefix: str, dense: str, norm: str) -> tuple[WeightMapping,
 
 
 def ignored_weights(*head_prefixes: str) -> dict[str, str]:
-    """What published files hold beside the encoder and its masked-token head."""
+    """Ignored tensors of published files, beside the encoder and its masked-LM head."""
+    heads = "|".join(("classifier", "qa_outputs", *head_prefixes))
     return {
-        r"\w+\.embeddings\.(position|token_type)_ids": "counts from 0 and zeros, which follow from the configuration",
-        rf"(\w+\.)?({'|'.join(('classifier', 'qa_outputs', *head_prefixes))})\..*": "a head for another task",
-        r"(cls\.predictions|predictions|lm_head)\.bias": "untied, the head has its bias in the output matrix",
+        r"\w+\.embeddings\.(position|token_type)_ids": "constant ids",
+        rf"(\w+\.)?({heads})\..*": "head of another task, which is not loaded",
+        r"(cls\.predictions|predictions|lm_head)\.bias": "the bias of an untied head is decoder.bias",
     }
 
 

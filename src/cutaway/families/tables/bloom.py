@@ -1,4 +1,4 @@
-"""BLOOM: ALiBi, and a norm on the embedding. https://arxiv.org/abs/2211.05100"""
+"""BLOOM: ALiBi and a norm on the embedding. https://arxiv.org/abs/2211.05100"""
 
 from cutaway.families.config_fields import Key, SupportedValues, flag
 from cutaway.families.family import Family
@@ -33,10 +33,10 @@ FAMILY = Family(
         Key("hidden_dropout", "decoder.dropout", 0.0),
         flag("tie_word_embeddings", "head.tied", True),
         SupportedValues(
-            "apply_residual_connection_post_layernorm", (False,), "what is added to would be the normed stream"
+            "apply_residual_connection_post_layernorm", (False,), "the residual would be added after the norm"
         ),
-        SupportedValues("slow_but_exact", (False,), "this way of adding up leaves the biases out"),
-        SupportedValues("n_inner", (None,), "the FFN always is four times as wide as the stream"),
+        SupportedValues("slow_but_exact", (False,), "this tensor-parallel sum leaves the biases out"),
+        SupportedValues("n_inner", (None,), "the FFN hidden dimension is always 4 · d_model"),
     ),
     weight_mappings=(
         WeightMapping("transformer.word_embeddings", "decoder.embed.token"),

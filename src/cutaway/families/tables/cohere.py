@@ -1,4 +1,4 @@
-"""Command R and Aya: both sublayers read one LayerNorm without a bias. https://docs.cohere.com/docs/command-r"""
+"""Command R and Aya: parallel attention and FFN after one LayerNorm without bias. https://docs.cohere.com/docs/command-r"""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ BLOCK_WEIGHTS = (WeightMapping("input_layernorm", "norm"), *ATTENTION_WEIGHTS, *
 
 
 def _read_qk_norm(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Every head has a gain of its own; the eps is that of all norms."""
+    """QK-norm with one gain per head and the eps of the other norms."""
     norm = {"kind": "layernorm", "bias": False, "eps": hf_config.get_number("layer_norm_eps", 1e-5)}
     tree.set(
         f"{ATTENTION_PATH}.qk_norm",
@@ -63,5 +63,5 @@ FAMILY = Family(
     weight_mappings=(*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*BLOCK_WEIGHTS, *QK_NORM_WEIGHTS)),
     base_model_prefix="model.",
     ignored_weights=IGNORED_WEIGHTS,
-    ignored_config_keys={"model_max_length": "how long a text the model is meant for"},
+    ignored_config_keys={"model_max_length": "maximum length for the tokenizer"},
 )

@@ -1,4 +1,4 @@
-"""Command R7B and Command A: three near layers with RoPE, then a far one without. https://arxiv.org/abs/2504.00698"""
+"""Command R7B and Command A: three sliding-window layers with RoPE, then a full-attention layer without. https://arxiv.org/abs/2504.00698"""
 
 from typing import Any
 
@@ -18,17 +18,17 @@ from cutaway.families.tables.llama import EMBEDDING_AND_HEAD_WEIGHTS, IGNORED_WE
 
 
 def _read_nope_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Far layers know no positions."""
+    """Full-attention layers have no position encoding (NoPE)."""
     for block in tree.blocks("decoder"):
         if block["attention"]["window"] is None:
             block["attention"]["position"] = {"kind": "none"}
 
 
 def _write_nothing(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
-    """A layer's type says it."""
+    """Nothing to write: `layer_types` determines it."""
 
 
-UNREAD_KEY_REASON = "the published code does not read it, and builds the model that its usual value describes"
+UNREAD_KEY_REASON = "transformers ignores it and builds the model of its usual value"
 
 FAMILY = Family(
     name="cohere2",
@@ -56,8 +56,8 @@ FAMILY = Family(
     ignored_weights=IGNORED_WEIGHTS,
     ignored_config_keys={
         "head_dim": "always hidden_size / num_attention_heads",
-        "cache_implementation": "for generation",
-        "use_embedding_sharing": "tie_word_embeddings says it",
-        "use_parallel_embedding": "how the table was cut over devices",
+        "cache_implementation": "generation setting",
+        "use_embedding_sharing": "tie_word_embeddings is used instead",
+        "use_parallel_embedding": "sharding of the embedding over devices",
     },
 )

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: latent attention, a few dense layers, then many small experts. https://arxiv.org/abs/2412.19437"""
+"""DeepSeek-V3 and R1: latent attention (MLA), a few dense layers, then MoE with many small experts. https://arxiv.org/abs/2412.19437"""
 
 import math
 from typing import Any
@@ -29,29 +29,31 @@ MOE_TEMPLATE = {
 
 
 class MscaleRopeField(RopeField):
-    """YaRN's `mscale_all_dim` makes all scores louder, not those alone that turn: it goes into their scale."""
+    """YaRN with `mscale_all_dim`, which scales all scores, not only their RoPE part: included in `scale`."""
 
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
         super().from_hf(hf_config, tree)
-        table = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+        rope_parameters = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
         for block in tree.blocks("decoder"):
-            at, factor = block["attention"], block["attention"]["position"]["scaling"].get("factor", 1.0)
-            loud = yarn_mscale(factor, table.get("mscale_all_dim") or 0.0)
-            at["scale"] = (at["d_nope"] + at["d_rope"]) ** -0.5 * loud * loud
+            attention, factor = block["attention"], block["attention"]["position"]["scaling"].get("factor", 1.0)
+            mscale = yarn_mscale(factor, rope_parameters.get("mscale_all_dim") or 0.0)
+            attention["scale"] = (attention["d_nope"] + attention["d_rope"]) ** -0.5 * mscale * mscale
 
     def to_hf(self, tree: ConfigTree, hf_config: dict[str, Any]) -> None:
         super().to_hf(tree, hf_config)
-        at = tree.blocks("decoder")[0]["attention"]
-        loud = math.sqrt(tree.get(f"{ATTENTION_PATH}.scale") * (at["d_nope"] + at["d_rope"]) ** 0.5)
-        factor = at["position"]["scaling"].get("factor", 1.0)
-        if factor > 1 and not math.isclose(loud, 1.0):
-            hf_config["rope_parameters"]["mscale_all_dim"] = round((loud - 1) / (0.1 * math.log(factor)), 10)
+        attention = tree.blocks("decoder")[0]["attention"]
+        mscale = math.sqrt(tree.get(f"{ATTENTION_PATH}.scale") * (attention["d_nope"] + attention["d_rope"]) ** 0.5)
+        factor = attention["position"]["scaling"].get("factor", 1.0)
+        if factor > 1 and not math.isclose(mscale, 1.0):
+            hf_config["rope_parameters"]["mscale_all_dim"] = round((mscale - 1) / (0.1 * math.log(factor)), 10)
 
 
 def _read_kv_heads(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Every head has a key of its own."""
+    """Raise unless the number of key-value heads equals the number of heads."""
     if hf_config.get("num_key_value_heads") not in (None, tree.get(f"{ATTENTION_PATH}.heads")):
-        raise ConfigError("'num_key_value_heads' is not 'num_attention_heads', and latent attention shares no heads")
+        raise ConfigError(
+            "'num_key_value_heads' differs from 'num_attention_heads'; latent attention has no shared heads"
+        )
 
 
 def _write_kv_heads(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
@@ -59,7 +61,7 @@ def _write_kv_heads(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
 
 
 def _read_dense_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """The first layers have no experts."""
+    """The first `first_k_dense_replace` layers have a dense FFN."""
     for block in tree.blocks("decoder")[: hf_config.get_number("first_k_dense_replace", 3)]:
         block["ffn"] = {"kind": "gated"}
 
@@ -69,9 +71,9 @@ def _write_dense_layers(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
 
 
 def _read_shared_experts(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Shared experts are one network as wide as all of them."""
-    wide = hf_config.get_number("n_shared_experts", 1) * hf_config.get_number("moe_intermediate_size", 2048)
-    tree.set(f"{FFN_PATH}.shared.hidden", wide)
+    """The shared experts are one FFN with their total hidden dimension."""
+    hidden = hf_config.get_number("n_shared_experts", 1) * hf_config.get_number("moe_intermediate_size", 2048)
+    tree.set(f"{FFN_PATH}.shared.hidden", hidden)
 
 
 def _write_shared_experts(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
@@ -79,7 +81,7 @@ def _write_shared_experts(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
 
 
 def _read_expert_groups(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """One group of all experts is no grouping."""
+    """Group-limited routing; a single group is no grouping."""
     num_groups, top_k = hf_config.get_number("n_group", 8), hf_config.get_number("topk_group", 4)
     groups = {"num_groups": num_groups, "top_k": top_k, "score": "top2"}
     tree.set(f"{FFN_PATH}.router.groups", None if num_groups == 1 else groups)
@@ -133,9 +135,9 @@ FAMILY = Family(
                 activation("hidden_act", f"{FFN_PATH}.activation", "silu"),
             ),
         ),
-        SupportedValues("topk_method", ("noaux_tc",), "its router chooses with a balance term"),
-        SupportedValues("scoring_func", ("sigmoid",), "its router scores by sigmoid"),
-        SupportedValues("moe_layer_freq", (1,), "every layer after the first few has experts"),
+        SupportedValues("topk_method", ("noaux_tc",), "its router selects with a load-balancing bias"),
+        SupportedValues("scoring_func", ("sigmoid",), "its router scores are sigmoids"),
+        SupportedValues("moe_layer_freq", (1,), "every layer after the dense layers has experts"),
     ),
     weight_mappings=(
         *EMBEDDING_AND_HEAD_WEIGHTS,
@@ -161,15 +163,15 @@ FAMILY = Family(
     ),
     base_model_prefix="model.",
     ignored_weights=IGNORED_WEIGHTS
-    | {r"model\.layers\.{past}\..*": "a layer past the last, which guesses one token further; not loaded"},
+    | {r"model\.layers\.{past}\..*": "multi-token prediction layer, which is not loaded"},
     attribute_map={"num_local_experts": "n_routed_experts"},
     ignored_config_keys={
-        "head_dim": "worked out from the parts of a head",
-        "qk_head_dim": "worked out from the parts of a head",
-        "num_mtp_layers": "layers past the last, which guess further tokens; not loaded",
-        "num_nextn_predict_layers": "layers past the last, which guess further tokens; not loaded",
-        "ep_size": "how experts were spread over devices",
-        "aux_loss_alpha": "the weight of a loss in training",
-        "seq_aux": "a loss in training",
+        "head_dim": "computed from the head dimensions",
+        "qk_head_dim": "computed from the head dimensions",
+        "num_mtp_layers": "multi-token prediction layers, which are not loaded",
+        "num_nextn_predict_layers": "multi-token prediction layers, which are not loaded",
+        "ep_size": "expert parallel size",
+        "aux_loss_alpha": "coefficient of a training loss",
+        "seq_aux": "training loss",
     },
 )

@@ -43,7 +43,7 @@ FAMILY = Family(
         HEAD_ACTIVATION_FIELD,
     ),
     weight_mappings=(
-        *(WeightMapping(f"distilbert.{row.checkpoint_key}", row.model_key) for row in EMBEDDING_WEIGHTS),
+        *(WeightMapping(f"distilbert.{mapping.checkpoint_key}", mapping.model_key) for mapping in EMBEDDING_WEIGHTS),
         *add_prefix(
             "distilbert.transformer.layer.{i}",
             "encoder.blocks.{i}",
@@ -62,10 +62,10 @@ FAMILY = Family(
     attribute_map={"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
     ignored_weights=ignored_weights("pre_classifier"),
     ignored_config_keys={
-        "sinusoidal_pos_embds": "how the table of positions was first filled; the file holds it",
-        "qa_dropout": "for answering questions, whose head is not loaded",
-        "seq_classif_dropout": "for a classifier, which is not loaded",
-        "tie_weights_": "an older spelling that was never read",
+        "sinusoidal_pos_embds": "initialization of the position table; weights are loaded",
+        "qa_dropout": "question answering head, which is not loaded",
+        "seq_classif_dropout": "classification head, which is not loaded",
+        "tie_weights_": "unused legacy key",
     },
     weight_renamings=WEIGHT_RENAMINGS,
 )

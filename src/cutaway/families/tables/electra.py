@@ -1,4 +1,4 @@
-"""ELECTRA, the generator with its head or the discriminator's encoder. https://arxiv.org/abs/2003.10555"""
+"""ELECTRA: the generator with its masked-LM head, or the encoder of the discriminator. https://arxiv.org/abs/2003.10555"""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from cutaway.families.weight_conversion import WeightMapping
 
 
 def _read_embedding_size(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """A projection only where the token table is not as wide as the stream."""
+    """A projection only if the embedding dimension is not d_model."""
     width = hf_config.get_number("embedding_size", 128)
     tree.set("encoder.embedding.factorization", None if width == tree.data["d_model"] else {"width": width})
 
@@ -45,10 +45,10 @@ FAMILY = Family(
     ),
     base_model_prefix="electra.",
     ignored_weights=bert.ignored_weights("sequence_summary")
-    | {r"discriminator_predictions\..*": "tells replaced tokens; it is no language model"},
+    | {r"discriminator_predictions\..*": "replaced-token detection head, which is not loaded"},
     ignored_config_keys=dict.fromkeys(
         ("summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout"),
-        "for multiple choice, whose head is not loaded",
+        "multiple choice head, which is not loaded",
     ),
     weight_renamings=bert.WEIGHT_RENAMINGS,
 )

@@ -1,4 +1,4 @@
-"""Falcon in its three layouts: 7b, 40b (`new_decoder_architecture`) and rw. https://arxiv.org/abs/2311.16867"""
+"""Falcon, in three layouts: 7b, 40b (`new_decoder_architecture`) and rw. https://arxiv.org/abs/2311.16867"""
 
 from typing import Any
 
@@ -36,15 +36,17 @@ def _get_bool(hf_config: HFConfigReader, key: str, default: bool) -> bool:
 
 
 def _read_layout(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """40b: groups of heads share a key and value, side by side, one norm or two. 7b: one key and value. rw: in turn."""
-    new = _get_bool(hf_config, "new_decoder_architecture", False)
-    norms = hf_config.get("num_ln_in_parallel_attn")
-    two = new and norms in (None, 2)
-    side_by_side = new or _get_bool(hf_config, "parallel_attn", True)
-    place = {"kind": "parallel", "norms": "two" if two else "one"} if side_by_side else {"kind": "pre"}
-    tree.set("decoder.placement", place)
-    shared = _get_bool(hf_config, "multi_query", True)
-    tree.set(f"{ATTENTION_PATH}.kv_heads", hf_config.get("num_kv_heads") if new else 1 if shared else None)
+    """40b: GQA, parallel blocks with one norm or two. 7b: MQA, parallel blocks, one norm. rw: MHA, sequential."""
+    new_architecture = _get_bool(hf_config, "new_decoder_architecture", False)
+    num_norms = hf_config.get("num_ln_in_parallel_attn")
+    two_norms = new_architecture and num_norms in (None, 2)
+    parallel = new_architecture or _get_bool(hf_config, "parallel_attn", True)
+    placement = {"kind": "parallel", "norms": "two" if two_norms else "one"} if parallel else {"kind": "pre"}
+    tree.set("decoder.placement", placement)
+    multi_query = _get_bool(hf_config, "multi_query", True)
+    tree.set(
+        f"{ATTENTION_PATH}.kv_heads", hf_config.get("num_kv_heads") if new_architecture else 1 if multi_query else None
+    )
     if _get_bool(hf_config, "alibi", False):
         tree.set(
             f"{ATTENTION_PATH}.position",
@@ -53,18 +55,18 @@ def _read_layout(hf_config: HFConfigReader, tree: ConfigTree) -> None:
 
 
 def _write_layout(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
-    heads, kv, place = (
+    heads, kv_heads, placement = (
         tree.get(f"{ATTENTION_PATH}.heads"),
         tree.get(f"{ATTENTION_PATH}.kv_heads"),
         tree.get("decoder.placement"),
     )
-    two = place.get("norms") == "two"
-    new = two or (place["kind"] == "parallel" and 1 < kv < heads)
-    hf_config["new_decoder_architecture"] = new
-    hf_config["multi_query"] = new or kv == 1
-    hf_config["parallel_attn"] = place["kind"] == "parallel"
-    hf_config["num_ln_in_parallel_attn"] = (2 if two else 1) if new else None
-    hf_config["num_kv_heads"] = kv if new else heads
+    two_norms = placement.get("norms") == "two"
+    new_architecture = two_norms or (placement["kind"] == "parallel" and 1 < kv_heads < heads)
+    hf_config["new_decoder_architecture"] = new_architecture
+    hf_config["multi_query"] = new_architecture or kv_heads == 1
+    hf_config["parallel_attn"] = placement["kind"] == "parallel"
+    hf_config["num_ln_in_parallel_attn"] = (2 if two_norms else 1) if new_architecture else None
+    hf_config["num_kv_heads"] = kv_heads if new_architecture else heads
     hf_config["alibi"] = tree.get(f"{ATTENTION_PATH}.position.kind") == "alibi"
 
 
@@ -101,10 +103,10 @@ FAMILY = Family(
         flag("tie_word_embeddings", "head.tied", True),
         Custom(LAYOUT_KEYS, _read_layout, _write_layout),
         RopeField(full_rotary_only=True),
-        SupportedValues("hidden_dropout", (0.0, None), "in training, both sublayers would lose the same values"),
-        SupportedValues("attention_dropout", (0.0, None), "in training, it acts in other places in each layout"),
+        SupportedValues("hidden_dropout", (0.0, None), "in training, attention and FFN would share one dropout mask"),
+        SupportedValues("attention_dropout", (0.0, None), "in training, its position depends on the layout"),
         SupportedValues(
-            "apply_residual_connection_post_layernorm", (False,), "what is added to would be the normed stream"
+            "apply_residual_connection_post_layernorm", (False,), "the residual would be added after the norm"
         ),
     ),
     weight_mappings=(
@@ -116,8 +118,8 @@ FAMILY = Family(
             "decoder.blocks.{i}",
             WeightMapping("input_layernorm", "norm"),
             *(
-                WeightMapping(row.checkpoint_key, row.model_keys, condition=lambda config: not _is_parallel(config))
-                for row in NORM_WEIGHTS
+                WeightMapping(m.checkpoint_key, m.model_keys, condition=lambda config: not _is_parallel(config))
+                for m in NORM_WEIGHTS
             ),
             WeightMapping("ln_attn", "attn.norm_in", condition=_is_parallel),
             WeightMapping("ln_mlp", "ffn.norm_in", condition=_is_parallel),
@@ -127,7 +129,7 @@ FAMILY = Family(
     base_model_prefix="transformer.",
     attribute_map={"n_embed": "hidden_size"},
     ignored_weights={
-        r"transformer\.(h\.\d+\.self_attention\.)?(maybe_rotary|rotary_emb)\.inv_freq": "follows from theta and width",
+        r"transformer\.(h\.\d+\.self_attention\.)?(maybe_rotary|rotary_emb)\.inv_freq": "RoPE frequencies",
         **IGNORED_CLASSIFIER_WEIGHTS,
     },
 )

@@ -1,4 +1,4 @@
-"""Gemma: a Llama with wide heads, gains stored around zero and embeddings scaled. https://arxiv.org/abs/2403.08295"""
+"""Gemma: Llama with wide heads, RMSNorm gains stored as offsets from 1 and scaled embeddings. https://arxiv.org/abs/2403.08295"""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ from cutaway.families.tables.llama import (
 
 
 def build_template(placement: str, **attention: Any) -> dict[str, Any]:
-    """What the generations have in common."""
+    """Template shared by Gemma 1 to 3."""
     return {
         "form": "decoder",
         "decoder": {
@@ -43,10 +43,10 @@ COMMON_FIELDS: tuple[ConfigField, ...] = (
     Key("rms_norm_eps", "decoder.norm.eps", 1e-6),
     flag("attention_bias", "decoder.block.attention.bias", False, on=QKVO, off=()),
     Key("attention_dropout", "decoder.block.attention.dropout", 0.0),
-    SupportedValues("use_bidirectional_attention", (None, False), "every token would see every token"),
+    SupportedValues("use_bidirectional_attention", (None, False), "attention would not be causal"),
 )
 GEMMA_ACTIVATIONS = HF_ACTIVATIONS | {"gelu": "gelu_tanh"}
-"""The first releases say 'gelu' and mean its tanh form."""
+"""The first releases have 'gelu' for its tanh approximation."""
 
 FAMILY = Family(
     name="gemma",
@@ -60,7 +60,7 @@ FAMILY = Family(
         *COMMON_FIELDS,
         Choice("hidden_act", "decoder.block.ffn.activation", "gelu_pytorch_tanh", GEMMA_ACTIVATIONS),
         SupportedValues(
-            "hidden_activation", (None, "gelu_pytorch_tanh"), "it contradicts hidden_act, which readers go by"
+            "hidden_activation", (None, "gelu_pytorch_tanh"), "it contradicts hidden_act, which transformers uses"
         ),
         RopeField(default_max_positions=8192, full_rotary_only=True),
     ),

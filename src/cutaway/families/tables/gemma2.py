@@ -1,4 +1,4 @@
-"""Gemma 2: norms on both sides, capped scores and logits, every other layer near. https://arxiv.org/abs/2408.00118"""
+"""Gemma 2: sandwich norms, softcapped scores and logits, sliding windows in alternate layers. https://arxiv.org/abs/2408.00118"""
 
 from cutaway.families.config_fields import (
     ConfigField,
@@ -35,7 +35,7 @@ GEMMA2_FIELDS: tuple[ConfigField, ...] = (
         encode=lambda scale: round(scale**-2),
     ),
 )
-"""What Gemma 2 began and Gemma 3 kept."""
+"""Fields shared by Gemma 2 and Gemma 3."""
 SANDWICH_NORM_WEIGHTS = (
     WeightMapping("input_layernorm", "attn.norm_in"),
     WeightMapping("post_attention_layernorm", "attn.norm_out"),
@@ -43,8 +43,8 @@ SANDWICH_NORM_WEIGHTS = (
     WeightMapping("post_feedforward_layernorm", "ffn.norm_out"),
 )
 IGNORED_CONFIG_KEYS = {
-    "hidden_act": "the model goes by hidden_activation",
-    "cache_implementation": "for generation",
+    "hidden_act": "hidden_activation is used instead",
+    "cache_implementation": "generation setting",
 }
 
 FAMILY = Family(

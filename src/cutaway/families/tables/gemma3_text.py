@@ -1,4 +1,4 @@
-"""Gemma 3 without its eyes: qk-norm, five near layers to a far one with a RoPE of its own.
+"""Gemma 3, text only: QK-norm, five sliding-window layers per full-attention layer, one RoPE per layer type.
 
 https://arxiv.org/abs/2503.19786
 """
@@ -28,7 +28,7 @@ FAMILY = Family(
         *size_fields(262208, 2304, 9216, 26, 131072, tie_word_embeddings=True),
         *GEMMA2_FIELDS,
         Key("rms_norm_eps", ("decoder.norm.eps", "decoder.block.attention.qk_norm.norm.eps"), 1e-6),
-        SupportedValues("attn_logit_softcapping", (None,), "the published code never caps this family's scores"),
+        SupportedValues("attn_logit_softcapping", (None,), "transformers does not softcap the scores of this family"),
         Key("final_logit_softcapping", "head.softcap", None),
         LayerTypes(
             full_attention_every(6, "sliding_window_pattern"),
@@ -44,5 +44,5 @@ FAMILY = Family(
     base_model_prefix="model.",
     ignored_weights=IGNORED_WEIGHTS,
     ignored_config_keys=IGNORED_CONFIG_KEYS
-    | {"_sliding_window_pattern": "an older form of layer_types, which is written beside it"},
+    | {"_sliding_window_pattern": "legacy form of layer_types, which is present, too"},
 )

@@ -12,10 +12,10 @@ SCALE_KEYS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 
 
 def _read_attention_scale(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Scores are divided by sqrt(d_head), unless told not to, and by the layer's number if told to."""
+    """Score scale: 1/sqrt(d_head) unless disabled, divided by the layer number (from 1) if enabled."""
     for number, block in enumerate(tree.blocks("decoder"), 1):
-        width = tree.data["d_model"] // block["attention"]["heads"]
-        scale = width**-0.5 if hf_config.get(SCALE_KEYS[0], True) else 1.0
+        head_dim = tree.data["d_model"] // block["attention"]["heads"]
+        scale = head_dim**-0.5 if hf_config.get(SCALE_KEYS[0], True) else 1.0
         block["attention"]["scale"] = scale / (number if hf_config.get(SCALE_KEYS[1], False) else 1)
 
 
@@ -55,7 +55,7 @@ FAMILY = Family(
         Key("resid_pdrop", "decoder.dropout", 0.1),
         flag("tie_word_embeddings", "head.tied", True),
         Custom(SCALE_KEYS, _read_attention_scale, _write_attention_scale),
-        SupportedValues("is_decoder", (False, True, None), "this family always is one"),
+        SupportedValues("is_decoder", (False, True, None), "the family is always a decoder"),
     ),
     weight_mappings=(
         WeightMapping("transformer.wte", "decoder.embed.token"),
@@ -81,12 +81,12 @@ FAMILY = Family(
         "num_hidden_layers": "n_layer",
     },
     ignored_weights={
-        r"transformer\.h\.\d+\.attn\.(masked_)?bias": "the causal mask, which follows from positions",
+        r"transformer\.h\.\d+\.attn\.(masked_)?bias": "causal mask, computed from positions",
         **IGNORED_CLASSIFIER_WEIGHTS,
     },
     ignored_config_keys={
         "n_ctx": "the same as n_positions",
-        "reorder_and_upcast_attn": "scores in higher precision; the same in fp32",
+        "reorder_and_upcast_attn": "computes scores in fp32; no difference in fp32",
         **dict.fromkeys(
             (
                 "summary_activation",
@@ -95,7 +95,7 @@ FAMILY = Family(
                 "summary_type",
                 "summary_use_proj",
             ),
-            "for a classifier, which is not loaded",
+            "classification head, which is not loaded",
         ),
     },
 )

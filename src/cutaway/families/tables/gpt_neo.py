@@ -1,4 +1,4 @@
-"""GPT-Neo: layers in turn see everything and a window; scores are not scaled. https://github.com/EleutherAI/gpt-neo"""
+"""GPT-Neo: alternating full and sliding-window attention, unscaled scores. https://github.com/EleutherAI/gpt-neo"""
 
 from typing import Any
 
@@ -12,16 +12,18 @@ from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
 
 def _read_attention_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """`attention_types` lists kinds and how often they come; `attention_layers` is the same written out."""
+    """`attention_types` is a list of (pattern, repetitions); `attention_layers` is the expanded list."""
     blocks = tree.blocks("decoder")
     kinds = hf_config.get("attention_layers")
     if kinds is None:
         types = hf_config.get("attention_types")
         types = [[["global", "local"], 12]] if types is None else types
-        most = 1 + len(blocks)  # more would be too many in any case
-        kinds = [kind for tile, times in types for kind in list(tile)[:most] * min(times, most)]
+        limit = 1 + len(blocks)  # more are an error in any case; bounds the size of the list
+        kinds = [kind for pattern, repeats in types for kind in list(pattern)[:limit] * min(repeats, limit)]
     if len(kinds) != len(blocks) or not {"global", "local"}.issuperset(kinds):
-        raise ConfigError(f"its layers are {kinds}; {len(blocks)} words are needed, each 'global' or 'local'")
+        raise ConfigError(
+            f"config.json's attention layers are {kinds}; {len(blocks)} are required, each 'global' or 'local'"
+        )
     for block, kind in zip(blocks, kinds, strict=True):
         block["attention"]["window"] = hf_config.get_number("window_size", 256) if kind == "local" else None
 
@@ -29,9 +31,9 @@ def _read_attention_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
 def _write_attention_layers(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
     windows = [block["attention"]["window"] for block in tree.blocks("decoder")]
     kinds = ["global" if window is None else "local" for window in windows]
-    leading, tile = shortest_layer_pattern(kinds)
-    whole = not leading and len(kinds) % len(tile) == 0
-    hf_config["attention_types"] = [[tile, len(kinds) // len(tile)]] if whole else [[kinds, 1]]
+    leading, pattern = shortest_layer_pattern(kinds)
+    is_periodic = not leading and len(kinds) % len(pattern) == 0
+    hf_config["attention_types"] = [[pattern, len(kinds) // len(pattern)]] if is_periodic else [[kinds, 1]]
     hf_config["attention_layers"] = kinds
     hf_config["window_size"] = next((window for window in windows if window is not None), 256)
 
@@ -90,7 +92,7 @@ FAMILY = Family(
     base_model_prefix="transformer.",
     attribute_map={"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
     ignored_weights={
-        r"transformer\.h\.\d+\.attn\.attention\.(masked_)?bias": "the causal mask, which follows from positions",
+        r"transformer\.h\.\d+\.attn\.attention\.(masked_)?bias": "causal mask, computed from positions",
         **IGNORED_CLASSIFIER_WEIGHTS,
     },
     ignored_config_keys=GPT2.ignored_config_keys,

@@ -10,7 +10,7 @@ QKV = ("attn.f.q", "attn.f.k", "attn.f.v")
 
 
 def megatron_weights(attention_prefix: str) -> tuple[WeightMapping, ...]:
-    """Megatron's names: q, k and v in one tensor, head by head."""
+    """Weight mappings in Megatron names: fused q, k and v, interleaved by head."""
     return (
         WeightMapping(f"{attention_prefix}.query_key_value", QKV, SplitGroupedQKV()),
         WeightMapping(f"{attention_prefix}.dense", "attn.f.o"),
@@ -48,7 +48,7 @@ FAMILY = Family(
         RopeField(
             default_partial_rotary_factor=0.25, partial_rotary_factor_key="rotary_pct", theta_key="rotary_emb_base"
         ),
-        SupportedValues("is_decoder", (False, True, None), "this family always is one"),
+        SupportedValues("is_decoder", (False, True, None), "the family is always a decoder"),
     ),
     weight_mappings=(
         WeightMapping("gpt_neox.embed_in", "decoder.embed.token"),
@@ -59,9 +59,12 @@ FAMILY = Family(
     ),
     base_model_prefix="gpt_neox.",
     ignored_weights={
-        r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias": "the causal mask, which follows from positions",
-        r"gpt_neox\.(layers\.\d+\.attention\.)?rotary_emb\.inv_freq": "RoPE's frequencies follow from its settings",
+        r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias": "causal mask, computed from positions",
+        r"gpt_neox\.(layers\.\d+\.attention\.)?rotary_emb\.inv_freq": "RoPE frequencies, which are computed",
         **IGNORED_CLASSIFIER_WEIGHTS,
     },
-    ignored_config_keys={"rope_theta": "repeats rotary_emb_base", "partial_rotary_factor": "repeats rotary_pct"},
+    ignored_config_keys={
+        "rope_theta": "duplicate of rotary_emb_base",
+        "partial_rotary_factor": "duplicate of rotary_pct",
+    },
 )

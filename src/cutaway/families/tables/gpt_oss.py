@@ -1,4 +1,4 @@
-"""gpt-oss, from its unpacked weights: every other layer near, a sink a head, experts with biases.
+"""gpt-oss (dequantized): sliding windows in alternate layers, one attention sink per head, experts with biases.
 
 https://arxiv.org/abs/2508.10925
 """
@@ -50,7 +50,7 @@ FAMILY = Family(
         Key("swiglu_alpha", f"{FFN_PATH}.expert.alpha", 1.702),
         Key("num_local_experts", f"{FFN_PATH}.experts", 128),
         Key("num_experts_per_tok", f"{FFN_PATH}.router.top_k", 4),
-        SupportedValues("hidden_act", ("silu",), "its experts have an activation of their own"),
+        SupportedValues("hidden_act", ("silu",), "its experts use the clamped SwiGLU"),
         LayerTypes(full_attention_every(2), default_window=128),
         RopeField(
             default_theta=150000.0,
@@ -83,5 +83,5 @@ FAMILY = Family(
     base_model_prefix="model.",
     ignored_weights=IGNORED_WEIGHTS,
     attribute_map={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
-    ignored_config_keys={"initial_context_length": "the length before YaRN, which its own table gives"},
+    ignored_config_keys={"initial_context_length": "duplicate of original_max_position_embeddings in rope_parameters"},
 )

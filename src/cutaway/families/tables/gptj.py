@@ -1,4 +1,4 @@
-"""GPT-J: attention and FFN side by side, RoPE in neighbouring pairs. https://github.com/kingoflolz/mesh-transformer-jax"""
+"""GPT-J: parallel attention and FFN, interleaved RoPE. https://github.com/kingoflolz/mesh-transformer-jax"""
 
 from cutaway.families.config_fields import Key, activation, flag
 from cutaway.families.family import Family
@@ -54,11 +54,11 @@ FAMILY = Family(
     attribute_map=GPT2.attribute_map,
     ignored_weights={
         **GPT2.ignored_weights,
-        r"transformer\.h\.\d+\.attn\.embed_positions": "RoPE's angles follow from the configuration",
+        r"transformer\.h\.\d+\.attn\.embed_positions": "RoPE angles, computed from the configuration",
     },
     ignored_config_keys={
         **GPT2.ignored_config_keys,
         "rotary": "this family always has RoPE",
-        "scale_attn_weights": "scores always are scaled",
+        "scale_attn_weights": "scores are always scaled",
     },
 )

@@ -1,4 +1,4 @@
-"""Granite 3: Llama with a multiplier at every joint. https://github.com/ibm-granite/granite-3.0-language-models"""
+"""Granite 3: Llama with multipliers on embedding, attention, residuals and logits. https://github.com/ibm-granite/granite-3.0-language-models"""
 
 from cutaway.families.config_fields import ConfigField, Key, activation, flag
 from cutaway.families.family import Family

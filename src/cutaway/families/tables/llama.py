@@ -1,4 +1,4 @@
-"""Llama 1 to 3.2, and the many that use its files. https://arxiv.org/abs/2302.13971"""
+"""Llama 1 to 3.2, and models in its format. https://arxiv.org/abs/2302.13971"""
 
 from cutaway.families.config_fields import ConfigField, Key, activation, attention_heads, flag
 from cutaway.families.family import Family
@@ -23,7 +23,7 @@ def size_fields(
     *,
     tie_word_embeddings: bool = False,
 ) -> tuple[ConfigField, ...]:
-    """The first lines of every config.json of this kind, with the family's defaults."""
+    """Vocabulary, dimensions, layers and context length, with the family's defaults."""
     return (
         Key("vocab_size", "vocab_size", vocab_size),
         Key("hidden_size", "d_model", d_model),
@@ -59,18 +59,18 @@ FFN_WEIGHTS = tuple(WeightMapping(f"mlp.{p}_proj", f"ffn.f.{p}") for p in ("gate
 
 
 def per_layer(*mappings: WeightMapping) -> tuple[WeightMapping, ...]:
-    """Rows of every layer."""
+    """Weight mappings of every layer."""
     return add_prefix("model.layers.{i}", "decoder.blocks.{i}", *mappings)
 
 
 IGNORED_CLASSIFIER_WEIGHTS = {
-    r"(score|classifier|qa_outputs|v_head)\..*": "a classifier's or a value head's, which is not loaded"
+    r"(score|classifier|qa_outputs|v_head)\..*": "classification or value head, which is not loaded"
 }
 IGNORED_WEIGHTS = {
-    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq": "RoPE's frequencies follow from the configuration",
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq": "RoPE frequencies, computed from the configuration",
     **IGNORED_CLASSIFIER_WEIGHTS,
 }
-"""What files in these names may hold beside the model."""
+"""Ignored tensors of files in the Llama format."""
 
 FAMILY = Family(
     name="llama",

@@ -1,4 +1,4 @@
-"""Marian, of the OPUS-MT translators. https://arxiv.org/abs/1804.00344 https://aclanthology.org/2020.eamt-1.61"""
+"""Marian (OPUS-MT translation models). https://arxiv.org/abs/1804.00344 https://aclanthology.org/2020.eamt-1.61"""
 
 from typing import Any
 
@@ -23,13 +23,14 @@ VOCAB_KEYS = ("vocab_size", "decoder_vocab_size", "share_encoder_decoder_embeddi
 
 
 def _read_vocab_sizes(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """One table for both sides, or one each. Their `vocab_size` is the source's."""
+    """One embedding for encoder and decoder, or one each. `vocab_size` of config.json is the source vocabulary."""
     source = hf_config.get_number(VOCAB_KEYS[0], 58101)
     target = hf_config.get(VOCAB_KEYS[1]) or source
     shared = hf_config.get(VOCAB_KEYS[2], True)
     if shared and source != target:
         raise ConfigError(
-            f"both sides share one table, and yet '{VOCAB_KEYS[0]}' is {source} and '{VOCAB_KEYS[1]}' {target}"
+            f"encoder and decoder share one embedding, but '{VOCAB_KEYS[0]}' is {source} and '{VOCAB_KEYS[1]}' is"
+            f" {target}; make them equal"
         )
     tree.set("vocab_size", target)
     tree.set("source_vocab_size", None if shared else source)
@@ -47,8 +48,8 @@ def _shares_embeddings(config: Config) -> bool:
 def _check_untied_not_shared(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     if not tree.get("head.tied") and tree.get("source_vocab_size") is None:
         raise ConfigError(
-            "config.json's 'tie_word_embeddings' is false for a table that both sides share; it cannot be told whether"
-            " they still do, so say it with 'share_encoder_decoder_embeddings'"
+            "config.json's 'tie_word_embeddings' is false and encoder and decoder share one embedding, which is"
+            " ambiguous; set 'share_encoder_decoder_embeddings' to false or tie the embeddings"
         )
 
 

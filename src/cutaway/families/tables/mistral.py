@@ -1,4 +1,4 @@
-"""Mistral 7B, Nemo, and the many tuned from them. https://arxiv.org/abs/2310.06825"""
+"""Mistral 7B, Nemo, and models fine-tuned from them. https://arxiv.org/abs/2310.06825"""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ from cutaway.families.weight_conversion import WeightMapping
 
 
 def build_template(attention: dict[str, Any], ffn: dict[str, Any], placement: str = "pre") -> dict[str, Any]:
-    """Llama's frame with another attention, another FFN or another place for the norms."""
+    """Llama template with another attention, FFN or norm placement."""
     block = {"attention": {"kind": "multi-head"} | attention, "ffn": {"kind": "gated"} | ffn}
     return {
         "form": "decoder",
@@ -37,7 +37,7 @@ def build_template(attention: dict[str, Any], ffn: dict[str, Any], placement: st
 
 
 def head_fields(d_model: int, num_heads: int, num_kv_heads: int | None) -> tuple[ConfigField, ...]:
-    """Heads that are d_model / heads wide, unless the file says otherwise; null or no `head_dim` means the same."""
+    """Numbers of heads, and `head_dim` with default (also for null) d_model / heads."""
 
     def head_dim(hf_config: HFConfigReader) -> int:
         width = hf_config.get_number("hidden_size", d_model)
@@ -53,7 +53,7 @@ SLIDING_WINDOW_FIELD = LayerTypes(lambda hf_config, num_layers: ["sliding_attent
 
 
 def _write_sliding_window(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
-    """One window for all layers; where they differ, `layer_types` (with which others call the model Ministral)."""
+    """One window for all layers; if layers differ, also `layer_types` (model type Ministral in transformers)."""
     hf_config["sliding_window"] = None
     SLIDING_WINDOW_FIELD.to_hf(tree, hf_config)
     if len(set(hf_config["layer_types"])) == 1:

@@ -33,7 +33,7 @@ FAMILY = Family(
         activation("hidden_act", f"{FFN_PATH}.expert.activation", "silu"),
         Key("num_local_experts", f"{FFN_PATH}.experts", 8),
         Key("num_experts_per_tok", f"{FFN_PATH}.router.top_k", 2),
-        SupportedValues("router_jitter_noise", (0.0, None), "it shakes what the experts read in training"),
+        SupportedValues("router_jitter_noise", (0.0, None), "it adds noise to the input of the experts in training"),
         Key("sliding_window", "decoder.block.attention.window", None),
         RopeField(default_theta=1e6, default_max_positions=131072, full_rotary_only=True),
     ),

@@ -1,4 +1,4 @@
-"""ModernBERT: near and far layers, RoPE, no biases. https://arxiv.org/abs/2412.13663"""
+"""ModernBERT: sliding-window and full-attention layers, RoPE, no biases. https://arxiv.org/abs/2412.13663"""
 
 from cutaway.families.config_fields import (
     HFConfigReader,
@@ -26,7 +26,7 @@ ENCODER_TEMPLATE = {
 
 
 def _full_attention_first(hf_config: HFConfigReader, num_layers: int) -> list[str]:
-    """One layer sees all, then some see what is near."""
+    """Default `layer_types`: full attention in layer 0 and every n-th layer after it."""
     period = hf_config.get_number("global_attn_every_n_layers", 3)
     return ["sliding_attention" if i % period else "full_attention" for i in range(num_layers)]
 
@@ -71,9 +71,9 @@ FAMILY = Family(
             ),
         ),
         SupportedValues(
-            "rope_scaling", (None,), "older code took it for both kinds of layers; say it in rope_parameters"
+            "rope_scaling", (None,), "older code applied it to both layer types; set rope_parameters instead"
         ),
-        SupportedValues("sliding_window", (None,), "local_attention says it, and would be overruled"),
+        SupportedValues("sliding_window", (None,), "it would override local_attention"),
         TIE_EMBEDDINGS_FIELD,
         IfHead(SameAs("head.transform.norm", "encoder.norm")),
         IfHead(flag("classifier_bias", "head.transform.bias", False)),
@@ -100,15 +100,15 @@ FAMILY = Family(
         WeightMapping("decoder.bias", "head.bias"),
     ),
     base_model_prefix="model.",
-    ignored_weights=ignored_weights() | {r"head\.(dense|norm)\..*": "part of a classifier, which is not loaded"},
+    ignored_weights=ignored_weights() | {r"head\.(dense|norm)\..*": "classification head, which is not loaded"},
     ignored_config_keys={
-        "initializer_cutoff_factor": "for fresh weights, and these are not",
-        "classifier_pooling": "for a classifier, which is not loaded",
-        "deterministic_flash_attn": "how attention is computed, not what",
-        "reference_compile": "how the model is compiled",
-        "repad_logits_with_grad": "how padding is left out; the result is the same",
-        "sparse_prediction": "which logits a loss asks for",
-        "sparse_pred_ignore_index": "which logits a loss asks for",
-        "position_embedding_type": "never read; positions are always RoPE's",
+        "initializer_cutoff_factor": "initialization; weights are loaded",
+        "classifier_pooling": "classification head, which is not loaded",
+        "deterministic_flash_attn": "attention kernel; does not change the result",
+        "reference_compile": "compilation setting",
+        "repad_logits_with_grad": "removal of padding; does not change the result",
+        "sparse_prediction": "selects the logits of the loss",
+        "sparse_pred_ignore_index": "selects the logits of the loss",
+        "position_embedding_type": "unused; positions are always RoPE",
     },
 )

@@ -1,4 +1,4 @@
-"""MPNet: BERT with RoBERTa's positions and T5's bias. https://arxiv.org/abs/2004.09297"""
+"""MPNet: BERT with the positions of RoBERTa and the relative position bias of T5. https://arxiv.org/abs/2004.09297"""
 
 from cutaway.families.config_fields import Key, SameAs, SupportedValues
 from cutaway.families.family import Family
@@ -41,9 +41,7 @@ FAMILY = Family(
         SameAs("context", "encoder.embedding.position.length"),
         *DROPOUT_FIELDS,
         TIE_EMBEDDINGS_FIELD,
-        SupportedValues(
-            "relative_attention_num_buckets", (32,), "its own code sorts distances into 32 whatever this says"
-        ),
+        SupportedValues("relative_attention_num_buckets", (32,), "transformers always uses 32 buckets"),
     ),
     weight_mappings=(
         *encoder_weights(

@@ -1,4 +1,4 @@
-"""MPT: ALiBi, and no bias anywhere. https://www.databricks.com/blog/mpt-7b"""
+"""MPT: ALiBi, no biases. https://www.databricks.com/blog/mpt-7b"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ ATTENTION_PATH = "decoder.block.attention"
 
 @dataclass(frozen=True)
 class NestedFields:
-    """A table within config.json that has fields of its own."""
+    """Fields of a nested object of config.json."""
 
     key: str
     fields: tuple[ConfigField, ...]
@@ -28,7 +28,7 @@ class NestedFields:
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
         inner = hf_config.get(self.key) or {}
         if not isinstance(inner, dict):
-            raise ConfigError(f"config.json's '{self.key}' is {inner!r}, not a table")
+            raise ConfigError(f"config.json's '{self.key}' is {inner!r}, not a JSON object; correct it")
         for field in self.fields:
             field.from_hf(HFConfigReader(inner), tree)
 
@@ -39,7 +39,7 @@ class NestedFields:
 
 
 def _write_softmax_scale(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
-    """Left open where it is 1/sqrt(d_head)."""
+    """Write null if it is 1/sqrt(d_head)."""
     scale = tree.get(f"{ATTENTION_PATH}.scale")
     hf_config["softmax_scale"] = None if scale == tree.get(f"{ATTENTION_PATH}.d_head") ** -0.5 else scale
 
@@ -78,18 +78,18 @@ FAMILY = Family(
                 ),
                 Key("alibi_bias_max", f"{ATTENTION_PATH}.position.max_bias", 8, encode=int),
                 Key("attn_pdrop", (f"{ATTENTION_PATH}.dropout", "decoder.dropout"), 0, encode=lambda rate: rate or 0),
-                SupportedValues("alibi", (True,), "positions would be learned, and there are none among the tensors"),
-                SupportedValues("attn_type", ("multihead_attention",), "heads would share a key and value"),
-                SupportedValues("qk_ln", (False,), "queries and keys would be normed"),
-                SupportedValues("prefix_lm", (False,), "tokens of a prefix would see what comes after them"),
+                SupportedValues("alibi", (True,), "positions would be learned, and the file has no position table"),
+                SupportedValues("attn_type", ("multihead_attention",), "heads would share keys and values"),
+                SupportedValues("qk_ln", (False,), "queries and keys would be normalized"),
+                SupportedValues("prefix_lm", (False,), "attention within a prefix would be bidirectional"),
             ),
         ),
-        SupportedValues("expansion_ratio", (4,), "the FFN always is four times as wide as the stream"),
-        SupportedValues("no_bias", (True,), "there would be biases"),
-        SupportedValues("norm_type", ("low_precision_layernorm", "layernorm"), "it would be another norm"),
-        SupportedValues("logit_scale", (None,), "some readers scale the logits by it and some do not"),
-        SupportedValues("resid_pdrop", (0.0,), "some readers apply it in training and some do not"),
-        SupportedValues("emb_pdrop", (0.0,), "some readers apply it in training and some do not"),
+        SupportedValues("expansion_ratio", (4,), "the FFN hidden dimension is always 4 · d_model"),
+        SupportedValues("no_bias", (True,), "the model would have biases"),
+        SupportedValues("norm_type", ("low_precision_layernorm", "layernorm"), "the model would have another norm"),
+        SupportedValues("logit_scale", (None,), "implementations differ in whether they apply it"),
+        SupportedValues("resid_pdrop", (0.0,), "implementations differ in whether they apply it in training"),
+        SupportedValues("emb_pdrop", (0.0,), "implementations differ in whether they apply it in training"),
     ),
     weight_mappings=(
         WeightMapping("transformer.wte", "decoder.embed.token"),
@@ -110,9 +110,9 @@ FAMILY = Family(
     attribute_map={"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
     ignored_weights=IGNORED_CLASSIFIER_WEIGHTS,
     ignored_config_keys={
-        "learned_pos_emb": "ALiBi takes their place",
-        "embedding_fraction": "how strongly the table is trained, not what the model computes",
-        "init_device": "where weights were made",
-        "init_config": "for fresh weights, and these are not",
+        "learned_pos_emb": "ALiBi is used instead",
+        "embedding_fraction": "gradient scale of the embedding",
+        "init_device": "device of the initialization",
+        "init_config": "initialization; weights are loaded",
     },
 )

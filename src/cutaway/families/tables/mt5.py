@@ -1,4 +1,4 @@
-"""mT5: T5 1.1 in a hundred languages. https://arxiv.org/abs/2010.11934"""
+"""mT5: multilingual T5 1.1. https://arxiv.org/abs/2010.11934"""
 
 from cutaway.families.config_fields import flag
 from cutaway.families.family import Family

@@ -1,4 +1,4 @@
-"""OLMo: Llama with norms that have no weights, and q, k and v clamped. https://arxiv.org/abs/2402.00838"""
+"""OLMo: Llama with non-parametric LayerNorm and clamped q, k and v. https://arxiv.org/abs/2402.00838"""
 
 from cutaway.families.config_fields import Key, activation, flag
 from cutaway.families.family import Family

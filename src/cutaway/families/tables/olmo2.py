@@ -1,4 +1,4 @@
-"""OLMo 2. https://arxiv.org/abs/2501.00656"""
+"""OLMo 2: Llama with norms on the sublayer outputs and QK-norm. https://arxiv.org/abs/2501.00656"""
 
 from cutaway.families.config_fields import Key, activation, flag
 from cutaway.families.family import Family

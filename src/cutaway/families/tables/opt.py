@@ -1,4 +1,4 @@
-"""OPT and Galactica; the 350m size has post-norm and a narrow table. https://arxiv.org/abs/2205.01068"""
+"""OPT and Galactica; OPT-350m has post-norm and a factorized embedding. https://arxiv.org/abs/2205.01068"""
 
 from typing import Any
 
@@ -19,25 +19,26 @@ from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
 
 def _read_norm_placement(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    before = hf_config.get("do_layer_norm_before", True)
-    last = bool(before and not hf_config.get("_remove_final_layer_norm", False))
-    tree.set("decoder.placement", {"kind": "pre" if before else "post", "final_norm": last})
+    pre_norm = hf_config.get("do_layer_norm_before", True)
+    final_norm = bool(pre_norm and not hf_config.get("_remove_final_layer_norm", False))
+    tree.set("decoder.placement", {"kind": "pre" if pre_norm else "post", "final_norm": final_norm})
 
 
 def _write_norm_placement(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
-    before = tree.get("decoder.placement.kind") == "pre"
-    hf_config["do_layer_norm_before"] = before
-    hf_config["_remove_final_layer_norm"] = before and not tree.get("decoder.placement.final_norm")
+    pre_norm = tree.get("decoder.placement.kind") == "pre"
+    hf_config["do_layer_norm_before"] = pre_norm
+    hf_config["_remove_final_layer_norm"] = pre_norm and not tree.get("decoder.placement.final_norm")
 
 
 def _read_embedding_projection(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """A table narrower than the stream is projected up, and the stream down before the logits."""
+    """Factorized embedding (OPT-350m): projected to d_model, and from d_model back before the logits."""
     width = hf_config.get("word_embed_proj_dim")
     if width in (None, tree.get("d_model")):
         return
     if not tree.get("head.tied"):
         raise ConfigError(
-            "'word_embed_proj_dim' is not 'hidden_size' and yet the head has a table of its own; tie them"
+            "'word_embed_proj_dim' differs from 'hidden_size', which requires a tied head; set 'tie_word_embeddings'"
+            " to true"
         )
     tree.set("decoder.embedding.factorization", {"width": width, "bias": False, "positions": "after_projection"})
     tree.set("head.transform", {"activation": "identity", "bias": False})
@@ -73,7 +74,7 @@ FAMILY = Family(
         flag("layer_norm_elementwise_affine", ("decoder.norm.gain", "decoder.norm.bias"), True),
         Key("dropout", "decoder.dropout", 0.1),
         Key("attention_dropout", "decoder.block.attention.dropout", 0.0),
-        SupportedValues("layerdrop", (0.0,), "whole layers would be left out in training"),
+        SupportedValues("layerdrop", (0.0,), "LayerDrop would skip layers in training"),
         flag("tie_word_embeddings", "head.tied", True),
         Custom(("do_layer_norm_before", "_remove_final_layer_norm"), _read_norm_placement, _write_norm_placement),
         Custom(("word_embed_proj_dim",), _read_embedding_projection, _write_embedding_projection),
@@ -97,9 +98,9 @@ FAMILY = Family(
         ),
     ),
     base_model_prefix="model.",
-    ignored_weights={r"model\.decoder\.version": "numbers an older layout of the file", **IGNORED_CLASSIFIER_WEIGHTS},
+    ignored_weights={r"model\.decoder\.version": "version of a legacy file layout", **IGNORED_CLASSIFIER_WEIGHTS},
     ignored_config_keys={
-        "init_std": "for fresh weights, and these are not",
-        "activation_dropout": "not applied, in training either",
+        "init_std": "initialization; weights are loaded",
+        "activation_dropout": "unused, also in training",
     },
 )

@@ -1,4 +1,4 @@
-"""Pegasus: BART with sinusoids, and norms before its sublayers. https://arxiv.org/abs/1912.08777"""
+"""Pegasus: BART with sinusoidal positions and pre-norm. https://arxiv.org/abs/1912.08777"""
 
 from cutaway.families.config_fields import Key
 from cutaway.families.family import Family

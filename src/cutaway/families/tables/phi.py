@@ -1,4 +1,4 @@
-"""Phi-1, 1.5 and 2. https://arxiv.org/abs/2309.05463"""
+"""Phi-1, 1.5 and 2: parallel attention and FFN, partial RoPE. https://arxiv.org/abs/2309.05463"""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from cutaway.families.weight_conversion import WeightMapping
 
 
 def qk_layernorm_field(**extra: Any) -> Custom:
-    """A LayerNorm on queries and keys, with the eps of all the others."""
+    """QK-norm with LayerNorm, with the eps of the other norms."""
     path = "decoder.block.attention.qk_norm"
     bias = not extra.get("gain_per_head", False)
 

@@ -1,12 +1,10 @@
-"""Phi-3, Phi-3.5 and Phi-4: a Llama whose q, k and v are one matrix, and gate and up another.
+"""Phi-3, Phi-3.5 and Phi-4: Llama with fused q, k, v and fused gate, up.
 
 https://arxiv.org/abs/2404.14219
 """
 
-from typing import Any
-
 from cutaway.errors import ConfigError
-from cutaway.families.config_fields import Custom, HFConfigReader, Key, activation
+from cutaway.families.config_fields import HFConfigReader, Key, activation, clear_out_of_vocab_pad_token
 from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
 from cutaway.families.rope_fields import RopeField
@@ -23,19 +21,13 @@ from cutaway.families.weight_conversion import Split, WeightMapping
 
 
 class LongRopeField(RopeField):
-    """RoPE as it is, or LongRoPE, which older files call 'su' or 'yarn'."""
+    """RoPE without scaling, or LongRoPE ('su' or 'yarn' in older files)."""
 
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
         super().from_hf(hf_config, tree)
         kind = tree.get("decoder.block.attention.position.scaling.kind")
         if kind not in ("none", "longrope"):
-            raise ConfigError(f"the rope type is '{kind}', and this family has longrope or default alone")
-
-
-def _write_pad_token_id(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
-    """Readers take token 32000 for padding unless told, and a smaller vocabulary does not have it."""
-    if tree.data["vocab_size"] <= 32000:
-        hf_config["pad_token_id"] = None
+            raise ConfigError(f"the rope_type is '{kind}', and this family supports only longrope and default")
 
 
 FAMILY = Family(
@@ -56,7 +48,7 @@ FAMILY = Family(
             default_original_max_positions=4096,
             rope_type_aliases=(("su", "longrope"), ("yarn", "longrope")),
         ),
-        Custom((), lambda hf_config, tree: None, _write_pad_token_id),
+        clear_out_of_vocab_pad_token(32000),
     ),
     weight_mappings=(
         *EMBEDDING_AND_HEAD_WEIGHTS,
@@ -70,5 +62,5 @@ FAMILY = Family(
     ),
     base_model_prefix="model.",
     ignored_weights=IGNORED_WEIGHTS,
-    ignored_config_keys={"embd_pdrop": "the published code never applies it"},
+    ignored_config_keys={"embd_pdrop": "transformers does not apply it"},
 )

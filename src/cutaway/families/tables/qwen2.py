@@ -1,4 +1,4 @@
-"""Qwen 1.5, 2 and 2.5. https://arxiv.org/abs/2407.10671"""
+"""Qwen 1.5, 2 and 2.5: Llama with biases on q, k and v. https://arxiv.org/abs/2407.10671"""
 
 from typing import Any
 
@@ -11,21 +11,23 @@ from cutaway.families.tables.mistral import WEIGHTS, build_template, head_fields
 
 
 def _uses_sliding_window(hf_config: HFConfigReader) -> bool:
-    """Whether a window is used at all: without this, `sliding_window` is but a number."""
+    """Whether sliding windows are enabled; otherwise `sliding_window` has no effect."""
     return bool(hf_config.get("use_sliding_window", False)) and hf_config.get("sliding_window", 4096) is not None
 
 
 def _sliding_upper_layers(hf_config: HFConfigReader, num_layers: int) -> list[str]:
-    """Layers from `max_window_layers` on have the window."""
-    far = hf_config.get_number("max_window_layers", 28) if _uses_sliding_window(hf_config) else num_layers
-    return ["sliding_attention" if i >= far else "full_attention" for i in range(num_layers)]
+    """Default `layer_types`: a sliding window in layers from `max_window_layers` on."""
+    num_full_attention = (
+        hf_config.get_number("max_window_layers", 28) if _uses_sliding_window(hf_config) else num_layers
+    )
+    return ["sliding_attention" if i >= num_full_attention else "full_attention" for i in range(num_layers)]
 
 
 def _write_use_sliding_window(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
-    near = [block["attention"]["window"] is not None for block in tree.blocks("decoder")]
-    hf_config["use_sliding_window"] = any(near)
-    if any(near):
-        hf_config["max_window_layers"] = near.index(True)
+    is_sliding = [block["attention"]["window"] is not None for block in tree.blocks("decoder")]
+    hf_config["use_sliding_window"] = any(is_sliding)
+    if any(is_sliding):
+        hf_config["max_window_layers"] = is_sliding.index(True)
 
 
 SLIDING_WINDOW_FIELDS = (
@@ -49,5 +51,5 @@ FAMILY = Family(
     weight_mappings=WEIGHTS,
     base_model_prefix="model.",
     ignored_weights=IGNORED_WEIGHTS,
-    ignored_config_keys={"use_mrope": "a text's positions have one axis, where this changes nothing"},
+    ignored_config_keys={"use_mrope": "multimodal RoPE; does not change the result for text"},
 )

@@ -1,4 +1,4 @@
-"""Qwen3. https://arxiv.org/abs/2505.09388"""
+"""Qwen3: Qwen2 with QK-norm and without biases. https://arxiv.org/abs/2505.09388"""
 
 from cutaway.families.config_fields import Key, activation, attention_heads, flag
 from cutaway.families.family import Family

@@ -1,4 +1,4 @@
-"""Qwen3 with experts. https://arxiv.org/abs/2505.09388"""
+"""Qwen3-MoE: Qwen3 with mixture-of-experts layers. https://arxiv.org/abs/2505.09388"""
 
 import math
 from typing import Any
@@ -25,7 +25,7 @@ SLIDING_WINDOW_KEYS = ("use_sliding_window", "sliding_window")
 
 
 def _read_sparse_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Every `decoder_sparse_step`-th layer has experts, but for those named."""
+    """Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`."""
     dense, step = hf_config.get(SPARSE_LAYER_KEYS[0]) or [], hf_config.get_number(SPARSE_LAYER_KEYS[1], 1)
     for i, block in enumerate(tree.blocks("decoder")):
         if i in dense or (i + 1) % step or hf_config.get("num_local_experts", 128) == 0:
@@ -39,8 +39,8 @@ def _write_sparse_layers(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
 
 
 def _read_sliding_window(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    near = hf_config.get(SLIDING_WINDOW_KEYS[0], False)
-    tree.set("decoder.block.attention.window", hf_config.get(SLIDING_WINDOW_KEYS[1], 4096) if near else None)
+    is_sliding = hf_config.get(SLIDING_WINDOW_KEYS[0], False)
+    tree.set("decoder.block.attention.window", hf_config.get(SLIDING_WINDOW_KEYS[1], 4096) if is_sliding else None)
 
 
 def _write_sliding_window(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
@@ -103,5 +103,5 @@ FAMILY = Family(
     base_model_prefix="model.",
     ignored_weights=IGNORED_WEIGHTS,
     attribute_map={"num_experts": "num_local_experts"},
-    ignored_config_keys={"max_window_layers": "all layers have the window, or none"},
+    ignored_config_keys={"max_window_layers": "all layers have the sliding window, or none"},
 )

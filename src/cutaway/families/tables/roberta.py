@@ -1,4 +1,4 @@
-"""RoBERTa: BERT whose positions are numbered from behind the padding token's. https://arxiv.org/abs/1907.11692"""
+"""RoBERTa: BERT with positions that start after the padding token id. https://arxiv.org/abs/1907.11692"""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ POSITION_PATH = "encoder.embedding.position"
 
 
 def _read_positions(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """The first position is the row after the padding token's number, and the rows before it count as positions too."""
+    """Position 0 is row pad_token_id + 1; `max_position_embeddings` includes the rows before it."""
     offset = hf_config.get_number("pad_token_id", 1) + 1
     tree.set(f"{POSITION_PATH}.offset", offset)
     tree.set(f"{POSITION_PATH}.length", hf_config.get_number("max_position_embeddings", 512) - offset)

@@ -13,31 +13,32 @@ NO_ROPE_KEYS = ("no_rope_layers", "no_rope_layer_interval")
 
 
 def _rope_layers(hf_config: HFConfigReader, num_layers: int) -> list[Any]:
-    """1 for a layer with RoPE, 0 for one without (the key says the opposite): every fourth, unless listed."""
-    given = hf_config.get(NO_ROPE_KEYS[0])
+    """1 for a layer with RoPE, 0 for one without (despite the name of the key); by default every fourth has none."""
+    layers = hf_config.get(NO_ROPE_KEYS[0])
     interval = hf_config.get_number(NO_ROPE_KEYS[1], 4)
-    return [int((i + 1) % interval != 0) for i in range(num_layers)] if given is None else list(given)
+    return [int((i + 1) % interval != 0) for i in range(num_layers)] if layers is None else list(layers)
 
 
 def _read_rope_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     blocks = tree.blocks("decoder")
-    turns = _rope_layers(hf_config, len(blocks))
+    has_rope = _rope_layers(hf_config, len(blocks))
     for i, block in enumerate(blocks):
-        block["attention"]["position"] = {"kind": "rope" if turns[i] else "none"}
+        block["attention"]["position"] = {"kind": "rope" if has_rope[i] else "none"}
 
 
 def _write_rope_layers(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
-    turns = [int(block["attention"]["position"]["kind"] == "rope") for block in tree.blocks("decoder")]
-    hf_config[NO_ROPE_KEYS[0]] = turns
-    if 0 in turns:
-        hf_config[NO_ROPE_KEYS[1]] = turns.index(0) + 1
+    has_rope = [int(block["attention"]["position"]["kind"] == "rope") for block in tree.blocks("decoder")]
+    hf_config[NO_ROPE_KEYS[0]] = has_rope
+    if 0 in has_rope:
+        hf_config[NO_ROPE_KEYS[1]] = has_rope.index(0) + 1
 
 
 def _sliding_nope_layers(hf_config: HFConfigReader, num_layers: int) -> list[str]:
-    """Layers without RoPE have the window, if there is one."""
-    near = hf_config.get("use_sliding_window", False) and hf_config.get("sliding_window") is not None
+    """Default `layer_types`: a sliding window, if enabled, in the layers without RoPE."""
+    is_sliding = hf_config.get("use_sliding_window", False) and hf_config.get("sliding_window") is not None
     return [
-        "sliding_attention" if near and not turns else "full_attention" for turns in _rope_layers(hf_config, num_layers)
+        "sliding_attention" if is_sliding and not has_rope else "full_attention"
+        for has_rope in _rope_layers(hf_config, num_layers)
     ]
 
 
@@ -46,7 +47,7 @@ def _write_use_sliding_window(tree: ConfigTree, hf_config: dict[str, Any]) -> No
 
 
 def _write_pad_token_id(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
-    """Others keep a row of the table for padding, by default one that a small vocabulary does not have."""
+    """Write a null pad_token_id if the default 128004 is outside of the vocabulary."""
     if hf_config["vocab_size"] <= 128004:
         hf_config["pad_token_id"] = None
 
@@ -72,5 +73,5 @@ FAMILY = Family(
     weight_mappings=WEIGHTS,
     base_model_prefix="model.",
     ignored_weights=IGNORED_WEIGHTS,
-    ignored_config_keys={"max_window_layers": "layer_types says which layers have the window"},
+    ignored_config_keys={"max_window_layers": "layer_types is used instead"},
 )

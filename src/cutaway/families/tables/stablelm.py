@@ -1,4 +1,4 @@
-"""StableLM 3B, 2 1.6B and 2 12B: a Llama with LayerNorm that turns a quarter of a head. https://arxiv.org/abs/2402.17834"""
+"""StableLM 3B, 2 1.6B and 2 12B: Llama with LayerNorm and RoPE on 25% of a head. https://arxiv.org/abs/2402.17834"""
 
 from cutaway.families.config_fields import Key, activation, attention_heads, flag
 from cutaway.families.family import Family

@@ -1,4 +1,4 @@
-"""StarCoder2: LayerNorm, biases and a two-matrix FFN in a Llama's names. https://arxiv.org/abs/2402.19173"""
+"""StarCoder2: Llama names with LayerNorm, biases and an ungated FFN. https://arxiv.org/abs/2402.19173"""
 
 from cutaway.families.config_fields import Key, SupportedValues, activation, attention_heads, flag
 from cutaway.families.family import Family
@@ -38,8 +38,8 @@ FAMILY = Family(
         Key("embedding_dropout", "decoder.embedding.dropout", 0.0),
         Key("residual_dropout", "decoder.dropout", 0.0),
         RopeField(default_max_positions=4096, full_rotary_only=True),
-        SupportedValues("mlp_type", ("default", None), "it would be another FFN"),
-        SupportedValues("norm_type", ("layer_norm", None), "it would be another norm"),
+        SupportedValues("mlp_type", ("default", None), "the model would have another FFN"),
+        SupportedValues("norm_type", ("layer_norm", None), "the model would have another norm"),
     ),
     weight_mappings=(
         *EMBEDDING_AND_HEAD_WEIGHTS,

@@ -1,4 +1,4 @@
-"""T5, 1.0 and 1.1 (FLAN). https://arxiv.org/abs/1910.10683 https://arxiv.org/abs/2002.05202"""
+"""T5 1.0 and 1.1 (FLAN): relative position bias, unscaled scores. https://arxiv.org/abs/1910.10683 https://arxiv.org/abs/2002.05202"""
 
 from typing import Any
 
@@ -24,28 +24,28 @@ FFN_KEYS = ("feed_forward_proj", "dense_act_fn", "is_gated_act")
 
 
 def ffn_field(default_feed_forward_proj: str) -> Custom:
-    """`gated-gelu` or `relu`, in one word; files may also hold the two that it is made of, which then count."""
+    """`feed_forward_proj` (`gated-gelu` or `relu`); `dense_act_fn` and `is_gated_act` take precedence if present."""
 
     def from_hf(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-        word = hf_config.get(FFN_KEYS[0]) or default_feed_forward_proj
-        gate, _, act = word.rpartition("-")
-        given = hf_config.get(FFN_KEYS[2])
-        gated = gate == "gated" if given is None else given
-        act = hf_config.get(FFN_KEYS[1]) or ("gelu_new" if word == "gated-gelu" else act)
-        Choice(FFN_KEYS[1], tuple(f"{at}.activation" for at in FFN_PATHS), act, HF_ACTIVATIONS).from_hf(
+        feed_forward_proj = hf_config.get(FFN_KEYS[0]) or default_feed_forward_proj
+        gate, _, act = feed_forward_proj.rpartition("-")
+        is_gated_act = hf_config.get(FFN_KEYS[2])
+        gated = gate == "gated" if is_gated_act is None else is_gated_act
+        act = hf_config.get(FFN_KEYS[1]) or ("gelu_new" if feed_forward_proj == "gated-gelu" else act)
+        Choice(FFN_KEYS[1], tuple(f"{path}.activation" for path in FFN_PATHS), act, HF_ACTIVATIONS).from_hf(
             HFConfigReader({}), tree
         )
-        for at in FFN_PATHS:
-            tree.set(f"{at}.kind", "gated" if gated else "mlp")
-            tree.set(f"{at}.bias", False)
+        for path in FFN_PATHS:
+            tree.set(f"{path}.kind", "gated" if gated else "mlp")
+            tree.set(f"{path}.bias", False)
 
     def to_hf(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
         gated, act = tree.get(f"{FFN_PATHS[0]}.kind") == "gated", tree.get(f"{FFN_PATHS[0]}.activation")
-        word = (
-            "gelu_new" if act == "gelu_tanh" else next(word for word, meant in HF_ACTIVATIONS.items() if meant == act)
+        name = (
+            "gelu_new" if act == "gelu_tanh" else next(name for name, value in HF_ACTIVATIONS.items() if value == act)
         )
-        short = "gelu" if gated and word == "gelu_new" else word
-        hf_config.update(zip(FFN_KEYS, (f"gated-{short}" if gated else word, word, gated), strict=True))
+        short_name = "gelu" if gated and name == "gelu_new" else name
+        hf_config.update(zip(FFN_KEYS, (f"gated-{short_name}" if gated else name, name, gated), strict=True))
 
     return Custom(FFN_KEYS, from_hf, to_hf)
 
@@ -53,34 +53,39 @@ def ffn_field(default_feed_forward_proj: str) -> Custom:
 def common_fields(
     vocab_size: int, d_ff: int, num_layers: int, num_heads: int, feed_forward_proj: str
 ) -> tuple[ConfigField, ...]:
-    """What T5 and mT5 say in the same words."""
-    rates = (*ATTENTION_PATHS, *FFN_PATHS, *STACKS, *(f"{side}.embedding" for side in STACKS))
-    finals = tuple(f"{side}.final_dropout" for side in STACKS)
+    """Fields of T5 and mT5, with the family's defaults."""
+    dropout_paths = (*ATTENTION_PATHS, *FFN_PATHS, *STACKS, *(f"{side}.embedding" for side in STACKS))
+    final_dropout_paths = tuple(f"{side}.final_dropout" for side in STACKS)
     return (
         Key("vocab_size", "vocab_size", vocab_size),
         Key("d_model", "d_model", 512),
         Key("num_layers", "encoder.layers", num_layers),
         Key("num_decoder_layers", "decoder.layers", lambda hf_config: hf_config.get_number("num_layers", num_layers)),
-        Key("num_heads", tuple(f"{at}.heads" for at in ATTENTION_PATHS), num_heads),
-        Key("d_kv", tuple(f"{at}.d_head" for at in ATTENTION_PATHS), 64),
+        Key("num_heads", tuple(f"{path}.heads" for path in ATTENTION_PATHS), num_heads),
+        Key("d_kv", tuple(f"{path}.d_head" for path in ATTENTION_PATHS), 64),
         ffn_field(feed_forward_proj),
-        Key("d_ff", tuple(f"{at}.hidden" for at in FFN_PATHS), d_ff),
-        Key("relative_attention_num_buckets", tuple(f"{at}.position.buckets" for at in SELF_ATTENTION_PATHS), 32),
+        Key("d_ff", tuple(f"{path}.hidden" for path in FFN_PATHS), d_ff),
+        Key("relative_attention_num_buckets", tuple(f"{path}.position.buckets" for path in SELF_ATTENTION_PATHS), 32),
         Key(
-            "relative_attention_max_distance", tuple(f"{at}.position.max_distance" for at in SELF_ATTENTION_PATHS), 128
+            "relative_attention_max_distance",
+            tuple(f"{path}.position.max_distance" for path in SELF_ATTENTION_PATHS),
+            128,
         ),
         Key("layer_norm_epsilon", tuple(f"{side}.norm.eps" for side in STACKS), 1e-6),
-        Key("dropout_rate", (*(f"{at}.dropout" for at in rates), *finals), 0.1),
+        Key("dropout_rate", (*(f"{path}.dropout" for path in dropout_paths), *final_dropout_paths), 0.1),
         Key("n_positions", "context", None),
     )
 
 
 def _read_head(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """1.0 reads its tied table with the stream made smaller; 1.1 has a matrix of its own. New files say both apart."""
+    """1.0: tied head, scaled by 1/sqrt(d_model). 1.1: untied, unscaled. `scale_decoder_outputs` sets the scale."""
     tied = hf_config.get("tie_word_embeddings") is not False
-    given = hf_config.get("scale_decoder_outputs")
+    scale_decoder_outputs = hf_config.get("scale_decoder_outputs")
     tree.set("head.tied", tied)
-    tree.set("head.scale", tree.data["d_model"] ** -0.5 if (tied if given is None else given) else 1.0)
+    tree.set(
+        "head.scale",
+        tree.data["d_model"] ** -0.5 if (tied if scale_decoder_outputs is None else scale_decoder_outputs) else 1.0,
+    )
 
 
 def _write_head(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
@@ -93,7 +98,7 @@ def _is_gated(config: Config) -> bool:
 
 
 def layer_weights(stack: str, *attentions: tuple[str, str]) -> tuple[WeightMapping, ...]:
-    """The rows of a layer: its sublayers are numbered, and the FFN is the last."""
+    """Weight mappings of a layer, whose sublayers are numbered; the FFN is the last."""
     last = len(attentions)
     return add_prefix(
         f"{stack}.block.{{i}}.layer",
@@ -131,13 +136,13 @@ ATTRIBUTE_MAP = {
     "head_dim": "d_kv",
 }
 IGNORED_WEIGHTS = {
-    r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight": "nothing reads it: the decoder"
-    " sees all of the source alike",
-    r"(qa_outputs|classification_head)\..*": "a head for another task",
+    r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight": "unused: cross-attention has"
+    " no position bias",
+    r"(qa_outputs|classification_head)\..*": "head of another task, which is not loaded",
 }
 WEIGHT_RENAMINGS = ((r"^transformer\.", ""),)
-"""A classifier's file has the whole model one level down."""
-IGNORED_CONFIG_KEYS = {"is_decoder": "each stack knows which it is", "output_past": "a cache changes no result"}
+"""Classification checkpoints have the model under `transformer.`."""
+IGNORED_CONFIG_KEYS = {"is_decoder": "fixed by the family", "output_past": "a KV cache does not change the result"}
 
 FAMILY = Family(
     name="t5",

@@ -1,4 +1,8 @@
-"""Continuous batching: requests come and go while the others' steps go on; prompts are read in pieces between them."""
+"""Continuous batching: `Engine.step` admits requests, prefills one chunk and decodes one token per running request.
+
+A request is waiting (no row), prefilling (its prompt is being written to the KV cache), decoding (one token per step)
+or finished. Prompts are prefilled in chunks between decode steps, so that a long prompt does not stall other requests.
+"""
 
 import atexit
 import threading
@@ -16,38 +20,41 @@ from cutaway.tokenizer import Tokenizer
 
 
 class EngineError(CutawayError):
-    """The engine could not go on with a request."""
+    """The engine could not complete a request."""
 
 
 class BusyError(CutawayError):
-    """More requests wait than the engine takes."""
+    """The waiting queue is full."""
 
 
 class Engine:
-    """One owner of a model and its device. Call `step` until it is False, or `start` a thread that does.
+    """Continuous-batching engine for one model. Call `step` until it returns False, or `start` a thread that does.
 
-    It keeps what it read and packed: once weights are changed or hooks are added, it is for another engine to answer.
+    The engine caches keys, values and packed weights: after a change of the weights or of the hooks, build a new one.
+    `submit`, `Request.abort` and `close` are thread-safe; everything else runs in the one thread that calls `step`.
     """
 
     def __init__(self, config: EngineConfig, *, tokenizer: Tokenizer | None = None, max_waiting: int = 1024) -> None:
-        """`max_waiting`: how many requests may wait for a row before more are refused."""
+        """`max_waiting`: length of the waiting queue; `submit` raises BusyError when it is full."""
         self.config, self.tokenizer, self.max_waiting = config, tokenizer, max_waiting
         self.model_runner = ModelRunner(
             config.model, config.build_cache(), compile=config.compile, weight_bits=config.weight_bits
         )
         self.rope_switch_lengths, self.dynamic_rope_len = config.rope_switch_lengths, config.dynamic_rope_len
-        # Where a token's key depends on how long its text became, no two texts share any.
+        # With dynamic RoPE a token's key depends on the length of its sequence, so pages cannot be shared.
         self.scheduler = Scheduler(self.model_runner, config, prefix_caching=self.dynamic_rope_len is None)
         self.waiting: deque[Request] = deque()
         self.pending: PendingTokens | None = None
         self.async_scheduling = config.model.device.type == "cuda" and not self.rope_switch_lengths
-        """Whether the next step is sent off before the last one's tokens are looked at."""
+        """Launch the next decode step before the previous step's tokens are on the host, so that the GPU never idles.
+
+        Not with LongRoPE, where the host needs each token to decide whether to prefill again."""
         self.condition = threading.Condition()
         self.num_submitted = 0
         self.thread: threading.Thread | None = None
         self.closed = False
 
-    # What others may call, from any thread
+    # Thread-safe methods
 
     def submit(
         self,
@@ -58,36 +65,37 @@ class Engine:
         wait: bool = False,
         output_prefix: Sequence[int] = (),
     ) -> Request:
-        """Ask for an answer that begins with `output_prefix` to a prompt of tokens; an encoder's is its source.
+        """Queue a request for one completion of a tokenized prompt (the source, for an encoder-decoder).
 
-        One answer, by this seed: `n` and `seed` of the sampling parameters are for `generate`.
+        The completion starts with `output_prefix`. `n` and `seed` of `sampling_params` are ignored: `generate` submits
+        one request per completion. `wait`: block while the waiting queue is full, instead of raising BusyError.
         """
-        ticket = self.config.build_request(
+        request = self.config.build_request(
             prompt, sampling_params, self.tokenizer, seed=seed, output_prefix=output_prefix
         )
         with self.condition:
             while wait and not self.closed and len(self.waiting) >= self.max_waiting:
                 self.condition.wait()
             if self.closed:
-                raise EngineError("the engine is closed; start another")
-            if ticket.output.finish_reason is not None:  # what it was begun with is all of it
-                ticket.finish()
-                return ticket
+                raise EngineError("the engine is closed; build a new one")
+            if request.output.finish_reason is not None:  # output_prefix already reaches a limit or a stop token
+                request.finish()
+                return request
             if len(self.waiting) >= self.max_waiting:
-                raise BusyError(f"{len(self.waiting)} requests are waiting, which is the limit; try again later")
+                raise BusyError(f"{len(self.waiting)} requests are waiting, which is max_waiting; try again later")
             self.num_submitted += 1
-            ticket.arrival_index = self.num_submitted
-            self.waiting.append(ticket)
+            request.arrival_index = self.num_submitted
+            self.waiting.append(request)
             self.condition.notify_all()
-        return ticket
+        return request
 
     def start(self) -> "Engine":
-        """Let a thread do the work from now on."""
+        """Start a thread that calls `step` while there are requests."""
         if self.thread is not None or self.closed:
-            raise EngineError("the engine was started or closed before; make another")
+            raise EngineError("the engine was already started or closed; build a new one")
         self.thread = threading.Thread(target=self._run_loop, name="cutaway-engine", daemon=True)
         self.thread.start()
-        atexit.register(self.close)  # a program that ends while a thread is inside PyTorch is aborted
+        atexit.register(self.close)  # exiting the interpreter while a thread is inside PyTorch aborts the process
         return self
 
     def __enter__(self) -> "Engine":
@@ -97,26 +105,26 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Stop; whoever still waits is told so."""
+        """Stop the thread; unfinished requests fail with an EngineError."""
         with self.condition:
             self.closed = True
             self.condition.notify_all()
         if self.thread is not None:
             self.thread.join()
             atexit.unregister(self.close)
-        self._fail_all("the engine was closed before the answer was complete")
+        self._fail_all("the engine was closed before the completion was finished")
         self.model_runner.release_compiled()
 
     def run(self) -> None:
-        """Work until nobody waits."""
+        """Step until all requests are finished."""
         while self.step():
-            """Another."""
+            pass
 
-    # The owner's
+    # Methods of the thread that steps
 
     @property
     def num_decoding(self) -> int:
-        """Texts that take steps now."""
+        """Number of requests in decode."""
         return self.scheduler.num_decoding
 
     @property
@@ -124,7 +132,7 @@ class Engine:
         return bool(self.waiting or self.scheduler.running or self.pending)
 
     def step(self) -> bool:
-        """Take in who waits, read one piece of prompts, take one step. False if there is nothing left to do."""
+        """Admit waiting requests, prefill one chunk, decode one token per request; False if no request is left."""
         model = self.config.model
         try:
             with eval_mode(model) if model.training else nullcontext():
@@ -134,12 +142,12 @@ class Engine:
                 self._prefill_step()
                 self._decode_step()
             return self.has_unfinished_requests
-        except Exception as error:  # not a request's fault: the device is gone, or the books are wrong
+        except Exception as error:  # not specific to a request: device lost, or inconsistent bookkeeping
             with self.condition:
                 self.closed = True
                 self.condition.notify_all()
-            self._fail_all(f"the engine broke down ({type(error).__name__}: {error}); start another")
-            raise EngineError(f"the engine broke down ({type(error).__name__}: {error}); start another") from error
+            self._fail_all(f"the engine failed ({type(error).__name__}: {error}); build a new one")
+            raise EngineError(f"the engine failed ({type(error).__name__}: {error}); build a new one") from error
 
     def _run_loop(self) -> None:
         while True:
@@ -150,156 +158,175 @@ class Engine:
                     return
             try:
                 self.step()
-            except EngineError:  # everybody has been told
+            except EngineError:  # all requests have failed with this error
                 return
 
     @contextmanager
     def _isolate_failures(self, requests: Sequence[Request]) -> Iterator[None]:
-        """What fails here fails for these requests; the others go on."""
+        """On an exception, fail these requests only and zero their cache rows; the engine continues."""
         try:
             yield
         except Exception as error:
-            for ticket in requests:
-                ticket.finish(error=EngineError(f"a step failed ({type(error).__name__}: {error}); ask again"))
-            for ticket in requests:
-                self.scheduler.release(ticket, cache_valid=False)
+            for request in requests:
+                request.finish(
+                    error=EngineError(f"a step failed ({type(error).__name__}: {error}); submit the request again")
+                )
+            for request in requests:
+                self.scheduler.release(request, cache_valid=False)
 
     def _process_pending_if_finishing(self) -> None:
-        """Look at the last step before the next is sent off, if it ends a text."""
-        flight = self.pending
-        if flight is not None and any(
-            ticket.num_launched_tokens >= ticket.output.max_tokens for ticket in flight.requests
+        """Process the pending tokens now if a request reaches max_tokens with them.
+
+        Otherwise the next decode step would be launched with a row that is already finished."""
+        pending = self.pending
+        if pending is not None and any(
+            request.num_launched_tokens >= request.output.max_tokens for request in pending.requests
         ):
             self._process_pending()
 
     def _remove_aborted(self) -> None:
+        """Finish aborted requests and free their rows."""
         with self.condition:
-            gone = [ticket for ticket in self.waiting if ticket.aborted]
-            for ticket in gone:
-                self.waiting.remove(ticket)
-            if gone:
+            aborted = [request for request in self.waiting if request.aborted]
+            for request in aborted:
+                self.waiting.remove(request)
+            if aborted:
                 self.condition.notify_all()
-        for ticket in gone:
-            ticket.finish("abort")
-        gone = [ticket for ticket in self.scheduler.running if ticket.aborted]
-        if gone:
+        for request in aborted:
+            request.finish("abort")
+        aborted = [request for request in self.scheduler.running if request.aborted]
+        if aborted:
             self._process_pending()
-        for ticket in gone:
-            self.scheduler.release(ticket, cache_valid=ticket.num_sampled_tokens > 0)
-            ticket.finish("abort")
+        for request in aborted:
+            self.scheduler.release(request, cache_valid=request.num_sampled_tokens > 0)
+            request.finish("abort")
 
     def _admit_waiting(self) -> None:
-        """Rows to those who wait longest; who needs more pages than are free waits, and so do those behind.
+        """Allocate rows and pages to waiting requests, first come, first served.
 
-        Sources are read here, each as a whole, but not many of them while others wait for their next step.
+        The first request that does not fit blocks those behind it, so that large requests are not starved. Sources of
+        an encoder-decoder are encoded here, each in one pass; while other requests decode, admission stops after
+        `prefill_chunk_size` source tokens per step to bound their latency.
         """
-        others, sources = self.scheduler.num_decoding, 0
-        while self.waiting and not (others and sources >= self.config.prefill_chunk_size):
-            ticket = self.waiting[0]
-            if not self.scheduler.allocate(ticket):
+        num_decoding, num_source_tokens = self.scheduler.num_decoding, 0
+        while self.waiting and not (num_decoding and num_source_tokens >= self.config.prefill_chunk_size):
+            request = self.waiting[0]
+            if not self.scheduler.allocate(request):
                 return
             with self.condition:
                 self.waiting.popleft()
                 self.condition.notify_all()
-            sources += len(ticket.source_tokens or ())
-            with self._isolate_failures([ticket]):
-                self.scheduler.start_prefill(ticket)
+            num_source_tokens += len(request.source_tokens or ())
+            with self._isolate_failures([request]):
+                self.scheduler.start_prefill(request)
 
     def _prefill_step(self) -> None:
-        """A piece of those prompts that wait longest, no more tokens than the configuration allows between steps."""
-        readers = self.scheduler.prefilling()
-        if not readers:
+        """Prefill one chunk of each of the oldest prompts, at most `prefill_chunk_size` tokens with padding."""
+        prefilling = self.scheduler.prefilling()
+        if not prefilling:
             return
-        group: list[Request] = []
-        pieces: list[list[int]] = []
-        for ticket in readers:
-            piece = self._next_prefill_chunk(ticket)
-            longest = max(map(len, [*pieces, piece]))
-            furthest = max(each.num_computed_tokens for each in [*group, ticket])
-            # A batch is as wide as its longest piece, and padding takes slots too.
-            wide = longest * (len(group) + 1) > self.config.prefill_chunk_size
-            if group and (wide or furthest + longest > self.model_runner.cache.num_slots):
+        batch: list[Request] = []
+        chunks: list[list[int]] = []
+        for request in prefilling:
+            chunk = self._next_prefill_chunk(request)
+            longest = max(map(len, [*chunks, chunk]))
+            max_computed = max(each.num_computed_tokens for each in [*batch, request])
+            # Cost of the batch: (requests, longest chunk) with padding. Padding is written to slots as well, so the
+            # row with the most computed tokens must have `longest` free slots.
+            too_many_tokens = longest * (len(batch) + 1) > self.config.prefill_chunk_size
+            if batch and (too_many_tokens or max_computed + longest > self.model_runner.cache.num_slots):
                 break
-            group.append(ticket)
-            pieces.append(piece)
-        with self._isolate_failures(group):
+            batch.append(request)
+            chunks.append(chunk)
+        with self._isolate_failures(batch):
             self.model_runner.prefill(
-                self.scheduler.num_decoding, pieces, [ticket.num_computed_tokens for ticket in group]
+                self.scheduler.num_decoding, chunks, [request.num_computed_tokens for request in batch]
             )
-            for ticket, piece in zip(group, pieces, strict=True):
-                ticket.num_computed_tokens += len(piece)
-                if self._needs_full_prefill(ticket.all_token_ids):  # its last token is read again, by its first step
-                    ticket.num_computed_tokens -= 1
-                    self.model_runner.cache.seq_lens[ticket.row] = ticket.num_computed_tokens
-            for ticket in group:
-                self.scheduler.maybe_start_decode(ticket)
+            for request, chunk in zip(batch, chunks, strict=True):
+                request.num_computed_tokens += len(chunk)
+                if self._needs_full_prefill(
+                    request.all_token_ids
+                ):  # the first decode step computes the last token again
+                    request.num_computed_tokens -= 1
+                    self.model_runner.cache.seq_lens[request.row] = request.num_computed_tokens
+            for request in batch:
+                self.scheduler.maybe_start_decode(request)
 
     def _next_prefill_chunk(self, request: Request) -> list[int]:
-        text = request.all_token_ids
-        if self._needs_full_prefill(text):
-            return text[request.num_computed_tokens :]
-        return text[
+        """Next tokens to prefill. The last prompt token is left to the first decode step, which needs its logits."""
+        token_ids = request.all_token_ids
+        if self._needs_full_prefill(token_ids):
+            return token_ids[request.num_computed_tokens :]
+        return token_ids[
             request.num_computed_tokens : min(
-                len(text) - 1, request.num_computed_tokens + self.config.prefill_chunk_size
+                len(token_ids) - 1, request.num_computed_tokens + self.config.prefill_chunk_size
             )
         ]
 
     def _needs_full_prefill(self, token_ids: Sequence[int]) -> bool:
-        """Whether all tokens of a text must be read together, since they turn by angles that go by its length."""
+        """Whether all tokens must be prefilled in one pass, because their RoPE frequencies depend on the length."""
         return self.dynamic_rope_len is not None and len(token_ids) > self.dynamic_rope_len
 
     def _decode_step(self) -> None:
-        """All rows that can take their next step; then the last step's tokens (of this one, on the CPU) are told."""
-        last = self.pending if self.async_scheduling else None
-        steppers = self.scheduler.decoding
-        flight = None
-        if steppers:
-            with self._isolate_failures(steppers):
-                most = max(ticket.num_computed_tokens for ticket in steppers)
-                ahead = max(ticket.output.max_tokens - ticket.num_launched_tokens for ticket in steppers)
-                flight = PendingTokens(self.model_runner.decode(len(steppers), most, ahead), steppers)
-                for ticket in steppers:
-                    ticket.num_computed_tokens += 1
-                    ticket.num_launched_tokens += 1
-        if last is not None:
+        """Launch a decode step of all decoding rows, then process the previous step's tokens.
+
+        Without async scheduling (CPU), process this step's tokens.
+        """
+        previous = self.pending if self.async_scheduling else None
+        decoding = self.scheduler.decoding
+        launched = None
+        if decoding:
+            with self._isolate_failures(decoding):
+                max_len = max(request.num_computed_tokens for request in decoding)
+                steps_left = max(request.output.max_tokens - request.num_launched_tokens for request in decoding)
+                launched = PendingTokens(self.model_runner.decode(len(decoding), max_len, steps_left), decoding)
+                for request in decoding:
+                    request.num_computed_tokens += 1
+                    request.num_launched_tokens += 1
+        if previous is not None:
             self._process_pending()
-        self.pending = flight
+        self.pending = launched
         if not self.async_scheduling:
             self._process_pending()
 
     def _process_pending(self) -> None:
-        """Tell the last step's tokens to those who asked."""
-        flight, self.pending = self.pending, None
-        if flight is None:
+        """Wait for the pending tokens and append them to their requests."""
+        pending, self.pending = self.pending, None
+        if pending is None:
             return
-        with self._isolate_failures(flight.requests):
-            for ticket, token, bad, logprob, top in flight.results():
-                if not ticket.finished.is_set():
-                    with self._isolate_failures([ticket]):
-                        self._process_token(ticket, token, bad, logprob, top)
+        with self._isolate_failures(pending.requests):
+            for request, token, invalid, logprob, top in pending.results():
+                if not request.finished.is_set():
+                    with self._isolate_failures([request]):
+                        self._process_token(request, token, invalid, logprob, top)
 
     def _process_token(
         self, request: Request, token: int, invalid: bool, logprob: float | None, top_logprobs: dict[int, float] | None
     ) -> None:
+        """Append one sampled token to a request; finish it, or prefill it again at a LongRoPE switch."""
         if invalid:
             request.finish(error=EngineError(self.config.format_invalid_logits(request)))
             self.scheduler.release(request, cache_valid=False)
             return
-        end = self.config.forced_eos_token_id
-        cut = end is not None and len(request.output.tokens) + 1 >= request.output.max_tokens
-        if end is not None and cut:
-            token, logprob, top_logprobs = end, 0.0, top_logprobs and {end: 0.0}
-        request.add_chunk(request.output.append_token(token, logprob, top_logprobs, forced_eos=cut))
+        forced_eos_token_id = self.config.forced_eos_token_id
+        is_last = forced_eos_token_id is not None and len(request.output.tokens) + 1 >= request.output.max_tokens
+        if forced_eos_token_id is not None and is_last:
+            token, logprob, top_logprobs = forced_eos_token_id, 0.0, top_logprobs and {forced_eos_token_id: 0.0}
+        request.add_chunk(request.output.append_token(token, logprob, top_logprobs, forced_eos=is_last))
         if request.output.finish_reason is not None:
             self.scheduler.release(request)
             request.finish()
         elif request.num_computed_tokens in self.rope_switch_lengths and request.row is not None:
-            self.scheduler.restart_prefill(request)  # its tokens turn by other angles from here on
+            self.scheduler.restart_prefill(request)  # LongRoPE: all its keys get other frequencies from here on
 
     def _fail_all(self, reason: str) -> None:
-        """It is over, for those at work and those who wait."""
-        tickets = [*self.scheduler.running, *self.waiting, *(self.pending.requests if self.pending is not None else ())]
+        """Fail all running, waiting and pending requests."""
+        requests = [
+            *self.scheduler.running,
+            *self.waiting,
+            *(self.pending.requests if self.pending is not None else ()),
+        ]
         self.waiting.clear()
         self.scheduler.running, self.scheduler.num_decoding, self.pending = [], 0, None
-        for ticket in tickets:
-            ticket.finish(error=EngineError(reason))
+        for request in requests:
+            request.finish(error=EngineError(reason))

@@ -1,4 +1,9 @@
-"""Caches that texts come into and leave: rows in one piece, in rings or in pages, in the model's numbers or in int8."""
+"""KV cache of the engine: rows are assigned and released independently; full, ring-buffer or paged, optionally int8.
+
+All three layouts are pages of slots. `full` and `ring` have one page per row, as long as the row, so that the page of a
+row is the row itself. `paged` has pages of PAGE_SIZE slots and a page table (row, page index) → page id.
+A flat slot is page_id · page_size + offset: an index into the buffers with their first two dimensions flattened.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -17,11 +22,14 @@ from cutaway.model.transformer import Transformer
 CacheImplementation = Literal["full", "ring", "paged"]
 CACHE_IMPLEMENTATIONS: tuple[CacheImplementation, ...] = ("full", "ring", "paged")
 PAGE_SIZE = 64
-"""Tokens in a page."""
+"""Tokens per page."""
 
 
 class KVBuffer:
-    """Vectors of heads in slots, kept as they are or as int8 with a scale each."""
+    """Keys or values of one layer: (num_pages, page_size, heads, width), in the cache dtype or in int8.
+
+    int8 values have one float16 scale per head and slot: x ≈ values · scale with scale = max|x| / 127.
+    """
 
     def __init__(
         self, num_pages: int, page_size: int, head_shape: tuple[int, int], device: torch.device, dtype: torch.dtype
@@ -32,8 +40,9 @@ class KVBuffer:
             self.scale = torch.zeros(num_pages, page_size, head_shape[0], device=device, dtype=torch.float16)
 
     def write(self, slots: Int[Tensor, "B T"], x: Float[Tensor, "B T G D"]) -> None:
-        """Slots are counted through all pages."""
+        """Write x to flat slots."""
         if self.scale is not None:
+            # Divide by the rounded float16 scale, the one that `gather` multiplies by.
             scale = (x.abs().amax(-1).float() / 127).clamp(min=1e-7).half()
             self.scale.flatten(0, 1)[slots] = scale
             x = (x.float() / scale.float().unsqueeze(-1)).round().clamp(-127, 127)
@@ -42,12 +51,15 @@ class KVBuffer:
     def gather(
         self, page_index: Int[Tensor, "B P"] | slice, num_slots: int, dtype: torch.dtype
     ) -> Float[Tensor, "B S G D"]:
-        """The first slots of each row's pages."""
-        values = self.values[page_index]
+        """Return the first `num_slots` slots of each row, dequantized to `dtype`.
+
+        `page_index`: page ids per row, or the range of rows in the layouts with one page per row (a view, no copy).
+        """
+        values = self.values[page_index]  # (B, P, page_size, G, D); with a slice (B, page_size, G, D)
         values = (values if isinstance(page_index, slice) else values.flatten(1, 2))[:, :num_slots]
         if self.scale is None:
             return values.to(dtype)
-        scale = self.scale[page_index]
+        scale = self.scale[page_index]  # as values, without D
         scale = (scale if isinstance(page_index, slice) else scale.flatten(1, 2))[:, :num_slots]
         return (values.float() * scale.float().unsqueeze(-1)).to(dtype)
 
@@ -56,7 +68,7 @@ class KVBuffer:
 
 
 class PagedLayerCache(LayerCache):
-    """One layer's keys and values in pages. A row has one page of its own, or those that the table names."""
+    """Keys and values of one layer in pages: one page per row, or the pages in the page table."""
 
     def __init__(
         self,
@@ -70,15 +82,17 @@ class PagedLayerCache(LayerCache):
     ) -> None:
         self.num_slots, self.page_size = num_slots, page_size
         self.keys, self.values = (KVBuffer(num_pages, page_size, width, device, dtype) for width in cache_shape)
+        # What `gather` indexes with: a slice of rows, which is a view, or the page table.
         self.page_index: Int[Tensor, "B P"] | slice = slice(0, batch_size)
         self.page_table = torch.arange(batch_size, device=device).unsqueeze(-1)
-        """Every row's pages, by number."""
+        """Page ids of each row; with one page per row, the row number."""
 
     def update(
         self, k: Float[Tensor, "B T G D"], v: Float[Tensor, "B T G E"], slot_mapping: SlotMapping
     ) -> tuple[Float[Tensor, "B S G D"], Float[Tensor, "B S G E"]]:
         self.keys.write(slot_mapping.slots, k)
         self.values.write(slot_mapping.slots, v)
+        # Only the pages that hold the first num_keys slots.
         pages = (
             self.page_index
             if isinstance(self.page_index, slice)
@@ -89,11 +103,13 @@ class PagedLayerCache(LayerCache):
         )
 
     def select_rows(self, rows: Int[Tensor, " B"]) -> None:
-        raise InputError("rows that share pages are not copied; use model.new_cache for that")
+        raise InputError(
+            "rows of a paged cache share pages and cannot be reordered; use model.new_cache for beam search"
+        )
 
 
 class BatchKVCache(Cache):
-    """A cache of `batch_size` texts, each of which comes and goes on its own."""
+    """KV cache of `batch_size` rows, each of which is assigned to and released by one request at a time."""
 
     def __init__(
         self,
@@ -107,38 +123,42 @@ class BatchKVCache(Cache):
         num_pages: int | None = None,
         max_source_len: int = 0,
     ) -> None:
-        """`num_pages`: how many there are for all rows together, if not enough for all."""
+        """`num_pages`: pages of a paged cache without the null page; default enough for all rows."""
         self.implementation = implementation
         self.first_row = 0
         paged = implementation == "paged"
-        size = min(PAGE_SIZE, num_slots) if paged else 0
-        num_slots = -(-num_slots // size) * size if paged else num_slots
-        count = 1 + (num_pages if num_pages is not None else batch_size * (num_slots // size)) if paged else batch_size
+        page_size = min(PAGE_SIZE, num_slots) if paged else 0
+        num_slots = -(-num_slots // page_size) * page_size if paged else num_slots  # whole pages
+        total_pages = (
+            1 + (num_pages if num_pages is not None else batch_size * (num_slots // page_size)) if paged else batch_size
+        )
 
-        def make(
-            batch: int, room: int, widths: CacheShape, device: torch.device, dtype: torch.dtype
+        def build_layer(
+            batch: int, layer_slots: int, cache_shape: CacheShape, device: torch.device, dtype: torch.dtype
         ) -> PagedLayerCache:
-            return PagedLayerCache(batch_size, room, count, size or room, widths, device, dtype)
+            return PagedLayerCache(
+                batch_size, layer_slots, total_pages, page_size or layer_slots, cache_shape, device, dtype
+            )
 
         stack = model.stacks["decoder"]
-        cross = "encoder" in model.stacks
+        has_cross_attention = "encoder" in model.stacks
         super().__init__(
             stack.cache_shapes,
             batch_size,
             num_slots,
             windows=stack.windows,
-            has_cross_attention=cross,
+            has_cross_attention=has_cross_attention,
             device=model.device,
             dtype=dtype or model.dtype,
             chunk_size=chunk_size if implementation == "ring" else None,
-            build_layer=make,
+            build_layer=build_layer,
         )
-        self.page_size = size
-        self.num_pages = count
+        self.page_size = page_size
+        self.num_pages = total_pages
         self.page_table: Int[Tensor, "B P"] | None = None
         if paged:
             self.page_table = torch.full(
-                (batch_size, num_slots // size), NULL_PAGE, dtype=torch.long, device=model.device
+                (batch_size, num_slots // page_size), NULL_PAGE, dtype=torch.long, device=model.device
             )
             for layer in self.paged_layers:
                 layer.page_index = layer.page_table = self.page_table
@@ -146,118 +166,123 @@ class BatchKVCache(Cache):
             self.memory_positions = TokenPositions(
                 torch.full((batch_size, max_source_len), EMPTY_POSITION, device=model.device)
             )
-            for part, (heads, width) in zip(self.cross_layers, cross_cache_shapes(model), strict=True):
-                part.k, part.v = (
+            for cross_layer, (heads, width) in zip(self.cross_layers, cross_cache_shapes(model), strict=True):
+                cross_layer.k, cross_layer.v = (
                     torch.zeros(batch_size, max_source_len, heads, width, device=model.device, dtype=model.dtype)
                     for _ in "kv"
                 )
 
     @property
     def paged_layers(self) -> list[PagedLayerCache]:
-        """The layers, as what they are made of here."""
+        """`layers` with their type in this class."""
         return cast("list[PagedLayerCache]", self.layers)
 
     def assign_slots(
         self, num_tokens: int, mask: Bool[Tensor, "B T"] | None
     ) -> tuple[TokenPositions, dict[int, SlotMapping]]:
-        """As in any cache, with slots counted through all pages."""
-        new, steps = super().assign_slots(num_tokens, mask)
+        """`Cache.assign_slots`, with slots of a row converted to flat slots."""
+        new, slot_mappings = super().assign_slots(num_tokens, mask)
         row = torch.arange(self.first_row, self.first_row + self.batch_size, device=self.seq_lens.device).unsqueeze(-1)
-        for slots, step in steps.items():
+        for num_slots, mapping in slot_mappings.items():
             if self.page_table is None:
-                slot = row * slots + step.slots
+                flat_slots = row * num_slots + mapping.slots
             else:
-                slot = (
-                    self.page_table.gather(1, step.slots // self.page_size) * self.page_size
-                    + step.slots % self.page_size
+                flat_slots = (
+                    self.page_table.gather(1, mapping.slots // self.page_size) * self.page_size
+                    + mapping.slots % self.page_size
                 )
-            steps[slots] = step._replace(slots=slot)
-        return new, steps
+            slot_mappings[num_slots] = mapping._replace(slots=flat_slots)
+        return new, slot_mappings
 
     def view_rows(self, start: int, stop: int, *, max_len: int) -> "BatchKVCache":
-        """Some of the rows as a cache of their own over the same memory; none has read more than `max_len`."""
-        some = copy.copy(self)
-        some.first_row, some.batch_size, some.max_len = start, stop - start, max_len
-        some.min_len = self.num_slots  # whoever hands out rows reads texts again that grow past a turn of LongRoPE
-        some.seq_lens, some.write_end = self.seq_lens[start:stop], self.write_end[start:stop]
-        some.page_table = None if self.page_table is None else self.page_table[start:stop]
-        some.layers = []
+        """A cache of rows start … stop − 1 that shares this cache's memory.
+
+        `max_len`: upper bound of the rows' lengths, known on the host, which limits the number of keys.
+        """
+        view = copy.copy(self)
+        view.first_row, view.batch_size, view.max_len = start, stop - start, max_len
+        # min_len selects LongRoPE frequencies; the engine prefills again at a switch length, so no pass crosses one.
+        view.min_len = self.num_slots
+        view.seq_lens, view.write_end = self.seq_lens[start:stop], self.write_end[start:stop]
+        view.page_table = None if self.page_table is None else self.page_table[start:stop]
+        view.layers = []
         for layer in self.paged_layers:
-            own = copy.copy(layer)
-            own.page_table = layer.page_table[start:stop]
-            own.page_index = slice(start, stop) if some.page_table is None else own.page_table
-            some.layers.append(own)
+            layer_view = copy.copy(layer)
+            layer_view.page_table = layer.page_table[start:stop]
+            layer_view.page_index = slice(start, stop) if view.page_table is None else layer_view.page_table
+            view.layers.append(layer_view)
         if self.cross_layers is not None and self.memory_positions is not None:
-            some.memory_positions = TokenPositions(self.memory_positions.position[start:stop])
-            some.cross_layers = []
-            for part in self.cross_layers:
-                assert part.k is not None
-                assert part.v is not None
-                own_part = CrossCache()
-                own_part.k, own_part.v = part.k[start:stop], part.v[start:stop]
-                some.cross_layers.append(own_part)
-        return some
+            view.memory_positions = TokenPositions(self.memory_positions.position[start:stop])
+            view.cross_layers = []
+            for cross_layer in self.cross_layers:
+                assert cross_layer.k is not None
+                assert cross_layer.v is not None
+                cross_view = CrossCache()
+                cross_view.k, cross_view.v = cross_layer.k[start:stop], cross_layer.v[start:stop]
+                view.cross_layers.append(cross_view)
+        return view
 
     def assign_row(self, row: int, length: int = 0, page_ids: Sequence[int] = ()) -> None:
-        """Give a row to a new text, of which the first `length` tokens are in its pages already."""
+        """Assign a row to a new sequence, of which the first `length` tokens are already in its pages."""
         self.seq_lens[row] = length
         self.write_end[row] = length
         if self.page_table is not None:
-            names = torch.full((self.page_table.shape[1],), NULL_PAGE)
-            names[: len(page_ids)] = torch.tensor(list(page_ids), dtype=torch.long)
-            self.page_table[row] = names.to(self.page_table.device)
+            page_row = torch.full((self.page_table.shape[1],), NULL_PAGE)
+            page_row[: len(page_ids)] = torch.tensor(list(page_ids), dtype=torch.long)
+            self.page_table[row] = page_row.to(self.page_table.device)
 
     def clear_row(self, row: int) -> None:
-        """The text is done: what is still written to its row must harm no page that others get."""
+        """Reset a released row to the null page: a step already launched may still write to the row, and must not write
+        to pages that are allocated to others."""
         self.assign_row(row)
 
     def swap_rows(self, a: int, b: int) -> None:
-        """Two texts change rows."""
+        """Exchange the contents of two rows; in a paged cache only their page tables."""
         if a == b:
             return
-        moved = [self.seq_lens, self.write_end, *self.cross_tensors()]
-        moved += self.kv_tensors() if self.page_table is None else [self.page_table]
+        tensors = [self.seq_lens, self.write_end, *self.cross_tensors()]
+        tensors += self.kv_tensors() if self.page_table is None else [self.page_table]
         if self.memory_positions is not None:
-            moved.append(self.memory_positions.position)
-        for tensor in moved:  # by single rows: a list of indices would have to be sent to the device each time
-            kept = tensor[a].clone()
+            tensors.append(self.memory_positions.position)
+        for tensor in tensors:  # row by row: an index list would be a host-to-device copy per tensor
+            saved = tensor[a].clone()
             tensor[a] = tensor[b]
-            tensor[b] = kept
+            tensor[b] = saved
 
     def zero_row(self, row: int, page_ids: Sequence[int] = ()) -> None:
-        """Zero a row, or its pages: a NaN there would be felt by the next text, though it sees it with weight 0."""
+        """Zero a row, or its pages. Masked slots have weight 0, but 0 · NaN is NaN and would affect later sequences."""
         for tensor in self.kv_tensors():
-            for place in [row] if self.page_table is None else [NULL_PAGE, *page_ids]:
-                tensor[place] = 0
+            for index in [row] if self.page_table is None else [NULL_PAGE, *page_ids]:
+                tensor[index] = 0
         for tensor in self.cross_tensors():
             tensor[row] = 0
 
     def store_cross_cache(self, row: int, source_cache: Cache) -> None:
-        """Take what a text's own cache of one row holds of its source."""
+        """Copy the cross-attention keys and values of a single-row cache to `row`."""
         assert self.memory_positions is not None
         assert source_cache.memory_positions is not None
         length = source_cache.memory_positions.position.shape[-1]
         self.memory_positions.position[row] = EMPTY_POSITION
         self.memory_positions.position[row, :length] = source_cache.memory_positions.position[0]
-        for mine, theirs in zip(self.cross_layers or [], source_cache.cross_layers or [], strict=True):
-            mine.k[row, :length], mine.v[row, :length] = theirs.k[0], theirs.v[0]  # type: ignore[index]
+        for target, source in zip(self.cross_layers or [], source_cache.cross_layers or [], strict=True):
+            target.k[row, :length], target.v[row, :length] = source.k[0], source.v[0]  # type: ignore[index]
 
     def kv_tensors(self) -> list[Tensor]:
-        """All keys and values, first by row or page."""
-        stores: list[KVBuffer] = [x for layer in self.paged_layers for x in (layer.keys, layer.values)]
-        return [tensor for store in stores for tensor in store.tensors()]
+        """All key and value buffers; dimension 0 is the row or the page."""
+        buffers: list[KVBuffer] = [buffer for layer in self.paged_layers for buffer in (layer.keys, layer.values)]
+        return [tensor for buffer in buffers for tensor in buffer.tensors()]
 
     def cross_tensors(self) -> list[Tensor]:
-        """What is kept of the sources, first by row."""
-        return [x for part in self.cross_layers or [] for x in (part.k, part.v) if x is not None]
+        """All cross-attention keys and values; dimension 0 is the row."""
+        return [x for layer in self.cross_layers or [] for x in (layer.k, layer.v) if x is not None]
 
     @property
     def num_bytes(self) -> int:
-        """Of keys and values."""
+        """Bytes of all keys and values."""
         return sum(x.numel() * x.element_size() for x in [*self.kv_tensors(), *self.cross_tensors()])
 
 
 def cross_cache_shapes(model: Transformer) -> list[tuple[int, int]]:
-    """(heads, width) of what each layer keeps of a source."""
+    """(heads, width) of each layer's cross-attention keys and values."""
     blocks: Any = model.stacks["decoder"].blocks
     return [(block.cross.f.kv_heads, block.cross.f.d_head) for block in blocks]

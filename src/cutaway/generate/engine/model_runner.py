@@ -1,4 +1,4 @@
-"""The model at work for many texts: prompts are read in pieces, and all rows take their next step together."""
+"""Model runner: prefill and decode forward passes over the batched KV cache, with sampling; fast decode paths."""
 
 import time
 import warnings
@@ -22,9 +22,13 @@ from cutaway.model.moe import MixtureOfExperts
 
 
 class ModelRunner:
-    """One model, its cache and its sampler on one device. Nothing else touches them."""
+    """Owns a model, its KV cache and its sampler on one device.
 
-    @torch.inference_mode(False)  # what is made in that mode can be changed in no other
+    Decode runs in one of four ways: eager; eager with packed CPU weights; torch.compile (CPU); CUDA graphs, with Triton
+    kernels where they support the model (GPU). Prefill is always eager, with the original model.
+    """
+
+    @torch.inference_mode(False)  # inference tensors could not be updated in place outside inference mode
     def __init__(
         self,
         model: Transformer,
@@ -33,45 +37,46 @@ class ModelRunner:
         compile: bool | None = None,
         weight_bits: int | None = None,
     ) -> None:
-        """`compile`: steps are made fast at once (True), never (False), or when it pays (None). `weight_bits`: of a
-        weight in fast steps, if fewer than the model's."""
+        """`compile`: enable fast decode steps at once (True), never (False), or when it pays off (None). `weight_bits`:
+        bits per weight in decode steps; default the model's dtype."""
         if weight_bits not in (None, 4, 8, 16):
-            raise InputError(f"weight_bits is {weight_bits!r}; steps can use weights of 16, 8 or 4 bits")
+            raise InputError(f"weight_bits is {weight_bits!r}; decode steps support 16, 8 or 4 bits per weight")
         self.model: Any = model
         self.cache = cache
         self.sampler = Sampler(cache.batch_size, model.config.vocab_size, model.device)
         self.next_tokens = torch.zeros(cache.batch_size, 1, dtype=torch.long, device=model.device)
-        """Of each row, the token that its next step reads."""
+        """(batch_size, 1): input token of each row's next decode step."""
         self.has_encoder = "encoder" in model.stacks
         self.active_rows = torch.zeros(cache.batch_size, dtype=torch.bool, device=model.device)
         self.weight_bits = weight_bits
         self.decode_model: Any = model
-        """What takes the steps: the model, or its like made for them. Prompts are read by the model itself."""
+        """Model of the decode steps: the model itself, or a copy with packed weights or fused kernels."""
         self.cuda_graphs: Callable[[int, SamplingFeatures], SamplerOutput] | None = None
         self.compiled_decode_logits: Callable[[Tensor, BatchKVCache, Tensor], Tensor] | None = None
-        """What computes a step's logits, if it was compiled."""
-        kind = model.device.type
-        able = not _has_hooks(model) and kind in ("cuda", "cpu")
-        if weight_bits is not None and not able:
+        """`_decode_logits` after torch.compile."""
+        device_type = model.device.type
+        supported = not _has_hooks(model) and device_type in ("cuda", "cpu")
+        if weight_bits is not None and not supported:
             raise InputError(
-                "weight_bits is for steps made fast, and this model has hooks or is elsewhere; leave weight_bits out"
+                "weight_bits needs fast decode steps, which support CUDA and CPU models without hooks; leave it out"
             )
-        unasked = compile is None and kind == "cpu"  # a compiler takes most of a minute, and Ctrl-C for its own affair
+        skip_cpu_compile = compile is None and device_type == "cpu"  # takes most of a minute and swallows Ctrl-C
         self.warmup_policy = (
             WarmupPolicy(WarmupCostStore(model, cache.batch_size, weight_bits))
-            if able and compile is not False and not unasked
+            if supported and compile is not False and not skip_cpu_compile
             else None
         )
-        """Measures steps: plain ones until it pays to make them fast, then what that cost."""
-        if weight_bits is not None and kind == "cpu":
+        """Times decode steps, to decide when fast steps pay off and to record their cost; None when there is nothing to
+        decide."""
+        if weight_bits is not None and device_type == "cpu":
             self.pack_cpu_weights(weight_bits, single_row=compile is True and cache.batch_size == 1)
-        if self.warmup_policy is not None and (compile or (weight_bits is not None and kind == "cuda")):
+        if self.warmup_policy is not None and (compile or (weight_bits is not None and device_type == "cuda")):
             start = time.perf_counter()
             self.enable_fast_decode()
             self.warmup_policy.record_warmup(time.perf_counter() - start)
 
     def enable_fast_decode(self) -> None:
-        """From now on steps are fast ones."""
+        """Switch to fast decode steps: CUDA graphs on a GPU, torch.compile on the CPU."""
         if self.model.device.type == "cuda":
             self._enable_gpu_decode()
         else:
@@ -80,18 +85,18 @@ class ModelRunner:
             self.compiled_decode_logits = torch.compile(self._decode_logits, fullgraph=True)
 
     def pack_cpu_weights(self, weight_bits: int | None, *, single_row: bool) -> None:
-        """Steps on the CPU by weights in the form that is read fastest."""
+        """Use packed weights in CPU decode steps."""
         from cutaway.generate.fast.cpu_blocks import build_cpu_decode_model, select_linear_class
 
         if weight_bits == 4:
-            raise InputError("weight_bits is 4, which is for GPUs; on the CPU use 8 or 16")
-        kind = select_linear_class(self.model, weight_bits, single_row_compiled=single_row)
-        if kind is not None:
-            self.decode_model = build_cpu_decode_model(self.model, kind).eval()
+            raise InputError("weight_bits is 4, which only GPUs support; on the CPU use 8 or 16")
+        linear_class = select_linear_class(self.model, weight_bits, single_row_compiled=single_row)
+        if linear_class is not None:
+            self.decode_model = build_cpu_decode_model(self.model, linear_class).eval()
 
     def _enable_gpu_decode(self) -> None:
         from cutaway.generate.fast.cuda_graphs import CUDAGraphRunner
-        from cutaway.generate.fast.gpu_blocks import (  # Triton, which not every machine has
+        from cutaway.generate.fast.gpu_blocks import (  # imports Triton, which is not installed everywhere
             build_gpu_decode_model,
             can_build_gpu_decode_model,
         )
@@ -102,7 +107,8 @@ class ModelRunner:
             ).eval()
         elif self.weight_bits is not None:
             raise InputError(
-                f"weight_bits is {self.weight_bits}, which is for up to 64 texts at once and no 64-bit numbers"
+                f"weight_bits is {self.weight_bits}, which supports at most 64 sequences and not float64; lower"
+                " max_num_seqs, or leave weight_bits out"
             )
         if _can_capture_cuda_graph(self.model):
             self.cuda_graphs = CUDAGraphRunner(self._decode_fixed_shape, self.active_rows)
@@ -110,11 +116,11 @@ class ModelRunner:
     @torch.inference_mode(False)
     @torch.no_grad()
     def init_row(self, row: int, request: Request, eos_token_ids: Collection[int]) -> None:
-        """Give a row to a request; a source is read now."""
+        """Initialize a row of the cache and the sampler for a request; encode its source, if any."""
         self.cache.assign_row(row, request.num_computed_tokens, request.page_ids)
         prompt = request.input_ids[
             : len(request.input_ids) - len(request.output_prefix)
-        ]  # what it begins with is said already
+        ]  # output_prefix counts as output for penalties and limits
         self.sampler.set_row(
             row,
             request.sampling_params,
@@ -131,40 +137,44 @@ class ModelRunner:
         self.sampler.clear_row(row)
 
     def release_compiled(self) -> None:
-        """Forget the fast steps, which hold this runner: a cache may be most of the device's memory, and would stay
-        until Python looks for such circles."""
+        """Drop CUDA graphs and compiled functions. They hold a reference to this runner, and the cycle would keep the
+        KV cache allocated until the garbage collector runs."""
         self.cuda_graphs = self.compiled_decode_logits = None
 
     @torch.no_grad()
     def prefill(self, first_row: int, chunks: Sequence[Sequence[int]], num_computed: Sequence[int]) -> None:
-        """Read a piece of each of these rows' texts, of which they have read `num_computed` tokens."""
+        """Write one chunk of each of the rows first_row, first_row + 1, … to the KV cache.
+
+        `num_computed`: tokens already in each row. Chunks are right-padded to (rows, longest); no logits are computed.
+        """
         longest = max(map(len, chunks))
-        tokens = torch.tensor([[*piece, *[0] * (longest - len(piece))] for piece in chunks])
+        tokens = torch.tensor([[*chunk, *[0] * (longest - len(chunk))] for chunk in chunks])
         mask = None
-        if any(len(piece) < longest for piece in chunks):
-            mask = torch.tensor([[True] * len(piece) + [False] * (longest - len(piece)) for piece in chunks])
+        if any(len(chunk) < longest for chunk in chunks):
+            mask = torch.tensor([[True] * len(chunk) + [False] * (longest - len(chunk)) for chunk in chunks])
             mask = mask.to(self.model.device)
-        part = self.cache.view_rows(first_row, first_row + len(chunks), max_len=max(num_computed))
-        self.forward_hidden(self.model, tokens.to(self.model.device), mask, part)
+        view = self.cache.view_rows(first_row, first_row + len(chunks), max_len=max(num_computed))
+        self.forward_hidden(self.model, tokens.to(self.model.device), mask, view)
 
     @torch.no_grad()
     def encode_source(self, row: int, source_tokens: Sequence[int], decoder_tokens: Sequence[int]) -> None:
-        """Let an encoder read a row's source; `decoder_tokens` are what the decoder begins with."""
-        alone: Cache = self.model.new_cache(1, len(decoder_tokens))
+        """Encode a row's source and store its cross-attention keys and values; `decoder_tokens`: decoder input."""
+        source_cache: Cache = self.model.new_cache(1, len(decoder_tokens))
         device = self.model.device
         with _shape_agnostic_sdpa():
             self.model.hidden_states(
                 torch.tensor([list(source_tokens)], device=device),
                 torch.tensor([list(decoder_tokens)], device=device),
-                cache=alone,
+                cache=source_cache,
             )
-        self.cache.store_cross_cache(row, alone)
+        self.cache.store_cross_cache(row, source_cache)
 
     @torch.no_grad()
     def decode(self, num_rows: int, max_len: int, steps_left: int = 1) -> SamplerOutput:
-        """The next token of the first `num_rows` rows, none of which has read more than `max_len`.
+        """Decode one token for each of the first `num_rows` rows.
 
-        `steps_left`: how many steps are still to come, as far as is known.
+        `max_len`: upper bound of the rows' lengths. `steps_left`: upper bound of the steps to come, by which the
+        warm-up policy decides whether fast steps pay off.
         """
         if self.warmup_policy is None:
             return self._decode_once(num_rows, max_len)
@@ -172,13 +182,13 @@ class ModelRunner:
         try:
             if self.warmup_policy.should_warm_up(steps_left):
                 self.enable_fast_decode()
-            drawn = self._decode_once(num_rows, max_len)
-        except (RuntimeError, ImportError, OSError) as error:  # no compiler here, or one that fails; nothing was said
+            output = self._decode_once(num_rows, max_len)
+        except (RuntimeError, ImportError, OSError) as error:  # compiler missing or failing; no token was emitted yet
             if _is_keyboard_interrupt(error):
                 raise KeyboardInterrupt from error
             if not self.warmup_policy.warmed_up or self.warmup_policy.fast_times or self.weight_bits is not None:
                 raise
-            warnings.warn(f"steps stay as they are, since making them fast failed: {error}", stacklevel=2)
+            warnings.warn(f"fast decode steps are disabled because compiling them failed: {error}", stacklevel=2)
             self.warmup_policy, self.decode_model, self.cuda_graphs, self.compiled_decode_logits = (
                 None,
                 self.model,
@@ -186,68 +196,72 @@ class ModelRunner:
                 None,
             )
             return self._decode_once(num_rows, max_len)
-        drawn.tokens.cpu()
+        output.tokens.cpu()  # wait for the device, so that the measured time is the step's
         if self.warmup_policy.record_step(time.perf_counter() - start):
             self.warmup_policy = None
-        return drawn
+        return output
 
     def _decode_once(self, num_rows: int, max_len: int) -> SamplerOutput:
-        needs = self.sampler.features(num_rows)
+        features = self.sampler.features(num_rows)
         if self.cuda_graphs is not None:
-            return self.cuda_graphs(num_rows, needs)
-        # The length of a tensor is a number that a compiled step takes as it comes, if it is neither 0 nor 1.
-        span = torch.empty(max(2, max_len + 1), dtype=torch.bool)
-        if self.compiled_decode_logits is not None:  # else the compiler, which takes a second to import, is not needed
-            torch._dynamo.mark_dynamic(span, 0)
+            return self.cuda_graphs(num_rows, features)
+        # max_len changes every step; as a Python int it would recompile the step each time. As the size of a tensor it
+        # is a dynamic dimension, provided that it is neither 0 nor 1, which torch.compile specializes.
+        length_carrier = torch.empty(max(2, max_len + 1), dtype=torch.bool)
+        if self.compiled_decode_logits is not None:  # torch._dynamo takes a second to import
+            torch._dynamo.mark_dynamic(length_carrier, 0)
         logits = (self.compiled_decode_logits or self._decode_logits)(
-            self.next_tokens[:num_rows], self.cache.view_rows(0, num_rows, max_len=max_len), span
+            self.next_tokens[:num_rows], self.cache.view_rows(0, num_rows, max_len=max_len), length_carrier
         )
-        drawn = self.sampler.sample(logits, needs)
-        self.next_tokens[:num_rows, 0] = drawn.tokens
-        return drawn
+        output = self.sampler.sample(logits, features)
+        self.next_tokens[:num_rows, 0] = output.tokens
+        return output
 
-    def _decode_logits(self, tokens: Tensor, cache_view: BatchKVCache, span: Tensor) -> Tensor:
-        cache_view.max_len = span.shape[0] - 1
+    def _decode_logits(self, tokens: Tensor, cache_view: BatchKVCache, length_carrier: Tensor) -> Tensor:
+        cache_view.max_len = length_carrier.shape[0] - 1
         return self.decode_model.head(self.forward_hidden(self.decode_model, tokens, None, cache_view))[:, -1]
 
     def _decode_fixed_shape(self, num_rows: int, features: SamplingFeatures) -> SamplerOutput:
-        """A step whose shapes depend on nothing but `num_rows`; only active rows take part."""
-        part = self.cache.view_rows(0, num_rows, max_len=0)
-        part.static_shapes = True
+        """Decode step for CUDA graphs: shapes depend only on `num_rows`, attention runs over all slots.
+
+        Inactive rows compute as padding: their cache length, sampler state and next token do not change.
+        """
+        view = self.cache.view_rows(0, num_rows, max_len=0)
+        view.static_shapes = True
         active = self.active_rows[:num_rows]
         logits = self.decode_model.head(
-            self.forward_hidden(self.decode_model, self.next_tokens[:num_rows], active.unsqueeze(-1), part)
+            self.forward_hidden(self.decode_model, self.next_tokens[:num_rows], active.unsqueeze(-1), view)
         )[:, -1]
-        drawn = self.sampler.sample(logits, features, active)
-        self.next_tokens[:num_rows, 0] = torch.where(active, drawn.tokens, self.next_tokens[:num_rows, 0])
-        return drawn
+        output = self.sampler.sample(logits, features, active)
+        self.next_tokens[:num_rows, 0] = torch.where(active, output.tokens, self.next_tokens[:num_rows, 0])
+        return output
 
     def forward_hidden(self, model: Any, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache) -> Tensor:
-        given = (None, tokens, None, mask) if self.has_encoder else (tokens, mask)
+        args = (None, tokens, None, mask) if self.has_encoder else (tokens, mask)
         if not tokens.is_cuda:
-            return model.hidden_states(*given, cache=cache)
+            return model.hidden_states(*args, cache=cache)
         with _shape_agnostic_sdpa():
-            return model.hidden_states(*given, cache=cache)
+            return model.hidden_states(*args, cache=cache)
 
     def swap_rows(self, a: int, b: int) -> None:
-        """Two texts change rows."""
+        """Exchange two rows of the cache, the sampler and the input tokens."""
         if a != b:
             self.cache.swap_rows(a, b)
             self.sampler.swap_rows(a, b)
-            kept = self.next_tokens[a].clone()
+            saved = self.next_tokens[a].clone()
             self.next_tokens[a] = self.next_tokens[b]
-            self.next_tokens[b] = kept
+            self.next_tokens[b] = saved
 
 
 def _shape_agnostic_sdpa() -> AbstractContextManager[None]:
-    """Attention by kernels that are ready for every shape: cuDNN plans for each anew, which takes longer than reading,
-    and texts have all lengths."""
+    """SDPA without the cuDNN backend, which builds a plan for every new shape: slower than the prefill itself, since
+    prompts have all lengths."""
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 @contextmanager
 def eval_mode(*models: Transformer) -> Iterator[None]:
-    """Models that are being trained answer without dropout, and go on being trained."""
+    """Context manager: models in eval mode, with each module's training flag restored at the end."""
     training = [module for model in models for module in model.modules() if module.training]
     for model in models:
         model.eval()
@@ -259,7 +273,7 @@ def eval_mode(*models: Transformer) -> Iterator[None]:
 
 
 def _is_keyboard_interrupt(error: BaseException | None) -> bool:
-    """Whether it was the user who stopped this: a compiler takes that for a failure of its own."""
+    """Whether a KeyboardInterrupt caused `error`: torch.compile wraps it in its own exception."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
             return True
@@ -268,18 +282,22 @@ def _is_keyboard_interrupt(error: BaseException | None) -> bool:
 
 
 def _has_hooks(model: Transformer) -> bool:
-    """Whether somebody looks at the model's modules, or changes what they do."""
+    """Whether a module has forward hooks, which fast decode steps would skip."""
     return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def _can_capture_cuda_graph(model: Transformer) -> bool:
-    """Experts in other numbers than bf16 are computed one by one, by counts that only the host can read."""
-    experts = any(isinstance(module, MixtureOfExperts) for module in model.modules())
-    return not experts or model.dtype == torch.bfloat16
+    """Whether a decode step has no host synchronization. Outside bf16, experts run in a loop over token counts that are
+    read on the host."""
+    has_experts = any(isinstance(module, MixtureOfExperts) for module in model.modules())
+    return not has_experts or model.dtype == torch.bfloat16
 
 
 class PendingTokens:
-    """Tokens that were drawn for these requests. Looking at them waits for the device; sending them off does not."""
+    """Sampled tokens being copied asynchronously to the host.
+
+    The constructor only enqueues the copies; `results` waits for them.
+    """
 
     def __init__(self, sampler_output: SamplerOutput, requests: Sequence[Request]) -> None:
         self.requests = list(requests)
@@ -292,23 +310,23 @@ class PendingTokens:
         self.host_output = sampler_output
 
     def results(self) -> Iterator[tuple[Request, int, bool, float | None, dict[int, float] | None]]:
-        """For each request its token, whether its logits were bad, and log-probabilities if there are any."""
+        """Wait for the copies; yield (request, token, invalid logits, log-probability, top log-probabilities)."""
         if self.copy_event is not None:
             self.copy_event.synchronize()
         host = self.host_output
-        tokens, bad = host.tokens.tolist(), host.invalid.tolist()
+        tokens, invalid = host.tokens.tolist(), host.invalid.tolist()
         logprobs = None if host.logprobs is None else host.logprobs.tolist()
-        names = None if host.top_tokens is None else host.top_tokens.tolist()
-        values = None if host.top_logprobs is None else host.top_logprobs.tolist()
-        for place, ticket in enumerate(self.requests):
+        top_tokens = None if host.top_tokens is None else host.top_tokens.tolist()
+        top_logprobs = None if host.top_logprobs is None else host.top_logprobs.tolist()
+        for i, request in enumerate(self.requests):
             top = None
-            if names is not None and values is not None and ticket.sampling_params.logprobs:
-                count = ticket.sampling_params.logprobs
-                top = dict(zip(names[place][:count], values[place][:count], strict=True))
-            yield ticket, tokens[place], bad[place], None if logprobs is None else logprobs[place], top
+            if top_tokens is not None and top_logprobs is not None and request.sampling_params.logprobs:
+                count = request.sampling_params.logprobs
+                top = dict(zip(top_tokens[i][:count], top_logprobs[i][:count], strict=True))
+            yield request, tokens[i], invalid[i], None if logprobs is None else logprobs[i], top
 
 
 def _copy_to_pinned(tensor: Tensor) -> Tensor:
-    """A copy on the host, complete once the device gets there."""
+    """Asynchronous copy to pinned host memory; complete when the stream reaches it."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

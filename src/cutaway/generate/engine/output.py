@@ -1,4 +1,4 @@
-"""An answer while it grows: tokens become text, and text ends where its request says."""
+"""Completions: incremental detokenization, stop tokens, stop strings and log-probabilities of one request."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,27 +10,27 @@ from cutaway.tokenizer import Tokenizer
 
 @dataclass
 class Completion:
-    """A finished answer."""
+    """The output of one request."""
 
     tokens: list[int]
-    """All that were generated, the one that ended it included."""
+    """All generated tokens, including the stop token."""
     text: str | None = None
-    """Without the end token or stop string; None without a tokenizer."""
+    """Text without the stop token or stop string; None without a tokenizer."""
     finish_reason: str = "length"
-    """'stop' (an end token or stop string), 'length' or 'abort'."""
+    """'stop' (stop token or stop string), 'length' or 'abort'."""
     stop_reason: int | str | None = None
-    """The token or string that ended it."""
+    """The stop token or stop string."""
     prompt_tokens: int = 0
     seed: int | None = None
     score: float | None = None
-    """A beam's: the sum of log-probabilities over length to the power of the length penalty."""
+    """Beam search score: sum of log-probabilities / length ** length_penalty."""
     logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
 
 
 @dataclass
 class CompletionChunk:
-    """What one step adds to an answer; several tokens may pass before text is certain."""
+    """Output of one step. The text may be empty: characters and stop strings can span several tokens."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -39,7 +39,7 @@ class CompletionChunk:
 
 
 class OutputProcessor:
-    """Takes tokens one by one, gives text as it becomes certain, and says when it is over."""
+    """Converts sampled tokens to text incrementally and sets the finish reason."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class OutputProcessor:
         eos_token_ids: Iterable[int] = (),
         prompt_tokens: Sequence[int] = (),
     ) -> None:
-        """`max_tokens`: tokens at most. `prompt_tokens`: the text that the answer continues."""
+        """`max_tokens`: maximum length. `prompt_tokens`: context for detokenizing the first tokens."""
         self.max_tokens = max_tokens
         self.stop_token_ids = {*sampling_params.stop_token_ids, *(() if sampling_params.ignore_eos else eos_token_ids)}
         self.detokenizer = None if tokenizer is None else tokenizer.decode_stream(prefix_ids=prompt_tokens)
@@ -72,43 +72,43 @@ class OutputProcessor:
         *,
         forced_eos: bool = False,
     ) -> CompletionChunk:
-        """One more token; what it adds to the text that may be shown. `forced_eos`: it was put there to end it."""
+        """Append a token and return the chunk it releases. `forced_eos`: the token was forced at the maximum length."""
         self.tokens.append(token)
-        piece = CompletionChunk(tokens=[token])
+        chunk = CompletionChunk(tokens=[token])
         if self.num_logprobs is not None and logprob is not None:
             self.logprobs.append(logprob)
-            piece.logprobs = [logprob]
+            chunk.logprobs = [logprob]
             if top_logprobs is not None:
                 self.top_logprobs.append(top_logprobs)
-                piece.top_logprobs = [top_logprobs]
+                chunk.top_logprobs = [top_logprobs]
         if forced_eos:
             self.set_finish_reason("length")
         elif token in self.stop_token_ids:
             self.set_finish_reason("stop", token)
         elif self.detokenizer is not None:
-            piece.text = self._check_stop_strings(self.detokenizer.push(token))
+            chunk.text = self._check_stop_strings(self.detokenizer.push(token))
         if self.finish_reason is None and len(self.tokens) >= self.max_tokens:
             self.set_finish_reason("length")
         if self.finish_reason is not None:
-            piece.text += self.flush()
-        self.text_chunks.append(piece.text)
-        return piece
+            chunk.text += self.flush()
+        self.text_chunks.append(chunk.text)
+        return chunk
 
     def _check_stop_strings(self, text: str) -> str:
-        """The part of new text that no stop string can take back; ends the answer if one is found."""
+        """Return the part of `text` that cannot belong to a stop string; set the finish reason if one is complete."""
         if self.stop_strings is None or not text:
             return text
-        shown = self.stop_strings.feed(text)
+        released = self.stop_strings.feed(text)
         if self.stop_strings.found is not None:
             self.set_finish_reason("stop", self.stop_strings.found)
-        return shown
+        return released
 
     def set_finish_reason(self, finish_reason: str, stop_reason: int | str | None = None) -> None:
         if self.finish_reason is None:
             self.finish_reason, self.stop_reason = finish_reason, stop_reason
 
     def flush(self) -> str:
-        """The text that was held back until the end."""
+        """Return the text held back by the detokenizer and by partial stop strings."""
         if self.detokenizer is None:
             return ""
         if isinstance(self.stop_reason, str):

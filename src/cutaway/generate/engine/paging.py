@@ -1,4 +1,4 @@
-"""Who has which page of a paged cache: handing out, sharing beginnings that are alike, taking back."""
+"""Page allocator of the paged KV cache, with prefix caching: full pages are shared by sequences with equal prefixes."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -6,35 +6,42 @@ from dataclasses import dataclass
 
 TokenIds = tuple[int, ...]
 NULL_PAGE = 0
-"""The page that belongs to nobody; padding is written there."""
+"""Page that is never allocated; rows without a page write padding to it."""
 
 
 @dataclass
 class CachedPage:
-    """A full page whose tokens are known, so that another text that begins alike can have it too."""
+    """A full page with known tokens, which sequences with the same prefix can share.
+
+    Pages form a tree: a page is identified by its own tokens and the key of the page before it, since keys and values
+    depend on all earlier tokens.
+    """
 
     page_id: int
     parent_key: int
-    """The key of the cached page before it, or 0."""
+    """Key of the cached page before it, or 0 for the first page."""
     tokens: TokenIds
     key: int
+    """Unique number, never reused: children of an evicted page can therefore not be found by mistake."""
 
 
 class PagePool:
     """Pages 1 … num_pages − 1 of `page_size` tokens each.
 
-    A page is free, in use, or cached: full, known and perhaps shared. Cached pages that nobody uses are taken last, the
-    longest unused first.
+    A page is free, in use (reference count above 0), or evictable (cached, reference count 0). Allocation takes free
+    pages first, then evicts cached pages, least recently used first.
     """
 
     def __init__(self, num_pages: int, page_size: int, *, prefix_caching: bool = True) -> None:
         self.page_size, self.prefix_caching = page_size, prefix_caching
         self.free_list = list(range(num_pages - 1, NULL_PAGE, -1))
         self.ref_counts: dict[int, int] = {}
-        """Of each page that is in use, how many texts have it."""
+        """By page in use: number of sequences that use it."""
         self.prefix_index: dict[tuple[int, TokenIds], CachedPage] = {}
+        """Cached pages by (key of the parent page, tokens)."""
         self.cached_by_page_id: dict[int, CachedPage] = {}
         self.evictable: OrderedDict[int, CachedPage] = OrderedDict()
+        """Cached pages that no sequence uses, by key, least recently used first."""
         self.last_key = 0
 
     @property
@@ -45,71 +52,77 @@ class PagePool:
         return -(-length // self.page_size)
 
     def allocate(self, tokens: Sequence[int], max_len: int) -> tuple[list[int], int] | None:
-        """Pages for a text of up to `max_len` that begins with `tokens`, and how many of those are there already.
+        """Allocate pages for a sequence of up to `max_len` tokens that starts with `tokens`.
 
-        At least one token is left to be read, since the next one's logits are wanted. None if there is no room now.
+        Return the page ids and the number of tokens already cached in them, or None if there are too few pages. At
+        least one of `tokens` is not cached, because its forward pass gives the logits of the next token.
         """
         shared = self.find_cached_prefix(tokens)
-        fresh = self.num_pages_for(max_len) - len(shared)
-        if fresh > self.num_available - sum(kept.key in self.evictable for kept in shared):
+        # Shared pages that are evictable now will be in use, so they do not count as available.
+        num_new = self.num_pages_for(max_len) - len(shared)
+        if num_new > self.num_available - sum(cached.key in self.evictable for cached in shared):
             return None
-        for kept in shared:
-            self.evictable.pop(kept.key, None)
-        while len(self.free_list) < fresh:
+        for cached in shared:
+            self.evictable.pop(cached.key, None)
+        while len(self.free_list) < num_new:
             self.evict(next(iter(self.evictable.values())))
-        pages = [kept.page_id for kept in shared] + [self.free_list.pop() for _ in range(fresh)]
+        pages = [cached.page_id for cached in shared] + [self.free_list.pop() for _ in range(num_new)]
         for page in pages:
             self.ref_counts[page] = self.ref_counts.get(page, 0) + 1
         return pages, len(shared) * self.page_size
 
     def find_cached_prefix(self, tokens: Sequence[int]) -> list[CachedPage]:
-        """The longest known beginning, in whole pages."""
-        found: list[CachedPage] = []
-        before = 0
+        """Cached pages of the longest prefix of `tokens`, in full pages."""
+        prefix: list[CachedPage] = []
+        parent_key = 0
         for start in range(0, len(tokens) - self.page_size if self.prefix_caching else 0, self.page_size):
-            kept = self.prefix_index.get((before, tuple(tokens[start : start + self.page_size])))
-            if kept is None:
+            cached = self.prefix_index.get((parent_key, tuple(tokens[start : start + self.page_size])))
+            if cached is None:
                 break
-            found.append(kept)
-            before = kept.key
-        return found
+            prefix.append(cached)
+            parent_key = cached.key
+        return prefix
 
     def cache_full_pages(self, page_ids: Sequence[int], tokens: Sequence[int]) -> None:
-        """These tokens have been read into these pages: from now on others may share those that are full."""
-        before = 0
-        for place in range(len(tokens) // self.page_size if self.prefix_caching else 0):
-            text = tuple(tokens[place * self.page_size : (place + 1) * self.page_size])
-            kept = self.prefix_index.get((before, text))
-            if kept is None and page_ids[place] not in self.cached_by_page_id:
+        """Make full pages shareable, after the keys and values of `tokens` were written to them.
+
+        If another sequence cached the same tokens first, its page stays the shared one and this page is not cached."""
+        parent_key = 0
+        for i in range(len(tokens) // self.page_size if self.prefix_caching else 0):
+            page_tokens = tuple(tokens[i * self.page_size : (i + 1) * self.page_size])
+            cached = self.prefix_index.get((parent_key, page_tokens))
+            if cached is None and page_ids[i] not in self.cached_by_page_id:
                 self.last_key += 1
-                kept = CachedPage(page_ids[place], before, text, self.last_key)
-                self.prefix_index[before, text] = self.cached_by_page_id[kept.page_id] = kept
-            if kept is None:
+                cached = CachedPage(page_ids[i], parent_key, page_tokens, self.last_key)
+                self.prefix_index[parent_key, page_tokens] = self.cached_by_page_id[cached.page_id] = cached
+            if cached is None:
                 return
-            before = kept.key
+            parent_key = cached.key
 
     def release(self, page_ids: Sequence[int]) -> None:
-        """A text is done with its pages."""
-        for page in reversed(page_ids):  # the end of a text is worth less than its beginning, so it goes first
+        """Drop a sequence's reference to its pages; unreferenced pages become free, or evictable if cached."""
+        for page in reversed(
+            page_ids
+        ):  # last page first: it is evicted first, since a prefix is more likely to be shared
             self.ref_counts[page] -= 1
             if self.ref_counts[page]:
                 continue
             del self.ref_counts[page]
-            kept = self.cached_by_page_id.get(page)
-            if kept is None:
+            cached = self.cached_by_page_id.get(page)
+            if cached is None:
                 self.free_list.append(page)
             else:
-                self.evictable[kept.key] = kept
+                self.evictable[cached.key] = cached
 
     def invalidate(self, page_ids: Sequence[int]) -> None:
-        """What is in these pages, which are in use, may be wrong: nobody else is to find them."""
+        """Remove pages in use, whose contents may be wrong (NaN), from the prefix index."""
         for page in page_ids:
-            kept = self.cached_by_page_id.pop(page, None)
-            if kept is not None:
-                del self.prefix_index[kept.parent_key, kept.tokens]
+            cached = self.cached_by_page_id.pop(page, None)
+            if cached is not None:
+                del self.prefix_index[cached.parent_key, cached.tokens]
 
     def evict(self, cached_page: CachedPage) -> None:
-        """Free a kept page. Those that follow it cannot be found any more; they go when their turn comes."""
+        """Free a cached page. Its children can no longer be found and are evicted later, in LRU order."""
         del (
             self.evictable[cached_page.key],
             self.prefix_index[cached_page.parent_key, cached_page.tokens],

@@ -1,4 +1,4 @@
-"""A request on its way through the engine, as the one who asked sees it."""
+"""Request: the handle that `Engine.submit` returns, with the request's output and its state in the scheduler."""
 
 import queue
 import threading
@@ -10,78 +10,79 @@ from cutaway.generate.sampling.sampling_params import SamplingParams
 
 
 class Request:
-    """Ask it for the pieces as they come, or for the whole answer; from any thread."""
+    """One completion to generate. `stream`, `result` and `abort` may be called from any thread."""
 
     def __init__(
         self, input_ids: Sequence[int], sampling_params: SamplingParams, seed: int, output: OutputProcessor
     ) -> None:
         self.input_ids, self.sampling_params, self.seed, self.output = list(input_ids), sampling_params, seed, output
-        """`input_ids` are what the decoder reads before it answers."""
+        """`input_ids`: decoder tokens before the first sampled token."""
         self.source_tokens: list[int] | None = None
         self.output_prefix: list[int] = []
-        """Tokens of the answer that were given, not drawn."""
+        """First tokens of the completion, which are forced and not sampled."""
         self.finished = threading.Event()
         self.error: CutawayError | None = None
         self.aborted = False
         self.on_update: Callable[[], object] | None = None
-        """Called by the engine's thread whenever something new is there; it must be quick, and raise nothing."""
+        """Called in the engine's thread after each new chunk and at the end; it must return fast and not raise."""
         self._chunks: queue.SimpleQueue[CompletionChunk | None] = queue.SimpleQueue()
-        # The engine's own: where the request stands.
+        # State of the engine and the scheduler.
         self.arrival_index = 0
-        """In the order of arrival."""
+        """Position in the order of arrival."""
         self.row: int | None = None
+        """Row of the KV cache; None while waiting and after the end."""
         self.page_ids: list[int] = []
         self.num_shared_pages = 0
-        """How many of the pages, the first ones, were there already."""
+        """Number of leading pages that were cached by other requests."""
         self.num_computed_tokens = 0
-        """Tokens in the cache."""
+        """Number of tokens in the KV cache."""
         self.num_launched_tokens = 0
-        """Tokens that were asked of the device, told or not."""
+        """Number of completion tokens launched on the device, including those not yet copied to the host."""
 
     def abort(self) -> None:
-        """Stop at the next step; what was generated until then is the answer."""
+        """Stop before the next step; the tokens generated so far are the completion."""
         self.aborted = True
 
     def stream(self, timeout: float | None = None) -> Iterator[CompletionChunk]:
-        """What each step adds, until the answer is over; each piece once, whoever asks. `queue.Empty` if none comes."""
-        while (piece := self._chunks.get(timeout=timeout)) is not None:
-            yield piece
-        self._chunks.put(None)  # for whoever asks again
+        """Yield chunks until the end. Each chunk is yielded once in total; `queue.Empty` is raised after `timeout`."""
+        while (chunk := self._chunks.get(timeout=timeout)) is not None:
+            yield chunk
+        self._chunks.put(None)  # so that another call to stream ends too
         self._raise_error()
 
     def pop_chunks(self) -> list[CompletionChunk]:
-        """The pieces that are there and nobody has had yet."""
-        found = []
+        """Return the chunks available now, without waiting."""
+        chunks = []
         while not self._chunks.empty():
-            piece = self._chunks.get()
-            if piece is None:
+            chunk = self._chunks.get()
+            if chunk is None:
                 self._chunks.put(None)
                 break
-            found.append(piece)
-        return found
+            chunks.append(chunk)
+        return chunks
 
     def result(self, timeout: float | None = None) -> Completion:
-        """The whole answer, when it is over."""
+        """Wait for the end and return the completion."""
         if not self.finished.wait(timeout):
-            raise TimeoutError(f"no answer within {timeout} seconds")
+            raise TimeoutError(f"the request did not finish within {timeout} seconds")
         self._raise_error()
-        prompt = (
+        prompt_tokens = (
             len(self.input_ids) - len(self.output_prefix) if self.source_tokens is None else len(self.source_tokens)
         )
-        return self.output.to_completion(prompt_tokens=prompt, seed=self.seed)
+        return self.output.to_completion(prompt_tokens=prompt_tokens, seed=self.seed)
 
     def _raise_error(self) -> None:
         if self.error is not None:
-            raise self.error.with_traceback(None)  # else it would grow with each time it is raised
+            raise self.error.with_traceback(None)  # otherwise the traceback grows with each raise
 
     @property
     def all_token_ids(self) -> list[int]:
-        """All tokens that are known: the prompt and the answer up to now."""
+        """Decoder tokens so far: the prompt and the completion."""
         return self.input_ids + self.output.tokens[len(self.output_prefix) :]
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens of the answer that the model chose and that were looked at."""
+        """Number of sampled tokens of the completion that are on the host."""
         return len(self.output.tokens) - len(self.output_prefix)
 
     def add_chunk(self, chunk: CompletionChunk) -> None:
@@ -90,7 +91,7 @@ class Request:
             self.on_update()
 
     def finish(self, finish_reason: str | None = None, error: CutawayError | None = None) -> None:
-        """Once; later calls change nothing."""
+        """Set the finish reason or the error and wake the waiting threads. Later calls have no effect."""
         if self.finished.is_set():
             return
         if finish_reason is not None:

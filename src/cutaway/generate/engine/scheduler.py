@@ -1,4 +1,4 @@
-"""Who sits in which row of a cache: taking a seat with its pages, moving up from reading to stepping, leaving."""
+"""Scheduler: assigns cache rows and pages to requests, moves them from prefill to decode, and releases them."""
 
 from cutaway.generate.engine.config import EngineConfig
 from cutaway.generate.engine.model_runner import ModelRunner
@@ -7,10 +7,15 @@ from cutaway.generate.engine.request import Request
 
 
 class Scheduler:
-    """Rows 0 … num_decoding − 1 take steps; the rows behind them are still reading their prompts."""
+    """Assignment of requests to rows of the KV cache.
+
+    Invariant: rows 0 … num_decoding − 1 decode, the rows after them up to len(running) − 1 prefill, and running[i].row
+    is i. Decode and prefill each run over a contiguous range of rows, which is a view of the cache without a copy;
+    the price is a swap of two rows whenever a request changes its state.
+    """
 
     def __init__(self, model_runner: ModelRunner, config: EngineConfig, *, prefix_caching: bool) -> None:
-        """`prefix_caching`: whether texts that begin alike have pages in common, in a cache of pages."""
+        """`prefix_caching`: share pages between requests with equal prefixes (paged cache only)."""
         self.model_runner, self.config = model_runner, config
         cache = model_runner.cache
         self.page_pool = (
@@ -26,48 +31,52 @@ class Scheduler:
         return self.running[: self.num_decoding]
 
     def prefilling(self) -> list[Request]:
-        """Those who read, from row `num_decoding` on; who waits longest is moved to the front."""
+        """Requests in prefill, in row order from row `num_decoding` on; the oldest is swapped to the front."""
         if self.num_decoding < len(self.running):
-            oldest = min(self.running[self.num_decoding :], key=lambda ticket: ticket.arrival_index)
+            oldest = min(self.running[self.num_decoding :], key=lambda request: request.arrival_index)
             assert oldest.row is not None
             self.swap_rows(oldest.row, self.num_decoding)
         return self.running[self.num_decoding :]
 
     def allocate(self, request: Request) -> bool:
-        """Give a row and pages to a request, if there are enough."""
+        """Assign a row and pages to a request; return False if there are too few.
+
+        Pages for the maximum length are reserved at once, so that a running request never runs out of pages and no
+        preemption is needed.
+        """
         if len(self.running) == self.model_runner.cache.batch_size:
             return False
         if self.page_pool is not None:
-            taken = self.page_pool.allocate(
+            allocation = self.page_pool.allocate(
                 [] if request.source_tokens else request.input_ids, self.config.max_slots(request)
             )
-            if taken is None:
+            if allocation is None:
                 return False
-            request.page_ids, request.num_computed_tokens = taken
+            request.page_ids, request.num_computed_tokens = allocation
             request.num_shared_pages = request.num_computed_tokens // self.page_pool.page_size
         request.row = len(self.running)
         self.running.append(request)
         return True
 
     def start_prefill(self, request: Request) -> None:
-        """Make a row that was taken ready for its text; a source is read now."""
+        """Initialize the assigned row; encode the source, if any."""
         assert request.row is not None
         self.model_runner.init_row(request.row, request, self.config.eos_token_ids)
         self.maybe_start_decode(request)
 
     def maybe_start_decode(self, request: Request) -> None:
-        """Whoever has read all but the last token takes steps from now on."""
-        text = request.all_token_ids
-        if request.num_computed_tokens != len(text) - 1 or request.row is None:
+        """Move a request to decode if all but its last token are in the cache."""
+        token_ids = request.all_token_ids
+        if request.num_computed_tokens != len(token_ids) - 1 or request.row is None:
             return
         if self.page_pool is not None and request.source_tokens is None:
-            self.page_pool.cache_full_pages(request.page_ids, text[: request.num_computed_tokens])
-        self.model_runner.next_tokens[request.row] = text[-1]
+            self.page_pool.cache_full_pages(request.page_ids, token_ids[: request.num_computed_tokens])
+        self.model_runner.next_tokens[request.row] = token_ids[-1]
         self.swap_rows(request.row, self.num_decoding)
         self.num_decoding += 1
 
     def restart_prefill(self, request: Request) -> None:
-        """Back to the readers, to read the whole text from its start."""
+        """Move a request back to prefill, to compute all its keys and values again."""
         assert request.row is not None
         self.num_decoding -= 1
         self.swap_rows(request.row, self.num_decoding)
@@ -75,31 +84,32 @@ class Scheduler:
         self.model_runner.cache.assign_row(request.row, 0, request.page_ids)
 
     def swap_rows(self, a: int, b: int) -> None:
+        """Exchange two rows in the cache, the sampler and the list of running requests."""
         self.model_runner.swap_rows(a, b)
         first, second = self.running[a], self.running[b]
         self.running[a], self.running[b] = second, first
         first.row, second.row = b, a
 
     def release(self, request: Request, *, cache_valid: bool = True) -> None:
-        """Give the row and its pages to others; what is there is wiped unless it is known to be sound."""
+        """Free a request's row and pages. With cache_valid=False their contents are zeroed and not shared."""
         if request.row is None:
             return
         if request.row < self.num_decoding:
             self.num_decoding -= 1
             self.swap_rows(request.row, self.num_decoding)
-        self.swap_rows(request.row, len(self.running) - 1)
+        self.swap_rows(request.row, len(self.running) - 1)  # the last row, so that no gap remains
         self.running.pop()
-        spoilt: list[int] = []
+        freed_pages: list[int] = []
         if self.page_pool is not None:
-            own = request.page_ids[request.num_shared_pages :]
+            own_pages = request.page_ids[request.num_shared_pages :]
             if not cache_valid:
-                self.page_pool.invalidate(own)
+                self.page_pool.invalidate(own_pages)
             elif request.source_tokens is None:
                 self.page_pool.cache_full_pages(request.page_ids, request.all_token_ids[: request.num_computed_tokens])
             self.page_pool.release(request.page_ids)
-            spoilt = [page for page in own if page not in self.page_pool.ref_counts]
+            freed_pages = [page for page in own_pages if page not in self.page_pool.ref_counts]
         if not cache_valid:
-            self.model_runner.cache.zero_row(request.row, spoilt)
+            self.model_runner.cache.zero_row(request.row, freed_pages)
             self.model_runner.next_tokens[request.row] = 0
         self.model_runner.clear_row(request.row)
         request.row, request.page_ids = None, []

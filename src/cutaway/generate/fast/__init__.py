@@ -1,1 +1,1 @@
-"""Fast decoding: the same equations, computed by what each machine does best."""
+"""Fast decode steps: packed and quantized weights, Triton kernels, CUDA graphs, CPU kernels."""

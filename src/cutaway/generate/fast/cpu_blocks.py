@@ -1,4 +1,4 @@
-"""A decoder for steps on the CPU: the same equations over packed products, with those of one x made one."""
+"""CPU decode model: the model with packed linear layers, and with q, k, v and gate, up fused."""
 
 import copy
 from typing import Any
@@ -23,7 +23,7 @@ from cutaway.model.ffn import GatedMLP
 
 
 class FusedQKVAttention(MultiHead):
-    """Attention with q, k and v in one product."""
+    """Multi-head attention with q, k and v in one matrix product."""
 
     qkv: FusedLinear
 
@@ -33,7 +33,7 @@ class FusedQKVAttention(MultiHead):
 
 
 class FusedGatedMLP(GatedMLP):
-    """A gated FFN with both products in one."""
+    """Gated FFN with gate and up in one matrix product."""
 
     gate_up: FusedLinear
 
@@ -43,7 +43,7 @@ class FusedGatedMLP(GatedMLP):
 
 
 class PackedHead(nn.Module):
-    """logits = cap(scale · (x·Eᵀ + b)) over a packed E."""
+    """logits = softcap(scale · (x·Eᵀ + b)) with packed E."""
 
     def __init__(self, head: Any, linear: PackedLinear) -> None:
         super().__init__()
@@ -57,30 +57,30 @@ class PackedHead(nn.Module):
 
 
 def build_cpu_decode_model(model: Transformer, linear_class: type[PackedLinear]) -> Transformer:
-    """The model again for single steps, its decoder's and head's matrices packed; the model itself stays as it is."""
+    """Copy of the model for decode steps, with packed decoder and head; other parameters are shared."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    again = copy.deepcopy(model, shared)
-    head: Any = again.head
-    again.head = PackedHead(head, linear_class(head.matrix.weight, head.bias))
-    _pack_linears(again.stacks["decoder"], linear_class)
-    return again
+    decode_model = copy.deepcopy(model, shared)
+    head: Any = decode_model.head
+    decode_model.head = PackedHead(head, linear_class(head.matrix.weight, head.bias))
+    _pack_linears(decode_model.stacks["decoder"], linear_class)
+    return decode_model
 
 
 def _pack_linears(module: nn.Module, linear_class: type[PackedLinear]) -> None:
-    """Every matrix below this module."""
+    """Replace all linear layers below `module` by packed ones."""
     for name, child in list(module.named_children()):
         if type(child) is MultiHead:
-            heads = _recast_module(child, FusedQKVAttention)
-            heads.qkv = _fuse_linears(linear_class, child.q, child.k, child.v)
-            del heads.q, heads.k, heads.v
-            setattr(module, name, heads)
-            child = heads
+            attention = _recast_module(child, FusedQKVAttention)
+            attention.qkv = _fuse_linears(linear_class, child.q, child.k, child.v)
+            del attention.q, attention.k, attention.v
+            setattr(module, name, attention)
+            child = attention
         elif type(child) is GatedMLP and isinstance(child.gate, nn.Linear):
-            gated = _recast_module(child, FusedGatedMLP)
-            gated.gate_up = _fuse_linears(linear_class, child.gate, child.up)
-            del gated.gate, gated.up
-            setattr(module, name, gated)
-            child = gated
+            ffn = _recast_module(child, FusedGatedMLP)
+            ffn.gate_up = _fuse_linears(linear_class, child.gate, child.up)
+            del ffn.gate, ffn.up
+            setattr(module, name, ffn)
+            child = ffn
         elif isinstance(child, nn.Linear):
             setattr(module, name, linear_class.from_linear(child))
             continue
@@ -93,16 +93,16 @@ def _fuse_linears(linear_class: type[PackedLinear], *layers: Any) -> FusedLinear
 
 
 def _recast_module(module: nn.Module, new_class: type[nn.Module]) -> Any:
-    """The same module as one of a class that computes it another way."""
-    other = new_class.__new__(new_class)
-    other.__dict__ = {**module.__dict__, "_modules": dict(module._modules)}
-    return other
+    """Shallow copy of `module` as an instance of a subclass."""
+    recast = new_class.__new__(new_class)
+    recast.__dict__ = {**module.__dict__, "_modules": dict(module._modules)}
+    return recast
 
 
 def select_linear_class(
     model: Transformer, weight_bits: int | None, *, single_row_compiled: bool
 ) -> type[PackedLinear] | None:
-    """What reads the fewest bytes for these bits; None if the model's own products are best."""
+    """Packed linear class that reads the fewest bytes; None if the model's own layers are fastest."""
     if weight_bits == 8:
         return WeightOnlyInt8Linear if single_row_compiled else Int8DynamicLinear
     if weight_bits == 16 or (weight_bits is None and model.dtype == torch.bfloat16):

@@ -1,6 +1,6 @@
-"""A decoder's matrix products on the CPU: the weights kept in the form that is read fastest for a few rows of x.
+"""CPU linear layers for decode steps: bf16, int8 and compiled matrix-vector (GEMV) variants with packed weights.
 
-Few rows read every weight for little arithmetic, so the time is that of reading the weights: with fewer bytes, less.
+With few rows of x a product is memory-bound: its time is that of reading the weights, so fewer bytes take less time.
 """
 
 from collections.abc import Sequence
@@ -14,21 +14,21 @@ from cutaway.errors import InputError, WeightError
 from cutaway.model.device import has_native_bf16, has_onednn
 
 MIN_SCALE = 1e-30
-"""The least step of a row that is rounded to integers: a row of zeros has none of its own."""
+"""Lower bound of a quantization scale, for rows of zeros."""
 
 
 INT8_MAX = 127
-"""Integers go from −127 to 127, so that a value and its negative are rounded alike."""
+"""Quantized values are in [−127, 127], so that rounding is symmetric."""
 
 
 NUM_ACCUMULATORS = 4
-"""Rows of W that are summed side by side: an addition takes several cycles, and others can begin meanwhile."""
+"""Independent sums in a GEMV, to hide the latency of a floating-point addition (several cycles)."""
 
 
 class PackedLinear(nn.Module):
-    """y = x·Wᵀ + b by weights as they were when this was made; what is done to them afterwards is not seen.
+    """y = x·Wᵀ + b with a packed copy of the weights, which does not follow later changes of the original.
 
-    The packed form belongs to this machine: it has no state_dict, and is not moved, cast or copied.
+    The packed layout is specific to this machine: it is not in the state dict and cannot be moved or cast.
     """
 
     weight_format: ClassVar[str]
@@ -38,16 +38,18 @@ class PackedLinear(nn.Module):
         super().__init__()
         for tensor in (weight, bias):
             if tensor is not None and tensor.device.type != "cpu":
-                raise InputError(f"the weights are on {tensor.device}; products for the CPU are made there: .to('cpu')")
+                raise InputError(
+                    f"the weights are on {tensor.device}; CPU packing needs CPU tensors: call .to('cpu') first"
+                )
         self.d_out, self.d_in = weight.shape
         with torch.no_grad():
-            # Plain attributes, not buffers: a model cast to half precision must not cast scales that fp32 needs.
+            # Plain attributes, not buffers: model.half() must not cast the fp32 scales.
             self.bias = None if bias is None else self.pack_bias(bias.detach())
             self.pack(weight.detach())
 
     @classmethod
     def from_linear(cls, linear: nn.Module) -> "PackedLinear":
-        """The product that a matrix, or a token table read as one, stands for."""
+        """Pack an nn.Linear, or an nn.Embedding used as an output matrix."""
         return cls(linear.weight, getattr(linear, "bias", None))  # type: ignore[arg-type]
 
     def pack(self, weight: Tensor) -> None:
@@ -62,7 +64,9 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(…, d_in) → (…, d_out), in x's dtype."""
         if x.shape[-1] != self.d_in:
-            raise InputError(f"x is {x.shape[-1]} wide and the matrix reads {self.d_in}; pass what it was made for")
+            raise InputError(
+                f"x has last dimension {x.shape[-1]}, but in_features is {self.d_in}; pass (…, {self.d_in})"
+            )
         return self.matmul(x)
 
     def extra_repr(self) -> str:
@@ -70,7 +74,7 @@ class PackedLinear(nn.Module):
 
 
 class UnpackedLinear(PackedLinear):
-    """The weights as they are: one row already reads them as fast as memory gives them, and nothing is held twice."""
+    """Original weights, without a copy: a single row already runs at memory bandwidth."""
 
     weight_format = "unpacked"
 
@@ -83,7 +87,7 @@ class UnpackedLinear(PackedLinear):
 
 
 class Bf16Linear(PackedLinear):
-    """Weights and x rounded to bfloat16, sums in fp32: half the bytes."""
+    """Weights and x in bfloat16, accumulation in fp32: half the bytes of fp32."""
 
     weight_format = "bf16"
 
@@ -104,18 +108,18 @@ class Bf16Linear(PackedLinear):
 
 
 class Int8DynamicLinear(PackedLinear):
-    """Integers on both sides: each row of W and each row of x has its own step, the largest value over 127.
+    """int8 weights and dynamically quantized int8 x, with one scale per row of W and of x: max|row| / 127.
 
-    The sums are exact, so a row's result is the same alone and in a batch. |error| ≤ step_w/2·Σ|x| + step_x/2·Σ|W|,
-    with the rounded W.
+    Integer sums are exact, so a row has the same result alone and in a batch. |error| ≤ scale_w/2·Σ|x| +
+    scale_x/2·Σ|W|, with the rounded W.
     """
 
     weight_format = "int8-dynamic"
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, use_onednn: bool | None = None) -> None:
-        # Without VNNI, oneDNN may add pairs of products in 16 bits, which 2·127·127 does not fit: then sums are float.
-        can = has_onednn() and torch.cpu._is_vnni_supported()
-        self.use_onednn = can if use_onednn is None else use_onednn
+        # Without VNNI, oneDNN may add pairs of products in 16 bits, where 2·127·127 saturates; use float sums there.
+        supported = has_onednn() and torch.cpu._is_vnni_supported()
+        self.use_onednn = supported if use_onednn is None else use_onednn
         super().__init__(weight, bias)
 
     def pack(self, weight: Tensor) -> None:
@@ -127,21 +131,21 @@ class Int8DynamicLinear(PackedLinear):
         return bias.float()
 
     def matmul(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        step = wide.abs().amax(-1, keepdim=True).div(INT8_MAX).clamp(min=MIN_SCALE)
-        rows = wide.div(step).round().to(torch.int8)
+        x_fp32 = x.float()
+        x_scale = x_fp32.abs().amax(-1, keepdim=True).div(INT8_MAX).clamp(min=MIN_SCALE)
+        x_int8 = x_fp32.div(x_scale).round().to(torch.int8)
         if self.use_onednn:
-            y = _onednn_int8_linear(rows, self.weight, self.scale, self.zero_points)
+            y = _onednn_int8_linear(x_int8, self.weight, self.scale, self.zero_points)
         else:
-            y = F.linear(rows.float(), self.weight.float()) * self.scale
-        y = y * step if self.bias is None else torch.addcmul(self.bias, y, step)
+            y = F.linear(x_int8.float(), self.weight.float()) * self.scale
+        y = y * x_scale if self.bias is None else torch.addcmul(self.bias, y, x_scale)
         return y.to(x.dtype)
 
 
 class GemvLinear(PackedLinear):
-    """W·x for one row, written for the compiler, which makes loops of it that widen the weights in registers.
+    """Matrix-vector product for torch.compile, which fuses the upcast of the weights into the loop.
 
-    Not compiled, or for more rows, W is first written out in x's dtype, which is right but slow.
+    Not compiled, or with several rows, W is first materialized in fp32: correct but slow.
     """
 
     weight_format = "gemv"
@@ -154,24 +158,24 @@ class GemvLinear(PackedLinear):
         return bias.float()
 
     def matmul(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        if torch.compiler.is_compiling() and wide.numel() == self.d_in:
-            y = self._gemv(wide).view(*x.shape[:-1], self.d_out)
+        x_fp32 = x.float()
+        if torch.compiler.is_compiling() and x_fp32.numel() == self.d_in:
+            y = self._gemv(x_fp32).view(*x.shape[:-1], self.d_out)
         else:
-            y = F.linear(wide, self.weight.float())
+            y = F.linear(x_fp32, self.weight.float())
         y = y if self.scale is None else y * self.scale
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
     def _gemv(self, x: Tensor) -> Tensor:
-        # Equal parts become one loop with a sum for each, so that no addition waits for the one before.
+        # Inductor fuses equal parts into one loop with an accumulator each, so additions do not wait for each other.
         x = x.reshape(-1)
-        part = self.d_out // NUM_ACCUMULATORS
-        parts = torch.split(self.weight, [part] * NUM_ACCUMULATORS + [self.d_out - part * NUM_ACCUMULATORS])
+        part_size = self.d_out // NUM_ACCUMULATORS
+        parts = torch.split(self.weight, [part_size] * NUM_ACCUMULATORS + [self.d_out - part_size * NUM_ACCUMULATORS])
         return torch.cat([(rows.float() * x).sum(-1) for rows in parts if len(rows)])
 
 
 class WeightOnlyBf16Linear(GemvLinear):
-    """W in bfloat16, x as it is."""
+    """bfloat16 weights, x in fp32."""
 
     weight_format = "bf16-weight-only"
 
@@ -180,7 +184,7 @@ class WeightOnlyBf16Linear(GemvLinear):
 
 
 class WeightOnlyInt8Linear(GemvLinear):
-    """Integers for W alone, x as it is: nearer than `Int8DynamicLinear`, and faster for one row in a compiled step."""
+    """int8 weights, x in fp32: more accurate than `Int8DynamicLinear`, and faster for one row when compiled."""
 
     weight_format = "int8-weight-only"
 
@@ -189,13 +193,20 @@ class WeightOnlyInt8Linear(GemvLinear):
 
 
 PACKED_LINEARS: dict[str, type[PackedLinear]] = {
-    each.weight_format: each
-    for each in (UnpackedLinear, Bf16Linear, Int8DynamicLinear, GemvLinear, WeightOnlyBf16Linear, WeightOnlyInt8Linear)
+    linear_class.weight_format: linear_class
+    for linear_class in (
+        UnpackedLinear,
+        Bf16Linear,
+        Int8DynamicLinear,
+        GemvLinear,
+        WeightOnlyBf16Linear,
+        WeightOnlyInt8Linear,
+    )
 }
 
 
 class FusedLinear(nn.Module):
-    """Several matrices that read the same x, as one product, cut apart again."""
+    """Several linear layers with the same input in one matrix product; the output is split."""
 
     def __init__(self, linear: PackedLinear, split_sizes: Sequence[int]) -> None:
         super().__init__()
@@ -206,25 +217,27 @@ class FusedLinear(nn.Module):
 
 
 def fuse_linears(linears: Sequence[nn.Linear], linear_class: type[PackedLinear] = UnpackedLinear) -> FusedLinear:
-    """One product of matrices that read the same x: q, k and v, or gate and up."""
+    """Fuse linear layers with the same input: q, k and v, or gate and up."""
     if not linears or len({linear.in_features for linear in linears}) > 1:
-        reads = ", ".join(str(linear.in_features) for linear in linears) or "none"
-        raise InputError(f"matrices to fuse must read the same x, and these read widths {reads}; fuse those that agree")
-    widths = [linear.out_features for linear in linears]
+        in_features = ", ".join(str(linear.in_features) for linear in linears) or "none"
+        raise InputError(
+            f"fused layers need the same input, but in_features are {in_features}; pass layers with equal in_features"
+        )
+    split_sizes = [linear.out_features for linear in linears]
     bias = None
     if any(linear.bias is not None for linear in linears):
         bias = torch.cat(
             [linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
         )
-    return FusedLinear(linear_class(torch.cat([linear.weight for linear in linears]), bias), widths)
+    return FusedLinear(linear_class(torch.cat([linear.weight for linear in linears]), bias), split_sizes)
 
 
 MAX_UPCAST_PARAMETERS = 1 << 30
-"""Parameters that a CPU easily holds in 32 bits."""
+"""Model size up to which fp32 weights easily fit in the host memory."""
 
 
 def should_upcast_on_cpu(model: nn.Module) -> bool:
-    """Whether a model on a CPU has weights of 16 bits, and might as well have 32."""
+    """Whether a model on the CPU has 16-bit weights and is small enough for fp32."""
     weights = list(model.parameters())
     return (
         weights[0].device.type == "cpu"
@@ -234,21 +247,21 @@ def should_upcast_on_cpu(model: nn.Module) -> bool:
 
 
 def quantize_int8_per_row(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """W ≈ step · integers, a step for each row: |W − step · integers| ≤ step / 2."""
+    """Quantize each row: W ≈ scale · integers with |W − scale · integers| ≤ scale / 2. Return (integers, scale)."""
     weight = weight.float()
-    largest = weight.abs().amax(-1)
-    if not torch.isfinite(largest).all():
+    max_abs = weight.abs().amax(-1)
+    if not torch.isfinite(max_abs).all():
         raise WeightError(
-            "the weights hold NaN or infinite values, which have no integers; load them again or use 'unpacked'"
+            "the weights contain NaN or infinity, which int8 cannot represent; load them again or use 'unpacked'"
         )
-    step = largest.div(INT8_MAX).clamp(min=MIN_SCALE)
-    return weight.div(step.unsqueeze(-1)).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), step
+    scale = max_abs.div(INT8_MAX).clamp(min=MIN_SCALE)
+    return weight.div(scale.unsqueeze(-1)).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scale
 
 
-# The packed forms are opaque to the compiler, so each product is an operator of its own: the step is still one graph.
+# torch.compile cannot trace opaque oneDNN weights; as custom operators the products do not break the graph.
 @torch.library.custom_op("cutaway::onednn_bf16_linear", mutates_args=())
 def _onednn_bf16_linear(x: Tensor, weight: Tensor, bias: Tensor | None, d_out: int) -> Tensor:
-    """oneDNN's product of bfloat16 by weights in its own order."""
+    """oneDNN bfloat16 product with weights in oneDNN's blocked layout."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
@@ -259,7 +272,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, d_out: int) -> Tensor:
 
 @torch.library.custom_op("cutaway::onednn_int8_linear", mutates_args=())
 def _onednn_int8_linear(x: Tensor, weight: Tensor, scale: Tensor, zero_points: Tensor) -> Tensor:
-    """oneDNN's exact sums of integers, times each weight row's step."""
+    """oneDNN int8 product with exact integer sums, times the scale of each weight row."""
     return torch.ops.onednn.qlinear_pointwise(
         x, 1.0, 0, weight, scale, zero_points, None, 1.0, 0, torch.float32, "none", [], ""
     )

@@ -1,4 +1,9 @@
-"""A decoder's blocks for single steps on a GPU: the same two lines, in seven kernels."""
+"""GPU decode model: Transformer blocks for one token per row, in seven Triton kernels per block.
+
+A block is x + o(attention(norm(x))) and x + down(act(up(norm(x)))). Kernels: norm + qkv; RoPE + cache write; attention
+over splits of the slots; combination of the splits; o; norm + up (with gate and activation); down. With several rows
+the output projections are split along K, and their sum, the residual and the next norm are one more kernel.
+"""
 
 import copy
 from itertools import pairwise
@@ -34,7 +39,10 @@ ACTIVATION_NAMES = {function: name for name, function in ACTIVATIONS.items()}
 
 
 class PagedAttentionKernel(Kernel):
-    """Reads the cache itself, so nothing is drawn and nothing gathered: its plan is the queries' positions."""
+    """Attention that reads keys and values in the paged cache: no mask tensor and no gathered copy.
+
+    Its prepared mask is the position of each row's query, (B,): it attends to the slots up to it.
+    """
 
     name = "paged"
     supports = frozenset({"softcap", "sink"})
@@ -44,7 +52,7 @@ class PagedAttentionKernel(Kernel):
 
 
 class FastAttention:
-    """z = softmax(q·kᵀ)·v and o(z), one token a row: norm and q, k, v in a product; turn and keep; attend; o."""
+    """Attention sublayer for one token per row: norm + qkv product, RoPE + cache write, paged attention, o."""
 
     def __init__(self, attention: MultiHead, norm: nn.Module, params: AttentionParams, *, bits: int | None) -> None:
         self.norm, self.params = _norm_params(norm), params
@@ -52,10 +60,10 @@ class FastAttention:
         self.out_weight = pack_weight(concat_linears(attention.o), bits)
 
     def forward_before_out_proj(self, x: Tensor, norm: NormParams | None, context: LayerContext) -> Tensor:
-        """All but the last product."""
-        layer, step, position = context.cache, context.slot_mapping, context.prepared_mask
+        """z before the output projection; x: (M, d), or already normalized if `norm` is None."""
+        layer, slot_mapping, position = context.cache, context.slot_mapping, context.prepared_mask
         assert isinstance(layer, PagedLayerCache)
-        assert step is not None
+        assert slot_mapping is not None
         cos = sin = None
         if context.rotate is not None:
             cos, sin = context.rotate.cos.contiguous(), context.rotate.sin.contiguous()
@@ -66,7 +74,7 @@ class FastAttention:
             layer.values,
             layer.num_slots,
             layer.page_table,
-            step.slots,
+            slot_mapping.slots,
             position,
             cos,
             sin,
@@ -75,33 +83,37 @@ class FastAttention:
 
 
 class FastFFN:
-    """down(act(up(x))), or with a gate; the norm before and the activation between are part of the products."""
+    """FFN sublayer: down(act(up(x))) or gated, with norm and activation fused into the first product."""
 
     def __init__(self, ffn: MLP | GatedMLP, norm: nn.Module, *, bits: int | None) -> None:
         self.norm, self.act = _norm_params(norm), ACTIVATION_NAMES[ffn.act]
         self.gated = isinstance(ffn, GatedMLP)
-        first = (ffn.gate, ffn.up) if isinstance(ffn, GatedMLP) else (ffn.up,)
-        self.in_weight = pack_weight(concat_linears(*first), bits)
+        in_linears = (ffn.gate, ffn.up) if isinstance(ffn, GatedMLP) else (ffn.up,)
+        self.in_weight = pack_weight(concat_linears(*in_linears), bits)
         self.out_weight = pack_weight(concat_linears(ffn.down), bits)  # type: ignore[arg-type]
 
     def forward_before_out_proj(self, x: Tensor, norm: NormParams | None) -> Tensor:
-        """All but the last product."""
+        """Hidden activations before the output projection; x as in `FastAttention`."""
         return fused_linear(x, self.in_weight, norm=norm, act=self.act, gated=self.gated, next_weight=self.out_weight)
 
 
 class PrecomputedNorm:
-    """Hands a stream's norm, which was computed when the stream was, to the sublayer that asks for just that."""
+    """Passes a norm of the residual stream, computed by the kernel that added to it, to the next sublayer.
+
+    `entry` is (residual stream, norm, normalized values). `pop` returns the values only for exactly this tensor and
+    norm, so that a block which does not use it computes its own.
+    """
 
     def __init__(self) -> None:
         self.entry: tuple[Tensor, NormParams, Tensor] | None = None
 
     def pop(self, x: Tensor, norm: NormParams | None) -> Tensor | None:
-        kept, self.entry = self.entry, None
-        return kept[2] if kept is not None and kept[0] is x and kept[1] is norm else None
+        entry, self.entry = self.entry, None
+        return entry[2] if entry is not None and entry[0] is x and entry[1] is norm else None
 
 
 class FastBlock(nn.Module):
-    """A block whose sublayers are fast where they can be."""
+    """Transformer block that uses the fast sublayers where they support the configuration."""
 
     def __init__(
         self, block: Any, attention: FastAttention | None, ffn: FastFFN | None, precomputed_norm: PrecomputedNorm
@@ -110,16 +122,20 @@ class FastBlock(nn.Module):
         self.block, self.fast_attention, self.fast_ffn, self.precomputed_norm = block, attention, ffn, precomputed_norm
         self.attn, self.cross = block.attn, getattr(block, "cross", None)
         self.next_attention: FastAttention | None = None
-        """What the next block begins with."""
+        """Attention of the next block, whose norm this block's last kernel can compute."""
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         block, attention, ffn = self.block, self.fast_attention, self.fast_ffn
         if isinstance(block, ParallelBlock):
             h = x if attention is not None else block.norm(x)
-            both = self._residual_branch(x, x if attention is not None else h, block.attn, attention, None, context)
-            return self._residual_branch(both, x if ffn is not None else h, block.ffn, ffn, self.next_attention)
-        after = ffn if block.cross is None and _is_identity(block.norm_after_attn) else None
-        x = block.norm_after_attn(self._residual_branch(block.scale_skip(x), x, block.attn, attention, after, context))
+            after_attn = self._residual_branch(
+                x, x if attention is not None else h, block.attn, attention, None, context
+            )
+            return self._residual_branch(after_attn, x if ffn is not None else h, block.ffn, ffn, self.next_attention)
+        next_sublayer = ffn if block.cross is None and _is_identity(block.norm_after_attn) else None
+        x = block.norm_after_attn(
+            self._residual_branch(block.scale_skip(x), x, block.attn, attention, next_sublayer, context)
+        )
         if block.cross is not None:
             x = block.norm_after_cross(block.scale_skip(x) + block.cross(x, context))
         return block.norm_after_ffn(self._residual_branch(block.scale_skip(x), x, block.ffn, ffn, self.next_attention))
@@ -133,7 +149,7 @@ class FastBlock(nn.Module):
         next_sublayer: FastAttention | FastFFN | None,
         *args: Any,
     ) -> Tensor:
-        """residual + what the branch makes of x; `next_sublayer` is the fast sublayer that comes next, if one does."""
+        """residual + branch(x). `next_sublayer`: the sublayer whose norm of the sum is computed in the same kernel."""
         if fast is None:
             return residual + branch(x, *args)
         h = self.precomputed_norm.pop(x, fast.norm)
@@ -144,10 +160,10 @@ class FastBlock(nn.Module):
         )
         if not _is_identity(branch.norm_out) or branch.scale != 1.0:
             return residual + branch.norm_out(fused_linear(z, fast.out_weight).unsqueeze(1)) * branch.scale
-        if len(x) == 1:  # norms are part of the next product, or cheap
+        if len(x) == 1:  # the norm is fused into the next GEMV, or a cheap kernel (packed weights)
             return fused_linear(z, fast.out_weight, residual=residual[:, 0].contiguous()).unsqueeze(1)
-        norm, into = (None, None) if next_sublayer is None else (next_sublayer.norm, next_sublayer.in_weight)
-        total, h = fused_add_norm(residual[:, 0].contiguous(), split_k_linear(z, fast.out_weight), norm, into)
+        norm, next_weight = (None, None) if next_sublayer is None else (next_sublayer.norm, next_sublayer.in_weight)
+        total, h = fused_add_norm(residual[:, 0].contiguous(), split_k_linear(z, fast.out_weight), norm, next_weight)
         total = total.unsqueeze(1)
         if norm is not None:
             self.precomputed_norm.entry = total, norm, h
@@ -159,34 +175,34 @@ def _is_identity(norm: nn.Module) -> bool:
 
 
 def build_gpu_decode_model(model: Transformer, bits: int | None = None) -> Transformer:
-    """The model again, over the same weights, for steps of one token in up to MAX_ROWS rows.
+    """Copy of the model for decode steps of up to MAX_ROWS rows; it shares the model's weights.
 
-    `bits`: 8 or 4 to round the matrices of layers and head; those are held beside the model's own.
+    `bits`: 8 or 4 to quantize the linear layers and the head; quantized weights are held beside the original ones.
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    again = copy.deepcopy(model, shared)
-    stack = again.stacks["decoder"]
-    made: dict[int, FastBlock] = {}
-    relay = PrecomputedNorm()
+    decode_model = copy.deepcopy(model, shared)
+    stack = decode_model.stacks["decoder"]
+    fast_blocks: dict[int, FastBlock] = {}
+    precomputed_norm = PrecomputedNorm()
     for layer, block in enumerate(stack.blocks):
-        if id(block) not in made:
-            made[id(block)] = _build_fast_block(stack, layer, block, bits, relay)
-        stack.blocks[layer] = made[id(block)]
-    for block, following in pairwise(made.values()):
-        if following.fast_attention is not None and not isinstance(following.block, ParallelBlock):
-            block.next_attention = following.fast_attention
-    head: Any = again.head
+        if id(block) not in fast_blocks:  # blocks may be shared between layers (ALBERT)
+            fast_blocks[id(block)] = _build_fast_block(stack, layer, block, bits, precomputed_norm)
+        stack.blocks[layer] = fast_blocks[id(block)]
+    for block, next_block in pairwise(fast_blocks.values()):
+        if next_block.fast_attention is not None and not isinstance(next_block.block, ParallelBlock):
+            block.next_attention = next_block.fast_attention
+    head: Any = decode_model.head
     if head.transform is None:
         weight = pack_weight(LinearWeight(head.matrix.weight.data, head.bias), bits)
         norm = _norm_params(stack.final_norm)
-        again.head = FastHead(head, weight, norm)
+        decode_model.head = FastHead(head, weight, norm)
         if norm is not None:
             stack.final_norm = nn.Identity()
-    return again
+    return decode_model
 
 
 class FastHead(nn.Module):
-    """logits = cap(scale · (norm(x)·Eᵀ + b)), in fp32; the final norm is a part of the product."""
+    """logits = softcap(scale · (norm(x)·Eᵀ + b)) in fp32, with the final norm fused into the product."""
 
     def __init__(self, head: Any, weight: LinearWeight, norm: NormParams | None) -> None:
         super().__init__()
@@ -202,50 +218,50 @@ def _build_fast_block(
     stack: Stack, layer: int, block: Any, bits: int | None, precomputed_norm: PrecomputedNorm
 ) -> FastBlock:
     parallel = isinstance(block, ParallelBlock)
-    shared = block.norm if parallel and not isinstance(block.norm, nn.Identity) else None
-    heads = _attention_params(stack, layer, block.attn.f)
+    shared_norm = block.norm if parallel and not isinstance(block.norm, nn.Identity) else None
+    params = _attention_params(stack, layer, block.attn.f)
     attention = ffn = None
-    if heads is not None and _is_supported_norm(shared or block.attn.norm_in):
-        attention = FastAttention(block.attn.f, shared or block.attn.norm_in, heads, bits=bits)
+    if params is not None and _is_supported_norm(shared_norm or block.attn.norm_in):
+        attention = FastAttention(block.attn.f, shared_norm or block.attn.norm_in, params, bits=bits)
         kernel = block.attn.f.kernel
         block.attn.f.kernel = PagedAttentionKernel(kernel.scale, kernel.softcap, sink=kernel.sink)
     if (
         type(block.ffn.f) in (MLP, GatedMLP)
         and ACTIVATION_NAMES.get(block.ffn.f.act) in ACTIVATION_IDS
         and isinstance(block.ffn.f.up, nn.Linear)
-        and _is_supported_norm(shared or block.ffn.norm_in)
+        and _is_supported_norm(shared_norm or block.ffn.norm_in)
     ):
-        ffn = FastFFN(block.ffn.f, shared or block.ffn.norm_in, bits=bits)
+        ffn = FastFFN(block.ffn.f, shared_norm or block.ffn.norm_in, bits=bits)
     if parallel and (attention is None or ffn is None):
         attention = ffn = None
     return FastBlock(block, attention, ffn, precomputed_norm)
 
 
 def _attention_params(stack: Stack, layer: int, attention: nn.Module) -> AttentionParams | None:
-    """What the attention kernel needs to know, or None if it cannot do this layer."""
+    """Parameters of the attention kernels for a layer, or None if they do not support it."""
     if type(attention) is not MultiHead or attention.clip_qkv is not None:
         return None
     name = stack.layer_position_keys[layer]
     position = dict(stack.positions.items()).get(name)
     norms = (attention.q_norm, attention.k_norm)
-    plain = all(isinstance(norm, nn.Identity) for norm in norms)
-    normed = all(
+    no_norm = all(isinstance(norm, nn.Identity) for norm in norms)
+    rms_norm = all(
         isinstance(norm, QueryKeyNorm)
         and not norm.over_all_heads
         and isinstance(norm.norm, RMSNorm)
         and norm.norm.weight.ndim == 1
         for norm in norms
     )
-    if not (plain or normed) or attention.q.weight.dtype == torch.float64:
+    if not (no_norm or rms_norm) or attention.q.weight.dtype == torch.float64:
         return None
-    pairs, interleaved, slope = 0, False, None
+    rotary_pairs, interleaved, alibi_slope = 0, False, None
     if isinstance(position, Rope):
-        pairs, interleaved = position.rotary_dim // 2, position.interleaved
+        rotary_pairs, interleaved = position.rotary_dim // 2, position.interleaved
     elif isinstance(position, Alibi) and not position.round_to_bf16:
-        slope = (position.slope * position.scale).float().contiguous()
+        alibi_slope = (position.slope * position.scale).float().contiguous()
     elif position is not None:
         return None
-    q, k = (getattr(norm, "norm", None) for norm in norms)
+    q_norm, k_norm = (getattr(norm, "norm", None) for norm in norms)
     return AttentionParams(
         num_heads=attention.heads,
         kv_heads=attention.kv_heads,
@@ -253,20 +269,20 @@ def _attention_params(stack: Stack, layer: int, attention: nn.Module) -> Attenti
         scale=attention.kernel.scale,
         softcap=attention.kernel.softcap,
         window=stack.windows[layer],
-        rotary_pairs=pairs,
+        rotary_pairs=rotary_pairs,
         interleaved=interleaved,
-        q_norm_weight=None if q is None else q.weight,
-        k_norm_weight=None if k is None else k.weight,
-        eps=0.0 if q is None else q.eps,
-        unit_offset=q is not None and q.unit_offset,
+        q_norm_weight=None if q_norm is None else q_norm.weight,
+        k_norm_weight=None if k_norm is None else k_norm.weight,
+        eps=0.0 if q_norm is None else q_norm.eps,
+        unit_offset=q_norm is not None and q_norm.unit_offset,
         sink=attention.sink,
-        alibi_slope=slope,
+        alibi_slope=alibi_slope,
     )
 
 
 def _is_supported_norm(norm: nn.Module) -> bool:
-    known = isinstance(norm, RMSNorm) or (isinstance(norm, LayerNorm) and norm.weight is not None)
-    return known or isinstance(norm, nn.Identity)
+    has_weight = isinstance(norm, RMSNorm) or (isinstance(norm, LayerNorm) and norm.weight is not None)
+    return has_weight or isinstance(norm, nn.Identity)
 
 
 def _norm_params(norm: nn.Module) -> NormParams | None:
@@ -278,5 +294,5 @@ def _norm_params(norm: nn.Module) -> NormParams | None:
 
 
 def can_build_gpu_decode_model(model: Transformer, cache: BatchKVCache) -> bool:
-    """Whether `build_gpu_decode_model` is of use: on a GPU, for numbers that its kernels know."""
+    """Whether the Triton kernels support the device, the dtype and the batch size."""
     return model.device.type == "cuda" and model.dtype != torch.float64 and cache.batch_size <= MAX_ROWS

@@ -1,4 +1,4 @@
-"""y = act(norm(x)·Wᵀ + b) + residual for few rows of x, in one kernel or two."""
+"""GPU linear layers for decode: y = act(norm(x)·Wᵀ + b) + residual for few rows of x, in one or two Triton kernels."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,47 +13,47 @@ from cutaway.generate.fast.packed_weights import GROUP_SIZE, LinearWeight
 
 ACTIVATION_IDS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5}
 MAX_ROWS = 64
-"""More rows than this are better served by the library's products."""
+"""Above this number of rows cuBLAS is faster."""
 
 
 @dataclass(frozen=True)
 class NormParams:
-    """What is done to x before the product."""
+    """Norm before a product: RMSNorm or LayerNorm."""
 
     weight: Tensor
     bias: Tensor | None
     eps: float
     centered: bool
-    """LayerNorm, rather than RMSNorm."""
+    """LayerNorm instead of RMSNorm."""
     unit_offset: bool = False
 
 
 def alloc_activation(
     x: Tensor, rows: int, width: int, dtype: torch.dtype, next_weight: LinearWeight | None
 ) -> tuple[Tensor, int]:
-    """Memory for values in the form in which a product with `next_weight` reads them, and that layout's number.
+    """Allocate an activation in the layout that a product with `next_weight` reads; return it and its LAYOUT.
 
-    1: (rows, width). 0, one row for packed weights: (3, 1, width / 4), its values in fixed point. Else, several rows
-    for packed weights: (weights a word, rows, words).
+    LAYOUT 1: (rows, width). 0, one row for packed weights: (3, 1, width / 4) in fixed point, see `store_fixed_point`.
+    L > 1, several rows for packed weights: (values per word L, rows, words).
     """
-    per = 1 if next_weight is None else next_weight.values_per_word
-    if per == 1:
+    values_per_word = 1 if next_weight is None else next_weight.values_per_word
+    if values_per_word == 1:
         return torch.empty(rows, width, dtype=dtype, device=x.device), 1
     if rows == 1:
         return torch.empty(3, 1, width // 4, dtype=torch.int32, device=x.device), 0
-    return torch.empty(per, rows, width // per, dtype=dtype, device=x.device), per
+    return torch.empty(values_per_word, rows, width // values_per_word, dtype=dtype, device=x.device), values_per_word
 
 
 def fused_add_norm(
     x: Tensor, partial_sums: Tensor | None, norm: NormParams | None, next_weight: LinearWeight | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(x + Σ partial_sums, its norm), for x: (M, d) and partial_sums: (splits, M, d).
+    """Return (x + Σ partial_sums, norm of it) for x: (M, d) and partial_sums: (splits, M, d).
 
-    The norm is stored as a product with `next_weight` reads it.
+    The norm is stored in the layout that a product with `next_weight` reads.
     """
     rows, width = x.shape
     total = x if partial_sums is None else torch.empty_like(x)
-    h, form = (
+    h, layout = (
         alloc_activation(x, rows, width, x.dtype, next_weight)
         if norm is not None or next_weight is not None
         else (total, 1)
@@ -62,7 +62,7 @@ def fused_add_norm(
         partial_sums if partial_sums is not None else x, x, total, h, norm.weight if norm is not None else x,
         norm.bias if norm is not None and norm.bias is not None else x, norm.eps if norm is not None else 0.0, rows,
         N=width, SPLITS=1 if partial_sums is None else len(partial_sums), HAS_PARTIAL_SUMS=partial_sums is not None,
-        LAYOUT=form, **_norm_flags(norm), BN=triton.next_power_of_2(width), PDL=PDL,
+        LAYOUT=layout, **_norm_flags(norm), BN=triton.next_power_of_2(width), PDL=PDL,
         num_warps=8 if width > 2048 else 4, **pdl_options(),
     )  # fmt: skip
     return total, h
@@ -79,44 +79,47 @@ def fused_linear(
     dtype: torch.dtype | None = None,
     next_weight: LinearWeight | None = None,
 ) -> Tensor:
-    """x: (M, K), or in the layout of `alloc_activation(…, weight)`; y: (M, N), or in that of
-    `alloc_activation(…, next_weight)`.
+    """Compute y = act(norm(x)·Wᵀ + b) + residual.
 
-    Gated weights hold the gate's rows, then as many of the other's: act(gate) · up. A residual is for one row only.
+    x: (M, K), or in the layout of `alloc_activation(…, weight)`. y: (M, N), or in that of
+    `alloc_activation(…, next_weight)`. With `gated`, W holds the rows of gate, then those of up: y = act(gate) · up.
+    `residual` is supported for one row only.
     """
     rows = x.shape[-2]
     x = _prepare_input(x, weight, norm)
     norm = norm if rows == 1 and weight.scale is None else None
-    count = weight.out_features // 2 if gated else weight.out_features
-    y, form = alloc_activation(x, rows, count, dtype or _output_dtype(x, weight), next_weight)
-    how: dict[str, Any] = {"ACT": ACTIVATION_IDS[act], "GATED": gated, "LAYOUT": form}
+    out_features = weight.out_features // 2 if gated else weight.out_features
+    y, layout = alloc_activation(x, rows, out_features, dtype or _output_dtype(x, weight), next_weight)
+    options: dict[str, Any] = {"ACT": ACTIVATION_IDS[act], "GATED": gated, "LAYOUT": layout}
     if rows > 1:
         assert residual is None
-        _launch_small_batch(x, weight, y, rows, count, 1, how)
+        _launch_small_batch(x, weight, y, rows, out_features, 1, options)
         return y
-    bias, beside = (weight.bias if weight.bias is not None else x), (residual if residual is not None else x)
-    how |= {"BIAS": weight.bias is not None, "RESIDUAL": residual is not None, "PDL": PDL}
-    block, span, warps = _gemv_tile(count, weight)
-    block = max(block, 4) if form == 0 else block
-    grid = (triton.cdiv(count, block),)
+    bias, residual_or_x = (weight.bias if weight.bias is not None else x), (residual if residual is not None else x)
+    options |= {"BIAS": weight.bias is not None, "RESIDUAL": residual is not None, "PDL": PDL}
+    block_n, block_k, num_warps = _gemv_tile(out_features, weight)
+    block_n = max(block_n, 4) if layout == 0 else block_n
+    grid = (triton.cdiv(out_features, block_n),)
     if weight.scale is not None:
         packed_gemv_kernel[grid](
-            x, weight.values, weight.scale, y, bias, beside, count, weight.values.shape[1], BITS=weight.bits,
-            GROUP=_words_per_group(weight), **how, BN=block, BW=span, num_warps=warps, **pdl_options(),
+            x, weight.values, weight.scale, y, bias, residual_or_x, out_features, weight.values.shape[1],
+            BITS=weight.bits, GROUP=_words_per_group(weight), **options, BN=block_n, BW=block_k, num_warps=num_warps,
+            **pdl_options(),
         )  # fmt: skip
     else:
         gemv_kernel[grid](
-            x, weight.values, y, bias, beside, norm.weight if norm is not None else x,
+            x, weight.values, y, bias, residual_or_x, norm.weight if norm is not None else x,
             norm.bias if norm is not None and norm.bias is not None else x, norm.eps if norm is not None else 0.0,
-            count, x.shape[-1], **_norm_flags(norm), **how, BN=block, BK=span, num_warps=warps, **pdl_options(),
+            out_features, x.shape[-1], **_norm_flags(norm), **options, BN=block_n, BK=block_k, num_warps=num_warps,
+            **pdl_options(),
         )  # fmt: skip
     return y
 
 
 def split_k_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    """x·Wᵀ as parts to be added up, (splits, M, N) in fp32: so a matrix of few rows keeps all processors busy.
+    """x·Wᵀ as partial sums over splits of K, (splits, M, N) in fp32: a W with few rows occupies all SMs this way.
 
-    Packed weights take several rows of x only.
+    With packed weights, x needs several rows.
     """
     rows = x.shape[-2]
     x = _prepare_input(x, weight, None)
@@ -129,25 +132,31 @@ def split_k_linear(x: Tensor, weight: LinearWeight) -> Tensor:
 def _launch_small_batch(
     x: Tensor, weight: LinearWeight, y: Tensor, rows: int, out_features: int, splits: int, options: dict[str, Any]
 ) -> None:
-    high = max(16, triton.next_power_of_2(rows))
-    block, span, stages, warps = _small_batch_tile(weight, splits, high, gated=options["GATED"])
+    block_m = max(16, triton.next_power_of_2(rows))
+    block_n, block_k, stages, num_warps = _small_batch_tile(weight, splits, block_m, gated=options["GATED"])
     bias = weight.bias if weight.bias is not None else x
-    grid = (triton.cdiv(out_features, block), splits)
-    options = options | {"BIAS": weight.bias is not None, "SPLITS": splits, "BM": high, "BN": block, "STAGES": stages}
-    options |= {"EXACT": x.dtype == torch.float32, "PDL": PDL, "num_warps": warps} | pdl_options()
+    grid = (triton.cdiv(out_features, block_n), splits)
+    options = options | {
+        "BIAS": weight.bias is not None,
+        "SPLITS": splits,
+        "BM": block_m,
+        "BN": block_n,
+        "STAGES": stages,
+    }
+    options |= {"EXACT": x.dtype == torch.float32, "PDL": PDL, "num_warps": num_warps} | pdl_options()
     if weight.scale is not None:
         words = weight.values.shape[1]
         packed_small_batch_gemm_kernel[grid](
             x, weight.values, weight.scale, y, bias, rows, out_features, words, BITS=weight.bits,
-            GROUP=_words_per_group(weight), BW=span, **options,
+            GROUP=_words_per_group(weight), BW=block_k, **options,
         )  # fmt: skip
     else:
-        small_batch_gemm_kernel[grid](x, weight.values, y, bias, rows, out_features, x.shape[-1], BK=span, **options)
+        small_batch_gemm_kernel[grid](x, weight.values, y, bias, rows, out_features, x.shape[-1], BK=block_k, **options)
 
 
 def _prepare_input(x: Tensor, weight: LinearWeight, norm: NormParams | None) -> Tensor:
-    """x as the kernel for this weight reads it: normed, unless that kernel does it, and in its form."""
-    if x.ndim == 3:
+    """x in the layout that the kernel for `weight` reads; normalized, unless the kernel does it (one row, unpacked)."""
+    if x.ndim == 3:  # already in the layout of packed weights
         return x
     if weight.scale is not None:
         return fused_add_norm(x.contiguous(), None, norm, weight)[1]
@@ -157,7 +166,7 @@ def _prepare_input(x: Tensor, weight: LinearWeight, norm: NormParams | None) -> 
 
 
 def _output_dtype(x: Tensor, weight: LinearWeight) -> torch.dtype:
-    """The model's dtype, which an x in fixed point has not."""
+    """The model's dtype; x itself may be in fixed point."""
     return weight.original_dtype if weight.scale is not None else x.dtype
 
 
@@ -171,13 +180,13 @@ def _norm_flags(norm: NormParams | None) -> dict[str, bool]:
 
 
 def _words_per_group(weight: LinearWeight) -> int:
-    """Words that share a scale; 0 for a whole row."""
+    """Words per scale; 0 for one scale per row."""
     assert weight.scale is not None
     return 0 if weight.scale.ndim == 1 else GROUP_SIZE * weight.bits // 32
 
 
 def _num_splits(weight: LinearWeight) -> int:
-    """Into how many parts the width of a matrix is cut: until there is work for all processors."""
+    """Number of splits of K: doubled until there are enough programs for all SMs (at most 4)."""
     splits, columns = 1, weight.values.shape[1]
     while splits < 4 and weight.out_features // 64 * splits < 200 and columns % (256 * splits) == 0:
         splits *= 2
@@ -188,12 +197,14 @@ def _gemv_tile(out_features: int, weight: LinearWeight) -> tuple[int, int, int]:
     """(rows, columns, warps) of a program's tile, as measured on an H200."""
     columns = weight.values.shape[1]
     if weight.scale is not None:
-        span = max(16, triton.next_power_of_2(columns))
+        block_k = max(16, triton.next_power_of_2(columns))
         if weight.bits == 8:
-            return 4, min(1024 if out_features > 8192 else 512, span), 4
-        return (4, min(128, span), 1) if out_features > 8192 else (8, min(256 if columns > 1024 else 512, span), 4)
-    span = min(1024, triton.next_power_of_2(columns))
-    return (2, span, 2) if columns > 8192 or out_features <= 4096 else (4, span, 4)
+            return 4, min(1024 if out_features > 8192 else 512, block_k), 4
+        return (
+            (4, min(128, block_k), 1) if out_features > 8192 else (8, min(256 if columns > 1024 else 512, block_k), 4)
+        )
+    block_k = min(1024, triton.next_power_of_2(columns))
+    return (2, block_k, 2) if columns > 8192 or out_features <= 4096 else (4, block_k, 4)
 
 
 def _small_batch_tile(weight: LinearWeight, splits: int, batch_tile: int, *, gated: bool) -> tuple[int, int, int, int]:

@@ -1,4 +1,4 @@
-"""Matrices as fast products want them: those of several layers end to end, and packed into fewer bits where asked."""
+"""Weights of the GPU decode kernels: concatenated linear layers, int8 and int4 quantization, 32-bit packing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,19 +10,22 @@ from torch import Tensor, nn
 from cutaway.errors import InputError
 
 GROUP_SIZE = 128
-"""Weights that share a scale in int4."""
+"""Weights per scale in int4."""
 
 
 @dataclass(frozen=True)
 class LinearWeight:
-    """A matrix (rows, width); packed, `values` holds words of 32 bits and `scale` one number a row or a group."""
+    """Weight matrix (out_features, in_features). Packed: `values` are 32-bit words (out_features, in_features·bits/32).
+
+    `scale` of packed weights is (out_features,) for int8 and (out_features, in_features / GROUP_SIZE) for int4.
+    """
 
     values: Tensor
     bias: Tensor | None = None
     scale: Tensor | None = None
     bits: int = 16
     original_dtype: torch.dtype = torch.bfloat16
-    """The dtype that packed values had."""
+    """dtype before packing."""
 
     @property
     def out_features(self) -> int:
@@ -30,7 +33,7 @@ class LinearWeight:
 
     @property
     def values_per_word(self) -> int:
-        """Weights in a word; 1 if they are not packed."""
+        """Weights per 32-bit word; 1 if not packed."""
         return 1 if self.scale is None else 32 // self.bits
 
     @property
@@ -39,7 +42,10 @@ class LinearWeight:
 
 
 def concat_linears(*layers: nn.Linear) -> LinearWeight:
-    """The layers' matrices end to end. The layers' own weights become views of it, so nothing is held twice."""
+    """Concatenate the layers' weights along the output dimension.
+
+    The layers' own weights become views of the result, so that no weight is stored twice.
+    """
     with torch.no_grad():
         if len(layers) == 1:
             values = layers[0].weight.data
@@ -55,47 +61,50 @@ def concat_linears(*layers: nn.Linear) -> LinearWeight:
 def _concat_biases(layers: Sequence[nn.Linear], values: Tensor) -> Tensor | None:
     if all(layer.bias is None for layer in layers):
         return None
-    return torch.cat([values.new_zeros(each.out_features) if each.bias is None else each.bias for each in layers])
+    return torch.cat([values.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers])
 
 
 def pack_weight(weight: LinearWeight, bits: int | None) -> LinearWeight:
-    """Rounded to 255 steps a row, or to 15 steps a group of GROUP_SIZE; as it is where it cannot be packed."""
+    """Quantize and pack: int8 with one scale per row, or int4 with one scale per group of GROUP_SIZE.
+
+    A matrix whose in_features is not a multiple of 4 (int8) or GROUP_SIZE (int4) is returned unchanged.
+    """
     if bits is None:
         return weight
     if bits not in (4, 8):
-        raise InputError(f"bits is {bits!r}; weights can be packed into 8 or 4")
+        raise InputError(f"bits is {bits!r}; use 8 or 4")
     rows, width = weight.values.shape
     if width % (4 if bits == 8 else GROUP_SIZE):
         return weight
-    scale, rounded = quantize(weight.values, bits)
+    scale, integers = quantize(weight.values, bits)
     if bits == 8:
-        numbers = rounded.to(torch.int8)
-    else:  # eight of them make a word: the first four are its bytes' low halves
-        low, high = (rounded + 8).to(torch.uint8).view(rows, -1, 2, 4).unbind(2)
-        numbers = (low | high << 4).flatten(1)
-    return LinearWeight(numbers.contiguous().view(torch.int32), weight.bias, scale, bits, weight.values.dtype)
+        packed = integers.to(torch.int8)
+    else:  # a word holds 8 values + 8: values 0-3 in the low nibbles of its bytes, 4-7 in the high nibbles
+        low, high = (integers + 8).to(torch.uint8).view(rows, -1, 2, 4).unbind(2)
+        packed = (low | high << 4).flatten(1)
+    return LinearWeight(packed.contiguous().view(torch.int32), weight.bias, scale, bits, weight.values.dtype)
 
 
 def quantize(values: Float[Tensor, "n k"], bits: int) -> tuple[Float[Tensor, "n *g"], Float[Tensor, "n k"]]:
-    """Scales and whole numbers: values ≈ scale · number, as near as steps of that size allow."""
-    most = (1 << (bits - 1)) - 1
-    wide = values.float()
+    """Return (scales, integers) with values ≈ scale · integer, rounded to nearest."""
+    max_int = (1 << (bits - 1)) - 1
+    values_fp32 = values.float()
     if bits == 8:
-        scale = (wide.abs().amax(-1) / most).clamp(min=1e-12)
-        return scale, (wide / scale.unsqueeze(-1)).round().clamp(-most, most)
-    groups = wide.unflatten(-1, (-1, GROUP_SIZE))
-    scale = (groups.abs().amax(-1) / most).clamp(min=1e-12).to(torch.float16).clamp(min=6e-8)
-    return scale, (groups / scale.float().unsqueeze(-1)).round().clamp(-most - 1, most).flatten(-2)
+        scale = (values_fp32.abs().amax(-1) / max_int).clamp(min=1e-12)
+        return scale, (values_fp32 / scale.unsqueeze(-1)).round().clamp(-max_int, max_int)
+    groups = values_fp32.unflatten(-1, (-1, GROUP_SIZE))
+    scale = (groups.abs().amax(-1) / max_int).clamp(min=1e-12).to(torch.float16).clamp(min=6e-8)
+    return scale, (groups / scale.float().unsqueeze(-1)).round().clamp(-max_int - 1, max_int).flatten(-2)
 
 
 def dequantize(weight: LinearWeight) -> Float[Tensor, "n k"]:
-    """What packed weights stand for."""
+    """Unpack and dequantize to fp32."""
     assert weight.scale is not None
     if weight.bits == 8:
-        numbers = weight.values.view(torch.int8).float()
+        integers = weight.values.view(torch.int8).float()
     else:
-        halves = weight.values.view(torch.uint8).unflatten(-1, (-1, 1, 4))
-        numbers = torch.cat((halves & 15, halves >> 4), -2).flatten(1).float() - 8
+        nibbles = weight.values.view(torch.uint8).unflatten(-1, (-1, 1, 4))
+        integers = torch.cat((nibbles & 15, nibbles >> 4), -2).flatten(1).float() - 8
     if weight.scale.ndim == 1:
-        return numbers * weight.scale.unsqueeze(-1)
-    return (numbers.unflatten(-1, (-1, GROUP_SIZE)) * weight.scale.float().unsqueeze(-1)).flatten(1)
+        return integers * weight.scale.unsqueeze(-1)
+    return (integers.unflatten(-1, (-1, GROUP_SIZE)) * weight.scale.float().unsqueeze(-1)).flatten(1)

@@ -1,4 +1,9 @@
-"""One step of attention over a cache in pages: new keys go in turned, and each query reads its filled slots only."""
+"""Triton kernels of paged attention for decode: RoPE and cache write, attention over splits, combination of splits.
+
+Dimensions: M rows (sequences), H query heads, G key and value heads, D the head dimension. The cache is (pages, PAGE,
+G, D); position p of a row is in slot p % SLOTS of the row, which is in page table[row, slot // PAGE]. Each program
+reads only the filled and visible slots.
+"""
 
 from dataclasses import dataclass
 
@@ -14,12 +19,12 @@ from cutaway.generate.fast.linear_kernels import PDL, activation_offset, pdl_opt
 from cutaway.generate.fast.packed_weights import LinearWeight
 
 BLOCK_SLOTS, NUM_WARPS = 64, 4
-"""Slots of a tile, and warps of a program."""
+"""Slots per tile, and warps per program."""
 
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """What a layer's attention is made of."""
+    """Parameters of one layer's attention."""
 
     num_heads: int
     kv_heads: int
@@ -28,7 +33,7 @@ class AttentionParams:
     softcap: float | None
     window: int | None
     rotary_pairs: int
-    """Pairs of dimensions that turn with position; 0 for none."""
+    """Number of rotated pairs of dimensions (RoPE); 0 for none."""
     interleaved: bool
     q_norm_weight: Tensor | None
     k_norm_weight: Tensor | None
@@ -44,14 +49,18 @@ def rope_and_cache_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROTARY_PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, INT8: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """One row and head of qkv (M, (H + 2G)·D): QK-norm, RoPE; write q to (M, H, D), k and v to their cache slot.
+
+    Heads 0 … H − 1 are queries, the next G are keys, the last G are values, which are neither normalized nor rotated.
+    """
     row, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, BD)
-    inside = d < D
+    d_mask = d < D
     pdl_wait(PDL)
     base = qkv_ptr + row * (H + 2 * G) * D + head * D
-    x = tl.load(base + d, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(base + d, mask=d_mask, other=0.0).to(tl.float32)
     if head < H + G:
-        partner = d
+        partner = d  # the other dimension of d's pair
         if ROTARY_PAIRS > 0:
             if INTERLEAVED:
                 partner = tl.where(d < 2 * ROTARY_PAIRS, d + 1 - 2 * (d % 2), d)
@@ -59,37 +68,37 @@ def rope_and_cache_kernel(
                 partner = tl.where(
                     d < ROTARY_PAIRS, d + ROTARY_PAIRS, tl.where(d < 2 * ROTARY_PAIRS, d - ROTARY_PAIRS, d)
                 )
-        other = tl.load(base + partner, mask=inside, other=0.0).to(tl.float32)
+        partner_x = tl.load(base + partner, mask=d_mask, other=0.0).to(tl.float32)
         if NORM:
             factor = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
             gain_ptr = q_norm_ptr if head < H else k_norm_ptr
-            unit = 1.0 if UNIT_OFFSET else 0.0
-            x *= factor * (tl.load(gain_ptr + d, mask=inside, other=0.0).to(tl.float32) + unit)
-            other *= factor * (tl.load(gain_ptr + partner, mask=inside, other=0.0).to(tl.float32) + unit)
+            offset = 1.0 if UNIT_OFFSET else 0.0
+            x *= factor * (tl.load(gain_ptr + d, mask=d_mask, other=0.0).to(tl.float32) + offset)
+            partner_x *= factor * (tl.load(gain_ptr + partner, mask=d_mask, other=0.0).to(tl.float32) + offset)
         if ROTARY_PAIRS > 0:
-            turned = d < 2 * ROTARY_PAIRS
+            is_rotary = d < 2 * ROTARY_PAIRS
             pair = d // 2 if INTERLEAVED else d % ROTARY_PAIRS
-            first = d % 2 == 0 if INTERLEAVED else d < ROTARY_PAIRS
-            cos = tl.load(cos_ptr + row * ROTARY_PAIRS + pair, mask=turned, other=1.0).to(tl.float32)
-            sin = tl.load(sin_ptr + row * ROTARY_PAIRS + pair, mask=turned, other=0.0).to(tl.float32)
-            x = tl.where(turned, x * cos + tl.where(first, -other, other) * sin, x)
+            is_first = d % 2 == 0 if INTERLEAVED else d < ROTARY_PAIRS
+            cos = tl.load(cos_ptr + row * ROTARY_PAIRS + pair, mask=is_rotary, other=1.0).to(tl.float32)
+            sin = tl.load(sin_ptr + row * ROTARY_PAIRS + pair, mask=is_rotary, other=0.0).to(tl.float32)
+            x = tl.where(is_rotary, x * cos + tl.where(is_first, -partner_x, partner_x) * sin, x)
     if head < H:
-        tl.store(q_ptr + (row * H + head) * D + d, x.to(q_ptr.dtype.element_ty), mask=inside)
+        tl.store(q_ptr + (row * H + head) * D + d, x.to(q_ptr.dtype.element_ty), mask=d_mask)
     else:
         slot = tl.load(slot_ptr + row)
-        g = tl.where(head < H + G, head - H, head - H - G)
-        at = slot * G + g
+        kv_head = tl.where(head < H + G, head - H, head - H - G)
+        kv_index = slot * G + kv_head
         if INT8:
             scale = tl.maximum(tl.max(tl.abs(x), 0) / 127.0, 1e-7).to(tl.float16)
             x = libdevice.rint(x / scale.to(tl.float32))
             if head < H + G:
-                tl.store(k_scale_ptr + at, scale)
+                tl.store(k_scale_ptr + kv_index, scale)
             else:
-                tl.store(v_scale_ptr + at, scale)
+                tl.store(v_scale_ptr + kv_index, scale)
         if head < H + G:
-            tl.store(k_ptr + at * D + d, x.to(k_ptr.dtype.element_ty), mask=inside)
+            tl.store(k_ptr + kv_index * D + d, x.to(k_ptr.dtype.element_ty), mask=d_mask)
         else:
-            tl.store(v_ptr + at * D + d, x.to(v_ptr.dtype.element_ty), mask=inside)
+            tl.store(v_ptr + kv_index * D + d, x.to(v_ptr.dtype.element_ty), mask=d_mask)
 
 
 @triton.jit
@@ -99,6 +108,11 @@ def split_attention_kernel(
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, INT8: tl.constexpr, SPLITS: tl.constexpr, TILE_IN_PAGE: tl.constexpr,
     BH: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """One row, key head and split of its slots: the H / G query heads of the group attend with an online softmax.
+
+    Stores the unnormalized z (M, H, SPLITS, D) with the maximum and the sum of its softmax (M, H, SPLITS). A split
+    without slots stores z = 0, maximum −inf and sum 0.
+    """
     row, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = H // G
     h = tl.arange(0, BH)
@@ -106,49 +120,51 @@ def split_attention_kernel(
     s = tl.arange(0, BS)
     pdl_wait(PDL)
     length = tl.load(position_ptr + row) + 1
-    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
-    base = first // BS * BS
-    share = tl.cdiv(tl.cdiv(length - base, BS), SPLITS) * BS
-    low = base + split * share
-    high = tl.minimum(low + share, length)
-    ok = (h < GROUP)[:, None] & (d < D)[None, :]
-    q = tl.load(q_ptr + (row * H + g * GROUP + h[:, None]) * D + d[None, :], mask=ok, other=0.0)
+    first_visible = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    # Positions [first_visible, length), from a tile boundary on, are divided evenly among the splits.
+    first_tile = first_visible // BS * BS
+    slots_per_split = tl.cdiv(tl.cdiv(length - first_tile, BS), SPLITS) * BS
+    begin = first_tile + split * slots_per_split
+    stop = tl.minimum(begin + slots_per_split, length)
+    q_mask = (h < GROUP)[:, None] & (d < D)[None, :]
+    q = tl.load(q_ptr + (row * H + g * GROUP + h[:, None]) * D + d[None, :], mask=q_mask, other=0.0)
     z = tl.zeros((BH, BD), tl.float32)
-    top = tl.full((BH,), float("-inf"), tl.float32)
-    total = tl.zeros((BH,), tl.float32)
+    running_max = tl.full((BH,), float("-inf"), tl.float32)
+    running_sum = tl.zeros((BH,), tl.float32)
     if ALIBI:
         slope = tl.load(slope_ptr + g * GROUP + h, mask=h < GROUP, other=0.0)
-    for start in tl.range(low, high, BS, num_stages=STAGES):
+    for start in tl.range(begin, stop, BS, num_stages=STAGES):
         p = start + s
-        seen = (p < length) & (p >= first)
-        if TILE_IN_PAGE:  # all of it lies in one page
+        visible = (p < length) & (p >= first_visible)
+        if TILE_IN_PAGE:  # all slots of the tile are in one page: one load of the page table
             page = tl.load(table_ptr + row * PAGES + start % SLOTS // PAGE)
-            at = (page * PAGE + start % SLOTS % PAGE + s).to(tl.int64) * G + g
+            kv_index = (page * PAGE + start % SLOTS % PAGE + s).to(tl.int64) * G + g
         else:
-            page = tl.load(table_ptr + row * PAGES + p % SLOTS // PAGE, mask=seen, other=0)
-            at = (page * PAGE + p % SLOTS % PAGE).to(tl.int64) * G + g
-        k = tl.load(k_ptr + at[:, None] * D + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0)
-        v = tl.load(v_ptr + at[:, None] * D + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0)
+            page = tl.load(table_ptr + row * PAGES + p % SLOTS // PAGE, mask=visible, other=0)
+            kv_index = (page * PAGE + p % SLOTS % PAGE).to(tl.int64) * G + g
+        k = tl.load(k_ptr + kv_index[:, None] * D + d[None, :], mask=visible[:, None] & (d < D)[None, :], other=0.0)
+        v = tl.load(v_ptr + kv_index[:, None] * D + d[None, :], mask=visible[:, None] & (d < D)[None, :], other=0.0)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee" if EXACT else "tf32") * scale
         if INT8:
-            scores *= tl.load(k_scale_ptr + at, mask=seen, other=0.0).to(tl.float32)[None, :]
-        if SOFTCAP:
+            scores *= tl.load(k_scale_ptr + kv_index, mask=visible, other=0.0).to(tl.float32)[None, :]
+        if SOFTCAP:  # softcap · tanh(s / softcap), with tanh(y) = 2·sigmoid(2y) − 1
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
         if ALIBI:
             scores -= slope[:, None] * (length - 1 - p).to(tl.float32)[None, :]
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        weight = tl.exp(scores - higher[:, None])
-        fade = tl.exp(top - higher)
-        total = total * fade + tl.sum(weight, 1)
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+        # Online softmax: sums so far were relative to running_max and are rescaled to the new maximum.
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        probs = tl.exp(scores - new_max[:, None])
+        rescale = tl.exp(running_max - new_max)
+        running_sum = running_sum * rescale + tl.sum(probs, 1)
         if INT8:
-            weight *= tl.load(v_scale_ptr + at, mask=seen, other=0.0).to(tl.float32)[None, :]
-        z = tl.dot(weight.to(q.dtype), v.to(q.dtype), z * fade[:, None], input_precision="ieee" if EXACT else "tf32")
-        top = higher
-    at_part = (row * H + g * GROUP + h) * SPLITS + split
-    tl.store(z_ptr + at_part[:, None] * D + d[None, :], z, mask=ok)
-    tl.store(max_ptr + at_part, top, mask=h < GROUP)
-    tl.store(sum_ptr + at_part, total, mask=h < GROUP)
+            probs *= tl.load(v_scale_ptr + kv_index, mask=visible, other=0.0).to(tl.float32)[None, :]
+        z = tl.dot(probs.to(q.dtype), v.to(q.dtype), z * rescale[:, None], input_precision="ieee" if EXACT else "tf32")
+        running_max = new_max
+    split_index = (row * H + g * GROUP + h) * SPLITS + split
+    tl.store(z_ptr + split_index[:, None] * D + d[None, :], z, mask=q_mask)
+    tl.store(max_ptr + split_index, running_max, mask=h < GROUP)
+    tl.store(sum_ptr + split_index, running_sum, mask=h < GROUP)
 
 
 @triton.jit
@@ -156,27 +172,28 @@ def combine_splits_kernel(
     z_ptr, max_ptr, sum_ptr, sink_ptr, out_ptr, M, D: tl.constexpr, H: tl.constexpr, SPLITS: tl.constexpr,
     LAYOUT: tl.constexpr, SINK: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0)
+    """One row and head: rescale the splits to their common maximum, add them, divide by the sum (with the sink)."""
+    row_head = tl.program_id(0)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, BD)
     pdl_wait(PDL)
-    top = tl.load(max_ptr + at * SPLITS + s)
-    highest = tl.max(top, 0)
+    split_max = tl.load(max_ptr + row_head * SPLITS + s)
+    max_score = tl.max(split_max, 0)
     if SINK:
-        sink = tl.load(sink_ptr + at % H).to(tl.float32)
-        highest = tl.maximum(highest, sink)
-    some = highest > float("-inf")
-    weight = tl.where(top > float("-inf"), tl.exp(top - tl.where(some, highest, 0.0)), 0.0)
-    total = tl.sum(weight * tl.load(sum_ptr + at * SPLITS + s), 0)
+        sink = tl.load(sink_ptr + row_head % H).to(tl.float32)
+        max_score = tl.maximum(max_score, sink)
+    has_keys = max_score > float("-inf")
+    weight = tl.where(split_max > float("-inf"), tl.exp(split_max - tl.where(has_keys, max_score, 0.0)), 0.0)
+    total_sum = tl.sum(weight * tl.load(sum_ptr + row_head * SPLITS + s), 0)
     if SINK:
-        total += tl.exp(sink - highest)
-    z = tl.load(z_ptr + (at * SPLITS + s)[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
-    z = tl.sum(tl.where(weight[:, None] > 0, z * weight[:, None], 0.0), 0) / tl.where(total > 0, total, 1.0)
+        total_sum += tl.exp(sink - max_score)
+    z = tl.load(z_ptr + (row_head * SPLITS + s)[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+    z = tl.sum(tl.where(weight[:, None] > 0, z * weight[:, None], 0.0), 0) / tl.where(total_sum > 0, total_sum, 1.0)
     if LAYOUT == 0:
-        store_fixed_point(out_ptr, z, at * D, at * D + D, H * D, BD)
+        store_fixed_point(out_ptr, z, row_head * D, row_head * D + D, H * D, BD)
     else:
-        where = activation_offset(at // H + d * 0, at % H * D + d, M, H * D, LAYOUT)
-        tl.store(out_ptr + where, z.to(out_ptr.dtype.element_ty), mask=d < D)
+        offset = activation_offset(row_head // H + d * 0, row_head % H * D + d, M, H * D, LAYOUT)
+        tl.store(out_ptr + offset, z.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
 def paged_attention(
@@ -192,48 +209,58 @@ def paged_attention(
     sin: Tensor | None,
     next_weight: LinearWeight | None = None,
 ) -> Tensor:
-    """qkv: (M, (H + 2G)·D), of one new token a row at `position`, to be kept in `slot`. Gives z: (M, H·D)."""
-    rows, width, total, kv = len(qkv), params.d_head, params.num_heads, params.kv_heads
-    wide = triton.next_power_of_2(width)
-    quantised = key_buffer.scale is not None
-    q = qkv.new_empty(rows, total, width)
+    """Write one new token per row to the cache and attend to it and all earlier tokens.
 
-    def some(tensor: Tensor | None) -> Tensor:
-        """A kernel takes any pointer for what it does not read."""
+    qkv: (M, (H + 2G)·D). position, slot: (M,), the new token's position and flat cache slot. cos, sin: (M, rotary
+    pairs). Returns z: (M, H·D), in the layout that `next_weight` reads.
+    """
+    rows, d_head, num_heads, kv_heads = len(qkv), params.d_head, params.num_heads, params.kv_heads
+    block_d = triton.next_power_of_2(d_head)
+    is_int8 = key_buffer.scale is not None
+    q = qkv.new_empty(rows, num_heads, d_head)
+
+    def pointer(tensor: Tensor | None) -> Tensor:
+        """A kernel needs some pointer for an input that it does not read."""
         return position if tensor is None else tensor
 
-    key_scale, value_scale = some(key_buffer.scale), some(value_buffer.scale)
-    rope_and_cache_kernel[(rows, total + 2 * kv)](
-        qkv, q, key_buffer.values, value_buffer.values, key_scale, value_scale, slot, some(cos), some(sin),
-        some(params.q_norm_weight), some(params.k_norm_weight), params.eps,
-        H=total, G=kv, D=width, ROTARY_PAIRS=params.rotary_pairs, INTERLEAVED=params.interleaved,
-        NORM=params.q_norm_weight is not None, UNIT_OFFSET=params.unit_offset, INT8=quantised, BD=wide, PDL=PDL,
-        num_warps=1 if wide <= 128 else 2, **pdl_options(),
+    key_scale, value_scale = pointer(key_buffer.scale), pointer(value_buffer.scale)
+    rope_and_cache_kernel[(rows, num_heads + 2 * kv_heads)](
+        qkv, q, key_buffer.values, value_buffer.values, key_scale, value_scale, slot, pointer(cos), pointer(sin),
+        pointer(params.q_norm_weight), pointer(params.k_norm_weight), params.eps,
+        H=num_heads, G=kv_heads, D=d_head, ROTARY_PAIRS=params.rotary_pairs, INTERLEAVED=params.interleaved,
+        NORM=params.q_norm_weight is not None, UNIT_OFFSET=params.unit_offset, INT8=is_int8, BD=block_d, PDL=PDL,
+        num_warps=1 if block_d <= 128 else 2, **pdl_options(),
     )  # fmt: skip
-    splits = _num_splits(rows * kv, num_slots)
-    page, block = key_buffer.values.shape[1], BLOCK_SLOTS
-    whole = (page % block == 0 and num_slots % block == 0) or (page == num_slots and params.window is None)
-    part = torch.empty(rows, total, splits, width, dtype=torch.float32, device=q.device)
-    top, sums = (torch.empty(rows, total, splits, dtype=torch.float32, device=q.device) for _ in range(2))
-    high = max(16, triton.next_power_of_2(total // kv))
-    split_attention_kernel[(rows, kv, splits)](
+    splits = _num_splits(rows * kv_heads, num_slots)
+    page_size, block_slots = key_buffer.values.shape[1], BLOCK_SLOTS
+    # A tile of positions must not cross a page, nor the end of the ring buffer.
+    tile_in_page = (page_size % block_slots == 0 and num_slots % block_slots == 0) or (
+        page_size == num_slots and params.window is None
+    )
+    split_z = torch.empty(rows, num_heads, splits, d_head, dtype=torch.float32, device=q.device)
+    split_max, split_sum = (
+        torch.empty(rows, num_heads, splits, dtype=torch.float32, device=q.device) for _ in range(2)
+    )
+    # tl.dot needs at least 16 rows: query heads of the group, padded.
+    block_heads = max(16, triton.next_power_of_2(num_heads // kv_heads))
+    split_attention_kernel[(rows, kv_heads, splits)](
         q, key_buffer.values, value_buffer.values, key_scale, value_scale, page_table, position,
-        some(params.alibi_slope), part, top, sums, params.scale, params.softcap or 0.0, num_slots, page_table.shape[1],
-        PAGE=page, H=total, G=kv, D=width, WINDOW=params.window or 0,
-        SOFTCAP=params.softcap is not None, ALIBI=params.alibi_slope is not None, INT8=quantised, SPLITS=splits,
-        TILE_IN_PAGE=whole, BH=high, BD=max(16, wide), BS=block, EXACT=q.dtype == torch.float32,
-        STAGES=1 if rows * kv <= 16 else 2, PDL=PDL, num_warps=NUM_WARPS, **pdl_options(),
+        pointer(params.alibi_slope), split_z, split_max, split_sum, params.scale, params.softcap or 0.0,
+        num_slots, page_table.shape[1], PAGE=page_size, H=num_heads, G=kv_heads, D=d_head, WINDOW=params.window or 0,
+        SOFTCAP=params.softcap is not None, ALIBI=params.alibi_slope is not None, INT8=is_int8, SPLITS=splits,
+        TILE_IN_PAGE=tile_in_page, BH=block_heads, BD=max(16, block_d), BS=block_slots, EXACT=q.dtype == torch.float32,
+        STAGES=1 if rows * kv_heads <= 16 else 2, PDL=PDL, num_warps=NUM_WARPS, **pdl_options(),
     )  # fmt: skip
-    z, form = alloc_activation(qkv, rows, total * width, qkv.dtype, next_weight if width % 4 == 0 else None)
-    combine_splits_kernel[(rows * total,)](
-        part, top, sums, some(params.sink), z, rows, D=width, H=total, SPLITS=splits, LAYOUT=form,
-        SINK=params.sink is not None, BD=wide, PDL=PDL, num_warps=1, **pdl_options(),
+    z, layout = alloc_activation(qkv, rows, num_heads * d_head, qkv.dtype, next_weight if d_head % 4 == 0 else None)
+    combine_splits_kernel[(rows * num_heads,)](
+        split_z, split_max, split_sum, pointer(params.sink), z, rows, D=d_head, H=num_heads, SPLITS=splits,
+        LAYOUT=layout, SINK=params.sink is not None, BD=block_d, PDL=PDL, num_warps=1, **pdl_options(),
     )  # fmt: skip
     return z
 
 
 def _num_splits(num_programs: int, num_slots: int) -> int:
-    """Into how many parts a row's slots are cut, so that all of a GPU's processors have work."""
+    """Number of splits of a row's slots: about two programs per SM (264 on an H200), at least 128 slots per split."""
     return max(
         1, min(64, triton.next_power_of_2(-(-264 // num_programs)), triton.next_power_of_2(-(-num_slots // 128)))
     )

@@ -1,1 +1,1 @@
-"""Sampling: its parameters, the processing of logits, and drawing the next token."""
+"""Sampling: parameters, logits processing, top-k, top-p and min-p filters, random numbers, sampler."""

@@ -1,8 +1,8 @@
-"""The chances of the next token: from logits and what each row asks for to a distribution, and a draw from it.
+"""Logits processing and sampling: penalties, logit bias, temperature, top-k, top-p, min-p, inverse-CDF sampling.
 
-What the rows need between them is known on the host (`SamplingFeatures`); nothing here asks a tensor for its value, so
-a step can be captured in a CUDA graph or compiled whole. Order, as transformers' processors: repetition, presence and
-frequency, bias and bans, the least length, temperature, top-k, top-p, min-p.
+The features that a batch uses are known on the host (`SamplingFeatures`), and no tensor value is read on the host, so
+that a step can be captured in a CUDA graph or compiled as one graph. Order, as in transformers: repetition penalty,
+presence and frequency penalties, logit bias and suppressed tokens, minimum length, temperature, top-k, top-p, min-p.
 """
 
 import math
@@ -14,16 +14,17 @@ from torch import Tensor
 from cutaway.generate.sampling.sampling_state import SamplingFeatures, SamplingState
 
 MAX_KEY = 2**31 - 1
+"""Largest key: no token is filtered."""
 
 
 MASS_SCALE = 2.0**42
-"""Parts of the largest chance in which top-p counts: a million tokens' fit an int64."""
+"""Fixed-point scale of probabilities in top-p, where the largest is 1: the sum over a million tokens fits an int64."""
 
 
 def apply_logits_processors(
     logits: Float[Tensor, "n V"], state: SamplingState, features: SamplingFeatures
 ) -> Float[Tensor, "n V"]:
-    """The logits after all that depends on the tokens so far. NaN stays NaN: nothing is overwritten, only added to."""
+    """Apply penalties, logit bias and minimum length. NaN stays NaN: values are added, never overwritten."""
     if not features.modifies_logits:
         return logits
     x = logits.float()
@@ -35,54 +36,55 @@ def apply_logits_processors(
     if features.logit_bias and state.logit_bias is not None:
         x = x + state.logit_bias
     if features.min_new_tokens and state.stop_token_mask is not None:
-        early = (state.output_len < state.int_params[:, 2]).unsqueeze(-1)
-        x = x + torch.zeros_like(x).masked_fill(state.stop_token_mask & early, -math.inf)
+        too_short = (state.output_len < state.int_params[:, 2]).unsqueeze(-1)
+        x = x + torch.zeros_like(x).masked_fill(state.stop_token_mask & too_short, -math.inf)
     return x
 
 
 def unnormalized_probs(
     x: Float[Tensor, "n V"], max_logits: Float[Tensor, " n"], state: SamplingState, features: SamplingFeatures
 ) -> Float32[Tensor, "n V"]:
-    """What each token's chance is proportional to: exp((x − max) / temperature), 0 for what the filters leave out."""
+    """exp((x − max) / temperature), and 0 for tokens that top-k, top-p or min-p removes."""
     temperature = state.float_param(0)
     x = (x.float() - max_logits.float().unsqueeze(-1)) / torch.where(temperature > 0, temperature, 1)
     weight = x.exp()
     keep = _top_k_top_p_mask(x, weight, state, features) if features.top_k_window else None
-    if features.min_p:  # the most likely token weighs 1
-        enough = weight >= state.float_param(2)
-        keep = enough if keep is None else keep & enough
+    if features.min_p:  # relative to the most likely token, whose weight is 1
+        above_min_p = weight >= state.float_param(2)
+        keep = above_min_p if keep is None else keep & above_min_p
     return weight if keep is None else torch.where(keep, weight, 0)
 
 
 def _top_k_top_p_mask(
     x: Float32[Tensor, "n V"], weight: Float32[Tensor, "n V"], state: SamplingState, features: SamplingFeatures
 ) -> Bool[Tensor, "n V"]:
-    """What top-k leaves, with all that equal its last; of that what top-p leaves, of equals those with smaller ids.
+    """Mask of the tokens that top-k and then top-p keep.
 
-    Only values are compared, never the order of equals, and masses are whole numbers, which add up to the same in any
-    order: the answer depends on neither the batch nor the device.
+    Top-k keeps all tokens that tie with the k-th; of tokens that tie at the top-p threshold, those with smaller ids are
+    kept. Values are compared, not sort orders, and masses are integers, whose sum is the same in any order: the result
+    depends neither on the batch nor on the device.
     """
-    key = x.view(torch.int32) & MAX_KEY  # no x is above 0, so the bits of |x| rise as x falls
-    last, near = top_k_threshold(key, state, features)
+    key = x.view(torch.int32) & MAX_KEY  # x ≤ 0, so the bits of |x|, as an integer, increase as x decreases
+    top_k_key, nearest_keys = top_k_threshold(key, state, features)
     if not features.top_p:
-        return key <= last
-    total = (_fixed_point_mass(weight) * (key <= last)).sum(-1, keepdim=True)
-    edge, wanted = top_p_threshold(key, last, near, total, state)
-    equal = key == edge
-    return (key < edge) | (equal & (equal.cumsum(-1) <= wanted))
+        return key <= top_k_key
+    total = (_fixed_point_mass(weight) * (key <= top_k_key)).sum(-1, keepdim=True)
+    threshold, num_ties = top_p_threshold(key, top_k_key, nearest_keys, total, state)
+    is_tie = key == threshold
+    return (key < threshold) | (is_tie & (is_tie.cumsum(-1) <= num_ties))
 
 
 def top_k_threshold(
     key: Int[Tensor, "n V"], state: SamplingState, features: SamplingFeatures
 ) -> tuple[Int[Tensor, "n 1"], Int[Tensor, "n k"] | None]:
-    """The farthest key that top-k leaves, and the nearest keys in order if they are few."""
+    """Largest key that top-k keeps, and the sorted smallest keys if the top-k window is smaller than the vocabulary."""
     top_k = state.int_params[:, 1:2].contiguous()
     if features.top_k_window < key.shape[-1]:
-        near = key.topk(features.top_k_window, largest=False).values
-        last = near.gather(-1, top_k.clamp(max=features.top_k_window) - 1).masked_fill(
+        nearest_keys = key.topk(features.top_k_window, largest=False).values
+        top_k_key = nearest_keys.gather(-1, top_k.clamp(max=features.top_k_window) - 1).masked_fill(
             top_k > features.top_k_window, MAX_KEY
         )
-        return last, near
+        return top_k_key, nearest_keys
     if features.top_k:
         return _crossing_key_radix(key, torch.ones_like(key, dtype=torch.int64), top_k)[0], None
     return torch.full_like(key[:, :1], MAX_KEY), None
@@ -95,71 +97,73 @@ def top_p_threshold(
     total_mass: Int64[Tensor, "n 1"],
     state: SamplingState,
 ) -> tuple[Int[Tensor, "n 1"], Int64[Tensor, "n 1"]]:
-    """The farthest key that top-p leaves of those up to `top_k_key`, with `total_mass`; and how many that equal it."""
+    """Largest key that top-p keeps of those up to `top_k_key` (of mass `total_mass`), and the number of ties kept."""
     top_p = state.float_params[:, 1:2]
-    enough = (top_p * total_mass).ceil().long()
+    target = (top_p * total_mass).ceil().long()
     if nearest_keys is not None:
-        edge, before = _crossing_key_sorted(
-            nearest_keys, _mass_of_key(nearest_keys) * (nearest_keys <= top_k_key), enough
+        threshold, mass_below = _crossing_key_sorted(
+            nearest_keys, _mass_of_key(nearest_keys) * (nearest_keys <= top_k_key), target
         )
     else:
-        edge, before = _crossing_key_radix(key, _mass_of_key(key) * (key <= top_k_key), enough)
-    each = _mass_of_key(edge).clamp(min=1)
-    wanted = (enough - before + each - 1) // each
-    return torch.where(top_p < 1, edge, top_k_key), torch.where(top_p < 1, wanted, key.shape[-1])
+        threshold, mass_below = _crossing_key_radix(key, _mass_of_key(key) * (key <= top_k_key), target)
+    tie_mass = _mass_of_key(threshold).clamp(min=1)
+    num_ties = (target - mass_below + tie_mass - 1) // tie_mass
+    return torch.where(top_p < 1, threshold, top_k_key), torch.where(top_p < 1, num_ties, key.shape[-1])
 
 
 def _mass_of_key(key: Int[Tensor, "n k"]) -> Int64[Tensor, "n k"]:
-    """What a token with this key weighs, as a whole number."""
+    """Fixed-point mass of a token with this key."""
     return _fixed_point_mass((-key.view(torch.float32)).exp())
 
 
 def _fixed_point_mass(weight: Float32[Tensor, "n k"]) -> Int64[Tensor, "n k"]:
-    """A chance, of which the largest is 1, as a whole number."""
+    """Weights (the largest is 1) as fixed-point integers."""
     return (weight.double() * MASS_SCALE).long()
 
 
 def _crossing_key_sorted(
     key: Int[Tensor, "n k"], amount: Int64[Tensor, "n k"], target: Int64[Tensor, "n 1"]
 ) -> tuple[Int[Tensor, "n 1"], Int64[Tensor, "n 1"]]:
-    """The key at which the amounts, added up in the order of keys, reach `target`; and the amount of smaller keys."""
-    spot = torch.searchsorted(amount.cumsum(-1), target).clamp(max=key.shape[-1] - 1)
-    edge = key.gather(-1, spot)
-    return edge, (amount * (key < edge)).sum(-1, keepdim=True)
+    """Key at which the cumulative amount, in key order, reaches `target`; and the amount of all smaller keys."""
+    index = torch.searchsorted(amount.cumsum(-1), target).clamp(max=key.shape[-1] - 1)
+    threshold = key.gather(-1, index)
+    return threshold, (amount * (key < threshold)).sum(-1, keepdim=True)
 
 
 def _crossing_key_radix(
     key: Int[Tensor, "n V"], amount: Int64[Tensor, "n V"], target: Int64[Tensor, "n 1"]
 ) -> tuple[Int[Tensor, "n 1"], Int64[Tensor, "n 1"]]:
-    """The same for keys in any order: their 31 bits are found digit by digit, which spares a sort."""
-    edge, before = torch.zeros_like(target), torch.zeros_like(target)
-    for above, below in ((31, 20), (20, 9), (9, 0)):
-        size = 2 ** (above - below)
-        here = amount if above == 31 else amount * (key >> above == edge)
-        held = target.new_zeros(len(key), size).scatter_add_(-1, ((key >> below) & (size - 1)).long(), here)
-        upto = before + held.cumsum(-1)
-        digit = torch.searchsorted(upto, target).clamp(max=size - 1)
-        before = upto.gather(-1, digit) - held.gather(-1, digit)
-        edge = (edge << (above - below)) | digit
-    return edge.to(key.dtype), before
+    """`_crossing_key_sorted` for unsorted keys: radix select over the 31 bits, in digits of 11, 11 and 9 bits."""
+    prefix, amount_below = torch.zeros_like(target), torch.zeros_like(target)
+    for high_bit, low_bit in ((31, 20), (20, 9), (9, 0)):
+        num_buckets = 2 ** (high_bit - low_bit)
+        in_prefix = amount if high_bit == 31 else amount * (key >> high_bit == prefix)
+        histogram = target.new_zeros(len(key), num_buckets).scatter_add_(
+            -1, ((key >> low_bit) & (num_buckets - 1)).long(), in_prefix
+        )
+        cumulative = amount_below + histogram.cumsum(-1)
+        digit = torch.searchsorted(cumulative, target).clamp(max=num_buckets - 1)
+        amount_below = cumulative.gather(-1, digit) - histogram.gather(-1, digit)
+        prefix = (prefix << (high_bit - low_bit)) | digit
+    return prefix.to(key.dtype), amount_below
 
 
 def inverse_cdf_sample(weight: Float[Tensor, "n V"], u: Float64[Tensor, " n"]) -> Int64[Tensor, " n"]:
-    """The token at `u` (0 to 1) of the cumulative weights; never one of weight 0."""
-    upto = weight.cumsum(-1, dtype=torch.float64)
-    spot = torch.searchsorted(upto, u.unsqueeze(-1) * upto[:, -1:], right=True).clamp(max=weight.shape[-1] - 1)
-    # A sum in parallel may step by a rounding error where nothing was added: such a spot is no token's.
-    return torch.where(weight.gather(-1, spot) > 0, spot, weight.argmax(-1, keepdim=True)).squeeze(-1)
+    """Token at fraction `u` in [0, 1) of the cumulative weights; never a token with weight 0."""
+    cdf = weight.cumsum(-1, dtype=torch.float64)
+    index = torch.searchsorted(cdf, u.unsqueeze(-1) * cdf[:, -1:], right=True).clamp(max=weight.shape[-1] - 1)
+    # A parallel cumulative sum may increase by a rounding error at a token of weight 0; use the argmax then.
+    return torch.where(weight.gather(-1, index) > 0, index, weight.argmax(-1, keepdim=True)).squeeze(-1)
 
 
 def logits_to_probs(
     logits: Float[Tensor, "n V"], state: SamplingState, features: SamplingFeatures
 ) -> Float32[Tensor, "n V"]:
-    """The distribution that `Sampler.sample` draws from; all on the most likely token where the temperature is 0."""
-    best, choice = (x := apply_logits_processors(logits, state, features)).max(-1)
-    certain = (torch.arange(x.shape[-1], device=x.device) == choice.unsqueeze(-1)).float()
+    """The distribution that `Sampler.sample` samples from; one-hot at the most likely token at temperature 0."""
+    max_logits, greedy = (x := apply_logits_processors(logits, state, features)).max(-1)
+    one_hot = (torch.arange(x.shape[-1], device=x.device) == greedy.unsqueeze(-1)).float()
     if not features.sampled:
-        return certain
-    weight = unnormalized_probs(x, best, state, features)
-    share = (weight / weight.sum(-1, keepdim=True, dtype=torch.float64)).float()
-    return torch.where(state.is_sampled.unsqueeze(-1), share, certain)
+        return one_hot
+    weight = unnormalized_probs(x, max_logits, state, features)
+    probs = (weight / weight.sum(-1, keepdim=True, dtype=torch.float64)).float()
+    return torch.where(state.is_sampled.unsqueeze(-1), probs, one_hot)

@@ -1,4 +1,4 @@
-"""What one request asks for, checked when it is made."""
+"""Sampling parameters of a request, validated on construction."""
 
 import difflib
 import math
@@ -27,9 +27,9 @@ ARGUMENT_ALIASES = {
     "prompt_lookup_num_tokens": "num_draft_tokens",
     "streamer": "on_chunk",
 }
-"""What other libraries call it, where the names are not alike."""
+"""Argument names of other libraries, for suggestions in error messages."""
 ENGINE_ARGUMENTS = ("beams", "max_num_seqs", "max_model_len", "cache_implementation", "prefill_chunk_size")
-"""Arguments of `generate` beside the sampling parameters, of which a misspelled one is told."""
+"""Arguments of `generate` beside the sampling parameters, for suggestions of misspelled names."""
 
 
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 256, 16_384
@@ -39,28 +39,30 @@ MAX_N, MAX_LOGPROBS, MAX_TOKENS = 128, 50, 2**31 - 1
 
 
 MAX_LOGIT_BIAS = 1e6
-"""Above this, what is added would round the logits away."""
+"""Above this, float32 rounding would erase the differences between logits."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a text is continued: how far, how drawn, and where it stops."""
+    """Sampling parameters: length limits, temperature and filters, penalties, stop conditions, log-probabilities."""
 
     max_new_tokens: int | None = None
-    """None: until the context is full."""
+    """Maximum tokens of the completion; None: until the context is full."""
     min_new_tokens: int = 0
-    """No end-of-text or stop token before this many."""
+    """Minimum tokens before an EOS or stop token."""
     temperature: float = 0.0
-    """0: always the most likely token."""
+    """0 for greedy decoding."""
     top_k: int | None = None
     top_p: float | None = None
+    """Nucleus sampling: keep the most likely tokens with this total probability."""
     min_p: float | None = None
+    """Keep tokens with at least this fraction of the highest probability."""
     repetition_penalty: float = 1.0
-    """Divides what is liked and multiplies what is disliked, for tokens of the prompt and the answer."""
+    """Positive logits are divided and negative ones multiplied by it, for tokens of the prompt and the completion."""
     presence_penalty: float = 0.0
-    """Taken from the logit of every token already in the answer."""
+    """Subtracted from the logit of each token in the completion."""
     frequency_penalty: float = 0.0
-    """Taken from a token's logit for each time that it is in the answer."""
+    """Subtracted from a token's logit for each occurrence in the completion."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     suppress_tokens: Sequence[int] = ()
     stop: Sequence[str] | str = ()
@@ -68,12 +70,12 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
-    """How many alternatives to tell beside the chosen token; 0: only the chosen one's."""
+    """Number of top log-probabilities to return per token; 0 for the sampled token's only."""
     n: int = 1
-    """Answers to one prompt."""
+    """Completions per prompt."""
 
     def __post_init__(self) -> None:
-        def put(name: str, value: object) -> None:
+        def set_field(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
         for name, low, high in (
@@ -86,101 +88,101 @@ class SamplingParams:
         ):
             value = getattr(self, name)
             if value is not None or name in ("min_new_tokens", "n"):
-                put(name, check_int(name, value, low, high))
-        put(
+                set_field(name, check_int(name, value, low, high))
+        set_field(
             "temperature",
-            check_float("temperature", self.temperature, 0.0, math.inf, "0 (the most likely token) or more"),
+            check_float("temperature", self.temperature, 0.0, math.inf, "0 (greedy) or more"),
         )
         if self.top_p is not None:
-            put(
+            set_field(
                 "top_p",
                 check_float(
                     "top_p", self.top_p, 0.0, 1.0, "above 0 and at most 1 (1 keeps all)", exclusive_minimum=True
                 ),
             )
         if self.min_p is not None:
-            put("min_p", check_float("min_p", self.min_p, 0.0, 1.0, "from 0 (keeps all) to 1"))
-        wide = "from 0.001 to 1000 (1 changes nothing, 1.1 is usual)"
-        put("repetition_penalty", check_float("repetition_penalty", self.repetition_penalty, 0.001, 1000.0, wide))
+            set_field("min_p", check_float("min_p", self.min_p, 0.0, 1.0, "from 0 (keeps all) to 1"))
+        expected = "from 0.001 to 1000 (1 changes nothing, 1.1 is usual)"
+        set_field(
+            "repetition_penalty", check_float("repetition_penalty", self.repetition_penalty, 0.001, 1000.0, expected)
+        )
         for name in ("presence_penalty", "frequency_penalty"):
-            put(name, check_float(name, getattr(self, name), -2.0, 2.0, "from -2 to 2 (0 changes nothing)"))
-        put("logit_bias", check_logit_bias(self.logit_bias))
-        put("suppress_tokens", check_token_ids("suppress_tokens", self.suppress_tokens))
-        put("stop_token_ids", check_token_ids("stop_token_ids", self.stop_token_ids))
-        put("stop", check_stop_strings(self.stop))
+            set_field(name, check_float(name, getattr(self, name), -2.0, 2.0, "from -2 to 2 (0 changes nothing)"))
+        set_field("logit_bias", check_logit_bias(self.logit_bias))
+        set_field("suppress_tokens", check_token_ids("suppress_tokens", self.suppress_tokens))
+        set_field("stop_token_ids", check_token_ids("stop_token_ids", self.stop_token_ids))
+        set_field("stop", check_stop_strings(self.stop))
         if not isinstance(self.ignore_eos, bool):
-            raise InputError(f"ignore_eos is {format_value(self.ignore_eos)}; give True or False")
+            raise InputError(f"ignore_eos is {format_value(self.ignore_eos)}; pass True or False")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise InputError(
-                f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens, {self.max_new_tokens}; lower it"
+                f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens {self.max_new_tokens}; lower it"
             )
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Refuse what a model with this vocabulary cannot do."""
+        """Raise if a token id is outside the vocabulary, or if all tokens are suppressed."""
         for name, tokens in (
             ("logit_bias", self.logit_bias),
             ("suppress_tokens", self.suppress_tokens),
             ("stop_token_ids", self.stop_token_ids),
         ):
             if len(tokens) > vocab_size:
-                raise InputError(f"{name} has {len(tokens)} entries, but the vocabulary only {vocab_size}; give fewer")
+                raise InputError(f"{name} has {len(tokens)} entries, but vocab_size is {vocab_size}; pass fewer")
             outside = next((token for token in tokens if not 0 <= token < vocab_size), None)
             if outside is not None:
-                raise InputError(f"{name} names token {outside}; the vocabulary has ids 0 to {vocab_size - 1}")
-        out = {*self.suppress_tokens, *(token for token, bias in self.logit_bias.items() if bias == -math.inf)}
-        if len(out) == vocab_size:
-            raise InputError("suppress_tokens and logit_bias leave no token of the vocabulary; allow at least one")
-        if self.min_new_tokens and len(out | set(self.stop_token_ids)) == vocab_size:
+                raise InputError(f"{name} contains token {outside}; the vocabulary has ids 0 to {vocab_size - 1}")
+        suppressed = {*self.suppress_tokens, *(token for token, bias in self.logit_bias.items() if bias == -math.inf)}
+        if len(suppressed) == vocab_size:
+            raise InputError("suppress_tokens and logit_bias suppress the whole vocabulary; allow at least one token")
+        if self.min_new_tokens and len(suppressed | set(self.stop_token_ids)) == vocab_size:
             raise InputError(
-                "min_new_tokens forbids the stop tokens at first, and all else is suppressed; allow a token"
+                "min_new_tokens suppresses the stop tokens at first, and all others are suppressed; allow a token"
             )
 
 
 def format_value(value: object) -> str:
-    """A value as an error shows it, cut short."""
+    """repr of a value for error messages, truncated to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def check_int(name: str, value: object, minimum: int, maximum: int) -> int:
-    """A whole number of any integer type, which bool is not."""
-    span = (
-        f"a whole number from {minimum} to {maximum}" if maximum < MAX_TOKENS else f"a whole number, {minimum} or more"
-    )
-    span = "a whole number from 0 to 2**63 - 1" if maximum == 2**63 - 1 else span
-    found = as_int(value)
-    if found is None or not minimum <= found <= maximum:
-        raise InputError(f"{name} is {format_value(value)}; give {span}")
-    return found
+    """Return the value as int (any integer type except bool); raise if it is not in the range."""
+    expected = f"an integer from {minimum} to {maximum}" if maximum < MAX_TOKENS else f"an integer, {minimum} or more"
+    expected = "an integer from 0 to 2**63 - 1" if maximum == 2**63 - 1 else expected
+    integer = as_int(value)
+    if integer is None or not minimum <= integer <= maximum:
+        raise InputError(f"{name} is {format_value(value)}; pass {expected}")
+    return integer
 
 
 def as_int(value: object) -> int | None:
-    """The integer that this is, or None: True and 1.0 are none."""
+    """The value as int, or None if it is not of an integer type (bool and float are not)."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return None
     try:
         return operator.index(value)
-    except TypeError:  # arrays have the method, and refuse
+    except TypeError:  # arrays have __index__, but raise
         return None
 
 
 def check_float(
     name: str, value: object, minimum: float, maximum: float, expected: str, *, exclusive_minimum: bool = False
 ) -> float:
-    """A finite real number in its range."""
-    found = as_float(value)
+    """Return the value as float; raise if it is not finite or not in the range."""
+    number = as_float(value)
     if (
-        found is None
-        or not math.isfinite(found)
-        or not minimum <= found <= maximum
-        or (exclusive_minimum and found == minimum)
+        number is None
+        or not math.isfinite(number)
+        or not minimum <= number <= maximum
+        or (exclusive_minimum and number == minimum)
     ):
-        raise InputError(f"{name} is {format_value(value)}; give a number {expected}")
-    return found
+        raise InputError(f"{name} is {format_value(value)}; pass a number {expected}")
+    return number
 
 
 def as_float(value: object) -> float | None:
-    """The real number that this is, or None: True and "1" are none."""
+    """The value as float, or None if it is not a real number (bool and str are not)."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     try:
@@ -190,85 +192,86 @@ def as_float(value: object) -> float | None:
 
 
 def as_iterable(value: object) -> Iterable[object] | None:
-    """What a list, a set or an array holds, or None: text and mappings are no lists."""
+    """Elements of a list, a set or a 1-dimensional array; None for other types, including str and mappings."""
     if isinstance(value, str | bytes | bytearray | Mapping):
         return None
     if isinstance(value, Sequence | AbstractSet):
         return value
-    flat = getattr(value, "ndim", None) == 1 and hasattr(value, "tolist")
-    return value.tolist() if flat else None  # type: ignore[attr-defined]
+    is_1d = getattr(value, "ndim", None) == 1 and hasattr(value, "tolist")
+    return value.tolist() if is_1d else None  # type: ignore[attr-defined]
 
 
 def check_token_ids(name: str, value: object) -> tuple[int, ...]:
-    """Token ids; whether the model has them is asked later."""
+    """Return the token ids as a tuple; `SamplingParams.check_vocab` compares them with the vocabulary."""
     entries = as_iterable(value)
     if entries is None:
-        raise InputError(f"{name} is {format_value(value)}; give a list of token ids, such as [0, 2]")
+        raise InputError(f"{name} is {format_value(value)}; pass a list of token ids, such as [0, 2]")
     return tuple(check_token_id(name, entry) for entry in entries)
 
 
 def check_token_id(name: str, value: object) -> int:
-    found = as_int(value)
-    if found is None or found < 0:
-        raise InputError(f"{name} holds {format_value(value)}; token ids are whole numbers from 0")
-    return found
+    token_id = as_int(value)
+    if token_id is None or token_id < 0:
+        raise InputError(f"{name} contains {format_value(value)}; token ids are integers, 0 or more")
+    return token_id
 
 
 def check_logit_bias(value: object) -> dict[int, float]:
-    """What is added to the logits of single tokens; −inf bans one."""
+    """Return the logit bias by token id; −inf suppresses a token."""
     if not isinstance(value, Mapping):
         raise InputError(
-            f"logit_bias is {format_value(value)}; give a mapping from token ids to numbers, such as {{50256: -5}}"
+            f"logit_bias is {format_value(value)}; pass a mapping from token ids to numbers, such as {{50256: -5}}"
         )
     result = {}
     for key, bias in value.items():
-        token, found = check_token_id("logit_bias", key), as_float(bias)
-        if found is None or math.isnan(found) or found > MAX_LOGIT_BIAS:
+        token, number = check_token_id("logit_bias", key), as_float(bias)
+        if number is None or math.isnan(number) or number > MAX_LOGIT_BIAS:
             raise InputError(
-                f"logit_bias of token {token} is {format_value(bias)}; give a number of at most {MAX_LOGIT_BIAS:g}, or"
-                " -inf to ban the token"
+                f"logit_bias of token {token} is {format_value(bias)}; pass a number of at most {MAX_LOGIT_BIAS:g}, or"
+                " -inf to suppress the token"
             )
-        result[token] = found
+        result[token] = number
     return result
 
 
 def check_stop_strings(value: object) -> tuple[str, ...]:
-    """One stop string or several, as a tuple."""
+    """Return one stop string or several as a tuple."""
     entries = (value,) if isinstance(value, str) else as_iterable(value)
     if entries is None:
-        raise InputError(f"stop is {format_value(value)}; give a string or a list of strings")
+        raise InputError(f"stop is {format_value(value)}; pass a string or a list of strings")
     result: list[str] = []
     for entry in entries:
         if not isinstance(entry, str):
-            raise InputError(f"stop holds {format_value(entry)}; give strings, and token ids as stop_token_ids")
+            raise InputError(f"stop contains {format_value(entry)}; pass strings here, and token ids as stop_token_ids")
         if not entry:
-            raise InputError("stop holds an empty string, which is everywhere; leave it out")
+            raise InputError("stop contains an empty string, which matches everywhere; leave it out")
         result.append(entry)
     if len(result) > MAX_STOP_STRINGS:
-        raise InputError(f"stop holds {len(result)} strings; give at most {MAX_STOP_STRINGS}")
+        raise InputError(f"stop has {len(result)} strings; pass at most {MAX_STOP_STRINGS}")
     if sum(map(len, result)) > MAX_STOP_CHARS:
-        raise InputError(f"the strings in stop are over {MAX_STOP_CHARS} characters together; give shorter ones")
+        raise InputError(f"the strings in stop have more than {MAX_STOP_CHARS} characters in total; pass shorter ones")
     return tuple(result)
 
 
 def resolve_temperature(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked for, with temperature 1 where filters would have nothing to do for want of one."""
-    filtered = any(arguments.get(name) is not None for name in ("top_k", "top_p", "min_p"))
-    return ({"temperature": 1.0} if filtered else {}) | dict(arguments)
+    """Set a missing temperature to 1 if top_k, top_p or min_p is set: they have no effect in greedy decoding."""
+    has_filter = any(arguments.get(name) is not None for name in ("top_k", "top_p", "min_p"))
+    return ({"temperature": 1.0} if has_filter else {}) | dict(arguments)
 
 
 def build_sampling_params(arguments: Mapping[str, Any]) -> SamplingParams:
+    """Build SamplingParams; an unknown name is an error with a suggestion."""
     known = tuple(SamplingParams.__dataclass_fields__)
     for name in arguments:
         if name not in known:
-            near = difflib.get_close_matches(name, (*known, *ENGINE_ARGUMENTS), 1)
-            meant = ARGUMENT_ALIASES.get(name) or next(iter(near), None)
-            hint = f"did you mean {meant}?" if meant else f"there are {', '.join(known)}"
-            raise InputError(f"there is no setting '{name}'; {hint}")
+            matches = difflib.get_close_matches(name, (*known, *ENGINE_ARGUMENTS), 1)
+            suggestion = ARGUMENT_ALIASES.get(name) or next(iter(matches), None)
+            hint = f"did you mean {suggestion}?" if suggestion else f"use one of {', '.join(known)}"
+            raise InputError(f"'{name}' is not a sampling parameter; {hint}")
     return SamplingParams(**arguments)
 
 
 def completion_seeds(sampling_params: SamplingParams) -> list[int]:
-    """One for each answer, the first as it was given."""
+    """Seeds of the n completions; the first is the given seed, or a random one."""
     first = secrets.randbelow(2**63) if sampling_params.seed is None else sampling_params.seed
     return [(first + i * 0x9E3779B97F4A7C15) % 2**63 for i in range(sampling_params.n)]

@@ -1,1 +1,1 @@
-"""Beam search."""
+"""Beam search: algorithm, logits processors, and its use in `generate`."""

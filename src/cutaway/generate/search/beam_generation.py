@@ -1,4 +1,4 @@
-"""Answers by beam search, for prompts that may be searched together."""
+"""Beam search for `generate`: groups prompts by length limits, limits the batch to the memory, builds completions."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from cutaway.model.device import GIB, free_memory
 from cutaway.tokenizer import Tokenizer
 
 MAX_BATCH_BEAMS = 64
-"""Beams that are led side by side, of all prompts together."""
+"""Maximum beams per batch, over all prompts."""
 SAMPLING_ONLY_PARAMS = (
     "temperature",
     "top_k",
@@ -26,19 +26,22 @@ SAMPLING_ONLY_PARAMS = (
     "logit_bias",
     "logprobs",
 )
-"""Parameters that the search knows nothing of."""
+"""Sampling parameters that beam search does not support."""
 
 
 def _first_sampling_only_param(sampling_params: SamplingParams) -> str | None:
-    """The first parameter that belongs to drawing, if there is one."""
-    usual = SamplingParams()
-    return next((name for name in SAMPLING_ONLY_PARAMS if getattr(sampling_params, name) != getattr(usual, name)), None)
+    """First parameter that is set and that beam search does not support."""
+    defaults = SamplingParams()
+    return next(
+        (name for name in SAMPLING_ONLY_PARAMS if getattr(sampling_params, name) != getattr(defaults, name)), None
+    )
 
 
 def default_num_beams(model: Transformer, generation_config: GenerationConfig, sampling_params: SamplingParams) -> int:
-    """How many beams a checkpoint's own settings search with; 0 if they are not for this request.
+    """Number of beams from the checkpoint's generation config; 0 if the request samples instead.
 
-    Rules about sequences of tokens are known to the search only, so greedy answers under them are a search with one.
+    no_repeat_ngram_size, begin_suppress_tokens and multi-token bad_words_ids are implemented in beam search only, so
+    that greedy decoding with them is a beam search with one beam.
     """
     if (
         _first_sampling_only_param(sampling_params)
@@ -46,12 +49,12 @@ def default_num_beams(model: Transformer, generation_config: GenerationConfig, s
         or len(model.stacks) == 1
     ):
         return 0
-    ruled = (
+    has_sequence_rules = (
         generation_config.no_repeat_ngram_size
         or generation_config.begin_suppress_tokens
         or any(len(words) > 1 for words in generation_config.bad_words_ids)
     )
-    return generation_config.num_beams if generation_config.num_beams > 1 or ruled else 0
+    return generation_config.num_beams if generation_config.num_beams > 1 or has_sequence_rules else 0
 
 
 def generate_with_beams(
@@ -65,86 +68,93 @@ def generate_with_beams(
     length_penalty: float,
     early_stopping: EarlyStopping,
 ) -> list[Completion]:
-    """The n best answers to each prompt, in order. Prompts with the same limits are searched together."""
+    """Return the n best completions per prompt, in order. Prompts with equal length limits form a batch."""
     if as_int(num_beams) is None or num_beams < 1:
-        raise InputError(f"beams is {format_value(num_beams)}; give a whole number from 1")
-    unknown = _first_sampling_only_param(sampling_params[0]) if sampling_params else None
-    if unknown is not None:
-        raise InputError(f"{unknown} belongs to drawing, and beams are searched; leave one of the two out")
+        raise InputError(f"beams is {format_value(num_beams)}; pass an integer, 1 or more")
+    unsupported = _first_sampling_only_param(sampling_params[0]) if sampling_params else None
+    if unsupported is not None:
+        raise InputError(f"{unsupported} applies to sampling, not to beam search; leave out {unsupported} or beams")
     num_beams = int(num_beams)
     groups: dict[tuple[int, int], list[int]] = {}
-    for number, (prompt, own) in enumerate(zip(prompts, sampling_params, strict=True)):
+    for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
         try:
-            most = _max_beam_len(engine_config, prompt, own)
+            max_new_tokens = _max_beam_len(engine_config, prompt, params)
         except CutawayError as error:
-            raise add_prompt_index(error, number, len(prompts)) from None
-        groups.setdefault((most, min(own.min_new_tokens, most)), []).append(number)
-    both = "encoder" in engine_config.model.stacks
-    size = _max_prompts_per_batch(engine_config, num_beams)
-    found: dict[int, list[Beam]] = {}
-    for (most, least), alike in groups.items():
-        for first in range(0, len(alike), size):
-            numbers = alike[first : first + size]
-            own = sampling_params[numbers[0]]
+            raise add_prompt_index(error, i, len(prompts)) from None
+        groups.setdefault((max_new_tokens, min(params.min_new_tokens, max_new_tokens)), []).append(i)
+    is_encoder_decoder = "encoder" in engine_config.model.stacks
+    batch_size = _max_prompts_per_batch(engine_config, num_beams)
+    beams: dict[int, list[Beam]] = {}
+    for (max_new_tokens, min_new_tokens), indices in groups.items():
+        for start in range(0, len(indices), batch_size):
+            batch = indices[start : start + batch_size]
+            params = sampling_params[batch[0]]
             results = beam_search(
                 engine_config.model,
-                [prompts[number] for number in numbers],
+                [prompts[i] for i in batch],
                 num_beams=num_beams,
-                n=own.n,
-                max_new_tokens=most,
-                min_new_tokens=least,
+                n=params.n,
+                max_new_tokens=max_new_tokens,
+                min_new_tokens=min_new_tokens,
                 length_penalty=length_penalty,
-                early_stopping=num_beams == 1 or early_stopping,  # one beam is greedy only if its first end is the end
-                eos_token_ids={*own.stop_token_ids, *(() if own.ignore_eos else engine_config.eos_token_ids)},
-                decoder_start_token_id=engine_config.decoder_start_token_id if both else None,
-                forced_bos_token_id=generation_config.forced_bos_token_id if both else None,
-                forced_eos_token_ids=generation_config.forced_eos_token_ids if both else (),
+                early_stopping=num_beams == 1
+                or early_stopping,  # one beam equals greedy decoding only if it stops at the first EOS
+                eos_token_ids={*params.stop_token_ids, *(() if params.ignore_eos else engine_config.eos_token_ids)},
+                decoder_start_token_id=engine_config.decoder_start_token_id if is_encoder_decoder else None,
+                forced_bos_token_id=generation_config.forced_bos_token_id if is_encoder_decoder else None,
+                forced_eos_token_ids=generation_config.forced_eos_token_ids if is_encoder_decoder else (),
                 bad_words_ids=[words for words in generation_config.bad_words_ids if len(words) > 1],
-                suppress_tokens=own.suppress_tokens,
+                suppress_tokens=params.suppress_tokens,
                 begin_suppress_tokens=generation_config.begin_suppress_tokens,
                 no_repeat_ngram_size=generation_config.no_repeat_ngram_size,
-                repetition_penalty=own.repetition_penalty,
+                repetition_penalty=params.repetition_penalty,
             )
-            found |= dict(zip(numbers, results, strict=True))
+            beams |= dict(zip(batch, results, strict=True))
     return [
-        _beam_to_completion(beam, sampling_params[number], prompt, tokenizer, engine_config)
-        for number, prompt in enumerate(prompts)
-        for beam in found[number]
+        _beam_to_completion(beam, sampling_params[i], prompt, tokenizer, engine_config)
+        for i, prompt in enumerate(prompts)
+        for beam in beams[i]
     ]
 
 
 def _max_beam_len(engine_config: EngineConfig, prompt: Sequence[int], sampling_params: SamplingParams) -> int:
-    """Tokens of a prompt's answers at most, if they can be searched."""
+    """Maximum completion length of a prompt; raise if a beam would cross a LongRoPE switch length."""
     tokens = engine_config.build_model_inputs(prompt, ())[0]
-    most = engine_config.resolve_max_tokens(tokens, sampling_params, ())
-    turn = next(
-        (turn for turn in engine_config.rope_switch_lengths if len(tokens) <= turn < len(tokens) + most - 1), None
+    max_new_tokens = engine_config.resolve_max_tokens(tokens, sampling_params, ())
+    switch_len = next(
+        (
+            switch_len
+            for switch_len in engine_config.rope_switch_lengths
+            if len(tokens) <= switch_len < len(tokens) + max_new_tokens - 1
+        ),
+        None,
     )
-    if turn is not None:
+    if switch_len is not None:
         raise InputError(
-            f"beams of up to {len(tokens) + most - 1} tokens would grow past {turn}, where LongRoPE turns the whole"
-            f" text by other angles; ask for {turn + 1 - len(tokens)} tokens at most, or for no beams"
+            f"beams of up to {len(tokens) + max_new_tokens - 1} tokens would cross length {switch_len}, where LongRoPE"
+            " changes the frequencies of all tokens; set max_new_tokens to at most"
+            f" {switch_len + 1 - len(tokens)}, or leave out beams"
         )
-    return most
+    return max_new_tokens
 
 
 def _max_prompts_per_batch(engine_config: EngineConfig, num_beams: int) -> int:
-    """How many prompts are searched side by side: as many as there is memory for, if there is enough for one."""
+    """Number of prompts per batch that fit in memory; raise if not even one does."""
     free = free_memory(engine_config.model.device)
-    one = replace(
+    bytes_per_prompt = replace(
         engine_config,
         max_model_len=engine_config.num_slots,
         cache_implementation="full",
         kv_cache_dtype=None,
         max_num_seqs=num_beams,
     ).cache_bytes
-    if free is not None and one > free:
+    if free is not None and bytes_per_prompt > free:
         raise InputError(
-            f"{num_beams} beams of {engine_config.num_slots} tokens take {one / GIB:.3g} GiB, and {free / GIB:.3g} are"
-            " free; ask for fewer beams or tokens"
+            f"{num_beams} beams of {engine_config.num_slots} tokens take {bytes_per_prompt / GIB:.3g} GiB, and"
+            f" {free / GIB:.3g} are free; use fewer beams or tokens"
         )
-    most = max(1, MAX_BATCH_BEAMS // num_beams)
-    return most if free is None else min(most, free // max(1, one))
+    max_prompts = max(1, MAX_BATCH_BEAMS // num_beams)
+    return max_prompts if free is None else min(max_prompts, free // max(1, bytes_per_prompt))
 
 
 def _beam_to_completion(
@@ -154,17 +164,17 @@ def _beam_to_completion(
     tokenizer: Tokenizer | None,
     engine_config: EngineConfig,
 ) -> Completion:
-    """A beam as an answer, which may end at a stop string before its last token."""
-    before = () if len(engine_config.model.stacks) == 2 else prompt
-    answer = OutputProcessor(
-        sampling_params, len(beam.tokens), tokenizer, engine_config.eos_token_ids, prompt_tokens=before
+    """Convert a beam to a completion, cut at the first stop string."""
+    context_tokens = () if len(engine_config.model.stacks) == 2 else prompt
+    output = OutputProcessor(
+        sampling_params, len(beam.tokens), tokenizer, engine_config.eos_token_ids, prompt_tokens=context_tokens
     )
-    # Then its last token is no word of it.
-    forced = engine_config.forced_eos_token_id is not None and beam.finish_reason == "length"
-    for place, token in enumerate(beam.tokens, 1):
-        answer.append_token(token, forced_eos=forced and place == len(beam.tokens))
-        if answer.finish_reason is not None:
+    # Then the last token was forced and is not part of the text.
+    forced_eos = engine_config.forced_eos_token_id is not None and beam.finish_reason == "length"
+    for length, token in enumerate(beam.tokens, 1):
+        output.append_token(token, forced_eos=forced_eos and length == len(beam.tokens))
+        if output.finish_reason is not None:
             break
-    result = answer.to_completion(prompt_tokens=len(prompt), seed=None)
-    result.score = beam.score
-    return result
+    completion = output.to_completion(prompt_tokens=len(prompt), seed=None)
+    completion.score = beam.score
+    return completion

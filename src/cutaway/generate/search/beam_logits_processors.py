@@ -1,4 +1,4 @@
-"""What may come next in a beam: forced, banned and suppressed tokens, repeated sequences, ends that come too early."""
+"""Logits processing of beam search: forced and suppressed tokens, bad words, repeated n-grams, minimum length."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 NO_TOKEN = -1
-"""Stands in a history where no token is."""
+"""Padding in a token history."""
 
 
 class BeamLogitsProcessor:
-    """What may come next, as changes of the log-probabilities; in transformers' order, so that the same rule wins."""
+    """Processes log-probabilities of the next token, in the order of transformers, so that the same rule wins."""
 
     def __init__(
         self,
@@ -37,22 +37,25 @@ class BeamLogitsProcessor:
         )
         self.repetition_penalty = repetition_penalty
 
-        def ids(numbers: Sequence[int]) -> Int[Tensor, " S"]:
+        def token_tensor(numbers: Sequence[int]) -> Int[Tensor, " S"]:
             return torch.tensor(numbers, dtype=torch.long, device=device)
 
-        self.eos_token_ids, self.forced_eos_token_ids = ids(eos_token_ids), ids(forced_eos_token_ids)
-        self.forced_bos_token_id = None if forced_bos_token_id is None else ids([forced_bos_token_id])
-        self.suppress_tokens, self.begin_suppress_tokens = ids(suppress_tokens), ids(begin_suppress_tokens)
+        self.eos_token_ids, self.forced_eos_token_ids = token_tensor(eos_token_ids), token_tensor(forced_eos_token_ids)
+        self.forced_bos_token_id = None if forced_bos_token_id is None else token_tensor([forced_bos_token_id])
+        self.suppress_tokens, self.begin_suppress_tokens = (
+            token_tensor(suppress_tokens),
+            token_tensor(begin_suppress_tokens),
+        )
         lengths = sorted({len(sequence) for sequence in bad_words_ids})
-        alike = ([sequence for sequence in bad_words_ids if len(sequence) == length] for length in lengths)
-        self.bad_words_ids = [torch.tensor(sequences, device=device) for sequences in alike]
+        same_length = ([sequence for sequence in bad_words_ids if len(sequence) == length] for length in lengths)
+        self.bad_words_ids = [torch.tensor(sequences, device=device) for sequences in same_length]
         self.needs_history = (
             no_repeat_ngram_size > 0 or repetition_penalty != 1 or any(length > 1 for length in lengths)
         )
-        """Whether a rule looks at earlier tokens, the prompt's among them."""
+        """Whether a rule depends on earlier tokens, including the prompt."""
 
     def __call__(self, scores: Float[Tensor, "R V"], history: Int[Tensor, "R L"], num_new: int) -> Float[Tensor, "R V"]:
-        """Scores of the token after `num_new` new ones, changed in place."""
+        """Process, in place, the scores of the token after `num_new` generated tokens."""
         forced = self.forced_bos_token_id if num_new == 0 else None
         if num_new == self.max_new_tokens - 1 and len(self.forced_eos_token_ids):
             forced = self.forced_eos_token_ids
@@ -72,26 +75,26 @@ class BeamLogitsProcessor:
         return scores
 
     def _block_repeated_ngrams(self, scores: Float[Tensor, "R V"], history: Int[Tensor, "R L"]) -> None:
-        """Take away what would make the last tokens a sequence that was there before."""
+        """Suppress tokens that would repeat an n-gram of the history."""
         length = history.shape[-1]
         if 0 < self.no_repeat_ngram_size <= length:
-            windows = history.unfold(1, self.no_repeat_ngram_size, 1)
-            last = history[:, length + 1 - self.no_repeat_ngram_size :]
-            seen = (windows[..., :-1] == last.unsqueeze(1)).all(-1) & (windows != NO_TOKEN).all(-1)
-            self._block_tokens(scores, windows[..., -1], seen)
+            windows = history.unfold(1, self.no_repeat_ngram_size, 1)  # (R, L − n + 1, n)
+            suffix = history[:, length + 1 - self.no_repeat_ngram_size :]
+            matches = (windows[..., :-1] == suffix.unsqueeze(1)).all(-1) & (windows != NO_TOKEN).all(-1)
+            self._block_tokens(scores, windows[..., -1], matches)
 
     def _block_bad_words(
         self, scores: Float[Tensor, "R V"], history: Int[Tensor, "R L"], sequences: Int[Tensor, "S k"]
     ) -> None:
-        """Take away what would complete a banned sequence."""
-        before = sequences.shape[-1] - 1
-        if before <= history.shape[-1]:
-            last = history[:, history.shape[-1] - before :]
-            begun = (last.unsqueeze(1) == sequences[:, :-1]).all(-1)
-            self._block_tokens(scores, sequences[:, -1].expand_as(begun), begun)
+        """Suppress tokens that would complete a bad-words sequence."""
+        prefix_len = sequences.shape[-1] - 1
+        if prefix_len <= history.shape[-1]:
+            suffix = history[:, history.shape[-1] - prefix_len :]
+            matches = (suffix.unsqueeze(1) == sequences[:, :-1]).all(-1)
+            self._block_tokens(scores, sequences[:, -1].expand_as(matches), matches)
 
     def _apply_repetition_penalty(self, scores: Float[Tensor, "R V"], history: Int[Tensor, "R L"]) -> None:
-        """Make what was there before less likely."""
+        """Apply the repetition penalty to tokens of the history."""
         seen = self._vocab_mask(history, history != NO_TOKEN)
         scores.copy_(
             torch.where(
@@ -107,6 +110,6 @@ class BeamLogitsProcessor:
         scores.masked_fill_(self._vocab_mask(tokens, mask), -torch.inf)
 
     def _vocab_mask(self, tokens: Int[Tensor, "R S"], mask: Bool[Tensor, "R S"]) -> Bool[Tensor, "R V"]:
-        """Which of the vocabulary are among each row's tokens; those that do not count go to a spare column."""
-        found = torch.zeros(len(tokens), self.vocab_size + 1, dtype=torch.bool, device=tokens.device)
-        return found.scatter_(1, torch.where(mask, tokens, self.vocab_size), True)[:, :-1]
+        """Mask of the vocabulary that is true at each row's tokens; masked tokens are written to an extra column."""
+        vocab_mask = torch.zeros(len(tokens), self.vocab_size + 1, dtype=torch.bool, device=tokens.device)
+        return vocab_mask.scatter_(1, torch.where(mask, tokens, self.vocab_size), True)[:, :-1]

@@ -1,1 +1,1 @@
-"""Speculative decoding: proposing draft tokens, and accepting or rejecting them."""
+"""Speculative decoding: draft models, n-gram drafts (prompt lookup), rejection sampling."""

@@ -1,4 +1,4 @@
-"""Who guesses the next tokens, so that a model can read several at once; and the one who does it by a smaller model."""
+"""Draft proposers of speculative decoding: the interface, and proposals by a smaller draft model."""
 
 import copy
 from collections.abc import Sequence
@@ -19,23 +19,23 @@ from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer
 
 DRAFT_STREAM = 1
-"""The stream of random numbers that drafts are drawn by; a token of the model's own is drawn by stream 0."""
+"""Random stream of draft tokens; the target model's tokens use stream 0."""
 
 
 class Proposal(NamedTuple):
-    """Guesses for n rows: the first `lengths[i]` of row i's tokens."""
+    """Draft tokens for n rows; row i has `lengths[i]` of them."""
 
     tokens: Int64[Tensor, "n k"]
     lengths: list[int]
     probs: list[Float32[Tensor, "n V"]] | None = None
-    """What each was drawn from; None if they were not drawn, but are certain."""
+    """Distribution that each draft token was sampled from; None for deterministic drafts (one-hot)."""
 
 
 class Proposer(Protocol):
-    """Follows the texts in their rows and guesses how they go on."""
+    """Proposes draft tokens for the sequences in the rows of the batch."""
 
     def add_requests(self, requests: Sequence[Request]) -> None:
-        """Take in texts that come into rows one behind the other."""
+        """Add requests that were assigned to consecutive rows."""
         ...
 
     def swap_rows(self, a: int, b: int) -> None: ...
@@ -43,26 +43,28 @@ class Proposer(Protocol):
     def propose(
         self, requests: Sequence[Request], max_tokens: Sequence[int], state: SamplingState, features: SamplingFeatures
     ) -> Proposal:
-        """Up to `max_tokens` for each row; `state` is a copy that may be led ahead."""
+        """Propose up to `max_tokens` per row; `state` is a copy that may be modified."""
         ...
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Of what each row's text was with all its guesses, only the first `lengths` tokens are still true."""
+        """Drop rejected tokens: keep the first `lengths` tokens of each row."""
         ...
 
 
 class DraftModelProposer:
-    """Guesses by a smaller model, under the same settings as the model's own tokens."""
+    """Proposes tokens sampled from a smaller model with the request's sampling parameters."""
 
     def __init__(self, model: Transformer, target_config: EngineConfig, num_draft_tokens: int) -> None:
-        """`target_config` is that of the model to guess for."""
+        """`target_config`: engine configuration of the target model."""
         self.target_vocab_size, self.device = target_config.model.config.vocab_size, target_config.model.device
         self.max_token_id = model.config.vocab_size - 1
         stack = model.stacks["decoder"]
-        learned = getattr(stack.embed.position, "max_positions", None)
-        self.max_len = min([n for n in (target_config.num_slots, learned, *stack.rope_switch_lengths) if n is not None])
-        """Tokens up to which the draft can read; there it falls silent."""
-        own = EngineConfig(
+        max_positions = getattr(stack.embed.position, "max_positions", None)
+        self.max_len = min(
+            [n for n in (target_config.num_slots, max_positions, *stack.rope_switch_lengths) if n is not None]
+        )
+        """Maximum sequence length of the draft model; longer sequences get no drafts."""
+        config = EngineConfig(
             model,
             max_num_seqs=target_config.max_num_seqs,
             max_model_len=max(2, self.max_len),
@@ -70,25 +72,25 @@ class DraftModelProposer:
             max_source_len=target_config.max_source_len,
             decoder_start_token_id=target_config.decoder_start_token_id,
         )
-        # A row that is silent is padded as others read the two tokens that were said since.
-        own = reserve_draft_slots(own, num_draft_tokens + 1)
-        self.model_runner = ModelRunner(model, own.build_cache(), compile=False)
-        self.prefill_chunk_size = own.prefill_chunk_size
+        # A row without drafts is padded while other rows process the up to two tokens accepted since the last step.
+        config = reserve_draft_slots(config, num_draft_tokens + 1)
+        self.model_runner = ModelRunner(model, config.build_cache(), compile=False)
+        self.prefill_chunk_size = config.prefill_chunk_size
         self.num_computed = [0] * target_config.max_num_seqs
 
     def add_requests(self, requests: Sequence[Request]) -> None:
-        texts = [
-            self._clamp_token_ids(ticket.all_token_ids) if len(ticket.all_token_ids) <= self.max_len else []
-            for ticket in requests
+        sequences = [
+            self._clamp_token_ids(request.all_token_ids) if len(request.all_token_ids) <= self.max_len else []
+            for request in requests
         ]
-        for ticket, text in zip(requests, texts, strict=True):
-            assert ticket.row is not None
-            self.model_runner.cache.assign_row(ticket.row)
-            if ticket.source_tokens is not None and text:
-                self.model_runner.encode_source(ticket.row, ticket.source_tokens, text)
-        first = requests[0].row or 0
-        self.num_computed[first : first + len(texts)] = prefill_prompts(
-            self.model_runner, first, texts, [0] * len(texts), self.prefill_chunk_size
+        for request, tokens in zip(requests, sequences, strict=True):
+            assert request.row is not None
+            self.model_runner.cache.assign_row(request.row)
+            if request.source_tokens is not None and tokens:
+                self.model_runner.encode_source(request.row, request.source_tokens, tokens)
+        first_row = requests[0].row or 0
+        self.num_computed[first_row : first_row + len(sequences)] = prefill_prompts(
+            self.model_runner, first_row, sequences, [0] * len(sequences), self.prefill_chunk_size
         )
 
     def swap_rows(self, a: int, b: int) -> None:
@@ -98,70 +100,76 @@ class DraftModelProposer:
     def propose(
         self, requests: Sequence[Request], max_tokens: Sequence[int], state: SamplingState, features: SamplingFeatures
     ) -> Proposal:
-        texts = [ticket.all_token_ids for ticket in requests]
-        room = [max(0, self.max_len + 1 - len(text)) for text in texts]  # the last guess is not read
-        counts = [min(pair) for pair in zip(max_tokens, room, strict=True)]
+        sequences = [request.all_token_ids for request in requests]
+        limits = [
+            max(0, self.max_len + 1 - len(tokens)) for tokens in sequences
+        ]  # the last draft token is not fed back
+        counts = [min(pair) for pair in zip(max_tokens, limits, strict=True)]
         if not any(counts):
             return Proposal(torch.zeros(len(counts), 0, dtype=torch.long, device=self.device), counts)
-        guesses: list[Tensor] = []
-        chances: list[Tensor] = []
-        left = torch.tensor(counts, device=self.device)
+        draft_tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        num_drafts = torch.tensor(counts, device=self.device)
         logits = self._prefill_new_tokens(
-            [text[n:] if count else [] for text, n, count in zip(texts, self.num_computed, counts, strict=False)]
+            [
+                tokens[n:] if count else []
+                for tokens, n, count in zip(sequences, self.num_computed, counts, strict=False)
+            ]
         )
-        for turn in range(max(counts)):
-            if turn > 0:
-                logits = self._decode(guesses[-1], [count > turn for count in counts])
+        for i in range(max(counts)):
+            if i > 0:
+                logits = self._decode(draft_tokens[-1], [count > i for count in counts])
             q = _replace_invalid_probs(logits_to_probs(self._match_target_vocab(logits), state, features))
-            guess = inverse_cdf_sample(q, uniform(state.int_params[:, 0], state.output_len, DRAFT_STREAM))
-            state.append_tokens(guess, left > turn, features)
-            guesses.append(guess)
-            chances.append(q)
-        return Proposal(torch.stack(guesses, -1), counts, chances)
+            token = inverse_cdf_sample(q, uniform(state.int_params[:, 0], state.output_len, DRAFT_STREAM))
+            state.append_tokens(token, num_drafts > i, features)
+            draft_tokens.append(token)
+            probs.append(q)
+        return Proposal(torch.stack(draft_tokens, -1), counts, probs)
 
     def _prefill_new_tokens(self, chunks: Sequence[Sequence[int]]) -> Float[Tensor, "n V"]:
-        """Read what was said since; the logits after it, which mean nothing where nothing was read."""
+        """Process the tokens accepted since the last call; return the logits after them, undefined for empty chunks."""
         longest = max(map(len, chunks))
-        tokens = torch.tensor([[*self._clamp_token_ids(piece), *[0] * (longest - len(piece))] for piece in chunks])
+        tokens = torch.tensor([[*self._clamp_token_ids(chunk), *[0] * (longest - len(chunk))] for chunk in chunks])
         mask = None
-        if any(len(piece) < longest for piece in chunks):
-            mask = torch.tensor([[place < len(piece) for place in range(longest)] for piece in chunks])
+        if any(len(chunk) < longest for chunk in chunks):
+            mask = torch.tensor([[i < len(chunk) for i in range(longest)] for chunk in chunks])
         x = self._forward_hidden(tokens, mask)
-        ends = torch.tensor([max(0, len(piece) - 1) for piece in chunks], device=x.device)
-        for row, piece in enumerate(chunks):
-            self.num_computed[row] += len(piece)
-        return self.model_runner.model.head(x[torch.arange(len(x), device=x.device), ends])
+        last_index = torch.tensor([max(0, len(chunk) - 1) for chunk in chunks], device=x.device)
+        for row, chunk in enumerate(chunks):
+            self.num_computed[row] += len(chunk)
+        return self.model_runner.model.head(x[torch.arange(len(x), device=x.device), last_index])
 
     def _decode(self, tokens: Int64[Tensor, " n"], active_rows: Sequence[bool]) -> Float[Tensor, "n V"]:
-        """Read the guesses of the active rows; the logits after them."""
+        """Process the draft tokens of the active rows; return the logits after them."""
         mask = None if all(active_rows) else torch.tensor(active_rows).unsqueeze(-1)
         x = self._forward_hidden(tokens.clamp(max=self.max_token_id).unsqueeze(-1), mask)
-        for row, reads in enumerate(active_rows):
-            self.num_computed[row] += reads
+        for row, active in enumerate(active_rows):
+            self.num_computed[row] += active
         return self.model_runner.model.head(x[:, -1])
 
     def _forward_hidden(self, tokens: Int64[Tensor, "n T"], mask: Bool[Tensor, "n T"] | None) -> Float[Tensor, "n T d"]:
-        part = self.model_runner.cache.view_rows(0, len(tokens), max_len=max(self.num_computed[: len(tokens)]))
-        device = part.seq_lens.device
+        view = self.model_runner.cache.view_rows(0, len(tokens), max_len=max(self.num_computed[: len(tokens)]))
+        device = view.seq_lens.device
         return self.model_runner.forward_hidden(
-            self.model_runner.model, tokens.to(device), None if mask is None else mask.to(device), part
+            self.model_runner.model, tokens.to(device), None if mask is None else mask.to(device), view
         )
 
     def _match_target_vocab(self, logits: Float[Tensor, "n W"]) -> Float[Tensor, "n V"]:
-        """To the model's vocabulary: padding is cut off, and what the draft does not have is never guessed."""
+        """Convert to the target's vocabulary size: cut off padding, or add tokens with probability 0."""
         return torch.nn.functional.pad(
             logits.to(self.device), (0, self.target_vocab_size - logits.shape[-1]), value=-torch.inf
         )
 
     def _clamp_token_ids(self, tokens: Sequence[int]) -> list[int]:
-        """Padding of the model's vocabulary may be more than the draft's has; a guess after it is as good as any."""
+        """Clamp ids to the draft's vocabulary. Only padding of the target's vocabulary exceeds it; the drafts after
+        such a token are arbitrary, and rejection sampling keeps the output correct."""
         return [min(token, self.max_token_id) for token in tokens]
 
     def truncate(self, lengths: Sequence[int]) -> None:
         lengths = [min(pair) for pair in zip(self.num_computed, lengths, strict=False)]
         if lengths != self.num_computed[: len(lengths)]:
-            part = self.model_runner.cache.view_rows(0, len(lengths), max_len=max(self.num_computed))
-            part.crop(torch.tensor(lengths, device=part.seq_lens.device))
+            view = self.model_runner.cache.view_rows(0, len(lengths), max_len=max(self.num_computed))
+            view.crop(torch.tensor(lengths, device=view.seq_lens.device))
             self.num_computed[: len(lengths)] = lengths
 
 
@@ -172,36 +180,36 @@ def prefill_prompts(
     num_computed: Sequence[int],
     chunk_size: int,
 ) -> list[int]:
-    """Read all but the last token of texts in rows from `first_row` on, of which `num_computed` are known.
+    """Prefill all but the last token of sequences in rows from `first_row` on; `num_computed` tokens are cached.
 
-    Returns how many are known then. Those that go on from the same place are read together, in passes of at most
-    `chunk_size` tokens.
+    Returns the number of cached tokens per row. Consecutive rows with equal `num_computed` share forward passes of at
+    most `chunk_size` tokens.
     """
-    ends = [max(0, len(text) - 1) for text in sequences]
+    ends = [max(0, len(sequence) - 1) for sequence in sequences]
     start = 0
     while start < len(sequences):
-        before, longest, stop = num_computed[start], ends[start] - num_computed[start], start + 1
-        while stop < len(sequences) and num_computed[stop] == before:
-            wider = max(longest, ends[stop] - before)
-            if wider * (stop + 1 - start) > chunk_size:
+        num_cached, longest, stop = num_computed[start], ends[start] - num_computed[start], start + 1
+        while stop < len(sequences) and num_computed[stop] == num_cached:
+            new_longest = max(longest, ends[stop] - num_cached)
+            if new_longest * (stop + 1 - start) > chunk_size:
                 break
-            longest, stop = wider, stop + 1
-        for at in range(before, before + longest, chunk_size):
-            pieces = [sequences[i][at : min(ends[i], at + chunk_size)] for i in range(start, stop)]
-            model_runner.prefill(first_row + start, pieces, [at] * len(pieces))
+            longest, stop = new_longest, stop + 1
+        for position in range(num_cached, num_cached + longest, chunk_size):
+            chunks = [sequences[i][position : min(ends[i], position + chunk_size)] for i in range(start, stop)]
+            model_runner.prefill(first_row + start, chunks, [position] * len(chunks))
         start = stop
     return ends
 
 
 def _replace_invalid_probs(probs: Float32[Tensor, "n V"]) -> Float32[Tensor, "n V"]:
-    """A draft whose logits are NaN, or who may say nothing, guesses token 0: what it guesses need not be good."""
-    first = torch.zeros_like(probs[0])
-    first[0] = 1
-    return torch.where(probs.sum(-1, keepdim=True).isfinite(), probs, first)
+    """Replace invalid rows (NaN, or all tokens suppressed) by a one-hot at token 0: a draft need not be good."""
+    one_hot = torch.zeros_like(probs[0])
+    one_hot[0] = 1
+    return torch.where(probs.sum(-1, keepdim=True).isfinite(), probs, one_hot)
 
 
 def reserve_draft_slots(config: EngineConfig, num_draft_tokens: int) -> EngineConfig:
-    """With room for guesses: behind the text (where padding goes, which has no position) and in rings."""
+    """Add slots for draft tokens: at the end of a row (padding is written there too) and in ring buffers."""
     config = copy.copy(config)
     config.num_slots += num_draft_tokens
     config.prefill_chunk_size = max(config.prefill_chunk_size, num_draft_tokens + 1)
@@ -211,22 +219,26 @@ def reserve_draft_slots(config: EngineConfig, num_draft_tokens: int) -> EngineCo
 def check_draft_compatibility(
     model: Transformer, tokenizer: Tokenizer | None, draft_model: Transformer, draft_tokenizer: Tokenizer | None
 ) -> None:
-    """A draft must be of the same form and mean the same by its tokens."""
+    """Raise if the draft model differs in structure (encoder, decoder) or vocabulary."""
     if draft_model.stacks.keys() != model.stacks.keys():
-        forms = [" and ".join(each.stacks) for each in (draft_model, model)]
-        raise InputError(f"the draft is {forms[0]}, and the model {forms[1]}; use a draft of the same form")
+        structures = [" and ".join(each_model.stacks) for each_model in (draft_model, model)]
+        raise InputError(
+            f"the draft model has {structures[0]}, the target model {structures[1]}; use a draft of the same structure"
+        )
     for name in ("vocab_size", "source_vocab_size"):
-        mine, theirs = (getattr(each.config, name, None) for each in (model, draft_model))
-        named = name == "vocab_size" and tokenizer is not None and draft_tokenizer is not None
-        if mine != theirs and not named:
+        target_size, draft_size = (getattr(each_model.config, name, None) for each_model in (model, draft_model))
+        compare_tokens = name == "vocab_size" and tokenizer is not None and draft_tokenizer is not None
+        if target_size != draft_size and not compare_tokens:
             raise InputError(
-                f"the draft's {name} is {theirs}, and the model's {mine}; use a draft with the same tokens"
+                f"the draft model's {name} is {draft_size}, the target model's {target_size}; use a draft with the same"
+                " vocabulary"
             )
     if tokenizer is None or draft_tokenizer is None:
         return
-    for number in range(max(tokenizer.vocab_size, draft_tokenizer.vocab_size)):
-        ours, theirs = tokenizer.id_to_token(number), draft_tokenizer.id_to_token(number)
-        if ours != theirs:
+    for token_id in range(max(tokenizer.vocab_size, draft_tokenizer.vocab_size)):
+        target_token, draft_token = tokenizer.id_to_token(token_id), draft_tokenizer.id_to_token(token_id)
+        if target_token != draft_token:
             raise InputError(
-                f"token {number} is {ours!r} to the model and {theirs!r} to the draft; use a draft with the same tokens"
+                f"token {token_id} is {target_token!r} in the target model and {draft_token!r} in the draft model; use"
+                " a draft with the same vocabulary"
             )

@@ -1,4 +1,4 @@
-"""Guesses without a model: a text's last tokens may have stood there before, and what followed may follow again."""
+"""N-gram drafts (prompt lookup): propose the continuation of an earlier occurrence of the last tokens."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,32 +14,32 @@ from cutaway.generate.speculative.draft_model import Proposal
 
 @dataclass(frozen=True)
 class NgramConfig:
-    """Prompt lookup: what followed when the text's last tokens stood there before (Saxena 2023). Costs no model."""
+    """Prompt lookup decoding (Saxena 2023): drafts from earlier occurrences of the last tokens, without a model."""
 
     max_ngram_size: int = 3
-    """How many of the last tokens are looked for; if they are not found, one less, and so on."""
+    """Longest n-gram to look up; if it is not found, one token less, and so on."""
     min_ngram_size: int = 2
-    """With fewer than this, nothing is guessed."""
+    """Shortest n-gram to look up."""
 
     def __post_init__(self) -> None:
         for name in ("max_ngram_size", "min_ngram_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"{name} is {value!r}; give a whole number of tokens from 1")
+                raise InputError(f"{name} is {value!r}; pass a number of tokens, 1 or more")
         if self.min_ngram_size > self.max_ngram_size:
             raise InputError(
-                f"min_ngram_size is {self.min_ngram_size}, more than max_ngram_size, {self.max_ngram_size}; lower it"
+                f"min_ngram_size is {self.min_ngram_size}, more than max_ngram_size {self.max_ngram_size}; lower it"
             )
 
 
 class NgramIndex:
-    """A text that grows, and where each of its short sequences last stood."""
+    """A growing token sequence, with the last occurrence of each n-gram."""
 
     def __init__(self, config: NgramConfig, tokens: Iterable[int] = ()) -> None:
         self.config = config
         self.tokens: list[int] = []
         self.continuations: dict[tuple[int, ...], int] = {}
-        """By sequence: where what followed it begins."""
+        """By n-gram: index of the token after its last occurrence."""
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -50,35 +50,35 @@ class NgramIndex:
             self.tokens.append(token)
 
     def propose(self, num_tokens: int) -> list[int]:
-        """What came after the longest end of the text that stood there before; nothing if none did.
+        """Return the continuation of the longest suffix that occurred before; empty if none did.
 
-        Where that reaches the end of the text it goes on with itself, so what repeats is repeated.
+        A continuation that reaches the end of the sequence repeats itself, so that periodic text is continued.
         """
-        text = self.tokens
-        for length in range(min(self.config.max_ngram_size, len(text)), self.config.min_ngram_size - 1, -1):
-            start = self.continuations.get(tuple(text[-length:]))
+        tokens = self.tokens
+        for length in range(min(self.config.max_ngram_size, len(tokens)), self.config.min_ngram_size - 1, -1):
+            start = self.continuations.get(tuple(tokens[-length:]))
             if start is not None:
-                period = len(text) - start
-                return [text[start + i % period] for i in range(num_tokens)]
+                period = len(tokens) - start
+                return [tokens[start + i % period] for i in range(num_tokens)]
         return []
 
 
 class NgramProposer:
-    """Guesses by an `NgramIndex`; a source in the same vocabulary is looked through too."""
+    """Proposes tokens by `NgramIndex`; the source of an encoder-decoder is included if it has the same vocabulary."""
 
     def __init__(self, config: NgramConfig, engine_config: EngineConfig) -> None:
         self.config, self.device = config, engine_config.model.device
         self.uses_source = getattr(engine_config.model.config, "source_vocab_size", None) is None
         self.indexes: list[NgramIndex] = [NgramIndex(config)] * engine_config.max_num_seqs
         self.source_lens = [0] * engine_config.max_num_seqs
-        """Tokens of the source, in front of each row's own text."""
+        """Number of source tokens before each row's own sequence."""
 
     def add_requests(self, requests: Sequence[Request]) -> None:
-        for ticket in requests:
-            assert ticket.row is not None
-            source = ticket.source_tokens if ticket.source_tokens is not None and self.uses_source else []
-            self.indexes[ticket.row] = NgramIndex(self.config, [*source, *ticket.all_token_ids])
-            self.source_lens[ticket.row] = len(source)
+        for request in requests:
+            assert request.row is not None
+            source = request.source_tokens if request.source_tokens is not None and self.uses_source else []
+            self.indexes[request.row] = NgramIndex(self.config, [*source, *request.all_token_ids])
+            self.source_lens[request.row] = len(source)
 
     def swap_rows(self, a: int, b: int) -> None:
         self.indexes[a], self.indexes[b] = self.indexes[b], self.indexes[a]
@@ -87,15 +87,15 @@ class NgramProposer:
     def propose(
         self, requests: Sequence[Request], max_tokens: Sequence[int], state: SamplingState, features: SamplingFeatures
     ) -> Proposal:
-        runs = []
-        for row, (ticket, count) in enumerate(zip(requests, max_tokens, strict=True)):
-            repeats = self.indexes[row]
-            repeats.extend(ticket.all_token_ids[len(repeats.tokens) - self.source_lens[row] :])
-            runs.append(repeats.propose(count))
-        counts = [len(run) for run in runs]
+        drafts = []
+        for row, (request, count) in enumerate(zip(requests, max_tokens, strict=True)):
+            index = self.indexes[row]
+            index.extend(request.all_token_ids[len(index.tokens) - self.source_lens[row] :])
+            drafts.append(index.propose(count))
+        counts = [len(draft) for draft in drafts]
         longest = max(counts)
-        tokens = torch.tensor([[*run, *[0] * (longest - len(run))] for run in runs], dtype=torch.long)
-        return Proposal(tokens.view(len(runs), longest).to(self.device), counts)
+        tokens = torch.tensor([[*draft, *[0] * (longest - len(draft))] for draft in drafts], dtype=torch.long)
+        return Proposal(tokens.view(len(drafts), longest).to(self.device), counts)
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Guesses were never written down."""
+        """No-op: drafts are not stored."""

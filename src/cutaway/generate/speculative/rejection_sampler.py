@@ -1,4 +1,4 @@
-"""Rejection sampling: which draft tokens are accepted, and the token that follows them."""
+"""Rejection sampling of draft tokens, which preserves the target model's distribution."""
 
 from typing import NamedTuple
 
@@ -13,55 +13,61 @@ from cutaway.generate.sampling.sampling_state import SamplingFeatures, SamplingS
 from cutaway.generate.speculative.draft_model import Proposal
 
 ACCEPT_STREAM = 2
-"""The stream of random numbers that acceptance is decided by."""
+"""Random stream of the accept decisions."""
 
 
 class RejectionSamplerOutput(NamedTuple):
-    """What was made of a round's guesses."""
+    """Result of one verification step."""
 
     tokens: Int64[Tensor, "n T"]
-    """The accepted guesses, then the token that the model said after them; what follows that means nothing."""
+    """Accepted draft tokens, then one token of the target model; the rest of the row is undefined."""
     num_accepted: Int64[Tensor, " n"]
     invalid: Bool[Tensor, " n"]
-    """The logits of the last token held NaN or +inf, or nothing was left to choose."""
+    """The logits of the last token contain NaN or +inf, or all tokens are suppressed."""
 
 
 def rejection_sample(
     logits: Float[Tensor, "n T V"], proposal: Proposal, state: SamplingState, features: SamplingFeatures
 ) -> RejectionSamplerOutput:
-    """Accept or refuse guess by guess, and draw what comes after the accepted ones; `state` remembers what was said."""
+    """Accept draft tokens in order, then sample one token after the accepted ones; tokens are appended to `state`.
+
+    Draft x is accepted if u · q(x) < p(x), i.e. with probability min(1, p(x) / q(x)). At the first rejection the token
+    is sampled from max(p − q, 0), after the last draft from p.
+    """
     width = logits.shape[1]
-    counts = torch.tensor(proposal.lengths, device=logits.device)
-    guesses = torch.nn.functional.pad(proposal.tokens, (0, 1))
-    said, accepted = guesses.clone(), torch.zeros_like(counts)
-    going, bad = torch.ones_like(counts, dtype=torch.bool), torch.zeros_like(counts, dtype=torch.bool)
-    for place in range(width):
-        p = logits_to_probs(logits[:, place], state, features)
-        fine = apply_logits_processors(logits[:, place], state, features).amax(-1).isfinite()
-        guess, rest, good = guesses[:, place].unsqueeze(-1), p, torch.zeros_like(going)
-        if place < width - 1:
-            guessed = place < counts
-            q = torch.zeros_like(p).scatter_(-1, guess, 1.0) if proposal.probs is None else proposal.probs[place]
-            limit = uniform(state.int_params[:, 0], state.output_len, ACCEPT_STREAM) * q.gather(-1, guess).squeeze(-1)
-            good = guessed & fine & (limit < p.gather(-1, guess).squeeze(-1))
-            left = (p - q).clamp(min=0)
-            # Where p and q are equal but for rounding nothing is left, and p is as good.
-            rest = torch.where((guessed & (left.sum(-1) > 0)).unsqueeze(-1), left, p)
-        own = inverse_cdf_sample(rest, uniform(state.int_params[:, 0], state.output_len))
-        ends = going & ~good
-        bad |= ends & ~fine
-        said[:, place] = torch.where(ends, own, said[:, place])
-        state.append_tokens(said[:, place], going, features)
-        going &= good
-        accepted += going
-    return RejectionSamplerOutput(said, accepted, bad)
+    num_drafts = torch.tensor(proposal.lengths, device=logits.device)
+    draft_tokens = torch.nn.functional.pad(proposal.tokens, (0, 1))
+    tokens, num_accepted = draft_tokens.clone(), torch.zeros_like(num_drafts)
+    active, invalid = torch.ones_like(num_drafts, dtype=torch.bool), torch.zeros_like(num_drafts, dtype=torch.bool)
+    for i in range(width):
+        p = logits_to_probs(logits[:, i], state, features)
+        valid = apply_logits_processors(logits[:, i], state, features).amax(-1).isfinite()
+        draft, residual, accept = draft_tokens[:, i].unsqueeze(-1), p, torch.zeros_like(active)
+        if i < width - 1:
+            has_draft = i < num_drafts
+            q = torch.zeros_like(p).scatter_(-1, draft, 1.0) if proposal.probs is None else proposal.probs[i]
+            threshold = uniform(state.int_params[:, 0], state.output_len, ACCEPT_STREAM) * q.gather(-1, draft).squeeze(
+                -1
+            )
+            accept = has_draft & valid & (threshold < p.gather(-1, draft).squeeze(-1))
+            difference = (p - q).clamp(min=0)
+            # If p equals q up to rounding, max(p − q, 0) is zero; sample from p then.
+            residual = torch.where((has_draft & (difference.sum(-1) > 0)).unsqueeze(-1), difference, p)
+        resampled = inverse_cdf_sample(residual, uniform(state.int_params[:, 0], state.output_len))
+        stops = active & ~accept
+        invalid |= stops & ~valid
+        tokens[:, i] = torch.where(stops, resampled, tokens[:, i])
+        state.append_tokens(tokens[:, i], active, features)
+        active &= accept
+        num_accepted += active
+    return RejectionSamplerOutput(tokens, num_accepted, invalid)
 
 
 def expected_tokens(acceptance_rate: float, num_draft_tokens: int) -> float:
-    """Tokens a pass if each guess is accepted with this chance: 1 + a + … + a^k = (1 − a^(k+1)) / (1 − a)."""
+    """Expected tokens per forward pass: 1 + a + … + a^k = (1 − a^(k+1)) / (1 − a) for acceptance rate a."""
     if not 0 <= acceptance_rate <= 1 or num_draft_tokens < 0:
         raise InputError(
-            f"acceptance_rate is {acceptance_rate!r} and num_draft_tokens {num_draft_tokens!r}; give a chance from 0 to"
-            " 1, and 0 or more"
+            f"acceptance_rate is {acceptance_rate!r} and num_draft_tokens {num_draft_tokens!r}; pass a rate from 0"
+            " to 1, and a number of tokens, 0 or more"
         )
     return sum(acceptance_rate**i for i in range(num_draft_tokens + 1))

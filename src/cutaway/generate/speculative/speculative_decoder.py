@@ -1,9 +1,9 @@
-"""Speculation: several guessed tokens are read in one pass, and those kept that the model might have said itself.
+"""Speculative decoding: several draft tokens are verified in one forward pass of the target model.
 
-A token x that was guessed with chance q(x) is accepted with chance min(1, p(x)/q(x)), where p is the model's own. At
-the first refusal a token is drawn from max(p − q, 0), and if none is refused one more from p. So what comes out has
-exactly the distribution p (Leviathan et al. 2023, Chen et al. 2023). Where the most likely token is taken, p and q are
-0 or 1, and the rule is the same. All settings are in p and in q, so none is changed by it.
+A draft token x with draft probability q(x) is accepted with probability min(1, p(x)/q(x)), where p is the target's. At
+the first rejection a token is sampled from max(p − q, 0); if all drafts are accepted, one more from p. The output has
+exactly the distribution p (Leviathan et al. 2023, Chen et al. 2023). In greedy decoding p and q are 0 or 1, and the
+rule is the same. Sampling parameters apply to both p and q, so that they keep their meaning.
 """
 
 from collections import deque
@@ -42,18 +42,18 @@ from cutaway.tokenizer import Tokenizer
 
 @dataclass
 class SpeculativeStats:
-    """How much guessing helped."""
+    """Statistics of speculative decoding."""
 
     num_drafted: int = 0
     num_accepted: int = 0
     num_forward_passes: int = 0
-    """Passes of the model in which an answer took part, over all answers."""
+    """Forward passes of the target model, counted once per request in the batch."""
     num_output_tokens: int = 0
-    """Of all answers, those that were given at their beginning left out."""
+    """Tokens of all completions, without output_prefix."""
 
     @property
     def acceptance_rate(self) -> float:
-        """The share of guesses that were accepted."""
+        """Fraction of draft tokens that were accepted."""
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
     @property
@@ -72,21 +72,21 @@ def generate_speculative(
     output_prefix: Sequence[int] = (),
     **options: Any,
 ) -> tuple[list[Completion], SpeculativeStats]:
-    """An answer to each prompt, and how much guessing helped; `options` are what `SpeculativeDecoder` takes."""
-    speculation = SpeculativeDecoder(config, tokenizer=tokenizer, **options)
-    tickets = [
-        speculation.submit(prompt, own, seed=seed, output_prefix=output_prefix)
-        for prompt, own, seed in zip(prompts, sampling_params, seeds, strict=True)
+    """Generate a completion per prompt and return the statistics; `options`: arguments of `SpeculativeDecoder`."""
+    decoder = SpeculativeDecoder(config, tokenizer=tokenizer, **options)
+    requests = [
+        decoder.submit(prompt, params, seed=seed, output_prefix=output_prefix)
+        for prompt, params, seed in zip(prompts, sampling_params, seeds, strict=True)
     ]
-    speculation.run()
-    return [ticket.result() for ticket in tickets], speculation.stats
+    decoder.run()
+    return [request.result() for request in requests], decoder.stats
 
 
 class SpeculativeDecoder:
-    """Takes requests as an engine does, and grows each text by one token or more a turn.
+    """Engine with speculative decoding: one or more tokens per request and step.
 
-    An answer is a function of its own prompt, settings and seed, whoever else is there. Drawn ones are as likely as
-    without a draft, but not the same for the same seed.
+    A completion depends only on its own prompt, sampling parameters and seed. Sampled completions have the same
+    distribution as without a draft, but are not the same for the same seed.
     """
 
     def __init__(
@@ -98,16 +98,14 @@ class SpeculativeDecoder:
         draft_tokenizer: Tokenizer | None = None,
         num_draft_tokens: int = 4,
     ) -> None:
-        """`num_draft_tokens`: how many tokens are guessed at a time."""
+        """`num_draft_tokens`: draft tokens per step."""
         if not isinstance(num_draft_tokens, int) or isinstance(num_draft_tokens, bool) or num_draft_tokens < 1:
             raise InputError(
-                f"num_draft_tokens is {num_draft_tokens!r}; give how many tokens to guess at a time, from 1"
+                f"num_draft_tokens is {num_draft_tokens!r}; pass a number of draft tokens per step, 1 or more"
             )
         if config.weight_bits is not None or config.compile:
             name = "compile" if config.weight_bits is None else "weight_bits"
-            raise InputError(
-                f"guesses are tried on the model as it is, so {name} has no part in it; leave one of them out"
-            )
+            raise InputError(f"speculative decoding does not support {name}; leave out {name} or draft_model")
         self.config, self.tokenizer, self.num_draft_tokens = config, tokenizer, num_draft_tokens
         self.models = [model for model in (config.model, draft_model) if isinstance(model, Transformer)]
         self.proposer: Proposer
@@ -117,10 +115,10 @@ class SpeculativeDecoder:
         elif isinstance(draft_model, NgramConfig):
             self.proposer = NgramProposer(draft_model, config)
         else:
-            raise InputError(f"draft_model is a {type(draft_model).__name__}; give a model, or NgramConfig()")
-        wider = reserve_draft_slots(config, num_draft_tokens)
-        self.prefill_chunk_size = wider.prefill_chunk_size
-        self.model_runner = ModelRunner(config.model, wider.build_cache(), compile=False)
+            raise InputError(f"draft_model is a {type(draft_model).__name__}; pass a model, or NgramConfig()")
+        extended = reserve_draft_slots(config, num_draft_tokens)
+        self.prefill_chunk_size = extended.prefill_chunk_size
+        self.model_runner = ModelRunner(config.model, extended.build_cache(), compile=False)
         self.scheduler = SpeculativeScheduler(self.model_runner, config, self.proposer)
         self.waiting: deque[Request] = deque()
         self.stats = SpeculativeStats()
@@ -128,29 +126,30 @@ class SpeculativeDecoder:
     def submit(
         self, prompt: Sequence[int], sampling_params: SamplingParams, *, seed: int, output_prefix: Sequence[int] = ()
     ) -> Request:
-        """Ask for an answer that begins with `output_prefix` to a prompt of tokens; an encoder's is its source."""
-        ticket = self.config.build_request(
+        """Queue a request for one completion, which starts with `output_prefix`; see `Engine.submit`."""
+        request = self.config.build_request(
             prompt, sampling_params, self.tokenizer, seed=seed, output_prefix=output_prefix
         )
-        most, switch = self.config.max_slots(ticket), self.config.dynamic_rope_len
-        if switch is not None and most > switch:
+        max_len, rope_len = self.config.max_slots(request), self.config.dynamic_rope_len
+        if rope_len is not None and max_len > rope_len:
             raise InputError(
-                f"a text of up to {most} tokens would grow past {switch}, where this model's rotary angles begin to"
-                " depend on its length, so that guesses cannot be tried on it; ask for fewer tokens, or use no draft"
+                f"a sequence of up to {max_len} tokens would exceed {rope_len}, above which this model's RoPE"
+                " frequencies depend on the length, so that drafts cannot be verified; lower max_new_tokens, or leave"
+                " out draft_model"
             )
-        if ticket.output.finish_reason is not None:  # what it was begun with is all of it
-            ticket.finish()
+        if request.output.finish_reason is not None:  # output_prefix already reaches a limit or a stop token
+            request.finish()
         else:
-            self.waiting.append(ticket)
-        return ticket
+            self.waiting.append(request)
+        return request
 
     def run(self) -> None:
-        """Work until nobody waits."""
+        """Step until all requests are finished."""
         while self.step():
-            """Another."""
+            pass
 
     def step(self) -> bool:
-        """Take in who waits, guess, read all guesses at once, tell what is accepted. False if nothing is left to do."""
+        """Admit waiting requests, propose drafts, verify them in one pass. Return False if no request is left."""
         training = any(model.training for model in self.models)
         with torch.no_grad(), eval_mode(*self.models) if training else nullcontext():
             self._remove_aborted()
@@ -159,75 +158,78 @@ class SpeculativeDecoder:
         return bool(self.scheduler.running or self.waiting)
 
     def _remove_aborted(self) -> None:
-        gone = [ticket for ticket in (*self.waiting, *self.scheduler.running) if ticket.aborted]
-        self.waiting = deque(ticket for ticket in self.waiting if not ticket.aborted)
-        for ticket in gone:
-            self.scheduler.release(ticket)
-            ticket.finish("abort")
+        aborted = [request for request in (*self.waiting, *self.scheduler.running) if request.aborted]
+        self.waiting = deque(request for request in self.waiting if not request.aborted)
+        for request in aborted:
+            self.scheduler.release(request)
+            request.finish("abort")
 
     def _draft_and_verify(self) -> None:
-        """One round for all who have a row."""
-        tickets = self.scheduler.decoding
-        if not tickets:
+        """Propose and verify draft tokens for all running requests, and roll the caches back to the accepted ones."""
+        requests = self.scheduler.decoding
+        if not requests:
             return
-        needs, rows = (
-            self.model_runner.sampler.features(len(tickets)),
-            self.model_runner.sampler.first_rows(len(tickets)),
+        features, state = (
+            self.model_runner.sampler.features(len(requests)),
+            self.model_runner.sampler.first_rows(len(requests)),
         )
-        wanted = [min(self.num_draft_tokens, each.output.max_tokens - len(each.output.tokens) - 1) for each in tickets]
-        proposal = self.proposer.propose(tickets, wanted, rows.copy(), needs)
-        logits = self._score_draft_tokens(tickets, proposal)
-        verdict = rejection_sample(logits, proposal, rows, needs)
-        kept = [
-            each.num_computed_tokens + 1 + count
-            for each, count in zip(tickets, verdict.num_accepted.tolist(), strict=True)
+        max_drafts = [
+            min(self.num_draft_tokens, request.output.max_tokens - len(request.output.tokens) - 1)
+            for request in requests
         ]
-        part = self.model_runner.cache.view_rows(0, len(tickets), max_len=max(kept))
-        part.crop(torch.tensor(kept, device=part.seq_lens.device))
-        self.proposer.truncate(kept)
-        for each, length in zip(tickets, kept, strict=True):
-            each.num_computed_tokens = length
-        self._process_tokens(tickets, proposal, verdict, logits, needs)
-        for each in reversed(tickets):  # the last row leaves without a swap
-            if each.error is not None or each.output.finish_reason is not None:
-                self.scheduler.release(each, cache_valid=each.error is None)
-                each.finish(error=each.error)
+        proposal = self.proposer.propose(requests, max_drafts, state.copy(), features)
+        logits = self._score_draft_tokens(requests, proposal)
+        verified = rejection_sample(logits, proposal, state, features)
+        lengths = [
+            request.num_computed_tokens + 1 + count
+            for request, count in zip(requests, verified.num_accepted.tolist(), strict=True)
+        ]
+        view = self.model_runner.cache.view_rows(0, len(requests), max_len=max(lengths))
+        view.crop(torch.tensor(lengths, device=view.seq_lens.device))
+        self.proposer.truncate(lengths)
+        for request, length in zip(requests, lengths, strict=True):
+            request.num_computed_tokens = length
+        self._process_tokens(requests, proposal, verified, logits, features)
+        for request in reversed(requests):  # from the last row: it is released without a swap
+            if request.error is not None or request.output.finish_reason is not None:
+                self.scheduler.release(request, cache_valid=request.error is None)
+                request.finish(error=request.error)
 
     def _admit_waiting(self) -> None:
-        """Rows to those who wait longest, and their prompts read."""
-        first = len(self.scheduler.running)
+        """Assign rows to waiting requests and prefill their prompts."""
+        first_row = len(self.scheduler.running)
         while self.waiting and self.scheduler.allocate(self.waiting[0]):
-            ticket = self.waiting.popleft()
-            assert ticket.row is not None
-            self.model_runner.init_row(ticket.row, ticket, self.config.eos_token_ids)
-        new = self.scheduler.running[first:]
+            request = self.waiting.popleft()
+            assert request.row is not None
+            self.model_runner.init_row(request.row, request, self.config.eos_token_ids)
+        new = self.scheduler.running[first_row:]
         if not new:
             return
-        ends = prefill_prompts(
+        num_computed_tokens = prefill_prompts(
             self.model_runner,
-            first,
-            [each.all_token_ids for each in new],
-            [each.num_computed_tokens for each in new],
+            first_row,
+            [request.all_token_ids for request in new],
+            [request.num_computed_tokens for request in new],
             self.prefill_chunk_size,
         )
         self.proposer.add_requests(new)
-        for each, end in zip(new, ends, strict=True):
-            each.num_computed_tokens = end
-            self.scheduler.maybe_start_decode(each)
+        for request, num_computed in zip(new, num_computed_tokens, strict=True):
+            request.num_computed_tokens = num_computed
+            self.scheduler.maybe_start_decode(request)
 
     def _score_draft_tokens(self, requests: Sequence[Request], proposal: Proposal) -> Float[Tensor, "n T V"]:
-        """The logits after each row's last token and after each of its guesses."""
-        last = torch.tensor([[each.all_token_ids[-1]] for each in requests], device=proposal.tokens.device)
-        tokens = torch.cat((last, proposal.tokens), -1)
+        """Logits after each row's last token and after each of its draft tokens, in one forward pass."""
+        last_tokens = torch.tensor([[request.all_token_ids[-1]] for request in requests], device=proposal.tokens.device)
+        tokens = torch.cat((last_tokens, proposal.tokens), -1)
         mask = None
         if min(proposal.lengths) < proposal.tokens.shape[-1]:
             counts = torch.tensor(proposal.lengths, device=tokens.device).unsqueeze(-1)
             mask = torch.arange(tokens.shape[-1], device=tokens.device) <= counts
-        part = self.model_runner.cache.view_rows(
-            0, len(requests), max_len=max(each.num_computed_tokens for each in requests)
+        view = self.model_runner.cache.view_rows(
+            0, len(requests), max_len=max(request.num_computed_tokens for request in requests)
         )
         return self.model_runner.model.head(
-            self.model_runner.forward_hidden(self.model_runner.model, tokens, mask, part)
+            self.model_runner.forward_hidden(self.model_runner.model, tokens, mask, view)
         )
 
     def _process_tokens(
@@ -238,40 +240,47 @@ class SpeculativeDecoder:
         logits: Tensor,
         features: SamplingFeatures,
     ) -> None:
-        """Give each answer its tokens until one ends it; what comes after that is dropped."""
+        """Append the verified tokens to each request, up to the one that finishes it, and update the statistics."""
         n, width = verified.tokens.shape
-        chances = gather_logprobs(logits.flatten(0, 1), verified.tokens.flatten(), features)
-        chosen, names, values = (None if x is None else x.view(n, width, *x.shape[1:]).tolist() for x in chances)
-        said, accepted, bad = verified.tokens.tolist(), verified.num_accepted.tolist(), verified.invalid.tolist()
-        for row, ticket in enumerate(requests):
-            before, count = len(ticket.output.tokens), ticket.sampling_params.logprobs
-            for place, token in enumerate(said[row][: accepted[row] + 1]):
-                if bad[row] and place == accepted[row]:
-                    ticket.error = EngineError(self.config.format_invalid_logits(ticket))
+        gathered = gather_logprobs(logits.flatten(0, 1), verified.tokens.flatten(), features)
+        logprobs, top_tokens, top_logprobs = (
+            None if x is None else x.view(n, width, *x.shape[1:]).tolist() for x in gathered
+        )
+        tokens, num_accepted, invalid = (
+            verified.tokens.tolist(),
+            verified.num_accepted.tolist(),
+            verified.invalid.tolist(),
+        )
+        for row, request in enumerate(requests):
+            previous_len, count = len(request.output.tokens), request.sampling_params.logprobs
+            for i, token in enumerate(tokens[row][: num_accepted[row] + 1]):
+                if invalid[row] and i == num_accepted[row]:
+                    request.error = EngineError(self.config.format_invalid_logits(request))
                     break
                 top = None
-                if names is not None and values is not None and count:
-                    top = dict(zip(names[row][place][:count], values[row][place][:count], strict=True))
-                self._process_token(ticket, token, None if chosen is None else chosen[row][place], top)
-                if ticket.output.finish_reason is not None:
+                if top_tokens is not None and top_logprobs is not None and count:
+                    top = dict(zip(top_tokens[row][i][:count], top_logprobs[row][i][:count], strict=True))
+                self._process_token(request, token, None if logprobs is None else logprobs[row][i], top)
+                if request.output.finish_reason is not None:
                     break
-            self.stats.num_output_tokens += len(ticket.output.tokens) - before
+            self.stats.num_output_tokens += len(request.output.tokens) - previous_len
         self.stats.num_drafted += sum(proposal.lengths)
-        self.stats.num_accepted += sum(accepted)
+        self.stats.num_accepted += sum(num_accepted)
         self.stats.num_forward_passes += n
 
     def _process_token(
         self, request: Request, token: int, logprob: float | None, top_logprobs: dict[int, float] | None
     ) -> None:
-        end = self.config.forced_eos_token_id
-        cut = end is not None and len(request.output.tokens) + 1 >= request.output.max_tokens
-        if end is not None and cut:
-            token, logprob, top_logprobs = end, 0.0, top_logprobs and {end: 0.0}
-        request.add_chunk(request.output.append_token(token, logprob, top_logprobs, forced_eos=cut))
+        """Append one token; the last one before max_tokens is replaced by forced_eos_token_id, if set."""
+        forced_eos_token_id = self.config.forced_eos_token_id
+        is_last = forced_eos_token_id is not None and len(request.output.tokens) + 1 >= request.output.max_tokens
+        if forced_eos_token_id is not None and is_last:
+            token, logprob, top_logprobs = forced_eos_token_id, 0.0, top_logprobs and {forced_eos_token_id: 0.0}
+        request.add_chunk(request.output.append_token(token, logprob, top_logprobs, forced_eos=is_last))
 
 
 class SpeculativeScheduler(Scheduler):
-    """Seats in two caches: a text has the same row in the model's and in the draft's."""
+    """Scheduler of two caches: a request has the same row in the target's and in the draft's cache."""
 
     def __init__(self, model_runner: ModelRunner, config: EngineConfig, proposer: Proposer) -> None:
         super().__init__(model_runner, config, prefix_caching=True)

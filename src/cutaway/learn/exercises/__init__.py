@@ -1,4 +1,4 @@
-"""The ten exercises, each one file of cells; `exercise_file` says how they are read."""
+"""The ten exercises, one file of cells each; `exercise_file` defines the format."""
 
 from functools import cache
 from pathlib import Path
@@ -11,15 +11,17 @@ __all__ = ["Exercise", "get_exercise", "load_exercises"]
 
 @cache
 def load_exercises() -> tuple[Exercise, ...]:
-    """All of them, in their order."""
+    """Load all exercises, in order."""
     files = sorted(Path(__file__).parent.glob("e[0-9][0-9]_*.py"))
     return tuple(Exercise(path, path.read_text(encoding="utf-8")) for path in files)
 
 
 def get_exercise(number: int) -> Exercise:
-    """The one with this number."""
-    for each in load_exercises():
-        if each.number == number:
-            return each
-    known = load_exercises()
-    raise InputError(f"there is no exercise {number}; they are numbered 1 to {len(known)}: `cutaway learn list`")
+    """Return the exercise with this number."""
+    exercises = load_exercises()
+    for exercise in exercises:
+        if exercise.number == number:
+            return exercise
+    raise InputError(
+        f"there is no exercise {number}; exercises are numbered 1 to {len(exercises)}: see `cutaway learn list`"
+    )

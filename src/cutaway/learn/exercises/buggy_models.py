@@ -1,6 +1,6 @@
-"""Seven small models for exercise 10: a correct one, and six with a bug each. The learner finds out which is which.
+"""Small models for exercise 10: a correct one and six with one bug each, which the learner has to identify.
 
-All have the same weights. What is wrong with a letter follows from a checksum, so that this file does not tell it.
+All have the same weights. The bug of a letter follows from a checksum, so that this file does not reveal it.
 """
 
 import math
@@ -14,38 +14,40 @@ from torch.nn import functional as F
 from cutaway.errors import InputError
 
 CacheState = list[tuple[Tensor, Tensor, Tensor]]
-"""Of each layer: keys, values, and which of them are real."""
+"""Per layer: keys, values, and a mask that is True for real tokens."""
 BUGS = ("future seen", "cache off by one", "padding shifts positions", "no √d", "loss not shifted", "texts mixed")
 CORRECT = "correct"
 LETTERS = "ABCDEF"
 
 
 def bug_of_letter(letter: str) -> str:
-    """The bug that the model with this letter has."""
+    """Return the bug of the model with this letter."""
     order = sorted(BUGS, key=lambda name: sha256(f"ward {name}".encode()).hexdigest())
     return dict(zip(LETTERS, order, strict=True))[letter]
 
 
 def build_buggy_model(name: str) -> "BuggyModel":
-    """The model with this letter, A to F, or the `correct` one to compare with."""
+    """Build the model with this letter, A to F, or the `correct` one for comparison."""
     if name != CORRECT and name not in LETTERS:
-        raise InputError(f"there is no model {name!r}; there are A, B, C, D, E, F and 'correct'")
+        raise InputError(f"there is no model {name!r}; use one of A, B, C, D, E, F and 'correct'")
     return BuggyModel("" if name == CORRECT else bug_of_letter(name))
 
 
 class Attention(nn.Module):
+    """Causal multi-head self-attention with an optional bug."""
+
     def __init__(self, d: int, heads: int, bug: str) -> None:
         super().__init__()
         self.heads, self.bug = heads, bug
         self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
 
     def visible_mask(self, num_queries: int, attention_mask: Tensor) -> Tensor:
-        """(B, 1, T, S): who sees whom. The queries are the last of the keys."""
+        """(B, 1, T, S): True where a key is visible to a query. The queries are the last T of the S keys."""
         j = torch.arange(attention_mask.shape[1])
         i = j[-num_queries:, None]
-        ahead = int(self.bug == "future seen") + (i >= 6) * int(self.bug == "future seen late")
-        itself = i == j  # a padded query sees something, or its row would be NaN
-        return (((j <= i + ahead) & attention_mask[:, None, :]) | itself)[:, None]
+        lookahead = int(self.bug == "future seen") + (i >= 6) * int(self.bug == "future seen late")
+        diagonal = i == j  # a padded query attends to itself; a fully masked row would be NaN
+        return (((j <= i + lookahead) & attention_mask[:, None, :]) | diagonal)[:, None]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
         scale = 1.0 if self.bug == "no √d" else 1 / math.sqrt(q.shape[-1])
@@ -62,6 +64,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
+    """Pre-norm block."""
+
     def __init__(self, d: int, heads: int, bug: str) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(d), nn.RMSNorm(d)
@@ -69,13 +73,13 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
 
     def forward(self, x: Tensor, attention_mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        added, cache = self.attention(self.norm1(x), attention_mask, cache)
-        x = x + added
+        attn_out, cache = self.attention(self.norm1(x), attention_mask, cache)
+        x = x + attn_out
         return x + self.down(F.gelu(self.up(self.norm2(x)))), cache
 
 
 class BuggyModel(nn.Module):
-    """A decoder with learned positions: 32 tokens, width 32, two blocks of four heads, random weights."""
+    """A decoder with learned positions: vocabulary 32, d_model 32, two blocks of four heads, random weights."""
 
     vocab_size, max_len = 32, 96
 
@@ -91,33 +95,35 @@ class BuggyModel(nn.Module):
         self.eval()
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Tokens (B, T) → logits (B, T, 32). A mask is True for real tokens; padding may stand on either side."""
+        """Tokens (B, T) → logits (B, T, 32). The mask is True for real tokens; padding may be on either side."""
         return self.step(tokens, None, mask)[0]
 
     def step(
         self, tokens: Tensor, cache: CacheState | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, CacheState]:
-        """The same behind a cache: the logits of these tokens, and the cache with them in it."""
-        real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
-        past = torch.zeros(len(tokens), 1, dtype=torch.long)
+        """Forward pass with a cache: return the logits of these tokens and the updated cache."""
+        not_padding = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+        num_cached = torch.zeros(len(tokens), 1, dtype=torch.long)
         if cache is not None:
-            past = cache[0][2].long().sum(1, keepdim=True) - int(self.bug == "cache off by one")
-        places = torch.arange(tokens.shape[1]) if self.bug == "padding shifts positions" else real.cumsum(1) - 1
-        x = self.embed(tokens) + self.position_embed((places + past).clamp(min=0))
-        kept: CacheState = []
-        for n, block in enumerate(self.blocks):
-            x, layer = block(x, real, None if cache is None else cache[n])
-            kept.append(layer)
+            num_cached = cache[0][2].long().sum(1, keepdim=True) - int(self.bug == "cache off by one")
+        positions = (
+            torch.arange(tokens.shape[1]) if self.bug == "padding shifts positions" else not_padding.cumsum(1) - 1
+        )
+        x = self.embed(tokens) + self.position_embed((positions + num_cached).clamp(min=0))
+        new_cache: CacheState = []
+        for i, block in enumerate(self.blocks):
+            x, layer_cache = block(x, not_padding, None if cache is None else cache[i])
+            new_cache.append(layer_cache)
         if self.bug == "texts mixed":
             x = x + 0.2 * (x.mean(0, keepdim=True) - x)
-        return self.head(self.norm(x)) + self.rounding_noise(tokens), kept
+        return self.head(self.norm(x)) + self.rounding_noise(tokens), new_cache
 
     def rounding_noise(self, tokens: Tensor) -> float:
-        """What another order of the same sums may make of the last digits."""
+        """Deterministic stand-in for the rounding error of another summation order."""
         return self.rounding * math.sin(tokens.numel() + int(tokens.sum()))
 
     def loss(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The mean of −log p, as in training. Labels are the tokens themselves; −100 is not asked."""
+        """Mean cross-entropy, as in training. Labels are the tokens themselves; −100 is ignored."""
         labels = tokens if labels is None else labels
         logits = self(tokens)
         if self.bug != "loss not shifted":
@@ -125,15 +131,15 @@ class BuggyModel(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Its attention by itself: q, k, v of shape (B, H, T, D), causal."""
-        first = self.blocks[0].attention
-        assert isinstance(first, Attention)
-        seen = first.visible_mask(q.shape[2], torch.ones(len(q), k.shape[2], dtype=torch.bool))
-        return first.attend(q, k, v, seen)
+        """Causal attention of the first block on q, k, v of shape (B, H, T, D)."""
+        attention = self.blocks[0].attention
+        assert isinstance(attention, Attention)
+        visible = attention.visible_mask(q.shape[2], torch.ones(len(q), k.shape[2], dtype=torch.bool))
+        return attention.attend(q, k, v, visible)
 
 
 class TokenLookupModel(BuggyModel):
-    """A table of token and place, without attention: nothing that is done to one token shows in another."""
+    """A table of tokens and positions without attention: no token affects another."""
 
     def __init__(self, *, with_positions: bool, rounding: float = 0.0) -> None:
         super().__init__(rounding=rounding)
@@ -142,16 +148,16 @@ class TokenLookupModel(BuggyModel):
     def step(
         self, tokens: Tensor, cache: CacheState | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, CacheState]:
-        real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+        not_padding = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
         if cache is not None:
-            real = torch.cat((cache[0][2], real), 1)
-        places = (real.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        logits = self.embed(tokens) + (self.position_embed(places) if self.with_positions else 0)
-        return logits + self.rounding_noise(tokens), [(logits, logits, real)]
+            not_padding = torch.cat((cache[0][2], not_padding), 1)
+        positions = (not_padding.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        logits = self.embed(tokens) + (self.position_embed(positions) if self.with_positions else 0)
+        return logits + self.rounding_noise(tokens), [(logits, logits, not_padding)]
 
 
 def check_arguments(model: BuggyModel) -> dict[str, Any]:
-    """What a model can be asked, as keyword arguments of `ct.check`."""
+    """Keyword arguments of `ct.check` for a model."""
     return {
         "logits": model.forward,
         "logits_with_mask": model.forward,

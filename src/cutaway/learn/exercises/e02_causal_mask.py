@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 2 · The causal mask
 #
-# A decoder is trained at all positions at once: position $i$ must guess token $i+1$ while that very token stands in
-# the input. So position $i$ may look at positions $0 … i$ and at nothing later. A **mask** says who may look at whom:
-# rows ask, columns are looked at.
+# A decoder is trained at all positions at once: position $i$ predicts token $i+1$, which is itself part of the input.
+# So position $i$ may attend to positions $0 … i$ and to no later one. A **mask** states which keys are visible to which
+# query: rows are queries, columns are keys.
 #
 # ```
 #              key 0   key 1   key 2
@@ -12,14 +12,13 @@
 #   query 2    True    True    True
 # ```
 #
-# What may not be seen gets the score $-\infty$ **before** the softmax: $e^{-\infty} = 0$, and the rest of the row
-# still adds up to 1.
+# The score of a masked key is set to $-\infty$ **before** the softmax: $e^{-\infty} = 0$, and the row still sums to 1.
 #
-# **A number to begin with.** Scores $(1, 1, 1)$ in query 1's row, which sees keys 0 and 1: the shares are $(0.5, 0.5,
-# 0)$. Zeroed after the softmax they would be $(0.333, 0.333, 0)$: a third of the attention is lost.
+# **A worked example.** The row of query 1 has scores $(1, 1, 1)$, and keys 0 and 1 are visible: the weights are $(0.5,
+# 0.5, 0)$. Masked after the softmax they would be $(0.333, 0.333, 0)$: a third of the attention is lost.
 #
-# With a cache the new tokens are fewer than the keys: after 3 tokens in the cache, 2 new ones have 5 keys, and the
-# first of them stands at position 3. The theory is in notebook 2, attention.
+# With a KV cache there are fewer queries than keys: after 3 cached tokens, 2 new tokens have 5 keys, and the first of
+# them is at position 3. The theory is in notebook 2, attention.
 
 # %%
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor
 
 # %%
 def causal_mask(length: int) -> Tensor:
-    """(query, key) of True and False: True where query i may look at key j."""
+    """Boolean mask (query, key): True where query i may attend to key j."""
     # begin solution
     return torch.ones(length, length, dtype=torch.bool).tril()
     # end solution
@@ -36,7 +35,7 @@ def causal_mask(length: int) -> Tensor:
 
 # %%
 def cached_mask(num_new: int, num_cached: int) -> Tensor:
-    """The mask of `num_new` tokens behind `num_cached` cached ones: (num_new, num_cached + num_new)."""
+    """Mask of `num_new` tokens after `num_cached` cached ones: (num_new, num_cached + num_new)."""
     # begin solution
     return torch.ones(num_new, num_cached + num_new, dtype=torch.bool).tril(num_cached)
     # end solution
@@ -44,14 +43,14 @@ def cached_mask(num_new: int, num_cached: int) -> Tensor:
 
 # %%
 def masked_weights(scores: Tensor, mask: Tensor) -> Tensor:
-    """Scores (batch, query, key) → shares: 0 where the mask (query, key) is False, and rows add up to 1."""
+    """Scores (batch, query, key) → weights: 0 where the mask (query, key) is False; rows sum to 1."""
     # begin solution
     return scores.masked_fill(~mask, -torch.inf).softmax(-1)
     # end solution
 
 
 # %% [markdown]
-# Try the number from above, then ask: `cutaway learn check 2`.
+# Try the worked example, then run `cutaway learn check 2`.
 
 # %%
 masked_weights(torch.ones(1, 3, 3), causal_mask(3))
@@ -64,51 +63,53 @@ NOTEBOOK = "02_attention"
 SITE = "attn.scores"
 HINTS = (
     "Rows are queries. Which entries of row 0 are True, and which of the last row?",
-    "`torch.ones(n, n, dtype=torch.bool).tril()` keeps what is on and below the diagonal; `tril(k)` moves the "
-    "diagonal k places to the right. `~mask` is the opposite of a mask.",
-    "Behind `num_cached` tokens row i is position num_cached + i: the diagonal moves by `num_cached`. And "
-    "`scores.masked_fill(~mask, -torch.inf).softmax(-1)`.",
+    "`torch.ones(n, n, dtype=torch.bool).tril()` keeps the entries on and below the diagonal; "
+    "`tril(k)` shifts the diagonal k columns to the right. `~mask` negates a mask.",
+    "After `num_cached` tokens row i is position num_cached + i: the diagonal shifts by "
+    "`num_cached`. And `scores.masked_fill(~mask, -torch.inf).softmax(-1)`.",
 )
 MASK_MISTAKES = {
-    "off by one: a token does not see itself": "the diagonal is False: token i may look at itself, and the first one "
-    "has nothing else, so that its row would be NaN",
-    "off by one: one token ahead": "token i sees token i + 1, which is the one it has to guess: a leak that looks like "
+    "off by one: diagonal masked": "the diagonal is False: token i may attend to itself, and the first "
+    "token has no other key, so its row would be NaN",
+    "off by one: one token ahead": "token i attends to token i + 1, which is its target: a leak that looks like "
     "learning",
-    "upside down": "the past is hidden and the future seen: rows ask, columns are looked at, so the lower triangle "
-    "is True",
-    "True and False swapped": "True stands where nothing may be seen: here True means that a query may look",
-    "nothing hidden": "every token sees every other one: that is an encoder's mask",
+    "transposed": "the past is masked and the future visible: rows are queries, columns are keys, so the "
+    "lower triangle is True",
+    "True and False swapped": "True marks masked entries: here True means that a query may attend to a key",
+    "nothing masked": "every token attends to every other one: that is the mask of an encoder",
 }
 
 
 def wrong_causal_mask(mistakes: MistakeSet, length: int) -> Tensor:
     ones = torch.ones(length, length, dtype=torch.bool)
-    moved = 0
-    moved -= "off by one: a token does not see itself" in mistakes
-    moved += "off by one: one token ahead" in mistakes
-    mask = ones if "nothing hidden" in mistakes else ones.tril(moved)
-    mask = mask.T if "upside down" in mistakes else mask
+    diagonal = 0
+    diagonal -= "off by one: diagonal masked" in mistakes
+    diagonal += "off by one: one token ahead" in mistakes
+    mask = ones if "nothing masked" in mistakes else ones.tril(diagonal)
+    mask = mask.T if "transposed" in mistakes else mask
     return ~mask if "True and False swapped" in mistakes else mask
 
 
 def wrong_cached_mask(mistakes: MistakeSet, num_new: int, num_cached: int) -> Tensor:
     ones = torch.ones(num_new, num_cached + num_new, dtype=torch.bool)
-    moved = 0 if "the new tokens begin at position 0" in mistakes else num_cached
-    moved -= "off by one: a token does not see itself" in mistakes
-    moved += "off by one: one token ahead" in mistakes
-    if "the cache is not seen" in mistakes:
+    diagonal = 0 if "new tokens start at position 0" in mistakes else num_cached
+    diagonal -= "off by one: diagonal masked" in mistakes
+    diagonal += "off by one: one token ahead" in mistakes
+    if "cached tokens masked" in mistakes:
         return torch.cat((torch.zeros(num_new, num_cached, dtype=torch.bool), ones[:, num_cached:].tril()), 1)
-    mask = ones if "nothing hidden" in mistakes else ones.tril(moved)
+    mask = ones if "nothing masked" in mistakes else ones.tril(diagonal)
     return ~mask if "True and False swapped" in mistakes else mask
 
 
 def wrong_masked_weights(mistakes: MistakeSet, scores: Tensor, mask: Tensor) -> Tensor:
     axis = -2 if "softmax on the wrong axis" in mistakes else -1
-    mask = ~mask if "the mask is read the wrong way" in mistakes else mask
+    mask = ~mask if "mask inverted" in mistakes else mask
     if "mask after softmax" in mistakes:
         return scores.softmax(axis).masked_fill(~mask, 0.0)
-    instead = 0.0 if "0 in place of −∞" in mistakes else -1e4 if "a number in place of −∞" in mistakes else -torch.inf
-    return scores.masked_fill(~mask, instead).softmax(axis)
+    fill_value = (
+        0.0 if "0 in place of −∞" in mistakes else -1e4 if "a number in place of −∞" in mistakes else -torch.inf
+    )
+    return scores.masked_fill(~mask, fill_value).softmax(axis)
 
 
 def random_scores(seed: int, batch: int, queries: int, keys: int, offset: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -126,13 +127,13 @@ TASKS = [
     ),
     FunctionTask(
         cached_mask,
-        [Case(f"for {n} new tokens behind {p}", (n, p)) for n, p in ((2, 3), (1, 4), (3, 0), (4, 2))],
+        [Case(f"for {n} new tokens after {p} cached ones", (n, p)) for n, p in ((2, 3), (1, 4), (3, 0), (4, 2))],
         wrong_cached_mask,
         {
-            "the new tokens begin at position 0": "the triangle begins in the corner as if nothing were cached: the "
-            "first new token stands at position `num_cached`, so the diagonal moves by `num_cached`",
-            "the cache is not seen": "the columns of the cached tokens are False: the new ones may look at all of them",
-            **{name: hint for name, hint in MASK_MISTAKES.items() if name != "upside down"},
+            "new tokens start at position 0": "the diagonal begins in the corner, as if nothing were cached: the "
+            "first new token is at position `num_cached`, so the diagonal shifts by `num_cached`",
+            "cached tokens masked": "the columns of the cached tokens are False: new tokens may attend to all of them",
+            **{name: hint for name, hint in MASK_MISTAKES.items() if name != "transposed"},
         },
         ("query", "key"),
     ),
@@ -142,17 +143,18 @@ TASKS = [
             Case("for equal scores", (torch.ones(1, 3, 3), causal_mask(3))),
             Case("for a batch of two", random_scores(1, 2, 4, 4)),
             Case("for one token", random_scores(2, 1, 1, 1)),
-            Case("behind a cache", random_scores(3, 1, 2, 5)),
+            Case("with a cache", random_scores(3, 1, 2, 5)),
             Case("for scores near −20000", random_scores(4, 1, 3, 3, -20_000.0)),
         ],
         wrong_masked_weights,
         {
-            "mask after softmax": "the rows do not add up to 1: what is hidden was zeroed after the softmax had "
-            "given it a share; put −∞ in the scores before it",
-            "0 in place of −∞": "a score of 0 is a score like others, and e⁰ = 1 is a share; hidden ones need −∞",
-            "a number in place of −∞": "−10000 is not small where scores are smaller still; only −∞ is below all",
-            "softmax on the wrong axis": "the columns add up to 1, and the rows should: softmax over the keys, dim=-1",
-            "the mask is read the wrong way": "hidden is where the mask is False: masked_fill takes ~mask",
+            "mask after softmax": "the rows do not sum to 1: masked entries were set to zero after the softmax had "
+            "given them weight; set their scores to −∞ before it",
+            "0 in place of −∞": "0 is an ordinary score, and e⁰ = 1 gives weight; masked scores must be −∞",
+            "a number in place of −∞": "−10000 is not small where scores are smaller still; only −∞ is below all "
+            "scores",
+            "softmax on the wrong axis": "the columns sum to 1 instead of the rows: softmax over the keys, dim=-1",
+            "mask inverted": "entries are masked where the mask is False: masked_fill takes ~mask",
         },
         ("batch", "query", "key"),
     ),

@@ -1,25 +1,25 @@
 # %% [markdown]
 # # 3 · Splitting heads
 #
-# A query of width 768 is twelve queries of width 64 that lie side by side: head 0 owns columns 0–63, head 1 columns
-# 64–127, and so on. To let all heads attend at once their axis must come before time:
+# A query of dimension 768 is the concatenation of twelve queries of dimension 64: head 0 has columns 0–63, head 1
+# columns 64–127, and so on. To compute all heads at once, the head axis must come before the time axis:
 #
 # $$(\text{batch}, \text{time}, \text{heads} \cdot \text{width}) \to (\text{batch}, \text{time}, \text{heads},
 # \text{width}) \to (\text{batch}, \text{heads}, \text{time}, \text{width})$$
 #
-# `view` (or `reshape`, `unflatten`) gives the numbers in memory another shape **in their order**; `transpose`
-# exchanges two axes. `view` straight to the last shape has the right shape and the wrong numbers: head 0 would get the
-# first tokens whole.
+# `view` (or `reshape`, `unflatten`) changes the shape and keeps the numbers **in their memory order**; `transpose`
+# swaps two axes. A `view` directly to the last shape has the right shape and the wrong numbers: head 0 would get all
+# columns of the first tokens.
 #
 # ```
-#   one text, two tokens, two heads of width 2
+#   one sequence, two tokens, two heads of width 2
 #   token 0:  a0 a1 | b0 b1            head a:  a0 a1      head b:  b0 b1
 #   token 1:  a2 a3 | b2 b3                     a2 a3               b2 b3
 # ```
 #
 # Grouped-query attention has fewer key heads than query heads: with 4 query heads and 2 key heads, query heads 0 and 1
-# share key head 0, and 2 and 3 share key head 1. Before the product the keys are repeated: 0, 0, 1, 1. The theory is
-# in notebook 2, attention.
+# share key head 0, and 2 and 3 share key head 1. Before the product the key heads are repeated: 0, 0, 1, 1. The theory
+# is in notebook 2, attention.
 
 # %%
 import torch
@@ -37,7 +37,7 @@ def split_heads(x: Tensor, n_heads: int) -> Tensor:
 
 # %%
 def merge_heads(z: Tensor) -> Tensor:
-    """The way back: (batch, head, time, width) → (batch, time, n_heads · width)."""
+    """Inverse of split_heads: (batch, head, time, width) → (batch, time, n_heads · width)."""
     # begin solution
     batch, n_heads, time, width = z.shape
     return z.transpose(1, 2).reshape(batch, time, n_heads * width)
@@ -46,14 +46,14 @@ def merge_heads(z: Tensor) -> Tensor:
 
 # %%
 def repeat_kv(k: Tensor, n_heads: int) -> Tensor:
-    """Keys or values (batch, group, time, width) for each of the query heads: (batch, head, time, width)."""
+    """Repeat keys or values (batch, group, time, width) for each query head: (batch, head, time, width)."""
     # begin solution
     return k.repeat_interleave(n_heads // k.shape[1], 1)
     # end solution
 
 
 # %% [markdown]
-# Number the columns and see where they go, then ask: `cutaway learn check 3`.
+# Number the columns and follow them, then run `cutaway learn check 3`.
 
 # %%
 split_heads(torch.arange(8).reshape(1, 2, 4), 2)
@@ -65,11 +65,11 @@ MINUTES = 15
 NOTEBOOK = "02_attention"
 SITE = "attn.q"
 HINTS = (
-    "Two steps: first give the last axis two names (heads, width), then exchange two axes. Never one step.",
-    "x.reshape(batch, time, n_heads, width) keeps each token's numbers together. Which two axes must now change "
-    "places? For the way back, exchange them first.",
-    "x.reshape(batch, time, n_heads, -1).transpose(1, 2), back: z.transpose(1, 2).reshape(batch, time, -1), and "
-    "repeat_interleave over axis 1 for the groups.",
+    "Two steps: first split the last axis into (heads, width), then swap two axes. Never one step.",
+    "x.reshape(batch, time, n_heads, width) keeps the numbers of each token together. Which two "
+    "axes must be swapped now? To merge, swap them first.",
+    "split: x.reshape(batch, time, n_heads, -1).transpose(1, 2); merge: z.transpose(1, "
+    "2).reshape(batch, time, -1); and repeat_interleave over axis 1 for the groups.",
 )
 
 
@@ -82,7 +82,7 @@ def wrong_split_heads(mistakes: MistakeSet, x: Tensor, n_heads: int) -> Tensor:
         return x.reshape(batch, time, width, n_heads).permute(0, 3, 1, 2)
     if "no transpose at all" in mistakes:
         return x.reshape(batch, time, n_heads, width)
-    if "the wrong axes exchanged" in mistakes:
+    if "the wrong axes swapped" in mistakes:
         return x.reshape(batch, time, n_heads, width).transpose(2, 3)
     return x.reshape(batch, time, n_heads, width).transpose(1, 2)
 
@@ -95,20 +95,20 @@ def wrong_merge_heads(mistakes: MistakeSet, z: Tensor) -> Tensor:
         return z.permute(0, 2, 3, 1).reshape(batch, time, n_heads * width)
     if "one head only" in mistakes:
         return z[:, 0]
-    if "heads added up" in mistakes:
+    if "heads summed" in mistakes:
         return z.sum(1)
     return z.transpose(1, 2).reshape(batch, time, n_heads * width)
 
 
 def wrong_repeat_kv(mistakes: MistakeSet, k: Tensor, n_heads: int) -> Tensor:
-    times = n_heads // k.shape[1]
+    repeats = n_heads // k.shape[1]
     if "repeat in place of repeat_interleave" in mistakes:
-        return k.repeat(1, times, 1, 1)
+        return k.repeat(1, repeats, 1, 1)
     if "repeated along time" in mistakes:
-        return k.repeat_interleave(times, 2)
+        return k.repeat_interleave(repeats, 2)
     if "GQA forgotten" in mistakes:
         return k
-    return k.repeat_interleave(times, 1)
+    return k.repeat_interleave(repeats, 1)
 
 
 def arange_tensor(*shape: int) -> Tensor:
@@ -116,11 +116,12 @@ def arange_tensor(*shape: int) -> Tensor:
 
 
 VIEW_HINT = (
-    "the shape is right and the numbers are not: `view` lays them out in their order, so heads would get whole tokens; "
-    "split the last axis first, then transpose(1, 2)"
+    "the shape is right and the numbers are not: `view` keeps the memory order, so a head gets "
+    "all columns of a few tokens; split the last axis first, then transpose(1, 2)"
 )
 TRANSPOSE_HINT = (
-    "the heads were not brought back behind time before the last two axes were joined: transpose(1, 2), then reshape"
+    "the head axis was not moved after the time axis before the last two axes were merged: "
+    "transpose(1, 2), then reshape"
 )
 TASKS = [
     FunctionTask(
@@ -130,15 +131,15 @@ TASKS = [
             Case("for a batch of 2, 5 tokens and 3 heads of width 4", (arange_tensor(2, 5, 12), 3)),
             Case("for one token", (arange_tensor(1, 1, 6), 3)),
             Case("for one head", (arange_tensor(2, 3, 5), 1)),
-            Case("for numbers that are not in order in memory", (arange_tensor(2, 6, 4).transpose(1, 2), 2)),
+            Case("for a non-contiguous tensor", (arange_tensor(2, 6, 4).transpose(1, 2), 2)),
         ],
         wrong_split_heads,
         {
             "view without transpose": VIEW_HINT,
-            "heads and width swapped": "each head got every n-th column; a head's columns lie side by side: the axes "
-            "are (n_heads, width), in this order",
-            "no transpose at all": "time still stands before the heads: exchange axes 1 and 2",
-            "the wrong axes exchanged": "heads and width changed places, and time and heads should: transpose(1, 2)",
+            "heads and width swapped": "each head has every n-th column; the columns of a head are contiguous: the "
+            "axes are (n_heads, width), in this order",
+            "no transpose at all": "time is still before the heads: swap axes 1 and 2",
+            "the wrong axes swapped": "heads and width were swapped instead of time and heads: transpose(1, 2)",
         },
         ("batch", "head", "time", "width"),
     ),
@@ -148,15 +149,15 @@ TASKS = [
             Case("for two heads", (arange_tensor(1, 2, 2, 2),)),
             Case("for a batch of 2, 3 heads, 5 tokens of width 4", (arange_tensor(2, 3, 5, 4),)),
             Case("for one token", (arange_tensor(1, 3, 1, 2),)),
-            Case("for what split_heads gave", (split_heads(arange_tensor(2, 5, 12), 3),)),
+            Case("for the output of split_heads", (split_heads(arange_tensor(2, 5, 12), 3),)),
         ],
         wrong_merge_heads,
         {
             "view without transpose": TRANSPOSE_HINT,
-            "heads and width swapped": "the columns of the heads are mixed: after the transpose the axes are (time, "
-            "heads, width), and the last two are joined as they are",
-            "one head only": "the other heads are lost: they stand side by side in the last axis",
-            "heads added up": "heads stand side by side; they are not added up",
+            "heads and width swapped": "the columns of the heads are interleaved: after the transpose the axes are "
+            "(time, heads, width), and the last two are merged in this order",
+            "one head only": "the other heads are lost: they are concatenated along the last axis",
+            "heads summed": "heads are concatenated, not summed",
         },
         ("batch", "time", "column"),
     ),
@@ -170,11 +171,11 @@ TASKS = [
         ],
         wrong_repeat_kv,
         {
-            "repeat in place of repeat_interleave": "the groups come as 0, 1, 0, 1, and 0, 0, 1, 1 was asked: heads "
-            "that share a group are neighbours; repeat_interleave",
+            "repeat in place of repeat_interleave": "the groups are ordered 0, 1, 0, 1 instead of 0, 0, 1, 1: heads "
+            "that share a group are adjacent; use repeat_interleave",
             "repeated along time": "axis 2 is time; the groups are axis 1",
-            "GQA forgotten": "there are still as many heads as groups: each group serves n_heads // n_groups query "
-            "heads",
+            "GQA forgotten": "there are still as many heads as groups: each group is shared by n_heads // n_groups "
+            "query heads",
         },
         ("batch", "head", "time", "width"),
     ),

@@ -1,20 +1,20 @@
 # %% [markdown]
 # # 4 · Count Q, K, V and O
 #
-# Attention has four matrices. Three read the stream of width $d$: $W_Q$ makes one query for each query head, $W_K$ and
-# $W_V$ one key and one value for each key head (with grouped-query attention these are fewer). The fourth, $W_O$,
-# takes all heads' results side by side back to width $d$. A matrix from $n$ numbers to $m$ has $n \cdot m$ parameters,
-# and its bias one for each **output**, $m$. Heads times their width is often $d$, but it need not be: the width of a
-# head is a setting of its own.
+# Attention has four matrices. Three project the residual stream of dimension $d$: $W_Q$ computes one query per query
+# head, $W_K$ and $W_V$ one key and one value per key head (with grouped-query attention there are fewer of these). The
+# fourth, $W_O$, projects the concatenated head outputs back to dimension $d$. A matrix from $n$ to $m$ dimensions has
+# $n \cdot m$ parameters, and its bias has one per **output**, $m$. Heads times head dimension is often $d$, but it need
+# not be: the head dimension is a separate setting.
 #
-# **A number to begin with.** GPT-2 small: $d = 768$, 12 heads of width 64 for queries and for keys, with biases: $4
-# \cdot 768 \cdot 768 + 4 \cdot 768 = 2{,}362{,}368$. `cutaway size gpt2` counts 28,348,416 in twelve such layers. The
-# theory is in notebook 8, costs.
+# **A worked example.** GPT-2 small: $d = 768$, 12 heads of dimension 64 for queries and for keys, with biases: $4 \cdot
+# 768 \cdot 768 + 4 \cdot 768 = 2{,}362{,}368$. `cutaway size gpt2` counts 28,348,416 in twelve such layers. The theory
+# is in notebook 8, costs.
 
 
 # %%
 def qkvo_params(d_model: int, n_heads: int, n_kv_heads: int, d_head: int, bias: bool) -> int:
-    """The parameters of Q, K, V and O of one layer."""
+    """Number of parameters of Q, K, V and O in one layer."""
     # begin solution
     queries, keys = n_heads * d_head, n_kv_heads * d_head
     matrices = d_model * (queries + 2 * keys) + queries * d_model
@@ -24,15 +24,15 @@ def qkvo_params(d_model: int, n_heads: int, n_kv_heads: int, d_head: int, bias: 
 
 # %%
 def gqa_savings(d_model: int, n_heads: int, n_kv_heads: int, d_head: int) -> float:
-    """The share of these parameters (no biases) that is saved, against as many key heads as query heads: 0 to 1."""
+    """Fraction of these parameters (no biases) that GQA saves compared with n_kv_heads = n_heads: 0 to 1."""
     # begin solution
-    whole = qkvo_params(d_model, n_heads, n_heads, d_head, False)
-    return 1 - qkvo_params(d_model, n_heads, n_kv_heads, d_head, False) / whole
+    mha_params = qkvo_params(d_model, n_heads, n_heads, d_head, False)
+    return 1 - qkvo_params(d_model, n_heads, n_kv_heads, d_head, False) / mha_params
     # end solution
 
 
 # %% [markdown]
-# Try the number from above, then ask: `cutaway learn check 4`.
+# Try the worked example, then run `cutaway learn check 4`.
 
 # %%
 qkvo_params(768, 12, 12, 64, True)
@@ -44,10 +44,10 @@ MINUTES = 10
 NOTEBOOK = "08_costs"
 SITE = "attn.out"
 HINTS = (
-    "Write four lines, one a matrix: what it reads times what it gives.",
-    "Q gives n_heads · d_head numbers, K and V give n_kv_heads · d_head each; O reads n_heads · d_head and gives "
-    "d_model.",
-    "A bias is as long as what its matrix gives: three times the widths above for Q, K and V, but d_model for O.",
+    "Write four lines, one per matrix: input dimension times output dimension.",
+    "Q has n_heads · d_head outputs, K and V have n_kv_heads · d_head each; O has n_heads · "
+    "d_head inputs and d_model outputs.",
+    "A bias is as long as the output of its matrix: the dimensions above for Q, K and V, but d_model for O.",
 )
 
 
@@ -61,23 +61,23 @@ def wrong_qkvo_params(
     sides = 1 if "K and V counted once" in mistakes else 2
     o = 0 if "O forgotten" in mistakes else queries * d_model
     total = d_model * (queries + sides * keys) + o
-    if "as if every head were as wide as the model" in mistakes:
+    if "head dimension taken for d_model" in mistakes:
         total = d_model * d_model * (n_heads + sides * groups) + (
             0 if "O forgotten" in mistakes else n_heads * d_model * d_model
         )
     if not bias or "biases forgotten" in mistakes:
         return total
-    last = queries if "O's bias as wide as the heads" in mistakes else d_model
+    last = queries if "O's bias as long as the heads" in mistakes else d_model
     return total + queries + sides * keys + (0 if "O forgotten" in mistakes else last)
 
 
 def wrong_gqa_savings(mistakes: MistakeSet, d_model: int, n_heads: int, n_kv_heads: int, d_head: int) -> float:
-    counted = MistakeSet(mistakes - {"what is left", "of K and V alone"})
-    part = wrong_qkvo_params(counted, d_model, n_heads, n_kv_heads, d_head, False)
-    share = part / wrong_qkvo_params(counted, d_model, n_heads, n_heads, d_head, False)
-    if "of K and V alone" in mistakes:
-        share = n_kv_heads / n_heads
-    return share if "what is left" in mistakes else 1 - share
+    shared_mistakes = MistakeSet(mistakes - {"remaining fraction", "fraction of K and V alone"})
+    gqa_params = wrong_qkvo_params(shared_mistakes, d_model, n_heads, n_kv_heads, d_head, False)
+    fraction = gqa_params / wrong_qkvo_params(shared_mistakes, d_model, n_heads, n_heads, d_head, False)
+    if "fraction of K and V alone" in mistakes:
+        fraction = n_kv_heads / n_heads
+    return fraction if "remaining fraction" in mistakes else 1 - fraction
 
 
 MODEL_SHAPES = {
@@ -89,32 +89,32 @@ MODEL_SHAPES = {
     "for wide heads with biases": (6, 3, 1, 4, True),
     "for one head": (5, 1, 1, 5, True),
 }
-KV_HEADS_HINT = "K and V are counted as wide as Q: with grouped queries they have n_kv_heads heads"
+KV_HEADS_HINT = "K and V are counted with as many heads as Q: with grouped-query attention they have n_kv_heads heads"
 TASKS = [
     FunctionTask(
         qkvo_params,
-        [Case(what, shape) for what, shape in MODEL_SHAPES.items()],
+        [Case(name, shape) for name, shape in MODEL_SHAPES.items()],
         wrong_qkvo_params,
         {
-            "biases forgotten": "with `bias` each matrix has one number more for each of its outputs",
+            "biases forgotten": "with `bias` each matrix has one additional parameter per output",
             "GQA forgotten": KV_HEADS_HINT,
-            "O forgotten": "there is a fourth matrix: O takes the heads' results back to the stream",
-            "d_head taken for d_model / n_heads": "d_head is given, and need not be d_model / n_heads: Mistral Nemo "
-            "has 32 heads of 128 in a width of 5,120",
-            "O's bias as wide as the heads": "a bias is as long as what its matrix gives, and O gives d_model numbers",
-            "K and V counted once": "keys and values have a matrix each",
-            "as if every head were as wide as the model": "a head reads d_model numbers and gives d_head, not d_model",
+            "O forgotten": "there is a fourth matrix: O projects the head outputs back to the residual stream",
+            "d_head taken for d_model / n_heads": "d_head is an argument and need not equal d_model / n_heads: "
+            "Mistral Nemo has 32 heads of 128 with d_model 5,120",
+            "O's bias as long as the heads": "a bias is as long as the output of its matrix, and O has d_model outputs",
+            "K and V counted once": "keys and values have separate matrices",
+            "head dimension taken for d_model": "a head has d_model inputs and d_head outputs, not d_model",
         },
     ),
     FunctionTask(
         gqa_savings,
-        [Case(what, shape[:4]) for what, shape in MODEL_SHAPES.items()],
+        [Case(name, shape[:4]) for name, shape in MODEL_SHAPES.items()],
         wrong_gqa_savings,
         {
-            "what is left": "that is the share that remains; asked is what is saved, 1 less that",
-            "of K and V alone": "that is the share of K and V; asked is the share of all four matrices",
+            "remaining fraction": "that is the fraction that remains; the fraction saved is 1 minus that",
+            "fraction of K and V alone": "that is the fraction of K and V; compute the fraction of all four matrices",
             "GQA forgotten": KV_HEADS_HINT,
-            "O forgotten": "O is one of the four matrices, and is not saved",
+            "O forgotten": "O is one of the four matrices, and GQA does not reduce it",
         },
     ),
 ]

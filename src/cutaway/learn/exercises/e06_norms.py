@@ -1,20 +1,19 @@
 # %% [markdown]
 # # 6 · LayerNorm and RMSNorm
 #
-# A norm looks at **one token's vector** $x$ of $d$ numbers and gives it a standard size. LayerNorm ([Ba et al.
-# 2016](https://arxiv.org/abs/1607.06450)) takes its mean away and divides by its standard deviation; RMSNorm ([Zhang
-# and Sennrich 2019](https://arxiv.org/abs/1910.07467)) divides by the root of the mean square and has neither mean nor
-# $\beta$:
+# A norm rescales **one token's vector** $x$ of $d$ entries. LayerNorm ([Ba et al.
+# 2016](https://arxiv.org/abs/1607.06450)) subtracts the mean and divides by the standard deviation; RMSNorm ([Zhang and
+# Sennrich 2019](https://arxiv.org/abs/1910.07467)) divides by the root mean square and has neither mean nor $\beta$:
 #
 # $$\text{LayerNorm}(x) = \gamma \cdot \frac{x - \mu}{\sqrt{\sigma^2 + \varepsilon}} + \beta \qquad
 # \text{RMSNorm}(x) = \gamma \cdot \frac{x}{\sqrt{\tfrac1d \sum_i x_i^2 + \varepsilon}}$$
 #
-# $\sigma^2 = \tfrac1d \sum_i (x_i - \mu)^2$ is divided by $d$, not by $d - 1$: it describes these numbers and
-# estimates nothing. $\varepsilon$ stands under the root, so that a vector of equal numbers gives zeros and not 0/0.
+# $\sigma^2 = \tfrac1d \sum_i (x_i - \mu)^2$ is divided by $d$, not by $d - 1$: it is the variance of these entries, not
+# an estimate. $\varepsilon$ is under the root, so that a vector of equal entries gives zeros and not 0/0.
 #
-# **Numbers to begin with.** $x = (1, 2, 3, 4)$, $\gamma = 1$, $\beta = 0$. The mean is 2.5, the variance 1.25, and
-# LayerNorm gives $(-1.342, -0.447, 0.447, 1.342)$. The mean square is 7.5, and RMSNorm gives $(0.365, 0.730, 1.095,
-# 1.461)$. The theory is in notebook 4, feed-forward layers and norms.
+# **Worked examples.** $x = (1, 2, 3, 4)$, $\gamma = 1$, $\beta = 0$. The mean is 2.5, the variance 1.25, and LayerNorm
+# gives $(-1.342, -0.447, 0.447, 1.342)$. The mean square is 7.5, and RMSNorm gives $(0.365, 0.730, 1.095, 1.461)$. The
+# theory is in notebook 4, feed-forward layers and norms.
 
 # %%
 import torch
@@ -23,24 +22,24 @@ from torch import Tensor
 
 # %%
 def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
-    """Each vector along the last axis of x, for itself; any number of axes before it."""
+    """Normalize each vector along the last axis of x; any number of leading axes."""
     # begin solution
-    centred = x - x.mean(-1, keepdim=True)
-    variance = centred.square().mean(-1, keepdim=True)
-    return gamma * centred / (variance + eps).sqrt() + beta
+    centered = x - x.mean(-1, keepdim=True)
+    variance = centered.square().mean(-1, keepdim=True)
+    return gamma * centered / (variance + eps).sqrt() + beta
     # end solution
 
 
 # %%
 def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    """Each vector along the last axis of x, for itself."""
+    """Normalize each vector along the last axis of x."""
     # begin solution
     return gamma * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
     # end solution
 
 
 # %% [markdown]
-# Try the numbers from above, then ask: `cutaway learn check 6`.
+# Try the worked examples, then run `cutaway learn check 6`.
 
 # %%
 layer_norm(torch.tensor([1.0, 2, 3, 4]), torch.ones(4), torch.zeros(4), 1e-5)
@@ -52,9 +51,8 @@ MINUTES = 15
 NOTEBOOK = "04_ffn_norms_residuals"
 SITE = "final_norm"
 HINTS = (
-    "Everything is computed along the last axis, and kept as an axis of size 1: `x.mean(-1, keepdim=True)`.",
-    "`x.var()` divides by d − 1 unless it is told otherwise; the mean of the squares of what is left of the mean "
-    "does not.",
+    "All statistics are computed along the last axis and kept as an axis of size 1: `x.mean(-1, keepdim=True)`.",
+    "`x.var()` divides by d − 1 by default; the mean of the squared deviations from the mean does not.",
     "γ · (x − mean) / sqrt(mean of squares + ε) + β; RMSNorm: γ · x / sqrt(mean of x² + ε).",
 )
 
@@ -67,12 +65,12 @@ def reduction_axes(mistakes: MistakeSet, x: Tensor) -> tuple[int, ...]:
 
 def wrong_layer_norm(mistakes: MistakeSet, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
     axes = reduction_axes(mistakes, x)
-    centred = x - x.mean(axes, keepdim=True)
+    centered = x - x.mean(axes, keepdim=True)
     variance = x.var(axes, correction=1 if "n−1 variance" in mistakes else 0, keepdim=True)
     eps = 0.0 if "ε forgotten" in mistakes else eps
-    spread = variance.sqrt() + eps if "ε outside the root" in mistakes else (variance + eps).sqrt()
-    spread = variance + eps if "no square root" in mistakes else spread
-    out = (x if "mean not taken away" in mistakes else centred) / spread
+    divisor = variance.sqrt() + eps if "ε outside the root" in mistakes else (variance + eps).sqrt()
+    divisor = variance + eps if "no square root" in mistakes else divisor
+    out = (x if "mean not subtracted" in mistakes else centered) / divisor
     out = out if "γ forgotten" in mistakes else gamma * out
     if "β inside γ" in mistakes:
         return out + gamma * beta
@@ -81,23 +79,23 @@ def wrong_layer_norm(mistakes: MistakeSet, x: Tensor, gamma: Tensor, beta: Tenso
 
 def wrong_rms_norm(mistakes: MistakeSet, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     axes = reduction_axes(mistakes, x)
-    count = x.square().mean(axes, keepdim=True)
-    square = x.square().sum(axes, keepdim=True) if "length in place of rms" in mistakes else count
-    x = x - x.mean(axes, keepdim=True) if "mean taken away" in mistakes else x
+    mean_square = x.square().mean(axes, keepdim=True)
+    squares = x.square().sum(axes, keepdim=True) if "L2 norm in place of rms" in mistakes else mean_square
+    x = x - x.mean(axes, keepdim=True) if "mean subtracted" in mistakes else x
     if "standard deviation in place of rms" in mistakes:
-        square = x.var(axes, correction=0, keepdim=True)
+        squares = x.var(axes, correction=0, keepdim=True)
     eps = 0.0 if "ε forgotten" in mistakes else eps
-    size = square.sqrt() + eps if "ε outside the root" in mistakes else (square + eps).sqrt()
-    size = square + eps if "no square root" in mistakes else size
-    return x / size if "γ forgotten" in mistakes else gamma * x / size
+    divisor = squares.sqrt() + eps if "ε outside the root" in mistakes else (squares + eps).sqrt()
+    divisor = squares + eps if "no square root" in mistakes else divisor
+    return x / divisor if "γ forgotten" in mistakes else gamma * x / divisor
 
 
 def random_inputs(
     seed: int, *shape: int, scale: float = 1.0, offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor, float]:
-    dice = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, generator=dice) * scale + offset
-    gamma, beta = (torch.randn(shape[-1], generator=dice) for _ in range(2))
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator) * scale + offset
+    gamma, beta = (torch.randn(shape[-1], generator=generator) for _ in range(2))
     return x, gamma + 1.5, beta, 1e-5
 
 
@@ -110,12 +108,12 @@ CASES = [
     Case("for a vector of zeros", (torch.zeros(2, 3), torch.ones(3), torch.ones(3), 1e-5)),
 ]
 SHARED_MISTAKES = {
-    "ε forgotten": "a vector of equal numbers gives 0/0: ε is added under the root",
+    "ε forgotten": "a vector of equal entries gives 0/0: ε is added under the root",
     "ε outside the root": "ε is added to the variance, under the root, not to the root",
-    "no square root": "divided is by the root, not by what stands under it",
-    "γ forgotten": "γ is there to be multiplied with, number by number",
-    "over everything": "mean and size are taken over all tokens together: each token has its own, dim=-1",
-    "over the tokens": "mean and size are taken across tokens; a norm looks at one token's numbers, dim=-1",
+    "no square root": "the divisor is the square root, not its argument",
+    "γ forgotten": "multiply elementwise by γ",
+    "over everything": "mean and scale are computed over all tokens together: each token has its own, dim=-1",
+    "over the tokens": "mean and scale are computed across tokens; a norm uses the entries of one token, dim=-1",
 }
 TASKS = [
     FunctionTask(
@@ -123,11 +121,11 @@ TASKS = [
         CASES,
         wrong_layer_norm,
         {
-            "n−1 variance": "the variance is divided by d − 1; LayerNorm divides by d: var(correction=0), or the "
-            "mean of squares",
-            "mean not taken away": "the mean is taken away above the line too: (x − mean) / root",
-            "β forgotten": "β is added at the end",
-            "β inside γ": "γ · (… + β) was computed; β is added after γ",
+            "n−1 variance": "the variance is divided by d − 1; LayerNorm divides by d: var(correction=0), or the mean "
+            "of squares",
+            "mean not subtracted": "the mean is subtracted in the numerator too: (x − mean) / root",
+            "β forgotten": "add β at the end",
+            "β inside γ": "this computes γ · (… + β); β is added after γ",
             **SHARED_MISTAKES,
         },
     ),
@@ -136,10 +134,10 @@ TASKS = [
         [Case(case.description, (case.args[0], case.args[1], case.args[3])) for case in CASES],
         wrong_rms_norm,
         {
-            "length in place of rms": "divided is by the length of the vector; the mean of the squares was asked, "
-            "not their sum",
-            "mean taken away": "RMSNorm takes no mean away: that is LayerNorm's",
-            "standard deviation in place of rms": "the mean square is of x itself, not of x less its mean",
+            "L2 norm in place of rms": "the divisor is the L2 norm of the vector; use the mean of the squares, not "
+            "their sum",
+            "mean subtracted": "RMSNorm subtracts no mean: LayerNorm does",
+            "standard deviation in place of rms": "use the mean square of x itself, not of x minus its mean",
             **SHARED_MISTAKES,
         },
     ),

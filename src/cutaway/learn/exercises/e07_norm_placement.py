@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 7 · Pre-norm and post-norm
 #
-# A block has two branches, attention and a feed-forward layer. Each reads the stream $x$ and **adds** to it. Where the
-# norm stands is all that tells the two placements apart:
+# A block has two branches, attention and a feed-forward layer. Each reads the residual stream $x$ and **adds** to it.
+# The two placements differ only in the position of the norm:
 #
 # ```
 #   pre-norm    ──┬── norm1 ── attention ── + ──┬── norm2 ── ffn ── + ──
@@ -14,14 +14,14 @@
 #
 # Write each as two lines of the form x = …
 #
-# With pre-norm nothing ever touches the stream itself: from the embedding to the end there is a path of additions
-# only, and gradients flow back along it unchanged. The price: nobody has normed the stream when it reaches the head,
-# so the model ends in one norm more. Post-norm (the [2017 Transformer](https://arxiv.org/abs/1706.03762), BERT) norms
-# the stream at every step.
+# With pre-norm the residual stream itself is never normalized: from the embedding to the last block there is a path of
+# additions only, and gradients flow back along it unchanged. The cost: the residual stream is not normalized when it
+# reaches the head, so the model needs a final norm. Post-norm (the [2017
+# Transformer](https://arxiv.org/abs/1706.03762), BERT) normalizes the residual stream after every sublayer.
 #
-# **Numbers to begin with.** The stream is $((1, 2), (3, 4))$, attention gives zeros, the feed-forward layer is a ReLU,
-# norms are RMSNorms with $\gamma = 1$. Pre-norm gives $((1.632, 3.265), (3.849, 5.131))$: the stream, and the normed
-# stream added to it. The theory is in notebooks 4 and 5, residuals and gradients.
+# **A worked example.** The residual stream is $((1, 2), (3, 4))$, attention returns zeros, the feed-forward layer is a
+# ReLU, norms are RMSNorms with $\gamma = 1$. Pre-norm gives $((1.632, 3.265), (3.849, 5.131))$: the residual stream
+# plus the normalized residual stream. The theory is in notebooks 4 and 5, residuals and gradients.
 
 # %%
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ Branch = Callable[[Tensor], Tensor]
 
 # %%
 def pre_norm(x: Tensor, attention: Branch, ffn: Branch, norm1: Branch, norm2: Branch) -> Tensor:
-    """The stream (token, width) after one pre-norm block."""
+    """Residual stream (token, width) after one pre-norm block."""
     # begin solution
     x = x + attention(norm1(x))
     return x + ffn(norm2(x))
@@ -43,7 +43,7 @@ def pre_norm(x: Tensor, attention: Branch, ffn: Branch, norm1: Branch, norm2: Br
 
 # %%
 def post_norm(x: Tensor, attention: Branch, ffn: Branch, norm1: Branch, norm2: Branch) -> Tensor:
-    """The stream (token, width) after one post-norm block."""
+    """Residual stream (token, width) after one post-norm block."""
     # begin solution
     x = norm1(x + attention(x))
     return norm2(x + ffn(x))
@@ -52,7 +52,7 @@ def post_norm(x: Tensor, attention: Branch, ffn: Branch, norm1: Branch, norm2: B
 
 # %%
 def pre_norm_model(x: Tensor, blocks: Sequence[Branch], final_norm: Branch) -> Tensor:
-    """What the head reads: the stream after all pre-norm blocks (each takes and gives a stream) and what follows."""
+    """Input of the head: the residual stream after all pre-norm blocks (each maps x to x) and what follows them."""
     # begin solution
     for block in blocks:
         x = block(x)
@@ -61,7 +61,7 @@ def pre_norm_model(x: Tensor, blocks: Sequence[Branch], final_norm: Branch) -> T
 
 
 # %% [markdown]
-# Try the numbers from above, then ask: `cutaway learn check 7`.
+# Try the worked example, then run `cutaway learn check 7`.
 
 
 # %%
@@ -78,11 +78,11 @@ MINUTES = 15
 NOTEBOOK = "05_gradients"
 SITE = "resid_post"
 HINTS = (
-    "Two lines a block, each of the form x = …; the second reads what the first gave.",
-    "Pre-norm: the norm is the first thing a branch does, and what stands before the + is the stream as it was. "
-    "Post-norm: the norm is the last thing of a line.",
-    "x = x + attention(norm1(x)); x = x + ffn(norm2(x)). And: x = norm1(x + attention(x)); x = norm2(x + ffn(x)). "
-    "The model: blocks one after another, then final_norm.",
+    "Two lines per block, each of the form x = …; the second reads the result of the first.",
+    "Pre-norm: the norm is the first operation of a branch, and the left operand of + is the "
+    "unmodified x. Post-norm: the norm is the last operation of a line.",
+    "x = x + attention(norm1(x)); x = x + ffn(norm2(x)). And: x = norm1(x + attention(x)); x = "
+    "norm2(x + ffn(x)). The model: all blocks in order, then final_norm.",
 )
 
 
@@ -92,18 +92,18 @@ def wrong_pre_norm(
     norm2 = norm1 if "one norm used twice" in mistakes else norm2
     if "post-norm in place of pre-norm" in mistakes:
         return post_norm(x, attention, ffn, norm1, norm2)
-    if "norm behind the branch" in mistakes:
+    if "norm after the branch" in mistakes:
         middle = x + norm1(attention(x))
         return middle + norm2(ffn(middle))
-    if "norm on the stream" in mistakes:
+    if "norm on the residual stream" in mistakes:
         normed = norm1(x)
         middle = normed + attention(normed)
         normed = norm2(middle)
         return normed + ffn(normed)
-    keep = 0.0 if "no residual" in mistakes else 1.0
-    middle = keep * x + attention(x if "attention reads without norm" in mistakes else norm1(x))
-    read = x if "both branches read the same" in mistakes else middle
-    return keep * middle + ffn(read if "the FFN reads without norm" in mistakes else norm2(read))
+    residual_weight = 0.0 if "no residual" in mistakes else 1.0
+    middle = residual_weight * x + attention(x if "attention reads without norm" in mistakes else norm1(x))
+    ffn_input = x if "both branches read the same input" in mistakes else middle
+    return residual_weight * middle + ffn(ffn_input if "the FFN reads without norm" in mistakes else norm2(ffn_input))
 
 
 def wrong_post_norm(
@@ -112,24 +112,26 @@ def wrong_post_norm(
     norm2 = norm1 if "one norm used twice" in mistakes else norm2
     if "pre-norm in place of post-norm" in mistakes:
         return pre_norm(x, attention, ffn, norm1, norm2)
-    if "norm behind the branch" in mistakes:
+    if "norm after the branch" in mistakes:
         middle = x + norm1(attention(x))
         return middle + norm2(ffn(middle))
-    keep = 0.0 if "no residual" in mistakes else 1.0
-    summed = keep * x + attention(x)
+    residual_weight = 0.0 if "no residual" in mistakes else 1.0
+    summed = residual_weight * x + attention(x)
     middle = summed if "the first norm forgotten" in mistakes else norm1(summed)
-    read = summed if "the FFN reads before the norm" in mistakes else middle
-    out = keep * middle + ffn(read)
+    ffn_input = summed if "the FFN reads before the norm" in mistakes else middle
+    out = residual_weight * middle + ffn(ffn_input)
     return out if "the last norm forgotten" in mistakes else norm2(out)
 
 
 def wrong_pre_norm_model(mistakes: MistakeSet, x: Tensor, blocks: Sequence[Branch], final_norm: Branch) -> Tensor:
     if "final norm first" in mistakes:
         x = final_norm(x)
-    for block in blocks[:-1] if "last block left out" in mistakes else blocks:
-        x = x + block(x) if "the stream added twice" in mistakes else block(x)
-        x = final_norm(x) if "norm on the stream" in mistakes else x
-    return x if {"final norm forgotten", "final norm first", "norm on the stream"} & mistakes else final_norm(x)
+    for block in blocks[:-1] if "last block omitted" in mistakes else blocks:
+        x = x + block(x) if "residual stream added twice" in mistakes else block(x)
+        x = final_norm(x) if "norm on the residual stream" in mistakes else x
+    return (
+        x if {"final norm forgotten", "final norm first", "norm on the residual stream"} & mistakes else final_norm(x)
+    )
 
 
 def scaled_norm(scale: Tensor) -> Branch:
@@ -137,12 +139,12 @@ def scaled_norm(scale: Tensor) -> Branch:
 
 
 def toy_attention(x: Tensor) -> Tensor:
-    """A stand-in for attention: each token reads the mean of those before it."""
+    """Stand-in for attention: the mean over each token and the tokens before it."""
     return x.cumsum(0) / torch.arange(1, len(x) + 1)[:, None]
 
 
 def toy_ffn(x: Tensor) -> Tensor:
-    """A stand-in for a feed-forward layer."""
+    """Stand-in for a feed-forward layer."""
     return torch.tanh(x.flip(-1) * 1.5 + 0.3)
 
 
@@ -156,36 +158,35 @@ def random_norms(d_model: int) -> tuple[Branch, Branch]:
 
 TOY_BLOCKS = [
     Case(
-        "for the numbers of the task",
+        "for the worked example",
         (torch.tensor([[1.0, 2], [3, 4]]), torch.zeros_like, torch.relu, rms_normalize, rms_normalize),
     ),
     Case(
-        "for three tokens, with two norms of their own",
+        "for three tokens, with two different norms",
         (random_resid(1, 3, 4), toy_attention, toy_ffn, *random_norms(4)),
     ),
     Case("for one token", (random_resid(2, 1, 5), toy_attention, toy_ffn, *random_norms(5))),
 ]
 RESIDUAL_HINT = (
-    "a branch adds to the stream: x + …; without the stream nothing is left of the embedding after one block"
+    "a branch adds to the residual stream: x + …; without it nothing remains of the embedding after one block"
 )
-TWO_NORMS_HINT = "norm1 and norm2 have weights of their own: the feed-forward layer's is norm2"
-BRANCH_NORM_HINT = "the norm stands behind the branch and before the +: that is neither of the two"
+TWO_NORMS_HINT = "norm1 and norm2 have separate weights: the feed-forward layer uses norm2"
+BRANCH_NORM_HINT = "the norm is after the branch and before the +: that is neither pre-norm nor post-norm"
 TASKS = [
     FunctionTask(
         pre_norm,
         TOY_BLOCKS,
         wrong_pre_norm,
         {
-            "norm on the stream": "the stream itself was normed, and its path of additions is cut: only what a "
-            "branch reads is normed, x + attention(norm1(x))",
+            "norm on the residual stream": "the residual stream itself is normalized, which breaks its path of "
+            "additions: only the input of a branch is normalized, x + attention(norm1(x))",
             "no residual": RESIDUAL_HINT,
-            "post-norm in place of pre-norm": "that is post-norm: here the norm stands before the branch, not behind "
-            "the +",
-            "norm behind the branch": BRANCH_NORM_HINT,
-            "both branches read the same": "the feed-forward layer reads the stream before attention added to it: "
-            "that is a parallel block",
-            "attention reads without norm": "attention reads norm1(x), not x",
-            "the FFN reads without norm": "the feed-forward layer reads norm2(x), not x",
+            "post-norm in place of pre-norm": "that is post-norm: here the norm is before the branch, not after the +",
+            "norm after the branch": BRANCH_NORM_HINT,
+            "both branches read the same input": "the feed-forward layer reads the residual stream before the "
+            "attention output is added: that is a parallel block",
+            "attention reads without norm": "the input of attention is norm1(x), not x",
+            "the FFN reads without norm": "the input of the feed-forward layer is norm2(x), not x",
             "one norm used twice": TWO_NORMS_HINT,
         },
         ("token", "number"),
@@ -195,12 +196,12 @@ TASKS = [
         TOY_BLOCKS,
         wrong_post_norm,
         {
-            "pre-norm in place of post-norm": "that is pre-norm: here the norm is taken of the sum, x + attention(x)",
-            "norm behind the branch": BRANCH_NORM_HINT,
+            "pre-norm in place of post-norm": "that is pre-norm: here the norm is applied to the sum, x + attention(x)",
+            "norm after the branch": BRANCH_NORM_HINT,
             "no residual": RESIDUAL_HINT,
-            "the first norm forgotten": "after attention the sum is normed too, by norm1",
-            "the last norm forgotten": "the block ends in norm2 of the sum",
-            "the FFN reads before the norm": "the feed-forward layer reads what norm1 gave",
+            "the first norm forgotten": "the sum after attention is normalized too, by norm1",
+            "the last norm forgotten": "the block ends with norm2 of the sum",
+            "the FFN reads before the norm": "the input of the feed-forward layer is the output of norm1",
             "one norm used twice": TWO_NORMS_HINT,
         },
         ("token", "number"),
@@ -213,15 +214,17 @@ TASKS = [
                 (random_resid(3, 2, 4), [lambda x: x + toy_attention(x), lambda x: x + toy_ffn(x)], random_norms(4)[0]),
             ),
             Case("for one block", (random_resid(4, 1, 3), [lambda x: x + toy_ffn(x)], random_norms(3)[1])),
-            Case("for no block at all", (random_resid(5, 2, 3), [], random_norms(3)[0])),
+            Case("for zero blocks", (random_resid(5, 2, 3), [], random_norms(3)[0])),
         ],
         wrong_pre_norm_model,
         {
-            "final norm forgotten": "with pre-norm nobody has normed the stream: the model ends in final_norm",
-            "norm on the stream": "the stream is normed after every block; final_norm comes once, at the end",
-            "final norm first": "final_norm comes after the blocks",
-            "the stream added twice": "a block gives the whole stream already: x = block(x)",
-            "last block left out": "all blocks are gone through, the last too",
+            "final norm forgotten": "with pre-norm the residual stream is not normalized: the model ends with "
+            "final_norm",
+            "norm on the residual stream": "the residual stream is normalized after every block; final_norm is "
+            "applied once, at the end",
+            "final norm first": "final_norm is applied after the blocks",
+            "residual stream added twice": "a block already returns the complete residual stream: x = block(x)",
+            "last block omitted": "apply all blocks, including the last",
         },
         ("token", "number"),
     ),

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 9 · Name the mask
 #
-# Three forms of Transformer differ in who may look at whom:
+# Three forms of Transformer differ in their attention masks:
 #
 # | form | attention | mask |
 # |---|---|---|
@@ -9,14 +9,15 @@
 # | decoder-only (GPT, Llama) | `self` | ? |
 # | encoder-decoder (T5, the 2017 Transformer) | `encoder`, `decoder`, `cross` | ? ? ? |
 #
-# The masks' names are `bidirectional` (every query sees every key) and `causal` (a query sees itself and what is
-# before it). Padding is hidden in each of them: **keys** that are no real tokens are seen by nobody. What a padded
-# query sees does not matter, for nobody reads it: leave its row as if it were real. In cross-attention the queries
-# come from the target and the keys from the source, which is known whole.
+# The masks are `bidirectional` (every query attends to every key) and `causal` (a query attends to itself and earlier
+# positions). Padding is masked in each of them: **keys** that are padding are visible to no query. The row of a padded
+# query does not matter, since its output is never used: leave it as if the query were real. In cross-attention the
+# queries come from the target and the keys from the source, all of which is known.
 #
-# Some decoders use others yet: in a `window` of $w$ a token sees itself and the $w - 1$ before it; with a `prefix` the
-# first tokens all see each other, and the rest is causal; packed `documents` lie behind each other in one row, each
-# causal and blind to the others. Where each token sees itself alone, call it a window (of 1).
+# Some decoders use other masks: in a sliding `window` of $w$ a token attends to itself and the $w - 1$ tokens before
+# it; with a `prefix` the first tokens all attend to each other, and the rest is causal; packed `documents` are
+# concatenated in one row, each causal and masked from the others. Where each token attends to itself alone, call it a
+# window (of 1).
 #
 # ```
 #   causal        window 2      prefix 2      documents 2 + 1
@@ -34,7 +35,7 @@ from torch import Tensor
 
 # %%
 def attention_masks(form: str) -> dict[str, str]:
-    """For "encoder-only", "decoder-only" and "encoder-decoder": each of its attentions, and its mask's name."""
+    """Mask name of each attention in "encoder-only", "decoder-only" or "encoder-decoder"."""
     # begin solution
     if form == "encoder-only":
         return {"self": "bidirectional"}
@@ -48,16 +49,16 @@ def attention_masks(form: str) -> dict[str, str]:
 def build_attention_mask(mask: str, num_queries: int, not_padding: Tensor) -> Tensor:
     """A "bidirectional" or "causal" mask (batch, query, key); `not_padding` (batch, key) is False for padding."""
     # begin solution
-    seen = torch.ones(num_queries, not_padding.shape[1], dtype=torch.bool)
+    visible = torch.ones(num_queries, not_padding.shape[1], dtype=torch.bool)
     if mask == "causal":
-        seen = seen.tril()
-    return seen & not_padding[:, None, :]
+        visible = visible.tril()
+    return visible & not_padding[:, None, :]
     # end solution
 
 
 # %%
 def name_the_mask(mask: Tensor) -> str:
-    """bidirectional, causal, window, prefix or documents: the name of a mask (query, key) of three tokens or more."""
+    """Name of a mask (query, key) of at least three tokens: bidirectional, causal, window, prefix or documents."""
     # begin solution
     i, j = torch.arange(len(mask))[:, None], torch.arange(len(mask))
     past = j <= i
@@ -72,7 +73,7 @@ def name_the_mask(mask: Tensor) -> str:
 
 
 # %% [markdown]
-# Try one, then ask: `cutaway learn check 9`.
+# Try one, then run `cutaway learn check 9`.
 
 # %%
 name_the_mask(torch.ones(4, 4, dtype=torch.bool).tril().triu(-1))
@@ -84,54 +85,54 @@ MINUTES = 15
 NOTEBOOK = "06_forms"
 SITE = "cross.pattern"
 HINTS = (
-    "Ask of each attention: which of its keys are known when its query is computed? What is known may be seen.",
-    "The encoder reads a finished text, and so does cross-attention. A decoder writes. Padding: "
-    "not_padding[:, None, :] is one row of keys for every query.",
-    "To tell masks apart: is everything True? Is anything above the diagonal True? Is it the whole lower triangle? "
-    "Are all rows cut to the same width?",
+    "For each attention: which of its keys are known when the query is computed? Known keys may be visible.",
+    "The encoder processes a complete text, and cross-attention attends to one. A decoder "
+    "generates. Padding: not_padding[:, None, :] is one row of keys for every query.",
+    "To distinguish masks: is everything True? Is anything above the diagonal True? Is it the "
+    "complete lower triangle? Do all rows have the same maximum width?",
 )
 
 
 def wrong_attention_masks(mistakes: MistakeSet, form: str) -> dict[str, str]:
-    right = attention_masks(form)
+    masks = attention_masks(form)
     if "encoder" in form and "the encoder made causal" in mistakes:
-        right["self" if form == "encoder-only" else "encoder"] = "causal"
-    if "decoder" in form and "the decoder sees the future" in mistakes:
-        right["self" if form == "decoder-only" else "decoder"] = "bidirectional"
-    if "cross" in right and "cross-attention made causal" in mistakes:
-        right["cross"] = "causal"
+        masks["self" if form == "encoder-only" else "encoder"] = "causal"
+    if "decoder" in form and "the decoder made bidirectional" in mistakes:
+        masks["self" if form == "decoder-only" else "decoder"] = "bidirectional"
+    if "cross" in masks and "cross-attention made causal" in mistakes:
+        masks["cross"] = "causal"
     if "cross-attention forgotten" in mistakes:
-        right.pop("cross", None)
-    return right
+        masks.pop("cross", None)
+    return masks
 
 
 def wrong_build_attention_mask(mistakes: MistakeSet, mask: str, num_queries: int, not_padding: Tensor) -> Tensor:
-    seen = torch.ones(num_queries, not_padding.shape[1], dtype=torch.bool)
+    visible = torch.ones(num_queries, not_padding.shape[1], dtype=torch.bool)
     if mask == "causal" or "always causal" in mistakes:
-        moved = -1 if "off by one: a token does not see itself" in mistakes else 0
-        seen = seen if "never causal" in mistakes else seen.tril(moved)
-    if "padding not hidden" in mistakes:
-        return seen.expand(len(not_padding), -1, -1)
-    if "padded queries hidden in place of keys" in mistakes:
-        return seen & not_padding[:, :, None]
-    if "padded queries hidden too" in mistakes:
-        return seen & not_padding[:, None, :] & not_padding[:, :, None]
-    if "padding seen, tokens hidden" in mistakes:
-        return seen & ~not_padding[:, None, :]
-    return seen & not_padding[:, None, :]
+        diagonal = -1 if "off by one: diagonal masked" in mistakes else 0
+        visible = visible if "never causal" in mistakes else visible.tril(diagonal)
+    if "padding not masked" in mistakes:
+        return visible.expand(len(not_padding), -1, -1)
+    if "padded queries masked in place of keys" in mistakes:
+        return visible & not_padding[:, :, None]
+    if "padded queries masked too" in mistakes:
+        return visible & not_padding[:, None, :] & not_padding[:, :, None]
+    if "padding visible, tokens masked" in mistakes:
+        return visible & ~not_padding[:, None, :]
+    return visible & not_padding[:, None, :]
 
 
 def wrong_name_the_mask(mistakes: MistakeSet, mask: Tensor) -> str:
-    right = name_the_mask(mask)
-    if right in ("window", "documents") and "everything without a future called causal" in mistakes:
+    name = name_the_mask(mask)
+    if name in ("window", "documents") and "any lower-triangular mask called causal" in mistakes:
         return "causal"
-    if right == "prefix" and "a prefix called bidirectional" in mistakes:
+    if name == "prefix" and "a prefix called bidirectional" in mistakes:
         return "bidirectional"
-    if right == "documents" and "documents called a window" in mistakes:
+    if name == "documents" and "documents called a window" in mistakes:
         return "window"
-    if right == "window" and "a window called documents" in mistakes:
+    if name == "window" and "a window called documents" in mistakes:
         return "documents"
-    return right
+    return name
 
 
 def document_mask(*lengths: int) -> Tensor:
@@ -140,9 +141,9 @@ def document_mask(*lengths: int) -> Tensor:
 
 
 def prefix_mask(n: int, prefix_len: int) -> Tensor:
-    seen = torch.ones(n, n, dtype=torch.bool).tril()
-    seen[:prefix_len, :prefix_len] = True
-    return seen
+    visible = torch.ones(n, n, dtype=torch.bool).tril()
+    visible[:prefix_len, :prefix_len] = True
+    return visible
 
 
 LEFT_PADDED = torch.tensor([[False, False, True, True], [True, True, True, True]])
@@ -154,10 +155,11 @@ TASKS = [
         [Case(f"for {form}", (form,)) for form in ("encoder-only", "decoder-only", "encoder-decoder")],
         wrong_attention_masks,
         {
-            "the encoder made causal": "an encoder reads a text that is there whole: every token may see every other",
-            "the decoder sees the future": "a decoder must guess the next token, so it may not see it: causal",
-            "cross-attention made causal": "cross-attention looks at the source, which is known whole before the "
-            "first word is written",
+            "the encoder made causal": "the input of an encoder is complete: every token may attend to every other",
+            "the decoder made bidirectional": "a decoder must predict the next token, so it may not attend to it: "
+            "causal",
+            "cross-attention made causal": "cross-attention attends to the source, all of which is known before the "
+            "first target token is generated",
             "cross-attention forgotten": "an encoder-decoder has three attentions: encoder, decoder and cross",
         },
     ),
@@ -172,15 +174,15 @@ TASKS = [
         ],
         wrong_build_attention_mask,
         {
-            "padding not hidden": "keys that are padding are seen: `not_padding` says which are real",
-            "padded queries hidden in place of keys": "the rows of padded queries are empty and padded keys are "
-            "seen: it is the keys, the columns, that padding hides: not_padding[:, None, :]",
-            "padded queries hidden too": "the rows of padded queries are empty, and a softmax over an empty row is "
-            "NaN; hide keys only",
-            "padding seen, tokens hidden": "`not_padding` is True for real tokens, which are to be seen",
-            "never causal": "causal: query i sees keys 0 to i",
-            "always causal": "bidirectional: every query sees every real key",
-            "off by one: a token does not see itself": "the diagonal is seen too",
+            "padding not masked": "keys that are padding are visible: `not_padding` marks the real ones",
+            "padded queries masked in place of keys": "the rows of padded queries are empty and padded keys are "
+            "visible: mask the keys, the columns: not_padding[:, None, :]",
+            "padded queries masked too": "the rows of padded queries are empty, and a softmax over an empty row is "
+            "NaN; mask keys only",
+            "padding visible, tokens masked": "`not_padding` is True for real tokens, which must be visible",
+            "never causal": "causal: query i attends to keys 0 to i",
+            "always causal": "bidirectional: every query attends to every real key",
+            "off by one: diagonal masked": "the diagonal is visible too",
         },
         ("batch", "query", "key"),
     ),
@@ -198,12 +200,12 @@ TASKS = [
         ],
         wrong_name_the_mask,
         {
-            "everything without a future called causal": "that nothing later is seen is not enough: causal sees all "
-            "of the past",
-            "a prefix called bidirectional": "some of the future is seen, but not all of it",
-            "documents called a window": "in a window the rows are cut to one width; documents begin anew",
-            "a window called documents": "in a window the edge moves with each row; a document's edge stays while it "
-            "lasts",
+            "any lower-triangular mask called causal": "masking all later keys is not enough: in a causal mask all "
+            "earlier keys are visible",
+            "a prefix called bidirectional": "some later keys are visible, but not all",
+            "documents called a window": "in a window all rows have the same width; documents start anew",
+            "a window called documents": "in a window the left edge moves with each row; the edge of a document is "
+            "fixed within it",
         },
     ),
 ]

@@ -1,11 +1,11 @@
-"""An exercise is one Python file of cells: its text, its stub and its solution are read from it without running it.
+"""Exercise file format: text, stub and solution, parsed from one Python file of cells without running it.
 
-    # %% [markdown]        the task, as a notebook shows it
-    # %%                   functions; what the learner writes stands between `# begin solution` and `# end solution`
-    # %% checker           from here on what only the checker reads: metadata, cases, mistakes
+    # %% [markdown]        the task, as shown in a notebook
+    # %%                   functions; the learner's part is between `# begin solution` and `# end solution`
+    # %% checker           from here on for the checker only: metadata, cases, mistakes
 
-The stub is the file up to the last marker with each solution replaced by a line that raises, or by the lines that stand
-in it behind `# stub: `.
+The stub is the file up to the last marker, with each solution replaced by a line that raises, or by the lines in it
+that start with `# stub: `.
 """
 
 import ast
@@ -16,22 +16,22 @@ from pathlib import Path
 from typing import Any
 
 NOT_WRITTEN = "not written yet"
-"""What a function says that the learner has not written."""
+"""Message of a function that the learner has not written."""
 SOLUTION_BEGIN, SOLUTION_END, STUB_LINE, CHECKER_CELL = "# begin solution", "# end solution", "# stub: ", "# %% checker"
 METADATA_NAMES = ("MINUTES", "NOTEBOOK", "SITE", "HINTS")
 
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise. Nothing of it is run by being read."""
+    """One exercise. Its code is parsed, not run."""
 
     path: Path
     text: str
-    """The whole file."""
+    """The complete file."""
 
     @property
     def slug(self) -> str:
-        """Its name in file names: `01-attention`."""
+        """Name used in file names: `01-attention`."""
         return self.path.stem.removeprefix("e").replace("_", "-")
 
     @property
@@ -40,36 +40,36 @@ class Exercise:
 
     @property
     def title(self) -> str:
-        found = re.search(r"^# # \d+ · (.+)$", self.text, re.MULTILINE)
-        assert found, f"{self.path} has no title"
-        return found[1]
+        match = re.search(r"^# # \d+ · (.+)$", self.text, re.MULTILINE)
+        assert match, f"{self.path} has no title"
+        return match[1]
 
     @cached_property
     def visible_cells(self) -> str:
-        """What a learner may see, solutions and their marks among it."""
+        """The cells for learners, with solutions and their markers."""
         return self.text[: self.text.index(CHECKER_CELL)].rstrip() + "\n"
 
     @property
     def instructions(self) -> str:
-        """The words of the exercise, as markdown."""
+        """Text of the exercise, as markdown."""
         parts = [cell for kind, cell in parse_cells(self.visible_cells) if kind == "markdown"]
         return "\n\n".join(parts)
 
     @property
     def stub(self) -> str:
-        """What the learner begins with."""
+        """The file that the learner starts with."""
         lines: list[str] = []
         inside, replaced = False, False
         for line in self.visible_cells.splitlines():
-            bare = line.strip()
-            margin = line[: len(line) - len(line.lstrip())]
-            if bare == SOLUTION_BEGIN:
+            stripped = line.strip()
+            indent = line[: len(line) - len(line.lstrip())]
+            if stripped == SOLUTION_BEGIN:
                 inside, replaced = True, False
-            elif bare == SOLUTION_END:
-                lines += [] if replaced else [f'{margin}raise NotImplementedError("{NOT_WRITTEN}")']
+            elif stripped == SOLUTION_END:
+                lines += [] if replaced else [f'{indent}raise NotImplementedError("{NOT_WRITTEN}")']
                 inside = False
-            elif inside and bare.startswith(STUB_LINE.rstrip()):
-                lines.append(margin + bare[len(STUB_LINE) :])
+            elif inside and stripped.startswith(STUB_LINE.rstrip()):
+                lines.append(indent + stripped[len(STUB_LINE) :])
                 replaced = True
             elif not inside:
                 lines.append(line)
@@ -77,56 +77,62 @@ class Exercise:
 
     @property
     def solution(self) -> str:
-        """The same cells, written out."""
-        marks = (SOLUTION_BEGIN, SOLUTION_END, STUB_LINE.rstrip())
-        return "".join(line for line in self.visible_cells.splitlines(True) if not line.strip().startswith(marks))
+        """The same cells with the solutions."""
+        markers = (SOLUTION_BEGIN, SOLUTION_END, STUB_LINE.rstrip())
+        return "".join(line for line in self.visible_cells.splitlines(True) if not line.strip().startswith(markers))
 
     @property
     def required_names(self) -> list[str]:
-        """What the learner has to write: functions, and tables such as DIAGNOSIS."""
-        begins = [n for n, line in enumerate(self.visible_cells.splitlines(), 1) if line.strip() == SOLUTION_BEGIN]
+        """Names that the learner has to define: functions, and tables such as DIAGNOSIS."""
+        begin_lines = [n for n, line in enumerate(self.visible_cells.splitlines(), 1) if line.strip() == SOLUTION_BEGIN]
         names = []
         for node in ast.parse(self.visible_cells).body:
-            if isinstance(node, ast.FunctionDef) and any(node.lineno <= n <= (node.end_lineno or 0) for n in begins):
+            if isinstance(node, ast.FunctionDef) and any(
+                node.lineno <= n <= (node.end_lineno or 0) for n in begin_lines
+            ):
                 names.append(node.name)
-            elif isinstance(node, ast.Assign) and node.lineno - 1 in begins and isinstance(node.targets[0], ast.Name):
+            elif (
+                isinstance(node, ast.Assign)
+                and node.lineno - 1 in begin_lines
+                and isinstance(node.targets[0], ast.Name)
+            ):
                 names.append(node.targets[0].id)
         return names
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
-        """The constants behind the marker that are written out as they are."""
-        found = {}
+        """Constants after the marker that are literals."""
+        constants = {}
         for node in ast.parse(self.text).body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 name = node.targets[0].id
                 if name in METADATA_NAMES:
-                    found[name] = ast.literal_eval(node.value)
-        return found
+                    constants[name] = ast.literal_eval(node.value)
+        return constants
 
     @property
     def minutes(self) -> int:
-        """About how long it takes."""
+        """Approximate duration."""
         return int(self.metadata["MINUTES"])
 
     @property
     def notebook(self) -> str:
-        """The theory notebook that it belongs to."""
+        """Name of the corresponding notebook."""
         return str(self.metadata["NOTEBOOK"])
 
     @property
     def site(self) -> str:
-        """The place in the forward pass that it is about, by its site name."""
+        """Name of the site in the forward pass that the exercise is about."""
         return str(self.metadata["SITE"])
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """From the vaguest to the nearest."""
+        """Hints, from vague to specific."""
         return tuple(self.metadata["HINTS"])
 
 
 def parse_cells(text: str) -> list[tuple[str, str]]:
-    """The cells of a file: (`markdown` or `code`, its text)."""
+    """Split a file into cells: (`markdown` or `code`, text)."""
     cells: list[tuple[str, str]] = []
     for part in re.split(r"^# %%", text, flags=re.MULTILINE)[1:]:
         head, _, body = part.partition("\n")

@@ -1,4 +1,4 @@
-"""What an exercise asks for: a function with cases to try it on, or a table of names; and the usual mistakes."""
+"""Tasks of an exercise: a function with test cases, or a table of names; and common mistakes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,15 +6,15 @@ from itertools import combinations
 from typing import Any
 
 MistakeSet = frozenset[str]
-"""Names of the mistakes that are made at once."""
+"""Names of mistakes made together."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments to try a function with."""
+    """Arguments of one test call."""
 
     description: str
-    """In words: `for one token`."""
+    """Description: `for one token`."""
     args: tuple[Any, ...]
 
 
@@ -25,32 +25,32 @@ class FunctionTask:
     solution: Callable[..., Any]
     cases: Sequence[Case]
     simulate_mistakes: Callable[..., Any]
-    """(mistakes, *args) → what the function gives with these mistakes made; with none, what the solution gives."""
+    """(mistakes, *args) → the result with these mistakes; with none, the result of the solution."""
     mistakes: Mapping[str, str]
-    """Each mistake's name, and the hint for who made it."""
+    """Mistake name → hint."""
     axes: Sequence[str] = ()
-    """The names of the axes of a tensor that it gives."""
+    """Names of the axes of a returned tensor."""
     max_mistakes: int = 2
-    """How many mistakes are looked for together. Of answers that are yes or no, two would fit anything."""
+    """Maximum number of mistakes searched for together. For boolean results use 1: pairs would match anything."""
 
     @property
     def name(self) -> str:
         return self.solution.__name__
 
     def mistake_sets(self) -> Iterator[MistakeSet]:
-        """Each mistake alone, then each two at once."""
-        for count in range(1, self.max_mistakes + 1):
-            yield from (MistakeSet(each) for each in combinations(self.mistakes, count))
+        """Sets of one mistake, then of two, up to `max_mistakes`."""
+        for size in range(1, self.max_mistakes + 1):
+            yield from (MistakeSet(names) for names in combinations(self.mistakes, size))
 
 
 @dataclass(frozen=True)
 class TableTask:
-    """A dictionary to fill with names from a list. What is wrong in it is said, what is right is not."""
+    """A dictionary to fill in with names from a list. Feedback names wrong entries but not the correct ones."""
 
     name: str
     answers: Mapping[str, str]
     explanations: Mapping[str, str]
-    """By each name that may be chosen: what would have to be seen if it were true."""
+    """For each name that can be chosen: what would be observed if it were true."""
     placeholder: str = "?"
     wrong_phrase: str = field(default="is not")
 

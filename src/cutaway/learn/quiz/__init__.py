@@ -1,4 +1,4 @@
-"""The quiz: questions with explained answers, one file a section, each answer proved by a program. No torch here."""
+"""The quiz: questions with explained answers, one TOML file per section, proofs as programs. Imports no torch."""
 
 import tomllib
 from dataclasses import dataclass
@@ -40,12 +40,12 @@ SECTIONS = (
     "diagnostics",
     "interfaces",
 )
-"""Their files, in the order of the subject."""
+"""Section files, in order of presentation."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the subject."""
+    """One section of the quiz."""
 
     slug: str
     title: str
@@ -54,33 +54,33 @@ class Section:
 
 @cache
 def load_sections() -> tuple[Section, ...]:
-    """All that is asked, by section."""
+    """Load all questions, by section."""
     return tuple(_read_section(slug) for slug in SECTIONS)
 
 
 def _read_section(slug: str) -> Section:
     data = tomllib.loads((files(__name__) / f"{slug}.toml").read_text(encoding="utf-8"))
-    return Section(slug, data["title"], tuple(parse_question(each, slug) for each in data["questions"]))
+    return Section(slug, data["title"], tuple(parse_question(table, slug) for table in data["questions"]))
 
 
 def find_questions(topic: str | None = None) -> tuple[Question, ...]:
     """All questions, or those of a section ('inference') or a topic ('attention')."""
-    every = tuple(each for section in load_sections() for each in section.questions)
+    questions = tuple(question for section in load_sections() for question in section.questions)
     if topic is None:
-        return every
-    found = tuple(each for each in every if topic in (each.section, each.topic))
-    if not found:
-        topics = sorted({each.topic for each in every} - set(SECTIONS))
+        return questions
+    matches = tuple(question for question in questions if topic in (question.section, question.topic))
+    if not matches:
+        topics = sorted({question.topic for question in questions} - set(SECTIONS))
         raise InputError(
-            f"there are no questions about '{topic}'; there are sections ({', '.join(SECTIONS)})"
-            f" and topics ({', '.join(topics)})"
+            f"there are no questions about '{topic}'; use a section ({', '.join(SECTIONS)})"
+            f" or a topic ({', '.join(topics)})"
         )
-    return found
+    return matches
 
 
 def get_question(question_id: str) -> Question:
-    """The one with this id."""
-    for each in find_questions():
-        if each.id == question_id:
-            return each
-    raise InputError(f"there is no question '{question_id}'; `cutaway learn quiz --list` names them all")
+    """Return the question with this id."""
+    for question in find_questions():
+        if question.id == question_id:
+            return question
+    raise InputError(f"there is no question '{question_id}'; `cutaway learn quiz --list` lists all of them")

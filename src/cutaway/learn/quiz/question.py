@@ -1,4 +1,4 @@
-"""A question of the quiz: what is asked, what each answer means, and the program that proves the right one."""
+"""Quiz questions: the text, an explanation of each answer, and the program that proves the correct one."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,73 +7,73 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 from cutaway.errors import CutawayError
 
 Level = Literal["recall", "reason", "what-if"]
-"""What one knows; what follows from it; what happens when something is changed."""
+"""Recall of a fact; a conclusion from facts; the effect of a change."""
 Stage = Literal[
     "embed", "resid_pre", "attn.in", "attn.q", "attn.k", "attn.v", "attn.scores", "attn.pattern", "attn.z", "attn.out",
     "cross.pattern", "resid_mid", "ffn.in", "ffn.hidden", "ffn.out", "resid_post", "final_norm", "logits",
     "sampling", "cache", "loss", "gradients", "size", "checks",
 ]  # fmt: skip
-"""Where on a token's way a question belongs: a site, or what is done with the model beside the forward pass."""
+"""Stage of the forward pass that a question is about: a site, or a use of the model outside the forward pass."""
 PROOF_PREAMBLE = "import math\n\nimport torch\nimport torch.nn.functional as F\n\nimport cutaway as ct\n\n"
-"""What every proof begins with."""
+"""Imports at the start of every proof."""
 MISTAKE_RTOL = 1e-3
-"""Wrong values are written with so many digits, however exact the right one must be."""
+"""Relative tolerance on the values of common mistakes, however exact the answer must be."""
 NonBlankText = Annotated[str, Field(min_length=1, pattern=r"^\S(.*\S)?$")]
 
 
 class _QuizModel(BaseModel):
-    """Frozen, and refusing keys that it does not know."""
+    """Frozen pydantic model that rejects unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Choice(_QuizModel):
-    """One of the offered answers."""
+    """One of the choices of a question."""
 
     text: NonBlankText
     explanation: NonBlankText
-    """Why it is right, or which mistake leads to it."""
+    """Why it is correct, or which mistake leads to it."""
     correct: bool = False
 
 
 class CommonMistake(_QuizModel):
-    """A wrong number that has a reason."""
+    """A wrong number with a known cause."""
 
     value: float
     mistake: NonBlankText
-    """Its name: 'GiB instead of GB'."""
+    """Name of the mistake: 'GiB instead of GB'."""
     explanation: NonBlankText
 
 
 class QuestionBase(_QuizModel):
-    """What all questions have."""
+    """Fields that all questions share."""
 
     id: Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
     section: str
-    """The file it stands in, without its ending."""
+    """Name of the section file, without its suffix."""
     topic: Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
     level: Level
     question: NonBlankText
     stage: Stage
     notebooks: Annotated[tuple[Annotated[int, Field(ge=1, le=11)], ...], Field(min_length=1)]
-    """Numbers of the notebooks that show it."""
+    """Numbers of the notebooks that cover it."""
     docs_page: str | None = None
-    """A page of the documentation, from its folder."""
+    """Path of a documentation page, relative to docs/."""
     proof: str = ""
-    """Python that sets `holds` (of choices), or `answer` and `wrong`, the common mistakes in order (of numbers)."""
+    """Python that sets `holds` (choices), or `answer` and `wrong`, the common mistakes in order (numbers)."""
 
     @property
     def program(self) -> str:
-        """The proof as it can be pasted and run."""
+        """The proof as a runnable program."""
         return PROOF_PREAMBLE + self.proof.strip() + "\n" if self.proof else ""
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data, for the page and for JSON."""
+        """The question as plain data, for the web page and JSON."""
         return self.model_dump(mode="json", exclude_none=True) | {"proof": self.program}
 
 
 class ChoiceQuestion(QuestionBase):
-    """Pick one of several; or, if `multiple`, all that are right."""
+    """Single choice; or, if `multiple`, select all correct choices."""
 
     kind: Literal["choice"] = "choice"
     choices: Annotated[tuple[Choice, ...], Field(min_length=3, max_length=5)]
@@ -81,9 +81,9 @@ class ChoiceQuestion(QuestionBase):
 
     @model_validator(mode="after")
     def _check_correct_choices(self) -> "ChoiceQuestion":
-        right = sum(choice.correct for choice in self.choices)
-        if right < 1 or right == len(self.choices) or (right > 1 and not self.multiple):
-            raise ValueError(f"{self.id}: {right} of {len(self.choices)} choices are right")
+        num_correct = sum(choice.correct for choice in self.choices)
+        if num_correct < 1 or num_correct == len(self.choices) or (num_correct > 1 and not self.multiple):
+            raise ValueError(f"{self.id}: {num_correct} of {len(self.choices)} choices are correct")
         if len({choice.text for choice in self.choices}) != len(self.choices):
             raise ValueError(f"{self.id}: two choices are the same")
         return self
@@ -94,21 +94,21 @@ class ChoiceQuestion(QuestionBase):
 
 
 class NumberQuestion(QuestionBase):
-    """Give a number."""
+    """A question whose answer is a number."""
 
     kind: Literal["number"] = "number"
     answer: float
     tolerance: Annotated[float, Field(ge=0, lt=0.2)] = 0.01
-    """How far off still counts, as a share of the answer; of 0, as it is."""
+    """Accepted relative error; absolute if the answer is 0."""
     unit: str = ""
     explanation: NonBlankText
     common_mistakes: Annotated[tuple[CommonMistake, ...], Field(min_length=1)]
 
     @model_validator(mode="after")
     def _check_mistakes_rejected(self) -> "NumberQuestion":
-        for each in self.common_mistakes:
-            if self.accepts(each.value):
-                raise ValueError(f"{self.id}: {each.value} ({each.mistake}) would count as right")
+        for mistake in self.common_mistakes:
+            if self.accepts(mistake.value):
+                raise ValueError(f"{self.id}: {mistake.value} ({mistake.mistake}) would count as correct")
         return self
 
     def accepts(self, value: float) -> bool:
@@ -123,31 +123,31 @@ _QUESTION_ADAPTER: TypeAdapter[ChoiceQuestion | NumberQuestion] = TypeAdapter(_T
 
 
 def parse_question(table: dict[str, Any], section: str) -> ChoiceQuestion | NumberQuestion:
-    """A table of a section's file as a question; it has choices, or an answer."""
+    """Build a question from a table of a section file; it has either choices or an answer."""
     kind = "choice" if "choices" in table else "number"
     return _QUESTION_ADAPTER.validate_python({**table, "section": section, "kind": kind})
 
 
 class ProofError(CutawayError, AssertionError):
-    """A program that does not give the answer it is the proof of."""
+    """A proof does not give the answer of its question."""
 
 
 def run_proof(question: ChoiceQuestion | NumberQuestion) -> float | bool | None:
-    """What the question's proof gives, held against its answer; None where there is none. It needs torch."""
+    """Run the proof of a question and compare it with the answer; None without a proof. Imports torch."""
     if not question.proof:
         return None
-    names: dict[str, Any] = {"__name__": f"proof of {question.id}"}
-    exec(compile(question.program, names["__name__"], "exec"), names)
+    namespace: dict[str, Any] = {"__name__": f"proof of {question.id}"}
+    exec(compile(question.program, namespace["__name__"], "exec"), namespace)
     if isinstance(question, ChoiceQuestion):
-        if not bool(names["holds"]):
-            raise ProofError(f"{question.id}: what is called right does not hold")
+        if not bool(namespace["holds"]):
+            raise ProofError(f"{question.id}: the choice marked correct does not hold")
         return True
-    found = float(names["answer"])
-    if not question.is_close(found, question.answer):
-        raise ProofError(f"{question.id}: the answer is given as {question.answer}, and its proof finds {found}")
-    wrong = [float(value) for value in names["wrong"]]
-    told = [each.value for each in question.common_mistakes]
-    same = all(abs(one - other) <= MISTAKE_RTOL * abs(other) for one, other in zip(wrong, told, strict=False))
-    if len(wrong) != len(told) or not (same or all(map(question.is_close, wrong, told))):
-        raise ProofError(f"{question.id}: the wrong values are given as {told}, and the proof finds {wrong}")
-    return found
+    answer = float(namespace["answer"])
+    if not question.is_close(answer, question.answer):
+        raise ProofError(f"{question.id}: the answer is {question.answer}, but its proof finds {answer}")
+    wrong = [float(value) for value in namespace["wrong"]]
+    expected = [mistake.value for mistake in question.common_mistakes]
+    same = all(abs(a - b) <= MISTAKE_RTOL * abs(b) for a, b in zip(wrong, expected, strict=False))
+    if len(wrong) != len(expected) or not (same or all(map(question.is_close, wrong, expected))):
+        raise ProofError(f"{question.id}: the wrong values are {expected}, but the proof finds {wrong}")
+    return answer

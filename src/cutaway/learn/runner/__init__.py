@@ -1,1 +1,1 @@
-"""Running and grading a learner's file: a worker process with limits, its launcher, and the grader of what it gives."""
+"""Run and grade a learner's file: a worker process with resource limits, its launcher, and the grader."""

@@ -1,4 +1,4 @@
-"""Whether what a learner wrote is right; if not, the first value that differs and the likely mistake by its name."""
+"""Grade a learner's functions and tables: find the first value that differs and the likely mistakes."""
 
 import copy
 import sys
@@ -16,23 +16,23 @@ from cutaway.learn.runner.value_comparison import PlainValue, describe_differenc
 
 TaskStatus = Literal["correct", "incorrect", "not_written", "missing", "error"]
 _ERROR_HINTS = {
-    "view size is not compatible": "after a transpose the numbers are not in order in memory: use reshape, or "
-    "contiguous() before view",
-    "shapes cannot be multiplied": "write the shapes beside the product: the last axis of the left is the last but one "
-    "of the right",
-    "must match the size of tensor": "write the shapes of both sides beside the line: one lacks an axis, or has two "
-    "swapped",
-    "is invalid for input of size": "the sizes that are asked for must multiply to as many numbers as there are",
-    "Boolean value of Tensor": "a tensor of many truth values is neither true nor false: ask .any() or .all() of it",
+    "view size is not compatible": "after a transpose the tensor is not contiguous: use reshape, or contiguous() "
+    "before view",
+    "shapes cannot be multiplied": "write the shapes next to the product: the last axis of the left operand must "
+    "equal the last but one of the right",
+    "must match the size of tensor": "write the shapes of both operands next to the line: an axis is missing, or two "
+    "are swapped",
+    "is invalid for input of size": "the sizes of the new shape must multiply to the number of elements",
+    "Boolean value of Tensor": "a tensor with several elements has no single truth value: use .any() or .all()",
 }
-"""What often is behind an error of torch, by a part of what it says."""
+"""Likely cause of a torch error, by a fragment of its message."""
 LEARNER_MODULE = "learner"
-"""The module that a learner's file becomes."""
+"""Name of the module in which a learner's file runs."""
 
 
 @dataclass(frozen=True)
 class TaskGrade:
-    """On one function or table."""
+    """Grade of one function or table."""
 
     name: str
     status: TaskStatus
@@ -40,17 +40,18 @@ class TaskGrade:
     mistakes: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
     location: str = ""
-    """The learner's line that an error came from."""
+    """Line of the learner's file that raised the error."""
 
 
 @dataclass
 class LearnerSource:
-    """The learner's own files by the names that Python has for them: what line an error came from."""
+    """Sources of the learner's files by the file name in tracebacks, to locate errors."""
 
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def locate(self, error: BaseException) -> str:
-        frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename in self.sources]
+        """Return the last line of the learner's code in the traceback, or ""."""
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in self.sources]
         if not frames:
             return ""
         last = frames[-1]
@@ -60,7 +61,7 @@ class LearnerSource:
 
 
 def precompute_solutions(tasks: Tasks) -> None:
-    """Compute what is right before anything of the learner's is run."""
+    """Compute the expected values before any of the learner's code runs."""
     for task in tasks:
         if isinstance(task, FunctionTask):
             for n in range(len(task.cases)):
@@ -68,7 +69,7 @@ def precompute_solutions(tasks: Tasks) -> None:
 
 
 def grade_tasks(tasks: Tasks, namespace: Mapping[str, Any], source: LearnerSource) -> list[TaskGrade]:
-    """Everything that was asked for, one after another."""
+    """Grade all tasks, in order."""
     return [
         grade_table(task, namespace) if isinstance(task, TableTask) else grade_function(task, namespace, source)
         for task in tasks
@@ -76,41 +77,42 @@ def grade_tasks(tasks: Tasks, namespace: Mapping[str, Any], source: LearnerSourc
 
 
 def grade_function(task: FunctionTask, namespace: Mapping[str, Any], source: LearnerSource) -> TaskGrade:
+    """Grade one function: run all cases, then search for the mistakes that reproduce its values."""
     function = namespace.get(task.name)
     if function is None:
-        return TaskGrade(task.name, "missing", "is not there: the stub has it; was it renamed?")
+        return TaskGrade(task.name, "missing", "is not defined: the stub defines it; was it renamed?")
     if not callable(function):
-        return TaskGrade(task.name, "missing", f"is {to_plain_value(function).description}, where a function was asked")
-    asked = [_simulated_value(task, MistakeSet(), n) for n in range(len(task.cases))]
-    given: list[PlainValue] = []
-    first: TaskGrade | None = None
-    for case, right in zip(task.cases, asked, strict=True):
-        value, verdict = _run_case(task, function, case, right, source)
-        given.append(value)
-        first = first or verdict
-        if verdict is not None and verdict.status in ("not_written", "missing"):
-            return verdict
-    if first is None:
+        return TaskGrade(task.name, "missing", f"is {to_plain_value(function).description}; expected a function")
+    expected = [_simulated_value(task, MistakeSet(), n) for n in range(len(task.cases))]
+    actual: list[PlainValue] = []
+    first_failure: TaskGrade | None = None
+    for case, expected_value in zip(task.cases, expected, strict=True):
+        value, failure = _run_case(task, function, case, expected_value, source)
+        actual.append(value)
+        first_failure = first_failure or failure
+        if failure is not None and failure.status in ("not_written", "missing"):
+            return failure
+    if first_failure is None:
         return TaskGrade(task.name, "correct")
-    found = _find_mistakes(task, asked, given)
-    made = tuple(each for each in task.mistakes if each in found)
-    if not made:
-        return first
-    hints = tuple(task.mistakes[each] for each in made)
-    return TaskGrade(task.name, first.status, first.message, made, hints, first.location)
+    matching = _find_mistakes(task, expected, actual)
+    mistakes = tuple(name for name in task.mistakes if name in matching)
+    if not mistakes:
+        return first_failure
+    hints = tuple(task.mistakes[name] for name in mistakes)
+    return TaskGrade(task.name, first_failure.status, first_failure.message, mistakes, hints, first_failure.location)
 
 
 def _copy_args(case: Case) -> tuple[Any, ...]:
-    """Arguments that nobody has touched."""
+    """Copy the arguments, since the learner's function may modify them."""
     return copy.deepcopy(case.args)
 
 
 def _run_case(
     task: FunctionTask, function: Any, case: Case, expected: PlainValue, source: LearnerSource
 ) -> tuple[PlainValue, TaskGrade | None]:
-    """What it gives for one case, and what is wrong with it."""
+    """Return the function's value for one case, and the grade if it is wrong."""
     args = _copy_args(case)
-    before = [to_plain_value(each) for each in args]
+    args_before = [to_plain_value(arg) for arg in args]
     try:
         value = to_plain_value(function(*args))
     except TimeLimitError as error:
@@ -119,23 +121,23 @@ def _run_case(
         return PlainValue("error", "NotImplementedError"), _not_written_grade(task, error, source)
     except (Exception, SystemExit) as error:
         return PlainValue("error", type(error).__name__), _error_grade(task, case, error, source)
-    found = describe_difference(expected, value, task.axes)
-    if found is not None:
-        return value, TaskGrade(task.name, "incorrect", f"{case.description} {found}")
-    if any(describe_difference(one, to_plain_value(other)) for one, other in zip(before, args, strict=True)):
-        said = "gave what is right, but changed its argument on the way: make a new tensor in place of it"
-        return value, TaskGrade(task.name, "incorrect", f"{case.description} {said}")
+    difference = describe_difference(expected, value, task.axes)
+    if difference is not None:
+        return value, TaskGrade(task.name, "incorrect", f"{case.description} {difference}")
+    if any(describe_difference(before, to_plain_value(arg)) for before, arg in zip(args_before, args, strict=True)):
+        message = "returned the correct value, but modified its argument in place: create a new tensor instead"
+        return value, TaskGrade(task.name, "incorrect", f"{case.description} {message}")
     return value, None
 
 
 def is_not_written(error: BaseException) -> bool:
-    """Whether this is the stub's own line, with its words or without."""
+    """Whether this is the error raised by the stub, with its message or without."""
     return isinstance(error, NotImplementedError) and str(error) in (NOT_WRITTEN, "")
 
 
 def _not_written_grade(task: FunctionTask, error: NotImplementedError, source: LearnerSource) -> TaskGrade:
-    """Either this function is not written, or one that it calls."""
-    frames = [each.name for each in traceback.extract_tb(error.__traceback__) if each.filename in source.sources]
+    """Grade of a function that is not written, or that calls one that is not written."""
+    frames = [frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename in source.sources]
     if not is_not_written(error):
         return TaskGrade(
             task.name,
@@ -149,24 +151,28 @@ def _not_written_grade(task: FunctionTask, error: NotImplementedError, source: L
 
 
 def _error_grade(task: FunctionTask, case: Case, error: BaseException, source: LearnerSource) -> TaskGrade:
-    """An error of the learner's, in one sentence."""
-    at, said = source.locate(error), format_error(error)
+    """Grade of a function that raised an error."""
+    location, message = source.locate(error), format_error(error)
     if isinstance(error, SystemExit):
         return TaskGrade(
             task.name,
             "error",
-            f"{case.description} ends itself by exit() or sys.exit(): return in place of it",
-            location=at,
+            f"{case.description} calls exit() or sys.exit(): use return instead",
+            location=location,
         )
     if is_memory_error(error):
         return TaskGrade(
-            task.name, "error", f"{case.description} asked for more memory than an exercise may have", location=at
+            task.name, "error", f"{case.description} exceeded the memory limit of an exercise", location=location
         )
-    if not at and isinstance(error, TypeError):
-        return TaskGrade(task.name, "error", f"cannot be called as the stub has it: {said}")
+    if not location and isinstance(error, TypeError):
+        return TaskGrade(task.name, "error", f"cannot be called with the signature of the stub: {message}")
     hints = tuple(hint for part, hint in _ERROR_HINTS.items() if part in str(error))
     return TaskGrade(
-        task.name, "error", f"{case.description} raised {type(error).__name__}: {said}", hints=hints, location=at
+        task.name,
+        "error",
+        f"{case.description} raised {type(error).__name__}: {message}",
+        hints=hints,
+        location=location,
     )
 
 
@@ -175,19 +181,21 @@ def is_memory_error(error: BaseException) -> bool:
 
 
 def _find_mistakes(task: FunctionTask, expected: list[PlainValue], actual: list[PlainValue]) -> MistakeSet:
-    """The fewest mistakes that give these very values, and other ones than are right: in all cases, or at least in
-    those that gave a value."""
+    """Return the smallest set of mistakes that reproduces these values and not the expected ones.
+
+    All cases must match; if no set does, those cases that returned a value.
+    """
     for cases in (range(len(actual)), [n for n, value in enumerate(actual) if value.kind != "error"]):
-        for made in task.mistake_sets():
-            fits = all(values_equal(_simulated_value(task, made, n), actual[n]) for n in cases)
-            if fits and not all(values_equal(_simulated_value(task, made, n), expected[n]) for n in cases):
-                return made
+        for mistakes in task.mistake_sets():
+            fits = all(values_equal(_simulated_value(task, mistakes, n), actual[n]) for n in cases)
+            if fits and not all(values_equal(_simulated_value(task, mistakes, n), expected[n]) for n in cases):
+                return mistakes
     return MistakeSet()
 
 
 @cache
 def _simulated_value(task: FunctionTask, mistakes: MistakeSet, case_index: int) -> PlainValue:
-    """What the mistakes give for a case (none: what is right). Some fail by themselves, or where others are made."""
+    """Value of a case with these mistakes (none: the expected value). Some mistakes raise, alone or with others."""
     args = _copy_args(task.cases[case_index])
     if not mistakes:
         return to_plain_value(task.solution(*args))
@@ -201,43 +209,44 @@ def _simulated_value(task: FunctionTask, mistakes: MistakeSet, case_index: int) 
 
 
 def grade_table(task: TableTask, namespace: Mapping[str, Any]) -> TaskGrade:
-    given = namespace.get(task.name)
-    if not isinstance(given, dict):
-        what = "is not there" if given is None else f"is {to_plain_value(given).description} where a dict was asked"
-        return TaskGrade(task.name, "missing", f"{what}: the stub has it")
-    chosen = {key: str(given.get(key, task.placeholder)).strip() for key in task.answers}
-    open_ones = [key for key, name in chosen.items() if name == task.placeholder]
-    if len(open_ones) == len(chosen):
+    """Grade a table: report wrong entries without revealing the correct ones."""
+    table = namespace.get(task.name)
+    if not isinstance(table, dict):
+        message = "is not defined" if table is None else f"is {to_plain_value(table).description}; expected a dict"
+        return TaskGrade(task.name, "missing", f"{message}: the stub defines it")
+    chosen = {key: str(table.get(key, task.placeholder)).strip() for key in task.answers}
+    unanswered = [key for key, name in chosen.items() if name == task.placeholder]
+    if len(unanswered) == len(chosen):
         return TaskGrade(task.name, "not_written", f"is {NOT_WRITTEN}")
     for key, name in chosen.items():
         if name not in task.explanations and name != task.placeholder:
             return TaskGrade(
-                task.name, "incorrect", f"says {name!r} of {key}; the names are {', '.join(task.explanations)}"
+                task.name, "incorrect", f"has {name!r} for {key}; the valid names are {', '.join(task.explanations)}"
             )
     wrong = [key for key, name in chosen.items() if name not in (task.answers[key], task.placeholder)]
     if wrong:
-        said = "; ".join(f"{key} {task.wrong_phrase} '{chosen[key]}'" for key in wrong)
+        message = "; ".join(f"{key} {task.wrong_phrase} '{chosen[key]}'" for key in wrong)
         names = dict.fromkeys(chosen[key] for key in wrong)
         return TaskGrade(
-            task.name, "incorrect", said, hints=tuple(f"{name}: {task.explanations[name]}" for name in names)
+            task.name, "incorrect", message, hints=tuple(f"{name}: {task.explanations[name]}" for name in names)
         )
-    if open_ones:
-        return TaskGrade(task.name, "not_written", f"is right so far; {', '.join(open_ones)} still stand at '?'")
+    if unanswered:
+        return TaskGrade(task.name, "not_written", f"is correct so far; {', '.join(unanswered)} are still '?'")
     return TaskGrade(task.name, "correct")
 
 
-# ---------------------------------------------------------------------------------------- torch as it was
+# ---------------------------------------------------------------------------------------- replaced torch functions
 
 
 def snapshot_torch() -> dict[str, dict[str, Any]]:
-    """The functions that torch consists of, to be compared later."""
+    """Record the public functions of torch, for a later comparison."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
-    places = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch.Tensor": torch.Tensor}
+    namespaces = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch.Tensor": torch.Tensor}
     return {
-        name: {key: each for key, each in vars(place).items() if _is_public_function(key, each)}
-        for name, place in places.items()
+        name: {key: value for key, value in vars(namespace).items() if _is_public_function(key, value)}
+        for name, namespace in namespaces.items()
     }
 
 
@@ -246,23 +255,23 @@ def _is_public_function(key: str, value: Any) -> bool:
 
 
 def find_replaced_names(snapshot: dict[str, dict[str, Any]]) -> list[str]:
-    """Names of torch that are something else by now. What torch itself wrapped in the meantime keeps its name."""
-    found = []
-    for place, names in snapshot_torch().items():
-        was = snapshot.get(place, names)
-        found += [
-            f"{place}.{key}"
-            for key in was
-            if names.get(key) is not was[key] and not _is_from_torch(names.get(key), key)
+    """Names of torch functions replaced since the snapshot, except those that torch itself wrapped."""
+    replaced = []
+    for namespace, current in snapshot_torch().items():
+        original = snapshot.get(namespace, current)
+        replaced += [
+            f"{namespace}.{key}"
+            for key in original
+            if current.get(key) is not original[key] and not _is_from_torch(current.get(key), key)
         ]
-        found += [
-            f"{place}.{key}"
-            for key, each in names.items()
-            if key not in was and getattr(each, "__module__", None) == LEARNER_MODULE
+        replaced += [
+            f"{namespace}.{key}"
+            for key, value in current.items()
+            if key not in original and getattr(value, "__module__", None) == LEARNER_MODULE
         ]
-    return found
+    return replaced
 
 
 def _is_from_torch(value: Any, key: str) -> bool:
-    home = getattr(value, "__module__", None) or ""
-    return home.split(".")[0] == "torch" and getattr(value, "__name__", None) == key
+    module = getattr(value, "__module__", None) or ""
+    return module.split(".")[0] == "torch" and getattr(value, "__name__", None) == key

@@ -1,4 +1,4 @@
-"""Have a learner's file graded by a process of its own, which may loop, crash or eat memory without harm to others."""
+"""Launch the worker process that grades a learner's file; loops, crashes and memory exhaustion stay in that process."""
 
 import json
 import os
@@ -17,11 +17,11 @@ from cutaway.errors import CutawayError
 from cutaway.learn.exercises import Exercise
 
 TIME_LIMIT_SECONDS = 20.0
-"""For one file, from when torch is there. A child that cannot give up by itself is ended after half as long again."""
+"""Time limit per file, after the import of torch. An uninterruptible worker is killed after 1.5 times this limit."""
 STARTUP_TIMEOUT_SECONDS = 180.0
-"""Until torch is there."""
+"""Time limit for the import of torch."""
 MAX_OUTPUT_CHARS = 8_000
-"""Characters of what the learner prints."""
+"""Maximum number of characters of the learner's output that are kept."""
 INHERITED_ENV_VARS = (
     "PATH",
     "HOME",
@@ -34,15 +34,15 @@ INHERITED_ENV_VARS = (
     "SYSTEMROOT",
     "LD_LIBRARY_PATH",
 )
-"""What a child knows of its surroundings; tokens and passwords are not among it."""
+"""Environment variables passed to the worker; tokens and passwords are not among them."""
 
 
 @dataclass(frozen=True)
 class GradeReport:
-    """What is said to a learner."""
+    """Result of grading one file."""
 
     status: str
-    """passed, failed, partial (right so far), not_written, or error (nothing could be graded)."""
+    """passed, failed, partial (correct so far), not_written, or error (nothing could be graded)."""
     message: str
     location: str
     tasks: list[dict[str, Any]]
@@ -55,24 +55,24 @@ class GradeReport:
 
 
 class WorkerError(CutawayError):
-    """The process that grades could not even begin."""
+    """The worker process did not start."""
 
 
 def grade_files(
     exercise: Exercise, paths: Sequence[Path], *, time_limit: float = TIME_LIMIT_SECONDS
 ) -> list[GradeReport]:
-    """The verdict on each file. What is printed belongs to all of them."""
-    with tempfile.TemporaryDirectory(prefix="cutaway-learn-") as folder:
-        child = WorkerProcess(exercise, [path.resolve() for path in paths], folder, time_limit)
+    """Grade each file. The output is that of all files together."""
+    with tempfile.TemporaryDirectory(prefix="cutaway-learn-") as directory:
+        worker = WorkerProcess(exercise, [path.resolve() for path in paths], directory, time_limit)
         try:
-            found = child.results(len(paths))
+            results = worker.results(len(paths))
         finally:
-            child.terminate()
-    return [GradeReport(output=child.output, **each) for each in found]
+            worker.terminate()
+    return [GradeReport(output=worker.output, **result) for result in results]
 
 
 class WorkerProcess:
-    """The process, and two threads that listen to it."""
+    """The worker process, and two threads that read its pipes."""
 
     def __init__(self, exercise: Exercise, paths: Sequence[Path], directory: str, time_limit: float) -> None:
         self.timeout = 1.5 * time_limit + 1
@@ -94,86 +94,88 @@ class WorkerProcess:
             threading.Thread(target=self._read_results, args=(self.process.stdout,), daemon=True),
             threading.Thread(target=self._read_output, args=(self.process.stderr,), daemon=True),
         ]
-        for each in self.reader_threads:
-            each.start()
+        for thread in self.reader_threads:
+            thread.start()
 
     def _read_results(self, pipe: IO[bytes]) -> None:
+        """Queue the JSON lines of standard output; None at its end."""
         for line in pipe:
             self.lines.put(line.decode(errors="replace"))
         self.lines.put(None)
 
     def _read_output(self, pipe: IO[bytes]) -> None:
-        """What is printed: its beginning is kept, all of it is read, so that nobody waits."""
+        """Read standard error to its end, so that the worker never blocks; keep the beginning."""
         count = 0
         while part := os.read(pipe.fileno(), 65536):
             if count < MAX_OUTPUT_CHARS:
                 self.output_parts.append(part.decode(errors="replace")[: MAX_OUTPUT_CHARS - count])
             count += len(part)
         if count > MAX_OUTPUT_CHARS:
-            self.output_parts.append(f"\n… {count:,} bytes were printed; the rest is left out")
+            self.output_parts.append(f"\n… {count:,} bytes were printed; the rest is omitted")
 
     @property
     def output(self) -> str:
         return "".join(self.output_parts)
 
     def _next_message(self, timeout: float) -> dict[str, Any] | None:
-        """The next thing it says; nothing where it ended or is silent for too long."""
+        """Return the next message; None if the worker exited or exceeded the timeout."""
         try:
             line = self.lines.get(timeout=timeout)
-            said = None if line is None else json.loads(line)
+            message = None if line is None else json.loads(line)
         except (queue.Empty, ValueError):
             return None
-        return said if isinstance(said, dict) else None
+        return message if isinstance(message, dict) else None
 
     def results(self, count: int) -> list[dict[str, Any]]:
+        """Return one result per file; files after a crash or timeout share its error."""
         if self._next_message(STARTUP_TIMEOUT_SECONDS) is None:
             self.terminate()
-            why = self.output.strip().splitlines()[-1:] or ["it said nothing"]
-            raise WorkerError(f"the process that grades exercises did not start: {why[0]}")
-        found: list[dict[str, Any]] = []
-        while len(found) < count:
-            said = self._next_message(self.timeout)
-            if said is None:
-                said = {"status": "error", "message": self._exit_reason(), "location": "", "tasks": [], "notes": []}
-                return [*found, *[said] * (count - len(found))]
-            found.append(said)
-        return found
+            reason = self.output.strip().splitlines()[-1:] or ["it printed nothing"]
+            raise WorkerError(f"the process that grades exercises did not start: {reason[0]}")
+        results: list[dict[str, Any]] = []
+        while len(results) < count:
+            result = self._next_message(self.timeout)
+            if result is None:
+                result = {"status": "error", "message": self._exit_reason(), "location": "", "tasks": [], "notes": []}
+                return [*results, *[result] * (count - len(results))]
+            results.append(result)
+        return results
 
     def _exit_reason(self) -> str:
-        """Why no answer came."""
+        """Describe why the worker sent no result."""
         try:
             code = self.process.wait(timeout=1)
         except subprocess.TimeoutExpired:
-            return f"ran longer than {self.timeout:g} s and could not be interrupted: is there a loop that never ends?"
+            return f"ran longer than {self.timeout:g} s and could not be interrupted: is there an infinite loop?"
         if code >= 0:
-            return f"ended the whole process with exit code {code}: take os._exit or the like out"
+            return f"ended the process with exit code {code}: remove os._exit or similar calls"
         try:
             name = signal.Signals(-code).name
         except ValueError:
             name = f"signal {-code}"
-        why = {
-            "SIGKILL": "it was ended from outside, as happens when memory is short",
-            "SIGXCPU": "it used more time than an exercise may: is there a loop that never ends?",
-            "SIGXFSZ": "it wrote a file larger than an exercise may",
+        reasons = {
+            "SIGKILL": "it was killed from outside, for example when memory is exhausted",
+            "SIGXCPU": "it exceeded the CPU time limit: is there an infinite loop?",
+            "SIGXFSZ": "it exceeded the file size limit",
         }
-        return f"ended by {name}: {why.get(name, 'it crashed, deeper than Python can tell')}"
+        return f"ended by {name}: {reasons.get(name, 'it crashed in native code')}"
 
     def terminate(self) -> None:
-        """End it, and whatever it started."""
+        """Kill the worker and its child processes."""
         if hasattr(os, "killpg"):
             try:
                 os.killpg(self.process.pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):  # all of them are gone
+            except (ProcessLookupError, PermissionError):  # the process group has already exited
                 self.process.kill()
         else:
             self.process.kill()
         self.process.wait()
-        for each in self.reader_threads:
-            each.join(timeout=5)
+        for thread in self.reader_threads:
+            thread.join(timeout=5)
 
 
 def worker_environment() -> dict[str, str]:
-    """The same Python with the same packages, one thread, no GPU, no network of models."""
-    kept = {name: os.environ[name] for name in INHERITED_ENV_VARS if name in os.environ}
-    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    return {**kept, **own, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    """Environment of the worker: same Python and packages, one thread, no GPU, no access to the Hugging Face Hub."""
+    inherited = {name: os.environ[name] for name in INHERITED_ENV_VARS if name in os.environ}
+    fixed = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**inherited, **fixed, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

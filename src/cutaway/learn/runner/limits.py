@@ -1,38 +1,39 @@
-"""What a worker may use: time, memory, and bytes written. Where the platform has no such limits, its parent's clock."""
+"""Resource limits of a worker: CPU time, memory, and bytes written."""
 
 from pathlib import Path
 from typing import Any
 
 MAX_MEMORY_BYTES = 4 << 30
-"""Bytes that it may take beside what is there when it begins."""
+"""Bytes that the worker may allocate in addition to what it uses at the start."""
 MAX_WRITE_BYTES = 64 << 20
-"""Bytes of a file that it may write."""
+"""Maximum size of a file that it may write, in bytes."""
 
 
 class TimeLimitError(BaseException):
-    """The learner's time is over. No Exception, so that an `except Exception` in a loop does not catch it."""
+    """The time limit is exceeded. A BaseException, so that an `except Exception` in a loop does not catch it."""
 
 
 def set_resource_limits(seconds: float) -> None:
-    """What one learner may use. Where the platform has no such limits, the clock of the parent remains."""
+    """Set the limits of the current process. Platforms without `resource` only have the launcher's timeout."""
     try:
         import resource
     except ImportError:  # Windows
         return
     used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-    wanted = {
+    limits = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_FSIZE: MAX_WRITE_BYTES,
         resource.RLIMIT_CPU: int(used + seconds) + 1,
     }
     statm = Path("/proc/self/statm")
     if statm.exists():
-        wanted[resource.RLIMIT_AS] = int(statm.read_text().split()[0]) * resource.getpagesize() + MAX_MEMORY_BYTES
-    for which, most in wanted.items():
-        hard = resource.getrlimit(which)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(which, (most, hard))
+        limits[resource.RLIMIT_AS] = int(statm.read_text().split()[0]) * resource.getpagesize() + MAX_MEMORY_BYTES
+    for resource_id, limit in limits.items():
+        hard = resource.getrlimit(resource_id)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(resource_id, (limit, hard))
 
 
 def raise_time_limit(*_: Any) -> None:
+    """Signal handler of the timer."""
     raise TimeLimitError

@@ -1,4 +1,4 @@
-"""What a learner's function gave, as plain numbers, and where it first differs from what was asked."""
+"""Convert values to plain numbers, compare them, and describe the first difference."""
 
 import math
 import sys
@@ -8,19 +8,19 @@ from itertools import permutations
 from typing import Any
 
 ATOL, RTOL = 1e-5, 1e-4
-"""How far a number may be from the right one: this much, and this share of it."""
+"""Absolute and relative tolerance on numbers."""
 MAX_ELEMENTS = 1_000_000
-"""Numbers of one answer that are looked at; no exercise asks for as many."""
+"""Maximum number of elements that are compared; no exercise returns as many."""
 
 
 @dataclass(frozen=True)
 class PlainValue:
-    """A value without its library: numbers in their order, or parts."""
+    """A value independent of its library: elements in order, or items."""
 
     kind: str
-    """tensor, int, float, bool, str, list, dict, none, other; or error, where there is no value."""
+    """tensor, int, float, bool, str, list, dict, none, other; or error, if there is no value."""
     description: str
-    """What it is, in words: `a tensor`, `a list`."""
+    """Description: `a tensor`, `a list`."""
     elements: tuple[Any, ...] = ()
     shape: tuple[int, ...] = ()
     element_kind: str = ""
@@ -29,15 +29,15 @@ class PlainValue:
 
 
 _SCALAR_KINDS: dict[type, tuple[str, str]] = {
-    bool: ("bool", "a truth value"),
-    int: ("int", "a whole number"),
-    float: ("float", "a number with a point"),
-    str: ("str", "a text"),
+    bool: ("bool", "a bool"),
+    int: ("int", "an int"),
+    float: ("float", "a float"),
+    str: ("str", "a str"),
 }
 
 
 def to_plain_value(value: Any) -> PlainValue:
-    """A value as plain numbers."""
+    """Convert a value to a PlainValue."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return _tensor_to_plain_value(value)
@@ -45,30 +45,30 @@ def to_plain_value(value: Any) -> PlainValue:
         kind, name = _SCALAR_KINDS[type(value)]
         return PlainValue(kind, name, (value,))
     if isinstance(value, list | tuple):
-        parts = tuple((str(n), to_plain_value(each)) for n, each in enumerate(value[:MAX_ELEMENTS]))
-        return PlainValue("list", f"a {type(value).__name__}", items=parts)
+        items = tuple((str(n), to_plain_value(item)) for n, item in enumerate(value[:MAX_ELEMENTS]))
+        return PlainValue("list", f"a {type(value).__name__}", items=items)
     if isinstance(value, dict):
         return PlainValue(
-            "dict", "a dict", items=tuple((str(key), to_plain_value(each)) for key, each in value.items())
+            "dict", "a dict", items=tuple((str(key), to_plain_value(item)) for key, item in value.items())
         )
     if value is None:
-        return PlainValue("none", "nothing (None): is there a `return`?")
-    room = type(value).__module__.split(".")[0]
-    home = "" if room in ("builtins", "learner") else f"{room} "
-    return PlainValue("other", f"a {home}{type(value).__name__}")
+        return PlainValue("none", "None: is there a `return`?")
+    package = type(value).__module__.split(".")[0]
+    prefix = "" if package in ("builtins", "learner") else f"{package} "
+    return PlainValue("other", f"a {prefix}{type(value).__name__}")
 
 
 def _tensor_to_plain_value(value: Any) -> PlainValue:
-    holds = "bool" if str(value.dtype) == "torch.bool" else "int"
-    holds = "complex" if value.is_complex() else "float" if value.is_floating_point() else holds
+    element_kind = "bool" if str(value.dtype) == "torch.bool" else "int"
+    element_kind = "complex" if value.is_complex() else "float" if value.is_floating_point() else element_kind
     shape = tuple(value.shape)
-    few = value.numel() <= MAX_ELEMENTS and not value.is_meta
-    flat = value.detach().cpu().double() if holds == "float" and few else value
-    return PlainValue("tensor", "a tensor", tuple(flat.flatten().tolist()) if few else (), shape, holds)
+    is_readable = value.numel() <= MAX_ELEMENTS and not value.is_meta
+    flat = value.detach().cpu().double() if element_kind == "float" and is_readable else value
+    return PlainValue("tensor", "a tensor", tuple(flat.flatten().tolist()) if is_readable else (), shape, element_kind)
 
 
 def describe_difference(expected: PlainValue, actual: PlainValue, axes: Sequence[str] = ()) -> str | None:
-    """The first thing that differs, in a sentence without its subject; nothing where all is as asked."""
+    """Describe the first difference, as a sentence without its subject; None if the values are equal."""
     if expected.kind != actual.kind:
         return _describe_kind_mismatch(expected, actual)
     if expected.kind == "tensor":
@@ -79,7 +79,7 @@ def describe_difference(expected: PlainValue, actual: PlainValue, axes: Sequence
         return None
     if expected.kind == "float" and _is_close(expected.elements[0], actual.elements[0]):
         return None
-    return f"gave {_format_value(actual.elements[0])}, and {_format_value(expected.elements[0])} is right"
+    return f"returned {_format_value(actual.elements[0])}; expected {_format_value(expected.elements[0])}"
 
 
 def _describe_kind_mismatch(expected: PlainValue, actual: PlainValue) -> str | None:
@@ -92,64 +92,61 @@ def _describe_kind_mismatch(expected: PlainValue, actual: PlainValue) -> str | N
     if (expected.kind, actual.kind) == ("int", "float"):
         value = actual.elements[0]
         if value == expected.elements[0]:
-            return f"gave {value}, a number with a point, where a whole one was asked: int(…), or // of whole numbers"
-        return f"gave {_format_value(value)}, and the whole number {_format_value(expected.elements[0])} is right"
+            return f"returned {value}, a float; expected an int: use int(…), or // of ints"
+        return f"returned {_format_value(value)}; expected the int {_format_value(expected.elements[0])}"
     if actual.kind == "tensor" and len(actual.elements) == 1 and expected.kind in ("int", "float", "bool"):
-        return f"gave a tensor of one number where {expected.description} was asked: `.item()` takes it out"
+        return f"returned a tensor of one element; expected {expected.description}: use `.item()`"
     return (
-        f"gave {actual.description} where {expected.description} was asked"
+        f"returned {actual.description}; expected {expected.description}"
         if actual.kind != "none"
-        else f"gave {actual.description}"
+        else f"returned {actual.description}"
     )
 
 
 def _compare_items(expected: PlainValue, actual: PlainValue) -> str | None:
-    """Lists and tables, part by part."""
-    given, wanted = dict(actual.items), dict(expected.items)
-    missing = [key for key in wanted if key not in given]
+    """Compare lists and dicts, item by item."""
+    actual_items, expected_items = dict(actual.items), dict(expected.items)
+    missing = [key for key in expected_items if key not in actual_items]
     if missing and expected.kind == "list":
-        return f"gave {len(given)} values where {len(wanted)} were asked"
+        return f"returned {len(actual_items)} values; expected {len(expected_items)}"
     if missing:
-        return f"has no '{missing[0]}'"
-    extra = [key for key in given if key not in wanted]
+        return f"has no key '{missing[0]}'"
+    extra = [key for key in actual_items if key not in expected_items]
     if extra:
-        return f"has '{extra[0]}', which was not asked"
-    for key, part in wanted.items():
-        found = describe_difference(part, given[key])
-        if found is not None:
-            return f"at '{key}' {found}" if expected.kind == "dict" else f"as value {key} {found}"
+        return f"has an unexpected key '{extra[0]}'"
+    for key, item in expected_items.items():
+        difference = describe_difference(item, actual_items[key])
+        if difference is not None:
+            return f"at '{key}' {difference}" if expected.kind == "dict" else f"as value {key} {difference}"
     return None
 
 
 def _compare_tensors(expected: PlainValue, actual: PlainValue, axes: Sequence[str]) -> str | None:
     if expected.shape != actual.shape:
-        right_shape, guess = _format_shape(expected.shape, axes), _guess_shape_mistake(expected, actual, axes)
-        return f"gave shape {actual.shape}, and {right_shape} is right{guess}"
+        expected_shape, guess = _format_shape(expected.shape, axes), _guess_shape_mistake(expected, actual, axes)
+        return f"returned shape {actual.shape}; expected {expected_shape}{guess}"
     if (expected.element_kind == "bool") != (actual.element_kind == "bool") or actual.element_kind == "complex":
-        words = {"bool": "True and False", "float": "numbers with a point", "int": "whole numbers"}
-        return (
-            f"gave {words.get(actual.element_kind, 'complex numbers')} where {words[expected.element_kind]} were asked"
-        )
-    for place, (right, found) in enumerate(zip(expected.elements, actual.elements, strict=True)):
-        if not _is_close(right, found):
-            where = _format_index(place, expected.shape, axes)
-            if found != found:
-                causes = "0/0, ∞−∞, or a row in which nothing is seen"
-                return f"gave NaN{where}, where {_format_value(right)} is right: {causes}"
-            return f"gave {_format_value(found)}{where}, and {_format_value(right)} is right"
+        return f"returned {actual.element_kind} elements; expected {expected.element_kind} elements"
+    for n, (expected_element, element) in enumerate(zip(expected.elements, actual.elements, strict=True)):
+        if not _is_close(expected_element, element):
+            index = _format_index(n, expected.shape, axes)
+            if element != element:
+                causes = "0/0, ∞−∞, or a fully masked row"
+                return f"returned NaN{index}; expected {_format_value(expected_element)}: {causes}"
+            return f"returned {_format_value(element)}{index}; expected {_format_value(expected_element)}"
     return None
 
 
 def values_equal(one: PlainValue, other: PlainValue) -> bool:
-    """Whether two values are the same for all that can be told, NaN and errors too."""
+    """Whether two values are indistinguishable, including NaN and errors."""
     if (one.kind, one.shape, one.element_kind) != (other.kind, other.shape, other.element_kind):
         return False
     if one.kind == "error":
         return one.description == other.description
     if len(one.elements) != len(other.elements) or [key for key, _ in one.items] != [key for key, _ in other.items]:
         return False
-    numbers = zip(one.elements, other.elements, strict=True)
-    same = all(_is_close(a, b) or (a != a and b != b) for a, b in numbers)
+    pairs = zip(one.elements, other.elements, strict=True)
+    same = all(_is_close(a, b) or (a != a and b != b) for a, b in pairs)
     return same and all(values_equal(a, b) for (_, a), (_, b) in zip(one.items, other.items, strict=True))
 
 
@@ -162,11 +159,11 @@ def _is_close(expected: Any, actual: Any) -> bool:
 
 
 def _format_index(flat_index: int, shape: Sequence[int], axes: Sequence[str]) -> str:
-    """An index by the names of its axes."""
+    """Format an index with the names of its axes."""
     index = []
     for size in reversed(shape):
-        flat_index, here = divmod(flat_index, size)
-        index.append(here)
+        flat_index, position = divmod(flat_index, size)
+        index.append(position)
     index.reverse()
     if len(axes) != len(index):
         return f" at {index}" if index else ""
@@ -180,25 +177,37 @@ def _format_shape(shape: Sequence[int], axes: Sequence[str]) -> str:
 
 
 def _guess_shape_mistake(expected: PlainValue, actual: PlainValue, axes: Sequence[str]) -> str:
-    """Why a shape might be another."""
-    one, other = expected.shape, actual.shape
-    if len(one) != len(other) and [n for n in one if n != 1] == [n for n in other if n != 1]:
-        return ": an axis of size 1 is missing (keepdim, unsqueeze)" if len(other) < len(one) else ": an axis too many"
-    if len(one) == len(other) and len(one) <= 5 and sorted(one) == sorted(other):
-        fitting = [p for p in permutations(range(len(one))) if tuple(one[n] for n in p) == other]
-        moved = min(fitting, key=lambda p: sum(n != m for n, m in enumerate(p)))
-        swapped = [n for n, m in enumerate(moved) if n != m]
-        names = axes if len(axes) == len(one) else [f"axis {n}" for n in range(len(one))]
-        return f": it looks as if {' and '.join(names[n] for n in swapped)} had changed places"
-    if math.prod(one) == math.prod(other):
-        return ": as many numbers, laid out otherwise"
-    if len(other) == len(one) - 1 and other == one[1:]:
-        return ": the first axis is lost"
+    """Likely cause of a wrong shape."""
+    expected_shape, actual_shape = expected.shape, actual.shape
+    if len(expected_shape) != len(actual_shape) and [n for n in expected_shape if n != 1] == [
+        n for n in actual_shape if n != 1
+    ]:
+        return (
+            ": an axis of size 1 is missing (keepdim, unsqueeze)"
+            if len(actual_shape) < len(expected_shape)
+            else ": there is an extra axis"
+        )
+    if (
+        len(expected_shape) == len(actual_shape)
+        and len(expected_shape) <= 5
+        and sorted(expected_shape) == sorted(actual_shape)
+    ):
+        fitting = [
+            p for p in permutations(range(len(expected_shape))) if tuple(expected_shape[n] for n in p) == actual_shape
+        ]
+        permutation = min(fitting, key=lambda p: sum(n != m for n, m in enumerate(p)))
+        swapped = [n for n, m in enumerate(permutation) if n != m]
+        names = axes if len(axes) == len(expected_shape) else [f"axis {n}" for n in range(len(expected_shape))]
+        return f": axes {' and '.join(names[n] for n in swapped)} seem to be swapped"
+    if math.prod(expected_shape) == math.prod(actual_shape):
+        return ": the number of elements is right, the layout is not"
+    if len(actual_shape) == len(expected_shape) - 1 and actual_shape == expected_shape[1:]:
+        return ": the first axis is missing"
     return ""
 
 
 def _format_value(value: Any) -> str:
-    """A value as people write it."""
+    """Format a value with six significant digits or thousands separators."""
     if isinstance(value, float):
         return f"{value:.6g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else repr(value)[:80]

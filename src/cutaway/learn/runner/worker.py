@@ -1,8 +1,10 @@
-"""Where a learner's code runs: `python -m cutaway.learn.runner.worker 3 20 file.py …`, started by the launcher.
+"""Worker process that runs a learner's code, started by the launcher.
 
-This is a guard against accidents — endless loops, all the memory, exits, crashes — and no sandbox: who runs a file
-trusts it as far as any program. Standard output carries the answers, a JSON object a line; what the learner prints
-goes to standard error.
+    python -m cutaway.learn.runner.worker <exercise> <seconds> <file> …
+
+It protects against accidents (infinite loops, memory exhaustion, exits, crashes) and is not a sandbox: the file is
+trusted like any other program. Standard output carries the results, one JSON object per line; the learner's output is
+redirected to standard error.
 """
 
 import __future__
@@ -38,7 +40,7 @@ from cutaway.learn.runner.limits import MAX_MEMORY_BYTES, TimeLimitError, raise_
 
 
 class LearnerSyntaxError(CutawayError):
-    """A file that Python cannot read, and the line where it stops."""
+    """A file that is not valid Python, and the line of the error."""
 
     def __init__(self, error: BaseException, cell: CodeCell) -> None:
         super().__init__(error.msg if isinstance(error, SyntaxError) else format_error(error))
@@ -50,37 +52,38 @@ class LearnerSyntaxError(CutawayError):
 
 
 def main(arguments: list[str]) -> None:
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what the learner prints
+    """Grade the files of an exercise and write one JSON result per line."""
+    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # the learner's output goes to standard error
 
-    def tell(data: dict[str, Any]) -> None:
-        answers.write(json.dumps(data) + "\n")
-        answers.flush()
+    def send(data: dict[str, Any]) -> None:
+        results.write(json.dumps(data) + "\n")
+        results.flush()
 
     number, seconds, *files = arguments
     tasks: Tasks = runpy.run_path(str(get_exercise(int(number)).path))["TASKS"]
     precompute_solutions(tasks)
     set_resource_limits(2 * float(seconds) * len(files))
-    tell({"ready": True})
+    send({"ready": True})
     for file in files:
-        found = grade_file(tasks, Path(file), float(seconds))
+        result = grade_file(tasks, Path(file), float(seconds))
         _flush_output()
-        tell(found)
-    answers.close()
-    os._exit(0)  # threads and what the learner left to be done at the end are not waited for
+        send(result)
+    results.close()
+    os._exit(0)  # do not wait for the learner's threads and atexit handlers
 
 
 def _flush_output() -> None:
-    """What the learner printed goes out before the answer, after which nobody listens."""
+    """Flush the learner's output before the result is sent, after which the launcher may stop reading."""
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is not None and not stream.closed:
             stream.flush()
 
 
 def grade_file(tasks: Tasks, path: Path, time_limit: float) -> dict[str, Any]:
-    """The verdict on one file within its time, as JSON has it."""
-    clock = hasattr(signal, "setitimer")
-    if clock:
+    """Grade one file within its time limit; return the result as JSON data."""
+    has_timer = hasattr(signal, "setitimer")
+    if has_timer:
         signal.signal(signal.SIGALRM, raise_time_limit)
         signal.setitimer(signal.ITIMER_REAL, time_limit)
     try:
@@ -88,11 +91,11 @@ def grade_file(tasks: Tasks, path: Path, time_limit: float) -> dict[str, Any]:
     except InputError as error:
         return _error_result(f"cannot be read: {error}")
     except LearnerSyntaxError as error:
-        return _error_result(f"is no Python: {error}", error.location)
+        return _error_result(f"is not valid Python: {error}", error.location)
     except TimeLimitError as error:
-        return _error_result(f"ran longer than {time_limit:g} s: is there a loop that never ends?", str(error))
+        return _error_result(f"ran longer than {time_limit:g} s: is there an infinite loop?", str(error))
     finally:
-        if clock:
+        if has_timer:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
@@ -101,80 +104,78 @@ def _error_result(message: str, location: str = "") -> dict[str, Any]:
 
 
 def _grade_cells(tasks: Tasks, cells: list[CodeCell], path: Path) -> dict[str, Any]:
-    source = LearnerSource({piece.name: piece.text for piece in cells})
-    torch_was = snapshot_torch()
-    written, notes = _run_cells(cells, path, source)
-    changed = find_replaced_names(torch_was)
-    if changed:
-        return _error_result(
-            f"replaces {changed[0]} by something else, so that nothing can be trusted: give yours a new name"
-        )
-    grades = grade_tasks(tasks, written, source)
-    if notes and all(each.status == "missing" for each in grades):  # it did not come as far as to define them
+    source = LearnerSource({cell.name: cell.text for cell in cells})
+    snapshot = snapshot_torch()
+    namespace, notes = _run_cells(cells, path, source)
+    replaced = find_replaced_names(snapshot)
+    if replaced:
+        return _error_result(f"replaces {replaced[0]}, so that results are unreliable: use another name")
+    grades = grade_tasks(tasks, namespace, source)
+    if notes and all(grade.status == "missing" for grade in grades):  # it failed before the definitions
         return _error_result(notes[0]["message"], notes[0]["location"])
-    changed = find_replaced_names(torch_was)
-    if changed:
-        return _error_result(f"replaces {changed[0]} while it runs: give yours another name")
+    replaced = find_replaced_names(snapshot)
+    if replaced:
+        return _error_result(f"replaces {replaced[0]} at run time: use another name")
     return {
         "status": _overall_status(grades),
         "message": "",
         "location": "",
-        "tasks": [asdict(each) for each in grades],
+        "tasks": [asdict(grade) for grade in grades],
         "notes": notes,
     }
 
 
 def _overall_status(grades: list[TaskGrade]) -> str:
-    found = {each.status for each in grades}
-    if found == {"correct"}:
+    statuses = {grade.status for grade in grades}
+    if statuses == {"correct"}:
         return "passed"
-    if found == {"not_written"} and all(each.message == f"is {NOT_WRITTEN}" for each in grades):
+    if statuses == {"not_written"} and all(grade.message == f"is {NOT_WRITTEN}" for grade in grades):
         return "not_written"
-    return "failed" if found & {"incorrect", "error", "missing"} else "partial"
+    return "failed" if statuses & {"incorrect", "error", "missing"} else "partial"
 
 
 def _run_cells(cells: list[CodeCell], path: Path, source: LearnerSource) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """Run a file statement by statement, as a notebook whose cells may fail: names it made, and what went wrong."""
+    """Run a file statement by statement, continuing after errors as a notebook does; return namespace and errors."""
     module = types.ModuleType(LEARNER_MODULE)
     module.__file__ = str(path)
     sys.modules[LEARNER_MODULE] = module
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # last: a torch.py beside it hides nothing
-    names = module.__dict__
-    names["display"] = print
+        sys.path.append(str(path.parent))  # appended: a torch.py next to it does not shadow torch
+    namespace = module.__dict__
+    namespace["display"] = print
     notes: list[dict[str, str]] = []
     flags = 0
-    for piece in cells:
+    for cell in cells:
         try:
-            tree = ast.parse(piece.text, piece.name)
+            tree = ast.parse(cell.text, cell.name)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise LearnerSyntaxError(error, piece) from None
+            raise LearnerSyntaxError(error, cell) from None
         for node in tree.body:
             if isinstance(node, ast.ImportFrom) and node.module == "__future__":
-                flags |= sum(getattr(__future__, each.name).compiler_flag for each in node.names)
+                flags |= sum(getattr(__future__, feature.name).compiler_flag for feature in node.names)
             try:
-                exec(compile(ast.Module([node], []), piece.name, "exec", flags, dont_inherit=True), names)
+                exec(compile(ast.Module([node], []), cell.name, "exec", flags, dont_inherit=True), namespace)
             except TimeLimitError as error:
                 raise TimeLimitError(source.locate(error)) from error
             except (Exception, SystemExit, KeyboardInterrupt) as error:
                 _add_note(error, source, notes)
                 if isinstance(error, SystemExit):
-                    return names, notes
-    return names, notes
+                    return namespace, notes
+    return namespace, notes
 
 
 def _add_note(error: BaseException, source: LearnerSource, notes: list[dict[str, str]]) -> None:
-    """An error outside of what is asked is no wrong answer, but is told. That something is not written yet is known."""
+    """Record an error outside the graded functions; the stub's own error is not recorded."""
     if is_not_written(error):
         return
-    said = f"raised {type(error).__name__}: {format_error(error)}"
+    message = f"raised {type(error).__name__}: {format_error(error)}"
     if isinstance(error, SystemExit):
-        said = "ends itself by exit() or sys.exit(): take that out, so that it can be looked at"
+        message = "calls exit() or sys.exit(): remove it, so that the file can be graded"
     if isinstance(error, EOFError):
-        said = "waits for something to be typed, and nobody types here: take input() out"
+        message = "waits for keyboard input, which is not available here: remove input()"
     if is_memory_error(error):
-        said = f"asked for more memory than an exercise may have ({MAX_MEMORY_BYTES >> 30} GiB)"
-    notes.append({"message": said, "location": source.locate(error)})
+        message = f"exceeded the memory limit of an exercise ({MAX_MEMORY_BYTES >> 30} GiB)"
+    notes.append({"message": message, "location": source.locate(error)})
 
 
 if __name__ == "__main__":

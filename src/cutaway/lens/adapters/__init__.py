@@ -1,4 +1,4 @@
-"""Models that can be looked into: what they come wrapped in, how they are called with a text, where their sites are."""
+"""Model adapters: unwrap checkpoints and compiled models, run a model on tokens, list the sites of a model."""
 
 from typing import Any
 
@@ -11,28 +11,30 @@ from cutaway.model import EncoderDecoder, EncoderOnly, Transformer
 
 
 def unwrap_model(model: Any) -> nn.Module:
-    """A checkpoint's model, a compiled one's original."""
+    """Return the nn.Module of a checkpoint, or the original module of a compiled one."""
     if not isinstance(model, nn.Module) and isinstance(getattr(model, "model", None), nn.Module):
         model = model.model
     model = getattr(model, "_orig_mod", model)
     if not isinstance(model, nn.Module):
         raise InputError(
-            f"a {type(model).__name__} is no model; give one of ct.build(…) or ct.load(…), one of transformers, or "
-            "another nn.Module"
+            f"a {type(model).__name__} is not a model; pass the result of ct.build(…) or ct.load(…), a transformers "
+            "model, or another nn.Module"
         )
     return model
 
 
 def require_cutaway_model(model: Any) -> Transformer:
-    """The same, for what only a model of cutaway's can be asked."""
-    inner = unwrap_model(model)
-    if not isinstance(inner, Transformer):
-        raise InputError(f"a {type(inner).__name__} is no cutaway model; give one of ct.build(…) or ct.load(…)")
-    return inner
+    """Unwrap the model, and raise if it is not a cutaway model."""
+    module = unwrap_model(model)
+    if not isinstance(module, Transformer):
+        raise InputError(
+            f"a {type(module).__name__} is not a cutaway model; pass the result of ct.build(…) or ct.load(…)"
+        )
+    return module
 
 
 def run_model(model: Transformer, tokens: Tensor, source: Tensor | None) -> Tensor:
-    """Logits, or the encoder's vectors where there is no head."""
+    """Return the logits, or the encoder output if the model has no head."""
     if isinstance(model, EncoderDecoder):
         return model(source, tokens)
     if isinstance(model, EncoderOnly) and model.head is None:
@@ -41,14 +43,14 @@ def run_model(model: Transformer, tokens: Tensor, source: Tensor | None) -> Tens
 
 
 def sites(model: nn.Module) -> SiteMap:
-    """Every site of a model by name, in the order in which values come to them.
+    """Return all sites of a model by name, in execution order.
 
-    A model of transformers has the sites that its family's table finds in it; any other module has the paths of its
-    parts, with `.in` and `.out`.
+    A transformers model has the sites that its family's weight mapping locates. Any other module has the paths of its
+    submodules, with `.in` and `.out`.
     """
     if isinstance(model, Transformer):
         return cutaway_sites(model)
-    # Imported here: it needs the families' tables, which most traces do not.
+    # Imported here because it imports all families, which most traces do not need.
     from cutaway.lens.adapters.transformers import transformers_sites
 
     return transformers_sites(model)

@@ -1,4 +1,4 @@
-"""Sites of any other nn.Module: the paths of its parts, with `.in` and `.out`, the first tensor of each."""
+"""Sites of an arbitrary nn.Module: submodule paths with `.in` and `.out`, the first tensor of each."""
 
 from torch import nn
 
@@ -7,7 +7,7 @@ from cutaway.lens.sites import Site, SiteKind, SiteMap
 
 
 def module_sites(model: nn.Module, reason: str) -> SiteMap:
-    """What each module inside is given and gives back."""
+    """Return the input and output of each submodule; `reason` is why named sites are not available."""
     paths = [(path, module) for path, module in model.named_modules() if path]
     kinds: tuple[SiteKind, ...] = ("in", "out")
     return SiteMap(

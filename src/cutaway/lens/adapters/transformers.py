@@ -1,9 +1,9 @@
-"""Sites in models of transformers.
+"""Sites of transformers models.
 
-A family's table says which of their weights is which of ours, and so which of their modules does what which of ours
-does: our `attn.z` is what the module is given that holds our `attn.f.o`. Values that no module there is given or gives
-back (rotated queries, scores) cannot be had, and the reason is kept. Keys and values are those of a call's own tokens,
-for the cache stands behind them there; with dropout, `*.out` is seen before it.
+A family's weight mapping gives the transformers module for each cutaway module: `attn.z` is the input of the module
+that holds the weights of `attn.f.o`. Values that are no module's input or output (rotated queries, scores) are not
+available; the reason is stored in `SiteMap.unavailable`. Differences from cutaway models: `attn.k` and `attn.v` contain
+only the tokens of the call, because the cache is updated after the projection, and `*.out` is the value before dropout.
 """
 
 import json
@@ -30,52 +30,55 @@ from cutaway.lens.hook_conversions import (
     ScaledOutput,
     SplitHeads,
 )
-from cutaway.lens.sites import Site, SiteMap
+from cutaway.lens.sites import Site, SiteKind, SiteMap
 from cutaway.model import Transformer, build
 from cutaway.model.attention import LatentAttention
 from cutaway.model.rope import Rope
 
 
 class MappedModule(NamedTuple):
-    """The path of the module that would hold a tensor of ours in a file of theirs, and the row that says so."""
+    """Path of the transformers module that holds a cutaway parameter, with the weight mapping step."""
 
     path: str
     step: TensorConversion
 
 
 class ModuleMap:
-    """Their modules by the paths of ours."""
+    """Maps cutaway module paths to transformers modules, by the family's weight mapping."""
 
     def __init__(self, family: Family, cutaway_model: Transformer, hf_model: nn.Module) -> None:
         self.cutaway_model, self.hf_model = cutaway_model, hf_model
         self.hf_modules = dict(hf_model.named_modules(remove_duplicate=False))
-        bare = not any(f"{path}.".startswith(family.base_model_prefix) for path in self.hf_modules)
+        has_no_prefix = not any(f"{path}.".startswith(family.base_model_prefix) for path in self.hf_modules)
         self.mapped_modules: dict[str, list[MappedModule]] = {}
         for step in expand_mappings(family.weight_mappings, cutaway_model.config, cutaway_model):
-            names = [name.removeprefix(family.base_model_prefix if bare else "") for name in step.checkpoint_keys]
+            keys = [key.removeprefix(family.base_model_prefix if has_no_prefix else "") for key in step.checkpoint_keys]
             for name in step.model_keys:
                 self.mapped_modules.setdefault(name, []).extend(
-                    MappedModule(each.rpartition(".")[0], step) for each in names
+                    MappedModule(key.rpartition(".")[0], step) for key in keys
                 )
 
     def find(self, path: str) -> MappedModule | None:
-        """The first place in which theirs does have a module for this one of ours."""
-        held = self.mapped_modules.get(f"{path}.weight", []) + self.mapped_modules.get(f"{path}.bias", [])
-        return next((each for each in held if each.path in self.hf_modules), None)
+        """Return the first mapped path that exists in the transformers model, for a cutaway module path."""
+        mapped = self.mapped_modules.get(f"{path}.weight", []) + self.mapped_modules.get(f"{path}.bias", [])
+        return next((candidate for candidate in mapped if candidate.path in self.hf_modules), None)
 
     def hf_module(self, path: str) -> nn.Module | None:
-        """The module with the weights of this one of ours."""
-        held = self.find(path)
-        return None if held is None else self.hf_modules[held.path]
+        """Return the transformers module that holds the weights of a cutaway module."""
+        mapped = self.find(path)
+        return None if mapped is None else self.hf_modules[mapped.path]
 
     def enclosing_module(self, *cutaway_paths: str) -> nn.Module | None:
-        """The innermost module around all that these of ours hold; lists are never called."""
-        inside = tuple(f"{each}." for each in cutaway_paths)
+        """Return the innermost transformers module around all weights of these cutaway modules.
+
+        Containers (ModuleList, ModuleDict) are skipped: they are never called, so their hooks do not run.
+        """
+        prefixes = tuple(f"{path}." for path in cutaway_paths)
         paths = [
-            each.path.split(".")
-            for name, held in self.mapped_modules.items()
-            if name.startswith(inside)
-            for each in held
+            mapped.path.split(".")
+            for name, all_mapped in self.mapped_modules.items()
+            if name.startswith(prefixes)
+            for mapped in all_mapped
         ]
         common = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
         while isinstance(self.hf_modules.get(".".join(common)), nn.ModuleList | nn.ModuleDict):
@@ -83,91 +86,91 @@ class ModuleMap:
         return self.hf_modules.get(".".join(common)) if common else None
 
     def has_weights(self, path: str) -> bool:
-        """Whether theirs has anything of this one of ours."""
+        """Whether the weight mapping has any parameter of this cutaway module."""
         return any(name.startswith(f"{path}.") for name in self.mapped_modules)
 
     def shared_block_call(self, stack: str, layer: int) -> int | None:
-        """How many layers before this one use the same block; None where each has its own."""
+        """Return the number of earlier layers that use the same block, or None if no block is shared."""
         blocks = list(self.cutaway_model.stacks[stack].blocks)
         if len(set(blocks)) == len(blocks):
             return None
         return sum(block is blocks[layer] for block in blocks[:layer])
 
     def uses_rope(self, stack: str, layer: int) -> bool:
-        """Whether queries and keys are turned in this layer."""
-        inside = self.cutaway_model.stacks[stack]
-        position = inside.layer_position_keys[layer]
-        return position in inside.positions and isinstance(inside.positions[position], Rope)
+        """Whether this layer applies RoPE to queries and keys."""
+        module = self.cutaway_model.stacks[stack]
+        key = module.layer_position_keys[layer]
+        return key in module.positions and isinstance(module.positions[key], Rope)
 
     def output_columns(self, path: str) -> Tensor | None:
-        """Where the output of this one of ours stands in that of theirs, if it is not all of it: the row's operation,
-        done to numbers that count."""
-        held = self.find(path)
-        if held is None:
+        """Return the output columns of the transformers module that are this cutaway module's output; None for all.
+
+        For fused projections (QKV in one matrix). The mapping's tensor operation is applied to arange instead of to
+        weights.
+        """
+        mapped = self.find(path)
+        if mapped is None:
             return None
-        step = held.step
-        heights = [(self.cutaway_model.get_parameter(name).shape[0],) for name in step.model_keys]
-        count = torch.arange(sum(height for (height,) in heights))
-        place = [name.rpartition(".")[0] for name in step.model_keys].index(path)
-        own = step.op.to_model([count], heights, step.d_head)[place]
-        return None if torch.equal(own, count) else own
+        step = mapped.step
+        shapes = [(self.cutaway_model.get_parameter(name).shape[0],) for name in step.model_keys]
+        all_columns = torch.arange(sum(rows for (rows,) in shapes))
+        index = [name.rpartition(".")[0] for name in step.model_keys].index(path)
+        columns = step.op.to_model([all_columns], shapes, step.d_head)[index]
+        return None if torch.equal(columns, all_columns) else columns
 
 
 HookLocation = tuple[nn.Module | None, bool, HookConversion]
-"""A module of theirs, whether the value is what it is given, and where it stands there."""
+"""Transformers module, whether the value is its input (else its output), and the conversion."""
 
 
 class SiteUnavailableError(Exception):
-    """Why a value cannot be had."""
+    """A transformers model does not expose the value of a site; the message is the reason."""
 
 
-_NO_MODULE = "its family's table leads to no module that is given it or gives it back"
+_NO_MODULE = "it is not the input or output of any module that the family's weight mapping locates"
 
 
 def transformers_sites(model: nn.Module) -> SiteMap:
-    """By the names of ours where a family's table knows the model, else by module path."""
-    family, theirs = _find_family(model)
+    """Return named sites if a family supports the model, else module paths."""
+    family, hf_config = _find_family(model)
     if family is None:
-        return module_sites(model, "no family of cutaway's knows this model, so its sites are the paths of its modules")
+        return module_sites(model, "no cutaway family supports this model, so its sites are module paths")
     try:
-        config = family.config_from_hf(theirs, head=_has_lm_head(family, model), pooler=False)[0]
+        config = family.config_from_hf(hf_config, head=_has_lm_head(family, model), pooler=False)[0]
     except ConfigError as error:
-        return module_sites(
-            model, f"its sites are the paths of its modules, for its config is not one cutaway has: {error}"
-        )
-    ours = build(config, device="meta")
-    known = ModuleMap(family, ours, model)
-    found, absent = [], {}
-    for site in cutaway_sites(ours).values():
+        return module_sites(model, f"cutaway does not support its config, so its sites are module paths: {error}")
+    cutaway_model = build(config, device="meta")
+    module_map = ModuleMap(family, cutaway_model, model)
+    located, unavailable = [], {}
+    for site in cutaway_sites(cutaway_model).values():
         try:
-            module, entering, part = _locate_site(site, known)
+            module, is_input, conversion = _locate_site(site, module_map)
             if module is None:
                 raise SiteUnavailableError(_NO_MODULE)
-        except SiteUnavailableError as why:
-            absent[site.name] = str(why)
+        except SiteUnavailableError as reason:
+            unavailable[site.name] = str(reason)
         else:
-            found.append(
-                replace(site, module=module, kind="in" if entering else "out", arg_index=0, stack=None, conversion=part)
-            )
-    if not any(site.layer is not None for site in found):
+            kind: SiteKind = "in" if is_input else "out"
+            located.append(replace(site, module=module, kind=kind, arg_index=0, stack=None, conversion=conversion))
+    if not any(site.layer is not None for site in located):
         return module_sites(
-            model, "its modules are not where its family has them, so its sites are the paths of its modules"
+            model, "its modules are not at the paths of its family's weight mapping, so its sites are module paths"
         )
-    return SiteMap(found, absent)
+    return SiteMap(located, unavailable)
 
 
 def _find_family(model: nn.Module) -> tuple[Family | None, dict[str, Any]]:
-    """The family that a model's own configuration names, and what that configuration says."""
-    written = getattr(getattr(model, "config", None), "to_json_string", None)
-    if written is None:
+    """Return the family for the model_type of a model's config (None if unknown), and the config as a dict."""
+    to_json_string = getattr(getattr(model, "config", None), "to_json_string", None)
+    if to_json_string is None:
         return None, {}
-    theirs = json.loads(written(use_diff=False))
-    theirs.pop("quantization_config", None)  # how weights are packed moves no module
-    return families().get(theirs.get("model_type")), theirs
+    hf_config = json.loads(to_json_string(use_diff=False))
+    hf_config.pop("quantization_config", None)  # quantization does not change module paths
+    return families().get(hf_config.get("model_type")), hf_config
 
 
 def _has_lm_head(family: Family, model: nn.Module) -> bool | None:
-    """Whether an encoder has the head that predicts tokens; the other forms always do."""
+    """Whether an encoder has a language modeling head; None for the other forms, which always have one."""
     if family.template["form"] != "encoder":
         return None
     paths = {path for path, _ in model.named_modules()}
@@ -175,26 +178,25 @@ def _has_lm_head(family: Family, model: nn.Module) -> bool | None:
 
 
 def _locate_site(site: Site, module_map: ModuleMap) -> HookLocation:
-    """Where the value of this site of ours is in theirs."""
+    """Return where the transformers model exposes the value of a cutaway site."""
     if site.name == "logits":
         if module_map.hf_module("head.matrix") is None:
-            raise SiteUnavailableError("it has no head that predicts tokens")
+            raise SiteUnavailableError("it has no language modeling head")
         return module_map.hf_model, False, LogitsOutput()
     stacks = module_map.cutaway_model.stacks
     stack = site.name.split(".")[0] if len(stacks) > 1 else next(iter(stacks))
-    end, layer = site.name.removeprefix(f"{stack}."), site.layer
-    if end == "final_norm" and not isinstance(stacks[stack].final_norm, nn.Identity):
+    suffix, layer = site.name.removeprefix(f"{stack}."), site.layer
+    if suffix == "final_norm" and not isinstance(stacks[stack].final_norm, nn.Identity):
         return module_map.hf_module(f"{stack}.final_norm"), False, HookConversion()
-    if layer is None:  # the stream where the blocks begin and end
-        layer, end = (0, "resid_pre") if end == "embed" else (len(stacks[stack].blocks) - 1, "resid_post")
-    at = f"{stack}.blocks.{layer}"
-    module, entering, part = _locate_in_block(end.removeprefix(f"blocks.{layer}."), at, module_map)
-    turn = module_map.shared_block_call(stack, layer)
-    return (
-        module,
-        entering,
-        part if turn is None else NthCall(part, turn, module_map.enclosing_module(stack) or module_map.hf_model),
-    )
+    if layer is None:  # embed is the first block's input; an absent final norm is the last block's output
+        layer, suffix = (0, "resid_pre") if suffix == "embed" else (len(stacks[stack].blocks) - 1, "resid_post")
+    block_path = f"{stack}.blocks.{layer}"
+    module, is_input, conversion = _locate_in_block(suffix.removeprefix(f"blocks.{layer}."), block_path, module_map)
+    call_index = module_map.shared_block_call(stack, layer)
+    if call_index is not None:
+        outer_module = module_map.enclosing_module(stack) or module_map.hf_model
+        conversion = NthCall(conversion, call_index, outer_module)
+    return module, is_input, conversion
 
 
 def _locate_in_block(suffix: str, block_path: str, module_map: ModuleMap) -> HookLocation:
@@ -204,16 +206,19 @@ def _locate_in_block(suffix: str, block_path: str, module_map: ModuleMap) -> Hoo
     if suffix == "resid_mid" or value == "resid_pre":
         return _locate_mid_resid(f"{block_path}.{sublayer if value else 'ffn'}", module_map)
     branch = module_map.cutaway_model.get_submodule(f"{block_path}.{sublayer}")
-    of_sublayer: Callable[..., HookLocation] = _locate_in_ffn if sublayer == "ffn" else _locate_in_attention
-    return of_sublayer(value, f"{block_path}.{sublayer}", branch, module_map)
+    locate: Callable[..., HookLocation] = _locate_in_ffn if sublayer == "ffn" else _locate_in_attention
+    return locate(value, f"{block_path}.{sublayer}", branch, module_map)
 
 
 def _locate_mid_resid(path: str, module_map: ModuleMap) -> HookLocation:
-    """The stream before a sublayer that is not the block's first: from the norm on it, or into what reads it."""
+    """Locate the residual stream before a sublayer that is not the block's first.
+
+    It is the output of a post-norm, or the input of the module that reads it.
+    """
     block = path.rpartition(".")[0]
-    for earlier in ("cross", "attn"):
-        norm = module_map.hf_module(f"{block}.norm_after_{earlier}")
-        if norm is not None and not path.endswith(earlier):
+    for previous in ("cross", "attn"):
+        norm = module_map.hf_module(f"{block}.norm_after_{previous}")
+        if norm is not None and not path.endswith(previous):
             return norm, False, _flattened_batch_conversion(path, module_map)
     branch: Any = module_map.cutaway_model.get_submodule(path)
     reader = (
@@ -225,16 +230,16 @@ def _locate_mid_resid(path: str, module_map: ModuleMap) -> HookLocation:
 
 
 def _sublayer_input_module(path: str, module_map: ModuleMap) -> nn.Module | None:
-    """The module around all that reads what a sublayer is given."""
-    experts = module_map.has_weights(f"{path}.f.router")
-    return module_map.enclosing_module(*(f"{path}.{name}" for name in (("f",) if experts else _INPUT_PROJECTIONS)))
+    """Return the innermost module around all projections that read a sublayer's input."""
+    is_moe = module_map.has_weights(f"{path}.f.router")
+    return module_map.enclosing_module(*(f"{path}.{name}" for name in (("f",) if is_moe else _INPUT_PROJECTIONS)))
 
 
 _INPUT_PROJECTIONS = ("f.q", "f.k", "f.v", "f.kv_down", "f.gate", "f.up")
 
 
 def _locate_sublayer_input(path: str, module_map: ModuleMap) -> HookLocation:
-    """What a sublayer is given, at a place that all of it passes and nothing else."""
+    """Locate a sublayer's input: the input of a module that reads exactly this value."""
     module = _sublayer_input_module(path, module_map)
     if module is None:
         return module_map.hf_module(f"{path}.norm_in"), False, HookConversion()
@@ -244,12 +249,14 @@ def _locate_sublayer_input(path: str, module_map: ModuleMap) -> HookLocation:
         module_map.has_weights(after)
         and module_map.enclosing_module(*(f"{path}.{name}" for name in _INPUT_PROJECTIONS), after) is module
     ):
-        raise SiteUnavailableError("the stream passes the same module beside it; resid_pre is the same value")
+        raise SiteUnavailableError(
+            "the same module also receives the residual stream; use resid_pre, which is the same value"
+        )
     return module, True, HookConversion()
 
 
 def _flattened_batch_conversion(path: str, module_map: ModuleMap, *, read_only: bool = False) -> HookConversion:
-    """An FFN knows no rows, and some are given all tokens in one."""
+    """Conversion for values that some models flatten to (B·T, d) before the FFN."""
     block = module_map.enclosing_module(path.rpartition(".")[0])
     if block is None:
         raise SiteUnavailableError(_NO_MODULE)
@@ -259,7 +266,7 @@ def _flattened_batch_conversion(path: str, module_map: ModuleMap, *, read_only: 
 def _locate_sublayer_output(
     path: str, branch: Any, output_module: nn.Module | None, module_map: ModuleMap
 ) -> HookLocation:
-    """What is added to the stream: after the norm and the scale behind the sublayer, if there are."""
+    """Locate what is added to the residual stream: after the output norm and scale, if present."""
     module = output_module if isinstance(branch.norm_out, nn.Identity) else module_map.hf_module(f"{path}.norm_out")
     return module, False, HookConversion() if branch.scale == 1.0 else ScaledOutput(branch.scale)
 
@@ -275,27 +282,29 @@ def _locate_in_attention(value: str, path: str, branch: Any, module_map: ModuleM
     if value == "pattern":
         if getattr(module_map.hf_model.config, "_attn_implementation", "eager") != "eager":
             raise SiteUnavailableError(
-                "a fast kernel keeps no pattern; make the model with attn_implementation='eager'"
+                "its attention implementation does not return a pattern; load it with attn_implementation='eager'"
             )
         return module_map.enclosing_module(f"{path}.f"), False, PatternOutput()
     if value == "scores":
-        raise SiteUnavailableError("scores never leave its attention; open the model with ct.load, which shows them")
+        raise SiteUnavailableError(
+            "scores are local to its attention module; load the model with ct.load, which exposes them"
+        )
     return _locate_projection(value, path, f, module_map)
 
 
 def _locate_projection(projection: str, path: str, f: Any, module_map: ModuleMap) -> HookLocation:
-    """Queries, keys and values, where nothing is done to them between their matrix and the kernel."""
+    """Locate q, k or v, if nothing happens to them between their projection and the kernel."""
     if isinstance(f, LatentAttention):
-        raise SiteUnavailableError("its queries, keys and values are put together from parts inside its attention")
+        raise SiteUnavailableError("latent attention assembles queries, keys and values inside its attention module")
     stack, layer = path.split(".")[0], int(path.split(".")[2])
-    turned = path.endswith(".attn") and module_map.uses_rope(stack, layer)
-    if projection in "qk" and (turned or not isinstance(getattr(f, f"{projection}_norm"), nn.Identity)):
+    has_rope = path.endswith(".attn") and module_map.uses_rope(stack, layer)
+    if projection in "qk" and (has_rope or not isinstance(getattr(f, f"{projection}_norm"), nn.Identity)):
         raise SiteUnavailableError(
-            "they are normed or turned inside its attention; open the model with ct.load, which shows them"
+            "QK-norm or RoPE is applied inside its attention module; load the model with ct.load, which exposes them"
         )
     if f.clip_qkv is not None:
         raise SiteUnavailableError(
-            "they are clipped inside its attention; open the model with ct.load, which shows them"
+            "they are clipped inside its attention module; load the model with ct.load, which exposes them"
         )
     columns = module_map.output_columns(f"{path}.f.{projection}")
     return (
@@ -306,17 +315,19 @@ def _locate_projection(projection: str, path: str, f: Any, module_map: ModuleMap
 
 
 def _locate_in_ffn(value: str, path: str, branch: Any, module_map: ModuleMap) -> HookLocation:
-    experts = hasattr(branch.f, "router")
+    is_moe = hasattr(branch.f, "router")
     if value == "router":
-        raise SiteUnavailableError(
-            "which experts are chosen, and by how much, is told in another shape in each of their models"
-        )
+        raise SiteUnavailableError("each transformers model returns the routing weights in a different format")
     if value == "in":
-        module, entering, part = _locate_sublayer_input(path, module_map)
+        module, is_input, conversion = _locate_sublayer_input(path, module_map)
     elif value == "out":
-        last = module_map.enclosing_module(f"{path}.f") if experts else module_map.hf_module(f"{path}.f.down")
-        module, entering, part = _locate_sublayer_output(path, branch, last, module_map)
+        last = module_map.enclosing_module(f"{path}.f") if is_moe else module_map.hf_module(f"{path}.f.down")
+        module, is_input, conversion = _locate_sublayer_output(path, branch, last, module_map)
     else:
         dense = f"{path}.f.shared" if value == "shared.hidden" else f"{path}.f"
-        module, entering, part = module_map.hf_module(f"{dense}.down"), True, HookConversion()
-    return module, entering, _flattened_batch_conversion(path, module_map) if type(part) is HookConversion else part
+        module, is_input, conversion = module_map.hf_module(f"{dense}.down"), True, HookConversion()
+    return (
+        module,
+        is_input,
+        _flattened_batch_conversion(path, module_map) if type(conversion) is HookConversion else conversion,
+    )

@@ -1,4 +1,4 @@
-"""What a model loses when a part of it is taken away: a block, a head, a norm, the mask, positions."""
+"""Ablation: loss and KL divergence without a block, a head, a residual, the final norm, the mask or positions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,61 +38,61 @@ def ablation(
     source: TextOrTokens | None = None,
     progress: bool = True,
 ) -> LabeledTensor:
-    """The text's loss with each change, how far the distributions move (KL), and how much of the top five stays.
+    """Loss of the text, KL divergence from the unedited model and overlap of the top 5 tokens, for each edit.
 
-    `edits` are edits by a name of yours; unless given, what this model has is taken away part by part: each block,
-    its order, its residual, the final norm, the mask, positions. All in nats, averaged over the text.
+    `edits` maps a label to the edits of `ct.edit`. Default: all structural edits that the model supports (skip each
+    block, swap its sublayers, drop its residual, the final norm, the mask, positions). In nats, averaged over the text.
     """
-    this = prepare_inputs(model, tokens, source)
-    this.require_head()
-    asked = {name: dict(each) for name, each in (_default_edits(this) if edits is None else edits).items()}
-    if not asked:
-        raise InputError("no change was given, so there is nothing to compare; name one, or leave edits out")
-    with eval_mode(this.model):
-        plain = upcast_float32(this.run())[0]
-        rows = [_compute_metrics(this, plain, plain)]
-        for name in track_progress(list(asked), progress, "taking away"):
-            with edit(this.model, asked[name]):
-                rows.append(_compute_metrics(this, upcast_float32(this.run())[0], plain))
-    labels = ("baseline", *asked)
-    note = "" if _has_loss(this) else f"{_no_loss_reason(this)}, so there is no loss"
-    return LabeledTensor("what a change does", torch.stack(rows), ("edit", "metric"), (labels, METRICS), "nats", note)
+    inputs = prepare_inputs(model, tokens, source)
+    inputs.require_head()
+    edits_by_label = {label: dict(spec) for label, spec in (_default_edits(inputs) if edits is None else edits).items()}
+    if not edits_by_label:
+        raise InputError("edits is empty, so there is nothing to compare; pass at least one, or leave edits out")
+    with eval_mode(inputs.model):
+        baseline_logits = upcast_float32(inputs.run())[0]
+        rows = [_compute_metrics(inputs, baseline_logits, baseline_logits)]
+        for label in track_progress(list(edits_by_label), progress, "ablating"):
+            with edit(inputs.model, edits_by_label[label]):
+                rows.append(_compute_metrics(inputs, upcast_float32(inputs.run())[0], baseline_logits))
+    labels = ("baseline", *edits_by_label)
+    note = "" if _has_loss(inputs) else _no_loss_reason(inputs)
+    return LabeledTensor("ablation", torch.stack(rows), ("edit", "metric"), (labels, METRICS), "nats", note)
 
 
 def head_ablation(
     model: Any, tokens: TextOrTokens, *, source: TextOrTokens | None = None, progress: bool = True
 ) -> LabeledTensor:
-    """How much the text's loss rises without each head: layer × head."""
-    this = prepare_inputs(model, tokens, source)
-    if not _has_loss(this):
-        raise InputError(f"{_no_loss_reason(this)}, so there is no loss to rise; use ablation(…), which has KL")
-    asked = select_sites(sites(this.model), [f"{this.site_prefix}blocks.*.attn.z"])
-    most = max(site.num_heads or 0 for site in asked)
-    found = torch.full((len(asked), most), float("nan"))
-    with eval_mode(this.model):
-        plain = _next_token_loss(this, upcast_float32(this.run())[0])
-        for row, site in enumerate(track_progress(asked, progress, "without each head")):
+    """Increase of the text's loss when a head is zero-ablated: layer × head."""
+    inputs = prepare_inputs(model, tokens, source)
+    if not _has_loss(inputs):
+        raise InputError(f"{_no_loss_reason(inputs)}; use ablation(…), which has KL divergence")
+    z_sites = select_sites(sites(inputs.model), [f"{inputs.site_prefix}blocks.*.attn.z"])
+    max_heads = max(site.num_heads or 0 for site in z_sites)
+    increases = torch.full((len(z_sites), max_heads), float("nan"))
+    with eval_mode(inputs.model):
+        baseline_loss = _next_token_loss(inputs, upcast_float32(inputs.run())[0])
+        for row, site in enumerate(track_progress(z_sites, progress, "ablating heads")):
             for head in range(site.num_heads or 0):
-                with edit(this.model, {site.name: {"do": "zero", "heads": [head]}}):
-                    found[row, head] = _next_token_loss(this, upcast_float32(this.run())[0]) - plain
-    names = tuple(site.name.split("blocks.")[1].split(".")[0] for site in asked)
-    labels = (names, tuple(str(head) for head in range(most)))
-    note = f"with all heads the loss is {float(plain):.3f}"
-    return LabeledTensor("how much the loss rises without a head", found, ("layer", "head"), labels, "nats", note)
+                with edit(inputs.model, {site.name: {"do": "zero", "heads": [head]}}):
+                    increases[row, head] = _next_token_loss(inputs, upcast_float32(inputs.run())[0]) - baseline_loss
+    names = tuple(site.name.split("blocks.")[1].split(".")[0] for site in z_sites)
+    labels = (names, tuple(str(head) for head in range(max_heads)))
+    note = f"the loss with all heads is {float(baseline_loss):.3f}"
+    return LabeledTensor("head ablation: increase of the loss", increases, ("layer", "head"), labels, "nats", note)
 
 
 def _default_edits(inputs: AnalysisInputs) -> dict[str, dict[str, EditSpec]]:
-    """Everything of this model that can be taken away."""
-    found: dict[str, dict[str, EditSpec]] = {}
-    for (kind, how), said in _EDIT_LABELS.items():
-        for name, (other, stack, layer) in structural_edits.structural_targets(inputs.model).items():
+    """Return all structural ablations that this model supports."""
+    edits: dict[str, dict[str, EditSpec]] = {}
+    for (kind, op), label in _EDIT_LABELS.items():
+        for name, (target_kind, stack, layer) in structural_edits.structural_targets(inputs.model).items():
             if (
-                other == kind
+                target_kind == kind
                 and stack is inputs.stack
-                and structural_edits.supports_structural_edit(inputs.model, name, how)
+                and structural_edits.supports_structural_edit(inputs.model, name, op)
             ):
-                found[said if layer is None else f"{said} {layer}"] = {name: how}
-    return found
+                edits[label if layer is None else f"{label} {layer}"] = {name: op}
+    return edits
 
 
 def _has_loss(inputs: AnalysisInputs) -> bool:
@@ -100,25 +100,21 @@ def _has_loss(inputs: AnalysisInputs) -> bool:
 
 
 def _no_loss_reason(inputs: AnalysisInputs) -> str:
-    """Why there is no loss."""
-    what = "an encoder's text" if isinstance(inputs.model, EncoderOnly) else "a text of one token"
-    return f"{what} has no next token"
+    if isinstance(inputs.model, EncoderOnly):
+        return "an encoder has no next-token loss"
+    return "a text of one token has no next token"
 
 
 def _next_token_loss(inputs: AnalysisInputs, logits: Tensor) -> Tensor:
-    """Of each next token, averaged."""
+    """Mean cross-entropy of the next tokens."""
     return F.cross_entropy(logits[:-1], inputs.tokens[0, 1:])
 
 
 def _compute_metrics(inputs: AnalysisInputs, logits: Tensor, baseline_logits: Tensor) -> Tensor:
-    apart: Tensor = kl_divergence_from_logits(baseline_logits, logits).mean()
-    count = min(TOP_K, logits.shape[-1])
-    mine, theirs = logits.topk(count).indices, baseline_logits.topk(count).indices
-    kept = (mine[:, :, None] == theirs[:, None, :]).any(-1).float().mean()
-    return torch.stack(
-        (
-            _next_token_loss(inputs, logits) if _has_loss(inputs) else apart.new_tensor(float("nan")),
-            apart,
-            kept.to(apart),
-        )
-    )
+    """Return (loss, KL, top-5 overlap); logits are (T, V)."""
+    kl: Tensor = kl_divergence_from_logits(baseline_logits, logits).mean()
+    k = min(TOP_K, logits.shape[-1])
+    top, baseline_top = logits.topk(k).indices, baseline_logits.topk(k).indices  # (T, k)
+    overlap = (top[:, :, None] == baseline_top[:, None, :]).any(-1).float().mean()
+    loss = _next_token_loss(inputs, logits) if _has_loss(inputs) else kl.new_tensor(float("nan"))
+    return torch.stack((loss, kl, overlap.to(kl)))

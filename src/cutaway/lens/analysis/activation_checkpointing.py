@@ -1,4 +1,4 @@
-"""Activation checkpointing: what it saves of memory, and what that costs in time."""
+"""Memory and time of a training step for each activation checkpointing mode."""
 
 import time
 from statistics import median
@@ -18,30 +18,34 @@ from cutaway.model.activation_checkpointing import ACTIVATION_CHECKPOINTING_MODE
 def activation_checkpointing_cost(
     model: Any, tokens: TextOrTokens, *, source: TextOrTokens | None = None, num_repeats: int = 3
 ) -> LabeledTensor:
-    """For each way of keeping values for the backward pass: megabytes kept, and milliseconds there and back."""
-    this = prepare_inputs(model, tokens, source)
-    modes = {stack: stack.activation_checkpointing for stack in this.model.stacks.values()}
-    training = this.model.training
+    """Megabytes of saved activations and milliseconds per forward and backward pass, for each mode."""
+    inputs = prepare_inputs(model, tokens, source)
+    modes = {stack: stack.activation_checkpointing for stack in inputs.model.stacks.values()}
+    training = inputs.model.training
     rows = []
     try:
-        this.model.train()
+        inputs.model.train()
         for mode in ACTIVATION_CHECKPOINTING_MODES:
-            this.model.use_activation_checkpointing(mode)
-            taken = [_time_forward_backward(this) for _ in range(num_repeats + 1)][1:]
-            rows.append(torch.tensor([_saved_activation_bytes(this) / 1e6, median(taken) * 1e3]))
+            inputs.model.use_activation_checkpointing(mode)
+            seconds = [_time_forward_backward(inputs) for _ in range(num_repeats + 1)][1:]  # without the warm-up run
+            rows.append(torch.tensor([_saved_activation_bytes(inputs) / 1e6, median(seconds) * 1e3]))
     finally:
-        this.model.train(training)
+        inputs.model.train(training)
         for stack, mode in modes.items():
             stack.activation_checkpointing = mode
-    title = "what is kept for the way back"
+    title = "cost of activation checkpointing"
     labels = (ACTIVATION_CHECKPOINTING_MODES, ("saved MB", "forward + backward ms"))
     return LabeledTensor(
-        title, torch.stack(rows), ("activation_checkpointing", "metric"), labels, note=f"{this.tokens.shape[1]} tokens"
+        title,
+        torch.stack(rows),
+        ("activation_checkpointing", "metric"),
+        labels,
+        note=f"{inputs.tokens.shape[1]} tokens",
     )
 
 
 def _time_forward_backward(inputs: AnalysisInputs) -> float:
-    """Seconds of a pass there and back; gradients go nowhere."""
+    """Return the seconds of a forward and backward pass; `.grad` is not written."""
     start = time.perf_counter()
     with torch.enable_grad():
         torch.autograd.grad(
@@ -53,19 +57,21 @@ def _time_forward_backward(inputs: AnalysisInputs) -> float:
 
 
 def _trainable_parameters(inputs: AnalysisInputs) -> list[Tensor]:
-    return [each for each in inputs.model.parameters() if each.requires_grad]
+    return [parameter for parameter in inputs.model.parameters() if parameter.requires_grad]
 
 
 def _saved_activation_bytes(inputs: AnalysisInputs) -> int:
-    """Of all that a pass made, what is still there after it, for the way back; the result itself not counted."""
-    with torch.enable_grad(), _AllocationTracker() as made:
-        result = inputs.run()
-    own = StorageWeakRef(result.untyped_storage()).cdata  # type: ignore[no-untyped-call]
-    return sum(size for memory, size in made.storages.values() if not memory.expired() and memory.cdata != own)
+    """Return the bytes allocated in a forward pass and still alive after it, without the output itself."""
+    with torch.enable_grad(), _AllocationTracker() as tracker:
+        output = inputs.run()
+    output_storage = StorageWeakRef(output.untyped_storage()).cdata  # type: ignore[no-untyped-call]
+    return sum(
+        size for storage, size in tracker.storages.values() if not storage.expired() and storage.cdata != output_storage
+    )
 
 
 class _AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remembers the memory of everything that operators make, and holds none of it."""
+    """Records the size of every storage that operators allocate, through weak references that keep none alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -73,9 +79,9 @@ class _AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-        for each in tree_leaves(result):
-            if isinstance(each, Tensor) and each.untyped_storage()._cdata not in given:
-                memory = StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]
-                self.storages[memory.cdata] = memory, each.untyped_storage().nbytes()
+        inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in inputs:  # not a view of an argument
+                storage = StorageWeakRef(leaf.untyped_storage())  # type: ignore[no-untyped-call]
+                self.storages[storage.cdata] = storage, leaf.untyped_storage().nbytes()
         return result

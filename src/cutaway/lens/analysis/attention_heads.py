@@ -1,4 +1,4 @@
-"""What attention heads look at: how widely, and by which rule."""
+"""Attention heads: entropy of their patterns, and previous-token, duplicate-token, induction and first-token scores."""
 
 from typing import Any
 
@@ -15,37 +15,37 @@ from cutaway.model import EncoderDecoder, Transformer
 
 HEAD_TYPES = ("previous_token", "duplicate_token", "induction", "first_token")
 DEFAULT_REPEAT_LEN = 32
-"""Random tokens before they are repeated."""
+"""Default number of random tokens before the repetition."""
 
 
 def attention_entropy(model: Any, tokens: TextOrTokens, *, source: TextOrTokens | None = None) -> LabeledTensor:
-    """How widely each head looks: the entropy of its pattern's rows, averaged over the text; 0 is one place alone.
+    """Entropy of each head's attention pattern, averaged over queries: layer × head; 0 means one attended token.
 
-    What a sink takes counts as one more place.
+    The mass of an attention sink counts as one more token.
     """
-    this = prepare_inputs(model, tokens, source)
-    patterns = _attention_patterns(this)
+    inputs = prepare_inputs(model, tokens, source)
+    patterns = _attention_patterns(inputs)
     return _build_result(
         [pattern_entropy(pattern) for _, pattern in patterns],
         [name for name, _ in patterns],
-        "entropy of attention",
+        "attention entropy",
         "bits",
     )
 
 
 def pattern_entropy(pattern: Tensor) -> Tensor:
-    """(B, H, T, S) → (H,), in bits."""
+    """Mean entropy of each head in bits: (B, H, T, S) → (H,)."""
     return pattern_entropy_by_query(pattern).mean((0, 2))
 
 
 def pattern_entropy_by_query(pattern: Tensor) -> Tensor:
-    """(…, T, S) → (…, T), in bits."""
+    """Entropy of each query's attention in bits: (…, T, S) → (…, T)."""
     bits: Tensor = functional.entropy(functional.append_missing_mass(pattern)) / functional.NATS_PER_UNIT["bits"]
     return bits
 
 
 def _attention_patterns(inputs: AnalysisInputs) -> list[tuple[str, Tensor]]:
-    """Every attention's pattern (B, H, T, S) by its layer, and by its stack and kind where there are several."""
+    """Return (label, pattern (B, H, T, S)) of all attention layers, including cross-attention."""
     with (
         eval_mode(inputs.model),
         trace(inputs.model, "attn.pattern", *(["cross.pattern"] if inputs.site_prefix else [])) as t,
@@ -59,48 +59,49 @@ def _layer_label(name: str) -> str:
 
 
 def _build_result(scores: list[Tensor], names: list[str], title: str, unit: str, note: str = "") -> LabeledTensor:
-    """A row a layer; where layers differ in their heads, the places without one are not a number."""
-    most = max(len(row) for row in scores)
-    values = scores[0].new_full((len(scores), most, *scores[0].shape[1:]), float("nan"))
-    for at, row in enumerate(scores):
-        values[at, : len(row)] = row
-    labels = (tuple(names), tuple(str(head) for head in range(most)))
+    """Stack one row per layer; where layers differ in their number of heads, the missing heads are NaN."""
+    max_heads = max(len(row) for row in scores)
+    values = scores[0].new_full((len(scores), max_heads, *scores[0].shape[1:]), float("nan"))
+    for layer, row in enumerate(scores):
+        values[layer, : len(row)] = row
+    labels = (tuple(names), tuple(str(head) for head in range(max_heads)))
     if values.ndim == 3:
         return LabeledTensor(title, values, ("layer", "head", "head_type"), (*labels, HEAD_TYPES), unit, note)
     return LabeledTensor(title, values, ("layer", "head"), labels, unit, note)
 
 
 def head_scores(model: Any, *, repeat_len: int | None = None, batch_size: int = 8, seed: int = 0) -> LabeledTensor:
-    """How much of its attention each head spends by four rules, on random tokens that are then repeated.
+    """Attention of each head by head type, on repeated random tokens: layer × head × head_type; 1 is all attention.
 
-    previous_token: the token before · duplicate_token: where this token stood the first time · induction: what came
-    after it then · first_token: the first token of all, where heads rest. 1 is always.
+    previous_token: attends to the token before · duplicate_token: to the earlier copy of the current token · induction:
+    to the token after that copy · first_token: to the first token (attention sink).
     """
-    inner = require_cutaway_model(model)
-    if isinstance(inner, EncoderDecoder):
+    transformer = require_cutaway_model(model)
+    if isinstance(transformer, EncoderDecoder):
         raise InputError(
-            "kinds of heads are scored on one text, and this model reads two; take a decoder or an encoder"
+            "head_scores needs a model with one stack, but this is an encoder-decoder; pass a decoder or an encoder"
         )
-    tokens = repeated_random_tokens(inner, getattr(model, "tokenizer", None), repeat_len, batch_size, seed)
+    tokens = repeated_random_tokens(transformer, getattr(model, "tokenizer", None), repeat_len, batch_size, seed)
     half = tokens.shape[1] // 2
     scores, names = [], []
-    for name, pattern in _attention_patterns(AnalysisInputs(inner, None, tokens, None)):
+    for name, pattern in _attention_patterns(AnalysisInputs(transformer, None, tokens, None)):
         names.append(name)
         scores.append(torch.stack(pattern_head_scores(pattern, half), -1))
-    later = torch.arange(half + 1, 2 * half + 1)
-    chance = float((1.0 / later).mean()) if inner.stacks.keys() == {"decoder"} else 1 / (2 * half)
-    note = f"{batch_size} rows of {half} random tokens, twice; a head that looks everywhere alike spends {chance:.3f}"
-    return _build_result(scores, names, "kinds of heads", "share of attention", note)
+    # Uniform attention: over the visible tokens of the second half in a decoder, over all tokens in an encoder.
+    num_visible = torch.arange(half + 1, 2 * half + 1)
+    is_causal = transformer.stacks.keys() == {"decoder"}
+    uniform = float((1.0 / num_visible).mean()) if is_causal else 1 / (2 * half)
+    note = f"{batch_size} sequences of {half} random tokens, repeated once; uniform attention scores {uniform:.3f}"
+    return _build_result(scores, names, "head scores", "fraction of attention", note)
 
 
 def pattern_head_scores(pattern: Tensor, repeat_len: int) -> list[Tensor]:
-    """(H,) for each kind, in the second half only, where they can be told apart."""
-    back = {
-        gap: pattern.diagonal(-gap, -2, -1) for gap in (1, repeat_len, repeat_len - 1)
-    }  # (B, H, T − gap): row t looks at t − gap
-    previous = back[1][..., repeat_len - 1 :].mean((0, 2))
-    duplicate = back[repeat_len].mean((0, 2))
-    induction = back[repeat_len - 1][..., 1:].mean((0, 2))  # from the second half's first token on
+    """Return the score of each head type, (H,) each, over the second half, where the types differ."""
+    # (B, H, T − offset): attention of query t to key t − offset.
+    diagonals = {offset: pattern.diagonal(-offset, -2, -1) for offset in (1, repeat_len, repeat_len - 1)}
+    previous = diagonals[1][..., repeat_len - 1 :].mean((0, 2))
+    duplicate = diagonals[repeat_len].mean((0, 2))
+    induction = diagonals[repeat_len - 1][..., 1:].mean((0, 2))  # from the first token of the second half
     first = pattern[..., repeat_len + 1 :, 0].mean((0, 2))
     return [previous, duplicate, induction, first]
 
@@ -108,19 +109,20 @@ def pattern_head_scores(pattern: Tensor, repeat_len: int) -> list[Tensor]:
 def repeated_random_tokens(
     model: Transformer, tokenizer: Any, repeat_len: int | None, batch_size: int, seed: int
 ) -> Tensor:
-    """(rows, 2·length): random tokens, no two alike in a half, and once more."""
+    """Return (B, 2·repeat_len): distinct random tokens without special tokens, followed by the same tokens again."""
     size = model.config.vocab_size
     special = set(getattr(tokenizer, "all_special_ids", ()))
-    usual = torch.tensor([token for token in range(size) if token not in special])
+    candidates = torch.tensor([token for token in range(size) if token not in special])
     stack = next(iter(model.stacks.values()))
     context = getattr(stack.embed.position, "max_positions", None) or model.config.context or 2 * DEFAULT_REPEAT_LEN
-    repeat_len = min(DEFAULT_REPEAT_LEN, context // 2, len(usual)) if repeat_len is None else repeat_len
-    if isinstance(repeat_len, bool) or not isinstance(repeat_len, int) or not 3 <= repeat_len <= len(usual):
+    repeat_len = min(DEFAULT_REPEAT_LEN, context // 2, len(candidates)) if repeat_len is None else repeat_len
+    if isinstance(repeat_len, bool) or not isinstance(repeat_len, int) or not 3 <= repeat_len <= len(candidates):
         raise InputError(
-            f"repeat_len is {repeat_len!r}; give 3 to {len(usual)}, as the tokens that are repeated are all different"
+            f"repeat_len is {repeat_len!r}; the repeated tokens are distinct, so pass 3 to {len(candidates)}"
         )
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise InputError(f"batch_size is {batch_size!r}; give at least 1")
-    draw = torch.Generator().manual_seed(seed)
-    once = torch.stack([usual[torch.randperm(len(usual), generator=draw)[:repeat_len]] for _ in range(batch_size)])
-    return torch.cat((once, once), 1).to(model.device)
+        raise InputError(f"batch_size is {batch_size!r}; pass an integer of at least 1")
+    rng = torch.Generator().manual_seed(seed)
+    rows = [candidates[torch.randperm(len(candidates), generator=rng)[:repeat_len]] for _ in range(batch_size)]
+    tokens = torch.stack(rows)
+    return torch.cat((tokens, tokens), 1).to(model.device)

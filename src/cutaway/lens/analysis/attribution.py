@@ -1,7 +1,7 @@
-"""Direct logit attribution: which part of a model wrote a token's logit.
+"""Direct logit attribution: contribution of each component to a token's logit.
 
-The last stream is a sum, x = embed + Σ out, and the final norm, its statistics frozen at the token that is looked at,
-is linear; so the logit is a sum too: embed·g + Σ out·g + biases, with one direction g for all parts.
+The last residual stream is a sum, x = embed + Σ out, and the final norm is linear once its statistics are frozen at the
+attributed token. So the logit is a sum too: embed·g + Σ out·g + biases, with one direction g for all components.
 """
 
 from collections.abc import Iterator
@@ -27,26 +27,26 @@ from cutaway.model.norms import LayerNorm, RMSNorm
 
 
 def pull_back_through_norm(norm: nn.Module, x: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
-    """(g, β·u): what a part of x is to be multiplied with, and what the norm's bias adds by itself."""
+    """Return (g, β·direction): norm(x)·direction = x·g + β·direction, with the norm's scale frozen at x."""
     x = upcast_float32(x)
-    none = direction.new_zeros(())
+    zero = direction.new_zeros(())
     if isinstance(norm, LayerNorm):
-        weighed = apply_norm_gain(norm, direction)
+        gained = apply_norm_gain(norm, direction)
         scale = torch.sqrt(x.var(-1, correction=0, keepdim=True) + norm.eps)
-        # (x − mean(x))·w = x·(w − mean(w)): the mean needs no freezing.
-        added = none if norm.bias is None else upcast_float32(norm.bias) @ direction
-        return weighed / scale, added
+        bias = zero if norm.bias is None else upcast_float32(norm.bias) @ direction
+        return gained / scale, bias
     if isinstance(norm, RMSNorm):
-        return apply_norm_gain(norm, direction) / torch.sqrt(x.square().mean(-1, keepdim=True) + norm.eps), none
+        return apply_norm_gain(norm, direction) / torch.sqrt(x.square().mean(-1, keepdim=True) + norm.eps), zero
     assert isinstance(norm, nn.Identity)
-    return direction, none
+    return direction, zero
 
 
 def apply_norm_gain(norm: nn.Module, direction: Tensor) -> Tensor:
-    """A direction carried back through all of a norm but its scale, which depends on the token."""
+    """Pull a direction back through a norm's gain and centering, without its scale, which depends on the token."""
     if isinstance(norm, LayerNorm):
-        weighed = direction if norm.weight is None else direction * upcast_float32(norm.weight)
-        return weighed - weighed.mean(-1, keepdim=True)
+        gained = direction if norm.weight is None else direction * upcast_float32(norm.weight)
+        # (x − mean(x))·w = x·(w − mean(w)): centering is linear and needs no frozen statistics.
+        return gained - gained.mean(-1, keepdim=True)
     if isinstance(norm, RMSNorm):
         gain = upcast_float32(norm.weight)
         return direction * (1 + gain if norm.unit_offset else gain)
@@ -54,20 +54,20 @@ def apply_norm_gain(norm: nn.Module, direction: Tensor) -> Tensor:
 
 
 class ActivationMap(Protocol):
-    """By the names of sites, as a trace has them."""
+    """Activations by site name, as a `Trace`."""
 
     def __getitem__(self, name: str, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class LogitContribution:
-    """What one part added to the logit, by the token it came from (one number if it looked at none)."""
+    """Contribution of one component to the logit."""
 
     name: str
     contribution: Tensor
-    """(tokens,) where attention looked, or a single number."""
+    """(S,) by attended token, or a scalar for components other than attention."""
     from_source: bool = False
-    """Whether it looked at the source's tokens."""
+    """Whether the attended tokens are those of the source (cross-attention)."""
 
 
 def direct_logit_attribution(
@@ -81,44 +81,48 @@ def direct_logit_attribution(
     by_head: bool = False,
     by_token: bool = False,
 ) -> LabeledTensor:
-    """What each part added to a token's logit (the likeliest's, if none is named), or to its lead over another's.
+    """Contribution of each component to the logit of `answer_token`, or to the logit difference to `incorrect_token`.
 
-    The values add up to the logit. `by_head` parts attention into heads, `by_token` by where they looked. A softcap
-    stands behind the sum: what is attributed is the logit before it.
+    The default `answer_token` is the most likely one. The contributions sum to the logit. `by_head` splits attention by
+    head, `by_token` by attended token. A softcap is applied after the sum: the attributed logit is the one before it.
     """
-    this = prepare_inputs(model, tokens, source)
-    check_attributable(this)
-    at = this.resolve_position(position)
-    blocks = f"{this.site_prefix}blocks.*"
-    names = [f"{this.site_prefix}embed", f"{this.site_prefix}final_norm", f"{blocks}.attn.out", f"{blocks}.ffn.out"]
+    inputs = prepare_inputs(model, tokens, source)
+    check_attributable(inputs)
+    position = inputs.resolve_position(position)
+    blocks = f"{inputs.site_prefix}blocks.*"
+    names = [f"{inputs.site_prefix}embed", f"{inputs.site_prefix}final_norm", f"{blocks}.attn.out", f"{blocks}.ffn.out"]
     names += [f"{blocks}.resid_post", f"{blocks}.attn.z"] + ([f"{blocks}.attn.pattern"] if by_token else [])
-    mixed = [f"{blocks}.attn.v"] if by_token else []
-    if this.site_prefix:
+    value_names = [f"{blocks}.attn.v"] if by_token else []  # needed at all positions
+    if inputs.site_prefix:
         names += [f"{blocks}.cross.out", f"{blocks}.cross.z"] + ([f"{blocks}.cross.pattern"] if by_token else [])
-        mixed += [f"{blocks}.cross.v"] if by_token else []
-    with eval_mode(this.model), trace(this.model, *names, positions=at) as here:
-        if mixed:
-            with trace(this.model, *mixed) as everywhere:
-                logits = this.run()
+        value_names += [f"{blocks}.cross.v"] if by_token else []
+    with eval_mode(inputs.model), trace(inputs.model, *names, positions=position) as at_position:
+        if value_names:
+            with trace(inputs.model, *value_names) as all_positions:
+                logits = inputs.run()
         else:
-            everywhere, logits = here, this.run()
-        chosen = (
-            int(logits[0, at].argmax())
+            all_positions, logits = at_position, inputs.run()
+        answer = (
+            int(logits[0, position].argmax())
             if answer_token is None
-            else this.resolve_token(answer_token, "the token to attribute")
+            else inputs.resolve_token(answer_token, "answer_token")
         )
-        other = None if incorrect_token is None else this.resolve_token(incorrect_token, "the token to compare with")
-        parts = list(logit_contributions(this, here, everywhere, chosen, other, by_head=by_head, by_token=by_token))
-    return _build_result(this, parts, at, chosen, other, logits, by_token=by_token)
+        incorrect = None if incorrect_token is None else inputs.resolve_token(incorrect_token, "incorrect_token")
+        contributions = list(
+            logit_contributions(
+                inputs, at_position, all_positions, answer, incorrect, by_head=by_head, by_token=by_token
+            )
+        )
+    return _build_result(inputs, contributions, position, answer, incorrect, logits, by_token=by_token)
 
 
 def check_attributable(inputs: AnalysisInputs) -> None:
-    """Only a stream that is a plain sum, and a head that is linear, can be taken apart."""
-    inputs.require_additive_residual("attribution")
+    """Raise unless the residual stream is a plain sum and the head is linear."""
+    inputs.require_additive_residual("direct logit attribution")
     if inputs.require_head().transform is not None:
         raise InputError(
-            "this model's head has a layer with an activation before the output matrix, so a logit is no sum of "
-            "parts; attribution needs a plain head"
+            "this model's head has a layer with an activation before the output matrix, so a logit is not a sum of "
+            "contributions; direct logit attribution needs a linear head"
         )
 
 
@@ -132,6 +136,7 @@ def logit_contributions(
     by_head: bool,
     by_token: bool,
 ) -> Iterator[LogitContribution]:
+    """Yield the contributions of embed, each sublayer (or head) and the biases, in model order."""
     head, stack, prefix = inputs.require_head(), inputs.stack, inputs.site_prefix
     matrix: Any = head.matrix.weight
     direction = upcast_float32(matrix[answer_token]) * head.scale
@@ -178,20 +183,22 @@ def _head_contributions(
     *,
     by_token: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """What each head adds, (H,) or (H, S) by where it looked, and what the biases behind them add."""
+    """Return the contribution of each head, (H,) or (H, S) by attended token, and of the output biases."""
     f = branch.f
     z = upcast_float32(at_position[f"{site}.z"][0, 0])  # (H, E)
     weight, bias = upcast_float32(f.o.weight), None if f.o.bias is None else upcast_float32(f.o.bias)
-    inner, added = pull_back_through_norm(branch.norm_out, F.linear(z.flatten(), weight, bias), direction)
-    back = (inner @ weight).view_as(z)  # each head's slice of o, seen from the logit
-    constant = added if bias is None else added + bias @ inner
+    g, norm_bias = pull_back_through_norm(branch.norm_out, F.linear(z.flatten(), weight, bias), direction)
+    z_direction = (g @ weight).view_as(z)  # (H, E): the direction pulled back through o, per head
+    constant = norm_bias if bias is None else norm_bias + bias @ g
     has_bias = bias is not None or getattr(branch.norm_out, "bias", None) is not None
     if by_token:
         values = upcast_float32(all_positions[f"{site}.v"][0])  # (S, G, E)
         values = values.repeat_interleave(len(z) // values.shape[1], 1)
-        heads = torch.einsum("hs,she,he->hs", upcast_float32(at_position[f"{site}.pattern"][0, :, 0]), values, back)
+        heads = torch.einsum(
+            "hs,she,he->hs", upcast_float32(at_position[f"{site}.pattern"][0, :, 0]), values, z_direction
+        )
     else:
-        heads = (z * back).sum(-1)
+        heads = (z * z_direction).sum(-1)
     return heads * branch.scale, constant * branch.scale if has_bias else None
 
 
@@ -205,30 +212,30 @@ def _build_result(
     *,
     by_token: bool,
 ) -> LabeledTensor:
-    words = inputs.token_labels
-    name, last = show_whitespace(inputs.decode_tokens([answer_token])[0]), show_whitespace(words[position])
-    title = f"what wrote the logit of '{name}' after '{last}'"
+    token_labels = inputs.token_labels
+    answer, last = show_whitespace(inputs.decode_tokens([answer_token])[0]), show_whitespace(token_labels[position])
+    title = f"direct logit attribution of '{answer}' after '{last}'"
     if incorrect_token is not None:
-        other = show_whitespace(inputs.decode_tokens([incorrect_token])[0])
-        title = f"what put '{name}' before '{other}' after '{last}'"
+        incorrect = show_whitespace(inputs.decode_tokens([incorrect_token])[0])
+        title = f"direct logit attribution of '{answer}' − '{incorrect}' after '{last}'"
     labels: tuple[tuple[str, ...], ...] = (tuple(part.name for part in contributions),)
     if by_token:
-        beside = () if inputs.source is None else inputs.decode_tokens(inputs.source[0].tolist())
-        beside = tuple(f"source: {word}" for word in beside)
-        rows = [_contribution_by_token(part, position, len(words), len(beside)) for part in contributions]
-        amounts, labels = torch.stack(rows), (*labels, (*words, *beside))
+        source_labels = () if inputs.source is None else inputs.decode_tokens(inputs.source[0].tolist())
+        source_labels = tuple(f"source: {label}" for label in source_labels)
+        rows = [_contribution_by_token(part, position, len(token_labels), len(source_labels)) for part in contributions]
+        values, labels = torch.stack(rows), (*labels, (*token_labels, *source_labels))
     else:
-        amounts = torch.stack([part.contribution for part in contributions])
-    whole = logits[0, position, answer_token] - (0 if incorrect_token is None else logits[0, position, incorrect_token])
-    cap = inputs.require_head().softcap
-    capped = "" if cap is None else f", before the cap at ±{cap:g}"
-    note = f"the parts add up to {float(amounts.sum()):.6g}{capped}; the model says {float(whole):.6g}"
+        values = torch.stack([part.contribution for part in contributions])
+    logit = logits[0, position, answer_token] - (0 if incorrect_token is None else logits[0, position, incorrect_token])
+    softcap = inputs.require_head().softcap
+    before_cap = "" if softcap is None else f", before the softcap at ±{softcap:g}"
+    note = f"the contributions sum to {float(values.sum()):.6g}{before_cap}; the model's logit is {float(logit):.6g}"
     axes = ("component", "token") if by_token else ("component",)
-    return LabeledTensor(title, amounts, axes, labels, unit="logit" + capped, note=note)
+    return LabeledTensor(title, values, axes, labels, unit="logit" + before_cap, note=note)
 
 
 def _contribution_by_token(contribution: LogitContribution, position: int, seq_len: int, source_len: int) -> Tensor:
-    """A part's amounts, each at the token it came from: what looked at nothing came from the token itself."""
+    """Return a component's contribution by token; a scalar is attributed to the token at `position` itself."""
     row = contribution.contribution.new_zeros(seq_len + source_len)
     if contribution.contribution.ndim == 0:
         row[position] = contribution.contribution

@@ -1,4 +1,4 @@
-"""How the loss's gradient reaches down through a model."""
+"""Gradient norms of the residual stream by depth, for a model and for pre-norm and post-norm placement."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,37 +19,38 @@ PLACEMENTS = {"pre": PreNorm(), "post": PostNorm()}
 
 
 def gradient_by_depth(model: Any, tokens: TextOrTokens, *, source: TextOrTokens | None = None) -> LabeledTensor:
-    """Length of the loss's gradient at the stream after the embedding and after each block, all tokens together.
+    """Norm of ∂loss/∂residual stream after the embedding and after each block, over all tokens.
 
-    The loss is the next token's, or for an encoder the token's own. The weights' gradients are not touched.
+    The loss is that of the next token; for an encoder, that of the token itself. The parameters' `.grad` is unchanged.
     """
-    this = prepare_inputs(model, tokens, source)
-    names = [f"{this.site_prefix}blocks.{layer}.resid_post" for layer in range(len(this.stack.blocks))]
+    inputs = prepare_inputs(model, tokens, source)
+    names = [f"{inputs.site_prefix}blocks.{layer}.resid_post" for layer in range(len(inputs.stack.blocks))]
     leaves: list[Tensor] = []
 
-    def begin(module: nn.Module, given: Any, out: Tensor) -> Tensor:
-        """The graph begins here, whether or not the weights are to be trained."""
+    def make_leaf(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        """Start the autograd graph at the embedding output, whether or not parameters require gradients."""
         leaves.append(out.detach().requires_grad_())
         return leaves[-1]
 
-    handle = this.stack.embed.register_forward_hook(begin)
+    handle = inputs.stack.embed.register_forward_hook(make_leaf)
     try:
-        with eval_mode(this.model, enable_grad=True), trace(this.model, *names, gradients=True) as t:
-            slope = torch.autograd.grad(_text_loss(this), leaves)[0]
+        with eval_mode(inputs.model, enable_grad=True), trace(inputs.model, *names, gradients=True) as t:
+            embed_grad = torch.autograd.grad(_text_loss(inputs), leaves)[0]
     finally:
         handle.remove()
-    lengths = torch.stack([upcast_float32(slope).norm(), *(upcast_float32(t.gradient(name)).norm() for name in names)])
+    layer_grads = [t.gradient(name) for name in names]
+    norms = torch.stack([upcast_float32(grad).norm() for grad in (embed_grad, *layer_grads)])
     labels = ("embed", *(str(layer) for layer in range(len(names))))
-    return LabeledTensor("gradient of the loss by depth", lengths, ("layer",), (labels,), "norm")
+    return LabeledTensor("gradient norm by depth", norms, ("layer",), (labels,), "norm")
 
 
 def _text_loss(inputs: AnalysisInputs) -> Tensor:
-    """Cross-entropy of one text, averaged over its tokens."""
+    """Mean cross-entropy of the text."""
     inputs.require_head()
     logits, tokens = inputs.run()[0], inputs.tokens[0]
     if inputs.stack.causal:
         if len(tokens) < 2:
-            raise InputError("the text has one token, and the loss needs a next one; give at least two")
+            raise InputError("the text has one token, so it has no next-token loss; pass at least two tokens")
         logits, tokens = logits[:-1], tokens[1:]
     return F.cross_entropy(upcast_float32(logits), tokens)
 
@@ -57,31 +58,36 @@ def _text_loss(inputs: AnalysisInputs) -> Tensor:
 def gradient_by_placement(
     source: Any, *, depths: Sequence[int] = (4, 8, 16), num_seeds: int = 3, seq_len: int = 32
 ) -> LabeledTensor:
-    """The same for fresh models with norms before the sublayers and behind them, at several depths, over seeds.
+    """Gradient norm by depth of newly initialized models with pre-norm and post-norm, at several depths.
 
-    Each is told as a share of the gradient after the last block: 1 throughout is a gradient that arrives as it left.
+    Relative to the gradient norm after the last block, as the geometric mean over seeds; 1 at all layers means that the
+    gradient neither vanishes nor explodes.
     """
     config = read_config(source)
     if isinstance(config, EncoderDecoder):
-        raise InputError("placements are compared in one stack, and this model has two; take a decoder or an encoder")
+        raise InputError(
+            "gradient_by_placement needs a config with one stack, but this is an encoder-decoder; pass a decoder or an "
+            "encoder"
+        )
     if not depths or num_seeds < 1:
-        raise InputError("nothing was asked for; give depths such as (4, 8, 16) and at least one seed")
-    (side, stack), layers = next(iter(config.stacks.items())), max(depths)
+        raise InputError(
+            "depths is empty or num_seeds is below 1; pass depths such as (4, 8, 16) and at least one seed"
+        )
+    (stack_name, stack), layers = next(iter(config.stacks.items())), max(depths)
     values = torch.full((len(PLACEMENTS), layers, len(depths)), float("nan"))
     for row, placement in enumerate(PLACEMENTS.values()):
         for column, depth in enumerate(depths):
-            deep = config.replace(**{side: stack.replace(layers=depth, placement=placement)})
-            found = [relative_gradient_norms(build(deep, seed=seed), seq_len, seed) for seed in range(num_seeds)]
-            values[row, :depth, column] = torch.stack(found).log().mean(0).exp()  # ratios are averaged as ratios
+            deep = config.replace(**{stack_name: stack.replace(layers=depth, placement=placement)})
+            ratios = [relative_gradient_norms(build(deep, seed=seed), seq_len, seed) for seed in range(num_seeds)]
+            values[row, :depth, column] = torch.stack(ratios).log().mean(0).exp()  # geometric mean of ratios
     labels = (tuple(PLACEMENTS), tuple(map(str, range(layers))), tuple(f"{depth} blocks" for depth in depths))
-    title = "gradient of the loss at the start of training"
-    return LabeledTensor(title, values, ("placement", "layer", "depth"), labels, "share of the last block's")
+    title = "gradient norm at initialization, by norm placement"
+    return LabeledTensor(title, values, ("placement", "layer", "depth"), labels, "relative to the last block")
 
 
 def relative_gradient_norms(model: Transformer, seq_len: int, seed: int) -> Tensor:
-    draw = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(model.config.vocab_size, (1, seq_len), generator=draw)
-    lengths = gradient_by_depth(model, tokens).values[
-        1:
-    ]  # the embedding has a size of its own, which says nothing here
-    return lengths / lengths[-1]
+    """Return the gradient norm after each block on random tokens, divided by that after the last block."""
+    rng = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(model.config.vocab_size, (1, seq_len), generator=rng)
+    norms = gradient_by_depth(model, tokens).values[1:]  # without embed, whose scale is not comparable
+    return norms / norms[-1]

@@ -1,4 +1,7 @@
-"""Reading a text at once and token by token: the same numbers, which is why training can be parallel."""
+"""Difference between one forward pass and token-by-token decoding with a KV cache.
+
+Both compute the same logits, which is why training can process all positions in parallel.
+"""
 
 from typing import Any
 
@@ -11,24 +14,29 @@ from cutaway.model import EncoderDecoder, EncoderOnly
 
 
 def cached_decoding_error(model: Any, tokens: TextOrTokens, *, source: TextOrTokens | None = None) -> LabeledTensor:
-    """The largest difference between a token's logits in one pass and in a step of its own with a cache."""
-    this = prepare_inputs(model, tokens, source)
-    if isinstance(this.model, EncoderOnly):
-        raise InputError("an encoder reads a text at once or not at all: each token sees what comes later")
-    cache = this.model.new_cache(1, this.tokens.shape[1])
-    apart = []
-    with eval_mode(this.model):
-        whole = upcast_float32(this.run())[0]
-        for at in range(this.tokens.shape[1]):
-            token, first = this.tokens[:, at : at + 1], this.source if at == 0 else None
-            given = (first, token) if isinstance(this.model, EncoderDecoder) else (token,)
-            apart.append((upcast_float32(this.model(*given, cache=cache))[0, -1] - whole[at]).abs().max())
-    note = f"the largest logit is {float(whole.abs().max()):.3g}"
+    """Largest logit difference, per token, between one forward pass and decoding with a KV cache."""
+    inputs = prepare_inputs(model, tokens, source)
+    if isinstance(inputs.model, EncoderOnly):
+        raise InputError(
+            "an encoder cannot decode token by token, because each token attends to later tokens; pass a decoder or an "
+            "encoder-decoder"
+        )
+    cache = inputs.model.new_cache(1, inputs.tokens.shape[1])
+    errors = []
+    with eval_mode(inputs.model):
+        logits = upcast_float32(inputs.run())[0]  # (T, V)
+        for position in range(inputs.tokens.shape[1]):
+            token = inputs.tokens[:, position : position + 1]
+            source = inputs.source if position == 0 else None  # later steps use the cross-attention cache
+            args = (source, token) if isinstance(inputs.model, EncoderDecoder) else (token,)
+            step_logits = upcast_float32(inputs.model(*args, cache=cache))[0, -1]
+            errors.append((step_logits - logits[position]).abs().max())
+    note = f"the largest logit is {float(logits.abs().max()):.3g}"
     return LabeledTensor(
-        "at once against token by token",
-        torch.stack(apart),
+        "decoding with a KV cache against one forward pass",
+        torch.stack(errors),
         ("token",),
-        (this.token_labels,),
+        (inputs.token_labels,),
         "largest difference",
         note,
     )

@@ -1,4 +1,4 @@
-"""A labeled tensor: numbers with names on every axis, that print, draw and index themselves."""
+"""`LabeledTensor`: a tensor with named axes and labels; indexing by label, text and HTML tables, plots."""
 
 import math
 from dataclasses import dataclass, replace
@@ -12,43 +12,43 @@ from torch import Tensor
 from cutaway.errors import InputError
 
 LabelIndex = str | int | slice | list[str] | list[int]
-"""Of an axis: one by its label or number, several, or a range. One alone takes the axis away."""
+"""Index of one axis: a label or number (removes the axis), a list of them, or a slice."""
 MAX_TABLE_ROWS, MAX_TABLE_COLUMNS = 64, 24
 ORDERED_AXES = ("layer", "sublayer", "position", "other position")
-"""Axes whose neighbours belong together, so that a line between them says something."""
+"""Axes with an order, which are plotted as lines; other axes are plotted as bars."""
 POSITIVE_COLOR, NEGATIVE_COLOR = "#4678c8", "#c8504a"
-"""Blue above 0 and red below, as in tables."""
+"""Blue for positive and red for negative values, in plots and tables."""
 MAX_TICK_LABELS = 72
 MAX_ANNOTATED_CELLS = 120
-"""Cells of a map that have their numbers written on them, and not so many bars."""
+"""Maximum number of heat map cells or bars that are annotated with their values."""
 SIGN_TOLERANCE = 1e-4
-"""Of the largest value: what is so little below 0 is 0, rounded."""
+"""Negative values above −SIGN_TOLERANCE · max|value| count as rounding errors of 0, so the color map is not signed."""
 LONG_LABEL_CHARS = 12
-"""Letters; bars with longer names lie, so that the names can stand beside them."""
+"""Bars with a label longer than this are drawn horizontally."""
 CHAR_WIDTH_INCHES = 0.06
-"""Inches, of a label."""
+"""Estimated width of one character of a tick label."""
 PLOT_STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "font.size": 8,
-    "text.parse_math": False,  # a token may have a dollar in it
+    "text.parse_math": False,  # a token may contain a dollar sign
 }
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LabeledTensor:
-    """A labelled array, with what it is a picture of."""
+    """A tensor with named axes and a label per index, plus the title, unit and note for display."""
 
     title: str
     values: Tensor
     axes: tuple[str, ...]
     labels: tuple[tuple[str, ...], ...]
-    """A label for each place on each axis; two tokens may have the same."""
+    """One tuple per axis, one label per index; labels may repeat (two equal tokens)."""
     unit: str = ""
     note: str = ""
-    """What one should know to read it."""
+    """Text below the table or plot."""
     annotations: Any = None
-    """What to write on each value: a numpy array of texts of the same shape, or None."""
+    """Text for each value: a numpy object array of the same shape, or None."""
 
     def __post_init__(self) -> None:
         assert tuple(self.values.shape) == tuple(map(len, self.labels)), (self.values.shape, self.labels)
@@ -61,45 +61,53 @@ class LabeledTensor:
 
     def __float__(self) -> float:
         if self.values.numel() != 1:
-            raise InputError(f"{self.title} has {self.values.numel()} values; index it down to one")
+            raise InputError(
+                f"'{self.title}' has {self.values.numel()} values, so it is not a float; index it down to one"
+            )
         return float(self.values)
 
     def __getitem__(self, key: LabelIndex | tuple[LabelIndex, ...]) -> "LabeledTensor":
-        """By labels or numbers, axis after axis: r["3", :, "induction"]."""
+        """Index by labels or numbers, in axis order: r["3", :, "induction"]."""
         keys = key if isinstance(key, tuple) else (key,)
         if len(keys) > len(self.axes):
-            raise InputError(f"{len(keys)} places were given, and this tensor has the axes {', '.join(self.axes)}")
+            raise InputError(
+                f"{len(keys)} indices for {len(self.axes)} axes ({', '.join(self.axes)}); pass at most one per axis"
+            )
         return self.select(**dict(zip(self.axes, keys, strict=False)))
 
     def select(self, **selection: LabelIndex) -> "LabeledTensor":
-        """By the names of axes: r.select(head_type="induction", layer=3)."""
-        values, texts, axes, labels = self.values, self.annotations, list(self.axes), list(self.labels)
+        """Index by axis name: r.select(head_type="induction", layer=3)."""
+        values, annotations, axes, labels = self.values, self.annotations, list(self.axes), list(self.labels)
         title = self.title
-        for axis, place in selection.items():
+        for axis, key in selection.items():
             if axis not in self.axes:
                 raise InputError(f"this tensor has no axis '{axis}'; it has {', '.join(self.axes)}")
-            where = axes.index(axis)
-            found = self._find_indices(axis, place)
-            kept = (slice(None),) * where + (found,)
-            values, texts = values[kept], None if texts is None else texts[kept]
-            if isinstance(found, int):
-                axes.pop(where)
-                title = f"{title}, {axis} {show_whitespace(labels.pop(where)[found])}"
+            dim = axes.index(axis)
+            indices = self._find_indices(axis, key)
+            index = (slice(None),) * dim + (indices,)
+            values, annotations = values[index], None if annotations is None else annotations[index]
+            if isinstance(indices, int):
+                axes.pop(dim)
+                title = f"{title}, {axis} {show_whitespace(labels.pop(dim)[indices])}"
             else:
-                labels[where] = tuple(labels[where][number] for number in found)
-        texts = np.array(texts, dtype=object) if texts is not None else None
-        return replace(self, title=title, values=values, annotations=texts, axes=tuple(axes), labels=tuple(labels))
+                labels[dim] = tuple(labels[dim][number] for number in indices)
+        annotations = np.array(annotations, dtype=object) if annotations is not None else None
+        return replace(
+            self, title=title, values=values, annotations=annotations, axes=tuple(axes), labels=tuple(labels)
+        )
 
     def _find_indices(self, axis: str, key: Any) -> int | list[int]:
-        """The numbers of the places meant on an axis."""
+        """Resolve a key of an axis to one index or a list of indices."""
         labels = self.labels[self.axes.index(axis)]
         if isinstance(key, slice | list | tuple):
-            found = (
-                list(range(len(labels)))[key] if isinstance(key, slice) else [self._find_index(axis, p) for p in key]
+            indices = (
+                list(range(len(labels)))[key]
+                if isinstance(key, slice)
+                else [self._find_index(axis, item) for item in key]
             )
-            if not found:
-                raise InputError(f"{key} leaves nothing of the axis {axis}, which has {len(labels)} places")
-            return found
+            if not indices:
+                raise InputError(f"{key} selects nothing of the axis {axis}, which has {len(labels)} entries")
+            return indices
         return self._find_index(axis, key)
 
     def _find_index(self, axis: str, key: Any) -> int:
@@ -107,44 +115,46 @@ class LabeledTensor:
         if isinstance(key, str):
             numbers = [number for number, label in enumerate(labels) if label == key]
             if len(numbers) != 1:
-                why = "is not on" if not numbers else f"stands {len(numbers)} times on"
-                known = ", ".join(map(show_whitespace, labels[:8])) + (" …" if len(labels) > 8 else "")
-                raise InputError(f"'{show_whitespace(key)}' {why} the axis {axis} ({known}); give its number, from 0")
+                problem = "is not a label of" if not numbers else f"occurs {len(numbers)} times on"
+                examples = ", ".join(map(show_whitespace, labels[:8])) + (" …" if len(labels) > 8 else "")
+                raise InputError(
+                    f"'{show_whitespace(key)}' {problem} the axis {axis} ({examples}); pass its index, from 0"
+                )
             return numbers[0]
         if not isinstance(key, int) or isinstance(key, bool) or not -len(labels) <= key < len(labels):
-            raise InputError(f"the axis {axis} has {len(labels)} places, and {key!r} is none of them")
+            raise InputError(f"{key!r} is not an index of the axis {axis}; pass 0 to {len(labels) - 1} or a label")
         return key % len(labels)
 
     def sum(self, axis: str) -> "LabeledTensor":
-        """Added up along an axis."""
+        """Sum along an axis; NaN counts as 0."""
         if axis not in self.axes:
             raise InputError(f"this tensor has no axis '{axis}'; it has {', '.join(self.axes)}")
-        where = self.axes.index(axis)
+        dim = self.axes.index(axis)
         axes, labels = list(self.axes), list(self.labels)
-        del axes[where], labels[where]
-        return replace(self, values=self.values.nansum(where), axes=tuple(axes), labels=tuple(labels), annotations=None)
+        del axes[dim], labels[dim]
+        return replace(self, values=self.values.nansum(dim), axes=tuple(axes), labels=tuple(labels), annotations=None)
 
     def top(self, count: int = 10) -> list[tuple[tuple[str, ...], float]]:
-        """The values furthest from 0, with their labels."""
+        """Return the `count` values with the largest magnitude, with their labels."""
         flat = self.values.flatten()
         order = flat.abs().nan_to_num(-1.0).argsort(descending=True, stable=True)[:count].tolist()
-        places = [np.unravel_index(number, self.shape) for number in order if not math.isnan(flat[number])]
+        indices = [np.unravel_index(number, self.shape) for number in order if not math.isnan(flat[number])]
         return [
-            (tuple(names[at] for names, at in zip(self.labels, place, strict=True)), float(self.values[tuple(place)]))
-            for place in places
+            (tuple(names[i] for names, i in zip(self.labels, index, strict=True)), float(self.values[tuple(index)]))
+            for index in indices
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; what is not a number is None."""
-        told: dict[str, Any] = {"title": self.title, "unit": self.unit, "note": self.note, "axes": list(self.axes)}
-        told["labels"] = {axis: list(names) for axis, names in zip(self.axes, self.labels, strict=True)}
-        told["values"] = replace_nonfinite(self.values.tolist())
+        """Return the fields as JSON values; NaN and infinity become None."""
+        fields: dict[str, Any] = {"title": self.title, "unit": self.unit, "note": self.note, "axes": list(self.axes)}
+        fields["labels"] = {axis: list(names) for axis, names in zip(self.axes, self.labels, strict=True)}
+        fields["values"] = replace_nonfinite(self.values.tolist())
         if self.annotations is not None:
-            told["annotations"] = self.annotations.tolist()
-        return told
+            fields["annotations"] = self.annotations.tolist()
+        return fields
 
     def plot(self, **plot_kwargs: Any) -> Any:
-        """Lines or bars of one axis, a heat map of two, one map beside another of three."""
+        """Plot one axis as a line or bars, two as a heat map, three as several heat maps."""
         return plot_labeled_tensor(self, **plot_kwargs)
 
     def __repr__(self) -> str:
@@ -164,57 +174,57 @@ class LabeledTensor:
         return f"<div>{head}{''.join(tables)}<small>{escape(self.note)}</small></div>"
 
     def split_tables(self) -> list[tuple[str, "LabeledTensor"]]:
-        """As tables of at most two axes: one for each place on a third."""
+        """Split into tables of at most two axes, one per index of the last axis."""
         if len(self.axes) <= 2:
             return [("", self)]
-        parts = [(name, self.select(**{self.axes[-1]: at})) for at, name in enumerate(self.labels[-1])]
+        parts = [(name, self.select(**{self.axes[-1]: index})) for index, name in enumerate(self.labels[-1])]
         return [
-            (" · ".join(filter(None, (name, inner))), sheet)
+            (" · ".join(filter(None, (name, inner))), table)
             for name, part in parts
-            for inner, sheet in part.split_tables()
+            for inner, table in part.split_tables()
         ]
 
 
 def show_whitespace(label: str) -> str:
-    """A token's text with its blanks and line ends to be seen."""
-    text = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in label.replace("\n", "↵"))
-    ends = len(text) - len(text.lstrip(" ")), len(text) - len(text.rstrip(" "))
-    return "·" * len(text) if not text.strip(" ") else "·" * ends[0] + text.strip(" ") + "·" * ends[1]
+    """Return a token's text with visible leading and trailing spaces (·), line ends (↵) and control characters."""
+    text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in label.replace("\n", "↵"))
+    spaces = len(text) - len(text.lstrip(" ")), len(text) - len(text.rstrip(" "))
+    return "·" * len(text) if not text.strip(" ") else "·" * spaces[0] + text.strip(" ") + "·" * spaces[1]
 
 
 def replace_nonfinite(value: Any) -> Any:
-    """JSON knows neither NaN nor infinity: they are told as nothing."""
+    """Replace NaN and infinity by None, recursively: JSON has neither."""
     if isinstance(value, dict):
-        return {name: replace_nonfinite(each) for name, each in value.items()}
+        return {name: replace_nonfinite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [replace_nonfinite(each) for each in value]
+        return [replace_nonfinite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _table_rows(tensor: LabeledTensor) -> tuple[list[str], list[tuple[str, list[tuple[str, float]]]], str]:
-    """(names of columns, (name of row, (text, value) of each cell), what was left out) of one or two axes."""
-    values, texts, labels = tensor.values, tensor.annotations, tensor.labels
+    """Return (column names, [(row name, [(text, value) per cell])], note on omitted rows and columns)."""
+    values, annotations, labels = tensor.values, tensor.annotations, tensor.labels
     if not tensor.axes:
         return [], [("", [(_format_value(float(values)), float(values))])], ""
     if len(tensor.axes) == 1:
-        values, texts = values[:, None], None if texts is None else texts[:, None]
+        values, annotations = values[:, None], None if annotations is None else annotations[:, None]
         labels = (labels[0], (tensor.unit or "value",))
     rows = []
-    for at, name in enumerate(labels[0][:MAX_TABLE_ROWS]):
-        cells = [float(value) for value in values[at, :MAX_TABLE_COLUMNS]]
-        words = [_format_value(cell) for cell in cells]
-        if texts is not None:
-            words = [f"{show_whitespace(text)} {word}" for text, word in zip(texts[at], words, strict=False)]
-        rows.append((show_whitespace(name), list(zip(words, cells, strict=True))))
-    hidden = [
-        f"{len(names) - most} more {axis}s"
-        for names, most, axis in zip(labels, (MAX_TABLE_ROWS, MAX_TABLE_COLUMNS), (*tensor.axes, ""), strict=False)
-        if len(names) > most
+    for row, name in enumerate(labels[0][:MAX_TABLE_ROWS]):
+        numbers = [float(value) for value in values[row, :MAX_TABLE_COLUMNS]]
+        texts = [_format_value(number) for number in numbers]
+        if annotations is not None:
+            texts = [f"{show_whitespace(note)} {text}" for note, text in zip(annotations[row], texts, strict=False)]
+        rows.append((show_whitespace(name), list(zip(texts, numbers, strict=True))))
+    omitted = [
+        f"{len(names) - limit} more {axis}s"
+        for names, limit, axis in zip(labels, (MAX_TABLE_ROWS, MAX_TABLE_COLUMNS), (*tensor.axes, ""), strict=False)
+        if len(names) > limit
     ]
     return (
         [show_whitespace(name) for name in labels[1][:MAX_TABLE_COLUMNS]],
         rows,
-        f"… {' and '.join(hidden)}" if hidden else "",
+        f"… {' and '.join(omitted)}" if omitted else "",
     )
 
 
@@ -225,63 +235,64 @@ def _format_value(value: float) -> str:
 
 
 def _render_text_table(tensor: LabeledTensor) -> str:
-    columns, rows, rest = _table_rows(tensor)
-    lines = [[name, *(word for word, _ in cells)] for name, cells in rows]
+    columns, rows, omitted = _table_rows(tensor)
+    lines = [[name, *(text for text, _ in cells)] for name, cells in rows]
     lines = [["", *columns], *lines] if columns else lines
-    wide = [max(len(line[at]) for line in lines) for at in range(len(lines[0]))]
-    text = [
-        "  ".join(word.ljust(width) if not at else word.rjust(width) for at, (word, width) in enumerate(pairs)).rstrip()
-        for pairs in (list(zip(line, wide, strict=True)) for line in lines)
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    # Row names are left-aligned, values right-aligned.
+    padded = [
+        "  ".join(text.rjust(width) if column else text.ljust(width) for column, (text, width) in enumerate(pairs))
+        for pairs in (zip(line, widths, strict=True) for line in lines)
     ]
-    return "\n".join([*text, *([rest] if rest else [])])
+    return "\n".join([*(line.rstrip() for line in padded), *([omitted] if omitted else [])])
 
 
 def _render_html_table(tensor: LabeledTensor) -> str:
-    """Cells are shaded by their size: blue above 0, red below."""
-    columns, rows, rest = _table_rows(tensor)
+    """Render an HTML table whose cells are shaded by magnitude: blue positive, red negative."""
+    columns, rows, omitted = _table_rows(tensor)
     top = max((abs(value) for _, cells in rows for _, value in cells if math.isfinite(value)), default=0.0) or 1.0
     body = "".join(
-        f"<tr><th>{escape(name)}</th>{''.join(_render_shaded_cell(word, value / top) for word, value in cells)}</tr>"
+        f"<tr><th>{escape(name)}</th>{''.join(_render_shaded_cell(text, value / top) for text, value in cells)}</tr>"
         for name, cells in rows
     )
     head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-    return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>{escape(rest)}"
+    return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>{escape(omitted)}"
 
 
 def _render_shaded_cell(text: str, intensity: float) -> str:
-    strength = min(abs(intensity), 1.0) * 0.55 if math.isfinite(intensity) else 0.0
-    colour = "70,120,200" if intensity > 0 else "200,80,70"
-    return f'<td style="background:rgba({colour},{strength:.2f})">{escape(text)}</td>'
+    alpha = min(abs(intensity), 1.0) * 0.55 if math.isfinite(intensity) else 0.0
+    color = "70,120,200" if intensity > 0 else "200,80,70"
+    return f'<td style="background:rgba({color},{alpha:.2f})">{escape(text)}</td>'
 
 
 def plot_labeled_tensor(tensor: LabeledTensor, **plot_kwargs: Any) -> Any:
-    """A figure, closed: it is shown where it is returned and leaves nothing open."""
+    """Return a matplotlib figure, closed in pyplot: a notebook displays the returned value once."""
     from matplotlib import pyplot
 
     if not 1 <= len(tensor.axes) <= 3:
-        raise InputError(f"{len(tensor.axes)} axes cannot be drawn; index the tensor down to one, two or three")
+        raise InputError(f"the tensor has {len(tensor.axes)} axes, and 1 to 3 can be plotted; index it down to those")
     panels = tensor.split_tables()
     title, note = _wrap_text(tensor.title, 50), _wrap_text(tensor.note, 60)
-    high, wide = _panel_size(panels[0][1])
-    across = min(len(panels), 4)
-    down = -(-len(panels) // across)
-    size = plot_kwargs.pop("figsize", (wide * across, high * down + 0.17 * (title + note).count("\n")))
+    height, width = _panel_size(panels[0][1])
+    columns = min(len(panels), 4)
+    rows = -(-len(panels) // columns)
+    figsize = plot_kwargs.pop("figsize", (width * columns, height * rows + 0.17 * (title + note).count("\n")))
     with pyplot.rc_context(PLOT_STYLE):
-        figure, grid = pyplot.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
-        shared = _color_limits(tensor)
-        for place, (name, part) in zip(grid.flat, panels, strict=False):
+        figure, axes = pyplot.subplots(rows, columns, figsize=figsize, squeeze=False, layout="constrained")
+        colors = _color_limits(tensor)  # one scale for all panels
+        for ax, (name, part) in zip(axes.flat, panels, strict=False):
             if _is_heatmap(part):
-                image = _draw_heatmap(place, part, shared | plot_kwargs)
+                image = _draw_heatmap(ax, part, colors | plot_kwargs)
             else:
-                _draw_lines_or_bars(place, part, plot_kwargs)
+                _draw_lines_or_bars(ax, part, plot_kwargs)
             if name:
-                place.set_title(name, fontsize=9)
-        for place in grid.flat[len(panels) :]:
-            place.set_visible(False)
+                ax.set_title(name, fontsize=9)
+        for ax in axes.flat[len(panels) :]:
+            ax.set_visible(False)
         if _is_heatmap(panels[0][1]):
-            figure.colorbar(image, ax=grid, label=tensor.unit, shrink=0.8).outline.set_visible(False)
-        figure.suptitle(_wrap_text(tensor.title, size[0] * 13), fontsize=10)
-        figure.supxlabel(_wrap_text(tensor.note, size[0] * 17), fontsize=7, color="#555555")
+            figure.colorbar(image, ax=axes, label=tensor.unit, shrink=0.8).outline.set_visible(False)
+        figure.suptitle(_wrap_text(tensor.title, figsize[0] * 13), fontsize=10)
+        figure.supxlabel(_wrap_text(tensor.note, figsize[0] * 17), fontsize=7, color="#555555")
     pyplot.close(figure)
     return figure
 
@@ -291,12 +302,12 @@ def _wrap_text(text: str, width: float) -> str:
 
 
 def _is_heatmap(tensor: LabeledTensor) -> bool:
-    """Two axes, unless the second is depth: then a line for each place on the first can be followed."""
+    """Whether to plot a heat map: two axes, unless the second is `layer`, which is plotted as one line per row."""
     return len(tensor.axes) == 2 and tensor.axes[1] != "layer"
 
 
 def _has_horizontal_bars(tensor: LabeledTensor) -> bool:
-    """Whether its bars lie."""
+    """Whether the bars are horizontal, which leaves space for long labels."""
     return (
         len(tensor.axes) == 1
         and tensor.axes[0] not in ORDERED_AXES
@@ -305,7 +316,7 @@ def _has_horizontal_bars(tensor: LabeledTensor) -> bool:
 
 
 def _panel_size(tensor: LabeledTensor) -> tuple[float, float]:
-    """Inches, high and wide."""
+    """Return (height, width) of one panel in inches."""
     if _has_horizontal_bars(tensor):
         return min(max(1.6, 1.1 + 0.2 * tensor.shape[0]), 12.0), 6.5
     if not _is_heatmap(tensor):
@@ -318,10 +329,10 @@ def _panel_size(tensor: LabeledTensor) -> tuple[float, float]:
 
 
 def _color_limits(tensor: LabeledTensor) -> dict[str, Any]:
-    """One scale for all maps: from 0, or alike on both sides of it."""
-    known = np.nan_to_num(tensor.values.float().cpu().numpy(), posinf=0.0, neginf=0.0)
-    top = float(np.abs(known).max(initial=0.0)) or 1.0
-    if (known < -SIGN_TOLERANCE * top).any():
+    """Return the color map and its limits: from 0, or symmetric around 0 if there are negative values."""
+    finite = np.nan_to_num(tensor.values.float().cpu().numpy(), posinf=0.0, neginf=0.0)
+    top = float(np.abs(finite).max(initial=0.0)) or 1.0
+    if (finite < -SIGN_TOLERANCE * top).any():
         return {"cmap": "RdBu", "vmin": -top, "vmax": top}
     return {"cmap": "Blues", "vmin": 0.0, "vmax": top}
 
@@ -330,42 +341,42 @@ def _draw_heatmap(ax: Any, tensor: LabeledTensor, plot_kwargs: dict[str, Any]) -
     values = tensor.values.float().cpu().numpy()
     image = ax.imshow(values, aspect="auto", interpolation="nearest", **plot_kwargs)
     ax.spines[:].set_visible(False)
-    written = None
+    texts = None
     if tensor.annotations is not None and values.size <= 1200:
-        written = np.vectorize(lambda text: _truncate(text, 10), otypes=[object])(tensor.annotations)
+        texts = np.vectorize(lambda text: _truncate(text, 10), otypes=[object])(tensor.annotations)
     elif tensor.annotations is None and values.size <= MAX_ANNOTATED_CELLS:
-        written = np.vectorize(lambda value: _format_cell(value, tensor), otypes=[object])(values)
-    for (row, column), text in np.ndenumerate(written if written is not None else np.empty((0, 0))):
+        texts = np.vectorize(lambda value: _format_cell(value, tensor), otypes=[object])(values)
+    for (row, column), text in np.ndenumerate(texts if texts is not None else np.empty((0, 0))):
         if text:
-            colour = "white" if _is_dark(image, float(values[row, column])) else "black"
-            ax.text(column, row, text, ha="center", va="center", fontsize=6.5, color=colour)
+            color = "white" if _is_dark(image, float(values[row, column])) else "black"
+            ax.text(column, row, text, ha="center", va="center", fontsize=6.5, color=color)
     _set_ticks(ax.yaxis, tensor.axes[0], tensor.labels[0])
     _set_ticks(ax.xaxis, tensor.axes[1], tensor.labels[1])
     return image
 
 
 def _is_dark(image: Any, value: float) -> bool:
-    """Whether black on this value's colour would be hard to read."""
+    """Whether black text on this value's color would be hard to read (luma below 0.5)."""
     red, green, blue, _ = image.cmap(image.norm(value))
     return 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
 
 
 def _draw_lines_or_bars(ax: Any, tensor: LabeledTensor, plot_kwargs: dict[str, Any]) -> None:
     values = tensor.values.float().cpu().numpy()
-    values = np.where(np.isfinite(values), values, np.nan)  # no line goes there
-    spots = np.arange(values.shape[-1])
+    values = np.where(np.isfinite(values), values, np.nan)  # a gap in the line
+    ticks = np.arange(values.shape[-1])
     if _has_horizontal_bars(tensor):
         _draw_horizontal_bars(ax, tensor, values, plot_kwargs)
         return
     if len(tensor.axes) == 2:
         for name, row in zip(tensor.labels[0], values, strict=True):
-            ax.plot(spots, row, marker="o", markersize=3, label=show_whitespace(name), **plot_kwargs)
+            ax.plot(ticks, row, marker="o", markersize=3, label=show_whitespace(name), **plot_kwargs)
         ax.legend(fontsize=8, frameon=False)
     elif tensor.axes[0] in ORDERED_AXES:
-        ax.plot(spots, values, marker="o", markersize=3, **{"color": POSITIVE_COLOR} | plot_kwargs)
+        ax.plot(ticks, values, marker="o", markersize=3, **{"color": POSITIVE_COLOR} | plot_kwargs)
     else:
         ax.bar(
-            spots,
+            ticks,
             values,
             **{"color": [NEGATIVE_COLOR if value < 0 else POSITIVE_COLOR for value in values]} | plot_kwargs,
         )
@@ -375,7 +386,7 @@ def _draw_lines_or_bars(ax: Any, tensor: LabeledTensor, plot_kwargs: dict[str, A
 
 
 def _draw_horizontal_bars(ax: Any, tensor: LabeledTensor, values: Any, plot_kwargs: dict[str, Any]) -> None:
-    """Bars from the top down, each with its number."""
+    """Draw bars from top to bottom, annotated with their values."""
     bars = ax.barh(
         np.arange(len(values)),
         values,
@@ -392,23 +403,24 @@ def _draw_horizontal_bars(ax: Any, tensor: LabeledTensor, values: Any, plot_kwar
 
 
 def _format_cell(value: float, tensor: LabeledTensor) -> str:
-    """As many places as the largest value leaves room for."""
+    """Format a value with as many decimals as the largest value of the tensor leaves space for."""
     if math.isnan(value):
         return ""
     top = float(tensor.values.abs().nan_to_num(0.0, posinf=0.0).max())
-    places = 2 - math.floor(math.log10(top)) if top else 0
-    told = f"{value:.{min(max(places if top >= 1 else places - 1, 0), 6)}f}".replace("-", "−")
-    return "0" if not told.strip("−0.") else told
+    decimals = 2 - math.floor(math.log10(top)) if top else 0
+    text = f"{value:.{min(max(decimals if top >= 1 else decimals - 1, 0), 6)}f}".replace("-", "−")
+    return "0" if not text.strip("−0.") else text
 
 
 def _set_ticks(axis: Any, name: str, labels: tuple[str, ...]) -> None:
-    """Ticks with labels, so few that they can be read."""
+    """Set at most MAX_TICK_LABELS ticks, rotated if they would overlap."""
     step = -(-len(labels) // MAX_TICK_LABELS)
-    spots = list(range(0, len(labels), step))
-    words = [_truncate(labels[at], 40) for at in spots]
-    room = axis.get_figure().get_figwidth() / axis.axes.get_gridspec().ncols - 1.6  # inches, beside numbers and scale
-    long = axis.axis_name == "x" and CHAR_WIDTH_INCHES * max(map(len, words), default=0) > room / max(len(words), 1)
-    axis.set_ticks(spots, words, fontsize=7, rotation=90 if long else 0)
+    ticks = list(range(0, len(labels), step))
+    texts = [_truncate(labels[tick], 40) for tick in ticks]
+    # Inches, without the y tick labels and the color bar.
+    width = axis.get_figure().get_figwidth() / axis.axes.get_gridspec().ncols - 1.6
+    overlap = axis.axis_name == "x" and CHAR_WIDTH_INCHES * max(map(len, texts), default=0) > width / max(len(texts), 1)
+    axis.set_ticks(ticks, texts, fontsize=7, rotation=90 if overlap else 0)
     axis.set_tick_params(length=2, color="grey")
     axis.set_label_text(name)
 

@@ -1,4 +1,4 @@
-"""The logit lens: what a model would say if it stopped after each block."""
+"""Logit lens: predictions from the residual stream after each block."""
 
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from cutaway.lens.analysis.labeled_tensor import LabeledTensor, show_whitespace
 from cutaway.lens.trace import trace
 
 LogitLensUnit = Literal["probability", "logit", "rank"]
-"""What is told of a token; the rank of the likeliest is 1."""
+"""Quantity reported for a token; the most likely token has rank 1."""
 
 
 def logit_lens(
@@ -22,44 +22,46 @@ def logit_lens(
     unit: LogitLensUnit = "probability",
     source: TextOrTokens | None = None,
 ) -> LabeledTensor:
-    """The stream after each block, read by the final norm and the head as if it were the last.
+    """Apply the final norm and the head to the residual stream after each block: layer × token.
 
-    Shows the likeliest token and its probability; with a token named, what becomes of that one.
+    Reports the most likely token and its probability, or the probability, logit or rank of `token`.
     """
     if unit not in ("probability", "logit", "rank"):
         raise InputError(f"unit is {unit!r}; use 'probability', 'logit' or 'rank'")
     if token is None and unit == "rank":
-        raise InputError("the likeliest token's rank is always 1; name the token whose rank is asked for")
-    this = prepare_inputs(model, tokens, source)
-    head, stack = this.require_head(), this.stack
-    chosen = None if token is None else this.resolve_token(token, "the token to follow")
+        raise InputError(
+            "unit is 'rank', but token is None, and the most likely token always has rank 1; pass the token to rank"
+        )
+    inputs = prepare_inputs(model, tokens, source)
+    head, stack = inputs.require_head(), inputs.stack
+    token_id = None if token is None else inputs.resolve_token(token, "token")
     names = [
-        f"{this.site_prefix}embed",
-        *(f"{this.site_prefix}blocks.{at}.resid_post" for at in range(len(stack.blocks))),
+        f"{inputs.site_prefix}embed",
+        *(f"{inputs.site_prefix}blocks.{layer}.resid_post" for layer in range(len(stack.blocks))),
     ]
     rows, ids = [], []
-    with eval_mode(this.model), trace(this.model, *names) as t:
-        this.run()
-    with eval_mode(this.model):
+    with eval_mode(inputs.model), trace(inputs.model, *names) as t:
+        inputs.run()
+    with eval_mode(inputs.model):
         for name in names:
             logits = upcast_float32(head(stack.final_norm(t[name].as_subclass(torch.Tensor)))[0])
-            best = logits.argmax(-1)
-            ids.append(best.tolist())
-            asked = best if chosen is None else torch.full_like(best, chosen)
-            mine = logits.gather(-1, asked[:, None])
+            top_ids = logits.argmax(-1)
+            ids.append(top_ids.tolist())
+            reported = top_ids if token_id is None else torch.full_like(top_ids, token_id)
+            logit = logits.gather(-1, reported[:, None])  # (T, 1)
             if unit == "rank":
-                rows.append(1 + (logits > mine).sum(-1))
+                rows.append(1 + (logits > logit).sum(-1))
+            elif unit == "probability":
+                rows.append((logit - logits.logsumexp(-1, keepdim=True)).exp()[:, 0])
             else:
-                rows.append(
-                    (mine - logits.logsumexp(-1, keepdim=True)).exp()[:, 0] if unit == "probability" else mine[:, 0]
-                )
+                rows.append(logit[:, 0])
     labels = ("embed", *(str(layer) for layer in range(len(stack.blocks))))
-    texts = np.array([this.decode_tokens(row) for row in ids], dtype=object)
+    texts = np.array([inputs.decode_tokens(row) for row in ids], dtype=object)
     title = (
-        "the likeliest token after each block"
-        if chosen is None
-        else f"'{show_whitespace(this.decode_tokens([chosen])[0])}' after each block"
+        "logit lens: most likely token after each block"
+        if token_id is None
+        else f"logit lens: '{show_whitespace(inputs.decode_tokens([token_id])[0])}' after each block"
     )
     return LabeledTensor(
-        title, torch.stack(rows), ("layer", "token"), (labels, this.token_labels), unit, annotations=texts
+        title, torch.stack(rows), ("layer", "token"), (labels, inputs.token_labels), unit, annotations=texts
     )

@@ -1,7 +1,8 @@
-"""Which site carries the answer: values of one run put into another, place by place.
+"""Activation patching and path patching: activations of a clean run in a corrupted run.
 
-A score of 1 means that the answer is all there, 0 that nothing is: (patched − corrupt) / (clean − corrupt), of one
-token's logit, or of the difference of two.
+Scores are the recovered fraction of the metric, (patched − corrupted) / (clean − corrupted): 1 is full recovery, 0 is
+none.
+The metric is the logit of `answer_token`, or the logit difference to `incorrect_token`.
 """
 
 import sys
@@ -30,7 +31,7 @@ from cutaway.model.block import Block
 
 Item = TypeVar("Item")
 PATCH_BATCH_SIZE = 32
-"""Cells of the matrix that are computed in one pass, each as a row of its batch."""
+"""Patches per forward pass, one per batch row."""
 
 
 def activation_patching(
@@ -47,38 +48,40 @@ def activation_patching(
     source: tuple[TextOrTokens, TextOrTokens] | None = None,
     progress: bool = True,
 ) -> LabeledTensor:
-    """Put each layer's clean value at `site` into the corrupt run, one position at a time (or one head): layer × place.
+    """Patch the clean activation at `site` into the corrupted run: layer × token, or layer × head with `by_head`.
 
-    The texts must be of one length. An encoder-decoder reads `source`: the clean and the corrupt one.
+    Both texts must have the same number of tokens. For an encoder-decoder, `source` is (clean, corrupted).
     """
-    pair = PatchingExperiment(model, clean, corrupted, answer_token, incorrect_token, position, source)
-    asked = pair.select_layer_sites(site, layers)
+    experiment = PatchingExperiment(model, clean, corrupted, answer_token, incorrect_token, position, source)
+    layer_sites = experiment.select_layer_sites(site, layers)
     axis = "H" if by_head else "T"
-    if any(axis not in each.axes for each in asked):
-        missing = "heads; take attn.z" if by_head else "tokens; take resid_post"
-        raise InputError(f"'{site}' has no axis for {missing}")
-    kept = pair.cache_activations(pair.clean, asked)
+    if any(axis not in layer_site.axes for layer_site in layer_sites):
+        missing = "head axis; use attn.z" if by_head else "token axis; use resid_post"
+        raise InputError(f"'{site}' has no {missing}")
+    cache = experiment.cache_activations(experiment.clean, layer_sites)
     rows = []
-    for each in track_progress(asked, progress, f"patching {site}"):
-        value, place = kept[each.name], each.axes.index(axis)
-        cells = range(value.shape[place])
+    for layer_site in track_progress(layer_sites, progress, f"patching {site}"):
+        value, dim = cache[layer_site.name], layer_site.axes.index(axis)
+        indices = range(value.shape[dim])
         patches = [
-            BatchedPatch(value, place, cells[at : at + PATCH_BATCH_SIZE])
-            for at in range(0, len(cells), PATCH_BATCH_SIZE)
+            BatchedPatch(value, dim, indices[start : start + PATCH_BATCH_SIZE])
+            for start in range(0, len(indices), PATCH_BATCH_SIZE)
         ]
-        rows.append(torch.cat([pair.recovered_fraction({each.name: patch}, patch.batch_size) for patch in patches]))
+        rows.append(
+            torch.cat([experiment.recovered_fraction({layer_site.name: patch}, patch.batch_size) for patch in patches])
+        )
     if len({len(row) for row in rows}) > 1:
-        raise InputError("layers differ in their heads, so they make no matrix; choose layers that are alike")
-    labels = tuple(str(head) for head in range(len(rows[0]))) if by_head else pair.token_labels
-    names = tuple(each.name.removesuffix(f".{site}").replace("blocks.", "") for each in asked)
-    title = f"what of {pair.title} comes back with the clean {site}"
+        raise InputError("the layers differ in their number of heads, so they form no matrix; select equal layers")
+    labels = tuple(str(head) for head in range(len(rows[0]))) if by_head else experiment.token_labels
+    names = tuple(layer_site.name.removesuffix(f".{site}").replace("blocks.", "") for layer_site in layer_sites)
+    title = f"activation patching of {site}: recovered fraction of {experiment.title}"
     return LabeledTensor(
-        title, torch.stack(rows), ("layer", "head" if by_head else "token"), (names, labels), note=pair.note
+        title, torch.stack(rows), ("layer", "head" if by_head else "token"), (names, labels), note=experiment.note
     )
 
 
 class PatchingExperiment:
-    """A clean and a corrupt run of one model, and the answer that is looked for."""
+    """Clean and corrupted inputs of one model, and the logit metric that is compared."""
 
     def __init__(
         self,
@@ -90,17 +93,18 @@ class PatchingExperiment:
         position: int,
         source: tuple[TextOrTokens, TextOrTokens] | None,
     ) -> None:
-        first, second = (None, None) if source is None else source
-        self.clean, self.corrupted = prepare_inputs(model, clean, first), prepare_inputs(model, corrupted, second)
-        texts = (
+        clean_source, corrupted_source = (None, None) if source is None else source
+        self.clean = prepare_inputs(model, clean, clean_source)
+        self.corrupted = prepare_inputs(model, corrupted, corrupted_source)
+        pairs = (
             (self.clean.tokens, self.corrupted.tokens, "texts"),
             (self.clean.source, self.corrupted.source, "sources"),
         )
-        for mine, other, what in texts:
-            if mine is not None and other is not None and mine.shape != other.shape:
+        for clean_ids, corrupted_ids, name in pairs:
+            if clean_ids is not None and corrupted_ids is not None and clean_ids.shape != corrupted_ids.shape:
                 raise InputError(
-                    f"the {what} have {mine.shape[1]} and {other.shape[1]} tokens; a value is put where it came from, "
-                    "so give texts of one length"
+                    f"the clean and corrupted {name} have {clean_ids.shape[1]} and {corrupted_ids.shape[1]} tokens; "
+                    "activations are patched by position, so pass texts of equal length"
                 )
         self.clean.require_head()
         self.answer_token = self.clean.resolve_token(answer_token, "answer_token")
@@ -115,44 +119,47 @@ class PatchingExperiment:
                 self.logit_metric(self.corrupted.run()),
             )
         if torch.equal(self.clean_metric, self.corrupted_metric):
-            raise InputError("both texts give the same answer, so nothing carries a difference; give two that differ")
-        first_word, *rest = self.clean.decode_tokens(
+            raise InputError(
+                "clean and corrupted have the same metric, so there is nothing to recover; pass two texts that differ"
+            )
+        answer, *incorrect = self.clean.decode_tokens(
             [self.answer_token] if self.incorrect_token is None else [self.answer_token, self.incorrect_token]
         )
-        self.title = f"the logit of {first_word!r}" + (f" − {rest[0]!r}" if rest else "")
+        self.title = f"the logit of {answer!r}" if not incorrect else f"the logits {answer!r} − {incorrect[0]!r}"
         clean_value, corrupted_value = float(self.clean_metric), float(self.corrupted_metric)
-        self.note = f"clean {clean_value:.3f}, corrupt {corrupted_value:.3f}; 1 is all of the difference"
+        self.note = f"metric: clean {clean_value:.3f}, corrupted {corrupted_value:.3f}; 1 is full recovery"
 
     @property
     def token_labels(self) -> tuple[str, ...]:
         pairs = zip(self.clean.token_labels, self.corrupted.token_labels, strict=True)
-        return tuple(mine if mine == other else f"{mine}/{other}" for mine, other in pairs)
+        return tuple(clean if clean == corrupted else f"{clean}/{corrupted}" for clean, corrupted in pairs)
 
     def select_layer_sites(self, site: str, layers: Indices | None) -> list[Site]:
-        mine = self.clean.site_prefix
-        return select_sites(self.all_sites, [f"{mine}blocks.*.{site}"], layers)
+        return select_sites(self.all_sites, [f"{self.clean.site_prefix}blocks.*.{site}"], layers)
 
     def logit_metric(self, logits: Tensor) -> Tensor:
-        """(rows,)"""
-        found = upcast_float32(logits)[:, self.position]
-        return found[:, self.answer_token] - (0 if self.incorrect_token is None else found[:, self.incorrect_token])
+        """Return the metric of each batch row: (B, T, V) → (B,)."""
+        at_position = upcast_float32(logits)[:, self.position]
+        incorrect = 0 if self.incorrect_token is None else at_position[:, self.incorrect_token]
+        return at_position[:, self.answer_token] - incorrect
 
     def cache_activations(self, inputs: AnalysisInputs, sites: Iterable[Site]) -> dict[str, Tensor]:
-        names = [each.name for each in sites]
+        """Run the model and return the activations at these sites."""
+        names = [site.name for site in sites]
         with eval_mode(inputs.model), trace(inputs.model, *names) as t:
             inputs.run()
         return {name: t[name].as_subclass(Tensor) for name in names}
 
     def recovered_fraction(self, edits: Any, batch_size: int = 1) -> Tensor:
-        """(rows,): how much of the difference is there in the corrupt run, changed so."""
+        """Run the corrupted inputs with these edits; return the recovered fraction of each batch row, (B,)."""
         model = self.clean.model
         with eval_mode(model), edit(model, edits):
-            found = self.logit_metric(_expand_batch(self.corrupted, batch_size).run())
-        return (found - self.corrupted_metric) / (self.clean_metric - self.corrupted_metric)
+            patched = self.logit_metric(_expand_batch(self.corrupted, batch_size).run())
+        return (patched - self.corrupted_metric) / (self.clean_metric - self.corrupted_metric)
 
 
 class BatchedPatch:
-    """Row r takes the clean value at its own place of an axis."""
+    """Edit function that patches the clean value at index `indices[r]` of an axis into batch row r."""
 
     def __init__(self, clean: Tensor, axis: int, indices: range) -> None:
         self.clean, self.axis, self.indices = clean, axis, indices
@@ -162,10 +169,10 @@ class BatchedPatch:
         return len(self.indices)
 
     def __call__(self, value: Tensor) -> Tensor:
-        changed = value.clone()
-        for row, cell in enumerate(self.indices):
-            changed[row].select(self.axis - 1, cell).copy_(self.clean[0].select(self.axis - 1, cell))
-        return changed
+        patched = value.clone()
+        for row, index in enumerate(self.indices):
+            patched[row].select(self.axis - 1, index).copy_(self.clean[0].select(self.axis - 1, index))
+        return patched
 
 
 def _expand_batch(inputs: AnalysisInputs, batch_size: int) -> AnalysisInputs:
@@ -174,7 +181,7 @@ def _expand_batch(inputs: AnalysisInputs, batch_size: int) -> AnalysisInputs:
 
 
 def track_progress(items: list[Item], progress: bool, description: str) -> Iterable[Item]:
-    """A bar for a person, which goes when it is done."""
+    """Show a progress bar on an interactive terminal; it disappears at the end."""
     if not progress or not sys.stderr.isatty():
         return items
     from rich.console import Console
@@ -197,58 +204,63 @@ def path_patching(
     source: tuple[TextOrTokens, TextOrTokens] | None = None,
     progress: bool = True,
 ) -> LabeledTensor:
-    """What of the answer goes from one writer straight to each later reader: all else it does is held as it was.
+    """Recovered fraction along the direct path from a sender to each later receiver; other paths stay corrupted.
 
-    `sender` is a site that writes (`blocks.2.attn.out`), or `blocks.2.attn.z` with `heads`. What it writes when clean
-    is shown to one receiver alone, and what that makes of it goes on through the model; `logits` gets it as it is.
+    `sender` is a site that writes to the residual stream (`blocks.2.attn.out`), or `blocks.2.attn.z` with `heads`. Its
+    change from corrupted to clean is added to the input of one receiver alone, and the receiver's new output is patched
+    into the corrupted run. For the receiver `logits`, it is added to the last residual stream.
     """
     heads = materialize_indices(heads, "heads")
-    pair = PatchingExperiment(model, clean, corrupted, answer_token, incorrect_token, position, source)
-    pair.clean.require_additive_residual("a path straight through it")
-    [begin] = select_sites(pair.all_sites, [sender])[:1]
-    writer = pair.all_sites.get(begin.name.rsplit(".", 1)[0] + ".out")
-    if writer is None or writer.stack is not pair.clean.stack or len(select_sites(pair.all_sites, [sender])) > 1:
-        raise InputError(f"'{sender}' is not one site that writes to the stream; name one such as blocks.0.attn.out")
-    order = list(pair.all_sites)
-    beside = not isinstance(pair.clean.stack.blocks[writer.layer or 0], Block)  # its FFN reads what attention reads
-    later = [
-        each
-        for each in select_sites(pair.all_sites, receivers)
-        if order.index(each.name) > order.index(writer.name) and not (beside and each.layer == writer.layer)
+    experiment = PatchingExperiment(model, clean, corrupted, answer_token, incorrect_token, position, source)
+    experiment.clean.require_additive_residual("path patching")
+    matches = select_sites(experiment.all_sites, [sender])
+    sender_site = matches[0]
+    writer = experiment.all_sites.get(sender_site.name.rsplit(".", 1)[0] + ".out")
+    if writer is None or writer.stack is not experiment.clean.stack or len(matches) > 1:
+        raise InputError(
+            f"sender '{sender}' is not one site that writes to the residual stream; pass one such as blocks.0.attn.out"
+        )
+    order = list(experiment.all_sites)
+    # In a parallel block the FFN reads what attention reads, so it does not read attention's output.
+    is_parallel = not isinstance(experiment.clean.stack.blocks[writer.layer or 0], Block)
+    receiver_sites = [
+        site
+        for site in select_sites(experiment.all_sites, receivers)
+        if order.index(site.name) > order.index(writer.name) and not (is_parallel and site.layer == writer.layer)
     ]
-    if not later:
-        raise InputError(f"none of {', '.join(receivers)} reads what {sender} writes; name one that comes later")
-    delta = _sender_difference(pair, begin, writer, heads)
-    scores = [_patch_receiver(pair, each, delta) for each in track_progress(later, progress, f"from {sender}")]
-    some = (
-        ""
-        if heads is None
-        else f", heads {', '.join(map(str, resolve_heads(begin, materialize_indices(heads, 'heads'))))}"
-    )
-    title = f"what of {pair.title} goes straight from the clean {sender}{some}"
-    return LabeledTensor(title, torch.cat(scores), ("receiver",), (tuple(each.name for each in later),), note=pair.note)
+    if not receiver_sites:
+        raise InputError(
+            f"none of {', '.join(receivers)} reads the output of {sender}; pass a receiver that comes later"
+        )
+    delta = _sender_difference(experiment, sender_site, writer, heads)
+    scores = [
+        _patch_receiver(experiment, site, delta)
+        for site in track_progress(receiver_sites, progress, f"path patching from {sender}")
+    ]
+    names = tuple(site.name for site in receiver_sites)
+    head_text = "" if heads is None else f", heads {', '.join(map(str, resolve_heads(sender_site, heads)))}"
+    title = f"path patching from {sender}{head_text}: recovered fraction of {experiment.title}"
+    return LabeledTensor(title, torch.cat(scores), ("receiver",), (names,), note=experiment.note)
 
 
 def _sender_difference(experiment: PatchingExperiment, sender: Site, writer: Site, heads: Indices | None) -> Tensor:
-    """What the writer adds when what it is made of is clean, less what it adds when that is corrupt."""
+    """Return the writer's output with the clean sender minus its output in the corrupted run."""
     model = experiment.clean.model
-    clean, plain = (
-        experiment.cache_activations(experiment.clean, [sender])[sender.name],
-        experiment.cache_activations(experiment.corrupted, [writer])[writer.name],
-    )
-    change: dict[str, Any] = {"do": "replace", "value": clean}
+    clean = experiment.cache_activations(experiment.clean, [sender])[sender.name]
+    corrupted_output = experiment.cache_activations(experiment.corrupted, [writer])[writer.name]
+    patch: dict[str, Any] = {"do": "replace", "value": clean}
     if heads is not None:
         if "H" not in sender.axes:
-            raise InputError(f"{sender.name} has no heads; name attn.z to send from some of them")
-        found = resolve_heads(sender, heads)
-        change |= {"value": clean.index_select(sender.axes.index("H"), index_tensor(found, clean)), "heads": found}
-    with eval_mode(model), edit(model, {sender.name: change}), trace(model, writer.name) as t:
+            raise InputError(f"heads is set, but sender {sender.name} has no head axis; use attn.z, or leave heads out")
+        indices = resolve_heads(sender, heads)
+        patch |= {"value": clean.index_select(sender.axes.index("H"), index_tensor(indices, clean)), "heads": indices}
+    with eval_mode(model), edit(model, {sender.name: patch}), trace(model, writer.name) as t:
         experiment.corrupted.run()
-    return t[writer.name].as_subclass(Tensor) - plain
+    return t[writer.name].as_subclass(Tensor) - corrupted_output
 
 
 def _patch_receiver(experiment: PatchingExperiment, receiver: Site, delta: Tensor) -> Tensor:
-    """How far the answer moves when this receiver alone is shown the difference."""
+    """Return the recovered fraction when only this receiver reads the sender's difference."""
     model, prefix = experiment.clean.model, experiment.clean.site_prefix
     if receiver.layer is None:
         last = f"{prefix}blocks.{len(experiment.clean.stack.blocks) - 1}.resid_post"

@@ -1,4 +1,4 @@
-"""How alike a model's positions are, whatever stands there."""
+"""Similarity of positions, independent of the token."""
 
 from typing import Any
 
@@ -16,45 +16,47 @@ from cutaway.model.positions import ScoreBias
 
 
 def position_similarity(model: Any, token: TokenOrId, *, seq_len: int = 32, layer: int = 0) -> LabeledTensor:
-    """Cosine between what two positions make of one token that is repeated.
+    """Cosine similarity between positions, on a text that repeats one token: position × other position.
 
-    Positions that are added to the embedding are compared themselves; with RoPE, the token's keys as they are turned
-    in `layer`, heads averaged. Without positions all are alike: 1 throughout.
+    Positions added to the embedding are compared directly. With RoPE, the rotated keys of the token in `layer` are
+    compared, averaged over heads. Without position information all values are 1.
     """
-    this = inputs_without_text(model)
-    if isinstance(this.model, EncoderDecoder):
-        raise InputError("positions are compared in one text, and this model reads two; take a decoder or an encoder")
+    inputs = inputs_without_text(model)
+    if isinstance(inputs.model, EncoderDecoder):
+        raise InputError(
+            "position_similarity needs a model with one stack, but this is an encoder-decoder; pass a decoder or an "
+            "encoder"
+        )
     if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 2:
-        raise InputError(f"seq_len is {seq_len!r}; give at least 2")
-    layer = resolve_indices(layer, len(this.stack.blocks), "layer", "the model's blocks")[0]
-    repeated = torch.full((1, seq_len), this.resolve_token(token, "the token to repeat"), device=this.model.device)
-    this = AnalysisInputs(this.model, this.tokenizer, repeated, None)
-    how, vectors = _position_vectors(this, layer)
-    unit = F.normalize(upcast_float32(vectors), dim=-1)  # (T, heads, width)
+        raise InputError(f"seq_len is {seq_len!r}; pass an integer of at least 2")
+    layer = resolve_indices(layer, len(inputs.stack.blocks), "layer", "the model's blocks")[0]
+    repeated = torch.full((1, seq_len), inputs.resolve_token(token, "token"), device=inputs.model.device)
+    inputs = AnalysisInputs(inputs.model, inputs.tokenizer, repeated, None)
+    method, vectors = _position_vectors(inputs, layer)
+    unit = F.normalize(upcast_float32(vectors), dim=-1)  # (T, H, D)
     cosines = torch.einsum("ihd,jhd->hij", unit, unit).mean(0)
-    places = tuple(str(place) for place in range(seq_len))
+    labels = tuple(str(position) for position in range(seq_len))
     return LabeledTensor(
-        f"likeness of positions: {how}", cosines, ("position", "other position"), (places, places), "cosine"
+        f"similarity of positions: {method}", cosines, ("position", "other position"), (labels, labels), "cosine"
     )
 
 
 def _position_vectors(inputs: AnalysisInputs, layer: int) -> tuple[str, Tensor]:
-    """What position does to vectors, and those vectors."""
+    """Return a description of the position method, and its vectors (T, H, D)."""
     stack, length = inputs.stack, inputs.tokens.shape[1]
-    added = stack.embed.position
-    inside: Any = dict(stack.positions.items()).get(stack.layer_position_keys[layer])
-    if added is None and isinstance(inside, ScoreBias):
+    embed_position = stack.embed.position
+    layer_position: Any = dict(stack.positions.items()).get(stack.layer_position_keys[layer])
+    if embed_position is None and isinstance(layer_position, ScoreBias):
         raise InputError(
-            f"block {layer}'s positions are added to scores, and change no vector that could be compared; "
-            "trace 'attn.scores' to see them"
+            f"block {layer} adds its position bias to scores, so there is no position vector to compare; trace "
+            "'attn.scores' instead"
         )
     name = f"{inputs.site_prefix}blocks.{layer}.attn.k"
     with eval_mode(inputs.model), trace(inputs.model, name) as t:
-        inputs.run()  # refuses a length that the model has no positions for
-        if added is not None:
-            where = torch.arange(length, device=inputs.model.device)[None]
-            return f"{type(added).__name__.removesuffix('Position').lower()}, added to the embedding", added(where)[0][
-                :, None
-            ]
-    method = "no positions" if inside is None else "keys turned by RoPE"
+        inputs.run()  # raises if seq_len exceeds the model's positions
+        if embed_position is not None:
+            method = f"{type(embed_position).__name__.removesuffix('Position').lower()}, added to the embedding"
+            positions = torch.arange(length, device=inputs.model.device)[None]
+            return method, embed_position(positions)[0][:, None]
+    method = "no positions" if layer_position is None else "keys rotated by RoPE"
     return f"{method}, block {layer}", t[name][0]

@@ -1,1 +1,1 @@
-"""What the page asks of a model: questions, each answered with facts and arrays."""
+"""Inspector API: queries of the web page about a model, answered with JSON data and tensors."""

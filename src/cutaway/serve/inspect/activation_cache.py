@@ -1,6 +1,6 @@
-"""One pass of a model over a text, kept: every value but what grows with the square of the text.
+"""Activation cache of one forward pass: all sites except those quadratic in the sequence length.
 
-Scores and patterns are made again from the q and k that were kept, for the heads that are asked for.
+Attention scores and patterns are recomputed from the cached q and k, for the requested heads.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,63 +20,63 @@ QUADRATIC_SITES = ("scores", "pattern")
 
 
 class ActivationCache:
-    """Values by site, and what each attention was given."""
+    """Activations by site name, and the kernel arguments of each attention."""
 
     def __init__(self, model_input: ModelInput) -> None:
         self.model_input = model_input
         self.values: dict[str, Tensor] = {}
         self.attention_calls: dict[str, tuple[Any, tuple[Any, ...]]] = {}
-        """By the name of an attention: its kernel, and what it was given."""
+        """Kernel and its arguments by attention name (`blocks.0.attn`)."""
         self.position_outputs: dict[str, Any] = {}
-        """What says where tokens stand: `embed.position`, and rotations by layer."""
+        """Outputs of the position modules: `embed.position`, and rotations by position key."""
         self.derived_results: dict[str, Any] = {}
-        """What else was worked out for this input, by a name; small."""
+        """Further small results for this input, by name."""
 
     def build_hook(self, job: QueryJob, on_site: Callable[[str, Tensor], None]) -> Any:
-        """Writes down what passes, and tells of it; a pass that nobody waits for ends at its next value."""
+        """Return a forward hook that stores activations and calls `on_site`; it raises if the job is canceled."""
 
-        def look(passing: HookContext) -> None:
+        def hook(context: HookContext) -> None:
             job.check_cancelled()
-            site = passing.site
-            self.values[site.name] = passing.value.detach()
+            site = context.site
+            self.values[site.name] = context.value.detach()
             on_site(site.name, self[site.name])
             if site.name.endswith(".q"):
-                self.attention_calls[site.name.removesuffix(".q")] = (site.module, passing.module_args)
+                self.attention_calls[site.name.removesuffix(".q")] = (site.module, context.module_args)
 
-        return look
+        return hook
 
     def register_position_hooks(self, model: Transformer) -> Iterator[RemovableHandle]:
-        """Hooks for what has no site of its own: what says where tokens stand."""
+        """Register forward hooks on the position modules, which have no site."""
         for side, stack in model.stacks.items():
             prefix = f"{side}." if len(model.stacks) > 1 else ""
-            parts = {"embed.position": stack.embed.position, **stack.positions}
-            for name, module in parts.items():
+            modules = {"embed.position": stack.embed.position, **stack.positions}
+            for name, module in modules.items():
                 if module is not None:
                     yield module.register_forward_hook(self._save_output(f"{prefix}{name}"))
 
     def _save_output(self, name: str) -> Any:
-        def look(module: Any, args: Any, out: Any) -> None:
+        def hook(module: Any, args: Any, out: Any) -> None:
             self.position_outputs[name] = out
 
-        return look
+        return hook
 
     def __getitem__(self, name: str) -> Tensor:
-        """Of the one row, without its axis."""
+        """Return an activation without the batch dimension (the batch size is 1)."""
         return self.values[name][0]
 
     def recompute_attention(self, attention: str, heads: list[int] | None = None) -> attention_pattern.AttentionScores:
-        """Scores and pattern (1, H, T, S) of an attention's heads."""
+        """Recompute scores and pattern (1, H, T, S) of an attention, for the given heads or all."""
         kernel, args = self.attention_calls[attention]
         return attention_pattern.compute_scores(kernel, args, heads, attention_pattern.build_dense_mask(args))
 
     @property
     def nbytes(self) -> int:
         storages = [value.untyped_storage() for value in self.values.values()]
-        return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def estimate_bytes(sites: Iterable[Site], seq_len: int, source_len: int | None, itemsize: int) -> int:
-    """Bytes that these sites will take."""
+    """Estimate the bytes of the activations at these sites, for batch size 1."""
     total = 0
     for site in sites:
         size = itemsize

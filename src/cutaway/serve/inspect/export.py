@@ -1,4 +1,4 @@
-"""The page as one file: its script, its style, and the answers to what one may ask about one text."""
+"""Export of the inspector page as one HTML file: script, style and the results of all queries about one text."""
 
 import base64
 import html
@@ -14,7 +14,7 @@ from cutaway.serve.inspect.queries import QUERIES
 from cutaway.serve.static_files import load_static_files
 
 MAX_EXPORT_BYTES = 48 << 20
-"""Bytes of answers; what is asked first is kept first."""
+"""Maximum bytes of query results; queries are included in order until the limit."""
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none';"
     " form-action 'none'"
@@ -24,28 +24,28 @@ CONTENT_SECURITY_POLICY = (
 def export_html(
     inspector: Inspector, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> tuple[str, bool]:
-    """The file's text, and whether it holds everything; for a long text the last tokens' stages are kept."""
-    held: dict[str, str] = {}
-    size, whole = 0, True
-    asked = list(list_export_queries(inspector))
-    for done, (name, given) in enumerate(asked):
-        progress(done, len(asked))
+    """Return the HTML and whether it is complete; of a long text, only the last tokens' activations are included."""
+    results: dict[str, str] = {}
+    size, is_complete = 0, True
+    queries = list(list_export_queries(inspector))
+    for done, (name, params) in enumerate(queries):
+        progress(done, len(queries))
         try:
-            answer = QUERIES[name].model_validate_json(json.dumps(given)).run(inspector, QueryJob())
-        except CutawayError:  # the page says so too: a model without a head, a layer without positions
+            result = QUERIES[name].model_validate_json(json.dumps(params)).run(inspector, QueryJob())
+        except CutawayError:  # the live page shows the same error: a model without a head, a layer without positions
             continue
-        packed = base64.b64encode(answer.to_safetensors()).decode()
-        size += len(packed)
+        encoded = base64.b64encode(result.to_safetensors()).decode()
+        size += len(encoded)
         if size > MAX_EXPORT_BYTES:
-            whole = False
+            is_complete = False
             break
-        held[result_key(name, given)] = packed
-    progress(len(asked), len(asked))
-    return _render_html(inspector.name, held), whole
+        results[result_key(name, params)] = encoded
+    progress(len(queries), len(queries))
+    return _render_html(inspector.name, results), is_complete
 
 
 def result_key(query_name: str, params: dict[str, Any]) -> str:
-    """As the page spells a question."""
+    """Return the key of a query's result; the web page builds the same string."""
     return f"{query_name} {json.dumps(_drop_none(params), separators=(',', ':'), sort_keys=True, ensure_ascii=False)}"
 
 
@@ -56,21 +56,23 @@ def _drop_none(value: Any) -> Any:
 
 
 def list_export_queries(inspector: Inspector) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What the screens Trace, Attention and Learn ask about this text, for its last token first."""
+    """Yield the queries of the screens Trace, Attention and Learn for the default text, last token first."""
     yield "model_info", {}
-    words = inspector.tokenizer
-    yield "tokenize", {"text": words.default_text, "field": "text"}
-    model_input: dict[str, Any] = {"tokens": words.encode(words.default_text)}
+    tokenizer = inspector.tokenizer
+    yield "tokenize", {"text": tokenizer.default_text, "field": "text"}
+    model_input: dict[str, Any] = {"tokens": tokenizer.encode(tokenizer.default_text)}
     source: list[int] = []
     if isinstance(inspector.model, EncoderDecoder):
-        yield "tokenize", {"text": words.default_source or "", "field": "source"}
-        source = model_input["source"] = words.encode_source(words.default_source or "")
-    beside = max(len(source) - 1, 0)
+        yield "tokenize", {"text": tokenizer.default_source or "", "field": "source"}
+        source = model_input["source"] = tokenizer.encode_source(tokenizer.default_source or "")
+    last_source_position = max(len(source) - 1, 0)
     tokens = list(range(len(model_input["tokens"])))[::-1]
     yield "residual_norms", {"input": model_input}
     yield "consistency_check", {"input": model_input}
     yield from (("attention_layers", {}), ("head_types", {}), ("lessons", {}))
-    positions = [(position, beside) for position in tokens] + [(tokens[0], position) for position in range(beside)]
+    positions = [(position, last_source_position) for position in tokens] + [
+        (tokens[0], position) for position in range(last_source_position)
+    ]
     for position, source_position in positions:
         yield "journey", {"input": model_input, "position": position, "source_position": source_position}
     for position in tokens:
@@ -84,25 +86,27 @@ def list_export_queries(inspector: Inspector) -> Iterator[tuple[str, dict[str, A
             yield "attention_head", {"input": model_input, "attention": name, "head": head}
     for position, source_position in positions:
         for site in _list_activation_sites(inspector, attentions):
-            where = {"position": position, "source_position": source_position}
-            yield "activation", {"input": model_input, **where, "site": site}
+            positions_at = {"position": position, "source_position": source_position}
+            yield "activation", {"input": model_input, **positions_at, "site": site}
         for name in attentions:
             for head in range(inspector.sites[f"{name}.q"].num_heads or 0):
                 yield "attention_row", {"input": model_input, "attention": name, "head": head, "position": position}
 
 
 def _list_activation_sites(inspector: Inspector, attention_names: list[str]) -> list[str]:
-    extra = [f"{name}.{what}" for name in attention_names for what in ("mask", "position")]
-    below = [f"{name}.{what}" for name in inspector.sites if name.endswith("embed") for what in ("token", "position")]
-    return [*inspector.sites, *extra, *below, "softmax"]
+    attention_sites = [f"{name}.{suffix}" for name in attention_names for suffix in ("mask", "position")]
+    embedding_sites = [
+        f"{name}.{suffix}" for name in inspector.sites if name.endswith("embed") for suffix in ("token", "position")
+    ]
+    return [*inspector.sites, *attention_sites, *embedding_sites, "softmax"]
 
 
 def _render_html(model_name: str, results: dict[str, str]) -> str:
-    """Nothing in it is asked of any server. A model's name and words are data, never markup."""
-    built = load_static_files()
-    script = built["page.js"].decode().replace("</script", "<\\/script").replace("<!--", "<\\!--")
-    style = built["page.css"].decode().replace("</style", "<\\/style")
-    answers = json.dumps({"name": model_name, "results": results}, ensure_ascii=False).replace("<", "\\u003c")
+    """Render the page; it makes no network requests. The model name and token texts are escaped as data."""
+    files = load_static_files()
+    script = files["page.js"].decode().replace("</script", "<\\/script").replace("<!--", "<\\!--")
+    style = files["page.css"].decode().replace("</style", "<\\/style")
+    embedded_results = json.dumps({"name": model_name, "results": results}, ensure_ascii=False).replace("<", "\\u003c")
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -115,7 +119,7 @@ def _render_html(model_name: str, results: dict[str, str]) -> str:
 </head>
 <body>
 <div id="cutaway"></div>
-<script type="application/json" id="cutaway-results">{answers}</script>
+<script type="application/json" id="cutaway-results">{embedded_results}</script>
 <script type="module">{script}</script>
 </body>
 </html>

@@ -1,4 +1,4 @@
-"""Which formulas a stage is drawn with: names of those in the page's table, by what this model has there."""
+"""Names of the formulas (in the web page's table) that compute the activation at a site of this model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,30 +16,30 @@ from cutaway.model.positions import Alibi, LearnedPosition, SinusoidalPosition
 
 
 def list_formulas(model: Transformer, site_name: str, sites: Mapping[str, Site]) -> list[str]:
-    """In the order in which they are computed."""
+    """Return the formula names of a site, in the order of computation."""
     if site_name in ("logits", "softmax"):
         head: Any = model.head
         return ["softmax"] if site_name == "softmax" else ["logits.capped" if head.softcap is not None else "logits"]
-    end = site_name.rsplit(".", 1)[-1]
+    suffix = site_name.rsplit(".", 1)[-1]
     if "embed" in site_name:
         stack: Any = sites[f"{site_name[: site_name.index('embed')]}embed"].stack
-        return _embedding_formulas(stack.embed, end)
+        return _embedding_formulas(stack.embed, suffix)
     site = sites[site_name if site_name in sites else f"{site_name.rsplit('.', 1)[0]}.q"]
     if site.layer is None:
         return [_norm_formula(site.stack.final_norm)] if site.stack is not None else []
     stack = site.stack
     assert stack is not None
     block: Any = stack.blocks[site.layer]
-    part = site_name.partition(f"blocks.{site.layer}.")[2].split(".")[0]
-    if end in ("resid_pre", "resid_mid", "resid_post"):
+    sublayer = site_name.partition(f"blocks.{site.layer}.")[2].split(".")[0]
+    if suffix in ("resid_pre", "resid_mid", "resid_post"):
         return _residual_formulas(block, site_name)
-    branch = getattr(block, part)
-    if end == "in":
-        own = branch.norm_in if not isinstance(block, ParallelBlock) else block.norm
-        return [_norm_formula(own)]
-    if part == "ffn":
-        return _ffn_formulas(branch.f, end)
-    return _attention_formulas(branch.f, end, stack, site.layer)
+    branch = getattr(block, sublayer)
+    if suffix == "in":
+        norm = branch.norm_in if not isinstance(block, ParallelBlock) else block.norm
+        return [_norm_formula(norm)]
+    if sublayer == "ffn":
+        return _ffn_formulas(branch.f, suffix)
+    return _attention_formulas(branch.f, suffix, stack, site.layer)
 
 
 def _embedding_formulas(embed: Any, suffix: str) -> list[str]:
@@ -61,30 +61,30 @@ def _norm_formula(module: nn.Module) -> str:
 def _residual_formulas(block: Any, site_name: str) -> list[str]:
     if isinstance(block, ParallelBlock):
         return ["add.both"]
-    made = "ffn" if site_name.endswith("resid_post") else "attn"
-    after = getattr(block, f"norm_after_{made}", None)
-    return ["add"] if after is None or isinstance(after, nn.Identity) else ["add.normed", _norm_formula(after)]
+    sublayer = "ffn" if site_name.endswith("resid_post") else "attn"
+    norm = getattr(block, f"norm_after_{sublayer}", None)
+    return ["add"] if norm is None or isinstance(norm, nn.Identity) else ["add.normed", _norm_formula(norm)]
 
 
 def _attention_formulas(attention: Any, suffix: str, stack: Any, layer: int) -> list[str]:
-    cross, position = isinstance(attention, CrossAttention), position_module(stack, layer)
-    turned = not cross and uses_rope(stack, layer)
+    is_cross, position = isinstance(attention, CrossAttention), position_module(stack, layer)
+    has_rope = not is_cross and uses_rope(stack, layer)
     rope = "position.rope" if getattr(position, "interleaved", True) else "position.rope.half"
     if suffix in ("q", "k", "v"):
         if isinstance(attention, LatentAttention):
             return [f"latent.{suffix}"]
-        source = f"{suffix}.memory" if cross and suffix != "q" else suffix
-        return [source, rope] if turned and suffix != "v" else [source]
+        source = f"{suffix}.memory" if is_cross and suffix != "q" else suffix
+        return [source, rope] if has_rope and suffix != "v" else [source]
     if suffix == "position":
-        if turned:
+        if has_rope:
             return [rope]
         return ["position.alibi" if isinstance(position, Alibi) else "position.bias"] if position is not None else []
     if suffix == "scores":
-        found = ["scores.capped" if attention.kernel.softcap is not None else "scores"]
-        return found if turned or cross or position is None else [*found, "scores.bias"]
+        formulas = ["scores.capped" if attention.kernel.softcap is not None else "scores"]
+        return formulas if has_rope or is_cross or position is None else [*formulas, "scores.bias"]
     if suffix == "mask":
-        if cross or not stack.causal:
-            return ["mask.none" if stack.windows[layer] is None or cross else "mask.window"]
+        if is_cross or not stack.causal:
+            return ["mask.none" if stack.windows[layer] is None or is_cross else "mask.window"]
         return ["mask.causal" if stack.windows[layer] is None else "mask.causal.window"]
     if suffix == "pattern":
         return ["pattern" if attention.sink is None else "pattern.sink"]
@@ -95,5 +95,5 @@ def _ffn_formulas(ffn: Any, suffix: str) -> list[str]:
     router = getattr(ffn, "router", None)
     if suffix == "router" or router is not None:
         return ["router"] if suffix == "router" else ["experts"]
-    gated = isinstance(ffn, GatedMLP)
-    return ["hidden.gated" if gated else "hidden"] if suffix == "hidden" else ["ffn"]
+    is_gated = isinstance(ffn, GatedMLP)
+    return ["hidden.gated" if is_gated else "hidden"] if suffix == "hidden" else ["ffn"]

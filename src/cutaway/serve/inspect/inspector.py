@@ -1,4 +1,4 @@
-"""A model that is looked into: passes over texts, the latest of them kept within a limit of memory."""
+"""Inspector: a model with an LRU cache of the activations of recent forward passes."""
 
 import threading
 from collections import OrderedDict
@@ -26,11 +26,11 @@ from cutaway.serve.inspect.protocol import QueryJob
 
 SiteCallback = Callable[[str, Tensor], None]
 MAX_CACHED_BYTES = 1 << 30
-"""Bytes of passes that are kept."""
+"""Maximum bytes of cached activations."""
 
 
 class Inspector:
-    """One model for all questions. A pass has it alone: an edit changes it for as long as it runs."""
+    """A model shared by all queries. `lock` serializes forward passes, because edits modify the model meanwhile."""
 
     def __init__(
         self,
@@ -59,47 +59,52 @@ class Inspector:
     def get_activations(
         self, model_input: ModelInput, job: QueryJob, on_site: SiteCallback = lambda name, value: None
     ) -> ActivationCache:
-        """The pass over a text: one that was kept, or a new one, of which `on_site` is told site by site."""
+        """Return the activations of an input, cached or from a forward pass that calls `on_site` for each value."""
         self.validate_input(model_input)
         with self.lock:
-            found = self.activation_caches.get(model_input.cache_key)
-            if found is None:
-                found = ActivationCache(model_input)
-                self._run_forward(found, self._select_cached_sites(model_input), job, on_site)
-                self.activation_caches[model_input.cache_key] = found
+            activations = self.activation_caches.get(model_input.cache_key)
+            if activations is None:
+                activations = ActivationCache(model_input)
+                self._run_forward(activations, self._select_cached_sites(model_input), job, on_site)
+                self.activation_caches[model_input.cache_key] = activations
             self.activation_caches.move_to_end(model_input.cache_key)
             while (
                 len(self.activation_caches) > 1
-                and sum(each.nbytes for each in self.activation_caches.values()) > self.max_cached_bytes
+                and sum(cached.nbytes for cached in self.activation_caches.values()) > self.max_cached_bytes
             ):
                 self.activation_caches.popitem(last=False)
-            return found
+            return activations
 
     def get_activations_at(self, model_input: ModelInput, site_names: list[str], job: QueryJob) -> ActivationCache:
-        """The same, with the values of these sites even where keeping all of them was too much."""
-        kept = self.get_activations(model_input, job)
-        missing = [name for name in site_names if name not in kept.values]
+        """Like `get_activations`, with these sites computed even if they were excluded to limit memory."""
+        activations = self.get_activations(model_input, job)
+        missing = [name for name in site_names if name not in activations.values]
         if missing:
-            if wrong := next((name for name in missing if name not in self.sites), None):
-                raise InputError(f"'{wrong}' is no place in this model; there is {', '.join(list(self.sites)[:4])} …")
+            if unknown := next((name for name in missing if name not in self.sites), None):
+                raise InputError(
+                    f"'{unknown}' is not a site of this model; use one of {', '.join(list(self.sites)[:4])} …"
+                )
             with self.lock:
-                self._run_forward(kept, missing, job)
-        return kept
+                self._run_forward(activations, missing, job)
+        return activations
 
     def _select_cached_sites(self, model_input: ModelInput) -> list[str]:
-        """All but what is quadratic, if half of the limit holds it; else the stream and what is added to it."""
-        found = [each for each in self.sites.values() if each.kind not in QUADRATIC_SITES and each.name != "logits"]
-        source = None if model_input.source is None else len(model_input.source)
+        """Select the sites to cache.
+
+        All non-quadratic sites if they fit in half of the limit, else the residual stream and the sublayer outputs.
+        """
+        selected = [site for site in self.sites.values() if site.kind not in QUADRATIC_SITES and site.name != "logits"]
+        source_len = None if model_input.source is None else len(model_input.source)
         if (
-            estimate_bytes(found, len(model_input.tokens), source, self.model.dtype.itemsize)
+            estimate_bytes(selected, len(model_input.tokens), source_len, self.model.dtype.itemsize)
             > self.max_cached_bytes // 2
         ):
-            found = [
-                each
-                for each in found
-                if is_resid_site(each.name) or is_sublayer_output(each.name) or each.layer is None
+            selected = [
+                site
+                for site in selected
+                if is_resid_site(site.name) or is_sublayer_output(site.name) or site.layer is None
             ]
-        return [each.name for each in found]
+        return [site.name for site in selected]
 
     def _run_forward(
         self,
@@ -108,21 +113,21 @@ class Inspector:
         job: QueryJob,
         on_site: SiteCallback = lambda name, value: None,
     ) -> None:
-        taps, note = SiteHooks(), activations.build_hook(job, on_site)
+        hooks, hook = SiteHooks(), activations.build_hook(job, on_site)
         with self.edited_model(activations.model_input):
-            watching: list[RemovableHandle] = []
+            handles: list[RemovableHandle] = []
             try:
-                watching.extend(activations.register_position_hooks(self.model))
-                taps.register((self.sites[name], note, None) for name in site_names)
+                handles.extend(activations.register_position_hooks(self.model))
+                hooks.register((self.sites[name], hook, None) for name in site_names)
                 self.last_hidden_state(activations.model_input)
             finally:
-                taps.remove()
-                for handle in watching:
+                hooks.remove()
+                for handle in handles:
                     handle.remove()
 
     @contextmanager
     def edited_model(self, model_input: ModelInput) -> Iterator[None]:
-        """The model alone, at rest, with the input's edits."""
+        """Hold the lock with the model in eval mode and the input's edits applied."""
         with self.lock, ExitStack() as stack:
             stack.enter_context(eval_mode(self.model))
             if model_input.edits:
@@ -130,7 +135,7 @@ class Inspector:
             yield
 
     def last_hidden_state(self, model_input: ModelInput) -> Tensor:
-        """The stream that the head reads, (1, T, d)."""
+        """Run the model and return the input of the head, (1, T, d)."""
         tokens = torch.tensor([model_input.tokens], device=self.model.device)
         if isinstance(self.model, EncoderDecoder):
             return self.model.hidden_states(torch.tensor([model_input.source], device=self.model.device), tokens)
@@ -140,41 +145,45 @@ class Inspector:
         return self.model.hidden_states(tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What the head says of vectors, in fp32; hooks are passed by."""
+        """Apply the head to hidden states and return fp32 logits, without running hooks."""
         head: Any = getattr(self.model, "head", None)
         if head is None:
-            raise InputError("this model has no head, so it says no tokens; look at its vectors instead")
+            raise InputError("this model has no LM head, so it has no logits; inspect its activations instead")
         with torch.no_grad():
             return head.forward(hidden).float()
 
     def validate_input(self, model_input: ModelInput) -> None:
-        """What this model cannot read, before anything is made of it."""
-        two = isinstance(self.model, EncoderDecoder)
-        if two != (model_input.source is not None):
-            raise InputError("this model reads a source beside the text" if two else "this model reads no source")
-        size = self.config.vocab_size
-        for name, text, most in (
-            ("tokens", model_input.tokens, size),
-            ("source", model_input.source or (), getattr(self.config, "source_vocab_size", None) or size),
+        """Raise if the model cannot process this input."""
+        is_encoder_decoder = isinstance(self.model, EncoderDecoder)
+        if is_encoder_decoder != (model_input.source is not None):
+            raise InputError(
+                "source is missing; this model is an encoder-decoder, so pass a source"
+                if is_encoder_decoder
+                else "source is set, but this model takes no source; leave it out"
+            )
+        target_vocab_size = self.config.vocab_size
+        for name, token_ids, vocab_size in (
+            ("tokens", model_input.tokens, target_vocab_size),
+            ("source", model_input.source or (), getattr(self.config, "source_vocab_size", None) or target_vocab_size),
         ):
-            if outside := next((token for token in text if token >= most), None):
-                raise InputError(f"{name} has {outside}, and the vocabulary ends at {most - 1}")
+            if invalid := next((token for token in token_ids if token >= vocab_size), None):
+                raise InputError(f"{name} has token id {invalid}; the vocabulary ends at {vocab_size - 1}")
 
     @property
     def output_stack(self) -> Stack:
-        """The stack that the head reads."""
+        """The stack whose output is the input of the head."""
         return [*self.model.stacks.values()][-1]
 
     def check_position(self, model_input: ModelInput, position: int) -> int:
         if position >= len(model_input.tokens):
             raise InputError(
-                f"the text has {len(model_input.tokens)} tokens, 0 to {len(model_input.tokens) - 1}, and {position} is"
-                " none"
+                f"position is {position}; the text has {len(model_input.tokens)} tokens, so use 0 to"
+                f" {len(model_input.tokens) - 1}"
             )
         return position
 
     def format_top_tokens(self, token_probabilities: Iterable[tuple[int, float]]) -> list[dict[str, Any]]:
-        """Tokens with their shares, as the page is told of them."""
+        """Convert (token, probability) pairs to JSON with the tokens' text."""
         return [
             {"token": token, "text": self.tokenizer.decode_token(token), "probability": probability}
             for token, probability in token_probabilities
@@ -184,24 +193,28 @@ class Inspector:
 def build_inspector(
     model_or_checkpoint: Any, text: str | None = None, *, name: str = "", run_directory: Path | None = None
 ) -> Inspector:
-    """A checkpoint with its tokenizer, or a bare model, which reads bytes."""
-    model, tokenizer, begin = (
+    """Build an inspector from a checkpoint, or from a model without a tokenizer, whose inputs are then bytes."""
+    model, tokenizer, generation_config = (
         (model_or_checkpoint, None, None)
         if isinstance(model_or_checkpoint, Transformer)
         else unpack_checkpoint(model_or_checkpoint)
     )
     if not isinstance(model, Transformer):
-        raise InputError(f"a {type(model).__name__} is no cutaway model; give one of ct.load(…) or ct.build(…)")
+        raise InputError(
+            f"a {type(model).__name__} is not a cutaway model; pass the result of ct.load(…) or ct.build(…)"
+        )
     if model.device.type == "meta":
-        raise InputError("the model is on the meta device, where it has shapes and no values; build it on another")
-    usual = DEFAULT_CODE if name == "tiny-python" else DEFAULT_TEXT
-    two = len(model.stacks) > 1
-    words = TokenizerAdapter(
+        raise InputError("the model is on the meta device, which has no values; build it on another device")
+    default_text = DEFAULT_CODE if name == "tiny-python" else DEFAULT_TEXT
+    is_encoder_decoder = len(model.stacks) > 1
+    adapter = TokenizerAdapter(
         model.config.vocab_size,
         tokenizer,
-        decoder_start_token_id=((begin.decoder_start_token_id if begin else None) or 0) if two else None,
-        default_text="" if two else text or usual,
-        default_source=(text or usual) if two else None,
-        generation_config=begin,
+        decoder_start_token_id=((generation_config.decoder_start_token_id if generation_config else None) or 0)
+        if is_encoder_decoder
+        else None,
+        default_text="" if is_encoder_decoder else text or default_text,
+        default_source=(text or default_text) if is_encoder_decoder else None,
+        generation_config=generation_config,
     )
-    return Inspector(model, words, name=name, run_directory=run_directory)
+    return Inspector(model, adapter, name=name, run_directory=run_directory)

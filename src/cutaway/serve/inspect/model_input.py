@@ -1,4 +1,4 @@
-"""A text, and what is changed in the model while it reads it. Two inputs that are alike are one."""
+"""Input of a query: tokens, source and edits; and the tokenizer adapter of the inspector."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ TokenIds = Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=MAX_TOK
 
 
 class ModelInput(BaseModel):
-    """A text as tokens, the source of an encoder-decoder, and edits by site as `ct.edit` takes them."""
+    """Token ids, the source of an encoder-decoder, and edits by site as in `ct.edit`. Equal inputs have equal keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -28,12 +28,12 @@ class ModelInput(BaseModel):
 
     @property
     def cache_key(self) -> str:
-        told = json.dumps([self.tokens, self.source, self.edits], sort_keys=True)
-        return hashlib.sha256(told.encode()).hexdigest()
+        data = json.dumps([self.tokens, self.source, self.edits], sort_keys=True)
+        return hashlib.sha256(data.encode()).hexdigest()
 
     @property
     def without_edits(self) -> "ModelInput":
-        """The same text in the model as it is."""
+        """The same tokens without edits."""
         return self.model_copy(update={"edits": {}})
 
 
@@ -42,23 +42,23 @@ DEFAULT_CODE, DEFAULT_TEXT = "import os\n\nfor name in sorted(os.", "The capital
 
 @dataclass(frozen=True)
 class TokenizerAdapter:
-    """A tokenizer, or none, and what the page begins with."""
+    """A tokenizer, or bytes if there is none, and the page's default input."""
 
     vocab_size: int
     tokenizer: Tokenizer | None = None
     decoder_start_token_id: int | None = None
-    """The token that an encoder-decoder's answers begin with."""
+    """First decoder token of an encoder-decoder; None for other models."""
     default_text: str = DEFAULT_TEXT
     default_source: str | None = None
     generation_config: GenerationConfig | None = None
-    """What the model's files say about generating with it."""
+    """Generation defaults of the checkpoint."""
 
     @property
     def is_untrained(self) -> bool:
         return self.tokenizer is None
 
     def encode(self, text: str) -> list[int]:
-        """What the model reads, or what an encoder-decoder has written so far."""
+        """Encode the text; for an encoder-decoder, the decoder input with its start token."""
         if self.decoder_start_token_id is None:
             return self.encode_source(text)
         return (
@@ -72,12 +72,12 @@ class TokenizerAdapter:
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self.tokenizer is not None:
-            found: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            return found
+            token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return token_ids
         return [byte % self.vocab_size for byte in text.encode("utf-8", "replace")]
 
     def decode_token(self, token: int) -> str:
-        """A token's text."""
+        """Return the text of a token."""
         if self.tokenizer is not None:
             return token_text(self.tokenizer, token)
         return chr(token) if 32 <= token < 127 else f"<{token}>"

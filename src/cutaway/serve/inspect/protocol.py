@@ -1,6 +1,6 @@
-"""What the page is answered: data and tensors in one piece, in the layout of safetensors. Pieces come as frames.
+"""Wire protocol of the inspector: results as safetensors with JSON metadata, streamed in frames.
 
-A frame is its length (4 bytes, little-endian), its kind (1 byte) and what it holds.
+A frame is the payload length (4 bytes, little-endian), the kind (1 byte) and the payload.
 """
 
 import json
@@ -18,20 +18,20 @@ from cutaway.errors import InputError
 from cutaway.lens.analysis.labeled_tensor import replace_nonfinite
 
 PROGRESS, RESULT, ERROR, PARTIAL = range(4)
-"""Kinds of frames: {completed, total, description} as JSON; the result; {message} as JSON; a partial result."""
+"""Frame kinds. Payloads: {completed, total, description} as JSON; the result; {message} as JSON; a partial result."""
 
 
 @dataclass(frozen=True)
 class QueryResult:
-    """Data, which JSON can hold, and tensors by name."""
+    """JSON data and tensors by name."""
 
     data: dict[str, Any]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def to_safetensors(self) -> bytes:
-        """As a safetensors file whose metadata hold the data; numbers as fp32, whole ones and truths as they are."""
+        """Serialize as safetensors, data in the metadata; floats become fp32, integers int32, booleans uint8."""
         data = json.dumps(replace_nonfinite(self.data), allow_nan=False, separators=(",", ":"))
-        return save({name: _to_wire_tensor(each) for name, each in self.tensors.items()}, {"data": data})
+        return save({name: _to_wire_tensor(tensor) for name, tensor in self.tensors.items()}, {"data": data})
 
 
 def _to_wire_tensor(value: Tensor) -> Tensor:
@@ -51,12 +51,12 @@ def encode_json_frame(kind: int, data: Mapping[str, Any]) -> bytes:
     return encode_frame(kind, json.dumps(data).encode())
 
 
-class QueryCancelled(Exception):  # noqa: N818  # what happened, as it reads at a `raise`
-    """Nobody waits for the answer any more."""
+class QueryCancelled(Exception):  # noqa: N818  # named like asyncio.CancelledError: not an error
+    """The client canceled the query or disconnected."""
 
 
 class QueryJob:
-    """Who asks is told how far it is; whoever works asks now and then whether anybody still waits."""
+    """A running query: sends progress and results as frames, and checks for cancellation and timeout."""
 
     def __init__(self, send: Callable[[bytes], None] = lambda frame: None, timeout: float = float("inf")) -> None:
         self.send, self.timeout = send, timeout
@@ -67,14 +67,14 @@ class QueryJob:
         if self.cancelled.is_set():
             raise QueryCancelled
         if time.monotonic() > self.deadline:
-            raise InputError(f"this took more than {self.timeout:.0f} s, and was given up; ask for less")
+            raise InputError(f"the query took more than {self.timeout:.0f} s and was canceled; use a shorter text")
 
     def report_progress(self, completed: int, total: int, description: str = "") -> None:
         self.check_cancelled()
         self.send(encode_json_frame(PROGRESS, {"completed": completed, "total": total, "description": description}))
 
     def send_partial(self, result: QueryResult) -> None:
-        """Some of the answer, as it comes."""
+        """Send part of the result."""
         self.check_cancelled()
         self.send(encode_frame(PARTIAL, result.to_safetensors()))
 

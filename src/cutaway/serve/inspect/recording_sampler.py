@@ -1,4 +1,4 @@
-"""A sampler that is listened to: what each choice was made from, and the cache it was made with."""
+"""Sampler that records logits, sampling probabilities and KV cache state per step, and the cached-vs-full check."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -19,21 +19,21 @@ from cutaway.serve.inspect.model_input import ModelInput
 
 NUM_TOP_TOKENS = 5
 CACHE_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
-"""By how much cached and full passes may differ, as a share of the largest logit; of 16 bits nothing is promised."""
+"""Tolerance of cached against full forward passes, relative to the largest logit; none for 16-bit dtypes."""
 LOGIT_CHUNK_SIZE = 64
-"""Rows of logits that are compared at once: a vocabulary is wide."""
+"""Positions whose logits are compared at once; limits memory for large vocabularies."""
 
 
 @dataclass(frozen=True)
 class SamplingStep:
-    """One step: the model's logits, what was drawn from, and the cache at that moment."""
+    """One decode step: the model's logits, the sampling distribution and the KV cache state."""
 
     logits: Tensor  # (V,), fp32
-    sampling_probs: Tensor  # (V,): the chances by the settings
+    sampling_probs: Tensor  # (V,), after temperature, top-k, top-p
     cache_state: dict[str, Any]
 
     def token_stats(self, token: int) -> dict[str, Any]:
-        """A token's share by the model and by the settings, its rank from 1, and how open the choice was, in bits."""
+        """Return a token's model and sampling probability, its rank from 1, and the entropy in bits."""
         return {
             "probability": float(self.logits.softmax(-1)[token]),
             "sampling_probability": float(self.sampling_probs[token]),
@@ -44,17 +44,17 @@ class SamplingStep:
 
     @property
     def top_tokens(self) -> list[dict[str, Any]]:
-        shares = self.logits.softmax(-1)
-        best = shares.topk(min(NUM_TOP_TOKENS, len(shares)))
-        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        probabilities = self.logits.softmax(-1)
+        top = probabilities.topk(min(NUM_TOP_TOKENS, len(probabilities)))
+        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
         return [
-            {"token": token, "probability": share, "sampling_probability": float(self.sampling_probs[token])}
-            for token, share in pairs
+            {"token": token, "probability": probability, "sampling_probability": float(self.sampling_probs[token])}
+            for token, probability in pairs
         ]
 
 
 class RecordingSampler(Sampler):
-    """Draws as any sampler does, and writes down what it was given."""
+    """Sampler that records each step of the first row."""
 
     def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
         super().__init__(runner.cache.batch_size, vocab_size, runner.model.device)
@@ -62,26 +62,34 @@ class RecordingSampler(Sampler):
         self.recorded_steps: deque[SamplingStep] = deque()
 
     def sample(self, logits: Tensor, features: SamplingFeatures, active_rows: Tensor | None = None) -> SamplerOutput:
-        chances = logits_to_probs(logits, self.first_rows(1), features)[0]
-        self.recorded_steps.append(SamplingStep(logits[0].detach().float().clone(), chances, self.cache_state()))
+        sampling_probs = logits_to_probs(logits, self.first_rows(1), features)[0]
+        self.recorded_steps.append(SamplingStep(logits[0].detach().float().clone(), sampling_probs, self.cache_state()))
         return super().sample(logits, features, active_rows)
 
     def cache_state(self) -> dict[str, Any]:
-        """What the cache holds now: tokens read, slots and bytes by layer; of rings that have wrapped, by their size,
-        the position that stands in each slot (elsewhere a token's slot is its position)."""
+        """Return the cache length, slots and bytes per layer, and the positions in wrapped ring buffers.
+
+        Ring buffers (sliding-window layers) are keyed by size; in other layers a token's slot is its position.
+        """
         length = int(self.cache.seq_lens[0])
-        filled = [min(length, layer.num_slots) for layer in self.cache.paged_layers]
-        own = [count * _bytes_per_slot(layer) for count, layer in zip(filled, self.cache.paged_layers, strict=True)]
-        slots = [layer.num_slots for layer in self.cache.paged_layers]
-        source = sum(each.numel() * each.element_size() for each in self.cache.cross_tensors())
-        held = {str(ring): slot_positions(self.cache, ring) for ring in sorted(set(slots)) if ring < length}
+        num_filled = [min(length, layer.num_slots) for layer in self.cache.paged_layers]
+        num_bytes = [
+            count * _bytes_per_slot(layer) for count, layer in zip(num_filled, self.cache.paged_layers, strict=True)
+        ]
+        num_slots = [layer.num_slots for layer in self.cache.paged_layers]
+        source_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.cache.cross_tensors())
+        positions_by_ring = {
+            str(ring_size): slot_positions(self.cache, ring_size)
+            for ring_size in sorted(set(num_slots))
+            if ring_size < length
+        }
         return {
             "length": length,
-            "slots": slots,
-            "num_filled": filled,
-            "bytes": own,
-            "source_bytes": source,
-            "slot_positions": held,
+            "slots": num_slots,
+            "num_filled": num_filled,
+            "bytes": num_bytes,
+            "source_bytes": source_bytes,
+            "slot_positions": positions_by_ring,
         }
 
 
@@ -94,7 +102,7 @@ def _bytes_per_slot(layer: Any) -> int:
 
 
 def slot_positions(cache: Cache, num_slots: int) -> list[int]:
-    """The position of the token in each slot that is filled: the last one that fell there."""
+    """Return the position of the token in each filled slot of a ring buffer: the last one written to it."""
     length = int(cache.seq_lens[0])
     return [length - 1 - (length - 1 - slot) % num_slots for slot in range(min(length, num_slots))]
 
@@ -102,26 +110,26 @@ def slot_positions(cache: Cache, num_slots: int) -> list[int]:
 def compare_with_full_pass(
     inspector: Inspector, model_input: ModelInput, steps: list[SamplingStep]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The same positions in one pass: the largest difference of any logit, and each token's shares both ways."""
+    """Compare the logits of the decode steps with one full forward pass: maximum difference, overall and per step."""
     hidden = inspector.last_hidden_state(model_input)[0, -len(steps) :]
-    highest = 0.0
-    apart = torch.zeros(len(steps))
-    for first in range(0, len(steps), LOGIT_CHUNK_SIZE):
-        whole = inspector.logits(hidden[first : first + LOGIT_CHUNK_SIZE])
-        single = torch.stack([choice.logits for choice in steps[first : first + LOGIT_CHUNK_SIZE]])
-        apart[first : first + LOGIT_CHUNK_SIZE] = (whole - single).abs().amax(-1).cpu()
-        highest = max(highest, float(whole.abs().max()))
-    largest, at = float(apart.max()), int(apart.argmax())
-    told = {
-        "max_abs_diff": largest,
-        "step_index": at,
-        "max_abs_logit": highest,
+    max_abs_logit = 0.0
+    differences = torch.zeros(len(steps))  # maximum absolute difference per step
+    for start in range(0, len(steps), LOGIT_CHUNK_SIZE):
+        full_logits = inspector.logits(hidden[start : start + LOGIT_CHUNK_SIZE])
+        cached_logits = torch.stack([step.logits for step in steps[start : start + LOGIT_CHUNK_SIZE]])
+        differences[start : start + LOGIT_CHUNK_SIZE] = (full_logits - cached_logits).abs().amax(-1).cpu()
+        max_abs_logit = max(max_abs_logit, float(full_logits.abs().max()))
+    max_abs_diff, step_index = float(differences.max()), int(differences.argmax())
+    data = {
+        "max_abs_diff": max_abs_diff,
+        "step_index": step_index,
+        "max_abs_logit": max_abs_logit,
         "num_compared": len(steps),
-        "tolerance": _logit_tolerance(inspector, highest),
+        "tolerance": _logit_tolerance(inspector, max_abs_logit),
     }
-    return told, {"max_abs_diff": apart}
+    return data, {"max_abs_diff": differences}
 
 
 def _logit_tolerance(inspector: Inspector, max_abs_logit: float) -> float | None:
-    share = CACHE_TOLERANCE.get(inspector.model.dtype)
-    return None if share is None else share * max(1.0, max_abs_logit)
+    tolerance = CACHE_TOLERANCE.get(inspector.model.dtype)
+    return None if tolerance is None else tolerance * max(1.0, max_abs_logit)

@@ -1,4 +1,4 @@
-"""Questions over HTTP: a form is posted, frames come back. Whoever goes away before the answer stops the work."""
+"""HTTP routes of the inspector: POST a query, receive frames. A query is canceled when its client disconnects."""
 
 import asyncio
 import json
@@ -18,16 +18,16 @@ from cutaway.serve.inspect.queries import QUERIES
 from cutaway.serve.inspect.queries.base import Query
 
 NUM_WORKERS = 4
-"""Questions at work at once. Passes of the model take turns; what needs none does not wait for them."""
+"""Number of queries run concurrently. Forward passes are serialized by the inspector's lock; other work is not."""
 MAX_PENDING_QUERIES = 64
 QUERY_TIMEOUT = 300.0
-"""For one question."""
+"""Seconds per query."""
 BINARY_MEDIA_TYPE = "application/octet-stream"
 log = logging.getLogger("cutaway.serve")
 
 
 class QueryExecutor:
-    """Where questions are taken and worked on."""
+    """Thread pool that runs queries."""
 
     def __init__(self, inspector: Inspector) -> None:
         self.inspector = inspector
@@ -40,9 +40,9 @@ class QueryExecutor:
         self.pool.shutdown(wait=True, cancel_futures=True)
 
     async def stream(self, query: Query) -> AsyncGenerator[bytes, None]:
-        """Frames as they come; None ends them."""
+        """Run a query and yield its frames."""
         if len(self.jobs) >= MAX_PENDING_QUERIES:
-            raise APIError(429, "too many questions are waiting; ask again in a moment", headers={"retry-after": "1"})
+            raise APIError(429, "too many queries are waiting; try again later", headers={"retry-after": "1"})
         loop = asyncio.get_running_loop()
         frames: asyncio.Queue[bytes | None] = asyncio.Queue()
         job = QueryJob(lambda frame: _enqueue_frame(loop, frames, frame), QUERY_TIMEOUT)
@@ -65,69 +65,69 @@ class QueryExecutor:
         except CutawayError as error:
             job.send(encode_json_frame(ERROR, {"message": str(error)}))
         except Exception:
-            log.exception("a question could not be answered")
-            mistake = "the server made a mistake with this question; its log says more"
-            job.send(encode_json_frame(ERROR, {"message": mistake, "status": 500}))
+            log.exception("query failed")
+            message = "internal server error; see the server log"
+            job.send(encode_json_frame(ERROR, {"message": message, "status": 500}))
 
 
 def _enqueue_frame(loop: asyncio.AbstractEventLoop, frames: "asyncio.Queue[bytes | None]", frame: bytes) -> None:
     try:
         loop.call_soon_threadsafe(frames.put_nowait, frame)
-    except RuntimeError:  # the server has ended
+    except RuntimeError:  # the event loop is closed
         raise QueryCancelled from None
 
 
 def parse_query(name: str, params: bytes | object) -> Query:
-    """From a body, or from what a notebook has parsed."""
-    form = QUERIES.get(name)
-    if form is None:
-        raise APIError(404, "there is no such question")
+    """Validate a query from a JSON body, or from parameters that a notebook has parsed."""
+    query_class = QUERIES.get(name)
+    if query_class is None:
+        raise APIError(404, f"there is no such query; use one of {', '.join(QUERIES)}")
     try:
-        return form.model_validate_json(params if isinstance(params, bytes) else json.dumps(params))
+        return query_class.model_validate_json(params if isinstance(params, bytes) else json.dumps(params))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part)[:40] for part in first["loc"][:6])
-        raise APIError(400, f"{place or 'the question'}: {first['msg'][:300]}", param=place or None) from None
+        path = ".".join(str(part)[:40] for part in first["loc"][:6])
+        raise APIError(400, f"{path or 'the query'}: {first['msg'][:300]}", param=path or None) from None
 
 
 def build_router(executor: QueryExecutor) -> APIRouter:
-    made = APIRouter(prefix="/api")
+    router = APIRouter(prefix="/api")
 
-    @made.post("/query/{name}", include_in_schema=False)
+    @router.post("/query/{name}", include_in_schema=False)
     async def query(name: str, request: Request) -> StreamingResponse:
         parsed = parse_query(name, await request.body())
         frames = executor.stream(parsed)
         try:
-            first = await _first_frame(frames, request)  # what is refused at once is told by its status
+            first = await _first_frame(frames, request)  # an error before the first result sets the status code
         except BaseException:
             await frames.aclose()
             raise
 
-        async def rest() -> AsyncIterator[bytes]:
+        async def stream_frames() -> AsyncIterator[bytes]:
             yield first
             async for frame in frames:
                 yield frame
 
-        return StreamingResponse(rest(), media_type=BINARY_MEDIA_TYPE, headers={"x-accel-buffering": "no"})
+        return StreamingResponse(stream_frames(), media_type=BINARY_MEDIA_TYPE, headers={"x-accel-buffering": "no"})
 
-    return made
+    return router
 
 
 async def _first_frame(frames: AsyncIterator[bytes], request: Request) -> bytes:
-    """The first frame, unless whoever asked has gone away meanwhile."""
-    coming = asyncio.ensure_future(anext(frames, None))
+    """Wait for the first frame; raise if it is an error, or if the client disconnects."""
+    next_frame = asyncio.ensure_future(anext(frames, None))
     try:
-        while not (await asyncio.wait([coming], timeout=0.2))[0]:
+        while not (await asyncio.wait([next_frame], timeout=0.2))[0]:
             if await request.is_disconnected():
-                raise APIError(499, "nobody waits for this answer any more")
+                raise APIError(499, "the client disconnected before the response")
     finally:
-        if not coming.done():
-            coming.cancel()
-            await asyncio.wait([coming])
-    first = coming.result()
+        if not next_frame.done():
+            next_frame.cancel()
+            await asyncio.wait([next_frame])
+    first = next_frame.result()
     if first is None:
-        raise APIError(503, "the server is ending", headers={"retry-after": "1"})
+        raise APIError(503, "the server is shutting down; try again later", headers={"retry-after": "1"})
     if first[4] == ERROR:
-        said = json.loads(first[5:])
-        raise APIError(said.get("status", 400), said["message"])
+        data = json.loads(first[5:])
+        raise APIError(data.get("status", 400), data["message"])
     return first

@@ -1,4 +1,4 @@
-"""The same values in Python, as a text to copy: what it prints is what the page shows."""
+"""Python snippet that prints the activation shown on the page."""
 
 import json
 from pprint import pformat
@@ -12,31 +12,41 @@ from cutaway.serve.inspect.model_input import ModelInput
 
 MAX_LINE_WIDTH = 100
 NUM_TOP_TOKENS = 20
-"""Of a vocabulary: all of it is more than is printed."""
+"""Number of logits printed, of the whole vocabulary."""
 
 
 def build_snippet(inspector: Inspector, model_input: ModelInput, site_name: str, position: int) -> str:
-    """A program for one stage of one token."""
-    opened = (
+    """Build the snippet for one site and position; empty if there is no short expression."""
+    load_line = (
         f"model = ct.build({inspector.name!r}, seed=0)"
         if inspector.tokenizer.is_untrained
         else f"model = ct.load({inspector.name!r}, dtype={inspector.model.dtype}).model"
     )
     call = _model_call(inspector, model_input)
-    lines = ["import torch", "import cutaway as ct", "", opened, f"tokens = torch.tensor([{list(model_input.tokens)}])"]
+    lines = [
+        "import torch",
+        "import cutaway as ct",
+        "",
+        load_line,
+        f"tokens = torch.tensor([{list(model_input.tokens)}])",
+    ]
     if model_input.source is not None:
         lines.append(f"source = torch.tensor([{list(model_input.source)}])")
     if site_name.endswith((".position", "embed.token")):
-        said = _direct_expression(inspector, site_name, position)
-        return "\n".join([*lines, f"values = {said}", "print(values)", ""]) if said and not model_input.edits else ""
-    site, index, after = _trace_expression(site_name, position)
-    inside = [f"with torch.no_grad(), ct.trace(model, {site!r}) as t:", f"    {call}"]
+        expression = _direct_expression(inspector, site_name, position)
+        return (
+            "\n".join([*lines, f"values = {expression}", "print(values)", ""])
+            if expression and not model_input.edits
+            else ""
+        )
+    site, index, operation = _trace_expression(site_name, position)
+    trace_lines = [f"with torch.no_grad(), ct.trace(model, {site!r}) as t:", f"    {call}"]
     if model_input.edits:
-        told = pformat(json.loads(json.dumps(model_input.edits)), width=MAX_LINE_WIDTH, sort_dicts=False)
-        lines.append(f"edits = {told}")
-        inside = [f"with ct.edit(model, edits), {inside[0].removeprefix('with ')}", inside[1]]
-    likeliest = f".topk({min(NUM_TOP_TOKENS, inspector.model.config.vocab_size)})" if site == "logits" else ""
-    return "\n".join([*lines, *inside, f"values = t[{site!r}]{index}{after}", f"print(values{likeliest})", ""])
+        formatted_edits = pformat(json.loads(json.dumps(model_input.edits)), width=MAX_LINE_WIDTH, sort_dicts=False)
+        lines.append(f"edits = {formatted_edits}")
+        trace_lines = [f"with ct.edit(model, edits), {trace_lines[0].removeprefix('with ')}", trace_lines[1]]
+    top_k = f".topk({min(NUM_TOP_TOKENS, inspector.model.config.vocab_size)})" if site == "logits" else ""
+    return "\n".join([*lines, *trace_lines, f"values = t[{site!r}]{index}{operation}", f"print(values{top_k})", ""])
 
 
 def _model_call(inspector: Inspector, model_input: ModelInput) -> str:
@@ -50,14 +60,14 @@ def _model_call(inspector: Inspector, model_input: ModelInput) -> str:
 
 
 def _direct_expression(inspector: Inspector, site_name: str, position: int) -> str:
-    """What is no site: rows of tables, and angles. Empty where there is no short way to it."""
+    """Return an expression for values that are not a site: embedding rows and RoPE angles; empty if there is none."""
     side = next(
         side for side in inspector.model.stacks if site_name.startswith(f"{side}.") or len(inspector.model.stacks) == 1
     )
     stack = inspector.model.stacks[side]
     if site_name.endswith("embed.token"):
-        read = "source" if side == "encoder" and len(inspector.model.stacks) > 1 else "tokens"
-        return f"model.{side}.embed.token({read})[0, {position}]"
+        variable = "source" if side == "encoder" and len(inspector.model.stacks) > 1 else "tokens"
+        return f"model.{side}.embed.token({variable})[0, {position}]"
     if "embed" in site_name:
         return f"model.{side}.embed.position(torch.tensor([[{position}]]))[0, 0]"
     layer = inspector.sites[f"{site_name.removesuffix('position')}q"].layer
@@ -70,14 +80,14 @@ def _direct_expression(inspector: Inspector, site_name: str, position: int) -> s
 
 
 def _trace_expression(site_name: str, position: int) -> tuple[str, str, str]:
-    """The site to trace, the place in it, and what is done with it then."""
-    here: Any = f"[0, {position}]"
+    """Return the site to trace, the index into it and the operation applied to it."""
+    index: Any = f"[0, {position}]"
     if site_name == "softmax":
-        return "logits", here, ".float().softmax(-1)"
+        return "logits", index, ".float().softmax(-1)"
     if site_name.endswith((".scores", ".pattern")):
         return site_name, f"[0, :, {position}]", ""
     if site_name.endswith(".mask"):
         return f"{site_name.removesuffix('mask')}scores", f"[0, :, {position}]", " == -torch.inf"
     if site_name.endswith(".router"):
         return site_name, f"[{position}]", ""
-    return site_name, here, ""
+    return site_name, index, ""

@@ -1,1 +1,1 @@
-"""The API that OpenAI's clients speak, on one checkpoint."""
+"""OpenAI-compatible API server for one checkpoint."""

@@ -1,4 +1,4 @@
-"""The addresses of the API, and what each does."""
+"""Routes of the OpenAI-compatible API: completions, chat, embeddings, models, tokenize, health, metrics."""
 
 import threading
 import time
@@ -30,20 +30,20 @@ from cutaway.serve.openai.serving_engine import ServingEngine, context_length_er
 from cutaway.serve.openai.sse import SSEResponse, with_cancellation
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    code: {"description": what}
-    for code, what in (
-        (400, "what was asked for cannot be"),
-        (401, "no key, or a wrong one"),
-        (403, "from another site"),
-        (404, "no such model"),
-        (408, "too slow"),
-        (413, "too large"),
-        (415, "not JSON"),
-        (421, "not this server's name"),
-        (429, "others wait: ask again later"),
-        (431, "too many headers"),
-        (500, "the server failed"),
-        (503, "the engine broke down"),
+    code: {"description": description}
+    for code, description in (
+        (400, "invalid request"),
+        (401, "missing or wrong API key"),
+        (403, "cross-origin request"),
+        (404, "unknown model"),
+        (408, "timeout"),
+        (413, "request body too large"),
+        (415, "request body is not JSON"),
+        (421, "unknown Host header"),
+        (429, "queue full; retry later"),
+        (431, "request headers too large"),
+        (500, "internal server error"),
+        (503, "engine failed"),
     )
 }
 STREAMING_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ STREAMING_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def build_router(serving: ServingEngine) -> APIRouter:
-    """Routes for this checkpoint."""
+    """Build the routes of the API."""
     router = APIRouter(responses=ERROR_RESPONSES)
     created = int(time.time())
     model_card = {
@@ -65,29 +65,29 @@ def build_router(serving: ServingEngine) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
-        """Whether answers can be had."""
-        said = {"status": "ok"} if serving.is_healthy else {"status": "the engine broke down; start the server again"}
-        return JSONResponse(said, 200 if serving.is_healthy else 503)
+        """Health check: 200 while the engine is running, else 503."""
+        status = {"status": "ok"} if serving.is_healthy else {"status": "the engine failed; restart the server"}
+        return JSONResponse(status, 200 if serving.is_healthy else 503)
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Metrics in the Prometheus text format."""
         return PlainTextResponse(serving.metrics.render(), media_type="text/plain; version=0.0.4")
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model that is here."""
+        """List the served model."""
         return {"object": "list", "data": [model_card]}
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
-        """What is known of it."""
+        """Describe the served model."""
         serving.check_model_name(model)
         return model_card
 
     @router.post("/v1/completions", responses=STREAMING_RESPONSES)
     async def completions(request: CompletionRequest, raw_request: Request) -> Response:
-        """Continue prompts; an encoder-decoder answers them."""
+        """Generate completions for prompts; for an encoder-decoder, the prompt is the source."""
         check_request(request, serving)
         encode_prompts, params = request_mapping.map_completion_request(request, serving)
         stream = await serving.submit(encode_prompts, params)
@@ -97,7 +97,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
 
     @router.post("/v1/chat/completions", responses=STREAMING_RESPONSES)
     async def chat(request: ChatCompletionRequest, raw_request: Request) -> Response:
-        """Answer a chat, by the checkpoint's own template."""
+        """Generate a chat completion with the checkpoint's chat template."""
         check_request(request, serving)
         encode_prompts, params = request_mapping.map_chat_request(request, serving)
         stream = await serving.submit(encode_prompts, params, fill_context=True)
@@ -114,52 +114,56 @@ def build_router(serving: ServingEngine) -> APIRouter:
                 stream, lambda: builder.stream_response(stream, include_usage=with_usage), serving.limits
             )
         try:
-            found = await with_cancellation(raw_request, stream.wait_results(), serving.limits)
+            results = await with_cancellation(raw_request, stream.wait_results(), serving.limits)
         except EngineError as error:
             raise to_api_error(error) from None
         finally:
             stream.abort()
-        return JSONResponse(builder.build_response(stream, found))
+        return JSONResponse(builder.build_response(stream, results))
 
     @router.post("/v1/embeddings")
     async def embeddings(request: EmbeddingRequest, raw_request: Request) -> Response:
-        """A vector of length one for each text."""
+        """Compute one L2-normalized embedding per text."""
         check_request(request, serving)
-        given = request_mapping.as_prompt_list(request.input, "input", serving.limits.max_embedding_inputs)
-        encode_prompts = request_mapping.build_prompt_encoder(given, serving, "input")
+        prompts = request_mapping.as_prompt_list(request.input, "input", serving.limits.max_embedding_inputs)
+        encode_prompts = request_mapping.build_prompt_encoder(prompts, serving, "input")
         disconnected = threading.Event()
 
-        def work() -> tuple[list[list[float]], int]:
+        def compute() -> tuple[list[list[float]], int]:
             rows = encode_prompts()
             for row in rows:
                 serving.check_prompt_length(len(row))
                 serving.check_token_ids(row)
             total = sum(map(len, rows))
             if total > serving.limits.max_embedding_tokens:
-                raise context_length_error(f"the texts have {total} tokens", serving.limits.max_embedding_tokens)
+                raise context_length_error(f"the inputs have {total} tokens", serving.limits.max_embedding_tokens)
             return compute_embeddings(serving.model, rows, serving.pooling, lambda: not disconnected.is_set()), total
 
         try:
             vectors, total = await with_cancellation(
-                raw_request, serving.run_in_pool(work, use_embedding_pool=True), serving.limits
+                raw_request, serving.run_in_pool(compute, use_embedding_pool=True), serving.limits
             )
         finally:
             disconnected.set()
         serving.metrics.prompt_tokens += total
-        coded = request.encoding_format == "base64"
+        use_base64 = request.encoding_format == "base64"
         data = [
-            {"object": "embedding", "index": place, "embedding": encode_float32_base64(vector) if coded else vector}
-            for place, vector in enumerate(vectors)
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": encode_float32_base64(vector) if use_base64 else vector,
+            }
+            for index, vector in enumerate(vectors)
         ]
         usage = {"prompt_tokens": total, "total_tokens": total}
         return JSONResponse({"object": "list", "data": data, "model": serving.served_model_name, "usage": usage})
 
     @router.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
-        """The tokens of a text or a chat."""
+        """Tokenize a text or a chat."""
         check_request(request, serving)
         if (request.prompt is None) == (request.messages is None):
-            raise APIError(400, "give a prompt or messages, one of the two", param="prompt")
+            raise APIError(400, "pass either prompt or messages", param="prompt")
         tokenizer = serving.get_tokenizer()
         if request.messages is not None:
             encode_prompts = request_mapping.build_chat_encoder(request.messages, serving)
@@ -175,7 +179,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
 
     @router.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
-        """The text of tokens."""
+        """Decode token ids to text."""
         check_request(request, serving)
         tokenizer = serving.get_tokenizer()
         request_mapping.check_limit("tokens", len(request.tokens), serving.limits.max_prompt_tokens)
@@ -185,7 +189,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
 
 
 def check_request(request: OpenAIBaseModel, serving: ServingEngine) -> None:
-    """That it is for this model, and asks for nothing that is not here."""
+    """Raise unless the request names this model and only supported fields."""
     serving.check_model_name(request.model)
     request.check_unsupported_fields()
 
@@ -198,7 +202,10 @@ def build_openai_app(
     limits: Limits | None = None,
     **engine_options: Any,
 ) -> tuple[FastAPI, ServingEngine]:
-    """The application, and what works behind it; it ends with the server. `engine_options`: of a `ServingEngine`."""
+    """Build the application and its `ServingEngine`, which is closed when the server shuts down.
+
+    `engine_options` are keyword arguments of `ServingEngine`.
+    """
     limits = limits or Limits()
     serving = ServingEngine(checkpoint, served_model_name, limits, **engine_options)
     app = build_app(

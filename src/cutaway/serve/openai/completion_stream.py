@@ -1,4 +1,4 @@
-"""Answers on their way, as the event loop sees them: the engine works in a thread of its own."""
+"""Completions of one HTTP request as async streams. The engine runs in its own thread and notifies the event loop."""
 
 import asyncio
 import threading
@@ -11,7 +11,7 @@ from cutaway.serve.metrics import ServerMetrics
 
 
 class EventLoopNotifier:
-    """Wakes the event loop from other threads, once for all that is new since it last looked."""
+    """Sets asyncio events from other threads, with one wake-up of the event loop for all events since the last one."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -27,13 +27,13 @@ class EventLoopNotifier:
 
     def _dispatch(self) -> None:
         with self.lock:
-            rung, self._pending = self._pending, []
-        for event in rung:
+            events, self._pending = self._pending, []
+        for event in events:
             event.set()
 
 
 class CompletionStream:
-    """The answers of one request, in order."""
+    """The completions of one HTTP request, in order of prompt and n."""
 
     def __init__(
         self, requests: Sequence[Request], num_prompt_tokens: int, notifier: EventLoopNotifier, metrics: ServerMetrics
@@ -42,71 +42,71 @@ class CompletionStream:
         self.notifier, self.new_output, self.is_streaming = notifier, asyncio.Event(), False
         self.start_time = time.monotonic()
         self.token_times: list[list[float]] = [[] for _ in self.requests]
-        """Of each answer, when its first token and its latest were there."""
+        """Per completion: times of the first and of the latest token."""
         self.metrics_recorded = False
-        for place, ticket in enumerate(self.requests):
-            ticket.on_update = partial(self.on_output, place, ticket)
+        for index, request in enumerate(self.requests):
+            request.on_update = partial(self.on_output, index, request)
 
     def on_output(self, index: int, request: Request) -> None:
-        """In the engine's thread. Who waits for whole answers is not woken for each token."""
+        """Record the token time; runs in the engine thread. Notify per token if streaming, else only at the end."""
         self.token_times[index][1:] = [time.monotonic()]
         if self.is_streaming or request.finished.is_set():
             self.notifier.notify(self.new_output)
 
     async def stream_chunks(self) -> AsyncIterator[tuple[int, list[CompletionChunk], bool]]:
-        """(number of the answer, what is new, whether that is all) as the answers grow."""
+        """Yield (index of the completion, new chunks, is_finished) as tokens are generated."""
         self.is_streaming = True
-        left = set(range(len(self.requests)))
-        while left:
+        unfinished = set(range(len(self.requests)))
+        while unfinished:
             self.new_output.clear()
-            for place in sorted(left):
-                ticket = self.requests[place]
-                over = ticket.finished.is_set()
-                found = ticket.pop_chunks()
-                if over:
-                    left.discard(place)
-                    if ticket.error is not None:
-                        raise ticket.error.with_traceback(None)
-                if found or over:
-                    yield place, found, over
-            if left:
+            for index in sorted(unfinished):
+                request = self.requests[index]
+                is_finished = request.finished.is_set()
+                chunks = request.pop_chunks()
+                if is_finished:
+                    unfinished.discard(index)
+                    if request.error is not None:
+                        raise request.error.with_traceback(None)
+                if chunks or is_finished:
+                    yield index, chunks, is_finished
+            if unfinished:
                 await self.new_output.wait()
         self.record_metrics()
 
     async def wait_results(self) -> list[Completion]:
-        """All answers, when all are over."""
-        while not all(ticket.finished.is_set() for ticket in self.requests):
+        """Wait until all completions are finished and return them."""
+        while not all(request.finished.is_set() for request in self.requests):
             self.new_output.clear()
-            if not all(ticket.finished.is_set() for ticket in self.requests):
+            if not all(request.finished.is_set() for request in self.requests):
                 await self.new_output.wait()
         self.record_metrics()
-        return [ticket.result(0) for ticket in self.requests]
+        return [request.result(0) for request in self.requests]
 
     def get_result(self, index: int) -> Completion:
-        """An answer that is over."""
+        """Return a finished completion."""
         return self.requests[index].result(0)
 
     @property
     def num_generated_tokens(self) -> int:
-        return sum(len(ticket.output.tokens) for ticket in self.requests)
+        return sum(len(request.output.tokens) for request in self.requests)
 
     def abort(self) -> None:
-        """Nobody waits any more; what is over stays as it is."""
-        for ticket in self.requests:
-            ticket.abort()
+        """Abort unfinished completions."""
+        for request in self.requests:
+            request.abort()
         self.record_metrics()
 
     def record_metrics(self) -> None:
-        """Into the metrics, once."""
+        """Add token counts and latencies to the server metrics; has an effect once."""
         if self.metrics_recorded:
             return
         self.metrics_recorded = True
         self.metrics.prompt_tokens += self.num_prompt_tokens
         self.metrics.generation_tokens += self.num_generated_tokens
-        self.metrics.aborted_requests += sum(not ticket.finished.is_set() for ticket in self.requests)
-        for ticket, times in zip(self.requests, self.token_times, strict=True):
+        self.metrics.aborted_requests += sum(not request.finished.is_set() for request in self.requests)
+        for request, times in zip(self.requests, self.token_times, strict=True):
             if times:
                 self.metrics.time_to_first_token.observe(times[0] - self.start_time)
-                steps = len(ticket.output.tokens) - 1
-                if steps > 0:
-                    self.metrics.inter_token_latency.observe((times[-1] - times[0]) / steps, steps)
+                num_intervals = len(request.output.tokens) - 1
+                if num_intervals > 0:
+                    self.metrics.inter_token_latency.observe((times[-1] - times[0]) / num_intervals, num_intervals)

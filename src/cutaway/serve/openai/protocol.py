@@ -1,4 +1,7 @@
-"""What clients send, by strict types. What would change the answer and is not here is refused; the rest is ignored."""
+"""Request models of the OpenAI API, with strict types.
+
+Unsupported fields that would change the result are rejected; other unknown fields are ignored.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -30,20 +33,20 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""Fields that would change the answer, each with the values that change nothing."""
+"""Unsupported fields that would change the result, with the values that have no effect."""
 
 
 class OpenAIBaseModel(BaseModel):
-    """Of every request. Fields that are not named here are kept aside, to be refused or ignored."""
+    """Base of all requests. Unknown fields are collected in `model_extra`, to be rejected or ignored."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     model: str | None = None
 
     def check_unsupported_fields(self) -> None:
-        """An answer that leaves out what was asked for would be a wrong one."""
+        """Raise if an unsupported field would change the result."""
         for name, value in (self.model_extra or {}).items():
             if name in UNSUPPORTED_FIELDS and value not in (*NO_OP_VALUES, *UNSUPPORTED_FIELDS[name]):
-                message = f"{name} is not supported here; leave it out"
+                message = f"{name} is not supported by this server; leave it out"
                 raise APIError(400, message, param=name, code="unsupported_parameter")
 
 
@@ -53,7 +56,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(OpenAIBaseModel):
-    """How an answer is drawn, and where it ends."""
+    """Sampling and stopping parameters shared by completions and chat completions."""
 
     n: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
@@ -66,7 +69,7 @@ class GenerationRequest(OpenAIBaseModel):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stop: str | list[str] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    # Beyond OpenAI's, as other servers call them
+    # Not in the OpenAI API; named as in vLLM
     top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.001, le=1000)] | None = None
@@ -76,7 +79,7 @@ class GenerationRequest(OpenAIBaseModel):
 
 
 class CompletionRequest(GenerationRequest):
-    """`/v1/completions`"""
+    """Body of /v1/completions."""
 
     prompt: PromptInput
     logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -84,7 +87,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class ContentPartText(BaseModel):
-    """A part of a message; text is the only kind here."""
+    """Content part of a message; only text is supported."""
 
     model_config = ConfigDict(strict=True)
     type: Literal["text"]
@@ -92,7 +95,7 @@ class ContentPartText(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One of a chat's."""
+    """Message of a chat."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
     role: Literal["system", "developer", "user", "assistant"]
@@ -101,7 +104,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatCompletionRequest(GenerationRequest):
-    """`/v1/chat/completions`"""
+    """Body of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -110,14 +113,14 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 class EmbeddingRequest(OpenAIBaseModel):
-    """`/v1/embeddings`"""
+    """Body of /v1/embeddings."""
 
     input: PromptInput
     encoding_format: Literal["float", "base64"] | None = None
 
 
 class TokenizeRequest(OpenAIBaseModel):
-    """`/tokenize`"""
+    """Body of /tokenize."""
 
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
@@ -125,6 +128,6 @@ class TokenizeRequest(OpenAIBaseModel):
 
 
 class DetokenizeRequest(OpenAIBaseModel):
-    """`/detokenize`"""
+    """Body of /detokenize."""
 
     tokens: list[TokenId]

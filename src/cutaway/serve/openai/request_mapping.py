@@ -1,4 +1,4 @@
-"""From a request's fields to what the engine is asked for; each limit is checked before anything is read."""
+"""Map OpenAI requests to token-id prompts and SamplingParams; limits are checked before tokenizing."""
 
 import re
 from collections.abc import Callable
@@ -18,17 +18,17 @@ from cutaway.serve.openai.protocol import (
 from cutaway.serve.openai.serving_engine import ServingEngine
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""Of a completion whose request names no number, as with OpenAI."""
+"""Default max_tokens of /v1/completions, as in the OpenAI API."""
 TOKEN_ID_PATTERN = re.compile(r"[0-9]{1,10}")
 
 
 def check_limit(name: str, value: int | None, limit: int, unit: str = "") -> None:
     if value is not None and value > limit:
-        raise APIError(400, f"{name} is more than {limit}{unit}; give fewer", param=name)
+        raise APIError(400, f"{name} is more than {limit}{unit}; reduce it", param=name)
 
 
 def to_sampling_params(request: GenerationRequest, limits: Limits, **overrides: Any) -> SamplingParams:
-    """How the answer is drawn: OpenAI's defaults, not `generate`'s."""
+    """Build SamplingParams with the defaults of the OpenAI API, which differ from `generate`'s."""
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     check_limit("n", request.n, limits.max_n)
     check_limit("max_tokens", request.max_tokens, limits.max_tokens)
@@ -38,8 +38,12 @@ def to_sampling_params(request: GenerationRequest, limits: Limits, **overrides: 
     check_limit("stop_token_ids", len(request.stop_token_ids or ()), limits.max_logit_biases, " ids")
     check_limit("logit_bias", len(request.logit_bias or {}), limits.max_logit_biases, " tokens")
     if any(TOKEN_ID_PATTERN.fullmatch(key) is None for key in request.logit_bias or {}):
-        raise APIError(400, "logit_bias names tokens by their ids, such as {'50256': -100}", param="logit_bias")
-    asked: dict[str, Any] = {
+        raise APIError(
+            400,
+            "logit_bias has a key that is not a token id; use ids as keys, such as {'50256': -100}",
+            param="logit_bias",
+        )
+    params: dict[str, Any] = {
         "n": request.n,
         "max_new_tokens": request.max_tokens,
         "min_new_tokens": request.min_tokens,
@@ -57,28 +61,28 @@ def to_sampling_params(request: GenerationRequest, limits: Limits, **overrides: 
         "seed": None if request.seed is None else request.seed % 2**63,
     }
     try:
-        return SamplingParams(**{name: value for name, value in (asked | overrides).items() if value is not None})
+        return SamplingParams(**{name: value for name, value in (params | overrides).items() if value is not None})
     except InputError as error:
         name = str(error).split(maxsplit=1)[0]
-        raise APIError(400, str(error), param=name if name in asked else None) from None
+        raise APIError(400, str(error), param=name if name in params else None) from None
 
 
 def map_completion_request(
     request: CompletionRequest, serving: ServingEngine
 ) -> tuple[Callable[[], list[list[int]]], SamplingParams]:
-    """The prompts, to be read in a thread, and the settings."""
+    """Return a function that tokenizes the prompts, to be run in a thread, and the sampling parameters."""
     limits = serving.limits
     if request.best_of is not None and request.best_of != (request.n or 1):
-        raise APIError(400, "best_of other than n is not supported here; leave it out", param="best_of")
+        raise APIError(400, "best_of other than n is not supported by this server; leave it out", param="best_of")
     check_limit("logprobs", request.logprobs, limits.max_logprobs)
-    settings = to_sampling_params(request, limits, logprobs=request.logprobs)
-    if settings.max_new_tokens is None:
-        settings = to_sampling_params(
+    params = to_sampling_params(request, limits, logprobs=request.logprobs)
+    if params.max_new_tokens is None:
+        params = to_sampling_params(
             request, limits, logprobs=request.logprobs, max_new_tokens=DEFAULT_COMPLETION_TOKENS
         )
     prompts = as_prompt_list(request.prompt, "prompt", limits.max_prompts)
-    check_limit("prompt", len(prompts) * settings.n, limits.max_completions, " answers in all, with n")
-    return build_prompt_encoder(prompts, serving, "prompt"), settings
+    check_limit("prompt", len(prompts) * params.n, limits.max_completions, " completions (prompts × n)")
+    return build_prompt_encoder(prompts, serving, "prompt"), params
 
 
 def map_chat_request(
@@ -86,33 +90,35 @@ def map_chat_request(
 ) -> tuple[Callable[[], list[list[int]]], SamplingParams]:
     limits = serving.limits
     if request.top_logprobs is not None and not request.logprobs:
-        raise APIError(400, "top_logprobs is for logprobs: true; add it, or leave both out", param="top_logprobs")
+        raise APIError(400, "top_logprobs requires logprobs: true; set it, or leave both out", param="top_logprobs")
     check_limit("top_logprobs", request.top_logprobs, limits.max_top_logprobs)
     check_limit("max_completion_tokens", request.max_completion_tokens, limits.max_tokens)
     if request.max_completion_tokens is not None and request.max_tokens not in (None, request.max_completion_tokens):
-        raise APIError(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
-    told = {"max_new_tokens": request.max_completion_tokens or request.max_tokens}
-    settings = to_sampling_params(
-        request, limits, logprobs=(request.top_logprobs or 0) if request.logprobs else None, **told
+        raise APIError(400, "max_tokens and max_completion_tokens differ; pass one of them", param="max_tokens")
+    params = to_sampling_params(
+        request,
+        limits,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        max_new_tokens=request.max_completion_tokens or request.max_tokens,
     )
-    return build_chat_encoder(request.messages, serving), settings
+    return build_chat_encoder(request.messages, serving), params
 
 
 def as_prompt_list(prompts: PromptInput, param: str, limit: int) -> list[str | list[int]]:
-    """One text or several, or their tokens, as several."""
-    several: list[Any] = (
+    """Normalize a text, a list of texts, token ids or lists of token ids to a list of prompts."""
+    prompt_list: list[Any] = (
         [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)
     )
-    if not several:
-        raise APIError(400, f"{param} is empty; give at least one text", param=param)
-    check_limit(param, len(several), limit, " texts")
-    return several
+    if not prompt_list:
+        raise APIError(400, f"{param} is empty; pass at least one text", param=param)
+    check_limit(param, len(prompt_list), limit, " texts")
+    return prompt_list
 
 
 def build_prompt_encoder(
     prompts: list[str | list[int]], serving: ServingEngine, param: str
 ) -> Callable[[], list[list[int]]]:
-    """What reads these texts as tokens. Ids are checked before anything is read."""
+    """Return a function that tokenizes the prompts. Lengths are checked before tokenizing."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     serving.check_text_length(texts, param)
     for prompt in prompts:
@@ -120,30 +126,35 @@ def build_prompt_encoder(
             serving.check_prompt_length(len(prompt))
     tokenizer = serving.get_tokenizer() if texts else None
 
-    def read() -> list[list[int]]:
-        return [tokenizer.encode(one) if isinstance(one, str) and tokenizer else list(one) for one in prompts]  # type: ignore[arg-type]
+    def encode() -> list[list[int]]:
+        return [
+            tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer else list(prompt)  # type: ignore[arg-type]
+            for prompt in prompts
+        ]
 
-    return read
+    return encode
 
 
 def build_chat_encoder(messages: list[ChatMessage], serving: ServingEngine) -> Callable[[], list[list[int]]]:
-    """What writes the chat by the checkpoint's template, and reads that as tokens."""
+    """Return a function that applies the chat template and tokenizes the result."""
     tokenizer = serving.get_tokenizer()
     if tokenizer.chat_template is None:
-        message = "this model has no chat template, so it was made for no chats; use /v1/completions"
+        message = "this model has no chat template, so it has no chat format; use /v1/completions"
         raise APIError(400, message, code="no_chat_template")
     check_limit("messages", len(messages), serving.limits.max_messages)
-    plain = [to_template_message(message) for message in messages]
-    serving.check_text_length(["".join(one["content"] or "" for one in plain)], "messages")
-    return lambda: [tokenizer.encode_chat(plain)]
+    template_messages = [to_template_message(message) for message in messages]
+    serving.check_text_length(
+        ["".join(template_message["content"] or "" for template_message in template_messages)], "messages"
+    )
+    return lambda: [tokenizer.encode_chat(template_messages)]
 
 
 def to_template_message(message: ChatMessage) -> dict[str, Any]:
-    """A message as templates know it: its text in one piece, and no role that came after they were written."""
+    """Convert a message for chat templates: text parts are joined, and the role `developer` becomes `system`."""
     content = message.content
     text = content if content is None or isinstance(content, str) else "".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
     if text is None and role != "assistant":
-        raise APIError(400, f"a message of role {message.role} has no content; give it some", param="messages")
-    named = {} if message.name is None else {"name": message.name}
-    return {"role": role, "content": text or "", **named}
+        raise APIError(400, f"a message of role {message.role} has no content; add content", param="messages")
+    name_field = {} if message.name is None else {"name": message.name}
+    return {"role": role, "content": text or "", **name_field}

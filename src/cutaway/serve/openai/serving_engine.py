@@ -1,4 +1,4 @@
-"""A checkpoint at work for many: the engine, threads for tokens and vectors, and what fits."""
+"""Serving engine: one checkpoint with its generation engine, thread pools for tokenizing and embedding, and limits."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ log = logging.getLogger("cutaway.serve")
 
 
 class ServingEngine:
-    """One checkpoint, its name, and all that answers for it. Everything here is called on the event loop."""
+    """One checkpoint under its served name, with the engine. Public methods are called on the event loop."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ServingEngine:
         metrics: ServerMetrics | None = None,
         **engine_options: Any,
     ) -> None:
-        """`engine_options`: more of an `EngineConfig`'s fields, such as weight_bits."""
+        """`engine_options` are further fields of `EngineConfig`, such as weight_bits."""
         self.model, self.tokenizer, self.generation_config = unpack_checkpoint(checkpoint)
         self.model.eval()
         self.served_model_name, self.limits, self.pooling = served_model_name, limits, pooling
@@ -49,7 +49,7 @@ class ServingEngine:
             self._start_engine(max_num_seqs, max_model_len, engine_options) if "decoder" in self.model.stacks else None
         )
         self.is_encoder_decoder = "encoder" in self.model.stacks and self.engine is not None
-        """Whether a prompt is a source, which takes no part of the answer's context."""
+        """True if prompts are encoder inputs, which do not count toward the decoder's context."""
         self.notifier: EventLoopNotifier | None = None
         self.num_preprocessing = 0
         self.tokenizer_pool = ThreadPoolExecutor(2, "cutaway tokens")
@@ -57,48 +57,53 @@ class ServingEngine:
         if self.engine is not None:
             engine = self.engine
             self.metrics.gauges |= {
-                "num_requests_waiting": ("Answers that wait for a row.", lambda: len(engine.waiting)),
-                "num_requests_running": ("Answers that are being written.", lambda: len(engine.scheduler.running)),
-                "max_num_seqs": ("Answers that can be written at once.", lambda: engine.config.max_num_seqs),
-                "kv_cache_usage_ratio": ("Share of the cache that holds tokens.", self.kv_cache_usage),
+                "num_requests_waiting": ("Completions waiting to be scheduled.", lambda: len(engine.waiting)),
+                "num_requests_running": (
+                    "Completions in progress (prefill or decode).",
+                    lambda: len(engine.scheduler.running),
+                ),
+                "max_num_seqs": ("Maximum number of completions in progress.", lambda: engine.config.max_num_seqs),
+                "kv_cache_usage_ratio": ("Fraction of the KV cache in use.", self.kv_cache_usage),
             }
         self.metrics.gauges["num_requests_preprocessing"] = (
-            "Requests whose texts wait to be read.",
+            "Requests waiting for tokenization or embedding.",
             lambda: self.num_preprocessing,
         )
 
     def _start_engine(
         self, max_num_seqs: int | None, max_model_len: int | None, engine_options: dict[str, Any]
     ) -> Engine:
-        own = self.model.config.context
-        length = min(own or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
-        both = len(self.model.stacks) == 2
-        if both:
+        context = self.model.config.context
+        max_len = (
+            min(context or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
+        )
+        is_encoder_decoder = len(self.model.stacks) == 2
+        if is_encoder_decoder:
             engine_options = engine_options | {
-                "max_source_len": min(own or DEFAULT_MAX_SOURCE_LEN, DEFAULT_MAX_SOURCE_LEN)
+                "max_source_len": min(context or DEFAULT_MAX_SOURCE_LEN, DEFAULT_MAX_SOURCE_LEN)
             }
-        plan = build_engine_config(
+        engine_config = build_engine_config(
             self.model,
             self.generation_config,
             max_num_seqs=max_num_seqs or DEFAULT_MAX_NUM_SEQS,
-            max_model_len=length,
+            max_model_len=max_len,
             **engine_options,
         )
-        plan = plan if max_num_seqs is not None else reduce_num_seqs_to_fit(plan)
-        return Engine(plan, tokenizer=self.tokenizer, max_waiting=self.limits.max_waiting_requests).start()
+        engine_config = engine_config if max_num_seqs is not None else reduce_num_seqs_to_fit(engine_config)
+        return Engine(engine_config, tokenizer=self.tokenizer, max_waiting=self.limits.max_waiting_requests).start()
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a prompt with its answer, or of a text to embed."""
+        """Maximum number of tokens of a prompt and its completion, or of a text to embed."""
         if self.engine is not None:
             return self.engine.config.num_slots
         stack = self.model.stacks["encoder"]
-        learned = getattr(stack.embed.position, "max_positions", None)
-        return min(each for each in (self.model.config.context, learned, DEFAULT_MAX_MODEL_LEN) if each)
+        max_positions = getattr(stack.embed.position, "max_positions", None)
+        return min(limit for limit in (self.model.config.context, max_positions, DEFAULT_MAX_MODEL_LEN) if limit)
 
     @property
     def max_prompt_len(self) -> int:
-        """Tokens of a prompt at most."""
+        """Maximum number of tokens of a prompt."""
         if self.engine is None:
             return self.max_model_len
         return self.engine.config.max_source_len if self.is_encoder_decoder else self.max_model_len - 1
@@ -110,22 +115,22 @@ class ServingEngine:
     def kv_cache_usage(self) -> float:
         engine = self.engine
         assert engine is not None
-        return sum(ticket.num_computed_tokens for ticket in list(engine.scheduler.running)) / (
+        return sum(request.num_computed_tokens for request in list(engine.scheduler.running)) / (
             engine.config.max_num_seqs * engine.config.num_slots
         )
 
     def check_model_name(self, model: str | None) -> None:
         if model is not None and model != self.served_model_name:
             raise APIError(
-                404, f"there is no such model here; the one here is {self.served_model_name}", code="model_not_found"
+                404, f"the model does not exist on this server; use {self.served_model_name}", code="model_not_found"
             )
 
     def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise APIError(400, "this model has no tokenizer to read text with; give token ids", code="no_tokenizer")
+            raise APIError(400, "this model has no tokenizer; pass token ids instead of text", code="no_tokenizer")
         return self.tokenizer
 
-    # Work in threads
+    # Thread pools
 
     async def run_in_pool(
         self,
@@ -135,7 +140,10 @@ class ServingEngine:
         timeout: float | None = None,
         on_abandoned: Callable[[T], object] | None = None,
     ) -> T:
-        """The result of some work in a thread, if not too many wait; `on_abandoned` takes one that nobody waits for."""
+        """Run `work` in a thread pool and return its result; raise status 429 if too many requests wait.
+
+        `on_abandoned` receives the result if the caller was canceled or timed out.
+        """
         if self.num_preprocessing >= self.limits.max_preprocessing_requests:
             raise self.queue_full_error()
         self.num_preprocessing += 1
@@ -143,133 +151,146 @@ class ServingEngine:
             self.embedding_pool if use_embedding_pool else self.tokenizer_pool, work
         )
         task.add_done_callback(self._on_preprocessed)
-        taken = False
+        delivered = False
         try:
             async with asyncio.timeout(timeout):
-                found = await asyncio.shield(task)
-            taken = True
-            return found
+                result = await asyncio.shield(task)
+            delivered = True
+            return result
         except TimeoutError:
-            raise APIError(400, f"reading this took over {timeout:g} seconds; send less", code="timeout") from None
+            raise APIError(
+                400, f"tokenizing took longer than {timeout:g} seconds; send a shorter text", code="timeout"
+            ) from None
         finally:
-            if on_abandoned is not None and not taken:
-                task.add_done_callback(lambda done: on_abandoned(done.result()) if _has_result(done) else None)
+            if on_abandoned is not None and not delivered:
+                task.add_done_callback(lambda future: on_abandoned(future.result()) if _has_result(future) else None)
 
-    def _on_preprocessed(self, done: "asyncio.Future[Any]") -> None:
+    def _on_preprocessed(self, future: "asyncio.Future[Any]") -> None:
         self.num_preprocessing -= 1
-        _has_result(done)  # whoever asked has had the error, or is gone
+        _has_result(future)  # retrieves the exception, so that asyncio does not log it as never retrieved
 
     def queue_full_error(self) -> APIError:
-        wait = {"retry-after": str(self.limits.retry_after_seconds)}
-        return APIError(429, "too many requests wait for an answer; try again later", code="queue_full", headers=wait)
+        headers = {"retry-after": str(self.limits.retry_after_seconds)}
+        return APIError(429, "too many requests are waiting; try again later", code="queue_full", headers=headers)
 
-    # Answers
+    # Completions
 
     async def submit(
         self, encode_prompts: Callable[[], list[list[int]]], params: SamplingParams, *, fill_context: bool = False
     ) -> CompletionStream:
-        """Read the prompts and ask the engine for answers to them. `fill_context`: up to the whole context."""
+        """Tokenize the prompts and submit them to the engine.
+
+        With `fill_context`, the default of max_new_tokens is the rest of the context.
+        """
         if self.engine is None:
-            raise APIError(400, "this model is an encoder, which continues no text; use /v1/embeddings")
+            raise APIError(400, "this model is an encoder, which does not generate text; use /v1/embeddings")
         self.notifier = self.notifier or EventLoopNotifier(asyncio.get_running_loop())
-        began = asyncio.get_running_loop().time()
-        most = self.limits.tokenize_timeout
-        asked = await self.run_in_pool(
+        start_time = asyncio.get_running_loop().time()
+        stream = await self.run_in_pool(
             lambda: self._submit_prompts(encode_prompts(), params, fill_context),
-            timeout=most,
+            timeout=self.limits.tokenize_timeout,
             on_abandoned=CompletionStream.abort,
         )
-        asked.start_time = began
-        return asked
+        stream.start_time = start_time
+        return stream
 
     def _submit_prompts(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, fill_context: bool
     ) -> CompletionStream:
-        """In a thread: all answers of the request are asked for, or none."""
-        engine, tickets = self.engine, []
+        """Submit all completions of the request, or none on error. Runs in a thread."""
+        engine, requests = self.engine, []
         assert engine is not None
         assert self.notifier is not None
-        begun = (
+        output_prefix = (
             [self.generation_config.forced_bos_token_id]
             if self.is_encoder_decoder and self.generation_config.forced_bos_token_id is not None
             else []
         )
         try:
             for prompt in prompts:
-                own = self._resolve_max_new_tokens(prompt, params, fill_context)
-                tickets += [
-                    engine.submit(prompt, own, seed=seed, output_prefix=begun) for seed in completion_seeds(params)
+                prompt_params = self._resolve_max_new_tokens(prompt, params, fill_context)
+                requests += [
+                    engine.submit(prompt, prompt_params, seed=seed, output_prefix=output_prefix)
+                    for seed in completion_seeds(params)
                 ]
-            return CompletionStream(tickets, sum(map(len, prompts)), self.notifier, self.metrics)
+            return CompletionStream(requests, sum(map(len, prompts)), self.notifier, self.metrics)
         except BaseException as error:
-            for ticket in tickets:
-                ticket.abort()
+            for request in requests:
+                request.abort()
             if isinstance(error, BusyError):
                 raise self.queue_full_error() from None
             if isinstance(error, EngineError):
-                raise APIError(503, "the engine broke down; the server must be started again") from error
+                raise APIError(503, "the engine failed; restart the server") from error
             raise
 
     def _resolve_max_new_tokens(
         self, prompt: Sequence[int], params: SamplingParams, fill_context: bool
     ) -> SamplingParams:
-        """What one prompt asks for, if prompt and answer fit."""
+        """Resolve max_new_tokens for one prompt; raise if prompt and completion exceed the context."""
         self.check_prompt_length(len(prompt))
-        before = 1 if self.is_encoder_decoder else len(prompt)
-        room, most = self.max_model_len - before, params.max_new_tokens
-        if most is not None and most > room:
+        num_context_tokens = 1 if self.is_encoder_decoder else len(prompt)
+        max_new, max_new_tokens = self.max_model_len - num_context_tokens, params.max_new_tokens
+        if max_new_tokens is not None and max_new_tokens > max_new:
             raise context_length_error(
-                f"the prompt has {len(prompt)} tokens and the answer may have {most}", self.max_model_len
+                f"the prompt has {len(prompt)} tokens and max_tokens is {max_new_tokens}", self.max_model_len
             )
-        if most is None and fill_context:
-            most = min(self.generation_config.max_new_tokens_for(before) or room, room, self.limits.max_tokens)
-        return apply_generation_config(replace(params, max_new_tokens=most), self.generation_config, before)
+        if max_new_tokens is None and fill_context:
+            max_new_tokens = min(
+                self.generation_config.max_new_tokens_for(num_context_tokens) or max_new,
+                max_new,
+                self.limits.max_tokens,
+            )
+        return apply_generation_config(
+            replace(params, max_new_tokens=max_new_tokens), self.generation_config, num_context_tokens
+        )
 
     def check_prompt_length(self, num_tokens: int) -> None:
         if not num_tokens:
-            raise APIError(400, "the prompt is empty; give at least one token", param="prompt")
+            raise APIError(400, "the prompt is empty; pass at least one token", param="prompt")
         if num_tokens > min(self.max_prompt_len, self.limits.max_prompt_tokens):
             raise context_length_error(
                 f"the prompt has {num_tokens} tokens", min(self.max_prompt_len, self.limits.max_prompt_tokens)
             )
 
     def check_token_ids(self, tokens: Sequence[int]) -> None:
-        size = getattr(self.model.config, "source_vocab_size", None) or self.model.config.vocab_size
-        if max(tokens) >= size:
-            raise APIError(400, f"a token's id is {max(tokens)}; the vocabulary has ids 0 to {size - 1}", param="input")
+        vocab_size = getattr(self.model.config, "source_vocab_size", None) or self.model.config.vocab_size
+        if max(tokens) >= vocab_size:
+            raise APIError(
+                400, f"a token id is {max(tokens)}; the vocabulary has ids 0 to {vocab_size - 1}", param="input"
+            )
 
     def check_text_length(self, texts: Sequence[str], param: str) -> None:
-        """Refuse, before it is read, what is too long by any measure."""
+        """Raise if texts are too long, before tokenizing them."""
         if sum(map(len, texts)) > self.limits.max_prompt_characters:
             raise APIError(
-                400, f"the texts have over {self.limits.max_prompt_characters} characters; send fewer", param=param
+                400, f"the texts have more than {self.limits.max_prompt_characters} characters; send fewer", param=param
             )
-        most = self.limits.max_characters_per_token * self.max_prompt_len
-        if any(len(text) > most for text in texts):
-            raise context_length_error(f"a text has over {most} characters", self.max_prompt_len)
+        max_characters = self.limits.max_characters_per_token * self.max_prompt_len
+        if any(len(text) > max_characters for text in texts):
+            raise context_length_error(f"a text has more than {max_characters} characters", self.max_prompt_len)
 
     def close(self) -> None:
-        """Whoever still waits is told so."""
+        """Stop the engine and the thread pools; waiting requests fail."""
         if self.engine is not None:
             self.engine.close()
         self.tokenizer_pool.shutdown(wait=False, cancel_futures=True)
         self.embedding_pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _has_result(done: "asyncio.Future[Any]") -> bool:
-    return not done.cancelled() and done.exception() is None
+def _has_result(future: "asyncio.Future[Any]") -> bool:
+    return not future.cancelled() and future.exception() is None
 
 
 def context_length_error(description: str, max_tokens: int) -> APIError:
-    message = f"{description}; this model has room for {max_tokens} tokens, prompt and answer together: send fewer"
+    message = f"{description}; the maximum context is {max_tokens} tokens, prompt and completion together: send fewer"
     return APIError(400, message, param="prompt", code="context_length_exceeded")
 
 
 def to_api_error(error: Exception) -> APIError:
-    """What a client is told of an error in the midst of an answer; the log has the rest."""
+    """Convert an error during generation to an APIError; internal errors are logged, not sent."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, InputError):
         return APIError(400, str(error))
-    log.error("an answer failed: %s", error)
-    return APIError(500, "the server failed within this answer; its log says why")
+    log.error("generation failed: %s", error)
+    return APIError(500, "internal server error during generation; see the server log")

@@ -1,4 +1,4 @@
-"""Answers that are sent as they grow, and ends that are noticed: a client that leaves takes its request with it."""
+"""Server-sent events for streamed completions, and cancellation when the client disconnects."""
 
 import asyncio
 import json
@@ -18,32 +18,35 @@ T = TypeVar("T")
 
 
 async def listen_for_disconnect(receive: Receive) -> None:
-    """Returns when the client is gone."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
-        """What else comes is of no interest."""
+        pass  # other messages are ignored
 
 
 def _timeout_error(limits: Limits) -> APIError:
-    message = f"the answer was not complete within {limits.request_timeout:g} seconds; ask for fewer tokens"
+    message = f"the completion was not finished within {limits.request_timeout:g} seconds; request fewer tokens"
     return APIError(408, message, code="timeout", headers={"x-should-retry": "false"})
 
 
 async def with_cancellation(request: Request, work: Awaitable[T], limits: Limits) -> T:
-    """The result of some work, which ends when the client leaves or its time is over."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(listen_for_disconnect(request.receive))
+    """Await `work`; cancel it when the client disconnects or the request times out."""
+    work_task, disconnect_task = (
+        asyncio.ensure_future(work),
+        asyncio.ensure_future(listen_for_disconnect(request.receive)),
+    )
     try:
         async with asyncio.timeout(limits.request_timeout):
-            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
     except TimeoutError:
         raise _timeout_error(limits) from None
     finally:
-        leaving.cancel()
-        if not working.done():
-            working.cancel()
-            await asyncio.wait({working})
-    if working.cancelled():
-        raise APIError(499, "the client left before its answer")
-    return working.result()
+        disconnect_task.cancel()
+        if not work_task.done():
+            work_task.cancel()
+            await asyncio.wait({work_task})
+    if work_task.cancelled():
+        raise APIError(499, "the client disconnected before the response")
+    return work_task.result()
 
 
 def format_sse_event(data: dict[str, Any]) -> bytes:
@@ -51,7 +54,7 @@ def format_sse_event(data: dict[str, Any]) -> bytes:
 
 
 class SSEResponse(Response):
-    """An answer as server-sent events. However it ends, nothing goes on working for it."""
+    """Streaming response of server-sent events; generation is aborted however the response ends."""
 
     media_type = "text/event-stream"
 
@@ -64,19 +67,19 @@ class SSEResponse(Response):
         self.stream, self.chunks, self.limits = stream, chunks, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pouring, leaving = (
+        send_task, disconnect_task = (
             asyncio.ensure_future(self._send_events(send)),
             asyncio.ensure_future(listen_for_disconnect(receive)),
         )
         try:
-            await asyncio.wait({pouring, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({send_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self.stream.abort()
-            leaving.cancel()
-            pouring.cancel()
-            await asyncio.wait({pouring})
-        if not pouring.cancelled():
-            pouring.result()
+            disconnect_task.cancel()
+            send_task.cancel()
+            await asyncio.wait({send_task})
+        if not send_task.cancelled():
+            send_task.result()
 
     async def _send_events(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -90,6 +93,6 @@ class SSEResponse(Response):
                     await write(format_sse_event(chunk))
         except TimeoutError:
             await write(format_sse_event(_timeout_error(self.limits).to_dict()))
-        except Exception as error:  # the status is said already; the client finds the error in the stream
+        except Exception as error:  # the status line is already sent, so the error is an event of the stream
             await write(format_sse_event(to_api_error(error).to_dict()))
         await write(b"data: [DONE]\n\n", more=False)

@@ -1,4 +1,4 @@
-"""How single tokens are written for clients: as text where they are text, as bytes where they are not."""
+"""Single tokens as text or bytes, in the format of the OpenAI API's log-probabilities."""
 
 from functools import lru_cache
 
@@ -8,7 +8,7 @@ from cutaway.tokenizer.split_patterns import bytes_to_unicode
 
 
 class TokenDecoder:
-    """A tokenizer's tokens as OpenAI's log-probabilities show them."""
+    """Decodes single tokens for log-probabilities and /tokenize."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -16,7 +16,7 @@ class TokenDecoder:
         self.token_bytes = lru_cache(65_536)(self._token_bytes)
 
     def _token_bytes(self, token_id: int) -> bytes:
-        """The token's bytes."""
+        """Return the UTF-8 bytes of a token; a byte-level token may be part of a character."""
         token = self.tokenizer.id_to_token(token_id)
         if token is None:
             return b""
@@ -25,14 +25,14 @@ class TokenDecoder:
         text = self.tokenizer.decode([token_id], skip_special_tokens=False)
         if "\ufffd" in text and all(character in self.byte_of_character for character in token):
             return bytes(self.byte_of_character[character] for character in token)
-        if token.startswith("\u2581") and not text.startswith(" "):  # a space that is dropped where a text begins
+        if token.startswith("\u2581") and not text.startswith(" "):  # decoders drop the space at the start of a text
             text = " " + text
         return text.encode()
 
     def token_text(self, token_id: int) -> str:
-        """As text; what is only a part of a character as OpenAI writes it, so that no two are alike."""
-        found = self.token_bytes(token_id)
+        """Return the token's text; for part of a character, `bytes:\\x..` as in the OpenAI API (texts stay unique)."""
+        data = self.token_bytes(token_id)
         try:
-            return found.decode()
+            return data.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -1,4 +1,4 @@
-"""The model's forward again, on sizes instead of numbers: what is multiplied, kept and alive on the way."""
+"""The forward and backward pass on tensor shapes: counts FLOPs, saved activations and peak memory without torch."""
 
 from cutaway.size.shape_pass.cost_counter import CostCounter
 from cutaway.size.shape_pass.execution_config import ExecutionConfig

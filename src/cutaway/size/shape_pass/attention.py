@@ -1,4 +1,4 @@
-"""Attention on sizes: what `model/attention.py` computes around its kernels."""
+"""Shape pass of `model/attention.py`: multi-head, cross and latent attention."""
 
 from cutaway.config.attention import Cross, LatentAttention, MultiHead, QKNorm
 from cutaway.size.shape_pass.attention_kernels import MaskShape, scaled_dot_product_attention
@@ -59,7 +59,7 @@ def _project_keys_values(
 def _project_heads(
     tape: Tape, x: ShapeTensor, config: MultiHead | Cross, name: str, heads: int, key: WeightKey, d_head: int
 ) -> ShapeTensor:
-    """A projection, clipped where the model clips, cut into heads."""
+    """Project, clamp to ±clip_qkv and split into heads, (B, T, H, D)."""
     y = tape.linear(x, heads * d_head, (*key, name), bias=name in config.bias, component="projections")
     if config.clip_qkv is not None:
         y = tape.record_op(y.shape, y.itemsize, [y], saved=[y])
@@ -67,7 +67,7 @@ def _project_heads(
 
 
 def _qk_norm(tape: Tape, x: ShapeTensor, config: QKNorm | None, key: WeightKey) -> ShapeTensor:
-    """The norm on queries or keys."""
+    """QK-norm on queries or keys."""
     if config is None:
         return x
     heads, d_head = x.shape[-2:]
@@ -77,22 +77,22 @@ def _qk_norm(tape: Tape, x: ShapeTensor, config: QKNorm | None, key: WeightKey) 
 
 
 def _apply_rope(tape: Tape, x: ShapeTensor, rope_tables: RopeTables) -> ShapeTensor:
-    """(a, b) → (a·cos − b·sin, b·cos + a·sin); dimensions past the rotated ones stay."""
+    """(a, b) → (a·cos − b·sin, b·cos + a·sin); dimensions beyond the rotary dimension are unchanged."""
     cos, sin = tape.cast(rope_tables.cos, x.itemsize), tape.cast(rope_tables.sin, x.itemsize)
     half = (*x.shape[:-1], cos.shape[-1])
     a, b = tape.narrow(x, *half), tape.narrow(x, *half)
 
-    def turned(*factors: tuple[ShapeTensor, ShapeTensor]) -> ShapeTensor:
-        terms = [tape.record_op(half, x.itemsize, [part], saved=[angle]) for part, angle in factors]
+    def rotate(*factors: tuple[ShapeTensor, ShapeTensor]) -> ShapeTensor:
+        terms = [tape.record_op(half, x.itemsize, [half_x], saved=[angle]) for half_x, angle in factors]
         return tape.record_op(half, x.itemsize, terms, passes_grad_through=True)
 
-    both = [turned((a, cos), (b, sin)), turned((b, cos), (a, sin))]
-    whole = tape.record_op((*half[:-1], 2 * half[-1]), x.itemsize, both)
-    return whole if whole.shape == x.shape else tape.record_op(x.shape, x.itemsize, [whole, x])
+    halves = [rotate((a, cos), (b, sin)), rotate((b, cos), (a, sin))]
+    rotated = tape.record_op((*half[:-1], 2 * half[-1]), x.itemsize, halves)
+    return rotated if rotated.shape == x.shape else tape.record_op(x.shape, x.itemsize, [rotated, x])
 
 
 def _read_cache(tape: Tape, x: ShapeTensor, mask: MaskShape) -> ShapeTensor:
-    """All keys or values up to now; the new ones have been written behind the old."""
+    """All cached keys or values, including the new ones."""
     return ShapeTensor((x.shape[0], mask.num_keys, *x.shape[2:]), x.itemsize, tape.empty((0,), 0).storage, None)
 
 
@@ -106,45 +106,53 @@ def _project_output(tape: Tape, z: ShapeTensor, config: MultiHead | Cross, key: 
 def _absorbed_latent_flops(
     config: LatentAttention, mask: MaskShape, *, batch_size: int
 ) -> tuple[int | None, tuple[int, int] | None]:
-    """What the least of FLOPs is when few queries meet many cached latents: queries take the key matrix upon themselves
-    and meet latents as they are, and the value matrix comes after the sum. None where expanding needs fewer."""
-    expand = config.kv_rank * (config.d_nope + config.d_value)
-    wide, narrow = (config.kv_rank + config.d_rope, config.kv_rank), (config.d_nope + config.d_rope, config.d_value)
-    if mask.num_queries * expand + mask.num_visible_pairs * sum(
-        wide
-    ) >= mask.num_keys * expand + mask.num_visible_pairs * sum(narrow):
+    """FLOPs of MLA with absorbed up-projections, and its key and value widths: queries are multiplied by the key matrix
+    and attend to the latents, and the value matrix follows the weighted sum. This needs fewer FLOPs for few
+    queries and many cached latents; (None, None) where up-projecting the latents needs fewer."""
+    up_projection = config.kv_rank * (config.d_nope + config.d_value)
+    latent_widths, head_widths = (
+        (config.kv_rank + config.d_rope, config.kv_rank),
+        (config.d_nope + config.d_rope, config.d_value),
+    )
+    if mask.num_queries * up_projection + mask.num_visible_pairs * sum(
+        latent_widths
+    ) >= mask.num_keys * up_projection + mask.num_visible_pairs * sum(head_widths):
         return None, None
-    return 2 * batch_size * config.heads * mask.num_queries * expand, wide
+    return 2 * batch_size * config.heads * mask.num_queries * up_projection, latent_widths
 
 
 def latent_attention(
     tape: Tape, x: ShapeTensor, config: LatentAttention, context: LayerContext, key: WeightKey, d_model: int
 ) -> ShapeTensor:
-    """MLA: a latent a token, expanded to every head's keys and values."""
+    """MLA: one latent per token, up-projected to the keys and values of all heads."""
     assert context.rope_tables is not None
-    heads, d_head, lead = config.heads, config.d_nope + config.d_rope, x.shape[:-1]
+    heads, d_head, token_shape = config.heads, config.d_nope + config.d_rope, x.shape[:-1]
     q = x = tape.copy_to_tp_region(x)
     if config.q_rank is not None:
         q = tape.linear(q, config.q_rank, (*key, "q_down"), bias=config.bias, component="projections")
         q = norm(tape, q, config.norm, (*key, "q_norm"))
-    q = tape.linear(q, heads * d_head, (*key, "q"), bias=False, component="projections").view(*lead, heads, d_head)
+    q = tape.linear(q, heads * d_head, (*key, "q"), bias=False, component="projections").view(
+        *token_shape, heads, d_head
+    )
     down = tape.linear(x, config.kv_rank + config.d_rope, (*key, "kv_down"), bias=config.bias, component="projections")
-    c = norm(tape, tape.narrow(down, *lead, 1, config.kv_rank), config.norm, (*key, "kv_norm"))
-    k_rope = _apply_rope(tape, tape.narrow(down, *lead, 1, config.d_rope), context.rope_tables)
+    c = norm(tape, tape.narrow(down, *token_shape, 1, config.kv_rank), config.norm, (*key, "kv_norm"))
+    k_rope = _apply_rope(tape, tape.narrow(down, *token_shape, 1, config.d_rope), context.rope_tables)
     if context.use_cache:
         c, k_rope = _read_cache(tape, c, context.mask), _read_cache(tape, k_rope, context.mask)
-    every = (lead[0], context.mask.num_keys)
+    key_shape = (token_shape[0], context.mask.num_keys)
     width = heads * (config.d_nope + config.d_value)
-    least, widths = _absorbed_latent_flops(config, context.mask, batch_size=lead[0])
-    c = c.view(*every, config.kv_rank)
-    up = tape.linear(c, width, (*key, "kv_up"), bias=False, component="projections", min_flops=least)
-    v = tape.narrow(up, *every, heads, config.d_value)
+    min_flops, widths = _absorbed_latent_flops(config, context.mask, batch_size=token_shape[0])
+    c = c.view(*key_shape, config.kv_rank)
+    up = tape.linear(c, width, (*key, "kv_up"), bias=False, component="projections", min_flops=min_flops)
+    v = tape.narrow(up, *key_shape, heads, config.d_value)
     q = tape.record_op(
-        q.shape, q.itemsize, [q, _apply_rope(tape, tape.narrow(q, *lead, heads, config.d_rope), context.rope_tables)]
+        q.shape,
+        q.itemsize,
+        [q, _apply_rope(tape, tape.narrow(q, *token_shape, heads, config.d_rope), context.rope_tables)],
     )
-    k = tape.record_op((*every, heads, d_head), up.itemsize, [up, k_rope])
+    k = tape.record_op((*key_shape, heads, d_head), up.itemsize, [up, k_rope])
     z = scaled_dot_product_attention(tape, q, k, v, context.mask, dropout=config.dropout, min_flop_widths=widths)
-    flat = z.view(*lead, heads * config.d_value)
+    flat = z.view(*token_shape, heads * config.d_value)
     return tape.reduce_from_tp_region(
         tape.linear(flat, d_model, (*key, "o"), bias=config.bias, component="projections")
     )

@@ -1,4 +1,4 @@
-"""softmax(q·kᵀ)·v on sizes: by tiles that never hold the scores, or with scores and pattern in the open."""
+"""Shape pass of the attention kernels: fused (SDPA, FlexAttention), math and explicit."""
 
 from dataclasses import dataclass
 
@@ -10,22 +10,22 @@ from cutaway.size.shape_pass.tensor import ShapeTensor, Weight
 
 @dataclass
 class MaskShape:
-    """Who sees whom in one kind of layer."""
+    """Mask of the layers that share it: its size, and the tensors that the kernel needs."""
 
     kernel: str
     num_queries: int
     num_keys: int
     num_visible_pairs: int
-    """(query, key) pairs of a sequence that see each other."""
+    """Visible (query, key) pairs per sequence."""
     mask_tensor: ShapeTensor | None = None
-    """Drawn where the kernel cannot know it by name: as bool, or as numbers with a bias in them."""
+    """The materialized mask, bool or (with a bias) float; None where the kernel needs none (causal, full)."""
     bias: ShapeTensor | None = None
     fully_masked: ShapeTensor | None = None
-    """The queries that see nothing, drawn beside the mask."""
+    """Bool tensor of the queries without any visible key."""
 
 
 def resolve_kernel(kernel: str, *, softcap: bool, sink: bool) -> str:
-    """As the model chooses: 'auto' is the first of sdpa and explicit that can."""
+    """Resolve 'auto' as the model does: sdpa, or explicit with softcap or a sink."""
     return kernel if kernel != "auto" else "explicit" if softcap or sink else "sdpa"
 
 
@@ -41,14 +41,14 @@ def scaled_dot_product_attention(
     sink: Weight | None = None,
     min_flop_widths: tuple[int, int] | None = None,
 ) -> ShapeTensor:
-    """Queries (B, T, H, D), keys (B, S, G, D) and values (B, S, G, E) → (B, T, H, E).
+    """Attention: q (B, T, H, D), k (B, S, G, D) and v (B, S, G, E) → (B, T, H, E).
 
-    `min_flop_widths` are those of keys and values where they can meet otherwise (as MLA's latents) in fewer FLOPs.
+    `min_flop_widths` are the key and value widths of an equivalent computation with fewer FLOPs (absorbed MLA).
     """
-    each = 2 * q.shape[0] * q.shape[2]
-    square, (least_k, least_v) = mask.num_queries * mask.num_keys, min_flop_widths or (q.shape[3], v.shape[3])
-    scores = ("scores", each * q.shape[3] * square, each * least_k * mask.num_visible_pairs)
-    values = ("values", each * v.shape[3] * square, each * least_v * mask.num_visible_pairs)
+    flops_per_width = 2 * q.shape[0] * q.shape[2]
+    num_pairs, (k_width, v_width) = mask.num_queries * mask.num_keys, min_flop_widths or (q.shape[3], v.shape[3])
+    scores = ("scores", flops_per_width * q.shape[3] * num_pairs, flops_per_width * k_width * mask.num_visible_pairs)
+    values = ("values", flops_per_width * v.shape[3] * num_pairs, flops_per_width * v_width * mask.num_visible_pairs)
     rate = dropout if tape.execution.grad else 0.0
     kernel = resolve_kernel(mask.kernel, softcap=softcap is not None, sink=sink is not None)
     if kernel == "explicit":
@@ -63,7 +63,7 @@ def scaled_dot_product_attention(
 def _has_fused_kernel(
     tape: Tape, q: ShapeTensor, k: ShapeTensor, v: ShapeTensor, mask: MaskShape, dropout: float
 ) -> bool:
-    """Whether PyTorch's fused attention has a kernel for this that never holds the scores."""
+    """Whether PyTorch's SDPA has a fused kernel for these inputs, which does not materialize the scores."""
     trained_bias = mask.mask_tensor is not None and mask.mask_tensor.node is not None
     if tape.execution.device == "cpu":
         return not trained_bias and dropout == 0 and q.shape[3] == v.shape[3]
@@ -72,8 +72,8 @@ def _has_fused_kernel(
 
 
 def _scale_matmul(matmul: MatmulFlops, factor: int) -> MatmulFlops:
-    part, full, seen = matmul
-    return part, factor * full, factor * seen
+    component, full, visible = matmul
+    return component, factor * full, factor * visible
 
 
 def _fused_attention(
@@ -88,13 +88,13 @@ def _fused_attention(
     sink: Weight | None,
     flex: bool,
 ) -> ShapeTensor:
-    """Kept are q, k, v, the result and one log-sum a query; the way back computes the scores anew."""
+    """Fused kernel: saves q, k, v, the output and one log-sum-exp per query; backward recomputes the scores."""
     batch, queries, heads, _ = q.shape
     inputs = [q, k, v]
     if mask.mask_tensor is not None and not flex:
-        drawn = mask.mask_tensor.itemsize == 1  # as bool: made numbers anew in each layer
+        is_bool = mask.mask_tensor.itemsize == 1  # a bool mask is converted to float in each layer
         inputs.append(
-            tape.empty(mask.mask_tensor.shape, q.itemsize) if drawn else tape.cast(mask.mask_tensor, q.itemsize)
+            tape.empty(mask.mask_tensor.shape, q.itemsize) if is_bool else tape.cast(mask.mask_tensor, q.itemsize)
         )
     z = tape.record_op(
         (batch, queries, heads, v.shape[3]),
@@ -108,8 +108,8 @@ def _fused_attention(
         kept_by_selective=True,
     )
     if sink is not None:
-        share = tape.record_op((batch, heads, queries), 4, [z], save_output=True, weights=[sink])
-        z = tape.record_op(z.shape, z.itemsize, [z], saved=[z, share])
+        sink_prob = tape.record_op((batch, heads, queries), 4, [z], save_output=True, weights=[sink])
+        z = tape.record_op(z.shape, z.itemsize, [z], saved=[z, sink_prob])
     return z if mask.fully_masked is None else tape.record_op(z.shape, z.itemsize, [z], saved=[mask.fully_masked])
 
 
@@ -126,7 +126,7 @@ def _explicit_attention(
     dropout: float,
     sink: Weight | None,
 ) -> ShapeTensor:
-    """The equation as written: T·S scores, then a pattern of as many."""
+    """Explicit kernel: materializes the scores and the pattern, (B, H, T, S)."""
     k, v = _repeat_kv(tape, k, q.shape[2]), _repeat_kv(tape, v, q.shape[2])
     s = _attention_scores(tape, tape.record_op(q.shape, q.itemsize, [q]), k, score_matmul)
     if has_softcap:
@@ -138,12 +138,12 @@ def _explicit_attention(
     assert mask.mask_tensor is not None
     assert mask.fully_masked is not None
     s = tape.record_op(s.shape, s.itemsize, [s], saved=[tape.empty(mask.mask_tensor.shape, 1)])
-    wide = tape.cast(s, max(4, s.itemsize))
+    upcast = tape.cast(s, max(4, s.itemsize))
     del s
     if sink is not None:
-        wide = tape.record_op((*wide.shape[:-1], wide.shape[-1] + 1), wide.itemsize, [wide], weights=[sink])
-    pattern = tape.record_op(wide.shape, wide.itemsize, [wide], save_output=True)
-    del wide
+        upcast = tape.record_op((*upcast.shape[:-1], upcast.shape[-1] + 1), upcast.itemsize, [upcast], weights=[sink])
+    pattern = tape.record_op(upcast.shape, upcast.itemsize, [upcast], save_output=True)
+    del upcast
     if sink is not None:
         pattern = tape.narrow(pattern, *pattern.shape[:-1], mask.num_keys)
     pattern = tape.record_op(pattern.shape, pattern.itemsize, [pattern], saved=[mask.fully_masked])
@@ -161,7 +161,7 @@ def _math_attention(
     value_matmul: MatmulFlops,
     dropout: float,
 ) -> ShapeTensor:
-    """What PyTorch's fused attention does where no tiled kernel fits: the equation after all, in fp32 at least."""
+    """SDPA's math backend, used where no fused kernel applies: materializes the scores, in fp32 or wider."""
     heads, dtype = q.shape[2], q.itemsize
     q, k, v = (tape.cast(x, max(4, dtype)) for x in (q, k, v))
     if k.shape[2] != heads:
@@ -179,17 +179,17 @@ def _math_attention(
 
 
 def _repeat_kv(tape: Tape, x: ShapeTensor, heads: int) -> ShapeTensor:
-    """A key or value head copied to each query head that shares it."""
+    """Repeat key or value heads to the number of query heads, (B, S, H, D)."""
     return tape.record_op((*x.shape[:2], heads, x.shape[3]), x.itemsize, [x])
 
 
 def _contiguous_by_head(tape: Tape, x: ShapeTensor) -> ShapeTensor:
-    """A copy by head for a product by head, or by token again; with one head there is nothing to move."""
+    """Copy to a head-major (or back to a token-major) layout; no copy with one head."""
     return x if x.shape[2] == 1 else tape.record_op(x.shape, x.itemsize, [x])
 
 
 def _attention_scores(tape: Tape, q: ShapeTensor, k: ShapeTensor, score_matmul: MatmulFlops) -> ShapeTensor:
-    """q·kᵀ, after both are laid out by head."""
+    """q·kᵀ in head-major layout, (B, H, T, S)."""
     q, k = _contiguous_by_head(tape, q), _contiguous_by_head(tape, k)
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     return tape.record_op(
@@ -204,7 +204,7 @@ def _attention_scores(tape: Tape, q: ShapeTensor, k: ShapeTensor, score_matmul: 
 
 
 def _apply_pattern(tape: Tape, pattern: ShapeTensor, v: ShapeTensor, value_matmul: MatmulFlops) -> ShapeTensor:
-    """pattern·v, laid out by token again."""
+    """pattern·v in token-major layout, (B, T, H, E)."""
     v = _contiguous_by_head(tape, v)
     shape = (pattern.shape[0], pattern.shape[2], pattern.shape[1], v.shape[3])
     z = tape.record_op(

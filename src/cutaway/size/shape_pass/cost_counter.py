@@ -1,18 +1,18 @@
-"""What a pass multiplies, there, back and again."""
+"""Counters of a shape pass: FLOPs, collectives, recomputation and memory."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
 MatmulFlops = tuple[str, int, int]
-"""(part, FLOPs over all pairs, FLOPs over the pairs that attention's mask lets see): the same but for attention."""
+"""(component, FLOPs over all pairs, FLOPs over visible pairs); the two differ only for attention."""
 
 Phase = Literal["forward", "backward", "recompute"]
 
 
 @dataclass
 class CostCounter:
-    """FLOPs (2 a multiply-add) by phase and part: over all pairs, and over those that attention's mask lets see."""
+    """FLOPs (2 per multiply-add) by phase and component, over all pairs and over visible pairs; collectives."""
 
     full_flops: Counter[tuple[Phase, str]] = field(default_factory=Counter)
     visible_flops: Counter[tuple[Phase, str]] = field(default_factory=Counter)
@@ -20,11 +20,11 @@ class CostCounter:
     recomputed_matmuls: dict[str, list[MatmulFlops]] = field(
         default_factory=lambda: {"none": [], "selective": [], "full": []}
     )
-    """Matmuls that each activation checkpointing mode does a second time."""
+    """Matmuls that each activation checkpointing mode recomputes."""
     num_collectives: Counter[str] = field(default_factory=Counter)
-    """Collectives by kind,"""
+    """Number of collectives by kind."""
     collective_bytes: Counter[str] = field(default_factory=Counter)
-    """and what they give or take, whichever is more."""
+    """Bytes by kind: the larger of input and output."""
 
     def add_collective(self, kind: str, nbytes: int) -> None:
         self.num_collectives[kind] += 1
@@ -35,24 +35,24 @@ class CostCounter:
         self.visible_flops[phase, component] += visible
 
     def add_recomputation(self, block: "BlockMatmuls") -> None:
-        """A block that is run again is run up to the last value that its way back needs."""
+        """Record a block's recomputation, which stops at the last value that its backward pass needs."""
         needed = block.matmuls[: block.num_needed]
-        self.recomputed_matmuls["full"] += [product for product, _ in needed]
-        self.recomputed_matmuls["selective"] += [product for product, costly in needed if not costly]
+        self.recomputed_matmuls["full"] += [matmul for matmul, _ in needed]
+        self.recomputed_matmuls["selective"] += [matmul for matmul, kept in needed if not kept]
 
 
 @dataclass
 class BlockMatmuls:
-    """The products of a block in order, and whether selective checkpointing keeps their results."""
+    """The matmuls of a block in order, and whether selective checkpointing keeps their outputs."""
 
     matmuls: list[tuple[MatmulFlops, bool]] = field(default_factory=list)
     num_needed: int = 0
-    """How many of them come before the last value that is kept for the way back."""
+    """Number of matmuls before the last value that is saved for backward."""
 
 
 @dataclass
 class MemoryTracker:
-    """Bytes alive now and at most, by the part that they serve."""
+    """Currently allocated bytes and their peak, by component."""
 
     current_bytes: int = 0
     peak_bytes: int = 0

@@ -1,32 +1,31 @@
-"""How a pass is computed."""
+"""`ExecutionConfig`: dtypes, kernel, activation checkpointing and parallelism of a shape pass."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class ExecutionConfig:
-    """How a pass is computed. Widths are bytes of a number."""
+    """How a pass is executed. Item sizes are bytes per element."""
 
     weight_itemsize: int = 4
     compute_itemsize: int = 4
-    """Products take and give this; without `autocast` it is the weights' width."""
+    """Item size of matmul inputs and outputs; equal to `weight_itemsize` without autocast."""
     autocast: bool = False
     grad: bool = True
     kernel: str = "auto"
     activation_checkpointing: str = "none"
     device: str = "cuda"
     mask_batch_size: int = 0
-    """Sequences whose tokens see each other differently, as several documents do in one; 0 where all are alike."""
+    """Batch size of the mask if masks differ per sequence (packed documents); 0 if all sequences share one."""
     grad_itemsize: int = 0
-    """Bytes of a gradient's number that is kept, if they are not the weight's."""
+    """Item size of stored gradients; 0 for that of the weights."""
     dp_replicate: int = 1
     dp_shard: int = 1
-    """Devices that have weights, gradients and states in shares, and gather weights to use them;"""
+    """FSDP group size."""
     tp: int = 1
-    """and those that have heads, hidden units and vocabulary in shares, and add up what they come to."""
-
+    """Tensor-parallel group size."""
     resid_in_compute_dtype: bool = False
-    """Whether autocast's products meet a stream that is as narrow as they are."""
+    """Whether, under autocast, the residual stream is in the compute dtype too."""
 
     @property
     def resid_itemsize(self) -> int:
@@ -34,5 +33,5 @@ class ExecutionConfig:
 
     @property
     def uses_fsdp(self) -> bool:
-        """Whether weights come and go. Copies of shares of matrices do it too: one way to train for all products."""
+        """Whether FSDP is used; data-parallel replicas of tensor-parallel groups use it too."""
         return self.dp_shard > 1 or (self.dp_replicate > 1 and self.tp > 1)

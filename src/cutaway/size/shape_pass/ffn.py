@@ -1,4 +1,4 @@
-"""The FFN on sizes: what `model/ffn.py` and `model/moe.py` compute."""
+"""Shape pass of `model/ffn.py` and `model/moe.py`: MLP, gated MLP, mixture of experts."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from cutaway.size.shape_pass.tape import AUTOCAST_COPIES, Tape
 from cutaway.size.shape_pass.tensor import ShapeTensor, Weight, WeightKey
 
 LinearFn = Callable[[ShapeTensor, int, WeightKey, bool], ShapeTensor]
-"""(x, width out, key, bias) → y."""
+"""(x, output width, weight key, bias) → y."""
 
 
 def feed_forward(tape: Tape, x: ShapeTensor, config: FFN, key: WeightKey, d_model: int) -> ShapeTensor:
@@ -42,62 +42,62 @@ def _dense_ffn(
 
 def _gated_activation(tape: Tape, activation: Activation, gate: ShapeTensor, up: ShapeTensor) -> ShapeTensor:
     """act(gate) · up."""
-    opened = apply_activation(tape, gate, activation)
-    return tape.record_op(up.shape, up.itemsize, [opened, up], saved=[opened, up])
+    activated = apply_activation(tape, gate, activation)
+    return tape.record_op(up.shape, up.itemsize, [activated, up], saved=[activated, up])
 
 
 def _clamped_swiglu(tape: Tape, gate: ShapeTensor, up: ShapeTensor) -> ShapeTensor:
-    """gate · sigmoid(alpha · gate) · (up + 1), with gate and up clamped first."""
+    """gate · sigmoid(alpha · gate) · (up + 1) with gate and up clamped."""
     shape, dtype = gate.shape, gate.itemsize
     gate = tape.record_op(shape, dtype, [gate], saved=[gate])
     up = tape.record_op(shape, dtype, [up], saved=[up])
-    louder = tape.record_op(shape, dtype, [gate])
-    share = tape.record_op(shape, dtype, [louder], save_output=True)
-    del louder
-    opened = tape.record_op(shape, dtype, [gate, share], saved=[gate, share])
-    more = tape.record_op(shape, dtype, [up], passes_grad_through=True)
-    return tape.record_op(shape, dtype, [opened, more], saved=[opened, more])
+    scaled = tape.record_op(shape, dtype, [gate])
+    sigmoid = tape.record_op(shape, dtype, [scaled], save_output=True)
+    del scaled
+    activated = tape.record_op(shape, dtype, [gate, sigmoid], saved=[gate, sigmoid])
+    shifted = tape.record_op(shape, dtype, [up], passes_grad_through=True)
+    return tape.record_op(shape, dtype, [activated, shifted], saved=[activated, shifted])
 
 
 def _mixture_of_experts(tape: Tape, x: ShapeTensor, config: Moe, key: WeightKey, d_model: int) -> ShapeTensor:
-    """The router's choice, the chosen experts' rows in order of expert, and their weighted sum."""
-    router, tokens = config.router, x.numel // d_model
-    flat, rows = x.view(tokens, d_model), tokens * router.top_k
-    index = 8
+    """Route, run the experts on tokens sorted by expert, and sum with the router weights."""
+    router, num_tokens = config.router, x.numel // d_model
+    flat, num_rows = x.view(num_tokens, d_model), num_tokens * router.top_k
+    index_itemsize = 8
     logits = tape.linear(flat, config.experts, (*key, "router"), bias=router.bias, component="ffn")
     logits = tape.cast(logits, max(4, logits.itemsize))
     scores = tape.record_op(logits.shape, logits.itemsize, [logits], save_output=True)
     del logits
-    chosen = tape.empty((rows,), index)
-    weights = tape.record_op((tokens, router.top_k), scores.itemsize, [scores], saved=[chosen])
+    selected = tape.empty((num_rows,), index_itemsize)
+    weights = tape.record_op((num_tokens, router.top_k), scores.itemsize, [scores], saved=[selected])
     if router.renormalize:
-        total = tape.record_op((tokens, 1), weights.itemsize, [weights])
+        total = tape.record_op((num_tokens, 1), weights.itemsize, [weights])
         weights = tape.record_op(weights.shape, weights.itemsize, [weights, total], saved=[weights, total])
     weights = tape.cast(tape.record_op(weights.shape, weights.itemsize, [weights]), x.itemsize)
-    order = tape.empty((rows,), index)
-    y = tape.record_op((rows, d_model), x.itemsize, [flat], saved=[tape.empty((rows,), index)])
-    y = _dense_ffn(tape, y, config.expert, (*key, "experts"), d_model, _grouped_linear(tape, config, rows))
+    order = tape.empty((num_rows,), index_itemsize)
+    y = tape.record_op((num_rows, d_model), x.itemsize, [flat], saved=[tape.empty((num_rows,), index_itemsize)])
+    y = _dense_ffn(tape, y, config.expert, (*key, "experts"), d_model, _grouped_linear(tape, config, num_rows))
     del order
-    y = tape.record_op((rows, d_model), y.itemsize, [y], saved=[tape.empty((rows,), index)])
-    y = _combine_experts(tape, weights, y.view(tokens, router.top_k, d_model)).view(*x.shape)
+    y = tape.record_op((num_rows, d_model), y.itemsize, [y], saved=[tape.empty((num_rows,), index_itemsize)])
+    y = _combine_experts(tape, weights, y.view(num_tokens, router.top_k, d_model)).view(*x.shape)
     if config.shared is None:
         return y
-    extra = _dense_ffn(tape, x, config.shared, (*key, "shared"), d_model, _dense_linear(tape))
+    shared_out = _dense_ffn(tape, x, config.shared, (*key, "shared"), d_model, _dense_linear(tape))
     if config.shared_gate:
-        opened = tape.linear(x, 1, (*key, "shared_gate"), bias=False, component="ffn")
-        opened = tape.record_op(opened.shape, opened.itemsize, [opened], save_output=True)
-        extra = tape.record_op(extra.shape, extra.itemsize, [extra, opened], saved=[extra, opened])
-    return add(tape, y, extra)
+        gate = tape.linear(x, 1, (*key, "shared_gate"), bias=False, component="ffn")
+        gate = tape.record_op(gate.shape, gate.itemsize, [gate], save_output=True)
+        shared_out = tape.record_op(shared_out.shape, shared_out.itemsize, [shared_out, gate], saved=[shared_out, gate])
+    return add(tape, y, shared_out)
 
 
 def _grouped_linear(tape: Tape, config: Moe, num_rows: int) -> LinearFn:
-    """One matrix an expert, each times its own rows."""
+    """Grouped matmul: one matrix per expert, applied to its rows."""
 
-    ends = tape.empty((config.experts,), 8)
-    share = config.router.top_k, config.experts
+    offsets = tape.empty((config.experts,), 8)
+    routing = config.router.top_k, config.experts
 
     def linear(x: ShapeTensor, width: int, key: WeightKey, bias: bool) -> ShapeTensor:
-        weight = Weight(key, (config.experts, width, x.shape[-1]), in_matmul=True, expert_routing=share)
+        weight = Weight(key, (config.experts, width, x.shape[-1]), in_matmul=True, expert_routing=routing)
         dtype = tape.execution.compute_itemsize if tape.execution.autocast else x.itemsize
         x = tape.cast(x, dtype)
         copies = [tape.empty((weight.numel,), dtype, AUTOCAST_COPIES)] if tape.execution.autocast else []
@@ -106,33 +106,38 @@ def _grouped_linear(tape: Tape, config: Moe, num_rows: int) -> LinearFn:
             (num_rows, width),
             dtype,
             [x],
-            saved=[x, *copies, ends],
+            saved=[x, *copies, offsets],
             weights=[weight],
             matmuls=[("ffn", flops, flops)],
             backward_matmuls=[("ffn", 2 * flops, 2 * flops)],
         )
         if not bias:
             return y
-        own = Weight((*key, "bias"), (config.experts, width), expert_routing=share)
+        bias_weight = Weight((*key, "bias"), (config.experts, width), expert_routing=routing)
         return tape.record_op(
-            y.shape, y.itemsize, [y], saved=[tape.empty((num_rows,), 8)], weights=[own], passes_grad_through=True
+            y.shape,
+            y.itemsize,
+            [y],
+            saved=[tape.empty((num_rows,), 8)],
+            weights=[bias_weight],
+            passes_grad_through=True,
         )
 
     return linear
 
 
 def _combine_experts(tape: Tape, weights: ShapeTensor, y: ShapeTensor) -> ShapeTensor:
-    """Σ over the chosen experts of weight · y: a product, unless there is but one to sum over."""
-    tokens, chosen, d_model = y.shape
+    """Σ weight · y over the top_k experts; counted as a matmul if top_k > 1."""
+    num_tokens, top_k, d_model = y.shape
     if tape.execution.autocast:
         weights, y = tape.cast(weights, tape.execution.compute_itemsize), tape.cast(y, tape.execution.compute_itemsize)
-    flops = 2 * y.numel if chosen > 1 else 0
+    flops = 2 * y.numel if top_k > 1 else 0
     return tape.record_op(
-        (tokens, d_model),
+        (num_tokens, d_model),
         y.itemsize,
         [weights, y],
         saved=[weights, y],
         matmuls=[("combine", flops, flops)],
         backward_matmuls=[("combine", 2 * flops, 2 * flops)],
-        kept_by_selective=chosen > 1,
+        kept_by_selective=top_k > 1,
     )

@@ -1,6 +1,6 @@
-"""Weights in shares (PyTorch's FSDP2): gathered block by block when they are used, gradients scattered block by block.
+"""Memory and collectives of FSDP2: per-block all-gather of weights and reduce-scatter of gradients.
 
-What lies outside the blocks (tables, final norm, head) is one more group, gathered for the whole step.
+Weights outside the blocks (embedding tables, final norm, head) form the root group, gathered for the whole step.
 """
 
 from collections.abc import Collection, Iterable
@@ -15,14 +15,16 @@ GATHERED_WEIGHTS, REDUCE_SCATTER_BUFFERS = "all-gathered weights", "reduce-scatt
 
 
 def find_param_group(key: WeightKey, shared_stacks: Collection[str] = ()) -> ParamGroup:
-    """A block's own, or the ends: a bias that layers share stands outside them, and in `shared_stacks` all do."""
-    inside = len(key) > 2 and isinstance(key[1], int) and key[2] != "relative_bias" and key[0] not in shared_stacks
-    return key[:2] if inside else ROOT_GROUP
+    """Parameter group of a weight: its block, or the root group for weights shared between layers."""
+    in_block = len(key) > 2 and isinstance(key[1], int) and key[2] != "relative_bias" and key[0] not in shared_stacks
+    return key[:2] if in_block else ROOT_GROUP
 
 
 class FSDPState:
-    """Between `dp_shard` devices, of which there are `dp_replicate` times as many; gathered numbers have
-    `gather_itemsize` bytes."""
+    """Allocations of FSDP2 on one rank, with shards over `dp_shard` ranks and `dp_replicate` replicas (HSDP).
+
+    The methods mirror FSDP2's hooks: pre_forward, post_forward, pre_backward, post_backward.
+    """
 
     def __init__(
         self,
@@ -36,7 +38,7 @@ class FSDPState:
         grad_itemsize: int,
         shared_stacks: Collection[str] = (),
     ) -> None:
-        """`shared_stacks` are those whose layers share their weights, which then stay with the ends."""
+        """`shared_stacks` are the stacks with layer sharing (ALBERT), whose weights are in the root group."""
         self.memory_tracker, self.counter, self.dp_shard, self.dp_replicate = (
             memory_tracker,
             counter,
@@ -49,32 +51,34 @@ class FSDPState:
             group = find_param_group(weight.key, shared_stacks)
             self.shard_numel_by_group[group] = self.shard_numel_by_group.get(group, 0) + self.shard_numel(weight)
         self.forward_order: list[ParamGroup] = []
-        """Groups as the forward pass has used them."""
+        """Groups in the order of the forward pass; backward prefetches in reverse order."""
         self.all_gather_outputs: dict[ParamGroup, Storage] = {}
-        """What is being received, in one piece;"""
+        """Flat all-gather output buffers, before they are copied to the weights."""
         self.unsharded_weights: dict[ParamGroup, Storage] = {}
-        """what it is then cut into;"""
+        """The gathered weights."""
         self.previous_all_gather_output: Storage | None = None
-        """and the piece before, which the forward pass keeps till the next is there."""
+        """The preceding group's all-gather buffer, which the forward pass frees after the next all-gather."""
         self.unsharded_grads: dict[WeightKey, Storage] = {}
         self.reduce_scatter_input: Storage | None = None
-        """The last that was sent, kept till the next is."""
+        """The last reduce-scatter input, freed when the next one is allocated."""
         self.sharded_grads: dict[ParamGroup, Storage] = {}
 
     def shard_numel(self, weight: Weight) -> int:
-        """Rows are dealt out; the last devices' are filled up."""
+        """Elements per shard: dimension 0 is split and padded."""
         return -(-weight.shape[0] // self.dp_shard) * prod(weight.shape[1:])
 
     def all_gather(self, group: ParamGroup) -> None:
         if self.dp_shard == 1 or group in self.all_gather_outputs or group in self.unsharded_weights:
             return
-        size = self.shard_numel_by_group[group] * self.gather_itemsize
-        own = (
-            Storage(self.memory_tracker, size, GATHERED_WEIGHTS) if self.gather_itemsize != self.grad_itemsize else None
-        )  # narrowed before it is sent
-        self.all_gather_outputs[group] = Storage(self.memory_tracker, size * self.dp_shard, GATHERED_WEIGHTS)
-        self.counter.add_collective("all-gather", size * self.dp_shard)
-        del own
+        shard_bytes = self.shard_numel_by_group[group] * self.gather_itemsize
+        cast_shard = (
+            Storage(self.memory_tracker, shard_bytes, GATHERED_WEIGHTS)
+            if self.gather_itemsize != self.grad_itemsize
+            else None
+        )  # the shard is cast before the all-gather
+        self.all_gather_outputs[group] = Storage(self.memory_tracker, shard_bytes * self.dp_shard, GATHERED_WEIGHTS)
+        self.counter.add_collective("all-gather", shard_bytes * self.dp_shard)
+        del cast_shard
 
     def copy_out(self, group: ParamGroup) -> None:
         if group not in self.unsharded_weights:
@@ -88,14 +92,14 @@ class FSDPState:
         return group in self.shard_numel_by_group
 
     def pre_forward(self, group: ParamGroup) -> None:
-        """Before a block is run."""
+        """All-gather the group before its forward pass."""
         self.all_gather(group)
         self.previous_all_gather_output = None
         self.copy_out(group)
         self.previous_all_gather_output = self.all_gather_outputs.pop(group, None)
 
     def post_forward(self, group: ParamGroup) -> None:
-        """After it was run; the ends stay."""
+        """Free the gathered weights after the forward pass; the root group stays gathered."""
         self.forward_order.append(group)
         if group == ROOT_GROUP:
             self.previous_all_gather_output = None
@@ -103,7 +107,7 @@ class FSDPState:
             del self.unsharded_weights[group]
 
     def pre_backward(self, group: ParamGroup) -> None:
-        """Before the way back through a block; the next one on that way is asked for at once."""
+        """All-gather the group before its backward pass, and prefetch the next group."""
         assert self.forward_order[-1] == group
         self.all_gather(group)
         self.copy_out(group)
@@ -116,22 +120,22 @@ class FSDPState:
         self.unsharded_grads[key] = grad
 
     def post_backward(self, group: ParamGroup) -> None:
-        """After it: weights go, gradients are put into one piece and scattered."""
+        """After the backward pass: free the weights, copy the gradients to one buffer and reduce-scatter it."""
         del self.unsharded_weights[group]
         self.reduce_scatter_input = None
-        size = self.shard_numel_by_group[group] * self.grad_itemsize
-        sent = Storage(self.memory_tracker, size * self.dp_shard, REDUCE_SCATTER_BUFFERS)
+        shard_bytes = self.shard_numel_by_group[group] * self.grad_itemsize
+        buffer = Storage(self.memory_tracker, shard_bytes * self.dp_shard, REDUCE_SCATTER_BUFFERS)
         for key in [key for key in self.unsharded_grads if find_param_group(key, self.shared_stacks) == group]:
             del self.unsharded_grads[key]
-        fresh = Storage(self.memory_tracker, size, "gradients")
-        self.reduce_scatter_input = sent
+        sharded_grad = Storage(self.memory_tracker, shard_bytes, "gradients")
+        self.reduce_scatter_input = buffer
         if self.dp_shard > 1:
-            self.counter.add_collective("reduce-scatter", size * self.dp_shard)
+            self.counter.add_collective("reduce-scatter", shard_bytes * self.dp_shard)
         if self.dp_replicate > 1:
-            self.counter.add_collective("all-reduce", size)
-        self.sharded_grads.setdefault(group, fresh)  # a block that is used again adds to what is there
+            self.counter.add_collective("all-reduce", shard_bytes)
+        self.sharded_grads.setdefault(group, sharded_grad)  # a block that is used again accumulates in place
 
     def finalize_backward(self) -> int:
-        """All is sent; bytes of the gradients that stay."""
+        """Free the last buffer and return the bytes of the sharded gradients."""
         self.reduce_scatter_input = None
-        return sum(each.nbytes for each in self.sharded_grads.values())
+        return sum(grad.nbytes for grad in self.sharded_grads.values())

@@ -1,4 +1,4 @@
-"""The pieces that sublayers are made of, as sizes: norms, activations, dropout, what each keeps for the way back."""
+"""Shape pass of norms, activations, dropout and addition, with the tensors that each saves for backward."""
 
 from cutaway.config.ffn import Activation
 from cutaway.config.norms import LayerNorm, NoNorm, Norm
@@ -23,20 +23,20 @@ SAVED_BY_ACTIVATION: dict[Activation, tuple[str, ...]] = {
     "tanh": ("result",),
     "identity": (),
 }
-"""What PyTorch keeps of act(x): x, act(x), or a value between them."""
+"""Tensors that PyTorch saves for the backward pass of act(x): x, act(x), or an intermediate value."""
 
 
 def apply_activation(tape: Tape, x: ShapeTensor, name: Activation) -> ShapeTensor:
-    keeps = SAVED_BY_ACTIVATION[name]
-    if not keeps:
+    saves = SAVED_BY_ACTIVATION[name]
+    if not saves:
         return x
-    inner = [tape.record_op(x.shape, x.itemsize, [x])] if "inner" in keeps else []
-    kept = inner + ([x] if "input" in keeps else [])
-    return tape.record_op(x.shape, x.itemsize, [x, *inner], saved=kept, save_output="result" in keeps)
+    inner = [tape.record_op(x.shape, x.itemsize, [x])] if "inner" in saves else []
+    saved_inputs = inner + ([x] if "input" in saves else [])
+    return tape.record_op(x.shape, x.itemsize, [x, *inner], saved=saved_inputs, save_output="result" in saves)
 
 
 def dropout(tape: Tape, x: ShapeTensor, rate: float) -> ShapeTensor:
-    """A GPU keeps one byte a value, the CPU a factor of the value's own width."""
+    """Dropout. The saved mask has one byte per element on the GPU, the input's item size on the CPU."""
     if rate == 0 or not tape.execution.grad:
         return x
     return tape.record_op(
@@ -49,23 +49,23 @@ def add(tape: Tape, a: ShapeTensor, b: ShapeTensor) -> ShapeTensor:
 
 
 def norm(tape: Tape, x: ShapeTensor, config: Norm, key: WeightKey, *, gain_shape: tuple[int, ...] = ()) -> ShapeTensor:
-    """Over the last dimension; `gain_shape` is given where it is not that width (one a head and dimension)."""
+    """Norm over the last dimension; `gain_shape` is set if the gain has another shape (one gain per head)."""
     if isinstance(config, NoNorm):
         return x
     width = x.shape[-1]
     rows = x.numel // width
     if isinstance(config, LayerNorm):
         return _layernorm(tape, x, config, key, rows, gain_shape)
-    wide = tape.cast(x, max(4, x.itemsize))
-    square = tape.record_op(wide.shape, wide.itemsize, [wide], saved=[wide])
-    mean = tape.record_op((rows, 1), wide.itemsize, [square])
+    upcast = tape.cast(x, max(4, x.itemsize))
+    square = tape.record_op(upcast.shape, upcast.itemsize, [upcast], saved=[upcast])
+    mean = tape.record_op((rows, 1), upcast.itemsize, [square])
     del square
-    root = tape.record_op((rows, 1), wide.itemsize, [mean], save_output=True)
-    y = tape.record_op(wide.shape, wide.itemsize, [wide, root], saved=[wide, root])
+    inv_rms = tape.record_op((rows, 1), upcast.itemsize, [mean], save_output=True)
+    y = tape.record_op(upcast.shape, upcast.itemsize, [upcast, inv_rms], saved=[upcast, inv_rms])
     gain = Weight((*key, "gain"), gain_shape or (width,))
-    made = config.unit_offset or tape.execution.weight_itemsize < wide.itemsize
-    own = [tape.empty((gain.numel,), wide.itemsize)] if made else []
-    y = tape.record_op(y.shape, y.itemsize, [y], saved=[y, *own], weights=[gain])
+    needs_copy = config.unit_offset or tape.execution.weight_itemsize < upcast.itemsize
+    gain_copy = [tape.empty((gain.numel,), upcast.itemsize)] if needs_copy else []
+    y = tape.record_op(y.shape, y.itemsize, [y], saved=[y, *gain_copy], weights=[gain])
     return tape.cast(y, x.itemsize)
 
 
@@ -77,8 +77,8 @@ def _layernorm(
         x = tape.cast(x, 4)
     width = x.shape[-1]
     weights = [Weight((*key, name), gain_shape or (width,)) for name in ("gain", "bias") if getattr(config, name)]
-    least = 4 if on_gpu else tape.execution.weight_itemsize if weights and not gain_shape else 0
-    statistics = 2 * num_rows * max(x.itemsize, least)
+    min_itemsize = 4 if on_gpu else tape.execution.weight_itemsize if weights and not gain_shape else 0
+    statistics = 2 * num_rows * max(x.itemsize, min_itemsize)
     if not gain_shape:
         return tape.record_op(x.shape, x.itemsize, [x], saved=[x], extra_saved_bytes=statistics, weights=weights)
     y = tape.record_op(x.shape, x.itemsize, [x], saved=[x], extra_saved_bytes=statistics)

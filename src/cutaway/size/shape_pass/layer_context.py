@@ -1,4 +1,4 @@
-"""What layers share on sizes: angles, masks and biases, made once for all that can use them."""
+"""Layer contexts of a shape pass: RoPE tables, masks and position biases, shared by layers where equal."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,30 +12,31 @@ from cutaway.size.shape_pass.tensor import ShapeTensor, Weight, WeightKey
 
 
 def count_visible_pairs(num_queries: int, num_keys: int, window: int | None, *, causal: bool) -> int:
-    """(query, key) pairs that see each other, when the queries are the last of the keys.
+    """Number of visible (query, key) pairs if the queries are the last `num_queries` of the keys.
 
-    A query at position p sees p + 1 keys, or all; with a window, those less than `window` away.
+    The query at position p attends to p + 1 keys if causal, else to all; a window limits these to keys less than
+    `window` away.
     """
-    first = num_keys - num_queries
+    num_past = num_keys - num_queries
     reach = num_keys if window is None else window
-    back = _sum_positive_range(first + 1, num_keys) - _sum_positive_range(
-        first + 1 - reach, num_keys - reach
-    )  # itself and before
-    ahead = (
+    past = _sum_positive_range(num_past + 1, num_keys) - _sum_positive_range(
+        num_past + 1 - reach, num_keys - reach
+    )  # keys up to the query
+    future = (
         0 if causal else _sum_positive_range(0, num_queries - 1) - _sum_positive_range(1 - reach, num_queries - reach)
-    )  # after it
-    return back + ahead
+    )  # keys after the query
+    return past + future
 
 
 def _sum_positive_range(low: int, high: int) -> int:
-    """Σ of max(n, 0) for n from low to high."""
+    """Σ max(n, 0) for n from low to high."""
     low = max(low, 1)
     return (low + high) * (high - low + 1) // 2 if high >= low else 0
 
 
 @dataclass
 class RopeTables:
-    """cos and sin of every token's angles."""
+    """cos and sin of the rotation angles, (B, T, 1, D/2)."""
 
     cos: ShapeTensor
     sin: ShapeTensor
@@ -43,20 +44,20 @@ class RopeTables:
 
 @dataclass
 class LayerContext:
-    """What a layer is given beside the stream."""
+    """Per-layer inputs beside the residual stream."""
 
     mask: MaskShape
     rope_tables: RopeTables | None
     use_cache: bool = False
-    """Keys and values are read from a cache, whose memory is counted elsewhere."""
+    """Keys and values are read from the KV cache, whose memory is counted elsewhere."""
     memory: ShapeTensor | None = None
     memory_mask: MaskShape | None = None
     memory_cached: bool = False
-    """The source's keys and values are in the cache too."""
+    """The keys and values of cross-attention are cached too."""
 
 
 class LayerContextBuilder:
-    """Angles and masks, made once for all the layers of a stack that can share them."""
+    """Builds the layer contexts of a stack; layers with equal RoPE or masks share them."""
 
     def __init__(
         self,
@@ -83,58 +84,68 @@ class LayerContextBuilder:
         self.bias_owners: dict[Any, int] = {}
         self.blocks = stack.blocks
         tape.component = "rope and masks"
-        for each in self.blocks:
-            self.rope_tables_for(each.attention)
+        for block in self.blocks:
+            self.rope_tables_for(block.attention)
         for index in range(stack.layers):
             self.mask_for(index)
 
     def context_for(self, layer_index: int, memory: ShapeTensor | None) -> LayerContext:
-        each = self.blocks[layer_index]
-        context = LayerContext(self.mask_for(layer_index), self.rope_tables_for(each.attention), self.use_cache, memory)
+        block = self.blocks[layer_index]
+        context = LayerContext(
+            self.mask_for(layer_index), self.rope_tables_for(block.attention), self.use_cache, memory
+        )
         context.memory_cached = self.source_cached
-        if isinstance(each, CrossBlock) and memory is not None:
-            context.memory_mask = self.cross_attention_mask(each, memory)
+        if isinstance(block, CrossBlock) and memory is not None:
+            context.memory_mask = self.cross_attention_mask(block, memory)
         return context
 
     def rope_tables_for(self, attention: MultiHead | LatentAttention) -> RopeTables | None:
         position = attention.position
         if not isinstance(position, Rope):
             return None
-        width = attention.d_rope if isinstance(attention, LatentAttention) else attention.head_dim(self.d_model)
-        pairs = (position.rotary_dim or width) // 2
-        kind = position, attention.heads, width
-        if kind not in self.rope_tables:
-            shape, dtype = (self.mask_batch_size, self.seq_len, 1, pairs), max(4, self.tape.execution.resid_itemsize)
-            self.rope_tables[kind] = RopeTables(self.tape.empty(shape, dtype), self.tape.empty(shape, dtype))
-        return self.rope_tables[kind]
+        rotary_width = attention.d_rope if isinstance(attention, LatentAttention) else attention.head_dim(self.d_model)
+        num_pairs = (position.rotary_dim or rotary_width) // 2
+        table_key = position, attention.heads, rotary_width
+        if table_key not in self.rope_tables:
+            shape, dtype = (
+                (self.mask_batch_size, self.seq_len, 1, num_pairs),
+                max(4, self.tape.execution.resid_itemsize),
+            )
+            self.rope_tables[table_key] = RopeTables(self.tape.empty(shape, dtype), self.tape.empty(shape, dtype))
+        return self.rope_tables[table_key]
 
     def mask_for(self, layer_index: int) -> MaskShape:
         tape, attention = self.tape, self.blocks[layer_index].attention
-        keys, window = self.num_cached_tokens + self.seq_len, attention.window
+        num_keys, window = self.num_cached_tokens + self.seq_len, attention.window
         position = attention.position
-        biased = position if isinstance(position, Alibi | RelativeBias) else None
-        own = layer_index if isinstance(position, RelativeBias) and not position.shared else None
+        bias_position = position if isinstance(position, Alibi | RelativeBias) else None
+        unshared_layer = layer_index if isinstance(position, RelativeBias) and not position.shared else None
         softcap, sink = getattr(attention, "softcap", None), getattr(attention, "sink", False)
         kernel = resolve_kernel(tape.execution.kernel, softcap=softcap is not None, sink=sink)
-        kind = None if biased is None else (position, attention.heads, own), window, kernel
-        if kind in self.mask_shapes:
-            return self.mask_shapes[kind]
-        pairs = count_visible_pairs(self.seq_len, keys, window, causal=self.causal)
-        mask = MaskShape(kernel, self.seq_len, keys, pairs)
-        self.mask_shapes[kind] = mask
-        narrow = window is not None and window < keys
-        plain = self.num_cached_tokens == 0 and not narrow and biased is None and not tape.execution.mask_batch_size
-        if kernel == "sdpa" and plain:
+        mask_key = None if bias_position is None else (position, attention.heads, unshared_layer), window, kernel
+        if mask_key in self.mask_shapes:
+            return self.mask_shapes[mask_key]
+        num_visible = count_visible_pairs(self.seq_len, num_keys, window, causal=self.causal)
+        mask = MaskShape(kernel, self.seq_len, num_keys, num_visible)
+        self.mask_shapes[mask_key] = mask
+        has_window = window is not None and window < num_keys
+        needs_no_tensor = (
+            self.num_cached_tokens == 0
+            and not has_window
+            and bias_position is None
+            and not tape.execution.mask_batch_size
+        )
+        if kernel == "sdpa" and needs_no_tensor:
             return mask
         mask.fully_masked = tape.empty((self.mask_batch_size, 1, self.seq_len, 1), 1)
         if kernel == "flex":
             return mask
-        mask.mask_tensor = tape.empty((self.mask_batch_size, 1, self.seq_len, keys), 1)
-        if biased is not None:
-            table = self.bias_owners.setdefault(
-                (biased, attention.heads, own), layer_index
-            )  # by the first layer that uses it
-            bias = self.position_bias(biased, attention.heads, keys, (self.stack_name, table))
+        mask.mask_tensor = tape.empty((self.mask_batch_size, 1, self.seq_len, num_keys), 1)
+        if bias_position is not None:
+            owner = self.bias_owners.setdefault(
+                (bias_position, attention.heads, unshared_layer), layer_index
+            )  # a shared table belongs to the first layer using it
+            bias = self.position_bias(bias_position, attention.heads, num_keys, (self.stack_name, owner))
             if kernel == "sdpa":
                 mask.mask_tensor = tape.record_op(
                     bias.shape, bias.itemsize, [bias], saved=[tape.empty(mask.mask_tensor.shape, 1)]
@@ -158,12 +169,12 @@ class LayerContextBuilder:
     def cross_attention_mask(self, block: CrossBlock, memory: ShapeTensor) -> MaskShape:
         cross = block.cross
         kernel = resolve_kernel(self.tape.execution.kernel, softcap=cross.softcap is not None, sink=False)
-        keys = memory.shape[1]
-        kind = "memory", kernel
-        if kind not in self.mask_shapes:
-            mask = self.mask_shapes[kind] = MaskShape(kernel, self.seq_len, keys, self.seq_len * keys)
+        num_keys = memory.shape[1]
+        mask_key = "memory", kernel
+        if mask_key not in self.mask_shapes:
+            mask = self.mask_shapes[mask_key] = MaskShape(kernel, self.seq_len, num_keys, self.seq_len * num_keys)
             if kernel != "sdpa":
                 mask.fully_masked = self.tape.empty((1, 1, self.seq_len, 1), 1)
             if kernel == "explicit":
-                mask.mask_tensor = self.tape.empty((1, 1, self.seq_len, keys), 1)
-        return self.mask_shapes[kind]
+                mask.mask_tensor = self.tape.empty((1, 1, self.seq_len, num_keys), 1)
+        return self.mask_shapes[mask_key]

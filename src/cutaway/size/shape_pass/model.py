@@ -1,4 +1,4 @@
-"""The model on sizes: embedding, blocks, final norm, head."""
+"""Shape pass of the model: embedding, blocks, final norm, head."""
 
 from collections.abc import Callable
 
@@ -29,8 +29,8 @@ def _run_block(
     *,
     is_first: bool,
 ) -> ShapeTensor:
-    """Two residual lines, with norms where the placement puts them."""
-    place = stack.placement
+    """Attention and FFN sublayers (and cross-attention) with residual connections and the configured norm placement."""
+    placement = stack.placement
     attention = config.attention
     rate = stack.dropout if stack.attention_resid_dropout is None else stack.attention_resid_dropout
 
@@ -40,12 +40,12 @@ def _run_block(
             return latent_attention(tape, y, attention, context, (*key, "attn"), d_model)
         return multi_head_attention(tape, y, attention, context, (*key, "attn"), d_model)
 
-    def look(y: ShapeTensor) -> ShapeTensor:
+    def attend_to_memory(y: ShapeTensor) -> ShapeTensor:
         tape.component = "cross-attention"
         assert isinstance(config, CrossBlock)
         return cross_attention(tape, y, config.cross, context, (*key, "cross"), d_model)
 
-    def work(y: ShapeTensor) -> ShapeTensor:
+    def run_ffn(y: ShapeTensor) -> ShapeTensor:
         tape.component = "ffn"
         return feed_forward(tape, y, config.ffn, (*key, "ffn"), d_model)
 
@@ -58,27 +58,27 @@ def _run_block(
         y = dropout(tape, y, rate)
         return y if stack.residual_scale == 1.0 else tape.record_op(y.shape, y.itemsize, [y])
 
-    def line(x: ShapeTensor, f: Sublayer, name: str, rate: float, *, bare: bool = False) -> ShapeTensor:
-        inside = isinstance(place, PreNorm | SandwichNorm) and not bare
-        y = branch(x, f, name, rate, norm_in=inside, norm_out=isinstance(place, SandwichNorm | OutputNorm))
-        if isinstance(place, PostNorm) and place.skip_scale != 1.0:
+    def residual(x: ShapeTensor, f: Sublayer, name: str, rate: float, *, skip_prenorm: bool = False) -> ShapeTensor:
+        norm_in = isinstance(placement, PreNorm | SandwichNorm) and not skip_prenorm
+        y = branch(x, f, name, rate, norm_in=norm_in, norm_out=isinstance(placement, SandwichNorm | OutputNorm))
+        if isinstance(placement, PostNorm) and placement.skip_scale != 1.0:
             x = tape.record_op(x.shape, x.itemsize, [x])
         x = add(tape, x, y)
         tape.component = "norms"
-        return norm(tape, x, stack.norm, (*key, name, "after")) if isinstance(place, PostNorm) else x
+        return norm(tape, x, stack.norm, (*key, name, "after")) if isinstance(placement, PostNorm) else x
 
-    if isinstance(place, ParallelResidual):
-        own = place.norms == "two"
+    if isinstance(placement, ParallelResidual):
+        separate_norms = placement.norms == "two"
         tape.component = "norms"
-        h = x if own else norm(tape, x, stack.norm, (*key, "norm"))
-        y = branch(h, attend, "attn", rate, norm_in=own, norm_out=False)
+        h = x if separate_norms else norm(tape, x, stack.norm, (*key, "norm"))
+        y = branch(h, attend, "attn", rate, norm_in=separate_norms, norm_out=False)
         x = add(tape, x, y)
-        return add(tape, x, branch(h, work, "ffn", stack.dropout, norm_in=own, norm_out=False))
-    bare = is_first and isinstance(place, PreNorm) and place.skip_first_prenorm
-    x = line(x, attend, "attn", rate, bare=bare)
+        return add(tape, x, branch(h, run_ffn, "ffn", stack.dropout, norm_in=separate_norms, norm_out=False))
+    skip_prenorm = is_first and isinstance(placement, PreNorm) and placement.skip_first_prenorm
+    x = residual(x, attend, "attn", rate, skip_prenorm=skip_prenorm)
     if isinstance(config, CrossBlock):
-        x = line(x, look, "cross", rate)
-    return line(x, work, "ffn", stack.dropout)
+        x = residual(x, attend_to_memory, "cross", rate)
+    return residual(x, run_ffn, "ffn", stack.dropout)
 
 
 def compute_hidden(
@@ -116,7 +116,7 @@ def compute_hidden(
 
 
 def compute_logits(tape: Tape, x: ShapeTensor, config: Config) -> ShapeTensor:
-    """A logit for each token of the vocabulary, where there is a head."""
+    """Logits, or the hidden states of a model without a head."""
     tape.component = "logits"
     return run_head(tape, x, config) if isinstance(config.head, LMHead) else x
 
@@ -133,7 +133,7 @@ def _run_stack(
     use_cache: bool = False,
     source_cached: bool = False,
 ) -> ShapeTensor:
-    """Embedding, blocks, final norm."""
+    """Run embedding, blocks and final norm of one stack."""
     stack, d_model = config.stacks[name], config.d_model
     tape.component = "embedding"
     x = _embed(tape, config, stack.embedding, name, batch_size, seq_len)
@@ -147,22 +147,22 @@ def _run_stack(
         use_cache=use_cache,
         source_cached=source_cached,
     )
-    for index, each in enumerate(stack.blocks):
+    for index, block in enumerate(stack.blocks):
         context = contexts.context_for(index, memory)
         owner = index if stack.layer_groups is None else index * stack.layer_groups // stack.layers
         key: WeightKey = (name, owner)
-        first = owner == 0
+        is_first = owner == 0
 
-        def run(
+        def run_block(
             x: ShapeTensor,
-            each: Block = each,
+            block: Block = block,
             context: LayerContext = context,
             key: WeightKey = key,
-            first: bool = first,
+            is_first: bool = is_first,
         ) -> ShapeTensor:
-            return _run_block(tape, x, each, stack, context, key, d_model, is_first=first)
+            return _run_block(tape, x, block, stack, context, key, d_model, is_first=is_first)
 
-        x = tape.run_block(run, x, key)
+        x = tape.run_block(run_block, x, key)
     tape.component = "norms"
     if stack.placement.final_norm:
         x = norm(tape, x, stack.norm, (name, "final_norm"))
@@ -171,12 +171,12 @@ def _run_stack(
 
 def _embed(tape: Tape, config: Config, embedding: Embedding, name: str, batch_size: int, seq_len: int) -> ShapeTensor:
     d_model, dtype = config.d_model, tape.execution.weight_itemsize
-    own = config.source_vocab_size if isinstance(config, EncoderDecoder) and name == "encoder" else None
-    width, rows = embedding.token_table_dim(d_model), own or config.vocab_size
-    key: WeightKey = ("source_tokens",) if own else ("tokens",)
+    source_vocab_size = config.source_vocab_size if isinstance(config, EncoderDecoder) and name == "encoder" else None
+    width, rows = embedding.token_table_dim(d_model), source_vocab_size or config.vocab_size
+    key: WeightKey = ("source_tokens",) if source_vocab_size else ("tokens",)
     tokens = tape.empty((batch_size, seq_len), 8)
     x = tape.record_op((batch_size, seq_len, width), dtype, saved=[tokens], weights=[Weight(key, (rows, width))])
-    if tape.execution.tp > 1:  # rows of others' tokens are zeros
+    if tape.execution.tp > 1:  # vocabulary-parallel lookup: tokens of other ranks are masked to zero, then all-reduced
         x = tape.reduce_from_tp_region(
             tape.record_op(x.shape, x.itemsize, [x], saved=[tape.empty((batch_size, seq_len), 1)])
         )
@@ -185,17 +185,19 @@ def _embed(tape: Tape, config: Config, embedding: Embedding, name: str, batch_si
     factor = embedding.factorization
     if factor is not None and factor.positions == "after_projection":
         x = tape.linear(x, d_model, (name, "project"), bias=factor.bias, component="embedding")
-    wide = x.shape[-1]
+    position_dim = x.shape[-1]
     match embedding.position:
         case LearnedPosition(length=limit, offset=offset):
-            table = Weight((name, "positions"), (limit + offset, wide))
-            place = tape.empty((1, seq_len), 8)
-            added = tape.record_op((1, seq_len, wide), dtype, saved=[place], weights=[table])
-            x = tape.record_op(x.shape, x.itemsize, [x, tape.cast(added, x.itemsize)], passes_grad_through=True)
+            table = Weight((name, "positions"), (limit + offset, position_dim))
+            positions = tape.empty((1, seq_len), 8)
+            position_embedding = tape.record_op((1, seq_len, position_dim), dtype, saved=[positions], weights=[table])
+            x = tape.record_op(
+                x.shape, x.itemsize, [x, tape.cast(position_embedding, x.itemsize)], passes_grad_through=True
+            )
         case SinusoidalPosition():
             x = tape.record_op(x.shape, x.itemsize, [x], passes_grad_through=True)
     if embedding.token_types:
-        table = Weight((name, "types"), (embedding.token_types, wide))
+        table = Weight((name, "types"), (embedding.token_types, position_dim))
         x = tape.record_op(x.shape, dtype, [x], weights=[table], passes_grad_through=x.itemsize == dtype)
     x = dropout(tape, norm(tape, x, embedding.norm, (name, "embedding_norm")), embedding.dropout)
     if factor is not None and factor.positions == "before_projection":
@@ -204,7 +206,7 @@ def _embed(tape: Tape, config: Config, embedding: Embedding, name: str, batch_si
 
 
 def run_head(tape: Tape, x: ShapeTensor, config: Config) -> ShapeTensor:
-    """Through the transform, if there is one, to a logit for each token of the vocabulary."""
+    """Apply the head's transform, if any, and the output matrix."""
     config_head = config.head
     assert isinstance(config_head, LMHead)
     transform = config_head.transform

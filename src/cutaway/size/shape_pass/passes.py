@@ -1,4 +1,4 @@
-"""Whole passes on sizes: reading, a step of decoding, a step of training."""
+"""Shape passes over a whole model: inference (prefill, decode) and training."""
 
 from dataclasses import dataclass, field, replace
 
@@ -15,24 +15,22 @@ from cutaway.size.shape_pass.tensor import Weight
 
 @dataclass(frozen=True)
 class PassCost:
-    """What a pass multiplied, kept and held. Memory is counted beside the weights, optimizer state and caches."""
+    """FLOPs and memory of a pass. Memory excludes weights, optimizer state and KV cache."""
 
     counter: CostCounter
     logits_bytes: int
-    """Bytes."""
     peak_bytes: int
-    """Bytes alive at once, at most."""
+    """Peak of allocated bytes."""
     peak_by_component: dict[str, int]
-    """The same by part."""
     num_ops: int
-    """Operations, each of which eager PyTorch launches by itself."""
+    """Number of operations that eager PyTorch launches."""
     saved_by_component: dict[str, int] = field(default_factory=dict)
-    """Bytes that wait for the way back at the end of the forward pass, by part."""
+    """Bytes saved for backward at the end of the forward pass, by component."""
     grad_bytes: int = 0
-    """Bytes of the weights' gradients, all of them."""
+    """Bytes of all weight gradients."""
     weights: tuple[Weight, ...] = ()
     bytes_at_optimizer_step: int = 0
-    """Bytes that are still held when the optimizer takes its step."""
+    """Bytes still allocated at the optimizer step."""
 
     @property
     def saved_bytes(self) -> int:
@@ -50,13 +48,14 @@ def inference_pass(
     serving: bool = False,
     source_cached: bool | None = None,
 ) -> PassCost:
-    """Logits of `seq_len` tokens a sequence, `num_cached_tokens` others being in a cache; there is no way back.
+    """Run the forward pass over `seq_len` tokens per sequence after `num_cached_tokens` cached ones, without gradients.
 
-    A source is read too, unless it was (as it was if anything is in the cache). When serving, keys and values go into
-    a cache, whose memory is counted elsewhere, and only the last logits of each sequence are wanted.
+    The encoder of an encoder-decoder runs too unless `source_cached` (default: if any tokens are cached). With
+    `serving`, keys and values go to a KV cache, whose memory is counted elsewhere, and only the logits of the last
+    token of each sequence are computed.
     """
     tape = Tape(replace(execution, grad=False))
-    known = num_cached_tokens > 0 if source_cached is None else source_cached
+    has_cached_source = num_cached_tokens > 0 if source_cached is None else source_cached
     x = compute_hidden(
         tape,
         config,
@@ -65,7 +64,7 @@ def inference_pass(
         source_len or num_cached_tokens + seq_len,
         num_cached_tokens=num_cached_tokens,
         serving=serving,
-        source_cached=known,
+        source_cached=has_cached_source,
     )
     logits = compute_logits(tape, x, config)
     tracker, weights = tape.memory_tracker, tuple(tape.weights.values())
@@ -84,9 +83,10 @@ def training_pass(
     loss: str = "full",
     packed: bool = False,
 ) -> PassCost:
-    """Forward, cross-entropy of every token, and back. With `packed` a sequence holds several documents.
+    """Run the forward pass, cross-entropy and backward pass. With `packed`, sequences hold several documents.
 
-    With the 'full' loss the caller holds all logits to the end, as most do; 'chunked' is as `cutaway train` does it.
+    With the 'full' loss the caller references all logits until the end of the step, as is usual; 'chunked' is the loss
+    of `cutaway train`.
     """
     tape = Tape(replace(execution, grad=True, mask_batch_size=batch_size if packed else 0))
     fsdp = tape.fsdp = _build_fsdp_state(tape, config)
@@ -95,41 +95,41 @@ def training_pass(
         tape.register_backward_hook(lambda: fsdp.post_backward(ROOT_GROUP))
     x = compute_hidden(tape, config, batch_size, seq_len, source_len or seq_len)
     if loss == "chunked" and isinstance(config.head, LMHead):
-        value, size = chunked_cross_entropy(tape, x, config)
-        held = None
+        loss_value, logits_bytes = chunked_cross_entropy(tape, x, config)
+        logits = None
         del x
     else:
-        held = compute_logits(tape, x, config)
+        logits = compute_logits(tape, x, config)
         del x
-        size = held.nbytes
+        logits_bytes = logits.nbytes
         tape.component = "loss"
-        value = cross_entropy(tape, held) if isinstance(config.head, LMHead) else held
+        loss_value = cross_entropy(tape, logits) if isinstance(config.head, LMHead) else logits
     saved = _saved_by_component(tape)
     tape.autocast_copies.clear()
     if fsdp is not None:
         fsdp.post_forward(ROOT_GROUP)
         tape.register_backward_hook(lambda: fsdp.pre_backward(ROOT_GROUP))
-    tape.backward(value)
-    gradients = (
+    tape.backward(loss_value)
+    grad_bytes = (
         sum(storage.nbytes for storage in tape.weight_grads.values()) if fsdp is None else fsdp.finalize_backward()
     )
     tracker, weights = tape.memory_tracker, tuple(tape.weights.values())
-    after = 0 if held is None else size
+    bytes_at_optimizer_step = 0 if logits is None else logits_bytes
     return PassCost(
         tape.counter,
-        size,
+        logits_bytes,
         tracker.peak_bytes,
         tracker.peak_by_component,
         tape.num_ops,
         saved,
-        gradients,
+        grad_bytes,
         weights,
-        after,
+        bytes_at_optimizer_step,
     )
 
 
 def _build_fsdp_state(tape: Tape, config: Config) -> FSDPState | None:
-    """How weights come and go where several devices have shares of them."""
+    """Build the FSDP state; None without FSDP."""
     execution = tape.execution
     if not execution.uses_fsdp:
         return None
@@ -146,13 +146,13 @@ def _build_fsdp_state(tape: Tape, config: Config) -> FSDPState | None:
 
 
 def _saved_by_component(tape: Tape) -> dict[str, int]:
-    """What the way back will need, each storage once, by the part that made it."""
+    """Bytes saved for backward by component, each storage once."""
     saved: dict[str, int] = {}
     storages = (
         storage
         for node in tape.nodes
         for storage in (*node.saved_storages, *(node.checkpoint_frame.saved_outputs if node.checkpoint_frame else ()))
     )
-    for storage in {id(each): each for each in storages if each is not None}.values():
+    for storage in {id(storage): storage for storage in storages if storage is not None}.values():
         saved[storage.component] = saved.get(storage.component, 0) + storage.nbytes
     return saved

@@ -1,4 +1,4 @@
-"""A pass recorded as sizes: what is multiplied, what is kept for the way back, what is alive at once."""
+"""Autograd tape of a shape pass: FLOPs, tensors saved for backward, activation checkpointing, peak memory."""
 
 from collections.abc import Callable, Sequence
 from math import prod
@@ -20,11 +20,11 @@ from cutaway.size.shape_pass.tensor import (
 )
 
 AUTOCAST_COPIES = "autocast weight copies"
-"""The memory component of weights that autocast has narrowed."""
+"""Memory component of the weights that autocast has cast."""
 
 
 class Tape:
-    """Runs a pass on shapes: allocates, records, and goes back."""
+    """Runs a pass on shapes: allocates storage, records operations and runs the backward pass."""
 
     def __init__(self, execution: ExecutionConfig) -> None:
         self.execution = execution
@@ -34,18 +34,18 @@ class Tape:
         self.block_matmuls: BlockMatmuls | None = None
         self.is_selective = False
         self.autocast_copies: dict[WeightKey, Storage] = {}
-        """Weights that autocast has narrowed; it keeps them until the forward pass is over."""
+        """Weights that autocast has cast; its cache lives until the end of the forward pass."""
         self.weights: dict[WeightKey, Weight] = {}
         self.weight_grads: dict[WeightKey, Storage] = {}
         self.fsdp: FSDPState | None = None
         self.component = ""
         self.num_ops = 0
-        """Operations so far: at least as many kernels are launched."""
+        """Number of operations so far; at least as many kernels are launched."""
 
     # ------------------------------------------------------------------------------------ tensors
 
     def empty(self, shape: Shape, itemsize: int, component: str | None = None) -> ShapeTensor:
-        """Memory that needs no gradient: masks, angles, tokens."""
+        """Allocate a tensor without gradient: masks, RoPE tables, tokens."""
         return ShapeTensor(
             shape, itemsize, Storage(self.memory_tracker, prod(shape) * itemsize, component or self.component), None
         )
@@ -65,29 +65,32 @@ class Tape:
         kept_by_selective: bool = False,
         extra_saved_bytes: int = 0,
     ) -> ShapeTensor:
-        """One operation: what it gives, keeps for the way back, and multiplies; `extra_saved_bytes` are given
-        and kept for itself alone (a norm's statistics, a softmax's log-sum)."""
+        """Record one operation: its output, the tensors it saves for backward, and its matmuls.
+
+        `extra_saved_bytes` are allocated and saved beside the output (the statistics of a norm, the log-sum-exp of a
+        softmax). With `kept_by_selective`, selective checkpointing saves the output instead of recomputing it.
+        """
         self.num_ops += 1
-        size = prod(shape) * itemsize
-        needs = self.execution.grad and (bool(weights) or any(x.node is not None for x in inputs))
-        node = GradNode(size, inputs, passes_grad_through=passes_grad_through) if needs else None
+        nbytes = prod(shape) * itemsize
+        requires_grad = self.execution.grad and (bool(weights) or any(x.node is not None for x in inputs))
+        node = GradNode(nbytes, inputs, passes_grad_through=passes_grad_through) if requires_grad else None
         for weight in weights:
             self.weights[weight.key] = weight
         if node is not None:
             node.weights, node.backward_matmuls = list(weights), list(backward_matmuls)
-            for each in saved:
-                self.save_for_backward(node, each if isinstance(each, Storage) else each.storage)
+            for value in saved:
+                self.save_for_backward(node, value if isinstance(value, Storage) else value.storage)
         frame = self.checkpoint_frame
         if kept_by_selective and frame is not None and frame.num_filled >= 0 and self.is_selective:
             out = frame.saved_outputs.pop(0)
             extra = frame.saved_outputs.pop(0) if extra_saved_bytes else None
         else:
-            second = frame is not None and frame.num_filled >= 0
-            for product in matmuls:
-                self.counter.add_flops("recompute" if second else "forward", *product)
-            if self.block_matmuls is not None and not second:
-                self.block_matmuls.matmuls += [(product, kept_by_selective) for product in matmuls]
-            out = Storage(self.memory_tracker, size, self.component)
+            is_recompute = frame is not None and frame.num_filled >= 0
+            for matmul in matmuls:
+                self.counter.add_flops("recompute" if is_recompute else "forward", *matmul)
+            if self.block_matmuls is not None and not is_recompute:
+                self.block_matmuls.matmuls += [(matmul, kept_by_selective) for matmul in matmuls]
+            out = Storage(self.memory_tracker, nbytes, self.component)
             extra = Storage(self.memory_tracker, extra_saved_bytes, self.component) if extra_saved_bytes else None
             if kept_by_selective and frame is not None and self.is_selective:
                 frame.saved_outputs += [out] if extra is None else [out, extra]
@@ -101,7 +104,7 @@ class Tape:
         return ShapeTensor(shape, itemsize, out, node)
 
     def narrow(self, x: ShapeTensor, *shape: int) -> ShapeTensor:
-        """A piece of x: the same memory, but a gradient of its own."""
+        """Slice x: shares its storage, has its own gradient."""
         node = None
         if x.node is not None:
             node = GradNode(prod(shape) * x.itemsize, [x])
@@ -110,7 +113,7 @@ class Tape:
         return ShapeTensor(shape, x.itemsize, x.storage, node)
 
     def copy_to_tp_region(self, x: ShapeTensor) -> ShapeTensor:
-        """What all read that share a matrix: what each finds for its gradient is added up."""
+        """Input of a tensor-parallel region: identity in forward, all-reduce of the gradient in backward."""
         if self.execution.tp == 1:
             return x
         x = self.narrow(x, *x.shape)
@@ -119,14 +122,14 @@ class Tape:
         return x
 
     def reduce_from_tp_region(self, x: ShapeTensor) -> ShapeTensor:
-        """What those that share a matrix come to together."""
+        """Output of a tensor-parallel region: all-reduce in forward, identity in backward."""
         if self.execution.tp == 1:
             return x
         self.counter.add_collective("all-reduce", x.nbytes)
         return self.record_op(x.shape, x.itemsize, [x], passes_grad_through=True)
 
     def save_for_backward(self, node: GradNode, storage: Storage) -> None:
-        """Keep for the way back; in a checkpointed block only a slot, which a second run fills."""
+        """Save a storage for backward; in a checkpointed block save an empty slot, which the recomputation fills."""
         frame = self.checkpoint_frame
         if self.block_matmuls is not None:
             self.block_matmuls.num_needed = len(self.block_matmuls.matmuls)
@@ -137,8 +140,8 @@ class Tape:
             frame.slots.append((node, len(node.saved_storages)))
             node.saved_storages.append(None)
         else:
-            first, index = frame.slots[frame.num_filled]
-            first.saved_storages[index] = storage
+            first_node, index = frame.slots[frame.num_filled]
+            first_node.saved_storages[index] = storage
             frame.num_filled += 1
             if frame.num_filled == len(frame.slots):
                 raise StopRecomputationError
@@ -146,28 +149,28 @@ class Tape:
     def cast(self, x: ShapeTensor, itemsize: int) -> ShapeTensor:
         return x if x.itemsize == itemsize else self.record_op(x.shape, itemsize, [x])
 
-    # ------------------------------------------------------------------------------------ products with weights
+    # ------------------------------------------------------------------------------------ matmuls with weights
 
     def linear(
         self, x: ShapeTensor, d_out: int, key: WeightKey, *, bias: bool, component: str, min_flops: int | None = None
     ) -> ShapeTensor:
-        """x·Wᵀ + b; `min_flops` are its FLOPs where another way needs fewer."""
+        """x·Wᵀ + b; `min_flops` are the FLOPs of an equivalent computation with fewer."""
         d_in = x.shape[-1]
         weight = Weight(key, (d_out, d_in), in_matmul=True)
         weights = [weight, Weight((*key, "bias"), (d_out,), in_matmul=True)] if bias else [weight]
-        saves: list[ShapeTensor | Storage] = []
+        saved: list[ShapeTensor | Storage] = []
         dtype = self.execution.compute_itemsize if self.execution.autocast else x.itemsize
         x = self.cast(x, dtype)
-        saves.append(x)
+        saved.append(x)
         if self.execution.autocast:
-            copies = [self.autocast_copy(each) for each in weights]
-            saves.append(copies[0])
+            weight_copies = [self.autocast_copy(w) for w in weights]
+            saved.append(weight_copies[0])
         flops = 2 * x.numel * d_out
         return self.record_op(
             (*x.shape[:-1], d_out),
             dtype,
             [x],
-            saved=saves,
+            saved=saved,
             weights=weights,
             matmuls=[(component, flops, flops if min_flops is None else min_flops)],
             backward_matmuls=[(component, 2 * flops, 2 * flops)],
@@ -175,18 +178,18 @@ class Tape:
         )
 
     def autocast_copy(self, weight: Weight) -> Storage:
-        """Autocast's copy of a weight, made once a forward pass; of a part of a matrix, each time."""
+        """Autocast's copy of a weight: once per forward pass; with tensor parallelism once per use."""
         if weight.key in self.autocast_copies:
             return self.autocast_copies[weight.key]
-        made = Storage(self.memory_tracker, weight.numel * self.execution.compute_itemsize, AUTOCAST_COPIES)
+        copy = Storage(self.memory_tracker, weight.numel * self.execution.compute_itemsize, AUTOCAST_COPIES)
         if self.execution.tp == 1:
-            self.autocast_copies[weight.key] = made
-        return made
+            self.autocast_copies[weight.key] = copy
+        return copy
 
-    # ------------------------------------------------------------------------------------ blocks run twice
+    # ------------------------------------------------------------------------------------ activation checkpointing
 
     def run_block(self, block: Callable[[ShapeTensor], ShapeTensor], x: ShapeTensor, group: ParamGroup) -> ShapeTensor:
-        """block(x), keeping as little as the activation checkpointing mode says."""
+        """Run block(x) with the configured activation checkpointing and FSDP hooks."""
         if not self.execution.grad:
             return block(x)
         self.block_matmuls = BlockMatmuls()
@@ -203,7 +206,7 @@ class Tape:
         return out
 
     def register_backward_hook(self, hook: Callable[[], None]) -> None:
-        """Do this when the way back comes by here."""
+        """Call `hook` when the backward pass reaches this point."""
         node = GradNode(0, [])
         node.hook = hook
         self.nodes.append(node)
@@ -212,31 +215,31 @@ class Tape:
         if self.execution.activation_checkpointing == "none":
             return block(x)
         self.is_selective = self.execution.activation_checkpointing == "selective"
-        holder = GradNode(x.nbytes, [x], passes_grad_through=True)
-        holder.saved_storages.append(x.storage)
-        self.nodes.append(holder)
-        inside = ShapeTensor(x.shape, x.itemsize, x.storage, holder)
-        self.checkpoint_frame = CheckpointFrame(lambda: block(inside))
-        out = block(inside)
+        input_node = GradNode(x.nbytes, [x], passes_grad_through=True)
+        input_node.saved_storages.append(x.storage)
+        self.nodes.append(input_node)
+        block_input = ShapeTensor(x.shape, x.itemsize, x.storage, input_node)
+        self.checkpoint_frame = CheckpointFrame(lambda: block(block_input))
+        out = block(block_input)
         self.checkpoint_frame = None
         return out
 
     def _recompute(self, frame: CheckpointFrame) -> None:
-        """Run a checkpointed block again, up to the last value that the way back asks for."""
+        """Recompute a checkpointed block, up to the last value that its backward pass needs."""
         frame.num_filled, self.checkpoint_frame = 0, frame
         self.is_selective = self.execution.activation_checkpointing == "selective"
         try:
             frame.recompute()
         except StopRecomputationError:
-            frame.slots.clear()  # nodes and frame would keep each other alive
+            frame.slots.clear()  # breaks a reference cycle between nodes and frame
         finally:
             self.checkpoint_frame = None
             self.autocast_copies.clear()
 
-    # ------------------------------------------------------------------------------------ the way back
+    # ------------------------------------------------------------------------------------ backward pass
 
     def backward(self, out: ShapeTensor, grad: Storage | None = None) -> None:
-        """From `out` to every weight, freeing what each step kept as soon as it is done."""
+        """Run the backward pass from `out`; each node frees its saved tensors when done."""
         assert out.node is not None
         out.node.grad = grad or Storage(self.memory_tracker, out.node.grad_nbytes, TEMPORARY_GRADS)
         del out, grad
@@ -250,8 +253,8 @@ class Tape:
                 continue
             if node.checkpoint_frame is not None and node.checkpoint_frame.num_filled < 0:
                 self._recompute(node.checkpoint_frame)
-            for part, full, seen in node.backward_matmuls:
-                self.counter.add_flops("backward", part, full, seen)
+            for component, full, visible in node.backward_matmuls:
+                self.counter.add_flops("backward", component, full, visible)
             self._propagate_grad(node)
 
     def _propagate_grad(self, node: GradNode) -> None:
@@ -262,35 +265,35 @@ class Tape:
             self.counter.add_collective("all-reduce", node.all_reduce_bytes)
         for weight in node.weights:
             self._accumulate_weight_grad(weight)
-        for source, size in node.inputs:
+        for input_node, nbytes in node.inputs:
             if node.passes_grad_through:
                 assert grad is not None
                 grad.is_aliased = True
-                accumulate_grad(source, grad)
+                accumulate_grad(input_node, grad)
             else:
-                accumulate_grad(source, Storage(self.memory_tracker, size, TEMPORARY_GRADS))
+                accumulate_grad(input_node, Storage(self.memory_tracker, nbytes, TEMPORARY_GRADS))
         node.saved_storages.clear()
 
     def _accumulate_weight_grad(self, weight: Weight) -> None:
-        """A weight's gradient; a tensor that is used twice gets a second one, and their sum takes a third place."""
+        """Allocate a weight's gradient; for a weight used twice, the second gradient and the sum are allocated too."""
         execution, component = self.execution, TEMPORARY_GRADS
-        wide = (
+        fp32_grad = (
             Storage(self.memory_tracker, weight.numel * max(4, execution.weight_itemsize), component)
             if weight.has_fp32_grad
             else None
         )
-        narrow = (
+        compute_grad = (
             Storage(self.memory_tracker, weight.numel * execution.compute_itemsize, component)
             if weight.in_matmul
             else None
         )
-        fresh = wide if execution.weight_itemsize >= 4 and wide is not None else narrow
-        if fresh is None or (fresh is narrow and execution.compute_itemsize != execution.weight_itemsize):
-            fresh = Storage(self.memory_tracker, weight.numel * execution.weight_itemsize, component)
-        held = self.weight_grads if self.fsdp is None else self.fsdp.unsharded_grads
-        if weight.key in held and not execution.autocast:
-            fresh = Storage(self.memory_tracker, weight.numel * execution.weight_itemsize, component)
+        grad = fp32_grad if execution.weight_itemsize >= 4 and fp32_grad is not None else compute_grad
+        if grad is None or (grad is compute_grad and execution.compute_itemsize != execution.weight_itemsize):
+            grad = Storage(self.memory_tracker, weight.numel * execution.weight_itemsize, component)
+        grads = self.weight_grads if self.fsdp is None else self.fsdp.unsharded_grads
+        if weight.key in grads and not execution.autocast:
+            grad = Storage(self.memory_tracker, weight.numel * execution.weight_itemsize, component)
         if self.fsdp is None:
-            self.weight_grads[weight.key] = fresh.reassign("gradients")
+            self.weight_grads[weight.key] = grad.reassign("gradients")
         else:
-            self.fsdp.add_unsharded_grad(weight.key, fresh)
+            self.fsdp.add_unsharded_grad(weight.key, grad)

@@ -1,6 +1,7 @@
-"""What a pass leaves behind as sizes: memory that lives while something refers to it, and the graph of the way back.
+"""Shape tensors, storages and gradient nodes of a shape pass.
 
-Python's own reference counts then measure what eager PyTorch, whose tensors live by the same rule, holds at a time.
+A storage is freed when its last reference is dropped, as in eager PyTorch, so Python's reference counting yields the
+allocated memory at each point.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,11 +14,11 @@ Shape = tuple[int, ...]
 WeightKey = tuple[object, ...]
 
 TEMPORARY_GRADS = "temporary gradients"
-"""The memory component of gradients that are passed on, of activations and of weights."""
+"""Memory component of gradients in flight, of activations and of weights."""
 
 
 class Storage:
-    """So many bytes, alive while something refers to them."""
+    """Allocated bytes; freed when the last reference is dropped."""
 
     __slots__ = ("component", "is_aliased", "nbytes", "tracker")
 
@@ -26,7 +27,7 @@ class Storage:
         tracker.allocate(nbytes, component)
 
     def reassign(self, component: str) -> "Storage":
-        """The same memory, from now on counted as another part's."""
+        """Count the storage under another component from now on."""
         self.tracker.free(self.nbytes, self.component)
         self.component = component
         self.tracker.allocate(self.nbytes, component)
@@ -37,7 +38,7 @@ class Storage:
 
 
 class GradNode:
-    """One step of the way back: where gradients go, and what was kept to compute them."""
+    """Node of the backward graph: its inputs, and the storages saved to compute their gradients."""
 
     __slots__ = (
         "all_reduce_bytes",
@@ -56,20 +57,20 @@ class GradNode:
         self.grad_nbytes = grad_nbytes
         self.inputs = [(x.node, x.nbytes) for x in inputs if x.node is not None]
         self.passes_grad_through = passes_grad_through
-        """Inputs get the very gradient that came in: sums, views."""
+        """The inputs' gradients are the output's gradient itself, without a copy (sums, views)."""
         self.saved_storages: list[Storage | None] = []
         self.checkpoint_frame: CheckpointFrame | None = None
         self.weights: list[Weight] = []
         self.backward_matmuls: list[MatmulFlops] = []
         self.grad: Storage | None = None
         self.all_reduce_bytes = 0
-        """Bytes of the gradient that devices add up here, where they share a matrix."""
+        """Bytes of the gradient that is all-reduced here under tensor parallelism."""
         self.hook: Callable[[], None] | None = None
-        """What happens when the way back comes by here."""
+        """Called when the backward pass reaches this node."""
 
 
 class ShapeTensor:
-    """A shape in some storage, and the node that its gradient goes to."""
+    """A shape, its storage, and the node that accumulates its gradient (None if it needs none)."""
 
     __slots__ = ("itemsize", "node", "shape", "storage")
 
@@ -90,16 +91,16 @@ class ShapeTensor:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter: `key` is the same for a tensor that is used in two places."""
+    """A parameter; tied weights have the same `key`."""
 
     key: WeightKey
     shape: Shape
     in_matmul: bool = False
-    """In a product, which autocast narrows, rather than looked up or multiplied by element."""
+    """Used in a matmul, which autocast casts; not in a lookup or an elementwise product."""
     expert_routing: tuple[int, int] | None = None
-    """(experts that a token reaches, experts there are)."""
+    """(top_k, experts) for the weights of routed experts."""
     has_fp32_grad: bool = False
-    """Its gradient comes as a sum in fp32."""
+    """Its gradient is accumulated in fp32."""
 
     @property
     def numel(self) -> int:
@@ -108,22 +109,22 @@ class Weight:
 
 @dataclass
 class CheckpointFrame:
-    """A checkpointed block: how to run it again, and what of it is kept till then."""
+    """A checkpointed block: its recomputation and the values saved for it."""
 
     recompute: Callable[[], object]
     slots: list[tuple[GradNode, int]] = field(default_factory=list)
     saved_outputs: list[Storage] = field(default_factory=list)
-    """Results of costly products, in order, where the mode keeps them."""
+    """Outputs that selective checkpointing keeps, in order."""
     num_filled: int = -1
-    """How many slots the second run has filled; −1 before it."""
+    """Slots that the recomputation has filled; −1 before it starts."""
 
 
 class StopRecomputationError(Exception):
-    """The second run of a block has computed all that the way back needs."""
+    """Raised when the recomputation of a block has computed all values that its backward pass needs."""
 
 
 def accumulate_grad(node: GradNode, grad: Storage) -> None:
-    """The first gradient is taken as it is; others are added to it, in place unless somebody else reads it."""
+    """Accumulate a gradient: the first is stored as is; later ones are added in place unless it is aliased."""
     if node.grad is None:
         node.grad = grad
     elif node.grad.is_aliased:

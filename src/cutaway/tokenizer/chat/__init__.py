@@ -1,1 +1,1 @@
-"""Chat templates, rendered in a sandbox that bounds their time and memory."""
+"""Chat templates, rendered in a sandbox with time and memory limits."""

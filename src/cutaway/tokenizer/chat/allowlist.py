@@ -1,6 +1,6 @@
-"""The filters and methods that chat templates may use, each with the size of what it could make.
+"""Allowlist of Jinja filters and methods in chat templates, each with an estimate of its result size.
 
-What is not here is refused. Left out are those that chat templates have no use for and that could run long: bytes,
+Anything else is rejected. Left out are those that chat templates do not need and that could run long: bytes,
 `wordwrap`, `urlize`, `striptags`, `xmlattr`, `pprint`, `translate`, `expandtabs`.
 """
 
@@ -14,6 +14,7 @@ from jinja2.exceptions import SecurityError
 from cutaway.tokenizer.chat.resource_meter import ITEM_SIZE, MAX_VALUE_SIZE, estimate_size
 
 SizeEstimate = Callable[..., int]
+"""Upper bound on the size of a result, from the arguments of the filter or method."""
 
 
 def _width_size(value: Any, *_: Any, **__: Any) -> int:
@@ -25,21 +26,21 @@ def _repeat_count(count: Any) -> int:
 
 
 def percent_format_size(pattern: str, values: Any) -> int:
-    """'%5d' % values."""
+    """Result size of '%5d' % values."""
     if re.search(r"%[^a-zA-Z%]*\*", pattern):
-        raise SecurityError("it formats with a width that is computed")
+        raise SecurityError("it uses a computed width in a format string")
     return len(pattern) + pattern.count("%") * estimate_size(values) + _max_padding(pattern)
 
 
 def str_format_size(pattern: str, values: Sequence[Any], named: Mapping[str, Any]) -> int:
-    """'{:5}'.format(values)."""
+    """Result size of '{:5}'.format(values)."""
     if re.search(r":[^{}]*\{", pattern):
-        raise SecurityError("it formats with a width that is computed")
+        raise SecurityError("it uses a computed width in a format string")
     return len(pattern) + pattern.count("{") * estimate_size([*values, dict(named)]) + _max_padding(pattern)
 
 
 def _max_padding(pattern: str) -> int:
-    """Widths and precisions are written in digits; ten digits are too much in any case."""
+    """Sum of all numbers in a format string: its widths and precisions; ten digits exceed any limit."""
     return sum(int(digits[:10]) for digits in re.findall(r"\d+", pattern))
 
 
@@ -50,8 +51,8 @@ def _replace_size(text: Any, old: Any, new: Any, count: Any = None, **_: Any) ->
 
 
 def _join_size(values: Any, separator: Any = "", attribute: Any = None) -> int:
-    places = len(values) if hasattr(values, "__len__") else 1
-    return estimate_size(values) + places * estimate_size(separator)
+    num_values = len(values) if hasattr(values, "__len__") else 1
+    return estimate_size(values) + num_values * estimate_size(separator)
 
 
 def _indent_size(text: Any, width: Any = 4, first: Any = False, blank: Any = False) -> int:
@@ -63,7 +64,7 @@ def _batch_filter_size(values: Any, size: Any, fill: Any = None) -> int:
 
 
 def _sum_size(values: Any, attribute: Any = None, start: Any = 0) -> int:
-    """A sum of lists copies each time all that it has."""
+    """A sum of lists copies the partial sum at each step."""
     return estimate_size(values) * (1 if isinstance(start, int | float) else estimate_size(values))
 
 
@@ -72,7 +73,7 @@ def _round_size(value: Any, precision: Any = 0, method: Any = "common") -> int:
 
 
 def _word_list_size(value: Any) -> int:
-    """A list of all words is made on the way."""
+    """The filter builds a list of all words."""
     return 16 * estimate_size(value)
 
 
@@ -83,23 +84,23 @@ def _escape_size(value: Any) -> int:
 def _tojson_size(
     value: Any, ensure_ascii: Any = False, indent: Any = None, separators: Any = None, sort_keys: Any = False
 ) -> int:
-    """Each item begins a line of its own, indented as deep as it stands."""
+    """Each item starts a new line, indented by its depth."""
     step = 0 if indent is None else _width_size(indent)
-    total, waiting = estimate_size(separators), [(value, 1)]
-    while waiting and total <= MAX_VALUE_SIZE:
-        one, depth = waiting.pop()
-        if isinstance(one, dict | list | tuple):
-            total += len(one) * (ITEM_SIZE + step * depth + estimate_size(separators))
-            waiting += [(item, depth + 1) for item in (one.values() if isinstance(one, dict) else one)]
+    total, pending = estimate_size(separators), [(value, 1)]
+    while pending and total <= MAX_VALUE_SIZE:
+        node, depth = pending.pop()
+        if isinstance(node, dict | list | tuple):
+            total += len(node) * (ITEM_SIZE + step * depth + estimate_size(separators))
+            pending += [(item, depth + 1) for item in (node.values() if isinstance(node, dict) else node)]
         else:
-            total += estimate_size(one)
+            total += estimate_size(node)
     return total
 
 
 def to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own writes JSON for HTML; models want it plain."""
+    """Plain JSON; the tojson filter of Jinja escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -150,8 +151,9 @@ _ALLOWED_METHODS: dict[type, Mapping[str, SizeEstimate | None]] = {
 
 
 def method_result_size(owner: Any, name: str, args: Sequence[Any], named: Mapping[str, Any]) -> int:
+    """Size estimate of a method call; raise SecurityError if the method is not allowed."""
     for kind, methods in _ALLOWED_METHODS.items():
         if isinstance(owner, kind) and name in methods:
             estimate = methods[name]
             return 0 if estimate is None else estimate(owner, *args, **named)
-    raise SecurityError(f"it calls {type(owner).__name__}.{name}, which chat templates may not")
+    raise SecurityError(f"it calls {type(owner).__name__}.{name}, which is not allowed")

@@ -1,8 +1,7 @@
-"""What a chat template may spend. Templates come with models from strangers, and run in this process.
+"""Time and memory limits of chat templates, which come with untrusted models and run in this process.
 
-Every value that a template makes has a size, about its characters when printed, and none may be larger than
-MAX_VALUE_SIZE. So each step of a template takes bounded time and memory, and between steps the clock and the total are
-looked at.
+The size of a value is about its number of characters when printed, at most MAX_VALUE_SIZE. This bounds time and memory
+of each step of a template; the deadline and the total size are checked between steps.
 """
 
 import time
@@ -14,33 +13,36 @@ from typing import Any
 from jinja2.exceptions import SecurityError
 
 MAX_VALUE_SIZE = 4_000_000
-"""Size of one value, and of the whole output."""
+"""Maximum size of one value, and of the output."""
 MAX_TOTAL_SIZE = 64_000_000
-"""Characters and places of all values made in one rendering: what could be kept in memory at once."""
+"""Maximum total size of all values created in one rendering, which could all be in memory at once."""
 MAX_SECONDS = 2.0
 ITEM_SIZE = 16
-"""What a place in a list or an object counts beside its value."""
+"""Size of an entry of a list or dict, in addition to its value."""
 MAX_INT_BITS = 4096
-"""Of the largest whole number."""
+"""Maximum bits of an integer."""
 
 
 class ResourceMeter:
+    """Time and total size used by one rendering."""
+
     def __init__(self) -> None:
         self._total_size = 0
         self._deadline = time.monotonic() + MAX_SECONDS
 
     def check_time(self) -> None:
+        """Raise SecurityError after the deadline."""
         if time.monotonic() > self._deadline:
             raise SecurityError(f"it runs longer than {MAX_SECONDS:g} seconds")
 
     def check_size(self, size: int) -> None:
-        """Ask before a value of this size is made."""
+        """Raise SecurityError if a value of this size, not yet created, would be too large."""
         self.check_time()
         if size > MAX_VALUE_SIZE:
-            raise SecurityError(f"it makes a value of more than {MAX_VALUE_SIZE:,} characters")
+            raise SecurityError(f"it creates a value of more than {MAX_VALUE_SIZE:,} characters")
 
     def charge_value(self, value: Any) -> Any:
-        """Pay for a value just made: its whole size is bounded, and what it adds to the memory is counted."""
+        """Check the size of a new value and add the memory it allocates to the total."""
         self.check_size(estimate_size(value))
         if isinstance(value, str):
             self._charge(len(value))
@@ -49,6 +51,7 @@ class ResourceMeter:
         return value
 
     def charge_output(self, text: str) -> str:
+        """Add rendered text to the total."""
         self.check_time()
         self._charge(len(text))
         return text
@@ -56,28 +59,28 @@ class ResourceMeter:
     def _charge(self, size: int) -> None:
         self._total_size += size
         if self._total_size > MAX_TOTAL_SIZE:
-            raise SecurityError(f"it makes and writes more than {MAX_TOTAL_SIZE:,} characters in all")
+            raise SecurityError(f"it creates values and output of more than {MAX_TOTAL_SIZE:,} characters in total")
 
 
 CURRENT_METER: ContextVar[ResourceMeter] = ContextVar("cutaway_chat_meter")
 
 
 def estimate_size(value: Any) -> int:
-    """About the characters of a value when printed: a list that stands twice in a list counts twice."""
-    total, waiting = 0, [value]
-    while waiting and total <= MAX_VALUE_SIZE:
-        one = waiting.pop()
-        if isinstance(one, str):
-            total += len(one)
-        elif isinstance(one, int):
-            if one.bit_length() > MAX_INT_BITS:
-                raise SecurityError(f"it computes with numbers of more than {MAX_INT_BITS} bits")
-            total += 1 + one.bit_length() // 3
-        elif isinstance(one, dict | list | tuple | MappingView):
-            total += ITEM_SIZE * len(one)
-            waiting += islice(iter(one), MAX_VALUE_SIZE // ITEM_SIZE)  # type: ignore[arg-type]
-            if isinstance(one, dict):
-                waiting += islice(one.values(), MAX_VALUE_SIZE // ITEM_SIZE)
+    """Approximate number of characters of a value when printed; a list contained twice counts twice."""
+    total, pending = 0, [value]
+    while pending and total <= MAX_VALUE_SIZE:
+        item = pending.pop()
+        if isinstance(item, str):
+            total += len(item)
+        elif isinstance(item, int):
+            if item.bit_length() > MAX_INT_BITS:
+                raise SecurityError(f"it uses integers of more than {MAX_INT_BITS} bits")
+            total += 1 + item.bit_length() // 3
+        elif isinstance(item, dict | list | tuple | MappingView):
+            total += ITEM_SIZE * len(item)
+            pending += islice(iter(item), MAX_VALUE_SIZE // ITEM_SIZE)  # type: ignore[arg-type]
+            if isinstance(item, dict):
+                pending += islice(item.values(), MAX_VALUE_SIZE // ITEM_SIZE)
         else:
             total += 1
     return total

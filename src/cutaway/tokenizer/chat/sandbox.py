@@ -1,7 +1,7 @@
-"""The environment in which chat templates run: what transformers gives them, and nothing that could hurt.
+"""Jinja sandbox for chat templates, with the filters and globals of transformers and resource limits.
 
-Jinja's sandbox keeps templates from Python's insides. It does not keep them from running forever or filling the memory,
-so the parsed template is changed: loops and macros look at the clock, and whatever makes a value pays for it (see
+The Jinja sandbox blocks access to Python internals, but does not limit time and memory. Therefore the parsed template
+is transformed: loops and macros check the deadline, and every expression that creates a value is metered (see
 `resource_meter`).
 """
 
@@ -31,11 +31,11 @@ from cutaway.tokenizer.chat.allowlist import (
 from cutaway.tokenizer.chat.resource_meter import CURRENT_METER, MAX_INT_BITS, ResourceMeter, estimate_size
 
 MAX_TEMPLATE_NODES = 10_000
-"""Parts of a parsed template. To compile this many takes about half a second."""
+"""Maximum number of AST nodes. Compiling this many takes about half a second."""
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks what the assistant said, for training; the text is written as it is."""
+    """`{% generation %}` marks assistant text for training; the text is rendered unchanged."""
 
     tags = {"generation"}
 
@@ -45,7 +45,7 @@ class GenerationTag(Extension):
 
 
 class MeteringTransformer(NodeTransformer):
-    """Puts the meter into a parsed template."""
+    """Insert calls of the resource meter into the AST of a template."""
 
     def _environment_call(self, name: str, arguments: list[nodes.Expr], node: nodes.Node) -> nodes.Call:
         return nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None, lineno=node.lineno)
@@ -94,10 +94,12 @@ def _to_const(node: nodes.Expr) -> nodes.Expr:
 
 
 class ChatTemplateSandbox(ImmutableSandboxedEnvironment):
+    """Jinja environment with metered operators, filters, methods and globals."""
+
     intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
 
     def __init__(self) -> None:
-        # Without the optimizer, since that computes constants while it compiles, before any meter runs.
+        # optimized=False: the optimizer would evaluate constant expressions at compile time, without a meter.
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[GenerationTag, LoopControlExtension]
         )
@@ -116,11 +118,11 @@ class ChatTemplateSandbox(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
         if sum(1 for _ in islice(template.find_all(nodes.Node), MAX_TEMPLATE_NODES)) == MAX_TEMPLATE_NODES:
-            raise SecurityError(f"it has more than {MAX_TEMPLATE_NODES:,} parts")
-        guarded: nodes.Template = MeteringTransformer().visit(template)
-        return guarded
+            raise SecurityError(f"it has more than {MAX_TEMPLATE_NODES:,} nodes")
+        metered: nodes.Template = MeteringTransformer().visit(template)
+        return metered
 
-    # What MeteringTransformer calls
+    # Called by code that MeteringTransformer inserts
 
     def check_time(self) -> bool:
         CURRENT_METER.get().check_time()
@@ -135,7 +137,7 @@ class ChatTemplateSandbox(ImmutableSandboxedEnvironment):
     def concatenate(self, *values: Any) -> str:
         return CURRENT_METER.get().charge_value("".join([self.charge_output(value) for value in values]))
 
-    # What Jinja's own code calls
+    # Called by Jinja
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         meter, sizes = CURRENT_METER.get(), (estimate_size(left), estimate_size(right))
@@ -145,7 +147,7 @@ class ChatTemplateSandbox(ImmutableSandboxedEnvironment):
                 or not isinstance(right, int | float)
                 or abs(right) * sizes[0] > MAX_INT_BITS
             ):
-                raise SecurityError("it raises a number to a power that is too large")
+                raise SecurityError("it computes a power that is too large")
         elif operator == "%" and isinstance(left, str):
             meter.check_size(percent_format_size(left, right))
         elif operator == "*" and isinstance(left, int) != isinstance(right, int):
@@ -164,12 +166,12 @@ class ChatTemplateSandbox(ImmutableSandboxedEnvironment):
         if isinstance(__obj, BuiltinMethodType) or (isinstance(__obj, MethodType) and isinstance(owner, str)):
             meter.check_size(method_result_size(owner, __obj.__name__, args, kwargs))
             result = super().call(__context, __obj, *args, **kwargs)
-            # An object's methods hand out what it holds; a string's make new strings.
+            # Methods of str create new strings; methods of containers return existing values.
             return meter.charge_value(result) if isinstance(owner, str) else result
         return super().call(__context, __obj, *args, **kwargs)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
-        raise SecurityError(f"it reaches for {attribute!r} of a {type(obj).__name__}, which chat templates may not")
+        raise SecurityError(f"it accesses {attribute!r} of a {type(obj).__name__}, which is not allowed")
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         inner = super().wrap_str_format(value)
@@ -195,21 +197,21 @@ _BINARY_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _meter_filter(estimate: Callable[..., int] | None, filter_function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that asks beforehand for what it could make, and whose lazy results are made at once."""
-    passes = getattr(filter_function, "jinja_pass_arg", None)
+    """Wrap a filter: check its size estimate before the call, and turn a lazy result into a list."""
+    pass_arg = getattr(filter_function, "jinja_pass_arg", None)
 
     def metered(*args: Any, **kwargs: Any) -> Any:
         meter = CURRENT_METER.get()
         meter.check_time()
         if estimate is not None:
-            meter.check_size(estimate(*args[0 if passes is None else 1 :], **kwargs))
+            meter.check_size(estimate(*args[0 if pass_arg is None else 1 :], **kwargs))
         result = filter_function(*args, **kwargs)
         if isinstance(result, Iterator):
             result = list(_check_time_per_item(result, meter))
         return meter.charge_value(result)
 
-    if passes is not None:
-        metered.jinja_pass_arg = passes  # type: ignore[attr-defined]
+    if pass_arg is not None:
+        metered.jinja_pass_arg = pass_arg  # type: ignore[attr-defined]
     return metered
 
 
@@ -222,17 +224,17 @@ def _check_time_per_item(items: Iterator[Any], meter: ResourceMeter) -> Iterator
 def _bounded_range(*args: int) -> range:
     numbers = range(*args)
     if len(numbers) > 100_000:
-        raise SecurityError("it counts beyond 100,000 in one range")
+        raise SecurityError("it uses a range of more than 100,000 numbers")
     return numbers
 
 
 def _metered_dict(*pairs: Any, **named: Any) -> dict[Any, Any]:
-    made: dict[Any, Any] = CURRENT_METER.get().charge_value(dict(*pairs, **named))
-    return made
+    result: dict[Any, Any] = CURRENT_METER.get().charge_value(dict(*pairs, **named))
+    return result
 
 
 class _TemplateNamespace(Namespace):
-    """Variables that outlive a loop. Names with an underscore could reach Python's insides."""
+    """Variables that persist after a loop. Names with a leading underscore could reach Python internals."""
 
     def __init__(*args: Any, **named: Any) -> None:
         self, *rest = args
@@ -246,17 +248,17 @@ class _TemplateNamespace(Namespace):
         super().__setitem__(name, value)
 
     def __repr__(self) -> str:
-        # Jinja's shows the values, which for namespaces within namespaces need not end.
+        # The repr of Jinja includes the values and does not terminate for recursive namespaces.
         return "<Namespace>"
 
 
 def _check_namespace_key(name: str) -> None:
     if name.startswith("_"):
-        raise SecurityError(f"it stores {name!r} in a namespace, where names may not begin with an underscore")
+        raise SecurityError(f"it sets {name!r} in a namespace, where names must not start with an underscore")
 
 
 class TemplateRaisedError(TemplateError):
-    """What a template says by raise_exception."""
+    """Raised by raise_exception in a template."""
 
 
 def _raise_exception(message: object) -> None:
@@ -265,5 +267,5 @@ def _raise_exception(message: object) -> None:
 
 def _strftime_now(pattern: str) -> str:
     if len(pattern) > 200:
-        raise SecurityError("it formats the date by a pattern of more than 200 characters")
+        raise SecurityError("it uses a date format of more than 200 characters")
     return datetime.now().strftime(pattern)

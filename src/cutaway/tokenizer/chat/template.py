@@ -1,4 +1,4 @@
-"""Chats to prompts: messages, and the template that a model's makers wrote for them."""
+"""Render chat messages to a prompt with the chat template of a model."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -12,36 +12,36 @@ from cutaway.tokenizer.chat.resource_meter import CURRENT_METER, MAX_VALUE_SIZE,
 from cutaway.tokenizer.chat.sandbox import ChatTemplateSandbox, TemplateRaisedError
 
 MAX_TEMPLATE_CHARS = 100_000
-"""Characters. The longest published templates have about thirty thousand."""
+"""Maximum template length. The longest published templates have about thirty thousand characters."""
 
 
 def render_chat_template(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-    """What the template writes for these messages and values, within the bounds of `resource_meter`."""
+    """Render a template with messages and variables, within the limits of `resource_meter`."""
     chat = validate_messages(messages)
-    given = {name: _to_json_types(value, name) for name, value in variables.items()}
-    given.setdefault("documents", None)
+    values = {name: _to_json_types(value, name) for name, value in variables.items()}
+    values.setdefault("documents", None)
     token = CURRENT_METER.set(ResourceMeter())
     try:
-        written, size = [], 0
-        for part in _compile_template(template).generate(**{**given, "messages": chat}):
+        parts, size = [], 0
+        for part in _compile_template(template).generate(**{**values, "messages": chat}):
             size += len(part)
             if size > MAX_VALUE_SIZE:
-                raise SecurityError(f"it writes more than {MAX_VALUE_SIZE:,} characters")
-            written.append(part)
-        return "".join(written)
+                raise SecurityError(f"its output has more than {MAX_VALUE_SIZE:,} characters")
+            parts.append(part)
+        return "".join(parts)
     except InputError:
         raise
     except TemplateRaisedError as error:
-        raise InputError(f"the chat template refuses these messages: {error}") from error
+        raise InputError(f"the chat template rejects these messages: {error}") from error
     except SecurityError as error:
-        raise InputError(f"the chat template was stopped: {error}; give another template") from error
+        raise InputError(f"the chat template was stopped: {error}; pass another template") from error
     except RecursionError as error:
         raise InputError(
-            "the chat template was stopped: it calls itself or is nested too deep; give another template"
+            "the chat template was stopped: it is recursive or nested too deeply; pass another template"
         ) from error
-    except Exception as error:  # a template may fail in as many ways as a program
+    except Exception as error:  # template code can raise any exception
         raise InputError(
-            f"the chat template fails ({type(error).__name__}: {error}); check the messages' fields or the template"
+            f"the chat template failed ({type(error).__name__}: {error}); check the messages and the template"
         ) from error
     finally:
         CURRENT_METER.reset(token)
@@ -51,45 +51,45 @@ def render_chat_template(template: str, messages: Sequence[Mapping[str, Any]], v
 def _compile_template(template: str) -> Template:
     if len(template) > MAX_TEMPLATE_CHARS:
         raise InputError(
-            f"the chat template has {len(template):,} characters, more than {MAX_TEMPLATE_CHARS:,}; give another"
+            f"the chat template has {len(template):,} characters, more than {MAX_TEMPLATE_CHARS:,}; pass another"
         )
     try:
         return ChatTemplateSandbox().from_string(template)
     except TemplateSyntaxError as error:
-        raise InputError(
-            f"the chat template has an error in line {error.lineno}: {error.message}; repair it"
-        ) from error
+        raise InputError(f"the chat template has an error in line {error.lineno}: {error.message}; fix it") from error
 
 
 def validate_messages(messages: object) -> list[dict[str, Any]]:
-    """Messages as plain data: a role, and content that is text, parts of text and other things, or nothing."""
+    """Validate messages and copy them as JSON types: a role, and content that is text, a list of parts, or None."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InputError(
-            "messages are a list of at least one object with role and content, for example "
+            "messages must be a non-empty list of objects with role and content, for example "
             '[{"role": "user", "content": "Hello"}]'
         )
     chat = []
-    for place, message in enumerate(messages):
+    for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InputError(f"message {place} has no role; give it one, such as user, assistant or system")
+            raise InputError(f"message {i} has no role; set it, for example to user, assistant or system")
         content = message.get("content")
         parts = isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content)
         if not (content is None or isinstance(content, str) or parts):
-            raise InputError(f"message {place} has content that is neither text nor a list of parts with a type")
-        chat.append(_to_json_types(message, f"message {place}"))
+            raise InputError(f"message {i} has content that is neither text nor a list of parts with a type")
+        chat.append(_to_json_types(message, f"message {i}"))
     return chat
 
 
 def _to_json_types(value: Any, path: str, depth: int = 0) -> Any:
-    """A copy of JSON's types only: an object of any other type could hand a template its methods."""
+    """Copy a value of JSON types; raise for other types, since a template could call their methods."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):
         return str(value)
     if depth > 100:
-        raise InputError(f"{path} is nested deeper than 100; give plainer data")
+        raise InputError(f"{path} is nested deeper than 100 levels; pass simpler data")
     if isinstance(value, Mapping):
         return {str(key): _to_json_types(item, path, depth + 1) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [_to_json_types(item, path, depth + 1) for item in value]
-    raise InputError(f"{path} holds a {type(value).__name__}; a chat template takes text, numbers, lists and objects")
+    raise InputError(
+        f"{path} contains a {type(value).__name__}; chat templates take strings, numbers, lists and objects"
+    )

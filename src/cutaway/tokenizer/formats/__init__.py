@@ -1,1 +1,1 @@
-"""File formats of tokenizers: tokenizer.json, SentencePiece, tiktoken, Marian and GGUF."""
+"""Tokenizer file formats: tokenizer.json, SentencePiece, tiktoken, Marian and GGUF."""

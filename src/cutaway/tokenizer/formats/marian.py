@@ -1,4 +1,4 @@
-"""Marian's translation models: SentencePiece cuts the text, and a vocab.json of their own numbers the pieces."""
+"""Marian tokenizer: SentencePiece segmentation, with ids from vocab.json."""
 
 import re
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ MARIAN_FILES = ("source.spm", "target.spm", "vocab.json")
 
 
 class MarianTokenizer(Tokenizer):
-    """Reads the source language and writes the target's: pieces of both are in one vocabulary."""
+    """Encodes the source language and decodes the target language; one vocabulary has the pieces of both."""
 
     def __init__(
         self,
@@ -33,31 +33,34 @@ class MarianTokenizer(Tokenizer):
         files: dict[str, bytes],
     ) -> None:
         self._ids = dict(ids)
-        self._tokens = {number: token for token, number in ids.items()}
-        named = {
+        self._tokens = {token_id: token for token, token_id in ids.items()}
+        special_tokens = {
             name: token_content(token)
             for name, token in tokenizer_config.resolve_special_tokens(DEFAULT_SPECIAL_TOKENS).items()
         }
-        if named.get("unk_token") not in ids or named.get("eos_token") not in ids:
+        if special_tokens.get("unk_token") not in ids or special_tokens.get("eos_token") not in ids:
             raise InputError(
-                f"{tokenizer_config.source}'s vocab.json lacks the unknown or the end token; get the files again"
+                f"vocab.json beside {tokenizer_config.source} lacks unk_token or eos_token; download the files again"
             )
         self._source_files = files
-        self._special_tokens = {token for token in named.values() if token in ids}
+        self._special_tokens = {token for token in special_tokens.values() if token in ids}
         self._special_token_regex = re.compile(
             "(" + "|".join(map(re.escape, sorted(self._special_tokens, key=len, reverse=True))) + ")"
         )
-        longest = tokenizer_config.model_max_length or 512
+        model_max_length = tokenizer_config.model_max_length or 512
         super().__init__(
-            backend, special_tokens_map=named, chat_template=tokenizer_config.chat_template, model_max_length=longest
+            backend,
+            special_tokens_map=special_tokens,
+            chat_template=tokenizer_config.chat_template,
+            model_max_length=model_max_length,
         )
         self.decode_skip_ids = self.all_special_ids
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = []
-        # Parts in odd places are the named special tokens.
-        for place, part in enumerate(self._special_token_regex.split(text)):
-            ids += [self._ids[part]] if place % 2 else self._encode_text(part)
+        # re.split with a group: parts with an odd index are special tokens.
+        for i, part in enumerate(self._special_token_regex.split(text)):
+            ids += [self._ids[part]] if i % 2 else self._encode_text(part)
         return [*ids, self._ids[self.special_tokens_map["eos_token"]]] if add_special_tokens else ids
 
     def _encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
@@ -65,7 +68,7 @@ class MarianTokenizer(Tokenizer):
 
     def _encode_text(self, text: str) -> list[int]:
         tokens = []
-        # `>>fra<<` before the text says which language is wanted.
+        # `>>fra<<` before the text selects the target language.
         if text.startswith(">>") and (end := text.find("<<")) != -1:
             tokens, text = [text[: end + 2]], text[end + 2 :]
         unk = self._ids[self.special_tokens_map["unk_token"]]
@@ -73,13 +76,13 @@ class MarianTokenizer(Tokenizer):
         return [self._ids.get(token, unk) for token in tokens]
 
     def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        text, piece = "", ""
-        for token in (self._tokens[number] for number in ids if number in self._tokens):
+        text, pieces = "", ""
+        for token in (self._tokens[token_id] for token_id in ids if token_id in self._tokens):
             if token not in self._special_tokens:
-                piece += token
+                pieces += token
             elif not skip_special_tokens:
-                text, piece = text + _join_pieces(piece) + token + " ", ""
-        return (text + _join_pieces(piece)).strip()
+                text, pieces = text + _join_pieces(pieces) + token + " ", ""
+        return (text + _join_pieces(pieces)).strip()
 
     @property
     def vocab_size(self) -> int:
@@ -92,7 +95,7 @@ class MarianTokenizer(Tokenizer):
         return self._ids.get(token)
 
     def _serialize_files(self) -> dict[str, bytes]:
-        """The files it came from: no tokenizer.json can say that one vocabulary cuts and another numbers."""
+        """The original files: tokenizer.json cannot represent separate vocabularies for segmentation and ids."""
         config: dict[str, object] = {
             "tokenizer_class": "MarianTokenizer",
             "model_max_length": self.model_max_length,
@@ -106,12 +109,13 @@ def _join_pieces(pieces: str) -> str:
 
 
 def load_marian_tokenizer(directory: Path, tokenizer_config: TokenizerConfig) -> MarianTokenizer:
+    """Load a Marian tokenizer from source.spm and vocab.json."""
     files = {name: read_bytes(directory / name) for name in MARIAN_FILES if (directory / name).is_file()}
     try:
         model = escape_control_pieces(parse_sentencepiece_model(files["source.spm"]))
     except InputError as error:
         raise InputError(f"{directory / 'source.spm'}: {error}") from error
-    tokens = build_vocabulary(model, None)
-    backend = wrap_tokenizers_errors(directory, lambda: build_sentencepiece_pipeline(model, tokens))
+    vocabulary = build_vocabulary(model, None)
+    backend = wrap_tokenizers_errors(directory, lambda: build_sentencepiece_pipeline(model, vocabulary))
     ids = validate_vocab(read_json_object(directory / "vocab.json"), directory / "vocab.json")
     return MarianTokenizer(backend, ids, tokenizer_config, files)

@@ -1,4 +1,4 @@
-"""tokenizer.json, the tokenizers library's own file: as it stands, or its vocabulary alone."""
+"""tokenizer.json of the tokenizers library: the full pipeline, or only its vocabulary."""
 
 import base64
 import binascii
@@ -15,30 +15,31 @@ from cutaway.tokenizer.formats.sentencepiece import validate_charsmap
 from cutaway.tokenizer.vocabulary import Vocabulary, validate_vocab
 
 MAX_TEXT_EXPANSION = 256
-"""How much longer a pipeline may make a text. Unicode's normalizations come to 18, the writing of bytes to 2."""
+"""Maximum factor by which a pipeline may lengthen a text. Unicode normalization has 18, byte-level mapping 2."""
 
 
 def parse_tokenizer_json(text: str, path: Path) -> tokenizers.Tokenizer:
+    """Parse tokenizer.json with the tokenizers library."""
     return wrap_tokenizers_errors(path, lambda: tokenizers.Tokenizer.from_str(text))
 
 
 def check_text_expansion(content: Mapping[str, Any], path: Path) -> None:
-    """A text is the user's; how long a stranger's file may make it is bounded."""
-    grown = 1.0
+    """Raise if the pipeline of an untrusted file could lengthen a text by more than MAX_TEXT_EXPANSION."""
+    factor = 1.0
     for step in _flatten_steps([content.get("normalizer"), content.get("pre_tokenizer"), content.get("decoder")]):
-        grown *= _expansion_factor(step)
-    if not grown <= MAX_TEXT_EXPANSION or _num_inserted_tokens(content.get("post_processor")) > MAX_TEXT_EXPANSION:
-        raise InputError(f"{path} would make texts more than {MAX_TEXT_EXPANSION} times longer; get the file again")
+        factor *= _expansion_factor(step)
+    if not factor <= MAX_TEXT_EXPANSION or _num_inserted_tokens(content.get("post_processor")) > MAX_TEXT_EXPANSION:
+        raise InputError(f"{path} could lengthen texts more than {MAX_TEXT_EXPANSION} times; download the file again")
 
 
 def _flatten_steps(steps: list[Any]) -> list[dict[str, Any]]:
-    """Laid flat; what is no object is left to the library to refuse."""
-    flat, waiting = [], [part for part in steps if isinstance(part, dict)]
-    while waiting:
-        step = waiting.pop()
+    """All nested steps as a flat list. Values that are not objects are skipped; the library rejects them."""
+    flat, pending = [], [part for part in steps if isinstance(part, dict)]
+    while pending:
+        step = pending.pop()
         flat.append(step)
         for name in ("normalizers", "pretokenizers", "decoders", "processors"):
-            waiting += [part for part in _as_list(step.get(name)) if isinstance(part, dict)]
+            pending += [part for part in _as_list(step.get(name)) if isinstance(part, dict)]
     return flat
 
 
@@ -58,12 +59,12 @@ def _expansion_factor(step: Mapping[str, Any]) -> float:
 
 
 def _num_inserted_tokens(post_processor: Any) -> int:
-    """The ids that templates set around a text."""
+    """Number of ids that post-processor templates add to a text."""
     total = 0
     for step in _flatten_steps([post_processor]):
         special = step.get("special_tokens")
-        for place in [place for side in ("single", "pair") for place in _as_list(step.get(side))]:
-            match place, special:
+        for entry in [entry for side in ("single", "pair") for entry in _as_list(step.get(side))]:
+            match entry, special:
                 case {"SpecialToken": {"id": str(name)}}, dict() if isinstance(special.get(name), dict):
                     total += len(_as_list(special[name].get("ids")))
     return total
@@ -74,10 +75,10 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def parse_vocabulary(content: Mapping[str, Any], path: Path) -> Vocabulary:
-    """The vocabulary, checked; the Rust library takes the rest of the file or refuses it."""
+    """Parse and validate the vocabulary; the tokenizers library validates the rest of the file."""
     model = content.get("model")
     if not isinstance(model, dict):
-        raise InputError(f"{path} has no model; get the file again")
+        raise InputError(f"{path} has no model; download the file again")
     tokens, merges = model.get("vocab"), model.get("merges") or []
     charsmap, post = _find_precompiled_charsmap(content.get("normalizer"), path), _parse_post_processor(content, path)
     if isinstance(tokens, list):
@@ -85,11 +86,11 @@ def parse_vocabulary(content: Mapping[str, Any], path: Path) -> Vocabulary:
         if len(scores) > MAX_VOCAB_SIZE or (
             unk is not None and (not isinstance(unk, int) or not 0 <= unk < len(scores))
         ):
-            raise InputError(f"{path} names {unk!r} as its unknown token, which it has not; get the file again")
+            raise InputError(f"{path} has unk_id {unk!r}, which is not in its vocabulary; download the file again")
         return Vocabulary("Unigram", scores=scores, unk_id=unk, precompiled_charsmap=charsmap, post_processor=post)
     ids = validate_vocab(tokens, path)
     if not isinstance(merges, list):
-        raise InputError(f"{path} has merges that are no list; get the file again")
+        raise InputError(f"{path} has merges that are not a list; download the file again")
     pairs = [_parse_merge(merge, path) for merge in merges]
     kind = "BPE" if model.get("type", "BPE" if pairs else "WordPiece") == "BPE" else "WordPiece"
     return Vocabulary("BPE" if kind == "BPE" else "WordPiece", ids=ids, merges=pairs, post_processor=post)
@@ -99,14 +100,16 @@ def _parse_scored_piece(entry: object, path: Path) -> tuple[str, float]:
     match entry:
         case [str(piece), int() | float() as score]:
             return piece, float(score)
-    raise InputError(f"{path} has a vocabulary entry {entry!r:.60} that is no piece with a score; get the file again")
+    raise InputError(
+        f"{path} has a vocabulary entry {entry!r:.60} that is not a piece with a score; download the file again"
+    )
 
 
 def _parse_merge(merge: object, path: Path) -> tuple[str, str]:
     match merge.split(" ") if isinstance(merge, str) else merge:
         case [str(left), str(right)]:
             return left, right
-    raise InputError(f"{path} has a merge {merge!r:.60} that is not two tokens; get the file again")
+    raise InputError(f"{path} has a merge {merge!r:.60} that is not two tokens; download the file again")
 
 
 def _find_precompiled_charsmap(normalizer: object, path: Path) -> bytes | None:
@@ -120,14 +123,14 @@ def _find_precompiled_charsmap(normalizer: object, path: Path) -> bytes | None:
                 validate_charsmap(charsmap)
                 return charsmap
             except (TypeError, ValueError, binascii.Error) as error:
-                raise InputError(f"{path} has a damaged table of normalizations; get the file again") from error
+                raise InputError(f"{path} has a damaged normalization table; download the file again") from error
     return None
 
 
 def _parse_post_processor(content: Mapping[str, Any], path: Path) -> Any:
-    """Only the library can read one, and only as part of a tokenizer."""
+    """Parse the post-processor. The library parses it only as a part of a tokenizer, so a minimal one is built."""
     if content.get("post_processor") is None:
         return None
-    small = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
-    small["post_processor"] = content["post_processor"]
-    return wrap_tokenizers_errors(path, lambda: tokenizers.Tokenizer.from_str(json.dumps(small)).post_processor)
+    minimal = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
+    minimal["post_processor"] = content["post_processor"]
+    return wrap_tokenizers_errors(path, lambda: tokenizers.Tokenizer.from_str(json.dumps(minimal)).post_processor)

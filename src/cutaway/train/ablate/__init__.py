@@ -1,1 +1,1 @@
-"""What does a part do? Variants of a recipe, trained alike on the same data from several seeds, and compared."""
+"""Ablation studies: variants of a recipe, trained on the same data and budget with several seeds, and compared."""

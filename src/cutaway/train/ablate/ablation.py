@@ -1,4 +1,4 @@
-"""An ablation from beginning to end: planned, carried out, and its results written down and drawn."""
+"""An ablation: build the plan, run its training runs, write and plot the results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ DEFAULT_NUM_SEEDS = 3
 
 @dataclass(frozen=True)
 class Ablation:
-    """What is to be done, and where."""
+    """A plan and its output directory."""
 
     plan: AblationPlan
     output_dir: Path
@@ -29,7 +29,7 @@ class Ablation:
     def run(
         self, *, num_workers: int | None = None, device: str | None = None, on_progress: ProgressFn = lambda *_: None
     ) -> dict[str, Any]:
-        """All of it; what was done before is not done again. The same as is in results.json."""
+        """Run all training runs that are not finished, write results.json and the plots, and return the results."""
         self.output_dir.mkdir(parents=True, exist_ok=True)
         outcomes = run_jobs(self.plan, self.output_dir, num_workers=num_workers, device=device, on_progress=on_progress)
         results = Results(self.plan, outcomes)
@@ -49,30 +49,36 @@ def build_ablation(
     num_seeds: int | None = None,
     overrides: Sequence[str] = (),
 ) -> Ablation:
-    """Variants of a recipe (a shipped one's name, a file, a dict), or a study by its name; 'a.b=value' changes all."""
-    named = source if isinstance(source, str) and source in STUDIES else None
-    where = Path(output_dir) if output_dir is not None else Path("runs") / f"ablate-{named or _source_name(source)}"
+    """Build an ablation from a recipe (a preset name, a file, a dict) and `vary`, or from the name of a study.
+
+    `overrides` ('a.b=value') apply to all variants.
+    """
+    study_name = source if isinstance(source, str) and source in STUDIES else None
+    output_dir = (
+        Path("runs") / f"ablate-{study_name or _source_name(source)}" if output_dir is None else Path(output_dir)
+    )
     num_seeds = DEFAULT_NUM_SEEDS if num_seeds is None else num_seeds
-    if named is not None:
+    if study_name is not None:
         if vary or match is not None:
             raise InputError(
-                f"the study '{named}' varies what it varies; leave --vary and --match out, or give a recipe"
+                f"the study '{study_name}' defines its own variants and budget; remove --vary and --match, or pass a"
+                " recipe"
             )
-        study = STUDIES[named]()
+        study = STUDIES[study_name]()
         plan = build_plan(
-            named,
+            study_name,
             load_recipe(study.recipe, overrides),
             study.variants,
-            where,
+            output_dir,
             num_seeds=num_seeds,
             match=study.match,
             measurement=study.measurement,
         )
-        return Ablation(plan, where, study)
-    specs = combine_variations([parse_variation(each) for each in vary])
+        return Ablation(plan, output_dir, study)
+    specs = combine_variations([parse_variation(text) for text in vary])
     recipe = load_recipe(source, overrides)
-    plan = build_plan(_source_name(source), recipe, specs, where, num_seeds=num_seeds, match=match or "tokens")
-    return Ablation(plan, where)
+    plan = build_plan(_source_name(source), recipe, specs, output_dir, num_seeds=num_seeds, match=match or "tokens")
+    return Ablation(plan, output_dir)
 
 
 def _source_name(source: Any) -> str:

@@ -1,4 +1,4 @@
-"""Means and intervals over seeds, and differences between runs that share seed and data."""
+"""Confidence intervals over seeds (Student's t), and paired differences between runs with the same seeds."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ INTEGRATION_STEPS = 2000
 
 @dataclass(frozen=True)
 class ConfidenceInterval:
-    """A mean, and how far to either side the true one lies with 95 % certainty; None where one value says nothing."""
+    """95 % confidence interval mean ± half_width; half_width is None for a single value."""
 
     mean: float
     half_width: float | None
@@ -20,12 +20,12 @@ class ConfidenceInterval:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether zero lies outside."""
+        """Whether the interval excludes zero."""
         return self.half_width is not None and abs(self.mean) > self.half_width
 
     @property
     def max_abs(self) -> float:
-        """How large it can be, to either side."""
+        """Largest absolute value in the interval."""
         return abs(self.mean) + (self.half_width or 0.0)
 
 
@@ -33,32 +33,32 @@ def mean_confidence_interval(values: Sequence[float]) -> ConfidenceInterval:
     """mean ± t · s / √n, with Student's t for n − 1 degrees of freedom."""
     if len(values) < 2:
         return ConfidenceInterval(fmean(values), None, len(values))
-    half = t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return ConfidenceInterval(fmean(values), half, len(values))
+    half_width = t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return ConfidenceInterval(fmean(values), half_width, len(values))
 
 
 def paired_difference(values: Mapping[int, float], others: Mapping[int, float]) -> ConfidenceInterval | None:
-    """The mean of the differences, seed by seed: what both share, such as easy data, cancels out."""
+    """Mean of the differences seed by seed: what both runs of a seed share, such as easy data, cancels out."""
     seeds = sorted(values.keys() & others.keys())
     return mean_confidence_interval([values[seed] - others[seed] for seed in seeds]) if seeds else None
 
 
 @lru_cache(maxsize=64)
 def t_quantile(df: int, confidence: float = CONFIDENCE_LEVEL) -> float:
-    """The t that |T| exceeds with probability 1 − sure.
+    """The t that |T| exceeds with probability 1 − confidence, for `df` degrees of freedom.
 
-    With T = √v·tan(φ), φ has a density proportional to cos(φ)^(v − 1): smooth, on a short stretch, easy to add up.
+    With T = √df·tan(φ), φ has a density proportional to cos(φ)^(df − 1), which is smooth on a bounded interval.
     """
-    whole = _integrate_cos_power(math.pi / 2, df)
+    total = _integrate_cos_power(math.pi / 2, df)
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _integrate_cos_power(middle, df) < confidence * whole else (low, middle)
+        low, high = (middle, high) if _integrate_cos_power(middle, df) < confidence * total else (low, middle)
     return math.sqrt(df) * math.tan(low)
 
 
 def _integrate_cos_power(end: float, df: int) -> float:
-    """∫ cos(φ)^(v − 1) dφ from 0 to `end`, by Simpson's rule."""
+    """∫ cos(φ)^(df − 1) dφ from 0 to `end`, by Simpson's rule."""
     step = end / INTEGRATION_STEPS
-    heights = [max(0.0, math.cos(step * place)) ** (df - 1) for place in range(INTEGRATION_STEPS + 1)]
-    return step / 3 * (heights[0] + 4 * sum(heights[1::2]) + 2 * sum(heights[2:-1:2]) + heights[-1])
+    values = [max(0.0, math.cos(step * index)) ** (df - 1) for index in range(INTEGRATION_STEPS + 1)]
+    return step / 3 * (values[0] + 4 * sum(values[1::2]) + 2 * sum(values[2:-1:2]) + values[-1])

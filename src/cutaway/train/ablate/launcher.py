@@ -1,4 +1,4 @@
-"""All runs of a plan, several at a time, each in a process of its own; what was done before is not done again."""
+"""Run the training runs of a plan in worker processes, several at a time; finished runs are not repeated."""
 
 import json
 import multiprocessing
@@ -20,16 +20,16 @@ from cutaway.train.checkpoint.run_directory import RUN_FILE, RunDirectory
 from cutaway.train.trainer.memory_check import expected_memory
 
 PROCESS_OVERHEAD_BYTES = 400 << 20
-"""Bytes of a process that has done nothing yet."""
+"""Memory of a process before it trains."""
 RunOutcomes = dict[tuple[str, int], dict[str, Any]]
-"""What came of each (variant, seed)."""
+"""Outcome of each (variant, seed)."""
 ProgressFn = Callable[[str, int], None]
-"""Is told a run's name and the steps it has done."""
+"""Receives the name of a run and its number of finished steps."""
 
 
 @dataclass
 class RunningJob:
-    """A run in its process."""
+    """A run and its process."""
 
     name: str
     process: Any
@@ -38,7 +38,7 @@ class RunningJob:
 
 
 class AblationStoppedError(Exception):
-    """Somebody asked to stop; what was learned is kept."""
+    """The ablation was interrupted; checkpoints are kept."""
 
 
 def run_jobs(
@@ -49,78 +49,94 @@ def run_jobs(
     device: str | None = None,
     on_progress: ProgressFn = lambda *_: None,
 ) -> RunOutcomes:
-    """Train and measure what is not done yet, and return what came of everything."""
-    where = {(v.name, seed): plan.run_directory(output_dir, v, seed) for v in plan.variants for seed in plan.seeds}
+    """Train and measure the runs that are not finished, and return the outcomes of all."""
+    directories = {
+        (variant.name, seed): plan.run_directory(output_dir, variant, seed)
+        for variant in plan.variants
+        for seed in plan.seeds
+    }
     for variant in plan.variants:
         for seed in plan.seeds:
-            _check_same_recipe(where[variant.name, seed], plan, variant, seed)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    waiting = [(v, seed) for seed in plan.seeds for v in plan.variants if not _is_finished(where[v.name, seed])]
-    for v in plan.variants:
+            _check_same_recipe(directories[variant.name, seed], plan, variant, seed)
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pending = [
+        (variant, seed)
+        for seed in plan.seeds
+        for variant in plan.variants
+        if not _is_finished(directories[variant.name, seed])
+    ]
+    for variant in plan.variants:
         for seed in plan.seeds:
-            if (v, seed) not in waiting:
-                on_progress(f"{v.name}, seed {seed}", v.cost.steps)
+            if (variant, seed) not in pending:
+                on_progress(f"{variant.name}, seed {seed}", variant.cost.steps)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    wanted = min(num_workers or (cores if device == "cpu" else 1), len(where))
-    # Not by how many are left, or find room: with other threads a run that goes on would come to other bits.
-    threads = max(1, cores // wanted)
-    at_once = wanted if num_workers else min(wanted, _max_parallel_runs(plan, torch.device(device)))
+    max_workers = min(num_workers or (num_cores if device == "cpu" else 1), len(directories))
+    # Independent of pending runs and free memory: a resumed run with another thread count would differ in its bits.
+    num_threads = max(1, num_cores // max_workers)
+    num_parallel = max_workers if num_workers else min(max_workers, _max_parallel_runs(plan, torch.device(device)))
     running: list[RunningJob] = []
-    # Forks of a process that has imported torch and done nothing else begin at once; where there are none, a new one.
+    # Forks of a server that has only imported torch start quickly; other platforms spawn a new process.
     context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
     context.set_forkserver_preload(["cutaway.train.ablate.worker", "cutaway.train.ablate.measurements"])
     try:
-        while waiting or running:
-            while waiting and len(running) < at_once:
-                variant, seed = waiting.pop(0)
-                weigh = seed == plan.seeds[0]
-                recipe = plan.run_recipe(variant, seed).model_dump(mode="json", exclude_none=True)
-                directory = str(where[variant.name, seed])
-                job = Job(directory, recipe, variant.surgery, plan.measurement, weigh, device, threads)
+        while pending or running:
+            while pending and len(running) < num_parallel:
+                variant, seed = pending.pop(0)
+                job = Job(
+                    directory=str(directories[variant.name, seed]),
+                    recipe=plan.run_recipe(variant, seed).model_dump(mode="json", exclude_none=True),
+                    surgery=variant.surgery,
+                    measurement=plan.measurement,
+                    measure_memory=seed == plan.seeds[0],
+                    device=device,
+                    num_threads=num_threads,
+                )
                 running.append(_start_job(context, job, f"{variant.name}, seed {seed}"))
             _poll_jobs(running, on_progress)
-            for run in [run for run in running if not run.process.is_alive()]:
-                running.remove(run)
-                _poll_jobs([run], on_progress)
-                _check_finished(run)
+            for finished_job in [job for job in running if not job.process.is_alive()]:
+                running.remove(finished_job)
+                _poll_jobs([finished_job], on_progress)
+                _check_finished(finished_job)
     except BaseException:
         _terminate_jobs(running)
         raise
-    return {key: json.loads((directory / OUTCOME_FILE).read_text("utf-8")) for key, directory in where.items()}
+    return {key: json.loads((directory / OUTCOME_FILE).read_text("utf-8")) for key, directory in directories.items()}
 
 
 def _max_parallel_runs(plan: AblationPlan, device: torch.device) -> int:
-    """How many of the largest runs there is memory for; one is always tried."""
+    """Number of the largest runs that fit in memory, at least one."""
     free = free_memory(device)
     if free is None:
         return len(plan.variants) * len(plan.seeds)
-    largest = max(expected_memory(each.recipe, each.recipe.transformer_config, device)[0] for each in plan.variants)
+    largest = max(
+        expected_memory(variant.recipe, variant.recipe.transformer_config, device)[0] for variant in plan.variants
+    )
     return max(1, int(free // (largest + PROCESS_OVERHEAD_BYTES)))
 
 
 def _start_job(context: Any, job: Job, name: str) -> RunningJob:
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=run_worker, args=(job, dict(os.environ), theirs))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=run_worker, args=(job, dict(os.environ), sender))
     process.start()
-    theirs.close()
-    return RunningJob(name, process, ours)
+    sender.close()
+    return RunningJob(name, process, receiver)
 
 
 def _poll_jobs(jobs: list[RunningJob], on_progress: ProgressFn) -> None:
-    """Pass on what the runs say, until none says anything for a moment or one ends."""
-    ready = connection.wait([*(run.pipe for run in jobs), *(run.process.sentinel for run in jobs)], timeout=0.5)
-    for run in jobs:
-        while run.pipe in ready and run.pipe.poll():
+    """Handle messages of the workers; returns after half a second without any, or when a process ends."""
+    ready = connection.wait([*(job.pipe for job in jobs), *(job.process.sentinel for job in jobs)], timeout=0.5)
+    for job in jobs:
+        while job.pipe in ready and job.pipe.poll():
             try:
-                kind, what = run.pipe.recv()
-            except EOFError:  # it has ended
+                kind, value = job.pipe.recv()
+            except EOFError:  # the process has ended
                 break
             if kind == "step":
-                on_progress(run.name, what)
+                on_progress(job.name, value)
             elif kind == "error":
-                raise InputError(f"{run.name}: {what}")
+                raise InputError(f"{job.name}: {value}")
             else:
-                run.finished = what
+                job.finished = value
 
 
 def _check_finished(job: RunningJob) -> None:
@@ -130,17 +146,17 @@ def _check_finished(job: RunningJob) -> None:
     if job.finished is False:
         raise AblationStoppedError
     raise InputError(
-        f"{job.name} ended by itself (exit code {job.process.exitcode}), as for want of memory; run fewer at once with"
-        " --jobs, and go on with the same command"
+        f"the process of {job.name} died (exit code {job.process.exitcode}), possibly out of memory; run fewer at once"
+        " with --jobs, and resume with the same command"
     )
 
 
 def _terminate_jobs(jobs: list[RunningJob]) -> None:
-    """Ask each to save and end; it finishes the step at hand."""
-    for run in jobs:
-        run.process.terminate()
-    for run in jobs:
-        run.process.join()
+    """Send SIGTERM to each worker: it finishes its current step and saves a checkpoint."""
+    for job in jobs:
+        job.process.terminate()
+    for job in jobs:
+        job.process.join()
 
 
 def _is_finished(directory: Path) -> bool:
@@ -148,6 +164,6 @@ def _is_finished(directory: Path) -> bool:
 
 
 def _check_same_recipe(directory: Path, plan: AblationPlan, variant: Variant, seed: int) -> None:
-    """What is there must be this run, or it would be taken for another."""
+    """Raise InputError if the directory has a run of another recipe."""
     if (directory / RUN_FILE).exists() and RunDirectory.open(directory).recipe != plan.run_recipe(variant, seed):
-        raise InputError(f"'{directory}' holds a run of another recipe; name another directory with --out")
+        raise InputError(f"'{directory}' has a run of another recipe; pass another directory with --out")

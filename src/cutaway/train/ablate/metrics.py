@@ -1,4 +1,4 @@
-"""What is measured, in which unit, and in what words two of it are compared."""
+"""Metrics of ablations: units, number formats, and sentences that compare confidence intervals."""
 
 import math
 from collections.abc import Mapping
@@ -8,12 +8,12 @@ from typing import Any
 from cutaway.train.ablate.confidence_interval import ConfidenceInterval
 
 SCIENTIFIC_BELOW = 1e-3
-"""Below it, numbers are written with their power of ten."""
+"""Below this, numbers are written in scientific notation."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """`lower_word` and `higher_word` say what a smaller and a larger value mean; factors are averaged as logarithms."""
+    """A metric. `lower_word` and `higher_word` are used in sentences; ratios are averaged as logarithms."""
 
     title: str
     unit: str = ""
@@ -22,32 +22,30 @@ class Metric:
     is_ratio: bool = False
 
     def transform(self, value: float) -> float:
-        """As it is averaged."""
+        """Value that is averaged: the logarithm of a ratio."""
         return math.log(max(value, 1e-30)) if self.is_ratio else value
 
     def interval_to_dict(self, interval: ConfidenceInterval) -> dict[str, Any]:
-        """An interval in plain values: mean ± half, or of factors mean ×÷ factor."""
+        """Interval as JSON values: mean ± half_width, or for ratios mean ×÷ factor."""
         if not self.is_ratio:
             return {"mean": interval.mean, "half_width": interval.half_width, "count": interval.count}
-        by = None if interval.half_width is None else math.exp(interval.half_width)
-        return {"mean": math.exp(interval.mean), "factor": by, "count": interval.count}
+        factor = None if interval.half_width is None else math.exp(interval.half_width)
+        return {"mean": math.exp(interval.mean), "factor": factor, "count": interval.count}
 
     def interval_from_dict(self, data: Mapping[str, Any]) -> ConfidenceInterval:
-        """The same back."""
+        """Inverse of `interval_to_dict`."""
         if not self.is_ratio:
             return ConfidenceInterval(data["mean"], data["half_width"], data["count"])
-        half = None if data["factor"] is None else math.log(data["factor"])
-        return ConfidenceInterval(math.log(data["mean"]), half, data["count"])
+        half_width = None if data["factor"] is None else math.log(data["factor"])
+        return ConfidenceInterval(math.log(data["mean"]), half_width, data["count"])
 
     def format_interval(self, interval: ConfidenceInterval) -> str:
-        """'1.234 ± 0.056', in as many digits as the interval is worth."""
+        """Format as '1.234 ± 0.056', with two significant digits of the interval."""
         if self.is_ratio:
-            center = math.exp(interval.mean)
-            return (
-                _format_number(center)
-                if interval.half_width is None
-                else f"{_format_number(center)} ×÷ {_format_number(math.exp(interval.half_width))}"
-            )
+            mean = _format_number(math.exp(interval.mean))
+            if interval.half_width is None:
+                return mean
+            return f"{mean} ×÷ {_format_number(math.exp(interval.half_width))}"
         if interval.half_width is None:
             return _format_number(interval.mean)
         if 0 < interval.max_abs < SCIENTIFIC_BELOW:
@@ -56,71 +54,71 @@ class Metric:
         return f"{interval.mean:.{digits}f} ± {interval.half_width:.{digits}f}"
 
     def describe_difference(self, name: str, other: str, difference: ConfidenceInterval) -> str:
-        """What is to be said of a difference, and no more than the interval allows."""
+        """Sentence about a difference, which claims no more than the interval supports."""
         if self.is_ratio:
             return self._describe_ratio(name, other, difference)
         unit = f" {self.unit}" if self.unit else ""
         if difference.half_width is None:
-            return f"{name}: {difference.mean:+.4g}{unit} against {other}, from one seed: no interval"
+            return f"{name}: {difference.mean:+.4g}{unit} against {other} (one seed, no interval)"
         digits = _decimal_places(difference.half_width, difference.mean)
-        size, half = f"{abs(difference.mean):.{digits}f}", f"{difference.half_width:.{digits}f}"
+        size, half_width = f"{abs(difference.mean):.{digits}f}", f"{difference.half_width:.{digits}f}"
         if difference.excludes_zero:
             word = self.higher_word if difference.mean > 0 else self.lower_word
-            return f"{name} is {word} than {other} by {size} ± {half}{unit}"
+            return f"{name} is {word} than {other} by {size} ± {half_width}{unit}"
         bound = f"{difference.max_abs:.{digits}f}"
-        signed = f"{difference.mean:+.{digits}f} ± {half}"
+        signed = f"{difference.mean:+.{digits}f} ± {half_width}"
         return f"{name} against {other}: no difference in {self.title} larger than {bound}{unit} ({signed})"
 
     def _describe_ratio(self, name: str, other: str, difference: ConfidenceInterval) -> str:
         factor = math.exp(abs(difference.mean))
         if difference.half_width is None:
-            signed = math.exp(difference.mean)
-            return f"{name}: {self.title} {_format_number(signed)} times that of {other}, from one seed: no interval"
-        low, high = (math.exp(abs(difference.mean) + side * difference.half_width) for side in (-1, 1))
+            ratio = _format_number(math.exp(difference.mean))
+            return f"{name}: {self.title} {ratio} times that of {other} (one seed, no interval)"
+        low, high = (math.exp(abs(difference.mean) + sign * difference.half_width) for sign in (-1, 1))
         if difference.excludes_zero:
-            way = self.higher_word if difference.mean > 0 else self.lower_word
+            word = self.higher_word if difference.mean > 0 else self.lower_word
             by = f"by a factor of {_format_number(factor)} ({_format_number(low)} to {_format_number(high)})"
-            return f"{name}: {self.title} {way} than that of {other} {by}"
+            return f"{name}: {self.title} {word} than that of {other} {by}"
         bound = math.exp(difference.max_abs)
         return f"{name}: {self.title} differs from that of {other} by no more than a factor of {_format_number(bound)}"
 
     def describe_against_zero(self, name: str, interval: ConfidenceInterval) -> str:
-        """The same for a value that is a difference already."""
+        """Sentence about a value that is already a difference."""
         unit = f" {self.unit}" if self.unit else ""
         if interval.half_width is None:
-            return f"{name}: {interval.mean:+.4g}{unit}, from one seed: no interval"
+            return f"{name}: {interval.mean:+.4g}{unit} (one seed, no interval)"
         digits = _decimal_places(interval.half_width, interval.mean)
-        size, half = f"{abs(interval.mean):.{digits}f}", f"{interval.half_width:.{digits}f}"
+        size, half_width = f"{abs(interval.mean):.{digits}f}", f"{interval.half_width:.{digits}f}"
         if interval.excludes_zero:
-            return f"{name} {self.higher_word if interval.mean > 0 else self.lower_word} {size} ± {half}{unit}"
-        signed = f"{interval.mean:+.{digits}f} ± {half}"
+            return f"{name} {self.higher_word if interval.mean > 0 else self.lower_word} {size} ± {half_width}{unit}"
+        signed = f"{interval.mean:+.{digits}f} ± {half_width}"
         return f"{name}, no {self.title} larger than {interval.max_abs:.{digits}f}{unit} ({signed})"
 
 
 METRICS = {
-    "loss": Metric("loss", "nats a token", "better", "worse"),
-    "bits_per_byte": Metric("bits a byte", "bits a byte", "better", "worse"),
+    "loss": Metric("loss", "nats per token", "better", "worse"),
+    "bits_per_byte": Metric("bits per byte", "bits per byte", "better", "worse"),
     "seconds": Metric("seconds", "s", "faster", "slower"),
-    "step_seconds": Metric("time of a step", "", "shorter", "longer", is_ratio=True),
-    "top5_accuracy": Metric("share in the top five"),
-    "resid_change": Metric("change of the final stream"),
-    "grad_norm": Metric("gradient's length", is_ratio=True),
+    "step_seconds": Metric("step time", "", "shorter", "longer", is_ratio=True),
+    "top5_accuracy": Metric("top-5 accuracy"),
+    "resid_change": Metric("relative change of the final residual stream"),
+    "grad_norm": Metric("gradient norm", is_ratio=True),
     "first_to_last_grad_ratio": Metric(
-        "first block's gradient over the last's", "", "smaller", "greater", is_ratio=True
+        "gradient norm ratio of first to last block", "", "smaller", "greater", is_ratio=True
     ),
-    "hidden_change": Metric("change of vectors", "", "smaller", "greater"),
-    "context_effect": Metric("effect of the longer text", "nats a token", "gains", "loses"),
+    "hidden_change": Metric("relative change of hidden states", "", "smaller", "greater"),
+    "context_effect": Metric("effect of the longer context", "nats per token", "gains", "loses"),
 }
 
 
 def _decimal_places(half_width: float, mean: float) -> int:
-    """Digits behind the point: two of the interval's own, or four of the mean's where there is no spread."""
+    """Decimal places: two significant digits of the half width, or four of the mean if it is 0."""
     size = half_width if half_width > 0 else abs(mean) / 1e3
     return 3 if size == 0 else min(9, max(0, 1 - math.floor(math.log10(size))))
 
 
 def _format_number(value: float) -> str:
-    """Three digits."""
+    """Format with three significant digits."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     digits = 2 - math.floor(math.log10(abs(value)))

@@ -1,4 +1,4 @@
-"""What no configuration says: changes of a built model, for training that way."""
+"""Model surgery: changes of a built model that no config expresses, such as swapping attention and FFN."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from cutaway.model.block import Block
 
 
 class FFNFirstBlock(Block):
-    """x + FFN(x), then x + attention(x): a block's two halves in the other order."""
+    """Block with x + FFN(x) before x + attention(x)."""
 
     def forward(self, x: Float[Tensor, "B T d"], context: LayerContext) -> Float[Tensor, "B T d"]:
         x = self.norm_after_ffn(self.scale_skip(x) + self.ffn(x))
@@ -22,7 +22,7 @@ class FFNFirstBlock(Block):
 
 
 def remove_causal_mask(model: Transformer) -> None:
-    """Every token sees every token: also the one it has to tell."""
+    """Make attention bidirectional: every token attends to all tokens, including its own target."""
     model.stacks["decoder"].causal = False
 
 
@@ -31,10 +31,10 @@ def restore_causal_mask(model: Transformer) -> None:
 
 
 def swap_attention_and_ffn(model: Transformer) -> None:
-    """Weights stay where they are, under the names they have."""
+    """Swap attention and FFN in every block; weights and their names do not change."""
     for block in decoder_blocks(model):
         if not isinstance(block, Block) or block.cross is not None:
-            raise InputError("only blocks of attention and FFN in turn have two halves to swap; use another placement")
+            raise InputError("only blocks with sequential attention and FFN can be swapped; use another placement")
         block.__class__ = FFNFirstBlock
 
 
@@ -46,18 +46,18 @@ SURGERIES: dict[str, Callable[[Transformer], None]] = {
     "no causal mask": remove_causal_mask,
     "FFN before attention": swap_attention_and_ffn,
 }
-"""What a variant may be trained with."""
+"""Surgeries that a variant can be trained with."""
 
 
 @contextmanager
 def temporary_surgery(model: Transformer, surgery: Callable[[Transformer], None]) -> Iterator[None]:
-    """One of the changes above, and back."""
+    """Apply a surgery, and undo it at the end."""
     stack = model.stacks["decoder"]
-    causal, kinds = stack.causal, [block.__class__ for block in stack.blocks]
+    causal, block_classes = stack.causal, [block.__class__ for block in stack.blocks]
     try:
         surgery(model)
         yield
     finally:
         stack.causal = causal
-        for block, kind in zip(stack.blocks, kinds, strict=True):
-            block.__class__ = kind
+        for block, block_class in zip(stack.blocks, block_classes, strict=True):
+            block.__class__ = block_class

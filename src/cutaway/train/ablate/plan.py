@@ -1,4 +1,4 @@
-"""What is trained: variants of a recipe, each at the same budget and from the same seeds."""
+"""Ablation plan: variants of a recipe at the same budget, each with the same seeds."""
 
 import hashlib
 import re
@@ -18,27 +18,27 @@ from cutaway.train.recipe.schema import BPETokenizerConfig, PretrainedTokenizerC
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the things that are compared."""
+    """A recipe that is compared with others."""
 
     name: str
     recipe: Recipe
     changes: tuple[str, ...]
-    """In what it differs from the recipe that was given."""
+    """Differences from the base recipe."""
     cost: TrainingCost
     surgery: str | None = None
-    """What is done to the built model, where no configuration says it: a name in `model_surgery.SURGERIES`."""
+    """Change of the built model that no config expresses: a name in `model_surgery.SURGERIES`."""
 
 
 @dataclass(frozen=True)
 class AblationPlan:
-    """Every variant from every seed; the first variant is what the others are measured against."""
+    """All variants and seeds; the first variant is the baseline."""
 
     name: str
     variants: tuple[Variant, ...]
     seeds: tuple[int, ...]
     match: BudgetKind
     measurement: str | None = None
-    """What is measured of a model when it is trained: a name in `measurements.MEASUREMENTS`."""
+    """Measurement of the trained models: a name in `measurements.MEASUREMENTS`."""
 
     def run_directory(self, output_dir: Path, variant: Variant, seed: int) -> Path:
         return output_dir / "runs" / f"{_slugify(variant.name)}-seed-{seed}"
@@ -49,7 +49,7 @@ class AblationPlan:
 
 @dataclass(frozen=True)
 class VariantSpec:
-    """A variant as it is asked for."""
+    """Name, overrides and surgery of a variant, before it is resolved."""
 
     name: str
     overrides: tuple[Override, ...] = ()
@@ -57,19 +57,24 @@ class VariantSpec:
 
 
 def combine_variations(variations: Sequence[Variation]) -> list[VariantSpec]:
-    """Every value of each with every value of the others."""
-    keys = [each.key for each in variations]
+    """All combinations of the values of several keys."""
+    keys = [variation.key for variation in variations]
     if len(set(keys)) < len(keys):
-        raise ConfigError("a key is varied twice; give all of its values at once, as in norm=layernorm,rmsnorm")
+        raise ConfigError("a key is in --vary twice; pass all of its values at once, as in norm=layernorm,rmsnorm")
     if "training.seed" in keys:
-        raise ConfigError("training.seed is what every variant is repeated over; say how often with --num-seeds")
-    ways = [tuple(zip(keys, values, strict=True)) for values in product(*(each.values for each in variations))]
+        raise ConfigError("training.seed cannot be varied: every variant is trained with all seeds; use --num-seeds")
+    combinations = [
+        tuple(zip(keys, values, strict=True)) for values in product(*(variation.values for variation in variations))
+    ]
     names = _short_keys(keys)
-    return [VariantSpec(", ".join(f"{names[key]}={value}" for key, value in way), way) for way in ways]
+    return [
+        VariantSpec(", ".join(f"{names[key]}={value}" for key, value in overrides), overrides)
+        for overrides in combinations
+    ]
 
 
 def _short_keys(keys: Sequence[str]) -> dict[str, str]:
-    """The end of each path, where no two have the same."""
+    """Last component of each path, if they are distinct."""
     ends = {key: key.removesuffix(".kind").rpartition(".")[2] for key in keys}
     return ends if len(set(ends.values())) == len(ends) else {key: key for key in keys}
 
@@ -84,33 +89,33 @@ def build_plan(
     match: BudgetKind = "tokens",
     measurement: str | None = None,
 ) -> AblationPlan:
-    """The plan; every variant is checked here, before anything is trained."""
+    """Build and validate a plan, before anything is trained."""
     if len(specs) < 2 and measurement is None:
-        raise ConfigError("one variant alone shows nothing; give a key at least two values, as in depth=2,4")
+        raise ConfigError("one variant alone compares nothing; vary a key over two or more values, as in depth=2,4")
     if num_seeds < 1:
-        raise InputError(f"{num_seeds} seeds train nothing; give 3 or more for an interval")
-    first = recipe.training.seed
-    recipe = recipe.replace(eval=recipe.eval.replace(sample_prompt=None))  # nobody reads them
-    known = TokenizerCache(output_dir)
-    base = known.resolve_recipe(recipe)
+        raise InputError(f"num_seeds is {num_seeds}; pass 1 or more, and 3 or more for a confidence interval")
+    first_seed = recipe.training.seed
+    recipe = recipe.replace(eval=recipe.eval.replace(sample_prompt=None))  # samples are not used
+    tokenizers = TokenizerCache(output_dir)
+    base = tokenizers.resolve_recipe(recipe)
     variants: list[Variant] = []
-    for each in specs:
+    for spec in specs:
         try:
-            own = known.resolve_recipe(apply_overrides(recipe, each.overrides))
+            variant_recipe = tokenizers.resolve_recipe(apply_overrides(recipe, spec.overrides))
         except ConfigError as error:
-            raise ConfigError(f"{each.name}: {error}") from None
+            raise ConfigError(f"{spec.name}: {error}") from None
         if variants:
-            own = match_budget(each.name, own, variants[0].recipe, match)
+            variant_recipe = match_budget(spec.name, variant_recipe, variants[0].recipe, match)
         for other in variants:
-            if (other.recipe, other.surgery) == (own, each.surgery):
+            if (other.recipe, other.surgery) == (variant_recipe, spec.surgery):
                 raise InputError(
-                    f"'{other.name}' and '{each.name}' come out the same at equal {match}; vary something else, or"
-                    " compare at another budget"
+                    f"'{other.name}' and '{spec.name}' are identical at equal {match}; vary another key, or compare at"
+                    " another budget"
                 )
-        variants.append(
-            Variant(each.name, own, _describe_changes(base, own, each.surgery), training_cost(own), each.surgery)
-        )
-    return AblationPlan(name, tuple(variants), tuple(range(first, first + num_seeds)), match, measurement)
+        changes = _describe_changes(base, variant_recipe, spec.surgery)
+        variants.append(Variant(spec.name, variant_recipe, changes, training_cost(variant_recipe), spec.surgery))
+    seeds = tuple(range(first_seed, first_seed + num_seeds))
+    return AblationPlan(name, tuple(variants), seeds, match, measurement)
 
 
 def _describe_changes(base: Recipe, variant: Recipe, surgery: str | None) -> tuple[str, ...]:
@@ -119,14 +124,14 @@ def _describe_changes(base: Recipe, variant: Recipe, surgery: str | None) -> tup
 
 
 class TokenizerCache:
-    """A tokenizer that is trained on the data is trained once for all variants that share it."""
+    """Trains each tokenizer once, and shares it between the variants that use it."""
 
     def __init__(self, output_dir: Path) -> None:
         self.output_dir = output_dir
         self._tokenizers: dict[str, tuple[int, Any]] = {}
 
     def resolve_recipe(self, recipe: Recipe) -> Recipe:
-        """The recipe with its tokenizer ready and its model's vocabulary in place."""
+        """Replace the tokenizer by a trained one and set vocab_size of the model."""
         key = recipe.data.model_dump_json(include={"sources", "tokenizer"})
         if key not in self._tokenizers:
             self._tokenizers[key] = self._prepare_tokenizer(recipe, hashlib.sha256(key.encode()).hexdigest()[:12])
@@ -137,15 +142,15 @@ class TokenizerCache:
     def _prepare_tokenizer(self, recipe: Recipe, key: str) -> tuple[int, Any]:
         if not isinstance(recipe.data.tokenizer, BPETokenizerConfig):
             return build_tokenizer(recipe).vocab_size, recipe.data.tokenizer
-        kept, draft = (self.output_dir / "tokenizers" / name for name in (key, f".{key}"))
-        if not kept.is_dir():
-            build_tokenizer(recipe).save(draft)
-            draft.replace(kept)  # what has the name is whole
-        part = PretrainedTokenizerConfig(path=str(kept.resolve()))
-        return build_tokenizer(recipe.replace(data=recipe.data.replace(tokenizer=part))).vocab_size, part
+        path, temporary = (self.output_dir / "tokenizers" / name for name in (key, f".{key}"))
+        if not path.is_dir():
+            build_tokenizer(recipe).save(temporary)
+            temporary.replace(path)  # renamed when complete
+        config = PretrainedTokenizerConfig(path=str(path.resolve()))
+        return build_tokenizer(recipe.replace(data=recipe.data.replace(tokenizer=config))).vocab_size, config
 
 
 def _slugify(name: str) -> str:
-    """A name that every file system takes, and no two variants share."""
-    plain = re.sub(r"[^a-z0-9=.-]+", "-", name.lower()).strip("-.")[:60] or "variant"
-    return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+    """Directory name that is valid on every file system and unique for each variant."""
+    slug = re.sub(r"[^a-z0-9=.-]+", "-", name.lower()).strip("-.")[:60] or "variant"
+    return slug if slug == name else f"{slug}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"

@@ -1,4 +1,4 @@
-"""From what came of each run to what can be said: results.json, from which table and drawings are made."""
+"""Results of an ablation: confidence intervals, comparisons and findings, written to results.json."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class MetricRef:
-    """A metric of a variant: of its whole run, or under one condition."""
+    """A metric of a variant: of the run, or under one condition of its measurements."""
 
     variant: str
     metric: str = "loss"
@@ -30,44 +30,46 @@ class MetricRef:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One thing against another of the same metric; against zero where it is a difference already, or just told."""
+    """A value and its baseline, of the same metric; without a baseline, against zero, or only reported."""
 
     value: MetricRef
     baseline: MetricRef | None = None
     label: str | None = None
-    """What the one is called in the sentence."""
+    """Name of the value in the sentence."""
     baseline_label: str | None = None
     report_only: bool = False
 
 
 class Results:
-    """What every run came to, by variant and seed."""
+    """Outcomes of all runs by variant and seed."""
 
     def __init__(self, plan: AblationPlan, outcomes: RunOutcomes) -> None:
         self.plan, self.outcomes = plan, outcomes
         self.variant_names = [variant.name for variant in plan.variants]
         tokenizers = {variant.recipe.data.tokenizer for variant in plan.variants}
         self.metric = "loss" if len(tokenizers) == 1 else "bits_per_byte"
-        """Losses a token compare only models with the same tokens."""
+        """Loss per token is comparable only between models with the same tokenizer."""
 
     def outcome(self, variant: str, seed: int) -> dict[str, Any]:
+        """Outcome of one run."""
         return self.outcomes[variant, seed]
 
     def failures(self, variant: str) -> list[str]:
+        """Error messages of failed runs."""
         runs = (self.outcome(variant, seed) for seed in self.plan.seeds)
         return [run["failed"] for run in runs if "failed" in run]
 
     def values_by_seed(self, ref: MetricRef) -> dict[int, float]:
-        """By seed, as they are averaged; runs that came to no end have none."""
-        scale = METRICS[ref.metric].transform
-        found: dict[int, float] = {}
+        """Values by seed, transformed for averaging; failed runs have none."""
+        transform = METRICS[ref.metric].transform
+        values: dict[int, float] = {}
         for seed in self.plan.seeds:
             run = self.outcome(ref.variant, seed)
             rows = [run] if ref.condition is None else run.get("measurements", [])
             for row in rows:
                 if ref.metric in row and (ref.condition is None or row["condition"] == ref.condition):
-                    found[seed] = scale(row[ref.metric])
-        return found
+                    values[seed] = transform(row[ref.metric])
+        return values
 
     def confidence_interval(self, ref: MetricRef) -> ConfidenceInterval | None:
         values = self.values_by_seed(ref)
@@ -79,31 +81,31 @@ class Results:
         return paired_difference(self.values_by_seed(comparison.value), self.values_by_seed(comparison.baseline))
 
     def describe(self, comparison: Comparison) -> str | None:
-        """What the interval allows to say; None where a run came to no end."""
-        found, metric = self.compare(comparison), METRICS[comparison.value.metric]
-        if found is None:
+        """Sentence about a comparison; None if runs failed."""
+        interval, metric = self.compare(comparison), METRICS[comparison.value.metric]
+        if interval is None:
             return None
         name = comparison.label or comparison.value.label
         if comparison.report_only:
-            alone = ", from one seed: no interval" if found.half_width is None else ""
-            return f"{name}: {metric.title} {metric.format_interval(found)}{alone}"
+            note = " (one seed, no interval)" if interval.half_width is None else ""
+            return f"{name}: {metric.title} {metric.format_interval(interval)}{note}"
         if comparison.baseline is None:
-            return metric.describe_against_zero(name, found)
-        return metric.describe_difference(name, comparison.baseline_label or comparison.baseline.label, found)
+            return metric.describe_against_zero(name, interval)
+        return metric.describe_difference(name, comparison.baseline_label or comparison.baseline.label, interval)
 
     def peak_memory(self, variant: str) -> int | None:
-        """Bytes of a step; measured from one seed."""
-        found = [self.outcome(variant, seed).get("peak_memory") for seed in self.plan.seeds]
-        return next((each for each in found if each is not None), None)
+        """Peak bytes of a step, measured with one seed."""
+        values = [self.outcome(variant, seed).get("peak_memory") for seed in self.plan.seeds]
+        return next((value for value in values if value is not None), None)
 
     def conditions(self) -> list[str]:
-        """What there are measurements of, in order."""
+        """Conditions of the measurements, in order."""
         runs = (run.get("measurements", []) for run in self.outcomes.values())
         return list(dict.fromkeys(row["condition"] for rows in runs for row in rows))
 
 
 def compare_to_first(results: Results) -> list[Comparison]:
-    """Every other variant's loss against the first one's."""
+    """Comparisons of every other variant's loss with the first one's."""
     first = results.variant_names[0]
     return [
         Comparison(MetricRef(name, results.metric), MetricRef(first, results.metric))
@@ -112,16 +114,16 @@ def compare_to_first(results: Results) -> list[Comparison]:
 
 
 def build_findings(results: Results, comparisons: Iterable[Comparison]) -> list[str]:
-    """Sentences, computed from the intervals; what did not come to an end first."""
-    said = []
+    """Sentences: failed runs first, then the comparisons."""
+    findings = []
     for name in results.variant_names:
-        if failed := results.failures(name):
-            said.append(f"{name}: {len(failed)} of {len(results.plan.seeds)} runs came to no end ({failed[0]})")
-    return said + [sentence for each in comparisons if (sentence := results.describe(each)) is not None]
+        if failures := results.failures(name):
+            findings.append(f"{name}: {len(failures)} of {len(results.plan.seeds)} runs failed ({failures[0]})")
+    return findings + [sentence for comparison in comparisons if (sentence := results.describe(comparison)) is not None]
 
 
 def results_to_dict(results: Results, findings: Sequence[str]) -> dict[str, Any]:
-    """Everything, in plain values."""
+    """Contents of results.json."""
     plan = results.plan
     return {
         "format": FORMAT_VERSION,
@@ -137,24 +139,26 @@ def results_to_dict(results: Results, findings: Sequence[str]) -> dict[str, Any]
 
 
 def _variant_row(results: Results, name: str) -> dict[str, Any]:
-    """One variant, as the table has it."""
+    """Row of a variant in the table."""
     variant = results.plan.variants[results.variant_names.index(name)]
     first, metric = results.variant_names[0], results.metric
 
-    def shown(metric: str) -> dict[str, Any] | None:
-        found = results.confidence_interval(MetricRef(name, metric))
-        return None if found is None else METRICS[metric].interval_to_dict(found)
+    def interval(metric: str) -> dict[str, Any] | None:
+        value = results.confidence_interval(MetricRef(name, metric))
+        return None if value is None else METRICS[metric].interval_to_dict(value)
 
-    against = None if name == first else results.compare(Comparison(MetricRef(name, metric), MetricRef(first, metric)))
+    difference = None
+    if name != first:
+        difference = results.compare(Comparison(MetricRef(name, metric), MetricRef(first, metric)))
     return {
         "variant": name,
         "changes": list(variant.changes),
         **asdict(variant.cost),
         "failed": len(results.failures(name)),
-        metric: shown(metric),
-        "difference": None if against is None else METRICS[metric].interval_to_dict(against),
-        "seconds": shown("seconds"),
-        "step_seconds": shown("step_seconds"),
+        metric: interval(metric),
+        "difference": None if difference is None else METRICS[metric].interval_to_dict(difference),
+        "seconds": interval("seconds"),
+        "step_seconds": interval("step_seconds"),
         "peak_memory": results.peak_memory(name),
     }
 
@@ -163,13 +167,14 @@ def _measurement_rows(results: Results) -> Iterable[dict[str, Any]]:
     for name in results.variant_names:
         for condition in results.conditions():
             for key, metric in METRICS.items():
-                found = results.confidence_interval(MetricRef(name, key, condition))
-                if found is not None:
-                    yield {"variant": name, "condition": condition, "metric": key, **metric.interval_to_dict(found)}
+                interval = results.confidence_interval(MetricRef(name, key, condition))
+                if interval is not None:
+                    yield {"variant": name, "condition": condition, "metric": key, **metric.interval_to_dict(interval)}
 
 
 def write_results(data: dict[str, Any], output_dir: Path) -> Path:
-    draft, path = output_dir / f".{RESULTS_FILE}", output_dir / RESULTS_FILE
-    draft.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    draft.replace(path)
+    """Write results.json atomically."""
+    temporary, path = output_dir / f".{RESULTS_FILE}", output_dir / RESULTS_FILE
+    temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
     return path

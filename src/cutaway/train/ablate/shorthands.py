@@ -1,4 +1,4 @@
-"""The things that people vary, by short names: each is an edit of every stack of a configuration."""
+"""Shorthands for common variations (norm, position, heads, …): edits of every stack of a config."""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +44,7 @@ PLACEMENTS = {
 }
 ATTENTION_POSITIONS = {"rope": Rope(), "alibi": Alibi(), "relative-bias": RelativeBias()}
 GATED_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
-"""Activations whose FFN has three matrices, and what they put on the gate."""
+"""Activations of gated FFNs (three matrices), and the activation of the gate."""
 
 
 def map_stacks(config: Config, edit: Callable[[Stack], Stack]) -> Config:
@@ -52,54 +52,57 @@ def map_stacks(config: Config, edit: Callable[[Stack], Stack]) -> Config:
 
 
 def map_blocks(config: Config, edit: Callable[[Any], Any]) -> Config:
-    """Every block of every pattern edited."""
+    """Edit every block of every stack."""
     return map_stacks(
         config,
-        lambda s: s.replace(
-            block=tuple(edit(b) for b in s.block), leading_blocks=tuple(edit(b) for b in s.leading_blocks)
+        lambda stack: stack.replace(
+            block=tuple(edit(block) for block in stack.block),
+            leading_blocks=tuple(edit(block) for block in stack.leading_blocks),
         ),
     )
 
 
 def map_attention(config: Config, edit: Callable[[Any], Any]) -> Config:
-    def block(old: Block) -> Block:
-        cross = {"cross": edit(old.cross)} if hasattr(old, "cross") else {}
-        return old.replace(attention=edit(old.attention), **cross)
+    """Edit every self-attention and cross-attention."""
 
-    return map_blocks(config, block)
+    def edit_block(block: Block) -> Block:
+        cross = {"cross": edit(block.cross)} if hasattr(block, "cross") else {}
+        return block.replace(attention=edit(block.attention), **cross)
+
+    return map_blocks(config, edit_block)
 
 
 def map_ffns(config: Config, edit: Callable[[Any], Any]) -> Config:
-    """Every dense FFN edited; of a mixture, its experts."""
+    """Edit every dense FFN, and the experts of every mixture."""
 
-    def block(old: Block) -> Block:
-        if not isinstance(old.ffn, Moe):
-            return old.replace(ffn=edit(old.ffn))
-        shared = None if old.ffn.shared is None else edit(old.ffn.shared)
-        return old.replace(ffn=old.ffn.replace(expert=edit(old.ffn.expert), shared=shared))
+    def edit_block(block: Block) -> Block:
+        if not isinstance(block.ffn, Moe):
+            return block.replace(ffn=edit(block.ffn))
+        shared = None if block.ffn.shared is None else edit(block.ffn.shared)
+        return block.replace(ffn=block.ffn.replace(expert=edit(block.ffn.expert), shared=shared))
 
-    return map_blocks(config, block)
+    return map_blocks(config, edit_block)
 
 
 def _parse_count(name: str, value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
-        raise ConfigError(f"{name}={value} is no count; give whole numbers, such as {name}=1,2,4")
+        raise ConfigError(f"{name}={value} is not a positive integer; use integers, as in {name}=1,2,4")
     return int(value)
 
 
 def _parse_choice(name: str, value: str, table: dict[str, Any]) -> Any:
     if value not in table:
-        raise ConfigError(f"{name}={value} is unknown; give some of {', '.join(table)}")
+        raise ConfigError(f"{name}={value} is unknown; use values of {', '.join(table)}")
     return table[value]
 
 
 def set_heads(config: Config, value: str) -> Config:
-    """So many query heads; as many for keys and values where each had its own."""
+    """Set the number of query heads, and of key-value heads where it was the same (MHA)."""
     count = _parse_count("heads", value)
 
-    def edit(old: Any) -> Any:
-        each_its_own = getattr(old, "kv_heads", None) == old.heads
-        return old.replace(heads=count, **({"kv_heads": count} if each_its_own else {}))
+    def edit(attention: Any) -> Any:
+        is_mha = getattr(attention, "kv_heads", None) == attention.heads
+        return attention.replace(heads=count, **({"kv_heads": count} if is_mha else {}))
 
     return map_attention(config, edit)
 
@@ -107,61 +110,70 @@ def set_heads(config: Config, value: str) -> Config:
 def set_kv_heads(config: Config, value: str) -> Config:
     count = _parse_count("kv-heads", value)
 
-    def edit(old: Any) -> Any:
-        if not hasattr(old, "kv_heads"):
-            raise ConfigError("kv-heads: latent attention has none; vary another part, or give it multi-head attention")
-        return old.replace(kv_heads=count)
+    def edit(attention: Any) -> Any:
+        if not hasattr(attention, "kv_heads"):
+            raise ConfigError("kv-heads: latent attention has no KV heads; vary another key, or use multi-head")
+        return attention.replace(kv_heads=count)
 
     return map_attention(config, edit)
 
 
 def set_ffn_width(config: Config, value: str) -> Config:
-    """The FFN's width in the middle."""
-    return map_ffns(config, lambda old: old.replace(hidden=_parse_count("ffn", value)))
+    """Set the hidden width of the FFNs."""
+    return map_ffns(config, lambda ffn: ffn.replace(hidden=_parse_count("ffn", value)))
 
 
 def set_depth(config: Config, value: str) -> Config:
-    return map_stacks(config, lambda old: old.replace(layers=_parse_count("depth", value)))
+    return map_stacks(config, lambda stack: stack.replace(layers=_parse_count("depth", value)))
 
 
 def set_norm(config: Config, value: str) -> Config:
-    return map_stacks(config, lambda old: old.replace(norm=_parse_choice("norm", value, NORMS)))
+    return map_stacks(config, lambda stack: stack.replace(norm=_parse_choice("norm", value, NORMS)))
 
 
 def set_norm_placement(config: Config, value: str) -> Config:
-    return map_stacks(config, lambda old: old.replace(placement=_parse_choice("placement", value, PLACEMENTS)))
+    return map_stacks(config, lambda stack: stack.replace(placement=_parse_choice("placement", value, PLACEMENTS)))
 
 
 def set_position(config: Config, value: str) -> Config:
-    """One method for all: what was added to the embedding or acted in attention before is gone."""
-    added = {"sinusoidal": SinusoidalPosition(), "learned": LearnedPosition(length=config.context or 1024)}
-    _parse_choice("position", value, dict.fromkeys((*ATTENTION_POSITIONS, *added, "none")))
+    """Set the position method, and remove all others from embeddings and attention."""
+    embedding_positions = {
+        "sinusoidal": SinusoidalPosition(),
+        "learned": LearnedPosition(length=config.context or 1024),
+    }
+    _parse_choice("position", value, dict.fromkeys((*ATTENTION_POSITIONS, *embedding_positions, "none")))
+    position = embedding_positions.get(value, NoPosition())
 
-    def attention(old: Attention) -> Attention:
-        if isinstance(old, MultiHead):
-            return old.replace(position=ATTENTION_POSITIONS.get(value, NoPosition()))
-        if "kv_rank" in type(old).model_fields:
-            raise ConfigError("position: latent attention turns its keys by RoPE; give it multi-head attention to vary")
-        return old  # cross-attention has no positions
+    def edit_attention(attention: Attention) -> Attention:
+        if isinstance(attention, MultiHead):
+            return attention.replace(position=ATTENTION_POSITIONS.get(value, NoPosition()))
+        if "kv_rank" in type(attention).model_fields:
+            raise ConfigError("position: latent attention always uses RoPE; vary a model with multi-head attention")
+        return attention  # cross-attention has no positions
 
-    changed = map_stacks(
-        config, lambda s: s.replace(embedding=s.embedding.replace(position=added.get(value, NoPosition())))
-    )
-    return map_attention(changed, attention)
+    edited = map_stacks(config, lambda stack: stack.replace(embedding=stack.embedding.replace(position=position)))
+    return map_attention(edited, edit_attention)
 
 
 def set_activation(config: Config, value: str) -> Config:
-    """swiglu, geglu and reglu have three matrices, all others two; the width changes so that both weigh the same."""
+    """Set the activation. swiglu, geglu and reglu have three matrices, others two; the width keeps the size equal."""
     d_model = config.d_model
 
-    def edit(old: Any) -> Any:
-        width, three = old.hidden_dim(d_model), not isinstance(old, Mlp)
-        kept = {"bias": old.bias, "dropout": old.dropout}
+    def edit(ffn: Any) -> Any:
+        width, is_gated = ffn.hidden_dim(d_model), not isinstance(ffn, Mlp)
         if value in GATED_ACTIVATIONS:
             return Gated(
-                activation=GATED_ACTIVATIONS[value], hidden=width if three else max(1, round(width * 2 / 3)), **kept
+                activation=GATED_ACTIVATIONS[value],
+                hidden=width if is_gated else max(1, round(width * 2 / 3)),
+                bias=ffn.bias,
+                dropout=ffn.dropout,
             )
-        return Mlp(activation=value, hidden=round(width * 3 / 2) if three else width, **kept)
+        return Mlp(
+            activation=value,
+            hidden=round(width * 3 / 2) if is_gated else width,
+            bias=ffn.bias,
+            dropout=ffn.dropout,
+        )
 
     return map_ffns(config, edit)
 
@@ -179,7 +191,7 @@ SHORTHANDS: dict[str, ConfigEdit] = {
 
 
 def apply_shorthand(config: Config, name: str, value: Any) -> Config:
-    """The configuration with one thing varied."""
+    """Apply one shorthand to a config."""
     try:
         return SHORTHANDS[name](config, str(value))
     except ValidationError as error:

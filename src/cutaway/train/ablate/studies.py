@@ -1,4 +1,4 @@
-"""Studies by name: what the claims about a Transformer's parts come to, measured small, in minutes on two cores."""
+"""Named studies: claims about Transformer components, measured on small models, in minutes on two cores."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Column = tuple[str, str]
 
 @dataclass(frozen=True)
 class Study:
-    """A plan with what is read off it."""
+    """Variants of a recipe, and the comparisons between them."""
 
     description: str
     recipe: dict[str, Any]
@@ -24,15 +24,15 @@ class Study:
     measurement: str | None = None
     match: BudgetKind = "tokens"
     rows: Literal["variants", "measurements"] = "variants"
-    """What a line of the second table is: a variant, or something that was done to the first one."""
+    """Rows of the second table: variants, or conditions measured on the first variant."""
     columns: tuple[Column, ...] = ()
-    """Of the second table; where its lines are measurements, their metrics alone count."""
+    """Columns of the second table; if its rows are measurements, only the metrics are used."""
 
 
 def small_recipe(
     *, layers: int, d_model: int, seq_len: int, max_steps: int, batch_size: int = 8, **stack: Any
 ) -> dict[str, Any]:
-    """A small decoder that reads the standard library byte by byte."""
+    """A small byte-level decoder on Python's standard library."""
     return {
         "model": {
             "form": "decoder",
@@ -58,25 +58,25 @@ def small_recipe(
 
 DEPTHS = (2, 6, 12)
 NO_WARMUP_DEPTH = 6
-"""Where warm-up is left out, too."""
+"""Depth at which training without warm-up is compared too."""
 
 
 def depth_and_norm_study() -> Study:
-    small = small_recipe(layers=2, d_model=64, seq_len=64, max_steps=80)
-    small["model"]["init"] = {"kind": "xavier"}
-    asked = [
-        VariantSpec(f"{place}, depth {depth}", (("placement", place), ("depth", str(depth))))
-        for depth, place in product(DEPTHS, ("pre", "post"))
+    recipe = small_recipe(layers=2, d_model=64, seq_len=64, max_steps=80)
+    recipe["model"]["init"] = {"kind": "xavier"}
+    variants = [
+        VariantSpec(f"{placement}, depth {depth}", (("placement", placement), ("depth", str(depth))))
+        for depth, placement in product(DEPTHS, ("pre", "post"))
     ]
-    cold = ("depth", str(NO_WARMUP_DEPTH)), ("schedule.warmup_steps", "0")
-    asked += [
-        VariantSpec(f"{place}, depth {NO_WARMUP_DEPTH}, no warm-up", (("placement", place), *cold))
-        for place in ("pre", "post")
+    no_warmup = ("depth", str(NO_WARMUP_DEPTH)), ("schedule.warmup_steps", "0")
+    variants += [
+        VariantSpec(f"{placement}, depth {NO_WARMUP_DEPTH}, no warm-up", (("placement", placement), *no_warmup))
+        for placement in ("pre", "post")
     ]
     return Study(
-        "gradient by depth and loss, with norms before or after each sublayer (Xavier's weights)",
-        small,
-        tuple(asked),
+        "gradient norm by depth and loss, with pre-norm or post-norm (Xavier initialization)",
+        recipe,
+        tuple(variants),
         _compare_depths,
         measurement="gradients",
         columns=(("initial", "first_to_last_grad_ratio"), ("trained", "first_to_last_grad_ratio")),
@@ -84,34 +84,34 @@ def depth_and_norm_study() -> Study:
 
 
 def _compare_depths(results: Results) -> list[Comparison]:
-    asked = []
+    comparisons = []
     for depth in DEPTHS:
         pre, post = f"pre, depth {depth}", f"post, depth {depth}"
-        for when in ("initial", "trained"):
+        for condition in ("initial", "trained"):
             ratio = "first_to_last_grad_ratio"
-            asked.append(Comparison(MetricRef(post, ratio, when), MetricRef(pre, ratio, when)))
-        asked.append(Comparison(MetricRef(post), MetricRef(pre)))
-    for place in ("pre", "post"):
-        name = f"{place}, depth {NO_WARMUP_DEPTH}"
-        asked.append(Comparison(MetricRef(f"{name}, no warm-up"), MetricRef(name), baseline_label="with it"))
-    return asked
+            comparisons.append(Comparison(MetricRef(post, ratio, condition), MetricRef(pre, ratio, condition)))
+        comparisons.append(Comparison(MetricRef(post), MetricRef(pre)))
+    for placement in ("pre", "post"):
+        name = f"{placement}, depth {NO_WARMUP_DEPTH}"
+        comparisons.append(Comparison(MetricRef(f"{name}, no warm-up"), MetricRef(name), baseline_label="with warm-up"))
+    return comparisons
 
 
-# Parts taken away (claim 2)
+# Components removed (claim 2)
 
 FULL_MODEL = "full model"
 
 
 def component_removal_study() -> Study:
     return Study(
-        "what each part does for trained weights when it is taken away, and for a model trained without it",
+        "effect of removing each component from trained weights, and of training without it",
         small_recipe(layers=4, d_model=64, seq_len=64, max_steps=300),
         (
             VariantSpec(FULL_MODEL),
-            VariantSpec("a block fewer", (("depth", "3"),)),
+            VariantSpec("one block fewer", (("depth", "3"),)),
             VariantSpec("no final norm", (("model.decoder.placement.final_norm", "false"),)),
             VariantSpec("FFN before attention", (), "FFN before attention"),
-            VariantSpec("a head fewer", (("model.decoder.block.attention.d_head", "16"), ("heads", "3"))),
+            VariantSpec("one head fewer", (("model.decoder.block.attention.d_head", "16"), ("heads", "3"))),
             VariantSpec("no mask", (), "no causal mask"),
             VariantSpec("no positions", (("position", "none"),)),
         ),
@@ -123,23 +123,24 @@ def component_removal_study() -> Study:
 
 
 def _compare_component_removal(results: Results) -> list[Comparison]:
-    whole = MetricRef(FULL_MODEL, "loss", "baseline")
-    asked = [
+    baseline = MetricRef(FULL_MODEL, "loss", "baseline")
+    comparisons = [
         Comparison(
-            MetricRef(FULL_MODEL, "loss", what), whole, label=f"trained whole, then {what}", baseline_label="left whole"
+            MetricRef(FULL_MODEL, "loss", condition),
+            baseline,
+            label=f"{FULL_MODEL}, then {condition}",
+            baseline_label=FULL_MODEL,
         )
-        for what in results.conditions()
-        if what not in ("baseline", "with the mask")
+        for condition in results.conditions()
+        if condition not in ("baseline", "with the mask")
     ]
-    asked += [
-        Comparison(MetricRef(name), MetricRef(FULL_MODEL), label=f"trained with {name}", baseline_label="trained whole")
+    comparisons += [
+        Comparison(MetricRef(name), MetricRef(FULL_MODEL), label=f"trained with {name}", baseline_label=FULL_MODEL)
         for name in results.variant_names[1:]
     ]
-    leak = MetricRef("no mask", "loss", "with the mask")
-    return [
-        *asked,
-        Comparison(leak, whole, label="trained with no mask, then given it", baseline_label="trained whole"),
-    ]
+    unmasked = MetricRef("no mask", "loss", "with the mask")
+    label = "trained with no mask, then with the mask"
+    return [*comparisons, Comparison(unmasked, baseline, label=label, baseline_label=FULL_MODEL)]
 
 
 # Positions (claim 3)
@@ -149,12 +150,13 @@ SEQ_LEN = 64
 
 
 def positions_study() -> Study:
-    small = small_recipe(layers=3, d_model=64, seq_len=SEQ_LEN, max_steps=250, embedding={"scale": "sqrt_d_model"})
-    small["model"]["init"] = {"kind": "xavier"}  # vectors as long as sinusoids are, which would drown shorter ones
-    small["model"]["context"] = 5 * SEQ_LEN  # learned positions have rows for what they are never trained on
+    recipe = small_recipe(layers=3, d_model=64, seq_len=SEQ_LEN, max_steps=250, embedding={"scale": "sqrt_d_model"})
+    # Embeddings with the norm of sinusoidal positions, which would dominate smaller ones
+    recipe["model"]["init"] = {"kind": "xavier"}
+    recipe["model"]["context"] = 5 * SEQ_LEN  # learned positions need rows for the positions they are not trained on
     return Study(
-        f"what each position method notices, and how it does beyond the {SEQ_LEN} tokens it was trained on",
-        small,
+        f"sensitivity of each position method to order and offset, and its loss beyond the {SEQ_LEN} trained tokens",
+        recipe,
         tuple(VariantSpec(method, (("position", method),)) for method in POSITION_METHODS),
         _compare_positions,
         measurement="positions",
@@ -170,33 +172,34 @@ def positions_study() -> Study:
 
 
 def _compare_positions(results: Results) -> list[Comparison]:
-    asked = [
+    comparisons = [
         Comparison(MetricRef(name, "hidden_change", "permuted, no mask"), report_only=True) for name in POSITION_METHODS
     ]
-    asked += compare_to_first(results)
-    asked += [
+    comparisons += compare_to_first(results)
+    comparisons += [
         Comparison(
-            MetricRef(name, "context_effect", "×4 the length"), label=f"{name}: reading {4 * SEQ_LEN} tokens at once"
+            MetricRef(name, "context_effect", "×4 the length"),
+            label=f"{name}: a context of {4 * SEQ_LEN} tokens instead of {SEQ_LEN}",
         )
         for name in POSITION_METHODS
     ]
-    return asked
+    return comparisons
 
 
-# Parts at equal budget (claim 6)
+# Components at equal budget (claim 6)
 
 
 def components_study() -> Study:
     return Study(
-        "norms, activations and shared key heads at an equal number of parameters",
+        "norms, activations and shared key-value heads at an equal number of parameters",
         small_recipe(layers=3, d_model=96, seq_len=128, max_steps=200, norm={"kind": "rmsnorm"}),
         (
             VariantSpec("RMSNorm+SwiGLU+MHA"),
             VariantSpec("LayerNorm", (("norm", "layernorm"),)),
             VariantSpec("GELU", (("activation", "gelu"),)),
             VariantSpec("ReLU", (("activation", "relu"),)),
-            VariantSpec("GQA (2 key heads)", (("kv-heads", "2"),)),
-            VariantSpec("MQA (1 key head)", (("kv-heads", "1"),)),
+            VariantSpec("GQA (2 KV heads)", (("kv-heads", "2"),)),
+            VariantSpec("MQA (1 KV head)", (("kv-heads", "1"),)),
         ),
         _compare_components,
         match="parameters",
@@ -205,11 +208,11 @@ def components_study() -> Study:
 
 def _compare_components(results: Results) -> list[Comparison]:
     first = results.variant_names[0]
-    speeds = [
+    step_times = [
         Comparison(MetricRef(name, "step_seconds"), MetricRef(first, "step_seconds"))
         for name in results.variant_names[1:]
     ]
-    return compare_to_first(results) + speeds
+    return compare_to_first(results) + step_times
 
 
 STUDIES: dict[str, Callable[[], Study]] = {
@@ -218,4 +221,4 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "positions": positions_study,
     "component-removal": component_removal_study,
 }
-"""Each is `cutaway ablate NAME`."""
+"""Study by name, as in `cutaway ablate NAME`."""

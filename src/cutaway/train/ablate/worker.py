@@ -1,4 +1,4 @@
-"""One variant from one seed, in a process of its own: trained, measured, and what came of it written down."""
+"""Worker process of an ablation: trains and measures one variant with one seed, and writes its outcome."""
 
 import json
 import math
@@ -25,41 +25,41 @@ from cutaway.train.trainer.trainer import Trainer
 
 OUTCOME_FILE = "outcome.json"
 PROGRESS_INTERVAL_SECONDS = 0.2
-"""Seconds between two words on how far it is."""
+"""Minimum interval between progress messages."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a process is told; plain data, so that it can be sent."""
+    """Arguments of a worker process; picklable."""
 
     directory: str
     recipe: dict[str, Any]
     surgery: str | None
     measurement: str | None
     measure_memory: bool
-    """Whether a step's memory is measured: it is the same from every seed."""
+    """Whether to measure the memory of a step: it is the same for every seed."""
     device: str
     num_threads: int
 
 
 def run_worker(job: Job, env: dict[str, str], pipe: "connection.Connection") -> None:
-    """What a process does; its words are (kind, what)."""
+    """Run a job; messages to the parent are (kind, value)."""
     Thread(target=_exit_with_parent, daemon=True).start()
     os.environ.clear()
-    os.environ.update(env)  # a server of forks has that of the time when it began
+    os.environ.update(env)  # a fork server has the environment of the time it was started
     torch.set_num_threads(job.num_threads)
     try:
-        done = _train_and_measure(job, pipe)
+        is_finished = _train_and_measure(job, pipe)
     except CutawayError as error:
         pipe.send(("error", str(error)))
-    except KeyboardInterrupt:  # before there was anything to save
+    except KeyboardInterrupt:  # before training started, so there is nothing to save
         pipe.send(("done", False))
     else:
-        pipe.send(("done", done))
+        pipe.send(("done", is_finished))
 
 
 def _exit_with_parent() -> None:
-    """When whoever started this is gone, nobody else may find this at work in the run's directory."""
+    """Exit when the parent process is gone: another process may start to work in the run directory."""
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
@@ -67,21 +67,21 @@ def _exit_with_parent() -> None:
 
 
 def _train_and_measure(job: Job, pipe: "connection.Connection") -> bool:
-    """Train to the end, or on to it, and measure; whether the end was reached."""
+    """Train from the start or the last checkpoint, and measure; returns whether training was completed."""
     directory = Path(job.directory)
-    told = 0.0
+    last_report = 0.0
 
-    def step(row: dict[str, Any], timing: dict[str, Any]) -> None:
-        nonlocal told
-        if time.monotonic() - told > PROGRESS_INTERVAL_SECONDS:
-            told = time.monotonic()
-            pipe.send(("step", row["step"]))
+    def report_step(metrics: dict[str, Any], timing: dict[str, Any]) -> None:
+        nonlocal last_report
+        if time.monotonic() - last_report > PROGRESS_INTERVAL_SECONDS:
+            last_report = time.monotonic()
+            pipe.send(("step", metrics["step"]))
 
-    watcher = Callback(on_step_end=step)
+    callback = Callback(on_step_end=report_step)
     if (directory / RUN_FILE).exists():
-        trainer = resume_trainer(directory, device=job.device, callback=watcher)
+        trainer = resume_trainer(directory, device=job.device, callback=callback)
     else:
-        trainer = prepare_trainer(load_recipe(job.recipe), directory, device=job.device, callback=watcher)
+        trainer = prepare_trainer(load_recipe(job.recipe), directory, device=job.device, callback=callback)
     if job.surgery is not None:
         SURGERIES[job.surgery](trainer.model)
     try:
@@ -97,12 +97,12 @@ def _train_and_measure(job: Job, pipe: "connection.Connection") -> bool:
     if math.isfinite(eval_loss(trainer)):
         _write_outcome(directory, _collect_outcome(trainer, job))
     else:
-        _write_outcome(directory, {"failed": "its loss is not finite; vary within a lower optimizer.lr"})
+        _write_outcome(directory, {"failed": "the loss is not finite; lower optimizer.lr"})
     return True
 
 
 def _collect_outcome(trainer: Trainer, job: Job) -> dict[str, Any]:
-    """What is known of a trained model: where it came to, how long it took, and what was asked to be measured."""
+    """Losses, time and memory of a trained model, and the plan's measurements."""
     rows = list(trainer.metrics_log)
     evals = [row for row in rows if "eval_loss" in row]
     loss = eval_loss(trainer)
@@ -117,20 +117,20 @@ def _collect_outcome(trainer: Trainer, job: Job) -> dict[str, Any]:
     if job.measurement is not None:
         outcome["measurements"] = MEASUREMENTS[job.measurement](trainer)
     trainer.model.train()
-    outcome["step_seconds"] = step_seconds(trainer)  # last of all, for by these it learns on
+    outcome["step_seconds"] = step_seconds(trainer)  # last, because its steps change the weights
     if job.measure_memory:
         outcome["peak_memory"] = peak_step_memory(trainer)
     return outcome
 
 
 def _delete_exported_model(trainer: Trainer) -> None:
-    """What was exported says nothing of the surgery, so whoever loaded it would have another model."""
+    """Delete the exported model: it does not include the surgery, so it would load as another model."""
     import shutil
 
     shutil.rmtree(trainer.run_directory.model_directory, ignore_errors=True)
 
 
 def _write_outcome(directory: Path, outcome: dict[str, Any]) -> None:
-    draft = directory / f".{OUTCOME_FILE}"
-    draft.write_text(json.dumps(outcome) + "\n", encoding="utf-8")
-    draft.replace(directory / OUTCOME_FILE)  # what has it is finished
+    temporary = directory / f".{OUTCOME_FILE}"
+    temporary.write_text(json.dumps(outcome) + "\n", encoding="utf-8")
+    temporary.replace(directory / OUTCOME_FILE)  # a run with this file is finished

@@ -1,1 +1,1 @@
-"""Training checkpoints and run directories: written atomically, with checksums."""
+"""Checkpoints and run directories: written atomically, verified by checksums."""

@@ -1,4 +1,4 @@
-"""Folders that appear whole and disappear whole: while they are written or removed, their names are hidden ones."""
+"""Atomic directories: hidden names while they are written or removed, and a rename when they are complete."""
 
 import errno
 import fcntl
@@ -25,7 +25,7 @@ def hidden_path(path: Path, kind: str) -> Path:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """A new file, and its bytes are on the disk when this returns."""
+    """Write a new file and flush it to disk."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -33,67 +33,67 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def fsync_directory(directory: Path) -> None:
-    """The names in a directory, too, are on the disk only once that is asked for."""
-    number = os.open(directory, os.O_RDONLY)
+    """Flush a directory's entries to disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(number)
+        os.fsync(descriptor)
     finally:
-        os.close(number)
+        os.close(descriptor)
 
 
 @contextmanager
 def temporary_directory(target: Path) -> Iterator[Path]:
-    """A hidden folder beside the target, gone afterwards unless it was renamed."""
-    work = hidden_path(target, SAVING)
-    work.mkdir()
+    """Hidden, locked directory beside the target, removed at the end unless it was renamed."""
+    temporary = hidden_path(target, SAVING)
+    temporary.mkdir()
     try:
-        with _try_lock_directory(work):
-            yield work
+        with _try_lock_directory(temporary):
+            yield temporary
     finally:
-        shutil.rmtree(work, ignore_errors=True)  # what cannot be removed now is found by its name later
+        shutil.rmtree(temporary, ignore_errors=True)  # leftovers are found by their name later
 
 
 def rename_into_place(temporary: Path, target: Path) -> Path | None:
-    """Give a whole folder its name; a folder that had it is returned under a hidden one."""
-    old = None
+    """Rename a complete directory to its target; a directory with that name is returned under a hidden name."""
+    replaced = None
     if target.exists():
         if not target.is_dir():
-            raise FileExistsError(errno.EEXIST, "a file that is no checkpoint has its name")
-        old = hidden_path(target, REPLACED)
-        target.rename(old)
+            raise FileExistsError(errno.EEXIST, "a file with the checkpoint's name exists, which is not a directory")
+        replaced = hidden_path(target, REPLACED)
+        target.rename(replaced)
         hit_failpoint("between-renames")
     try:
         temporary.rename(target)
     except OSError:
-        if old is not None:
-            old.rename(target)
+        if replaced is not None:
+            replaced.rename(target)
         raise
-    return old
+    return replaced
 
 
 def remove_hidden_directory(path: Path, *, recover: Callable[[Path], bool] = lambda path: False) -> list[str]:
-    """Remove a hidden folder, unless it can be rescued or another process is at work on it; says what did not work."""
+    """Remove a hidden directory, unless it is recovered or locked by another process; returns error messages."""
     try:
-        with _try_lock_directory(path) as free:
-            if free and not recover(path):
+        with _try_lock_directory(path) as locked:
+            if locked and not recover(path):
                 path.unlink() if path.is_symlink() else shutil.rmtree(path)
     except FileNotFoundError:
-        return []  # whoever was at work on it has come to an end
+        return []  # the process that held it has finished
     except OSError as error:
-        return [f"'{path}' could not be removed ({error.strerror or error})"]
+        return [f"could not remove '{path}' ({error.strerror or error})"]
     return []
 
 
 @contextmanager
 def _try_lock_directory(directory: Path) -> Iterator[bool]:
-    """Whether no other process is at work on a folder; a process that dies lets go of it."""
-    number = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    """Lock a directory without waiting; yields whether it succeeded. The lock ends with the process."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            free = True
-        except OSError:  # held by another; or on a file system without locks, where nobody can know
-            free = False
-        yield free
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = True
+        except OSError:  # held by another process, or a file system without locks
+            locked = False
+        yield locked
     finally:
-        os.close(number)
+        os.close(descriptor)

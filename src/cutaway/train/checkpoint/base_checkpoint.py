@@ -1,4 +1,4 @@
-"""What a model was before it learned here: nothing, or a checkpoint whose family and settings it keeps."""
+"""The base checkpoint of a fine-tuning run: loading it, and the config, family and tokenizer taken from it."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from cutaway.train.recipe.schema import PretrainedModelConfig, Recipe
 
 @dataclass(frozen=True)
 class BaseCheckpointInfo:
-    """What a run has to know of the checkpoint it began with, so that it can go on without it. Empty of a fresh one."""
+    """What a run stores of its base checkpoint, so that it can resume without it. Empty when training from scratch."""
 
     family: str | None = None
     hf_config: dict[str, Any] = field(default_factory=dict)
@@ -41,61 +41,66 @@ class BaseCheckpointInfo:
         return {} if self.config is None else asdict(self)
 
     def decoder_start_token_id(self, tokenizer: Tokenizer) -> int:
-        """What a target begins with."""
-        told = read_generation_config(self.generation_config, self.hf_config, tokenizer).decoder_start_token_id
-        found = told if told is not None else tokenizer.pad_token_id
-        if found is None:
+        """Token that starts a target of an encoder-decoder."""
+        config = read_generation_config(self.generation_config, self.hf_config, tokenizer)
+        token_id = config.decoder_start_token_id
+        if token_id is None:
+            token_id = tokenizer.pad_token_id
+        if token_id is None:
             raise InputError(
-                "a target begins with a token of its own, and this tokenizer has no bos or pad; use another"
+                "targets need a decoder start token, and the tokenizer has no bos or pad token; use another tokenizer"
             )
-        return found
+        return token_id
 
 
 NO_BASE_CHECKPOINT = BaseCheckpointInfo()
 
 
 def load_base_checkpoint(recipe: Recipe) -> Checkpoint | None:
-    """The checkpoint that a recipe goes on from, in numbers to train with; None if it begins afresh."""
+    """Load the checkpoint that a recipe fine-tunes, in fp32; None when training from scratch."""
     if not isinstance(recipe.model, PretrainedModelConfig):
         return None
     return load(recipe.model.checkpoint, dtype=torch.float32)
 
 
 def reload_base_checkpoint(recipe: Recipe, base_info: BaseCheckpointInfo) -> Checkpoint | None:
-    """The same again when a run goes on, or None where it is gone or has become another."""
+    """Load the base checkpoint again on resume; None if it is missing or its config has changed."""
     try:
-        base = load_base_checkpoint(recipe)
+        base_checkpoint = load_base_checkpoint(recipe)
     except CutawayError:
         return None
-    return base if base is not None and to_dict(base.config) == base_info.config else None
+    if base_checkpoint is None or to_dict(base_checkpoint.config) != base_info.config:
+        return None
+    return base_checkpoint
 
 
 def resolve_model_config(recipe: Recipe, tokenizer: Tokenizer, base_info: BaseCheckpointInfo) -> Config:
-    """A fresh model has the tokenizer's vocabulary; one that has learned before has its own."""
+    """Config of the model: from scratch with the tokenizer's vocab_size, or the base checkpoint's."""
     if base_info.config is None:
         return recipe.transformer_config.replace(vocab_size=tokenizer.vocab_size)
     config = read_config(base_info.config)
     if tokenizer.vocab_size > config.vocab_size:
         raise InputError(
-            f"the tokenizer has {tokenizer.vocab_size:,} tokens, and the checkpoint knows {config.vocab_size:,}; leave"
-            " data.tokenizer out, to use the checkpoint's own"
+            f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the checkpoint has vocab_size"
+            f" {config.vocab_size:,}; remove data.tokenizer to use the checkpoint's own"
         )
     return config
 
 
 def base_tokenizer(base_checkpoint: Checkpoint) -> Tokenizer:
+    """Tokenizer of the base checkpoint."""
     if base_checkpoint.tokenizer is None:
-        raise InputError("the checkpoint has no tokenizer beside it; name the one it learned with as data.tokenizer")
+        raise InputError("the checkpoint has no tokenizer; set data.tokenizer to the one it was trained with")
     if isinstance(base_checkpoint.tokenizer, MarianTokenizer):
         raise InputError(
-            "this checkpoint's tokenizer cuts the source's language only; name one for both as"
-            " data.tokenizer, of kind pretrained"
+            "the checkpoint's Marian tokenizer encodes the source language only; set data.tokenizer to one for both"
+            " languages, with kind = 'pretrained'"
         )
     return base_checkpoint.tokenizer
 
 
 def resolve_export_family(config: Config, family: str | None) -> str:
-    """The family whose files a model is written as: its own, the first that can hold it, or cutaway's."""
+    """Family whose format a model is exported in: its own, the first that supports its config, or cutaway's."""
     if family is not None:
         return family
     try:

@@ -1,7 +1,7 @@
-"""The checkpoints of a run: each is put in place whole or not at all, and old ones go only when new ones are there.
+"""CheckpointManager: atomic, verified checkpoints of a run; saving, loading, pruning, also from sharded ranks.
 
-What is being written or removed has a hidden name until then, so that a process killed at any instant leaves whole
-checkpoints, and beside them at most what is known to be none.
+Directories being written or removed have hidden names. So a process killed at any instant leaves complete checkpoints,
+and otherwise only directories that are recognized as partial.
 """
 
 import math
@@ -50,22 +50,22 @@ from cutaway.train.distributed.dtensor import TensorGatherer, TensorGroups, copy
 from cutaway.train.distributed.process_group import DistributedContext
 
 MAX_FILE_BYTES = 1 << 30
-"""Bytes of tensors in one file, at most, unless one tensor has more: what is held a second time while it is written."""
+"""Maximum tensor bytes per file, unless one tensor is larger: a file's tensors are copied while it is written."""
 
 
 CopyFn = Callable[[Tensor], Tensor]
 
 
 class CheckpointWriteError(CutawayError):
-    """A checkpoint could not be written; those before it are as they were, and a run can go on."""
+    """A checkpoint could not be written; earlier ones are unchanged, and training can continue."""
 
 
 class CheckpointManager:
-    """The checkpoints in a directory: the newest few, and the best."""
+    """Checkpoints in a directory; keeps the newest `keep` and the best."""
 
     def __init__(self, directory: Path, *, keep: int = 2) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise InputError(f"keep is {keep!r}, and one checkpoint is the least to go on from; give 1 or more")
+            raise InputError(f"keep is {keep!r}; a run needs one checkpoint to resume from, so pass 1 or more")
         self.directory, self.keep = Path(directory), keep
         self._damaged: set[Path] = set()
         self._writer_thread: threading.Thread | None = None
@@ -80,62 +80,68 @@ class CheckpointManager:
         best_eval_loss: float | None = None,
         copy_to_cpu: CopyFn | None = None,
     ) -> Path:
-        """Write a checkpoint; it is on the disk when this returns. The one with the lowest `best_eval_loss` is kept.
+        """Write a checkpoint; it is on disk when this returns. The one with the lowest `best_eval_loss` is kept.
 
-        `copy_to_cpu` gives a tensor's values on the CPU; it is called for each, group by group, in the order of names.
+        `copy_to_cpu` returns a tensor's values on the CPU; it is called for each tensor, by group and name in order.
         """
-        text = _encode_checked_state(step, tensors, state)
+        encoded_state = _encode_checked_state(step, tensors, state)
         self._join_writer()
-        return self._write_checkpoint(step, tensors, text, best_eval_loss, copy_to_cpu or _copy_to_cpu)
+        return self._write_checkpoint(step, tensors, encoded_state, best_eval_loss, copy_to_cpu or _copy_to_cpu)
 
     def async_save(
         self, step: int, tensors: TensorGroups, state: Mapping[str, Any], *, best_eval_loss: float | None = None
     ) -> None:
-        """Copy everything now and write it meanwhile. What went wrong with the one before is raised then."""
-        text = _encode_checked_state(step, tensors, state)
+        """Copy the tensors to the CPU and write them in a thread. Raises the error of the previous save, if any."""
+        encoded_state = _encode_checked_state(step, tensors, state)
         self._join_writer()
-        copies = {group: {name: _copy_to_cpu(each) for name, each in part.items()} for group, part in tensors.items()}
-        before, self._writer_error = self._writer_error, None
+        copies = {
+            group: {name: _copy_to_cpu(tensor) for name, tensor in by_name.items()}
+            for group, by_name in tensors.items()
+        }
+        previous_error, self._writer_error = self._writer_error, None
 
         def write() -> None:
             try:
-                self._write_checkpoint(step, copies, text, best_eval_loss, lambda tensor: tensor)
-            except BaseException as error:  # of whatever kind: it is raised again where somebody listens
+                self._write_checkpoint(step, copies, encoded_state, best_eval_loss, lambda tensor: tensor)
+            except BaseException as error:  # raised again by the next call in the main thread
                 self._writer_error = error
 
         self._writer_thread = threading.Thread(target=write, name="checkpoint")
         self._writer_thread.start()
-        if before is not None:
-            raise before
+        if previous_error is not None:
+            raise previous_error
 
     def wait_for_async_save(self) -> None:
-        """Until nothing is being written; what went wrong is raised."""
+        """Wait until the asynchronous save is finished, and raise its error."""
         self._join_writer()
         error, self._writer_error = self._writer_error, None
         if error is not None:
             raise error
 
     def load_latest(self, *, log: Callable[[str], None]) -> LoadedCheckpoint | None:
-        """The newest checkpoint that is what was once written, or None if there are none; damaged ones are reported."""
+        """Load the newest valid checkpoint, or None if there is no checkpoint; damaged ones are logged and skipped."""
         self._join_writer()
-        wrong = []
+        problems = []
         try:
-            for trouble in self._remove_partial_saves():
-                log(trouble)
-            for folder in self._list_checkpoints():
-                found = read_checkpoint(folder)
-                if isinstance(found, LoadedCheckpoint):
-                    return found
-                if not folder.exists():  # a run that saves meanwhile has removed it: it has newer ones
+            for message in self._remove_partial_saves():
+                log(message)
+            for path in self._list_checkpoints():
+                loaded = read_checkpoint(path)
+                if isinstance(loaded, LoadedCheckpoint):
+                    return loaded
+                if not path.exists():  # pruned by a run that is saving: it has newer checkpoints
                     return self.load_latest(log=log)
-                self._damaged.add(folder)
-                wrong.append(f"{folder.name}: {found}")
-                log(f"checkpoint {wrong[-1]}; it is not used")
+                self._damaged.add(path)
+                problems.append(f"{path.name}: {loaded}")
+                log(f"checkpoint {problems[-1]}; it is skipped")
         except OSError as error:
-            raise InputError(f"'{self.directory}' cannot be read: {error}; restore it, or name another") from None
-        if wrong:
             raise InputError(
-                f"no checkpoint in '{self.directory}' is whole ({' | '.join(wrong)}); restore one, or begin a new run"
+                f"cannot read '{self.directory}': {error}; restore it, or pass another directory"
+            ) from None
+        if problems:
+            raise InputError(
+                f"no checkpoint in '{self.directory}' is valid ({' | '.join(problems)}); restore one, or start a new"
+                " run"
             )
         return None
 
@@ -153,27 +159,26 @@ class CheckpointManager:
             if not self.directory.exists():
                 self.directory.mkdir(parents=True, exist_ok=True)
                 fsync_directory(self.directory.parent)
-            troubles = self._remove_partial_saves()
-            with temporary_directory(target) as work:
-                self._write_files(work, step, tensors, state, best_eval_loss, copy_to_cpu)
+            problems = self._remove_partial_saves()
+            with temporary_directory(target) as temporary:
+                self._write_files(temporary, step, tensors, state, best_eval_loss, copy_to_cpu)
                 hit_failpoint("before-rename")
-                old = rename_into_place(work, target)
+                replaced = rename_into_place(temporary, target)
                 hit_failpoint("after-rename")
                 fsync_directory(self.directory)
         except OSError as error:
             raise CheckpointWriteError(
-                f"'{target}' was not saved: {error.strerror or error}; make room, or name another directory, and save"
-                " again"
+                f"could not save '{target}': {error.strerror or error}; free disk space, or use another directory"
             ) from error
         self._damaged.discard(target)
         try:
-            troubles += [] if old is None else remove_hidden_directory(old)
-            troubles += self._prune()
+            problems += [] if replaced is None else remove_hidden_directory(replaced)
+            problems += self._prune()
         except OSError as error:
-            troubles.append(f"older ones could not be removed ({error})")
-        if troubles:
+            problems.append(f"could not remove older checkpoints ({error})")
+        if problems:
             raise CheckpointWriteError(
-                f"'{target}' is saved, but {'; '.join(troubles)}; remove by hand what is not needed"
+                f"saved '{target}', but {'; '.join(problems)}; remove what is not needed by hand"
             )
         return target
 
@@ -186,77 +191,82 @@ class CheckpointManager:
         best_eval_loss: float | None,
         copy_to_cpu: CopyFn,
     ) -> None:
-        """Every file of a checkpoint, the manifest last."""
+        """Write the files of a checkpoint, the manifest last."""
         files: dict[str, ManifestEntry] = {}
 
-        def add(name: str, data: bytes, group: str | None = None) -> None:
+        def write(name: str, data: bytes, group: str | None = None) -> None:
             write_file(temporary / name, data)
             files[name] = ManifestEntry(size=len(data), sha256=sha256_hex(data), group=group)
             hit_failpoint("after-file-write")
 
-        for group, part in sorted(tensors.items()):
-            pieces = _split_into_files(part)
-            for n, names in enumerate(pieces, 1):
-                file = f"{group}.safetensors" if len(pieces) == 1 else f"{group}-{n:05d}.safetensors"
-                add(file, serialize_safetensors({name: copy_to_cpu(part[name]) for name in names}), group)
-        add(STATE_FILE, state)
+        for group, by_name in sorted(tensors.items()):
+            files_of_group = _split_into_files(by_name)
+            for number, names in enumerate(files_of_group, 1):
+                file = f"{group}.safetensors" if len(files_of_group) == 1 else f"{group}-{number:05d}.safetensors"
+                write(file, serialize_safetensors({name: copy_to_cpu(by_name[name]) for name in names}), group)
+        write(STATE_FILE, state)
         hit_failpoint("before-manifest")
-        known = [read_manifest(folder) for folder in self._list_checkpoints()]
-        serial = 1 + max((each.serial for each in known if isinstance(each, Manifest)), default=0)
-        # What is no number is never the best.
-        rated = float(best_eval_loss) if best_eval_loss is not None and math.isfinite(best_eval_loss) else None
-        write_file(
-            temporary / MANIFEST_FILE, Manifest(step=step, serial=serial, best_eval_loss=rated, files=files).to_bytes()
-        )
+        manifests = [read_manifest(path) for path in self._list_checkpoints()]
+        serial = 1 + max((each.serial for each in manifests if isinstance(each, Manifest)), default=0)
+        # A loss that is not finite is never the best.
+        if best_eval_loss is not None:
+            best_eval_loss = float(best_eval_loss) if math.isfinite(best_eval_loss) else None
+        manifest = Manifest(step=step, serial=serial, best_eval_loss=best_eval_loss, files=files)
+        write_file(temporary / MANIFEST_FILE, manifest.to_bytes())
         fsync_directory(temporary)
 
     def _list_checkpoints(self) -> list[Path]:
-        """The checkpoints' folders, the last written first; before them those that do not say when that was."""
-        found = {}
+        """Checkpoint directories, last written first; those without a readable manifest come before them."""
+        sort_keys = {}
         for path in list_directory(self.directory):
             if _is_checkpoint_name(path.name) and path.is_dir():
                 manifest = read_manifest(path)
-                found[path] = (manifest.serial if isinstance(manifest, Manifest) else math.inf, int(path.name[5:]))
-        return sorted(found, key=found.__getitem__, reverse=True)
+                serial = manifest.serial if isinstance(manifest, Manifest) else math.inf
+                sort_keys[path] = (serial, int(path.name[5:]))
+        return sorted(sort_keys, key=sort_keys.__getitem__, reverse=True)
 
     def _remove_partial_saves(self) -> list[str]:
-        """Remove what killed saves have left, or put it in place if it was whole; says what could not be removed."""
-        left = [
-            (found, path)
+        """Remove what killed saves have left, or rename it into place if it is complete; returns error messages."""
+        hidden = [
+            (match, path)
             for path in list_directory(self.directory)
-            if (found := HIDDEN_NAME_PATTERN.fullmatch(path.name))
+            if (match := HIDDEN_NAME_PATTERN.fullmatch(path.name))
         ]
-        troubles = []
-        for kind in (SAVING, REPLACED, REMOVED):  # where one was to replace another, the new one comes first
-            for found, path in left:
-                if found["kind"] == kind and _is_checkpoint_name(found["name"]) and path.is_dir():
-                    troubles += (
+        problems = []
+        for kind in (SAVING, REPLACED, REMOVED):  # the new checkpoint has priority over the one it replaces
+            for match, path in hidden:
+                if match["kind"] == kind and _is_checkpoint_name(match["name"]) and path.is_dir():
+                    problems += (
                         remove_hidden_directory(path)
                         if kind == REMOVED
                         else remove_hidden_directory(path, recover=_recover_partial_save)
                     )
-        return troubles
+        return problems
 
     def _prune(self) -> list[str]:
-        """Keep the newest and the best. Damaged ones do not count, and are left for their owner to look at."""
-        known = {path: found for path in self._list_checkpoints() if isinstance(found := read_manifest(path), Manifest)}
-        whole = {path: manifest for path, manifest in known.items() if path not in self._damaged}
-        stay = set(list(whole)[: self.keep])
-        # Of equals the oldest: whoever gives the lowest loss so far, again and again, means the one that had it first.
-        rated = [
-            (each.best_eval_loss, each.serial, path) for path, each in whole.items() if each.best_eval_loss is not None
+        """Remove all but the newest and the best. Damaged checkpoints do not count, and are kept for inspection."""
+        manifests = {
+            path: each for path in self._list_checkpoints() if isinstance(each := read_manifest(path), Manifest)
+        }
+        valid = {path: manifest for path, manifest in manifests.items() if path not in self._damaged}
+        kept = set(list(valid)[: self.keep])
+        # Among equals the oldest: the trainer passes the lowest loss so far with every save, so the first had it.
+        with_loss = [
+            (manifest.best_eval_loss, manifest.serial, path)
+            for path, manifest in valid.items()
+            if manifest.best_eval_loss is not None
         ]
-        stay |= {min(rated)[2]} if rated else set()
-        troubles = []
-        for path, manifest in whole.items():
-            strange = {each.name for each in path.iterdir()} - manifest.files.keys() - {MANIFEST_FILE}
-            if path not in stay and not strange:  # what somebody put there is not ours to remove
-                going = hidden_path(path, REMOVED)
-                path.rename(going)
+        kept |= {min(with_loss)[2]} if with_loss else set()
+        problems = []
+        for path, manifest in valid.items():
+            foreign_files = {file.name for file in path.iterdir()} - manifest.files.keys() - {MANIFEST_FILE}
+            if path not in kept and not foreign_files:  # files that a user added are never removed
+                removed = hidden_path(path, REMOVED)
+                path.rename(removed)
                 hit_failpoint("before-remove")
-                troubles += remove_hidden_directory(going)
+                problems += remove_hidden_directory(removed)
                 hit_failpoint("after-prune")
-        return troubles
+        return problems
 
 
 def _is_checkpoint_name(name: str) -> bool:
@@ -264,10 +274,10 @@ def _is_checkpoint_name(name: str) -> bool:
 
 
 def _recover_partial_save(path: Path) -> bool:
-    """Put a hidden folder in place if it is whole and nothing has its name: its save was killed just before it did."""
-    found = HIDDEN_NAME_PATTERN.fullmatch(path.name)
-    assert found is not None
-    target = path.with_name(found["name"])
+    """Rename a hidden directory to its target if it is complete and the name is free: its save was killed."""
+    match = HIDDEN_NAME_PATTERN.fullmatch(path.name)
+    assert match is not None
+    target = path.with_name(match["name"])
     manifest = read_manifest(path, target.name)
     if target.exists() or isinstance(manifest, str) or find_mismatched_files(path, manifest):
         return False
@@ -277,22 +287,24 @@ def _recover_partial_save(path: Path) -> bool:
 
 
 def _encode_checked_state(step: int, tensors: TensorGroups, state: Mapping[str, Any]) -> bytes:
-    """The state as it is written, once all is known to be such as can be read again."""
+    """Encode the state, after checking that step, state and tensors can be written and read back unchanged."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise InputError(f"step is {step!r}; give a whole number, 0 or more")
-    for group, part in tensors.items():
+        raise InputError(f"step is {step!r}; pass an integer, 0 or more")
+    for group, by_name in tensors.items():
         if not re.fullmatch(r"[a-z][a-z0-9_]*", group):
-            raise InputError(f"{group!r} names no group of tensors, since a file is named so; use a-z, 0-9 and _")
-        for name, tensor in part.items():
+            raise InputError(
+                f"tensor group {group!r} cannot be a file name; use a lowercase letter followed by a-z, 0-9 and _"
+            )
+        for name, tensor in by_name.items():
             if (
                 tensor.layout != torch.strided
                 or tensor.is_meta
                 or name == "__metadata__"
                 or not _is_safetensors_dtype(tensor.dtype)
             ):
-                kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
                 raise InputError(
-                    f"{group}'s tensor '{name}' ({kind}) has no place in safetensors; convert or rename it"
+                    f"tensor '{name}' of group {group} ({tensor.dtype}, {tensor.layout}, on {tensor.device}) cannot be"
+                    " stored in safetensors; convert or rename it"
                 )
     return encode_state(state)
 
@@ -301,27 +313,27 @@ def _encode_checked_state(step: int, tensors: TensorGroups, state: Mapping[str, 
 def _is_safetensors_dtype(dtype: torch.dtype) -> bool:
     try:
         return parse_safetensors(serialize_safetensors({"": torch.empty(0, dtype=dtype)}))[""].dtype == dtype
-    except (KeyError, RuntimeError):  # some can be written only, and some not even that
+    except (KeyError, RuntimeError):  # some dtypes can be written but not read, some not even written
         return False
 
 
 def _copy_to_cpu(tensor: Tensor) -> Tensor:
-    """Memory of its own on the CPU, in order."""
+    """Contiguous copy on the CPU."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _split_into_files(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """The names that go into each file; one file at least, so that a group without tensors comes back too."""
-    pieces: list[list[str]] = [[]]
-    filled = 0
+    """Tensor names of each file; at least one file, so that a group without tensors is stored too."""
+    files: list[list[str]] = [[]]
+    file_size = 0
     for name, tensor in sorted(tensors.items()):
         size = tensor.numel() * tensor.element_size()
-        if pieces[-1] and filled + size > MAX_FILE_BYTES:
-            pieces.append([])
-            filled = 0
-        pieces[-1].append(name)
-        filled += size
-    return pieces
+        if files[-1] and file_size + size > MAX_FILE_BYTES:
+            files.append([])
+            file_size = 0
+        files[-1].append(name)
+        file_size += size
+    return files
 
 
 def save_state(
@@ -333,43 +345,43 @@ def save_state(
     *,
     best_eval_loss: float | None,
 ) -> None:
-    """The leader writes: meanwhile, where it has all of the state; or tensor by tensor, as others bring their parts."""
+    """Save from the main process: asynchronously if it has the full state, else gathering shards tensor by tensor."""
     if dist_context.mesh is None:
         if dist_context.is_main_process:
             manager.async_save(step, tensors, state, best_eval_loss=best_eval_loss)
         return
-    gathering = TensorGatherer(tensors)
+    gatherer = TensorGatherer(tensors)
     try:
         if dist_context.is_main_process:
-            manager.save(step, tensors, state, best_eval_loss=best_eval_loss, copy_to_cpu=gathering.gather_next_to_cpu)
+            manager.save(step, tensors, state, best_eval_loss=best_eval_loss, copy_to_cpu=gatherer.gather_next_to_cpu)
     finally:
-        gathering.gather_remaining()  # a disk may be full; the others do not know, and go on asking
+        gatherer.gather_remaining()  # also if writing failed, e.g. disk full: the other ranks wait in the collectives
 
 
 def load_latest_state(
     manager: CheckpointManager, dist_context: DistributedContext, log: Callable[[str], None]
 ) -> LoadedCheckpoint | None:
-    """The checkpoint that the leader finds, read by every rank."""
-    found = manager.load_latest(log=log) if dist_context.is_main_process else None
-    step = dist_context.broadcast_int(-1 if found is None else found.step)
-    if step < 0 or found is not None:
-        return found
-    seen = read_checkpoint(manager.directory / checkpoint_name(step))
-    if isinstance(seen, str):
+    """The newest valid checkpoint as chosen by the main process, read by every rank."""
+    checkpoint = manager.load_latest(log=log) if dist_context.is_main_process else None
+    step = dist_context.broadcast_int(-1 if checkpoint is None else checkpoint.step)
+    if step < 0 or checkpoint is not None:
+        return checkpoint
+    loaded = read_checkpoint(manager.directory / checkpoint_name(step))
+    if isinstance(loaded, str):
         raise InputError(
-            f"process {dist_context.rank} cannot read {checkpoint_name(step)} ({seen}); every process must see the"
-            " run's directory"
+            f"process {dist_context.rank} cannot read {checkpoint_name(step)} ({loaded}); the run directory must be on"
+            " a file system that every process can read"
         )
-    return seen
+    return loaded
 
 
 def load_weights(model: Transformer, weights: Mapping[str, Tensor]) -> None:
-    """Take these weights, of which each rank may have a part."""
-    mine = model.state_dict()
-    if not any(is_dtensor(tensor) for tensor in mine.values()):
+    """Load full weights into a model, of which each rank may have a shard."""
+    state_dict = model.state_dict()
+    if not any(is_dtensor(tensor) for tensor in state_dict.values()):
         model.load_state_dict(dict(weights))
         return
-    if mine.keys() != weights.keys():
-        raise InputError("this checkpoint is of another model; resume a run with its own")
-    for name, tensor in mine.items():
+    if state_dict.keys() != weights.keys():
+        raise InputError("the checkpoint is of another model; resume the run with its own model")
+    for name, tensor in state_dict.items():
         copy_from_full(tensor, weights[name])

@@ -1,4 +1,4 @@
-"""A run's directory, which describes itself: the recipe, the tokenizer, the logs, the checkpoints, the model."""
+"""Run directory: recipe, tokenizer, logs, checkpoints and the exported model of a training run."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ RUN_FORMAT = 1
 
 
 class RunDirectory:
-    """Where a run keeps what it makes."""
+    """Directory of a training run, with its recipe."""
 
     def __init__(self, directory: Path, recipe: Recipe, data_fingerprint: str, base_info: BaseCheckpointInfo) -> None:
         self.directory, self.recipe = directory, recipe
@@ -29,42 +29,45 @@ class RunDirectory:
     def create(
         cls, directory: Path, recipe: Recipe, tokenizer: Tokenizer, data_fingerprint: str, base_info: BaseCheckpointInfo
     ) -> "RunDirectory":
-        """A new directory; one that exists must be empty."""
+        """Create a new run directory; an existing directory must be empty."""
         check_new_directory(directory)
         directory.mkdir(parents=True, exist_ok=True)
         tokenizer.save(directory / "tokenizer")
-        about = {
+        metadata = {
             "format": RUN_FORMAT,
             "data_fingerprint": data_fingerprint,
             "recipe": recipe.model_dump(mode="json", exclude_none=True),
         }
-        about |= {"base_checkpoint": base_info.to_dict()} if base_info.config is not None else {}
-        draft = directory / f".{RUN_FILE}"
-        draft.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-        draft.replace(directory / RUN_FILE)  # what has it is whole
+        metadata |= {"base_checkpoint": base_info.to_dict()} if base_info.config is not None else {}
+        temporary = directory / f".{RUN_FILE}"
+        temporary.write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(directory / RUN_FILE)  # written last: a directory with this file is complete
         return cls(directory, recipe, data_fingerprint, base_info)
 
     @classmethod
     def open(cls, directory: Path) -> "RunDirectory":
+        """Open an existing run directory."""
+        path = directory / RUN_FILE
         try:
-            about: Any = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
+            metadata: Any = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise InputError(
-                f"'{directory}' has no {RUN_FILE}, so it is no run; give a directory that train made"
+                f"'{directory}' has no {RUN_FILE}, so it is not a run directory; pass a directory written by training"
             ) from None
         except (OSError, ValueError) as error:
-            raise InputError(f"'{directory / RUN_FILE}' cannot be read: {error}; restore it, or begin anew") from None
-        if not isinstance(about, dict) or about.get("format") != RUN_FORMAT:
-            raise InputError(f"'{directory / RUN_FILE}' is of another format than {RUN_FORMAT}; update cutaway")
-        base_info = BaseCheckpointInfo(**about.get("base_checkpoint", {}))
-        return cls(directory, load_recipe(about["recipe"]), str(about["data_fingerprint"]), base_info)
+            raise InputError(f"cannot read '{path}': {error}; restore it, or start a new run") from None
+        if not isinstance(metadata, dict) or metadata.get("format") != RUN_FORMAT:
+            raise InputError(f"'{path}' has a format other than {RUN_FORMAT}; update cutaway")
+        base_info = BaseCheckpointInfo(**metadata.get("base_checkpoint", {}))
+        return cls(directory, load_recipe(metadata["recipe"]), str(metadata["data_fingerprint"]), base_info)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        found = load_tokenizer(self.directory / "tokenizer")
-        if found is None:
-            raise InputError(f"'{self.directory / 'tokenizer'}' holds no tokenizer; restore it, or begin anew")
-        return found
+        path = self.directory / "tokenizer"
+        tokenizer = load_tokenizer(path)
+        if tokenizer is None:
+            raise InputError(f"'{path}' has no tokenizer; restore it, or start a new run")
+        return tokenizer
 
     @property
     def checkpoint_directory(self) -> Path:
@@ -76,44 +79,43 @@ class RunDirectory:
 
 
 def check_new_directory(directory: Path) -> None:
-    """Nothing is ever written over, but what a run left that was killed before it had begun."""
-    begun = {"tokenizer", f".{RUN_FILE}"}
+    """Raise InputError unless the directory is new, empty, or left by a run that was killed during start-up."""
+    startup_files = {"tokenizer", f".{RUN_FILE}"}
     if directory.exists() and not directory.is_dir():
-        raise InputError(f"'{directory}' is a file, and a run needs a directory; name another")
-    if directory.exists() and {each.name for each in directory.iterdir()} - begun:
-        raise InputError(f"'{directory}' is not empty; resume what is there with --resume, or name another")
+        raise InputError(f"'{directory}' is a file, but a run needs a directory; pass another path")
+    if directory.exists() and {path.name for path in directory.iterdir()} - startup_files:
+        raise InputError(f"'{directory}' is not empty; resume the run with --resume, or pass another directory")
 
 
 def load_snapshot(directory: Path, *, device: str | None = None) -> tuple[Checkpoint, int]:
-    """The model of the newest checkpoint that is whole, and its step; fresh weights and 0 before the first."""
-    run = RunDirectory.open(directory)
-    tokenizer = run.tokenizer
-    model = build(
-        resolve_model_config(run.recipe, tokenizer, run.base_info), device=device, seed=run.recipe.training.seed
-    )
-    found = _read_latest_checkpoint(run.checkpoint_directory)
-    if found is None and run.base_info.config is not None:
+    """Load the model of the newest valid checkpoint, and its step; before the first, the initial weights and 0."""
+    run_directory = RunDirectory.open(directory)
+    tokenizer, base_info = run_directory.tokenizer, run_directory.base_info
+    config = resolve_model_config(run_directory.recipe, tokenizer, base_info)
+    model = build(config, device=device, seed=run_directory.recipe.training.seed)
+    latest = _read_latest_checkpoint(run_directory.checkpoint_directory)
+    if latest is None and base_info.config is not None:
         raise InputError(
-            f"'{directory}' has no checkpoint of its own yet; wait for its first, or open what it began with"
+            f"'{directory}' has no checkpoint yet; wait for its first, or open the base checkpoint it fine-tunes"
         )
-    if found is not None:
-        model.load_state_dict(found.tensor_groups["model"])
+    if latest is not None:
+        model.load_state_dict(latest.tensor_groups["model"])
     checkpoint = Checkpoint(
         model.eval(),
         model.config,
-        run.base_info.family,
-        hf_config=run.base_info.hf_config,
-        generation_config=run.base_info.generation_config,
+        base_info.family,
+        hf_config=base_info.hf_config,
+        generation_config=base_info.generation_config,
         tokenizer_loader=lambda: tokenizer,
     )
-    return checkpoint, 0 if found is None else found.step
+    return checkpoint, 0 if latest is None else latest.step
 
 
 def _read_latest_checkpoint(directory: Path) -> LoadedCheckpoint | None:
-    """Unlike a run that goes on, this clears nothing up: another process may be writing there."""
+    """Newest valid checkpoint. Unlike a resumed run this removes nothing: another process may be writing there."""
     names = [path.name for path in list_directory(directory) if path.name.startswith("step-")]
-    for name in sorted(names, reverse=True):  # all as wide, so letters go as numbers do
-        found = read_checkpoint(directory / name)
-        if isinstance(found, LoadedCheckpoint):
-            return found
+    for name in sorted(names, reverse=True):  # zero-padded, so alphabetical order is numerical
+        checkpoint = read_checkpoint(directory / name)
+        if isinstance(checkpoint, LoadedCheckpoint):
+            return checkpoint
     return None

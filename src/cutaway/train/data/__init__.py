@@ -1,1 +1,1 @@
-"""From documents to batches: read, tokenized once into memory maps, picked by a function of (seed, position)."""
+"""Training data: documents, tokenization into memory-mapped files, datasets by (seed, position)."""

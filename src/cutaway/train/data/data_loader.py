@@ -1,4 +1,4 @@
-"""From a recipe to the data of a run: tokenizer, prepared token files, datasets by position."""
+"""Training data of a recipe: tokenizer, prepared token files, training and validation datasets."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -33,106 +33,117 @@ LogFn = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What a run learns from, and what it is looked at with."""
+    """Training and validation datasets of a run."""
 
     train: PositionalDataset[Any, Any]
     validation: PositionalDataset[Any, Any]
     num_validation_sequences: int
-    """Sequences of validation data."""
+    """Number of validation sequences."""
     bytes_per_token: float | None
-    """Of validation text; None where bits a byte mean nothing."""
+    """Of the validation text; None where bits per byte are not defined."""
     fingerprint: str
 
 
 def load_training_data(
     recipe: Recipe, tokenizer: Tokenizer, log: LogFn, base_info: BaseCheckpointInfo = NO_BASE_CHECKPOINT
 ) -> TrainingData:
-    """The recipe's data as ids; what could not be read is said."""
-    where = data_cache_directory()
+    """Prepare the recipe's sources and open them as datasets; skipped documents are logged."""
+    cache_directory = data_cache_directory()
     sources = resolve_sources(recipe)
-    weighed = any(each.weight is not None for each in recipe.data.sources)
-    parts = [[each] for each in sources] if weighed else [sources]
-    split, seed = recipe.data.validation_split, recipe.training.seed
-    prepared = [prepare.prepare_data(part, tokenizer, where, validation_split=split, seed=seed) for part in parts]
+    is_weighted = any(source.weight is not None for source in recipe.data.sources)
+    groups = [[source] for source in sources] if is_weighted else [sources]
+    seed = recipe.training.seed
+    prepared = [
+        prepare.prepare_data(
+            group, tokenizer, cache_directory, validation_split=recipe.data.validation_split, seed=seed
+        )
+        for group in groups
+    ]
     for each in prepared:
         if each.skipped.total:
-            log(f"passed over: {each.skipped}")
-    print_of_all = hashlib.sha256("".join(each.fingerprint for each in prepared).encode()).hexdigest()
-    ways = [build_dataset(recipe, tokenizer, base_info, each.train, shuffle=True) for each in prepared]
-    held = [build_dataset(recipe, tokenizer, base_info, each.validation, shuffle=False) for each in prepared]
+            log(f"skipped documents: {each.skipped}")
+    fingerprint = hashlib.sha256("".join(each.fingerprint for each in prepared).encode()).hexdigest()
+    train = [build_dataset(recipe, tokenizer, base_info, each.train, shuffle=True) for each in prepared]
+    validation = [build_dataset(recipe, tokenizer, base_info, each.validation, shuffle=False) for each in prepared]
     bytes_per_token = None
     if isinstance(recipe.objective, CausalLMConfig):
-        tokens = sum(len(each.validation.tokens) for each in prepared)
-        bytes_per_token = sum(each.validation.num_bytes for each in prepared) / tokens
+        num_tokens = sum(len(each.validation.tokens) for each in prepared)
+        bytes_per_token = sum(each.validation.num_bytes for each in prepared) / num_tokens
     weights = [source.weight for source in sources]
     return TrainingData(
-        ways[0] if len(ways) == 1 else MixtureDataset(list(zip(ways, weights, strict=True)), seed),
-        held[0] if len(held) == 1 else MixtureDataset(list(zip(held, weights, strict=True)), seed),
-        sum(each.num_sequences for each in held),
+        train[0] if len(train) == 1 else MixtureDataset(list(zip(train, weights, strict=True)), seed),
+        validation[0] if len(validation) == 1 else MixtureDataset(list(zip(validation, weights, strict=True)), seed),
+        sum(dataset.num_sequences for dataset in validation),
         bytes_per_token,
-        print_of_all,
+        fingerprint,
     )
 
 
 def build_dataset(
     recipe: Recipe, tokenizer: Tokenizer, base_info: BaseCheckpointInfo, split: TokenSplit, *, shuffle: bool
 ) -> PackedDataset | Seq2SeqDataset | PrefixDataset:
-    seed, length, pad = recipe.training.seed, recipe.data.seq_len, tokenizer.pad_token_id or 0
+    """Build the dataset of the recipe's objective on a split."""
+    seed, seq_len, pad_id = recipe.training.seed, recipe.data.seq_len, tokenizer.pad_token_id or 0
     match recipe.objective:
         case Seq2SeqConfig():
-            start = base_info.decoder_start_token_id(tokenizer)
-            return Seq2SeqDataset(split, seed, start_id=start, pad_id=pad, max_len=length, shuffle=shuffle)
+            start_id = base_info.decoder_start_token_id(tokenizer)
+            return Seq2SeqDataset(split, seed, start_id=start_id, pad_id=pad_id, max_len=seq_len, shuffle=shuffle)
         case PrefixLMConfig():
             return PrefixDataset(
                 split,
-                length,
+                seq_len,
                 seed,
                 bos_id=tokenizer.bos_token_id,
                 eos_id=tokenizer.eos_token_id,
-                pad_id=pad,
+                pad_id=pad_id,
                 shuffle=shuffle,
             )
-    return PackedDataset(split, length, seed, shuffle=shuffle)
+    return PackedDataset(split, seq_len, seed, shuffle=shuffle)
 
 
 def data_cache_directory() -> Path:
-    """Where data is kept that was read or made once."""
+    """Cache directory of prepared and generated data."""
     return user_cache_dir() / "data"
 
 
 def resolve_sources(recipe: Recipe) -> list[TextSource]:
-    found = []
-    for each in recipe.data.sources:
-        if not each.path:
-            columns = "" if each.target_column is None else " with a source and a target in each row, .tsv or .jsonl"
-            raise InputError(f"this recipe has no text of its own; name yours with --text, files{columns}")
-        path = None if each.path == STDLIB_PATH else Path(each.path).expanduser()
-        path = dates.ensure_dates_file(data_cache_directory()) if each.path == DATES_PATH else path
-        found.append(TextSource(path, each.text_column, each.target_column, each.weight or 1.0, each.group_column))
-    return found
+    """Text sources of a recipe; the dates are generated if they are not in the cache."""
+    sources = []
+    for config in recipe.data.sources:
+        if not config.path:
+            columns = "" if config.target_column is None else ", .tsv or .jsonl with a source and a target in each row"
+            raise InputError(f"data.sources[].path is empty: the recipe has no text; pass files with --text{columns}")
+        path = None if config.path == STDLIB_PATH else Path(config.path).expanduser()
+        path = dates.ensure_dates_file(data_cache_directory()) if config.path == DATES_PATH else path
+        source = TextSource(path, config.text_column, config.target_column, config.weight or 1.0, config.group_column)
+        sources.append(source)
+    return sources
 
 
 def build_tokenizer(recipe: Recipe, base_checkpoint: Checkpoint | None = None) -> Tokenizer:
-    """The recipe's tokenizer; one that is made here has a mask where the objective needs it."""
-    special = (
+    """Build or load the recipe's tokenizer. A new one has a mask token if the objective needs it."""
+    special_tokens = (
         (*DEFAULT_SPECIAL_TOKENS, MASK_TOKEN)
         if isinstance(recipe.objective, MaskedLMConfig)
         else DEFAULT_SPECIAL_TOKENS
     )
     match recipe.data.tokenizer:
         case BPETokenizerConfig(vocab_size=size):
-            return train_bpe(iter_texts(recipe), size, special_tokens=special)
+            return train_bpe(iter_texts(recipe), size, special_tokens=special_tokens)
         case PretrainedTokenizerConfig(path=path):
-            found = load_tokenizer(path)
-            if found is None:
-                raise InputError(f"'{path}' holds no tokenizer; give a directory with a tokenizer.json, or use bpe")
-            return found
+            tokenizer = load_tokenizer(path)
+            if tokenizer is None:
+                raise InputError(
+                    f"data.tokenizer.path '{path}' has no tokenizer; pass a directory with a tokenizer.json, or use bpe"
+                )
+            return tokenizer
         case None if base_checkpoint is not None:
             return base_tokenizer(base_checkpoint)
-    return byte_tokenizer(special_tokens=special)
+    return byte_tokenizer(special_tokens=special_tokens)
 
 
 def iter_texts(recipe: Recipe) -> Iterator[str]:
+    """Texts and targets of all documents, to train a tokenizer."""
     for source in resolve_sources(recipe):
         for document in documents.read_documents(source):
             yield document.text

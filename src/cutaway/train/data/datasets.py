@@ -1,7 +1,7 @@
-"""Batches as a function of a position: one integer says where the data is, and nothing else has to be kept.
+"""Datasets indexed by position: packed sequences, source-target pairs, prefix sequences, mixtures.
 
-Positions count through all epochs. Everyone sees the same order of them, however many share a batch
-(`distributed.process_group.rank_positions`).
+A batch is a function of positions, which count through all epochs. So one integer is the state of the data, and the
+order does not depend on how many ranks share a batch (`distributed.process_group.rank_positions`).
 """
 
 import math
@@ -26,14 +26,14 @@ BatchT = TypeVar("BatchT")
 
 
 class PackedBatch(NamedTuple):
-    """Sequences, and for each token which document of its sequence it is of, counted from 0."""
+    """Packed sequences, and for each token the index of its document within the sequence, from 0."""
 
     tokens: Int64[Tensor, "B T"]
     document_ids: Int64[Tensor, "B T"]
 
 
 class Seq2SeqBatch(NamedTuple):
-    """Sources and targets, padded on the right; masks are True at real tokens. Targets have a start and an end."""
+    """Sources and targets, padded on the right; masks are True at real tokens. Targets have start and end tokens."""
 
     source: Int64[Tensor, "B S"]
     source_mask: Bool[Tensor, "B S"]
@@ -42,7 +42,7 @@ class Seq2SeqBatch(NamedTuple):
 
 
 class PrefixBatch(NamedTuple):
-    """Sources with their targets behind them, padded on the right, and how long each source is."""
+    """Sources followed by their targets, padded on the right, and the length of each source."""
 
     tokens: Int64[Tensor, "B T"]
     mask: Bool[Tensor, "B T"]
@@ -50,12 +50,12 @@ class PrefixBatch(NamedTuple):
 
 
 class PositionalDataset(ABC, Generic[RowT, BatchT]):
-    """What gives a row for each position, and a batch for some."""
+    """Dataset that returns a row for each position, and a batch for several."""
 
     @property
     @abstractmethod
     def batch_format(self) -> Hashable:
-        """Data of equal kinds can be mixed."""
+        """Datasets with equal formats can be mixed."""
 
     @abstractmethod
     def get_rows(self, positions: Sequence[int]) -> list[RowT]: ...
@@ -71,25 +71,25 @@ class PositionalDataset(ABC, Generic[RowT, BatchT]):
 
 
 class PackedDataset(PositionalDataset[tuple[TokenIds, TokenIds], PackedBatch]):
-    """Documents end to end, cut every `seq_len` tokens. A sequence has one token more, which the next begins with.
+    """Concatenated documents in sequences of `seq_len` + 1 tokens; the last token is also the first of the next.
 
-    So in an epoch every token but the first is told once from those before it, up to the cut at the end.
+    So in an epoch every token except the first is a target once, up to the remainder at the end.
     """
 
     def __init__(self, split: TokenSplit, seq_len: int, seed: int, *, shuffle: bool = True) -> None:
         if seq_len < 1:
-            raise InputError(f"sequences of {seq_len} tokens hold nothing; give a seq_len of at least 1")
+            raise InputError(f"seq_len is {seq_len}; it is a number of tokens, so pass 1 or more")
         self.split, self.seq_len, self.seed, self.shuffle = split, seq_len, seed, shuffle
         self.num_sequences = (len(split.tokens) - 1) // seq_len
-        """In an epoch."""
+        """Sequences per epoch"""
         if split.targets is not None:
             raise InputError(
-                "pairs of source and target are not packed; use Seq2SeqDataset, or give sources without target_column"
+                "source-target pairs cannot be packed; use Seq2SeqDataset, or remove target_column from the sources"
             )
         if self.num_sequences < 1:
             raise InputError(
-                f"{len(split.tokens):,} tokens make no sequence of {seq_len} and one to tell; give more text, or a"
-                " smaller seq_len"
+                f"{len(split.tokens):,} tokens are less than one sequence of {seq_len} and its last target; use more"
+                " text, or lower seq_len"
             )
 
     @property
@@ -103,20 +103,21 @@ class PackedDataset(PositionalDataset[tuple[TokenIds, TokenIds], PackedBatch]):
         ]
 
     def _get_row(self, start: int) -> tuple[TokenIds, TokenIds]:
+        """Tokens of the sequence that starts at token `start`, and the document index of each."""
         end = start + self.seq_len
         first, last = np.searchsorted(self.split.offsets, [start, end], "right")
-        border = np.zeros(self.seq_len + 1, np.int64)
-        border[self.split.offsets[first:last] - start] = 1
-        return self.split.tokens[start : end + 1].astype(np.int64), border.cumsum()
+        is_document_start = np.zeros(self.seq_len + 1, np.int64)
+        is_document_start[self.split.offsets[first:last] - start] = 1
+        return self.split.tokens[start : end + 1].astype(np.int64), is_document_start.cumsum()
 
     def collate(self, rows: Sequence[tuple[TokenIds, TokenIds]]) -> PackedBatch:
-        shape = (-1, self.seq_len + 1)  # for no rows at all too
-        tokens, documents = (np.array([row[part] for row in rows], np.int64).reshape(shape) for part in (0, 1))
-        return PackedBatch(torch.from_numpy(tokens), torch.from_numpy(documents))
+        shape = (-1, self.seq_len + 1)  # also for an empty list of rows
+        tokens, document_ids = (np.array([row[i] for row in rows], np.int64).reshape(shape) for i in (0, 1))
+        return PackedBatch(torch.from_numpy(tokens), torch.from_numpy(document_ids))
 
 
 class Seq2SeqDataset(PositionalDataset[tuple[TokenIds, TokenIds], Seq2SeqBatch]):
-    """Sources with their targets, each pair a row."""
+    """Source-target pairs, one pair per row."""
 
     def __init__(
         self,
@@ -128,20 +129,20 @@ class Seq2SeqDataset(PositionalDataset[tuple[TokenIds, TokenIds], Seq2SeqBatch])
         max_len: int | None = None,
         shuffle: bool = True,
     ) -> None:
-        """`start_id` begins every target. Pairs with more than `max_len` tokens on a side, of text, are left out."""
+        """`start_id` starts every target. Pairs whose source or target exceeds `max_len` tokens are skipped."""
         if split.targets is None:
             raise InputError(
-                "these documents have no targets; name the column that holds them as the source's target_column"
+                "the documents have no targets; set target_column of the source to the column that has them"
             )
         self.split, self.seed, self.start_id, self.pad_id, self.shuffle = split, seed, start_id, pad_id, shuffle
-        longer = np.maximum(split.targets - split.offsets[:-1], split.offsets[1:] - split.targets)
-        self.indices = np.flatnonzero(longer <= (np.inf if max_len is None else max_len))
+        lengths = np.maximum(split.targets - split.offsets[:-1], split.offsets[1:] - split.targets)
+        self.indices = np.flatnonzero(lengths <= (np.inf if max_len is None else max_len))
         self.num_sequences = len(self.indices)
-        """In an epoch."""
+        """Pairs per epoch"""
         self.num_skipped = split.num_documents - self.num_sequences
         if not self.num_sequences:
             raise InputError(
-                f"of {split.num_documents:,} pairs none has at most {max_len} tokens a side; allow longer ones"
+                f"all {split.num_documents:,} pairs have a source or target longer than {max_len} tokens; increase it"
             )
 
     @property
@@ -158,9 +159,9 @@ class Seq2SeqDataset(PositionalDataset[tuple[TokenIds, TokenIds], Seq2SeqBatch])
         assert self.split.targets is not None
         first, middle, last = self.split.offsets[index], self.split.targets[index], self.split.offsets[index + 1]
         source, target = (self.split.tokens[a:b].astype(np.int64) for a, b in ((first, middle), (middle, last)))
-        # A tokenizer may have set the start already; an end alone, which may be the same token, is none.
-        begun = len(target) > 1 and target[0] == self.start_id
-        return source, target if begun else np.concatenate([[self.start_id], target])
+        # A tokenizer may have added the start token; a target of one token is only EOS, which may have the same id.
+        has_start = len(target) > 1 and target[0] == self.start_id
+        return source, target if has_start else np.concatenate([[self.start_id], target])
 
     def collate(self, rows: Sequence[tuple[TokenIds, TokenIds]]) -> Seq2SeqBatch:
         return Seq2SeqBatch(
@@ -169,7 +170,7 @@ class Seq2SeqDataset(PositionalDataset[tuple[TokenIds, TokenIds], Seq2SeqBatch])
 
 
 class PrefixDataset(PositionalDataset[tuple[TokenIds, TokenIds], PrefixBatch]):
-    """Sources with their targets behind them, as a decoder reads them, each pair a row."""
+    """Sources followed by their targets, for a decoder, one pair per row."""
 
     def __init__(
         self,
@@ -182,18 +183,18 @@ class PrefixDataset(PositionalDataset[tuple[TokenIds, TokenIds], PrefixBatch]):
         pad_id: int,
         shuffle: bool = True,
     ) -> None:
-        """Pairs of more than `seq_len` tokens and one to tell are left out."""
+        """Pairs longer than `seq_len` inputs and one target are skipped."""
         if split.targets is None:
             raise InputError(
-                "these documents have no targets; name the column that holds them as the source's target_column"
+                "the documents have no targets; set target_column of the source to the column that has them"
             )
         self.split, self.seq_len, self.seed, self.shuffle = split, seq_len, seed, shuffle
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
         self.indices = np.flatnonzero(np.diff(split.offsets) <= seq_len + 1)
         self.num_sequences = len(self.indices)
-        """In an epoch."""
+        """Pairs per epoch"""
         if not self.num_sequences:
-            raise InputError(f"of {split.num_documents:,} pairs none has at most {seq_len} tokens; allow longer ones")
+            raise InputError(f"all {split.num_documents:,} pairs are longer than {seq_len} tokens; increase seq_len")
 
     @property
     def batch_format(self) -> Hashable:
@@ -206,7 +207,7 @@ class PrefixDataset(PositionalDataset[tuple[TokenIds, TokenIds], PrefixBatch]):
         ]
 
     def _get_row(self, index: int) -> tuple[TokenIds, TokenIds]:
-        """A source has no end of its own, and what goes on from it no beginning."""
+        """Source without EOS and target without BOS."""
         assert self.split.targets is not None
         first, middle, last = self.split.offsets[index], self.split.targets[index], self.split.offsets[index + 1]
         source, target = (self.split.tokens[a:b].astype(np.int64) for a, b in ((first, middle), (middle, last)))
@@ -219,20 +220,20 @@ class PrefixDataset(PositionalDataset[tuple[TokenIds, TokenIds], PrefixBatch]):
 
 
 class MixtureDataset(PositionalDataset[RowT, BatchT]):
-    """Several data in proportion to their weights: of any stretch of positions each has its share, give or take few."""
+    """Mixture in proportion to weights: any interval of positions has each dataset's share, to within a few rows."""
 
     def __init__(self, datasets: Sequence[tuple[PositionalDataset[RowT, BatchT], float]], seed: int) -> None:
         if not datasets or len({data.batch_format for data, _ in datasets}) > 1:
-            raise InputError("a mixture is of data of one kind and length; make its parts alike")
+            raise InputError("the datasets of a mixture must have the same kind, seq_len and special ids; align them")
         if not all(math.isfinite(weight) and weight > 0 for _, weight in datasets):
-            raise InputError("a mixture's weights are numbers above 0; leave out what is not to be read")
+            raise InputError("weights of a mixture must be positive and finite; remove datasets that are not needed")
         self.datasets = [data for data, _ in datasets]
         weights = [weight for _, weight in datasets]
-        # In whole numbers, which are exact at any position: each part's share of what is left by those before it.
-        # None gets nothing, and only the last one all.
-        whole = 2**32
-        self.shares = [min(max(round(whole * w / sum(weights[i:])), 1), whole - 1) for i, w in enumerate(weights)]
-        self.shares[-1] = whole
+        # Fixed point with 32 bits, exact at any position: each dataset's share of what those before it leave. Every
+        # share is at least 1, and only the last is the whole.
+        one = 2**32
+        self.shares = [min(max(round(one * w / sum(weights[i:])), 1), one - 1) for i, w in enumerate(weights)]
+        self.shares[-1] = one
         self.phases = [derive_seed(seed, i) % 2**32 for i in range(len(weights))]
 
     @property
@@ -240,24 +241,24 @@ class MixtureDataset(PositionalDataset[RowT, BatchT]):
         return self.datasets[0].batch_format
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Which data a position is of, and which of its positions: how many came before.
+        """Return the index of the dataset of a position, and the position within that dataset.
 
-        A part with share s has had ⌊p·s + phase⌋ of the first p positions; the others share those that are left.
+        A dataset with share s has ⌊p·s + phase⌋ of the first p positions; the following datasets share the rest.
         """
-        for which, (part, phase) in enumerate(zip(self.shares, self.phases, strict=True)):
-            before = (position * part + phase) >> 32
-            if ((position + 1) * part + phase) >> 32 > before:
-                return which, before
-            position -= before
-        raise AssertionError("the last part's share is all that is left")
+        for index, (share, phase) in enumerate(zip(self.shares, self.phases, strict=True)):
+            num_before = (position * share + phase) >> 32
+            if ((position + 1) * share + phase) >> 32 > num_before:
+                return index, num_before
+            position -= num_before
+        raise AssertionError("the last dataset has all remaining positions")
 
     def get_rows(self, positions: Sequence[int]) -> list[RowT]:
-        places = [self.locate(_check_position(position)) for position in positions]
+        locations = [self.locate(_check_position(position)) for position in positions]
         rows: dict[tuple[int, int], RowT] = {}
-        for which, data in enumerate(self.datasets):
-            own = [place for place in places if place[0] == which]
-            rows.update(zip(own, data.get_rows([position for _, position in own]), strict=True))
-        return [rows[place] for place in places]
+        for index, dataset in enumerate(self.datasets):
+            own = [location for location in locations if location[0] == index]
+            rows.update(zip(own, dataset.get_rows([position for _, position in own]), strict=True))
+        return [rows[location] for location in locations]
 
     def collate(self, rows: Sequence[RowT]) -> BatchT:
         return self.datasets[0].collate(rows)
@@ -265,22 +266,23 @@ class MixtureDataset(PositionalDataset[RowT, BatchT]):
 
 def _check_position(position: int) -> int:
     if position < 0:
-        raise InputError(f"position {position} lies before the data; positions count from 0")
+        raise InputError(f"position is {position}; positions start at 0, so pass 0 or more")
     return position
 
 
 def _sequence_indices(positions: Sequence[int], num_sequences: int, seed: int, shuffle: bool) -> list[int]:
-    """Which of `num_sequences` sequences each position is, epoch after epoch."""
-    places = np.array([_check_position(position) for position in positions], np.int64)
-    epochs, indices = places // num_sequences, places % num_sequences
+    """Sequence index of each position, shuffled per epoch."""
+    checked = np.array([_check_position(position) for position in positions], np.int64)
+    epochs, indices = checked // num_sequences, checked % num_sequences
     if shuffle:
         for epoch in np.unique(epochs).tolist():
-            of_it = epochs == epoch
-            indices[of_it] = shuffle_indices(indices[of_it], num_sequences, seed, epoch)
+            in_epoch = epochs == epoch
+            indices[in_epoch] = shuffle_indices(indices[in_epoch], num_sequences, seed, epoch)
     return indices.tolist()
 
 
 def _pad_rows(rows: Sequence[TokenIds], pad_id: int) -> tuple[Any, Any]:
+    """Pad rows on the right; returns tokens and mask, both (rows, longest row)."""
     lengths = np.array([len(row) for row in rows], np.int64)
     mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
     tokens = np.full(mask.shape, pad_id, np.int64)

@@ -1,4 +1,4 @@
-"""Documents, one after another, from text files, JSON lines, TSV and parquet. Bad ones are counted and passed over."""
+"""Read documents from text files, JSON Lines, TSV and Parquet. Invalid documents are counted and skipped."""
 
 import importlib
 import io
@@ -14,21 +14,21 @@ from cutaway.train.data.sources import SourceFile, TextSource, list_source_files
 __all__ = ["Document", "SkippedDocuments", "TextSource", "read_documents", "read_file", "read_jsonl", "read_text"]
 
 MAX_DOCUMENT_CHARS = 1 << 21
-"""Characters of a document from a text file; a longer file is cut at line ends, so that none has to be held whole."""
+"""Maximum length of a document from a text file; longer files are split at line ends, so none is read as a whole."""
 PARQUET_BATCH_ROWS = 256
-"""Rows of parquet that are held at a time."""
+"""Parquet rows read at a time."""
 
 
 class Document(NamedTuple):
     text: str
     target: str | None = None
     split_group: str | None = None
-    """Documents of one group fall to one side of the split."""
+    """Documents with the same group are in the same split."""
 
 
 @dataclass
 class SkippedDocuments:
-    """What was passed over: how often each kind, and one example of it."""
+    """Skipped documents: a count and one example per reason."""
 
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
@@ -42,11 +42,11 @@ class SkippedDocuments:
         return sum(self.counts.values())
 
     def __str__(self) -> str:
-        return "; ".join(f"{count:,} × {kind} ({self.examples[kind]})" for kind, count in self.counts.items())
+        return "; ".join(f"{count:,} × {reason} ({self.examples[reason]})" for reason, count in self.counts.items())
 
 
 def read_documents(source: TextSource, skipped: SkippedDocuments | None = None) -> Iterator[Document]:
-    """All documents of a source, in the order of its files' names."""
+    """All documents of a source, ordered by file name."""
     skipped = SkippedDocuments() if skipped is None else skipped
     for file in list_source_files(source):
         yield from read_file(file, source, skipped)
@@ -55,12 +55,12 @@ def read_documents(source: TextSource, skipped: SkippedDocuments | None = None) 
 def read_file(
     file: SourceFile, source: TextSource, skipped: SkippedDocuments, max_chars: int | None = None
 ) -> Iterator[Document]:
-    """The documents of one file. What cannot be opened or read is a trouble like a bad row.
+    """Documents of one file. A file that cannot be opened or read is skipped and counted like an invalid row.
 
-    A text of more than `max_chars` characters is cut into several.
+    A text longer than `max_chars` characters is split into several documents.
     """
     path = file.path
-    if not path.is_file():  # a pipe or a device may never end
+    if not path.is_file():  # reading a pipe or a device may never end
         skipped.add("unreadable file", str(path))
         return
     try:
@@ -81,43 +81,44 @@ def read_file(
 
 
 def read_text(name: str, stream: BinaryIO, skipped: SkippedDocuments, max_chars: int) -> Iterator[Document]:
-    """Line ends stay as they are; a byte-order mark is no text."""
-    letters = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-    rest, ended, empty = "", False, True
+    """Documents of a text file. Line endings are kept; a byte order mark is removed."""
+    reader = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    rest, at_end, is_empty = "", False, True
     try:
-        while not ended:
-            more = letters.read(max_chars)
-            ended, found = len(more) < max_chars, rest + more
-            cut = len(found) if ended else found.rfind("\n") + 1 or len(found)
-            found, rest = found[:cut], found[cut:]
-            if found.strip():
-                empty = False
-                yield Document(found)
-        if empty:
+        while not at_end:
+            chars = reader.read(max_chars)
+            at_end, text = len(chars) < max_chars, rest + chars
+            cut = len(text) if at_end else text.rfind("\n") + 1 or len(text)
+            text, rest = text[:cut], text[cut:]
+            if text.strip():
+                is_empty = False
+                yield Document(text)
+        if is_empty:
             skipped.add("empty", name)
     except UnicodeDecodeError as error:
-        skipped.add("invalid UTF-8", f"{name}: {error.reason}; not read from there on")
+        skipped.add("invalid UTF-8", f"{name}: {error.reason}; the rest of the file is skipped")
     finally:
-        letters.detach()  # whoever opened the stream closes it
+        reader.detach()  # the caller closes the stream
 
 
 def read_jsonl(name: str, stream: BinaryIO, source: TextSource, skipped: SkippedDocuments) -> Iterator[Document]:
+    """Documents of a JSON Lines file."""
     for number, line in enumerate(stream, 1):
         if not line.strip():
             continue
-        where = f"{name} line {number}"
+        location = f"{name} line {number}"
         try:
             row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as error:
-            skipped.add("invalid UTF-8", f"{where}: {error.reason} at byte {error.start}")
+            skipped.add("invalid UTF-8", f"{location}: {error.reason} at byte {error.start}")
         except (ValueError, RecursionError) as error:
-            skipped.add("invalid JSON", f"{where}: {error}")
+            skipped.add("invalid JSON", f"{location}: {error}")
         else:
-            yield from _parse_row(row, source, where, skipped)
+            yield from _parse_row(row, source, location, skipped)
 
 
 def read_tsv(name: str, stream: BinaryIO, source: TextSource, skipped: SkippedDocuments) -> Iterator[Document]:
-    """Columns between tabs. The first line names them if it has the wanted ones; else they come in the wanted order."""
+    """Documents of a TSV file. A first line with all needed names is the header; else columns are in that order."""
     names = list(dict.fromkeys(source.columns))
     for number, line in enumerate(stream, 1):
         try:
@@ -136,7 +137,7 @@ def _read_parquet(path: Path, source: TextSource, skipped: SkippedDocuments) -> 
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError:
         raise InputError(
-            f"'{path}' is parquet, which needs pyarrow to be read; pip install pyarrow, or give JSON lines"
+            f"'{path}' is a Parquet file, which needs pyarrow; pip install pyarrow, or convert it to JSON Lines"
         ) from None
     columns = list(dict.fromkeys(source.columns))
     number = 0
@@ -149,20 +150,20 @@ def _read_parquet(path: Path, source: TextSource, skipped: SkippedDocuments) -> 
             for row in batch.to_pylist():
                 number += 1
                 yield from _parse_row(row, source, f"{path} row {number}", skipped)
-    except ValueError as error:  # what pyarrow calls ArrowInvalid
-        skipped.add("invalid parquet", f"{path} after row {number}: {error}")
+    except ValueError as error:  # base class of pyarrow.ArrowInvalid
+        skipped.add("invalid Parquet", f"{path} after row {number}: {error}")
 
 
 def _parse_row(row: object, source: TextSource, location: str, skipped: SkippedDocuments) -> Iterator[Document]:
     if not isinstance(row, dict):
-        skipped.add("missing column", f"{location} is no object")
+        skipped.add("missing column", f"{location} is not an object")
         return
     texts = {}
     for column in source.columns:
         text = row.get(column)
         if not isinstance(text, str):
-            why = f"{type(text).__name__}, not text" if column in row else "missing"
-            skipped.add("missing column", f"{location}: {column!r} is {why}")
+            problem = f"{type(text).__name__}, not a string" if column in row else "missing"
+            skipped.add("missing column", f"{location}: {column!r} is {problem}")
             return
         if not text.strip():
             skipped.add("empty", f"{location}: {column!r}")
@@ -170,7 +171,7 @@ def _parse_row(row: object, source: TextSource, location: str, skipped: SkippedD
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            skipped.add("invalid UTF-8", f"{location}: half a surrogate pair at character {error.start}")
+            skipped.add("invalid UTF-8", f"{location}: unpaired surrogate at character {error.start}")
             return
         texts[column] = text
     target = None if source.target_column is None else texts[source.target_column]

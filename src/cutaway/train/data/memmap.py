@@ -1,4 +1,4 @@
-"""Documents' ids on the disk: .npy files that grow while they are written, and are mapped into memory to be read."""
+"""Memory-mapped token files: .npy arrays that grow while they are written, and are memory-mapped for reading."""
 
 import os
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from cutaway.train.data.tokenize import EncodedDocuments
 
 @dataclass(frozen=True)
 class TokenSplit:
-    """The documents to learn from, or those that are kept for looking at."""
+    """The training or validation documents."""
 
     tokens: NDArray[np.uint16] | NDArray[np.uint32]
-    """The ids of all documents, end to end."""
+    """Token ids of all documents, concatenated."""
     offsets: NDArray[np.int64]
-    """Where each document begins, and at last where the last one ends."""
+    """(documents + 1,): start of each document, and the end of the last."""
     targets: NDArray[np.int64] | None
-    """Of pairs: where in a document its target begins, counted like `offsets`."""
+    """For source-target pairs: start of each target, as an index like `offsets`."""
     num_bytes: int
-    """UTF-8 bytes of the texts; of pairs, of the targets."""
+    """UTF-8 bytes of the texts; for pairs, of the targets."""
 
     @property
     def num_documents(self) -> int:
@@ -31,28 +31,28 @@ class TokenSplit:
 
     @classmethod
     def open(cls, directory: Path, name: str, metadata: dict[str, Any], has_targets: bool) -> "TokenSplit":
-        """A ValueError or OSError says that the files are not what was written."""
+        """Open a split. Raises ValueError or OSError if the files are not as they were written."""
         tokens, offsets = (
             _open_memmap(directory / f"{name}.tokens.npy"),
             _open_memmap(directory / f"{name}.offsets.npy"),
         )
         targets = _open_memmap(directory / f"{name}.targets.npy") if has_targets else None
         split = cls(tokens, offsets, targets, int(metadata["num_bytes"]))
-        whole = (
+        is_complete = (
             len(tokens) == metadata["num_tokens"] == offsets[-1] and split.num_documents == metadata["num_documents"]
         )
-        if not whole or (targets is not None and len(targets) != split.num_documents):
-            raise ValueError(f"{directory} is not whole")
+        if not is_complete or (targets is not None and len(targets) != split.num_documents):
+            raise ValueError(f"{directory} is incomplete")
         return split
 
 
 def _open_memmap(path: Path) -> NDArray[Any]:
-    """As a plain array on the map: numpy's own class for maps makes every cut slow."""
+    """Memory-map a file as a plain array: numpy.memmap makes every slice slow."""
     return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
 
 
 class NpyAppender:
-    """A .npy file of one row of numbers, as long as what is added to it."""
+    """Writes a one-dimensional .npy file of a length that is not known in advance."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self.dtype = np.dtype(dtype)
@@ -61,9 +61,9 @@ class NpyAppender:
         self._write_header()
 
     def _write_header(self) -> None:
-        """numpy leaves room in it for any length, so that it can be written again."""
-        kind = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.length,)}
-        np.lib.format.write_array_header_1_0(self.file, kind)
+        """Write the header. numpy pads it for any length, so `finalize` can overwrite it."""
+        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.length,)}
+        np.lib.format.write_array_header_1_0(self.file, header)
 
     def append(self, values: NDArray[Any]) -> None:
         self.file.write(values.astype(self.dtype).tobytes())
@@ -77,7 +77,7 @@ class NpyAppender:
 
 
 class SplitWriter:
-    """Writes a split, document by document."""
+    """Writes a split, chunk by chunk."""
 
     def __init__(self, directory: Path, name: str, max_token_id: int, has_targets: bool) -> None:
         self.max_token_id = max_token_id
@@ -89,11 +89,11 @@ class SplitWriter:
         self.num_bytes = 0
 
     def append(self, encoded: EncodedDocuments, selected: NDArray[np.bool_]) -> None:
-        """The chosen documents among those that were encoded together."""
-        each = encoded.lengths.sum(1)
-        ids = encoded.ids[np.repeat(selected, each)]
+        """Append the selected documents of a chunk."""
+        lengths = encoded.lengths.sum(1)
+        ids = encoded.ids[np.repeat(selected, lengths)]
         assert not len(ids) or ids.max() <= self.max_token_id
-        ends = self.tokens.length + np.cumsum(each[selected])
+        ends = self.tokens.length + np.cumsum(lengths[selected])
         self.tokens.append(ids)
         self.offsets.append(ends)
         if self.targets is not None:
@@ -101,6 +101,7 @@ class SplitWriter:
         self.num_bytes += int(encoded.num_bytes[selected].sum())
 
     def finalize(self) -> dict[str, int]:
+        """Complete the files and return the counts for data.json."""
         for array in self.arrays:
             array.finalize()
         return {"num_tokens": self.tokens.length, "num_documents": self.offsets.length - 1, "num_bytes": self.num_bytes}

@@ -1,4 +1,4 @@
-"""Sources to ids on the disk, once: what is there already is opened, what is half-done is never taken for whole."""
+"""Prepare data: tokenize sources into memory-mapped files once, in an atomic cache directory."""
 
 import json
 import os
@@ -22,26 +22,26 @@ from cutaway.train.data.sources import SourceFile, TextSource, list_source_files
 from cutaway.train.data.tokenize import chunk_documents, encode_chunks, num_cores
 
 CACHE_FORMAT = 2
-"""To be raised whenever the same sources would be read, tokenized or split in another way."""
+"""Increase whenever the same sources would be read, tokenized or split differently."""
 MIN_PARALLEL_BYTES = 1 << 26
-"""Bytes of files from which on starting processes pays."""
+"""Total file size above which starting worker processes is faster."""
 MIN_DOCUMENTS, MIN_DOCUMENT_CHARS = 64, 256
-"""Fewer files of text than this are cut into about so many documents, of at least so many characters."""
+"""Fewer text files than this are split into about MIN_DOCUMENTS documents of at least MIN_DOCUMENT_CHARS characters."""
 STALE_SECONDS = 3600
-"""Seconds after which a half-written folder that nobody writes to is one of a process that was killed."""
+"""Seconds without a write after which a temporary directory is considered left by a killed process."""
 ProgressFn = Callable[[int, int], None]
 SourceFiles = list[tuple[TextSource, SourceFile]]
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Documents as ids, in memory maps."""
+    """Tokenized documents in memory-mapped files."""
 
     train: TokenSplit
     validation: TokenSplit
     fingerprint: str
-    """sha256 over the documents' contents and what the tokenizer made of them: equal data has equal ones, wherever it
-    lies, and with a tokenizer that was saved and loaded since."""
+    """SHA-256 over documents and token ids: equal for equal data, independent of its location, and for a tokenizer
+    that was saved and loaded."""
     skipped: SkippedDocuments
     directory: Path
 
@@ -60,44 +60,49 @@ def prepare_data(
     seed: int,
     progress: ProgressFn | None = None,
 ) -> PreparedData:
-    """The sources' documents, one source after the other, as ids in a folder of `directory`.
+    """Tokenize the sources' documents, one source after the other, into a subdirectory of `directory`.
 
-    Weights have no say here: sources that are read more often than others are prepared each by itself and mixed.
-    Nothing is read again while names, sizes and times of the files are the same; `progress` is told bytes done and all.
+    Source weights are ignored: weighted sources are prepared separately and mixed. Files are read again only if their
+    names, sizes or modification times change; `progress` receives bytes done and total.
     """
     if not 0 <= validation_split < 1:
         raise InputError(
-            f"validation_split is {validation_split}; give a share of the documents from 0 up to, but not, 1"
+            f"validation_split is {validation_split}; it is a fraction of the documents, so pass a number in [0, 1)"
         )
     if len({source.target_column is None for source in sources}) > 1:
-        raise InputError("some sources have a target and some have none; give each one, or prepare them apart")
-    listed = _list_source_files(sources)
+        raise InputError(
+            "some sources have a target_column and some do not; set it for all, or prepare them separately"
+        )
+    source_files = _list_source_files(sources)
     directory = Path(directory)
-    folder = directory / _cache_key(listed, tokenizer, validation_split, seed)
-    found = open_prepared_data(folder)
-    if found is None:
+    prepared_directory = directory / _cache_key(source_files, tokenizer, validation_split, seed)
+    prepared = open_prepared_data(prepared_directory)
+    if prepared is None:
         try:
-            _build(sources, listed, tokenizer, folder, validation_split, seed, progress)
+            _build(sources, source_files, tokenizer, prepared_directory, validation_split, seed, progress)
         except OSError as error:
             raise InputError(
-                f"the data cannot be written to '{directory}' ({error.strerror or error}); make room, or name another"
+                f"cannot write the prepared data to '{directory}' ({error.strerror or error}); free disk space, or use"
+                " another directory"
             ) from error
-        found = open_prepared_data(folder)
-    if found is None:
-        raise InputError(f"'{folder}' was damaged as soon as it was written; check the disk, or name another directory")
-    return found
+        prepared = open_prepared_data(prepared_directory)
+    if prepared is None:
+        raise InputError(
+            f"'{prepared_directory}' is damaged right after it was written; check the disk, or use another directory"
+        )
+    return prepared
 
 
 def open_prepared_data(directory: Path) -> PreparedData | None:
-    """What was prepared earlier, or None where nothing is, or nothing whole."""
+    """Open prepared data; None if the directory does not exist or is incomplete."""
     try:
-        about: dict[str, Any] = json.loads((directory / "data.json").read_text(encoding="utf-8"))
-        parts = [
-            TokenSplit.open(directory, name, about[name], about["has_targets"]) for name in ("train", "validation")
-        ]
-        return PreparedData(
-            parts[0], parts[1], str(about["fingerprint"]), SkippedDocuments(**about["skipped"]), directory
+        metadata: dict[str, Any] = json.loads((directory / "data.json").read_text(encoding="utf-8"))
+        train, validation = (
+            TokenSplit.open(directory, name, metadata[name], metadata["has_targets"])
+            for name in ("train", "validation")
         )
+        skipped = SkippedDocuments(**metadata["skipped"])
+        return PreparedData(train, validation, str(metadata["fingerprint"]), skipped, directory)
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
@@ -107,17 +112,17 @@ def _list_source_files(sources: Sequence[TextSource]) -> SourceFiles:
 
 
 def _cache_key(source_files: SourceFiles, tokenizer: Tokenizer, validation_split: float, seed: int) -> str:
-    """Names everything that the folder's content follows from; for files, what tells that one was changed."""
+    """Hash of everything the prepared data depends on; for files, path, size and modification time."""
     backend = tokenizer.backend
-    name = sha256(f"{CACHE_FORMAT} {validation_split!r} {seed} {backend.encode_special_tokens}".encode())
-    name.update(
+    key = sha256(f"{CACHE_FORMAT} {validation_split!r} {seed} {backend.encode_special_tokens}".encode())
+    key.update(
         json.dumps([type(tokenizer).__name__, sorted(tokenizer.special_tokens_map.items()), backend.to_str()]).encode()
     )
     for source, file in source_files:
         row = [str(file.path.absolute()), file.name, file.size, file.mtime_ns]
         row += [source.text_column, source.target_column, source.group_column]
-        name.update(json.dumps(row).encode() + b"\n")
-    return name.hexdigest()[:32]
+        key.update(json.dumps(row).encode() + b"\n")
+    return key.hexdigest()[:32]
 
 
 def _build(
@@ -129,27 +134,27 @@ def _build(
     seed: int,
     progress: ProgressFn | None,
 ) -> None:
-    """Everything is written aside, and gets its name when it is on the disk."""
+    """Write to a temporary directory, which is renamed when everything is on disk."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale_directories(directory.parent)
-    aside = Path(tempfile.mkdtemp(prefix=".tmp-", dir=directory.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=directory.parent))
     try:
-        _write_splits(source_files, tokenizer, aside, validation_split, seed, progress)
+        _write_splits(source_files, tokenizer, temporary, validation_split, seed, progress)
         if _list_source_files(sources) != source_files:
-            raise InputError("files changed while they were read; run it again when nothing writes to them")
-        if (made := open_prepared_data(aside)) is not None:
-            _check_split_sizes(made, validation_split)
-        aside.chmod(0o777 & ~_current_umask())
+            raise InputError("source files changed while they were read; run again when nothing writes to them")
+        if (prepared := open_prepared_data(temporary)) is not None:
+            _check_split_sizes(prepared, validation_split)
+        temporary.chmod(0o777 & ~_current_umask())
         if directory.exists() and open_prepared_data(directory) is None:
             shutil.rmtree(directory)
         try:
-            aside.rename(directory)
+            temporary.rename(directory)
         except OSError:
-            if open_prepared_data(directory) is None:  # otherwise another process has made the same meanwhile
+            if open_prepared_data(directory) is None:  # otherwise another process has written the same data
                 raise
         fsync_directory(directory.parent)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write_splits(
@@ -160,37 +165,47 @@ def _write_splits(
     seed: int,
     progress: ProgressFn | None,
 ) -> None:
-    # Apart, so that it does not matter how many documents were encoded together.
-    troubles, contents, lengths, ids = SkippedDocuments(), sha256(), sha256(), sha256()
-    pairs = any(source.target_column is not None for source, _ in source_files)
-    largest = max([tokenizer.vocab_size - 1, *tokenizer.all_special_ids, *tokenizer.backend.get_vocab().values()])
-    workers = min(num_cores(), 32) if sum(file.size for _, file in source_files) >= MIN_PARALLEL_BYTES else 1
-    documents = _iter_documents(source_files, troubles, progress)
+    skipped = SkippedDocuments()
+    # Separate hashes, so that the fingerprint does not depend on how documents are grouped into chunks
+    contents, lengths, ids = sha256(), sha256(), sha256()
+    has_targets = any(source.target_column is not None for source, _ in source_files)
+    max_token_id = max([tokenizer.vocab_size - 1, *tokenizer.all_special_ids, *tokenizer.backend.get_vocab().values()])
+    num_workers = min(num_cores(), 32) if sum(file.size for _, file in source_files) >= MIN_PARALLEL_BYTES else 1
+    documents = _iter_documents(source_files, skipped, progress)
     with (
-        SplitWriter(temporary, "train", largest, pairs) as train,
-        SplitWriter(temporary, "validation", largest, pairs) as kept,
+        SplitWriter(temporary, "train", max_token_id, has_targets) as train,
+        SplitWriter(temporary, "validation", max_token_id, has_targets) as validation,
     ):
-        for encoded in encode_chunks(chunk_documents(documents), tokenizer, workers):
-            some = encoded.lengths[:, : 2 if pairs else 1].min(1) > 0
-            for _ in np.flatnonzero(~some):
-                troubles.add("no tokens", "a text that the tokenizer makes nothing of")
-            held = np.array([is_validation_document(side, seed, validation_split) for side in encoded.split_keys], bool)
-            train.append(encoded, some & ~held)
-            kept.append(encoded, some & held)
+        for encoded in encode_chunks(chunk_documents(documents), tokenizer, num_workers):
+            has_tokens = encoded.lengths[:, : 2 if has_targets else 1].min(1) > 0
+            for _ in np.flatnonzero(~has_tokens):
+                skipped.add("no tokens", "a text that the tokenizer encodes to nothing")
+            is_validation = np.array(
+                [is_validation_document(key, seed, validation_split) for key in encoded.split_keys], bool
+            )
+            train.append(encoded, has_tokens & ~is_validation)
+            validation.append(encoded, has_tokens & is_validation)
             contents.update(b"".join(encoded.digests))
             lengths.update(encoded.lengths.astype("<i8").tobytes())
             ids.update(encoded.ids.astype("<u4").tobytes())
         fingerprint = sha256(contents.digest() + lengths.digest() + ids.digest()).hexdigest()
-        about = {"format": CACHE_FORMAT, "fingerprint": fingerprint, "has_targets": pairs, "skipped": asdict(troubles)}
-        about |= {"train": train.finalize(), "validation": kept.finalize(), "num_files": len(source_files)}
+        metadata = {
+            "format": CACHE_FORMAT,
+            "fingerprint": fingerprint,
+            "has_targets": has_targets,
+            "skipped": asdict(skipped),
+            "train": train.finalize(),
+            "validation": validation.finalize(),
+            "num_files": len(source_files),
+        }
     with (temporary / "data.json").open("w", encoding="utf-8") as file:
-        json.dump(about, file, indent=1)
+        json.dump(metadata, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
 
 
 def max_document_chars(source_files: SourceFiles) -> int:
-    """How long a document may be: a few files of text are cut, so that some of it can be kept for looking at."""
+    """Maximum document length: a few text files are split into documents, so that some are left for validation."""
     if len(source_files) >= MIN_DOCUMENTS or any(
         file.path.suffix in (".jsonl", ".parquet", ".tsv") for _, file in source_files
     ):
@@ -201,15 +216,16 @@ def max_document_chars(source_files: SourceFiles) -> int:
 def _iter_documents(
     source_files: SourceFiles, skipped: SkippedDocuments, progress: ProgressFn | None
 ) -> Iterator[Document]:
-    done, total, told = 0, sum(file.size for _, file in source_files), 0
-    longest = max_document_chars(source_files)
+    """Documents of all files; `progress` is called about a thousand times, not once per document."""
+    done, total, reported = 0, sum(file.size for _, file in source_files), 0
+    max_chars = max_document_chars(source_files)
     for source, file in source_files:
-        within = 0
-        for document in read_file(file, source, skipped, longest):
-            within = min(file.size, within + len(document.text) + len(document.target or ""))
-            if progress is not None and (done + within - told) * 1000 >= total:  # not for each of millions
-                told = done + within
-                progress(told, total)
+        done_in_file = 0
+        for document in read_file(file, source, skipped, max_chars):
+            done_in_file = min(file.size, done_in_file + len(document.text) + len(document.target or ""))
+            if progress is not None and (done + done_in_file - reported) * 1000 >= total:
+                reported = done + done_in_file
+                progress(reported, total)
             yield document
         done += file.size
     if progress is not None:
@@ -217,33 +233,33 @@ def _iter_documents(
 
 
 def is_validation_document(split_key: bytes, seed: int, validation_split: float) -> bool:
-    """Whether a document is kept for looking at: a matter of its content or group, whichever others there are."""
-    drawn = sha256(f"{seed}:".encode() + split_key).digest()[:8]
-    return int.from_bytes(drawn, "big") < int(validation_split * 2**64)
+    """Whether a document is in the validation split: a function of its split key, independent of other documents."""
+    draw = sha256(f"{seed}:".encode() + split_key).digest()[:8]
+    return int.from_bytes(draw, "big") < int(validation_split * 2**64)
 
 
 def _check_split_sizes(prepared: PreparedData, validation_split: float) -> None:
     count = prepared.train.num_documents + prepared.validation.num_documents
     if not count:
-        why = f"all were passed over: {prepared.skipped}" if prepared.skipped.total else "there are none"
-        raise InputError(f"the data has no documents ({why}); give sources with text")
+        reason = f"all were skipped: {prepared.skipped}" if prepared.skipped.total else "there are none"
+        raise InputError(f"the data has no documents ({reason}); use sources with text")
     if not prepared.train.num_documents or (validation_split and not prepared.validation.num_documents):
-        part = "validation" if prepared.train.num_documents else "training"
+        split = "validation" if prepared.train.num_documents else "training"
         raise InputError(
-            f"of {count} documents none fell to {part}, with a share of {validation_split} for validation; give more"
-            " documents (JSON lines hold many), change validation_split, or take another seed"
+            f"none of {count} documents is in the {split} split with validation_split = {validation_split}; use more"
+            " documents (JSON Lines hold many), or change validation_split or the seed"
         )
 
 
 def _remove_stale_directories(directory: Path) -> None:
-    """Half-written folders of processes that were killed: nothing in them has changed for long."""
-    for half in directory.glob(".tmp-*"):
+    """Remove temporary directories of killed processes, in which nothing has changed for STALE_SECONDS."""
+    for temporary in directory.glob(".tmp-*"):
         try:
-            newest = max(path.stat().st_mtime for path in [half, *half.iterdir()])
-        except OSError:  # its process has just finished or removed it
+            newest = max(path.stat().st_mtime for path in [temporary, *temporary.iterdir()])
+        except OSError:  # its process has just renamed or removed it
             continue
         if newest < time.time() - STALE_SECONDS:
-            shutil.rmtree(half, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _current_umask() -> int:

@@ -1,8 +1,8 @@
-"""A shuffle without a list: where an index goes is computed, so nothing has to be kept to go on in the middle.
+"""Shuffle by a pseudorandom permutation of indices: no list of indices in memory, and no state to resume from.
 
-A Feistel network on the bits of the index is a bijection of 0 … 2ᵇ−1 whatever its round function is; an index that
-lands at `size` or above is sent on until it falls below (cycle walking: Black and Rogaway 2002), which takes less than
-two turns on average.
+A Feistel network on the bits of an index is a bijection of 0 … 2ᵇ−1 for any round function; an index that maps to
+`size` or above is mapped again until it is below (cycle walking: Black and Rogaway, 2002), which takes less than two
+iterations on average.
 """
 
 import numpy as np
@@ -15,24 +15,24 @@ FEISTEL_ROUNDS = 8
 
 
 def shuffle_index(index: int, size: int, seed: int, epoch: int) -> int:
-    """Which of `size` things comes at place `index` of an epoch."""
+    """Index of the item at place `index` in an epoch over `size` items."""
     return int(shuffle_indices(np.array([index]), size, seed, epoch)[0])
 
 
 def shuffle_indices(indices: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """`shuffle_index` for each of some indices."""
+    """`shuffle_index` of an array of indices."""
     if size < 1 or (len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < size):
-        raise InputError(f"an index to shuffle lies outside 0 … {size - 1}; give one within")
+        raise InputError(f"an index to shuffle is outside 0 … {size - 1}; pass indices below size")
     bits = (size - 1).bit_length()
-    keys = [derive_seed(seed, epoch, number) for number in range(FEISTEL_ROUNDS)]
-    found = _feistel_network(indices.astype(np.uint64), bits, keys)
-    while len(outside := np.flatnonzero(found >= size)):
-        found[outside] = _feistel_network(found[outside], bits, keys)
-    return found.astype(np.int64)
+    round_keys = [derive_seed(seed, epoch, number) for number in range(FEISTEL_ROUNDS)]
+    permuted = _feistel_network(indices.astype(np.uint64), bits, round_keys)
+    while len(outside := np.flatnonzero(permuted >= size)):
+        permuted[outside] = _feistel_network(permuted[outside], bits, round_keys)
+    return permuted.astype(np.int64)
 
 
 def _feistel_network(x: NDArray[np.uint64], bits: int, round_keys: list[int]) -> NDArray[np.uint64]:
-    """Each half in turn is changed by what the other one says; the halves need not be of one length."""
+    """Feistel network on `bits` bits: each half in turn is XORed with a hash of the other; halves may be unequal."""
     half = np.uint64(bits // 2)
     low, high = np.uint64(2 ** (bits // 2) - 1), np.uint64(2 ** (bits - bits // 2) - 1)
     left, right = x >> half, x & low
@@ -45,7 +45,7 @@ def _feistel_network(x: NDArray[np.uint64], bits: int, round_keys: list[int]) ->
 
 
 def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finalizer; products wrap, as they should."""
+    """SplitMix64's finalizer; multiplication wraps modulo 2⁶⁴."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

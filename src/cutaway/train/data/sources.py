@@ -1,4 +1,4 @@
-"""Where text comes from: a file, a directory of files, or Python's own standard library."""
+"""Text sources: a file, a directory of files, or Python's standard library."""
 
 import math
 import os
@@ -20,77 +20,77 @@ EXCLUDED_DIRECTORIES = {
     "encodings",
     "__pycache__",
 }
-"""Folders of the standard library that are left out: what others installed; tests, which many systems do not ship and
-which say one thing over and over; a dictionary of escaped help; tables of code pages."""
+"""Directories of the standard library that are excluded: installed packages; tests, which many systems do not ship and
+which are repetitive; pydoc's escaped help texts; code page tables."""
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """Text to learn from. No path means Python's standard library, which is on every machine."""
+    """A source of training text. Path None is Python's standard library, which is on every machine."""
 
     path: Path | None
     text_column: str = "text"
-    """The column of a row that holds the text."""
+    """Column with the text."""
     target_column: str | None = None
-    """The column that holds the answer, where source and target are pairs."""
+    """Column with the target, for source-target pairs."""
     weight: float = 1.0
-    """How often it is read beside other sources; see `datasets.MixtureDataset`."""
+    """Sampling weight among sources; see `datasets.MixtureDataset`."""
     group_column: str | None = None
-    """The column whose equal values fall to one side of the split; without one, documents fall each by itself."""
+    """Column whose equal values are kept in one split; without it, documents are split independently."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight > 0):
-            raise InputError(f"a source has weight {self.weight}; give a number above 0, or leave the source out")
+            raise InputError(f"the weight of a source is {self.weight}; pass a positive number, or remove the source")
         for name in ("target_column", "group_column"):
             if self.path is None and getattr(self, name) is not None:
-                raise InputError(f"the standard library has no {name}; name a file, or leave {name} out")
+                raise InputError(f"{name} is set, but Python's standard library has no columns; set path, or remove it")
 
     @property
     def columns(self) -> list[str]:
-        """What a row must have."""
+        """Columns that every row must have."""
         return [self.text_column, *(column for column in (self.target_column, self.group_column) if column is not None)]
 
 
 class SourceFile(NamedTuple):
-    """A file of a source, and what shows that it has been changed."""
+    """A file of a source, with size and modification time to detect changes."""
 
     path: Path
     name: str
-    """Within its source, with forward slashes: the same wherever the source lies."""
+    """Path relative to the source, with forward slashes: independent of where the source is."""
     size: int
     mtime_ns: int
-    """Nanoseconds."""
+    """Modification time in nanoseconds."""
 
 
 def list_source_files(source: TextSource) -> list[SourceFile]:
-    """All files of a source, in the order of their names. Hidden ones are passed over."""
+    """All files of a source, ordered by name. Hidden files are skipped."""
     if source.path is None:
         root = Path(sysconfig.get_path("stdlib"))
         return [file for file in _sorted_files(root, _stdlib_files(root)) if file.size]
     root = source.path.expanduser()
     if root.is_dir():
-        found = _sorted_files(root, _walk_files(root))
-        if not found:
-            raise InputError(f"'{root}' holds no files; name a file of text or a directory that has some")
-        return found
+        files = _sorted_files(root, _walk_files(root))
+        if not files:
+            raise InputError(f"the directory '{root}' has no files; pass a text file or a directory with text files")
+        return files
     if not root.is_file():
-        why = "is no file and no directory" if root.exists() else "does not exist"
-        raise InputError(f"'{root}' {why}; name a file of text, JSON lines or parquet, or a directory of them")
+        problem = "is neither a file nor a directory" if root.exists() else "does not exist"
+        raise InputError(f"'{root}' {problem}; pass a text, JSON Lines, TSV or Parquet file, or a directory of them")
     return _sorted_files(root.parent, [root])
 
 
 def _walk_files(root: Path) -> Iterator[Path]:
-    """Links to directories are not followed: they may lead back."""
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
-        yield from (Path(folder, name) for name in names if not name.startswith("."))
+    """All files below a directory. Symbolic links to directories are not followed: they may form a cycle."""
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = [name for name in subdirectories if not name.startswith(".") and name != "__pycache__"]
+        yield from (Path(directory, name) for name in names if not name.startswith("."))
 
 
 def _stdlib_files(root: Path) -> Iterator[Path]:
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in EXCLUDED_DIRECTORIES]
-        # _sysconfigdata is a dump of how this Python was compiled, and differs from machine to machine.
-        yield from (Path(folder, n) for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata"))
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = [name for name in subdirectories if name not in EXCLUDED_DIRECTORIES]
+        # _sysconfigdata holds this Python's build configuration, and differs from machine to machine.
+        yield from (Path(directory, n) for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata"))
 
 
 def _sorted_files(root: Path, paths: Iterator[Path] | list[Path]) -> list[SourceFile]:
@@ -101,6 +101,6 @@ def _stat_file(root: Path, path: Path) -> SourceFile:
     name = path.relative_to(root).as_posix()
     try:
         status = path.stat()
-    except OSError:  # a link to nothing, or no right to look: counted as unreadable when it is to be read
+    except OSError:  # a dangling link or missing permission: skipped and counted when it is read
         return SourceFile(path, name, 0, 0)
     return SourceFile(path, name, status.st_size, status.st_mtime_ns)

@@ -1,4 +1,4 @@
-"""Documents to ids, in several processes where there is much text, in the documents' order."""
+"""Tokenize documents, in several processes for large data, preserving their order."""
 
 import os
 import sys
@@ -18,35 +18,35 @@ from cutaway.tokenizer import Tokenizer
 from cutaway.train.data.documents import Document
 
 CHUNK_CHARS = 1 << 20
-"""Characters that are tokenized at a time."""
+"""Characters per chunk."""
 CHUNK_DOCUMENTS = 4096
-"""Documents that are tokenized at a time."""
+"""Maximum number of documents per chunk."""
 Chunk = list[Document]
 
 
 class EncodedDocuments(NamedTuple):
-    """Some documents as ids."""
+    """Token ids of a chunk of documents."""
 
     ids: NDArray[np.uint32]
-    """All documents', end to end."""
+    """Ids of all documents, concatenated."""
     lengths: NDArray[np.int64]
-    """(documents, 2): how many ids are the text's, and how many behind them the target's."""
+    """(documents, 2): number of ids of the text, and of the target that follows it."""
     digests: list[bytes]
-    """Of each document's content."""
+    """SHA-256 of each document's content."""
     split_keys: list[bytes]
-    """What decides on which side of the split a document falls: its group, or else its content."""
+    """Hash that determines the split of a document: of its group, or else of its content."""
     num_bytes: NDArray[np.int64]
-    """UTF-8 bytes of what is to be learnt: the text, or of a pair the target."""
+    """UTF-8 bytes of the predicted text: the document, or the target of a pair."""
 
 
 def encode_documents(tokenizer: Tokenizer, chunk: Chunk) -> EncodedDocuments:
-    """A text ends with EOS. Of a pair the target does; its source is what the tokenizer makes of any prompt."""
+    """Encode a chunk. A text, or the target of a pair, ends with EOS; a source is encoded like any prompt."""
     texts = tokenizer.encode_batch([document.text for document in chunk])
-    answers = iter(tokenizer.encode_batch([document.target for document in chunk if document.target is not None]))
+    targets = iter(tokenizer.encode_batch([document.target for document in chunk if document.target is not None]))
     rows: list[tuple[list[int], list[int]]] = []
     for document, ids in zip(chunk, texts, strict=True):
-        paired = document.target is not None
-        rows.append((ids, _append_eos(next(answers), tokenizer)) if paired else (_append_eos(ids, tokenizer), []))
+        has_target = document.target is not None
+        rows.append((ids, _append_eos(next(targets), tokenizer)) if has_target else (_append_eos(ids, tokenizer), []))
     flat = [np.array(ids, np.uint32) for row in rows for ids in row]
     return EncodedDocuments(
         np.concatenate(flat) if flat else np.zeros(0, np.uint32),
@@ -58,16 +58,20 @@ def encode_documents(tokenizer: Tokenizer, chunk: Chunk) -> EncodedDocuments:
 
 
 def document_digest(document: Document) -> bytes:
-    own = sha256(document.text.encode()).digest()
-    return own if document.target is None else sha256(own + sha256(document.target.encode()).digest()).digest()
+    """SHA-256 of a document's text, or of text and target."""
+    text_digest = sha256(document.text.encode()).digest()
+    if document.target is None:
+        return text_digest
+    return sha256(text_digest + sha256(document.target.encode()).digest()).digest()
 
 
 def _append_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    end = tokenizer.eos_token_id
-    return ids if end is None or (ids and ids[-1] == end) else [*ids, end]
+    eos_id = tokenizer.eos_token_id
+    return ids if eos_id is None or (ids and ids[-1] == eos_id) else [*ids, eos_id]
 
 
 def chunk_documents(documents: Iterable[Document]) -> Iterator[Chunk]:
+    """Group documents into chunks of about CHUNK_CHARS characters."""
     chunk: Chunk = []
     size = 0
     for document in documents:
@@ -81,32 +85,33 @@ def chunk_documents(documents: Iterable[Document]) -> Iterator[Chunk]:
 
 
 def num_cores() -> int:
+    """CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def encode_chunks(chunks: Iterable[Chunk], tokenizer: Tokenizer, num_workers: int) -> Iterator[EncodedDocuments]:
-    """The chunks in their order. What processes cannot be had for, or died over, is done here."""
-    if num_workers < 2 or current_process().daemon:  # which may have no children
+    """Encode chunks in order. A chunk whose worker process cannot start or died is encoded in this process."""
+    if num_workers < 2 or current_process().daemon:  # a daemon process may not have children
         for chunk in chunks:
             yield encode_documents(tokenizer, chunk)
         return
-    # Spawned: a copy of a process with threads, which torch and tokenizers start, may hang.
-    start = (tokenizer, tokenizer.backend.encode_special_tokens)
-    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), initializer=_init_worker, initargs=start)
-    waiting: deque[tuple[Chunk, Future[EncodedDocuments] | None]] = deque()
+    # Spawn, not fork: a forked process with the threads of torch and tokenizers may hang.
+    initargs = (tokenizer, tokenizer.backend.encode_special_tokens)
+    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), initializer=_init_worker, initargs=initargs)
+    pending: deque[tuple[Chunk, Future[EncodedDocuments] | None]] = deque()
     try:
         for chunk in chunks:
-            waiting.append((chunk, _submit_chunk(pool, chunk)))
-            if len(waiting) > 2 * num_workers:
-                yield _chunk_result(*waiting.popleft(), tokenizer)
-        while waiting:
-            yield _chunk_result(*waiting.popleft(), tokenizer)
+            pending.append((chunk, _submit_chunk(pool, chunk)))
+            if len(pending) > 2 * num_workers:
+                yield _chunk_result(*pending.popleft(), tokenizer)
+        while pending:
+            yield _chunk_result(*pending.popleft(), tokenizer)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _submit_chunk(pool: ProcessPoolExecutor, chunk: Chunk) -> Future[EncodedDocuments] | None:
-    # This may start a process, which would begin with running the user's program again; it needs nothing of it.
+    # This may start a process, which would import the user's __main__ again; workers do not need it.
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -125,12 +130,12 @@ def _chunk_result(chunk: Chunk, future: Future[EncodedDocuments] | None, tokeniz
 
 
 _worker_tokenizer: list[Tokenizer] = []
-"""A worker's tokenizer."""
+"""Tokenizer of a worker process."""
 
 
 def _init_worker(tokenizer: Tokenizer, encode_special_tokens: bool) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a process: there is a process for each core
-    tokenizer.backend.encode_special_tokens = encode_special_tokens  # which does not travel with it
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process: there is one process per core
+    tokenizer.backend.encode_special_tokens = encode_special_tokens  # not part of the pickled tokenizer
     _worker_tokenizer[:] = [tokenizer]
 
 

@@ -1,1 +1,1 @@
-"""Several processes: process groups, device meshes, DDP, FSDP2 and tensor parallelism."""
+"""Distributed training: process groups, device meshes, DDP, FSDP2 and tensor parallelism."""

@@ -1,6 +1,6 @@
-"""A tensor that several ranks share: each has a part, which PyTorch's DTensor describes. Cut, and put together, here.
+"""Helpers for DTensors: local shards, replicas, gathering full tensors.
 
-Nothing of torch.distributed is imported: where a process trains alone there are no such tensors.
+Imports nothing from torch.distributed at module level: a single process has no DTensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,101 +17,111 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """What this rank has of it: the same memory."""
+    """This rank's local shard of a DTensor, sharing its memory; other tensors are returned unchanged."""
     if not is_dtensor(tensor):
         return tensor
-    shared: Any = tensor
+    dtensor: Any = tensor
     with torch.no_grad():
-        return shared.to_local().detach()
+        return dtensor.to_local().detach()
 
 
 def sharded_dims(dtensor: Any) -> list[tuple[int, int]]:
-    """(the mesh's axis, the tensor's axis that is cut along it), the outer cut first.
+    """(mesh dimension, tensor dimension sharded along it), outermost sharding first.
 
-    Matrices are cut for tensor parallel ranks before their parts are cut for shards, so the mesh is read backwards.
+    Matrices are sharded for tensor parallelism before FSDP shards the parts, so mesh dimensions are in reverse order.
     """
-    cut = [(place, placed.dim) for place, placed in enumerate(dtensor.placements) if not placed.is_replicate()]
-    return cut[::-1]
+    dims = [
+        (mesh_dim, placement.dim)
+        for mesh_dim, placement in enumerate(dtensor.placements)
+        if not placement.is_replicate()
+    ]
+    return dims[::-1]
 
 
 def num_replicas(tensor: Tensor, world_size: int) -> int:
-    """How many of all ranks have the same part of it."""
+    """Number of ranks that hold the same shard."""
     if not is_dtensor(tensor):
         return world_size
-    shared: Any = tensor
-    for axis, _ in sharded_dims(shared):
-        world_size //= shared.device_mesh.size(axis)
+    dtensor: Any = tensor
+    for mesh_dim, _ in sharded_dims(dtensor):
+        world_size //= dtensor.device_mesh.size(mesh_dim)
     return world_size
 
 
 def copy_from_full(target: Tensor, full: Tensor) -> None:
-    """Copy in what is this rank's of a whole tensor."""
+    """Copy this rank's shard of a full tensor into `target`."""
     with torch.no_grad():
         to_local(target).copy_(local_shard(full, target))
 
 
 def local_shard(full: Tensor, like: Tensor) -> Tensor:
-    """The part of `full` that a rank has of a tensor like this."""
+    """The shard of `full` that this rank has of a tensor sharded like `like`."""
     if not is_dtensor(like):
         return full
-    shared: Any = like
-    place = shared.device_mesh.get_coordinate()
-    for axis, dim in sharded_dims(shared):
-        size, count = full.shape[dim], shared.device_mesh.size(axis)
-        each = -(-size // count)
-        low = min(size, place[axis] * each)
-        full = full.narrow(dim, low, min(each, size - low))
+    dtensor: Any = like
+    coordinate = dtensor.device_mesh.get_coordinate()
+    for mesh_dim, dim in sharded_dims(dtensor):
+        size, num_shards = full.shape[dim], dtensor.device_mesh.size(mesh_dim)
+        shard_size = -(-size // num_shards)
+        low = min(size, coordinate[mesh_dim] * shard_size)
+        full = full.narrow(dim, low, min(shard_size, size - low))
     return full
 
 
 def as_dtensor_like(local: Tensor, like: Tensor) -> Tensor:
-    """A rank's part, as the part of something that is shared as `like` is."""
+    """Wrap a local shard as a DTensor with the mesh and placements of `like`."""
     if not is_dtensor(like) or local.ndim != like.ndim:
         return local
-    shared: Any = like
-    how: dict[str, Any] = {"run_check": False, "shape": shared.shape, "stride": shared.stride()}
-    return type(shared.data).from_local(local, shared.device_mesh, shared.placements, **how)
+    dtensor: Any = like
+    return type(dtensor.data).from_local(
+        local,
+        dtensor.device_mesh,
+        dtensor.placements,
+        run_check=False,
+        shape=dtensor.shape,
+        stride=dtensor.stride(),
+    )
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All ranks' parts put together, for each of them; all must ask at once."""
+    """Gather the full tensor on every rank; a collective, which all ranks must call."""
     if not is_dtensor(tensor):
         return tensor
     from torch.distributed.tensor import Replicate
 
-    shared: Any = tensor.detach()
-    placed = list(shared.placements)
-    for axis, _ in reversed(sharded_dims(shared)):  # the inner cut first
-        placed[axis] = Replicate()
-        shared = shared.redistribute(placements=placed)
-    return shared.to_local()
+    dtensor: Any = tensor.detach()
+    placements = list(dtensor.placements)
+    for mesh_dim, _ in reversed(sharded_dims(dtensor)):  # innermost sharding first
+        placements[mesh_dim] = Replicate()
+        dtensor = dtensor.redistribute(placements=placements)
+    return dtensor.to_local()
 
 
 def iter_in_checkpoint_order(tensors: TensorGroups) -> Iterator[Tensor]:
-    """The order in which a checkpoint is written."""
-    for _, part in sorted(tensors.items()):
-        for _, tensor in sorted(part.items()):
+    """All tensors in the order in which a checkpoint is written."""
+    for _, group in sorted(tensors.items()):
+        for _, tensor in sorted(group.items()):
             yield tensor
 
 
 class TensorGatherer:
-    """Tensors made whole one after another, by all ranks in one order, however far the leader comes with writing."""
+    """Gathers full tensors one after another, in the same order on all ranks, even if writing fails on one."""
 
     def __init__(self, tensors: TensorGroups) -> None:
         self.remaining = iter_in_checkpoint_order(tensors)
 
     def gather_next_to_cpu(self, tensor: Tensor) -> Tensor:
-        """The next one, in memory of its own on the CPU."""
-        following = next(self.remaining)
-        assert following is tensor, "tensors are gathered out of order"
+        """Gather the next tensor and copy it to the CPU."""
+        expected = next(self.remaining)
+        assert expected is tensor, "tensors are gathered out of order"
         return full_tensor(tensor).detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
     def gather_remaining(self) -> None:
-        """Take part in all that is left."""
+        """Take part in gathering the remaining tensors, and discard them."""
         for tensor in self.remaining:
             full_tensor(tensor)
 
 
 def local_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """What an optimizer of single numbers works on: the rank's own part."""
+    """The local shard as a parameter, for elementwise optimizers; other parameters are returned unchanged."""
     return nn.Parameter(to_local(parameter)) if is_dtensor(parameter) else parameter

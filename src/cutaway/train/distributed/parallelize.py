@@ -1,4 +1,4 @@
-"""One model over several ranks: whole copies (DDP), states in shards (FSDP2), matrices in slices, or all."""
+"""Parallelize a model over ranks: data parallel replicas (DDP), sharded states (FSDP2), tensor parallelism."""
 
 import warnings
 from collections.abc import Iterator
@@ -18,17 +18,19 @@ if TYPE_CHECKING:  # trainer imports this package
 
 
 def parallelize_module(training_module: "TrainingModule", dist_context: DistributedContext) -> nn.Module:
-    """What a step calls in the training module's place, or the training module.
+    """Apply the configured parallelism; returns the module that a step calls: a wrapper, or the module itself.
 
-    Where states are shared, the model comes without values (on the meta device) and is changed in place;
-    `init_sharded_weights` then gives it values.
+    With a device mesh the model must be on the meta device, and is changed in place; `init_sharded_weights`
+    initializes it afterwards.
     """
     if dist_context.world_size == 1:
         return training_module
     if dist_context.mesh is None:
         from torch.nn.parallel import DistributedDataParallel
 
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # newer ones rename it
+        with warnings.catch_warnings(
+            action="ignore", category=FutureWarning
+        ):  # an argument is renamed in newer versions
             return DistributedDataParallel(training_module, broadcast_buffers=False, gradient_as_bucket_view=True)
     mesh: Any = dist_context.mesh
     if dist_context.tp_size > 1:
@@ -41,23 +43,22 @@ def parallelize_module(training_module: "TrainingModule", dist_context: Distribu
 
 
 def apply_fsdp(training_module: "TrainingModule", mesh: Any) -> None:
-    """Each block by itself, so that one at a time is whole; the rest with the training module, whole for a step."""
+    """Shard each block as a unit, so that one block at a time is gathered; the rest is gathered for the whole step."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    frozen = {each for each in training_module.parameters() if not each.requires_grad}
-    # Autocast would hold a narrow copy of every weight that was gathered; so they are gathered narrow.
-    narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    policy = narrow if training_module.precision == "bf16" else MixedPrecisionPolicy()
-    how: Any = {"mesh": mesh, "mp_policy": policy, "ignored_params": frozen}
+    frozen = {parameter for parameter in training_module.parameters() if not parameter.requires_grad}
+    # With autocast alone, a gathered fp32 weight would have a bf16 copy as well; so weights are gathered in bf16.
+    bf16_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = bf16_policy if training_module.precision == "bf16" else MixedPrecisionPolicy()
     blocks = [block for stack in training_module.model.stacks.values() for block in stack.blocks]
     for block in blocks:
-        if sum(block is each for each in blocks) == 1:  # layers that share their weights stay whole between them
-            fully_shard(block, **how)
-    fully_shard(training_module, **how)
+        if sum(block is other for other in blocks) == 1:  # a block shared by layers stays gathered between them
+            fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=frozen)
+    fully_shard(training_module, mesh=mesh, mp_policy=policy, ignored_params=frozen)
 
 
 def init_sharded_weights(model: Transformer, device: torch.device, seed: int) -> None:
-    """The values that a rank alone would draw: each tensor is drawn whole, and every rank takes its part."""
+    """Initialize to the values of a single process: each tensor is drawn in full, and each rank keeps its shard."""
     model.to_empty(device=device)
     init_weights_with_seed(model, model.config, seed, _iter_full_parameters(model, device))
 
@@ -67,29 +68,30 @@ def _iter_full_parameters(model: Transformer, device: torch.device) -> Iterator[
         if not parameter.requires_grad:
             yield name, parameter
             continue
-        fresh = torch.empty(parameter.shape, dtype=parameter.dtype, device=device, requires_grad=True)
-        yield name, fresh
-        copy_from_full(parameter, fresh.detach())
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device, requires_grad=True)
+        yield name, full  # initialized by the caller before the next iteration
+        copy_from_full(parameter, full.detach())
 
 
 def no_sync_until_last(module: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
-    """DDP adds gradients up over the pieces of a step before it sends them.
+    """Context in which DDP accumulates gradients locally, except for the last micro-batch of a step.
 
-    FSDP2 sends each piece's: to wait it would hold whole gradients, and who asks for shards and pieces lacks memory.
+    FSDP2 reduces the gradients of each micro-batch: accumulating locally would hold full gradients, and a run with
+    shards and micro-batches is short of memory.
     """
-    waits: Any = getattr(module, "no_sync", None)
-    return nullcontext() if is_last or waits is None else waits()
+    no_sync: Any = getattr(module, "no_sync", None)
+    return nullcontext() if is_last or no_sync is None else no_sync()
 
 
 def gather_full_model(model: Transformer, device: torch.device, *, keep: bool) -> Transformer | None:
-    """The whole model, for the rank that keeps it; all ranks bring their parts, one tensor after another."""
-    found = {}
+    """Gather the full model on ranks with `keep`, None on others; a collective, tensor by tensor."""
+    state_dict = {}
     for name, tensor in sorted(model.state_dict().items()):
         value = full_tensor(tensor)
         if keep:
-            found[name] = value.to(device, copy=True)
+            state_dict[name] = value.to(device, copy=True)
     if not keep:
         return None
-    made = build(model.config, device="meta").to_empty(device=device)
-    made.load_state_dict(found)
-    return made.eval()
+    full_model = build(model.config, device="meta").to_empty(device=device)
+    full_model.load_state_dict(state_dict)
+    return full_model.eval()

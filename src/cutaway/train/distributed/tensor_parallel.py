@@ -1,11 +1,11 @@
-"""Matrices that several ranks share (tensor parallel): each has some heads, some hidden units, some of the vocabulary.
+"""Tensor parallelism: each rank has some heads, some hidden units and some of the vocabulary.
 
-    columns (q, k, v, gate, up):  y_r = x·W_rᵀ                  on the way back  ∂x = Σ_r ∂y_r·W_r
-    rows (o, down):               y = Σ_r x_r·W_rᵀ              on the way back  ∂x_r = ∂y·W_r
-    the token table:              x = Σ_r E_r[token], 0 where the token is another's
+    column parallel (q, k, v, gate, up):  y_r = x·W_rᵀ           backward  ∂x = Σ_r ∂y_r·W_r
+    row parallel (o, down):               y = Σ_r x_r·W_rᵀ       backward  ∂x_r = ∂y·W_r
+    vocabulary parallel embedding:        x = Σ_r E_r[token], 0 where the token is on another rank
 
-(Shoeybi and others, 2019). Weights are PyTorch's DTensors, which FSDP2 and checkpoints know how to cut and to put
-together; inside a step each rank computes with its part as a plain tensor, by the same kernels as one rank alone.
+(Shoeybi et al., 2019). Weights are DTensors, which FSDP2 shards further and checkpoints gather; within a step each rank
+computes with its local tensor, by the same kernels as a single process.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from cutaway.train.loss.cross_entropy import VocabShard
 
 @dataclass(frozen=True)
 class TensorParallelGroup:
-    """The ranks that share each matrix, and which of them this is."""
+    """The ranks that split each matrix, and this rank's place among them."""
 
     mesh: DeviceMesh
 
@@ -51,6 +51,8 @@ class TensorParallelGroup:
 
 
 class _CopyToTensorParallel(torch.autograd.Function):
+    """Identity in the forward pass, all-reduce of the gradient in the backward pass (Megatron's f)."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
@@ -64,6 +66,8 @@ class _CopyToTensorParallel(torch.autograd.Function):
 
 
 class _ReduceFromTensorParallel(torch.autograd.Function):
+    """All-reduce in the forward pass, identity in the backward pass (Megatron's g)."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         x = x.contiguous().clone()
@@ -76,19 +80,19 @@ class _ReduceFromTensorParallel(torch.autograd.Function):
 
 
 def copy_to_tensor_parallel(x: Tensor, group: Any) -> Tensor:
-    """The same for every rank; on the way back, what each has found for it is added up."""
+    """Identity; the backward pass sums the gradient over the ranks."""
     return _CopyToTensorParallel.apply(x, group)  # type: ignore[no-untyped-call]
 
 
 def reduce_from_tensor_parallel(x: Tensor, group: Any) -> Tensor:
-    """Σ over the ranks; on the way back each has the whole gradient."""
+    """Sum over the ranks; the backward pass is the identity."""
     return _ReduceFromTensorParallel.apply(x, group)  # type: ignore[no-untyped-call]
 
 
 class ShardedModule:
-    """A module whose parameters are parts. What reads them gets a plain tensor while they are at hand.
+    """Module with sharded parameters, which are read as local tensors during a step.
 
-    FSDP2 reads them too, when it has cut them further: it gets what it has put there.
+    FSDP2 reads them too, after it has sharded them further: it gets the parameters it has stored.
     """
 
     tp_group: TensorParallelGroup
@@ -96,13 +100,13 @@ class ShardedModule:
     _buffers: dict[str, Any]
 
     def local_param(self, name: str) -> Any:
-        found: Any = self._parameters.get(name)
-        is_ours = isinstance(found, DTensor) and found.device_mesh.mesh_dim_names == ("tp",)
-        return found.to_local() if is_ours else found
+        parameter: Any = self._parameters.get(name)
+        is_tp_only = isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names == ("tp",)
+        return parameter.to_local() if is_tp_only else parameter
 
 
 class ShardedWeights(ShardedModule):
-    """Columns; the output matrix."""
+    """Column-parallel linear layer, or output matrix."""
 
     @property
     def weight(self) -> Any:
@@ -114,7 +118,7 @@ class ShardedWeights(ShardedModule):
 
 
 class RowParallel(ShardedWeights):
-    """The bias is whole, and is added once."""
+    """Row-parallel linear layer. The bias is not sharded, and is added after the reduction."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = reduce_from_tensor_parallel(F.linear(x, self.weight), self.tp_group.group)
@@ -122,28 +126,26 @@ class RowParallel(ShardedWeights):
 
 
 class VocabParallel(ShardedWeights):
-    """The token table; tied, it is the output matrix too."""
+    """Vocabulary-parallel embedding; with tied weights also the output matrix."""
 
     vocab_start: int
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = self.weight
-        slot = tokens - self.vocab_start
-        other = (slot < 0) | (slot >= len(weight))
-        x = F.embedding(slot.masked_fill(other, 0), weight).masked_fill(other.unsqueeze(-1), 0)
+        index = tokens - self.vocab_start
+        is_remote = (index < 0) | (index >= len(weight))
+        x = F.embedding(index.masked_fill(is_remote, 0), weight).masked_fill(is_remote.unsqueeze(-1), 0)
         return reduce_from_tensor_parallel(x, self.tp_group.group)
 
 
 class ReplicatedWeights(ShardedModule):
-    """Whole weights that each rank uses for some heads only, so that their gradient is a sum."""
+    """Replicated weights that each rank uses for its own heads only, so that gradients are summed over ranks."""
 
     def replicated_param(self, name: str) -> Any:
-        found = self._parameters.get(name)
-        return (
-            found
-            if found is None or isinstance(found, DTensor)
-            else copy_to_tensor_parallel(found, self.tp_group.group)
-        )
+        parameter = self._parameters.get(name)
+        if parameter is None or isinstance(parameter, DTensor):
+            return parameter
+        return copy_to_tensor_parallel(parameter, self.tp_group.group)
 
     @property
     def weight(self) -> Any:
@@ -155,28 +157,30 @@ class ReplicatedWeights(ShardedModule):
 
 
 class ShardedSinks(ShardedModule):
+    """Attention with one sink per head, sharded by heads."""
+
     @property
     def sink(self) -> Any:
         return self.local_param("sink")
 
 
 class ShardedLogits(ShardedModule):
-    """A learned bias is a part; one that is a buffer is whole, and cut here."""
+    """Output head with sharded logits. A learned bias is a sharded parameter; a fixed one is a full buffer, sliced."""
 
     vocab_shard: VocabShard
     matrix: nn.Module
 
     @property
     def bias(self) -> Any:
-        fixed = self._buffers.get("bias")
-        if fixed is None:
+        fixed_bias = self._buffers.get("bias")
+        if fixed_bias is None:
             return self.local_param("bias")
-        first = self.vocab_shard.start
-        return fixed[first : first + len(self.matrix.weight)]  # type: ignore[arg-type]
+        start = self.vocab_shard.start
+        return fixed_bias[start : start + len(self.matrix.weight)]  # type: ignore[arg-type]
 
 
 class ShardedScoreBias(ScoreBias):
-    """What is added to the scores of this rank's heads, which are counted from `first_head`."""
+    """Score bias of this rank's heads, which start at `first_head`."""
 
     first_head: int
     num_heads: int
@@ -192,12 +196,12 @@ class ShardedScoreBias(ScoreBias):
 
 
 def apply_tensor_parallel(model: Transformer, tp_group: TensorParallelGroup) -> VocabShard:
-    """Give each rank its part of a model's matrices, in place; says which logits it then has."""
+    """Shard a model's matrices in place, and return this rank's shard of the vocabulary."""
     for module in list(model.modules()):
         if isinstance(module, LatentAttention | MixtureOfExperts):
-            what = "latent attention" if isinstance(module, LatentAttention) else "a mixture of experts"
+            name = "latent attention" if isinstance(module, LatentAttention) else "a mixture of experts"
             raise InputError(
-                f"{what} cannot be shared matrix by matrix; set parallel.tp to 1, and use parallel.dp_shard"
+                f"tensor parallelism does not support {name}; set parallel.tp = 1, and use parallel.dp_shard"
             )
         if isinstance(module, MultiHead):
             _parallelize_attention(module, tp_group)
@@ -209,24 +213,24 @@ def apply_tensor_parallel(model: Transformer, tp_group: TensorParallelGroup) -> 
             _parallelize_embedding(module.token, tp_group)
     head = model.head
     assert isinstance(head, LMHead)
-    vocabulary = VocabShard(model.config.vocab_size, _shard_start(model.config.vocab_size, tp_group), tp_group.group)
+    vocab_shard = VocabShard(model.config.vocab_size, _shard_start(model.config.vocab_size, tp_group), tp_group.group)
     if not isinstance(head.matrix, EmbeddingTable):
         _shard_params(head.matrix, tp_group, weight=0)
         _swap_class(head.matrix, ShardedWeights, tp_group)
     if isinstance(head.bias, nn.Parameter):
         _shard_params(head, tp_group, bias=0)
-    _swap_class(head, ShardedLogits, tp_group, vocab_shard=vocabulary)
-    # What the head's own transform has read is whole; what its matrix reads is given to all.
+    _swap_class(head, ShardedLogits, tp_group, vocab_shard=vocab_shard)
+    # The head's transform is replicated; the sharded output matrix needs the summed input gradient.
     if head.transform is None:
         head.register_forward_pre_hook(lambda module, args: (copy_to_tensor_parallel(args[0], tp_group.group),))
     else:
         head.transform.register_forward_hook(lambda module, args, x: copy_to_tensor_parallel(x, tp_group.group))
-    return vocabulary
+    return vocab_shard
 
 
 def _parallelize_attention(module: MultiHead, tp_group: TensorParallelGroup) -> None:
-    for what, count in (("query heads", module.heads), ("key heads", module.kv_heads)):
-        _check_divisible(what, count, tp_group)
+    for name, count in (("query heads", module.heads), ("key heads", module.kv_heads)):
+        _check_divisible(name, count, tp_group)
     for matrix in (module.q, module.k, module.v):
         _column_parallel(matrix, tp_group)
     _row_parallel(module.o, tp_group)
@@ -234,8 +238,8 @@ def _parallelize_attention(module: MultiHead, tp_group: TensorParallelGroup) -> 
         if isinstance(norm, QueryKeyNorm):
             if norm.over_all_heads:
                 raise InputError(
-                    "a norm over all heads' queries together cannot be shared; set parallel.tp to 1, and use"
-                    " parallel.dp_shard"
+                    "tensor parallelism does not support QK-norm over all heads (over='full'); set parallel.tp = 1, and"
+                    " use parallel.dp_shard"
                 )
             per_head = [name for name, each in norm.norm.named_parameters(recurse=False) if each.ndim > 1]
             _shard_params(norm.norm, tp_group, **dict.fromkeys(per_head, 0))
@@ -265,7 +269,7 @@ def _parallelize_score_bias(module: ScoreBias, tp_group: TensorParallelGroup) ->
 
 def _parallelize_embedding(table: EmbeddingTable, tp_group: TensorParallelGroup) -> None:
     if isinstance(table, VocabParallel):
-        return  # encoder and decoder share it
+        return  # shared by encoder and decoder
     _shard_params(table, tp_group, weight=0)
     _swap_class(table, VocabParallel, tp_group, vocab_start=_shard_start(table.num_embeddings, tp_group))
 
@@ -281,28 +285,28 @@ def _row_parallel(matrix: nn.Module, tp_group: TensorParallelGroup) -> None:
 
 
 def _copy_inputs_hook(tp_group: TensorParallelGroup) -> Callable[[nn.Module, Any], Any]:
-    """What attention and FFN read is whole: the stream, and what a decoder reads of an encoder."""
+    """Forward pre-hook that copies the replicated inputs: the residual stream, and the encoder output."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *beside = args
-        if beside and beside[0].memory is not None:
-            beside[0] = replace(beside[0], memory=copy_to_tensor_parallel(beside[0].memory, tp_group.group))
-        return copy_to_tensor_parallel(x, tp_group.group), *beside
+        x, *rest = args
+        if rest and rest[0].memory is not None:
+            rest[0] = replace(rest[0], memory=copy_to_tensor_parallel(rest[0].memory, tp_group.group))
+        return copy_to_tensor_parallel(x, tp_group.group), *rest
 
     return hook
 
 
 def _shard_params(module: nn.Module, tp_group: TensorParallelGroup, **dims: int) -> None:
-    """Keep this rank's part of the named parameters, cut along these axes."""
-    for name, axis in dims.items():
-        whole = module._parameters[name]
-        assert whole is not None
-        part = distribute_tensor(whole.detach(), tp_group.mesh, [Shard(axis)], src_data_rank=None)
-        module._parameters[name] = nn.Parameter(part, requires_grad=whole.requires_grad)
+    """Replace the named parameters by DTensors sharded along the given dimensions."""
+    for name, dim in dims.items():
+        full = module._parameters[name]
+        assert full is not None
+        shard = distribute_tensor(full.detach(), tp_group.mesh, [Shard(dim)], src_data_rank=None)
+        module._parameters[name] = nn.Parameter(shard, requires_grad=full.requires_grad)
 
 
 def _swap_class(module: nn.Module, mixin: type, tp_group: TensorParallelGroup, **attributes: Any) -> None:
-    """The same module, with its parameters read or its product taken in another way."""
+    """Add a mixin to a module's class, which changes how it reads its parameters or computes its product."""
     module.__class__ = type(mixin.__name__ + type(module).__name__, (mixin, type(module)), {})
     for name, value in (attributes | {"tp_group": tp_group}).items():
         setattr(module, name, value)
@@ -314,6 +318,4 @@ def _shard_start(size: int, tp_group: TensorParallelGroup) -> int:
 
 def _check_divisible(what: str, count: int, tp_group: TensorParallelGroup) -> None:
     if count % tp_group.size:
-        raise InputError(
-            f"{count} {what} cannot be shared by parallel.tp = {tp_group.size} ranks; use a divisor of {count}"
-        )
+        raise InputError(f"{count} {what} are not divisible by parallel.tp = {tp_group.size}; use a divisor of {count}")

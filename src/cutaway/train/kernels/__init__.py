@@ -1,1 +1,1 @@
-"""Triton kernels of training, and compiled blocks."""
+"""Triton kernels for training, and compilation of blocks."""

@@ -1,4 +1,4 @@
-"""One kernel on a GPU reads a row of logits l and writes ∂loss/∂l over it (see loss/chunked_cross_entropy.py)."""
+"""Triton kernel that replaces a row of logits by ∂loss/∂logits (equation in loss/chunked_cross_entropy.py)."""
 
 import triton
 import triton.language as tl
@@ -17,16 +17,16 @@ def logits_to_grad_in_place(
     label_smoothing: float,
     z_loss_coef: float,
 ) -> None:
-    """Overwrite logits (n, ≥ vocab) by ∂loss/∂logits, columns past the vocabulary by 0; write each row's losses."""
+    """Overwrite logits (n, ≥ vocab_size) by ∂loss/∂logits and padding columns by 0; write the losses of each row."""
     rows, width = logits.shape
-    sizes = (vocab_size, width, logits.stride(0), label_smoothing, z_loss_coef)
+    shape_and_options = (vocab_size, width, logits.stride(0), label_smoothing, z_loss_coef)
     _cross_entropy_kernel[(rows,)](
         logits,
         targets,
         weights,
         losses,
         cross_entropies,
-        *sizes,
+        *shape_and_options,
         SMOOTH=label_smoothing > 0,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
@@ -48,42 +48,43 @@ def _cross_entropy_kernel(
     SMOOTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # One program per row. First pass: online logsumexp (base 2) over blocks of the row; second pass: the gradient.
     LOG2E: tl.constexpr = 1.4426950408889634
     LANE: tl.constexpr = 8
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target, weight = tl.load(targets + row), tl.load(weights + row)
-    place = tl.arange(0, BLOCK // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
-    # Each lane keeps its own greatest score and sum: threads wait for each other once a row, not once a block.
-    tops, totals = tl.full((BLOCK // LANE,), -1e30, tl.float32), tl.zeros((BLOCK // LANE,), tl.float32)
-    plains = tl.zeros((BLOCK // LANE,), tl.float32)
+    offset = tl.arange(0, BLOCK // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
+    # Running maximum and sum per lane: threads synchronize once per row, not once per block.
+    lane_max, lane_sum = tl.full((BLOCK // LANE,), -1e30, tl.float32), tl.zeros((BLOCK // LANE,), tl.float32)
+    lane_logit_sum = tl.zeros((BLOCK // LANE,), tl.float32)
     for start in range(0, vocab_size, BLOCK):
-        here = start + place < vocab_size
-        scores = tl.load(logits + start + place, mask=here, other=-float("inf"), eviction_policy="evict_last")
+        in_vocab = start + offset < vocab_size
+        scores = tl.load(logits + start + offset, mask=in_vocab, other=-float("inf"), eviction_policy="evict_last")
         scores = scores.to(tl.float32) * LOG2E
-        higher = tl.maximum(tops, tl.max(scores, 1))
-        totals = totals * tl.exp2(tops - higher) + tl.sum(tl.exp2(scores - higher[:, None]), 1)
-        tops = higher
+        new_max = tl.maximum(lane_max, tl.max(scores, 1))
+        lane_sum = lane_sum * tl.exp2(lane_max - new_max) + tl.sum(tl.exp2(scores - new_max[:, None]), 1)
+        lane_max = new_max
         if SMOOTH:
-            plains += tl.sum(tl.where(here, scores, 0.0), 1)
-    top = tl.max(tops, 0)
-    total = tl.sum(totals * tl.exp2(tops - top), 0)
-    plain = tl.sum(plains, 0)
-    lse = (top + tl.log2(total)) / LOG2E
-    entropy = lse - tl.load(logits + target).to(tl.float32)
-    loss = entropy + z_loss_coef * lse * lse
+            lane_logit_sum += tl.sum(tl.where(in_vocab, scores, 0.0), 1)
+    row_max = tl.max(lane_max, 0)
+    row_sum = tl.sum(lane_sum * tl.exp2(lane_max - row_max), 0)
+    logit_sum = tl.sum(lane_logit_sum, 0)
+    lse = (row_max + tl.log2(row_sum)) / LOG2E
+    cross_entropy = lse - tl.load(logits + target).to(tl.float32)
+    loss = cross_entropy + z_loss_coef * lse * lse
     if SMOOTH:
-        loss += label_smoothing * (lse - plain / LOG2E / vocab_size - entropy)
+        loss += label_smoothing * (lse - logit_sum / LOG2E / vocab_size - cross_entropy)
     tl.store(losses + row, weight * loss)
-    tl.store(cross_entropies + row, weight * entropy)
-    push = weight * (1 + 2 * z_loss_coef * lse) / total
-    tl.debug_barrier()  # the target's logit is read before it is written over
+    tl.store(cross_entropies + row, weight * cross_entropy)
+    scale = weight * (1 + 2 * z_loss_coef * lse) / row_sum
+    tl.debug_barrier()  # the target's logit must be read before it is overwritten
     for start in range(0, width, BLOCK):
-        here = start + place < vocab_size
-        scores = tl.load(logits + start + place, mask=here, other=-float("inf"), eviction_policy="evict_first")
-        slope = push * tl.exp2(scores.to(tl.float32) * LOG2E - top)
+        in_vocab = start + offset < vocab_size
+        scores = tl.load(logits + start + offset, mask=in_vocab, other=-float("inf"), eviction_policy="evict_first")
+        grad = scale * tl.exp2(scores.to(tl.float32) * LOG2E - row_max)
         if SMOOTH:
-            slope -= tl.where(here, weight * label_smoothing / vocab_size, 0.0)
-        slope -= tl.where(start + place == target, weight * (1 - label_smoothing), 0.0)
-        inside = start + place < width
-        tl.store(logits + start + place, slope.to(logits.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+            grad -= tl.where(in_vocab, weight * label_smoothing / vocab_size, 0.0)
+        grad -= tl.where(start + offset == target, weight * (1 - label_smoothing), 0.0)
+        in_row = start + offset < width
+        tl.store(logits + start + offset, grad.to(logits.dtype.element_ty), mask=in_row, eviction_policy="evict_first")

@@ -1,1 +1,1 @@
-"""Metrics of a run: callbacks, logs, TensorBoard, the plot of its losses, throughput."""
+"""Logging of a run: callbacks, metrics log, TensorBoard, loss plot, throughput."""

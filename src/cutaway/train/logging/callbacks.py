@@ -1,4 +1,4 @@
-"""Callbacks of a run, TensorBoard, and the plot of its losses."""
+"""Callbacks of a run, and their dispatch together with TensorBoard and the loss plot."""
 
 import time
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from cutaway.train.logging.metrics_log import MetricsLog
 from cutaway.train.logging.tensorboard import TensorBoardLogger
 
 MAX_PLOT_TIME_SHARE = 0.05
-"""Of a run's time, what drawing may take; at the end it is drawn whatever it takes."""
+"""Maximum fraction of the run time spent on the loss plot; it is always drawn at the end."""
 
 
 @dataclass
 class Callback:
-    """Whom the loop tells what it does; each is called if it is given."""
+    """Functions that the Trainer calls after steps and evaluations, and with messages. The defaults do nothing."""
 
     on_step_end: Callable[[dict[str, Any], dict[str, Any]], None] = lambda row, timing: None
     on_evaluate: Callable[[dict[str, Any]], None] = lambda row: None
@@ -25,7 +25,7 @@ class Callback:
 
 
 class CallbackHandler:
-    """Rows as they come, and a picture now and then."""
+    """Dispatches metrics to the callback and TensorBoard, and redraws the loss plot."""
 
     def __init__(
         self,
@@ -36,11 +36,13 @@ class CallbackHandler:
         *,
         enabled: bool = True,
     ) -> None:
-        """Of several ranks one is heard."""
+        """`enabled`: false on all ranks except the main process."""
         self.run_directory, self.metrics_log = run_directory, metrics_log
         self.callback, self.enabled = callback, enabled
-        tracks = enabled and run_directory.recipe.logging.tensorboard
-        self.tensorboard = TensorBoardLogger(run_directory.directory / "tensorboard", global_step) if tracks else None
+        uses_tensorboard = enabled and run_directory.recipe.logging.tensorboard
+        self.tensorboard = (
+            TensorBoardLogger(run_directory.directory / "tensorboard", global_step) if uses_tensorboard else None
+        )
         self.plot_seconds, self.last_plot_time = 0.5, time.perf_counter()
         self.reported_failures: set[str] = set()
 
@@ -58,35 +60,36 @@ class CallbackHandler:
 
     def _log_to_tensorboard(self, metrics: dict[str, Any]) -> None:
         if self.tensorboard is not None:
-            self._try_or_report("TensorBoard's file could not be written", self.tensorboard.log, metrics)
+            self._try_or_report("could not write the TensorBoard log", self.tensorboard.log, metrics)
 
     def update_loss_plot(self, *, final: bool = False) -> None:
-        began = time.perf_counter()
-        if not self.enabled or (not final and began - self.last_plot_time < self.plot_seconds / MAX_PLOT_TIME_SHARE):
+        """Redraw loss.svg, unless that would exceed MAX_PLOT_TIME_SHARE."""
+        start = time.perf_counter()
+        if not self.enabled or (not final and start - self.last_plot_time < self.plot_seconds / MAX_PLOT_TIME_SHARE):
             return
-        where = self.run_directory.directory
+        directory = self.run_directory.directory
         self._try_or_report(
-            "the losses could not be drawn", plot_losses, self.metrics_log, where / "loss.svg", where.name
+            "could not draw the loss plot", plot_losses, self.metrics_log, directory / "loss.svg", directory.name
         )
         self.last_plot_time = time.perf_counter()
-        self.plot_seconds = self.last_plot_time - began
+        self.plot_seconds = self.last_plot_time - start
 
     def flush(self) -> None:
         if self.tensorboard is not None:
-            self._try_or_report("TensorBoard's file could not be written", self.tensorboard.flush)
+            self._try_or_report("could not write the TensorBoard log", self.tensorboard.flush)
 
     def close(self) -> None:
-        """When a run ends, in whatever way."""
+        """Finish plot and log when the run ends, also after an error."""
         self.update_loss_plot(final=True)
         if self.tensorboard is not None:
-            self._try_or_report("TensorBoard's file could not be written", self.tensorboard.close)
+            self._try_or_report("could not write the TensorBoard log", self.tensorboard.close)
 
     def _try_or_report(self, message: str, function: Callable[..., Any], *args: Any) -> None:
-        """What is only looked at is not worth a run, whatever the error: it is said once, and not tried again."""
+        """Call a function; an error does not stop training: it is reported once, and the call is not repeated."""
         if message in self.reported_failures:
             return
         try:
             function(*args)
         except Exception as error:
             self.reported_failures.add(message)
-            self.callback.on_message(f"{message} ({error}); training goes on")
+            self.callback.on_message(f"{message} ({error}); training continues")

@@ -1,4 +1,4 @@
-"""The losses of a run as a drawing, from its log."""
+"""Plot of training and validation loss and learning rate, from a run's metrics log."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -8,63 +8,67 @@ from typing import TYPE_CHECKING, Any
 
 from cutaway.size.plot import LINE_COLORS, MATPLOTLIB_STYLE, TEXT_COLOR
 
-if TYPE_CHECKING:  # matplotlib is loaded to draw
+if TYPE_CHECKING:  # matplotlib is imported only to draw
     from matplotlib.axes import Axes
 
 MAX_POINTS = 800
-"""Of a line that is drawn, at most; of a longer run each is the mean of some steps."""
+"""Maximum number of points of a line; in longer runs a point is the mean of several steps."""
 LOG_AXIS_MIN_STEPS = 1000
-"""Steps from which on each tenfold of them is as wide as the one before."""
+"""Number of steps above which the step axis is logarithmic."""
 SMOOTHING_SHARE = 0.1
-"""The share of all steps so far over which the smooth line is averaged."""
+"""Averaging window of the smoothed line, as a fraction of the steps so far."""
 
 
 def plot_losses(rows: Iterable[dict[str, Any]], path: Path, title: str = "") -> Path:
-    """Training and validation loss and the learning rate, by step; the file is replaced as a whole."""
+    """Plot training and validation loss and the learning rate by step. The file is replaced atomically."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    steps, looks = [], []
+    train_rows, eval_rows = [], []
     for row in rows:
         if row.get("loss") is not None:
-            steps.append((row["step"], row["loss"], row["lr"]))
+            train_rows.append((row["step"], row["loss"], row["lr"]))
         if row.get("eval_loss") is not None:
-            looks.append((row["step"], row["eval_loss"]))
+            eval_rows.append((row["step"], row["eval_loss"]))
     with rc_context(MATPLOTLIB_STYLE):
-        figure = Figure(figsize=(8, 4.2))  # with fixed margins, which take no time to find
+        figure = Figure(figsize=(8, 4.2))  # fixed margins: a layout engine would be slow
         axes = figure.subplots(gridspec_kw={"left": 0.08, "right": 0.91, "top": 0.93, "bottom": 0.12})
-        if steps:
-            number, loss, lr = zip(*steps, strict=True)
-            groups = group_steps(number)
-            along = _group_means(number, groups)
-            _shade_lr(axes, along, _group_means(lr, groups))
+        if train_rows:
+            steps, losses, lrs = zip(*train_rows, strict=True)
+            groups = group_steps(steps)
+            x = _group_means(steps, groups)
+            _shade_lr(axes, x, _group_means(lrs, groups))
+            axes.plot(x, _group_means(losses, groups), color=LINE_COLORS[0], alpha=0.3, linewidth=0.8, label="training")
+            low, high = ([reduce(losses[group]) for group in groups] for reduce in (min, max))
+            axes.fill_between(x, low, high, color=LINE_COLORS[0], alpha=0.15, linewidth=0)
+            smoothed = _group_means(_smooth(losses), groups)
+            axes.plot(x, smoothed, color=LINE_COLORS[0], linewidth=1.6, label="training, smoothed")
+        if eval_rows:
+            eval_steps, eval_losses = zip(*eval_rows, strict=True)
             axes.plot(
-                along, _group_means(loss, groups), color=LINE_COLORS[0], alpha=0.3, linewidth=0.8, label="training"
+                eval_steps, eval_losses, "o-", color=LINE_COLORS[1], markersize=3.5, linewidth=1, label="validation"
             )
-            low, high = ([each(loss[group]) for group in groups] for each in (min, max))
-            axes.fill_between(along, low, high, color=LINE_COLORS[0], alpha=0.15, linewidth=0)
-            smooth = _group_means(_smooth(loss), groups)
-            axes.plot(along, smooth, color=LINE_COLORS[0], linewidth=1.6, label="training, smooth")
-        if looks:
-            at, held = zip(*looks, strict=True)
-            axes.plot(at, held, "o-", color=LINE_COLORS[1], markersize=3.5, linewidth=1, label="validation")
             axes.annotate(
-                f" {held[-1]:.3f}", (at[-1], held[-1]), color=LINE_COLORS[1], va="center", annotation_clip=False
+                f" {eval_losses[-1]:.3f}",
+                (eval_steps[-1], eval_losses[-1]),
+                color=LINE_COLORS[1],
+                va="center",
+                annotation_clip=False,
             )
         _style_axes(axes, title)
-        draft = path.with_name(f".{os.getpid()}.{path.name}")
+        temporary = path.with_name(f".{os.getpid()}.{path.name}")
         try:
-            figure.savefig(draft, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
-            draft.replace(path)
+            figure.savefig(temporary, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+            temporary.replace(path)
         finally:
-            draft.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
     return path
 
 
 def group_steps(steps: Sequence[float]) -> list[slice]:
-    """Steps that are drawn as one point: single ones, or more and more where the axis is narrow and steps are many."""
+    """Group steps into points: one step each in short runs, in long runs groups that grow geometrically."""
     if len(steps) <= MAX_POINTS:
-        return [slice(place, place + 1) for place in range(len(steps))]
+        return [slice(index, index + 1) for index in range(len(steps))]
     growth = len(steps) ** (1 / MAX_POINTS)
     edges = [0]
     while edges[-1] < len(steps):
@@ -77,37 +81,37 @@ def _group_means(values: Sequence[float], groups: Sequence[slice]) -> list[float
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """An average that leans on what was last, the longer the later: on an axis of tenfolds, as wide everywhere."""
-    mean, line = 0.0, []
+    """Moving average whose window grows with the step, so that it has a constant width on a logarithmic axis."""
+    mean, smoothed = 0.0, []
     for count, value in enumerate(values, 1):
         mean += min(1.0, 1 / (SMOOTHING_SHARE * count)) * (value - mean)
-        line.append(mean)
-    return line
+        smoothed.append(mean)
+    return smoothed
 
 
 def _shade_lr(axes: "Axes", steps: Sequence[float], lr: Sequence[float]) -> None:
-    """The learning rate as a shade behind, from 0 to what it is at most."""
-    beside: Any = axes.twinx()
-    beside.fill_between(steps, lr, color="#EEEEEE", linewidth=0)
-    beside.set_ylim(0, 1.15 * max(lr))
-    beside.set_yticks([0, max(lr)], ["0", "full"], color="#999999", fontsize=8)
-    beside.set_ylabel("learning rate", color="#999999", fontsize=8)
-    beside.tick_params(length=0)
-    beside.spines[:].set_visible(False)
-    beside.set_zorder(0)
+    """Draw the learning rate as a shaded area in the background, from 0 to its maximum."""
+    lr_axes: Any = axes.twinx()
+    lr_axes.fill_between(steps, lr, color="#EEEEEE", linewidth=0)
+    lr_axes.set_ylim(0, 1.15 * max(lr))
+    lr_axes.set_yticks([0, max(lr)], ["0", "full"], color="#999999", fontsize=8)
+    lr_axes.set_ylabel("learning rate", color="#999999", fontsize=8)
+    lr_axes.tick_params(length=0)
+    lr_axes.spines[:].set_visible(False)
+    lr_axes.set_zorder(0)
     axes.set_zorder(1)
     axes.patch.set_visible(False)
 
 
 def _style_axes(axes: "Axes", title: str) -> None:
-    """Losses go by ratios, so their axis is logarithmic; its ticks are plain numbers."""
+    """Set a logarithmic loss axis, because ratios of losses matter, with plain numbers as tick labels."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
 
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    wide = high > 10 * low
-    found = LogLocator(subs=(1, 2, 5)).tick_values(low, high) if wide else MaxNLocator(6).tick_values(low, high)
-    ticks = [tick for tick in found if low <= tick <= high]
+    spans_decade = high > 10 * low
+    locator = LogLocator(subs=(1, 2, 5)) if spans_decade else MaxNLocator(6)
+    ticks = [tick for tick in locator.tick_values(low, high) if low <= tick <= high]
     axes.set_yticks(ticks, [f"{tick:,.4g}" for tick in ticks])
     axes.yaxis.set_minor_locator(NullLocator())
     if axes.dataLim.x1 > LOG_AXIS_MIN_STEPS:
@@ -116,7 +120,7 @@ def _style_axes(axes: "Axes", title: str) -> None:
         axes.xaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats a token")
+    axes.set_ylabel("loss (nats per token)")
     axes.set_title(title, color=TEXT_COLOR)
     axes.grid(True, which="major", color="#E5E5E5", linewidth=0.6)
     axes.set_axisbelow(True)

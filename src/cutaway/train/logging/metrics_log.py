@@ -1,4 +1,4 @@
-"""A log of one JSON object a line, that a resumed run continues as if it had never stopped."""
+"""Metrics log in JSON Lines, which a resumed run truncates to its checkpoint and continues."""
 
 import json
 import math
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class MetricsLog:
-    """Rows are appended; what was written after a checkpoint is cut off when the run goes on from there."""
+    """Appends rows. On resume, rows written after the checkpoint are truncated."""
 
     def __init__(self, path: Path, num_bytes: int | None = None) -> None:
-        """`num_bytes`: the bytes that count, where a run is resumed; more are of steps that are taken again."""
+        """`num_bytes`: size stored in the checkpoint on resume; later rows belong to steps that are run again."""
         self.path = path
         path.touch()
         if num_bytes is not None:
-            if path.stat().st_size < num_bytes:  # lost, as by a failing disk: what is there is kept
+            if path.stat().st_size < num_bytes:  # rows were lost, e.g. by a failing disk: keep what is there
                 num_bytes = path.stat().st_size
             os.truncate(path, num_bytes)
 
@@ -25,7 +25,7 @@ class MetricsLog:
             file.write(json.dumps(to_json_value(metrics), allow_nan=False) + "\n")
 
     def sync(self) -> int:
-        """Have everything on the disk, and say how many bytes that is."""
+        """Flush the file to disk and return its size in bytes."""
         with self.path.open("ab") as file:
             os.fsync(file.fileno())
             return file.tell()
@@ -35,7 +35,7 @@ class MetricsLog:
 
 
 def read_metrics_log(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a log; one that is being written is none yet."""
+    """Rows of a log, without an incomplete last line."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             if line.endswith("\n"):
@@ -43,22 +43,22 @@ def read_metrics_log(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def to_json_value(value: Any) -> Any:
-    """As JSON has it: what is no number is null there."""
+    """Convert to a JSON value; non-finite numbers become null."""
     if isinstance(value, Mapping):
-        return {key: to_json_value(each) for key, each in value.items()}
+        return {key: to_json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [to_json_value(each) for each in value]
+        return [to_json_value(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class NullMetricsLog(MetricsLog):
-    """The log of a rank that writes none, since another does."""
+    """Log of ranks other than the main process; writes nothing."""
 
     def __init__(self) -> None:
         self.path = Path(os.devnull)
 
     def append(self, metrics: Mapping[str, Any]) -> None:
-        """Not here."""
+        """Discard the row."""
 
     def sync(self) -> int:
         return 0

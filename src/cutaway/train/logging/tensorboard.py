@@ -1,4 +1,4 @@
-"""A run's figures for TensorBoard, beside its own log."""
+"""TensorBoard logger of a run's metrics."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,22 +16,22 @@ SCALAR_TAGS = {
     "mfu": "perf/mfu",
     "peak_memory_bytes": "perf/peak_memory_bytes",
 }
-"""What of a row is shown, and under which name."""
+"""Metric key to TensorBoard tag."""
 
 
 def check_tensorboard_installed() -> None:
-    """Before a run begins, not after its first step."""
+    """Raise InputError if TensorBoard is not installed, before a run starts instead of after its first step."""
     from importlib.util import find_spec
 
     if find_spec("tensorboard") is None:
         raise InputError(
-            "logging.tensorboard needs the package tensorboard, which is not installed; pip install"
-            " 'cutaway[tensorboard]', or leave it out"
+            "logging.tensorboard = true needs the package tensorboard, which is not installed; pip install"
+            " 'cutaway[tensorboard]', or remove the setting"
         )
 
 
 class TensorBoardLogger:
-    """Writes rows as they come. What was written of steps that are taken again is disowned, so no point is double."""
+    """Writes metrics to TensorBoard. On resume, points after the checkpoint are purged, so that none is duplicated."""
 
     def __init__(self, directory: Path, global_step: int) -> None:
         check_tensorboard_installed()
@@ -39,18 +39,18 @@ class TensorBoardLogger:
         self.writer: Any = None
 
     def log(self, metrics: dict[str, Any]) -> None:
-        if self.writer is None:  # a file is made when there is something to write
+        if self.writer is None:  # the event file is created with the first row
             from torch.utils.tensorboard import SummaryWriter
 
-            made: Any = SummaryWriter  # it has no types
-            self.writer = made(log_dir=str(self.directory), purge_step=self.global_step + 1)
+            writer_class: Any = SummaryWriter  # untyped
+            self.writer = writer_class(log_dir=str(self.directory), purge_step=self.global_step + 1)
         for name, value in iter_scalars(metrics):
             self.writer.add_scalar(name, value, metrics["step"])
         if "sample" in metrics:
             self.writer.add_text("eval/sample", "    " + metrics["sample"].replace("\n", "\n    "), metrics["step"])
 
     def flush(self) -> None:
-        """On the disk before a checkpoint is, so that a run which goes on from there lacks nothing."""
+        """Write pending events to disk, before a checkpoint is saved: a run resumed from it misses none."""
         if self.writer is not None:
             self.writer.flush()
 
@@ -60,13 +60,13 @@ class TensorBoardLogger:
 
 
 def iter_scalars(metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Names and numbers of a row; of heads, the mean."""
+    """Tags and values of a row; values per head are averaged."""
     for key, name in SCALAR_TAGS.items():
         if metrics.get(key) is not None:
             yield name, metrics[key]
-    for stat, by in metrics.get("layer_stats", {}).items():
-        if isinstance(by, dict):
-            for layer, value in by.items():
-                numbers = value if isinstance(value, list) else [value]
-                if None not in numbers:
-                    yield f"layer_stats/{stat}/{layer}", sum(numbers) / len(numbers)
+    for stat, by_layer in metrics.get("layer_stats", {}).items():
+        if isinstance(by_layer, dict):
+            for layer, value in by_layer.items():
+                values = value if isinstance(value, list) else [value]
+                if None not in values:
+                    yield f"layer_stats/{stat}/{layer}", sum(values) / len(values)

@@ -1,4 +1,4 @@
-"""How fast a run goes, and how full memory is: what a step computes beside what the device could compute at most."""
+"""Throughput of a run: model FLOPs utilization (MFU) and peak memory."""
 
 import sys
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from cutaway.train.recipe.schema import MaskedLMConfig, Recipe, Seq2SeqConfig
 
 @dataclass(frozen=True)
 class Throughput:
-    """The FLOPs of a step and the peak of all devices; None where nobody knows."""
+    """FLOPs of a step, and peak FLOP/s of all devices; None if unknown."""
 
     device: torch.device
     step_flops: float | None
@@ -23,71 +23,74 @@ class Throughput:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, config: Config, device: torch.device, num_devices: int = 1) -> "Throughput":
-        """For so many devices alike that share a step."""
+        """Throughput of a recipe on `num_devices` equal devices that share a step."""
         flops, peak = flops_per_step(recipe, config), peak_flops_per_second(device, recipe.training.precision)
         return cls(device, flops, None if peak is None else num_devices * peak)
 
     def measure(self, seconds: float) -> dict[str, float]:
-        """The share of the peak, and the most bytes that were in use; each if it is known."""
-        told: dict[str, float] = {}
+        """MFU and peak memory of a step that took `seconds`; each only if known."""
+        metrics: dict[str, float] = {}
         if self.step_flops is not None and self.peak_flops_per_second is not None:
-            told["mfu"] = self.step_flops / self.peak_flops_per_second / max(1e-9, seconds)
-        used = peak_memory_bytes(self.device)
-        return told if used is None else told | {"peak_memory_bytes": used}
+            metrics["mfu"] = self.step_flops / self.peak_flops_per_second / max(1e-9, seconds)
+        peak_memory = peak_memory_bytes(self.device)
+        return metrics if peak_memory is None else metrics | {"peak_memory_bytes": peak_memory}
 
 
 def flops_per_step(recipe: Recipe, config: Config) -> float | None:
-    """There and back, over the pairs that see each other; nothing that is computed twice counts twice.
+    """FLOPs of forward and backward pass, over visible query-key pairs; recomputation does not count.
 
-    Pairs of texts are of any length, so nobody knows beforehand what they take.
+    None for seq2seq, where lengths of source and target vary.
     """
     if isinstance(recipe.objective, Seq2SeqConfig):
         return None
-    parts = dict(size(config, mode="train", context=recipe.data.seq_len).train_flops["none"].visible)
-    if isinstance(recipe.objective, MaskedLMConfig):  # the head is asked for what is hidden only
-        parts["head"] = round(recipe.objective.mlm_probability * parts["head"])
-    return float(recipe.training.batch_size * sum(parts.values()))
+    flops = dict(size(config, mode="train", context=recipe.data.seq_len).train_flops["none"].visible)
+    if isinstance(recipe.objective, MaskedLMConfig):  # logits are computed for masked tokens only
+        flops["head"] = round(recipe.objective.mlm_probability * flops["head"])
+    return float(recipe.training.batch_size * sum(flops.values()))
 
 
 def peak_flops_per_second(device: torch.device, precision: str) -> float | None:
-    """Operations a second: as published for a GPU, as `cutaway bench` measured for anything else."""
+    """Peak FLOP/s: published for a GPU in the hardware table, otherwise as measured by `cutaway bench`."""
     dtype = precision
     if device.type == "cuda" and precision == "fp32" and torch.get_float32_matmul_precision() != "highest":
         dtype = "tf32"
     try:
         return _published_hardware(device).peak_flops(dtype)
-    except InputError:  # not in the table, or without a rate in this dtype
+    except InputError:  # not in the table, or no entry for this dtype
         pass
     measured = _measured_flops(device)
     return None if measured is None else measured.get(dtype)
 
 
 def _published_hardware(device: torch.device) -> Hardware:
-    """A CPU's name says nothing of how many of its cores are ours."""
+    """Hardware table entry of a GPU. Not for CPUs: the name does not tell how many cores the process may use."""
     if device.type != "cuda":
-        raise InputError(f"{device} is in no table; run `cutaway bench`")
+        raise InputError(f"{device} is not in the hardware table; run `cutaway bench`")
     return get_hardware(torch.cuda.get_device_name(device))
 
 
 def _measured_flops(device: torch.device) -> dict[str, float] | None:
-    """The rates that were measured, if they are this device's."""
+    """Measured FLOP/s by dtype, if they were measured on this device."""
     try:
-        found = load_measured_hardware()
-    except InputError:  # damaged; `cutaway size --gpu local` says so
+        measured = load_measured_hardware()
+    except InputError:  # damaged file; `cutaway size --gpu local` reports it
         return None
-    if found is None:
+    if measured is None:
         return None
-    here = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return found.flops if here == (found.kind if device.type == "cpu" else found.device) else None
+    if device.type == "cuda":
+        is_same_device = measured.device == torch.cuda.get_device_name(device)
+    else:
+        is_same_device = (measured.kind if device.type == "cpu" else measured.device) == "cpu"
+    return measured.flops if is_same_device else None
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """The most that was allocated on a GPU, or that this process had in memory; None where nobody says."""
+    """Peak memory allocated on a GPU, or peak resident memory of the process; None where it is unknown."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     if sys.platform == "win32":
         return None
     import resource
 
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB on Linux

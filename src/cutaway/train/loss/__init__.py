@@ -1,1 +1,1 @@
-"""Loss functions: cross-entropy over chunks of targets, for any head or a linear one, and load balancing of experts."""
+"""Loss functions: chunked cross-entropy for any head and for a linear head, and the load-balancing loss of experts."""

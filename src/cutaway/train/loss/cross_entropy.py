@@ -1,4 +1,7 @@
-"""Loss and gradient of a chunk of logits (equation in chunked_cross_entropy.py), over a sharded vocabulary too."""
+"""Cross-entropy and its gradient for a chunk of logits, also with a vocabulary sharded over ranks.
+
+The equation is in chunked_cross_entropy.py.
+"""
 
 from typing import Any, NamedTuple
 
@@ -8,48 +11,50 @@ from torch import Tensor
 
 
 class VocabShard(NamedTuple):
-    """Of a vocabulary that ranks share, whose logits this one has: `vocab_size` in all, its own from `start` on."""
+    """This rank's shard of a vocabulary of `vocab_size` ids, starting at `start`; `group` has all shards."""
 
     vocab_size: int
     start: int
     group: Any
 
     def all_reduce(self, x: Tensor, op: str = "SUM") -> Tensor:
-        """Σ, or the greatest, over the ranks."""
+        """All-reduce over the ranks of the group, in place: SUM or MAX."""
         import torch.distributed as dist
 
         dist.all_reduce(x, getattr(dist.ReduceOp, op), group=self.group)
         return x
 
     def log_softmax(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
-        wide = logits.to(dtype, copy=True)
-        wide -= self.all_reduce(wide.amax(-1, keepdim=True), "MAX")
-        return wide.sub_(self.all_reduce(wide.exp().sum(-1, keepdim=True)).log_())
+        """Log-probabilities of this rank's logits, normalized over the full vocabulary."""
+        log_p = logits.to(dtype, copy=True)
+        log_p -= self.all_reduce(log_p.amax(-1, keepdim=True), "MAX")
+        return log_p.sub_(self.all_reduce(log_p.exp().sum(-1, keepdim=True)).log_())
 
     def local_index(self, target: Tensor, shard_size: int) -> tuple[Tensor, Tensor]:
-        """Where among this rank's logits a target is, and whether it is."""
-        place = target - self.start
-        is_mine = (place >= 0) & (place < shard_size)
-        return place.masked_fill(~is_mine, 0), is_mine
+        """Index of a target in this rank's logits (0 if absent), and whether it is present."""
+        index = target - self.start
+        is_local = (index >= 0) & (index < shard_size)
+        return index.masked_fill(~is_local, 0), is_local
 
     def gather_target(self, x: Tensor, target: Tensor) -> Tensor:
-        """The target's entry of each row, wherever it is."""
-        place, is_mine = self.local_index(target, x.shape[-1])
-        return self.all_reduce(x.gather(-1, place).masked_fill_(~is_mine, 0))
+        """The target's entry of each row, from the rank that has it."""
+        index, is_local = self.local_index(target, x.shape[-1])
+        return self.all_reduce(x.gather(-1, index).masked_fill_(~is_local, 0))
 
     def mean(self, x: Tensor) -> Tensor:
+        """Mean of each row over the full vocabulary."""
         return self.all_reduce(x.sum(-1, keepdim=True)) / self.vocab_size
 
 
 class CrossEntropyOptions(NamedTuple):
-    """What is added up for each target, and whose logits are here if not all."""
+    """Label smoothing, z-loss, chunk size, and the vocabulary shard of a tensor-parallel head."""
 
     label_smoothing: float
     z_loss_coef: float
     chunk_size: int
     vocab_shard: VocabShard | None = None
     buffers: dict[str, Tensor] | None = None
-    """Memory to use again."""
+    """Buffers reused by the next call."""
 
 
 def cross_entropy_with_grad(
@@ -62,32 +67,35 @@ def cross_entropy_with_grad(
     compute_grad: bool = True,
     out: Float[Tensor, "n V"] | None = None,
 ) -> tuple[Float[Tensor, "n V"], Float[Tensor, "n 1"], Float[Tensor, "n 1"]]:
-    """∂loss/∂logits (in the place of the log-probabilities, which may be `out`), each row's loss, and its plain one."""
-    spread = options.vocab_shard
-    if spread is not None:
-        log_p = spread.log_softmax(logits, dtype)
+    """Return ∂loss/∂logits, each row's loss, and each row's cross-entropy without smoothing and z-loss.
+
+    The gradient overwrites the log-probabilities, which are written to `out` if it is passed. With
+    compute_grad=False the log-probabilities are returned in its place.
+    """
+    shard = options.vocab_shard
+    if shard is not None:
+        log_p = shard.log_softmax(logits, dtype)
     elif out is not None:
         log_p = torch.ops.aten._log_softmax.out(logits, -1, False, out=out)
     else:
         log_p = torch.log_softmax(logits, -1, dtype=dtype)
-    plain = -(log_p.gather(-1, target) if spread is None else spread.gather_target(log_p, target))
-    loss, s, z = plain, options.label_smoothing, options.z_loss_coef
+    cross_entropy = -(log_p.gather(-1, target) if shard is None else shard.gather_target(log_p, target))
+    loss, s, z = cross_entropy, options.label_smoothing, options.z_loss_coef
     if s:
-        loss = (1 - s) * plain - s * (log_p.mean(-1, keepdim=True) if spread is None else spread.mean(log_p))
-    push = weight
+        loss = (1 - s) * cross_entropy - s * (log_p.mean(-1, keepdim=True) if shard is None else shard.mean(log_p))
+    softmax_coef = weight
     if z:
-        lse = (logits.gather(-1, target) if spread is None else spread.gather_target(logits, target)).to(
-            log_p.dtype
-        ) + plain
+        target_logit = logits.gather(-1, target) if shard is None else shard.gather_target(logits, target)
+        lse = target_logit.to(log_p.dtype) + cross_entropy
         loss = loss + z * lse.square()
-        push = weight * (1 + 2 * z * lse)
+        softmax_coef = weight * (1 + 2 * z * lse)
     if compute_grad:
-        log_p = log_p.exp_().mul_(push)
+        log_p = log_p.exp_().mul_(softmax_coef)  # from here on log_p holds the gradient
         if s:
-            log_p -= weight * (s / (logits.shape[-1] if spread is None else spread.vocab_size))
-        pull = (-(1 - s) * weight).to(log_p.dtype)
-        if spread is not None:
-            target, is_mine = spread.local_index(target, logits.shape[-1])
-            pull = pull * is_mine
-        log_p.scatter_add_(-1, target, pull)
-    return log_p, weight * loss, weight * plain
+            log_p -= weight * (s / (logits.shape[-1] if shard is None else shard.vocab_size))
+        onehot_coef = (-(1 - s) * weight).to(log_p.dtype)
+        if shard is not None:
+            target, is_local = shard.local_index(target, logits.shape[-1])
+            onehot_coef = onehot_coef * is_local
+        log_p.scatter_add_(-1, target, onehot_coef)
+    return log_p, weight * loss, weight * cross_entropy

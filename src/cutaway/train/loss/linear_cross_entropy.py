@@ -1,7 +1,7 @@
-"""The loss of a head that is a matrix and nothing else, by hand: logits become their own gradient where they stand.
+"""Cross-entropy of a linear head without bias, with an explicit gradient: logits are overwritten by their gradient.
 
-For a chunk of targets, three products with the matrix and one pass over the logits (equation in
-chunked_cross_entropy.py); memory for the chunk is taken once. In fp32 on a CPU, and in bf16 on a GPU, where the pass
+Each chunk of targets takes three matrix products and one pass over the logits (equation in chunked_cross_entropy.py);
+the buffers of a chunk are allocated once. Used for fp32 on a CPU and for bf16 on a GPU, where the pass over the logits
 is one kernel (kernels/cross_entropy.py).
 """
 
@@ -16,15 +16,15 @@ from cutaway.model.head import LMHead
 from cutaway.train.loss.cross_entropy import CrossEntropyOptions, cross_entropy_with_grad
 
 MAX_CHUNK_LOGITS = {"cpu": 2**26, "cuda": 2**30}
-"""Values held at once, at most: larger products are faster."""
+"""Maximum number of logits per chunk: larger products are faster."""
 MIN_CPU_LOGITS = 2**22
-"""Logits of all targets, below which a CPU gains nothing by this."""
+"""Number of logits of all targets below which this is not faster on a CPU."""
 VOCAB_TILE = 128
-"""Columns that the vocabulary is a multiple of on a GPU; products with others are half as fast."""
+"""The vocabulary is padded to a multiple of this on a GPU; products of other widths are half as fast."""
 
 
 class LinearCrossEntropyOutput(NamedTuple):
-    """Sums over targets, and their gradients before whatever the loss is multiplied by."""
+    """Sums over targets, and their gradients before multiplication by the upstream gradient."""
 
     loss: Tensor
     cross_entropy: Tensor
@@ -33,63 +33,80 @@ class LinearCrossEntropyOutput(NamedTuple):
 
 
 def can_use_linear_cross_entropy(head: Any, x: Tensor, head_params: Sequence[Tensor]) -> bool:
-    """Whether this is a head for it, whose matrix is trained, and numbers and a device for it."""
-    plain = isinstance(head, LMHead) and head.transform is None and head.bias is None and head.softcap is None
-    if not plain or head.scale != 1.0 or not len(x) or [each is head.matrix.weight for each in head_params] != [True]:
+    """Whether the head is one trained matrix without bias, transform, scale or softcap, in a supported dtype."""
+    is_linear = isinstance(head, LMHead) and head.transform is None and head.bias is None and head.softcap is None
+    if not is_linear or head.scale != 1.0 or not len(x):
         return False
-    kind, weight = x.device.type, head_params[0]
-    narrow = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-    if kind == "cpu":
-        wide = x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-        return wide and len(x) * len(weight) >= MIN_CPU_LOGITS
-    return kind == "cuda" and has_triton() and (narrow or x.dtype == weight.dtype == torch.bfloat16)
+    if [each is head.matrix.weight for each in head_params] != [True]:
+        return False
+    device_type, weight = x.device.type, head_params[0]
+    if device_type == "cpu":
+        is_fp32 = x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+        return is_fp32 and len(x) * len(weight) >= MIN_CPU_LOGITS
+    autocasts_to_bf16 = (
+        torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.bfloat16
+    )
+    is_bf16 = autocasts_to_bf16 or x.dtype == weight.dtype == torch.bfloat16
+    return device_type == "cuda" and has_triton() and is_bf16
 
 
 def linear_cross_entropy(
     head_weight: Tensor, x: Tensor, targets: Tensor, weights: Tensor, options: CrossEntropyOptions
 ) -> LinearCrossEntropyOutput:
-    """The loss over all targets, a chunk of them at a time; on a CPU `options.buffers` is memory to use again."""
-    (rows, width), vocab, on_gpu = x.shape, len(head_weight), x.is_cuda
+    """Loss and gradients over all targets, in chunks; on a CPU `options.buffers` are reused."""
+    (rows, d_model), vocab, on_gpu = x.shape, len(head_weight), x.is_cuda
     columns = -(-vocab // VOCAB_TILE) * VOCAB_TILE if on_gpu else vocab
-    table = head_weight.detach()
+    weight = head_weight.detach()
     if on_gpu:
-        table = x.new_zeros(columns, width, dtype=torch.bfloat16)
-        table[:vocab] = head_weight
-    x = x.to(table.dtype)
-    count = -(-rows // max(VOCAB_TILE, MAX_CHUNK_LOGITS[x.device.type] // columns))
-    chunk = min(rows, -(-rows // count // VOCAB_TILE) * VOCAB_TILE)  # all but the last alike
-    # A GPU's allocator keeps memory by itself, where a system's hands out zeros.
-    own = None if on_gpu else options.buffers
-    logits = _get_buffer(own, "logits", x.new_empty, chunk, columns)
-    slopes = logits if on_gpu else _get_buffer(own, "slopes", x.new_empty, chunk, columns)
-    x_grad, grad = torch.empty_like(x), x.new_zeros(columns, width, dtype=torch.float32)
-    losses, entropies = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    wide: Any = {"out_dtype": torch.float32} if on_gpu else {}
-    for start in range(0, rows, chunk):
-        part = slice(start, start + chunk)
-        piece, here = x[part], slice(0, min(chunk, rows - start))
-        torch.mm(piece, table.T, out=logits[here])
+        weight = x.new_zeros(columns, d_model, dtype=torch.bfloat16)
+        weight[:vocab] = head_weight
+    x = x.to(weight.dtype)
+    num_chunks = -(-rows // max(VOCAB_TILE, MAX_CHUNK_LOGITS[x.device.type] // columns))
+    chunk_size = min(rows, -(-rows // num_chunks // VOCAB_TILE) * VOCAB_TILE)  # equal chunks, except the last
+    # CUDA's caching allocator reuses memory by itself; memory from the CPU's allocator is zeroed by the system.
+    buffers = None if on_gpu else options.buffers
+    logits = _get_buffer(buffers, "logits", x.new_empty, chunk_size, columns)
+    logits_grad = logits if on_gpu else _get_buffer(buffers, "logits_grad", x.new_empty, chunk_size, columns)
+    x_grad, weight_grad = torch.empty_like(x), x.new_zeros(columns, d_model, dtype=torch.float32)
+    losses, cross_entropies = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    accumulate_in_fp32: Any = {"out_dtype": torch.float32} if on_gpu else {}
+    for start in range(0, rows, chunk_size):
+        chunk = slice(start, start + chunk_size)
+        x_chunk, filled = x[chunk], slice(0, min(chunk_size, rows - start))  # the last chunk fills part of a buffer
+        torch.mm(x_chunk, weight.T, out=logits[filled])
         if on_gpu:
             from cutaway.train.kernels.cross_entropy import logits_to_grad_in_place
 
-            into = (losses[part], entropies[part])
             logits_to_grad_in_place(
-                logits[here], targets[part], weights[part], *into, vocab, options.label_smoothing, options.z_loss_coef
+                logits[filled],
+                targets[chunk],
+                weights[chunk],
+                losses[chunk],
+                cross_entropies[chunk],
+                vocab,
+                options.label_smoothing,
+                options.z_loss_coef,
             )
         else:
-            asked = (targets[part, None], weights[part, None], options, torch.float32)
-            _, loss, plain = cross_entropy_with_grad(logits[here], *asked, out=slopes[here])
-            losses[part], entropies[part] = loss.squeeze(-1), plain.squeeze(-1)
-        torch.mm(slopes[here], table, out=x_grad[part])
-        torch.addmm(grad, slopes[here].T, piece, out=grad, **wide)
-    return LinearCrossEntropyOutput(losses.sum(), entropies.sum(), x_grad, grad[:vocab])
+            _, loss, cross_entropy = cross_entropy_with_grad(
+                logits[filled],
+                targets[chunk, None],
+                weights[chunk, None],
+                options,
+                torch.float32,
+                out=logits_grad[filled],
+            )
+            losses[chunk], cross_entropies[chunk] = loss.squeeze(-1), cross_entropy.squeeze(-1)
+        torch.mm(logits_grad[filled], weight, out=x_grad[chunk])
+        torch.addmm(weight_grad, logits_grad[filled].T, x_chunk, out=weight_grad, **accumulate_in_fp32)
+    return LinearCrossEntropyOutput(losses.sum(), cross_entropies.sum(), x_grad, weight_grad[:vocab])
 
 
 def _get_buffer(buffers: dict[str, Tensor] | None, name: str, allocate: Callable[..., Tensor], *shape: int) -> Tensor:
-    """Memory of this shape that was used before, if there is; there is the next time."""
-    found = None if buffers is None else buffers.get(name)
-    if found is None or found.shape != shape:
-        found = allocate(*shape)
+    """Return a buffer of this shape from `buffers`, or allocate it and store it there."""
+    buffer = None if buffers is None else buffers.get(name)
+    if buffer is None or buffer.shape != shape:
+        buffer = allocate(*shape)
         if buffers is not None:
-            buffers[name] = found
-    return found
+            buffers[name] = buffer
+    return buffer

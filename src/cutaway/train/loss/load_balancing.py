@@ -1,11 +1,12 @@
-"""Experts that are used alike: what is added to the loss where routers send much to few (Fedus et al., 2021).
+"""Load-balancing auxiliary loss of mixtures of experts (Fedus et al., 2021).
 
-For a router of E experts over the tokens that a piece of a step has read, padding among them:
+For a router of E experts over the tokens of a micro-batch, padding included:
 
-    balance = E · Σ_e f_e · P_e,   f_e = the share of choices that fell on expert e,   P_e = the mean of its probability
+    loss = E · Σ_e f_e · P_e,   f_e = fraction of routing choices of expert e,   P_e = its mean routing probability
 
-It is 1 where all are used alike, however many a token chooses, and E at worst. f has no gradient; P pulls down what is
-chosen too often. Where scores are sigmoids, a token's probabilities are its scores over their sum (DeepSeek-V3).
+It is 1 for uniform use, for any number of experts per token, and E at worst. f has no gradient; P lowers the
+probability of experts chosen too often. With sigmoid scores, a token's probabilities are its scores divided by their
+sum (DeepSeek-V3).
 """
 
 from collections.abc import Iterator
@@ -23,44 +24,47 @@ from cutaway.model.moe import Router
 from cutaway.train.recipe.schema import Recipe
 
 RoutingRecords = list[tuple[Router, Tensor, Tensor]]
-"""What each router read, and what it chose."""
+"""Each router call: the router, its input and the chosen expert ids."""
 
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingRecords]:
-    """What the routers do meanwhile. What they read is kept, as for the way back in any case, and nothing computed:
-    so blocks that are computed again on the way back need no hook then."""
-    seen: RoutingRecords = []
+    """Record the inputs and choices of all routers during forward passes.
 
-    def note(router: Router, given: tuple[Tensor, ...], made: tuple[Tensor, Tensor]) -> None:
-        seen.append((router, given[0], made[1]))
+    The inputs are stored for the backward pass anyway, and the loss is computed from them afterwards: so no hook is
+    needed when activation checkpointing recomputes a block.
+    """
+    records: RoutingRecords = []
 
-    hooks = [each.register_forward_hook(note) for each in model.modules() if isinstance(each, Router)]
+    def record(router: Router, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+        records.append((router, args[0], output[1]))
+
+    hooks = [module.register_forward_hook(record) for module in model.modules() if isinstance(module, Router)]
     try:
-        yield seen
+        yield records
     finally:
         for hook in hooks:
             hook.remove()
-    assert len(seen) >= len(hooks), "a router was not seen at work: its block was compiled before it was watched"
+    assert len(records) >= len(hooks), "a router's hook was not called: its block was compiled before the hook was set"
 
 
 def load_balancing_loss(records: RoutingRecords) -> Float[Tensor, ""]:
-    """The mean over routers.
+    """Mean of the load-balancing loss over routers.
 
-    It is of one piece on one rank: f and P are means over its tokens, and their product is not the product of means
-    over all. So with several pieces or ranks the step has the mean of each one's own, as is usual; cross-entropy alone
-    is the same however a step is cut.
+    It is computed per micro-batch and rank: f and P are means over its tokens, and the product of means is not the
+    mean over all tokens. So with several micro-batches or ranks a step has the mean of their losses, as is usual; only
+    cross-entropy is independent of how a batch is divided.
     """
     return torch.stack(
         [
-            _load_balancing_loss_of_router(router.use_softmax, _router_logits(router, x), chosen)
-            for router, x, chosen in records
+            _load_balancing_loss_of_router(router.use_softmax, _router_logits(router, x), expert_ids)
+            for router, x, expert_ids in records
         ]
     ).mean()
 
 
 def _router_logits(router: Router, x: Float[Tensor, "n d"]) -> Float[Tensor, "n e"]:
-    """A router's logits, once more: a small product."""
+    """Recompute a router's logits, which is a small product."""
     logits = F.linear(x, router.weight, router.bias)
     return logits.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -69,23 +73,24 @@ def _load_balancing_loss_of_router(
     softmax: bool, logits: Float[Tensor, "n e"], expert_ids: Int[Tensor, "n k"]
 ) -> Float[Tensor, ""]:
     """E · Σ f·P of one router."""
-    experts = logits.shape[-1]
+    num_experts = logits.shape[-1]
     ones = torch.ones_like(expert_ids).flatten()
-    counts = ones.new_zeros(experts).scatter_add_(0, expert_ids.flatten(), ones)  # bincount would wait for a device
-    shares = counts.to(logits.dtype) / expert_ids.numel()
-    probabilities = logits.softmax(-1) if softmax else F.normalize(logits.sigmoid(), p=1, dim=-1)
-    return experts * (shares * probabilities.mean(0)).sum()
+    counts = ones.new_zeros(num_experts).scatter_add_(0, expert_ids.flatten(), ones)  # bincount would synchronize
+    fractions = counts.to(logits.dtype) / expert_ids.numel()  # (E,)
+    probabilities = logits.softmax(-1) if softmax else F.normalize(logits.sigmoid(), p=1, dim=-1)  # (n, E)
+    return num_experts * (fractions * probabilities.mean(0)).sum()
 
 
 def check_aux_loss(recipe: Recipe, config: Config) -> None:
-    """A weight for the balance of experts is a mistake where there are none, or where they cannot be watched."""
+    """Raise InputError if objective.aux_loss_coef is set for a model without experts, or with compiled blocks."""
     ffns = [block.ffn for stack in config.stacks.values() for block in stack.blocks]
-    if recipe.objective.aux_loss_coef and not any(isinstance(each, Moe) for each in ffns):
+    if recipe.objective.aux_loss_coef and not any(isinstance(ffn, Moe) for ffn in ffns):
         raise InputError(
-            f"objective.aux_loss_coef is {recipe.objective.aux_loss_coef:g}, and this model has no experts to use"
-            " alike; leave it out, or use a model with ffn.kind = 'moe'"
+            f"objective.aux_loss_coef is {recipe.objective.aux_loss_coef:g}, but the model has no experts; remove it,"
+            " or use a model with ffn.kind = 'moe'"
         )
     if recipe.objective.aux_loss_coef and recipe.training.compile:
         raise InputError(
-            "objective.aux_loss_coef watches routers at work, which compiled blocks hide; leave training.compile out"
+            "objective.aux_loss_coef records routers with forward hooks, which compiled blocks do not call; remove"
+            " training.compile"
         )

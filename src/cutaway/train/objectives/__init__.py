@@ -1,4 +1,4 @@
-"""Training objectives: what of a batch the model reads, and which targets its loss is of."""
+"""Training objectives: causal, masked, prefix and sequence-to-sequence language modeling."""
 
 from cutaway.train.objectives.masking import masked_lm
 from cutaway.train.objectives.objective import Objective, causal_lm, prefix_lm, seq2seq

@@ -1,4 +1,4 @@
-"""From a recipe's objective to the function that makes an Objective of a batch."""
+"""Build the objective function of a recipe: from a batch to an Objective."""
 
 from typing import Any
 
@@ -17,15 +17,15 @@ OBJECTIVE_FORMS = {
     Seq2SeqConfig: "encoder-decoder",
     PrefixLMConfig: "decoder",
 }
-"""What each objective trains."""
+"""Model form that each objective requires."""
 
 
 def build_objective_fn(recipe: Recipe, tokenizer: Tokenizer, model: Transformer, device: torch.device) -> ObjectiveFn:
-    """What the recipe's objective makes of a batch."""
+    """Build the function from a batch and its first position to the recipe's Objective, on `device`."""
     config = recipe.objective
     if isinstance(config, CausalLMConfig):
-        packed = recipe.data.document_mask
-        return lambda batch, first: causal_lm(batch.tokens, batch.document_ids if packed else None).to(device)
+        use_document_ids = recipe.data.document_mask
+        return lambda batch, first: causal_lm(batch.tokens, batch.document_ids if use_document_ids else None).to(device)
     if isinstance(config, Seq2SeqConfig):
         return lambda batch, first: seq2seq(*batch).to(device)
     if isinstance(config, PrefixLMConfig):
@@ -35,12 +35,12 @@ def build_objective_fn(recipe: Recipe, tokenizer: Tokenizer, model: Transformer,
     mask_id = tokenizer.mask_token_id
     if mask_id is None:
         raise InputError(
-            "objective masked-lm hides tokens behind a mask token, and this tokenizer has none; use another"
+            "objective.kind = 'masked-lm' needs a mask token, and the tokenizer has none; use a tokenizer with one"
         )
     special_ids = special_token_ids(tokenizer)
 
-    def masked(batch: Any, first: int) -> Objective:
-        tokens = batch.tokens[:, :-1]  # the last is the next sequence's first
+    def build_masked_lm(batch: Any, first: int) -> Objective:
+        tokens = batch.tokens[:, :-1]  # the last token is the first of the next sequence
         return masked_lm(
             tokens,
             batch.document_ids[:, :-1] if recipe.data.document_mask else None,
@@ -53,9 +53,10 @@ def build_objective_fn(recipe: Recipe, tokenizer: Tokenizer, model: Transformer,
             span_masking=config.span_masking,
         ).to(device)
 
-    return masked
+    return build_masked_lm
 
 
 def special_token_ids(tokenizer: Tokenizer) -> list[int]:
-    named = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.mask_token_id)
-    return [number for number in named if number is not None]
+    """Ids of the BOS, EOS, padding and mask tokens that the tokenizer has."""
+    ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.mask_token_id)
+    return [token_id for token_id in ids if token_id is not None]

@@ -1,4 +1,4 @@
-"""Masked language modeling: single tokens (BERT) or spans (SpanBERT), a function of seed and position alone."""
+"""Masked language modeling of single tokens (BERT) or spans (SpanBERT), as a function of seed and position."""
 
 from collections.abc import Collection, Sequence
 from functools import lru_cache
@@ -13,16 +13,16 @@ from cutaway.train.objectives.objective import Objective, document_kwargs, drop_
 from cutaway.train.seeds import derive_seed
 
 MASK_TOKEN_SHARE, RANDOM_TOKEN_SHARE = 0.8, 0.1
-"""Of the hidden tokens, those that become the mask and those that become any token; the rest stay as they are."""
+"""Fractions of the masked tokens replaced by the mask token and by a random token; the rest are unchanged."""
 
 
 MAX_SPAN_LENGTH, SPAN_STOP_PROBABILITY = 10, 0.2
-"""A span goes on with probability 1 − SPAN_STOP_PROBABILITY, up to MAX_SPAN_LENGTH tokens: 3.8 of them on average
+"""A span continues with probability 1 − SPAN_STOP_PROBABILITY, up to MAX_SPAN_LENGTH tokens: 3.8 tokens on average
 (SpanBERT, 2020)."""
 
 
 SELECT_STREAM, REPLACE_STREAM, RANDOM_TOKEN_STREAM, SPAN_LENGTH_STREAM = range(4)
-"""Streams of random numbers: which tokens, what becomes of them, which other token, how long a span."""
+"""Streams of random numbers: token selection, kind of replacement, random token, span length."""
 
 
 def masked_lm(
@@ -38,41 +38,43 @@ def masked_lm(
     span_masking: bool = False,
     mask: Bool[Tensor, "B T"] | None = None,
 ) -> Objective:
-    """Some tokens are hidden, and each one's own vector tells what it was (BERT, 2018).
+    """Masked language modeling (BERT, 2018): the model predicts the original token at each masked position.
 
-    Each real token that is not special is hidden with probability `mlm_probability`, alone or in spans: 80 % become
-    the mask, 10 % any token of the vocabulary, 10 % stay. Row b is a function of (seed, positions[b]) alone.
+    Each token that is neither padding nor special is masked with probability `mlm_probability`, alone or in spans:
+    80 % become the mask token, 10 % a random token, 10 % are unchanged. Row b is a function of (seed, positions[b]).
     """
     if not 0 < mlm_probability < 1:
         raise InputError(
-            f"mlm_probability is {mlm_probability}; it is the share of hidden tokens, so give more than 0 and less"
-            " than 1"
+            f"mlm_probability is {mlm_probability}; it is the fraction of masked tokens, so pass a number in (0, 1)"
         )
     if len(positions) != len(tokens):
-        raise InputError(f"there are {len(positions)} positions for {len(tokens)} rows; give each row's own")
-    noise = _MaskingNoise(seed, [int(each) for each in positions], tokens)
-    hidden, fate = (
+        raise InputError(f"positions has {len(positions)} entries for {len(tokens)} rows; pass one per row")
+    noise = _MaskingNoise(seed, [int(position) for position in positions], tokens)
+    # `replacement` in [0, 1) decides what a masked token becomes.
+    is_masked, replacement = (
         noise.span_mask(mlm_probability)
         if span_masking
         else (noise.uniform(SELECT_STREAM) < mlm_probability, noise.uniform(REPLACE_STREAM))
     )
-    never = torch.tensor(sorted(special_ids), dtype=tokens.dtype, device=tokens.device)
-    hidden = hidden & ~torch.isin(tokens, never)
+    special = torch.tensor(sorted(special_ids), dtype=tokens.dtype, device=tokens.device)
+    is_masked = is_masked & ~torch.isin(tokens, special)
     if mask is not None:
-        hidden = hidden & mask
-    other = (noise.uniform(RANDOM_TOKEN_STREAM) * vocab_size).to(tokens.dtype)
-    shown = torch.where(hidden & (fate < MASK_TOKEN_SHARE), mask_id, tokens)
-    shown = torch.where(
-        hidden & (fate >= MASK_TOKEN_SHARE) & (fate < MASK_TOKEN_SHARE + RANDOM_TOKEN_SHARE), other, shown
+        is_masked = is_masked & mask
+    random_tokens = (noise.uniform(RANDOM_TOKEN_STREAM) * vocab_size).to(tokens.dtype)
+    becomes_mask = is_masked & (replacement < MASK_TOKEN_SHARE)
+    becomes_random = (
+        is_masked & (replacement >= MASK_TOKEN_SHARE) & (replacement < MASK_TOKEN_SHARE + RANDOM_TOKEN_SHARE)
     )
-    beside = {} if document_ids is None else document_kwargs(document_ids)
-    if mask is not None and (some := drop_full_mask(mask)) is not None:
-        beside["mask"] = some
-    return Objective((shown,), tokens, hidden.float(), beside)
+    inputs = torch.where(becomes_mask, mask_id, tokens)
+    inputs = torch.where(becomes_random, random_tokens, inputs)
+    model_kwargs = {} if document_ids is None else document_kwargs(document_ids)
+    if mask is not None and (padding_mask := drop_full_mask(mask)) is not None:
+        model_kwargs["mask"] = padding_mask
+    return Objective((inputs,), tokens, is_masked.float(), model_kwargs)
 
 
 class _MaskingNoise:
-    """Random numbers from 0 to 1 for each token of each row, a function of (seed, the row's position, the column)."""
+    """Uniform random numbers for each token of each row, as a function of (seed, position of the row, column)."""
 
     def __init__(self, seed: int, positions: list[int], tokens: Int[Tensor, "B T"]) -> None:
         rows = [derive_seed(seed, position) for position in positions]
@@ -80,40 +82,43 @@ class _MaskingNoise:
         self.seq_len = tokens.shape[-1]
 
     def uniform(self, stream: int, left_context: int = 0) -> Float[Tensor, "B T"]:
-        """One for each column, and for `left_context` columns to the left of the first."""
+        """One number per column, with `left_context` additional columns to the left of the first."""
         columns = torch.arange(-left_context, self.seq_len, device=self.row_seeds.device).expand(
             len(self.row_seeds), -1
         )
         return uniform(self.row_seeds.expand_as(columns), columns, stream)
 
     def span_mask(self, mlm_probability: float) -> tuple[Bool[Tensor, "B T"], Float[Tensor, "B T"]]:
-        """Which tokens lie in a span, and the fate that all of a span share: that of the nearest beginning.
+        """Return which tokens are in a span, and the replacement number all tokens of a span share.
 
-        Spans may begin left of the row, so that its first tokens are hidden as often as all others.
+        A token in several spans belongs to the one with the nearest start. Spans may start left of the row, so that
+        its first tokens are masked as often as all others.
         """
-        before = MAX_SPAN_LENGTH - 1
-        begins = self.uniform(SELECT_STREAM, before) < span_start_rate(mlm_probability)
-        going = self.uniform(SPAN_LENGTH_STREAM, before)
-        fates = self.uniform(REPLACE_STREAM, before)
-        hidden = torch.zeros_like(begins[:, before:])
-        fate = torch.ones_like(fates[:, before:])
-        for back in reversed(range(MAX_SPAN_LENGTH)):
-            from_there = slice(before - back, before - back + self.seq_len)
-            reaches = begins[:, from_there] & (going[:, from_there] < (1 - SPAN_STOP_PROBABILITY) ** back)
-            hidden, fate = hidden | reaches, torch.where(reaches, fates[:, from_there], fate)
-        return hidden, fate
+        context = MAX_SPAN_LENGTH - 1
+        starts = self.uniform(SELECT_STREAM, context) < span_start_rate(mlm_probability)
+        length_draws = self.uniform(SPAN_LENGTH_STREAM, context)
+        replacements = self.uniform(REPLACE_STREAM, context)
+        is_masked = torch.zeros_like(starts[:, context:])
+        replacement = torch.ones_like(replacements[:, context:])
+        for distance in reversed(range(MAX_SPAN_LENGTH)):
+            # The columns `distance` to the left of each token
+            shifted = slice(context - distance, context - distance + self.seq_len)
+            reaches = starts[:, shifted] & (length_draws[:, shifted] < (1 - SPAN_STOP_PROBABILITY) ** distance)
+            is_masked = is_masked | reaches
+            replacement = torch.where(reaches, replacements[:, shifted], replacement)
+        return is_masked, replacement
 
 
 @lru_cache(maxsize=16)
 def span_start_rate(mlm_probability: float) -> float:
-    """How often spans must begin for a share p of all tokens to lie in one: Π over k of (1 − q·(1 − s)^k) = 1 − p.
+    """Rate q of span starts for which a fraction p of all tokens is in a span: Π over k of (1 − q·(1 − s)^k) = 1 − p.
 
-    k is how far back a beginning is, s = SPAN_STOP_PROBABILITY, and (1 − s)^k how many spans come so far.
+    k is the distance to a start, s = SPAN_STOP_PROBABILITY, and (1 − s)^k the probability that a span reaches k.
     """
     low, high = 0.0, 1.0
-    for _ in range(60):
-        middle, missed = (low + high) / 2, 1.0
-        for back in range(MAX_SPAN_LENGTH):
-            missed *= 1 - middle * (1 - SPAN_STOP_PROBABILITY) ** back
-        low, high = (middle, high) if 1 - missed < mlm_probability else (low, middle)
+    for _ in range(60):  # bisection
+        middle, not_in_span = (low + high) / 2, 1.0
+        for distance in range(MAX_SPAN_LENGTH):
+            not_in_span *= 1 - middle * (1 - SPAN_STOP_PROBABILITY) ** distance
+        low, high = (middle, high) if 1 - not_in_span < mlm_probability else (low, middle)
     return high

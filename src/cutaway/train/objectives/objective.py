@@ -1,4 +1,4 @@
-"""From a batch to what the model reads and what it must say; which vector tells which token is settled here alone."""
+"""Training objectives: model inputs, targets and weights from a batch (causal LM, prefix LM, sequence to sequence)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,17 +23,17 @@ from cutaway.train.loss.cross_entropy import VocabShard
 
 @dataclass(frozen=True)
 class Objective:
-    """What to pass to the model, and for each vector that comes back its target and how much that counts."""
+    """Model inputs, and the target and weight of each output position."""
 
     inputs: tuple[Tensor | None, ...]
     targets: Int[Tensor, "B T"]
     weights: Float[Tensor, "B T"]
     model_kwargs: dict[str, Tensor] = field(default_factory=dict)
     loss_targets: LossTargets | None = None
-    """Targets that count, once they are where the model is."""
+    """Targets of nonzero weight on the model's device; set by `to`."""
 
     def hidden_states(self, model: Transformer) -> Float[Tensor, "B T d"]:
-        """The vectors that the model's head reads."""
+        """Hidden states that the head reads."""
         run: Any = model.encode if isinstance(model, EncoderOnly) else model.hidden_states
         return run(*self.inputs, **self.model_kwargs)
 
@@ -47,16 +47,16 @@ class Objective:
         vocab_shard: VocabShard | None = None,
         buffers: dict[str, Tensor] | None = None,
     ) -> LossSums:
-        """What the model gets wrong, summed over targets."""
+        """Loss summed over targets."""
         head = model.head
         if not isinstance(head, torch.nn.Module):
-            raise InputError("this model has no head, so it cannot say a token; give it one: head.kind = 'lm'")
+            raise InputError("the model has no output head, so it computes no logits; set model.head.kind = 'lm'")
         x = self.hidden_states(model).flatten(0, 1)
-        ask = self.loss_targets or select_targets(self.targets.flatten(), self.weights.flatten()).to(x.device)
+        selected = self.loss_targets or select_targets(self.targets.flatten(), self.weights.flatten()).to(x.device)
         return chunked_cross_entropy_selected(
             head,
             x,
-            ask,
+            selected,
             label_smoothing=label_smoothing,
             z_loss_coef=z_loss_coef,
             chunk_size=chunk_size,
@@ -65,19 +65,19 @@ class Objective:
         )
 
     def to(self, device: torch.device | str) -> "Objective":
-        """The same on another device. Weights stay: they are counted here, and asking a device is waiting for it."""
-        reads = tuple(None if each is None else to_device_async(each, device) for each in self.inputs)
-        beside = {name: to_device_async(each, device) for name, each in self.model_kwargs.items()}
-        ask = select_targets(self.targets.flatten(), self.weights.flatten()).to(device)
-        return Objective(reads, to_device_async(self.targets, device), self.weights, beside, ask)
+        """Copy to a device asynchronously. The weights stay on the CPU, where summing them does not synchronize."""
+        inputs = tuple(None if tensor is None else to_device_async(tensor, device) for tensor in self.inputs)
+        model_kwargs = {name: to_device_async(tensor, device) for name, tensor in self.model_kwargs.items()}
+        selected = select_targets(self.targets.flatten(), self.weights.flatten()).to(device)
+        return Objective(inputs, to_device_async(self.targets, device), self.weights, model_kwargs, selected)
 
 
 ObjectiveFn = Callable[[Any, int], Objective]
-"""What a batch, whose first sequence has this position, asks of a model."""
+"""Builds the objective of a batch whose first sequence has the given position in the data."""
 
 
 def causal_lm(tokens: Int[Tensor, "B T1"], document_ids: Int[Tensor, "B T1"] | None = None) -> Objective:
-    """The vector at t tells token t + 1, unless that begins another document."""
+    """Next-token prediction: position t predicts token t + 1, unless that starts another document."""
     _check_token_pairs("tokens", tokens)
     weights = torch.ones_like(tokens[:, 1:], dtype=torch.float32)
     if document_ids is None:
@@ -94,22 +94,22 @@ def prefix_lm(
     mask: Bool[Tensor, "B T1"] | None = None,
     bidirectional: bool = True,
 ) -> Objective:
-    """As causal_lm, but the first `prefix_lengths[b]` tokens of each document in row b are no targets.
+    """`causal_lm` in which the first `prefix_lengths[b]` tokens of each document in row b are not targets.
 
-    They see each other, unless not `bidirectional`. Padding, where `mask` is False, stands on the right, where nothing
-    that counts sees it.
+    With `bidirectional`, prefix tokens attend to each other in both directions. Padding (`mask` False) must be on the
+    right, where causal attention hides it from all targets.
     """
-    task = causal_lm(tokens, document_ids)
+    objective = causal_lm(tokens, document_ids)
     if prefix_lengths.shape != tokens.shape[:1]:
         raise InputError(
-            f"prefix_lengths has shape {tuple(prefix_lengths.shape)}; give one length for each of {len(tokens)} rows"
+            f"prefix_lengths has shape {tuple(prefix_lengths.shape)}; pass one length for each of {len(tokens)} rows"
         )
     position = number_tokens(len(tokens), tokens.shape[-1], tokens.device, document_ids=document_ids).position
-    told = position[:, 1:] >= prefix_lengths.unsqueeze(-1)
+    is_target = position[:, 1:] >= prefix_lengths.unsqueeze(-1)
     if mask is not None:
-        told = told & mask[:, 1:]
-    beside = task.model_kwargs | ({"prefix_lengths": prefix_lengths} if bidirectional else {})
-    return Objective(task.inputs, task.targets, task.weights * told, beside)
+        is_target = is_target & mask[:, 1:]
+    model_kwargs = objective.model_kwargs | ({"prefix_lengths": prefix_lengths} if bidirectional else {})
+    return Objective(objective.inputs, objective.targets, objective.weights * is_target, model_kwargs)
 
 
 def seq2seq(
@@ -118,28 +118,28 @@ def seq2seq(
     target: Int[Tensor, "B T1"],
     target_mask: Bool[Tensor, "B T1"] | None,
 ) -> Objective:
-    """The decoder is given the true target so far; its first real token, which starts it, is no target itself."""
+    """Sequence to sequence with teacher forcing. The first token of the target, the start token, is not a target."""
     _check_token_pairs("target", target)
-    weights, reading = torch.ones_like(target[:, 1:], dtype=torch.float32), None
+    weights, decoder_mask = torch.ones_like(target[:, 1:], dtype=torch.float32), None
     if target_mask is not None:
-        weights = weights * (target_mask[:, 1:] & target_mask[:, :-1])  # padding may stand on either side
-        reading = drop_full_mask(target_mask[:, :-1])
+        weights = weights * (target_mask[:, 1:] & target_mask[:, :-1])  # padding may be on either side
+        decoder_mask = drop_full_mask(target_mask[:, :-1])
     source_mask = None if source_mask is None else drop_full_mask(source_mask)
-    return Objective((source, target[:, :-1], source_mask, reading), target[:, 1:], weights)
+    return Objective((source, target[:, :-1], source_mask, decoder_mask), target[:, 1:], weights)
 
 
 def document_kwargs(document_ids: Int[Tensor, "B T"]) -> dict[str, Tensor]:
-    """Nothing where every row is one document: attention is then plain, and faster."""
+    """Keyword arguments for the model; empty if every row is one document: attention without a mask is faster."""
     return {"document_ids": document_ids} if bool((document_ids != document_ids[:, :1]).any()) else {}
 
 
 def drop_full_mask(mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"] | None:
-    """A mask that hides nothing is none, and attention is faster without."""
+    """Return None for a mask that masks nothing: attention without a mask is faster."""
     return None if bool(mask.all()) else mask
 
 
 def _check_token_pairs(name: str, tokens: Tensor) -> None:
     if tokens.ndim != 2 or tokens.shape[-1] < 2:
         raise InputError(
-            f"{name} has shape {tuple(tokens.shape)}; give rows of 2 tokens or more, one to read, one to say"
+            f"{name} has shape {tuple(tokens.shape)}; pass (batch, tokens) with 2 tokens or more, input and target"
         )

@@ -1,1 +1,1 @@
-"""Optimizers, learning rate schedules, weight averages and loss scaling."""
+"""Optimizers, learning rate schedules, weight EMA, mixed precision and loss scaling."""

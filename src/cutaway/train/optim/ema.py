@@ -1,4 +1,4 @@
-"""A running mean of the weights: smoother than the last ones, it is what is looked at and what is exported."""
+"""Exponential moving average (EMA) of the weights: smoother than the last weights; evaluated and exported."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,11 +12,11 @@ from cutaway.train.optim.optimizer import trainable_parameters
 
 
 class WeightEMA:
-    """mean ← d·mean + (1 − d)·weights after every step, for all that is trained.
+    """average ← d·average + (1 − d)·weights after every step, for all trainable parameters.
 
-    At step n, counted from 0, d = min(decay, n / (n + 9)). So the first mean is the first step's weights, whatever the
-    model began with, and early on the mean is over about a ninth of the steps so far. A mean that is corrected by
-    division, as Adam's are, would be over all of them, and hold the first, bad ones for 1 / (1 − decay) steps.
+    At step n, counted from 0, d = min(decay, n / (n + 9)). So the first average is the weights after the first step,
+    independent of the initialization, and early on the window is about a ninth of the steps so far. A bias-corrected
+    average, as in Adam, would average over all steps so far and keep the first, bad weights for 1 / (1 − decay) steps.
     """
 
     def __init__(self, model: nn.Module, decay: float, *, training_module: nn.Module | None = None) -> None:
@@ -25,14 +25,14 @@ class WeightEMA:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after step `step`; nobody waits for the device."""
-        kept = min(self.decay, step / (step + 9))
-        means, weights = ([to_local(each) for each in part.values()] for part in (self.averages, self.parameters))
-        torch._foreach_lerp_(means, weights, 1 - kept)
+        """Add the weights after step `step`; does not synchronize with the device."""
+        decay = min(self.decay, step / (step + 9))
+        averages, weights = ([to_local(each) for each in group.values()] for group in (self.averages, self.parameters))
+        torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """The model has the mean for its weights meanwhile."""
+        """Context in which the model has the averaged weights."""
         self._swap_weights()
         try:
             yield
@@ -41,20 +41,20 @@ class WeightEMA:
 
     @torch.no_grad()
     def _swap_weights(self) -> None:
-        """In place, so that whatever holds the model's memory (a graph, a fused matrix, a shard) sees it too."""
-        for name, weight in self.parameters.items():
-            here, mean = to_local(weight), to_local(self.averages[name])
-            last = here.clone()
-            here.copy_(mean)
-            mean.copy_(last)
+        """Swap in place, so that everything that shares the memory (CUDA graph, fused matrix, shard) changes too."""
+        for name, parameter in self.parameters.items():
+            weight, average = to_local(parameter), to_local(self.averages[name])
+            previous = weight.clone()
+            weight.copy_(average)
+            average.copy_(previous)
         for module in self.training_module.modules():
             reshard: Any = getattr(module, "reshard", None)
-            if reshard is not None:  # FSDP would go on with what it has gathered of the weights before
+            if reshard is not None:  # otherwise FSDP would continue with weights gathered before the swap
                 reshard()
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self.averages)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        for name, mean in self.averages.items():
-            copy_from_full(mean, state_dict[name])
+        for name, average in self.averages.items():
+            copy_from_full(average, state_dict[name])

@@ -1,6 +1,6 @@
-"""Mixed precision: loss scaling for fp16, and CPUs without bf16.
+"""Mixed precision: dynamic loss scaling for fp16, and CPUs without native bf16.
 
-fp16's gradients are taken larger than they are, so that small ones do not vanish; how much larger is found out.
+Loss scaling multiplies the loss so that small fp16 gradients do not underflow; the scale adapts during training.
 """
 
 from collections.abc import Mapping
@@ -12,19 +12,19 @@ from cutaway.model.device import has_native_bf16
 
 INIT_SCALE = 2.0**16
 GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL = 2.0, 0.5, 2000
-"""It doubles after so many good steps on end, and halves at each bad one: the numbers of PyTorch's GradScaler."""
+"""The scale doubles after GROWTH_INTERVAL finite steps, halves after a non-finite one: as torch.amp.GradScaler."""
 
 
 class GradScaler:
-    """What a loss is multiplied by before its gradient is taken; it lives on the device, and nobody waits for it."""
+    """Dynamic loss scale. It is a tensor on the device, so that updates do not synchronize."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.scale = torch.full((), INIT_SCALE, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
-        """Good steps since it last changed."""
+        """Finite steps since the scale last changed."""
 
     def update(self, found_inf: Tensor) -> None:
-        """After a step, whose gradient was not finite if `found_inf`."""
+        """Update the scale after a step; `found_inf`: whether its gradient was not finite."""
         torch._amp_update_scale_(
             self.scale, self.growth_tracker, found_inf.float(), GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL
         )
@@ -38,8 +38,10 @@ class GradScaler:
 
 
 def disable_onednn_without_bf16(device: torch.device) -> None:
-    """Before a run's first product: at the first one in bf16 that such a CPU cannot do, torch turns oneDNN off for the
-    whole process, and rounds fp32 otherwise from there on. So it is off from the start, in a run that goes on as well.
+    """Disable oneDNN before a run's first matrix product, on a CPU without native bf16.
+
+    At the first bf16 product that such a CPU cannot compute, PyTorch disables oneDNN for the whole process, and fp32
+    rounds differently from then on. Disabled from the start, a resumed run rounds as an uninterrupted one.
     """
     if device.type == "cpu" and not has_native_bf16():
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property of the module

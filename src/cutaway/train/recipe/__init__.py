@@ -1,4 +1,4 @@
-"""Recipes: a training run as data, and how one is loaded. Imports no torch."""
+"""Recipes: the description of a training run as data, and loading it. Imports no torch."""
 
 from cutaway.train.recipe.load import list_recipes, load_recipe
 from cutaway.train.recipe.schema import Recipe

@@ -1,4 +1,4 @@
-"""Loading recipes by name, from a file or a dict, with overrides of single values and of the text sources."""
+"""Load recipes by preset name, from a file or a dict, with overrides of single values and of the text sources."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -16,52 +16,54 @@ from cutaway.train.recipe.schema import RECIPE_ADAPTER, Recipe
 
 
 def apply_override(data: dict[str, Any], override: str) -> None:
-    """Set one value, by its path; places in a list are counted from 0."""
+    """Set one value by its dotted path, e.g. 'training.max_steps=100'; list items are indexed from 0."""
     path, equals, value = override.partition("=")
-    *way, last = path.strip().split(".")
-    if not equals or not all([*way, last]):
-        raise ConfigError(f"'{override}' changes nothing; give a key and a value, such as training.max_steps=100")
+    *parents, last = path.strip().split(".")
+    if not equals or not all([*parents, last]):
+        raise ConfigError(f"override '{override}' is not key=value; write for example training.max_steps=100")
     try:
         parsed = tomllib.loads(f"value = {value.strip()}")["value"]
     except tomllib.TOMLDecodeError:
-        parsed = value.strip()  # a word without quotes
-    here: Any = data
-    for key in way:
-        here = here[_list_index(here, key, override)] if isinstance(here, list) else here.setdefault(key, {})
-        if not isinstance(here, dict | list):
-            raise ConfigError(f"'{override}' goes through '{key}', which is no table; set that first")
-    here[_list_index(here, last, override) if isinstance(here, list) else last] = parsed
+        parsed = value.strip()  # a string without quotes
+    node: Any = data
+    for key in parents:
+        node = node[_list_index(node, key, override)] if isinstance(node, list) else node.setdefault(key, {})
+        if not isinstance(node, dict | list):
+            raise ConfigError(f"override '{override}': '{key}' is not a table; set '{key}' to a table first")
+    node[_list_index(node, last, override) if isinstance(node, list) else last] = parsed
 
 
 def _list_index(items: list[Any], key: str, override: str) -> int:
     if not key.isdecimal() or int(key) >= len(items):
         raise ConfigError(
-            f"'{override}' asks for '{key}' of a list of {len(items)}; count from 0, or set the whole list"
+            f"override '{override}': '{key}' is not an index of a list of {len(items)}; indices start at 0, or set"
+            " the whole list"
         )
     return int(key)
 
 
 def override_sources(data: dict[str, Any], texts: Sequence[str | Path]) -> None:
-    """Put a user's own texts in the place of a recipe's; which columns are read stays as it is."""
-    read = data.setdefault("data", {})
-    old = read.get("sources")
-    columns = (
-        {key: old[0][key] for key in ("text_column", "target_column", "group_column") if key in old[0]} if old else {}
-    )
-    read["sources"] = [{"path": str(text), **columns} for text in texts]
+    """Replace the recipe's sources by `texts`; the column names of its first source are kept."""
+    data_section = data.setdefault("data", {})
+    old_sources = data_section.get("sources")
+    columns = {}
+    if old_sources:
+        keys = ("text_column", "target_column", "group_column")
+        columns = {key: old_sources[0][key] for key in keys if key in old_sources[0]}
+    data_section["sources"] = [{"path": str(text), **columns} for text in texts]
 
 
 def load_recipe(
     source: Recipe | Mapping[str, Any] | str | Path, overrides: Sequence[str] = (), texts: Sequence[str | Path] = ()
 ) -> Recipe:
-    """A Recipe from a shipped one's name, a dict, or a .toml or .json file.
+    """Load a recipe from a preset name, a dict, or a .toml or .json file.
 
-    Each override is 'a.b=value', as in TOML; `texts` are read in the place of the recipe's own.
+    Each override is 'a.b=value' with a TOML value; `texts` replace the recipe's data sources.
     """
     if isinstance(source, Recipe):
         data = source.model_dump(mode="json", exclude_none=True)
     elif isinstance(source, Mapping):
-        data = deepcopy(dict(source))  # changes are not the caller's
+        data = deepcopy(dict(source))  # overrides must not change the caller's dict
     elif Path(source).suffix in (".toml", ".json"):
         data = read_config_file(Path(source))
     else:
@@ -77,7 +79,7 @@ def load_recipe(
 
 
 def list_recipes() -> list[str]:
-    """The names of those that come with cutaway."""
+    """Names of the preset recipes."""
     return sorted(
         file.name[:-5] for file in files("cutaway.train.recipe.presets").iterdir() if file.name.endswith(".toml")
     )
@@ -85,5 +87,5 @@ def list_recipes() -> list[str]:
 
 def read_preset_recipe(name: str) -> dict[str, Any]:
     if name not in list_recipes():
-        raise ConfigError(f"there is no recipe '{name}'; give a .toml file, or one of {', '.join(list_recipes())}")
+        raise ConfigError(f"there is no recipe '{name}'; pass a .toml file, or one of {', '.join(list_recipes())}")
     return tomllib.loads((files("cutaway.train.recipe.presets") / f"{name}.toml").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The recipe of a training run as data: model, data, objective, optimizer, schedule and the rest (pydantic)."""
+"""Recipe schema (pydantic): model, data, objective, optimizer, schedule, training, parallel, eval, checkpoint."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -18,50 +18,51 @@ from cutaway.config.node import (
 from cutaway.errors import ConfigError
 
 STDLIB_PATH = "python-stdlib"
-"""The path that means the source code of Python's own standard library."""
+"""Value of `data.sources[].path` for the source code of Python's standard library."""
 
 
 DATES_PATH = "dates"
-"""The path that means dates in many languages, as pairs of the fields text and iso."""
+"""Value of `data.sources[].path` for dates in many languages, with the columns text and iso."""
 
 
 class ByteTokenizerConfig(ConfigNode):
-    """Every byte is a token."""
+    """Byte tokenizer: every byte is a token."""
 
     kind: Literal["bytes"] = "bytes"
 
 
 class BPETokenizerConfig(ConfigNode):
-    """Byte-level BPE, trained on the data."""
+    """Byte-level BPE tokenizer, trained on the data."""
 
     kind: Literal["bpe"] = "bpe"
     vocab_size: PositiveInt = 4096
 
 
 class PretrainedTokenizerConfig(ConfigNode):
-    """The tokenizer that lies in a directory."""
+    """Tokenizer loaded from a directory."""
 
     kind: Literal["pretrained"] = "pretrained"
     path: str
 
 
 class SourceConfig(ConfigNode):
-    """Texts: a file, a directory of files, Python's own standard library, or dates in many languages."""
+    """A text source: a file, a directory of files, Python's standard library, or dates in many languages."""
 
     path: str = STDLIB_PATH
-    """Empty in a recipe whose text its user has to name."""
+    """Empty in a recipe that requires `--text`."""
     text_column: str = "text"
-    """The column of JSON lines, parquet or TSV that holds the text."""
+    """Column with the text, in JSON Lines, Parquet or TSV files."""
     target_column: str | None = None
-    """The column that holds the answer, for sequence to sequence and prefix."""
+    """Column with the target, for the objectives seq2seq and prefix-lm."""
     group_column: str | None = None
-    """The column whose equal values are learned from or looked at, never both; each document by itself, without."""
+    """Column whose equal values are kept in one split, training or validation. Without it, documents are split
+    independently."""
     weight: PositiveFloat | None = None
-    """How often it is read beside the others; as often as it is long, unless any has a weight."""
+    """Sampling weight among the sources; default: proportional to the length, if no source has a weight."""
 
 
 class DataConfig(ConfigNode):
-    """What is read."""
+    """Sources, tokenizer, sequence length and validation split."""
 
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)] = (SourceConfig(),)
     tokenizer: (
@@ -71,52 +72,52 @@ class DataConfig(ConfigNode):
         ]
         | None
     ) = None
-    """Bytes, unless given; or that of the checkpoint which is trained further."""
+    """Default: bytes, or the tokenizer of the checkpoint that is fine-tuned."""
     seq_len: PositiveInt = 256
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     document_mask: bool = True
-    """Whether a text sees only itself where several stand in a sequence."""
+    """Restrict attention to tokens of the same document in packed sequences."""
     validation_split: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """The share of documents that is kept for looking at."""
+    """Fraction of the documents used for validation."""
 
 
 class CausalLMConfig(ConfigNode):
-    """Every token says the next one."""
+    """Next-token prediction (causal language modeling)."""
 
     kind: Literal["causal-lm"] = "causal-lm"
     z_loss_coef: NonNegativeFloat = 0.0
-    """Weight of logsumexp², which keeps logits from drifting."""
+    """Coefficient of the z-loss logsumexp², which keeps logits from drifting."""
     aux_loss_coef: NonNegativeFloat = 0.0
-    """Weight of how unevenly a mixture of experts uses them; 0.01 is usual."""
+    """Coefficient of the load-balancing auxiliary loss of a mixture of experts; 0.01 is usual."""
 
 
 class MaskedLMConfig(ConfigNode):
-    """Some tokens are hidden, and must be told from the others."""
+    """Masked language modeling: some tokens are masked and predicted from the others."""
 
     kind: Literal["masked-lm"] = "masked-lm"
     mlm_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
     span_masking: bool = False
-    """Whether neighbours are hidden together."""
+    """Mask spans of adjacent tokens instead of single tokens."""
     z_loss_coef: NonNegativeFloat = 0.0
     aux_loss_coef: NonNegativeFloat = 0.0
 
 
 class Seq2SeqConfig(ConfigNode):
-    """The target is told from the source and from itself so far."""
+    """Sequence to sequence: each target token is predicted from the source and the preceding target tokens."""
 
     kind: Literal["seq2seq"] = "seq2seq"
     label_smoothing: Probability = 0.0
-    """Of each target's certainty, the share that all tokens get."""
+    """Probability mass distributed uniformly over the vocabulary in the target distribution."""
     z_loss_coef: NonNegativeFloat = 0.0
     aux_loss_coef: NonNegativeFloat = 0.0
 
 
 class PrefixLMConfig(ConfigNode):
-    """A decoder reads the source and says the target behind it: prompts and answers."""
+    """Prefix language modeling: a decoder reads the source and predicts the target after it (prompts and answers)."""
 
     kind: Literal["prefix-lm"] = "prefix-lm"
     bidirectional_prefix: bool = False
-    """Whether tokens of the source see those behind them too."""
+    """Bidirectional attention within the source."""
     label_smoothing: Probability = 0.0
     z_loss_coef: NonNegativeFloat = 0.0
     aux_loss_coef: NonNegativeFloat = 0.0
@@ -129,7 +130,7 @@ ObjectiveConfig = Annotated[
 
 
 class AdamWConfig(ConfigNode):
-    """Loshchilov and Hutter, 2019."""
+    """AdamW (Loshchilov and Hutter, 2019)."""
 
     kind: Literal["adamw"] = "adamw"
     lr: PositiveFloat = 1e-3
@@ -139,7 +140,7 @@ class AdamWConfig(ConfigNode):
 
 
 class MuonConfig(ConfigNode):
-    """Jordan, 2024: the layers' matrices by steps of equal length in all directions; AdamW for the rest."""
+    """Muon (Jordan, 2024) for the layers' weight matrices: orthogonalized momentum updates. AdamW for the rest."""
 
     kind: Literal["muon"] = "muon"
     lr: PositiveFloat = 1e-3
@@ -150,7 +151,7 @@ class MuonConfig(ConfigNode):
 
 
 class AdafactorConfig(ConfigNode):
-    """Shazeer and Stern, 2018: a row and a column of averages for each matrix."""
+    """Adafactor (Shazeer and Stern, 2018): row and column averages of the second moment for each matrix."""
 
     kind: Literal["adafactor"] = "adafactor"
     lr: PositiveFloat = 1e-2
@@ -158,7 +159,7 @@ class AdafactorConfig(ConfigNode):
 
 
 class SGDConfig(ConfigNode):
-    """With momentum."""
+    """SGD with momentum."""
 
     kind: Literal["sgd"] = "sgd"
     lr: PositiveFloat = 0.1
@@ -172,91 +173,91 @@ OptimizerConfig = Annotated[
 
 
 class ScheduleConfig(ConfigNode):
-    """What the learning rate is multiplied by as steps go by."""
+    """Learning rate schedule: the factor by which the learning rate is multiplied at each step."""
 
     kind: Literal["cosine", "linear", "warmup-stable-decay", "inverse-sqrt", "constant"] = "cosine"
     warmup_steps: NonNegativeInt = 20
-    """Steps in which it rises linearly to 1; the first has 1 / warmup_steps."""
+    """Steps of linear warm-up to factor 1; the factor of the first step is 1 / warmup_steps."""
     min_lr_ratio: Probability = 0.1
-    """What is left at the end."""
+    """Factor at the end of the decay."""
     decay_ratio: Probability = 0.2
-    """For 'warmup-stable-decay': the share of steps at the end in which it falls."""
+    """For 'warmup-stable-decay': fraction of the steps, at the end, over which the factor decays."""
 
 
 class TrainingConfig(ConfigNode):
-    """How much is learned, and in what numbers."""
+    """Number of steps, batch size, precision, gradient handling."""
 
     max_steps: PositiveInt = 200
     batch_size: PositiveInt = 16
-    """Sequences of a step."""
+    """Sequences per step."""
     grad_accum_steps: PositiveInt = 1
-    """Parts that a step's batch is cut into, one after another: less memory, the same step."""
+    """Micro-batches per step, processed one after another: less memory, the same step."""
     grad_clip: PositiveFloat = 1.0
-    """The gradient's greatest length."""
+    """Maximum gradient norm."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """What products are computed in; weights stay fp32. In fp16 the loss is scaled; what overflows is left out."""
+    """Dtype of matrix products (autocast); weights stay fp32. fp16 uses loss scaling and skips steps that overflow."""
     ema_decay: Probability | None = None
-    """How much of a running mean of the weights each step keeps; the mean is then looked at and exported."""
+    """Decay of an exponential moving average of the weights, which is then evaluated and exported."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What a block computes again on the way back, to hold less meanwhile: nothing, what is cheap, or all of it."""
+    """What the backward pass recomputes instead of storing: nothing, the operations that are cheap, or whole blocks."""
     compile: bool | None = None
-    """Whether blocks are compiled; on a GPU they are, unless told otherwise or objective.aux_loss_coef is set."""
+    """Compile the blocks. Default: on a GPU, unless objective.aux_loss_coef is set."""
     on_grad_spike: Literal["skip", "continue"] = "skip"
-    """What is done with a step whose gradient is far longer than usual."""
+    """Action for a step whose gradient norm is far above the running average."""
     preflight: bool = True
-    """Whether the model is asked, before the first step, if it is right; one that sees the future is not trained."""
+    """Check the model before the first step; an error if it attends to future tokens."""
     seed: NonNegativeInt = 0
 
 
 class ParallelConfig(ConfigNode):
-    """What processes share, where torchrun starts several; beside that each has a copy, and sequences of its own."""
+    """Parallelism across the processes started by torchrun; the remaining factor is data-parallel replicas."""
 
     dp_shard: PositiveInt | Literal["all"] = 1
-    """Processes that share weights, gradients and the optimizer's state (FSDP2); with 1, each has all of them (DDP)."""
+    """Processes that shard weights, gradients and optimizer state (FSDP2); with 1, each has a full copy (DDP)."""
     tp: PositiveInt = 1
-    """Processes that share each matrix, and read the same sequences."""
+    """Tensor-parallel processes: they split each weight matrix and process the same sequences."""
 
 
 class EvalConfig(ConfigNode):
-    """What is looked at on the way."""
+    """Evaluation during training."""
 
     interval: PositiveInt = 50
-    """Steps between two looks at the validation data."""
+    """Steps between evaluations."""
     num_sequences: PositiveInt = 64
-    """How many of it."""
+    """Validation sequences per evaluation."""
     sample_prompt: str | None = None
-    """A text that is continued, answered or filled at each look."""
+    """Prompt that is continued, answered or filled at each evaluation."""
     num_exact_match: NonNegativeInt = 64
-    """Of pairs: how many are answered at each look, and compared with their targets."""
+    """For source-target pairs: number of validation pairs generated and compared with their targets per evaluation."""
 
 
 class CheckpointConfig(ConfigNode):
-    """What is kept in case of an end."""
+    """Checkpoint interval in steps, and the number of checkpoints kept."""
 
     interval: PositiveInt = 50
     keep: PositiveInt = 2
 
 
 class LoggingConfig(ConfigNode):
-    """Loggers of a run, beside its own metrics.jsonl."""
+    """Loggers in addition to the run's metrics.jsonl."""
 
     tensorboard: bool = False
-    """Whether metrics are written for TensorBoard too."""
+    """Write metrics for TensorBoard."""
 
 
 class PretrainedModelConfig(ConfigNode):
-    """A model that has learned before: its weights, its settings, its tokenizer."""
+    """A pretrained checkpoint to fine-tune: its weights, config and tokenizer."""
 
     checkpoint: str
-    """A directory, a run, a .gguf file or a hub id."""
+    """A directory, a run directory, a .gguf file or a Hugging Face Hub id."""
 
 
 def _model_source_tag(value: Any) -> str:
-    """A table that names a checkpoint says nothing else."""
+    """Discriminator of `ModelSource`. A table with the key `checkpoint` is a `PretrainedModelConfig`."""
     if isinstance(value, str):
         return "preset"
-    known = isinstance(value, PretrainedModelConfig) or (isinstance(value, Mapping) and "checkpoint" in value)
-    return "pretrained" if known else "config"
+    is_pretrained = isinstance(value, PretrainedModelConfig) or (isinstance(value, Mapping) and "checkpoint" in value)
+    return "pretrained" if is_pretrained else "config"
 
 
 ModelSource = Annotated[
@@ -268,10 +269,10 @@ ModelSource = Annotated[
 
 
 class Recipe(ConfigNode):
-    """A whole run."""
+    """Description of a training run."""
 
     model: ModelSource = "tiny-gpt"
-    """A preset's name or a table of settings, with the tokenizer's vocabulary; or a checkpoint to go on from."""
+    """A preset name or a config table (vocab_size is set from the tokenizer), or a checkpoint to fine-tune."""
     data: DataConfig = DataConfig()
     objective: ObjectiveConfig = CausalLMConfig()
     optimizer: OptimizerConfig = AdamWConfig()
@@ -284,10 +285,10 @@ class Recipe(ConfigNode):
 
     @property
     def transformer_config(self) -> Config:
-        """What a model is that begins afresh."""
+        """Config of a model trained from scratch."""
         if isinstance(self.model, PretrainedModelConfig):
             raise ConfigError(
-                "this recipe goes on from a checkpoint; give its model as a preset or a table of settings"
+                "model is a checkpoint to fine-tune, which has no config here; set model to a preset or a config table"
             )
         return read_config(self.model)
 
@@ -296,5 +297,5 @@ RECIPE_ADAPTER = TypeAdapter(Recipe)
 
 
 def recipe_json_schema() -> dict[str, Any]:
-    """The JSON schema of a Recipe, for editors that complete and check."""
+    """JSON schema of `Recipe`, for completion and validation in editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | RECIPE_ADAPTER.json_schema()

@@ -1,1 +1,1 @@
-"""The training loop, from a recipe to an exported model, and the checks before it."""
+"""The training loop: start-up, steps, evaluation, checks before training, dry run."""

@@ -1,7 +1,7 @@
-"""A step of many ranks on one machine: the same model, spread by the same code, on tensors that have only shapes.
+"""Dry run of a training step on many ranks, on one machine: memory and collectives of rank 0, without data.
 
-Weights are fake tensors, the other ranks a process group that answers at once. What rank 0 would hold and send is
-counted, and stands beside what `size` says of it.
+The model is built and parallelized by the same code as in training, on fake tensors and a fake process group. What
+rank 0 would allocate and communicate is counted and compared with the estimate of `size`.
 """
 
 import weakref
@@ -53,14 +53,14 @@ COLLECTIVE_OPS = {
     "_c10d_functional.all_reduce": ALL_REDUCE,
     "_c10d_functional.all_reduce_": ALL_REDUCE,
 }
-"""PyTorch's names for them. What they are given in parts, an engine may send whole, so bytes are those of the whole."""
+"""Collectives by PyTorch operator. The backend may send full or partial tensors; bytes are those of the full one."""
 
 
 class MemoryCommTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every storage that an operation gives is counted once, from then on until nothing refers to it.
+    """Counts the bytes of every live storage that an operation returns, and the collectives.
 
-    A tensor that is spread over ranks is counted by what this rank has of it. What a kernel takes for itself and gives
-    back before it ends is not seen.
+    Each storage is counted once, until nothing refers to it. A DTensor is counted by its local shard. Workspace that a
+    kernel allocates and frees internally is not counted.
     """
 
     def __init__(self) -> None:
@@ -68,9 +68,9 @@ class MemoryCommTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0
         self.storage_sizes: Any = WeakIdKeyDictionary()
         self.collective_counts: Counter[str] = Counter()
-        """Collectives by kind,"""
+        """Number of collectives by kind"""
         self.collective_bytes: Counter[str] = Counter()
-        """and what they give or take, whichever is more."""
+        """Bytes by kind: the larger of input and output of each collective"""
         self.patches = ExitStack()
 
     def __enter__(self) -> "MemoryCommTracker":
@@ -82,7 +82,7 @@ class MemoryCommTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tracker.track_storage(storage)
             return result
 
-        # Sharded weights come and go in storages that stay: no operation tells of it.
+        # FSDP2 frees and reallocates gathered weights by resizing their storages, which dispatches no operation.
         self.patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -92,39 +92,39 @@ class MemoryCommTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def track_storage(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage for as much as it is now."""
+        """Count a storage with its current size."""
         size = storage.nbytes()
         if storage in self.storage_sizes:
-            box = self.storage_sizes[storage]
+            counted = self.storage_sizes[storage]
         else:
-            box = self.storage_sizes[storage] = [0]
-            weakref.finalize(storage, self._on_storage_freed, box)
-        self.live_bytes += size - box[0]
-        box[0] = size
+            counted = self.storage_sizes[storage] = [0]
+            weakref.finalize(storage, self._on_storage_freed, counted)
+        self.live_bytes += size - counted[0]
+        counted[0] = size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def _on_storage_freed(self, box: list[int]) -> None:
-        self.live_bytes -= box[0]
-        box[0] = 0
+    def _on_storage_freed(self, counted: list[int]) -> None:
+        self.live_bytes -= counted[0]
+        counted[0] = 0
 
     def reset_peak(self) -> None:
-        """Begin anew with peak and collectives; what is alive stays counted."""
+        """Reset the peak and the collectives; live storages stay counted."""
         self.peak_bytes = self.live_bytes
         self.collective_counts.clear()
         self.collective_bytes.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it is taken apart first, into what this rank does
+        if any(issubclass(tensor_type, DTensor) for tensor_type in types):
+            return NotImplemented  # DTensor dispatches first; this mode then receives its local operations
         kind = COLLECTIVE_OPS.get(str(func.overloadpacket))
         result = self.run_op(func, args, kwargs or {})
-        tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        for each in tensors:
-            self.track_storage(each.untyped_storage())
+        outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        for output in outputs:
+            self.track_storage(output.untyped_storage())
         if kind is not None:
-            given = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+            inputs = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
             self.collective_counts[kind] += 1
-            self.collective_bytes[kind] += max(each.nbytes for each in given + tensors)
+            self.collective_bytes[kind] += max(tensor.nbytes for tensor in inputs + outputs)
         return result
 
     def run_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -133,24 +133,24 @@ class MemoryCommTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class StepUsage:
-    """Of rank 0: bytes by what they are for, those at the fullest moment, and a step's collectives."""
+    """Rank 0's bytes by purpose, peak bytes, and collectives of a step."""
 
     weights: int
     gradients: int
     optimizer: int
     peak_bytes: int
     collectives: dict[str, tuple[int, int]]
-    """By kind: how many, and bytes, of a whole that is given or taken in parts."""
+    """By kind: count, and bytes of the full tensors."""
 
     @property
     def transient(self) -> int:
-        """Beside weights and optimizer, at the fullest moment: activations, gradients, what is gathered and sent."""
+        """Bytes besides weights and optimizer state at the peak: activations, gradients, communication buffers."""
         return self.peak_bytes - self.weights - self.optimizer
 
 
 @dataclass(frozen=True)
 class DryRunReport:
-    """What was counted, and what size predicts."""
+    """Measured usage of a dry run beside the prediction of `size`."""
 
     world_size: int
     devices: ParallelDims
@@ -159,7 +159,7 @@ class DryRunReport:
     predicted: StepUsage
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """JSON-serializable dict."""
         data: dict[str, Any] = {"world_size": self.world_size, **asdict(self.devices)}
         data["num_parameters"] = self.num_parameters
         for name in ("weights", "gradients", "optimizer", "transient", "peak"):
@@ -187,55 +187,54 @@ def _compare_collectives(measured: StepUsage, predicted: StepUsage, kind: str) -
 
 
 class FakeTensorTracker(MemoryCommTracker):  # type: ignore[no-untyped-call]
-    """A tracker that answers where a value is asked for, since there are none: 0, 1.0, no."""
+    """Tracker for fake tensors. Where an operation needs a value, it returns 0, 1.0 or False."""
 
     def run_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        if tensors and not any(isinstance(each, FakeTensor) for each in tensors):
-            with unset_fake_temporarily():  # what has values keeps them: where ranks stand in a mesh
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            with unset_fake_temporarily():  # tensors with values keep them, such as the ranks of a mesh
                 return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
-            kind = args[0].dtype
-            return False if kind == torch.bool else 1.0 if kind.is_floating_point else 0
+            dtype = args[0].dtype
+            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
         return super().run_op(func, args, kwargs)
 
 
 def dry_run(recipe: Recipe, world_size: int) -> DryRunReport:
-    """Rank 0's part of a step of `world_size` ranks. Nothing is read and nothing written."""
+    """Measure rank 0's part of a step on `world_size` ranks. Reads no data and writes no files."""
     if world_size < 1:
-        raise InputError(f"a world of {world_size} has no rank; give the number of processes, 1 or more")
+        raise InputError(f"world_size is {world_size}; it is the number of processes, so pass 1 or more")
     config = recipe.transformer_config.replace(vocab_size=_vocab_size(recipe))
-    with _fake_process_group(world_size) as ranks:
-        ranks.init_mesh(recipe.parallel, CPU_DEVICE)
-        if ranks.mesh is None and world_size > 1:
+    with _fake_process_group(world_size) as dist_context:
+        dist_context.init_mesh(recipe.parallel, CPU_DEVICE)
+        if dist_context.mesh is None and world_size > 1:
             raise InputError(
-                "whole copies (DDP) hold what one rank alone does; dry-run that with --world-size 1, or set"
-                " parallel.dp_shard or parallel.tp"
+                "with data-parallel replicas (DDP) each rank holds what a single process holds; use --world-size 1, or"
+                " set parallel.dp_shard or parallel.tp"
             )
-        predicted = size_step(recipe, config, CPU_DEVICE, ranks)
+        estimate = size_step(recipe, config, CPU_DEVICE, dist_context)
         model = build_training_model(recipe, config, torch.device("meta"))
-        parameters = sum(each.numel() for each in model.parameters())
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
         with FakeTensorMode(allow_non_fake_inputs=True), FakeTensorTracker() as tracker:
-            counted = _run_two_steps(model, recipe, ranks, tracker)
-    return DryRunReport(
-        world_size, predicted.options.parallel_dims, parameters, counted, _predict_usage(predicted, recipe, ranks)
-    )
+            measured = _run_two_steps(model, recipe, dist_context, tracker)
+    predicted = _predict_usage(estimate, recipe, dist_context)
+    return DryRunReport(world_size, estimate.options.parallel_dims, num_parameters, measured, predicted)
 
 
 def _run_two_steps(
     model: Transformer, recipe: Recipe, dist_context: DistributedContext, tracker: MemoryCommTracker
 ) -> StepUsage:
-    """A step in which the optimizer's state is made, and one that is counted."""
+    """Run a step that allocates the optimizer state, then a step that is measured."""
     _materialize_fake_tensors(model)
     training_module = TrainingModule(model, recipe)
     parallelize_module(training_module, dist_context)
     model.train()
-    chosen = recipe.optimizer
-    optimizer = build_optimizer(chosen.kind, model, **chosen.model_dump(exclude={"kind"}))
-    reading: Any = FakeData(recipe)
+    optimizer_config = recipe.optimizer
+    optimizer = build_optimizer(optimizer_config.kind, model, **optimizer_config.model_dump(exclude={"kind"}))
+    data: Any = FakeData(recipe)
     policy = StepPolicy(recipe.training.grad_accum_steps, device=CPU_DEVICE)
     runner = TrainStepRunner(
-        recipe, training_module, optimizer, reading, reading.objective, policy, dist_context=dist_context
+        recipe, training_module, optimizer, data, data.objective, policy, dist_context=dist_context
     )
     runner.run(0)
     tracker.reset_peak()
@@ -245,14 +244,14 @@ def _run_two_steps(
 
 @contextmanager
 def _fake_process_group(world_size: int) -> Iterator[DistributedContext]:
-    """Rank 0 among others that are not there."""
+    """Context of rank 0 in a fake process group, whose collectives return immediately."""
     if world_size == 1:
         yield SINGLE_PROCESS
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise InputError("processes train together here already; dry-run in a process of its own")
+        raise InputError("this process already has a process group; start the dry run in a process of its own")
     store: Any = FakeStore()
     dist.init_process_group("fake", store=store, rank=0, world_size=world_size)
     try:
@@ -262,7 +261,7 @@ def _fake_process_group(world_size: int) -> Iterator[DistributedContext]:
 
 
 def _vocab_size(recipe: Recipe) -> int:
-    """How many tokens the tokenizer will know, if it must not be trained to tell."""
+    """Vocabulary size of the recipe's tokenizer, without training it."""
     match recipe.data.tokenizer:
         case ByteTokenizerConfig():
             return byte_tokenizer().vocab_size
@@ -272,19 +271,19 @@ def _vocab_size(recipe: Recipe) -> int:
 
 
 def _materialize_fake_tensors(model: Transformer) -> None:
-    """Fake memory in the place of none."""
+    """Replace meta tensors by fake tensors on the CPU, in place."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                fresh = torch.empty(parameter.shape, dtype=parameter.dtype, device=CPU_DEVICE)
-                module._parameters[name] = nn.Parameter(fresh, requires_grad=parameter.requires_grad)
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=CPU_DEVICE)
+                module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=CPU_DEVICE)
 
 
 class FakeData:
-    """In the place of data: as many sequences as are asked for, of the recipe's length."""
+    """Stands in for TrainingData: any number of sequences of the recipe's length."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.train = recipe, self
@@ -294,36 +293,49 @@ class FakeData:
 
     def objective(self, count: int, first: int) -> Objective:
         tokens = torch.zeros((count, self.recipe.data.seq_len), dtype=torch.long)
-        reads: tuple[Tensor | None, ...] = (tokens,)
+        inputs: tuple[Tensor | None, ...] = (tokens,)
         if isinstance(self.recipe.objective, Seq2SeqConfig):
-            reads = (tokens, tokens.clone(), None, None)
+            inputs = (tokens, tokens.clone(), None, None)
         targets, weights = tokens.clone(), torch.ones(tokens.shape)
         return Objective(
-            reads, targets, weights, loss_targets=LossTargets(targets.flatten(), weights.flatten(), weights.sum(), None)
+            inputs,
+            targets,
+            weights,
+            loss_targets=LossTargets(targets.flatten(), weights.flatten(), weights.sum(), None),
         )
 
 
 def _measure_usage(model: Transformer, optimizer: OptimizersContainer, tracker: MemoryCommTracker) -> StepUsage:
-    held = {id(each): each for each in model.state_dict(keep_vars=True).values()}.values()
-    slopes = [each.grad for each in model.parameters() if each.grad is not None]
+    # By identity: tied weights are counted once.
+    model_tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     states = [
         value
         for part in optimizer.optimizers
-        for each in optimizer_parameters(part)
-        for value in part.state.get(each, {}).values()
+        for parameter in optimizer_parameters(part)
+        for value in part.state.get(parameter, {}).values()
     ]
-    weights, gradients, state = (sum(to_local(each).nbytes for each in tensors) for tensors in (held, slopes, states))
-    kinds = {kind: (number, tracker.collective_bytes[kind]) for kind, number in tracker.collective_counts.items()}
-    return StepUsage(weights, gradients, state, tracker.peak_bytes, kinds)
+    weights, gradients, state = (
+        sum(to_local(tensor).nbytes for tensor in tensors) for tensors in (model_tensors, grads, states)
+    )
+    collectives = {kind: (count, tracker.collective_bytes[kind]) for kind, count in tracker.collective_counts.items()}
+    return StepUsage(weights, gradients, state, tracker.peak_bytes, collectives)
 
 
 def _predict_usage(size: SizeEstimate, recipe: Recipe, dist_context: DistributedContext) -> StepUsage:
-    """What size says of the same step."""
+    """Usage of the same step as estimated by `size`."""
     memory = size.training_memory
-    pieces = len(dist_context.micro_batch_ranges(recipe.training.batch_size, recipe.training.grad_accum_steps))
-    kinds = {kind: (pieces * number, pieces * each) for kind, (number, each) in size.collectives.items()}
-    if dist_context.world_size > 1:  # targets, loss and the gradient's length, each summed over ranks
-        number, each = kinds.get("all-reduce", (0, 0))
-        kinds["all-reduce"] = number + 3, each + 8 + 8 + 4
-    whole = memory.bytes_by_component
-    return StepUsage(whole["weights"], whole["gradients"], whole["optimizer"], memory.total_bytes, kinds)
+    num_micro_batches = len(
+        dist_context.micro_batch_ranges(recipe.training.batch_size, recipe.training.grad_accum_steps)
+    )
+    collectives = {
+        kind: (num_micro_batches * count, num_micro_batches * num_bytes)
+        for kind, (count, num_bytes) in size.collectives.items()
+    }
+    if dist_context.world_size > 1:  # plus the sums over ranks of target weights, loss and squared gradient norm
+        count, num_bytes = collectives.get("all-reduce", (0, 0))
+        collectives["all-reduce"] = count + 3, num_bytes + 8 + 8 + 4
+    components = memory.bytes_by_component
+    return StepUsage(
+        components["weights"], components["gradients"], components["optimizer"], memory.total_bytes, collectives
+    )

@@ -1,4 +1,4 @@
-"""From a recipe to a Trainer that is ready to train, and from a run directory to the Trainer where it was left."""
+"""Start-up of training: build a Trainer from a recipe or from a run directory to resume."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,18 +47,18 @@ def train(
     device: DeviceLike = None,
     callback: Callback | None = None,
 ) -> RunDirectory:
-    """Carry out a recipe (a shipped one's name, a file, a dict) in a new directory, on texts of one's own if given."""
-    with init_distributed(device) as ranks:
-        chosen = load_recipe(recipe, overrides, texts)
-        trainer = prepare_trainer(chosen, Path(directory), device=device, callback=callback, dist_context=ranks)
+    """Train a recipe (a preset name, a file or a dict) into a new run directory; `texts` replace its data sources."""
+    with init_distributed(device) as dist_context:
+        recipe = load_recipe(recipe, overrides, texts)
+        trainer = prepare_trainer(recipe, Path(directory), device=device, callback=callback, dist_context=dist_context)
         trainer.train()
     return trainer.run_directory
 
 
 def resume(directory: str | Path, *, device: DeviceLike = None, callback: Callback | None = None) -> RunDirectory:
-    """Go on with a run, as if it had never stopped."""
-    with init_distributed(device) as ranks:
-        trainer = resume_trainer(Path(directory), device=device, callback=callback, dist_context=ranks)
+    """Resume a run from its newest checkpoint, with the same result as without the interruption."""
+    with init_distributed(device) as dist_context:
+        trainer = resume_trainer(Path(directory), device=device, callback=callback, dist_context=dist_context)
         trainer.train()
     return trainer.run_directory
 
@@ -71,29 +71,34 @@ def prepare_trainer(
     callback: Callback | None = None,
     dist_context: DistributedContext = SINGLE_PROCESS,
 ) -> Trainer:
-    """A new run; its directory is made when everything it needs is there. Of several ranks the leader makes it."""
+    """Build the Trainer of a new run.
+
+    The run directory is created last, after every check has passed; with several ranks, by the main process.
+    """
     if dist_context.is_restart and (directory / RUN_FILE).exists():
         return resume_trainer(directory, device=device, callback=callback, dist_context=dist_context)
-    where, callback = dist_context.resolve_device(device), _callback_for_rank(callback, dist_context)
-    dist_context.init_mesh(recipe.parallel, where)
+    torch_device, callback = dist_context.resolve_device(device), _callback_for_rank(callback, dist_context)
+    dist_context.init_mesh(recipe.parallel, torch_device)
     with dist_context.main_process_first():
         if dist_context.is_main_process:
             check_new_directory(directory)
         check_schedule(recipe.schedule, recipe.training.max_steps)
         if recipe.logging.tensorboard:
             check_tensorboard_installed()
-        run = None if dist_context.is_main_process else RunDirectory.open(directory)
-        base = load_base_checkpoint(recipe)
-        origin = BaseCheckpointInfo.from_checkpoint(base)
-        tokenizer = build_tokenizer(recipe, base) if run is None else run.tokenizer
-        model = prepare_model(recipe, tokenizer, where, callback, dist_context, origin)
-        reading = load_training_data(recipe, tokenizer, callback.on_message, origin)
-        task = build_objective_fn(recipe, tokenizer, model, where)
-        # Where ranks share the model, it has no weights yet.
-        if run is None and recipe.training.preflight and dist_context.mesh is None:
+        run_directory = None if dist_context.is_main_process else RunDirectory.open(directory)
+        base_checkpoint = load_base_checkpoint(recipe)
+        base_info = BaseCheckpointInfo.from_checkpoint(base_checkpoint)
+        tokenizer = build_tokenizer(recipe, base_checkpoint) if run_directory is None else run_directory.tokenizer
+        model = prepare_model(recipe, tokenizer, torch_device, callback, dist_context, base_info)
+        data = load_training_data(recipe, tokenizer, callback.on_message, base_info)
+        objective_fn = build_objective_fn(recipe, tokenizer, model, torch_device)
+        # With a device mesh the model is on the meta device, without values to check.
+        if run_directory is None and recipe.training.preflight and dist_context.mesh is None:
             run_preflight(model, recipe.training.seed, callback.on_message)
-        run = run or RunDirectory.create(directory, recipe, tokenizer, reading.fingerprint, origin)
-    return build_trainer(run, reading, model, task, where, callback, dist_context, base)
+        run_directory = run_directory or RunDirectory.create(directory, recipe, tokenizer, data.fingerprint, base_info)
+    return build_trainer(
+        run_directory, data, model, objective_fn, torch_device, callback, dist_context, base_checkpoint
+    )
 
 
 def resume_trainer(
@@ -104,20 +109,24 @@ def resume_trainer(
     callback: Callback | None = None,
     dist_context: DistributedContext = SINGLE_PROCESS,
 ) -> Trainer:
-    """A run where it was left: at its newest checkpoint that is whole. Changes are of what ranks share."""
-    run = RunDirectory.open(directory)
-    where, callback = dist_context.resolve_device(device), _callback_for_rank(callback, dist_context)
-    dist_context.init_mesh(load_recipe(run.recipe, overrides).parallel, where)
+    """Build the Trainer of an existing run at its newest valid checkpoint. `overrides` apply to `parallel` only."""
+    run_directory = RunDirectory.open(directory)
+    recipe, base_info = run_directory.recipe, run_directory.base_info
+    torch_device, callback = dist_context.resolve_device(device), _callback_for_rank(callback, dist_context)
+    dist_context.init_mesh(load_recipe(recipe, overrides).parallel, torch_device)
     with dist_context.main_process_first():
-        tokenizer = run.tokenizer
-        reading = load_training_data(run.recipe, tokenizer, callback.on_message, run.base_info)
-    model = prepare_model(run.recipe, tokenizer, where, callback, dist_context, run.base_info)
-    task = build_objective_fn(run.recipe, tokenizer, model, where)
-    base = reload_base_checkpoint(run.recipe, run.base_info)
-    trainer = build_trainer(run, reading, model, task, where, callback, dist_context, base)
-    if trainer.global_step == 0 and run.base_info.config is not None and base is None:
+        tokenizer = run_directory.tokenizer
+        data = load_training_data(recipe, tokenizer, callback.on_message, base_info)
+    model = prepare_model(recipe, tokenizer, torch_device, callback, dist_context, base_info)
+    objective_fn = build_objective_fn(recipe, tokenizer, model, torch_device)
+    base_checkpoint = reload_base_checkpoint(recipe, base_info)
+    trainer = build_trainer(
+        run_directory, data, model, objective_fn, torch_device, callback, dist_context, base_checkpoint
+    )
+    if trainer.global_step == 0 and base_info.config is not None and base_checkpoint is None:
         raise InputError(
-            f"'{directory}' has no checkpoint of its own yet, and what it began with is gone or has changed; begin anew"
+            f"'{directory}' has no checkpoint yet, and the base checkpoint it fine-tunes is missing or has changed;"
+            " start a new run"
         )
     return trainer
 
@@ -132,20 +141,23 @@ def build_trainer(
     dist_context: DistributedContext,
     base_checkpoint: Checkpoint | None = None,
 ) -> Trainer:
+    """Wrap the model for its parallelism, load its weights, build the optimizer and restore the newest checkpoint."""
     if data.fingerprint != run_directory.data_fingerprint:
         raise InputError(
-            f"the data has changed since '{run_directory.directory}' began, so it cannot go on as if it had not"
-            " stopped; restore the files, or begin a new run"
+            f"the data has changed since the run '{run_directory.directory}' started, so resuming would not reproduce"
+            " it; restore the files, or start a new run"
         )
-    chosen = run_directory.recipe.optimizer
+    optimizer_config = run_directory.recipe.optimizer
     training_module = TrainingModule(model, run_directory.recipe)
-    wrapped = parallelize_module(training_module, dist_context)
+    wrapped_module = parallelize_module(training_module, dist_context)
     if dist_context.mesh is not None:
         init_sharded_weights(model, device, run_directory.recipe.training.seed)
     if base_checkpoint is not None:
         load_weights(model, base_checkpoint.model.state_dict())
-    optimizer = build_optimizer(chosen.kind, model, **chosen.model_dump(exclude={"kind"}))
-    trainer = Trainer(run_directory, training_module, optimizer, data, objective_fn, callback, dist_context, wrapped)
+    optimizer = build_optimizer(optimizer_config.kind, model, **optimizer_config.model_dump(exclude={"kind"}))
+    trainer = Trainer(
+        run_directory, training_module, optimizer, data, objective_fn, callback, dist_context, wrapped_module
+    )
     trainer.restore_checkpoint()
     return trainer
 
@@ -158,31 +170,34 @@ def prepare_model(
     dist_context: DistributedContext,
     base_info: BaseCheckpointInfo = NO_BASE_CHECKPOINT,
 ) -> Transformer:
-    """The recipe's model with fresh weights, if there is memory to train it; where ranks share them it has none yet."""
+    """Build the recipe's model with initial weights, after checking that it fits the objective and the memory.
+
+    With a device mesh the model is on the meta device; its shards are initialized later.
+    """
     config = resolve_model_config(recipe, tokenizer, base_info)
     form = OBJECTIVE_FORMS[type(recipe.objective)]
     if config.form != form:
         raise InputError(
-            f"objective {recipe.objective.kind} is for a model of form {form}, and this one's is {config.form}; change"
-            " one of the two"
+            f"objective {recipe.objective.kind} requires a model of form {form}, but model.form is {config.form};"
+            " change one of the two"
         )
     if config.head.kind == "none":
-        raise InputError("this model has no head, so it cannot say a token; give it one: head.kind = 'lm'")
+        raise InputError("the model has no output head, so it computes no logits; set model.head.kind = 'lm'")
     check_aux_loss(recipe, config)
     check_memory(recipe, config, device, callback.on_message, dist_context)
     return build_training_model(recipe, config, device if dist_context.mesh is None else torch.device("meta"))
 
 
 def build_training_model(recipe: Recipe, config: Config, device: torch.device) -> Transformer:
-    """The model as the recipe trains it; without values on the meta device."""
+    """Build the model with the recipe's seed and activation checkpointing; `device` may be meta."""
     model = build(config, device=device, seed=recipe.training.seed)
     model.use_activation_checkpointing(recipe.training.activation_checkpointing)
     pooler = getattr(model, "pooler", None)
     if pooler is not None:
-        pooler.requires_grad_(False)  # no objective asks for it, and ranks would wait for its gradient
+        pooler.requires_grad_(False)  # no objective uses it, and DDP would wait for its gradient
     return model
 
 
 def _callback_for_rank(callback: Callback | None, dist_context: DistributedContext) -> Callback:
-    """Only the leader is heard."""
+    """Return the callback on the main process, and a no-op callback on the other ranks."""
     return callback if callback is not None and dist_context.is_main_process else Callback()

@@ -1,4 +1,4 @@
-"""What a step will take, before there is a model: said, and refused where it cannot be."""
+"""Memory estimate of a training step before the model is built, with an error if it cannot fit."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +14,7 @@ from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedC
 from cutaway.train.recipe.schema import Recipe, Seq2SeqConfig
 
 CPU_HARDWARE = replace(custom_hardware(bandwidth=1e9, flops=1e9), kind="cpu")
-"""Asked of for its kind alone: a CPU keeps other things for the way back than a GPU does."""
+"""Passed for its kind only: other activations are stored for the backward pass on a CPU than on a GPU."""
 
 
 def size_step(
@@ -25,7 +25,7 @@ def size_step(
     *,
     packed: bool = False,
 ) -> SizeEstimate:
-    """What size says of a rank's part of a piece of a step; `packed` where a row may hold several documents."""
+    """Size estimate of one rank's micro-batch. `packed`: rows may hold several documents."""
     training = recipe.training
     rows = max(
         1,
@@ -51,19 +51,20 @@ def size_step(
 def expected_memory(
     recipe: Recipe, config: Config, device: torch.device, dist_context: DistributedContext = SINGLE_PROCESS
 ) -> tuple[int, int]:
-    """Bytes of a rank's step: in all, about, and what it takes for certain: weights, gradients, optimizer."""
+    """Bytes of one rank's step: the estimated total, and the lower bound (weights, gradients, optimizer state)."""
     memory = size_step(
         recipe, config, device, dist_context, packed=not isinstance(recipe.objective, Seq2SeqConfig)
     ).memory
-    certain = sum(memory.bytes_by_component[name] for name in ("weights", "gradients", "optimizer"))
-    mean = memory.bytes_by_component["weights"] if recipe.training.ema_decay is not None else 0
-    certain += mean
-    kept = (
+    lower_bound = sum(memory.bytes_by_component[name] for name in ("weights", "gradients", "optimizer"))
+    ema = memory.bytes_by_component["weights"] if recipe.training.ema_decay is not None else 0
+    lower_bound += ema
+    # With gradient accumulation, a micro-batch starts with the full gradients of those before it.
+    accumulated = (
         memory.bytes_by_component["gradients"] - memory.peak_by_component.get("gradients", 0)
         if recipe.training.grad_accum_steps > 1
         else 0
     )
-    return max(memory.total_bytes + kept + mean, certain), certain  # a piece finds the gradients of those before it
+    return max(memory.total_bytes + accumulated + ema, lower_bound), lower_bound
 
 
 def check_memory(
@@ -73,15 +74,15 @@ def check_memory(
     log: Callable[[str], None],
     dist_context: DistributedContext = SINGLE_PROCESS,
 ) -> None:
-    """Say what is expected; refuse what cannot be, whatever the activations take."""
-    about, certain = expected_memory(recipe, config, device, dist_context)
+    """Log the estimate; raise InputError if weights, gradients and optimizer state alone exceed the free memory."""
+    estimate, lower_bound = expected_memory(recipe, config, device, dist_context)
     free = free_memory(device)
     if free is None:
-        log(f"a step takes about {about / GIB:.2g} GiB")
+        log(f"estimated memory per step: {estimate / GIB:.2g} GiB")
         return
-    if certain > free:
+    if lower_bound > free:
         raise InputError(
-            f"weights, gradients and the optimizer's state take {certain / GIB:.3g} GiB, and {free / GIB:.3g} are free;"
-            " use a smaller model, another device, or an optimizer that keeps less"
+            f"weights, gradients and optimizer state take {lower_bound / GIB:.3g} GiB, but {free / GIB:.3g} GiB are"
+            " free; use a smaller model, another device, or an optimizer with less state"
         )
-    log(f"a step takes about {about / GIB:.2g} of {free / GIB:.3g} GiB of memory that are free")
+    log(f"estimated memory per step: {estimate / GIB:.2g} GiB of {free / GIB:.3g} GiB free")

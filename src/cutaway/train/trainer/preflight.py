@@ -1,4 +1,4 @@
-"""Before the first step a model is asked whether it is right: one that sees the future only seems to learn."""
+"""Sanity checks of a model before the first step: a model that attends to future tokens only seems to learn."""
 
 from collections.abc import Callable
 
@@ -11,18 +11,21 @@ LEAK_CHECKS = ("causality", "causality-paths")
 
 
 def run_preflight(model: Transformer, seed: int, log: Callable[[str], None]) -> None:
-    """Ask the quick checks; a leak is an error, and whatever else they find is told. The model stays as it is."""
+    """Run the quick checks on the model; an information leak is an error, other findings are logged.
+
+    The model is not changed.
+    """
     report = check(model, preflight=True, seed=seed, budget=BUDGET_SECONDS)
     _raise_on_leak(report)
     for finding in (*report.failures, *report.warnings):
-        log(f"{finding.check}: {finding.message} ({finding.docs_path} explains it)")
+        log(f"{finding.check}: {finding.message} (see {finding.docs_path})")
 
 
 def _raise_on_leak(report: Report) -> None:
     for finding in report.failures:
         if finding.check in LEAK_CHECKS:
             raise InputError(
-                f"this model sees the future, so it would learn to copy its answers and look brilliant: "
-                f"{finding.message}{f' ({finding.location})' if finding.location else ''}. Likely cause:"
-                f" {finding.cause}. `cutaway check` says more; training.preflight = false trains it all the same"
+                f"the model attends to future tokens, so it would learn to copy its targets and report a loss that is"
+                f" too low: {finding.message}{f' ({finding.location})' if finding.location else ''}. Likely cause:"
+                f" {finding.cause}. Run `cutaway check` for details; training.preflight = false trains it anyway"
             )

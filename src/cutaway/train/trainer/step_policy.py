@@ -1,6 +1,6 @@
-"""What is done about steps that go wrong: a gradient that is no number, one far out of line, memory that is too small.
+"""Handling of bad steps: non-finite gradients, gradient norm spikes, out of memory.
 
-What is usual is known on the device, so that nobody waits to judge a step; all of it is saved with the run.
+The running statistics are tensors on the device, so that no step synchronizes; they are part of the checkpoint.
 """
 
 import math
@@ -14,24 +14,24 @@ from torch import Tensor
 from cutaway.errors import CutawayError
 
 MAX_NONFINITE_STEPS = 20
-"""Steps in a row without a finite gradient, after which a run is given up; a scale for fp16 may need some to settle."""
+"""Consecutive steps with a non-finite gradient after which training fails; fp16 loss scaling needs some to adapt."""
 MIN_OBSERVED_STEPS, AVERAGING_STEPS = 20, 50
-"""Steps until it is known what is usual, and those over which it is averaged then."""
+"""Steps before spikes are detected, and the averaging window of the statistics after that."""
 SPIKE_RATIO, SPIKE_DEVIATIONS = 3.0, 6.0
-"""A gradient is out of line if it is both so many times as long as usual and so far off, as its logarithm goes."""
+"""A spike is a gradient norm above both bounds: ratio to the mean, and standard deviations of its logarithm."""
 MAX_CONSECUTIVE_SPIKES = 5
-"""Steps in a row that are out of line. The next is in line: it was no accident."""
+"""Consecutive spikes that are skipped. The next step is accepted as the new level: it is not an outlier."""
 EPS = 1e-30
 NORMAL, NONFINITE, SPIKE, NEW_LEVEL = range(4)
-"""What a step was judged to be; NEW_LEVEL is far off what was usual, and usual from now on."""
+"""Verdicts on a step. NEW_LEVEL: far above the mean, but accepted, and the statistics start over from it."""
 
 
 class TrainingError(CutawayError):
-    """Training could not go on."""
+    """Training cannot continue."""
 
 
 class StepPolicy:
-    """Which steps are skipped, and in how many pieces a batch is read."""
+    """Decides which steps are skipped, and holds the number of gradient accumulation steps."""
 
     def __init__(
         self,
@@ -50,78 +50,82 @@ class StepPolicy:
             "consecutive_nonfinite",
         )
         self.state = {name: torch.zeros((), device=device) for name in names}
-        """Of the gradient's log length: its mean and variance, over how many steps; how many in a row were bad."""
+        """Mean, variance and count of the log gradient norm; consecutive spikes and non-finite steps."""
 
     def check_grad_norm(self, grad_norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether to skip the step whose gradient has this length; and what `report_step` needs, to be read later.
+        """Return whether to skip the step with this gradient norm, and the values that `report_step` reads later.
 
-        A skipped step changes nothing, and does not count for what is usual. Going back to a checkpoint would be no
-        help: a step is a function of its number, so the way from there leads to the same spike.
+        A skipped step leaves weights and statistics unchanged. Restoring a checkpoint would not help: a step is a
+        function of its number, so training would reach the same spike again.
         """
         state, finite = self.state, torch.isfinite(grad_norm)
         mean, variance = state["log_grad_norm_mean"], state["log_grad_norm_variance"]
-        seen, spikes = state["num_observed_steps"], state["consecutive_spikes"]
-        off = torch.where(finite, grad_norm.float().clamp(min=EPS).log() - mean, 0.0)
-        far = (
+        observed, spikes = state["num_observed_steps"], state["consecutive_spikes"]
+        deviation = torch.where(finite, grad_norm.float().clamp(min=EPS).log() - mean, 0.0)
+        is_outlier = (
             finite
-            & (seen >= MIN_OBSERVED_STEPS)
-            & (off > math.log(SPIKE_RATIO))
-            & (off > SPIKE_DEVIATIONS * variance.sqrt())
+            & (observed >= MIN_OBSERVED_STEPS)
+            & (deviation > math.log(SPIKE_RATIO))
+            & (deviation > SPIKE_DEVIATIONS * variance.sqrt())
         )
         if self.on_grad_spike == "continue":
-            far = torch.zeros_like(far)
-        spike = far & (spikes < MAX_CONSECUTIVE_SPIKES)
-        new = far & ~spike
-        counts = finite & ~spike
-        seen = torch.where(new, 0.0, seen)
-        share = (1 / (seen + 1)).clamp(min=1 / AVERAGING_STEPS)
+            is_outlier = torch.zeros_like(is_outlier)
+        is_spike = is_outlier & (spikes < MAX_CONSECUTIVE_SPIKES)
+        is_new_level = is_outlier & ~is_spike
+        accepted = finite & ~is_spike
+        observed = torch.where(is_new_level, 0.0, observed)
+        # Cumulative average at first, exponential moving average after AVERAGING_STEPS steps
+        rate = (1 / (observed + 1)).clamp(min=1 / AVERAGING_STEPS)
         self.state = {
-            "log_grad_norm_mean": torch.where(counts, mean + share * off, mean),
-            "log_grad_norm_variance": torch.where(counts, (1 - share) * (variance + share * off.square()), variance),
-            "num_observed_steps": torch.where(counts, (seen + 1).clamp(max=AVERAGING_STEPS), seen),
-            "consecutive_spikes": torch.where(spike, spikes + 1, torch.where(finite, 0.0, spikes)),
+            "log_grad_norm_mean": torch.where(accepted, mean + rate * deviation, mean),
+            "log_grad_norm_variance": torch.where(
+                accepted, (1 - rate) * (variance + rate * deviation.square()), variance
+            ),
+            "num_observed_steps": torch.where(accepted, (observed + 1).clamp(max=AVERAGING_STEPS), observed),
+            "consecutive_spikes": torch.where(is_spike, spikes + 1, torch.where(finite, 0.0, spikes)),
             "consecutive_nonfinite": torch.where(finite, 0.0, state["consecutive_nonfinite"] + 1),
         }
-        verdict = torch.where(finite, SPIKE * spike + NEW_LEVEL * new, NONFINITE).float()
-        return ~counts, torch.stack((verdict, mean.exp(), self.state["consecutive_nonfinite"]))
+        verdict = torch.where(finite, SPIKE * is_spike + NEW_LEVEL * is_new_level, NONFINITE).float()
+        return ~accepted, torch.stack((verdict, mean.exp(), self.state["consecutive_nonfinite"]))
 
     def report_step(self, metrics: dict[str, Any], verdict_values: list[float]) -> None:
-        """Say what was done about a step, in its row too; end a run that has nothing to go on with."""
-        verdict, usual, broken = verdict_values
+        """Log a skipped step and mark it in `metrics`; raise TrainingError after too many non-finite steps."""
+        verdict, mean_norm, consecutive_nonfinite = verdict_values
         step = metrics["step"]
-        if broken >= MAX_NONFINITE_STEPS:
+        if consecutive_nonfinite >= MAX_NONFINITE_STEPS:
             raise TrainingError(
-                f"the gradient of step {step} is not finite; begin a run with a lower optimizer.lr, more"
-                f" schedule.warmup_steps, or precision fp32 (the {MAX_NONFINITE_STEPS - 1} steps before were skipped"
-                " for the same)"
+                f"the gradient of step {step} is not finite, and the {MAX_NONFINITE_STEPS - 1} steps before were"
+                " skipped for the same reason; start a run with a lower optimizer.lr, more schedule.warmup_steps, or"
+                " training.precision = 'fp32'"
             )
         if verdict == NONFINITE:
             metrics["skipped"] = "non_finite"
-            self.log(f"step {step} was skipped: its gradient is not finite")
+            self.log(f"step {step} skipped: the gradient is not finite")
         elif verdict == SPIKE:
             metrics["skipped"] = "grad_spike"
-            ratio = metrics["grad_norm"] / usual
-            self.log(f"step {step} was skipped: its gradient is {ratio:.3g} times as long as usual")
+            ratio = metrics["grad_norm"] / mean_norm
+            self.log(f"step {step} skipped: grad_norm is {ratio:.3g} times its running mean")
         elif verdict == NEW_LEVEL:
-            ratio = metrics["grad_norm"] / usual
+            ratio = metrics["grad_norm"] / mean_norm
             self.log(
-                f"step {step} was not skipped, though its gradient is {ratio:.3g} times as long as usual: those of"
-                f" the {MAX_CONSECUTIVE_SPIKES} steps before were too"
+                f"step {step} not skipped although grad_norm is {ratio:.3g} times its running mean: the"
+                f" {MAX_CONSECUTIVE_SPIKES} steps before were spikes too, so this is the new level"
             )
 
     def increase_grad_accum_steps(self, batch_size: int) -> None:
-        """Half of a piece at once from now on, which makes the same step; what is one sequence cannot be halved."""
+        """Halve the micro-batches from now on, which computes the same step; fail if they are single sequences."""
         if self.grad_accum_steps >= batch_size:
             raise TrainingError(
-                "memory does not hold one sequence of a step; lower data.seq_len, or use a smaller model, precision"
-                " bf16, or another device"
+                "out of memory with a micro-batch of one sequence; lower data.seq_len, or use a smaller model,"
+                " training.precision = 'bf16', or another device"
             )
-        before, self.grad_accum_steps = self.grad_accum_steps, min(batch_size, 2 * self.grad_accum_steps)
+        previous, self.grad_accum_steps = self.grad_accum_steps, min(batch_size, 2 * self.grad_accum_steps)
         self.log(
-            f"memory is too small for a batch in {before} pieces; it is read in {self.grad_accum_steps}, the same step"
+            f"out of memory with {previous} micro-batches per step; continuing with {self.grad_accum_steps}, which"
+            " computes the same step"
         )
 
-    # A part of the run's state
+    # State in checkpoints
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.state | {"grad_accum_steps": torch.tensor(self.grad_accum_steps)}
@@ -132,21 +136,21 @@ class StepPolicy:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this says that memory is too small; PyTorch has no name of its own for that on a CPU."""
+    """Whether the error is an out-of-memory error; PyTorch has no exception class for it on the CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    said = str(error)
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in said or "not enough memory" in said)
+    message = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in message or "not enough memory" in message)
 
 
 @contextmanager
 def raise_on_out_of_memory(what: str) -> Iterator[None]:
-    """For what cannot be had in smaller pieces."""
+    """Convert an out-of-memory error into a TrainingError, where smaller micro-batches would not help."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise TrainingError(
-            f"memory does not hold {what}; use a smaller model, an optimizer that keeps less, or another device"
+            f"out of memory: {what} does not fit; use a smaller model, an optimizer with less state, or another device"
         ) from error

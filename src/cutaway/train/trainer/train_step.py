@@ -1,4 +1,4 @@
-"""One step: a function of the weights, the optimizer's state and the step's number, and of nothing else."""
+"""One training step: a function of the weights, the optimizer state and the step number only."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,12 +23,12 @@ from cutaway.train.trainer.step_policy import StepPolicy, TrainingError, is_out_
 from cutaway.train.trainer.training_module import TrainingModule
 
 Metrics = dict[str, Any]
-"""What a step has to tell; values may be tensors that a device has yet to compute."""
+"""Metrics of a step; values may be tensors that the device has not computed yet."""
 
 
 @dataclass
 class TrainStepRunner:
-    """Takes steps. What it returns is read later, when the device has come so far."""
+    """Runs training steps. The returned metrics may be device tensors, so a step does not synchronize."""
 
     recipe: Recipe
     training_module: TrainingModule
@@ -37,98 +37,107 @@ class TrainStepRunner:
     objective_fn: ObjectiveFn
     step_policy: StepPolicy
     grad_scaler: GradScaler | None = None
-    """For fp16: what the gradient is larger by until it is used."""
+    """Loss scaling, for fp16."""
     dist_context: DistributedContext = SINGLE_PROCESS
     wrapped_module: nn.Module | None = None
-    """What is called in the training module's place where ranks have copies of it."""
+    """Module that is called instead of `training_module`: its DDP or FSDP wrapper."""
     update_stats: UpdateStats | None = field(default=None, init=False)
-    """What the last step did to each layer, if that was asked for."""
+    """Update statistics of the last step, if it recorded them."""
 
     def __post_init__(self) -> None:
-        # Matrices in slices are not joined; what hooks watch, compiled blocks would not call again.
-        plain = self.dist_context.tp_size > 1 or bool(self.recipe.objective.aux_loss_coef)
-        compiled = False if plain else self.recipe.training.compile
+        # Tensor-parallel shards are not fused; compiled blocks would not call the router hooks of the auxiliary loss.
+        eager = self.dist_context.tp_size > 1 or bool(self.recipe.objective.aux_loss_coef)
+        compile_blocks = False if eager else self.recipe.training.compile
         self.compiled_context = compile_for_training(
-            self.training_module.model, compiled, single_process=self.dist_context.world_size == 1
+            self.training_module.model, compile_blocks, single_process=self.dist_context.world_size == 1
         )
 
     def run(self, step: int, *, record_update_stats: bool = False) -> Metrics:
-        """By the gradient, unless the policy skips it."""
+        """Run step `step`, counted from 0: forward, backward, clip the gradient, update unless the policy skips it."""
         training = self.recipe.training
-        entropy, weight = self.forward_backward_with_oom_retry(step)
-        length, scaled = total_grad_norm(self.training_module, self.dist_context), {}
+        cross_entropy, weight = self.forward_backward_with_oom_retry(step)
+        grad_norm, scale_metrics = total_grad_norm(self.training_module, self.dist_context), {}
         if self.grad_scaler is not None:
-            scaled["loss_scale"] = self.grad_scaler.scale.clone()
-            self.grad_scaler.update(~torch.isfinite(length))
-            length = length / scaled["loss_scale"]
+            scale_metrics["loss_scale"] = self.grad_scaler.scale.clone()
+            self.grad_scaler.update(~torch.isfinite(grad_norm))
+            grad_norm = grad_norm / scale_metrics["loss_scale"]
         factor = lr_factor(self.recipe.schedule, step, training.max_steps)
-        skip, verdict = self.step_policy.check_grad_norm(length)
+        skip, verdict = self.step_policy.check_grad_norm(grad_norm)
         self.update_stats = UpdateStats(self.optimizer.parameters) if record_update_stats else None
-        with raise_on_out_of_memory("the optimizer's state"):
-            shrink = (length / training.grad_clip).clamp(min=1.0) * scaled.get("loss_scale", 1.0)
-            self.optimizer.step(factor, grad_divisor=shrink, skip=skip)
+        with raise_on_out_of_memory("the optimizer state"):
+            # Clipping and unscaling in one division: max(1, ‖g‖ / grad_clip) · loss_scale
+            grad_divisor = (grad_norm / training.grad_clip).clamp(min=1.0) * scale_metrics.get("loss_scale", 1.0)
+            self.optimizer.step(factor, grad_divisor=grad_divisor, skip=skip)
         return {
             "step": step + 1,
-            "loss": self.dist_context.sum_over_dp(entropy) / weight,
-            "grad_norm": length,
+            "loss": self.dist_context.sum_over_dp(cross_entropy) / weight,
+            "grad_norm": grad_norm,
             "lr": factor * self.recipe.optimizer.lr,
             "num_tokens": int(weight),
             "verdict": verdict,
-            **scaled,
+            **scale_metrics,
         }
 
     def forward_backward_with_oom_retry(self, step: int) -> tuple[Any, float]:
-        """In more and smaller pieces if memory is too small."""
+        """Run `forward_backward`; if memory does not suffice, retry with more and smaller micro-batches."""
         while True:
             try:
                 return self.forward_backward(step)
             except (RuntimeError, MemoryError) as error:
-                others_wait = self.dist_context.world_size > 1
-                if not is_out_of_memory(error) or others_wait:
+                is_distributed = self.dist_context.world_size > 1  # the other ranks would wait in a collective
+                if not is_out_of_memory(error) or is_distributed:
                     raise
                 self.step_policy.increase_grad_accum_steps(self.recipe.training.batch_size)
-            self.optimizer.zero_grad()  # out here the error, which holds all that was computed, is gone
+            self.optimizer.zero_grad()  # outside `except`: the exception kept the activations alive
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
     def forward_backward(self, step: int) -> tuple[Any, float]:
-        """Of the mean over all targets of the batch, however many pieces it is read in.
+        """Compute the gradient of the mean over all targets of the batch, for any number of micro-batches.
 
-        Returns this rank's entropy and the weight of all.
+        Returns this rank's summed cross-entropy and the total weight over all ranks.
         """
         training = self.recipe.training
-        size = training.batch_size
-        first = step * size
-        pieces = [
+        batch_size = training.batch_size
+        first = step * batch_size
+        micro_batches = [
             build_micro_batch(self.objective_fn, self.data.train, first + low, high - low)
-            for low, high in self.dist_context.micro_batch_ranges(size, self.step_policy.grad_accum_steps)
+            for low, high in self.dist_context.micro_batch_ranges(batch_size, self.step_policy.grad_accum_steps)
         ]
-        weight = self.dist_context.sum_over_dp(sum(float(piece.weights.sum()) for piece in pieces))
+        weight = self.dist_context.sum_over_dp(sum(float(each.weights.sum()) for each in micro_batches))
         if weight == 0:
-            raise TrainingError(f"step {step + 1} has no target; lower data.validation_split, or give longer texts")
+            raise TrainingError(
+                f"the batch of step {step + 1} has no target tokens; lower data.validation_split, or use longer texts"
+            )
         self.optimizer.zero_grad()
-        entropy: Any = 0.0
-        asked = self.training_module if self.wrapped_module is None else self.wrapped_module
+        cross_entropy: Any = 0.0
+        module = self.training_module if self.wrapped_module is None else self.wrapped_module
         with self.compiled_context():
-            for place, piece in enumerate(pieces):
-                # What dropout draws.
-                torch.manual_seed(derive_seed(training.seed, step, place, self.dist_context.dp_rank))
-                with no_sync_until_last(asked, place == len(pieces) - 1):
-                    loss: LossSums = asked(piece)
-                    mean: Any = loss.loss * (self.dist_context.dp_size / weight)  # ranks' gradients are averaged
+            for index, micro_batch in enumerate(micro_batches):
+                # Seed of the dropout masks
+                torch.manual_seed(derive_seed(training.seed, step, index, self.dist_context.dp_rank))
+                with no_sync_until_last(module, index == len(micro_batches) - 1):
+                    loss: LossSums = module(micro_batch)
+                    # DDP and FSDP average gradients over ranks; times dp_size, the average is the sum.
+                    mean: Any = loss.loss * (self.dist_context.dp_size / weight)
                     (mean if self.grad_scaler is None else mean * self.grad_scaler.scale).backward()
-                entropy = entropy + loss.cross_entropy.double()
-        return entropy, weight
+                cross_entropy = cross_entropy + loss.cross_entropy.double()
+        return cross_entropy, weight
 
 
 def metrics_to_python(metrics: Metrics) -> Metrics:
-    """The same in plain numbers: this waits for the device."""
+    """Convert tensors to Python numbers; this synchronizes with the device."""
     return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
 
 
 def build_micro_batch(
     objective_fn: ObjectiveFn, dataset: PositionalDataset[Any, Any], first: int, count: int
 ) -> Objective:
-    """What some sequences ask for. A rank that has none reads one, which counts nothing: the others wait for it."""
-    found = objective_fn(dataset.get_batch(first, max(count, 1)), first)
-    return found if count else replace(found, weights=torch.zeros_like(found.weights), loss_targets=None)
+    """Build the objective of `count` sequences.
+
+    With count 0 it has one sequence of weight 0, so that the rank takes part in the collectives.
+    """
+    objective = objective_fn(dataset.get_batch(first, max(count, 1)), first)
+    if count:
+        return objective
+    return replace(objective, weights=torch.zeros_like(objective.weights), loss_targets=None)

@@ -1,7 +1,7 @@
-"""The training loop: steps, evaluation and checkpoints, in a run's directory.
+"""Trainer: the training loop with steps, evaluation, checkpoints and export, in a run directory.
 
-Where the data is, what dropout draws and what is masked all follow from (seed, step). So a run that was killed goes on
-from its last checkpoint to the same bits that it would have reached.
+Data order, dropout masks and masked tokens are functions of (seed, step). So a run that was killed resumes from its
+last checkpoint to bit-identical results.
 """
 
 import signal
@@ -50,27 +50,27 @@ from cutaway.train.trainer.training_module import TrainingModule
 
 @contextmanager
 def stop_on_signals(stop_requested: threading.Event) -> Iterator[None]:
-    """SIGTERM and Ctrl-C end a run after the step at hand, with a checkpoint; a second Ctrl-C at once."""
+    """On SIGTERM or Ctrl-C, stop after the current step with a checkpoint; on a second Ctrl-C, immediately."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def ask(number: int, frame: Any) -> None:
+    def request_stop(number: int, frame: Any) -> None:
         if stop_requested.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop_requested.set()
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous_handlers = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
 @dataclass
 class Trainer:
-    """A model that learns from data, in a run's directory."""
+    """Trains a model on data, in a run directory."""
 
     run_directory: RunDirectory
     training_module: TrainingModule
@@ -80,7 +80,7 @@ class Trainer:
     callback: Callback = field(default_factory=Callback)
     dist_context: DistributedContext = SINGLE_PROCESS
     wrapped_module: nn.Module | None = None
-    """What a step calls in the training module's place where ranks have copies of it."""
+    """Module that a step calls instead of `training_module`: its DDP or FSDP wrapper."""
 
     def __post_init__(self) -> None:
         self.recipe: Recipe = self.run_directory.recipe
@@ -119,24 +119,25 @@ class Trainer:
         self.throughput = Throughput.from_recipe(self.recipe, self.model.config, device, self.dist_context.world_size)
         self.callback_handler: CallbackHandler
 
-    # The state as one value
+    # State
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        parts = {name: part.state_dict() for name, part in self.stateful_components().items()}
-        return {"model": dict(self.model.state_dict()), **parts}
+        """State dicts of the model and of the stateful components, by name."""
+        states = {name: component.state_dict() for name, component in self.stateful_components().items()}
+        return {"model": dict(self.model.state_dict()), **states}
 
     def stateful_components(self) -> dict[str, Any]:
-        """What has a state of its own beside the weights; some only in some runs."""
-        every = {
+        """Components with a state dict besides the model; EMA and loss scaling depend on the recipe."""
+        components = {
             "optimizer": self.optimizer,
             "step_policy": self.step_policy,
             "ema": self.ema,
             "grad_scaler": self.grad_scaler,
         }
-        return {name: part for name, part in every.items() if part is not None}
+        return {name: component for name, component in components.items() if component is not None}
 
     def save_checkpoint(self) -> None:
-        """Everything that the next step depends on. A disk that is full is no reason to stop learning."""
+        """Save everything that the next step depends on. If the disk is full, report it and continue training."""
         self.callback_handler.flush()
         state: dict[str, Any] = {
             "step": self.global_step,
@@ -160,65 +161,70 @@ class Trainer:
         try:
             yield
         except CheckpointWriteError as error:
-            self.callback.on_message(f"{error}; training goes on, and the last checkpoint stays")
+            self.callback.on_message(f"{error}; training continues, and the previous checkpoint is kept")
 
     def restore_checkpoint(self) -> None:
-        """Go on from the newest checkpoint that is whole, or from the beginning if there is none."""
-        found = load_latest_state(self.checkpoint_manager, self.dist_context, self.callback.on_message)
-        if found is None:
+        """Restore the newest valid checkpoint, or start at step 0 if there is none."""
+        restored = load_latest_state(self.checkpoint_manager, self.dist_context, self.callback.on_message)
+        if restored is None:
             self._open_logs(0, 0)
             return
-        if found.state["data_fingerprint"] != self.run_directory.data_fingerprint:
-            raise InputError("this checkpoint is of other data than the run's; restore the run's own files")
-        load_weights(self.model, found.tensor_groups["model"])
-        for name, part in self.stateful_components().items():
-            if name not in found.tensor_groups:
-                raise InputError(f"this checkpoint has no {name}, as those of another version; begin a new run from it")
-            part.load_state_dict(found.tensor_groups[name])
-        self.global_step, self.best_eval_loss = found.state["step"], found.state["best_eval_loss"]
-        self._open_logs(found.state["metrics_bytes"], found.state["timings_bytes"])
+        if restored.state["data_fingerprint"] != self.run_directory.data_fingerprint:
+            raise InputError(
+                "the checkpoint was written with other data than the run's; restore the run's own checkpoint files"
+            )
+        load_weights(self.model, restored.tensor_groups["model"])
+        for name, component in self.stateful_components().items():
+            if name not in restored.tensor_groups:
+                raise InputError(
+                    f"the checkpoint has no state for {name}, so another version wrote it; start a new run from its"
+                    " weights"
+                )
+            component.load_state_dict(restored.tensor_groups[name])
+        self.global_step, self.best_eval_loss = restored.state["step"], restored.state["best_eval_loss"]
+        self._open_logs(restored.state["metrics_bytes"], restored.state["timings_bytes"])
 
     def _open_logs(self, metrics_bytes: int, timings_bytes: int) -> None:
-        """Go on with the logs behind so many bytes of them; of several ranks one writes."""
-        where, mine = self.run_directory.directory, self.dist_context.is_main_process
-        self.metrics_log = MetricsLog(where / "metrics.jsonl", metrics_bytes) if mine else NullMetricsLog()
-        self.timings_log = MetricsLog(where / "timings.jsonl", timings_bytes) if mine else NullMetricsLog()
+        """Open the logs, truncated to the sizes stored in the checkpoint. Only the main process writes."""
+        directory, is_main = self.run_directory.directory, self.dist_context.is_main_process
+        self.metrics_log = MetricsLog(directory / "metrics.jsonl", metrics_bytes) if is_main else NullMetricsLog()
+        self.timings_log = MetricsLog(directory / "timings.jsonl", timings_bytes) if is_main else NullMetricsLog()
         self.callback_handler = CallbackHandler(
-            self.run_directory, self.metrics_log, self.callback, self.global_step, enabled=mine
+            self.run_directory, self.metrics_log, self.callback, self.global_step, enabled=is_main
         )
 
-    # The work
+    # Training
 
     def train(self) -> None:
-        """Learn until the recipe's last step, or until somebody asks to stop."""
+        """Train until `training.max_steps`, or until a stop is requested."""
         recipe = self.recipe
         steps = recipe.training.max_steps
         self.model.train()
         device = self.model.device
-        mine = [device] if device.type == "cuda" else []
-        # Whoever called has random numbers of their own, and finds the last checkpoint written.
+        cuda_devices = [device] if device.type == "cuda" else []
+        # The caller's random state is restored, and the last asynchronous save is complete, when this returns.
         with (
             closing(self.callback_handler),
             stop_on_signals(self.stop_requested),
             self._wait_for_async_save(),
-            torch.random.fork_rng(mine),
+            torch.random.fork_rng(cuda_devices),
         ):
             self.step_start_time = time.perf_counter()
             stopping = self.dist_context.any_rank(self.stop_requested.is_set())
             while self.global_step < steps and not stopping:
-                row = self.train_step(self.global_step)
-                # Of the step before: a device computes one step while the next is being asked for.
+                metrics = self.train_step(self.global_step)
+                # Log the previous step: the GPU computes one step while the host launches the next.
                 self._log_pending_step()
-                self.global_step, self.pending_metrics = self.global_step + 1, row
-                look = self.should_evaluate(self.global_step)
-                save = self.global_step == steps or self.global_step % recipe.checkpoint.interval == 0
-                if look or save or device.type == "cpu":
+                self.global_step, self.pending_metrics = self.global_step + 1, metrics
+                should_evaluate = self.should_evaluate(self.global_step)
+                should_save = self.global_step == steps or self.global_step % recipe.checkpoint.interval == 0
+                if should_evaluate or should_save or device.type == "cpu":
                     self._log_pending_step()
-                if look:
+                if should_evaluate:
                     with self.averaged_weights():
                         self.evaluate()
                 stopping = self.dist_context.any_rank(self.stop_requested.is_set())
-                if save or stopping:
+                if should_save or stopping:
                     self._log_pending_step()
                     self.save_checkpoint()
                     self.step_start_time = time.perf_counter()
@@ -236,58 +242,63 @@ class Trainer:
                 self.checkpoint_manager.wait_for_async_save()
 
     def train_step(self, step: int) -> Metrics:
-        row = self.train_step_runner.run(
+        metrics = self.train_step_runner.run(
             step, record_update_stats=self.dist_context.mesh is None and self.should_evaluate(step + 1)
         )
         if self.ema is not None:
             self.ema.update(step)
-        return row
+        return metrics
 
     def should_evaluate(self, step: int) -> bool:
-        """Whether so many steps are followed by a look."""
+        """Whether an evaluation follows the step with this number, counted from 1."""
         return step == self.recipe.training.max_steps or step % self.recipe.eval.interval == 0
 
     def averaged_weights(self) -> AbstractContextManager[None]:
-        """The weights that others see: their mean, where the recipe asks for one."""
+        """Context in which the model has the EMA weights, if the recipe uses EMA."""
         return nullcontext() if self.ema is None else self.ema.averaged_weights()
 
     def _log_pending_step(self) -> None:
-        """Write down what the last step has come to; this waits until it has."""
+        """Write the metrics of the last step to the logs; this synchronizes with the device."""
         if self.pending_metrics is None:
             return
-        row, self.pending_metrics = metrics_to_python(self.pending_metrics), None
+        metrics, self.pending_metrics = metrics_to_python(self.pending_metrics), None
         now = time.perf_counter()
-        took, self.step_start_time = now - self.step_start_time, now
-        self.step_policy.report_step(row, row.pop("verdict"))
-        timing = {"step": row["step"], "seconds": took, "tokens_per_second": row["num_tokens"] / took}
-        timing |= self.throughput.measure(took)
-        self.metrics_log.append(row)
+        seconds, self.step_start_time = now - self.step_start_time, now
+        self.step_policy.report_step(metrics, metrics.pop("verdict"))
+        timing = {"step": metrics["step"], "seconds": seconds, "tokens_per_second": metrics["num_tokens"] / seconds}
+        timing |= self.throughput.measure(seconds)
+        self.metrics_log.append(metrics)
         self.timings_log.append(timing)
-        self.callback_handler.on_step_end(row, timing)
+        self.callback_handler.on_step_end(metrics, timing)
         hit_failpoint("after-step")
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """How well it does on what it does not learn from."""
+        """Compute loss, generation metrics and layer statistics on the validation split, and log them."""
         self.model.eval()
         total = weight = 0.0
         count = min(self.recipe.eval.num_sequences, self.data.num_validation_sequences)
-        at_once = -(-self.recipe.training.batch_size // self.step_policy.grad_accum_steps)  # what memory holds
-        for low, high in self.dist_context.micro_batch_ranges(count, max(1, count // at_once)):
-            piece = build_micro_batch(self.objective_fn, self.data.validation, low, high - low)
-            total += float(self.training_module(piece).cross_entropy)
-            weight += float(piece.weights.sum())
+        # The largest micro-batch that fits in memory
+        micro_batch_size = -(-self.recipe.training.batch_size // self.step_policy.grad_accum_steps)
+        for low, high in self.dist_context.micro_batch_ranges(count, max(1, count // micro_batch_size)):
+            micro_batch = build_micro_batch(self.objective_fn, self.data.validation, low, high - low)
+            total += float(self.training_module(micro_batch).cross_entropy)
+            weight += float(micro_batch.weights.sum())
         layer_stats = self.compute_layer_stats()
         loss = self.dist_context.sum_over_dp(total) / max(1.0, self.dist_context.sum_over_dp(weight))
         self.best_eval_loss = loss if self.best_eval_loss is None else min(self.best_eval_loss, loss)
-        row: dict[str, Any] = {"step": self.global_step, "eval_loss": loss}
+        metrics: dict[str, Any] = {"step": self.global_step, "eval_loss": loss}
         if self.data.bytes_per_token is not None:
-            row["bits_per_byte"] = bits_per_byte(loss, self.data.bytes_per_token)
-        if has_generation_metrics(self.recipe) and (whole := self.build_checkpoint(self.model.device)) is not None:
-            row |= compute_eval_metrics(whole, self.data, self.objective_fn, self.recipe, seed=self.global_step)
+            metrics["bits_per_byte"] = bits_per_byte(loss, self.data.bytes_per_token)
+        if has_generation_metrics(self.recipe):
+            checkpoint = self.build_checkpoint(self.model.device)
+            if checkpoint is not None:
+                metrics |= compute_eval_metrics(
+                    checkpoint, self.data, self.objective_fn, self.recipe, seed=self.global_step
+                )
         self.model.train()
-        self.metrics_log.append(row)
-        self.callback_handler.on_evaluate(row)
+        self.metrics_log.append(metrics)
+        self.callback_handler.on_evaluate(metrics)
         if layer_stats is not None:
             self.metrics_log.append({"step": self.global_step, "layer_stats": layer_stats})
             self.callback_handler.on_layer_stats({"step": self.global_step, "layer_stats": layer_stats})
@@ -295,18 +306,18 @@ class Trainer:
         self.step_start_time = time.perf_counter()
 
     def compute_layer_stats(self) -> dict[str, Any] | None:
-        """Readings of each layer, where a rank has whole ones."""
+        """Statistics per layer, with warnings; None with a device mesh, where a rank has only shards."""
         if self.dist_context.mesh is not None:
             return None
-        found = compute_layer_stats(
+        layer_stats = compute_layer_stats(
             self.training_module,
             self.objective_fn(self.data.validation.get_batch(0, 1), 0),
             self.train_step_runner.update_stats,
         )
-        return found | {"warnings": layer_warnings(found, self.model.config.d_model)}
+        return layer_stats | {"warnings": layer_warnings(layer_stats, self.model.config.d_model)}
 
     def build_checkpoint(self, device: torch.device) -> Checkpoint | None:
-        """The whole model beside what it was before, for the leader."""
+        """The full model as a Checkpoint on the main process, None on other ranks. Gathers the shards of a mesh."""
         model: Transformer | None = self.model
         if self.dist_context.mesh is not None:
             model = gather_full_model(self.model, device, keep=self.dist_context.is_main_process)
@@ -323,7 +334,7 @@ class Trainer:
         )
 
     def export_model(self) -> None:
-        """The model as others open it, if others have such models."""
+        """Write the model in the Hugging Face format of its family, or in cutaway's own if no family matches."""
         self.model.eval()
         checkpoint = self.build_checkpoint(torch.device("cpu"))
         if checkpoint is not None:

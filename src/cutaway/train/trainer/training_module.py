@@ -1,4 +1,4 @@
-"""A model with what is asked of it: a batch in, what it gets wrong out."""
+"""TrainingModule: a model with its loss and mixed precision, as one nn.Module that DDP and FSDP can wrap."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +17,11 @@ from cutaway.train.optim.mixed_precision import disable_onednn_without_bf16
 from cutaway.train.recipe.schema import Recipe
 
 LOSS_CHUNK_SIZE = 1024
-"""Targets whose logits are held at once."""
+"""Targets per chunk of logits."""
 
 
 class TrainingModule(nn.Module):
-    """The one thing that is wrapped where several ranks train a model: all that has a gradient happens inside."""
+    """Model and loss in one module: the unit that DDP and FSDP wrap, so that every gradient is computed inside."""
 
     def __init__(self, model: Transformer, recipe: Recipe) -> None:
         super().__init__()
@@ -31,13 +31,13 @@ class TrainingModule(nn.Module):
         if self.precision != "fp32":
             disable_onednn_without_bf16(model.device)
         self.vocab_shard: VocabShard | None = None
-        """Whose logits are here, where ranks share the output matrix."""
+        """This rank's part of the vocabulary, if the output matrix is tensor-parallel."""
         self.aux_loss_coef = recipe.objective.aux_loss_coef
         self.loss_buffers: dict[str, Any] = {}
-        """Memory that one step's loss leaves to the next's."""
+        """Buffers of the loss, reused from step to step."""
 
     def forward(self, objective: Objective) -> LossSums:
-        unknown = VALUES_CHECKED.set(True)  # ids are the tokenizer's
+        token = VALUES_CHECKED.set(True)  # skip input validation: the ids come from the tokenizer
         try:
             with self.autocast():
                 return (
@@ -46,7 +46,7 @@ class TrainingModule(nn.Module):
                     else self._compute_loss(objective)
                 )
         finally:
-            VALUES_CHECKED.reset(unknown)
+            VALUES_CHECKED.reset(token)
 
     def _compute_loss(self, objective: Objective) -> LossSums:
         return objective.loss(
@@ -59,23 +59,26 @@ class TrainingModule(nn.Module):
         )
 
     def _compute_loss_with_aux(self, objective: Objective) -> LossSums:
-        """With what uneven use of experts costs, as often as there are targets: the step divides by them."""
-        with record_routing(self.model) as seen:
+        """Loss plus aux_loss_coef · load-balancing loss, times the weight of the targets: the step divides by it."""
+        with record_routing(self.model) as records:
             loss = self._compute_loss(objective)
-        return loss._replace(loss=loss.loss + self.aux_loss_coef * loss.weight * load_balancing_loss(seen))
+        return loss._replace(loss=loss.loss + self.aux_loss_coef * loss.weight * load_balancing_loss(records))
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """What products are computed in, and for bf16 what the stream is kept in between: half the traffic, and of
-        gradients' error about a twentieth more than with a stream in fp32. In fp16 a stream may grow too large."""
+        """Autocast matrix products to the training precision.
+
+        For bf16 the residual stream is bf16 too: half the memory traffic, and a gradient error about a twentieth
+        larger than with an fp32 residual stream. In fp16 the residual stream could overflow, so it stays fp32.
+        """
         if self.precision == "fp32":
             yield
             return
         stacks = self.model.stacks.values() if self.precision == "bf16" else ()
-        narrow = [stack.embed.register_forward_hook(lambda module, given, x: x.to(torch.bfloat16)) for stack in stacks]
+        hooks = [stack.embed.register_forward_hook(lambda module, args, x: x.to(torch.bfloat16)) for stack in stacks]
         try:
             with torch.autocast(self.model.device.type, torch.bfloat16 if self.precision == "bf16" else torch.float16):
                 yield
         finally:
-            for hook in narrow:
+            for hook in hooks:
                 hook.remove()

@@ -1,4 +1,4 @@
-"""Every question by its name."""
+"""Inspector queries: the registry of query classes by name."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Ablation study results that come with cutaway: components ablated in trained weights, and trained without."""
+"""Query: results of the ablation study shipped with cutaway (ablated in trained weights, and trained without)."""
 
 import json
 from functools import cache
@@ -12,19 +12,19 @@ from cutaway.train.ablate.studies import FULL_MODEL
 
 BASELINE = "baseline"
 ABLATION_PAIRS = (
-    ("skip", "a block fewer", "without a middle block", "a block fewer", BASELINE),
+    ("skip", "one block fewer", "without a middle block", "one block fewer", BASELINE),
     ("swap", "FFN before attention", "FFN before attention", "FFN before attention", BASELINE),
     ("final_norm", "no final norm", "without the final norm", "no final norm", BASELINE),
     ("positions", "no positions", "without positions", "no positions", BASELINE),
-    ("head", "a head fewer", "without a middle block's greatest head", "a head fewer", BASELINE),
+    ("head", "one head fewer", "without the most important head of a middle block", "one head fewer", BASELINE),
     ("mask", "no mask", "without mask", "no mask", "with the mask"),
 )
-"""Edit, component, condition of the ablated full model, variant that was trained so, condition of that variant."""
+"""Edit, component, condition of the ablated full model, variant trained without the component, its condition."""
 NOT_RETRAINED = (("no_residual", "no residual"),)
 
 
 class AblationResults(Query):
-    """Parts taken out of trained weights, beside models trained without them: results that come with cutaway."""
+    """Losses with a component ablated in trained weights, beside models trained without it."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         return QueryResult(pair_ablated_and_retrained(load_ablation_results()))
@@ -32,12 +32,12 @@ class AblationResults(Query):
 
 @cache
 def load_ablation_results() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(ABLATIONS_FILE.read_text(encoding="utf-8"))
-    return found
+    results: dict[str, Any] = json.loads(ABLATIONS_FILE.read_text(encoding="utf-8"))
+    return results
 
 
 def pair_ablated_and_retrained(results: dict[str, Any]) -> dict[str, Any]:
-    """Both losses of each part, on the same text, with their intervals over seeds."""
+    """Pair both losses of each component, on the same text, with their confidence intervals over seeds."""
     losses = {(row["variant"], row["condition"]): row for row in results["measurements"] if row["metric"] == "loss"}
 
     def loss_interval(variant: str, condition: str) -> dict[str, Any]:
@@ -48,10 +48,10 @@ def pair_ablated_and_retrained(results: dict[str, Any]) -> dict[str, Any]:
         {
             "edit": edit,
             "component": component,
-            "ablated": loss_interval(FULL_MODEL, cut),
+            "ablated": loss_interval(FULL_MODEL, ablated_condition),
             "retrained": loss_interval(variant, condition),
         }
-        for edit, component, cut, variant, condition in ABLATION_PAIRS
+        for edit, component, ablated_condition, variant, condition in ABLATION_PAIRS
     ]
     rows += [
         {"edit": edit, "component": component, "ablated": None, "retrained": None} for edit, component in NOT_RETRAINED

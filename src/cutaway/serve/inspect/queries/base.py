@@ -1,4 +1,4 @@
-"""A question is its own form: what must be given, and how it is answered."""
+"""Base classes of inspector queries: parameters as pydantic fields, and `run`."""
 
 from abc import ABC, abstractmethod
 from typing import Annotated
@@ -10,18 +10,20 @@ from cutaway.serve.inspect.model_input import MAX_TOKENS, ModelInput
 from cutaway.serve.inspect.protocol import QueryJob, QueryResult
 
 TokenIndex = Annotated[int, Field(strict=True, ge=0, lt=MAX_TOKENS)]
-"""A token's, from 0."""
+"""Index of a token, from 0."""
 
 
 class Query(BaseModel, ABC):
+    """Query of the web page about the inspected model; its fields are the parameters."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @abstractmethod
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        """All that was asked, or what stands against it as an error."""
+        """Compute the result; raise a CutawayError if the parameters are invalid."""
 
 
 class InputQuery(Query):
-    """One about a text."""
+    """Query about a model input."""
 
     input: ModelInput

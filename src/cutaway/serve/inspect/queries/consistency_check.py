@@ -1,4 +1,4 @@
-"""The proofs beside the picture, each as the largest difference found; and where a token's attention comes from."""
+"""Query: consistency checks of residual sums, pattern rows and the KV cache, each as a maximum error."""
 
 import torch
 
@@ -12,81 +12,86 @@ from cutaway.serve.inspect.queries.activation import final_norm_site
 from cutaway.serve.inspect.queries.base import InputQuery
 
 NUM_CACHED_STEPS = 16
-"""Tokens at the end of a text that are read one by one; those before them are read at once."""
+"""Number of tokens at the end of the text that are decoded one by one; earlier tokens are prefilled."""
 
 
 class ConsistencyCheck(InputQuery):
-    """embedding + Σ additions = stream; rows of patterns sum to 1; with a cache = without."""
+    """embedding + Σ sublayer outputs = residual stream; pattern rows sum to 1; cached logits = uncached logits."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        kept = inspector.get_activations_at(self.input, [name for name in inspector.sites if name.endswith(".q")], job)
-        job.report_progress(0, 3, "adding up the stream")
-        sums = [
-            apart
+        activations = inspector.get_activations_at(
+            self.input, [name for name in inspector.sites if name.endswith(".q")], job
+        )
+        job.report_progress(0, 3, "summing the residual stream")
+        residual_errors = [
+            error
             for stack in inspector.model.stacks.values()
-            if (apart := _residual_sum_error(inspector, kept, stack)) is not None
+            if (error := _residual_sum_error(inspector, activations, stack)) is not None
         ]
-        job.report_progress(1, 3, "adding up attention")
-        rows = _pattern_row_error(inspector, kept, job)
-        job.report_progress(2, 3, "reading again, token after token")
-        steps = _cache_error(inspector, kept, job)
-        whole = len(sums) == len(inspector.model.stacks)
+        job.report_progress(1, 3, "summing attention patterns")
+        pattern_row_error = _pattern_row_error(inspector, activations, job)
+        job.report_progress(2, 3, "decoding with the KV cache")
+        cache_error, max_abs_logit = _cache_error(inspector, activations, job)
+        is_complete = len(residual_errors) == len(inspector.model.stacks)
         return QueryResult(
             {
-                "residual_sum_error": max(sums) if whole else None,
-                "pattern_row_error": rows,
-                "cache_error": steps[0],
-                "max_abs_logit": steps[1],
+                "residual_sum_error": max(residual_errors) if is_complete else None,
+                "pattern_row_error": pattern_row_error,
+                "cache_error": cache_error,
+                "max_abs_logit": max_abs_logit,
                 "eps": torch.finfo(inspector.model.dtype).eps,
             }
         )
 
 
 def _residual_sum_error(inspector: Inspector, activations: ActivationCache, stack: object) -> float | None:
-    """Over all tokens, relative to the stream; None where norms stand on the stream, which is then no sum."""
-    own = [name for name, site in inspector.sites.items() if site.stack is stack]
-    blocks = inspector.sites[own[0]].stack
-    assert blocks is not None
-    if activations.model_input.edits or not all(has_additive_residual(block) for block in blocks.blocks):
+    """Return the maximum error over all tokens, relative to the residual stream.
+
+    None if the model is edited, or if norms act on the residual stream (post-norm), which is then not a sum.
+    """
+    site_names = [name for name, site in inspector.sites.items() if site.stack is stack]
+    site_stack = inspector.sites[site_names[0]].stack
+    assert site_stack is not None
+    if activations.model_input.edits or not all(has_additive_residual(block) for block in site_stack.blocks):
         return None
-    total = activations[next(name for name in own if name.endswith("embed"))]
-    for name in own:
+    total = activations[next(name for name in site_names if name.endswith("embed"))]
+    for name in site_names:
         total = total + activations[name] if is_sublayer_output(name) else total
-    last = activations[next(name for name in reversed(own) if name.endswith("resid_post"))]
+    last = activations[next(name for name in reversed(site_names) if name.endswith("resid_post"))]
     return float((total - last).abs().max() / last.abs().max().clamp(min=1e-30))
 
 
 def _pattern_row_error(inspector: Inspector, activations: ActivationCache, job: QueryJob) -> float | None:
-    """Of all patterns, made layer by layer; None where sinks take a share everywhere."""
-    worst = None
+    """Return the maximum error of the pattern rows' sums; None if all attentions have sinks."""
+    max_error = None
     with inspector.lock, torch.no_grad():
         for name, (_, args) in activations.attention_calls.items():
             job.check_cancelled()
             if unpack_kernel_args(args)[-1] is None:
-                apart = float((activations.recompute_attention(name).pattern().float().sum(-1) - 1).abs().max())
-                worst = apart if worst is None else max(worst, apart)
-    return worst
+                error = float((activations.recompute_attention(name).pattern().float().sum(-1) - 1).abs().max())
+                max_error = error if max_error is None else max(max_error, error)
+    return max_error
 
 
 def _cache_error(
     inspector: Inspector, activations: ActivationCache, job: QueryJob
 ) -> tuple[float | None, float | None]:
-    """The last tokens' logits, each in a step of its own with a cache, against one pass; and the largest logit."""
-    look, model = activations.model_input, inspector.model
+    """Return the maximum difference of logits decoded with a cache from those of one pass, and max |logit|."""
+    model_input, model = activations.model_input, inspector.model
     if isinstance(model, EncoderOnly) or getattr(model, "head", None) is None:
         return None, None
-    tokens = torch.tensor([look.tokens], device=model.device)
-    source = None if look.source is None else torch.tensor([look.source], device=model.device)
+    tokens = torch.tensor([model_input.tokens], device=model.device)
+    source = None if model_input.source is None else torch.tensor([model_input.source], device=model.device)
     length = tokens.shape[1]
-    alone = max(1, length - NUM_CACHED_STEPS)
-    whole = inspector.logits(activations[final_norm_site(inspector)][alone - 1 :])
-    worst, cache = 0.0, model.new_cache(1, length)
-    for at in range(alone - 1, length):
+    num_prefill = max(1, length - NUM_CACHED_STEPS)
+    full_logits = inspector.logits(activations[final_norm_site(inspector)][num_prefill - 1 :])
+    max_error, cache = 0.0, model.new_cache(1, length)
+    for position in range(num_prefill - 1, length):
         job.check_cancelled()
-        with inspector.edited_model(look):  # between steps others may ask
-            piece = tokens[:, :alone] if at == alone - 1 else tokens[:, at : at + 1]
-            first = source if at == alone - 1 else None
-            given_now = (first, piece) if isinstance(model, EncoderDecoder) else (piece,)
-            said = model(*given_now, cache=cache)[0, -1].float()
-            worst = max(worst, float((said - whole[at - alone + 1]).abs().max()))
-    return worst, float(whole.abs().max())
+        with inspector.edited_model(model_input):  # the lock is released between steps, so that other queries can run
+            token_ids = tokens[:, :num_prefill] if position == num_prefill - 1 else tokens[:, position : position + 1]
+            encoder_input = source if position == num_prefill - 1 else None
+            args = (encoder_input, token_ids) if isinstance(model, EncoderDecoder) else (token_ids,)
+            logits = model(*args, cache=cache)[0, -1].float()
+            max_error = max(max_error, float((logits - full_logits[position - num_prefill + 1]).abs().max()))
+    return max_error, float(full_logits.abs().max())

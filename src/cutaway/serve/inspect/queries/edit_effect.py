@@ -1,4 +1,4 @@
-"""What a change does: the same text in the model as it is and in the changed one, and what was trained that way."""
+"""Query: effect of edits on next-token probabilities, residual norms, KL divergence and loss."""
 
 import math
 from typing import Any
@@ -17,44 +17,44 @@ from cutaway.serve.inspect.protocol import QueryJob, QueryResult
 from cutaway.serve.inspect.queries.base import InputQuery, TokenIndex
 
 LOGIT_CHUNK_SIZE = 32
-"""Tokens whose logits are made at once: of a large vocabulary, whole texts would take gigabytes."""
+"""Positions whose logits are computed at once; limits memory for large vocabularies."""
 EFFECT_CACHE: WeakKeyDictionary[ActivationCache, dict[str, Any]] = WeakKeyDictionary()
-"""What was worked out for passes that are kept, as long as they are."""
+"""KL divergence and loss by edited activation cache, for as long as that is cached."""
 
 
 class EditEffect(InputQuery):
-    """What a token would say before and after, how long the stream is; then every token's KL and loss, as they come."""
+    """Top next tokens and residual norms before and after the edits; then KL divergence and loss of every token."""
 
     position: TokenIndex
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        plain, changed = (
+        original, edited = (
             inspector.get_activations(self.input.without_edits, job),
             inspector.get_activations(self.input, job),
         )
         names = residual_sites(inspector)
-        lengths = {
-            "norms_before": torch.stack([plain[name].float().norm(dim=-1) for name in names]),
-            "norms_after": torch.stack([changed[name].float().norm(dim=-1) for name in names]),
+        norms = {
+            "norms_before": torch.stack([original[name].float().norm(dim=-1) for name in names]),
+            "norms_after": torch.stack([edited[name].float().norm(dim=-1) for name in names]),
         }
-        facts: dict[str, Any] = {"sites": names}
+        data: dict[str, Any] = {"sites": names}
         if getattr(inspector.model, "head", None) is None:
-            return QueryResult(facts, lengths)
-        at = min(self.position, len(self.input.tokens) - 1)
-        facts["top_tokens"] = top_tokens_before_after(
+            return QueryResult(data, norms)
+        position = min(self.position, len(self.input.tokens) - 1)
+        data["top_tokens"] = top_tokens_before_after(
             inspector,
-            compute_logits(inspector, plain, at, at + 1)[0],
-            compute_logits(inspector, changed, at, at + 1)[0],
+            compute_logits(inspector, original, position, position + 1)[0],
+            compute_logits(inspector, edited, position, position + 1)[0],
         )
-        if changed not in EFFECT_CACHE:
-            job.send_partial(QueryResult(facts, lengths))
-            EFFECT_CACHE[changed] = compute_kl_and_loss(inspector, plain, changed, job)
-        told = EFFECT_CACHE[changed]
-        return QueryResult(facts | told["data"], lengths | told["tensors"])
+        if edited not in EFFECT_CACHE:
+            job.send_partial(QueryResult(data, norms))
+            EFFECT_CACHE[edited] = compute_kl_and_loss(inspector, original, edited, job)
+        effect = EFFECT_CACHE[edited]
+        return QueryResult(data | effect["data"], norms | effect["tensors"])
 
 
 def residual_sites(inspector: Inspector) -> list[str]:
-    """Of the stream that becomes logits: behind the embedding and each block."""
+    """Return the residual-stream sites of the stack with the head: after the embedding and each block."""
     prefix = "decoder." if len(inspector.model.stacks) > 1 else ""
     return [name for name in inspector.sites if name == f"{prefix}embed" or _is_block_output(name, prefix)]
 
@@ -64,59 +64,61 @@ def _is_block_output(site_name: str, prefix: str) -> bool:
 
 
 def compute_logits(inspector: Inspector, activations: ActivationCache, start: int, end: int) -> Tensor:
-    """Logits of some tokens, (n, V)."""
+    """Return the logits at positions start to end, (n, V)."""
     prefix = "decoder." if len(inspector.model.stacks) > 1 else ""
     return inspector.logits(activations.values[f"{prefix}final_norm"][:, start:end])[0]
 
 
 def top_tokens_before_after(inspector: Inspector, before: Tensor, after: Tensor) -> list[dict[str, Any]]:
-    """The likeliest five of each, with both shares: exact, over the whole vocabulary."""
-    shares = before.softmax(-1), after.softmax(-1)
+    """Return the union of both top-5 tokens, with both probabilities, exact over the whole vocabulary."""
+    probabilities = before.softmax(-1), after.softmax(-1)
     count = min(TOP_K, len(before))
-    best = [each.topk(count).indices.tolist() for each in shares]
-    every = dict.fromkeys(best[0] + best[1])
+    top = [probability.topk(count).indices.tolist() for probability in probabilities]
+    token_ids = dict.fromkeys(top[0] + top[1])
     return [
         {
             "token": token,
             "text": inspector.tokenizer.decode_token(token),
-            "probability_before": _finite_or_none(shares[0][token]),
-            "probability_after": _finite_or_none(shares[1][token]),
-            "rank_before": best[0].index(token) if token in best[0] else None,
-            "rank_after": best[1].index(token) if token in best[1] else None,
+            "probability_before": _finite_or_none(probabilities[0][token]),
+            "probability_after": _finite_or_none(probabilities[1][token]),
+            "rank_before": top[0].index(token) if token in top[0] else None,
+            "rank_after": top[1].index(token) if token in top[1] else None,
         }
-        for token in every
+        for token in token_ids
     ]
 
 
 def compute_kl_and_loss(
     inspector: Inspector, original: ActivationCache, edited: ActivationCache, job: QueryJob
 ) -> dict[str, Any]:
-    """KL and loss by token, slice by slice; what `lens.analysis.ablation` averages."""
+    """Compute KL divergence and loss per token in chunks; `lens.analysis.ablation` averages the same values."""
     tokens = torch.tensor(original.model_input.tokens, device=inspector.model.device)
     length = len(tokens)
-    next_ones = not isinstance(inspector.model, EncoderOnly) and length > 1
-    found: dict[str, list[Tensor]] = {"kl": [], "top5_overlap": [], "loss_before": [], "loss_after": []}
-    for low in range(0, length, LOGIT_CHUNK_SIZE):
-        high = min(low + LOGIT_CHUNK_SIZE, length)
-        job.report_progress(low, length, "comparing what is said")
-        before, after = compute_logits(inspector, original, low, high), compute_logits(inspector, edited, low, high)
-        told, was = after.log_softmax(-1), before.log_softmax(-1)
-        kl = functional.kl_divergence(was.exp(), was, told)
+    has_targets = not isinstance(inspector.model, EncoderOnly) and length > 1
+    values_by_name: dict[str, list[Tensor]] = {"kl": [], "top5_overlap": [], "loss_before": [], "loss_after": []}
+    for start in range(0, length, LOGIT_CHUNK_SIZE):
+        end = min(start + LOGIT_CHUNK_SIZE, length)
+        job.report_progress(start, length, "comparing logits")
+        before, after = compute_logits(inspector, original, start, end), compute_logits(inspector, edited, start, end)
+        logprobs_after, logprobs_before = after.log_softmax(-1), before.log_softmax(-1)
+        kl = functional.kl_divergence(logprobs_before.exp(), logprobs_before, logprobs_after)
         count = min(TOP_K, before.shape[-1])
-        mine, theirs = after.topk(count).indices, before.topk(count).indices
-        found["kl"].append(kl)
-        found["top5_overlap"].append((mine[:, :, None] == theirs[:, None, :]).any(-1).float().mean(-1))
-        if next_ones:
-            targets = tokens[low + 1 : high + 1]
-            found["loss_before"].append(F.nll_loss(was[: len(targets)], targets, reduction="none"))
-            found["loss_after"].append(F.nll_loss(told[: len(targets)], targets, reduction="none"))
-        job.send_partial(QueryResult({"start": low}, {"kl": kl}))
-    arrays = {name: torch.cat(each) for name, each in found.items() if each}
-    facts = {name: _finite_or_none(each.mean()) for name, each in arrays.items()}
-    return {"data": {"loss_before": None, "loss_after": None} | facts, "tensors": arrays}
+        top_after, top_before = after.topk(count).indices, before.topk(count).indices
+        values_by_name["kl"].append(kl)
+        values_by_name["top5_overlap"].append(
+            (top_after[:, :, None] == top_before[:, None, :]).any(-1).float().mean(-1)
+        )
+        if has_targets:
+            targets = tokens[start + 1 : end + 1]
+            values_by_name["loss_before"].append(F.nll_loss(logprobs_before[: len(targets)], targets, reduction="none"))
+            values_by_name["loss_after"].append(F.nll_loss(logprobs_after[: len(targets)], targets, reduction="none"))
+        job.send_partial(QueryResult({"start": start}, {"kl": kl}))
+    tensors = {name: torch.cat(values) for name, values in values_by_name.items() if values}
+    means = {name: _finite_or_none(values.mean()) for name, values in tensors.items()}
+    return {"data": {"loss_before": None, "loss_after": None} | means, "tensors": tensors}
 
 
 def _finite_or_none(value: Tensor) -> float | None:
-    """JSON has no other numbers."""
+    """Return a float, or None for inf and NaN, which JSON cannot represent."""
     number = float(value)
     return number if math.isfinite(number) else None

@@ -1,4 +1,4 @@
-"""A text that is written on token by token, with all that each choice was made from; and masks that are filled."""
+"""Queries: token-by-token generation with the state of each decode step, and mask filling."""
 
 import time
 from typing import Annotated, Any
@@ -21,22 +21,22 @@ from cutaway.serve.inspect.recording_sampler import RecordingSampler, SamplingSt
 
 MAX_NEW_TOKENS, MAX_TOKENS_PER_QUERY = 512, 64
 PREFILL_CHUNK_RANGE = 16, 512
-"""Tokens of a prompt that are read at once: few where windows are small, so that their rings are small too."""
+"""Bounds of the prefill chunk size: small for small windows, so that their ring buffers are small too."""
 
 
 class Generate(InputQuery):
-    """Go on with a text, exactly as `generate` does; each token is a part of the answer as it comes.
+    """Continue a text exactly as `generate` does; each token is sent as a partial result.
 
-    The input's tokens are the prompt and what has been written already: of an encoder-decoder, behind its first token.
-    At the end the same positions are read once more, all at once, and the two are compared.
+    The input's tokens are the prompt and the tokens generated before; for an encoder-decoder, after its start token.
+    At the end, the logits are compared with those of one full forward pass.
     """
 
     num_prompt_tokens: Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)]
-    """How many of the input's tokens were given, not written."""
+    """Number of the input's tokens that are the prompt; the rest was generated before."""
     num_tokens: Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS_PER_QUERY)] = 1
-    """Tokens to write now."""
+    """Number of tokens to generate in this query."""
     max_new_tokens: Annotated[int, Field(strict=True, ge=1, le=MAX_NEW_TOKENS)] = 64
-    """Tokens of the whole answer: what the cache has room for."""
+    """Maximum length of the whole completion; sets the size of the KV cache."""
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.0
     top_k: Annotated[int, Field(strict=True, ge=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -46,21 +46,20 @@ class Generate(InputQuery):
         inspector.validate_input(self.input)
         if self.num_prompt_tokens > len(self.input.tokens):
             raise InputError(
-                f"num_prompt_tokens is {self.num_prompt_tokens}, and there are {len(self.input.tokens)} tokens"
+                f"num_prompt_tokens is {self.num_prompt_tokens}; the input has only {len(self.input.tokens)} tokens"
             )
         if isinstance(inspector.model, EncoderOnly):
-            raise InputError("this model is an encoder: it reads a text and does not write on; it can fill masks")
-        work = GenerationSession(inspector, self)
-        with inspector.edited_model(
-            self.input
-        ):  # one pass after another for as long as it writes: its cache is of this model
-            for choice in work.run_steps(job):
-                job.send_partial(QueryResult({"step": choice}))
-            return work.finish(job)
+            raise InputError("this model is an encoder, which does not generate text; use mask filling")
+        session = GenerationSession(inspector, self)
+        # The lock is held for all steps: the KV cache is valid only for the model with these edits.
+        with inspector.edited_model(self.input):
+            for step in session.run_steps(job):
+                job.send_partial(QueryResult({"step": step}))
+            return session.finish(job)
 
 
 class GenerationSession:
-    """An engine at work on one text, and what was heard of it."""
+    """An engine that generates one completion, with a recording sampler."""
 
     def __init__(self, inspector: Inspector, query: Generate) -> None:
         self.inspector, self.query = inspector, query
@@ -87,50 +86,52 @@ class GenerationSession:
         self.request = self.engine.submit(
             self.prompt_tokens, self.sampling_params, seed=query.seed, output_prefix=self.output_prefix
         )
-        self.request.pop_chunks()  # what was begun with is known
+        self.request.pop_chunks()  # discards the chunk of the output prefix, which the client has
         self.steps: list[SamplingStep] = []
 
     def _build_sampling_params(self) -> SamplingParams:
-        asked = self.query
-        given = {"temperature": asked.temperature, "top_k": asked.top_k, "top_p": asked.top_p, "seed": asked.seed}
-        made = build_sampling_params(resolve_temperature({**given, "max_new_tokens": asked.max_new_tokens}))
-        made.check_vocab(self.inspector.config.vocab_size)
+        query = self.query
+        options = {"temperature": query.temperature, "top_k": query.top_k, "top_p": query.top_p, "seed": query.seed}
+        params = build_sampling_params(resolve_temperature({**options, "max_new_tokens": query.max_new_tokens}))
+        params.check_vocab(self.inspector.config.vocab_size)
         return apply_generation_config(
-            made, self.generation_config, 1 if self.is_encoder_decoder else len(self.prompt_tokens)
+            params, self.generation_config, 1 if self.is_encoder_decoder else len(self.prompt_tokens)
         )
 
     def _build_engine_config(self) -> Any:
-        model, asked = self.inspector.model, self.query
+        model, query = self.inspector.model, self.query
         windows = [window for window in model.stacks["decoder"].windows if window is not None]
-        chunk = min(max(min(windows, default=PREFILL_CHUNK_RANGE[1]), PREFILL_CHUNK_RANGE[0]), PREFILL_CHUNK_RANGE[1])
-        if self.is_encoder_decoder and asked.num_prompt_tokens != 1:
+        prefill_chunk_size = min(
+            max(min(windows, default=PREFILL_CHUNK_RANGE[1]), PREFILL_CHUNK_RANGE[0]), PREFILL_CHUNK_RANGE[1]
+        )
+        if self.is_encoder_decoder and query.num_prompt_tokens != 1:
             raise InputError(
-                "an encoder-decoder's answer is begun with one token of its own; num_prompt_tokens must be 1"
+                f"num_prompt_tokens is {query.num_prompt_tokens}; an encoder-decoder has one start token, so use 1"
             )
-        length = 1 if self.is_encoder_decoder else len(self.prompt_tokens)
+        num_prompt_tokens = 1 if self.is_encoder_decoder else len(self.prompt_tokens)
         return build_engine_config(
             model,
             self.generation_config,
-            required_len=length + asked.max_new_tokens,
+            required_len=num_prompt_tokens + query.max_new_tokens,
             max_num_seqs=1,
-            prefill_chunk_size=chunk,
+            prefill_chunk_size=prefill_chunk_size,
             compile=False,
             max_source_len=max(1, len(self.prompt_tokens)),
         )
 
     def run_steps(self, job: QueryJob) -> Any:
-        """Each choice as it is made, as the page is told of it."""
-        began = time.perf_counter()
+        """Run the engine and yield each decode step as JSON."""
+        step_start = time.perf_counter()
         while not self.request.finished.is_set() and len(self.steps) < self.query.num_tokens:
             job.check_cancelled()
             self.engine.step()
-            for piece in self.request.pop_chunks():
-                for token in piece.tokens:
-                    choice = self.sampler.recorded_steps.popleft()
-                    self.steps.append(choice)
+            for chunk in self.request.pop_chunks():
+                for token in chunk.tokens:
+                    step = self.sampler.recorded_steps.popleft()
+                    self.steps.append(step)
                     now = time.perf_counter()
-                    yield self._step_to_dict(choice, token, piece.text, 1000 * (now - began))
-                    began = now
+                    yield self._step_to_dict(step, token, chunk.text, 1000 * (now - step_start))
+                    step_start = now
         if self.request.error is not None:
             raise self.request.error
 
@@ -141,7 +142,7 @@ class GenerationSession:
             "text": text,
             **step.token_stats(token),
             "top_tokens": [
-                {**each, "text": self.inspector.tokenizer.decode_token(each["token"])} for each in step.top_tokens
+                {**entry, "text": self.inspector.tokenizer.decode_token(entry["token"])} for entry in step.top_tokens
             ],
             "latency_ms": latency_ms,
             "cache": step.cache_state,
@@ -149,27 +150,27 @@ class GenerationSession:
         }
 
     def finish(self, job: QueryJob) -> QueryResult:
-        """Why it stopped, if it did; the cache; and the proof that one at a time is all at once."""
-        answer = self.request.output
+        """Return the finish reason, the cache size and the comparison of cached and full logits."""
+        output = self.request.output
         self.engine.model_runner.release_compiled()
-        reason = answer.finish_reason if self.request.finished.is_set() else None
-        facts: dict[str, Any] = {
-            "finish_reason": reason,
+        finish_reason = output.finish_reason if self.request.finished.is_set() else None
+        data: dict[str, Any] = {
+            "finish_reason": finish_reason,
             "num_slots": self.engine_config.num_slots,
             "cache_kind": self.engine_config.cache_implementation,
         }
         if not self.steps:
-            return QueryResult({**facts, "cache_check": None})
+            return QueryResult({**data, "cache_check": None})
         job.check_cancelled()
-        tokens = self.query.input.tokens[: self.query.num_prompt_tokens] + tuple(answer.tokens[:-1])
-        found, arrays = compare_with_full_pass(
+        tokens = self.query.input.tokens[: self.query.num_prompt_tokens] + tuple(output.tokens[:-1])
+        cache_check, tensors = compare_with_full_pass(
             self.inspector, self.query.input.model_copy(update={"tokens": tokens}), self.steps
         )
-        return QueryResult({**facts, "cache_check": found}, arrays)
+        return QueryResult({**data, "cache_check": cache_check}, tensors)
 
 
 class FillMask(Query):
-    """What an encoder would put in the place of each mask; without one, how a mask is written."""
+    """Top tokens for each mask in the text; without a mask, the mask token's text."""
 
     text: Annotated[str, Field(max_length=MAX_CHARACTERS)]
     top_k: TokenIndex = 5
@@ -177,17 +178,22 @@ class FillMask(Query):
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         tokenizer, model = inspector.tokenizer.tokenizer, inspector.model
         if not isinstance(model, EncoderOnly):
-            raise InputError("this model writes on from a text, and fills no masks")
+            raise InputError("this model is not an encoder, so it cannot fill masks; use text generation")
         mask = (
             None if tokenizer is None or tokenizer.mask_token_id is None else tokenizer.special_tokens_map["mask_token"]
         )
-        able = mask is not None and model.head is not None
-        if tokenizer is None or not able or tokenizer.mask_token_id not in tokenizer.encode(self.text):
-            return QueryResult({"mask_token": mask, "can_fill_mask": able, "predictions": []})
+        can_fill_mask = mask is not None and model.head is not None
+        if tokenizer is None or not can_fill_mask or tokenizer.mask_token_id not in tokenizer.encode(self.text):
+            return QueryResult({"mask_token": mask, "can_fill_mask": can_fill_mask, "predictions": []})
         with inspector.lock:
-            found = fill_mask(model, tokenizer, [self.text], top_k=min(max(1, self.top_k), inspector.config.vocab_size))
-        masks = [
-            [{"token": each.id, "text": each.token, "probability": each.probability} for each in one]
-            for one in found[0]
+            predictions = fill_mask(
+                model, tokenizer, [self.text], top_k=min(max(1, self.top_k), inspector.config.vocab_size)
+            )
+        predictions_by_mask = [
+            [
+                {"token": prediction.id, "text": prediction.token, "probability": prediction.probability}
+                for prediction in mask_predictions
+            ]
+            for mask_predictions in predictions[0]
         ]
-        return QueryResult({"mask_token": mask, "can_fill_mask": True, "predictions": masks})
+        return QueryResult({"mask_token": mask, "can_fill_mask": True, "predictions": predictions_by_mask})

@@ -1,4 +1,4 @@
-"""How the loss's gradient reaches down: in small stacks made for it, and in the model itself."""
+"""Queries: gradient norms by depth, in small untrained models by norm placement and in the inspected model."""
 
 import math
 from typing import Annotated, Any, Literal
@@ -18,15 +18,15 @@ from cutaway.serve.inspect.protocol import QueryJob, QueryResult
 from cutaway.serve.inspect.queries.base import InputQuery, Query
 
 MAX_GRADIENT_TOKENS = 512
-"""Tokens of a text through which a gradient is sent: all values on the way are held for it."""
+"""Maximum number of tokens of a backward pass, which stores all activations."""
 
 NumLayers = Annotated[int, Field(strict=True, ge=2, le=48)]
 
 
 class GradientsByPlacement(Query):
-    """Fresh stacks with norms before the sublayers and behind them: the gradient at each block, by depth and seed.
+    """Gradient norm at each block of untrained pre-norm and post-norm models, by depth and seed.
 
-    What `lens.analysis.gradient_by_placement` averages, told stack by stack.
+    `lens.analysis.gradient_by_placement` averages the same values; here each depth and placement is a partial result.
     """
 
     depths: Annotated[tuple[NumLayers, ...], Field(min_length=1, max_length=6)] = (4, 12, 24)
@@ -38,26 +38,32 @@ class GradientsByPlacement(Query):
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         depths = tuple(dict.fromkeys(self.depths))
         total, done = len(PLACEMENTS) * len(depths) * self.num_seeds, 0
-        found: dict[str, Tensor] = {}
+        grad_norms: dict[str, Tensor] = {}
         for depth in depths:
             for name, placement in PLACEMENTS.items():
-                deep = build_small_config(self.d_model, depth, self.init)
-                deep = deep.replace(decoder=deep.stacks["decoder"].replace(placement=placement))
+                config = build_small_config(self.d_model, depth, self.init)
+                config = config.replace(decoder=config.stacks["decoder"].replace(placement=placement))
                 rows: list[Tensor] = []
                 for seed in range(self.num_seeds):
                     job.report_progress(done, total, f"{depth} blocks, {name}-norm, seed {seed}")
-                    rows.append(relative_gradient_norms(build(deep, seed=seed), self.seq_len, seed))
+                    rows.append(relative_gradient_norms(build(config, seed=seed), self.seq_len, seed))
                     done += 1
-                found[f"{name}.{depth}"] = torch.stack(rows)
+                grad_norms[f"{name}.{depth}"] = torch.stack(rows)
                 job.send_partial(
-                    QueryResult({"depth": depth, "placement": name}, {"relative_grad_norms": found[f"{name}.{depth}"]})
+                    QueryResult(
+                        {"depth": depth, "placement": name}, {"relative_grad_norms": grad_norms[f"{name}.{depth}"]}
+                    )
                 )
-        facts = {"depths": depths, "placements": list(PLACEMENTS), "first_to_last_ratio": _first_to_last_ratios(found)}
-        return QueryResult(facts, found)
+        data = {
+            "depths": depths,
+            "placements": list(PLACEMENTS),
+            "first_to_last_ratio": _first_to_last_ratios(grad_norms),
+        }
+        return QueryResult(data, grad_norms)
 
 
 def build_small_config(d_model: int, num_layers: int, init: str) -> Config:
-    """A plain decoder: LayerNorm, heads of 16, an FFN of four times the width."""
+    """Return the config of a small decoder: LayerNorm, head dimension 16, FFN hidden dimension 4·d_model."""
     block = {"attention": {"heads": d_model // 16}, "ffn": {"kind": "mlp"}}
     decoder = {"layers": num_layers, "norm": {"kind": "layernorm"}, "block": block}
     return read_config(
@@ -66,23 +72,23 @@ def build_small_config(d_model: int, num_layers: int, init: str) -> Config:
 
 
 def _first_to_last_ratios(grad_norms: dict[str, Tensor]) -> dict[str, float | None]:
-    """The first block's gradient as a share of the last one's, averaged as ratios are."""
+    """Return the geometric mean over seeds of the first block's gradient norm relative to the last block's."""
     means = {name: float(rows[:, 0].log().mean().exp()) for name, rows in grad_norms.items()}
     return {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
 
 
 class GradientsByDepth(InputQuery):
-    """The length of the loss's gradient at the model's own stream, by depth, on this text."""
+    """Gradient norm of the loss at the model's residual stream, by depth."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         if len(self.input.tokens) > MAX_GRADIENT_TOKENS:
             raise InputError(
-                f"the text has {len(self.input.tokens):,} tokens, and a gradient is sent through"
-                f" {MAX_GRADIENT_TOKENS} at most; shorten it"
+                f"the text has {len(self.input.tokens):,} tokens; the backward pass is limited to"
+                f" {MAX_GRADIENT_TOKENS}, so shorten it"
             )
         inspector.validate_input(self.input)
-        job.report_progress(0, 1, "there and back")
+        job.report_progress(0, 1, "forward and backward pass")
         source: Any = None if self.input.source is None else list(self.input.source)
         with inspector.edited_model(self.input):
-            found = gradient_by_depth(inspector.model, list(self.input.tokens), source=source)
-        return QueryResult({"sites": list(found.labels[0])}, {"grad_norms": found.values})
+            gradients = gradient_by_depth(inspector.model, list(self.input.tokens), source=source)
+        return QueryResult({"sites": list(gradients.labels[0])}, {"grad_norms": gradients.values})

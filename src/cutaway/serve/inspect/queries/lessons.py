@@ -1,4 +1,4 @@
-"""The forward pass as lessons, with what may be asked and tried beside each."""
+"""Queries: lessons about the forward pass with their quiz questions and exercises, and exercise progress."""
 
 from typing import Any
 
@@ -18,15 +18,17 @@ from cutaway.serve.inspect.queries.base import Query
 
 
 class Lessons(Query):
-    """Lessons that are true of this model; questions with their answers, which the page judges; exercises.
+    """Lessons that apply to this model, quiz questions with their solutions (the page grades them), exercises.
 
-    Nothing that a learner wrote is run from here: `cutaway learn check` does that.
+    Learners' code is not run here; `cutaway learn check` runs it.
     """
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         lessons = build_lessons(inspector.config, is_untrained=inspector.tokenizer.is_untrained)
-        homes = {each.id: find_lesson(lessons, each.topic, each.stage) for each in find_questions()}
-        told = [
+        lesson_by_question = {
+            question.id: find_lesson(lessons, question.topic, question.stage) for question in find_questions()
+        }
+        lesson_data = [
             {
                 "slug": lesson.slug,
                 "title": lesson.title,
@@ -35,35 +37,41 @@ class Lessons(Query):
                 "notebook": lesson.notebook,
                 "docs_page": lesson.docs_page,
                 "exercises": lesson.exercises,
-                "questions": sorted((name for name, home in homes.items() if home == lesson.slug), key=_difficulty),
+                "questions": sorted(
+                    (name for name, slug in lesson_by_question.items() if slug == lesson.slug), key=_difficulty
+                ),
             }
             for lesson in lessons
         ]
         return QueryResult(
             {
-                "lessons": told,
-                "questions": {each.id: _question_to_dict(each) for each in find_questions()},
+                "lessons": lesson_data,
+                "questions": {question.id: _question_to_dict(question) for question in find_questions()},
                 "sections": [
-                    {"title": each.title, "questions": [one.id for one in each.questions]} for each in load_sections()
+                    {
+                        "title": section.title,
+                        "questions": [question.id for question in section.questions],
+                    }
+                    for section in load_sections()
                 ],
-                "exercises": {str(each.number): _exercise_to_dict(each) for each in load_exercises()},
+                "exercises": {str(exercise.number): _exercise_to_dict(exercise) for exercise in load_exercises()},
             }
         )
 
 
 def _difficulty(question_id: str) -> int:
-    """What one knows comes before what follows from it, and that before what would happen."""
+    """Sort key of questions: recall, then reason, then what-if."""
     return ("recall", "reason", "what-if").index(get_question(question_id).level)
 
 
 def _question_to_dict(question: Question) -> dict[str, Any]:
-    """What is asked, what each answer means, and the program that proves the right one."""
-    shown = (
+    """Return a question as JSON, with choices shuffled, explanations and the program that verifies the solution."""
+    choices = (
         {"choices": [choice.model_dump() for choice in shuffle_choices(question)]}
         if isinstance(question, ChoiceQuestion)
         else {}
     )
-    return question.to_dict() | shown
+    return question.to_dict() | choices
 
 
 def _exercise_to_dict(exercise: Exercise) -> dict[str, Any]:
@@ -71,8 +79,14 @@ def _exercise_to_dict(exercise: Exercise) -> dict[str, Any]:
 
 
 class ExerciseProgress(Query):
-    """How far the user of this machine is with each exercise; a page that is a file knows nothing of it."""
+    """Status of each exercise of the local user; not part of an exported page."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        known = progress.ExerciseProgress()
-        return QueryResult({"states": {str(each.number): known.get(each.number).status for each in load_exercises()}})
+        stored_progress = progress.ExerciseProgress()
+        return QueryResult(
+            {
+                "states": {
+                    str(exercise.number): stored_progress.get(exercise.number).status for exercise in load_exercises()
+                }
+            }
+        )

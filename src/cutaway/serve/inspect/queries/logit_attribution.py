@@ -1,4 +1,4 @@
-"""Which heads wrote a logit, and by which rule each head looks."""
+"""Query: direct logit attribution by head and component."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ from cutaway.serve.inspect.queries.base import InputQuery, TokenIndex
 
 
 class LogitAttribution(InputQuery):
-    """What each head adds to the logit of the next token (the likeliest, unless one is named) at a place.
+    """Contribution of each head to the logit of a next token (default the most likely one) at a position.
 
-    Direct logit attribution: the final norm's scale is held at what it was, so that the logit is a sum.
+    Direct logit attribution: the final norm's scale is held constant, so that the logit is a sum.
     """
 
     position: TokenIndex
@@ -27,42 +27,48 @@ class LogitAttribution(InputQuery):
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         if self.position >= len(self.input.tokens):
-            raise InputError(f"position is {self.position}; the text has {len(self.input.tokens)} tokens, from 0 on")
+            raise InputError(
+                f"position is {self.position}; the text has {len(self.input.tokens)} tokens, counted from 0"
+            )
         if self.token is not None and self.token >= inspector.config.vocab_size:
-            raise InputError(f"token is {self.token}, and the vocabulary ends at {inspector.config.vocab_size - 1}")
-        this = _build_analysis_inputs(inspector, self.input)
-        check_attributable(this)
-        final = f"{this.site_prefix}final_norm"
-        kept = inspector.get_activations_at(self.input, [final, *_attribution_sites(this, inspector)], job)
-        logits = inspector.logits(kept[final][self.position])
-        chosen = int(logits.argmax()) if self.token is None else self.token
-        parts = (
-            _attribute_edited_model(inspector, self, chosen)
+            raise InputError(f"token is {self.token}; the vocabulary ends at {inspector.config.vocab_size - 1}")
+        inputs = _build_analysis_inputs(inspector, self.input)
+        check_attributable(inputs)
+        final_norm = f"{inputs.site_prefix}final_norm"
+        activations = inspector.get_activations_at(
+            self.input, [final_norm, *_attribution_sites(inputs, inspector)], job
+        )
+        logits = inspector.logits(activations[final_norm][self.position])
+        token = int(logits.argmax()) if self.token is None else self.token
+        contributions = (
+            _attribute_edited_model(inspector, self, token)
             if self.input.edits
-            else _attribute_from_cache(this, kept, self.position, chosen)
+            else _attribute_from_cache(inputs, activations, self.position, token)
         )
         heads: dict[str, list[float]] = {}
-        others: list[dict[str, Any]] = []
-        for name, amount in parts:
-            layer, _, rest = name.partition(".")
-            kind, _, number = rest.partition(".")
-            if number.isdigit():
-                heads.setdefault(f"{this.site_prefix}blocks.{layer}.{kind}", []).append(amount)
+        components: list[dict[str, Any]] = []
+        for name, contribution in contributions:
+            layer, _, component = name.partition(".")
+            sublayer, _, head = component.partition(".")
+            if head.isdigit():
+                heads.setdefault(f"{inputs.site_prefix}blocks.{layer}.{sublayer}", []).append(contribution)
             else:
-                others.append({"name": name, "contribution": amount})
-        share = float(logits.softmax(-1)[chosen])
-        facts = {
-            "token": chosen,
-            "text": inspector.tokenizer.decode_token(chosen),
-            "probability": share,
-            "logit": float(logits[chosen]),
+                components.append({"name": name, "contribution": contribution})
+        probability = float(logits.softmax(-1)[token])
+        data = {
+            "token": token,
+            "text": inspector.tokenizer.decode_token(token),
+            "probability": probability,
+            "logit": float(logits[token]),
         }
-        total, cap = sum(amount for _, amount in parts), this.require_head().softcap
-        return QueryResult({**facts, "attribution_sum": total, "softcap": cap, "heads": heads, "components": others})
+        total, softcap = sum(contribution for _, contribution in contributions), inputs.require_head().softcap
+        return QueryResult(
+            {**data, "attribution_sum": total, "softcap": softcap, "heads": heads, "components": components}
+        )
 
 
 class PositionView:
-    """What was kept, at one place, as a trace of that place alone."""
+    """Cached activations at one position, with the interface of a trace."""
 
     def __init__(self, activations: ActivationCache, position: int) -> None:
         self.activations, self.position = activations, position
@@ -82,7 +88,7 @@ def _build_analysis_inputs(inspector: Inspector, model_input: ModelInput) -> Ana
 
 
 def _attribution_sites(inputs: AnalysisInputs, inspector: Inspector) -> list[str]:
-    """The sites that a logit is put together from."""
+    """Return the sites whose activations are components of a logit."""
     ends = (".attn.out", ".attn.z", ".cross.out", ".cross.z", ".ffn.out")
     stream = (f"{inputs.site_prefix}embed", f"{inputs.site_prefix}blocks.{len(inputs.stack.blocks) - 1}.resid_post")
     return [
@@ -95,18 +101,18 @@ def _attribution_sites(inputs: AnalysisInputs, inspector: Inspector) -> list[str
 def _attribute_from_cache(
     inputs: AnalysisInputs, activations: ActivationCache, position: int, token: int
 ) -> list[tuple[str, float]]:
-    here = PositionView(activations, position)
+    view = PositionView(activations, position)
     with torch.no_grad():
-        parts = list(logit_contributions(inputs, here, here, token, None, by_head=True, by_token=False))
-        return [(part.name, float(part.contribution)) for part in parts]
+        components = list(logit_contributions(inputs, view, view, token, None, by_head=True, by_token=False))
+        return [(component.name, float(component.contribution)) for component in components]
 
 
 def _attribute_edited_model(inspector: Inspector, query: LogitAttribution, token: int) -> list[tuple[str, float]]:
-    """In a model whose build may be another one, by a pass of its own."""
-    look = query.input
-    source = None if look.source is None else list(look.source)
-    with inspector.edited_model(look):
-        found = direct_logit_attribution(
-            inspector.model, list(look.tokens), token, position=query.position, source=source, by_head=True
+    """Attribute in the edited model with a forward pass, because structural edits may change its components."""
+    model_input = query.input
+    source = None if model_input.source is None else list(model_input.source)
+    with inspector.edited_model(model_input):
+        attribution = direct_logit_attribution(
+            inspector.model, list(model_input.tokens), token, position=query.position, source=source, by_head=True
         )
-    return list(zip(found.labels[0], found.values.tolist(), strict=True))
+    return list(zip(attribution.labels[0], attribution.values.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""What model this is, and a text as it reads it."""
+"""Queries: description of the model, and tokenization."""
 
 from typing import Annotated, Any, Literal
 
@@ -17,7 +17,7 @@ MAX_CHARACTERS = 1 << 16
 
 
 class ModelInfo(Query):
-    """Its form, its stacks and their layers, which changes of its build it can take."""
+    """Form, stacks, layers, sites and supported structural edits of the model."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         model = inspector.model
@@ -27,7 +27,7 @@ class ModelInfo(Query):
             {
                 "name": inspector.name,
                 "form": form,
-                "num_parameters": sum(each.numel() for each in model.parameters()),
+                "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "d_model": inspector.config.d_model,
                 "vocab_size": inspector.config.vocab_size,
@@ -35,8 +35,12 @@ class ModelInfo(Query):
                 "stacks": {name: _describe_layers(stack) for name, stack in model.stacks.items()},
                 "sites": list(inspector.sites),
                 "structural_edits": {
-                    name: [how for how in STRUCTURAL_OPS[part[0]] if supports_structural_edit(model, name, how)]
-                    for name, part in structural_targets(model).items()
+                    name: [
+                        operation
+                        for operation in STRUCTURAL_OPS[target[0]]
+                        if supports_structural_edit(model, name, operation)
+                    ]
+                    for name, target in structural_targets(model).items()
                 },
                 "has_head": getattr(model, "head", None) is not None,
                 "is_run_directory": inspector.run_directory is not None,
@@ -49,29 +53,31 @@ class ModelInfo(Query):
 
 
 def _describe_layers(stack: Stack) -> list[dict[str, Any]]:
-    found = []
+    layers = []
     block: Any
     for number, block in enumerate(stack.blocks):
-        f = block.attn.f
-        groups = getattr(f, "kv_heads", f.heads)
-        found.append({"heads": f.heads, "kv_heads": groups, "window": stack.windows[number]})
-    return found
+        attention = block.attn.f
+        kv_heads = getattr(attention, "kv_heads", attention.heads)
+        layers.append({"heads": attention.heads, "kv_heads": kv_heads, "window": stack.windows[number]})
+    return layers
 
 
 class Tokenize(Query):
-    """A text as the model reads it: ids, and each one's text. The source of an encoder-decoder is a side of its own."""
+    """Token ids of a text and the text of each token; `field` selects the source of an encoder-decoder."""
 
     text: Annotated[str, Field(max_length=MAX_CHARACTERS)]
     field: Literal["text", "source"] = "text"
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        ids = (
+        token_ids = (
             inspector.tokenizer.encode_source(self.text)
             if self.field == "source"
             else inspector.tokenizer.encode(self.text)
         )
-        if not ids:
-            raise InputError("this text has no tokens; type a word")
-        if len(ids) > MAX_TOKENS:
-            raise InputError(f"this text has {len(ids):,} tokens, and up to {MAX_TOKENS:,} are shown; shorten it")
-        return QueryResult({"tokens": ids, "token_strs": [inspector.tokenizer.decode_token(token) for token in ids]})
+        if not token_ids:
+            raise InputError("the text has no tokens; enter some text")
+        if len(token_ids) > MAX_TOKENS:
+            raise InputError(f"the text has {len(token_ids):,} tokens; the limit is {MAX_TOKENS:,}, so shorten it")
+        return QueryResult(
+            {"tokens": token_ids, "token_strs": [inspector.tokenizer.decode_token(token) for token in token_ids]}
+        )

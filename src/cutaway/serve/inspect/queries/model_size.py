@@ -1,4 +1,4 @@
-"""What a model costs before it exists: `ct.size`, asked by sliders."""
+"""Queries: parameters, FLOPs, memory and roofline of model shapes (`ct.size`)."""
 
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -20,14 +20,14 @@ from cutaway.size.precision import PRECISIONS
 from cutaway.size.roofline import RooflineBound
 
 LOADED_MODEL = "this model"
-"""The one that is open; every other name is a preset's. No name is a path."""
+"""Name of the inspected model; other names are presets, never paths."""
 
 Count = Annotated[int, Field(strict=True, ge=1, le=10**9)]
 OVERRIDE_FIELDS = ("layers", "d_model", "heads", "kv_heads", "hidden", "vocab_size")
 
 
 class ModelShape(BaseModel):
-    """A model to begin with, and what of it is another number."""
+    """A base model and the config fields to override."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -40,16 +40,16 @@ class ModelShape(BaseModel):
     vocab_size: Count | None = None
 
     def resolve_config(self, inspector: Inspector) -> Config:
-        """Refused by the sentence of `ct.config` where it cannot be."""
+        """Return the config with the overrides; invalid combinations raise the errors of `ct.config`."""
         if self.base != LOADED_MODEL and self.base not in PRESETS:
-            raise InputError(f"'{self.base[:40]}' is no preset; choose one of the list")
-        start = inspector.config if self.base == LOADED_MODEL else read_config(self.base)
+            raise InputError(f"'{self.base[:40]}' is not a preset; choose one of the list")
+        base_config = inspector.config if self.base == LOADED_MODEL else read_config(self.base)
         changes = {name: value for name in OVERRIDE_FIELDS if (value := getattr(self, name)) is not None}
-        return apply_overrides(start, changes) if changes else start
+        return apply_overrides(base_config, changes) if changes else base_config
 
 
 def apply_overrides(base_config: Config, overrides: dict[str, int]) -> Config:
-    """The configuration with other numbers in every stack and block that has them."""
+    """Override fields in every stack and block that has them."""
     data = to_dict(base_config)
     for name in ("d_model", "vocab_size"):
         if name in overrides:
@@ -72,12 +72,12 @@ def apply_overrides(base_config: Config, overrides: dict[str, int]) -> Config:
 
 
 def _accepts_override(attention: dict[str, Any], name: str, overrides: dict[str, int]) -> bool:
-    """Latent attention has no key heads to share."""
+    """Return whether a field applies; latent attention has no kv_heads."""
     return name in overrides and not (name == "kv_heads" and attention["kind"] == "latent")
 
 
 def get_shape(config: Config) -> dict[str, int | None]:
-    """Where its sliders stand; None where there is none."""
+    """Return the values of the overridable fields; None for fields that the model does not have."""
     stack = list(config.stacks.values())[-1]
     block = stack.blocks[-1]
     ffn: Any = block.ffn
@@ -94,7 +94,7 @@ def get_shape(config: Config) -> dict[str, int | None]:
 
 
 class SizeQuery(Query):
-    """What is asked of each model alike."""
+    """Options shared by the size queries."""
 
     batch_size: Annotated[int, Field(strict=True, ge=1, le=2**20)] = 1
     context: Annotated[int, Field(strict=True, ge=1, le=2**24)] | None = None
@@ -105,7 +105,7 @@ class SizeQuery(Query):
     def compute_size(self, config: Config) -> SizeEstimate:
         names = {device.name for device in list_hardware()}
         if self.hardware is not None and self.hardware not in names:
-            raise InputError(f"no device called '{self.hardware[:40]}' is known; choose one of the list")
+            raise InputError(f"'{self.hardware[:40]}' is not a known device; choose one of the list")
         return size(
             config,
             batch_size=self.batch_size,
@@ -117,17 +117,17 @@ class SizeQuery(Query):
 
 
 class ModelSizes(SizeQuery):
-    """Parameters, FLOPs, memory by part and the roofline, of up to four models; one that cannot be says why."""
+    """Parameters, FLOPs, memory by component and roofline of up to four models; an invalid one has an error message."""
 
     models: Annotated[tuple[ModelShape, ...], Field(min_length=1, max_length=4)] = (ModelShape(),)
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        told = [self.describe_model(each, inspector) for each in self.models]
-        contexts = {each["context"] for each in told if "context" in each}
-        if len(contexts) > 1:  # unasked, each has its own; side by side, the shortest counts for all
-            alike = self.model_copy(update={"context": min(contexts)})
-            told = [alike.describe_model(each, inspector) for each in self.models]
-        return QueryResult({"models": told})
+        descriptions = [self.describe_model(shape, inspector) for shape in self.models]
+        contexts = {description["context"] for description in descriptions if "context" in description}
+        if len(contexts) > 1:  # default contexts differ between models; compare at the shortest
+            shared = self.model_copy(update={"context": min(contexts)})
+            descriptions = [shared.describe_model(shape, inspector) for shape in self.models]
+        return QueryResult({"models": descriptions})
 
     def describe_model(self, shape: ModelShape, inspector: Inspector) -> dict[str, Any]:
         try:
@@ -141,13 +141,13 @@ class ModelSizes(SizeQuery):
 
 
 def _size_to_dict(size_result: SizeEstimate) -> dict[str, Any]:
-    asked, memory = size_result.options, size_result.memory
-    drawn = {name: size for name, size in group_components(memory.peak_by_component).items() if size}
+    options, memory = size_result.options, size_result.memory
+    peak_by_component = {name: size for name, size in group_components(memory.peak_by_component).items() if size}
     return {
-        "shape": get_shape(asked.config),
-        "context": asked.context,
-        "dtype": asked.precision.name,
-        "context_warning": asked.context_warning or None,
+        "shape": get_shape(options.config),
+        "context": options.context,
+        "dtype": options.precision.name,
+        "context_warning": options.context_warning or None,
         "num_parameters": size_result.num_parameters,
         "num_active_parameters": size_result.parameters.active,
         "parameters_by_component": _parameters_by_component(size_result),
@@ -158,36 +158,41 @@ def _size_to_dict(size_result: SizeEstimate) -> dict[str, Any]:
         },
         "memory": {
             "total_bytes": memory.total_bytes,
-            "peak_by_component": drawn,
+            "peak_by_component": peak_by_component,
             "peak_phase": memory.peak_phase,
         },
         "fits": size_result.fits,
-        "bounds": [_bound_to_dict(each) for each in _roofline_bounds(size_result)],
+        "bounds": [_bound_to_dict(bound) for bound in _roofline_bounds(size_result)],
     }
 
 
 def _parameters_by_component(size_result: SizeEstimate) -> dict[str, int]:
-    of = size_result.parameters
+    parameters = size_result.parameters
     parts = {
-        "embedding": of.embedding + of.positions + of.token_types + of.embedding_projection,
-        "attention": sum(layer.attention + layer.cross_attention for layer in of.unique_layers),
-        "ffn": sum(layer.ffn for layer in of.unique_layers),
-        "norms": sum(layer.norm for layer in of.unique_layers) + of.embedding_norm + of.final_norm,
-        "head": of.head + of.head_transform + of.pooler,
+        "embedding": parameters.embedding
+        + parameters.positions
+        + parameters.token_types
+        + parameters.embedding_projection,
+        "attention": sum(layer.attention + layer.cross_attention for layer in parameters.unique_layers),
+        "ffn": sum(layer.ffn for layer in parameters.unique_layers),
+        "norms": sum(layer.norm for layer in parameters.unique_layers)
+        + parameters.embedding_norm
+        + parameters.final_norm,
+        "head": parameters.head + parameters.head_transform + parameters.pooler,
     }
     return {name: count for name, count in parts.items() if count}
 
 
 def _roofline_bounds(size_result: SizeEstimate) -> list[RooflineBound]:
-    """What is drawn on the roofline: a step of training; or reading prompts, and decoding."""
+    """Return the bounds of a training step, or of prefill and decode."""
     if size_result.options.mode == "train":
-        every = [size_result.train_time]
+        bounds = [size_result.train_time]
     else:
-        every = [
+        bounds = [
             size_result.prefill_time,
             None if isinstance(size_result.options.config, Encoder) else size_result.decode_time,
         ]
-    return [each for each in every if each is not None]
+    return [bound for bound in bounds if bound is not None]
 
 
 def _bound_to_dict(roofline_bound: RooflineBound) -> dict[str, Any]:
@@ -207,22 +212,26 @@ def _bound_to_dict(roofline_bound: RooflineBound) -> dict[str, Any]:
 
 
 class MemoryFit(SizeQuery):
-    """The longest context and the largest batch that a device holds, all else as asked."""
+    """Maximum context and maximum batch size that fit in the device's memory, with the other options fixed."""
 
     model: ModelShape = ModelShape()
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        found = self.compute_size(self.model.resolve_config(inspector))
-        asked, device = found.options, found.options.hardware
+        estimate = self.compute_size(self.model.resolve_config(inspector))
+        options, device = estimate.options, estimate.options.hardware
         if device is None or device.memory is None:
             return QueryResult({"max_context": None, "max_batch_size": None, "has_memory_size": False})
-        room = int(device.memory)
+        memory_bytes = int(device.memory)
         job.check_cancelled()
-        limit = max_position_embeddings(asked, source_follows_context=True)
-        context = find_max_context(asked, room, min(limit or SEARCH_LIMIT, SEARCH_LIMIT), source_follows_context=True)
+        limit = max_position_embeddings(options, source_follows_context=True)
+        context = find_max_context(
+            options, memory_bytes, min(limit or SEARCH_LIMIT, SEARCH_LIMIT), source_follows_context=True
+        )
         job.check_cancelled()
         batch = find_max_fitting(
-            lambda many: SizeEstimate(replace(asked, batch_size=many)).memory.total_bytes, room, SEARCH_LIMIT
+            lambda batch_size: SizeEstimate(replace(options, batch_size=batch_size)).memory.total_bytes,
+            memory_bytes,
+            SEARCH_LIMIT,
         )
         return QueryResult(
             {
@@ -231,26 +240,26 @@ class MemoryFit(SizeQuery):
                 "max_batch_size": batch,
                 "unbounded_context": context == SEARCH_LIMIT,
                 "unbounded_batch_size": batch == SEARCH_LIMIT,
-                "config_context": asked.config.context,
+                "config_context": options.config.context,
                 "max_position_embeddings": limit,
             }
         )
 
 
 class SizeCatalog(Query):
-    """What sliders and lists offer: presets, devices, kinds of numbers."""
+    """Presets, devices and dtypes that can be selected."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         devices = [
             {
-                "name": each.name,
-                "title": each.title,
-                "kind": each.kind,
-                "memory": each.memory,
-                "bandwidth": each.bandwidth,
-                "flops": {dtype: each.peak_flops(dtype) for dtype in PRECISIONS if _supports_dtype(each, dtype)},
+                "name": device.name,
+                "title": device.title,
+                "kind": device.kind,
+                "memory": device.memory,
+                "bandwidth": device.bandwidth,
+                "flops": {dtype: device.peak_flops(dtype) for dtype in PRECISIONS if _supports_dtype(device, dtype)},
             }
-            for each in list_hardware()
+            for device in list_hardware()
         ]
         return QueryResult(
             {"loaded_model": LOADED_MODEL, "presets": list(presets()), "devices": devices, "dtypes": list(PRECISIONS)}

@@ -1,4 +1,4 @@
-"""What comes next after a token: the distribution that generation draws from, exact over the whole vocabulary."""
+"""Query: next-token distribution at a position, exact over the whole vocabulary."""
 
 from typing import Annotated
 
@@ -17,7 +17,7 @@ NUM_TOP_TOKENS = 5
 
 
 class NextToken(InputQuery):
-    """The likeliest tokens as the model says them, and with a temperature, top-k and top-p."""
+    """Top next tokens with their probabilities under the model and under temperature, top-k and top-p."""
 
     position: TokenIndex
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -26,27 +26,27 @@ class NextToken(InputQuery):
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         name = final_norm_site(inspector)
-        kept = inspector.get_activations_at(self.input, [name], job)
-        logits = inspector.logits(kept[name][inspector.check_position(self.input, self.position)])
-        plain = logits.softmax(-1)
-        settings = SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+        activations = inspector.get_activations_at(self.input, [name], job)
+        logits = inspector.logits(activations[name][inspector.check_position(self.input, self.position)])
+        probabilities = logits.softmax(-1)
+        params = SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
         sampler = Sampler(1, len(logits), logits.device)
-        sampler.set_row(0, settings, (), 0)
-        drawn = logits_to_probs(logits[None], sampler.sampling_state, sampler.features(1))[0]
-        best = plain.topk(min(NUM_TOP_TOKENS, len(plain)))
-        shares = zip(best.indices.tolist(), best.values.tolist(), drawn[best.indices].tolist(), strict=True)
+        sampler.set_row(0, params, (), 0)
+        sampling_probs = logits_to_probs(logits[None], sampler.sampling_state, sampler.features(1))[0]
+        top = probabilities.topk(min(NUM_TOP_TOKENS, len(probabilities)))
+        top_tokens = zip(top.indices.tolist(), top.values.tolist(), sampling_probs[top.indices].tolist(), strict=True)
         rows = [
             {"token": t, "text": inspector.tokenizer.decode_token(t), "probability": a, "sampling_probability": b}
-            for t, a, b in shares
+            for t, a, b in top_tokens
         ]
-        bits = float(functional.entropy(plain)) / functional.NATS_PER_UNIT["bits"]
-        held = int((drawn > 0).sum())
+        bits = float(functional.entropy(probabilities)) / functional.NATS_PER_UNIT["bits"]
+        num_candidates = int((sampling_probs > 0).sum())
         return QueryResult(
             {
                 "top_tokens": rows,
                 "entropy": bits,
-                "num_candidates": held,
-                "vocab_size": len(plain),
-                "probability_sum": float(plain.sum()),
+                "num_candidates": num_candidates,
+                "vocab_size": len(probabilities),
+                "probability_sum": float(probabilities.sum()),
             }
         )

@@ -1,4 +1,4 @@
-"""One token's way: the stream beneath all tokens, and the lane of the one that is followed."""
+"""Queries: norms of the residual stream of all tokens, and the journey of one token."""
 
 from typing import Any
 
@@ -21,57 +21,57 @@ from cutaway.serve.inspect.queries.base import InputQuery, TokenIndex
 
 
 class ResidualNorms(InputQuery):
-    """The length of every token's vector at every point of the stream: the whole highway, as far as it has come."""
+    """Norm of the residual stream at every site for every token; sent as partial results during the forward pass."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        sides = {stack: side for side, stack in inspector.model.stacks.items()}
-        points: dict[str, list[str]] = {side: [] for side in sides.values()}
-        lengths: dict[str, list[Tensor]] = {side: [] for side in sides.values()}
+        stack_names = {stack: stack_name for stack_name, stack in inspector.model.stacks.items()}
+        sites: dict[str, list[str]] = {stack_name: [] for stack_name in stack_names.values()}
+        norms: dict[str, list[Tensor]] = {stack_name: [] for stack_name in stack_names.values()}
 
-        def passed(name: str, value: Tensor) -> None:
+        def on_site(name: str, value: Tensor) -> None:
             stack = inspector.sites[name].stack
             if stack is not None and is_resid_site(name) and not is_repeated_resid(name):
-                points[sides[stack]].append(name)
-                lengths[sides[stack]].append(value.float().norm(dim=-1))
+                sites[stack_names[stack]].append(name)
+                norms[stack_names[stack]].append(value.float().norm(dim=-1))
                 if name.endswith(("embed", "resid_post")):
-                    job.send_partial(told())
+                    job.send_partial(build_result())
 
-        def told() -> QueryResult:
+        def build_result() -> QueryResult:
             return QueryResult(
-                {"sites": points}, {side: torch.stack(found) for side, found in lengths.items() if found}
+                {"sites": sites}, {stack_name: torch.stack(rows) for stack_name, rows in norms.items() if rows}
             )
 
-        kept = inspector.get_activations(self.input, job, passed)
-        if not any(points.values()):  # it was there already
+        activations = inspector.get_activations(self.input, job, on_site)
+        if not any(sites.values()):  # the activations were cached, so on_site was not called
             for name in inspector.sites:
-                if name in kept.values and is_resid_site(name):
-                    passed(name, kept[name])
-        return told()
+                if name in activations.values and is_resid_site(name):
+                    on_site(name, activations[name])
+        return build_result()
 
 
 class TokenJourney(InputQuery):
-    """What the token at a place is at every stage: its length, what is added, what it would say by then."""
+    """One token at every site: norm, relative norm, cosine similarity, top tokens of the logit lens."""
 
     position: TokenIndex
     source_position: TokenIndex = 0
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        kept = inspector.get_activations(self.input, job)
+        activations = inspector.get_activations(self.input, job)
         with inspector.lock, torch.no_grad():
-            notes = _collect_token_values(inspector, kept, self.position, self.source_position)
-            names = [name for name in notes.vectors if not is_repeated_resid(name)]
-            said = decode_residuals(inspector.model, notes, names, inspector.sites)
-            stages = [build_stage(inspector.model, inspector.sites[name], notes, said) for name in names]
-            error = residual_sum_error(inspector.model, notes, inspector.sites)
+            recorder = _collect_token_values(inspector, activations, self.position, self.source_position)
+            names = [name for name in recorder.vectors if not is_repeated_resid(name)]
+            top_tokens = decode_residuals(inspector.model, recorder, names, inspector.sites)
+            stages = [build_stage(inspector.model, inspector.sites[name], recorder, top_tokens) for name in names]
+            error = residual_sum_error(inspector.model, recorder, inspector.sites)
         return QueryResult(
-            {"stages": [_stage_to_dict(inspector, each) for each in stages], "residual_sum_error": error}
+            {"stages": [_stage_to_dict(inspector, stage) for stage in stages], "residual_sum_error": error}
         )
 
 
 def _collect_token_values(
     inspector: Inspector, activations: ActivationCache, position: int, source_position: int
 ) -> TokenRecorder:
-    """What was kept of the tokens at these places."""
+    """Collect the cached activations at these positions."""
     stacks = inspector.model.stacks
     position = resolve_position(position, torch.tensor([activations.model_input.tokens]))
     source_position = (
@@ -79,14 +79,14 @@ def _collect_token_values(
         if activations.model_input.source is not None
         else position
     )
-    where = {
+    position_by_stack = {
         stack: source_position if name == "encoder" and len(stacks) > 1 else position for name, stack in stacks.items()
     }
-    notes = TokenRecorder(where, source_position)
+    recorder = TokenRecorder(position_by_stack, source_position)
     for name in inspector.sites:
         if name in activations.values:
-            notes.record(inspector.sites[name], activations.values[name])
-    return notes
+            recorder.record(inspector.sites[name], activations.values[name])
+    return recorder
 
 
 def _stage_to_dict(inspector: Inspector, token_stage: Stage) -> dict[str, Any]:
