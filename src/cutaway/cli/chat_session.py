@@ -3,12 +3,12 @@
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cutaway.cli.prompts import MAX_PROMPT_BYTES, decode_utf8
-from cutaway.cli.timed_generation import TimedGeneration
+from cutaway.cli.timed_generation import EngineOptions, TimedGeneration
 from cutaway.cli.views.generation_output import (
     OutputWriter,
     check_chat_template,
@@ -38,7 +38,7 @@ def run_chat(
     initial_messages: Sequence[str],
     system: str | None,
     params: SamplingParams,
-    engine_options: dict[str, Any],
+    engine_options: EngineOptions,
     output: OutputWriter,
 ) -> None:
     """Reply to messages until the input ends."""
@@ -63,26 +63,21 @@ class ChatSession:
     """Message history, and an engine whose KV cache pages hold its tokens."""
 
     def __init__(
-        self, checkpoint: "Checkpoint", system: str | None, params: SamplingParams, engine_options: dict[str, Any]
+        self, checkpoint: "Checkpoint", system: str | None, params: SamplingParams, engine_options: EngineOptions
     ) -> None:
         model, tokenizer, self.generation_config = unpack_checkpoint(checkpoint)
         assert tokenizer is not None
         params.check_vocab(model.config.vocab_size)
         self.checkpoint, self.tokenizer, self.params = checkpoint, tokenizer, params
-        cache = engine_options["cache_implementation"]
-        chat_options = {
-            "cache_implementation": "paged" if cache == "auto" else cache,
-            "max_model_len": engine_options["max_model_len"]
-            or min(model.config.context or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN),
-            "max_num_seqs": 1,
-        }
-        self.engine = Engine(
-            build_engine_config(model, self.generation_config, **(engine_options | chat_options)),
-            tokenizer=tokenizer,
-            max_waiting=1,
-        )
+        default_len = min(model.config.context or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN)
+        options = engine_options.copy()
+        options["max_model_len"], options["max_num_seqs"] = engine_options["max_model_len"] or default_len, 1
+        if options["cache_implementation"] == "auto":
+            options["cache_implementation"] = "paged"
+        engine_config = build_engine_config(model, self.generation_config, **options)
+        self.engine = Engine(engine_config, tokenizer=tokenizer, max_waiting=1)
         self.system_messages = [] if system is None else [{"role": "system", "content": system}]
-        self.messages = list(self.system_messages)
+        self.reset()
 
     def reset(self) -> None:
         self.messages = list(self.system_messages)
@@ -139,9 +134,7 @@ def _read_messages(initial_messages: Sequence[str], output: OutputWriter, intera
     if sys.stdin is None:
         return
     if interactive:
-        from importlib.util import find_spec
-
-        if find_spec("readline") is not None:
+        with suppress(ImportError):  # not on Windows
             import readline  # noqa: F401  # gives input() line editing and history
     while (line := _read_line(output, interactive)) is not None:
         if line in ("/quit", "/exit"):

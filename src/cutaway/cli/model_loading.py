@@ -1,20 +1,32 @@
 """Model loading for CLI verbs: SOURCE is a checkpoint, or a preset or config file (untrained weights)."""
 
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from cutaway.cli.options import DType
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
+    import torch
+
     from cutaway.families.checkpoint import Checkpoint
+    from cutaway.model import Transformer
 
 
-class DType(StrEnum):
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
+def default_device(device: str | None) -> "torch.device":
+    """Return the device; default cuda if available."""
+    import torch
+
+    from cutaway.model.inputs import resolve_device
+
+    return resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def to_torch_dtype(dtype: DType | None) -> "torch.dtype | None":
+    import torch
+
+    return None if dtype is None else getattr(torch, dtype)
 
 
 def load_checkpoint(
@@ -24,18 +36,14 @@ def load_checkpoint(
 
     Without `dtype`, 16-bit weights are converted to float32 on CPUs without native bfloat16, unless `keep_dtype`.
     """
-    import torch
-
     from cutaway.cli.views.terminal import progress_bar
     from cutaway.families.load import load
     from cutaway.generate.fast.cpu_linear import should_upcast_on_cpu
     from cutaway.model.device import has_native_bf16
 
-    target_device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with progress_bar("loading", quiet=quiet) as progress:
-        torch_dtype = None if dtype is None else getattr(torch, dtype)
-        checkpoint = load(source, device=target_device, dtype=torch_dtype, progress=progress)
-    if torch_dtype is None and not keep_dtype and should_upcast_on_cpu(checkpoint.model) and not has_native_bf16():
+        checkpoint = load(source, device=default_device(device), dtype=to_torch_dtype(dtype), progress=progress)
+    if dtype is None and not keep_dtype and should_upcast_on_cpu(checkpoint.model) and not has_native_bf16():
         checkpoint.model.float()
         if not quiet:
             sys.stderr.write(
@@ -56,7 +64,7 @@ def is_config_source(source: str) -> bool:
     return is_file or source in presets() or "/" not in source.partition("@")[0]
 
 
-def build_untrained_model(source: str, device: str | None, dtype: DType | None) -> Any:
+def build_untrained_model(source: str, device: str | None, dtype: DType | None) -> "Transformer | None":
     """Build the model of a preset or config file with random weights; None if the source is a checkpoint."""
     from cutaway.config import config
 
@@ -67,11 +75,10 @@ def build_untrained_model(source: str, device: str | None, dtype: DType | None) 
 
     from cutaway.model import build
     from cutaway.model.device import free_memory
-    from cutaway.model.inputs import resolve_device
     from cutaway.size.parameters import count_parameters
 
-    target_device = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    torch_dtype = torch.float32 if dtype is None else getattr(torch, dtype)
+    target_device = default_device(device)
+    torch_dtype = to_torch_dtype(dtype) or torch.float32
     free_bytes, required_bytes = free_memory(target_device), count_parameters(model_config).total * torch_dtype.itemsize
     if free_bytes is not None and required_bytes > free_bytes:
         raise InputError(

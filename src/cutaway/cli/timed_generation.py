@@ -1,12 +1,14 @@
 """Generation with timing: an engine stepped from the calling thread, with time to first token and throughput."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+
+import torch
 
 from cutaway.generate.api import prepare_inputs, start_engine
 from cutaway.generate.engine.engine import Engine
-from cutaway.generate.engine.output import Completion, CompletionChunk
+from cutaway.generate.engine.output import CompletionChunk
 from cutaway.generate.engine.request import Request
 from cutaway.generate.prompts import Prompt
 from cutaway.generate.sampling.sampling_params import SamplingParams
@@ -14,6 +16,18 @@ from cutaway.generate.speculative.speculative_decoder import SpeculativeDecoder
 
 if TYPE_CHECKING:
     from cutaway.families.checkpoint import Checkpoint
+
+
+class EngineOptions(TypedDict, total=False):
+    """Options of the engine that `cutaway generate` sets; see `cutaway.generate.generate`."""
+
+    max_model_len: int | None
+    max_num_seqs: int | None
+    cache_implementation: Literal["auto", "full", "ring", "paged"]
+    kv_cache_dtype: torch.dtype | None
+    weight_bits: int
+    compile: bool
+    draft_model: "Checkpoint | str"
 
 
 class TimedGeneration:
@@ -33,10 +47,8 @@ class TimedGeneration:
         self.num_steps = 0
         """Engine steps since the first token."""
 
-    def submit(
-        self, prompt: Sequence[int], params: SamplingParams, *, seed: int, output_prefix: Sequence[int] = ()
-    ) -> Request:
-        request = self.engine.submit(prompt, params, seed=seed, output_prefix=output_prefix)
+    def submit(self, prompt: Sequence[int], params: SamplingParams, *, seed: int) -> Request:
+        request = self.engine.submit(prompt, params, seed=seed)
         self.add_request(request)
         return request
 
@@ -75,40 +87,27 @@ class TimedGeneration:
 
     def tokens_per_second(self, request: Request) -> float | None:
         """Decode throughput of one request, excluding the time to first token."""
-        seconds = (
-            self.last_token_times[request] - self.first_token_times[request]
-            if request in self.first_token_times
-            else 0.0
-        )
+        if request not in self.first_token_times:
+            return None
+        seconds = self.last_token_times[request] - self.first_token_times[request]
         return (self.token_counts[request] - self.first_token_counts[request]) / seconds if seconds > 0 else None
 
     @property
     def decode_seconds(self) -> float:
         """Seconds from the first token of any request to the last."""
-        return (
-            max(self.last_token_times.values()) - min(self.first_token_times.values())
-            if self.first_token_times
-            else 0.0
-        )
+        return max(self.last_token_times.values(), default=0.0) - min(self.first_token_times.values(), default=0.0)
 
     @property
     def num_decoded_tokens(self) -> int:
         """Tokens generated within `decode_seconds`."""
         first_time = min(self.first_token_times.values(), default=0.0)
-        return self.num_tokens - sum(
-            self.first_token_counts[request]
-            for request, token_time in self.first_token_times.items()
-            if token_time == first_time
-        )
+        first_requests = [request for request, seconds in self.first_token_times.items() if seconds == first_time]
+        return self.num_tokens - sum(self.first_token_counts[request] for request in first_requests)
 
     @property
     def time_to_first_token(self) -> float:
         """Seconds until the first token of the fastest request."""
-        return (
-            min(self.first_token_times[request] - self.start_times[request] for request in self.first_token_times)
-            if self.first_token_times
-            else 0.0
-        )
+        return min((end - self.start_times[request] for request, end in self.first_token_times.items()), default=0.0)
 
     @property
     def mean_context_length(self) -> int:
@@ -118,24 +117,11 @@ class TimedGeneration:
 
 
 def start_generation(
-    checkpoint: "Checkpoint",
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    *,
-    max_num_seqs: int | None,
-    draft_model: Any = None,
-    **engine_options: Any,
+    checkpoint: "Checkpoint", prompts: Sequence[Prompt], params: SamplingParams, **options: Unpack[EngineOptions]
 ) -> tuple[TimedGeneration, list[Request]]:
     """Start an engine with one request per completion, in order, with the same results as `generate`."""
-    inputs = prepare_inputs(checkpoint, list(prompts), params, max_num_seqs=max_num_seqs, **engine_options)
+    draft_model = options.pop("draft_model", None)
+    options.setdefault("max_num_seqs", None)
+    inputs = prepare_inputs(checkpoint, list(prompts), params, **options)
     engine, requests = start_engine(inputs, params, draft_model=draft_model)
     return TimedGeneration(engine, requests), requests
-
-
-def completion_to_dict(prompt: Any, completion: Completion, tokens_per_second: float | None) -> Mapping[str, Any]:
-    """Convert a completion to JSON data."""
-    from dataclasses import asdict
-
-    from cutaway.cli.views.terminal import json_safe
-
-    return json_safe({"prompt": prompt, **asdict(completion), "tokens_per_second": tokens_per_second})

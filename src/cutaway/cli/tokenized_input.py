@@ -7,7 +7,7 @@ from cutaway.cli.model_loading import build_untrained_model, load_checkpoint
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
-    from cutaway.cli.model_loading import DType
+    from cutaway.cli.options import DType
     from cutaway.model import Transformer
 
 MAX_TRACED_TOKENS = 2048

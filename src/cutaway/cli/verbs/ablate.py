@@ -1,14 +1,15 @@
 """`cutaway ablate`: ablation studies; train variants of a recipe at equal budget and compare them."""
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cutaway.cli.json_output import print_json
+from cutaway.cli.options import Device, json_flag
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -30,7 +31,6 @@ def ablate(
     vary: Annotated[
         list[str] | None,
         typer.Option(
-            "--vary",
             metavar="KEY=a,b",
             help="Values to compare for a recipe key, or for activation, depth, ffn, heads, kv-heads, norm, placement,"
             " position. Repeat it for all combinations; the first variant is the baseline.",
@@ -56,10 +56,8 @@ def ablate(
     jobs: Annotated[
         int | None, typer.Option(help="Number of concurrent runs; default one per core, or one on a GPU.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Device: cpu or cuda; default cuda if available.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per variant, measurement and finding.")
-    ] = False,
+    device: Device = None,
+    as_json: Annotated[bool, json_flag("Print one JSON object per variant, measurement and finding.")] = False,
 ) -> None:
     """Train variants of a recipe at equal budget with several seeds and compare them.
 
@@ -93,18 +91,13 @@ def ablate(
         sys.stderr.write("stopped; finished runs are kept: continue with the same command\n")
         raise typer.Exit(1) from None
     if as_json:
-        for row in _to_json_rows(results):
-            sys.stdout.write(json.dumps(row) + "\n")
+        findings = [{"finding": finding} for finding in results["findings"]]
+        for row in (*results["variants"], *results["measurements"], *findings):
+            print_json(row, indent=None)
         return
     from cutaway.cli.views.ablation_report import render_ablation
 
     render_ablation(results, ablation)
-
-
-def _to_json_rows(results: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield from results["variants"]
-    yield from results["measurements"]
-    yield from ({"finding": finding} for finding in results["findings"])
 
 
 @contextmanager

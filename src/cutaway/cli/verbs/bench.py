@@ -1,16 +1,16 @@
 """`cutaway bench`: measure this machine (for `cutaway size --gpu local`), or the throughput of one model."""
 
-import json
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cutaway.cli.model_loading import DType
+from cutaway.cli.json_output import print_json
+from cutaway.cli.options import Device, DType, JsonFlag, parse_length
 from cutaway.errors import CutawayError, InputError
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ def bench(
     phase: Annotated[
         Phase | None,
         typer.Argument(
-            help="Measure decode or prefill throughput of one model; default measure the machine.",
             metavar="decode|prefill",
+            help="Measure decode or prefill throughput of one model; default measure the machine.",
         ),
     ] = None,
     source: Annotated[
@@ -38,7 +38,7 @@ def bench(
             metavar="SOURCE", help="Preset or .toml (random weights), model directory, .gguf file or hub id."
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Device: cpu or cuda; default cuda if available.")] = None,
+    device: Device = None,
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Preset that is run to measure the machine; default a small one.")
     ] = None,
@@ -57,7 +57,7 @@ def bench(
     baseline: Annotated[
         bool | None, typer.Option("--baseline/--no-baseline", help="Compare with transformers; default if possible.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Measure this machine's memory bandwidth, FLOP/s and efficiency, or the throughput of one model.
 
@@ -70,7 +70,7 @@ def bench(
 
     Example: cutaway bench prefill ./my-model --no-baseline --json
     """
-    throughput_options: dict[str, Any] = {
+    throughput_options: dict[str, object] = {
         "--batch-size": batch_size,
         "--context": context,
         "--num-steps": num_steps,
@@ -96,9 +96,8 @@ def bench(
         raise InputError(f"--model is for measuring the machine; pass the model as SOURCE after {phase}")
     from cutaway.bench.throughput import check_is_decoder, measure_throughput
     from cutaway.cli.views.terminal import progress_bar
-    from cutaway.size.units import parse_count
 
-    context_len = None if context is None else parse_count(context)
+    context_len = parse_length(context)
     checkpoint = _load_or_build_checkpoint(source, device, dtype)
     check_is_decoder(checkpoint.model)  # before it is saved for the baseline
     with (
@@ -118,7 +117,7 @@ def bench(
         )
     result = replace(result, notes=[note] if note else [])
     if as_json:
-        sys.stdout.write(json.dumps({"source": source} | result.to_dict(), indent=2) + "\n")
+        print_json({"source": source} | result.to_dict())
     else:
         from cutaway.cli.views.bench_report import render_speed
 
@@ -130,17 +129,15 @@ def bench(
 
 def _load_or_build_checkpoint(source: str, device: str | None, dtype: DType | None) -> "Checkpoint":
     """Build a preset or config file with random weights, or load a checkpoint."""
-    import torch
-
     from cutaway.bench.hardware import TORCH_DTYPES, default_dtype
+    from cutaway.cli.model_loading import default_device, to_torch_dtype
     from cutaway.config import config, presets
     from cutaway.families.checkpoint import Checkpoint
     from cutaway.families.load import load
     from cutaway.model import build
-    from cutaway.model.inputs import resolve_device
 
-    target_device = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    torch_dtype = TORCH_DTYPES[default_dtype(target_device)] if dtype is None else getattr(torch, dtype)
+    target_device = default_device(device)
+    torch_dtype = to_torch_dtype(dtype) or TORCH_DTYPES[default_dtype(target_device)]
     if source in presets() or Path(source).suffix in (".toml", ".json"):
         model_config = config(source)
         return Checkpoint(build(model_config, device=target_device, dtype=torch_dtype, seed=0), model_config)
@@ -196,7 +193,7 @@ def _run_machine_bench(device: str | None, model: str | None, *, as_json: bool) 
             f"'{measured_hardware_path()}' cannot be written ({error.strerror}); set CUTAWAY_CACHE to another directory"
         ) from None
     if as_json:
-        sys.stdout.write(json.dumps(asdict(measured) | {"path": str(path)}, indent=2) + "\n")
+        print_json(asdict(measured) | {"path": str(path)})
     else:
         render_calibration(measured)
         sys.stdout.write(f"saved to {path}; use it with: cutaway size NAME --gpu local\n")

@@ -1,20 +1,24 @@
 """`cutaway check`: correctness checks of a Transformer model."""
 
-import json
+import math
 import re
 import sys
 from contextlib import nullcontext, redirect_stdout
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cutaway.cli.model_loading import DType
+from cutaway.cli.json_output import print_json
+from cutaway.cli.options import Device, DType, JsonObjectFlag, WeightDType, check_parent_directory
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
+    import torch
+
     from cutaway.check.model_sources import ModelAndOverrides
+    from cutaway.model import Transformer
 
 MAX_PARAMETERS = 500_000_000
 """Maximum parameters of a preset that is built at full size; larger ones would exceed the time budget."""
@@ -36,33 +40,23 @@ def check(
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            "--only", metavar="A,B", help="Run only these checks; prefixes (cache) and patterns (causality*) match."
-        ),
+        typer.Option(metavar="A,B", help="Run only these checks; prefixes (cache) and patterns (causality*) match."),
     ] = None,
-    skip: Annotated[list[str] | None, typer.Option("--skip", metavar="A,B", help="Skip these checks.")] = None,
-    budget: Annotated[
-        str, typer.Option("--budget", metavar="TIME", help="Time budget; remaining checks are skipped.")
-    ] = "30s",
-    seed: Annotated[
-        int, typer.Option("--seed", help="Random seed of the inputs and of a preset's weights.", min=0)
-    ] = 0,
+    skip: Annotated[list[str] | None, typer.Option(metavar="A,B", help="Skip these checks.")] = None,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="Time budget; remaining checks are skipped.")] = "30s",
+    seed: Annotated[int, typer.Option(help="Random seed of the inputs and of a preset's weights.", min=0)] = 0,
     library: Annotated[
-        Library, typer.Option("--library", help="Library that loads the model: cutaway or transformers.")
+        Library, typer.Option(help="Library that loads the model: cutaway or transformers.")
     ] = Library.cutaway,
-    device: Annotated[
-        str | None, typer.Option("--device", help="Device: cpu or cuda; default cuda if available.")
-    ] = None,
-    dtype: Annotated[DType | None, typer.Option("--dtype", help="Data type of the weights; default as stored.")] = None,
-    junit: Annotated[
-        Path | None, typer.Option("--junit", metavar="FILE", help="Also write the report as JUnit XML.")
-    ] = None,
+    device: Device = None,
+    dtype: WeightDType = None,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the report as JUnit XML.")] = None,
     explain: Annotated[
-        str | None, typer.Option("--explain", metavar="NAME", help="Print what a check catches and how to fix it.")
+        str | None, typer.Option(metavar="NAME", help="Print what a check catches and how to fix it.")
     ] = None,
     list_checks: Annotated[bool, typer.Option("--list", help="List all checks.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print all cases with their measurements.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonObjectFlag = False,
 ) -> None:
     """Check a Transformer for common bugs: causality, padding, KV cache, positions, loss, gradients.
 
@@ -109,10 +103,8 @@ def check(
 
         write_junit(report, junit)
     if as_json:
-        from cutaway.cli.views.terminal import json_safe
-
         data = {"source": source, "library": str(library), "notes": notes} | report.to_dict()
-        sys.stdout.write(json.dumps(json_safe(data), indent=2, allow_nan=False, default=str) + "\n")
+        print_json(data, default=str)
     else:
         from cutaway.cli.views import check_report
 
@@ -129,13 +121,12 @@ def _print_check_docs(explain: str | None, *, as_json: bool) -> None:
 
     if explain is not None:
         text = explain_check(explain)
-        data: Any = {"check": explain, "page": text}
-    else:
-        data = [{"name": check.name, "catches": check.catches} for check in get_checks().values()]
-    if as_json:
-        sys.stdout.write(json.dumps(data, indent=2) + "\n")
-    elif explain is not None:
-        check_report.render_check_docs(text)
+        if as_json:
+            print_json({"check": explain, "page": text})
+        else:
+            check_report.render_check_docs(text)
+    elif as_json:
+        print_json([{"name": check.name, "catches": check.catches} for check in get_checks().values()])
     else:
         check_report.render_check_list(get_checks())
 
@@ -151,42 +142,32 @@ def _load_checked_model(
     quiet: bool,
 ) -> "ModelAndOverrides":
     """Load the model and its adapter overrides; remarks about the model are appended to `notes`."""
-    import torch
-
     from cutaway.check import model_sources
-    from cutaway.model.inputs import resolve_device
+    from cutaway.cli.model_loading import default_device, is_config_source, load_checkpoint, to_torch_dtype
 
-    target_device = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    torch_dtype = None if dtype is None else getattr(torch, dtype)
+    target_device, torch_dtype = default_device(device), to_torch_dtype(dtype)
+    is_transformers = library is Library.transformers
     if model_sources.is_factory_spec(source):
-        for name, value in (
-            ("library transformers", library is Library.transformers),
-            ("device", device),
-            ("dtype", dtype),
-        ):
-            if value:
-                raise InputError(
-                    f"--{name} is for checkpoints; the model of '{source}' is checked unchanged, so leave it out"
-                )
+        options = {"library transformers": is_transformers, "device": device, "dtype": dtype}
+        for name in (name for name, value in options.items() if value):
+            raise InputError(
+                f"--{name} is for checkpoints; the model of '{source}' is checked unchanged, so leave it out"
+            )
         return model_sources.build_from_factory(source, model_sources.import_factory(source), seed=seed)
-    from cutaway.cli.model_loading import is_config_source
-
     if is_config_source(source):
-        if library is Library.transformers:
+        if is_transformers:
             raise InputError(
                 f"'{source}' is a cutaway preset; --library transformers requires a model directory or hub id"
             )
         return _build_untrained_model(source, target_device, torch_dtype, seed, notes), {}
-    if library is Library.transformers:
-        from cutaway.check.model_sources import load_transformers_model
-
-        return load_transformers_model(source, device=target_device, dtype=torch_dtype), {}
-    from cutaway.cli.model_loading import load_checkpoint
-
+    if is_transformers:
+        return model_sources.load_transformers_model(source, device=target_device, dtype=torch_dtype), {}
     return load_checkpoint(source, device, dtype, quiet=quiet, keep_dtype=True), {}
 
 
-def _build_untrained_model(source: str, device: Any, dtype: Any, seed: int, notes: list[str]) -> Any:
+def _build_untrained_model(
+    source: str, device: "torch.device", dtype: "torch.dtype | None", seed: int, notes: list[str]
+) -> "Transformer":
     """Build a preset or config file with random weights; a reduced config if it is too large."""
     import torch
 
@@ -200,11 +181,9 @@ def _build_untrained_model(source: str, device: Any, dtype: Any, seed: int, note
     model_config = config(source)  # an unknown name raises with the nearest preset
     torch_dtype = torch.float32 if dtype is None else dtype
     num_parameters = count_parameters(model_config).total
-    free_bytes = free_memory(device)
+    free_bytes = free_memory(device) or math.inf
     notes.append("random weights")
-    if num_parameters > MAX_PARAMETERS or (
-        free_bytes is not None and 2 * num_parameters * torch_dtype.itemsize > free_bytes
-    ):
+    if num_parameters > MAX_PARAMETERS or 2 * num_parameters * torch_dtype.itemsize > free_bytes:
         model_config = shrink_config(model_config)
         layers = " + ".join(str(stack.layers) for stack in model_config.stacks.values())
         notes.append(
@@ -234,7 +213,4 @@ def _check_output_path(path: Path) -> None:
     """Raise if the report cannot be written, before loading the model."""
     if path.is_dir():
         raise InputError(f"--junit is '{path}', which is a directory; name a file, such as report.xml")
-    if not path.parent.is_dir():
-        raise InputError(
-            f"'{path.parent}' is not a directory, so the file cannot be written; create it, or name another"
-        )
+    check_parent_directory(path)

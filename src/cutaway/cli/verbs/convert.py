@@ -1,14 +1,14 @@
 """`cutaway convert`: convert checkpoints between Hugging Face, GGUF and cutaway formats."""
 
-import json
-import sys
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cutaway.cli.model_loading import DType
+from cutaway.cli.json_output import print_json
+from cutaway.cli.options import JsonFlag, WeightDType
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -42,13 +42,13 @@ def convert(
     family: Annotated[
         str | None, typer.Option(help="model_type to write, if several families can represent the model.")
     ] = None,
-    dtype: Annotated[DType | None, typer.Option(help="Data type of the weights; default as stored.")] = None,
+    dtype: WeightDType = None,
     quantization: Annotated[GGUFQuantization | None, typer.Option(help="Quantization of matrices, for gguf.")] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare activations with transformers, layer by layer.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite OUT.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Load a checkpoint, report on every tensor and config field, and write it in another format.
 
@@ -57,16 +57,14 @@ def convert(
     Example: cutaway convert ./my-llama --verify
     """
     _check_options(out, to, family, quantization, overwrite)
-    import torch
-
-    from cutaway.cli.views.terminal import json_safe, progress_bar
+    from cutaway.cli.model_loading import to_torch_dtype
+    from cutaway.cli.views.terminal import progress_bar
     from cutaway.families.load import load
 
-    torch_dtype = None if dtype is None else getattr(torch, dtype)
     with progress_bar("loading", quiet=as_json) as progress:
-        checkpoint = load(source, dtype=torch_dtype, check_finite=True, progress=progress)
+        checkpoint = load(source, dtype=to_torch_dtype(dtype), check_finite=True, progress=progress)
     assert checkpoint.load_report is not None
-    data: dict[str, Any] = {"report": checkpoint.load_report.to_dict()}
+    data: dict[str, object] = {"report": checkpoint.load_report.to_dict()}
     lines = [str(checkpoint.load_report)]
     if out is not None:
         with progress_bar("writing", quiet=as_json) as progress:
@@ -82,7 +80,7 @@ def convert(
         data["verification"], verified = verification.to_dict(), verification.ok
         lines.append(str(verification))
     if as_json:
-        sys.stdout.write(json.dumps(json_safe(data), indent=2, allow_nan=False) + "\n")
+        print_json(data)
     else:
         from rich.console import Console
 
@@ -118,7 +116,7 @@ def _write_checkpoint(
     family: str | None,
     quantization: str | None,
     overwrite: bool,
-    progress: Any,
+    progress: Callable[[int, int], None],
 ) -> Path:
     if to is OutputFormat.gguf:
         from cutaway.families.gguf.load_save import save_gguf

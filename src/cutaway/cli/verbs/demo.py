@@ -1,6 +1,5 @@
 """`cutaway demo`: train a small model, and trace a token through a model."""
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -9,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cutaway.cli.json_output import print_json
+from cutaway.cli.options import JsonFlag
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,15 +20,14 @@ if TYPE_CHECKING:
 
 def demo(
     source: Annotated[
-        str | None,
-        typer.Argument(help="Preset name, or .toml or .json config, to trace a token through."),
+        str | None, typer.Argument(help="Preset name, or .toml or .json config, to trace a token through.")
     ] = None,
     text: Annotated[str | None, typer.Option(help="Input of that model, tokenized to bytes.")] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the weights.")] = 0,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Training steps of the demo; default about one minute.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Train a small model for about a minute, evaluate it, and trace a token through a trained model.
 
@@ -58,11 +58,7 @@ def demo(
         )
     journey = trace_token(tokenized, shown_sites=None if as_json else default_sites(tokenized.model))
     if as_json:
-        from cutaway.cli.views.terminal import json_safe
-
-        sys.stdout.write(
-            json.dumps(json_safe(trace_table.journey_to_dict(journey, tokenized)), indent=2, allow_nan=False) + "\n"
-        )
+        print_json(trace_table.journey_to_dict(journey, tokenized))
     else:
         trace_table.render_journey(journey, tokenized, source)
         _print_next_steps()
@@ -121,7 +117,7 @@ def _run_guided_demo(*, steps: int | None, seed: int, as_json: bool) -> None:
     journey = trace_token(tokenized, shown_sites=None if as_json else default_sites(tokenized.model))
     if as_json:
         data["journey"] = trace_table.journey_to_dict(journey, tokenized)
-        sys.stdout.write(json.dumps(data, indent=2) + "\n")
+        print_json(data)
         return
     print_text("\n[bold]3  Trace a token[/bold]\n")
     trace_table.render_journey(journey, tokenized, PRETRAINED_MODEL)
@@ -178,11 +174,8 @@ def _build_trainer(
         "schedule.warmup_steps": min(10, steps),
         "training.preflight": str(preflight).lower(),
     }
-    return prepare_trainer(
-        load_recipe("python-stdlib", [f"{key}={value}" for key, value in overrides.items()]),
-        directory,
-        callback=callback,
-    )
+    recipe = load_recipe("python-stdlib", [f"{key}={value}" for key, value in overrides.items()])
+    return prepare_trainer(recipe, directory, callback=callback)
 
 
 def _evaluate_model(checkpoint: "Checkpoint", seed: int) -> dict[str, Any]:
@@ -203,11 +196,8 @@ def _print_text(text: str, *, is_sample: bool = False) -> None:
 
     console = Console(highlight=False)
     if is_sample:
-        console.print(
-            "\n".join(f"    {line}" for line in escape_control_characters(text).splitlines()),
-            markup=False,
-            style="cyan",
-        )
+        lines = [f"    {line}" for line in escape_control_characters(text).splitlines()]
+        console.print("\n".join(lines), markup=False, style="cyan")
     else:
         console.print(text)
 

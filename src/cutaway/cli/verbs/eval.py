@@ -1,13 +1,14 @@
 """`cutaway eval`: loss, perplexity, bits per byte, accuracy and calibration of a model on text."""
 
-import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cutaway.cli.model_loading import DType
+from cutaway.cli.json_output import print_json
+from cutaway.cli.options import CheckpointSource, Device, JsonObjectFlag, WeightDType
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -25,35 +26,27 @@ OPTIONS_BY_FORM = {
 
 
 def evaluate(
-    source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="Model directory, run directory, .gguf file or hub id.")
-    ],
+    source: CheckpointSource,
     extra_files: Annotated[
         list[Path] | None, typer.Argument(metavar="FILE", help="Further files, as with --text.", show_default=False)
     ] = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option("--text", metavar="FILE", help="Text file, .jsonl or directory; - is standard input; repeatable."),
+        typer.Option(metavar="FILE", help="Text file, .jsonl or directory; - is standard input; repeatable."),
     ] = None,
-    text_column: Annotated[str, typer.Option("--text-column", help="Field of .jsonl rows with the text.")] = "text",
+    text_column: Annotated[str, typer.Option(help="Field of .jsonl rows with the text.")] = "text",
     target_column: Annotated[
-        str | None, typer.Option("--target-column", help="Field of .jsonl rows with the target, for encoder-decoders.")
+        str | None, typer.Option(help="Field of .jsonl rows with the target, for encoder-decoders.")
     ] = None,
-    context: Annotated[
-        int | None, typer.Option("--context", help="Context length; default the model's, at most 4,096.")
-    ] = None,
+    context: Annotated[int | None, typer.Option(help="Context length; default the model's, at most 4,096.")] = None,
     stride: Annotated[
-        int | None, typer.Option("--stride", help="Stride of sliding windows, for decoders; default half the context.")
+        int | None, typer.Option(help="Stride of sliding windows, for decoders; default half the context.")
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Random seed of masking, for encoders.")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option("--batch-size", help="Number of texts or windows per batch.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", help="Device: cpu or cuda; default cuda if available.")
-    ] = None,
-    dtype: Annotated[DType | None, typer.Option("--dtype", help="Data type of the weights; default as stored.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Random seed of masking, for encoders.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Number of texts or windows per batch.")] = None,
+    device: Device = None,
+    dtype: WeightDType = None,
+    as_json: JsonObjectFlag = False,
 ) -> None:
     """Evaluate a model on text: loss, perplexity, bits per byte or accuracy, and calibration.
 
@@ -81,24 +74,17 @@ def evaluate(
     form_options = {"context": context, "stride": stride, "seed": seed, "target_column": target_column}
     for name, value in form_options.items():
         if value is not None and name not in OPTIONS_BY_FORM[form]:
-            raise InputError(
-                f"--{name.replace('_', '-')} does not apply to an {form}; leave it out".replace(
-                    "an decoder", "a decoder"
-                )
-            )
+            article = "a" if form == "decoder" else "an"
+            raise InputError(f"--{name.replace('_', '-')} does not apply to {article} {form}; leave it out")
     if form == "encoder-decoder" and target_column is None:
         raise InputError(
             "an encoder-decoder is evaluated on source and target pairs; pass .jsonl files and --target-column"
         )
-    options = {name: value for name, value in form_options.items() if value is not None and name != "target_column"} | {
-        "batch_size": batch_size
-    }
+    del form_options["target_column"]
+    options = {name: value for name, value in form_options.items() if value is not None} | {"batch_size": batch_size}
     results: Results = {"source": source, "form": form} | _run_evaluation(checkpoint, documents, options, quiet=as_json)
     if as_json:
-        from cutaway.cli.views.terminal import json_safe
-
-        results["skipped_documents"] = skipped.counts
-        sys.stdout.write(json.dumps(json_safe(results), indent=2, allow_nan=False) + "\n")
+        print_json(results | {"skipped_documents": skipped.counts})
     else:
         _render_results(results, skipped)
 
@@ -111,30 +97,18 @@ def _run_evaluation(checkpoint: "Checkpoint", documents: "list[Document]", optio
     texts = [document.text for document in documents]
     with progress_bar("evaluating", quiet=quiet) as progress:
         if checkpoint.config.form == "decoder":
-            causal = evaluate_causal_lm(checkpoint, texts, progress=progress, **options)
-            means = {"loss": causal.loss, "perplexity": causal.perplexity, "bits_per_byte": causal.bits_per_byte}
-            return means | _counts_and_calibration(causal)
+            return _result_to_dict(evaluate_causal_lm(checkpoint, texts, progress=progress, **options))
         if checkpoint.config.form == "encoder":
-            masked = evaluate_masked_lm(checkpoint, texts, progress=progress, **options)
-            return {
-                "accuracy": masked.accuracy,
-                "loss": masked.loss,
-                "perplexity": masked.perplexity,
-            } | _counts_and_calibration(masked)
+            return _result_to_dict(evaluate_masked_lm(checkpoint, texts, progress=progress, **options))
         pairs = [(document.text, document.target or "") for document in documents]
-        seq2seq = evaluate_seq2seq(checkpoint, pairs, progress=progress, **options)
-        return {
-            "accuracy": seq2seq.accuracy,
-            "loss": seq2seq.loss,
-            "perplexity": seq2seq.perplexity,
-        } | _counts_and_calibration(seq2seq)
+        return _result_to_dict(evaluate_seq2seq(checkpoint, pairs, progress=progress, **options))
 
 
-def _counts_and_calibration(score: "EvalResult") -> Results:
-    """Return the counts and the calibration as JSON data."""
-    from dataclasses import asdict
-
-    return asdict(score) | {"calibration": score.calibration.to_dict()}
+def _result_to_dict(result: "EvalResult") -> Results:
+    """Return the means, the counts and the calibration as JSON data."""
+    names = [name for name in ("accuracy", "loss", "perplexity", "bits_per_byte") if hasattr(result, name)]
+    means = {name: getattr(result, name) for name in names}
+    return means | asdict(result) | {"calibration": result.calibration.to_dict()}
 
 
 def _render_results(results: Results, skipped: "SkippedDocuments") -> None:
@@ -145,28 +119,23 @@ def _render_results(results: Results, skipped: "SkippedDocuments") -> None:
 
     table = borderless_table("lrl")
     if "accuracy" in results:
-        fraction = (
-            f"{results['num_correct']:,} of {results['num_tokens']:,} masked tokens" if "num_correct" in results else ""
-        )
-        fraction = (
-            fraction or f"{results['num_exact_matches']:,} of {results['num_pairs']:,} outputs match the target exactly"
-        )
+        if "num_correct" in results:
+            fraction = f"{results['num_correct']:,} of {results['num_tokens']:,} masked tokens"
+        else:
+            fraction = f"{results['num_exact_matches']:,} of {results['num_pairs']:,} outputs match the target exactly"
         table.add_row("accuracy", Text(f"{results['accuracy']:.1%}", "bold"), fraction)
     table.add_row("loss", Text(f"{results['loss']:.4f}", "bold"), "nats per token")
     table.add_row("perplexity", Text(f"{results['perplexity']:,.4g}", "bold"), f"over {results['num_tokens']:,} tokens")
     if "bits_per_byte" in results:
-        table.add_row(
-            "bits per byte", Text(f"{results['bits_per_byte']:.4f}", "bold"), f"over {results['num_bytes']:,} bytes"
-        )
+        bits = Text(f"{results['bits_per_byte']:.4f}", "bold")
+        table.add_row("bits per byte", bits, f"over {results['num_bytes']:,} bytes")
     calibration = results["calibration"]
     confidence_note = f"ECE: mean confidence {calibration['confidence']:.1%}, accuracy {calibration['accuracy']:.1%}"
     table.add_row("calibration", Text(f"{calibration['ece']:.4f}", "bold"), confidence_note)
     if "num_documents" in results:
-        count = results["num_documents"]
-        window_note = f"context of up to {results['context']:,} tokens" + (
-            f", stride {results['stride']:,}" if "stride" in results else ""
-        )
-        table.add_row("texts", f"{count:,}", window_note)
+        stride = f", stride {results['stride']:,}" if "stride" in results else ""
+        window_note = f"context of up to {results['context']:,} tokens{stride}"
+        table.add_row("texts", f"{results['num_documents']:,}", window_note)
     print_without_wrapping(table)
     if skipped.total:
         sys.stderr.write(f"skipped: {escape_control_characters(str(skipped))}\n")

@@ -1,6 +1,5 @@
 """`cutaway learn`: exercises with automatic grading. Imports no torch."""
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cutaway.cli.json_output import print_json
+from cutaway.cli.options import JsonFlag
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ VERBS = {
 }
 """Import path of each sub-verb's function."""
 ExerciseNumber = Annotated[int, typer.Argument(help="Number of the exercise, 1 to 10.", show_default=False)]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def learn() -> None:
@@ -36,10 +36,6 @@ def learn() -> None:
 
     Example: cutaway learn start 3
     """
-
-
-def _print_json(data: Any) -> None:
-    sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
 
 def _load_progress() -> "ExerciseProgress":
@@ -73,17 +69,9 @@ def _print_note(text: str) -> None:
 
 def _exercise_to_dict(exercise: "Exercise", progress: "ExerciseProgress") -> dict[str, Any]:
     """Convert an exercise and its progress to JSON data."""
-    return {
-        "number": exercise.number,
-        "slug": exercise.slug,
-        "title": exercise.title,
-        "minutes": exercise.minutes,
-        "notebook": exercise.notebook,
-        "site": exercise.site,
-        "functions": exercise.required_names,
-        "num_available_hints": len(exercise.hints),
-        **asdict(progress.get(exercise.number)),
-    }
+    fields = {name: getattr(exercise, name) for name in ("number", "slug", "title", "minutes", "notebook", "site")}
+    fields |= {"functions": exercise.required_names, "num_available_hints": len(exercise.hints)}
+    return fields | asdict(progress.get(exercise.number))
 
 
 def list_exercises(as_json: JsonFlag = False) -> None:
@@ -95,7 +83,7 @@ def list_exercises(as_json: JsonFlag = False) -> None:
 
     rows = [_exercise_to_dict(exercise, _load_progress()) for exercise in load_exercises()]
     if as_json:
-        _print_json(rows)
+        print_json(rows, ensure_ascii=False)
     else:
         from cutaway.cli.views import exercise_report
 
@@ -123,13 +111,8 @@ def start(
     with _warn_if_not_saved():
         _load_progress().mark_started(number, path)
     if as_json:
-        _print_json(
-            {
-                "number": number,
-                "file": str(path),
-                "previous_file": None if previous_file is None else str(previous_file),
-            }
-        )
+        previous = None if previous_file is None else str(previous_file)
+        print_json({"number": number, "file": str(path), "previous_file": previous}, ensure_ascii=False)
         return
     from cutaway.cli.views import exercise_report
 
@@ -154,9 +137,9 @@ def hint(
     with _warn_if_not_saved():
         progress.update(number, num_hints=num_shown)
     if as_json:
-        _print_json(
-            {"number": number, "hints": exercise.hints[:num_shown], "remaining": len(exercise.hints) - num_shown}
-        )
+        remaining = len(exercise.hints) - num_shown
+        data = {"number": number, "hints": exercise.hints[:num_shown], "remaining": remaining}
+        print_json(data, ensure_ascii=False)
         return
     from cutaway.cli.views import exercise_report
 
@@ -184,7 +167,7 @@ def solution(
     with _warn_if_not_saved():
         progress.update(number, solution_shown=True)
     if as_json:
-        _print_json({"number": number, "solution": exercise.solution})
+        print_json({"number": number, "solution": exercise.solution}, ensure_ascii=False)
         return
     from cutaway.cli.views import exercise_report
 
@@ -201,7 +184,7 @@ def progress(as_json: JsonFlag = False) -> None:
     stored = _load_progress()
     rows = [_exercise_to_dict(exercise, stored) for exercise in load_exercises()]
     if as_json:
-        _print_json({"passed": stored.num_passed, "of": len(rows), "exercises": rows})
+        print_json({"passed": stored.num_passed, "of": len(rows), "exercises": rows}, ensure_ascii=False)
         return
     from cutaway.cli.views import exercise_report
 
@@ -224,16 +207,20 @@ def check(
 
     Example: cutaway learn check 3
     """
+    from cutaway.cli.views.terminal import spinner
     from cutaway.learn.exercises import get_exercise
     from cutaway.learn.exercises.learner_file import read_code_cells
+    from cutaway.learn.runner.launcher import grade_files
 
     exercise = get_exercise(number)
     path = file or _find_exercise_file(exercise, _load_progress().get(number))
     read_code_cells(path)  # raise for unreadable files before running code
-    result = _grade_with_spinner(exercise, path)
+    with spinner("checking"):
+        [result] = grade_files(exercise, [path])
     record = _save_attempt(number, path, result)
     if as_json:
-        _print_json({"number": number, "file": str(path), "passed": result.passed, **asdict(result), "record": record})
+        data = {"number": number, "file": str(path), "passed": result.passed, **asdict(result), "record": record}
+        print_json(data, ensure_ascii=False)
     else:
         from cutaway.cli.views import exercise_report
 
@@ -255,19 +242,6 @@ def _find_exercise_file(exercise: "Exercise", record: "ExerciseRecord") -> Path:
         f"exercise {number} has no file to check; write one with `cutaway learn start {number}`, or pass yours:"
         f" `cutaway learn check {number} mine.py`"
     )
-
-
-def _grade_with_spinner(exercise: "Exercise", path: Path) -> "GradeReport":
-    """Grade a file, with a spinner on a terminal."""
-    from rich.console import Console
-
-    from cutaway.learn.runner.launcher import grade_files
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        return grade_files(exercise, [path])[0]
-    with console.status("checking"):
-        return grade_files(exercise, [path])[0]
 
 
 def _save_attempt(number: int, path: Path, result: "GradeReport") -> dict[str, object]:

@@ -1,11 +1,11 @@
 """`cutaway learn quiz`: quiz questions with explanations."""
 
-import json
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cutaway.cli.json_output import print_json
+from cutaway.cli.options import json_flag
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # --help does not need the questions
@@ -33,7 +33,7 @@ def quiz(
         bool, typer.Option("--show-code", help="Print the Python code that verifies each answer.")
     ] = False,
     list_questions: Annotated[bool, typer.Option("--list", help="List the questions and your results.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the questions as JSON, without asking.")] = False,
+    as_json: Annotated[bool, json_flag("Print the questions as JSON, without asking.")] = False,
 ) -> None:
     """Answer quiz questions about the Transformer; missed questions are repeated first.
 
@@ -48,7 +48,7 @@ def quiz(
     if as_json:
         selected = questions if list_questions else progress.order_questions(questions, seed)
         data = [question.to_dict() | {"status": progress.status(question.id)} for question in selected[:num_questions]]
-        sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+        print_json(data, ensure_ascii=False)
         return
     from cutaway.cli.views.quiz_console import QuizConsole
 
@@ -56,13 +56,8 @@ def quiz(
     if list_questions:
         view.print_question_list(questions[:num_questions], progress)
     else:
-        _run_quiz(
-            progress.order_questions(questions, seed)[: num_questions or DEFAULT_NUM_QUESTIONS],
-            progress,
-            view,
-            seed,
-            show_code=show_code,
-        )
+        selected = progress.order_questions(questions, seed)[: num_questions or DEFAULT_NUM_QUESTIONS]
+        _run_quiz(selected, progress, view, seed, show_code=show_code)
 
 
 def _run_quiz(

@@ -1,49 +1,36 @@
 """`cutaway open`: the inspector web page for a model."""
 
-import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlencode
 
 import typer
 
-from cutaway.cli.model_loading import DType
+from cutaway.cli import options as opt
+from cutaway.cli.json_output import print_json
 
 if TYPE_CHECKING:  # torch is imported when it is needed
+    from cutaway.families.checkpoint import Checkpoint
     from cutaway.serve.inspect.inspector import Inspector
 
 
 def open_page(
-    source: Annotated[
-        str,
-        typer.Argument(metavar="SOURCE", help="Model directory, run directory, .gguf file, hub id or preset name."),
-    ] = "tiny-python",
+    source: opt.ModelSource = "tiny-python",
     text: Annotated[str | None, typer.Argument(metavar="TEXT", help="Initial input text.")] = None,
     export: Annotated[
-        Path | None, typer.Option("--export", metavar="FILE", help="Export the page for TEXT as one .html file.")
+        Path | None, typer.Option(metavar="FILE", help="Export the page for TEXT as one .html file.")
     ] = None,
-    host: Annotated[
-        str, typer.Option("--host", help="Address to bind; others than loopback require an API key.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="Port; 0 selects a free port.")] = 0,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            "--api-key", envvar="CUTAWAY_API_KEY", show_envvar=True, help="API key that other machines must send."
-        ),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", metavar="FILE", help="File with the API key.")
-    ] = None,
+    host: opt.Host = "127.0.0.1",
+    port: opt.Port = 0,
+    api_key: Annotated[str | None, opt.api_key_option("API key that other machines must send.")] = None,
+    api_key_file: opt.ApiKeyFile = None,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
-    device: Annotated[
-        str | None, typer.Option("--device", help="Device: cpu or cuda; default cuda if available.")
-    ] = None,
+    device: opt.Device = None,
     dtype: Annotated[
-        DType | None, typer.Option("--dtype", help="Data type of the weights; default as stored, float32 on a CPU.")
+        opt.DType | None, typer.Option(help="Data type of the weights; default as stored, float32 on a CPU.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when the server is ready.")] = False,
+    as_json: opt.ServerJsonFlag = False,
 ) -> None:
     """Open a web page that shows a model's activations, attention patterns and predictions for a text.
 
@@ -74,11 +61,11 @@ def open_page(
 
     def on_ready() -> None:
         if as_json:
-            sys.stdout.write(json.dumps({"source": source, "url": url}) + "\n")
-        else:
-            sys.stdout.write(f"{source} is open at {url}\nCtrl-C to stop.\n")
+            print_json({"source": source, "url": url}, indent=None)
+            return
+        sys.stdout.write(f"{source} is open at {url}\nCtrl-C to stop.\n")
         sys.stdout.flush()
-        if browser and not as_json:
+        if browser:
             import webbrowser
 
             webbrowser.open(url if key is None else f"{url}?{urlencode({'api_key': key})}")
@@ -86,7 +73,9 @@ def open_page(
     run_server(app, sock, limits, on_ready)
 
 
-def export_page(path: Path, source: str, text: str | None, device: str | None, dtype: Any, *, as_json: bool) -> None:
+def export_page(
+    path: Path, source: str, text: str | None, device: str | None, dtype: opt.DType | None, *, as_json: bool
+) -> None:
     """Export the page to a file; the file is written atomically."""
     from cutaway.cli.verbs.trace import check_output_file
     from cutaway.cli.views.terminal import progress_bar
@@ -105,16 +94,15 @@ def export_page(path: Path, source: str, text: str | None, device: str | None, d
         temporary_path.unlink(missing_ok=True)
     megabytes = len(html.encode()) / 1e6
     if as_json:
-        sys.stdout.write(
-            json.dumps({"source": source, "file": str(path), "megabytes": megabytes, "is_complete": is_complete}) + "\n"
-        )
+        data = {"source": source, "file": str(path), "megabytes": megabytes, "is_complete": is_complete}
+        print_json(data, indent=None)
         return
     note = "" if is_complete else "; the text is long, so the activations of its first tokens are left out"
     sys.stdout.write(f"{path}: {megabytes:.1f} MB, opens in any browser without a server{note}\n")
 
 
 def load_inspector(
-    source: str, text: str | None, device: str | None, dtype: Any, *, quiet: bool = False
+    source: str, text: str | None, device: str | None, dtype: opt.DType | None, *, quiet: bool = False
 ) -> "Inspector":
     """Load a checkpoint, run snapshot or untrained model for inspection."""
     from cutaway.cli.model_loading import build_untrained_model
@@ -122,12 +110,13 @@ def load_inspector(
     from cutaway.serve.inspect.inspector import build_inspector
 
     run_directory = _find_run_directory(source)
-    model_or_checkpoint = build_untrained_model(source, device, dtype)
-    if model_or_checkpoint is None:
-        model_or_checkpoint = _load_checkpoint_or_snapshot(source, run_directory, device, dtype, quiet=quiet)
-        if dtype is None and should_upcast_on_cpu(model_or_checkpoint.model):
-            model_or_checkpoint.model.float()  # 16-bit rounding would hide the consistency checks' errors
-    return build_inspector(model_or_checkpoint, text, name=source, run_directory=run_directory)
+    model = build_untrained_model(source, device, dtype)
+    if model is not None:
+        return build_inspector(model, text, name=source, run_directory=run_directory)
+    checkpoint = _load_checkpoint_or_snapshot(source, run_directory, device, dtype, quiet=quiet)
+    if dtype is None and should_upcast_on_cpu(checkpoint.model):
+        checkpoint.model.float()  # 16-bit rounding would hide the consistency checks' errors
+    return build_inspector(checkpoint, text, name=source, run_directory=run_directory)
 
 
 def _find_run_directory(source: str) -> Path | None:
@@ -140,8 +129,8 @@ def _find_run_directory(source: str) -> Path | None:
 
 
 def _load_checkpoint_or_snapshot(
-    source: str, run_directory: Path | None, device: str | None, dtype: Any, *, quiet: bool
-) -> Any:
+    source: str, run_directory: Path | None, device: str | None, dtype: opt.DType | None, *, quiet: bool
+) -> "Checkpoint":
     """Load a checkpoint; of an unfinished run, its latest snapshot."""
     if run_directory is None or (run_directory / "model").is_dir():
         from cutaway.cli.model_loading import load_checkpoint

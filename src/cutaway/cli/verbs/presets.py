@@ -1,11 +1,12 @@
 """`cutaway presets`: list preset model configurations, or print one as TOML."""
 
-import json
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cutaway.cli.json_output import print_json
+from cutaway.cli.options import JsonFlag
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # imported where they are used: --help needs no configs, and --json no rich
@@ -15,7 +16,7 @@ if TYPE_CHECKING:  # imported where they are used: --help needs no configs, and 
 def presets(
     name: Annotated[str | None, typer.Argument(help="Preset whose config is printed.")] = None,
     form: Annotated[str | None, typer.Option(help="List only this form: decoder, encoder or encoder-decoder.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonFlag = False,
     as_schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of model configs.")] = False,
 ) -> None:
     """List the preset model configs, or print one as TOML.
@@ -25,18 +26,20 @@ def presets(
     from cutaway.config import config, schema, to_json, to_toml
 
     if as_schema:
-        sys.stdout.write(json.dumps(schema(), indent=2) + "\n")
+        print_json(schema())
     elif name is not None:
         sys.stdout.write(to_json(config(name)) if as_json else to_toml(config(name)))
     else:
         from cutaway.config import presets as list_presets
 
-        rows = [
-            _preset_to_dict(preset, config(preset)) for preset in list_presets() if form in (None, config(preset).form)
-        ]
+        rows = [_preset_to_dict(preset, config(preset)) for preset in list_presets()]
+        rows = [row for row in rows if form in (None, row["form"])]
         if not rows:
             raise InputError(f"--form is '{form}'; use decoder, encoder or encoder-decoder")
-        sys.stdout.write(json.dumps(rows, indent=2) + "\n") if as_json else _render_presets(rows)
+        if as_json:
+            print_json(rows)
+        else:
+            _render_presets(rows)
 
 
 def _preset_to_dict(name: str, model: "Config") -> dict[str, str | int | None]:
@@ -61,28 +64,18 @@ def _preset_to_dict(name: str, model: "Config") -> dict[str, str | int | None]:
 
 def _render_presets(rows: list[dict[str, str | int | None]]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
+    from cutaway.cli.views.terminal import borderless_table
     from cutaway.size.units import format_count
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "form"):
-        table.add_column(column, no_wrap=True)
-    for column in ("layers", "d_model", "heads", "parameters", "active"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = borderless_table("llrrrrr", ["name", "form", "layers", "d_model", "heads", "parameters", "active"])
     for row in rows:
         heads, kv_heads = row["heads"], row["kv_heads"]
-        table.add_row(
-            str(row["name"]),
-            str(row["form"]),
-            str(row["layers"]),
-            str(row["d_model"]),
-            str(heads) if kv_heads in (None, heads) else f"{heads}/{kv_heads}",
-            format_count(int(row["num_parameters"] or 0)),
-            ""
-            if row["num_active_parameters"] == row["num_parameters"]
-            else format_count(int(row["num_active_parameters"] or 0)),
-        )
+        head_counts = str(heads) if kv_heads in (None, heads) else f"{heads}/{kv_heads}"
+        counts = int(row["num_parameters"] or 0), int(row["num_active_parameters"] or 0)
+        active = "" if counts[0] == counts[1] else format_count(counts[1])
+        shape = (str(row[name]) for name in ("name", "form", "layers", "d_model"))
+        table.add_row(*shape, head_counts, format_count(counts[0]), active)
     console = Console()
     console.print(table)
     console.print(

@@ -1,6 +1,5 @@
 """`cutaway size`: parameters, FLOPs, memory and time of a model, from its config."""
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -9,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from cutaway.cli.json_output import print_json
+from cutaway.cli.options import JsonFlag
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # imported where they are used: --help needs no configs, and --json no rich
@@ -17,6 +18,18 @@ if TYPE_CHECKING:  # imported where they are used: --help needs no configs, and 
 OptionText = str | None
 MAX_NAME_LENGTH = 48
 Number = TypeVar("Number", int, float)
+COUNT_OPTIONS = ("batch_size", "context", "source_len", "world_size", "tp", "dp_shard", "train_tokens")
+PLAIN_OPTIONS = [
+    "dtype",
+    "kv_cache_dtype",
+    "optimizer",
+    "activation_checkpointing",
+    "kernel",
+    "loss",
+    "parallel",
+    "price_per_hour",
+]
+"""Options that are passed unchanged to `cutaway.size`, and those that are parsed as counts first."""
 
 
 def size(
@@ -78,7 +91,7 @@ def size(
     ] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a plot: .svg, .png or .pdf.")] = None,
     list_hardware: Annotated[bool, typer.Option("--list-hardware", help="List the known devices.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Estimate a model's parameters, FLOPs, memory, time and training cost from its config.
 
@@ -90,6 +103,7 @@ def size(
 
     Example: cutaway size llama-3-8b --fit 16GB --dtype int4
     """
+    arguments = dict(locals())
     names = sources or []
     if list_hardware:
         _print_hardware_list(as_json)
@@ -98,25 +112,11 @@ def size(
         raise InputError("SOURCE is missing; name a preset (see cutaway presets), a file or a directory, or use --fit")
     from cutaway.size.units import parse_count
 
-    parsed_options: dict[str, Any] = {
-        "batch_size": _parse_option(parse_count, batch_size, "--batch-size"),
-        "context": _parse_option(parse_count, context, "--context"),
-        "source_len": _parse_option(parse_count, source_len, "--source-len"),
-        "dtype": dtype,
-        "kv_cache_dtype": kv_cache_dtype,
-        "optimizer": optimizer,
-        "activation_checkpointing": activation_checkpointing,
-        "kernel": kernel,
-        "loss": loss,
-        "hardware": _resolve_hardware(gpu, bandwidth, flops, memory),
-        "world_size": _parse_option(parse_count, world_size, "--world-size"),
-        "parallel": parallel,
-        "tp": _parse_option(parse_count, tp, "--tp"),
-        "dp_shard": _parse_option(parse_count, dp_shard, "--dp-shard"),
-        "train_tokens": _parse_option(parse_count, train_tokens, "--train-tokens"),
-        "price_per_hour": price_per_hour,
-    }
-    options = {name: value for name, value in parsed_options.items() if value is not None}
+    options: dict[str, Any] = {name: arguments[name] for name in PLAIN_OPTIONS}
+    for name in COUNT_OPTIONS:
+        options[name] = _parse_option(parse_count, arguments[name], f"--{name.replace('_', '-')}")
+    options["hardware"] = _resolve_hardware(gpu, bandwidth, flops, memory)
+    options = {name: value for name, value in options.items() if value is not None}
     if batch_size is None and world_size is not None and parallel != "tp":
         options["batch_size"] = max(1, options["world_size"] // options.get("tp", 1))
     if fit is not None:
@@ -147,10 +147,8 @@ def _compute_sizes(sources: list[str], mode: str | None, options: dict[str, Any]
         return [[estimate_size(models[0], mode=name, **options) for name in modes]]
     from cutaway.size.memory_fit import compare_models
 
-    return [
-        list(estimates)
-        for estimates in zip(*(compare_models(models, mode=name, **options) for name in modes), strict=True)
-    ]
+    by_mode = [compare_models(models, mode=name, **options) for name in modes]
+    return [list(estimates) for estimates in zip(*by_mode, strict=True)]
 
 
 def _print_sizes(sizes: "list[tuple[str, list[SizeEstimate]]]", *, side_by_side: bool, as_json: bool) -> None:
@@ -158,7 +156,7 @@ def _print_sizes(sizes: "list[tuple[str, list[SizeEstimate]]]", *, side_by_side:
 
     reports = [{"source": name} | estimates_to_dict(*estimates) for name, estimates in sizes]
     if as_json:
-        sys.stdout.write(json.dumps(reports if side_by_side else reports[0], indent=2) + "\n")
+        print_json(reports if side_by_side else reports[0])
         return
     from cutaway.cli.views import size_report
 
@@ -175,7 +173,7 @@ def _run_fit(memory: str, names: list[str], mode: str | None, options: dict[str,
     source = names[0] if names else "llama"
     result = fit_to_memory(_parse_option(parse_bytes, memory, "--fit") or 0, source, mode=mode or "infer", **options)
     if as_json:
-        sys.stdout.write(json.dumps({"source": source} | result.to_dict(), indent=2) + "\n")
+        print_json({"source": source} | result.to_dict())
         return
     from cutaway.cli.views.size_report import render_fit
 
@@ -186,7 +184,7 @@ def _print_hardware_list(as_json: bool) -> None:
     from cutaway.size import list_hardware
 
     if as_json:
-        sys.stdout.write(json.dumps([asdict(device) for device in list_hardware()], indent=2) + "\n")
+        print_json([asdict(device) for device in list_hardware()])
         return
     from cutaway.cli.views.size_report import render_hardware_list
 
@@ -199,9 +197,6 @@ def source_name(source: str) -> str:
     name = path.absolute().parent.name if path.name == "config.json" else path.name or path.absolute().name
     printable = "".join(character if character.isprintable() else "?" for character in name)
     return printable if len(printable) <= MAX_NAME_LENGTH else f"{printable[: MAX_NAME_LENGTH - 1]}…"
-
-
-# ---------------------------------------------------------------------------------------- option parsing
 
 
 def _resolve_hardware(
@@ -222,9 +217,10 @@ def _resolve_hardware(
         raise InputError(
             "--bandwidth is in bytes per second, such as 3.35TB/s, and --flops in FLOP/s, such as 989TFLOPS; swap them"
         )
-    rates = _parse_option(parse_rate, bandwidth, "--bandwidth"), _parse_option(parse_rate, flops, "--flops")
     return custom_hardware(
-        bandwidth=rates[0] or 0, flops=rates[1] or 0, memory=_parse_option(parse_bytes, memory, "--memory")
+        bandwidth=_parse_option(parse_rate, bandwidth, "--bandwidth") or 0,
+        flops=_parse_option(parse_rate, flops, "--flops") or 0,
+        memory=_parse_option(parse_bytes, memory, "--memory"),
     )
 
 

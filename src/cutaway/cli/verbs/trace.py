@@ -1,18 +1,18 @@
 """`cutaway trace`: the activations of one token at every site of the forward pass, as a table."""
 
-import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cutaway.cli.model_loading import DType
+from cutaway.cli.json_output import print_json
+from cutaway.cli.options import Device, ModelSource, WeightDType, check_parent_directory, json_flag
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.cli.tokenized_input import TokenizedInput
-    from cutaway.lens import Journey
+    from cutaway.lens import Journey, Trace
+    from cutaway.lens.sites import Site
     from cutaway.model import Transformer
 
 NUM_END_BLOCKS = 2
@@ -20,35 +20,24 @@ NUM_END_BLOCKS = 2
 
 
 def trace(
-    source: Annotated[
-        str,
-        typer.Argument(metavar="SOURCE", help="Model directory, run directory, .gguf file, hub id or preset name."),
-    ],
+    source: ModelSource,
     text: Annotated[str, typer.Argument(metavar="TEXT", help="Input text; - reads standard input.")],
     position: Annotated[
         str | None,
-        typer.Option(
-            "--position", metavar="TOKEN", help="Token to trace: its index, or part of the text; default the last."
-        ),
+        typer.Option(metavar="TOKEN", help="Token to trace: its index, or part of the text; default the last."),
     ] = None,
-    target: Annotated[
-        str | None, typer.Option("--target", metavar="TEXT", help="Decoder input of an encoder-decoder.")
-    ] = None,
+    target: Annotated[str | None, typer.Option(metavar="TEXT", help="Decoder input of an encoder-decoder.")] = None,
     sites: Annotated[
         list[str] | None,
-        typer.Option("--sites", metavar="GLOB", help="Sites to show, such as resid_post or 'blocks.0.*'; repeatable."),
+        typer.Option(metavar="GLOB", help="Sites to show, such as resid_post or 'blocks.0.*'; repeatable."),
     ] = None,
     all_blocks: Annotated[
         bool, typer.Option("--all-blocks", help="Show all blocks, not only the first and last ones.")
     ] = False,
-    save: Annotated[
-        Path | None, typer.Option("--save", metavar="FILE", help="Save the activations as .safetensors.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", help="Device: cpu or cuda; default cuda if available.")
-    ] = None,
-    dtype: Annotated[DType | None, typer.Option("--dtype", help="Data type of the weights; default as stored.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all sites as one JSON object.")] = False,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the activations as .safetensors.")] = None,
+    device: Device = None,
+    dtype: WeightDType = None,
+    as_json: Annotated[bool, json_flag("Print all sites as one JSON object.")] = False,
 ) -> None:
     """Trace a token through a model: shape, norm, contribution and logit lens at each site.
 
@@ -66,18 +55,14 @@ def trace(
     token_index = None if position is None else tokenized.resolve_position(position)
     from cutaway.cli.views import trace_table
 
-    shown_sites = (
-        _resolve_sites(tokenized.model, sites)
-        if sites or as_json
-        else default_sites(tokenized.model, all_blocks=all_blocks)
-    )
+    if sites or as_json:
+        shown_sites = _resolve_sites(tokenized.model, sites)
+    else:
+        shown_sites = default_sites(tokenized.model, all_blocks=all_blocks)
     journey = trace_token(tokenized, token_index, shown_sites, sites, save)
     if as_json:
-        from cutaway.cli.views.terminal import json_safe
-
         data = {"source": source} | trace_table.journey_to_dict(journey, tokenized)
-        data |= {} if save is None else {"saved": str(save)}
-        sys.stdout.write(json.dumps(json_safe(data), indent=2, allow_nan=False) + "\n")
+        print_json(data | ({} if save is None else {"saved": str(save)}))
         return
     trace_table.render_journey(journey, tokenized, source, hint="" if sites else ": --all-blocks shows them")
     if save is not None:
@@ -134,16 +119,13 @@ def default_sites(model: "Transformer", *, all_blocks: bool = False) -> list[str
     from cutaway.lens import sites
     from cutaway.lens.sites import is_repeated_resid
 
-    return [
-        name
-        for name, site in sites(model).items()
-        if site.layer is None
-        or site.stack is None
-        or (
-            (all_blocks or not NUM_END_BLOCKS <= site.layer < len(site.stack.blocks) - NUM_END_BLOCKS)
-            and not is_repeated_resid(name)
-        )
-    ]
+    def is_shown(site: "Site") -> bool:
+        if site.layer is None or site.stack is None:
+            return True
+        is_end = not NUM_END_BLOCKS <= site.layer < len(site.stack.blocks) - NUM_END_BLOCKS
+        return (all_blocks or is_end) and not is_repeated_resid(site.name)
+
+    return [name for name, site in sites(model).items() if is_shown(site)]
 
 
 def check_output_file(path: Path, option: str = "--save", suffix: str = ".safetensors") -> None:
@@ -152,13 +134,10 @@ def check_output_file(path: Path, option: str = "--save", suffix: str = ".safete
         raise InputError(f"{option} is '{path}', which does not end in {suffix}; rename it")
     if path.exists() or path.is_symlink():
         raise InputError(f"'{path}' exists and is not overwritten; pass another path")
-    if not path.parent.is_dir():
-        raise InputError(
-            f"'{path.parent}' is not a directory, so the file cannot be written; create it, or name another"
-        )
+    check_parent_directory(path)
 
 
-def _save_trace(t: Any, path: Path) -> None:
+def _save_trace(t: "Trace", path: Path) -> None:
     """Save atomically: write to a temporary directory, then rename."""
     import tempfile
 

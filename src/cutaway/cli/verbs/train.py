@@ -1,6 +1,5 @@
 """`cutaway train`: train a model with a recipe, resume a run, dry run."""
 
-import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -8,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cutaway.cli.json_output import print_json
+from cutaway.cli.options import Device, json_flag
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -20,11 +21,9 @@ def train(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Run directory; default runs/RECIPE.")] = None,
     resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="RUN", help="Resume this run from its last checkpoint.")
+        Path | None, typer.Option(metavar="RUN", help="Resume this run from its last checkpoint.")
     ] = None,
-    status: Annotated[
-        Path | None, typer.Option("--status", metavar="RUN", help="Print the status of this run.")
-    ] = None,
+    status: Annotated[Path | None, typer.Option(metavar="RUN", help="Print the status of this run.")] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="a.b=x", help="Override a recipe value; repeatable.")
     ] = None,
@@ -41,9 +40,9 @@ def train(
             "--text", metavar="FILE", help="Train on this file or directory instead of the recipe's data; repeatable."
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Device: cpu or cuda; default cuda if available.")] = None,
+    device: Device = None,
     as_schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipes.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per step and per evaluation.")] = False,
+    as_json: Annotated[bool, json_flag("Print one JSON object per step and per evaluation.")] = False,
 ) -> None:
     """Train a model with a recipe, or resume a run.
 
@@ -59,7 +58,7 @@ def train(
     from cutaway.train.recipe.schema import recipe_json_schema
 
     if as_schema:
-        sys.stdout.write(json.dumps(recipe_json_schema(), indent=2) + "\n")
+        print_json(recipe_json_schema())
         return
     if sum(argument is not None for argument in (recipe, resume, status)) != 1:
         raise InputError(f"pass a recipe ({', '.join(list_recipes())}, or a file), or a run with --resume or --status")
@@ -67,7 +66,10 @@ def train(
         from cutaway.cli.views.training_progress import format_run_status, load_run_status
 
         run_status = load_run_status(status)
-        sys.stdout.write((json.dumps(run_status) if as_json else "\n".join(format_run_status(run_status))) + "\n")
+        if as_json:
+            print_json(run_status, indent=None)
+        else:
+            sys.stdout.write("\n".join([*format_run_status(run_status), ""]))
         return
     non_parallel_overrides = [override for override in overrides or [] if not override.startswith("parallel.")]
     if resume is not None and (out is not None or non_parallel_overrides or texts):
@@ -110,28 +112,16 @@ def train(
 
 def _print_outcome(trainer: "Trainer", *, as_json: bool, is_main_process: bool) -> None:
     """Print where the model is and how to continue; exit with code 1 if the run is not finished."""
-    step, max_steps, run_directory = (
-        trainer.global_step,
-        trainer.recipe.training.max_steps,
-        trainer.run_directory.directory,
-    )
-    if not is_main_process:
-        pass
-    elif as_json:
-        outcome = {"run": str(run_directory), "step": step, "done": step == max_steps}
-        sys.stdout.write(
-            json.dumps(outcome | ({"model": str(trainer.run_directory.model_directory)} if step == max_steps else {}))
-            + "\n"
-        )
-    elif step == max_steps:
-        mask = trainer.run_directory.tokenizer.special_tokens_map.get("mask_token")
+    step, max_steps, run = trainer.global_step, trainer.recipe.training.max_steps, trainer.run_directory
+    if is_main_process and as_json:
+        outcome = {"run": str(run.directory), "step": step, "done": step == max_steps}
+        print_json(outcome | ({"model": str(run.model_directory)} if step == max_steps else {}), indent=None)
+    elif is_main_process and step == max_steps:
+        mask = run.tokenizer.special_tokens_map.get("mask_token")
         text = f"'a text with a {mask}'" if trainer.model.config.form == "encoder" else "TEXT"
-        sys.stderr.write(
-            f"the model is in {trainer.run_directory.model_directory}; try: cutaway generate {run_directory} {text}\n"
-        )
-    else:
-        sys.stderr.write(
-            f"stopped after {step} of {max_steps} steps; continue with: cutaway train --resume {run_directory}\n"
-        )
+        sys.stderr.write(f"the model is in {run.model_directory}; try: cutaway generate {run.directory} {text}\n")
+    elif is_main_process:
+        command = f"cutaway train --resume {run.directory}"
+        sys.stderr.write(f"stopped after {step} of {max_steps} steps; continue with: {command}\n")
     if step < max_steps:
         raise typer.Exit(1)

@@ -1,14 +1,11 @@
 """Terminal report of `cutaway train --dry-run`: memory and collectives of a rank, measured and predicted."""
 
-import json
-import sys
-from contextlib import nullcontext
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
-from cutaway.cli.views.terminal import borderless_table, build_console, format_heading, indent
+from cutaway.cli.json_output import print_json
+from cutaway.cli.views.terminal import borderless_table, build_console, format_heading, indent, spinner
 from cutaway.size.units import format_count, format_si
 from cutaway.train.recipe.schema import Recipe
 
@@ -24,11 +21,10 @@ MEMORY_ROWS = {
 def run_dry_run(recipe: Recipe, world_size: int, *, as_json: bool) -> None:
     from cutaway.train.trainer.dry_run import dry_run
 
-    stderr_console = Console(stderr=True)
-    with stderr_console.status("simulating a step") if stderr_console.is_terminal and not as_json else nullcontext():
+    with spinner("simulating a step", quiet=as_json):
         result = dry_run(recipe, world_size).to_dict()
     if as_json:
-        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+        print_json(result)
     else:
         _render_dry_run(result)
 

@@ -1,20 +1,30 @@
 """Output of `cutaway generate`: streamed completions, beam search results, mask predictions, throughput."""
 
-import json
 import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
+from cutaway.cli.json_output import print_json
 from cutaway.cli.prompts import PromptInput
-from cutaway.cli.timed_generation import TimedGeneration, completion_to_dict, start_generation
-from cutaway.cli.views.terminal import TerminalWriter, escape_control_characters, print_without_wrapping
+from cutaway.cli.timed_generation import EngineOptions, TimedGeneration, start_generation
+from cutaway.cli.views.terminal import (
+    TerminalWriter,
+    borderless_table,
+    escape_control_characters,
+    print_without_wrapping,
+    spinner,
+)
 from cutaway.errors import InputError
 from cutaway.generate.api import generate
 from cutaway.generate.engine.output import Completion, CompletionChunk
+from cutaway.generate.fill_mask import FillMaskPrediction, fill_mask
 from cutaway.generate.generation_config import unpack_checkpoint
+from cutaway.generate.prompts import Prompt
 from cutaway.generate.sampling.sampling_params import SamplingParams
 from cutaway.generate.search.beam_generation import default_num_beams
 
@@ -34,10 +44,6 @@ class OutputWriter:
         self.stderr = TerminalWriter(err) if err is not None else None
         self.echo_requested = echo
 
-    def write_json(self, data: Any) -> None:
-        self.stdout.out.write(json.dumps(data, allow_nan=False) + "\n")
-        self.stdout.out.flush()
-
     def write_note(self, text: str) -> None:
         """Write a line to standard error."""
         if self.stderr is not None:
@@ -50,7 +56,7 @@ def generate_and_print(
     inputs: Sequence[PromptInput],
     params: SamplingParams,
     search_options: dict[str, Any],
-    engine_options: dict[str, Any],
+    engine_options: EngineOptions,
     output: OutputWriter,
     *,
     as_messages: bool,
@@ -58,42 +64,32 @@ def generate_and_print(
 ) -> None:
     """Generate completions of all prompts in one batch and print them in order."""
     prompts = [build_messages(prompt, system, checkpoint) if as_messages else prompt for prompt in inputs]
-    has_several = len(inputs) * params.n > 1
+    prompt_of_completion = [prompt for prompt in inputs for _ in range(params.n)]
     is_continuation = not as_messages and "encoder" not in checkpoint.model.stacks
+
+    def show_text(index: int, chunks: Iterable[CompletionChunk]) -> None:
+        prompt = _prompt_text(prompt_of_completion[index], checkpoint)
+        position = None if len(prompt_of_completion) == 1 else index
+        _print_completion(output, prompt, iter_text(chunks, checkpoint), position, is_continuation=is_continuation)
+
     model, _, generation_config = unpack_checkpoint(checkpoint)
-    prompt_texts = [_prompt_text(prompt, checkpoint) for prompt in inputs for _ in range(params.n)]
     if search_options or default_num_beams(model, generation_config, params):
-        results, seconds = _run_beam_search(checkpoint, prompts, params, search_options, engine_options, output)
+        start_time = time.perf_counter()
+        with spinner("searching", quiet=output.as_json):
+            results = _run_beam_search(checkpoint, prompts, params, search_options, engine_options)
+        num_tokens, seconds = sum(len(result.tokens) for result in results), time.perf_counter() - start_time
         for index, result in enumerate(results):
-            text = iter_text([CompletionChunk(result.text or "", result.tokens)], checkpoint)
-            _print_completion(
-                output,
-                prompt_texts[index],
-                text,
-                is_continuation=is_continuation,
-                has_several=has_several,
-                is_first=index == 0,
-            )
-            print_result_details(output, inputs[index // params.n], result, _throughput(results, seconds), checkpoint)
+            show_text(index, [CompletionChunk(result.text or "", result.tokens)])
+            print_result_details(output, prompt_of_completion[index], result, num_tokens / seconds, checkpoint)
         if output.show_stats:
-            num_tokens = sum(len(result.tokens) for result in results)
-            output.write_note(f"{num_tokens:,} tokens, {_throughput(results, seconds) or 0:,.3g} tokens/s, beam search")
+            output.write_note(f"{num_tokens:,} tokens, {num_tokens / seconds:,.3g} tokens/s, beam search")
         return
     generation, requests = start_generation(checkpoint, prompts, params, **engine_options)
     try:
         for index, request in enumerate(requests):
-            text = iter_text(generation.stream_chunks(request), checkpoint)
-            _print_completion(
-                output,
-                prompt_texts[index],
-                text,
-                is_continuation=is_continuation,
-                has_several=has_several,
-                is_first=index == 0,
-            )
-            print_result_details(
-                output, inputs[index // params.n], request.result(), generation.tokens_per_second(request), checkpoint
-            )
+            show_text(index, generation.stream_chunks(request))
+            throughput = generation.tokens_per_second(request)
+            print_result_details(output, prompt_of_completion[index], request.result(), throughput, checkpoint)
     except KeyboardInterrupt:
         output.stdout.end_line()
         raise
@@ -138,16 +134,19 @@ def iter_text(chunks: Iterable[CompletionChunk], checkpoint: "Checkpoint") -> It
 
 
 def _print_completion(
-    output: OutputWriter, prompt: str, texts: Iterable[str], *, is_continuation: bool, has_several: bool, is_first: bool
+    output: OutputWriter, prompt: str, texts: Iterable[str], index: int | None, *, is_continuation: bool
 ) -> None:
-    """Print one completion while it is generated, after its prompt; a chat message is printed on its own line."""
+    """Print one completion while it is generated, after its prompt; a chat message is printed on its own line.
+
+    `index` is None for a single completion.
+    """
     if output.as_json:
         for _ in texts:
             pass  # print_result_details prints the JSON object at the end
         return
     stdout = output.stdout
-    if output.echo and (is_continuation or has_several or output.echo_requested):
-        if has_several and not is_first:
+    if output.echo and (is_continuation or index is not None or output.echo_requested):
+        if index:
             stdout.write("\n")
         stdout.write_dim(prompt if is_continuation else f"{prompt}\n")
     for text in texts:
@@ -164,67 +163,41 @@ def print_result_details(
 ) -> None:
     """Print a finished completion as JSON, or its log-probabilities."""
     if output.as_json:
-        output.write_json(completion_to_dict(prompt, result, tokens_per_second))
+        print_json({"prompt": prompt, **asdict(result), "tokens_per_second": tokens_per_second}, indent=None)
     elif result.logprobs is not None:
         _render_logprobs(result, checkpoint)
 
 
 def _render_logprobs(result: Completion, checkpoint: "Checkpoint") -> None:
     """Print each token with its probability and the alternatives."""
-    from rich.text import Text
-
-    from cutaway.cli.views.terminal import borderless_table
-
     tokenizer = checkpoint.tokenizer
 
-    def token_text(token: int) -> str:
-        return (
-            escape_control_characters(repr(tokenizer.decode([token], skip_special_tokens=False)))
-            if tokenizer
-            else str(token)
-        )
+    def entry(token: int, logprob: float) -> tuple[str, str]:
+        text = str(token) if tokenizer is None else repr(tokenizer.decode([token], skip_special_tokens=False))
+        return escape_control_characters(text), f"{math.exp(logprob):.1%}"
 
     table = borderless_table("lrl", ["token", "probability", "most likely" if result.top_logprobs else ""])
     for index, (token, logprob) in enumerate(zip(result.tokens, result.logprobs or [], strict=False)):
         alternatives = result.top_logprobs[index] if result.top_logprobs else {}
-        alternatives_text = "  ".join(
-            f"{token_text(other)} {math.exp(value):.1%}" for other, value in alternatives.items()
+        text, probability = entry(token, logprob)
+        table.add_row(
+            Text(text), probability, Text("  ".join(" ".join(entry(*other)) for other in alternatives.items()))
         )
-        table.add_row(Text(token_text(token)), f"{math.exp(logprob):.1%}", Text(alternatives_text))
     print_without_wrapping(table)
-
-
-# ---------------------------------------------------------------------------------------- beam search
 
 
 def _run_beam_search(
     checkpoint: "Checkpoint",
-    prompts: Sequence[Any],
+    prompts: Sequence[Prompt],
     params: SamplingParams,
     search_options: dict[str, Any],
-    engine_options: Any,
-    output: OutputWriter,
-) -> tuple[list[Completion], float]:
-    """Run beam search, with a spinner on a terminal; return the completions and the seconds."""
-    from rich.console import Console
-
+    engine_options: EngineOptions,
+) -> list[Completion]:
     unsupported = next((name for name in ("weight_bits", "compile", "draft_model") if name in engine_options), None)
     if unsupported is not None:
         raise InputError(f"beam search does not support {unsupported}; leave it out")
-    start_time = time.perf_counter()
     sampling_options = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
-    console = Console(stderr=True)
-    spinner = console.status("searching") if console.is_terminal and not output.as_json else nullcontext()
-    with spinner:
-        results = generate(checkpoint, prompts, **search_options, **engine_options, **sampling_options)
-    return results, time.perf_counter() - start_time
-
-
-def _throughput(results: Sequence[Completion], seconds: float) -> float | None:
-    return sum(len(result.tokens) for result in results) / seconds if seconds > 0 else None
-
-
-# ---------------------------------------------------------------------------------------- mask filling
+    return generate(checkpoint, prompts, **search_options, **engine_options, **sampling_options)
 
 
 def fill_masks(
@@ -235,8 +208,6 @@ def fill_masks(
     output: OutputWriter,
 ) -> None:
     """Print the predictions of an encoder for each mask."""
-    from cutaway.generate.fill_mask import fill_mask
-
     if unsupported_options:
         option = f"--{unsupported_options[0].replace('_', '-')}".replace("compile-model", "compile")
         raise InputError(
@@ -250,33 +221,21 @@ def fill_masks(
     predictions = fill_mask(checkpoint.model, checkpoint.tokenizer, texts, top_k=top_k)
     for text, masks in zip(texts, predictions, strict=True):
         if output.as_json:
-            output.write_json(
-                {"prompt": text, "masks": [[prediction._asdict() for prediction in mask] for mask in masks]}
-            )
+            mask_data = [[prediction._asdict() for prediction in mask] for mask in masks]
+            print_json({"prompt": text, "masks": mask_data}, indent=None)
         else:
             _render_mask_predictions(text, masks, output)
 
 
-def _render_mask_predictions(text: str, predictions: Sequence[Sequence[Any]], output: OutputWriter) -> None:
-    from rich.text import Text
-
-    from cutaway.cli.views.terminal import borderless_table
-
+def _render_mask_predictions(text: str, masks: Sequence[Sequence[FillMaskPrediction]], output: OutputWriter) -> None:
     if output.echo:
         output.stdout.write_dim(f"{text}\n")
-    for mask in predictions:
+    for mask in masks:
         table = borderless_table("rll")
         for prediction in mask:
-            probability = f"{prediction.probability:.1%}"
-            table.add_row(
-                probability,
-                Text(escape_control_characters(prediction.token), "bold"),
-                Text(escape_control_characters(prediction.text)),
-            )
+            token, filled = map(escape_control_characters, (prediction.token, prediction.text))
+            table.add_row(f"{prediction.probability:.1%}", Text(token, "bold"), Text(filled))
         print_without_wrapping(table)
-
-
-# ---------------------------------------------------------------------------------------- throughput
 
 
 def format_stats(generation: TimedGeneration) -> str:
@@ -292,9 +251,8 @@ def format_stats(generation: TimedGeneration) -> str:
         parts.append(f"{generation.num_decoded_tokens / generation.decode_seconds:,.3g} tokens/s")
     if generation.first_token_times:
         parts.append(f"{generation.time_to_first_token * 1e3:,.0f} ms to first token")
-    bandwidth_utilization = _bandwidth_utilization(generation)
-    if bandwidth_utilization is not None:
-        parts.append(f"{bandwidth_utilization:.0%} of memory bandwidth")
+    if (utilization := _bandwidth_utilization(generation)) is not None:
+        parts.append(f"{utilization:.0%} of memory bandwidth")
     return ", ".join(parts)
 
 
@@ -310,11 +268,8 @@ def _bandwidth_utilization(generation: TimedGeneration) -> float | None:
     if bandwidth is None:
         return None
     batch_size = max(1, round(generation.num_tokens / (generation.num_steps + 1)))
-    bytes_per_step = (
-        estimate_inference_size(
-            config.model.config, dtype, config.weight_bits, batch_size, generation.mean_context_length
-        )
-        .decode_workload(batch_size)
-        .min_bytes
+    estimate = estimate_inference_size(
+        config.model.config, dtype, config.weight_bits, batch_size, generation.mean_context_length
     )
-    return generation.num_steps * bytes_per_step / bandwidth / generation.decode_seconds
+    num_bytes = generation.num_steps * estimate.decode_workload(batch_size).min_bytes
+    return num_bytes / bandwidth / generation.decode_seconds

@@ -1,11 +1,10 @@
-"""Terminal helpers: escaping of control characters, tables, headings, progress bars, JSON without NaN."""
+"""Terminal helpers: escaping of control characters, tables, headings, progress bars."""
 
-import math
 import time
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TextIO
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TextIO
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -44,20 +43,15 @@ class TerminalWriter:
         self.has_color = self.is_terminal and Console(file=out).color_system is not None
         self.is_line_open = False
 
-    def write(self, text: str) -> None:
+    def write(self, text: str, style: str = "{}") -> None:
         if text:
-            self.out.write(escape_control_characters(text) if self.is_terminal else text)
+            self.out.write(style.format(escape_control_characters(text) if self.is_terminal else text))
             self.out.flush()
             self.is_line_open = not text.endswith("\n")
 
     def write_dim(self, text: str) -> None:
         """Write in dim color, for text that is not model output."""
-        if not self.has_color:
-            self.write(text)
-            return
-        self.out.write(f"\x1b[2m{escape_control_characters(text)}\x1b[22m")
-        self.out.flush()
-        self.is_line_open = not text.endswith("\n")
+        self.write(text, "\x1b[2m{}\x1b[22m" if self.has_color else "{}")
 
     def end_line(self) -> None:
         if self.is_line_open:
@@ -71,17 +65,8 @@ def print_without_wrapping(table: Table) -> None:
     console.print(indent(table), soft_wrap=True)
 
 
-def json_safe(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON cannot represent, with text."""
-    if isinstance(value, dict):
-        return {key: json_safe(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_safe(item) for item in value]
-    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
-
-
 @contextmanager
-def progress_bar(description: str, *, quiet: bool) -> Iterator[Any]:
+def progress_bar(description: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """Progress bar on a terminal, shown after two seconds; yields update(completed, total)."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -90,10 +75,18 @@ def progress_bar(description: str, *, quiet: bool) -> Iterator[Any]:
     progress = Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
     start_time = time.monotonic()
     task = progress.add_task(description, total=None, visible=False)
+
+    def update(done: int, total: int) -> None:
+        progress.update(task, completed=done, total=total, visible=time.monotonic() - start_time > 2)
+
     with progress:
-        yield lambda done, total: progress.update(
-            task, completed=done, total=total, visible=time.monotonic() - start_time > 2
-        )
+        yield update
+
+
+def spinner(text: str, *, quiet: bool = False) -> AbstractContextManager[object]:
+    """Spinner on a terminal."""
+    console = Console(stderr=True)
+    return console.status(text) if console.is_terminal and not quiet else nullcontext()
 
 
 def format_number(value: float) -> str:
@@ -105,9 +98,8 @@ def format_number(value: float) -> str:
 
 def build_console() -> Console:
     console = Console(highlight=False)
-    console.width = max(
-        MIN_WIDTH, min(console.width, MAX_WIDTH)
-    )  # at least MIN_WIDTH: rather wrapped by the terminal than truncated
+    # At least MIN_WIDTH: rather wrapped by the terminal than truncated.
+    console.width = max(MIN_WIDTH, min(console.width, MAX_WIDTH))
     return console
 
 

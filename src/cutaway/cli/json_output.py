@@ -1,0 +1,28 @@
+"""JSON output of the verbs (--json); imports no rich."""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+
+
+def print_json(
+    data: object,
+    *,
+    indent: int | None = 2,
+    ensure_ascii: bool = True,
+    default: Callable[[object], object] | None = None,
+) -> None:
+    """Print one JSON value and flush; NaN and infinity are printed as text."""
+    text = json.dumps(json_safe(data), indent=indent, ensure_ascii=ensure_ascii, default=default, allow_nan=False)
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def json_safe(value: object) -> object:
+    """Replace NaN and infinity, which JSON cannot represent, with text."""
+    if isinstance(value, dict):
+        return {key: json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(item) for item in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
