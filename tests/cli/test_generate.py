@@ -111,7 +111,7 @@ def test_filters_and_num_samples_imply_sampling(run: CliRunner, checkpoint_dir: 
     [
         (("--num-samples", 0), "--num-samples is 0"),
         (("--max-new-tokens", 0), "--max-new-tokens is 0"),
-        (("--min-new-tokens", 5, "--max-new-tokens", 3), "--min-new-tokens is 5, more than --max-new-tokens, 3"),
+        (("--min-new-tokens", 5, "--max-new-tokens", 3), "--min-new-tokens is 5, more than --max-new-tokens 3"),
         (("--top-p", 0), "--top-p is 0"),
     ],
 )

@@ -28,6 +28,11 @@ RESID_NAMES = ("embed", "resid_pre", "resid_mid", "resid_post")
 """Last name components of sites on the residual stream."""
 SiteKind = Literal["in", "out", "scores", "pattern"]
 """A module's input, a module's output, or a kernel's attention scores or pattern (recomputed from its arguments)."""
+AXIS_NAMES = {
+    "T": "tokens", "S": "key positions", "H": "heads", "G": "KV heads", "D": "head dim", "E": "value head dim",
+    "d": "d_model", "h": "FFN hidden size", "K": "top-k experts", "V": "vocabulary", "P": "rotary pairs",
+}  # fmt: skip
+"""Descriptions of the axes, as `cutaway trace` and the web page show them; P is an axis of RoPE angles."""
 
 
 @dataclass(frozen=True)

@@ -62,13 +62,9 @@ def _remove_422_responses(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _error_response(error: APIError) -> Response:
-    return Response(error.to_json(), error.status_code, error.headers, media_type="application/json")
-
-
 def _handle_api_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, APIError)
-    return _error_response(error)
+    return error.to_response()
 
 
 def _handle_http_exception(_: Request, error: Exception) -> Response:
@@ -79,7 +75,7 @@ def _handle_http_exception(_: Request, error: Exception) -> Response:
         405: "this path does not support this HTTP method; use another method",
     }
     message = messages.get(error.status_code, "the request cannot be handled")
-    return _error_response(APIError(error.status_code, message, headers=error.headers))
+    return APIError(error.status_code, message, headers=error.headers).to_response()
 
 
 def _handle_validation_error(_: Request, error: Exception) -> Response:
@@ -88,9 +84,9 @@ def _handle_validation_error(_: Request, error: Exception) -> Response:
     first = error.errors()[0]
     path = [part for part in first["loc"] if part not in ("body", "query", "path")]
     param = ".".join(str(part)[:40] for part in path[:6]) or None
-    return _error_response(APIError(400, f"{param or 'the body'}: {str(first['msg'])[:300]}", param=param))
+    return APIError(400, f"{param or 'the body'}: {str(first['msg'])[:300]}", param=param).to_response()
 
 
 def _handle_cutaway_error(_: Request, error: Exception) -> Response:
     """Handle input that the model or the tokenizer rejects."""
-    return _error_response(APIError(400, str(error)))
+    return APIError(400, str(error)).to_response()

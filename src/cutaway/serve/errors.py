@@ -1,8 +1,10 @@
 """API errors in the format of the OpenAI API."""
 
-import json
 from collections.abc import Mapping
-from typing import Any
+
+from starlette.responses import JSONResponse
+
+from cutaway.serve.limits import Limits
 
 ERROR_TYPES = {
     401: "authentication_error",
@@ -29,11 +31,15 @@ class APIError(Exception):
         self.status_code, self.message, self.param, self.code = status_code, message, param, code
         self.headers = dict(headers or {})
 
-    def to_dict(self) -> dict[str, Any]:
-        error_type = ERROR_TYPES.get(
-            self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error"
-        )
+    def to_dict(self) -> dict[str, dict[str, str | None]]:
+        default_type = "server_error" if self.status_code >= 500 else "invalid_request_error"
+        error_type = ERROR_TYPES.get(self.status_code, default_type)
         return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
 
-    def to_json(self) -> bytes:
-        return json.dumps(self.to_dict()).encode()
+    def to_response(self) -> JSONResponse:
+        return JSONResponse(self.to_dict(), self.status_code, self.headers)
+
+
+def overload_error(message: str, code: str, limits: Limits) -> APIError:
+    """Return the error of a full server, which the client may retry."""
+    return APIError(429, message, code=code, headers={"retry-after": str(limits.retry_after_seconds)})

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from typing import Any
 
 from cutaway.serve.errors import APIError
 from cutaway.serve.limits import Limits
@@ -17,19 +16,15 @@ _SURROGATE_PATTERN = re.compile(rb"\\u[dD][89a-fA-F]")
 def validate_json_body(body: bytes, limits: Limits) -> None:
     """Raise unless the body is JSON of bounded size: UTF-8, unique keys, finite numbers, no lone surrogates."""
     without_strings = _STRING_PATTERN.sub(b"", body)
-    num_opened, num_closed = (
-        without_strings.count(b"[") + without_strings.count(b"{"),
-        without_strings.count(b"]") + without_strings.count(b"}"),
-    )
+    num_opened = without_strings.count(b"[") + without_strings.count(b"{")
+    num_closed = without_strings.count(b"]") + without_strings.count(b"}")
     if without_strings.count(b",") + max(num_opened, num_closed) + 1 > limits.max_json_values:
         raise APIError(400, f"the JSON body has more than {limits.max_json_values} values; send a smaller request")
     depth = 0
     for bracket in _BRACKET_PATTERN.finditer(without_strings):
         depth += 1 if bracket[0] in b"[{" else -1
         if depth > limits.max_json_depth:
-            raise APIError(
-                400, f"the JSON body is nested deeper than {limits.max_json_depth} levels; send less nested data"
-            )
+            raise APIError(400, f"the JSON body is nested deeper than {limits.max_json_depth} levels; flatten it")
         if depth < 0:
             raise APIError(400, "the body is not JSON: it has a closing bracket without an opening one")
     try:
@@ -44,16 +39,14 @@ def validate_json_body(body: bytes, limits: Limits) -> None:
     except UnicodeDecodeError:
         raise APIError(400, "the body is not UTF-8; encode it as UTF-8") from None
     except UnicodeEncodeError:
-        raise APIError(
-            400, "the JSON body has a lone surrogate, which is not a character; send surrogates in pairs"
-        ) from None
+        raise APIError(400, "the JSON body has a lone surrogate; send surrogates in pairs") from None
     except json.JSONDecodeError as error:
         raise APIError(400, f"the body is not JSON: {error.msg} at character {error.pos}") from None
     except (ValueError, RecursionError):  # int() rejects integers of thousands of digits
         raise APIError(400, "the JSON body has a number with too many digits; send a shorter one") from None
 
 
-def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Build an object; raise if a key is duplicated, because parsers disagree on which value counts."""
     value = dict(pairs)
     if len(value) != len(pairs):

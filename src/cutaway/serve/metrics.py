@@ -1,88 +1,54 @@
-"""Server metrics in the Prometheus text format. Updated on the event loop only, so no locks are needed."""
+"""Prometheus metrics of one server, rendered by prometheus_client."""
 
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Bucket bounds in seconds of request duration and time to first token."""
 TOKEN_LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
-"""Bucket bounds in seconds of inter-token latency."""
-
-
-class Histogram:
-    """Prometheus histogram: counts per bucket, and the sum of the values."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
-
-    def observe(self, value: float, count: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += count
-        self.total += value * count
-
-    def format_lines(self, name: str) -> Iterator[str]:
-        cumulative = 0
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            cumulative += count
-            yield f'{name}_bucket{{le="{bound}"}} {cumulative}'
-        yield f"{name}_sum {self.total:.6f}"
-        yield f"{name}_count {cumulative}"
+"""Bucket bounds in seconds of the time per output token."""
+disable_created_metrics()  # type: ignore[no-untyped-call]  # no `_created` gauge beside each counter and histogram
 
 
 class ServerMetrics:
-    """Counters, histograms and gauges of one server. Gauges are evaluated when /metrics is scraped."""
+    """Counters, histograms and gauges, in a registry of their own: several servers can run in one process."""
 
     def __init__(self) -> None:
-        self.http_requests: Counter[tuple[str, int]] = Counter()
-        self.prompt_tokens = self.generation_tokens = self.aborted_requests = 0
-        self.http_request_duration = Histogram(LATENCY_BUCKETS)
-        self.time_to_first_token = Histogram(LATENCY_BUCKETS)
-        self.inter_token_latency = Histogram(TOKEN_LATENCY_BUCKETS)
-        self.gauges: dict[str, tuple[str, Callable[[], float]]] = {}
-        """Description and function by gauge name."""
+        self.registry = CollectorRegistry()
+        self.http_requests = self._counter(
+            "http_requests", "HTTP requests by route and status code.", "route", "status"
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Number of prompt tokens processed.")
+        self.generation_tokens = self._counter("generation_tokens", "Number of tokens generated.")
+        self.aborted_requests = self._counter("aborted_requests", "Completions aborted before they finished.")
+        self.http_request_duration = self._histogram(
+            "http_request_duration_seconds",
+            "Time from the arrival of a request to the end of its response, in seconds.",
+        )
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "Time from a request to its first token, in seconds."
+        )
+        self.time_per_output_token = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time between the tokens of a completion, one observation per completion, in seconds.",
+            TOKEN_LATENCY_BUCKETS,
+        )
+
+    def _counter(self, name: str, description: str, *labels: str) -> Counter:
+        return Counter(f"cutaway_{name}", description, labels, registry=self.registry)
+
+    def _histogram(self, name: str, description: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> Histogram:
+        return Histogram(f"cutaway_{name}", description, buckets=buckets, registry=self.registry)
+
+    def add_gauge(self, name: str, description: str, read: Callable[[], float]) -> None:
+        """Add a gauge that calls `read` when /metrics is scraped."""
+        Gauge(f"cutaway_{name}", description, registry=self.registry).set_function(read)
 
     def record_response(self, route: str, status: int, seconds: float) -> None:
-        self.http_requests[route, status] += 1
+        self.http_requests.labels(route, status).inc()
         self.http_request_duration.observe(seconds)
 
-    def render(self) -> str:
-        return "\n".join([*self._format_lines(), ""])
-
-    def _format_lines(self) -> Iterator[str]:
-        yield from _format_metric_header("http_requests_total", "counter", "HTTP requests by route and status code.")
-        for (route, status), count in sorted(self.http_requests.items()):
-            yield f'cutaway_http_requests_total{{route="{route}",status="{status}"}} {count}'
-        for name, description, count in (
-            ("prompt_tokens_total", "Number of prompt tokens processed.", self.prompt_tokens),
-            ("generation_tokens_total", "Number of tokens generated.", self.generation_tokens),
-            ("aborted_requests_total", "Completions aborted before they finished.", self.aborted_requests),
-        ):
-            yield from _format_metric_header(name, "counter", description)
-            yield f"cutaway_{name} {count}"
-        for name, (description, read_gauge) in self.gauges.items():
-            yield from _format_metric_header(name, "gauge", description)
-            yield f"cutaway_{name} {read_gauge():g}"
-        for name, description, histogram in (
-            (
-                "http_request_duration_seconds",
-                "Time from the arrival of a request to the end of its response, in seconds.",
-                self.http_request_duration,
-            ),
-            (
-                "time_to_first_token_seconds",
-                "Time from a request to its first token, in seconds.",
-                self.time_to_first_token,
-            ),
-            (
-                "inter_token_latency_seconds",
-                "Time between consecutive tokens of a completion, in seconds.",
-                self.inter_token_latency,
-            ),
-        ):
-            yield from _format_metric_header(name, "histogram", description)
-            yield from histogram.format_lines(f"cutaway_{name}")
-
-
-def _format_metric_header(name: str, kind: str, description: str) -> Iterator[str]:
-    yield f"# HELP cutaway_{name} {description}"
-    yield f"# TYPE cutaway_{name} {kind}"
+    def render(self) -> bytes:
+        """Return all metrics in the Prometheus text format."""
+        return generate_latest(self.registry)

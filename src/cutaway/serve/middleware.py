@@ -9,12 +9,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import urlencode, urlsplit
 
+from starlette.datastructures import MutableHeaders, QueryParams
+from starlette.requests import cookie_parser
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cutaway.serve.errors import APIError
+from cutaway.serve.errors import APIError, overload_error
 from cutaway.serve.json_body import validate_json_body
 from cutaway.serve.limits import Limits
 
@@ -48,15 +50,7 @@ class EventLoopThrottle:
 
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
-SINGLETON_HEADERS = (
-    b"host",
-    b"content-length",
-    b"content-type",
-    b"transfer-encoding",
-    b"authorization",
-    b"origin",
-    b"cookie",
-)
+SINGLETON_HEADERS = frozenset(b"host content-length content-type transfer-encoding authorization origin cookie".split())
 """Headers that must not be repeated: which of two values counts would be ambiguous."""
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; font-src 'self';"
@@ -95,6 +89,11 @@ class AccessPolicy:
     """Cookie value of an authenticated browser, valid until the server stops."""
 
     def allows_host(self, host: str) -> bool:
+        """Return whether a Host header names this server.
+
+        Starlette's TrustedHostMiddleware cannot say "any IP address, but no other name" for a bind to all addresses,
+        and answers in plain text with status 400 instead of an error object with status 421.
+        """
         name = _parse_host_header(host)
         return name in self.allowed_hosts or (self.allow_any_ip_address and is_ip_address(name))
 
@@ -104,7 +103,7 @@ class AccessPolicy:
 
 
 def _constant_time_equal(actual: str, expected: str) -> bool:
-    return hmac.compare_digest(actual.encode("utf-8", "surrogateescape"), expected.encode("utf-8", "surrogateescape"))
+    return hmac.compare_digest(actual.encode("utf-8", "surrogateescape"), expected.encode())
 
 
 def _parse_host_header(host: str) -> str:
@@ -176,15 +175,11 @@ class SecurityMiddleware:
         self.num_active_requests += 1
         try:
             if self.num_active_requests > self.limits.max_concurrent_requests:
-                retry_headers = {"retry-after": str(self.limits.retry_after_seconds)}
-                raise APIError(
-                    429, "too many requests at once; try again later", code="overloaded", headers=retry_headers
-                )
+                raise overload_error("too many requests at once; try again later", "overloaded", self.limits)
             headers = _validate_headers(scope, self.limits)
             self.check_origin(scope, headers)
-            redirect_headers = self.authenticate(scope, headers)
-            if redirect_headers is not None:
-                await _send_response(send_with_headers, 303, b"", redirect_headers)
+            if (redirect := self.authenticate(scope, headers)) is not None:
+                await redirect(scope, incoming, send_with_headers)
                 return
             incoming.buffered_body = await self.read_body(headers, incoming)
             if incoming.buffered_body:
@@ -198,18 +193,13 @@ class SecurityMiddleware:
             await self.send_error(error, incoming, send_with_headers)
         except TimeoutError:
             if not response_started:
-                timeout_error = APIError(
-                    408,
-                    f"the request took longer than {self.limits.request_timeout:g} seconds; send a smaller request",
-                    code="timeout",
-                )
-                await self.send_error(timeout_error, incoming, send_with_headers)
+                message = f"the request took longer than {self.limits.request_timeout:g} seconds; send a smaller one"
+                await self.send_error(APIError(408, message, code="timeout"), incoming, send_with_headers)
         except Exception:
             log.exception("request to %s failed", scope["path"][:80].encode("ascii", "backslashreplace").decode())
             if not response_started:
-                await self.send_error(
-                    APIError(500, "internal server error; see the server log"), incoming, send_with_headers
-                )
+                internal_error = APIError(500, "internal server error; see the server log")
+                await self.send_error(internal_error, incoming, send_with_headers)
         finally:
             self.num_active_requests -= 1
             if self.on_response is not None:
@@ -219,43 +209,45 @@ class SecurityMiddleware:
         """Raise unless Host is allowed and the request is same-origin, or not made by a web page."""
         host = headers.get(b"host", "")
         if not self.access_policy.allows_host(host):
-            raise APIError(
-                421, "the Host header is not a name of this server; use the URL printed at startup", code="unknown_host"
-            )
+            message = "the Host header is not a name of this server; use the URL printed at startup"
+            raise APIError(421, message, code="unknown_host")
         origin = headers.get(b"origin")
         if origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
             raise APIError(403, CROSS_ORIGIN_MESSAGE, code="cross_origin")
         if headers.get(b"sec-fetch-site", "none") not in ("same-origin", "none"):
-            is_navigation = (
-                headers.get(b"sec-fetch-mode") == "navigate" and headers.get(b"sec-fetch-dest") == "document"
-            )
-            if not (is_navigation and scope["method"] == "GET" and scope["path"] in self.access_policy.navigable_paths):
+            fetch = (headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest"))
+            if fetch != ("navigate", "document") or not self._is_page(scope):
                 raise APIError(403, CROSS_ORIGIN_MESSAGE, code="cross_origin")
 
-    def authenticate(self, scope: Scope, headers: dict[bytes, str]) -> dict[str, str] | None:
+    def _is_page(self, scope: Scope) -> bool:
+        return scope["method"] == "GET" and scope["path"] in self.access_policy.navigable_paths
+
+    def authenticate(self, scope: Scope, headers: dict[bytes, str]) -> Response | None:
         """Raise unless the request has the API key.
 
-        If the key is in the query string of a page, return the headers of a redirect that sets a session cookie and
-        removes the key from the URL.
+        If the key is in the query string of a page, return a redirect that sets a session cookie and removes the key
+        from the URL.
         """
         policy = self.access_policy
         # The port is in the name, because a browser shares cookies between the ports of a host.
         cookie_name = f"cutaway-{(scope.get('server') or ('', 0))[1]}"
-        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        query = QueryParams(scope["query_string"]).multi_items()
         query_keys = [value for key, value in query if key == "api_key"]
-        if query_keys and scope["method"] == "GET" and scope["path"] in policy.navigable_paths:
+        if query_keys and self._is_page(scope):
             if not policy.accepts_key(query_keys[0]):
                 raise APIError(401, "the API key is wrong; use the URL printed at startup", code="invalid_api_key")
             remaining_query = urlencode([(key, value) for key, value in query if key != "api_key"])
-            redirect = {"location": scope["path"] + (f"?{remaining_query}" if remaining_query else "")}
-            cookie = f"{cookie_name}={policy.session_token}; HttpOnly; SameSite=Strict; Path=/"
-            return redirect if policy.api_key is None else {**redirect, "set-cookie": cookie}
+            redirect = Response(status_code=303)
+            redirect.headers["location"] = scope["path"] + (f"?{remaining_query}" if remaining_query else "")
+            if policy.api_key is not None:
+                redirect.set_cookie(cookie_name, policy.session_token, httponly=True, samesite="strict")
+            return redirect
         if policy.api_key is None:
             return None
         scheme, _, bearer = headers.get(b"authorization", "").partition(" ")
         if scheme.lower() == "bearer" and policy.accepts_key(bearer.strip()):
             return None
-        if _constant_time_equal(_get_cookie(headers.get(b"cookie", ""), cookie_name), policy.session_token):
+        if _constant_time_equal(cookie_parser(headers.get(b"cookie", "")).get(cookie_name, ""), policy.session_token):
             return None
         message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
         raise APIError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
@@ -267,10 +259,9 @@ class SecurityMiddleware:
             return None
         if length is not None and not (length.isascii() and length.isdigit()):
             raise APIError(400, "Content-Length is not an integer; send the number of bytes of the body")
-        too_large = APIError(
-            413, f"the body is larger than {self.limits.max_body_bytes} bytes; send a smaller request", code="too_large"
-        )
-        if length is not None and (len(length) > 18 or int(length) > self.limits.max_body_bytes):
+        max_bytes = self.limits.max_body_bytes
+        too_large = APIError(413, f"the body is larger than {max_bytes} bytes; send a smaller one", code="too_large")
+        if length is not None and (len(length) > 18 or int(length) > max_bytes):
             raise too_large
         if length is not None and int(length) == 0:
             return b""
@@ -287,7 +278,7 @@ class SecurityMiddleware:
                     if message["type"] == "http.disconnect":
                         raise APIError(400, "the connection was closed before the body was complete")
                     body += message.get("body", b"")
-                    if len(body) > self.limits.max_body_bytes:
+                    if len(body) > max_bytes:
                         raise too_large
                     if not message.get("more_body", False):
                         return bytes(body)
@@ -301,13 +292,14 @@ class SecurityMiddleware:
         The rest of the body is received and discarded for `lingering_timeout`: closing the connection at once would
         reset it, and the client would lose the response.
         """
-        headers = {"content-type": "application/json", **error.headers}
-        if not incoming.has_more_body:
-            await _send_response(send, error.status_code, error.to_json(), headers)
+        response = error.to_response()
+        lingering = incoming.has_more_body
+        if lingering:
+            response.headers["connection"] = "close"
+        await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+        await send({"type": "http.response.body", "body": response.body, "more_body": lingering})
+        if not lingering:
             return
-        await _send_response(
-            send, error.status_code, error.to_json(), {**headers, "connection": "close"}, more_body=True
-        )
         try:
             async with asyncio.timeout(self.limits.lingering_timeout):
                 while incoming.has_more_body:
@@ -320,14 +312,10 @@ class SecurityMiddleware:
 def _validate_headers(scope: Scope, limits: Limits) -> dict[bytes, str]:
     """Return the headers by name; raise if they exceed the limits or are ambiguous."""
     pairs = scope["headers"]
-    if (
-        len(pairs) > limits.max_headers
-        or sum(len(name) + len(value) for name, value in pairs) > limits.max_header_bytes
-    ):
-        raise APIError(
-            431,
-            f"the request headers exceed {limits.max_headers} headers or {limits.max_header_bytes} bytes; send fewer",
-        )
+    num_bytes = sum(len(name) + len(value) for name, value in pairs)
+    if len(pairs) > limits.max_headers or num_bytes > limits.max_header_bytes:
+        limit = f"{limits.max_headers} headers or {limits.max_header_bytes} bytes"
+        raise APIError(431, f"the request headers exceed {limit}; send fewer")
     if len(scope.get("raw_path", b"")) + len(scope["query_string"]) > limits.max_url_bytes:
         raise APIError(414, f"the URL is longer than {limits.max_url_bytes} bytes; shorten it")
     headers: dict[bytes, str] = {}
@@ -342,28 +330,9 @@ def _validate_headers(scope: Scope, limits: Limits) -> dict[bytes, str]:
     return headers
 
 
-def _get_cookie(header: str, name: str) -> str:
-    """Return the value of a cookie; empty if missing."""
-    try:
-        cookie = SimpleCookie(header).get(name)
-    except CookieError:
-        return ""
-    return "" if cookie is None else cookie.value
-
-
 def _add_security_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Add the security headers, and `Cache-Control: no-store` unless the response sets Cache-Control."""
-    present = {name.lower() for name, _ in headers}
-    added = [
-        (name.encode(), value.encode()) for name, value in SECURITY_HEADERS.items() if name.encode() not in present
-    ]
-    return [*headers, *added, *([] if b"cache-control" in present else [(b"cache-control", b"no-store")])]
-
-
-async def _send_response(
-    send: Send, status: int, body: bytes, headers: dict[str, str], *, more_body: bool = False
-) -> None:
-    pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-    pairs.append((b"content-length", str(len(body)).encode()))
-    await send({"type": "http.response.start", "status": status, "headers": pairs})
-    await send({"type": "http.response.body", "body": body, "more_body": more_body})
+    response_headers = MutableHeaders(raw=list(headers))
+    for name, value in (SECURITY_HEADERS | {"cache-control": "no-store"}).items():
+        response_headers.setdefault(name, value)
+    return response_headers.raw

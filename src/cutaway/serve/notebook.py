@@ -1,20 +1,31 @@
 """`ct.view(model, "text")`: the inspector page as a notebook widget, with queries run in the kernel."""
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
 from cutaway.errors import InputError
+from cutaway.generate.generation_config import CheckpointLike
+from cutaway.model import Transformer
 from cutaway.serve.errors import APIError
 from cutaway.serve.inspect.inspector import build_inspector
 from cutaway.serve.inspect.protocol import ERROR, QueryJob, encode_json_frame
 from cutaway.serve.inspect.routes import QueryExecutor, parse_query
 from cutaway.serve.static_files import load_static_files
 
+if TYPE_CHECKING:
+    from anywidget import AnyWidget
+
 SCREENS = ("trace", "edit", "attention", "generate", "gradients", "size")
 
 
-def view(model_or_checkpoint: Any, text: str | None = None, *, screen: str = "trace", name: str = "model") -> Any:
+def view(
+    model_or_checkpoint: Transformer | CheckpointLike,
+    text: str | None = None,
+    *,
+    screen: str = "trace",
+    name: str = "model",
+) -> "AnyWidget":
     """Return a widget that inspects a checkpoint or a model: the page of `cutaway open`.
 
     `text` is the initial input (the source, for an encoder-decoder); `screen` is the initial screen.
@@ -25,9 +36,8 @@ def view(model_or_checkpoint: Any, text: str | None = None, *, screen: str = "tr
         import anywidget
         import traitlets
     except ImportError:
-        raise InputError(
-            "ct.view needs the anywidget package; install it with pip install 'cutaway[notebook]'"
-        ) from None
+        message = "ct.view needs the anywidget package; install it with pip install 'cutaway[notebook]'"
+        raise InputError(message) from None
     files, executor = load_static_files(), QueryExecutor(build_inspector(model_or_checkpoint, text, name=name))
 
     class Page(anywidget.AnyWidget):
@@ -44,14 +54,13 @@ def view(model_or_checkpoint: Any, text: str | None = None, *, screen: str = "tr
 class WidgetBridge:
     """Runs a widget's queries in threads and sends their frames; a query can be canceled."""
 
-    def __init__(self, widget: Any, executor: QueryExecutor) -> None:
+    def __init__(self, widget: "AnyWidget", executor: QueryExecutor) -> None:
         self.widget, self.executor = widget, executor
         self.jobs: dict[int, QueryJob] = {}
         self._send_lock = threading.Lock()
 
-    def on_message(self, content: Any) -> None:
-        query_id = content.get("id") if isinstance(content, dict) else None
-        if not isinstance(query_id, int):
+    def on_message(self, content: object) -> None:
+        if not isinstance(content, dict) or not isinstance(query_id := content.get("id"), int):
             return
         if content.get("cancel"):
             if job := self.jobs.pop(query_id, None):

@@ -5,14 +5,13 @@ import errno
 import gc
 import math
 import os
-import signal
+import re
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 import h11
 import uvicorn
@@ -23,22 +22,10 @@ from cutaway.errors import InputError
 from cutaway.serve.limits import Limits
 from cutaway.serve.middleware import LOOPBACK_HOSTS, SECURITY_HEADERS, AccessPolicy, is_ip_address
 
-ERROR_HEADERS = [
-    *SECURITY_HEADERS.items(),
-    ("content-type", "text/plain"),
-    ("connection", "close"),
-    ("cache-control", "no-store"),
-]
-SERVICE_UNAVAILABLE_RESPONSE = "\r\n".join(
-    [
-        "HTTP/1.1 503 Service Unavailable",
-        *(f"{name}: {value}" for name, value in ERROR_HEADERS),
-        "retry-after: 1",
-        "content-length: 0",
-        "",
-        "",
-    ]
-).encode("ascii")
+ERROR_HEADERS = SECURITY_HEADERS | {"content-type": "text/plain", "connection": "close", "cache-control": "no-store"}
+_OVERLOAD_HEADERS = ERROR_HEADERS | {"retry-after": "1", "content-length": "0"}
+_OVERLOAD_LINES = ["HTTP/1.1 503 Service Unavailable", *(f"{key}: {value}" for key, value in _OVERLOAD_HEADERS.items())]
+SERVICE_UNAVAILABLE_RESPONSE = "\r\n".join([*_OVERLOAD_LINES, "", ""]).encode("ascii")
 SOCKET_BACKLOG, ACCEPT_BATCH_SIZE = 1024, 8
 """Length of the listen queue, and number of connections accepted per iteration of the event loop."""
 WILDCARD_HOSTS = ("0.0.0.0", "::", "")
@@ -46,9 +33,7 @@ WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 
 def build_access_policy(host: str, api_key: str | None, extra_hosts: tuple[str, ...] = ()) -> AccessPolicy:
     """Build the access policy of a server bound to `host`. Without an API key, only loopback addresses are allowed."""
-    if api_key is not None and not (
-        8 <= len(api_key) <= 512 and api_key.isascii() and api_key.isprintable() and " " not in api_key
-    ):
+    if api_key is not None and not re.fullmatch("[!-~]{8,512}", api_key):
         raise InputError("the API key must have 8 to 512 printable ASCII characters without spaces; choose another")
     if api_key is None and not is_loopback(host):
         raise InputError(
@@ -104,7 +89,7 @@ class TimeoutProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.over_capacity = len(self.connections) > self.limits.max_connections
-        self.header_timer = self.loop.call_later(self.limits.header_timeout, self.transport.abort)
+        self._start_header_timer()
 
     def data_received(self, data: bytes) -> None:
         if self.over_capacity:  # sent after the request: a response before it would be lost when the connection closes
@@ -116,7 +101,10 @@ class TimeoutProtocol(H11Protocol):
             _cancel_timers(self.header_timer)
             self.header_timer = None
         elif self.header_timer is None:
-            self.header_timer = self.loop.call_later(self.limits.header_timeout, self.transport.abort)
+            self._start_header_timer()
+
+    def _start_header_timer(self) -> None:
+        self.header_timer = self.loop.call_later(self.limits.header_timeout, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         _cancel_timers(self.header_timer, self.send_timer)
@@ -133,7 +121,7 @@ class TimeoutProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Respond to malformed HTTP and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            response = h11.Response(status_code=400, headers=ERROR_HEADERS, reason=b"Bad Request")
+            response = h11.Response(status_code=400, headers=[*ERROR_HEADERS.items()], reason=b"Bad Request")
             for event in (response, h11.Data(data=msg.encode("ascii")), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
@@ -180,22 +168,8 @@ class Server(uvicorn.Server):
         if self.on_ready is not None and self.started:
             self.on_ready()
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        previous_handlers: dict[int, Any] = {
-            signal_number: signal.signal(signal_number, self.handle_exit)
-            for signal_number in (signal.SIGINT, signal.SIGTERM)
-        }
-        try:
-            yield
-        finally:
-            for signal_number, handler in previous_handlers.items():
-                signal.signal(signal_number, handler)
-
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Unlike uvicorn's own handler, this does not record the signal to raise it again after the shutdown.
         self.force_exit = self.should_exit
         self.should_exit = True
 

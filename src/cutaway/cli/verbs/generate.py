@@ -44,16 +44,9 @@ FILL_MASK_OPTIONS = frozenset(
     ["source", "prompts", "file", "lines", "token_ids", "top_k", "device", "dtype", "echo", "show_stats", "as_json"]
 )
 """Options that apply to mask filling with an encoder; the others are for text generation."""
-NON_CHAT_OPTIONS = [
-    "message",
-    "token_ids",
-    "beams",
-    "length_penalty",
-    "early_stopping",
-    "lines",
-    "max_num_seqs",
-    "draft_model",
-]
+NON_CHAT_OPTIONS = (
+    "message", "token_ids", "beams", "length_penalty", "early_stopping", "lines", "max_num_seqs", "draft_model",
+)  # fmt: skip
 """Options that cannot be combined with --chat."""
 
 

@@ -19,16 +19,9 @@ OptionText = str | None
 MAX_NAME_LENGTH = 48
 Number = TypeVar("Number", int, float)
 COUNT_OPTIONS = ("batch_size", "context", "source_len", "world_size", "tp", "dp_shard", "train_tokens")
-PLAIN_OPTIONS = [
-    "dtype",
-    "kv_cache_dtype",
-    "optimizer",
-    "activation_checkpointing",
-    "kernel",
-    "loss",
-    "parallel",
-    "price_per_hour",
-]
+PLAIN_OPTIONS = (
+    "dtype", "kv_cache_dtype", "optimizer", "activation_checkpointing", "kernel", "loss", "parallel", "price_per_hour",
+)  # fmt: skip
 """Options that are passed unchanged to `cutaway.size`, and those that are parsed as counts first."""
 
 

@@ -3,16 +3,18 @@
 Attention scores and patterns are recomputed from the cached q and k, for the requested heads.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from cutaway.lens import attention_pattern
 from cutaway.lens.hooks import HookContext
 from cutaway.lens.sites import Site
 from cutaway.model import Transformer
+from cutaway.model.kernels import Kernel
 from cutaway.serve.inspect.model_input import ModelInput
 from cutaway.serve.inspect.protocol import QueryJob
 
@@ -25,14 +27,12 @@ class ActivationCache:
     def __init__(self, model_input: ModelInput) -> None:
         self.model_input = model_input
         self.values: dict[str, Tensor] = {}
-        self.attention_calls: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+        self.attention_calls: dict[str, tuple[Kernel, tuple[Any, ...]]] = {}
         """Kernel and its arguments by attention name (`blocks.0.attn`)."""
         self.position_outputs: dict[str, Any] = {}
         """Outputs of the position modules: `embed.position`, and rotations by position key."""
-        self.derived_results: dict[str, Any] = {}
-        """Further small results for this input, by name."""
 
-    def build_hook(self, job: QueryJob, on_site: Callable[[str, Tensor], None]) -> Any:
+    def build_hook(self, job: QueryJob, on_site: Callable[[str, Tensor], None]) -> Callable[[HookContext], None]:
         """Return a forward hook that stores activations and calls `on_site`; it raises if the job is canceled."""
 
         def hook(context: HookContext) -> None:
@@ -41,7 +41,8 @@ class ActivationCache:
             self.values[site.name] = context.value.detach()
             on_site(site.name, self[site.name])
             if site.name.endswith(".q"):
-                self.attention_calls[site.name.removesuffix(".q")] = (site.module, context.module_args)
+                kernel = cast("Kernel", site.module)  # q is an argument of the attention kernel
+                self.attention_calls[site.name.removesuffix(".q")] = (kernel, context.module_args)
 
         return hook
 
@@ -54,8 +55,8 @@ class ActivationCache:
                 if module is not None:
                     yield module.register_forward_hook(self._save_output(f"{prefix}{name}"))
 
-    def _save_output(self, name: str) -> Any:
-        def hook(module: Any, args: Any, out: Any) -> None:
+    def _save_output(self, name: str) -> Callable[[nn.Module, object, object], None]:
+        def hook(module: nn.Module, args: object, out: object) -> None:
             self.position_outputs[name] = out
 
         return hook
@@ -77,10 +78,4 @@ class ActivationCache:
 
 def estimate_bytes(sites: Iterable[Site], seq_len: int, source_len: int | None, itemsize: int) -> int:
     """Estimate the bytes of the activations at these sites, for batch size 1."""
-    total = 0
-    for site in sites:
-        size = itemsize
-        for extent in site.shape(1, seq_len, source_len):
-            size *= extent
-        total += size
-    return total
+    return itemsize * sum(math.prod(site.shape(1, seq_len, source_len)) for site in sites)

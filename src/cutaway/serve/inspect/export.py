@@ -4,7 +4,6 @@ import base64
 import html
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from cutaway.errors import CutawayError
 from cutaway.model import EncoderDecoder
@@ -21,9 +20,7 @@ CONTENT_SECURITY_POLICY = (
 )
 
 
-def export_html(
-    inspector: Inspector, progress: Callable[[int, int], None] = lambda done, total: None
-) -> tuple[str, bool]:
+def export_html(inspector: Inspector, progress: Callable[[int, int], None]) -> tuple[str, bool]:
     """Return the HTML and whether it is complete; of a long text, only the last tokens' activations are included."""
     results: dict[str, str] = {}
     size, is_complete = 0, True
@@ -44,35 +41,33 @@ def export_html(
     return _render_html(inspector.name, results), is_complete
 
 
-def result_key(query_name: str, params: dict[str, Any]) -> str:
+def result_key(query_name: str, params: dict[str, object]) -> str:
     """Return the key of a query's result; the web page builds the same string."""
     return f"{query_name} {json.dumps(_drop_none(params), separators=(',', ':'), sort_keys=True, ensure_ascii=False)}"
 
 
-def _drop_none(value: Any) -> Any:
+def _drop_none(value: object) -> object:
     if isinstance(value, dict):
         return {key: _drop_none(inner) for key, inner in value.items() if inner is not None}
     return [_drop_none(inner) for inner in value] if isinstance(value, list) else value
 
 
-def list_export_queries(inspector: Inspector) -> Iterator[tuple[str, dict[str, Any]]]:
+def list_export_queries(inspector: Inspector) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield the queries of the screens Trace, Attention and Learn for the default text, last token first."""
     yield "model_info", {}
     tokenizer = inspector.tokenizer
     yield "tokenize", {"text": tokenizer.default_text, "field": "text"}
-    model_input: dict[str, Any] = {"tokens": tokenizer.encode(tokenizer.default_text)}
-    source: list[int] = []
+    model_input = {"tokens": tokenizer.encode(tokenizer.default_text)}
     if isinstance(inspector.model, EncoderDecoder):
         yield "tokenize", {"text": tokenizer.default_source or "", "field": "source"}
-        source = model_input["source"] = tokenizer.encode_source(tokenizer.default_source or "")
-    last_source_position = max(len(source) - 1, 0)
+        model_input["source"] = tokenizer.encode_source(tokenizer.default_source or "")
+    last_source_position = max(len(model_input.get("source", ())) - 1, 0)
     tokens = list(range(len(model_input["tokens"])))[::-1]
     yield "residual_norms", {"input": model_input}
     yield "consistency_check", {"input": model_input}
     yield from (("attention_layers", {}), ("head_types", {}), ("lessons", {}))
-    positions = [(position, last_source_position) for position in tokens] + [
-        (tokens[0], position) for position in range(last_source_position)
-    ]
+    positions = [(position, last_source_position) for position in tokens]
+    positions += [(tokens[0], position) for position in range(last_source_position)]
     for position, source_position in positions:
         yield "journey", {"input": model_input, "position": position, "source_position": source_position}
     for position in tokens:
@@ -80,24 +75,23 @@ def list_export_queries(inspector: Inspector) -> Iterator[tuple[str, dict[str, A
         yield "next_token", {"input": model_input, "position": position, "temperature": 1}
         yield "logit_attribution", {"input": model_input, "position": position}
     attentions = [name.removesuffix(".q") for name in inspector.sites if name.endswith(".q")]
+    heads = [(name, head) for name in attentions for head in range(inspector.sites[f"{name}.q"].num_heads or 0)]
     for name in attentions:
         yield "attention_thumbnails", {"input": model_input, "attention": name}
-        for head in range(inspector.sites[f"{name}.q"].num_heads or 0):
+        for head in [head for attention, head in heads if attention == name]:
             yield "attention_head", {"input": model_input, "attention": name, "head": head}
     for position, source_position in positions:
         for site in _list_activation_sites(inspector, attentions):
             positions_at = {"position": position, "source_position": source_position}
             yield "activation", {"input": model_input, **positions_at, "site": site}
-        for name in attentions:
-            for head in range(inspector.sites[f"{name}.q"].num_heads or 0):
-                yield "attention_row", {"input": model_input, "attention": name, "head": head, "position": position}
+        for name, head in heads:
+            yield "attention_row", {"input": model_input, "attention": name, "head": head, "position": position}
 
 
 def _list_activation_sites(inspector: Inspector, attention_names: list[str]) -> list[str]:
+    embeddings = [name for name in inspector.sites if name.endswith("embed")]
     attention_sites = [f"{name}.{suffix}" for name in attention_names for suffix in ("mask", "position")]
-    embedding_sites = [
-        f"{name}.{suffix}" for name in inspector.sites if name.endswith("embed") for suffix in ("token", "position")
-    ]
+    embedding_sites = [f"{name}.{suffix}" for name in embeddings for suffix in ("token", "position")]
     return [*inspector.sites, *attention_sites, *embedding_sites, "softmax"]
 
 

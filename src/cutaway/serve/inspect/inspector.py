@@ -2,10 +2,10 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +13,13 @@ from torch.utils.hooks import RemovableHandle
 
 from cutaway.config import Config
 from cutaway.errors import InputError
-from cutaway.generate.generation_config import unpack_checkpoint
+from cutaway.generate.generation_config import CheckpointLike, unpack_checkpoint
 from cutaway.lens import edit, sites
 from cutaway.lens.analysis.inputs import eval_mode
 from cutaway.lens.hooks import SiteHooks
 from cutaway.lens.sites import is_resid_site, is_sublayer_output
 from cutaway.model import DecoderOnly, EncoderDecoder, EncoderOnly, Transformer
+from cutaway.model.head import LMHead
 from cutaway.model.stack import Stack
 from cutaway.serve.inspect.activation_cache import QUADRATIC_SITES, ActivationCache, estimate_bytes
 from cutaway.serve.inspect.model_input import DEFAULT_CODE, DEFAULT_TEXT, ModelInput, TokenizerAdapter
@@ -41,13 +42,8 @@ class Inspector:
         run_directory: Path | None = None,
         max_cached_bytes: int = MAX_CACHED_BYTES,
     ) -> None:
-        self.model, self.tokenizer, self.name, self.run_directory, self.max_cached_bytes = (
-            model.eval(),
-            tokenizer,
-            name,
-            run_directory,
-            max_cached_bytes,
-        )
+        self.model, self.tokenizer, self.name = model.eval(), tokenizer, name
+        self.run_directory, self.max_cached_bytes = run_directory, max_cached_bytes
         self.sites = sites(model)
         self.lock = threading.RLock()
         self.activation_caches: OrderedDict[str, ActivationCache] = OrderedDict()
@@ -68,25 +64,27 @@ class Inspector:
                 self._run_forward(activations, self._select_cached_sites(model_input), job, on_site)
                 self.activation_caches[model_input.cache_key] = activations
             self.activation_caches.move_to_end(model_input.cache_key)
-            while (
-                len(self.activation_caches) > 1
-                and sum(cached.nbytes for cached in self.activation_caches.values()) > self.max_cached_bytes
-            ):
+            while len(self.activation_caches) > 1 and self._num_cached_bytes() > self.max_cached_bytes:
                 self.activation_caches.popitem(last=False)
             return activations
+
+    def _num_cached_bytes(self) -> int:
+        return sum(cached.nbytes for cached in self.activation_caches.values())
 
     def get_activations_at(self, model_input: ModelInput, site_names: list[str], job: QueryJob) -> ActivationCache:
         """Like `get_activations`, with these sites computed even if they were excluded to limit memory."""
         activations = self.get_activations(model_input, job)
         missing = [name for name in site_names if name not in activations.values]
         if missing:
-            if unknown := next((name for name in missing if name not in self.sites), None):
-                raise InputError(
-                    f"'{unknown}' is not a site of this model; use one of {', '.join(list(self.sites)[:4])} …"
-                )
+            for name in missing:
+                self.check_site(name)
             with self.lock:
                 self._run_forward(activations, missing, job)
         return activations
+
+    def check_site(self, name: str) -> None:
+        if name not in self.sites:
+            raise InputError(f"'{name}' is not a site of this model; use one of {', '.join(list(self.sites)[:4])} …")
 
     def _select_cached_sites(self, model_input: ModelInput) -> list[str]:
         """Select the sites to cache.
@@ -95,16 +93,12 @@ class Inspector:
         """
         selected = [site for site in self.sites.values() if site.kind not in QUADRATIC_SITES and site.name != "logits"]
         source_len = None if model_input.source is None else len(model_input.source)
-        if (
-            estimate_bytes(selected, len(model_input.tokens), source_len, self.model.dtype.itemsize)
-            > self.max_cached_bytes // 2
-        ):
-            selected = [
-                site
-                for site in selected
-                if is_resid_site(site.name) or is_sublayer_output(site.name) or site.layer is None
-            ]
-        return [site.name for site in selected]
+        num_bytes = estimate_bytes(selected, len(model_input.tokens), source_len, self.model.dtype.itemsize)
+        names = [site.name for site in selected]
+        if num_bytes <= self.max_cached_bytes // 2:
+            return names
+        outside_blocks = {site.name for site in selected if site.layer is None}
+        return [name for name in names if is_resid_site(name) or is_sublayer_output(name) or name in outside_blocks]
 
     def _run_forward(
         self,
@@ -136,17 +130,27 @@ class Inspector:
 
     def last_hidden_state(self, model_input: ModelInput) -> Tensor:
         """Run the model and return the input of the head, (1, T, d)."""
-        tokens = torch.tensor([model_input.tokens], device=self.model.device)
+        tokens, source = self.to_tensors(model_input)
         if isinstance(self.model, EncoderDecoder):
-            return self.model.hidden_states(torch.tensor([model_input.source], device=self.model.device), tokens)
+            return self.model.hidden_states(source, tokens)
         if isinstance(self.model, EncoderOnly):
             return self.model.encode(tokens)
         assert isinstance(self.model, DecoderOnly)
         return self.model.hidden_states(tokens)
 
+    def to_tensors(self, model_input: ModelInput) -> tuple[Tensor, Tensor | None]:
+        """Return the tokens (1, T), and the source (1, S) of an encoder-decoder."""
+        device = self.model.device
+        source = None if model_input.source is None else torch.tensor([model_input.source], device=device)
+        return torch.tensor([model_input.tokens], device=device), source
+
+    @property
+    def head(self) -> LMHead | None:
+        return getattr(self.model, "head", None)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the head to hidden states and return fp32 logits, without running hooks."""
-        head: Any = getattr(self.model, "head", None)
+        head = self.head
         if head is None:
             raise InputError("this model has no LM head, so it has no logits; inspect its activations instead")
         with torch.no_grad():
@@ -155,12 +159,10 @@ class Inspector:
     def validate_input(self, model_input: ModelInput) -> None:
         """Raise if the model cannot process this input."""
         is_encoder_decoder = isinstance(self.model, EncoderDecoder)
-        if is_encoder_decoder != (model_input.source is not None):
-            raise InputError(
-                "source is missing; this model is an encoder-decoder, so pass a source"
-                if is_encoder_decoder
-                else "source is set, but this model takes no source; leave it out"
-            )
+        if is_encoder_decoder and model_input.source is None:
+            raise InputError("source is missing; this model is an encoder-decoder, so pass a source")
+        if not is_encoder_decoder and model_input.source is not None:
+            raise InputError("source is set, but this model takes no source; leave it out")
         target_vocab_size = self.config.vocab_size
         for name, token_ids, vocab_size in (
             ("tokens", model_input.tokens, target_vocab_size),
@@ -174,15 +176,7 @@ class Inspector:
         """The stack whose output is the input of the head."""
         return [*self.model.stacks.values()][-1]
 
-    def check_position(self, model_input: ModelInput, position: int) -> int:
-        if position >= len(model_input.tokens):
-            raise InputError(
-                f"position is {position}; the text has {len(model_input.tokens)} tokens, so use 0 to"
-                f" {len(model_input.tokens) - 1}"
-            )
-        return position
-
-    def format_top_tokens(self, token_probabilities: Iterable[tuple[int, float]]) -> list[dict[str, Any]]:
+    def format_top_tokens(self, token_probabilities: Iterable[tuple[int, float]]) -> list[dict[str, object]]:
         """Convert (token, probability) pairs to JSON with the tokens' text."""
         return [
             {"token": token, "text": self.tokenizer.decode_token(token), "probability": probability}
@@ -190,31 +184,32 @@ class Inspector:
         ]
 
 
+def check_position(position: int, token_ids: Sequence[int]) -> int:
+    if position >= len(token_ids):
+        last = len(token_ids) - 1
+        raise InputError(f"position is {position}; the text has {len(token_ids)} tokens, so use 0 to {last}")
+    return position
+
+
 def build_inspector(
-    model_or_checkpoint: Any, text: str | None = None, *, name: str = "", run_directory: Path | None = None
+    model_or_checkpoint: Transformer | CheckpointLike,
+    text: str | None = None,
+    *,
+    name: str = "",
+    run_directory: Path | None = None,
 ) -> Inspector:
     """Build an inspector from a checkpoint, or from a model without a tokenizer, whose inputs are then bytes."""
-    model, tokenizer, generation_config = (
-        (model_or_checkpoint, None, None)
-        if isinstance(model_or_checkpoint, Transformer)
-        else unpack_checkpoint(model_or_checkpoint)
-    )
-    if not isinstance(model, Transformer):
-        raise InputError(
-            f"a {type(model).__name__} is not a cutaway model; pass the result of ct.load(…) or ct.build(…)"
-        )
+    model, tokenizer, generation_config = unpack_checkpoint(model_or_checkpoint)
     if model.device.type == "meta":
         raise InputError("the model is on the meta device, which has no values; build it on another device")
-    default_text = DEFAULT_CODE if name == "tiny-python" else DEFAULT_TEXT
-    is_encoder_decoder = len(model.stacks) > 1
+    text = text or (DEFAULT_CODE if name == "tiny-python" else DEFAULT_TEXT)
     adapter = TokenizerAdapter(
         model.config.vocab_size,
         tokenizer,
-        decoder_start_token_id=((generation_config.decoder_start_token_id if generation_config else None) or 0)
-        if is_encoder_decoder
-        else None,
-        default_text="" if is_encoder_decoder else text or default_text,
-        default_source=(text or default_text) if is_encoder_decoder else None,
-        generation_config=generation_config,
+        default_text=text,
+        generation_config=None if model is model_or_checkpoint else generation_config,
     )
+    if len(model.stacks) > 1:
+        start_token = generation_config.decoder_start_token_id or 0
+        adapter = replace(adapter, decoder_start_token_id=start_token, default_text="", default_source=text)
     return Inspector(model, adapter, name=name, run_directory=run_directory)

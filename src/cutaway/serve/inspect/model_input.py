@@ -24,7 +24,7 @@ class ModelInput(BaseModel):
 
     tokens: TokenIds
     source: TokenIds | None = None
-    edits: Annotated[dict[str, Any], Field(max_length=MAX_EDITS)] = {}
+    edits: Annotated[dict[str, Any], Field(max_length=MAX_EDITS)] = {}  # validated by `edit`
 
     @property
     def cache_key(self) -> str:
@@ -61,19 +61,12 @@ class TokenizerAdapter:
         """Encode the text; for an encoder-decoder, the decoder input with its start token."""
         if self.decoder_start_token_id is None:
             return self.encode_source(text)
-        return (
-            [self.decoder_start_token_id, *self._encode(text, add_special_tokens=False)]
-            if text
-            else [self.decoder_start_token_id]
-        )
+        token_ids = self.encode_source(text, add_special_tokens=False) if text else []
+        return [self.decoder_start_token_id, *token_ids]
 
-    def encode_source(self, text: str) -> list[int]:
-        return self._encode(text, add_special_tokens=True)
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode_source(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if self.tokenizer is not None:
-            token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            return token_ids
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return [byte % self.vocab_size for byte in text.encode("utf-8", "replace")]
 
     def decode_token(self, token: int) -> str:

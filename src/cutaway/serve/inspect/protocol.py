@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -25,12 +24,12 @@ PROGRESS, RESULT, ERROR, PARTIAL = range(4)
 class QueryResult:
     """JSON data and tensors by name."""
 
-    data: dict[str, Any]
+    data: Mapping[str, object]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def to_safetensors(self) -> bytes:
         """Serialize as safetensors, data in the metadata; floats become fp32, integers int32, booleans uint8."""
-        data = json.dumps(replace_nonfinite(self.data), allow_nan=False, separators=(",", ":"))
+        data = json.dumps(replace_nonfinite(dict(self.data)), allow_nan=False, separators=(",", ":"))
         return save({name: _to_wire_tensor(tensor) for name, tensor in self.tensors.items()}, {"data": data})
 
 
@@ -47,7 +46,7 @@ def encode_frame(kind: int, payload: bytes) -> bytes:
     return len(payload).to_bytes(4, "little") + bytes([kind]) + payload
 
 
-def encode_json_frame(kind: int, data: Mapping[str, Any]) -> bytes:
+def encode_json_frame(kind: int, data: Mapping[str, object]) -> bytes:
     return encode_frame(kind, json.dumps(data).encode())
 
 

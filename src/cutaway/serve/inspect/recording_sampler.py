@@ -2,13 +2,12 @@
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutaway.evaluate import functional
-from cutaway.generate.engine.kv_cache import BatchKVCache
+from cutaway.generate.engine.kv_cache import BatchKVCache, PagedLayerCache
 from cutaway.generate.engine.model_runner import ModelRunner
 from cutaway.generate.sampling.logits_processing import logits_to_probs
 from cutaway.generate.sampling.sampler import Sampler, SamplerOutput
@@ -30,9 +29,9 @@ class SamplingStep:
 
     logits: Tensor  # (V,), fp32
     sampling_probs: Tensor  # (V,), after temperature, top-k, top-p
-    cache_state: dict[str, Any]
+    cache_state: dict[str, object]
 
-    def token_stats(self, token: int) -> dict[str, Any]:
+    def token_stats(self, token: int) -> dict[str, float]:
         """Return a token's model and sampling probability, its rank from 1, and the entropy in bits."""
         return {
             "probability": float(self.logits.softmax(-1)[token]),
@@ -43,14 +42,12 @@ class SamplingStep:
         }
 
     @property
-    def top_tokens(self) -> list[dict[str, Any]]:
+    def top_tokens(self) -> list[tuple[int, float, float]]:
+        """The most likely tokens: id, model probability, sampling probability."""
         probabilities = self.logits.softmax(-1)
         top = probabilities.topk(min(NUM_TOP_TOKENS, len(probabilities)))
-        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        return [
-            {"token": token, "probability": probability, "sampling_probability": float(self.sampling_probs[token])}
-            for token, probability in pairs
-        ]
+        sampling_probs = self.sampling_probs[top.indices].tolist()
+        return list(zip(top.indices.tolist(), top.values.tolist(), sampling_probs, strict=True))
 
 
 class RecordingSampler(Sampler):
@@ -66,39 +63,28 @@ class RecordingSampler(Sampler):
         self.recorded_steps.append(SamplingStep(logits[0].detach().float().clone(), sampling_probs, self.cache_state()))
         return super().sample(logits, features, active_rows)
 
-    def cache_state(self) -> dict[str, Any]:
+    def cache_state(self) -> dict[str, object]:
         """Return the cache length, slots and bytes per layer, and the positions in wrapped ring buffers.
 
         Ring buffers (sliding-window layers) are keyed by size; in other layers a token's slot is its position.
         """
-        length = int(self.cache.seq_lens[0])
-        num_filled = [min(length, layer.num_slots) for layer in self.cache.paged_layers]
-        num_bytes = [
-            count * _bytes_per_slot(layer) for count, layer in zip(num_filled, self.cache.paged_layers, strict=True)
-        ]
-        num_slots = [layer.num_slots for layer in self.cache.paged_layers]
-        source_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.cache.cross_tensors())
-        positions_by_ring = {
-            str(ring_size): slot_positions(self.cache, ring_size)
-            for ring_size in sorted(set(num_slots))
-            if ring_size < length
-        }
+        length, layers = int(self.cache.seq_lens[0]), self.cache.paged_layers
+        num_slots = [layer.num_slots for layer in layers]
+        num_filled = [min(length, count) for count in num_slots]
+        ring_sizes = [size for size in sorted(set(num_slots)) if size < length]
         return {
             "length": length,
             "slots": num_slots,
             "num_filled": num_filled,
-            "bytes": num_bytes,
-            "source_bytes": source_bytes,
-            "slot_positions": positions_by_ring,
+            "bytes": [count * _bytes_per_slot(layer) for count, layer in zip(num_filled, layers, strict=True)],
+            "source_bytes": sum(tensor.nbytes for tensor in self.cache.cross_tensors()),
+            "slot_positions": {str(size): slot_positions(self.cache, size) for size in ring_sizes},
         }
 
 
-def _bytes_per_slot(layer: Any) -> int:
-    return sum(
-        tensor[0, 0].numel() * tensor.element_size()
-        for store in (layer.keys, layer.values)
-        for tensor in store.tensors()
-    )
+def _bytes_per_slot(layer: PagedLayerCache) -> int:
+    tensors = [*layer.keys.tensors(), *layer.values.tensors()]
+    return sum(tensor[0, 0].nbytes for tensor in tensors)
 
 
 def slot_positions(cache: Cache, num_slots: int) -> list[int]:
@@ -109,27 +95,23 @@ def slot_positions(cache: Cache, num_slots: int) -> list[int]:
 
 def compare_with_full_pass(
     inspector: Inspector, model_input: ModelInput, steps: list[SamplingStep]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+) -> tuple[dict[str, object], dict[str, Tensor]]:
     """Compare the logits of the decode steps with one full forward pass: maximum difference, overall and per step."""
     hidden = inspector.last_hidden_state(model_input)[0, -len(steps) :]
     max_abs_logit = 0.0
     differences = torch.zeros(len(steps))  # maximum absolute difference per step
     for start in range(0, len(steps), LOGIT_CHUNK_SIZE):
-        full_logits = inspector.logits(hidden[start : start + LOGIT_CHUNK_SIZE])
-        cached_logits = torch.stack([step.logits for step in steps[start : start + LOGIT_CHUNK_SIZE]])
-        differences[start : start + LOGIT_CHUNK_SIZE] = (full_logits - cached_logits).abs().amax(-1).cpu()
+        chunk = slice(start, start + LOGIT_CHUNK_SIZE)
+        full_logits = inspector.logits(hidden[chunk])
+        cached_logits = torch.stack([step.logits for step in steps[chunk]])
+        differences[chunk] = (full_logits - cached_logits).abs().amax(-1).cpu()
         max_abs_logit = max(max_abs_logit, float(full_logits.abs().max()))
-    max_abs_diff, step_index = float(differences.max()), int(differences.argmax())
-    data = {
-        "max_abs_diff": max_abs_diff,
-        "step_index": step_index,
+    tolerance = CACHE_TOLERANCE.get(inspector.model.dtype)
+    data: dict[str, object] = {
+        "max_abs_diff": float(differences.max()),
+        "step_index": int(differences.argmax()),
         "max_abs_logit": max_abs_logit,
         "num_compared": len(steps),
-        "tolerance": _logit_tolerance(inspector, max_abs_logit),
+        "tolerance": None if tolerance is None else tolerance * max(1.0, max_abs_logit),
     }
     return data, {"max_abs_diff": differences}
-
-
-def _logit_tolerance(inspector: Inspector, max_abs_logit: float) -> float | None:
-    tolerance = CACHE_TOLERANCE.get(inspector.model.dtype)
-    return None if tolerance is None else tolerance * max(1.0, max_abs_logit)

@@ -2,7 +2,6 @@
 
 import json
 from pprint import pformat
-from typing import Any
 
 from cutaway.lens.equations import position_module
 from cutaway.model import EncoderDecoder, EncoderOnly
@@ -17,71 +16,56 @@ NUM_TOP_TOKENS = 20
 
 def build_snippet(inspector: Inspector, model_input: ModelInput, site_name: str, position: int) -> str:
     """Build the snippet for one site and position; empty if there is no short expression."""
-    load_line = (
-        f"model = ct.build({inspector.name!r}, seed=0)"
-        if inspector.tokenizer.is_untrained
-        else f"model = ct.load({inspector.name!r}, dtype={inspector.model.dtype}).model"
-    )
-    call = _model_call(inspector, model_input)
-    lines = [
-        "import torch",
-        "import cutaway as ct",
-        "",
-        load_line,
-        f"tokens = torch.tensor([{list(model_input.tokens)}])",
-    ]
+    lines = ["import torch", "import cutaway as ct", ""]
+    if inspector.tokenizer.is_untrained:
+        lines.append(f"model = ct.build({inspector.name!r}, seed=0)")
+    else:
+        lines.append(f"model = ct.load({inspector.name!r}, dtype={inspector.model.dtype}).model")
+    lines.append(f"tokens = torch.tensor([{list(model_input.tokens)}])")
     if model_input.source is not None:
         lines.append(f"source = torch.tensor([{list(model_input.source)}])")
     if site_name.endswith((".position", "embed.token")):
-        expression = _direct_expression(inspector, site_name, position)
-        return (
-            "\n".join([*lines, f"values = {expression}", "print(values)", ""])
-            if expression and not model_input.edits
-            else ""
-        )
+        expression = "" if model_input.edits else _direct_expression(inspector, site_name, position)
+        return "\n".join([*lines, f"values = {expression}", "print(values)", ""]) if expression else ""
     site, index, operation = _trace_expression(site_name, position)
-    trace_lines = [f"with torch.no_grad(), ct.trace(model, {site!r}) as t:", f"    {call}"]
+    edit_context = ""
     if model_input.edits:
         formatted_edits = pformat(json.loads(json.dumps(model_input.edits)), width=MAX_LINE_WIDTH, sort_dicts=False)
         lines.append(f"edits = {formatted_edits}")
-        trace_lines = [f"with ct.edit(model, edits), {trace_lines[0].removeprefix('with ')}", trace_lines[1]]
+        edit_context = "ct.edit(model, edits), "
+    lines += [f"with {edit_context}torch.no_grad(), ct.trace(model, {site!r}) as t:", f"    {_model_call(inspector)}"]
     top_k = f".topk({min(NUM_TOP_TOKENS, inspector.model.config.vocab_size)})" if site == "logits" else ""
-    return "\n".join([*lines, *trace_lines, f"values = t[{site!r}]{index}{operation}", f"print(values{top_k})", ""])
+    return "\n".join([*lines, f"values = t[{site!r}]{index}{operation}", f"print(values{top_k})", ""])
 
 
-def _model_call(inspector: Inspector, model_input: ModelInput) -> str:
+def _model_call(inspector: Inspector) -> str:
     if isinstance(inspector.model, EncoderDecoder):
         return "model(source, tokens)"
-    return (
-        "model.encode(tokens)"
-        if isinstance(inspector.model, EncoderOnly) and inspector.model.head is None
-        else "model(tokens)"
-    )
+    has_no_head = isinstance(inspector.model, EncoderOnly) and inspector.model.head is None
+    return "model.encode(tokens)" if has_no_head else "model(tokens)"
 
 
 def _direct_expression(inspector: Inspector, site_name: str, position: int) -> str:
     """Return an expression for values that are not a site: embedding rows and RoPE angles; empty if there is none."""
-    side = next(
-        side for side in inspector.model.stacks if site_name.startswith(f"{side}.") or len(inspector.model.stacks) == 1
-    )
-    stack = inspector.model.stacks[side]
+    stacks = inspector.model.stacks
+    side = next(side for side in stacks if site_name.startswith(f"{side}.") or len(stacks) == 1)
     if site_name.endswith("embed.token"):
-        variable = "source" if side == "encoder" and len(inspector.model.stacks) > 1 else "tokens"
+        variable = "source" if side == "encoder" and len(stacks) > 1 else "tokens"
         return f"model.{side}.embed.token({variable})[0, {position}]"
     if "embed" in site_name:
         return f"model.{side}.embed.position(torch.tensor([[{position}]]))[0, 0]"
     layer = inspector.sites[f"{site_name.removesuffix('position')}q"].layer
     assert layer is not None
-    rope: Any = position_module(stack, layer)
+    rope = position_module(stacks[side], layer)
     if not isinstance(rope, Rope) or rope.switch_length is not None:
         return ""
-    angles = f"{position} * model.{side}.positions[{stack.layer_position_keys[layer]!r}].frequency"
+    angles = f"{position} * model.{side}.positions[{stacks[side].layer_position_keys[layer]!r}].frequency"
     return f"({angles} + torch.pi) % (2 * torch.pi) - torch.pi"
 
 
 def _trace_expression(site_name: str, position: int) -> tuple[str, str, str]:
     """Return the site to trace, the index into it and the operation applied to it."""
-    index: Any = f"[0, {position}]"
+    index = f"[0, {position}]"
     if site_name == "softmax":
         return "logits", index, ".float().softmax(-1)"
     if site_name.endswith((".scores", ".pattern")):

@@ -30,21 +30,18 @@ from cutaway.serve.openai.serving_engine import ServingEngine, context_length_er
 from cutaway.serve.openai.sse import SSEResponse, with_cancellation
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    code: {"description": description}
-    for code, description in (
-        (400, "invalid request"),
-        (401, "missing or wrong API key"),
-        (403, "cross-origin request"),
-        (404, "unknown model"),
-        (408, "timeout"),
-        (413, "request body too large"),
-        (415, "request body is not JSON"),
-        (421, "unknown Host header"),
-        (429, "queue full; retry later"),
-        (431, "request headers too large"),
-        (500, "internal server error"),
-        (503, "engine failed"),
-    )
+    400: {"description": "invalid request"},
+    401: {"description": "missing or wrong API key"},
+    403: {"description": "cross-origin request"},
+    404: {"description": "unknown model"},
+    408: {"description": "timeout"},
+    413: {"description": "request body too large"},
+    415: {"description": "request body is not JSON"},
+    421: {"description": "unknown Host header"},
+    429: {"description": "queue full; retry later"},
+    431: {"description": "request headers too large"},
+    500: {"description": "internal server error"},
+    503: {"description": "engine failed"},
 }
 STREAMING_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "text/event-stream": {}}}
@@ -54,11 +51,10 @@ STREAMING_RESPONSES: dict[int | str, dict[str, Any]] = {
 def build_router(serving: ServingEngine) -> APIRouter:
     """Build the routes of the API."""
     router = APIRouter(responses=ERROR_RESPONSES)
-    created = int(time.time())
     model_card = {
         "id": serving.served_model_name,
         "object": "model",
-        "created": created,
+        "created": int(time.time()),
         "owned_by": "cutaway",
         "max_model_len": serving.max_model_len,
     }
@@ -75,12 +71,12 @@ def build_router(serving: ServingEngine) -> APIRouter:
         return PlainTextResponse(serving.metrics.render(), media_type="text/plain; version=0.0.4")
 
     @router.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models() -> dict[str, object]:
         """List the served model."""
         return {"object": "list", "data": [model_card]}
 
     @router.get("/v1/models/{model:path}")
-    async def model(model: str) -> dict[str, Any]:
+    async def model(model: str) -> dict[str, object]:
         """Describe the served model."""
         serving.check_model_name(model)
         return model_card
@@ -91,9 +87,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
         check_request(request, serving)
         encode_prompts, params = request_mapping.map_completion_request(request, serving)
         stream = await serving.submit(encode_prompts, params)
-        return await reply(
-            stream, ResponseBuilder(serving, is_chat=False, num_logprobs=params.logprobs), request, raw_request
-        )
+        return await reply(stream, request, raw_request, num_logprobs=params.logprobs)
 
     @router.post("/v1/chat/completions", responses=STREAMING_RESPONSES)
     async def chat(request: ChatCompletionRequest, raw_request: Request) -> Response:
@@ -101,18 +95,16 @@ def build_router(serving: ServingEngine) -> APIRouter:
         check_request(request, serving)
         encode_prompts, params = request_mapping.map_chat_request(request, serving)
         stream = await serving.submit(encode_prompts, params, fill_context=True)
-        return await reply(
-            stream, ResponseBuilder(serving, is_chat=True, num_logprobs=params.logprobs), request, raw_request
-        )
+        return await reply(stream, request, raw_request, num_logprobs=params.logprobs)
 
     async def reply(
-        stream: CompletionStream, builder: ResponseBuilder, request: GenerationRequest, raw_request: Request
+        stream: CompletionStream, request: GenerationRequest, raw_request: Request, *, num_logprobs: int | None
     ) -> Response:
+        is_chat = isinstance(request, ChatCompletionRequest)
+        builder = ResponseBuilder(serving, is_chat=is_chat, num_logprobs=num_logprobs)
         if request.stream:
             with_usage = bool(request.stream_options and request.stream_options.include_usage)
-            return SSEResponse(
-                stream, lambda: builder.stream_response(stream, include_usage=with_usage), serving.limits
-            )
+            return SSEResponse(stream, builder.stream_response(stream, include_usage=with_usage), serving.limits)
         try:
             results = await with_cancellation(raw_request, stream.wait_results(), serving.limits)
         except EngineError as error:
@@ -139,27 +131,19 @@ def build_router(serving: ServingEngine) -> APIRouter:
                 raise context_length_error(f"the inputs have {total} tokens", serving.limits.max_embedding_tokens)
             return compute_embeddings(serving.model, rows, serving.pooling, lambda: not disconnected.is_set()), total
 
+        work = serving.run_in_pool(compute, use_embedding_pool=True)
         try:
-            vectors, total = await with_cancellation(
-                raw_request, serving.run_in_pool(compute, use_embedding_pool=True), serving.limits
-            )
+            vectors, total = await with_cancellation(raw_request, work, serving.limits)
         finally:
             disconnected.set()
-        serving.metrics.prompt_tokens += total
-        use_base64 = request.encoding_format == "base64"
-        data = [
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": encode_float32_base64(vector) if use_base64 else vector,
-            }
-            for index, vector in enumerate(vectors)
-        ]
+        serving.metrics.prompt_tokens.inc(total)
+        embeddings = map(encode_float32_base64, vectors) if request.encoding_format == "base64" else vectors
+        data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(embeddings)]
         usage = {"prompt_tokens": total, "total_tokens": total}
         return JSONResponse({"object": "list", "data": data, "model": serving.served_model_name, "usage": usage})
 
     @router.post("/tokenize")
-    async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(request: TokenizeRequest) -> dict[str, object]:
         """Tokenize a text or a chat."""
         check_request(request, serving)
         if (request.prompt is None) == (request.messages is None):
@@ -171,9 +155,8 @@ def build_router(serving: ServingEngine) -> APIRouter:
         else:
             text = request.prompt or ""
             serving.check_text_length([text], "prompt")
-            tokens = await serving.run_in_pool(
-                lambda: tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
-            )
+            special = request.add_special_tokens
+            tokens = await serving.run_in_pool(lambda: tokenizer.encode(text, add_special_tokens=special))
         strings = [] if serving.token_decoder is None else [serving.token_decoder.token_text(token) for token in tokens]
         return {"count": len(tokens), "max_model_len": serving.max_model_len, "tokens": tokens, "token_strs": strings}
 
@@ -200,14 +183,22 @@ def build_openai_app(
     *,
     access_policy: AccessPolicy | None = None,
     limits: Limits | None = None,
-    **engine_options: Any,
+    max_num_seqs: int | None = None,
+    max_model_len: int | None = None,
+    pooling: str | None = None,
+    weight_bits: int | None = None,
 ) -> tuple[FastAPI, ServingEngine]:
-    """Build the application and its `ServingEngine`, which is closed when the server shuts down.
-
-    `engine_options` are keyword arguments of `ServingEngine`.
-    """
+    """Build the application and its `ServingEngine`, which is closed when the server shuts down."""
     limits = limits or Limits()
-    serving = ServingEngine(checkpoint, served_model_name, limits, **engine_options)
+    serving = ServingEngine(
+        checkpoint,
+        served_model_name,
+        limits,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        pooling=pooling,
+        weight_bits=weight_bits,
+    )
     app = build_app(
         [build_router(serving)],
         access_policy=access_policy,

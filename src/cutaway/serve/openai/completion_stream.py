@@ -101,12 +101,12 @@ class CompletionStream:
         if self.metrics_recorded:
             return
         self.metrics_recorded = True
-        self.metrics.prompt_tokens += self.num_prompt_tokens
-        self.metrics.generation_tokens += self.num_generated_tokens
-        self.metrics.aborted_requests += sum(not request.finished.is_set() for request in self.requests)
+        self.metrics.prompt_tokens.inc(self.num_prompt_tokens)
+        self.metrics.generation_tokens.inc(self.num_generated_tokens)
+        self.metrics.aborted_requests.inc(sum(not request.finished.is_set() for request in self.requests))
         for request, times in zip(self.requests, self.token_times, strict=True):
             if times:
                 self.metrics.time_to_first_token.observe(times[0] - self.start_time)
                 num_intervals = len(request.output.tokens) - 1
                 if num_intervals > 0:
-                    self.metrics.inter_token_latency.observe((times[-1] - times[0]) / num_intervals, num_intervals)
+                    self.metrics.time_per_output_token.observe((times[-1] - times[0]) / num_intervals)

@@ -3,14 +3,13 @@
 import base64
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutaway.errors import ConfigError
 from cutaway.families.safetensors_reader import read_json_file
-from cutaway.model import Transformer
+from cutaway.model import DecoderOnly, EncoderDecoder, EncoderOnly, Transformer
 
 MAX_BATCH_TOKENS = 4096
 """Maximum number of tokens per forward pass, padding included."""
@@ -49,14 +48,18 @@ def compute_embeddings(
         tokens = torch.tensor([[*token_ids[index], *[0] * (width - len(token_ids[index]))] for index in batch])
         mask = torch.tensor([[i < len(token_ids[index]) for i in range(width)] for index in batch])
         with torch.no_grad():
-            vectors = pool_hidden_states(model, tokens.to(model.device), mask.to(model.device), pooling).float().cpu()
+            vectors = _pool_hidden_states(model, tokens.to(model.device), mask.to(model.device), pooling).float().cpu()
         embeddings |= dict(zip(batch, torch.nn.functional.normalize(vectors, dim=-1).tolist(), strict=True))
     return [embeddings[index] for index in range(len(token_ids))] if len(embeddings) == len(token_ids) else []
 
 
-def pool_hidden_states(model: Any, tokens: Tensor, mask: Tensor, pooling: str | None) -> Tensor:
+def _pool_hidden_states(model: Transformer, tokens: Tensor, mask: Tensor, pooling: str | None) -> Tensor:
     """Pool the last hidden states of an encoder or decoder over non-padding tokens, (B, d)."""
-    x = (model.encode if "encoder" in model.stacks else model.hidden_states)(tokens, mask).float()  # (B, T, d)
+    if isinstance(model, DecoderOnly):
+        x = model.hidden_states(tokens, mask).float()  # (B, T, d)
+    else:
+        assert isinstance(model, EncoderOnly | EncoderDecoder)
+        x = model.encode(tokens, mask).float()
     if pooling == "first":
         return x[:, 0]
     if pooling == "max":

@@ -3,7 +3,7 @@
 Unsupported fields that would change the result are rejected; other unknown fields are ignored.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,29 +11,22 @@ from cutaway.serve.errors import APIError
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 PromptInput = str | list[str] | list[TokenId] | list[list[TokenId]]
-NO_OP_VALUES: tuple[Any, ...] = (None, False, [], {})
-UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "chat_template": (),
-    "chat_template_kwargs": (),
-    "dimensions": (),
-    "documents": (),
-    "echo": (),
+UNSUPPORTED_FIELDS = {
+    "audio", "chat_template", "chat_template_kwargs", "dimensions", "documents", "echo", "function_call", "functions",
+    "grammar", "guided_json", "guided_regex", "modalities", "reasoning_effort", "response_format", "suffix",
+    "tool_choice", "tools", "verbosity", "web_search_options",
+}  # fmt: skip
+"""Unsupported fields that would change the result."""
+NO_OP_VALUES: tuple[object, ...] = (None, False, [], {})
+NO_OP_VALUES_BY_FIELD: dict[str, tuple[object, ...]] = {
     "function_call": ("none",),
-    "functions": (),
-    "grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
-    "tools": (),
-    "verbosity": (),
-    "web_search_options": (),
 }
-"""Unsupported fields that would change the result, with the values that have no effect."""
+"""Values of these fields that have no effect, so that they are accepted."""
 
 
 class OpenAIBaseModel(BaseModel):
@@ -45,7 +38,8 @@ class OpenAIBaseModel(BaseModel):
     def check_unsupported_fields(self) -> None:
         """Raise if an unsupported field would change the result."""
         for name, value in (self.model_extra or {}).items():
-            if name in UNSUPPORTED_FIELDS and value not in (*NO_OP_VALUES, *UNSUPPORTED_FIELDS[name]):
+            no_op_values = (*NO_OP_VALUES, *NO_OP_VALUES_BY_FIELD.get(name, ()))
+            if name in UNSUPPORTED_FIELDS and value not in no_op_values:
                 message = f"{name} is not supported by this server; leave it out"
                 raise APIError(400, message, param=name, code="unsupported_parameter")
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import cast
 
 from cutaway.errors import InputError
 from cutaway.generate import SamplingParams
@@ -19,6 +19,11 @@ from cutaway.serve.openai.serving_engine import ServingEngine
 
 DEFAULT_COMPLETION_TOKENS = 16
 """Default max_tokens of /v1/completions, as in the OpenAI API."""
+SAMPLING_FIELDS = (
+    "n", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids",
+    "ignore_eos",
+)  # fmt: skip
+"""Fields of a request that `SamplingParams` has too, with the same meaning and default."""
 TOKEN_ID_PATTERN = re.compile(r"[0-9]{1,10}")
 
 
@@ -27,7 +32,9 @@ def check_limit(name: str, value: int | None, limit: int, unit: str = "") -> Non
         raise APIError(400, f"{name} is more than {limit}{unit}; reduce it", param=name)
 
 
-def to_sampling_params(request: GenerationRequest, limits: Limits, **overrides: Any) -> SamplingParams:
+def to_sampling_params(
+    request: GenerationRequest, limits: Limits, *, logprobs: int | None, max_new_tokens: int | None = None
+) -> SamplingParams:
     """Build SamplingParams with the defaults of the OpenAI API, which differ from `generate`'s."""
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     check_limit("n", request.n, limits.max_n)
@@ -38,30 +45,20 @@ def to_sampling_params(request: GenerationRequest, limits: Limits, **overrides: 
     check_limit("stop_token_ids", len(request.stop_token_ids or ()), limits.max_logit_biases, " ids")
     check_limit("logit_bias", len(request.logit_bias or {}), limits.max_logit_biases, " tokens")
     if any(TOKEN_ID_PATTERN.fullmatch(key) is None for key in request.logit_bias or {}):
-        raise APIError(
-            400,
-            "logit_bias has a key that is not a token id; use ids as keys, such as {'50256': -100}",
-            param="logit_bias",
-        )
-    params: dict[str, Any] = {
-        "n": request.n,
-        "max_new_tokens": request.max_tokens,
+        message = "logit_bias has a key that is not a token id; use ids as keys, such as {'50256': -100}"
+        raise APIError(400, message, param="logit_bias")
+    params = {name: getattr(request, name) for name in SAMPLING_FIELDS} | {
+        "max_new_tokens": max_new_tokens or request.max_tokens,
         "min_new_tokens": request.min_tokens,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "top_p": None if request.top_p == 1 else request.top_p,
-        "top_k": request.top_k,
-        "min_p": request.min_p,
-        "presence_penalty": request.presence_penalty,
-        "frequency_penalty": request.frequency_penalty,
-        "repetition_penalty": request.repetition_penalty,
         "logit_bias": {int(key): bias for key, bias in (request.logit_bias or {}).items()},
         "stop": stop,
-        "stop_token_ids": request.stop_token_ids,
-        "ignore_eos": request.ignore_eos,
         "seed": None if request.seed is None else request.seed % 2**63,
+        "logprobs": logprobs,
     }
     try:
-        return SamplingParams(**{name: value for name, value in (params | overrides).items() if value is not None})
+        return SamplingParams(**{name: value for name, value in params.items() if value is not None})
     except InputError as error:
         name = str(error).split(maxsplit=1)[0]
         raise APIError(400, str(error), param=name if name in params else None) from None
@@ -75,11 +72,8 @@ def map_completion_request(
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise APIError(400, "best_of other than n is not supported by this server; leave it out", param="best_of")
     check_limit("logprobs", request.logprobs, limits.max_logprobs)
-    params = to_sampling_params(request, limits, logprobs=request.logprobs)
-    if params.max_new_tokens is None:
-        params = to_sampling_params(
-            request, limits, logprobs=request.logprobs, max_new_tokens=DEFAULT_COMPLETION_TOKENS
-        )
+    max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    params = to_sampling_params(request, limits, logprobs=request.logprobs, max_new_tokens=max_tokens)
     prompts = as_prompt_list(request.prompt, "prompt", limits.max_prompts)
     check_limit("prompt", len(prompts) * params.n, limits.max_completions, " completions (prompts × n)")
     return build_prompt_encoder(prompts, serving, "prompt"), params
@@ -95,20 +89,15 @@ def map_chat_request(
     check_limit("max_completion_tokens", request.max_completion_tokens, limits.max_tokens)
     if request.max_completion_tokens is not None and request.max_tokens not in (None, request.max_completion_tokens):
         raise APIError(400, "max_tokens and max_completion_tokens differ; pass one of them", param="max_tokens")
-    params = to_sampling_params(
-        request,
-        limits,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        max_new_tokens=request.max_completion_tokens or request.max_tokens,
-    )
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    params = to_sampling_params(request, limits, logprobs=logprobs, max_new_tokens=request.max_completion_tokens)
     return build_chat_encoder(request.messages, serving), params
 
 
 def as_prompt_list(prompts: PromptInput, param: str, limit: int) -> list[str | list[int]]:
     """Normalize a text, a list of texts, token ids or lists of token ids to a list of prompts."""
-    prompt_list: list[Any] = (
-        [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)
-    )
+    is_single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
+    prompt_list = cast("list[str | list[int]]", [prompts] if is_single else prompts)  # mypy cannot split the union
     if not prompt_list:
         raise APIError(400, f"{param} is empty; pass at least one text", param=param)
     check_limit(param, len(prompt_list), limit, " texts")
@@ -124,15 +113,13 @@ def build_prompt_encoder(
     for prompt in prompts:
         if not isinstance(prompt, str):
             serving.check_prompt_length(len(prompt))
-    tokenizer = serving.get_tokenizer() if texts else None
+    if texts:
+        serving.get_tokenizer()  # raise before the request waits for a thread
 
-    def encode() -> list[list[int]]:
-        return [
-            tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer else list(prompt)  # type: ignore[arg-type]
-            for prompt in prompts
-        ]
+    def encode(prompt: str | list[int]) -> list[int]:
+        return serving.get_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
 
-    return encode
+    return lambda: [encode(prompt) for prompt in prompts]
 
 
 def build_chat_encoder(messages: list[ChatMessage], serving: ServingEngine) -> Callable[[], list[list[int]]]:
@@ -143,13 +130,11 @@ def build_chat_encoder(messages: list[ChatMessage], serving: ServingEngine) -> C
         raise APIError(400, message, code="no_chat_template")
     check_limit("messages", len(messages), serving.limits.max_messages)
     template_messages = [to_template_message(message) for message in messages]
-    serving.check_text_length(
-        ["".join(template_message["content"] or "" for template_message in template_messages)], "messages"
-    )
+    serving.check_text_length(["".join(message["content"] for message in template_messages)], "messages")
     return lambda: [tokenizer.encode_chat(template_messages)]
 
 
-def to_template_message(message: ChatMessage) -> dict[str, Any]:
+def to_template_message(message: ChatMessage) -> dict[str, str]:
     """Convert a message for chat templates: text parts are joined, and the role `developer` becomes `system`."""
     content = message.content
     text = content if content is None or isinstance(content, str) else "".join(part.text for part in content)

@@ -4,11 +4,12 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from cutaway.generate import Completion, CompletionChunk
 from cutaway.serve.openai.completion_stream import CompletionStream
 from cutaway.serve.openai.serving_engine import ServingEngine
+
+Data = dict[str, object]
 
 
 @dataclass
@@ -22,48 +23,37 @@ class ResponseBuilder:
     request_id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def build_response(self, stream: CompletionStream, results: Sequence[Completion]) -> dict[str, Any]:
+    def build_response(self, stream: CompletionStream, results: Sequence[Completion]) -> Data:
         choices = [self._build_choice(index, result) for index, result in enumerate(results)]
-        return {
-            **self._build_envelope("chat.completion" if self.is_chat else "text_completion", choices),
-            "usage": build_usage(stream),
-        }
+        object_type = "chat.completion" if self.is_chat else "text_completion"
+        return self._build_envelope(object_type, choices) | {"usage": build_usage(stream)}
 
-    async def stream_response(self, stream: CompletionStream, *, include_usage: bool) -> AsyncIterator[dict[str, Any]]:
+    async def stream_response(self, stream: CompletionStream, *, include_usage: bool) -> AsyncIterator[Data]:
         object_type = "chat.completion.chunk" if self.is_chat else "text_completion"
-        usage_field: dict[str, Any] = {"usage": None} if include_usage else {}
+
+        def chunk_of(*choices: Data, usage: Data | None = None) -> Data:
+            return self._build_envelope(object_type, choices) | ({"usage": usage} if include_usage else {})
+
         text_lengths = [0] * len(stream.requests)
         if self.is_chat:
             for index in range(len(stream.requests)):
-                delta = {"role": "assistant", "content": ""}
-                yield {
-                    **self._build_envelope(object_type, [self._build_chunk_choice(index, delta=delta)]),
-                    **usage_field,
-                }
+                yield chunk_of(self._build_chunk_choice(index, delta={"role": "assistant", "content": ""}))
         async for index, chunks, is_finished in stream.stream_chunks():
             text = "".join(chunk.text for chunk in chunks)
-            finish_reason = stream.get_result(index).finish_reason if is_finished else None
-            logprobs = self._build_chunk_logprobs(
-                chunks, text_lengths[index], self._ended_by_stop_token(stream, index, is_finished)
-            )
+            result = stream.get_result(index) if is_finished else None
+            has_stop_token = result is not None and isinstance(result.stop_reason, int)
+            logprobs = self._build_chunk_logprobs(chunks, text_lengths[index], has_stop_token)
             text_lengths[index] += len(text)
             if text or logprobs:
-                choice = self._build_chunk_choice(index, text=text, logprobs=logprobs)
-                yield {**self._build_envelope(object_type, [choice]), **usage_field}
-            if finish_reason is not None:
-                yield {
-                    **self._build_envelope(
-                        object_type, [self._build_chunk_choice(index, delta={}, finish_reason=finish_reason)]
-                    ),
-                    **usage_field,
-                }
+                yield chunk_of(self._build_chunk_choice(index, text=text, logprobs=logprobs))
+            if result is not None:
+                yield chunk_of(self._build_chunk_choice(index, delta={}, finish_reason=result.finish_reason))
         if include_usage:
-            yield {**self._build_envelope(object_type, []), "usage": build_usage(stream)}
+            yield chunk_of(usage=build_usage(stream))
 
-    def _build_envelope(self, object_type: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        response_id = f"chatcmpl-{self.request_id}" if self.is_chat else f"cmpl-{self.request_id}"
+    def _build_envelope(self, object_type: str, choices: Sequence[Data]) -> Data:
         return {
-            "id": response_id,
+            "id": f"chatcmpl-{self.request_id}" if self.is_chat else f"cmpl-{self.request_id}",
             "object": object_type,
             "created": self.created,
             "model": self.serving.served_model_name,
@@ -75,57 +65,46 @@ class ResponseBuilder:
         index: int,
         *,
         text: str = "",
-        delta: dict[str, Any] | None = None,
-        logprobs: dict[str, Any] | None = None,
+        delta: Data | None = None,
+        logprobs: Data | None = None,
         finish_reason: str | None = None,
-    ) -> dict[str, Any]:
+    ) -> Data:
         """Build a choice of a stream chunk."""
-        content = {"delta": {"content": text} if delta is None else delta} if self.is_chat else {"text": text}
+        content: Data = {"text": text}
+        if self.is_chat:
+            content = {"delta": {"content": text} if delta is None else delta}
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def _build_choice(self, index: int, result: Completion) -> dict[str, Any]:
+    def _build_choice(self, index: int, result: Completion) -> Data:
         text = result.text or ""
-        content = (
-            {"message": {"role": "assistant", "content": text, "refusal": None}} if self.is_chat else {"text": text}
-        )
+        content: Data = {"text": text}
+        if self.is_chat:
+            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
         logprobs = None
         if self.num_logprobs is not None:
             # A stop token is not part of the text, so it has no entry.
             count = len(result.tokens) - isinstance(result.stop_reason, int)
-            top_logprobs = result.top_logprobs or [{} for _ in result.tokens]
-            logprobs = self._build_logprobs(
-                result.tokens[:count], (result.logprobs or [])[:count], top_logprobs[:count], 0
-            )
+            top = result.top_logprobs or [{} for _ in result.tokens]
+            logprobs = self._build_logprobs(result.tokens[:count], (result.logprobs or [])[:count], top[:count], 0)
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": result.finish_reason}
 
-    def _ended_by_stop_token(self, stream: CompletionStream, index: int, finished: bool) -> bool:
-        return finished and isinstance(stream.get_result(index).stop_reason, int)
-
-    def _build_chunk_logprobs(
-        self, chunks: list[CompletionChunk], offset: int, drop_last: bool
-    ) -> dict[str, Any] | None:
-        if self.num_logprobs is None:
-            return None
+    def _build_chunk_logprobs(self, chunks: list[CompletionChunk], offset: int, drop_last: bool) -> Data | None:
         tokens = [token for chunk in chunks for token in chunk.tokens]
         logprobs = [value for chunk in chunks for value in chunk.logprobs or []]
         top_logprobs = [top for chunk in chunks for top in chunk.top_logprobs or [{} for _ in chunk.tokens]]
         count = len(tokens) - drop_last
-        return (
-            self._build_logprobs(tokens[:count], logprobs[:count], top_logprobs[:count], offset) if count > 0 else None
-        )
+        if self.num_logprobs is None or count <= 0:
+            return None
+        return self._build_logprobs(tokens[:count], logprobs[:count], top_logprobs[:count], offset)
 
     def _build_logprobs(
         self, tokens: list[int], logprobs: list[float], top_logprobs: list[dict[int, float]], offset: int
-    ) -> dict[str, Any]:
+    ) -> Data:
         """Build the log-probabilities of tokens and of the top alternatives, exact over the whole vocabulary."""
         if self.is_chat:
-            rows = [
-                {
-                    **self._build_logprob_entry(token, value),
-                    "top_logprobs": [self._build_logprob_entry(*other) for other in top.items()],
-                }
-                for token, value, top in zip(tokens, logprobs, top_logprobs, strict=True)
-            ]
+            rows = [self._build_logprob_entry(*entry) for entry in zip(tokens, logprobs, strict=True)]
+            for row, top in zip(rows, top_logprobs, strict=True):
+                row["top_logprobs"] = [self._build_logprob_entry(*other) for other in top.items()]
             return {"content": rows, "refusal": None}
         token_strs = [self._token_text(token) for token in tokens]
         offsets = []
@@ -140,20 +119,16 @@ class ResponseBuilder:
             ]
         return {"tokens": token_strs, "token_logprobs": logprobs, "top_logprobs": alternatives, "text_offset": offsets}
 
-    def _build_logprob_entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def _build_logprob_entry(self, token: int, logprob: float) -> Data:
         decoder = self.serving.token_decoder
-        return {
-            "token": self._token_text(token),
-            "logprob": max(logprob, -9999.0),
-            "bytes": None if decoder is None else list(decoder.token_bytes(token)),
-        }
+        token_bytes = None if decoder is None else list(decoder.token_bytes(token))
+        return {"token": self._token_text(token), "logprob": max(logprob, -9999.0), "bytes": token_bytes}
 
     def _token_text(self, token: int) -> str:
-        return (
-            f"token_id:{token}" if self.serving.token_decoder is None else self.serving.token_decoder.token_text(token)
-        )
+        decoder = self.serving.token_decoder
+        return f"token_id:{token}" if decoder is None else decoder.token_text(token)
 
 
-def build_usage(stream: CompletionStream) -> dict[str, int]:
+def build_usage(stream: CompletionStream) -> Data:
     num_prompt, num_generated = stream.num_prompt_tokens, stream.num_generated_tokens
     return {"prompt_tokens": num_prompt, "completion_tokens": num_generated, "total_tokens": num_prompt + num_generated}

@@ -5,14 +5,14 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from cutaway.errors import InputError
 from cutaway.generate import BusyError, Engine, EngineError, SamplingParams
 from cutaway.generate.engine.config import build_engine_config, reduce_num_seqs_to_fit
 from cutaway.generate.generation_config import CheckpointLike, apply_generation_config, unpack_checkpoint
 from cutaway.generate.sampling.sampling_params import completion_seeds
-from cutaway.serve.errors import APIError
+from cutaway.serve.errors import APIError, overload_error
 from cutaway.serve.limits import Limits
 from cutaway.serve.metrics import ServerMetrics
 from cutaway.serve.openai.completion_stream import CompletionStream, EventLoopNotifier
@@ -36,58 +36,47 @@ class ServingEngine:
         max_num_seqs: int | None = None,
         max_model_len: int | None = None,
         pooling: str | None = None,
-        metrics: ServerMetrics | None = None,
-        **engine_options: Any,
+        weight_bits: int | None = None,
     ) -> None:
-        """`engine_options` are further fields of `EngineConfig`, such as weight_bits."""
         self.model, self.tokenizer, self.generation_config = unpack_checkpoint(checkpoint)
         self.model.eval()
         self.served_model_name, self.limits, self.pooling = served_model_name, limits, pooling
-        self.metrics = metrics or ServerMetrics()
+        self.metrics = ServerMetrics()
         self.token_decoder = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
-        self.engine = (
-            self._start_engine(max_num_seqs, max_model_len, engine_options) if "decoder" in self.model.stacks else None
-        )
+        self.engine: Engine | None = None
+        if "decoder" in self.model.stacks:
+            self.engine = self._start_engine(max_num_seqs, max_model_len, weight_bits)
         self.is_encoder_decoder = "encoder" in self.model.stacks and self.engine is not None
         """True if prompts are encoder inputs, which do not count toward the decoder's context."""
         self.notifier: EventLoopNotifier | None = None
         self.num_preprocessing = 0
         self.tokenizer_pool = ThreadPoolExecutor(2, "cutaway tokens")
         self.embedding_pool = ThreadPoolExecutor(1, "cutaway vectors")
-        if self.engine is not None:
-            engine = self.engine
-            self.metrics.gauges |= {
-                "num_requests_waiting": ("Completions waiting to be scheduled.", lambda: len(engine.waiting)),
-                "num_requests_running": (
-                    "Completions in progress (prefill or decode).",
-                    lambda: len(engine.scheduler.running),
-                ),
-                "max_num_seqs": ("Maximum number of completions in progress.", lambda: engine.config.max_num_seqs),
-                "kv_cache_usage_ratio": ("Fraction of the KV cache in use.", self.kv_cache_usage),
-            }
-        self.metrics.gauges["num_requests_preprocessing"] = (
-            "Requests waiting for tokenization or embedding.",
-            lambda: self.num_preprocessing,
-        )
+        add_gauge = self.metrics.add_gauge
+        if engine := self.engine:
+            add_gauge("num_requests_waiting", "Completions waiting to be scheduled.", lambda: len(engine.waiting))
+            add_gauge(
+                "num_requests_running",
+                "Completions in progress (prefill or decode).",
+                lambda: len(engine.scheduler.running),
+            )
+            max_num_seqs = engine.config.max_num_seqs
+            add_gauge("max_num_seqs", "Maximum number of completions in progress.", lambda: max_num_seqs)
+            add_gauge("kv_cache_usage_ratio", "Fraction of the KV cache in use.", self.kv_cache_usage)
+        description = "Requests waiting for tokenization or embedding."
+        add_gauge("num_requests_preprocessing", description, lambda: self.num_preprocessing)
 
-    def _start_engine(
-        self, max_num_seqs: int | None, max_model_len: int | None, engine_options: dict[str, Any]
-    ) -> Engine:
+    def _start_engine(self, max_num_seqs: int | None, max_model_len: int | None, weight_bits: int | None) -> Engine:
         context = self.model.config.context
-        max_len = (
-            min(context or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
-        )
-        is_encoder_decoder = len(self.model.stacks) == 2
-        if is_encoder_decoder:
-            engine_options = engine_options | {
-                "max_source_len": min(context or DEFAULT_MAX_SOURCE_LEN, DEFAULT_MAX_SOURCE_LEN)
-            }
+        if max_model_len is None:
+            max_model_len = min(context or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN)
         engine_config = build_engine_config(
             self.model,
             self.generation_config,
             max_num_seqs=max_num_seqs or DEFAULT_MAX_NUM_SEQS,
-            max_model_len=max_len,
-            **engine_options,
+            max_model_len=max_model_len,
+            weight_bits=weight_bits,
+            max_source_len=min(context or DEFAULT_MAX_SOURCE_LEN, DEFAULT_MAX_SOURCE_LEN),
         )
         engine_config = engine_config if max_num_seqs is not None else reduce_num_seqs_to_fit(engine_config)
         return Engine(engine_config, tokenizer=self.tokenizer, max_waiting=self.limits.max_waiting_requests).start()
@@ -115,15 +104,13 @@ class ServingEngine:
     def kv_cache_usage(self) -> float:
         engine = self.engine
         assert engine is not None
-        return sum(request.num_computed_tokens for request in list(engine.scheduler.running)) / (
-            engine.config.max_num_seqs * engine.config.num_slots
-        )
+        num_tokens = sum(request.num_computed_tokens for request in list(engine.scheduler.running))
+        return num_tokens / (engine.config.max_num_seqs * engine.config.num_slots)
 
     def check_model_name(self, model: str | None) -> None:
         if model is not None and model != self.served_model_name:
-            raise APIError(
-                404, f"the model does not exist on this server; use {self.served_model_name}", code="model_not_found"
-            )
+            message = f"the model does not exist on this server; use {self.served_model_name}"
+            raise APIError(404, message, code="model_not_found")
 
     def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -147,9 +134,8 @@ class ServingEngine:
         if self.num_preprocessing >= self.limits.max_preprocessing_requests:
             raise self.queue_full_error()
         self.num_preprocessing += 1
-        task = asyncio.get_running_loop().run_in_executor(
-            self.embedding_pool if use_embedding_pool else self.tokenizer_pool, work
-        )
+        pool = self.embedding_pool if use_embedding_pool else self.tokenizer_pool
+        task = asyncio.get_running_loop().run_in_executor(pool, work)
         task.add_done_callback(self._on_preprocessed)
         delivered = False
         try:
@@ -158,20 +144,18 @@ class ServingEngine:
             delivered = True
             return result
         except TimeoutError:
-            raise APIError(
-                400, f"tokenizing took longer than {timeout:g} seconds; send a shorter text", code="timeout"
-            ) from None
+            message = f"tokenizing took longer than {timeout:g} seconds; send a shorter text"
+            raise APIError(400, message, code="timeout") from None
         finally:
             if on_abandoned is not None and not delivered:
                 task.add_done_callback(lambda future: on_abandoned(future.result()) if _has_result(future) else None)
 
-    def _on_preprocessed(self, future: "asyncio.Future[Any]") -> None:
+    def _on_preprocessed(self, future: "asyncio.Future[T]") -> None:
         self.num_preprocessing -= 1
         _has_result(future)  # retrieves the exception, so that asyncio does not log it as never retrieved
 
     def queue_full_error(self) -> APIError:
-        headers = {"retry-after": str(self.limits.retry_after_seconds)}
-        return APIError(429, "too many requests are waiting; try again later", code="queue_full", headers=headers)
+        return overload_error("too many requests are waiting; try again later", "queue_full", self.limits)
 
     # Completions
 
@@ -201,11 +185,8 @@ class ServingEngine:
         engine, requests = self.engine, []
         assert engine is not None
         assert self.notifier is not None
-        output_prefix = (
-            [self.generation_config.forced_bos_token_id]
-            if self.is_encoder_decoder and self.generation_config.forced_bos_token_id is not None
-            else []
-        )
+        forced_bos = self.generation_config.forced_bos_token_id
+        output_prefix = [forced_bos] if self.is_encoder_decoder and forced_bos is not None else []
         try:
             for prompt in prompts:
                 prompt_params = self._resolve_max_new_tokens(prompt, params, fill_context)
@@ -231,40 +212,32 @@ class ServingEngine:
         num_context_tokens = 1 if self.is_encoder_decoder else len(prompt)
         max_new, max_new_tokens = self.max_model_len - num_context_tokens, params.max_new_tokens
         if max_new_tokens is not None and max_new_tokens > max_new:
-            raise context_length_error(
-                f"the prompt has {len(prompt)} tokens and max_tokens is {max_new_tokens}", self.max_model_len
-            )
+            description = f"the prompt has {len(prompt)} tokens and max_tokens is {max_new_tokens}"
+            raise context_length_error(description, self.max_model_len)
         if max_new_tokens is None and fill_context:
-            max_new_tokens = min(
-                self.generation_config.max_new_tokens_for(num_context_tokens) or max_new,
-                max_new,
-                self.limits.max_tokens,
-            )
-        return apply_generation_config(
-            replace(params, max_new_tokens=max_new_tokens), self.generation_config, num_context_tokens
-        )
+            default = self.generation_config.max_new_tokens_for(num_context_tokens) or max_new
+            max_new_tokens = min(default, max_new, self.limits.max_tokens)
+        params = replace(params, max_new_tokens=max_new_tokens)
+        return apply_generation_config(params, self.generation_config, num_context_tokens)
 
     def check_prompt_length(self, num_tokens: int) -> None:
         if not num_tokens:
             raise APIError(400, "the prompt is empty; pass at least one token", param="prompt")
-        if num_tokens > min(self.max_prompt_len, self.limits.max_prompt_tokens):
-            raise context_length_error(
-                f"the prompt has {num_tokens} tokens", min(self.max_prompt_len, self.limits.max_prompt_tokens)
-            )
+        max_len = min(self.max_prompt_len, self.limits.max_prompt_tokens)
+        if num_tokens > max_len:
+            raise context_length_error(f"the prompt has {num_tokens} tokens", max_len)
 
     def check_token_ids(self, tokens: Sequence[int]) -> None:
         vocab_size = getattr(self.model.config, "source_vocab_size", None) or self.model.config.vocab_size
         if max(tokens) >= vocab_size:
-            raise APIError(
-                400, f"a token id is {max(tokens)}; the vocabulary has ids 0 to {vocab_size - 1}", param="input"
-            )
+            message = f"a token id is {max(tokens)}; the vocabulary has ids 0 to {vocab_size - 1}"
+            raise APIError(400, message, param="input")
 
     def check_text_length(self, texts: Sequence[str], param: str) -> None:
         """Raise if texts are too long, before tokenizing them."""
         if sum(map(len, texts)) > self.limits.max_prompt_characters:
-            raise APIError(
-                400, f"the texts have more than {self.limits.max_prompt_characters} characters; send fewer", param=param
-            )
+            message = f"the texts have more than {self.limits.max_prompt_characters} characters; send fewer"
+            raise APIError(400, message, param=param)
         max_characters = self.limits.max_characters_per_token * self.max_prompt_len
         if any(len(text) > max_characters for text in texts):
             raise context_length_error(f"a text has more than {max_characters} characters", self.max_prompt_len)
@@ -277,7 +250,7 @@ class ServingEngine:
         self.embedding_pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _has_result(future: "asyncio.Future[Any]") -> bool:
+def _has_result(future: "asyncio.Future[T]") -> bool:
     return not future.cancelled() and future.exception() is None
 
 

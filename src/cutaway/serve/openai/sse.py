@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from typing import TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -30,10 +30,8 @@ def _timeout_error(limits: Limits) -> APIError:
 
 async def with_cancellation(request: Request, work: Awaitable[T], limits: Limits) -> T:
     """Await `work`; cancel it when the client disconnects or the request times out."""
-    work_task, disconnect_task = (
-        asyncio.ensure_future(work),
-        asyncio.ensure_future(listen_for_disconnect(request.receive)),
-    )
+    work_task = asyncio.ensure_future(work)
+    disconnect_task = asyncio.ensure_future(listen_for_disconnect(request.receive))
     try:
         async with asyncio.timeout(limits.request_timeout):
             await asyncio.wait({work_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
@@ -49,7 +47,7 @@ async def with_cancellation(request: Request, work: Awaitable[T], limits: Limits
     return work_task.result()
 
 
-def format_sse_event(data: dict[str, Any]) -> bytes:
+def format_sse_event(data: Mapping[str, object]) -> bytes:
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -58,19 +56,14 @@ class SSEResponse(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, stream: CompletionStream, chunks: Callable[[], AsyncIterator[dict[str, Any]]], limits: Limits
-    ) -> None:
-        self.status_code, self.body, self.background = 200, b"", None
-        self.init_headers({"x-accel-buffering": "no"})
+    def __init__(self, stream: CompletionStream, chunks: AsyncIterator[Mapping[str, object]], limits: Limits) -> None:
+        super().__init__(headers={"x-accel-buffering": "no"})
         del self.headers["content-length"]
         self.stream, self.chunks, self.limits = stream, chunks, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        send_task, disconnect_task = (
-            asyncio.ensure_future(self._send_events(send)),
-            asyncio.ensure_future(listen_for_disconnect(receive)),
-        )
+        send_task = asyncio.ensure_future(self._send_events(send))
+        disconnect_task = asyncio.ensure_future(listen_for_disconnect(receive))
         try:
             await asyncio.wait({send_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -89,7 +82,7 @@ class SSEResponse(Response):
 
         try:
             async with asyncio.timeout(self.limits.request_timeout):
-                async for chunk in self.chunks():
+                async for chunk in self.chunks:
                     await write(format_sse_event(chunk))
         except TimeoutError:
             await write(format_sse_event(_timeout_error(self.limits).to_dict()))

@@ -20,7 +20,7 @@ ABLATION_PAIRS = (
     ("mask", "no mask", "without mask", "no mask", "with the mask"),
 )
 """Edit, component, condition of the ablated full model, variant trained without the component, its condition."""
-NOT_RETRAINED = (("no_residual", "no residual"),)
+NOT_RETRAINED = ("no_residual", "no residual")
 
 
 class AblationResults(Query):
@@ -32,30 +32,23 @@ class AblationResults(Query):
 
 @cache
 def load_ablation_results() -> dict[str, Any]:
-    results: dict[str, Any] = json.loads(ABLATIONS_FILE.read_text(encoding="utf-8"))
-    return results
+    return json.loads(ABLATIONS_FILE.read_text(encoding="utf-8"))
 
 
-def pair_ablated_and_retrained(results: dict[str, Any]) -> dict[str, Any]:
+def pair_ablated_and_retrained(results: dict[str, Any]) -> dict[str, object]:
     """Pair both losses of each component, on the same text, with their confidence intervals over seeds."""
     losses = {(row["variant"], row["condition"]): row for row in results["measurements"] if row["metric"] == "loss"}
 
-    def loss_interval(variant: str, condition: str) -> dict[str, Any]:
+    def loss_interval(variant: str, condition: str) -> dict[str, float]:
         row = losses[variant, condition]
         return {name: row[name] for name in ("mean", "half_width", "count")}
 
-    rows: list[dict[str, Any]] = [
-        {
-            "edit": edit,
-            "component": component,
-            "ablated": loss_interval(FULL_MODEL, ablated_condition),
-            "retrained": loss_interval(variant, condition),
-        }
-        for edit, component, ablated_condition, variant, condition in ABLATION_PAIRS
-    ]
-    rows += [
-        {"edit": edit, "component": component, "ablated": None, "retrained": None} for edit, component in NOT_RETRAINED
-    ]
+    rows: list[dict[str, object]] = []
+    for edit, component, ablated_condition, variant, condition in ABLATION_PAIRS:
+        ablated, retrained = loss_interval(FULL_MODEL, ablated_condition), loss_interval(variant, condition)
+        rows.append({"edit": edit, "component": component, "ablated": ablated, "retrained": retrained})
+    edit, component = NOT_RETRAINED
+    rows.append({"edit": edit, "component": component, "ablated": None, "retrained": None})
     model, training = results["recipe"]["model"], results["recipe"]["training"]
     return {
         "baseline": loss_interval(FULL_MODEL, BASELINE),

@@ -1,6 +1,6 @@
 """Query: the activation of one token at one site, with formula, axes, statistics and Python snippet."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -9,18 +9,15 @@ from torch import Tensor
 from cutaway.errors import InputError
 from cutaway.lens import attention_pattern
 from cutaway.lens.equations import site_equation
-from cutaway.lens.sites import Site
+from cutaway.lens.sites import AXIS_NAMES
 from cutaway.serve.inspect.activation_cache import ActivationCache
 from cutaway.serve.inspect.formulas import list_formulas
-from cutaway.serve.inspect.inspector import Inspector
+from cutaway.serve.inspect.inspector import Inspector, check_position
+from cutaway.serve.inspect.model_input import ModelInput
 from cutaway.serve.inspect.protocol import QueryJob, QueryResult
 from cutaway.serve.inspect.queries.base import InputQuery, TokenIndex
 from cutaway.serve.inspect.snippet import build_snippet
 
-AXIS_NAMES = {
-    "T": "tokens", "S": "key positions", "H": "heads", "G": "KV heads", "D": "head dim", "E": "value head dim",
-    "d": "d_model", "h": "FFN hidden size", "V": "vocabulary", "K": "top-k experts", "P": "rotary pairs",
-}  # fmt: skip
 NUM_TOP_LOGITS = 50
 """Number of logits returned, of the whole vocabulary."""
 NUM_HISTOGRAM_BINS = 60
@@ -39,52 +36,46 @@ class Activation(InputQuery):
         reads_source = is_encoder or (".cross." in name and name.endswith((".k", ".v")))
         token_index = self.source_position if reads_source else self.position
         token_ids = (self.input.source or ()) if reads_source else self.input.tokens
-        if token_index >= len(token_ids):
-            raise InputError(
-                f"position is {token_index}; the text has {len(token_ids)} tokens, so use 0 to {len(token_ids) - 1}"
-            )
+        check_position(token_index, token_ids)
         if name in ("logits", "softmax"):
-            return _logits_result(
-                inspector, inspector.get_activations_at(self.input, [final_norm_site(inspector)], job), self, name
-            )
+            activations = inspector.get_activations_at(self.input, [final_norm_site(inspector)], job)
+            return _logits_result(inspector, activations, self, name)
         parent, _, suffix = name.rpartition(".")
         cached_site = f"{parent}.q" if suffix in ("scores", "pattern", "mask", "position") else name
         cached_site = parent if suffix in ("token", "position") and parent.endswith("embed") else cached_site
-        if cached_site not in inspector.sites:
-            raise InputError(
-                f"'{name}' is not a site of this model; use one of {', '.join(list(inspector.sites)[:4])} …"
-            )
+        inspector.check_site(cached_site)
         activations = inspector.get_activations_at(self.input, [cached_site], job)
         with inspector.lock, torch.no_grad():
             values, axes, shape = _read_activation(inspector, activations, name, token_index)
         site = inspector.sites.get(name)
-        data: dict[str, Any] = {
-            "site": name,
-            "equation": "" if site is None else site_equation(inspector.model, site),
-            "formulas": list_formulas(inspector.model, name, inspector.sites),
-            "axes": [
-                {"letter": letter, "name": AXIS_NAMES[letter], "size": size}
-                for letter, size in zip(axes, shape, strict=True)
-            ],
-            "value_axes": _token_axes(axes),
-            "python_code": build_snippet(inspector, self.input, name, token_index),
-        }
+        equation = "" if site is None else site_equation(inspector.model, site)
+        data = _describe_values(inspector, self.input, name, token_index, equation, axes, shape, values)
         masked = values == -torch.inf
-        finite_values = values.masked_fill(masked, 0.0) if masked.any() else values
-        tensors = {"values": finite_values} | ({"masked": masked} if masked.any() else {})
-        return QueryResult(data | _summarize_values(values), tensors)
+        tensors = {"values": values.masked_fill(masked, 0.0), "masked": masked} if masked.any() else {"values": values}
+        return QueryResult(data, tensors)
 
 
-def _token_axes(axes: str) -> str:
-    """Axes of one token's values."""
-    return axes.replace("T", "").replace("S", "", 1) if "T" not in axes else axes.replace("T", "")
-
-
-def _summarize_values(values: Tensor) -> dict[str, Any]:
+def _describe_values(
+    inspector: Inspector,
+    model_input: ModelInput,
+    site_name: str,
+    position: int,
+    equation: str,
+    axes: str,
+    shape: tuple[int, ...],
+    values: Tensor,
+) -> dict[str, object]:
+    """Return formula, axes, snippet and statistics of one token's values; `axes` and `shape` are of all tokens."""
     finite = values[values.isfinite()].float()
-    if not len(finite):
-        return {"norm": 0.0, "min": 0.0, "max": 0.0, "mean": 0.0}
+    finite = finite if len(finite) else torch.zeros(1)
+    named_axes = [(letter, AXIS_NAMES[letter], size) for letter, size in zip(axes, shape, strict=True)]
     return {
+        "site": site_name,
+        "equation": equation,
+        "formulas": list_formulas(inspector.model, site_name, inspector.sites),
+        "axes": [{"letter": letter, "name": name, "size": size} for letter, name, size in named_axes],
+        "value_axes": axes.replace("T" if "T" in axes else "S", ""),  # keys and values of cross-attention have no T
+        "python_code": build_snippet(inspector, model_input, site_name, position),
         "norm": float(finite.norm()),
         "min": float(finite.min()),
         "max": float(finite.max()),
@@ -100,10 +91,8 @@ def _read_activation(
         return compute_attention_row(activations, site_name, position)
     if site_name.endswith(".position") or site_name.endswith("embed.token"):
         return _compute_position_values(inspector, activations, site_name, position)
-    site: Site = inspector.sites[site_name]
-    value = activations.values[site_name]
-    value = value if site.axes == "NK" else value[0]
-    axes = "TK" if site.axes == "NK" else site.axes[1:]
+    value, axes = activations.values[site_name], inspector.sites[site_name].axes
+    value, axes = (value, "TK") if axes == "NK" else (value[0], axes[1:])
     return value[position].float(), axes, tuple(value.shape)
 
 
@@ -119,12 +108,11 @@ def compute_attention_row(
     if suffix == "mask":
         masked = mask.masked[0, :, position].expand(q.shape[2], -1)
         return torch.zeros_like(masked, dtype=torch.float32).masked_fill(masked, -torch.inf), "HTS", shape
-    fully_masked = None if mask.fully_masked is None else mask.fully_masked[:, :, position : position + 1]
-    bias = None if mask.bias is None else mask.bias[:, :, position : position + 1]
-    row = attention_pattern.AttentionMask(mask.masked[:, :, position : position + 1], fully_masked, bias)
-    row_attention = attention_pattern.compute_scores(
-        kernel, (q[:, position : position + 1], k, v, prepared_mask, sink), None, row
-    )
+    query = slice(position, position + 1)
+    fully_masked = None if mask.fully_masked is None else mask.fully_masked[:, :, query]
+    bias = None if mask.bias is None else mask.bias[:, :, query]
+    row = attention_pattern.AttentionMask(mask.masked[:, :, query], fully_masked, bias)
+    row_attention = attention_pattern.compute_scores(kernel, (q[:, query], k, v, prepared_mask, sink), None, row)
     values = row_attention.scores if suffix == "scores" else row_attention.pattern()
     return values[0, :, 0].float(), "HTS", shape
 
@@ -134,12 +122,8 @@ def _compute_position_values(
 ) -> tuple[Tensor, str, tuple[int, ...]]:
     """Return position information: an embedding vector, RoPE angles, or the bias on the scores."""
     if site_name.endswith("embed.token"):
-        side = site_name.removesuffix("embed.token")
-        token_ids = (
-            activations.model_input.source
-            if side == "encoder." and activations.model_input.source
-            else activations.model_input.tokens
-        )
+        side, model_input = site_name.removesuffix("embed.token"), activations.model_input
+        token_ids = model_input.source if side == "encoder." and model_input.source else model_input.tokens
         stack = inspector.sites[f"{side}embed"].stack
         assert stack is not None
         row = stack.embed.token.forward(torch.tensor([token_ids[position]], device=inspector.model.device))[0]
@@ -179,20 +163,9 @@ def _logits_result(
     top = values.topk(min(NUM_TOP_LOGITS, len(values)))
     low, high = float(values.min()), float(values.max())
     counts = torch.histc(values, NUM_HISTOGRAM_BINS, low, high) if high > low else torch.zeros(NUM_HISTOGRAM_BINS)
-    length = len(query.input.tokens)
-    data = {
-        "site": site_name,
-        "equation": site_equation(inspector.model, inspector.sites["logits"])
-        if site_name == "logits"
-        else "softmax(logits)",
-        "formulas": list_formulas(inspector.model, site_name, inspector.sites),
-        "axes": [
-            {"letter": letter, "name": AXIS_NAMES[letter], "size": size}
-            for letter, size in (("T", length), ("V", len(values)))
-        ],
-        "value_axes": "V",
-        "python_code": build_snippet(inspector, query.input, site_name, query.position),
-        "tokens": top.indices.tolist(),
-        "token_strs": [inspector.tokenizer.decode_token(token) for token in top.indices.tolist()],
-    }
-    return QueryResult(data | _summarize_values(values), {"values": top.values, "histogram": counts})
+    is_logits, shape = site_name == "logits", (len(query.input.tokens), len(values))
+    equation = site_equation(inspector.model, inspector.sites["logits"]) if is_logits else "softmax(logits)"
+    data = _describe_values(inspector, query.input, site_name, query.position, equation, "TV", shape, values)
+    tokens = top.indices.tolist()
+    data |= {"tokens": tokens, "token_strs": [inspector.tokenizer.decode_token(token) for token in tokens]}
+    return QueryResult(data, {"values": top.values, "histogram": counts})

@@ -15,7 +15,7 @@ from cutaway.lens.analysis import head_scores
 from cutaway.lens.analysis.attention_heads import HEAD_TYPES, pattern_entropy_by_query
 from cutaway.lens.analysis.inputs import upcast_float32
 from cutaway.lens.sites import Site
-from cutaway.serve.inspect.inspector import Inspector
+from cutaway.serve.inspect.inspector import Inspector, check_position
 from cutaway.serve.inspect.model_input import ModelInput
 from cutaway.serve.inspect.protocol import QueryJob, QueryResult
 from cutaway.serve.inspect.queries.activation import compute_attention_row
@@ -35,13 +35,8 @@ class AttentionLayers(Query):
     """All attention modules: layer, heads, window, causality."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        return QueryResult(
-            {
-                "layers": [
-                    _describe_attention(inspector, site) for site in inspector.sites.values() if site.kind == "pattern"
-                ]
-            }
-        )
+        sites = [site for site in inspector.sites.values() if site.kind == "pattern"]
+        return QueryResult({"layers": [_describe_attention(inspector, site) for site in sites]})
 
 
 class AttentionThumbnails(InputQuery):
@@ -55,8 +50,6 @@ class AttentionThumbnails(InputQuery):
         tensors = {
             "thumbnails": _max_pool(pattern, THUMBNAIL_SIZE),
             "visible": _max_pool(visible[None].float(), THUMBNAIL_SIZE)[0] > 0,
-        }
-        tensors |= {
             "entropy": pattern_entropy_by_query(pattern).mean(-1),
             "first_token_weight": _first_token_weight(pattern),
         }
@@ -77,10 +70,11 @@ class AttentionHead(InputQuery):
         tensors = {
             "pattern": _max_pool(pattern, MAX_MATRIX_SIZE)[0],
             "visible": _max_pool(visible[None].float(), MAX_MATRIX_SIZE)[0] > 0,
+            "entropy": pattern_entropy_by_query(pattern)[0],
         }
-        tensors |= {"entropy": pattern_entropy_by_query(pattern)[0]}
-        data = {"shape": list(pattern.shape[1:]), "mean_entropy": float(tensors["entropy"].mean())}
-        data |= {
+        data = {
+            "shape": list(pattern.shape[1:]),
+            "mean_entropy": float(tensors["entropy"].mean()),
             "first_token_weight": float(_first_token_weight(pattern)),
             "sink_weight": None if sink is None else float(sink.mean()),
         }
@@ -107,7 +101,7 @@ class AttentionRow(InputQuery):
         return QueryResult(data, {"weights": pattern[0, self.position], "visible": visible[self.position]})
 
 
-def _describe_attention(inspector: Inspector, site: Site) -> dict[str, Any]:
+def _describe_attention(inspector: Inspector, site: Site) -> dict[str, object]:
     name = site.name.removesuffix(".pattern")
     side = next(side for side, stack in inspector.model.stacks.items() if stack is site.stack)
     is_cross = name.endswith(".cross")
@@ -186,10 +180,9 @@ class AttentionByLayer(InputQuery):
     position: TokenIndex
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        activations = inspector.get_activations_at(
-            self.input, [name for name in inspector.sites if name.endswith(".q")], job
-        )
-        position = inspector.check_position(self.input, self.position)
+        query_sites = [name for name in inspector.sites if name.endswith(".q")]
+        activations = inspector.get_activations_at(self.input, query_sites, job)
+        position = check_position(self.position, self.input.tokens)
         rows: dict[str, list[Tensor]] = {"attn": [], "cross": []}
         output_stack = inspector.output_stack
         with inspector.lock, torch.no_grad():

@@ -5,6 +5,7 @@ import torch
 from cutaway.lens.attention_pattern import unpack_kernel_args
 from cutaway.lens.sites import has_additive_residual, is_sublayer_output
 from cutaway.model import EncoderDecoder, EncoderOnly
+from cutaway.model.stack import Stack
 from cutaway.serve.inspect.activation_cache import ActivationCache
 from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.protocol import QueryJob, QueryResult
@@ -19,41 +20,34 @@ class ConsistencyCheck(InputQuery):
     """embedding + Σ sublayer outputs = residual stream; pattern rows sum to 1; cached logits = uncached logits."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        activations = inspector.get_activations_at(
-            self.input, [name for name in inspector.sites if name.endswith(".q")], job
-        )
+        query_sites = [name for name in inspector.sites if name.endswith(".q")]
+        activations = inspector.get_activations_at(self.input, query_sites, job)
         job.report_progress(0, 3, "summing the residual stream")
-        residual_errors = [
-            error
-            for stack in inspector.model.stacks.values()
-            if (error := _residual_sum_error(inspector, activations, stack)) is not None
-        ]
+        stacks = inspector.model.stacks.values()
+        by_stack = [_residual_sum_error(inspector, activations, stack) for stack in stacks]
+        residual_errors = [error for error in by_stack if error is not None]
         job.report_progress(1, 3, "summing attention patterns")
         pattern_row_error = _pattern_row_error(inspector, activations, job)
         job.report_progress(2, 3, "decoding with the KV cache")
         cache_error, max_abs_logit = _cache_error(inspector, activations, job)
-        is_complete = len(residual_errors) == len(inspector.model.stacks)
-        return QueryResult(
-            {
-                "residual_sum_error": max(residual_errors) if is_complete else None,
-                "pattern_row_error": pattern_row_error,
-                "cache_error": cache_error,
-                "max_abs_logit": max_abs_logit,
-                "eps": torch.finfo(inspector.model.dtype).eps,
-            }
-        )
+        data = {
+            "residual_sum_error": max(residual_errors) if len(residual_errors) == len(by_stack) else None,
+            "pattern_row_error": pattern_row_error,
+            "cache_error": cache_error,
+            "max_abs_logit": max_abs_logit,
+            "eps": torch.finfo(inspector.model.dtype).eps,
+        }
+        return QueryResult(data)
 
 
-def _residual_sum_error(inspector: Inspector, activations: ActivationCache, stack: object) -> float | None:
+def _residual_sum_error(inspector: Inspector, activations: ActivationCache, stack: Stack) -> float | None:
     """Return the maximum error over all tokens, relative to the residual stream.
 
     None if the model is edited, or if norms act on the residual stream (post-norm), which is then not a sum.
     """
-    site_names = [name for name, site in inspector.sites.items() if site.stack is stack]
-    site_stack = inspector.sites[site_names[0]].stack
-    assert site_stack is not None
-    if activations.model_input.edits or not all(has_additive_residual(block) for block in site_stack.blocks):
+    if activations.model_input.edits or not all(has_additive_residual(block) for block in stack.blocks):
         return None
+    site_names = [name for name, site in inspector.sites.items() if site.stack is stack]
     total = activations[next(name for name in site_names if name.endswith("embed"))]
     for name in site_names:
         total = total + activations[name] if is_sublayer_output(name) else total
@@ -78,10 +72,9 @@ def _cache_error(
 ) -> tuple[float | None, float | None]:
     """Return the maximum difference of logits decoded with a cache from those of one pass, and max |logit|."""
     model_input, model = activations.model_input, inspector.model
-    if isinstance(model, EncoderOnly) or getattr(model, "head", None) is None:
+    if isinstance(model, EncoderOnly) or inspector.head is None:
         return None, None
-    tokens = torch.tensor([model_input.tokens], device=model.device)
-    source = None if model_input.source is None else torch.tensor([model_input.source], device=model.device)
+    tokens, source = inspector.to_tensors(model_input)
     length = tokens.shape[1]
     num_prefill = max(1, length - NUM_CACHED_STEPS)
     full_logits = inspector.logits(activations[final_norm_site(inspector)][num_prefill - 1 :])

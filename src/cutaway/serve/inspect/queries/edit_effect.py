@@ -1,7 +1,6 @@
 """Query: effect of edits on next-token probabilities, residual norms, KL divergence and loss."""
 
 import math
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +17,7 @@ from cutaway.serve.inspect.queries.base import InputQuery, TokenIndex
 
 LOGIT_CHUNK_SIZE = 32
 """Positions whose logits are computed at once; limits memory for large vocabularies."""
-EFFECT_CACHE: WeakKeyDictionary[ActivationCache, dict[str, Any]] = WeakKeyDictionary()
+EFFECT_CACHE: WeakKeyDictionary[ActivationCache, QueryResult] = WeakKeyDictionary()
 """KL divergence and loss by edited activation cache, for as long as that is cached."""
 
 
@@ -28,39 +27,31 @@ class EditEffect(InputQuery):
     position: TokenIndex
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        original, edited = (
-            inspector.get_activations(self.input.without_edits, job),
-            inspector.get_activations(self.input, job),
-        )
+        original = inspector.get_activations(self.input.without_edits, job)
+        edited = inspector.get_activations(self.input, job)
         names = residual_sites(inspector)
         norms = {
             "norms_before": torch.stack([original[name].float().norm(dim=-1) for name in names]),
             "norms_after": torch.stack([edited[name].float().norm(dim=-1) for name in names]),
         }
-        data: dict[str, Any] = {"sites": names}
-        if getattr(inspector.model, "head", None) is None:
+        data: dict[str, object] = {"sites": names}
+        if inspector.head is None:
             return QueryResult(data, norms)
         position = min(self.position, len(self.input.tokens) - 1)
-        data["top_tokens"] = top_tokens_before_after(
-            inspector,
-            compute_logits(inspector, original, position, position + 1)[0],
-            compute_logits(inspector, edited, position, position + 1)[0],
-        )
+        logits = [compute_logits(inspector, cache, position, position + 1)[0] for cache in (original, edited)]
+        data["top_tokens"] = top_tokens_before_after(inspector, *logits)
         if edited not in EFFECT_CACHE:
             job.send_partial(QueryResult(data, norms))
             EFFECT_CACHE[edited] = compute_kl_and_loss(inspector, original, edited, job)
         effect = EFFECT_CACHE[edited]
-        return QueryResult(data | effect["data"], norms | effect["tensors"])
+        return QueryResult({**data, **effect.data}, {**norms, **effect.tensors})
 
 
 def residual_sites(inspector: Inspector) -> list[str]:
     """Return the residual-stream sites of the stack with the head: after the embedding and each block."""
     prefix = "decoder." if len(inspector.model.stacks) > 1 else ""
-    return [name for name in inspector.sites if name == f"{prefix}embed" or _is_block_output(name, prefix)]
-
-
-def _is_block_output(site_name: str, prefix: str) -> bool:
-    return site_name.startswith(f"{prefix}blocks.") and site_name.endswith(".resid_post")
+    outputs = [f"{prefix}blocks.{layer}.resid_post" for layer in range(len(inspector.output_stack.blocks))]
+    return [f"{prefix}embed", *outputs]
 
 
 def compute_logits(inspector: Inspector, activations: ActivationCache, start: int, end: int) -> Tensor:
@@ -69,7 +60,7 @@ def compute_logits(inspector: Inspector, activations: ActivationCache, start: in
     return inspector.logits(activations.values[f"{prefix}final_norm"][:, start:end])[0]
 
 
-def top_tokens_before_after(inspector: Inspector, before: Tensor, after: Tensor) -> list[dict[str, Any]]:
+def top_tokens_before_after(inspector: Inspector, before: Tensor, after: Tensor) -> list[dict[str, object]]:
     """Return the union of both top-5 tokens, with both probabilities, exact over the whole vocabulary."""
     probabilities = before.softmax(-1), after.softmax(-1)
     count = min(TOP_K, len(before))
@@ -90,7 +81,7 @@ def top_tokens_before_after(inspector: Inspector, before: Tensor, after: Tensor)
 
 def compute_kl_and_loss(
     inspector: Inspector, original: ActivationCache, edited: ActivationCache, job: QueryJob
-) -> dict[str, Any]:
+) -> QueryResult:
     """Compute KL divergence and loss per token in chunks; `lens.analysis.ablation` averages the same values."""
     tokens = torch.tensor(original.model_input.tokens, device=inspector.model.device)
     length = len(tokens)
@@ -105,9 +96,8 @@ def compute_kl_and_loss(
         count = min(TOP_K, before.shape[-1])
         top_after, top_before = after.topk(count).indices, before.topk(count).indices
         values_by_name["kl"].append(kl)
-        values_by_name["top5_overlap"].append(
-            (top_after[:, :, None] == top_before[:, None, :]).any(-1).float().mean(-1)
-        )
+        is_shared = (top_after[:, :, None] == top_before[:, None, :]).any(-1)
+        values_by_name["top5_overlap"].append(is_shared.float().mean(-1))
         if has_targets:
             targets = tokens[start + 1 : end + 1]
             values_by_name["loss_before"].append(F.nll_loss(logprobs_before[: len(targets)], targets, reduction="none"))
@@ -115,7 +105,7 @@ def compute_kl_and_loss(
         job.send_partial(QueryResult({"start": start}, {"kl": kl}))
     tensors = {name: torch.cat(values) for name, values in values_by_name.items() if values}
     means = {name: _finite_or_none(values.mean()) for name, values in tensors.items()}
-    return {"data": {"loss_before": None, "loss_after": None} | means, "tensors": tensors}
+    return QueryResult({"loss_before": None, "loss_after": None, **means}, tensors)
 
 
 def _finite_or_none(value: Tensor) -> float | None:

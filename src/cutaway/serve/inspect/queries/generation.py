@@ -1,12 +1,13 @@
 """Queries: token-by-token generation with the state of each decode step, and mask filling."""
 
 import time
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import Annotated
 
 from pydantic import Field
 
 from cutaway.errors import InputError
-from cutaway.generate.engine.config import build_engine_config
+from cutaway.generate.engine.config import EngineConfig, build_engine_config
 from cutaway.generate.engine.engine import Engine
 from cutaway.generate.fill_mask import fill_mask
 from cutaway.generate.generation_config import GenerationConfig, apply_generation_config
@@ -67,24 +68,19 @@ class GenerationSession:
         self.generation_config: GenerationConfig = inspector.tokenizer.generation_config or GenerationConfig(
             decoder_start_token_id=inspector.tokenizer.decoder_start_token_id
         )
-        tokens = list(query.input.tokens)
-        self.output_prefix = tokens[query.num_prompt_tokens :]
-        self.prompt_tokens = (
-            list(query.input.source or ()) if self.is_encoder_decoder else tokens[: query.num_prompt_tokens]
-        )
-        if (
-            self.is_encoder_decoder
-            and not self.output_prefix
-            and self.generation_config.forced_bos_token_id is not None
-        ):
-            self.output_prefix = [self.generation_config.forced_bos_token_id]
-        self.sampling_params = self._build_sampling_params()
+        self.prompt_tokens = list(query.input.tokens[: query.num_prompt_tokens])
+        output_prefix = list(query.input.tokens[query.num_prompt_tokens :])
+        if self.is_encoder_decoder:
+            self.prompt_tokens = list(query.input.source or ())
+            forced_bos = self.generation_config.forced_bos_token_id
+            output_prefix = output_prefix or ([] if forced_bos is None else [forced_bos])
+        sampling_params = self._build_sampling_params()
         self.engine_config = self._build_engine_config()
         self.engine = Engine(self.engine_config, tokenizer=inspector.tokenizer.tokenizer)
         self.sampler = RecordingSampler(self.engine.model_runner, inspector.config.vocab_size)
         self.engine.model_runner.sampler = self.sampler
         self.request = self.engine.submit(
-            self.prompt_tokens, self.sampling_params, seed=query.seed, output_prefix=self.output_prefix
+            self.prompt_tokens, sampling_params, seed=query.seed, output_prefix=output_prefix
         )
         self.request.pop_chunks()  # discards the chunk of the output prefix, which the client has
         self.steps: list[SamplingStep] = []
@@ -94,32 +90,28 @@ class GenerationSession:
         options = {"temperature": query.temperature, "top_k": query.top_k, "top_p": query.top_p, "seed": query.seed}
         params = build_sampling_params(resolve_temperature({**options, "max_new_tokens": query.max_new_tokens}))
         params.check_vocab(self.inspector.config.vocab_size)
-        return apply_generation_config(
-            params, self.generation_config, 1 if self.is_encoder_decoder else len(self.prompt_tokens)
-        )
+        return apply_generation_config(params, self.generation_config, query.num_prompt_tokens)
 
-    def _build_engine_config(self) -> Any:
+    def _build_engine_config(self) -> EngineConfig:
         model, query = self.inspector.model, self.query
         windows = [window for window in model.stacks["decoder"].windows if window is not None]
-        prefill_chunk_size = min(
-            max(min(windows, default=PREFILL_CHUNK_RANGE[1]), PREFILL_CHUNK_RANGE[0]), PREFILL_CHUNK_RANGE[1]
-        )
+        smallest, largest = PREFILL_CHUNK_RANGE
+        prefill_chunk_size = min(max(min(windows, default=largest), smallest), largest)
         if self.is_encoder_decoder and query.num_prompt_tokens != 1:
             raise InputError(
                 f"num_prompt_tokens is {query.num_prompt_tokens}; an encoder-decoder has one start token, so use 1"
             )
-        num_prompt_tokens = 1 if self.is_encoder_decoder else len(self.prompt_tokens)
         return build_engine_config(
             model,
             self.generation_config,
-            required_len=num_prompt_tokens + query.max_new_tokens,
+            required_len=query.num_prompt_tokens + query.max_new_tokens,
             max_num_seqs=1,
             prefill_chunk_size=prefill_chunk_size,
             compile=False,
             max_source_len=max(1, len(self.prompt_tokens)),
         )
 
-    def run_steps(self, job: QueryJob) -> Any:
+    def run_steps(self, job: QueryJob) -> Iterator[dict[str, object]]:
         """Run the engine and yield each decode step as JSON."""
         step_start = time.perf_counter()
         while not self.request.finished.is_set() and len(self.steps) < self.query.num_tokens:
@@ -135,37 +127,41 @@ class GenerationSession:
         if self.request.error is not None:
             raise self.request.error
 
-    def _step_to_dict(self, step: SamplingStep, token: int, text: str, latency_ms: float) -> dict[str, Any]:
+    def _step_to_dict(self, step: SamplingStep, token: int, text: str, latency_ms: float) -> dict[str, object]:
+        decode_token = self.inspector.tokenizer.decode_token
         return {
             "token": token,
-            "token_str": self.inspector.tokenizer.decode_token(token),
+            "token_str": decode_token(token),
             "text": text,
             **step.token_stats(token),
             "top_tokens": [
-                {**entry, "text": self.inspector.tokenizer.decode_token(entry["token"])} for entry in step.top_tokens
+                {"token": top, "probability": probability, "sampling_probability": sampled, "text": decode_token(top)}
+                for top, probability, sampled in step.top_tokens
             ],
             "latency_ms": latency_ms,
             "cache": step.cache_state,
-            "finish_reason": self.request.output.finish_reason if self.request.finished.is_set() else None,
+            "finish_reason": self.finish_reason,
         }
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.request.output.finish_reason if self.request.finished.is_set() else None
 
     def finish(self, job: QueryJob) -> QueryResult:
         """Return the finish reason, the cache size and the comparison of cached and full logits."""
-        output = self.request.output
         self.engine.model_runner.release_compiled()
-        finish_reason = output.finish_reason if self.request.finished.is_set() else None
-        data: dict[str, Any] = {
-            "finish_reason": finish_reason,
+        data: dict[str, object] = {
+            "finish_reason": self.finish_reason,
             "num_slots": self.engine_config.num_slots,
             "cache_kind": self.engine_config.cache_implementation,
         }
         if not self.steps:
             return QueryResult({**data, "cache_check": None})
         job.check_cancelled()
-        tokens = self.query.input.tokens[: self.query.num_prompt_tokens] + tuple(output.tokens[:-1])
-        cache_check, tensors = compare_with_full_pass(
-            self.inspector, self.query.input.model_copy(update={"tokens": tokens}), self.steps
-        )
+        query = self.query
+        tokens = (*query.input.tokens[: query.num_prompt_tokens], *self.request.output.tokens[:-1])
+        full_input = query.input.model_copy(update={"tokens": tokens})
+        cache_check, tensors = compare_with_full_pass(self.inspector, full_input, self.steps)
         return QueryResult({**data, "cache_check": cache_check}, tensors)
 
 
@@ -179,21 +175,13 @@ class FillMask(Query):
         tokenizer, model = inspector.tokenizer.tokenizer, inspector.model
         if not isinstance(model, EncoderOnly):
             raise InputError("this model is not an encoder, so it cannot fill masks; use text generation")
-        mask = (
-            None if tokenizer is None or tokenizer.mask_token_id is None else tokenizer.special_tokens_map["mask_token"]
-        )
-        can_fill_mask = mask is not None and model.head is not None
+        has_mask = tokenizer is not None and tokenizer.mask_token_id is not None
+        mask = tokenizer.special_tokens_map["mask_token"] if tokenizer is not None and has_mask else None
+        can_fill_mask = has_mask and model.head is not None
         if tokenizer is None or not can_fill_mask or tokenizer.mask_token_id not in tokenizer.encode(self.text):
             return QueryResult({"mask_token": mask, "can_fill_mask": can_fill_mask, "predictions": []})
+        top_k = min(max(1, self.top_k), inspector.config.vocab_size)
         with inspector.lock:
-            predictions = fill_mask(
-                model, tokenizer, [self.text], top_k=min(max(1, self.top_k), inspector.config.vocab_size)
-            )
-        predictions_by_mask = [
-            [
-                {"token": prediction.id, "text": prediction.token, "probability": prediction.probability}
-                for prediction in mask_predictions
-            ]
-            for mask_predictions in predictions[0]
-        ]
-        return QueryResult({"mask_token": mask, "can_fill_mask": True, "predictions": predictions_by_mask})
+            [masks] = fill_mask(model, tokenizer, [self.text], top_k=top_k)
+        predictions = [[{"token": p.id, "text": p.token, "probability": p.probability} for p in top] for top in masks]
+        return QueryResult({"mask_token": mask, "can_fill_mask": True, "predictions": predictions})

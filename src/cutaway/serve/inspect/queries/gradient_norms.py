@@ -1,7 +1,7 @@
 """Queries: gradient norms by depth, in small untrained models by norm placement and in the inspected model."""
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -49,16 +49,10 @@ class GradientsByPlacement(Query):
                     rows.append(relative_gradient_norms(build(config, seed=seed), self.seq_len, seed))
                     done += 1
                 grad_norms[f"{name}.{depth}"] = torch.stack(rows)
-                job.send_partial(
-                    QueryResult(
-                        {"depth": depth, "placement": name}, {"relative_grad_norms": grad_norms[f"{name}.{depth}"]}
-                    )
-                )
-        data = {
-            "depths": depths,
-            "placements": list(PLACEMENTS),
-            "first_to_last_ratio": _first_to_last_ratios(grad_norms),
-        }
+                part = {"relative_grad_norms": grad_norms[f"{name}.{depth}"]}
+                job.send_partial(QueryResult({"depth": depth, "placement": name}, part))
+        ratios = _first_to_last_ratios(grad_norms)
+        data = {"depths": depths, "placements": list(PLACEMENTS), "first_to_last_ratio": ratios}
         return QueryResult(data, grad_norms)
 
 
@@ -82,13 +76,11 @@ class GradientsByDepth(InputQuery):
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         if len(self.input.tokens) > MAX_GRADIENT_TOKENS:
-            raise InputError(
-                f"the text has {len(self.input.tokens):,} tokens; the backward pass is limited to"
-                f" {MAX_GRADIENT_TOKENS}, so shorten it"
-            )
+            limit = f"the backward pass is limited to {MAX_GRADIENT_TOKENS}"
+            raise InputError(f"the text has {len(self.input.tokens):,} tokens; {limit}, so shorten it")
         inspector.validate_input(self.input)
         job.report_progress(0, 1, "forward and backward pass")
-        source: Any = None if self.input.source is None else list(self.input.source)
+        source = None if self.input.source is None else list(self.input.source)
         with inspector.edited_model(self.input):
             gradients = gradient_by_depth(inspector.model, list(self.input.tokens), source=source)
         return QueryResult({"sites": list(gradients.labels[0])}, {"grad_norms": gradients.values})

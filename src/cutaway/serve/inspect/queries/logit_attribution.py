@@ -1,7 +1,5 @@
 """Query: direct logit attribution by head and component."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -10,8 +8,8 @@ from cutaway.lens.analysis import direct_logit_attribution
 from cutaway.lens.analysis.attribution import check_attributable, logit_contributions
 from cutaway.lens.analysis.inputs import AnalysisInputs
 from cutaway.serve.inspect.activation_cache import ActivationCache
-from cutaway.serve.inspect.inspector import Inspector
-from cutaway.serve.inspect.model_input import ModelInput, TokenId
+from cutaway.serve.inspect.inspector import Inspector, check_position
+from cutaway.serve.inspect.model_input import TokenId
 from cutaway.serve.inspect.protocol import QueryJob, QueryResult
 from cutaway.serve.inspect.queries.base import InputQuery, TokenIndex
 
@@ -26,27 +24,23 @@ class LogitAttribution(InputQuery):
     token: TokenId | None = None
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        if self.position >= len(self.input.tokens):
-            raise InputError(
-                f"position is {self.position}; the text has {len(self.input.tokens)} tokens, counted from 0"
-            )
+        check_position(self.position, self.input.tokens)
         if self.token is not None and self.token >= inspector.config.vocab_size:
             raise InputError(f"token is {self.token}; the vocabulary ends at {inspector.config.vocab_size - 1}")
-        inputs = _build_analysis_inputs(inspector, self.input)
+        tokens, source = inspector.to_tensors(self.input)
+        inputs = AnalysisInputs(inspector.model, inspector.tokenizer.tokenizer, tokens, source)
         check_attributable(inputs)
         final_norm = f"{inputs.site_prefix}final_norm"
-        activations = inspector.get_activations_at(
-            self.input, [final_norm, *_attribution_sites(inputs, inspector)], job
-        )
+        sites = [final_norm, *_attribution_sites(inputs, inspector)]
+        activations = inspector.get_activations_at(self.input, sites, job)
         logits = inspector.logits(activations[final_norm][self.position])
         token = int(logits.argmax()) if self.token is None else self.token
-        contributions = (
-            _attribute_edited_model(inspector, self, token)
-            if self.input.edits
-            else _attribute_from_cache(inputs, activations, self.position, token)
-        )
+        if self.input.edits:
+            contributions = _attribute_edited_model(inspector, self, token)
+        else:
+            contributions = _attribute_from_cache(inputs, activations, self.position, token)
         heads: dict[str, list[float]] = {}
-        components: list[dict[str, Any]] = []
+        components: list[dict[str, object]] = []
         for name, contribution in contributions:
             layer, _, component = name.partition(".")
             sublayer, _, head = component.partition(".")
@@ -54,17 +48,17 @@ class LogitAttribution(InputQuery):
                 heads.setdefault(f"{inputs.site_prefix}blocks.{layer}.{sublayer}", []).append(contribution)
             else:
                 components.append({"name": name, "contribution": contribution})
-        probability = float(logits.softmax(-1)[token])
         data = {
             "token": token,
             "text": inspector.tokenizer.decode_token(token),
-            "probability": probability,
+            "probability": float(logits.softmax(-1)[token]),
             "logit": float(logits[token]),
+            "attribution_sum": sum(contribution for _, contribution in contributions),
+            "softcap": inputs.require_head().softcap,
+            "heads": heads,
+            "components": components,
         }
-        total, softcap = sum(contribution for _, contribution in contributions), inputs.require_head().softcap
-        return QueryResult(
-            {**data, "attribution_sum": total, "softcap": softcap, "heads": heads, "components": components}
-        )
+        return QueryResult(data)
 
 
 class PositionView:
@@ -77,25 +71,13 @@ class PositionView:
         return self.activations.values[name][:, self.position : self.position + 1]
 
 
-def _build_analysis_inputs(inspector: Inspector, model_input: ModelInput) -> AnalysisInputs:
-    source = None if model_input.source is None else torch.tensor([model_input.source], device=inspector.model.device)
-    return AnalysisInputs(
-        inspector.model,
-        inspector.tokenizer.tokenizer,
-        torch.tensor([model_input.tokens], device=inspector.model.device),
-        source,
-    )
-
-
 def _attribution_sites(inputs: AnalysisInputs, inspector: Inspector) -> list[str]:
     """Return the sites whose activations are components of a logit."""
     ends = (".attn.out", ".attn.z", ".cross.out", ".cross.z", ".ffn.out")
-    stream = (f"{inputs.site_prefix}embed", f"{inputs.site_prefix}blocks.{len(inputs.stack.blocks) - 1}.resid_post")
-    return [
-        name
-        for name in inspector.sites
-        if name in stream or (name.startswith(inputs.site_prefix) and name.endswith(ends))
-    ]
+    prefix = inputs.site_prefix
+    stream = (f"{prefix}embed", f"{prefix}blocks.{len(inputs.stack.blocks) - 1}.resid_post")
+    outputs = {name for name in inspector.sites if name.startswith(prefix) and name.endswith(ends)}
+    return [name for name in inspector.sites if name in stream or name in outputs]
 
 
 def _attribute_from_cache(

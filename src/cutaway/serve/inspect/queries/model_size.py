@@ -1,5 +1,6 @@
 """Queries: parameters, FLOPs, memory and roofline of model shapes (`ct.size`)."""
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -22,8 +23,11 @@ from cutaway.size.roofline import RooflineBound
 LOADED_MODEL = "this model"
 """Name of the inspected model; other names are presets, never paths."""
 
+BOUND_FIELDS = (
+    "name", "min_seconds", "bottleneck", "arithmetic_intensity", "ridge_point", "max_tokens_per_second",
+)  # fmt: skip
+DEVICE_FIELDS = ("name", "title", "kind", "memory", "bandwidth")
 Count = Annotated[int, Field(strict=True, ge=1, le=10**9)]
-OVERRIDE_FIELDS = ("layers", "d_model", "heads", "kv_heads", "hidden", "vocab_size")
 
 
 class ModelShape(BaseModel):
@@ -44,44 +48,34 @@ class ModelShape(BaseModel):
         if self.base != LOADED_MODEL and self.base not in PRESETS:
             raise InputError(f"'{self.base[:40]}' is not a preset; choose one of the list")
         base_config = inspector.config if self.base == LOADED_MODEL else read_config(self.base)
-        changes = {name: value for name in OVERRIDE_FIELDS if (value := getattr(self, name)) is not None}
+        changes = self.model_dump(exclude={"base"}, exclude_none=True)
         return apply_overrides(base_config, changes) if changes else base_config
 
 
 def apply_overrides(base_config: Config, overrides: dict[str, int]) -> Config:
     """Override fields in every stack and block that has them."""
-    data = to_dict(base_config)
-    for name in ("d_model", "vocab_size"):
-        if name in overrides:
-            data[name] = overrides[name]
+
+    def select(*names: str) -> dict[str, int]:
+        return {name: overrides[name] for name in names if name in overrides}
+
+    data = to_dict(base_config) | select("d_model", "vocab_size")
     for side in base_config.stacks:
         stack = data[side]
-        if "layers" in overrides:
-            stack["layers"] = overrides["layers"]
+        stack |= select("layers")
         for block in [*stack["block"], *stack.get("leading_blocks", ())]:
-            for attention in (block["attention"], *([block["cross"]] if "cross" in block else [])):
-                attention |= {
-                    name: overrides[name]
-                    for name in ("heads", "kv_heads")
-                    if _accepts_override(attention, name, overrides)
-                }
-            ffn = block["ffn"]
-            if "hidden" in overrides:
-                (ffn["expert"] if ffn["kind"] == "moe" else ffn)["hidden"] = overrides["hidden"]
+            for attention in [block[name] for name in ("attention", "cross") if name in block]:
+                # Latent attention has no kv_heads.
+                attention |= select("heads") if attention["kind"] == "latent" else select("heads", "kv_heads")
+            ffn = block["ffn"]["expert"] if block["ffn"]["kind"] == "moe" else block["ffn"]
+            ffn |= select("hidden")
     return read_config(data)
-
-
-def _accepts_override(attention: dict[str, Any], name: str, overrides: dict[str, int]) -> bool:
-    """Return whether a field applies; latent attention has no kv_heads."""
-    return name in overrides and not (name == "kv_heads" and attention["kind"] == "latent")
 
 
 def get_shape(config: Config) -> dict[str, int | None]:
     """Return the values of the overridable fields; None for fields that the model does not have."""
     stack = list(config.stacks.values())[-1]
     block = stack.blocks[-1]
-    ffn: Any = block.ffn
-    expert = ffn.expert if ffn.kind == "moe" else ffn
+    expert = block.ffn.expert if block.ffn.kind == "moe" else block.ffn
     return {
         "layers": stack.layers,
         "d_model": config.d_model,
@@ -103,17 +97,10 @@ class SizeQuery(Query):
     hardware: Annotated[str, Field(max_length=60)] | None = None
 
     def compute_size(self, config: Config) -> SizeEstimate:
-        names = {device.name for device in list_hardware()}
-        if self.hardware is not None and self.hardware not in names:
-            raise InputError(f"'{self.hardware[:40]}' is not a known device; choose one of the list")
-        return size(
-            config,
-            batch_size=self.batch_size,
-            context=self.context,
-            dtype=self.dtype,
-            mode=self.mode,
-            hardware=self.hardware,
-        )
+        if self.hardware not in (None, *(device.name for device in list_hardware())):
+            raise InputError(f"'{str(self.hardware)[:40]}' is not a known device; choose one of the list")
+        options = {name: getattr(self, name) for name in SizeQuery.model_fields}
+        return size(config, **options)
 
 
 class ModelSizes(SizeQuery):
@@ -131,17 +118,15 @@ class ModelSizes(SizeQuery):
 
     def describe_model(self, shape: ModelShape, inspector: Inspector) -> dict[str, Any]:
         try:
-            config = shape.resolve_config(inspector)
-            return {
-                "base": shape.base,
-                "base_shape": get_shape(ModelShape(base=shape.base).resolve_config(inspector)),
-            } | _size_to_dict(self.compute_size(config))
+            estimate = self.compute_size(shape.resolve_config(inspector))
+            base_shape = get_shape(ModelShape(base=shape.base).resolve_config(inspector))
+            return {"base": shape.base, "base_shape": base_shape} | _size_to_dict(estimate)
         except CutawayError as error:
             return {"base": shape.base, "error": str(error)}
 
 
-def _size_to_dict(size_result: SizeEstimate) -> dict[str, Any]:
-    options, memory = size_result.options, size_result.memory
+def _size_to_dict(size_result: SizeEstimate) -> dict[str, object]:
+    options, memory, flops = size_result.options, size_result.memory, size_result.flops
     peak_by_component = {name: size for name, size in group_components(memory.peak_by_component).items() if size}
     return {
         "shape": get_shape(options.config),
@@ -152,9 +137,9 @@ def _size_to_dict(size_result: SizeEstimate) -> dict[str, Any]:
         "num_active_parameters": size_result.parameters.active,
         "parameters_by_component": _parameters_by_component(size_result),
         "flops": {
-            "total": size_result.flops.total_visible,
-            "per_token": size_result.flops.per_token_visible,
-            "visible_by_component": size_result.flops.visible,
+            "total": flops.total_visible,
+            "per_token": flops.per_token_visible,
+            "visible_by_component": flops.visible,
         },
         "memory": {
             "total_bytes": memory.total_bytes,
@@ -167,47 +152,32 @@ def _size_to_dict(size_result: SizeEstimate) -> dict[str, Any]:
 
 
 def _parameters_by_component(size_result: SizeEstimate) -> dict[str, int]:
-    parameters = size_result.parameters
+    counts = size_result.parameters
+    layers = counts.unique_layers
     parts = {
-        "embedding": parameters.embedding
-        + parameters.positions
-        + parameters.token_types
-        + parameters.embedding_projection,
-        "attention": sum(layer.attention + layer.cross_attention for layer in parameters.unique_layers),
-        "ffn": sum(layer.ffn for layer in parameters.unique_layers),
-        "norms": sum(layer.norm for layer in parameters.unique_layers)
-        + parameters.embedding_norm
-        + parameters.final_norm,
-        "head": parameters.head + parameters.head_transform + parameters.pooler,
+        "embedding": counts.embedding + counts.positions + counts.token_types + counts.embedding_projection,
+        "attention": sum(layer.attention + layer.cross_attention for layer in layers),
+        "ffn": sum(layer.ffn for layer in layers),
+        "norms": sum(layer.norm for layer in layers) + counts.embedding_norm + counts.final_norm,
+        "head": counts.head + counts.head_transform + counts.pooler,
     }
     return {name: count for name, count in parts.items() if count}
 
 
 def _roofline_bounds(size_result: SizeEstimate) -> list[RooflineBound]:
     """Return the bounds of a training step, or of prefill and decode."""
-    if size_result.options.mode == "train":
-        bounds = [size_result.train_time]
-    else:
-        bounds = [
-            size_result.prefill_time,
-            None if isinstance(size_result.options.config, Encoder) else size_result.decode_time,
-        ]
+    bounds = [size_result.train_time]
+    if size_result.options.mode != "train":
+        is_encoder = isinstance(size_result.options.config, Encoder)
+        bounds = [size_result.prefill_time, None if is_encoder else size_result.decode_time]
     return [bound for bound in bounds if bound is not None]
 
 
-def _bound_to_dict(roofline_bound: RooflineBound) -> dict[str, Any]:
-    return {
-        "name": roofline_bound.name,
-        "min_seconds": roofline_bound.min_seconds,
-        "bottleneck": roofline_bound.bottleneck,
-        "arithmetic_intensity": roofline_bound.arithmetic_intensity,
-        "ridge_point": roofline_bound.ridge_point,
-        "mfu": roofline_bound.compute_seconds / roofline_bound.min_seconds,
-        "max_tokens_per_second": roofline_bound.max_tokens_per_second,
-        "expected_tokens_per_second": [
-            roofline_bound.num_tokens / roofline_bound.expected_seconds_high,
-            roofline_bound.num_tokens / roofline_bound.expected_seconds_low,
-        ],
+def _bound_to_dict(bound: RooflineBound) -> dict[str, object]:
+    slow, fast = bound.expected_seconds_high, bound.expected_seconds_low
+    return {name: getattr(bound, name) for name in BOUND_FIELDS} | {
+        "mfu": bound.compute_seconds / bound.min_seconds,
+        "expected_tokens_per_second": [bound.num_tokens / slow, bound.num_tokens / fast],
     }
 
 
@@ -224,51 +194,38 @@ class MemoryFit(SizeQuery):
         memory_bytes = int(device.memory)
         job.check_cancelled()
         limit = max_position_embeddings(options, source_follows_context=True)
-        context = find_max_context(
-            options, memory_bytes, min(limit or SEARCH_LIMIT, SEARCH_LIMIT), source_follows_context=True
-        )
+        max_context = min(limit or SEARCH_LIMIT, SEARCH_LIMIT)
+        context = find_max_context(options, memory_bytes, max_context, source_follows_context=True)
         job.check_cancelled()
-        batch = find_max_fitting(
-            lambda batch_size: SizeEstimate(replace(options, batch_size=batch_size)).memory.total_bytes,
-            memory_bytes,
-            SEARCH_LIMIT,
-        )
-        return QueryResult(
-            {
-                "has_memory_size": True,
-                "max_context": context,
-                "max_batch_size": batch,
-                "unbounded_context": context == SEARCH_LIMIT,
-                "unbounded_batch_size": batch == SEARCH_LIMIT,
-                "config_context": options.config.context,
-                "max_position_embeddings": limit,
-            }
-        )
+
+        def total_bytes(batch_size: int) -> int:
+            return SizeEstimate(replace(options, batch_size=batch_size)).memory.total_bytes
+
+        batch = find_max_fitting(total_bytes, memory_bytes, SEARCH_LIMIT)
+        data = {
+            "has_memory_size": True,
+            "max_context": context,
+            "max_batch_size": batch,
+            "unbounded_context": context == SEARCH_LIMIT,
+            "unbounded_batch_size": batch == SEARCH_LIMIT,
+            "config_context": options.config.context,
+            "max_position_embeddings": limit,
+        }
+        return QueryResult(data)
 
 
 class SizeCatalog(Query):
     """Presets, devices and dtypes that can be selected."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        devices = [
-            {
-                "name": device.name,
-                "title": device.title,
-                "kind": device.kind,
-                "memory": device.memory,
-                "bandwidth": device.bandwidth,
-                "flops": {dtype: device.peak_flops(dtype) for dtype in PRECISIONS if _supports_dtype(device, dtype)},
-            }
-            for device in list_hardware()
-        ]
-        return QueryResult(
-            {"loaded_model": LOADED_MODEL, "presets": list(presets()), "devices": devices, "dtypes": list(PRECISIONS)}
-        )
+        data = {"loaded_model": LOADED_MODEL, "presets": list(presets()), "dtypes": list(PRECISIONS)}
+        return QueryResult(data | {"devices": [_device_to_dict(device) for device in list_hardware()]})
 
 
-def _supports_dtype(device: Hardware, dtype: str) -> bool:
-    try:
-        device.compute_dtype(dtype)
-    except InputError:
-        return False
-    return True
+def _device_to_dict(device: Hardware) -> dict[str, object]:
+    flops = {}
+    for dtype in PRECISIONS:
+        with suppress(InputError):  # the device does not support the dtype
+            device.compute_dtype(dtype)
+            flops[dtype] = device.peak_flops(dtype)
+    return {name: getattr(device, name) for name in DEVICE_FIELDS} | {"flops": flops}

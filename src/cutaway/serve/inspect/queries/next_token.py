@@ -8,7 +8,7 @@ from cutaway.evaluate import functional
 from cutaway.generate.sampling.logits_processing import logits_to_probs
 from cutaway.generate.sampling.sampler import Sampler
 from cutaway.generate.sampling.sampling_params import SamplingParams
-from cutaway.serve.inspect.inspector import Inspector
+from cutaway.serve.inspect.inspector import Inspector, check_position
 from cutaway.serve.inspect.protocol import QueryJob, QueryResult
 from cutaway.serve.inspect.queries.activation import final_norm_site
 from cutaway.serve.inspect.queries.base import InputQuery, TokenIndex
@@ -27,7 +27,7 @@ class NextToken(InputQuery):
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         name = final_norm_site(inspector)
         activations = inspector.get_activations_at(self.input, [name], job)
-        logits = inspector.logits(activations[name][inspector.check_position(self.input, self.position)])
+        logits = inspector.logits(activations[name][check_position(self.position, self.input.tokens)])
         probabilities = logits.softmax(-1)
         params = SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
         sampler = Sampler(1, len(logits), logits.device)
@@ -40,13 +40,6 @@ class NextToken(InputQuery):
             for t, a, b in top_tokens
         ]
         bits = float(functional.entropy(probabilities)) / functional.NATS_PER_UNIT["bits"]
-        num_candidates = int((sampling_probs > 0).sum())
-        return QueryResult(
-            {
-                "top_tokens": rows,
-                "entropy": bits,
-                "num_candidates": num_candidates,
-                "vocab_size": len(probabilities),
-                "probability_sum": float(probabilities.sum()),
-            }
-        )
+        data = {"top_tokens": rows, "entropy": bits, "num_candidates": int((sampling_probs > 0).sum())}
+        data |= {"vocab_size": len(probabilities), "probability_sum": float(probabilities.sum())}
+        return QueryResult(data)

@@ -1,6 +1,6 @@
 """Queries: norms of the residual stream of all tokens, and the journey of one token."""
 
-from typing import Any
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -37,9 +37,8 @@ class ResidualNorms(InputQuery):
                     job.send_partial(build_result())
 
         def build_result() -> QueryResult:
-            return QueryResult(
-                {"sites": sites}, {stack_name: torch.stack(rows) for stack_name, rows in norms.items() if rows}
-            )
+            stacked = {stack_name: torch.stack(rows) for stack_name, rows in norms.items() if rows}
+            return QueryResult({"sites": sites}, stacked)
 
         activations = inspector.get_activations(self.input, job, on_site)
         if not any(sites.values()):  # the activations were cached, so on_site was not called
@@ -63,9 +62,8 @@ class TokenJourney(InputQuery):
             top_tokens = decode_residuals(inspector.model, recorder, names, inspector.sites)
             stages = [build_stage(inspector.model, inspector.sites[name], recorder, top_tokens) for name in names]
             error = residual_sum_error(inspector.model, recorder, inspector.sites)
-        return QueryResult(
-            {"stages": [_stage_to_dict(inspector, stage) for stage in stages], "residual_sum_error": error}
-        )
+        stage_data = [_stage_to_dict(inspector, stage) for stage in stages]
+        return QueryResult({"stages": stage_data, "residual_sum_error": error})
 
 
 def _collect_token_values(
@@ -73,12 +71,9 @@ def _collect_token_values(
 ) -> TokenRecorder:
     """Collect the cached activations at these positions."""
     stacks = inspector.model.stacks
-    position = resolve_position(position, torch.tensor([activations.model_input.tokens]))
-    source_position = (
-        resolve_position(source_position, torch.tensor([activations.model_input.source]))
-        if activations.model_input.source is not None
-        else position
-    )
+    tokens, source = inspector.to_tensors(activations.model_input)
+    position = resolve_position(position, tokens)
+    source_position = position if source is None else resolve_position(source_position, source)
     position_by_stack = {
         stack: source_position if name == "encoder" and len(stacks) > 1 else position for name, stack in stacks.items()
     }
@@ -89,14 +84,5 @@ def _collect_token_values(
     return recorder
 
 
-def _stage_to_dict(inspector: Inspector, token_stage: Stage) -> dict[str, Any]:
-    return {
-        "site": token_stage.site,
-        "equation": token_stage.equation,
-        "axes": token_stage.axes,
-        "shape": token_stage.shape,
-        "norm": token_stage.norm,
-        "relative_norm": token_stage.relative_norm,
-        "cosine": token_stage.cosine,
-        "top_tokens": inspector.format_top_tokens(token_stage.top_tokens),
-    }
+def _stage_to_dict(inspector: Inspector, stage: Stage) -> dict[str, object]:
+    return asdict(stage) | {"top_tokens": inspector.format_top_tokens(stage.top_tokens)}

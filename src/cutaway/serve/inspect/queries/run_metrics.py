@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +24,9 @@ IDLE_SECONDS = 120.0
 """Seconds without a new row after which a run counts as stopped."""
 
 
+Row = dict[str, Any]
+
+
 class RunMetrics(Query):
     """The metrics log, or `unchanged` if it still has `known_bytes` bytes."""
 
@@ -34,15 +36,17 @@ class RunMetrics(Query):
         if inspector.run_directory is None:
             raise InputError("this model is not from a run directory; open a run directory, such as runs/tiny-python")
         log_path = inspector.run_directory / METRICS_FILE
-        log_bytes, max_steps = (
-            (log_path.stat().st_size if log_path.is_file() else 0),
-            RunDirectory.open(inspector.run_directory).recipe.training.max_steps,
-        )
-        is_recent = log_path.is_file() and time.time() - log_path.stat().st_mtime < IDLE_SECONDS
+        max_steps = RunDirectory.open(inspector.run_directory).recipe.training.max_steps
+        log_bytes, modified_time = 0, 0.0
+        if log_path.is_file():
+            stat = log_path.stat()
+            log_bytes, modified_time = stat.st_size, stat.st_mtime
+        is_recent = time.time() - modified_time < IDLE_SECONDS
         if log_bytes and log_bytes == self.known_bytes:
             return QueryResult({"unchanged": True, "log_bytes": log_bytes, "is_training": is_recent})
-        rows_by_kind = _read_metrics(log_path, job) if log_bytes else {"steps": [], "evals": [], "layer_stats": []}
-        last_step = max((row["step"] for row in rows_by_kind["steps"]), default=0)
+        steps, evals, layer_stats = _read_metrics(log_path, job) if log_bytes else ([], [], [])
+        last_step = max((row["step"] for row in steps), default=0)
+        warnings = [(row["step"], message) for row in layer_stats for message in row["layer_stats"]["warnings"]]
         data = {
             "unchanged": False,
             "log_bytes": log_bytes,
@@ -50,44 +54,35 @@ class RunMetrics(Query):
             "max_steps": max_steps,
             "step": last_step,
             "is_training": is_recent and last_step < max_steps,
-            "samples": [row for row in rows_by_kind["evals"] if row.get("sample")][-MAX_SAMPLES:],
-            "evals": [
-                {name: value for name, value in row.items() if name != "sample"} for row in rows_by_kind["evals"]
-            ],
-            "layer_stats": rows_by_kind["layer_stats"][-1] if rows_by_kind["layer_stats"] else None,
-            "warnings": [
-                {"step": row["step"], "message": message}
-                for row in rows_by_kind["layer_stats"]
-                for message in row["layer_stats"]["warnings"]
-            ][-MAX_SAMPLES:],
+            "samples": [row for row in evals if row.get("sample")][-MAX_SAMPLES:],
+            "evals": [{name: value for name, value in row.items() if name != "sample"} for row in evals],
+            "layer_stats": layer_stats[-1] if layer_stats else None,
+            "warnings": [{"step": step, "message": message} for step, message in warnings[-MAX_SAMPLES:]],
         }
-        return QueryResult(data, downsample_curves(rows_by_kind["steps"]))
+        return QueryResult(data, downsample_curves(steps))
 
 
-def _read_metrics(path: Path, job: QueryJob) -> dict[str, list[dict[str, Any]]]:
-    """Group the log's rows by kind: training steps, evaluations, layer statistics."""
-    rows_by_kind: dict[str, list[dict[str, Any]]] = {"steps": [], "evals": [], "layer_stats": []}
-    for row in _iter_rows(path, job):
-        if "layer_stats" in row:
-            rows_by_kind["layer_stats"].append(row)
-        elif "eval_loss" in row:
-            rows_by_kind["evals"].append(row)
-        elif row.get("loss") is not None:
-            rows_by_kind["steps"].append(row)
-    return rows_by_kind
-
-
-def _iter_rows(path: Path, job: QueryJob) -> Iterator[dict[str, Any]]:
+def _read_metrics(path: Path, job: QueryJob) -> tuple[list[Row], list[Row], list[Row]]:
+    """Return the log's rows by kind: training steps, evaluations, layer statistics."""
+    steps: list[Row] = []
+    evals: list[Row] = []
+    layer_stats: list[Row] = []
     try:
         for number, row in enumerate(read_metrics_log(path)):
             if number % 4096 == 0:
                 job.check_cancelled()
-            yield row
+            if "layer_stats" in row:
+                layer_stats.append(row)
+            elif "eval_loss" in row:
+                evals.append(row)
+            elif row.get("loss") is not None:
+                steps.append(row)
     except json.JSONDecodeError as error:
         raise InputError(f"the run's {METRICS_FILE} is not valid JSON lines ({error}); restore it") from None
+    return steps, evals, layer_stats
 
 
-def downsample_curves(step_rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+def downsample_curves(step_rows: list[Row]) -> dict[str, Tensor]:
     """Average loss (with minimum and maximum), gradient norm and learning rate over groups of steps."""
     if not step_rows:
         return {}
