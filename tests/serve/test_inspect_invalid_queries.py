@@ -1,14 +1,15 @@
 """Invalid and hostile inspector queries are rejected with a message, and the model is unchanged."""
 
 import json
-import time
 from collections.abc import Iterator
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from support.inspector import open_inspector
+from support.inspector import open_inspector, run_query
+from support.server import wait_until
 
 from cutaway.serve import static_files
 from cutaway.serve.app import build_app
@@ -44,64 +45,76 @@ def edited_query(**edits: Any) -> dict[str, Any]:
     return {"input": TEXT | {"edits": edits}, "position": 0}
 
 
-INVALID_QUERIES = [
-    ("nothing", {}),
-    ("../../etc/passwd", {}),
-    ("journey", {}),
-    ("journey", []),
-    ("journey", None),
-    ("journey", {"input": TEXT}),
-    ("journey", {"input": TEXT, "position": -1}),
-    ("journey", {"input": TEXT, "position": 3}),
-    ("journey", {"input": TEXT, "position": "0"}),
-    ("journey", {"input": TEXT, "position": 0.5}),
-    ("journey", {"input": TEXT, "position": True}),
-    ("journey", {"input": TEXT, "position": 2**70}),
-    ("journey", {"input": TEXT, "position": 0, "more": 1}),
-    ("journey", {"input": {"tokens": []}, "position": 0}),
-    ("journey", {"input": {"tokens": [-1]}, "position": 0}),
-    ("journey", {"input": {"tokens": [257]}, "position": 0}),
-    ("journey", {"input": {"tokens": [2**40]}, "position": 0}),
-    ("journey", {"input": {"tokens": [1.5]}, "position": 0}),
-    ("journey", {"input": {"tokens": ["1"]}, "position": 0}),
-    ("journey", {"input": {"tokens": [1] * 2049}, "position": 0}),
-    ("journey", {"input": {"tokens": [1] * 65}, "position": 0}),  # more than the model's position embeddings
-    ("journey", {"input": {"tokens": [1], "source": [1]}, "position": 0}),
-    ("journey", edited_query(**{"blocks.99": "skip"})),
-    ("journey", edited_query(**{"blocks.0": "explode"})),
-    ("journey", edited_query(**{"blocks.0": None})),
-    ("journey", edited_query(**{"blocks.0": {"do": "skip", "value": 3}})),
-    ("journey", edited_query(**{"blocks.0.attn.z": {"do": "zero", "heads": [99]}})),
-    ("journey", edited_query(**{"blocks.0.attn.z": {"do": "zero", "heads": "all"}})),
-    ("journey", edited_query(**{"blocks.0.attn.z": {"do": "replace", "value": [[1, 2], [3]]}})),
-    ("journey", edited_query(**{"blocks.0.attn.z": {"do": "replace", "value": "x" * 1000}})),
-    ("journey", edited_query(**{"blocks.0.attn.z": {"do": "add", "value": {"__class__": "x"}}})),
-    ("journey", edited_query(**{"blocks.0.attn.z": {"do": "scale", "value": 10**400}})),
-    ("journey", edited_query(**{"blocks.0.attn.z": "resample"})),
-    ("journey", edited_query(**{"positions": {"do": "shift", "value": 10**9}})),
-    ("journey", edited_query(**{"": "zero"})),
-    ("journey", edited_query(**{f"blocks.{n}": "skip" for n in range(65)})),
-    ("activation", {"input": TEXT, "position": 0, "site": "x" * 1000}),
-    ("activation", {"input": TEXT, "position": 0, "site": "../secret"}),
-    ("activation", {"input": TEXT, "position": 0, "site": "blocks.0.attn.__class__"}),
-    ("next_token", {"input": TEXT, "position": 0, "temperature": -1}),
-    ("next_token", {"input": TEXT, "position": 0, "top_k": 0}),
-    ("next_token", {"input": TEXT, "position": 0, "top_p": 2}),
-    ("tokenize", {"text": "x" * 70_000}),
-    ("tokenize", {"text": "x" * 3000}),
-    ("tokenize", {"text": ""}),
-    ("tokenize", {"text": "a", "field": "elsewhere"}),
-    ("attention_head", {"input": TEXT, "attention": "blocks.0.attn", "head": 99}),
-    ("attention_head", {"input": TEXT, "attention": "blocks.0.nothing", "head": 0}),
-    ("generate", {"input": TEXT, "num_prompt_tokens": 3, "num_tokens": 10**9}),
-    ("generate", {"input": TEXT, "num_prompt_tokens": 9}),
-    ("gradients_by_placement", {"depths": [10**6]}),
-    ("gradients_by_placement", {"depths": list(range(1, 400))}),
-    ("model_sizes", {"base": "/etc/passwd"}),
-    ("model_sizes", {"base": "../../secret.toml"}),
-    ("model_sizes", {"models": [{"base": "gpt2", "layers": 10**18}]}),
-    ("memory_fit", {"model": {"base": "/etc/passwd"}}),
-    ("run_metrics", {"path": "/etc"}),
+INVALID_QUERIES: list[tuple[str, Any, str]] = [
+    ("nothing", {}, "there is no such query"),
+    ("../../etc/passwd", {}, "there is no such path"),
+    ("journey", {}, "input: Field required"),
+    ("journey", [], "should be an object"),
+    ("journey", None, "should be an object"),
+    ("journey", {"input": TEXT}, "position: Field required"),
+    ("journey", {"input": TEXT, "position": -1}, "position: Input should be greater"),
+    ("journey", {"input": TEXT, "position": 3}, "position contains 3"),
+    ("journey", {"input": TEXT, "position": "0"}, "position: Input should be a valid integer"),
+    ("journey", {"input": TEXT, "position": 0.5}, "position: Input should be a valid integer"),
+    ("journey", {"input": TEXT, "position": True}, "position: Input should be a valid integer"),
+    ("journey", {"input": TEXT, "position": 2**70}, "position: Input should be less"),
+    ("journey", {"input": TEXT, "position": 0, "more": 1}, "more: Extra inputs"),
+    ("journey", {"input": {"tokens": []}, "position": 0}, "tokens: Tuple should have at least 1"),
+    ("journey", {"input": {"tokens": [-1]}, "position": 0}, "tokens.0: Input should be greater"),
+    ("journey", {"input": {"tokens": [257]}, "position": 0}, "the vocabulary ends at 256"),
+    ("journey", {"input": {"tokens": [2**40]}, "position": 0}, "tokens.0: Input should be less"),
+    ("journey", {"input": {"tokens": [1.5]}, "position": 0}, "tokens.0: Input should be a valid integer"),
+    ("journey", {"input": {"tokens": ["1"]}, "position": 0}, "tokens.0: Input should be a valid integer"),
+    ("journey", {"input": {"tokens": [1] * 2049}, "position": 0}, "tokens: Tuple should have at most 2048"),
+    (
+        "journey",
+        {"input": {"tokens": [1] * 65}, "position": 0},
+        "positions 0 to 63 only",
+    ),  # more than the model's position embeddings
+    ("journey", {"input": {"tokens": [1], "source": [1]}, "position": 0}, "takes no source"),
+    ("journey", edited_query(**{"blocks.99": "skip"}), "'blocks.99' is not a structural part"),
+    ("journey", edited_query(**{"blocks.0": "explode"}), "not an operation"),
+    ("journey", edited_query(**{"blocks.0": None}), "is a NoneType"),
+    ("journey", edited_query(**{"blocks.0": {"do": "skip", "value": 3}}), "'skip' takes none"),
+    ("journey", edited_query(**{"blocks.0.attn.z": {"do": "zero", "heads": [99]}}), "heads contains 99"),
+    ("journey", edited_query(**{"blocks.0.attn.z": {"do": "zero", "heads": "all"}}), "heads is 'all'"),
+    (
+        "journey",
+        edited_query(**{"blocks.0.attn.z": {"do": "replace", "value": [[1, 2], [3]]}}),
+        "'replace' has the value",
+    ),
+    ("journey", edited_query(**{"blocks.0.attn.z": {"do": "replace", "value": "x" * 1000}}), "'replace' has the value"),
+    ("journey", edited_query(**{"blocks.0.attn.z": {"do": "add", "value": {"__class__": "x"}}}), "'add' has the value"),
+    ("journey", edited_query(**{"blocks.0.attn.z": {"do": "scale", "value": 10**400}}), "'scale' has the value"),
+    ("journey", edited_query(**{"blocks.0.attn.z": "resample"}), "the batch has one"),
+    ("journey", edited_query(**{"positions": {"do": "shift", "value": 10**9}}), "'shift' moves a token"),
+    ("journey", edited_query(**{"": "zero"}), "no site ''"),
+    ("journey", edited_query(**{f"blocks.{n}": "skip" for n in range(65)}), "edits: Dictionary should have at most 64"),
+    ("activation", {"input": TEXT, "position": 0, "site": "x" * 1000}, "site: String should have at most 80"),
+    ("activation", {"input": TEXT, "position": 0, "site": "../secret"}, "not a site of this model"),
+    ("activation", {"input": TEXT, "position": 0, "site": "blocks.0.attn.__class__"}, "not a site of this model"),
+    ("next_token", {"input": TEXT, "position": 0, "temperature": -1}, "temperature: Input should be greater"),
+    ("next_token", {"input": TEXT, "position": 0, "top_k": 0}, "top_k: Input should be greater"),
+    ("next_token", {"input": TEXT, "position": 0, "top_p": 2}, "top_p: Input should be less"),
+    ("tokenize", {"text": "x" * 70_000}, "text: String should have at most"),
+    ("tokenize", {"text": "x" * 3000}, "the limit is 2,048"),
+    ("tokenize", {"text": ""}, "has no tokens"),
+    ("tokenize", {"text": "a", "field": "elsewhere"}, "field: Input should be"),
+    ("attention_head", {"input": TEXT, "attention": "blocks.0.attn", "head": 99}, "head is 99"),
+    (
+        "attention_head",
+        {"input": TEXT, "attention": "blocks.0.nothing", "head": 0},
+        "is not an attention of this model",
+    ),
+    ("generate", {"input": TEXT, "num_prompt_tokens": 3, "num_tokens": 10**9}, "num_tokens: Input should be less"),
+    ("generate", {"input": TEXT, "num_prompt_tokens": 9}, "num_prompt_tokens is 9"),
+    ("gradients_by_placement", {"depths": [10**6]}, "depths.0: Input should be less"),
+    ("gradients_by_placement", {"depths": list(range(1, 400))}, "depths: Tuple should have at most 6"),
+    ("model_sizes", {"models": [{"base": "gpt2", "layers": 10**18}]}, "layers: Input should be less"),
+    ("memory_fit", {"model": {"base": "/etc/passwd"}}, "is not a preset"),
+    ("run_metrics", {"path": "/etc"}, "path: Extra inputs"),
+    ("memory_fit", {"model": {"base": "../../secret.toml"}}, "is not a preset"),
+    ("model_sizes", {"models": [{"base": "gpt2", "path": "/etc"}]}, "path: Extra inputs"),
 ]
 INVALID_BODIES = [
     b"",
@@ -119,11 +132,11 @@ INVALID_BODIES = [
 def test_invalid_queries_are_client_errors_with_a_message(executor_and_url: tuple[routes.QueryExecutor, str]) -> None:
     executor, url = executor_and_url
     before = journey_bytes(url)
-    for name, params in INVALID_QUERIES:
+    for name, params, reason in INVALID_QUERIES:
         status, body = post(url, f"/api/query/{name}", params)
         assert 400 <= status < 500, (name, params, status, body[:200])
         message = json.loads(body)["error"]["message"]
-        assert message
+        assert reason in message, (name, params, message)
         assert not any(word in message for word in ("Traceback", "/work", "site-packages", "internal server error")), (
             message
         )
@@ -132,7 +145,17 @@ def test_invalid_queries_are_client_errors_with_a_message(executor_and_url: tupl
         assert 400 <= status < 500, (invalid_body[:40], status, body[:200])
     assert journey_bytes(url) == before
     assert not executor.jobs
-    assert {name for name, _ in INVALID_QUERIES} <= {*QUERIES, "nothing", "../../etc/passwd"}
+    assert {name for name, _, _ in INVALID_QUERIES} <= {*QUERIES, "nothing", "../../etc/passwd"}
+
+
+def test_sizes_of_paths_are_not_read(executor_and_url: tuple[routes.QueryExecutor, str], tmp_path: Path) -> None:
+    """A model of `model_sizes` with an error does not fail the other models."""
+    (tmp_path / "secret.toml").write_text("secret")
+    for base in ("/etc/passwd", str(tmp_path / "secret.toml"), "../../secret.toml"):
+        inspector, models = executor_and_url[0].inspector, [{"base": base}, {"base": "gpt2"}]
+        data, _ = run_query(inspector, "model_sizes", models=models)
+        assert "is not a preset" in data["models"][0]["error"]
+        assert data["models"][1]["num_parameters"] == 124_439_808
 
 
 def journey_bytes(url: str) -> bytes:
@@ -186,11 +209,6 @@ def test_disconnect_cancels_the_query(executor_and_url: tuple[routes.QueryExecut
     connection.request(
         "POST", "/api/query/gradients_by_placement", json.dumps(params), {"content-type": "application/json"}
     )
-    end = time.monotonic() + 60
-    while not executor.jobs and time.monotonic() < end:
-        time.sleep(0.01)
-    assert executor.jobs
+    assert wait_until(lambda: bool(executor.jobs))
     connection.close()
-    while executor.jobs and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not executor.jobs
+    assert wait_until(lambda: not executor.jobs)

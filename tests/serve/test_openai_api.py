@@ -6,13 +6,14 @@ import json
 import math
 import struct
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from typing import Any
 
 import openai
 import pytest
 import torch
 from support.package_files import find_package_file
-from support.server import CHAT_TEMPLATE, RunningServer, byte_checkpoint, load_tiny_python, start_server
+from support.server import CHAT_TEMPLATE, RunningServer, byte_checkpoint, load_tiny_python, start_server, wait_until
 
 import cutaway as ct
 from cutaway.serve.limits import Limits
@@ -254,36 +255,28 @@ def test_concurrent_async_requests_equal_generate(server: RunningServer) -> None
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnect_aborts_the_request(server: RunningServer, stream: bool) -> None:
-    engine = server.serving.engine
-    assert engine is not None
-    metrics = server.serving.metrics
-    before = metrics.registry.get_sample_value("cutaway_aborted_requests_total")
-    requests = [COMPLETION | {"prompt": f"{i}", "max_tokens": 500, "n": 2} for i in range(3)]
-    if stream:
-        for request in requests:
-            with client(server).completions.create(**request, stream=True) as events:
-                next(iter(events))
-    else:
-        for request in requests:
-            with pytest.raises(openai.APITimeoutError):
-                client(server).with_options(timeout=0.5).completions.create(**request)
+    num_aborted = server.metric("aborted_requests_total")
+    with server.paused_engine():
+        connections = [HTTPConnection("127.0.0.1", server.port) for _ in range(3)]
+        for connection in connections:
+            body = json.dumps(COMPLETION | {"max_tokens": 500, "n": 2, "stream": stream})
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        assert wait_until(lambda: len(server.engine.waiting) == 6)
+        for connection in connections:
+            connection.close()
+        assert wait_until(lambda: server.metric("aborted_requests_total") == num_aborted + 6)
     assert server.wait_until_idle()
-    assert not engine.scheduler.running
-    assert metrics.registry.get_sample_value("cutaway_aborted_requests_total") > before
+    assert not server.engine.scheduler.running
     assert client(server).completions.create(**COMPLETION).choices[0].text
 
 
 def test_full_queue_returns_429_with_retry_after() -> None:
     with start_server(load_tiny_python(), limits=Limits(max_waiting_requests=2), max_num_seqs=1) as server:
-        request, streams, error = COMPLETION | {"max_tokens": 400}, [], None
-        while error is None and len(streams) < 9:
-            try:
-                streams.append(client(server).completions.create(**request, stream=True))
-            except openai.RateLimitError as rate_limit_error:
-                error = rate_limit_error
-        assert error is not None
-        assert len(streams) >= 2
-        assert error.response.headers["retry-after"] == "1"
+        with server.paused_engine():
+            streams = [client(server).completions.create(**COMPLETION, stream=True) for _ in range(2)]
+            with pytest.raises(openai.RateLimitError) as error:
+                client(server).completions.create(**COMPLETION, stream=True)
+        assert error.value.response.headers["retry-after"] == "1"
         for stream in streams:
             stream.close()
         assert server.wait_until_idle()
@@ -291,11 +284,12 @@ def test_full_queue_returns_429_with_retry_after() -> None:
 
 def test_request_timeout() -> None:
     with start_server(load_tiny_python(), limits=Limits(request_timeout=0.3)) as server:
-        with pytest.raises(openai.APIStatusError) as error:
-            client(server).completions.create(**COMPLETION | {"max_tokens": 500})
-        assert error.value.status_code == 408
-        with pytest.raises(openai.APIError, match=r"within 0\.3 seconds"):
-            list(client(server).completions.create(**COMPLETION | {"max_tokens": 500}, stream=True))
+        with server.paused_engine():
+            with pytest.raises(openai.APIStatusError) as error:
+                client(server).completions.create(**COMPLETION)
+            assert error.value.status_code == 408
+            with pytest.raises(openai.APIError, match=r"within 0\.3 seconds"):
+                list(client(server).completions.create(**COMPLETION, stream=True))
         assert server.wait_until_idle()
 
 

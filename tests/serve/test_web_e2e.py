@@ -100,7 +100,6 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         },
         "long": text,
         "long_tokens": len(tokenizer.encode(text)),
-        "longest_task": 400,  # milliseconds; 200 on an idle machine
     }
 
 

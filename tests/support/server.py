@@ -1,8 +1,9 @@
 """API servers with tiny checkpoints, run in threads of the test process."""
 
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -13,6 +14,7 @@ import torch
 
 import cutaway as ct
 from cutaway.families.checkpoint import Checkpoint
+from cutaway.generate import Engine
 from cutaway.serve.limits import Limits
 from cutaway.serve.middleware import AccessPolicy
 from cutaway.serve.openai.api_server import build_openai_app
@@ -49,14 +51,41 @@ class RunningServer:
         finally:
             connection.close()
 
-    def wait_until_idle(self, timeout: float = 60) -> bool:
-        """Wait until no request is running; return whether that happened within the timeout."""
-        engine = self.serving.engine
-        assert engine is not None
-        deadline = time.monotonic() + timeout
-        while (engine.has_unfinished_requests or self.serving.num_preprocessing) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return not engine.has_unfinished_requests and not self.serving.num_preprocessing
+    @property
+    def engine(self) -> Engine:
+        assert self.serving.engine is not None
+        return self.serving.engine
+
+    def wait_until_idle(self) -> bool:
+        """Wait until no request is running; return whether that happened."""
+        return wait_until(lambda: not self.engine.has_unfinished_requests and not self.serving.num_preprocessing)
+
+    def metric(self, name: str) -> float:
+        return self.serving.metrics.registry.get_sample_value(f"cutaway_{name}") or 0.0
+
+    @contextmanager
+    def paused_engine(self) -> Iterator[None]:
+        """Stop the engine between two steps: requests stay unfinished, however fast or busy the machine is."""
+        resume, step = threading.Event(), self.engine.step
+
+        def wait_and_step() -> bool:
+            resume.wait()
+            return step()
+
+        self.engine.step = wait_and_step  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self.engine.step  # type: ignore[method-assign]
+            resume.set()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 120) -> bool:
+    """Wait for a condition; return whether it came true. The limit only ends a test that has failed."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
 
 
 def byte_checkpoint(

@@ -25,6 +25,7 @@ export async function run(page, url) {
   await page.getByRole("combobox", { name: /^Device/ }).selectOption("t4");
   await page.getByText("✗ does not fit").waitFor();
   await page.getByText("✓ fits").waitFor();
+  await page.waitForLoadState("networkidle"); // the navigation aborts no query
   const there = page.url();
   await page.goto("about:blank");
   await page.goto(there);

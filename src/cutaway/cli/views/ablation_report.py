@@ -14,7 +14,11 @@ if TYPE_CHECKING:
     from cutaway.train.ablate.studies import Study
 
 
-def render_ablation(results: dict[str, Any], ablation: "Ablation") -> None:
+Results = dict[str, Any]
+"""The contents of results.json."""
+
+
+def render_ablation(results: Results, ablation: "Ablation") -> None:
     console = Console()
     console.print(_variants_table(results))
     console.print(_costs_table(results))
@@ -23,22 +27,19 @@ def render_ablation(results: dict[str, Any], ablation: "Ablation") -> None:
     console.print()
     for sentence in results["findings"]:
         console.print(Text(f"· {sentence}"), highlight=False)
-    count = len(results["seeds"])
-    note = (
-        f"± is the 95 % interval of the mean over {count} seeds; differences are paired by seed (same data, same order)"
-    )
-    console.print(
-        Text(note if count > 1 else "one seed has no confidence interval; use --num-seeds 3 or more", style="dim")
-    )
+    count, note = len(results["seeds"]), "one seed has no confidence interval; use --num-seeds 3 or more"
+    if count > 1:
+        note = f"± is the 95 % interval of the mean over {count} seeds; differences are paired by seed (same data)"
+    console.print(Text(note, style="dim"))
     plots = ", ".join(sorted(path.name for path in ablation.output_dir.glob("*.svg")))
     console.print(Text(f"{ablation.output_dir}: results.json, {plots}", style="dim"))
 
 
-def _format_metric(value: dict[str, Any] | None, metric: str) -> str:
+def _format_metric(value: Results | None, metric: str) -> str:
     return "–" if value is None else METRICS[metric].format_interval(METRICS[metric].interval_from_dict(value))
 
 
-def _variants_table(results: dict[str, Any]) -> Table:
+def _variants_table(results: Results) -> Table:
     """Final metric and config changes of each variant."""
     metric = results["metric"]
     table = _titled_table(f"{results['name']}, at equal {results['match']}")
@@ -55,7 +56,7 @@ def _variants_table(results: dict[str, Any]) -> Table:
     return table
 
 
-def _costs_table(results: dict[str, Any]) -> Table:
+def _costs_table(results: Results) -> Table:
     """Parameters, FLOPs, tokens, time and memory of each variant."""
     table = _titled_table("costs")
     table.add_column("variant")
@@ -79,26 +80,23 @@ def _titled_table(title: str) -> Table:
     return Table(box=None, title=f"\n{title}", title_justify="left", pad_edge=False)
 
 
-def _measurements_table(results: dict[str, Any], study: "Study") -> Table:
+def _measurements_table(results: Results, study: "Study") -> Table:
     by_variant = study.rows == "variants"
     table = _titled_table("measurements of the trained models")
     table.add_column("variant" if by_variant else results["variants"][0]["variant"])
     for condition, metric in study.columns:
-        table.add_column(
-            f"{condition}: {METRICS[metric].title}" if condition else METRICS[metric].title, justify="right"
-        )
+        prefix = f"{condition}: " if condition else ""
+        table.add_column(f"{prefix}{METRICS[metric].title}", justify="right")
     rows_by_key = {(row["variant"], row["condition"], row["metric"]): row for row in results["measurements"]}
 
-    def cell(variant: str, condition: str, metric: str) -> str:
-        row = rows_by_key.get((variant, condition, metric))
-        return _format_metric(row, metric)
+    def add_row(name: str, keys: list[tuple[str, str, str]]) -> None:
+        table.add_row(Text(name), *(_format_metric(rows_by_key.get(key), key[-1]) for key in keys))
 
+    names = [row["variant"] for row in results["variants"]]
     if by_variant:
-        for row in results["variants"]:
-            name = row["variant"]
-            table.add_row(Text(name), *(cell(name, condition, metric) for condition, metric in study.columns))
+        for name in names:
+            add_row(name, [(name, condition, metric) for condition, metric in study.columns])
         return table
-    first = results["variants"][0]["variant"]
-    for condition in dict.fromkeys(row["condition"] for row in results["measurements"] if row["variant"] == first):
-        table.add_row(Text(condition), *(cell(first, condition, metric) for _, metric in study.columns))
+    for condition in dict.fromkeys(row["condition"] for row in results["measurements"] if row["variant"] == names[0]):
+        add_row(condition, [(names[0], condition, metric) for _, metric in study.columns])
     return table

@@ -33,16 +33,17 @@ def render_report(
     """Print the report. Without `show_times`, the output is the same for every run."""
     out = out or build_console()
     parts: list[RenderableType] = [
-        format_heading(escape_control_characters(source), escape_control_characters(report.model_name)),
+        format_heading(*map(escape_control_characters, (source, report.model_name))),
         indent(Text(_describe_target(report), "dim")),
     ]
     parts += [indent(Text(escape_control_characters(note), "dim")) for note in notes]
     for finding in (*report.failures, *report.warnings):
         parts += [Text(), _render_finding(finding)]
     parts.append(Text())
-    parts += (
-        [_findings_table(report, show_times=show_times), Text()] if verbose else [*_render_passed_and_skipped(report)]
-    )
+    if verbose:
+        parts += [_findings_table(report, show_times=show_times), Text()]
+    else:
+        parts += _render_passed_and_skipped(report)
     out.print(Group(*parts, _format_verdict(report, show_times=show_times)))
 
 
@@ -95,9 +96,8 @@ def _render_passed_and_skipped(report: Report) -> Iterator[RenderableType]:
     if passed:
         table.add_row(Text("✓ passed", "green"), Text(", ".join(passed)))
     for reason, names in skipped_by_reason(report).items():
-        table.add_row(
-            Text("· skipped", "dim"), Text.assemble((f"{escape_control_characters(reason)}: ", "dim"), ", ".join(names))
-        )
+        reason_text = f"{escape_control_characters(reason)}: "
+        table.add_row(Text("· skipped", "dim"), Text.assemble((reason_text, "dim"), ", ".join(names)))
     if table.row_count:
         yield table
         yield Text()
@@ -123,20 +123,12 @@ def _findings_table(report: Report, *, show_times: bool) -> RenderableType:
     for finding in report.findings:
         single_case = CaseResult(finding.verdict, finding.message, finding.measured, finding.threshold)
         for index, case in enumerate(finding.cases or [single_case]):
-            symbol, style = VERDICT_SYMBOLS[case.verdict]
-            row = [
-                Text(symbol, style),
-                Text(finding.check if index == 0 else ""),
-                Text(escape_control_characters(case.message)),
-            ]
-            row += [Text(_format_measurement(case.measured)), Text(_format_measurement(case.threshold))]
-            row += [Text(f"{finding.seconds:.2f}" if index == 0 else "", "dim")] if show_times else []
-            table.add_row(*row)
+            texts = [finding.check if index == 0 else "", escape_control_characters(case.message)]
+            texts += ["" if value is None else f"{value:.3g}" for value in (case.measured, case.threshold)]
+            if show_times:
+                texts.append(f"{finding.seconds:.2f}" if index == 0 else "")
+            table.add_row(Text(*VERDICT_SYMBOLS[case.verdict]), *map(Text, texts))
     return table
-
-
-def _format_measurement(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
 
 
 def _format_verdict(report: Report, *, show_times: bool) -> Text:

@@ -41,16 +41,9 @@ def _render_dry_run(result: dict[str, Any]) -> None:
         table.add_row(title, format_si(entry["measured_bytes"], "B"), format_si(entry["predicted_bytes"], "B"), ratio)
     out.print(indent(table))
     if result["collectives"]:
-        collectives_table = borderless_table(
-            "lrrrr", ("collectives per step", "measured", "bytes", "predicted", "bytes")
-        )
+        table = borderless_table("lrrrr", ("collectives per step", "measured", "bytes", "predicted", "bytes"))
         for kind, entry in result["collectives"].items():
-            counts = (
-                f"{entry['count']:,}",
-                format_si(entry["bytes"], "B"),
-                f"{entry['predicted_count']:,}",
-                format_si(entry["predicted_bytes"], "B"),
-            )
-            collectives_table.add_row(kind, *counts)
-        out.print(indent(collectives_table))
+            sizes = [format_si(entry[name], "B") for name in ("bytes", "predicted_bytes")]
+            table.add_row(kind, f"{entry['count']:,}", sizes[0], f"{entry['predicted_count']:,}", sizes[1])
+        out.print(indent(table))
     out.print(Text("No data was read, computed or written; bytes of a collective are those of its full tensor.", "dim"))

@@ -11,6 +11,7 @@ from cutaway.cli.views.terminal import borderless_table, build_console, escape_c
 from cutaway.learn.exercises import Exercise
 from cutaway.learn.runner.launcher import GradeReport
 
+Row = dict[str, Any]
 MAX_PRINTED_LINES = 20
 """Maximum number of printed lines of the learner's output."""
 STATE_STYLES = {"passed": "green", "attempted": "yellow", "started": "cyan", "not started": "dim"}
@@ -21,7 +22,7 @@ def _format_state(exercise_state: str) -> Text:
     return Text(exercise_state, STATE_STYLES[exercise_state])
 
 
-def render_exercise_list(rows: list[dict[str, Any]]) -> None:
+def render_exercise_list(rows: list[Row]) -> None:
     table = borderless_table("rlrrll", ["", "exercise", "minutes", "notebook", "about", ""])
     for row in rows:
         status = Text() if row["status"] == "not started" else _format_state(row["status"])
@@ -32,19 +33,13 @@ def render_exercise_list(rows: list[dict[str, Any]]) -> None:
     out.print("[dim]Start with `cutaway learn start 1`; the file has the instructions.[/dim]")
 
 
-def render_progress(rows: list[dict[str, Any]], passed: int) -> None:
+def render_progress(rows: list[Row], passed: int) -> None:
     table = borderless_table("rllrrl", ["", "exercise", "status", "attempts", "hints", "last"])
     for row in rows:
         date = (row["passed_at"] or row["last_attempt"] or "")[:10]
         hints = f"{row['num_hints']}/{row['num_available_hints']}" if row["num_hints"] else ""
-        table.add_row(
-            str(row["number"]),
-            row["title"],
-            _format_state(row["status"]),
-            str(row["attempts"] or ""),
-            hints,
-            Text(date),
-        )
+        state, attempts = _format_state(row["status"]), str(row["attempts"] or "")
+        table.add_row(str(row["number"]), row["title"], state, attempts, hints, Text(date))
     out = build_console()
     out.print(table)
     next_number = next((row["number"] for row in rows if row["status"] != "passed"), None)
@@ -59,10 +54,8 @@ def render_started(exercise: Exercise, path: Path, previous_file: Path | None) -
     out.print(Text.assemble((f"{exercise.number} · {exercise.title}", "bold"), f"  about {exercise.minutes} minutes"))
     if previous_file is not None:
         out.print(f"The old file is renamed to '{escape(str(previous_file))}'.", soft_wrap=True)
-    out.print(
-        f"Written to '{escape(str(path))}'. Replace each line that raises NotImplementedError, then run:",
-        soft_wrap=True,
-    )
+    instruction = "Replace each line that raises NotImplementedError, then run:"
+    out.print(f"Written to '{escape(str(path))}'. {instruction}", soft_wrap=True)
     out.print(f"  cutaway learn check {exercise.number}")
     out.print(f"  cutaway learn hint {exercise.number}")
 
@@ -93,11 +86,10 @@ def render_grade(exercise: Exercise, path: Path, result: GradeReport) -> None:
     out = build_console()
     output_lines = result.output.rstrip().splitlines()
     if output_lines:
-        omitted = (
-            [] if len(output_lines) <= MAX_PRINTED_LINES else [f"… {len(output_lines) - MAX_PRINTED_LINES} more lines"]
-        )
+        num_omitted = len(output_lines) - MAX_PRINTED_LINES
+        shown = output_lines[:MAX_PRINTED_LINES] + ([f"… {num_omitted} more lines"] if num_omitted > 0 else [])
         out.print(Text("output of your file", "dim"))
-        out.print(indent(Text(escape_control_characters("\n".join([*output_lines[:MAX_PRINTED_LINES], *omitted])))))
+        out.print(indent(Text(escape_control_characters("\n".join(shown)))))
     explained: set[str] = set()
     for task in result.tasks:
         _render_verdict(task, explained)
@@ -120,7 +112,7 @@ def render_grade(exercise: Exercise, path: Path, result: GradeReport) -> None:
         out.print(Text(f"Checked {path}; `cutaway learn hint {number}` shows a hint.", "dim"), soft_wrap=True)
 
 
-def _render_verdict(result: dict[str, Any], explained: set[str]) -> None:
+def _render_verdict(result: Row, explained: set[str]) -> None:
     """Print the result of one function. A mistake found in several functions is explained once."""
     out = build_console()
     symbol, style = VERDICT_SYMBOLS.get(result["status"], ("·", "yellow"))

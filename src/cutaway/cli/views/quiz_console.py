@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cutaway.cli.views.terminal import borderless_table
 from cutaway.learn.quiz import AnswerGrade, ChoiceQuestion, Question, find_questions, load_sections, shuffle_choices
 from cutaway.learn.quiz.grading import CHOICE_LETTERS
 from cutaway.learn.quiz.progress import QuizProgress
@@ -81,25 +82,21 @@ class QuizConsole:
         all_questions = find_questions()
         num_known = sum(score.status(question.id) == "known" for question in all_questions)
         self.print_blank_line()
-        self.print_text(
-            f"{num_correct} of {num_answered} correct; {num_known} of all {len(all_questions)} questions known.", "bold"
-        )
+        known = f"{num_known} of all {len(all_questions)} questions known"
+        self.print_text(f"{num_correct} of {num_answered} correct; {known}.", "bold")
         if missed:
             self.print_text(f"These are repeated first: {', '.join(missed)}.")
 
     def print_question_list(self, quiz_questions: Sequence[Question], score: QuizProgress) -> None:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in ("", "question", "section", "topic", "notebooks"):
-            table.add_column(column, no_wrap=True)
+        table = borderless_table("lllll", ["", "question", "section", "topic", "notebooks"])
         for question in quiz_questions:
             symbol, style = STATE_SYMBOLS[score.status(question.id)]
             notebooks = ", ".join(map(str, question.notebooks))
             table.add_row(Text(symbol, style), question.id, question.section, question.topic, notebooks)
         self.console.print(table)
         states = [score.status(question.id) for question in quiz_questions]
-        self.print_text(
-            f"{len(quiz_questions)} questions: {states.count('known')} known, {states.count('missed')} missed.", "dim"
-        )
+        counts = f"{states.count('known')} known, {states.count('missed')} missed"
+        self.print_text(f"{len(quiz_questions)} questions: {counts}.", "dim")
         self.print_note(score.note)
 
 

@@ -47,20 +47,16 @@ def _stacked_bar(parts: dict[str, float], unit: str, width: int, *, limit: float
 def render_size(report: Data) -> None:
     """Print the report of one model."""
     out = build_console()
-    parts: list[RenderableType] = [
-        _format_title(report),
-        Text(),
-        *_parameters_section(report, out.width),
-        Text(),
-        *_flops_section(report, out.width),
-    ]
-    for mode in report["options"]:
-        parts += [Text(), *_memory_section(report, mode, out.width)]
+    sections: list[list[RenderableType]] = [[_format_title(report)]]
+    sections += [_parameters_section(report, out.width), _flops_section(report, out.width)]
+    sections += [_memory_section(report, mode, out.width) for mode in report["options"]]
     if "time" in report:
-        parts += [Text(), *_time_section(report)]
+        sections.append(_time_section(report))
     if "training_budget" in report:
-        parts += [Text(), *_budget_section(report)]
-    out.print(Group(*parts, Text(), _format_assumptions(report)))
+        sections.append(_budget_section(report))
+    for section in sections:
+        out.print(Group(*section, Text()))
+    out.print(_format_assumptions(report))
 
 
 def _format_title(report: Data) -> Text:
@@ -74,43 +70,36 @@ def _format_title(report: Data) -> Text:
 def _parameters_section(report: Data, width: int) -> list[RenderableType]:
     counts, checkpoint = report["parameters"], report["checkpoint"]
     unique_layers = [layer for layer in counts["layers"] if layer["shared_with"] is None]
-    in_layers = {
-        part: sum(layer[part] * layer["num_layers"] for layer in unique_layers)
-        for part in ("attention", "cross_attention", "ffn")
-    }
-    norms = (
-        sum(layer["norm"] * layer["num_layers"] for layer in unique_layers)
-        + counts["embedding_norm"]
-        + counts["final_norm"]
-    )
-    in_embedding = {name: counts[name] for name in ("positions", "token_types", "embedding_projection")}
-    in_head = {name: counts[name] for name in ("head_transform", "head", "pooler")}
-    by_component = {"embedding": counts["embedding"], **in_embedding, **in_layers, "norms": norms, **in_head}
+
+    def in_layers(part: str) -> int:
+        return sum(layer[part] * layer["num_layers"] for layer in unique_layers)
+
+    by_component = {name: counts[name] for name in ("embedding", "positions", "token_types", "embedding_projection")}
+    by_component |= {name: in_layers(name) for name in ("attention", "cross_attention", "ffn")}
+    by_component["norms"] = in_layers("norm") + counts["embedding_norm"] + counts["final_norm"]
+    by_component |= {name: counts[name] for name in ("head_transform", "head", "pooler")}
     table, longest = borderless_table("lrrl"), max(by_component.values())
     bar_width = width - 15 - max(len(name) for name, value in by_component.items() if value) - len(f"{longest:,}")
     for name, value in by_component.items():
         if value:
             share, bar = value / counts["total"], "█" * round(bar_width * value / longest)
             table.add_row(name.replace("_", " "), f"{value:,}", f"{share:.1%}", Text(bar, "cyan"))
-    checkpoint_text = f"{checkpoint['num_tensors']:,} tensors, {checkpoint['num_elements']:,} values"
-    checkpoint_text += (
-        f" of which {checkpoint['num_buffer_elements']:,} buffers" if checkpoint["num_buffer_elements"] else ""
-    )
-    dtype = next(iter(report["options"].values()))["dtype"]
-    layer_kinds = [Text(kind) for kind in _group_layers(counts["layers"], several=len(report["model"]["layers"]) > 1)]
+    num_buffers = checkpoint["num_buffer_elements"]
+    buffers = f" of which {num_buffers:,} buffers" if num_buffers else ""
+    elements = f"{checkpoint['num_tensors']:,} tensors, {checkpoint['num_elements']:,} values{buffers}"
+    dtype, checkpoint_bytes = next(iter(report["options"].values()))["dtype"], format_si(checkpoint["total_bytes"], "B")
+    layer_kinds = _group_layers(counts["layers"], several=len(report["model"]["layers"]) > 1)
+    total, non_embedding = format_count(counts["total"]), format_count(counts["non_embedding"])
     return [
-        format_heading(
-            "parameters",
-            f"{format_count(counts['total'])}, {format_count(counts['non_embedding'])} without embedding and head",
-        ),
+        format_heading("parameters", f"{total}, {non_embedding} without embedding and head"),
         indent(table),
-        indent(wrap_items([Text("per layer:", "dim"), *layer_kinds], width - 2)),
-        indent(
-            Text.assemble(
-                ("checkpoint: ", "dim"), f"{checkpoint_text}, {format_si(checkpoint['total_bytes'], 'B')} in {dtype}"
-            )
-        ),
+        indent(_labeled_items("per layer:", layer_kinds, width - 2)),
+        indent(Text.assemble(("checkpoint: ", "dim"), f"{elements}, {checkpoint_bytes} in {dtype}")),
     ]
+
+
+def _labeled_items(label: str, items: Iterable[str], width: int) -> Text:
+    return wrap_items([Text(label, "dim"), *map(Text, items)], width)
 
 
 def _group_layers(layers: list[Data], *, several: bool) -> list[str]:
@@ -123,9 +112,8 @@ def _group_layers(layers: list[Data], *, several: bool) -> list[str]:
     for (stack, total, active, is_shared), count in counts.items():
         stack_label = f"{stack} " if several else ""
         active_label = f" ({active:,} active)" if active != total else ""
-        items.append(
-            f"{count} × {stack_label}" + ("shared with an earlier layer" if is_shared else f"{total:,}{active_label}")
-        )
+        size = "shared with an earlier layer" if is_shared else f"{total:,}{active_label}"
+        items.append(f"{count} × {stack_label}{size}")
     return items
 
 
@@ -136,13 +124,9 @@ def _flops_section(report: Data, width: int) -> list[RenderableType]:
     table = borderless_table("lrrrr", headers)
 
     def row(name: str, entry: Data, divisor: int = 1) -> None:
-        rule = f"{entry['rule_of_thumb']['name']} = {format_si(entry['rule_of_thumb']['flops'] / divisor)}"
-        cells = (
-            format_si(entry["total_visible"] / divisor),
-            format_si(entry["total"] / divisor),
-            rule,
-            f"{entry['rule_of_thumb']['error']:+.1%}",
-        )
+        rule = entry["rule_of_thumb"]
+        flops = [format_si(value / divisor) for value in (entry["total_visible"], entry["total"], rule["flops"])]
+        cells = (*flops[:2], f"{rule['name']} = {flops[2]}", f"{rule['error']:+.1%}")
         table.add_row(name, *(cell.replace("-", "−") for cell in cells))
 
     row("forward, per token", flops["forward"], context)
@@ -153,9 +137,8 @@ def _flops_section(report: Data, width: int) -> list[RenderableType]:
         for checkpointing, entry in flops["train"].items():
             row(f"train, checkpointing {checkpointing}", entry)
     visible = flops["forward"]["visible"]
-    fractions = {
-        name: visible[name] / sum(visible.values()) for name in sorted(visible, key=lambda part: -visible[part])
-    }
+    names = sorted(visible, key=visible.__getitem__, reverse=True)
+    fractions = {name: visible[name] / sum(visible.values()) for name in names}
     subtitle = "two per multiply-add, matrix products only; forward pass by component:"
     return [format_heading("FLOPs", subtitle), _stacked_bar(fractions, "", width), indent(table)]
 
@@ -163,18 +146,14 @@ def _flops_section(report: Data, width: int) -> list[RenderableType]:
 def _memory_section(report: Data, mode: str, width: int) -> list[RenderableType]:
     memory, options = report["memory"][mode], report["options"][mode]
     device_bytes = (report.get("hardware") or {}).get("memory")
-    devices = (
-        f"on each of {options['world_size']:,} devices ({options['parallel_dims']})"
-        if options["world_size"] > 1
-        else ""
-    )
+    devices = f"on each of {options['world_size']:,} devices ({options['parallel_dims']})"
+    devices = devices if options["world_size"] > 1 else ""
     peak = f"peak: {memory['peak_phase']}"
     head = format_heading(f"{MODE_LABELS[mode]} memory", format_si(memory["total_bytes"], "B"), devices, peak)
-    is_activation = {
-        name: component_group(name) in ("activations", "logits and loss") for name in memory["peak_by_component"]
-    }
-    ordered = sorted(memory["peak_by_component"].items(), key=lambda part: (is_activation[part[0]], -part[1]))
-    components = {f"{name}*" if is_activation[name] and mode == "train" else name: size for name, size in ordered}
+    sizes = memory["peak_by_component"]
+    is_activation = {name: component_group(name) in ("activations", "logits and loss") for name in sizes}
+    names = sorted(sizes, key=lambda name: (is_activation[name], -sizes[name]))
+    components = {f"{name}*" if is_activation[name] and mode == "train" else name: sizes[name] for name in names}
     rows: list[RenderableType] = [head, _stacked_bar(components, "B", width, limit=device_bytes or 0)]
     if mode == "infer" and report.get("kv_cache"):
         rows.append(indent(_format_kv_cache(report["kv_cache"], width - 2)))
@@ -187,7 +166,11 @@ def _memory_section(report: Data, mode: str, width: int) -> list[RenderableType]
             table.add_row(checkpointing, format_si(next(iter(choice.values()))["activations"], "B"), *totals)
         rows.append(indent(table))
     if mode == "train" and report.get("collectives"):
-        rows.append(indent(_format_collectives(report["collectives"], width - 2)))
+        items = [
+            f"{entry['count']:,} × {kind} {format_si(entry['bytes'], 'B')}"
+            for kind, entry in report["collectives"].items()
+        ]
+        rows.append(indent(_labeled_items("collectives per step:", items, width - 2)))
     if device_bytes is not None:
         fits = report["fits"][mode]
         verdict = ("fits ", "bold green") if fits else ("does not fit ", "bold red")
@@ -197,22 +180,15 @@ def _memory_section(report: Data, mode: str, width: int) -> list[RenderableType]
     return rows
 
 
-def _format_collectives(collectives: Data, width: int) -> Text:
-    items = [f"{entry['count']:,} × {kind} {format_si(entry['bytes'], 'B')}" for kind, entry in collectives.items()]
-    return wrap_items([Text("collectives per step:", "dim"), *map(Text, items)], width)
-
-
 def _format_kv_cache(kv_cache: Data, width: int) -> Text:
-    kinds = [
-        f"{entry['num_layers']} {kind} layers {format_si(entry['bytes'], 'B')}"
-        for kind, entry in kv_cache["by_kind"].items()
-    ]
-    items = [f"{kv_cache['bytes_per_token']:,} bytes per token", *kinds]
+    items = [f"{kv_cache['bytes_per_token']:,} bytes per token"]
+    for kind, entry in kv_cache["by_kind"].items():
+        items.append(f"{entry['num_layers']} {kind} layers {format_si(entry['bytes'], 'B')}")
     if kv_cache["unwindowed_bytes"] != kv_cache["total_bytes"]:
         items.append(f"without windows {format_si(kv_cache['unwindowed_bytes'], 'B')}")
     if kv_cache["expanded_bytes"] != kv_cache["unwindowed_bytes"]:
         items.append(f"expanded keys and values {format_si(kv_cache['expanded_bytes'], 'B')}")
-    return wrap_items([Text("KV cache:", "dim"), *map(Text, items)], width)
+    return _labeled_items("KV cache:", items, width)
 
 
 def _time_section(report: Data) -> list[RenderableType]:
@@ -221,28 +197,18 @@ def _time_section(report: Data) -> list[RenderableType]:
     table = borderless_table("lrlrrr", headers)
     bounds = {name: bound for mode in report["time"].values() for name, bound in mode.items()}
     for name, bound in bounds.items():
-        slow, fast = bound["expected_tokens_per_second"]
-        cells = (
-            bound["bottleneck"],
-            format_number(bound["max_tokens_per_second"]),
-            f"{format_number(slow)}–{format_number(fast)}",
-        )
-        table.add_row(
-            PHASE_NAMES[name],
-            format_duration(bound["min_seconds"]),
-            *cells,
-            format_number(bound["arithmetic_intensity"]),
-        )
+        expected = "–".join(map(format_number, bound["expected_tokens_per_second"]))
+        peak, intensity = format_number(bound["max_tokens_per_second"]), format_number(bound["arithmetic_intensity"])
+        min_time = format_duration(bound["min_seconds"])
+        table.add_row(PHASE_NAMES[name], min_time, bound["bottleneck"], peak, expected, intensity)
     ridge = next(iter(bounds.values()))["ridge_point"]
     note_text = f"below {ridge:,.0f} FLOP/byte bandwidth-bound, above compute-bound"
     if "decode" in bounds:
         batch = bounds["decode"]["compute_bound_batch_size"]
-        never_compute_bound = (
-            "decode is bandwidth-bound at any batch size, because each sequence has its own KV cache to read"
-        )
-        note_text += "; " + (
-            never_compute_bound if batch is None else f"decode is compute-bound from a batch of {batch:,} per device"
-        )
+        if batch is None:
+            note_text += "; decode is bandwidth-bound at any batch size: each sequence has its own KV cache to read"
+        else:
+            note_text += f"; decode is compute-bound from a batch of {batch:,} per device"
     source = next(iter(bounds.values()))["efficiency"]["source"]
     note = Text(f"{note_text}. Expected: {source}.", "dim")
     return [format_heading("time", f"on {device['title']}"), indent(table), indent(note)]
@@ -260,21 +226,19 @@ def _budget_section(report: Data) -> list[RenderableType]:
     table.add_row("steps", f"{budget['num_steps']:,} of {options['batch_size'] * options['context']:,} tokens")
     error = f"{budget['flops_6nd'] / budget['flops'] - 1:+.1%}".replace("-", "−")
     table.add_row("FLOPs", f"{budget['flops']:.4g} (6ND = {budget['flops_6nd']:.4g}, {error})".replace("e+", "e"))
+
+    def range_of(name: str) -> str:
+        return f"{format_number(budget[f'{name}_low'])}–{format_number(budget[f'{name}_high'])}"
+
     if "device_hours_low" in budget:
-        hours = f"{format_number(budget['device_hours_low'])}–{format_number(budget['device_hours_high'])}"
-        table.add_row("device-hours", f"{hours}, at least {format_number(budget['device_hours_min'])}")
-        days = f"{format_number(budget['days_low'])}–{format_number(budget['days_high'])}"
-        table.add_row("days", f"{days} on {options['world_size']:,} device{'s' * (options['world_size'] > 1)}")
+        min_hours = format_number(budget["device_hours_min"])
+        table.add_row("device-hours", f"{range_of('device_hours')}, at least {min_hours}")
+        devices = f"{options['world_size']:,} device{'s' * (options['world_size'] > 1)}"
+        table.add_row("days", f"{range_of('days')} on {devices}")
     if "kwh_low" in budget:
-        table.add_row(
-            "energy", f"{format_number(budget['kwh_low'])}–{format_number(budget['kwh_high'])} kWh at rated power"
-        )
+        table.add_row("energy", f"{range_of('kwh')} kWh at rated power")
     if "cost_low" in budget:
-        table.add_row(
-            "cost",
-            f"{format_number(budget['cost_low'])}–{format_number(budget['cost_high'])}"
-            f" at {options['price_per_hour']:g} per hour",
-        )
+        table.add_row("cost", f"{range_of('cost')} at {options['price_per_hour']:g} per hour")
     return [format_heading("training run"), indent(table)]
 
 
@@ -285,10 +249,8 @@ def _format_assumptions(report: Data) -> Text:
     text = f"batch {options['batch_size']:,}, context {options['context']:,}"
     text += f" ({options['context_warning']}: estimated anyway)" if options["context_warning"] else ""
     text += f", source {options['source_len']:,}" if len(report["model"]["layers"]) > 1 else ""
-    text += (
-        "".join(f", {mode_options['dtype']} for {MODE_LABELS[mode]}" for mode, mode_options in modes.items())
-        + f", kernel {options['kernel']}"
-    )
+    text += "".join(f", {mode_options['dtype']} for {MODE_LABELS[mode]}" for mode, mode_options in modes.items())
+    text += f", kernel {options['kernel']}"
     text += f", cache in {options['kv_cache_dtype']}" if "kv_cache" in report and "infer" in modes else ""
     text += f", {options['optimizer']}, checkpointing {options['activation_checkpointing']}" if "train" in modes else ""
     text += "; change with --batch-size, --context, --dtype" + ("." if "time" in report else "; --gpu adds time.")
@@ -339,10 +301,9 @@ def _comparison_column(report: Data) -> dict[str, str]:
     for mode in report.get("time", {}).values():
         for name, bound in mode.items():
             column[f"{PHASE_NAMES[name]}, tokens/s"] = f"≤ {format_number(bound['max_tokens_per_second'])}"
-    if "cost_low" in report.get("training_budget", {}):
-        column["training cost"] = (
-            f"{report['training_budget']['cost_low']:,.0f}–{report['training_budget']['cost_high']:,.0f}"
-        )
+    budget = report.get("training_budget", {})
+    if "cost_low" in budget:
+        column["training cost"] = f"{budget['cost_low']:,.0f}–{budget['cost_high']:,.0f}"
     return column
 
 
@@ -365,9 +326,8 @@ def render_fit(name: str, fit: "MemoryFit") -> None:
         out.print(indent(fit_table))
     shapes = {(shape.layers, shape.d_model): shape for shape in fit.model_shapes}
     heads = {shape.d_model: shape.heads for shape in sorted(fit.model_shapes, key=lambda shape: shape.d_model)}
-    table = borderless_table(
-        "l" + "r" * len(heads), ["d_model\nheads", *(f"{width:,}\n{heads[width]}" for width in heads)], gap=1
-    )
+    headers = ["d_model\nheads", *(f"{width:,}\n{count}" for width, count in heads.items())]
+    table = borderless_table("l" + "r" * len(heads), headers, gap=1)
     for layers in sorted({layers for layers, _ in shapes}):
         row = [shapes.get((layers, width)) for width in heads]
         counts = (format_count(shape.num_parameters, 3) if shape else "" for shape in row)
@@ -390,11 +350,7 @@ def render_hardware_list(devices: Iterable["Hardware"]) -> None:
         half_precision = device.flops.get("bf16") or device.flops.get("fp16")
         rates = (rate and rate / 1e12 for rate in (device.flops.get("fp32"), half_precision))
         figures = (device.memory and device.memory / GIB, device.bandwidth / 1e9, *rates)
-        table.add_row(
-            device.name,
-            device.kind,
-            *(format_number(value) if value else "" for value in figures),
-            str(device.year or ""),
-        )
+        cells = [format_number(value) if value else "" for value in figures]
+        table.add_row(device.name, device.kind, *cells, str(device.year or ""))
     build_console().print(table)
     sys.stdout.write("peak FLOP/s without sparsity; --json has all dtypes, interconnect, power and sources\n")

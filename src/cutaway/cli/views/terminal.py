@@ -119,13 +119,13 @@ def indent(body: RenderableType) -> RenderableType:
     return Padding(body, (0, 0, 0, 2), expand=False)
 
 
-def wrap_items(items: Iterable[Text], width: int) -> Text:
+def wrap_items(items: Iterable[Text], width: int, gap: str = "   ") -> Text:
     """Join items, with line breaks only between items."""
     lines = [Text()]
     for item in items:
-        if lines[-1] and lines[-1].cell_len + 3 + item.cell_len > width:
+        if lines[-1] and lines[-1].cell_len + len(gap) + item.cell_len > width:
             lines.append(Text())
         elif lines[-1]:
-            lines[-1].append("   ")
+            lines[-1].append(gap)
         lines[-1].append(item)
     return Text("\n").join(lines)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -26,31 +26,26 @@ MAX_TEXT_LENGTH, MAX_NUMBERED_TOKENS = 160, 24
 """Maximum characters of a text, and maximum number of tokens that are listed with their index."""
 
 
-def journey_to_dict(journey: "Journey", tokenized: "TokenizedInput") -> dict[str, Any]:
+def journey_to_dict(journey: "Journey", tokenized: "TokenizedInput") -> dict[str, object]:
     """Convert a journey to JSON data."""
 
-    def tokens_with_probability(top: Iterable[tuple[int, float]]) -> list[dict[str, Any]]:
-        return [
-            {"token": token, "text": tokenized.token_str(token), "probability": probability}
-            for token, probability in top
-        ]
+    def to_dicts(token_ids: Iterable[int]) -> list[dict[str, object]]:
+        return [{"token": token, "text": tokenized.token_str(token)} for token in token_ids]
 
-    def tokens_with_text(ids: Sequence[int] | None) -> list[dict[str, Any]] | None:
-        return None if ids is None else [{"token": token_id, "text": tokenized.token_str(token_id)} for token_id in ids]
+    def with_probability(top: Iterable[tuple[int, float]]) -> list[dict[str, object]]:
+        return [entry | {"probability": probability} for token, probability in top for entry in to_dicts([token])]
 
     return {
         "model": str(tokenized.model),
         "is_untrained": tokenized.is_untrained,
         "text": tokenized.text,
         "target": tokenized.target,
-        "tokens": tokens_with_text(tokenized.tokens),
-        "source_tokens": tokens_with_text(tokenized.source),
+        "tokens": to_dicts(tokenized.tokens),
+        "source_tokens": None if tokenized.source is None else to_dicts(tokenized.source),
         "positions": journey.positions,
         "notes": tokenized.notes,
-        "stages": [
-            asdict(stage) | {"top_tokens": tokens_with_probability(stage.top_tokens)} for stage in journey.stages
-        ],
-        "top_tokens": tokens_with_probability(journey.top_tokens),
+        "stages": [asdict(stage) | {"top_tokens": with_probability(stage.top_tokens)} for stage in journey.stages],
+        "top_tokens": with_probability(journey.top_tokens),
         "residual_sum_error": journey.residual_sum_error,
         "pattern_row_error": journey.pattern_row_error,
     }
@@ -59,20 +54,12 @@ def journey_to_dict(journey: "Journey", tokenized: "TokenizedInput") -> dict[str
 def render_journey(journey: "Journey", tokenized: "TokenizedInput", name: str, *, hint: str = "") -> None:
     """Print the table, the predictions and the consistency checks. `hint` names the option that shows all blocks."""
     console = Console(highlight=False)
-    _print_lines(console, *_header_lines(journey, tokenized, name, console.width))
-    _print_lines(
-        console,
-        *_table_lines(journey, tokenized, hint, wide=console.width >= WIDE_TERMINAL),
-        Text(),
-        *_legend_lines(journey, console.width),
-    )
-    _print_lines(
-        console,
-        *_prediction_lines(journey, tokenized),
-        Text(),
-        Text("consistency", "bold"),
-        *_consistency_lines(journey, tokenized),
-    )
+    lines = _header_lines(journey, tokenized, name, console.width)
+    lines += _table_lines(journey, tokenized, hint, wide=console.width >= WIDE_TERMINAL)
+    lines += [Text(), *_legend_lines(journey, console.width), *_prediction_lines(journey, tokenized)]
+    lines += [Text(), Text("consistency", "bold"), *_consistency_lines(journey, tokenized)]
+    for line in lines:
+        console.print(line, soft_wrap=True)
 
 
 def _legend_lines(journey: "Journey", width: int) -> list[Text]:
@@ -84,23 +71,8 @@ def _legend_lines(journey: "Journey", width: int) -> list[Text]:
         items += ["adds: norm relative to the residual stream", "cosine: with the residual stream"]
     if any(stage.top_tokens for stage in journey.stages):
         items += ["→ logit lens: most likely tokens if decoded here"]
-    return [Text(line, "dim") for line in _wrap_comma_list(items, min(width, 100))]
-
-
-def _print_lines(console: Console, *lines: Text) -> None:
-    for line in lines:
-        console.print(line, soft_wrap=True)
-
-
-def _wrap_comma_list(items: Sequence[str], width: int) -> list[str]:
-    """Join items with commas, with line breaks only between items."""
-    lines = [""]
-    for index, item in enumerate(items):
-        item += "," if index + 1 < len(items) else ""
-        if lines[-1] and len(lines[-1]) + 1 + len(item) > width:
-            lines.append("")
-        lines[-1] += f" {item}" if lines[-1] else item
-    return lines
+    comma_items = [Text(f"{item},") for item in items[:-1]] + [Text(items[-1])]
+    return [Text(line.plain, "dim") for line in wrap_items(comma_items, min(width, 100), " ").split("\n")]
 
 
 # ---------------------------------------------------------------------------------------- input
@@ -121,9 +93,7 @@ def _header_lines(journey: "Journey", tokenized: "TokenizedInput", name: str, wi
     return [*lines, *(Text(note, "yellow") for note in tokenized.notes), Text()]
 
 
-def _input_line(
-    stack: str, text: str | None, tokens: Sequence[int], position: int, tokenized: "TokenizedInput"
-) -> Text:
+def _input_line(stack: str, text: str | None, tokens: list[int], position: int, tokenized: "TokenizedInput") -> Text:
     """Format the text and the traced token."""
     quoted = "" if text is None else f'"{escape_control_characters(_truncate_middle(text))}" '
     description = "the last" if position + 1 == len(tokens) else f"index {position}"
@@ -192,47 +162,24 @@ def _block_name(site: str) -> str:
 
 def _skipped_blocks_line(previous_block: str | None, block: str, hint: str) -> list[Text]:
     """Format the number of blocks skipped between two blocks of a stack."""
-    (stack, layer), (previous_stack, previous_layer) = (
-        _split_block_name(block),
-        _split_block_name(previous_block) if previous_block else ("", -1),
-    )
-    num_skipped = layer - previous_layer - 1
-    if previous_block is None or stack != previous_stack or num_skipped < 1:
+    stack, _, layer = block.rpartition(".")
+    previous_stack, _, previous_layer = (previous_block or "").rpartition(".")
+    num_skipped = int(layer) - int(previous_layer) - 1 if stack == previous_stack else 0
+    if num_skipped < 1:
         return []
     return [Text(f"… {num_skipped} block{'s' if num_skipped > 1 else ''} between{hint}", "dim")]
-
-
-def _split_block_name(block: str) -> tuple[str, int]:
-    stack, _, layer = block.rpartition(".")
-    return stack, int(layer)
 
 
 def _stage_cells(stage: "Stage", max_norm: float, *, wide: bool) -> TableRow:
     block = _block_name(stage.site)
     name = f"  {stage.site.removeprefix(f'{block}.')}" if block else stage.site
     shape = " ".join(f"{axis}={size}" for axis, size in zip(stage.axes.split(), stage.shape, strict=True))
-    bar = (
-        "━" * max(1, round(BAR_WIDTH * stage.norm / max_norm))
-        if wide and _is_residual_or_output(stage) and max_norm > 0
-        else ""
-    )
-    adds = (
-        ""
-        if stage.relative_norm is None
-        else f"{stage.relative_norm:.0%}"
-        if stage.relative_norm >= 0.1
-        else f"{stage.relative_norm:.1%}"
-    )
+    has_bar = wide and _is_residual_or_output(stage) and max_norm > 0
+    bar = "━" * max(1, round(BAR_WIDTH * stage.norm / max_norm)) if has_bar else ""
+    norm = f"{stage.norm:.3f}" if stage.norm < 1e4 else f"{stage.norm:.3g}"
+    adds = "" if stage.relative_norm is None else _format_percent(stage.relative_norm)
     cosine = "" if stage.cosine is None else f"{stage.cosine:+.2f}".replace("-", "−")
-    return (
-        name,
-        stage.equation,
-        shape,
-        f"{stage.norm:.3f}" if stage.norm < 1e4 else f"{stage.norm:.3g}",
-        adds,
-        cosine,
-        bar,
-    )
+    return (name, stage.equation, shape, norm, adds, cosine, bar)
 
 
 def _format_row(row: TableRow, widths: Sequence[int], style: str) -> Text:
@@ -281,10 +228,9 @@ def _prediction_lines(journey: "Journey", tokenized: "TokenizedInput") -> list[T
 
 
 def _consistency_lines(journey: "Journey", tokenized: "TokenizedInput") -> list[Text]:
-    if journey.residual_sum_error is None:
-        lines = ["embedding + Σ outputs = residual   not a sum here: norms or scales act on the residual stream"]
-    else:
-        lines = [f"embedding + Σ outputs = residual   max difference {journey.residual_sum_error:.1e}"]
+    error = journey.residual_sum_error
+    not_a_sum = "not a sum here: norms or scales act on the residual stream"
+    lines = [f"embedding + Σ outputs = residual   {not_a_sum if error is None else f'max difference {error:.1e}'}"]
     num_patterns = sum(stage.site.endswith(".pattern") for stage in journey.stages)
     if journey.pattern_row_error is not None:
         blocks = [block for stack in tokenized.model.stacks.values() for block in stack.blocks]
@@ -292,16 +238,14 @@ def _consistency_lines(journey: "Journey", tokenized: "TokenizedInput") -> list[
         description = "all patterns" if num_patterns == num_attentions else "patterns shown"
         dtype = str(tokenized.model.dtype).removeprefix("torch.")
         dtype_note = "" if dtype in ("float32", "float64") else f", rounding of {dtype}"
-        lines.append(
-            f"{f'rows of {description} sum to 1':34} max difference {journey.pattern_row_error:.1e}{dtype_note}"
-        )
+        max_difference = f"max difference {journey.pattern_row_error:.1e}{dtype_note}"
+        lines.append(f"{f'rows of {description} sum to 1':34} {max_difference}")
     elif num_patterns:
         lines.append("rows of patterns                   sum to less than 1: attention sinks take the rest")
     return [Text(f"  {line}") for line in lines]
 
 
 def print_saved_path(path: Path) -> None:
-    line = Text.assemble(
-        "\n", ("saved ", "dim"), escape_control_characters(str(path)), f"  {format_bytes(path.stat().st_size)}"
-    )
+    size = format_bytes(path.stat().st_size)
+    line = Text.assemble("\n", ("saved ", "dim"), escape_control_characters(str(path)), f"  {size}")
     Console(highlight=False).print(line, soft_wrap=True)

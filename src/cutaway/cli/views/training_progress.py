@@ -1,7 +1,5 @@
 """Progress of `cutaway train` as a progress bar, log lines or JSON; and the status of a run."""
 
-import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from cutaway.cli.json_output import print_json
 from cutaway.cli.views.terminal import escape_control_characters
 from cutaway.train.checkpoint.run_directory import RunDirectory
 from cutaway.train.logging.metrics_log import read_metrics_log, to_json_value
@@ -22,6 +21,13 @@ if TYPE_CHECKING:
 LOG_INTERVAL_SECONDS = 5.0
 """Seconds between log lines when the output is not a terminal."""
 LAYER_METRICS = {"gradient": "grad_norm", "update/weight": "update_ratio"}
+EVAL_METRICS = {
+    "bits_per_byte": "{:.3f} bits per byte",
+    "exact_match": "{:.1%} exact match",
+    "accuracy": "{:.1%} accuracy on masked tokens",
+}
+Row = dict[str, Any]
+"""A row of the metrics log."""
 SMOOTHING = 0.1
 """Weight of the latest step in the moving averages of tokens_per_second and mfu."""
 
@@ -57,16 +63,15 @@ class TrainingProgress:
             self.task_id = self.progress_bar.add_task("", total=self.max_steps, completed=trainer.global_step)
             yield
 
-    def on_step_end(self, row: dict[str, Any], timing: dict[str, Any]) -> None:
+    def on_step_end(self, row: Row, timing: Row) -> None:
         if self.as_json:
             self._write_json(row | timing)
             return
         self.num_skipped_steps += "skipped" in row
         for name in ("tokens_per_second", "mfu"):
             if name in timing:  # smoothed, because step times vary
-                self.smoothed_metrics[name] = (1 - SMOOTHING) * self.smoothed_metrics.get(
-                    name, timing[name]
-                ) + SMOOTHING * timing[name]
+                previous = self.smoothed_metrics.setdefault(name, timing[name])
+                self.smoothed_metrics[name] = (1 - SMOOTHING) * previous + SMOOTHING * timing[name]
         now = time.monotonic()
         text = self._format_step(row, timing, now)
         if not self.progress_bar.disable and self.task_id is not None:
@@ -75,7 +80,7 @@ class TrainingProgress:
             self.last_log_time = now
             self.on_message(f"{row['step']}/{self.max_steps}  {text}")
 
-    def _format_step(self, row: dict[str, Any], timing: dict[str, Any], now: float) -> str:
+    def _format_step(self, row: Row, timing: Row, now: float) -> str:
         """Format a step in one line; unknown metrics are left out."""
         parts = [f"loss {row['loss']:.3f}", f"{self.smoothed_metrics['tokens_per_second']:,.0f} tokens/s"]
         if "mfu" in timing:
@@ -84,30 +89,22 @@ class TrainingProgress:
             parts.append(f"{timing['peak_memory_bytes'] / 1e9:.3g} GB")
         if self.num_skipped_steps:
             parts.append(f"{self.num_skipped_steps} skipped")
-        num_done = row["step"] - self.start_step
-        seconds_left = (now - self.start_time) / max(1, num_done) * (self.max_steps - row["step"])
-        return "  ".join(
-            [
-                *parts,
-                f"{format_clock(seconds_left)} left"
-                if row["step"] < self.max_steps
-                else format_clock(now - self.start_time),
-            ]
-        )
+        seconds, num_left = now - self.start_time, self.max_steps - row["step"]
+        seconds_left = seconds / max(1, row["step"] - self.start_step) * num_left
+        parts.append(f"{format_clock(seconds_left)} left" if num_left > 0 else format_clock(seconds))
+        return "  ".join(parts)
 
-    def on_evaluate(self, row: dict[str, Any]) -> None:
+    def on_evaluate(self, row: Row) -> None:
         if self.as_json:
             self._write_json(row)
             return
-        text = f"step {row['step']}: eval loss {row['eval_loss']:.3f} nats per token"
-        text += f", {row['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in row else ""
-        text += f", {row['exact_match']:.1%} exact match" if "exact_match" in row else ""
-        text += f", {row['accuracy']:.1%} accuracy on masked tokens" if "accuracy" in row else ""
-        self.on_message(text)
+        parts = [f"step {row['step']}: eval loss {row['eval_loss']:.3f} nats per token"]
+        parts += [text.format(row[name]) for name, text in EVAL_METRICS.items() if name in row]
+        self.on_message(", ".join(parts))
         if "sample" in row:
             self._print_line(escape_control_characters(row["sample"]), "dim")
 
-    def on_layer_stats(self, row: dict[str, Any]) -> None:
+    def on_layer_stats(self, row: Row) -> None:
         if self.as_json:
             self._write_json(row)
             return
@@ -126,12 +123,11 @@ class TrainingProgress:
         wrap = not self.console.is_terminal
         self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=wrap)
 
-    def _write_json(self, row: dict[str, Any]) -> None:
-        sys.stdout.write(json.dumps(to_json_value(row), allow_nan=False) + "\n")
-        sys.stdout.flush()
+    def _write_json(self, row: Row) -> None:
+        print_json(to_json_value(row), indent=None)
 
 
-def _format_layer_stats(layer_stats: dict[str, Any]) -> str:
+def _format_layer_stats(layer_stats: Row) -> str:
     """Format the maxima and ranges over layers in one line."""
     items = [f"{name} ≤ {_format_max(layer_stats[key])}" for name, key in LAYER_METRICS.items() if layer_stats.get(key)]
     norms = list(layer_stats["resid_norm"].values())
@@ -164,7 +160,7 @@ RUN_FILES = {
 }
 
 
-def load_run_status(directory: Path) -> dict[str, Any]:
+def load_run_status(directory: Path) -> Row:
     """Load the status of a run as JSON data."""
     run = RunDirectory.open(directory)
     logs = [directory / name for name in ("metrics.jsonl", "timings.jsonl")]
@@ -185,23 +181,23 @@ def load_run_status(directory: Path) -> dict[str, Any]:
     }
 
 
-def format_run_status(status: dict[str, Any]) -> list[str]:
+def format_run_status(status: Row) -> list[str]:
     """Format the status of a run as text lines."""
     recipe = status["recipe"]
     model = recipe["model"] if isinstance(recipe["model"], str) else f"custom model ({recipe['model'].get('form')})"
+    skipped = f", {status['num_skipped_steps']} skipped" if status["num_skipped_steps"] else ""
+    seconds = format_clock(status["seconds"])
     lines = [
         f"{status['run']}: {model}, {recipe['objective']['kind']}, {recipe['optimizer']['kind']}",
-        f"step {status['step']:,} of {status['max_steps']:,}, {format_clock(status['seconds'])} of training"
-        + (f", {status['num_skipped_steps']} skipped" if status["num_skipped_steps"] else ""),
+        f"step {status['step']:,} of {status['max_steps']:,}, {seconds} of training{skipped}",
     ]
     if status["loss"] is not None:
         lines.append(f"training loss {status['loss']:.3f} nats per token")
     if status["evals"]:
         last = status["evals"][-1]
-        lines.append(
-            f"eval loss {last['eval_loss']:.3f} at step {last['step']:,}, {status['best_eval_loss']:.3f} best"
-            + (f"; {last['bits_per_byte']:.3f} bits per byte" if last.get("bits_per_byte") is not None else "")
-        )
+        bits = f"; {last['bits_per_byte']:.3f} bits per byte" if last.get("bits_per_byte") is not None else ""
+        best = f"{status['best_eval_loss']:.3f} best{bits}"
+        lines.append(f"eval loss {last['eval_loss']:.3f} at step {last['step']:,}, {best}")
     width = max(map(len, status["files"]), default=0)
     lines += [f"  {name:<{width}}  {RUN_FILES[name]}" for name in status["files"]]
     if status["step"] < status["max_steps"]:
