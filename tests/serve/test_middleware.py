@@ -353,7 +353,7 @@ def test_api_key_in_url_sets_a_session_cookie(server: RunningServer) -> None:
     assert status == 303
     assert headers["location"] == "/?a=1&b=2"
     cookie, *attributes = headers["set-cookie"].split("; ")
-    assert set(attributes) == {"HttpOnly", "SameSite=Strict", "Path=/"}
+    assert set(attributes) == {"HttpOnly", "SameSite=strict", "Path=/"}
     assert KEY not in cookie
     assert server.request("GET", "/health", None, {"Cookie": cookie})[0] == 200
     assert server.request("GET", "/health", None, {"Cookie": cookie[:-1]})[0] == 401

@@ -23,7 +23,7 @@ export async function run(page, url, facts) {
     await page.waitForLoadState("networkidle");
     if (screen === "generate") await page.getByText("Shorten the text, and it writes on").waitFor();
     const elements = await page.evaluate(() => document.querySelectorAll("*").length);
-    assert.ok(elements < 20 * facts.long_tokens, `${screen}: ${elements} elements for ${facts.long_tokens} tokens`);
+    assert.ok(elements < 5 * facts.long_tokens, `${screen}: ${elements} elements for ${facts.long_tokens} tokens`);
     const long = await page.evaluate(() => window.long.splice(0));
     console.log(`${screen}: ${elements} elements, longest task ${Math.max(0, ...long)} ms`);
   }

@@ -15,7 +15,7 @@ from cutaway.config.transformer import Decoder
 from cutaway.errors import InputError
 from cutaway.model import build
 from cutaway.model.inputs import resolve_device
-from cutaway.size import Hardware, get_hardware, size
+from cutaway.size import Hardware, SizeEstimate, get_hardware, size
 from cutaway.size.measured_hardware import LOCAL_HARDWARE, MeasuredHardware
 from cutaway.size.roofline import RooflineBound
 
@@ -97,18 +97,13 @@ def measure_hardware(
         source="measured",
         verified_date="now",
     )
-    estimate = size(
-        name,
-        mode="train",
-        context=DEFAULT_SEQ_LENS[torch_device.type],
-        dtype=default_dtype(torch_device),
-        hardware=hardware,
+    dtype, seq_len = default_dtype(torch_device), DEFAULT_SEQ_LENS[torch_device.type]
+    inference, training = (
+        size(name, mode=mode, context=seq_len, dtype=dtype, hardware=hardware) for mode in ("infer", "train")
     )
-    if not estimate.fits:
-        raise InputError(
-            f"{name} takes {estimate.memory.total_bytes / 1e9:.1f} GB to train, more than the device memory; use a"
-            " smaller --model"
-        )
+    if not training.fits:
+        gigabytes = f"{training.memory.total_bytes / 1e9:.1f} GB"
+        raise InputError(f"{name} takes {gigabytes} to train, more than the device memory; use a smaller --model")
     return MeasuredHardware(
         device=hardware.title,
         kind=hardware.kind,
@@ -116,40 +111,31 @@ def measure_hardware(
         memory=int(hardware.memory or 1),
         bandwidth=bandwidth,
         flops=flops,
-        efficiency=_measure_efficiency(name, torch_device, hardware, progress),
+        efficiency=_measure_efficiency(inference, training, torch_device, progress),
         model=name,
-        dtype=default_dtype(torch_device),
+        dtype=dtype,
         date=datetime.now(UTC).date().isoformat(),
     )
 
 
 def _measure_efficiency(
-    model_name: str, device: torch.device, hardware: Hardware, progress: StageCallback
+    inference: SizeEstimate, training: SizeEstimate, device: torch.device, progress: StageCallback
 ) -> dict[str, float]:
     """Fraction of the roofline bound that prefill, decode and training reach."""
-    dtype = default_dtype(device)
-    seq_len = DEFAULT_SEQ_LENS[device.type]
-    estimate, train_estimate = (
-        size(model_name, mode=mode, context=seq_len, dtype=dtype, hardware=hardware) for mode in ("infer", "train")
-    )
-    model = build(model_name, device=device, dtype=TORCH_DTYPES[dtype], seed=0)
+    seq_len, dtype = inference.options.context, TORCH_DTYPES[inference.options.precision.name]
+    model = build(inference.options.config, device=device, dtype=dtype, seed=0)
     tokens = torch.randint(0, model.config.vocab_size, (1, seq_len), device=device)
-    efficiency = {}
-    progress("prefill")
-    with torch.no_grad():
-        seconds = median(time_runs(lambda: model(tokens), device))
-        efficiency["prefill"] = _fraction_of_bound(estimate.prefill_time, seconds)
-        progress("decode")
-        cache = model.new_cache(1, seq_len)
-        model(tokens[:, :-1], cache=cache)
 
-        def decode() -> None:
-            cache.crop(seq_len - 1)
-            model(tokens[:, -1:], cache=cache)
+    def fraction(stage: str, bound: RooflineBound | None, run: Callable[[], object]) -> float:
+        progress(stage)
+        assert bound is not None
+        return min(1.0, bound.min_seconds / median(time_runs(run, device)))
 
-        efficiency["decode"] = _fraction_of_bound(estimate.decode_time, median(time_runs(decode, device)))
-    progress("training")
-    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-5, fused=True)
+    cache = model.new_cache(1, seq_len)
+
+    def decode() -> None:
+        cache.crop(seq_len - 1)
+        model(tokens[:, -1:], cache=cache)
 
     def step() -> None:
         loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
@@ -157,18 +143,16 @@ def _measure_efficiency(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    seconds = median(time_runs(step, device))
-    efficiency["train"] = _fraction_of_bound(train_estimate.train_time, seconds)
-    return efficiency
+    with torch.no_grad():
+        efficiency = {"prefill": fraction("prefill", inference.prefill_time, lambda: model(tokens))}
+        model(tokens[:, :-1], cache=cache)
+        efficiency["decode"] = fraction("decode", inference.decode_time, decode)
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-5, fused=True)
+    return efficiency | {"train": fraction("training", training.train_time, step)}
 
 
 def default_dtype(device: torch.device) -> str:
     return "bf16" if device.type == "cuda" else "fp32"
-
-
-def _fraction_of_bound(bound: RooflineBound | None, seconds: float) -> float:
-    assert bound is not None
-    return min(1.0, bound.min_seconds / seconds)
 
 
 def device_name(device: torch.device) -> str:

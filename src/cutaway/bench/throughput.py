@@ -60,7 +60,7 @@ class Timing:
     def fraction_of_limit(self) -> float:
         return self.min_seconds / self.median_seconds
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, float]:
         low, high = quartiles(self.seconds)
         spread = {"median_seconds": self.median_seconds, "lower_quartile": low, "upper_quartile": high}
         return spread | {"tokens_per_second": self.tokens_per_second, "fraction_of_limit": self.fraction_of_limit}
@@ -91,22 +91,16 @@ class ThroughputResult:
     @property
     def speedups(self) -> list[float]:
         """Speedup over the baseline in each round."""
-        return (
-            []
-            if self.baseline is None
-            else [b / a for a, b in zip(self.cutaway.seconds, self.baseline.seconds, strict=True)]
-        )
+        if self.baseline is None:
+            return []
+        return [b / a for a, b in zip(self.cutaway.seconds, self.baseline.seconds, strict=True)]
 
-    def to_dict(self) -> dict[str, Any]:
-        result = asdict(self) | {
-            "cutaway": self.cutaway.to_dict(),
-            "baseline": self.baseline and self.baseline.to_dict(),
-            "speedup": None,
-        }
+    def to_dict(self) -> dict[str, object]:
+        baseline, speedup = self.baseline and self.baseline.to_dict(), None
         if self.speedups:
             low, high = quartiles(self.speedups)
-            result["speedup"] = {"median": median(self.speedups), "lower_quartile": low, "upper_quartile": high}
-        return result
+            speedup = {"median": median(self.speedups), "lower_quartile": low, "upper_quartile": high}
+        return asdict(self) | {"cutaway": self.cutaway.to_dict(), "baseline": baseline, "speedup": speedup}
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
@@ -136,33 +130,29 @@ def measure_throughput(
     check_is_decoder(model)
     device, dtype = model.device, DTYPE_NAMES.get(model.dtype)
     if dtype is None:
-        raise InputError(
-            f"the model's dtype is {model.dtype}, which is not supported; use one of {', '.join(TORCH_DTYPES)}"
-        )
-    steps_per_round = max(1, num_steps // NUM_ROUNDS)
-    num_new_tokens = WARMUP_STEPS + NUM_ROUNDS * steps_per_round + 2 if phase == "decode" else 2
+        supported = ", ".join(TORCH_DTYPES)
+        raise InputError(f"the model's dtype is {model.dtype}, which is not supported; use one of {supported}")
+    is_decode = phase == "decode"
+    steps, warmup_steps = (max(1, num_steps // NUM_ROUNDS), WARMUP_STEPS) if is_decode else (1, 1)
+    num_new_tokens = warmup_steps + NUM_ROUNDS * steps + 2 if is_decode else 2
     # The first rows decode while the others are prefilled.
     num_new_tokens += batch_size * (2 + (context or DEFAULT_SEQ_LENS["cuda"]) // 256)
     context = context or _default_context(model.config, device, num_new_tokens)
     prompts = torch.randint(model.config.vocab_size, (batch_size, context), generator=torch.Generator().manual_seed(0))
-    build_runner = _build_decode_runner if phase == "decode" else _build_prefill_runner
-    engine = Engine(
-        EngineConfig(
-            model.eval(),
-            max_num_seqs=batch_size,
-            max_model_len=context + num_new_tokens,
-            weight_bits=weight_bits,
-            compile=compiled or device.type == "cuda",
-        )
+    engine_config = EngineConfig(
+        model.eval(),
+        max_num_seqs=batch_size,
+        max_model_len=context + num_new_tokens,
+        weight_bits=weight_bits,
+        compile=compiled or device.type == "cuda",
     )
-    runners = [build_runner(engine, prompts)]
+    runners = [(_build_decode_runner if is_decode else _build_prefill_runner)(Engine(engine_config), prompts)]
     if baseline_dir is not None:
         runners.append(_build_transformers_runner(baseline_dir, phase, prompts.to(device), model.dtype))
-    hardware_limit = measure_copy_bandwidth(device) if phase == "decode" else measure_matmul_flops(device, model.dtype)
+    hardware_limit = measure_copy_bandwidth(device) if is_decode else measure_matmul_flops(device, model.dtype)
     seconds_per_step: list[list[float]] = [[] for _ in runners]
-    steps = steps_per_round if phase == "decode" else 1
     for runner in runners:
-        runner(WARMUP_STEPS if phase == "decode" else 1)
+        runner(warmup_steps)
     synchronize(device)
     for round_index in range(NUM_ROUNDS):
         progress(round_index, NUM_ROUNDS)
@@ -172,19 +162,15 @@ def measure_throughput(
             runners[i](steps)
             synchronize(device)
             seconds_per_step[i].append((perf_counter() - start) / steps)
-    mean_context = context + (NUM_ROUNDS * steps_per_round // 2 if phase == "decode" else 0)
-    estimate = estimate_inference_size(model.config, dtype, weight_bits, batch_size, mean_context)
+    mean_context = context + (NUM_ROUNDS * steps // 2 if is_decode else 0)
+    timings, workloads = [], []
     # The baseline does not quantize the weights.
-    baseline_estimate = estimate_inference_size(model.config, dtype, None, batch_size, mean_context)
-    workload, baseline_workload = (
-        e.decode_workload(batch_size) if phase == "decode" else _prefill_workload_of(e)
-        for e in (estimate, baseline_estimate)
-    )
-    min_seconds = [
-        (w.min_bytes if phase == "decode" else w.flops) / hardware_limit for w in (workload, baseline_workload)
-    ]
-    tokens = batch_size if phase == "decode" else batch_size * context
-    timings = [Timing(seconds, tokens, bound) for seconds, bound in zip(seconds_per_step, min_seconds, strict=False)]
+    for seconds, bits in zip(seconds_per_step, (weight_bits, None), strict=False):
+        estimate = estimate_inference_size(model.config, dtype, bits, batch_size, mean_context)
+        workload = estimate.decode_workload(batch_size) if is_decode else _prefill_workload_of(estimate)
+        min_seconds = (workload.min_bytes if is_decode else workload.flops) / hardware_limit
+        workloads.append(workload)
+        timings.append(Timing(seconds, batch_size if is_decode else batch_size * context, min_seconds))
     return ThroughputResult(
         phase=phase,
         device=device_name(device),
@@ -193,8 +179,8 @@ def measure_throughput(
         batch_size=batch_size,
         context=context,
         num_parameters=estimate.num_parameters,
-        min_bytes=workload.min_bytes,
-        flops=workload.flops,
+        min_bytes=workloads[0].min_bytes,
+        flops=workloads[0].flops,
         hardware_limit=hardware_limit,
         cutaway=timings[0],
         baseline=timings[1] if len(timings) > 1 else None,
@@ -235,9 +221,6 @@ def _prefill_workload_of(estimate: SizeEstimate) -> Workload:
     )
 
 
-# ---------------------------------------------------------------------------------------- implementations
-
-
 def _build_decode_runner(engine: Engine, prompts: torch.Tensor) -> Callable[[int], None]:
     """Prefill the prompts; each call of the result runs a number of decode steps."""
     params = SamplingParams(max_new_tokens=engine.config.num_slots - prompts.shape[1], ignore_eos=True)
@@ -258,11 +241,9 @@ def _build_prefill_runner(engine: Engine, prompts: torch.Tensor) -> Callable[[in
     """Each call of the result prefills all prompts and samples one token."""
 
     def prefill(count: int) -> None:
+        params = SamplingParams(max_new_tokens=1, ignore_eos=True)
         for _ in range(count):
-            requests = [
-                engine.submit(row, SamplingParams(max_new_tokens=1, ignore_eos=True), seed=0)
-                for row in prompts.tolist()
-            ]
+            requests = [engine.submit(row, params, seed=0) for row in prompts.tolist()]
             engine.run()
             _raise_request_errors(requests)
 
@@ -288,31 +269,25 @@ def _build_transformers_runner(
         logging.disable(logging.NOTSET)
     model = model.to(prompts.device).eval()
 
+    token, cache = prompts, None
+
     @torch.inference_mode()
-    def prefill() -> tuple[Any, torch.Tensor]:
-        out = model(input_ids=prompts, use_cache=True, logits_to_keep=1)
-        return out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
-
     def run_prefill(count: int) -> None:
+        nonlocal token, cache
         for _ in range(count):
-            prefill()
-
-    if phase == "prefill":
-        return run_prefill
-    state = prefill()
+            out = model(input_ids=prompts, use_cache=True, logits_to_keep=1)
+            token, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
 
     @torch.inference_mode()
     def run_steps(count: int) -> None:
-        nonlocal state
-        cache, token = state
+        nonlocal token
         for _ in range(count):
             token = model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
-        state = (cache, token)
 
+    if phase == "prefill":
+        return run_prefill
+    run_prefill(1)
     return run_steps
-
-
-# ---------------------------------------------------------------------------------------- bandwidth limit
 
 
 @cache

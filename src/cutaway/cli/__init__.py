@@ -13,22 +13,12 @@ import typer
 from cutaway.cli.lazy_group import lazy_group
 from cutaway.errors import CutawayError
 
-VERBS = {
-    "ablate": "cutaway.cli.verbs.ablate:ablate",
-    "bench": "cutaway.cli.verbs.bench:bench",
-    "check": "cutaway.cli.verbs.check:check",
-    "convert": "cutaway.cli.verbs.convert:convert",
-    "demo": "cutaway.cli.verbs.demo:demo",
-    "eval": "cutaway.cli.verbs.eval:evaluate",
-    "generate": "cutaway.cli.verbs.generate:generate",
-    "learn": "cutaway.cli.verbs.learn:learn",
-    "open": "cutaway.cli.verbs.open:open_page",
-    "presets": "cutaway.cli.verbs.presets:presets",
-    "serve": "cutaway.cli.verbs.serve:serve",
-    "size": "cutaway.cli.verbs.size:size",
-    "trace": "cutaway.cli.verbs.trace:trace",
-    "train": "cutaway.cli.verbs.train:train",
-}
+_FUNCTIONS = {"eval": "evaluate", "open": "open_page"}  # the other functions are named like their verb
+_VERB_NAMES = (
+    "ablate", "bench", "check", "convert", "demo", "eval", "generate", "learn", "open", "presets", "serve", "size",
+    "trace", "train",
+)  # fmt: skip
+VERBS = {verb: f"cutaway.cli.verbs.{verb}:{_FUNCTIONS.get(verb, verb)}" for verb in _VERB_NAMES}
 """Import path of each verb's function. Its file is imported when the verb is used, to keep startup fast."""
 app = typer.Typer(
     name="cutaway",

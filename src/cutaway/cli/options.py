@@ -1,18 +1,13 @@
 """Options and arguments that several verbs share: the type, the flag and the help text of each, written once."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from cutaway.errors import InputError
 
-
-class DType(StrEnum):
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
+DType = Literal["float32", "float16", "bfloat16"]
 
 
 def _source(help_text: str) -> object:

@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from cutaway.errors import CutawayError
-from cutaway.serve.errors import APIError
+from cutaway.serve.errors import APIError, invalid_field_error
 from cutaway.serve.limits import Limits
 from cutaway.serve.middleware import AccessPolicy, ResponseCallback, SecurityMiddleware
 
@@ -83,8 +83,7 @@ def _handle_validation_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     path = [part for part in first["loc"] if part not in ("body", "query", "path")]
-    param = ".".join(str(part)[:40] for part in path[:6]) or None
-    return APIError(400, f"{param or 'the body'}: {str(first['msg'])[:300]}", param=param).to_response()
+    return invalid_field_error(path, str(first["msg"]), "the body").to_response()
 
 
 def _handle_cutaway_error(_: Request, error: Exception) -> Response:

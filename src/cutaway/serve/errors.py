@@ -1,6 +1,6 @@
 """API errors in the format of the OpenAI API."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from starlette.responses import JSONResponse
 
@@ -43,3 +43,9 @@ class APIError(Exception):
 def overload_error(message: str, code: str, limits: Limits) -> APIError:
     """Return the error of a full server, which the client may retry."""
     return APIError(429, message, code=code, headers={"retry-after": str(limits.retry_after_seconds)})
+
+
+def invalid_field_error(path: Sequence[object], message: str, default_name: str) -> APIError:
+    """Return the error of one field that pydantic rejects. Its value is not echoed in the response."""
+    param = ".".join(str(part)[:40] for part in path[:6]) or None
+    return APIError(400, f"{param or default_name}: {message[:300]}", param=param)

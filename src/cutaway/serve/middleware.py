@@ -6,7 +6,6 @@ import ipaddress
 import logging
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import urlencode, urlsplit
@@ -19,35 +18,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cutaway.serve.errors import APIError, overload_error
 from cutaway.serve.json_body import validate_json_body
 from cutaway.serve.limits import Limits
-
-
-class EventLoopThrottle:
-    """Spreads work over iterations of the event loop.
-
-    Parsing a body takes about a millisecond; for hundreds of simultaneous requests in one iteration, the sum would
-    delay every other request.
-    """
-
-    def __init__(self) -> None:
-        self._waiters: deque[asyncio.Future[None]] = deque()
-
-    async def acquire(self) -> None:
-        """Wait in FIFO order; one caller is released per iteration of the event loop."""
-        loop = asyncio.get_running_loop()
-        released = loop.create_future()
-        self._waiters.append(released)
-        if len(self._waiters) == 1:
-            loop.call_soon(self._release_next, loop)
-        await released
-
-    def _release_next(self, loop: asyncio.AbstractEventLoop) -> None:
-        while self._waiters and self._waiters[0].done():  # canceled while waiting
-            self._waiters.popleft()
-        if self._waiters:
-            self._waiters.popleft().set_result(None)
-        if self._waiters:
-            loop.call_soon(self._release_next, loop)
-
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 SINGLETON_HEADERS = frozenset(b"host content-length content-type transfer-encoding authorization origin cookie".split())
@@ -151,7 +121,7 @@ class SecurityMiddleware:
         self, app: ASGIApp, access_policy: AccessPolicy, limits: Limits, on_response: ResponseCallback | None = None
     ) -> None:
         self.app, self.access_policy, self.limits, self.on_response = app, access_policy, limits, on_response
-        self.num_active_requests, self.throttle = 0, EventLoopThrottle()
+        self.num_active_requests, self.parse_lock = 0, asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -183,8 +153,11 @@ class SecurityMiddleware:
                 return
             incoming.buffered_body = await self.read_body(headers, incoming)
             if incoming.buffered_body:
-                await self.throttle.acquire()
-                validate_json_body(incoming.buffered_body, self.limits)
+                # One body per iteration of the event loop, in FIFO order: parsing one takes about a millisecond, and
+                # those of hundreds of simultaneous requests in one iteration would delay every other request.
+                async with self.parse_lock:
+                    await asyncio.sleep(0)
+                    validate_json_body(incoming.buffered_body, self.limits)
             async with asyncio.timeout(self.limits.request_timeout + TIMEOUT_SLACK_SECONDS):
                 await self.app(scope, incoming, send_with_headers)
         except APIError as error:

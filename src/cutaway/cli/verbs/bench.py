@@ -3,9 +3,8 @@
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -19,9 +18,7 @@ if TYPE_CHECKING:
     from cutaway.families.checkpoint import Checkpoint
 
 
-class Phase(StrEnum):
-    decode = "decode"
-    prefill = "prefill"
+Phase = Literal["decode", "prefill"]
 
 
 def bench(
@@ -89,7 +86,7 @@ def bench(
         return
     if source is None:
         raise InputError(f"SOURCE is missing; name a preset or a checkpoint, as in cutaway bench {phase} smollm2-135m")
-    for name in ("--num-steps", "--weight-bits", "--compile") if phase == Phase.prefill else ():
+    for name in ("--num-steps", "--weight-bits", "--compile") if phase == "prefill" else ():
         if throughput_options[name] is not None:
             raise InputError(f"{name} applies to decode, not to prefill; leave it out, or measure decode")
     if model is not None:
@@ -106,7 +103,7 @@ def bench(
     ):
         result = measure_throughput(
             checkpoint.model,
-            phase.value,
+            phase,
             batch_size=batch_size or 1,
             context=context_len,
             num_steps=num_steps or 64,

@@ -4,9 +4,8 @@ import math
 import re
 import sys
 from contextlib import nullcontext, redirect_stdout
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -24,9 +23,7 @@ MAX_PARAMETERS = 500_000_000
 """Maximum parameters of a preset that is built at full size; larger ones would exceed the time budget."""
 
 
-class Library(StrEnum):
-    cutaway = "cutaway"
-    transformers = "transformers"
+Library = Literal["cutaway", "transformers"]
 
 
 def check(
@@ -47,7 +44,7 @@ def check(
     seed: Annotated[int, typer.Option(help="Random seed of the inputs and of a preset's weights.", min=0)] = 0,
     library: Annotated[
         Library, typer.Option(help="Library that loads the model: cutaway or transformers.")
-    ] = Library.cutaway,
+    ] = "cutaway",
     device: Device = None,
     dtype: WeightDType = None,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the report as JUnit XML.")] = None,
@@ -103,7 +100,7 @@ def check(
 
         write_junit(report, junit)
     if as_json:
-        data = {"source": source, "library": str(library), "notes": notes} | report.to_dict()
+        data = {"source": source, "library": library, "notes": notes} | report.to_dict()
         print_json(data, default=str)
     else:
         from cutaway.cli.views import check_report
@@ -146,7 +143,7 @@ def _load_checked_model(
     from cutaway.cli.model_loading import default_device, is_config_source, load_checkpoint, to_torch_dtype
 
     target_device, torch_dtype = default_device(device), to_torch_dtype(dtype)
-    is_transformers = library is Library.transformers
+    is_transformers = library == "transformers"
     if model_sources.is_factory_spec(source):
         options = {"library transformers": is_transformers, "device": device, "dtype": dtype}
         for name in (name for name, value in options.items() if value):

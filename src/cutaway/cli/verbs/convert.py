@@ -1,9 +1,7 @@
 """`cutaway convert`: convert checkpoints between Hugging Face, GGUF and cutaway formats."""
 
-from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,24 +10,11 @@ from cutaway.cli.options import JsonFlag, WeightDType
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
-    from cutaway.families.checkpoint import Checkpoint
+    pass
 
 
-class OutputFormat(StrEnum):
-    hf = "hf"
-    gguf = "gguf"
-    cutaway = "cutaway"
-
-
-class GGUFQuantization(StrEnum):
-    f32 = "f32"
-    f16 = "f16"
-    bf16 = "bf16"
-    q8_0 = "q8_0"
-    q5_1 = "q5_1"
-    q5_0 = "q5_0"
-    q4_1 = "q4_1"
-    q4_0 = "q4_0"
+OutputFormat = Literal["hf", "gguf", "cutaway"]
+GGUFQuantization = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 
 
 def convert(
@@ -38,7 +23,7 @@ def convert(
         Path | None,
         typer.Argument(metavar="OUT", help="Output directory or file; without it, only the report is printed."),
     ] = None,
-    to: Annotated[OutputFormat, typer.Option(help="Output format.")] = OutputFormat.hf,
+    to: Annotated[OutputFormat, typer.Option(help="Output format.")] = "hf",
     family: Annotated[
         str | None, typer.Option(help="model_type to write, if several families can represent the model.")
     ] = None,
@@ -68,7 +53,15 @@ def convert(
     lines = [str(checkpoint.load_report)]
     if out is not None:
         with progress_bar("writing", quiet=as_json) as progress:
-            output_path = _write_checkpoint(checkpoint, out, to, family, quantization, overwrite, progress)
+            if to == "gguf":
+                from cutaway.families.gguf.load_save import save_gguf
+
+                output_path = save_gguf(checkpoint, out, quantization=quantization, overwrite=overwrite)
+            else:
+                from cutaway.families.save import save
+
+                family = "cutaway" if to == "cutaway" else family
+                output_path = save(checkpoint, out, family=family, overwrite=overwrite, progress=progress)
         data["written"] = str(output_path)
         lines.append(f"written: {output_path}")
     verified = True
@@ -95,9 +88,9 @@ def _check_options(
     """Raise for invalid combinations of options, before loading the checkpoint."""
     from cutaway.families import families
 
-    if quantization is not None and to is not OutputFormat.gguf:
+    if quantization is not None and to != "gguf":
         raise InputError("--quantization requires --to gguf; for other formats use --dtype")
-    if family is not None and to is not OutputFormat.hf:
+    if family is not None and to != "hf":
         raise InputError("--family requires --to hf; leave it out")
     if family is not None and family not in families():
         raise InputError(f"'{family}' is not a supported family; use one of {', '.join(families())}")
@@ -105,24 +98,5 @@ def _check_options(
         raise InputError("--family and --quantization apply to the output; pass OUT too")
     if out is not None and not overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
         raise InputError(f"'{out}' exists; pass another path, or --overwrite")
-    if to is OutputFormat.gguf and out is not None and out.suffix != ".gguf":
+    if to == "gguf" and out is not None and out.suffix != ".gguf":
         raise InputError(f"'{out}' does not end in .gguf, and the gguf format is one file; rename it")
-
-
-def _write_checkpoint(
-    checkpoint: "Checkpoint",
-    out: Path,
-    to: OutputFormat,
-    family: str | None,
-    quantization: str | None,
-    overwrite: bool,
-    progress: Callable[[int, int], None],
-) -> Path:
-    if to is OutputFormat.gguf:
-        from cutaway.families.gguf.load_save import save_gguf
-
-        return save_gguf(checkpoint, out, quantization=quantization, overwrite=overwrite)
-    from cutaway.families.save import save
-
-    name = "cutaway" if to is OutputFormat.cutaway else family
-    return save(checkpoint, out, family=name, overwrite=overwrite, progress=progress)

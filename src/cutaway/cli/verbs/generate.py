@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,26 +19,9 @@ if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.generate.sampling.sampling_params import SamplingParams
 
 
-class CacheKind(StrEnum):
-    auto = "auto"
-    full = "full"
-    ring = "ring"
-    paged = "paged"
-
-
-class CacheDType(StrEnum):
-    int8 = "int8"
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-
-
-class EarlyStopping(StrEnum):
-    true = "true"
-    false = "false"
-    never = "never"
-
-
+CacheKind = Literal["auto", "full", "ring", "paged"]
+CacheDType = Literal["int8", "float32", "float16", "bfloat16"]
+EarlyStopping = Literal["true", "false", "never"]
 FILL_MASK_OPTIONS = frozenset(
     ["source", "prompts", "file", "lines", "token_ids", "top_k", "device", "dtype", "echo", "show_stats", "as_json"]
 )
@@ -168,7 +150,7 @@ def generate(
 
     engine_options: EngineOptions = {
         "max_model_len": max_len,
-        "cache_implementation": "auto" if cache_implementation is None else cache_implementation.value,
+        "cache_implementation": cache_implementation or "auto",
         "kv_cache_dtype": None if kv_cache_dtype is None else getattr(torch, kv_cache_dtype),
     }
     if weight_bits is not None:

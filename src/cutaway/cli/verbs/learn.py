@@ -67,11 +67,16 @@ def _print_note(text: str) -> None:
         sys.stderr.write(f"cutaway: {text}\n")
 
 
-def _exercise_to_dict(exercise: "Exercise", progress: "ExerciseProgress") -> dict[str, Any]:
-    """Convert an exercise and its progress to JSON data."""
-    fields = {name: getattr(exercise, name) for name in ("number", "slug", "title", "minutes", "notebook", "site")}
-    fields |= {"functions": exercise.required_names, "num_available_hints": len(exercise.hints)}
-    return fields | asdict(progress.get(exercise.number))
+def _load_rows(progress: "ExerciseProgress") -> list[dict[str, Any]]:
+    """Return the exercises and their progress as JSON data."""
+    from cutaway.learn.exercises import load_exercises
+
+    rows = []
+    for exercise in load_exercises():
+        row = {name: getattr(exercise, name) for name in ("number", "slug", "title", "minutes", "notebook", "site")}
+        row |= {"functions": exercise.required_names, "num_available_hints": len(exercise.hints)}
+        rows.append(row | asdict(progress.get(exercise.number)))
+    return rows
 
 
 def list_exercises(as_json: JsonFlag = False) -> None:
@@ -79,9 +84,7 @@ def list_exercises(as_json: JsonFlag = False) -> None:
 
     Example: cutaway learn list
     """
-    from cutaway.learn.exercises import load_exercises
-
-    rows = [_exercise_to_dict(exercise, _load_progress()) for exercise in load_exercises()]
+    rows = _load_rows(_load_progress())
     if as_json:
         print_json(rows, ensure_ascii=False)
     else:
@@ -179,10 +182,8 @@ def progress(as_json: JsonFlag = False) -> None:
 
     Example: cutaway learn progress
     """
-    from cutaway.learn.exercises import load_exercises
-
     stored = _load_progress()
-    rows = [_exercise_to_dict(exercise, stored) for exercise in load_exercises()]
+    rows = _load_rows(stored)
     if as_json:
         print_json({"passed": stored.num_passed, "of": len(rows), "exercises": rows}, ensure_ascii=False)
         return

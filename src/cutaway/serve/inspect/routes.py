@@ -11,7 +11,8 @@ from fastapi.responses import StreamingResponse
 from pydantic import ValidationError
 
 from cutaway.errors import CutawayError
-from cutaway.serve.errors import APIError
+from cutaway.serve.disconnect import run_until_disconnect
+from cutaway.serve.errors import APIError, invalid_field_error
 from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.protocol import ERROR, QueryCancelled, QueryJob, encode_json_frame
 from cutaway.serve.inspect.queries import QUERIES
@@ -86,8 +87,7 @@ def parse_query(name: str, params: bytes | object) -> Query:
         return query_class.model_validate_json(params if isinstance(params, bytes) else json.dumps(params))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        path = ".".join(str(part)[:40] for part in first["loc"][:6])
-        raise APIError(400, f"{path or 'the query'}: {first['msg'][:300]}", param=path or None) from None
+        raise invalid_field_error(first["loc"], first["msg"], "the query") from None
 
 
 def build_router(executor: QueryExecutor) -> APIRouter:
@@ -95,10 +95,14 @@ def build_router(executor: QueryExecutor) -> APIRouter:
 
     @router.post("/query/{name}", include_in_schema=False)
     async def query(name: str, request: Request) -> StreamingResponse:
-        parsed = parse_query(name, await request.body())
-        frames = executor.stream(parsed)
+        frames = executor.stream(parse_query(name, await request.body()))
         try:
-            first = await _first_frame(frames, request)  # an error before the first result sets the status code
+            first = await run_until_disconnect(anext(frames, None), request.receive)
+            if first is None:
+                raise APIError(503, "the server is shutting down; try again later", headers={"retry-after": "1"})
+            if first[4] == ERROR:  # an error before the first result sets the status code
+                data = json.loads(first[5:])
+                raise APIError(data.get("status", 400), data["message"])
         except BaseException:
             await frames.aclose()
             raise
@@ -111,23 +115,3 @@ def build_router(executor: QueryExecutor) -> APIRouter:
         return StreamingResponse(stream_frames(), media_type=BINARY_MEDIA_TYPE, headers={"x-accel-buffering": "no"})
 
     return router
-
-
-async def _first_frame(frames: AsyncIterator[bytes], request: Request) -> bytes:
-    """Wait for the first frame; raise if it is an error, or if the client disconnects."""
-    next_frame = asyncio.ensure_future(anext(frames, None))
-    try:
-        while not (await asyncio.wait([next_frame], timeout=0.2))[0]:
-            if await request.is_disconnected():
-                raise APIError(499, "the client disconnected before the response")
-    finally:
-        if not next_frame.done():
-            next_frame.cancel()
-            await asyncio.wait([next_frame])
-    first = next_frame.result()
-    if first is None:
-        raise APIError(503, "the server is shutting down; try again later", headers={"retry-after": "1"})
-    if first[4] == ERROR:
-        data = json.loads(first[5:])
-        raise APIError(data.get("status", 400), data["message"])
-    return first

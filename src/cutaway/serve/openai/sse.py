@@ -1,26 +1,22 @@
-"""Server-sent events for streamed completions, and cancellation when the client disconnects."""
+"""Server-sent events for streamed completions, and the time limit of a request."""
 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import suppress
 from typing import TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from cutaway.serve.disconnect import ClientDisconnectedError, run_until_disconnect
 from cutaway.serve.errors import APIError
 from cutaway.serve.limits import Limits
 from cutaway.serve.openai.completion_stream import CompletionStream
 from cutaway.serve.openai.serving_engine import to_api_error
 
 T = TypeVar("T")
-
-
-async def listen_for_disconnect(receive: Receive) -> None:
-    """Return when the client has disconnected."""
-    while (await receive())["type"] != "http.disconnect":
-        pass  # other messages are ignored
 
 
 def _timeout_error(limits: Limits) -> APIError:
@@ -30,21 +26,11 @@ def _timeout_error(limits: Limits) -> APIError:
 
 async def with_cancellation(request: Request, work: Awaitable[T], limits: Limits) -> T:
     """Await `work`; cancel it when the client disconnects or the request times out."""
-    work_task = asyncio.ensure_future(work)
-    disconnect_task = asyncio.ensure_future(listen_for_disconnect(request.receive))
     try:
         async with asyncio.timeout(limits.request_timeout):
-            await asyncio.wait({work_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
+            return await run_until_disconnect(work, request.receive)
     except TimeoutError:
         raise _timeout_error(limits) from None
-    finally:
-        disconnect_task.cancel()
-        if not work_task.done():
-            work_task.cancel()
-            await asyncio.wait({work_task})
-    if work_task.cancelled():
-        raise APIError(499, "the client disconnected before the response")
-    return work_task.result()
 
 
 def format_sse_event(data: Mapping[str, object]) -> bytes:
@@ -62,17 +48,11 @@ class SSEResponse(Response):
         self.stream, self.chunks, self.limits = stream, chunks, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        send_task = asyncio.ensure_future(self._send_events(send))
-        disconnect_task = asyncio.ensure_future(listen_for_disconnect(receive))
         try:
-            await asyncio.wait({send_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
+            with suppress(ClientDisconnectedError):
+                await run_until_disconnect(self._send_events(send), receive)
         finally:
             self.stream.abort()
-            disconnect_task.cancel()
-            send_task.cancel()
-            await asyncio.wait({send_task})
-        if not send_task.cancelled():
-            send_task.result()
 
     async def _send_events(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -1,0 +1,39 @@
+"""Cancellation of work whose client disconnects."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from starlette.types import Receive
+
+from cutaway.serve.errors import APIError
+
+T = TypeVar("T")
+
+
+class ClientDisconnectedError(APIError):
+    """The client disconnected before the response; nobody receives it, it is only counted in the metrics."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client disconnected before the response")
+
+
+async def run_until_disconnect(work: Awaitable[T], receive: Receive) -> T:
+    """Return the result of `work`; cancel it and raise when the client disconnects."""
+    work_task = asyncio.ensure_future(work)
+    disconnect_task = asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait({work_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        disconnect_task.cancel()
+        if not work_task.done():
+            work_task.cancel()
+            await asyncio.wait({work_task})
+    if work_task.cancelled():
+        raise ClientDisconnectedError
+    return work_task.result()
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass  # other messages are ignored
