@@ -10,27 +10,43 @@ from cutaway.errors import InputError
 DType = Literal["float32", "float16", "bfloat16"]
 
 
-def _source(help_text: str) -> object:
-    return typer.Argument(metavar="SOURCE", help=help_text)
+def argument(help_text: str, *, metavar: str | None = None, show_default: bool = True) -> object:
+    return typer.Argument(help=help_text, metavar=metavar, show_default=show_default)
+
+
+def option(
+    help_text: str,
+    *flags: str,
+    metavar: str | None = None,
+    min: float | None = None,
+    max: float | None = None,
+    panel: str | None = None,
+) -> object:
+    """Return a typer option; `flags` default to the parameter's name. Defaults are not shown in a help panel."""
+    return typer.Option(
+        *flags, help=help_text, metavar=metavar, min=min, max=max, rich_help_panel=panel, show_default=panel is None
+    )
 
 
 def json_flag(help_text: str) -> object:
-    return typer.Option("--json", help=help_text)
+    return option(help_text, "--json")
 
 
 JsonFlag = Annotated[bool, json_flag("Print JSON.")]
 JsonObjectFlag = Annotated[bool, json_flag("Print one JSON object.")]
 ServerJsonFlag = Annotated[bool, json_flag("Print one JSON object when the server is ready.")]
-CheckpointSource = Annotated[str, _source("Model directory, run directory, .gguf file or hub id.")]
-ModelSource = Annotated[str, _source("Model directory, run directory, .gguf file, hub id or preset name.")]
-Device = Annotated[str | None, typer.Option(help="Device: cpu or cuda; default cuda if available.")]
-WeightDType = Annotated[DType | None, typer.Option(help="Data type of the weights; default as stored.")]
+CheckpointSource = Annotated[str, argument("Model directory, run directory, .gguf file or hub id.", metavar="SOURCE")]
+ModelSource = Annotated[
+    str, argument("Model directory, run directory, .gguf file, hub id or preset name.", metavar="SOURCE")
+]
+Device = Annotated[str | None, option("Device: cpu or cuda; default cuda if available.")]
+WeightDType = Annotated[DType | None, option("Data type of the weights; default as stored.")]
 WEIGHT_BITS_HELP = "Weight quantization during decode; 4 requires a GPU."
 MAX_MODEL_LEN_HELP = "Maximum length of prompt and output; 8Ki is 8,192."
 MAX_NUM_SEQS_HELP = "Maximum number of sequences per batch; default up to 32."
-Host = Annotated[str, typer.Option(help="Address to bind; others than loopback require an API key.")]
-Port = Annotated[int, typer.Option(help="Port; 0 selects a free port.")]
-ApiKeyFile = Annotated[Path | None, typer.Option(metavar="FILE", help="File with the API key.")]
+Host = Annotated[str, option("Address to bind; others than loopback require an API key.")]
+Port = Annotated[int, option("Port; 0 selects a free port.")]
+ApiKeyFile = Annotated[Path | None, option("File with the API key.", metavar="FILE")]
 
 
 def api_key_option(help_text: str) -> object:

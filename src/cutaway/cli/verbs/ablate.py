@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import Device, json_flag
+from cutaway.cli.options import Device, argument, json_flag, option
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -22,40 +22,35 @@ MATCHED_BUDGETS = ("tokens", "parameters", "flops")
 def ablate(
     recipe: Annotated[
         str,
-        typer.Argument(
+        argument(
+            "Name of a shipped recipe, a .toml or .json file, or a study: depth-and-norm, components, positions or"
+            " component-removal.",
             metavar="RECIPE|STUDY",
-            help="Name of a shipped recipe, a .toml or .json file, or a study: depth-and-norm, components,"
-            " positions or component-removal.",
         ),
     ],
     vary: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KEY=a,b",
-            help="Values to compare for a recipe key, or for activation, depth, ffn, heads, kv-heads, norm, placement,"
+        option(
+            "Values to compare for a recipe key, or for activation, depth, ffn, heads, kv-heads, norm, placement,"
             " position. Repeat it for all combinations; the first variant is the baseline.",
+            metavar="KEY=a,b",
         ),
     ] = None,
     match: Annotated[
         str | None,
-        typer.Option(
-            help="Budget that is equal for all variants: tokens (default), parameters (adapts the FFN hidden size)"
+        option(
+            "Budget that is equal for all variants: tokens (default), parameters (adapts the FFN hidden size)"
             " or flops (adapts the number of steps)."
         ),
     ] = None,
-    num_seeds: Annotated[
-        int, typer.Option(help="Number of seeds per variant; more narrow the confidence intervals.")
-    ] = 3,
+    num_seeds: Annotated[int, option("Number of seeds per variant; more narrow the confidence intervals.")] = 3,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Directory of runs and results; default runs/ablate-NAME.")
+        Path | None, option("Directory of runs and results; default runs/ablate-NAME.", "--out", "-o")
     ] = None,
     overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="a.b=x", help="Override a recipe value in all variants; repeatable."),
+        list[str] | None, option("Override a recipe value in all variants; repeatable.", "--set", metavar="a.b=x")
     ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(help="Number of concurrent runs; default one per core, or one on a GPU.")
-    ] = None,
+    jobs: Annotated[int | None, option("Number of concurrent runs; default one per core, or one on a GPU.")] = None,
     device: Device = None,
     as_json: Annotated[bool, json_flag("Print one JSON object per variant, measurement and finding.")] = False,
 ) -> None:

@@ -6,10 +6,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import Device, DType, JsonFlag, parse_length
+from cutaway.cli.options import Device, DType, JsonFlag, argument, option, parse_length
 from cutaway.errors import CutawayError, InputError
 
 if TYPE_CHECKING:
@@ -24,35 +22,26 @@ Phase = Literal["decode", "prefill"]
 def bench(
     phase: Annotated[
         Phase | None,
-        typer.Argument(
-            metavar="decode|prefill",
-            help="Measure decode or prefill throughput of one model; default measure the machine.",
+        argument(
+            "Measure decode or prefill throughput of one model; default measure the machine.", metavar="decode|prefill"
         ),
     ] = None,
     source: Annotated[
         str | None,
-        typer.Argument(
-            metavar="SOURCE", help="Preset or .toml (random weights), model directory, .gguf file or hub id."
-        ),
+        argument("Preset or .toml (random weights), model directory, .gguf file or hub id.", metavar="SOURCE"),
     ] = None,
     device: Device = None,
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Preset that is run to measure the machine; default a small one.")
+        str | None, option("Preset that is run to measure the machine; default a small one.", metavar="NAME")
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Batch size; default 1.")] = None,
-    context: Annotated[
-        str | None, typer.Option(metavar="N", help="Context length; default 128, on a GPU 1,024.")
-    ] = None,
-    num_steps: Annotated[int | None, typer.Option(min=1, help="Number of decode steps; default 64.")] = None,
-    dtype: Annotated[
-        DType | None, typer.Option(help="Data type of the weights; default float32, on a GPU bfloat16.")
-    ] = None,
-    weight_bits: Annotated[
-        int | None, typer.Option(metavar="16|8|4", help="Weight quantization during decode.")
-    ] = None,
-    compile_model: Annotated[bool, typer.Option("--compile", help="Compile decode steps on a CPU.")] = False,
+    batch_size: Annotated[int | None, option("Batch size; default 1.", min=1)] = None,
+    context: Annotated[str | None, option("Context length; default 128, on a GPU 1,024.", metavar="N")] = None,
+    num_steps: Annotated[int | None, option("Number of decode steps; default 64.", min=1)] = None,
+    dtype: Annotated[DType | None, option("Data type of the weights; default float32, on a GPU bfloat16.")] = None,
+    weight_bits: Annotated[int | None, option("Weight quantization during decode.", metavar="16|8|4")] = None,
+    compile_model: Annotated[bool, option("Compile decode steps on a CPU.", "--compile")] = False,
     baseline: Annotated[
-        bool | None, typer.Option("--baseline/--no-baseline", help="Compare with transformers; default if possible.")
+        bool | None, option("Compare with transformers; default if possible.", "--baseline/--no-baseline")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import Device, DType, JsonObjectFlag, WeightDType, check_parent_directory
+from cutaway.cli.options import Device, DType, JsonObjectFlag, WeightDType, check_parent_directory, option
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -37,22 +37,18 @@ def check(
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="A,B", help="Run only these checks; prefixes (cache) and patterns (causality*) match."),
+        option("Run only these checks; prefixes (cache) and patterns (causality*) match.", metavar="A,B"),
     ] = None,
-    skip: Annotated[list[str] | None, typer.Option(metavar="A,B", help="Skip these checks.")] = None,
-    budget: Annotated[str, typer.Option(metavar="TIME", help="Time budget; remaining checks are skipped.")] = "30s",
-    seed: Annotated[int, typer.Option(help="Random seed of the inputs and of a preset's weights.", min=0)] = 0,
-    library: Annotated[
-        Library, typer.Option(help="Library that loads the model: cutaway or transformers.")
-    ] = "cutaway",
+    skip: Annotated[list[str] | None, option("Skip these checks.", metavar="A,B")] = None,
+    budget: Annotated[str, option("Time budget; remaining checks are skipped.", metavar="TIME")] = "30s",
+    seed: Annotated[int, option("Random seed of the inputs and of a preset's weights.", min=0)] = 0,
+    library: Annotated[Library, option("Library that loads the model: cutaway or transformers.")] = "cutaway",
     device: Device = None,
     dtype: WeightDType = None,
-    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the report as JUnit XML.")] = None,
-    explain: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Print what a check catches and how to fix it.")
-    ] = None,
-    list_checks: Annotated[bool, typer.Option("--list", help="List all checks.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print all cases with their measurements.")] = False,
+    junit: Annotated[Path | None, option("Also write the report as JUnit XML.", metavar="FILE")] = None,
+    explain: Annotated[str | None, option("Print what a check catches and how to fix it.", metavar="NAME")] = None,
+    list_checks: Annotated[bool, option("List all checks.", "--list")] = False,
+    verbose: Annotated[bool, option("Print all cases with their measurements.", "--verbose", "-v")] = False,
     as_json: JsonObjectFlag = False,
 ) -> None:
     """Check a Transformer for common bugs: causality, padding, KV cache, positions, loss, gradients.

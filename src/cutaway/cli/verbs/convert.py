@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import JsonFlag, WeightDType
+from cutaway.cli.options import JsonFlag, WeightDType, argument, option
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -18,21 +18,16 @@ GGUFQuantization = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1",
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Model directory, .gguf file or hub id.")],
+    source: Annotated[str, argument("Model directory, .gguf file or hub id.", metavar="SRC")],
     out: Annotated[
-        Path | None,
-        typer.Argument(metavar="OUT", help="Output directory or file; without it, only the report is printed."),
+        Path | None, argument("Output directory or file; without it, only the report is printed.", metavar="OUT")
     ] = None,
-    to: Annotated[OutputFormat, typer.Option(help="Output format.")] = "hf",
-    family: Annotated[
-        str | None, typer.Option(help="model_type to write, if several families can represent the model.")
-    ] = None,
+    to: Annotated[OutputFormat, option("Output format.")] = "hf",
+    family: Annotated[str | None, option("model_type to write, if several families can represent the model.")] = None,
     dtype: WeightDType = None,
-    quantization: Annotated[GGUFQuantization | None, typer.Option(help="Quantization of matrices, for gguf.")] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Compare activations with transformers, layer by layer.")
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite OUT.")] = False,
+    quantization: Annotated[GGUFQuantization | None, option("Quantization of matrices, for gguf.")] = None,
+    verify: Annotated[bool, option("Compare activations with transformers, layer by layer.", "--verify")] = False,
+    overwrite: Annotated[bool, option("Overwrite OUT.", "--overwrite")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Load a checkpoint, report on every tensor and config field, and write it in another format.

@@ -6,10 +6,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import JsonFlag
+from cutaway.cli.options import JsonFlag, argument, option
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,14 +17,10 @@ if TYPE_CHECKING:
 
 
 def demo(
-    source: Annotated[
-        str | None, typer.Argument(help="Preset name, or .toml or .json config, to trace a token through.")
-    ] = None,
-    text: Annotated[str | None, typer.Option(help="Input of that model, tokenized to bytes.")] = None,
-    seed: Annotated[int, typer.Option(help="Random seed of the weights.")] = 0,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Training steps of the demo; default about one minute.")
-    ] = None,
+    source: Annotated[str | None, argument("Preset name, or .toml or .json config, to trace a token through.")] = None,
+    text: Annotated[str | None, option("Input of that model, tokenized to bytes.")] = None,
+    seed: Annotated[int, option("Random seed of the weights.")] = 0,
+    steps: Annotated[int | None, option("Training steps of the demo; default about one minute.", min=1)] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Train a small model for about a minute, evaluate it, and trace a token through a trained model.

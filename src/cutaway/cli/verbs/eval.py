@@ -5,10 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import CheckpointSource, Device, JsonObjectFlag, WeightDType
+from cutaway.cli.options import CheckpointSource, Device, JsonObjectFlag, WeightDType, argument, option
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -28,22 +26,17 @@ OPTIONS_BY_FORM = {
 def evaluate(
     source: CheckpointSource,
     extra_files: Annotated[
-        list[Path] | None, typer.Argument(metavar="FILE", help="Further files, as with --text.", show_default=False)
+        list[Path] | None, argument("Further files, as with --text.", metavar="FILE", show_default=False)
     ] = None,
     text: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Text file, .jsonl or directory; - is standard input; repeatable."),
+        list[Path] | None, option("Text file, .jsonl or directory; - is standard input; repeatable.", metavar="FILE")
     ] = None,
-    text_column: Annotated[str, typer.Option(help="Field of .jsonl rows with the text.")] = "text",
-    target_column: Annotated[
-        str | None, typer.Option(help="Field of .jsonl rows with the target, for encoder-decoders.")
-    ] = None,
-    context: Annotated[int | None, typer.Option(help="Context length; default the model's, at most 4,096.")] = None,
-    stride: Annotated[
-        int | None, typer.Option(help="Stride of sliding windows, for decoders; default half the context.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Random seed of masking, for encoders.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Number of texts or windows per batch.")] = None,
+    text_column: Annotated[str, option("Field of .jsonl rows with the text.")] = "text",
+    target_column: Annotated[str | None, option("Field of .jsonl rows with the target, for encoder-decoders.")] = None,
+    context: Annotated[int | None, option("Context length; default the model's, at most 4,096.")] = None,
+    stride: Annotated[int | None, option("Stride of sliding windows, for decoders; default half the context.")] = None,
+    seed: Annotated[int | None, option("Random seed of masking, for encoders.")] = None,
+    batch_size: Annotated[int | None, option("Number of texts or windows per batch.")] = None,
     device: Device = None,
     dtype: WeightDType = None,
     as_json: JsonObjectFlag = False,

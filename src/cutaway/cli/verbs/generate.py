@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
 from cutaway.cli import options as opt
 from cutaway.cli.model_loading import load_checkpoint
 from cutaway.errors import InputError
@@ -33,8 +31,8 @@ NON_CHAT_OPTIONS = (
 
 
 def _panel(title: str) -> Callable[..., object]:
-    """Return `typer.Option` for the options of one help panel."""
-    return partial(typer.Option, rich_help_panel=title, show_default=False)
+    """Return `option` for the options of one help panel."""
+    return partial(opt.option, panel=title)
 
 
 _prompt, _sampling, _stopping = _panel("Prompts"), _panel("Sampling"), _panel("Stopping")
@@ -42,86 +40,81 @@ _beam_search, _engine, _output = _panel("Beam search"), _panel("Engine"), _panel
 
 
 def generate(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Model directory, .gguf file or hub id.")],
+    source: Annotated[str, opt.argument("Model directory, .gguf file or hub id.", metavar="SOURCE")],
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts; - reads standard input.", show_default=False)
+        list[str] | None, opt.argument("Prompts; - reads standard input.", metavar="PROMPT", show_default=False)
     ] = None,
     file: Annotated[
-        list[Path] | None, _prompt("--file", "-f", metavar="FILE", help="File with a prompt; repeatable.")
+        list[Path] | None, _prompt("File with a prompt; repeatable.", "--file", "-f", metavar="FILE")
     ] = None,
-    lines: Annotated[bool, _prompt("--lines", help="Treat each line of files and standard input as a prompt.")] = False,
-    token_ids: Annotated[list[str] | None, _prompt(metavar="1,2,3", help="Prompt as token ids; repeatable.")] = None,
+    lines: Annotated[bool, _prompt("Treat each line of files and standard input as a prompt.", "--lines")] = False,
+    token_ids: Annotated[list[str] | None, _prompt("Prompt as token ids; repeatable.", metavar="1,2,3")] = None,
     message: Annotated[
-        bool, _prompt("--message", "-m", help="Treat each prompt as a chat message and generate a reply.")
+        bool, _prompt("Treat each prompt as a chat message and generate a reply.", "--message", "-m")
     ] = False,
-    chat: Annotated[bool, _prompt("--chat", "-c", help="Interactive chat; /quit exits.")] = False,
-    system: Annotated[str | None, _prompt(metavar="TEXT", help="System message of a chat.")] = None,
+    chat: Annotated[bool, _prompt("Interactive chat; /quit exits.", "--chat", "-c")] = False,
+    system: Annotated[str | None, _prompt("System message of a chat.", metavar="TEXT")] = None,
     max_new_tokens: Annotated[
-        int | None,
-        _stopping("--max-new-tokens", "-n", help="Maximum tokens to generate; default 256, in a chat 1,024."),
+        int | None, _stopping("Maximum tokens to generate; default 256, in a chat 1,024.", "--max-new-tokens", "-n")
     ] = None,
-    min_new_tokens: Annotated[int | None, _stopping(help="Minimum tokens to generate before stopping.")] = None,
+    min_new_tokens: Annotated[int | None, _stopping("Minimum tokens to generate before stopping.")] = None,
     stop: Annotated[
-        list[str] | None, _stopping(metavar="TEXT", help="Stop string, not part of the output; repeatable.")
+        list[str] | None, _stopping("Stop string, not part of the output; repeatable.", metavar="TEXT")
     ] = None,
-    stop_token_ids: Annotated[
-        list[str] | None, _stopping(metavar="1,2", help="Token ids that stop generation.")
-    ] = None,
-    ignore_eos: Annotated[bool, _stopping("--ignore-eos", help="Continue after the end-of-sequence token.")] = False,
+    stop_token_ids: Annotated[list[str] | None, _stopping("Token ids that stop generation.", metavar="1,2")] = None,
+    ignore_eos: Annotated[bool, _stopping("Continue after the end-of-sequence token.", "--ignore-eos")] = False,
     temperature: Annotated[
         float | None,
         _sampling(
+            "Sampling temperature; default 0 (greedy), or 1 with top-k, top-p, min-p or --num-samples.",
             "--temperature",
             "-t",
-            help="Sampling temperature; default 0 (greedy), or 1 with top-k, top-p, min-p or --num-samples.",
         ),
     ] = None,
     top_k: Annotated[
-        int | None, _sampling(help="Sample from the K most likely tokens; for encoders, predictions per mask.")
+        int | None, _sampling("Sample from the K most likely tokens; for encoders, predictions per mask.")
     ] = None,
-    top_p: Annotated[
-        float | None, _sampling(help="Nucleus sampling: most likely tokens with total probability P.")
-    ] = None,
-    min_p: Annotated[float | None, _sampling(help="Minimum probability relative to the most likely token.")] = None,
+    top_p: Annotated[float | None, _sampling("Nucleus sampling: most likely tokens with total probability P.")] = None,
+    min_p: Annotated[float | None, _sampling("Minimum probability relative to the most likely token.")] = None,
     repetition_penalty: Annotated[
-        float | None, _sampling(help="Penalty on tokens of the prompt and the output; 1.1 is usual.")
+        float | None, _sampling("Penalty on tokens of the prompt and the output; 1.1 is usual.")
     ] = None,
-    presence_penalty: Annotated[float | None, _sampling(help="Penalty on tokens that are in the output.")] = None,
-    frequency_penalty: Annotated[float | None, _sampling(help="Penalty on output tokens per occurrence.")] = None,
+    presence_penalty: Annotated[float | None, _sampling("Penalty on tokens that are in the output.")] = None,
+    frequency_penalty: Annotated[float | None, _sampling("Penalty on output tokens per occurrence.")] = None,
     logit_bias: Annotated[
-        list[str] | None, _sampling(metavar="ID=X", help="Bias added to the logit of a token id; repeatable.")
+        list[str] | None, _sampling("Bias added to the logit of a token id; repeatable.", metavar="ID=X")
     ] = None,
     suppress_tokens: Annotated[
-        list[str] | None, _sampling(metavar="1,2", help="Token ids that are never generated.")
+        list[str] | None, _sampling("Token ids that are never generated.", metavar="1,2")
     ] = None,
-    seed: Annotated[int | None, _sampling(help="Random seed of sampling.")] = None,
-    num_samples: Annotated[int | None, _sampling(help="Number of completions per prompt.")] = None,
-    beams: Annotated[int | None, _beam_search(help="Beam search with this number of beams.")] = None,
+    seed: Annotated[int | None, _sampling("Random seed of sampling.")] = None,
+    num_samples: Annotated[int | None, _sampling("Number of completions per prompt.")] = None,
+    beams: Annotated[int | None, _beam_search("Beam search with this number of beams.")] = None,
     length_penalty: Annotated[
-        float | None, _beam_search(help="Exponent of the length in beam scores; above 1 favors longer outputs.")
+        float | None, _beam_search("Exponent of the length in beam scores; above 1 favors longer outputs.")
     ] = None,
     early_stopping: Annotated[
-        EarlyStopping | None, _beam_search(help="Stop when there are as many finished candidates as beams.")
+        EarlyStopping | None, _beam_search("Stop when there are as many finished candidates as beams.")
     ] = None,
-    device: Annotated[str | None, _engine(help="Device: cpu or cuda; default cuda if available.")] = None,
-    dtype: Annotated[opt.DType | None, _engine(help="Data type of the weights; default as stored.")] = None,
-    weight_bits: Annotated[int | None, _engine(metavar="16|8|4", help=opt.WEIGHT_BITS_HELP)] = None,
+    device: Annotated[str | None, _engine("Device: cpu or cuda; default cuda if available.")] = None,
+    dtype: Annotated[opt.DType | None, _engine("Data type of the weights; default as stored.")] = None,
+    weight_bits: Annotated[int | None, _engine(opt.WEIGHT_BITS_HELP, metavar="16|8|4")] = None,
     compile_model: Annotated[
-        bool, _engine("--compile", help="Compile decode steps on a CPU; faster for long outputs.")
+        bool, _engine("Compile decode steps on a CPU; faster for long outputs.", "--compile")
     ] = False,
     draft_model: Annotated[
-        str | None, _engine(metavar="SOURCE", help="Speculative decoding: a smaller draft model, or ngram.")
+        str | None, _engine("Speculative decoding: a smaller draft model, or ngram.", metavar="SOURCE")
     ] = None,
-    cache_implementation: Annotated[CacheKind | None, _engine(help="Layout of the KV cache.")] = None,
-    kv_cache_dtype: Annotated[CacheDType | None, _engine(help="Data type of the KV cache.")] = None,
-    max_model_len: Annotated[str | None, _engine(metavar="N", help=opt.MAX_MODEL_LEN_HELP)] = None,
-    max_num_seqs: Annotated[int | None, _engine(help=opt.MAX_NUM_SEQS_HELP)] = None,
-    logprobs: Annotated[int | None, _output(help="Show token probabilities and N alternatives.")] = None,
-    echo: Annotated[bool | None, _output("--echo/--no-echo", help="Print the prompt; default on a terminal.")] = None,
+    cache_implementation: Annotated[CacheKind | None, _engine("Layout of the KV cache.")] = None,
+    kv_cache_dtype: Annotated[CacheDType | None, _engine("Data type of the KV cache.")] = None,
+    max_model_len: Annotated[str | None, _engine(opt.MAX_MODEL_LEN_HELP, metavar="N")] = None,
+    max_num_seqs: Annotated[int | None, _engine(opt.MAX_NUM_SEQS_HELP)] = None,
+    logprobs: Annotated[int | None, _output("Show token probabilities and N alternatives.")] = None,
+    echo: Annotated[bool | None, _output("Print the prompt; default on a terminal.", "--echo/--no-echo")] = None,
     show_stats: Annotated[
-        bool | None, _output("--stats/--no-stats", help="Print throughput; default on a terminal.")
+        bool | None, _output("Print throughput; default on a terminal.", "--stats/--no-stats")
     ] = None,
-    as_json: Annotated[bool, _output("--json", help="Print one JSON object per completion.")] = False,
+    as_json: Annotated[bool, _output("Print one JSON object per completion.", "--json")] = False,
 ) -> None:
     """Generate text from prompts or chat messages, chat interactively, or fill masks.
 

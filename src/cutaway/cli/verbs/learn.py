@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import JsonFlag
+from cutaway.cli.options import JsonFlag, argument, option
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ VERBS = {
     "quiz": "cutaway.cli.verbs.learn_quiz:quiz",
 }
 """Import path of each sub-verb's function."""
-ExerciseNumber = Annotated[int, typer.Argument(help="Number of the exercise, 1 to 10.", show_default=False)]
+ExerciseNumber = Annotated[int, argument("Number of the exercise, 1 to 10.", show_default=False)]
 
 
 def learn() -> None:
@@ -95,9 +95,9 @@ def list_exercises(as_json: JsonFlag = False) -> None:
 
 def start(
     number: ExerciseNumber,
-    directory: Annotated[Path, typer.Option("--dir", help="Directory of the exercise file.")] = Path("learn"),
-    as_notebook: Annotated[bool, typer.Option("--ipynb", help="Write a Jupyter notebook.")] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Write a new file; the old one is renamed.")] = False,
+    directory: Annotated[Path, option("Directory of the exercise file.", "--dir")] = Path("learn"),
+    as_notebook: Annotated[bool, option("Write a Jupyter notebook.", "--ipynb")] = False,
+    restart: Annotated[bool, option("Write a new file; the old one is renamed.", "--restart")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Write the file of an exercise: a Python file with cells, or a notebook. Existing files are not overwritten.
@@ -124,7 +124,7 @@ def start(
 
 def hint(
     number: ExerciseNumber,
-    all_hints: Annotated[bool, typer.Option("--all", help="Show all hints.")] = False,
+    all_hints: Annotated[bool, option("Show all hints.", "--all")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Show the next hint of an exercise, after the earlier ones; later hints are more specific.
@@ -151,7 +151,7 @@ def hint(
 
 def solution(
     number: ExerciseNumber,
-    force: Annotated[bool, typer.Option("--force", help="Show it without an attempt.")] = False,
+    force: Annotated[bool, option("Show it without an attempt.", "--force")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Show the solution of an exercise, after at least one attempt.
@@ -196,8 +196,8 @@ def check(
     number: ExerciseNumber,
     file: Annotated[
         Path | None,
-        typer.Argument(
-            help="Your .py or .ipynb file; default the one in this directory, or the last one used.", show_default=False
+        argument(
+            "Your .py or .ipynb file; default the one in this directory, or the last one used.", show_default=False
         ),
     ] = None,
     as_json: JsonFlag = False,

@@ -2,10 +2,8 @@
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import json_flag
+from cutaway.cli.options import json_flag, option
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # --help does not need the questions
@@ -21,18 +19,12 @@ MAX_ANSWER_BYTES = 4096
 
 def quiz(
     section: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Section or topic, such as inference, attention, norms.")
+        str | None, option("Section or topic, such as inference, attention, norms.", metavar="NAME")
     ] = None,
-    num_questions: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Number of questions; default 10.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Random seed of the order of questions and choices.")
-    ] = None,
-    show_code: Annotated[
-        bool, typer.Option("--show-code", help="Print the Python code that verifies each answer.")
-    ] = False,
-    list_questions: Annotated[bool, typer.Option("--list", help="List the questions and your results.")] = False,
+    num_questions: Annotated[int | None, option("Number of questions; default 10.", metavar="N", min=1)] = None,
+    seed: Annotated[int | None, option("Random seed of the order of questions and choices.", metavar="N")] = None,
+    show_code: Annotated[bool, option("Print the Python code that verifies each answer.", "--show-code")] = False,
+    list_questions: Annotated[bool, option("List the questions and your results.", "--list")] = False,
     as_json: Annotated[bool, json_flag("Print the questions as JSON, without asking.")] = False,
 ) -> None:
     """Answer quiz questions about the Transformer; missed questions are repeated first.

@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlencode
 
-import typer
-
 from cutaway.cli import options as opt
 from cutaway.cli.json_output import print_json
 
@@ -17,18 +15,16 @@ if TYPE_CHECKING:  # torch is imported when it is needed
 
 def open_page(
     source: opt.ModelSource = "tiny-python",
-    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="Initial input text.")] = None,
-    export: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Export the page for TEXT as one .html file.")
-    ] = None,
+    text: Annotated[str | None, opt.argument("Initial input text.", metavar="TEXT")] = None,
+    export: Annotated[Path | None, opt.option("Export the page for TEXT as one .html file.", metavar="FILE")] = None,
     host: opt.Host = "127.0.0.1",
     port: opt.Port = 0,
     api_key: Annotated[str | None, opt.api_key_option("API key that other machines must send.")] = None,
     api_key_file: opt.ApiKeyFile = None,
-    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
+    browser: Annotated[bool, opt.option("Open the page in a browser.", "--browser/--no-browser")] = True,
     device: opt.Device = None,
     dtype: Annotated[
-        opt.DType | None, typer.Option(help="Data type of the weights; default as stored, float32 on a CPU.")
+        opt.DType | None, opt.option("Data type of the weights; default as stored, float32 on a CPU.")
     ] = None,
     as_json: opt.ServerJsonFlag = False,
 ) -> None:

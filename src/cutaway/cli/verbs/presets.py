@@ -3,10 +3,8 @@
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import JsonFlag
+from cutaway.cli.options import JsonFlag, argument, option
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # imported where they are used: --help needs no configs, and --json no rich
@@ -14,10 +12,10 @@ if TYPE_CHECKING:  # imported where they are used: --help needs no configs, and 
 
 
 def presets(
-    name: Annotated[str | None, typer.Argument(help="Preset whose config is printed.")] = None,
-    form: Annotated[str | None, typer.Option(help="List only this form: decoder, encoder or encoder-decoder.")] = None,
+    name: Annotated[str | None, argument("Preset whose config is printed.")] = None,
+    form: Annotated[str | None, option("List only this form: decoder, encoder or encoder-decoder.")] = None,
     as_json: JsonFlag = False,
-    as_schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of model configs.")] = False,
+    as_schema: Annotated[bool, option("Print the JSON schema of model configs.", "--schema")] = False,
 ) -> None:
     """List the preset model configs, or print one as TOML.
 

@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from cutaway.cli import options as opt
 from cutaway.cli.json_output import print_json
 from cutaway.errors import InputError
@@ -26,21 +24,17 @@ def serve(
     api_key_file: opt.ApiKeyFile = None,
     allowed_hosts: Annotated[
         list[str] | None,
-        typer.Option("--allowed-host", metavar="NAME", help="Further host name that clients may use; repeatable."),
+        opt.option("Further host name that clients may use; repeatable.", "--allowed-host", metavar="NAME"),
     ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="Model name in the API; default the name of SOURCE.")
-    ] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help=opt.MAX_NUM_SEQS_HELP)] = None,
-    max_model_len: Annotated[str | None, typer.Option(metavar="N", help=opt.MAX_MODEL_LEN_HELP)] = None,
-    max_waiting_requests: Annotated[
-        int, typer.Option(help="Maximum number of completions in the waiting queue.")
-    ] = 256,
-    request_timeout: Annotated[float, typer.Option(help="Maximum seconds per request.")] = 300.0,
-    shutdown_timeout: Annotated[float, typer.Option(help="Seconds for requests in progress at shutdown.")] = 5.0,
+    served_model_name: Annotated[str | None, opt.option("Model name in the API; default the name of SOURCE.")] = None,
+    max_num_seqs: Annotated[int | None, opt.option(opt.MAX_NUM_SEQS_HELP)] = None,
+    max_model_len: Annotated[str | None, opt.option(opt.MAX_MODEL_LEN_HELP, metavar="N")] = None,
+    max_waiting_requests: Annotated[int, opt.option("Maximum number of completions in the waiting queue.")] = 256,
+    request_timeout: Annotated[float, opt.option("Maximum seconds per request.")] = 300.0,
+    shutdown_timeout: Annotated[float, opt.option("Seconds for requests in progress at shutdown.")] = 5.0,
     device: opt.Device = None,
     dtype: opt.WeightDType = None,
-    weight_bits: Annotated[int | None, typer.Option(metavar="16|8|4", help=opt.WEIGHT_BITS_HELP)] = None,
+    weight_bits: Annotated[int | None, opt.option(opt.WEIGHT_BITS_HELP, metavar="16|8|4")] = None,
     as_json: opt.ServerJsonFlag = False,
 ) -> None:
     """Serve a model with an OpenAI-compatible API: completions, chat, embeddings, tokenization.

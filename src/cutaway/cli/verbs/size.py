@@ -6,10 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import typer
-
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import JsonFlag
+from cutaway.cli.options import JsonFlag, argument, option
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # imported where they are used: --help needs no configs, and --json no rich
@@ -28,62 +26,50 @@ PLAIN_OPTIONS = (
 def size(
     sources: Annotated[
         list[str] | None,
-        typer.Argument(
+        argument(
+            "Preset name, .toml or config.json, or model directory; several are compared.",
             metavar="SOURCE",
-            help="Preset name, .toml or config.json, or model directory; several are compared.",
             show_default=False,
         ),
     ] = None,
-    mode: Annotated[
-        OptionText, typer.Option(metavar="train|infer", help="Training or inference; default both.")
-    ] = None,
+    mode: Annotated[OptionText, option("Training or inference; default both.", metavar="train|infer")] = None,
     batch_size: Annotated[
-        OptionText, typer.Option(metavar="N", help="Global batch size; default one sequence per device.")
+        OptionText, option("Global batch size; default one sequence per device.", metavar="N")
     ] = None,
-    context: Annotated[OptionText, typer.Option(metavar="N", help="Context length; 8k is 8,000 and 8Ki 8,192.")] = None,
-    source_len: Annotated[OptionText, typer.Option(metavar="N", help="Source length, for encoder-decoders.")] = None,
+    context: Annotated[OptionText, option("Context length; 8k is 8,000 and 8Ki 8,192.", metavar="N")] = None,
+    source_len: Annotated[OptionText, option("Source length, for encoder-decoders.", metavar="N")] = None,
     dtype: Annotated[
-        OptionText, typer.Option(metavar="NAME", help="fp32, bf16, fp16, mixed; for inference also fp8, int8, int4.")
+        OptionText, option("fp32, bf16, fp16, mixed; for inference also fp8, int8, int4.", metavar="NAME")
     ] = None,
     kv_cache_dtype: Annotated[
-        OptionText, typer.Option(metavar="NAME", help="Data type of the KV cache: fp32, bf16, fp16, fp8, int8, int4.")
+        OptionText, option("Data type of the KV cache: fp32, bf16, fp16, fp8, int8, int4.", metavar="NAME")
     ] = None,
-    optimizer: Annotated[
-        OptionText, typer.Option(metavar="NAME", help="adamw, adamw-8bit, muon, sgd, sgd-momentum.")
-    ] = None,
+    optimizer: Annotated[OptionText, option("adamw, adamw-8bit, muon, sgd, sgd-momentum.", metavar="NAME")] = None,
     activation_checkpointing: Annotated[
-        OptionText, typer.Option(metavar="NAME", help="Activation checkpointing: none, selective, full.")
+        OptionText, option("Activation checkpointing: none, selective, full.", metavar="NAME")
     ] = None,
-    kernel: Annotated[
-        OptionText, typer.Option(metavar="NAME", help="Attention kernel: auto, sdpa, explicit, flex.")
-    ] = None,
+    kernel: Annotated[OptionText, option("Attention kernel: auto, sdpa, explicit, flex.", metavar="NAME")] = None,
     loss: Annotated[
-        OptionText, typer.Option(metavar="NAME", help="Cross-entropy over full logits, or chunked as in train.")
+        OptionText, option("Cross-entropy over full logits, or chunked as in train.", metavar="NAME")
     ] = None,
     gpu: Annotated[
-        OptionText, typer.Option(metavar="NAME", help="Device of --list-hardware, or 'local' after cutaway bench.")
+        OptionText, option("Device of --list-hardware, or 'local' after cutaway bench.", metavar="NAME")
     ] = None,
-    bandwidth: Annotated[
-        OptionText, typer.Option(metavar="3.35TB/s", help="Memory bandwidth of a custom device.")
-    ] = None,
-    flops: Annotated[OptionText, typer.Option(metavar="989TFLOPS", help="Peak FLOP/s of a custom device.")] = None,
-    memory: Annotated[OptionText, typer.Option(metavar="80GB", help="Memory of a custom device.")] = None,
-    world_size: Annotated[OptionText, typer.Option(metavar="N", help="Number of devices.")] = None,
-    parallel: Annotated[OptionText, typer.Option(metavar="NAME", help="Parallelism: dp, fsdp, tp.")] = None,
-    tp: Annotated[OptionText, typer.Option(metavar="N", help="Tensor parallel degree.")] = None,
-    dp_shard: Annotated[OptionText, typer.Option(metavar="N", help="Data parallel shard degree (FSDP).")] = None,
-    train_tokens: Annotated[
-        OptionText, typer.Option(metavar="15T", help="Training tokens; default 20 per parameter.")
-    ] = None,
+    bandwidth: Annotated[OptionText, option("Memory bandwidth of a custom device.", metavar="3.35TB/s")] = None,
+    flops: Annotated[OptionText, option("Peak FLOP/s of a custom device.", metavar="989TFLOPS")] = None,
+    memory: Annotated[OptionText, option("Memory of a custom device.", metavar="80GB")] = None,
+    world_size: Annotated[OptionText, option("Number of devices.", metavar="N")] = None,
+    parallel: Annotated[OptionText, option("Parallelism: dp, fsdp, tp.", metavar="NAME")] = None,
+    tp: Annotated[OptionText, option("Tensor parallel degree.", metavar="N")] = None,
+    dp_shard: Annotated[OptionText, option("Data parallel shard degree (FSDP).", metavar="N")] = None,
+    train_tokens: Annotated[OptionText, option("Training tokens; default 20 per parameter.", metavar="15T")] = None,
     price_per_hour: Annotated[
-        float | None, typer.Option(metavar="2.5", min=0, max=1e9, help="Price per device-hour, in any currency.")
+        float | None, option("Price per device-hour, in any currency.", metavar="2.5", min=0, max=1e9)
     ] = None,
-    fit: Annotated[OptionText, typer.Option(metavar="16GB", help="Find what fits in this much memory.")] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Show a comparison table, the default for several SOURCEs.")
-    ] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a plot: .svg, .png or .pdf.")] = None,
-    list_hardware: Annotated[bool, typer.Option("--list-hardware", help="List the known devices.")] = False,
+    fit: Annotated[OptionText, option("Find what fits in this much memory.", metavar="16GB")] = None,
+    compare: Annotated[bool, option("Show a comparison table, the default for several SOURCEs.", "--compare")] = False,
+    plot: Annotated[Path | None, option("Write a plot: .svg, .png or .pdf.", metavar="FILE")] = None,
+    list_hardware: Annotated[bool, option("List the known devices.", "--list-hardware")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Estimate a model's parameters, FLOPs, memory, time and training cost from its config.

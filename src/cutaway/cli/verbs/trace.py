@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import Device, ModelSource, WeightDType, check_parent_directory, json_flag
+from cutaway.cli.options import Device, ModelSource, WeightDType, argument, check_parent_directory, json_flag, option
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -21,20 +19,16 @@ NUM_END_BLOCKS = 2
 
 def trace(
     source: ModelSource,
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="Input text; - reads standard input.")],
+    text: Annotated[str, argument("Input text; - reads standard input.", metavar="TEXT")],
     position: Annotated[
-        str | None,
-        typer.Option(metavar="TOKEN", help="Token to trace: its index, or part of the text; default the last."),
+        str | None, option("Token to trace: its index, or part of the text; default the last.", metavar="TOKEN")
     ] = None,
-    target: Annotated[str | None, typer.Option(metavar="TEXT", help="Decoder input of an encoder-decoder.")] = None,
+    target: Annotated[str | None, option("Decoder input of an encoder-decoder.", metavar="TEXT")] = None,
     sites: Annotated[
-        list[str] | None,
-        typer.Option(metavar="GLOB", help="Sites to show, such as resid_post or 'blocks.0.*'; repeatable."),
+        list[str] | None, option("Sites to show, such as resid_post or 'blocks.0.*'; repeatable.", metavar="GLOB")
     ] = None,
-    all_blocks: Annotated[
-        bool, typer.Option("--all-blocks", help="Show all blocks, not only the first and last ones.")
-    ] = False,
-    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the activations as .safetensors.")] = None,
+    all_blocks: Annotated[bool, option("Show all blocks, not only the first and last ones.", "--all-blocks")] = False,
+    save: Annotated[Path | None, option("Save the activations as .safetensors.", metavar="FILE")] = None,
     device: Device = None,
     dtype: WeightDType = None,
     as_json: Annotated[bool, json_flag("Print all sites as one JSON object.")] = False,

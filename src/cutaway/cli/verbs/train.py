@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import Device, json_flag
+from cutaway.cli.options import Device, argument, json_flag, option
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -17,31 +17,25 @@ if TYPE_CHECKING:  # torch is imported when it is needed
 
 def train(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="Name of a shipped recipe, or a .toml or .json file.")
+        str | None, argument("Name of a shipped recipe, or a .toml or .json file.", metavar="RECIPE")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Run directory; default runs/RECIPE.")] = None,
-    resume: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Resume this run from its last checkpoint.")
-    ] = None,
-    status: Annotated[Path | None, typer.Option(metavar="RUN", help="Print the status of this run.")] = None,
+    out: Annotated[Path | None, option("Run directory; default runs/RECIPE.", "--out", "-o")] = None,
+    resume: Annotated[Path | None, option("Resume this run from its last checkpoint.", metavar="RUN")] = None,
+    status: Annotated[Path | None, option("Print the status of this run.", metavar="RUN")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="a.b=x", help="Override a recipe value; repeatable.")
+        list[str] | None, option("Override a recipe value; repeatable.", "--set", metavar="a.b=x")
     ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option(
-            "--dry-run", help="Simulate one step of one rank and report memory and collectives; requires --world-size."
-        ),
+        option("Simulate one step of one rank and report memory and collectives; requires --world-size.", "--dry-run"),
     ] = False,
-    world_size: Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of ranks of the dry run.")] = None,
+    world_size: Annotated[int | None, option("Number of ranks of the dry run.", metavar="N", min=1)] = None,
     texts: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--text", metavar="FILE", help="Train on this file or directory instead of the recipe's data; repeatable."
-        ),
+        option("Train on this file or directory instead of the recipe's data; repeatable.", "--text", metavar="FILE"),
     ] = None,
     device: Device = None,
-    as_schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipes.")] = False,
+    as_schema: Annotated[bool, option("Print the JSON schema of recipes.", "--schema")] = False,
     as_json: Annotated[bool, json_flag("Print one JSON object per step and per evaluation.")] = False,
 ) -> None:
     """Train a model with a recipe, or resume a run.
