@@ -9,13 +9,13 @@ from urllib.parse import urlsplit
 
 import pytest
 from support.inspector import open_inspector, run_query
-from support.server import wait_until
+from support.server import serve_in_thread, wait_until
 
 from cutaway.serve import static_files
 from cutaway.serve.app import build_app
 from cutaway.serve.inspect import routes
 from cutaway.serve.inspect.queries import QUERIES
-from cutaway.serve.server import bind_socket, build_access_policy, serve_in_thread
+from cutaway.serve.server import bind_socket, build_access_policy
 
 pytestmark = pytest.mark.unchecked
 TEXT = {"tokens": [1, 2, 3]}

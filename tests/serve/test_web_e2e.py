@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.server import serve_in_thread
 
 import cutaway as ct
 from cutaway.cli.verbs.open import export_page, load_inspector
@@ -19,7 +20,7 @@ from cutaway.lens.analysis import ablation
 from cutaway.serve import static_files
 from cutaway.serve.app import build_app
 from cutaway.serve.inspect import routes
-from cutaway.serve.server import bind_socket, build_access_policy, serve_in_thread
+from cutaway.serve.server import bind_socket, build_access_policy
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+from fastapi import FastAPI
 
 import cutaway as ct
 from cutaway.families.checkpoint import Checkpoint
@@ -19,7 +20,7 @@ from cutaway.serve.limits import Limits
 from cutaway.serve.middleware import AccessPolicy
 from cutaway.serve.openai.api_server import build_openai_app
 from cutaway.serve.openai.serving_engine import ServingEngine
-from cutaway.serve.server import bind_socket, serve_in_thread
+from cutaway.serve.server import Server, bind_socket, server_url
 from cutaway.tokenizer import byte_tokenizer
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
@@ -86,6 +87,23 @@ def wait_until(condition: Callable[[], bool], seconds: float = 120) -> bool:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return condition()
+
+
+@contextmanager
+def serve_in_thread(app: FastAPI, sock: socket.socket, limits: Limits | None = None) -> Iterator[str]:
+    """Run a server in a thread for the duration of the context; yields its URL."""
+    ready = threading.Event()
+    server = Server(app, limits or Limits(), ready.set)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="cutaway server", daemon=True)
+    url = server_url(sock)
+    thread.start()
+    try:
+        if not ready.wait(120):
+            raise RuntimeError("the server did not start")
+        yield url
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def byte_checkpoint(

@@ -8,9 +8,7 @@ import os
 import re
 import socket
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 
 import h11
@@ -184,20 +182,3 @@ def run_server(app: FastAPI, sock: socket.socket, limits: Limits, on_ready: Call
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(0)
-
-
-@contextmanager
-def serve_in_thread(app: FastAPI, sock: socket.socket, limits: Limits | None = None) -> Iterator[str]:
-    """Run a server in a thread for the duration of the context; yields its URL."""
-    ready = threading.Event()
-    server = Server(app, limits or Limits(), ready.set)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="cutaway server", daemon=True)
-    url = server_url(sock)
-    thread.start()
-    try:
-        if not ready.wait(30):
-            raise InputError("the server did not start within 30 seconds; try another port")
-        yield url
-    finally:
-        server.should_exit = True
-        thread.join()

@@ -5,9 +5,7 @@ from functools import cache
 from typing import Any
 
 from cutaway.pretrained import ABLATIONS_FILE
-from cutaway.serve.inspect.inspector import Inspector
-from cutaway.serve.inspect.protocol import QueryJob, QueryResult
-from cutaway.serve.inspect.queries.base import Query
+from cutaway.serve.inspect.queries.base import Inspector, Query, QueryJob, QueryResult
 from cutaway.train.ablate.studies import FULL_MODEL
 
 BASELINE = "baseline"

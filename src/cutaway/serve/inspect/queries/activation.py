@@ -12,10 +12,9 @@ from cutaway.lens.equations import site_equation
 from cutaway.lens.sites import AXIS_NAMES
 from cutaway.serve.inspect.activation_cache import ActivationCache
 from cutaway.serve.inspect.formulas import list_formulas
-from cutaway.serve.inspect.inspector import Inspector, check_position
+from cutaway.serve.inspect.inspector import check_position
 from cutaway.serve.inspect.model_input import ModelInput
-from cutaway.serve.inspect.protocol import QueryJob, QueryResult
-from cutaway.serve.inspect.queries.base import InputQuery, TokenIndex
+from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, QueryResult, TokenIndex
 from cutaway.serve.inspect.snippet import build_snippet
 
 NUM_TOP_LOGITS = 50

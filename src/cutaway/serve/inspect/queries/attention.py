@@ -15,11 +15,10 @@ from cutaway.lens.analysis import head_scores
 from cutaway.lens.analysis.attention_heads import HEAD_TYPES, pattern_entropy_by_query
 from cutaway.lens.analysis.inputs import upcast_float32
 from cutaway.lens.sites import Site
-from cutaway.serve.inspect.inspector import Inspector, check_position
+from cutaway.serve.inspect.inspector import check_position
 from cutaway.serve.inspect.model_input import ModelInput
-from cutaway.serve.inspect.protocol import QueryJob, QueryResult
 from cutaway.serve.inspect.queries.activation import compute_attention_row
-from cutaway.serve.inspect.queries.base import InputQuery, Query, TokenIndex
+from cutaway.serve.inspect.queries.base import InputQuery, Inspector, Query, QueryJob, QueryResult, TokenIndex
 
 HEAD_TYPE_CACHE: WeakKeyDictionary[Inspector, QueryResult] = WeakKeyDictionary()
 """Head-type scores of the unedited model, which take several forward passes."""

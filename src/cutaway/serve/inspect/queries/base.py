@@ -9,6 +9,8 @@ from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.model_input import MAX_TOKENS, ModelInput
 from cutaway.serve.inspect.protocol import QueryJob, QueryResult
 
+__all__ = ["InputQuery", "Inspector", "Query", "QueryJob", "QueryResult", "TokenIndex"]
+
 TokenIndex = Annotated[int, Field(strict=True, ge=0, lt=MAX_TOKENS)]
 """Index of a token, from 0."""
 

@@ -7,10 +7,8 @@ from cutaway.lens.sites import has_additive_residual, is_sublayer_output
 from cutaway.model import EncoderDecoder, EncoderOnly
 from cutaway.model.stack import Stack
 from cutaway.serve.inspect.activation_cache import ActivationCache
-from cutaway.serve.inspect.inspector import Inspector
-from cutaway.serve.inspect.protocol import QueryJob, QueryResult
 from cutaway.serve.inspect.queries.activation import final_norm_site
-from cutaway.serve.inspect.queries.base import InputQuery
+from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, QueryResult
 
 NUM_CACHED_STEPS = 16
 """Number of tokens at the end of the text that are decoded one by one; earlier tokens are prefilled."""

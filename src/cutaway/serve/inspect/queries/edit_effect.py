@@ -11,9 +11,7 @@ from cutaway.evaluate import functional
 from cutaway.lens.analysis.ablation import TOP_K
 from cutaway.model import EncoderOnly
 from cutaway.serve.inspect.activation_cache import ActivationCache
-from cutaway.serve.inspect.inspector import Inspector
-from cutaway.serve.inspect.protocol import QueryJob, QueryResult
-from cutaway.serve.inspect.queries.base import InputQuery, TokenIndex
+from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, QueryResult, TokenIndex
 
 LOGIT_CHUNK_SIZE = 32
 """Positions whose logits are computed at once; limits memory for large vocabularies."""

@@ -13,10 +13,8 @@ from cutaway.generate.fill_mask import fill_mask
 from cutaway.generate.generation_config import GenerationConfig, apply_generation_config
 from cutaway.generate.sampling.sampling_params import SamplingParams, build_sampling_params, resolve_temperature
 from cutaway.model import EncoderOnly
-from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.model_input import MAX_TOKENS
-from cutaway.serve.inspect.protocol import QueryJob, QueryResult
-from cutaway.serve.inspect.queries.base import InputQuery, Query, TokenIndex
+from cutaway.serve.inspect.queries.base import InputQuery, Inspector, Query, QueryJob, QueryResult, TokenIndex
 from cutaway.serve.inspect.queries.model_info import MAX_CHARACTERS
 from cutaway.serve.inspect.recording_sampler import RecordingSampler, SamplingStep, compare_with_full_pass
 

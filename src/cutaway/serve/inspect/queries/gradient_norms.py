@@ -13,9 +13,7 @@ from cutaway.errors import InputError
 from cutaway.lens.analysis import gradient_by_depth
 from cutaway.lens.analysis.gradients import PLACEMENTS, relative_gradient_norms
 from cutaway.model import build
-from cutaway.serve.inspect.inspector import Inspector
-from cutaway.serve.inspect.protocol import QueryJob, QueryResult
-from cutaway.serve.inspect.queries.base import InputQuery, Query
+from cutaway.serve.inspect.queries.base import InputQuery, Inspector, Query, QueryJob, QueryResult
 
 MAX_GRADIENT_TOKENS = 512
 """Maximum number of tokens of a backward pass, which stores all activations."""

@@ -3,9 +3,7 @@
 from cutaway.learn.exercises import Exercise, load_exercises, progress
 from cutaway.learn.lessons import build_lessons, find_lesson
 from cutaway.learn.quiz import ChoiceQuestion, Question, find_questions, get_question, load_sections, shuffle_choices
-from cutaway.serve.inspect.inspector import Inspector
-from cutaway.serve.inspect.protocol import QueryJob, QueryResult
-from cutaway.serve.inspect.queries.base import Query
+from cutaway.serve.inspect.queries.base import Inspector, Query, QueryJob, QueryResult
 
 LESSON_FIELDS = ("slug", "title", "sentences", "figure", "notebook", "docs_page", "exercises")
 

@@ -8,10 +8,9 @@ from cutaway.lens.analysis import direct_logit_attribution
 from cutaway.lens.analysis.attribution import check_attributable, logit_contributions
 from cutaway.lens.analysis.inputs import AnalysisInputs
 from cutaway.serve.inspect.activation_cache import ActivationCache
-from cutaway.serve.inspect.inspector import Inspector, check_position
+from cutaway.serve.inspect.inspector import check_position
 from cutaway.serve.inspect.model_input import TokenId
-from cutaway.serve.inspect.protocol import QueryJob, QueryResult
-from cutaway.serve.inspect.queries.base import InputQuery, TokenIndex
+from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, QueryResult, TokenIndex
 
 
 class LogitAttribution(InputQuery):

@@ -8,10 +8,8 @@ from cutaway.errors import InputError
 from cutaway.lens.structural_edits import STRUCTURAL_OPS, structural_targets, supports_structural_edit
 from cutaway.model import Transformer
 from cutaway.model.stack import Stack
-from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.model_input import MAX_TOKENS
-from cutaway.serve.inspect.protocol import QueryJob, QueryResult
-from cutaway.serve.inspect.queries.base import Query
+from cutaway.serve.inspect.queries.base import Inspector, Query, QueryJob, QueryResult
 
 MAX_CHARACTERS = 1 << 16
 

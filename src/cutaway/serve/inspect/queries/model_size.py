@@ -11,9 +11,7 @@ from cutaway.config import config as read_config
 from cutaway.config.presets import PRESETS, presets
 from cutaway.config.transformer import Encoder
 from cutaway.errors import CutawayError, InputError
-from cutaway.serve.inspect.inspector import Inspector
-from cutaway.serve.inspect.protocol import QueryJob, QueryResult
-from cutaway.serve.inspect.queries.base import Query
+from cutaway.serve.inspect.queries.base import Inspector, Query, QueryJob, QueryResult
 from cutaway.size import Hardware, SizeEstimate, list_hardware, size
 from cutaway.size.memory_fit import SEARCH_LIMIT, find_max_context, find_max_fitting, max_position_embeddings
 from cutaway.size.plot import group_components

@@ -8,10 +8,9 @@ from cutaway.evaluate import functional
 from cutaway.generate.sampling.logits_processing import logits_to_probs
 from cutaway.generate.sampling.sampler import Sampler
 from cutaway.generate.sampling.sampling_params import SamplingParams
-from cutaway.serve.inspect.inspector import Inspector, check_position
-from cutaway.serve.inspect.protocol import QueryJob, QueryResult
+from cutaway.serve.inspect.inspector import check_position
 from cutaway.serve.inspect.queries.activation import final_norm_site
-from cutaway.serve.inspect.queries.base import InputQuery, TokenIndex
+from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, QueryResult, TokenIndex
 
 NUM_TOP_TOKENS = 5
 

@@ -15,9 +15,7 @@ from cutaway.lens.journey import (
 )
 from cutaway.lens.sites import is_repeated_resid, is_resid_site
 from cutaway.serve.inspect.activation_cache import ActivationCache
-from cutaway.serve.inspect.inspector import Inspector
-from cutaway.serve.inspect.protocol import QueryJob, QueryResult
-from cutaway.serve.inspect.queries.base import InputQuery, TokenIndex
+from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, QueryResult, TokenIndex
 
 
 class ResidualNorms(InputQuery):

@@ -10,9 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.serve.inspect.inspector import Inspector
-from cutaway.serve.inspect.protocol import QueryJob, QueryResult
-from cutaway.serve.inspect.queries.base import Query
+from cutaway.serve.inspect.queries.base import Inspector, Query, QueryJob, QueryResult
 from cutaway.train.checkpoint.run_directory import RunDirectory
 from cutaway.train.logging.metrics_log import read_metrics_log
 
