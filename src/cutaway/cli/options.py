@@ -68,6 +68,4 @@ def parse_length(text: str | None) -> int | None:
 def check_parent_directory(path: Path) -> None:
     """Raise if the directory of an output file does not exist, before loading the model."""
     if not path.parent.is_dir():
-        raise InputError(
-            f"'{path.parent}' is not a directory, so the file cannot be written; create it, or name another"
-        )
+        raise InputError(f"'{path.parent}' is not a directory, so nothing can be written there; create it")

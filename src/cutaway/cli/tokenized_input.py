@@ -98,7 +98,7 @@ def load_tokenized_input(
     for name, token_ids in (("text", tokenized.source or tokenized.tokens), ("target", tokenized.tokens)):
         if len(token_ids) > MAX_TRACED_TOKENS:
             raise InputError(
-                f"the {name} has {len(token_ids)} tokens; all scores are stored, so use at most {MAX_TRACED_TOKENS}"
+                f"the {name} has {len(token_ids)} tokens; use at most {MAX_TRACED_TOKENS}: all scores are stored"
             )
     context = tokenized.model.config.context
     if context is not None and len(tokenized.tokens) > context:

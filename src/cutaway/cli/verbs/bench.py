@@ -68,9 +68,7 @@ def bench(
     if phase is None:
         misplaced = next((name for name, value in throughput_options.items() if value is not None), None)
         if misplaced is not None:
-            raise InputError(
-                f"{misplaced} is for one model's throughput; use it as in cutaway bench decode gpt2 {misplaced} …"
-            )
+            raise InputError(f"{misplaced} is for one model; use it as in cutaway bench decode gpt2 {misplaced} …")
         _run_machine_bench(device, model, as_json=as_json)
         return
     if source is None:

@@ -144,13 +144,13 @@ def _load_checked_model(
         options = {"library transformers": is_transformers, "device": device, "dtype": dtype}
         for name in (name for name, value in options.items() if value):
             raise InputError(
-                f"--{name} is for checkpoints; the model of '{source}' is checked unchanged, so leave it out"
+                f"--{name} is for checkpoints; the model of '{source}' is checked as it is, so leave it out"
             )
         return model_sources.build_from_factory(source, model_sources.import_factory(source), seed=seed)
     if is_config_source(source):
         if is_transformers:
             raise InputError(
-                f"'{source}' is a cutaway preset; --library transformers requires a model directory or hub id"
+                f"'{source}' is a cutaway preset; --library transformers needs a model directory or hub id"
             )
         return _build_untrained_model(source, target_device, torch_dtype, seed, notes), {}
     if is_transformers:

@@ -48,7 +48,7 @@ def demo(
     tokenized = tokenize_bytes(build(model_config, seed=seed), text, None)
     if len(tokenized.tokens) > MAX_TRACED_TOKENS:
         raise InputError(
-            f"--text has {len(tokenized.tokens)} bytes; all scores are stored, so use at most {MAX_TRACED_TOKENS}"
+            f"--text has {len(tokenized.tokens)} bytes; use at most {MAX_TRACED_TOKENS}: all scores are stored"
         )
     journey = trace_token(tokenized, shown_sites=None if as_json else default_sites(tokenized.model))
     if as_json:

@@ -70,9 +70,7 @@ def evaluate(
             article = "a" if form == "decoder" else "an"
             raise InputError(f"--{name.replace('_', '-')} does not apply to {article} {form}; leave it out")
     if form == "encoder-decoder" and target_column is None:
-        raise InputError(
-            "an encoder-decoder is evaluated on source and target pairs; pass .jsonl files and --target-column"
-        )
+        raise InputError("an encoder-decoder needs source and target pairs; pass .jsonl files and --target-column")
     del form_options["target_column"]
     options = {name: value for name, value in form_options.items() if value is not None} | {"batch_size": batch_size}
     results: Results = {"source": source, "form": form} | _run_evaluation(checkpoint, documents, options, quiet=as_json)

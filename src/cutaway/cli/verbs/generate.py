@@ -184,14 +184,12 @@ def _check_options(options: dict[str, Any]) -> None:
                 raise InputError(f"--{name.replace('_', '-')} cannot be combined with --chat; leave one of them out")
         if (options["num_samples"] or 1) > 1:
             raise InputError(
-                "--num-samples generates several completions, and --chat continues from one; leave one of them out"
+                "--num-samples generates several completions, and --chat continues from one; leave one out"
             )
     elif options["system"] is not None and not options["message"]:
         raise InputError("--system is the system message of a chat; add --chat or --message")
     if options["message"] and options["token_ids"]:
-        raise InputError(
-            "--token-ids cannot be used with --message, which applies a chat template to text; leave one of them out"
-        )
+        raise InputError("--token-ids cannot be used with --message, which needs text; leave one of them out")
 
 
 def _parse_sampling_params(options: dict[str, Any]) -> "SamplingParams":

@@ -74,7 +74,7 @@ def train(
     if dry_run or world_size is not None:
         if world_size is None or not dry_run or recipe is None or out is not None:
             raise InputError(
-                "a dry run needs a recipe, --dry-run and --world-size N, and writes no run directory; leave out --out"
+                "a dry run needs a recipe, --dry-run and --world-size N, and writes nothing; leave out --out"
             )
         from cutaway.cli.views.dry_run_report import run_dry_run
 

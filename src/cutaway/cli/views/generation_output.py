@@ -210,14 +210,10 @@ def fill_masks(
     """Print the predictions of an encoder for each mask."""
     if unsupported_options:
         option = f"--{unsupported_options[0].replace('_', '-')}".replace("compile-model", "compile")
-        raise InputError(
-            f"this model is an encoder, which fills masks, and {option} does not apply to that; leave it out"
-        )
+        raise InputError(f"this model is an encoder, which fills masks, and {option} does not apply; leave it out")
     texts = [prompt for prompt in inputs if isinstance(prompt, str)]
     if checkpoint.tokenizer is None or len(texts) < len(inputs) or not texts:
-        raise InputError(
-            "this model is an encoder, which fills masks; pass texts with a mask, and a checkpoint with a tokenizer"
-        )
+        raise InputError("this model is an encoder, which fills masks; pass texts with a mask, and a tokenizer")
     predictions = fill_mask(checkpoint.model, checkpoint.tokenizer, texts, top_k=top_k)
     for text, masks in zip(texts, predictions, strict=True):
         if output.as_json:

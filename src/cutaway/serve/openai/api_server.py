@@ -13,18 +13,9 @@ from cutaway.serve.app import build_app
 from cutaway.serve.errors import APIError
 from cutaway.serve.limits import Limits
 from cutaway.serve.middleware import AccessPolicy
-from cutaway.serve.openai import request_mapping
+from cutaway.serve.openai import protocol, request_mapping
 from cutaway.serve.openai.completion_stream import CompletionStream
 from cutaway.serve.openai.embeddings import compute_embeddings, encode_float32_base64
-from cutaway.serve.openai.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    GenerationRequest,
-    OpenAIBaseModel,
-    TokenizeRequest,
-)
 from cutaway.serve.openai.response_builder import ResponseBuilder
 from cutaway.serve.openai.serving_engine import ServingEngine, context_length_error, to_api_error
 from cutaway.serve.openai.sse import SSEResponse, with_cancellation
@@ -82,7 +73,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
         return model_card
 
     @router.post("/v1/completions", responses=STREAMING_RESPONSES)
-    async def completions(request: CompletionRequest, raw_request: Request) -> Response:
+    async def completions(request: protocol.CompletionRequest, raw_request: Request) -> Response:
         """Generate completions for prompts; for an encoder-decoder, the prompt is the source."""
         check_request(request, serving)
         encode_prompts, params = request_mapping.map_completion_request(request, serving)
@@ -90,7 +81,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
         return await reply(stream, request, raw_request, num_logprobs=params.logprobs)
 
     @router.post("/v1/chat/completions", responses=STREAMING_RESPONSES)
-    async def chat(request: ChatCompletionRequest, raw_request: Request) -> Response:
+    async def chat(request: protocol.ChatCompletionRequest, raw_request: Request) -> Response:
         """Generate a chat completion with the checkpoint's chat template."""
         check_request(request, serving)
         encode_prompts, params = request_mapping.map_chat_request(request, serving)
@@ -98,9 +89,9 @@ def build_router(serving: ServingEngine) -> APIRouter:
         return await reply(stream, request, raw_request, num_logprobs=params.logprobs)
 
     async def reply(
-        stream: CompletionStream, request: GenerationRequest, raw_request: Request, *, num_logprobs: int | None
+        stream: CompletionStream, request: protocol.GenerationRequest, raw_request: Request, *, num_logprobs: int | None
     ) -> Response:
-        is_chat = isinstance(request, ChatCompletionRequest)
+        is_chat = isinstance(request, protocol.ChatCompletionRequest)
         builder = ResponseBuilder(serving, is_chat=is_chat, num_logprobs=num_logprobs)
         if request.stream:
             with_usage = bool(request.stream_options and request.stream_options.include_usage)
@@ -114,7 +105,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
         return JSONResponse(builder.build_response(stream, results))
 
     @router.post("/v1/embeddings")
-    async def embeddings(request: EmbeddingRequest, raw_request: Request) -> Response:
+    async def embeddings(request: protocol.EmbeddingRequest, raw_request: Request) -> Response:
         """Compute one L2-normalized embedding per text."""
         check_request(request, serving)
         prompts = request_mapping.as_prompt_list(request.input, "input", serving.limits.max_embedding_inputs)
@@ -143,7 +134,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
         return JSONResponse({"object": "list", "data": data, "model": serving.served_model_name, "usage": usage})
 
     @router.post("/tokenize")
-    async def tokenize(request: TokenizeRequest) -> dict[str, object]:
+    async def tokenize(request: protocol.TokenizeRequest) -> dict[str, object]:
         """Tokenize a text or a chat."""
         check_request(request, serving)
         if (request.prompt is None) == (request.messages is None):
@@ -161,7 +152,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
         return {"count": len(tokens), "max_model_len": serving.max_model_len, "tokens": tokens, "token_strs": strings}
 
     @router.post("/detokenize")
-    async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(request: protocol.DetokenizeRequest) -> dict[str, str]:
         """Decode token ids to text."""
         check_request(request, serving)
         tokenizer = serving.get_tokenizer()
@@ -171,7 +162,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
     return router
 
 
-def check_request(request: OpenAIBaseModel, serving: ServingEngine) -> None:
+def check_request(request: protocol.OpenAIBaseModel, serving: ServingEngine) -> None:
     """Raise unless the request names this model and only supported fields."""
     serving.check_model_name(request.model)
     request.check_unsupported_fields()

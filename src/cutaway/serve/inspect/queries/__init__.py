@@ -2,16 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from cutaway.serve.inspect.queries import attention
 from cutaway.serve.inspect.queries.ablation_results import AblationResults
 from cutaway.serve.inspect.queries.activation import Activation
-from cutaway.serve.inspect.queries.attention import (
-    AttentionByLayer,
-    AttentionHead,
-    AttentionLayers,
-    AttentionRow,
-    AttentionThumbnails,
-    HeadTypes,
-)
 from cutaway.serve.inspect.queries.consistency_check import ConsistencyCheck
 from cutaway.serve.inspect.queries.edit_effect import EditEffect
 from cutaway.serve.inspect.queries.generation import FillMask, Generate
@@ -32,17 +25,17 @@ QUERIES: dict[str, "type[Query]"] = {
     "tokenize": Tokenize,
     "residual_norms": ResidualNorms,
     "journey": TokenJourney,
-    "attention_layers": AttentionLayers,
-    "attention_thumbnails": AttentionThumbnails,
-    "attention_head": AttentionHead,
-    "attention_row": AttentionRow,
+    "attention_layers": attention.AttentionLayers,
+    "attention_thumbnails": attention.AttentionThumbnails,
+    "attention_head": attention.AttentionHead,
+    "attention_row": attention.AttentionRow,
     "logit_attribution": LogitAttribution,
-    "head_types": HeadTypes,
+    "head_types": attention.HeadTypes,
     "generate": Generate,
     "fill_mask": FillMask,
     "activation": Activation,
     "next_token": NextToken,
-    "attention_by_layer": AttentionByLayer,
+    "attention_by_layer": attention.AttentionByLayer,
     "consistency_check": ConsistencyCheck,
     "edit_effect": EditEffect,
     "ablation_results": AblationResults,

@@ -93,9 +93,7 @@ class AttentionRow(InputQuery):
         site = find_attention_site(inspector, self.attention, self.head)
         pattern, visible, sink = compute_pattern(inspector, self.input, site, [self.head], job)
         if self.position >= pattern.shape[1]:
-            raise InputError(
-                f"position is {self.position}; the pattern has queries of {pattern.shape[1]} tokens, counted from 0"
-            )
+            raise InputError(f"position is {self.position}; the pattern has {pattern.shape[1]} queries, counted from 0")
         data = {"sink_weight": None if sink is None else float(sink[0, self.position])}
         return QueryResult(data, {"weights": pattern[0, self.position], "visible": visible[self.position]})
 

@@ -44,9 +44,8 @@ class Generate(InputQuery):
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         inspector.validate_input(self.input)
         if self.num_prompt_tokens > len(self.input.tokens):
-            raise InputError(
-                f"num_prompt_tokens is {self.num_prompt_tokens}; the input has only {len(self.input.tokens)} tokens"
-            )
+            count = len(self.input.tokens)
+            raise InputError(f"num_prompt_tokens is {self.num_prompt_tokens}; the input has only {count} tokens")
         if isinstance(inspector.model, EncoderOnly):
             raise InputError("this model is an encoder, which does not generate text; use mask filling")
         session = GenerationSession(inspector, self)
@@ -96,9 +95,7 @@ class GenerationSession:
         smallest, largest = PREFILL_CHUNK_RANGE
         prefill_chunk_size = min(max(min(windows, default=largest), smallest), largest)
         if self.is_encoder_decoder and query.num_prompt_tokens != 1:
-            raise InputError(
-                f"num_prompt_tokens is {query.num_prompt_tokens}; an encoder-decoder has one start token, so use 1"
-            )
+            raise InputError(f"num_prompt_tokens is {query.num_prompt_tokens}; use 1, the start token of the decoder")
         return build_engine_config(
             model,
             self.generation_config,
