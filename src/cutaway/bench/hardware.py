@@ -31,7 +31,7 @@ NUM_STAGES = 1 + len(TORCH_DTYPES) + 3
 StageCallback = Callable[[str], None]
 
 
-def time_runs(run: Callable[[], object], device: torch.device, *, min_total_seconds: float = 0.3) -> list[float]:
+def _time_runs(run: Callable[[], object], device: torch.device, *, min_total_seconds: float = 0.3) -> list[float]:
     """Seconds of each run, after one warm-up run: at least three runs and `min_total_seconds` in total."""
     run()
     synchronize(device)
@@ -54,7 +54,7 @@ def measure_copy_bandwidth(device: torch.device) -> float:
     """Maximum copy bandwidth in bytes per second, reads and writes together."""
     x = torch.zeros(2**30 if device.type == "cuda" else 2**28, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
-    return 2 * x.numel() / min(time_runs(lambda: y.copy_(x), device))
+    return 2 * x.numel() / min(_time_runs(lambda: y.copy_(x), device))
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -68,7 +68,7 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 def matmul_flops_at_size(size: int, device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a (size, size) matmul."""
     a = torch.randn(size, size, device=device).to(dtype)
-    return 2 * size**3 / min(time_runs(lambda: a @ a, device))
+    return 2 * size**3 / min(_time_runs(lambda: a @ a, device))
 
 
 def measure_hardware(
@@ -129,7 +129,7 @@ def _measure_efficiency(
     def fraction(stage: str, bound: RooflineBound | None, run: Callable[[], object]) -> float:
         progress(stage)
         assert bound is not None
-        return min(1.0, bound.min_seconds / median(time_runs(run, device)))
+        return min(1.0, bound.min_seconds / median(_time_runs(run, device)))
 
     cache = model.new_cache(1, seq_len)
 

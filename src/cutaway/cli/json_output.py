@@ -14,15 +14,15 @@ def print_json(
     default: Callable[[object], object] | None = None,
 ) -> None:
     """Print one JSON value and flush; NaN and infinity are printed as text."""
-    text = json.dumps(json_safe(data), indent=indent, ensure_ascii=ensure_ascii, default=default, allow_nan=False)
+    text = json.dumps(_json_safe(data), indent=indent, ensure_ascii=ensure_ascii, default=default, allow_nan=False)
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
-def json_safe(value: object) -> object:
+def _json_safe(value: object) -> object:
     """Replace NaN and infinity, which JSON cannot represent, with text."""
     if isinstance(value, dict):
-        return {key: json_safe(item) for key, item in value.items()}
+        return {key: _json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [json_safe(item) for item in value]
+        return [_json_safe(item) for item in value]
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)

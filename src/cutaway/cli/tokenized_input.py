@@ -94,7 +94,7 @@ def load_tokenized_input(
         tokenized = tokenize_bytes(untrained_model, text, target)
     else:
         tokenized = tokenize_for_checkpoint(load_checkpoint(source, device, dtype, quiet=quiet), text, target)
-    check_target(tokenized.model, target)
+    _check_target(tokenized.model, target)
     for name, token_ids in (("text", tokenized.source or tokenized.tokens), ("target", tokenized.tokens)):
         if len(token_ids) > MAX_TRACED_TOKENS:
             raise InputError(
@@ -156,7 +156,7 @@ def _encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = True) 
         raise InputError("this model has no tokenizer; pass token ids, such as 1,2,3") from None
 
 
-def check_target(model: "Transformer", target: str | None) -> None:
+def _check_target(model: "Transformer", target: str | None) -> None:
     if target is not None and len(model.stacks) == 1:
         form = f"a{'n' if model.config.form == 'encoder' else ''} {model.config.form}"
         raise InputError(f"--target requires an encoder-decoder, and this model is {form}; leave it out")

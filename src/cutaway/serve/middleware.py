@@ -95,7 +95,7 @@ def is_ip_address(name: str) -> bool:
     return True
 
 
-class ReplayableReceive:
+class _ReplayableReceive:
     """ASGI receive callable that can replay a buffered body and tracks whether more of the body is to be received."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
@@ -132,7 +132,7 @@ class SecurityMiddleware:
             await send({"type": "websocket.close", "code": 1008, "reason": ""})
 
     async def handle_request(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response_started, status, incoming = False, 500, ReplayableReceive(scope, receive)
+        response_started, status, incoming = False, 500, _ReplayableReceive(scope, receive)
         start_time = time.monotonic()
 
         async def send_with_headers(message: Message) -> None:
@@ -225,7 +225,7 @@ class SecurityMiddleware:
         message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
         raise APIError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
-    async def read_body(self, headers: dict[bytes, str], incoming: ReplayableReceive) -> bytes | None:
+    async def read_body(self, headers: dict[bytes, str], incoming: _ReplayableReceive) -> bytes | None:
         """Read the body if the request has one; raise as soon as it exceeds `max_body_bytes`."""
         length = headers.get(b"content-length")
         if length is None and b"transfer-encoding" not in headers:
@@ -259,7 +259,7 @@ class SecurityMiddleware:
             message_text = f"the body did not arrive within {self.limits.body_timeout:g} seconds; send it faster"
             raise APIError(408, message_text, code="timeout") from None
 
-    async def send_error(self, error: APIError, incoming: ReplayableReceive, send: Send) -> None:
+    async def send_error(self, error: APIError, incoming: _ReplayableReceive, send: Send) -> None:
         """Send an error response.
 
         The rest of the body is received and discarded for `lingering_timeout`: closing the connection at once would

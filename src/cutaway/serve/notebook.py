@@ -46,12 +46,12 @@ def view(
         url_fragment = traitlets.Unicode(f"/{screen}?{urlencode({'text': text} if text else {})}").tag(sync=True)
 
     page = Page()
-    bridge = WidgetBridge(page, executor)
+    bridge = _WidgetBridge(page, executor)
     page.on_msg(lambda _, content, buffers: bridge.on_message(content))
     return page
 
 
-class WidgetBridge:
+class _WidgetBridge:
     """Runs a widget's queries in threads and sends their frames; a query can be canceled."""
 
     def __init__(self, widget: "AnyWidget", executor: QueryExecutor) -> None:

@@ -33,7 +33,7 @@ def build_access_policy(host: str, api_key: str | None, extra_hosts: tuple[str, 
     """Build the access policy of a server bound to `host`. Without an API key, only loopback addresses are allowed."""
     if api_key is not None and not re.fullmatch("[!-~]{8,512}", api_key):
         raise InputError("the API key must have 8 to 512 printable ASCII characters without spaces; choose another")
-    if api_key is None and not is_loopback(host):
+    if api_key is None and not _is_loopback(host):
         raise InputError(
             f"--host {host} is reachable from other machines, and there is no API key; pass --api-key-file FILE or set"
             " CUTAWAY_API_KEY, or omit --host to serve this machine only"
@@ -43,7 +43,7 @@ def build_access_policy(host: str, api_key: str | None, extra_hosts: tuple[str, 
     return AccessPolicy(frozenset(allowed_hosts), allow_any_ip_address=host in WILDCARD_HOSTS, api_key=api_key)
 
 
-def is_loopback(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     return host == "localhost" or (is_ip_address(host) and (host == "::1" or host.startswith("127.")))
 
 
@@ -76,7 +76,7 @@ def server_url(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class TimeoutProtocol(H11Protocol):
+class _TimeoutProtocol(H11Protocol):
     """HTTP/1.1 connection with timeouts for receiving headers and for sending to a client that does not read."""
 
     limits = Limits()
@@ -139,7 +139,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, limits: Limits, on_ready: Callable[[], object] | None = None) -> None:
-        protocol = type("LimitedProtocol", (TimeoutProtocol,), {"limits": limits})
+        protocol = type("LimitedProtocol", (_TimeoutProtocol,), {"limits": limits})
         config = uvicorn.Config(
             app,
             http=protocol,

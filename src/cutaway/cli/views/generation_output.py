@@ -63,7 +63,7 @@ def generate_and_print(
     system: str | None,
 ) -> None:
     """Generate completions of all prompts in one batch and print them in order."""
-    prompts = [build_messages(prompt, system, checkpoint) if as_messages else prompt for prompt in inputs]
+    prompts = [_build_messages(prompt, system, checkpoint) if as_messages else prompt for prompt in inputs]
     prompt_of_completion = [prompt for prompt in inputs for _ in range(params.n)]
     is_continuation = not as_messages and "encoder" not in checkpoint.model.stacks
 
@@ -97,7 +97,7 @@ def generate_and_print(
         output.write_note(format_stats(generation))
 
 
-def build_messages(text: PromptInput, system: str | None, checkpoint: "Checkpoint") -> list[dict[str, str]]:
+def _build_messages(text: PromptInput, system: str | None, checkpoint: "Checkpoint") -> list[dict[str, str]]:
     """Return a text as the first user message of a chat."""
     check_chat_template(checkpoint)
     system_messages = [] if system is None else [{"role": "system", "content": system}]

@@ -24,7 +24,7 @@ def export_html(inspector: Inspector, progress: Callable[[int, int], None]) -> t
     """Return the HTML and whether it is complete; of a long text, only the last tokens' activations are included."""
     results: dict[str, str] = {}
     size, is_complete = 0, True
-    queries = list(list_export_queries(inspector))
+    queries = list(_list_export_queries(inspector))
     for done, (name, params) in enumerate(queries):
         progress(done, len(queries))
         try:
@@ -36,12 +36,12 @@ def export_html(inspector: Inspector, progress: Callable[[int, int], None]) -> t
         if size > MAX_EXPORT_BYTES:
             is_complete = False
             break
-        results[result_key(name, params)] = encoded
+        results[_result_key(name, params)] = encoded
     progress(len(queries), len(queries))
     return _render_html(inspector.name, results), is_complete
 
 
-def result_key(query_name: str, params: dict[str, object]) -> str:
+def _result_key(query_name: str, params: dict[str, object]) -> str:
     """Return the key of a query's result; the web page builds the same string."""
     return f"{query_name} {json.dumps(_drop_none(params), separators=(',', ':'), sort_keys=True, ensure_ascii=False)}"
 
@@ -52,7 +52,7 @@ def _drop_none(value: object) -> object:
     return [_drop_none(inner) for inner in value] if isinstance(value, list) else value
 
 
-def list_export_queries(inspector: Inspector) -> Iterator[tuple[str, dict[str, object]]]:
+def _list_export_queries(inspector: Inspector) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield the queries of the screens Trace, Attention and Learn for the default text, last token first."""
     yield "model_info", {}
     tokenizer = inspector.tokenizer

@@ -42,12 +42,12 @@ def _to_wire_tensor(value: Tensor) -> Tensor:
     return value if value.dtype in (torch.uint8, torch.int32) else value.float()
 
 
-def encode_frame(kind: int, payload: bytes) -> bytes:
+def _encode_frame(kind: int, payload: bytes) -> bytes:
     return len(payload).to_bytes(4, "little") + bytes([kind]) + payload
 
 
 def encode_json_frame(kind: int, data: Mapping[str, object]) -> bytes:
-    return encode_frame(kind, json.dumps(data).encode())
+    return _encode_frame(kind, json.dumps(data).encode())
 
 
 class QueryCancelled(Exception):  # noqa: N818  # named like asyncio.CancelledError: not an error
@@ -75,7 +75,7 @@ class QueryJob:
     def send_partial(self, result: QueryResult) -> None:
         """Send part of the result."""
         self.check_cancelled()
-        self.send(encode_frame(PARTIAL, result.to_safetensors()))
+        self.send(_encode_frame(PARTIAL, result.to_safetensors()))
 
     def send_result(self, result: QueryResult) -> None:
-        self.send(encode_frame(RESULT, result.to_safetensors()))
+        self.send(_encode_frame(RESULT, result.to_safetensors()))

@@ -75,7 +75,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
     @router.post("/v1/completions", responses=STREAMING_RESPONSES)
     async def completions(request: protocol.CompletionRequest, raw_request: Request) -> Response:
         """Generate completions for prompts; for an encoder-decoder, the prompt is the source."""
-        check_request(request, serving)
+        _check_request(request, serving)
         encode_prompts, params = request_mapping.map_completion_request(request, serving)
         stream = await serving.submit(encode_prompts, params)
         return await reply(stream, request, raw_request, num_logprobs=params.logprobs)
@@ -83,7 +83,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
     @router.post("/v1/chat/completions", responses=STREAMING_RESPONSES)
     async def chat(request: protocol.ChatCompletionRequest, raw_request: Request) -> Response:
         """Generate a chat completion with the checkpoint's chat template."""
-        check_request(request, serving)
+        _check_request(request, serving)
         encode_prompts, params = request_mapping.map_chat_request(request, serving)
         stream = await serving.submit(encode_prompts, params, fill_context=True)
         return await reply(stream, request, raw_request, num_logprobs=params.logprobs)
@@ -107,7 +107,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
     @router.post("/v1/embeddings")
     async def embeddings(request: protocol.EmbeddingRequest, raw_request: Request) -> Response:
         """Compute one L2-normalized embedding per text."""
-        check_request(request, serving)
+        _check_request(request, serving)
         prompts = request_mapping.as_prompt_list(request.input, "input", serving.limits.max_embedding_inputs)
         encode_prompts = request_mapping.build_prompt_encoder(prompts, serving, "input")
         disconnected = threading.Event()
@@ -136,7 +136,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(request: protocol.TokenizeRequest) -> dict[str, object]:
         """Tokenize a text or a chat."""
-        check_request(request, serving)
+        _check_request(request, serving)
         if (request.prompt is None) == (request.messages is None):
             raise APIError(400, "pass either prompt or messages", param="prompt")
         tokenizer = serving.get_tokenizer()
@@ -154,7 +154,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(request: protocol.DetokenizeRequest) -> dict[str, str]:
         """Decode token ids to text."""
-        check_request(request, serving)
+        _check_request(request, serving)
         tokenizer = serving.get_tokenizer()
         request_mapping.check_limit("tokens", len(request.tokens), serving.limits.max_prompt_tokens)
         return {"prompt": await serving.run_in_pool(lambda: tokenizer.decode(request.tokens))}
@@ -162,7 +162,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
     return router
 
 
-def check_request(request: protocol.OpenAIBaseModel, serving: ServingEngine) -> None:
+def _check_request(request: protocol.OpenAIBaseModel, serving: ServingEngine) -> None:
     """Raise unless the request names this model and only supported fields."""
     serving.check_model_name(request.model)
     request.check_unsupported_fields()

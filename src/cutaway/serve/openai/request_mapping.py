@@ -32,7 +32,7 @@ def check_limit(name: str, value: int | None, limit: int, unit: str = "") -> Non
         raise APIError(400, f"{name} is more than {limit}{unit}; reduce it", param=name)
 
 
-def to_sampling_params(
+def _to_sampling_params(
     request: GenerationRequest, limits: Limits, *, logprobs: int | None, max_new_tokens: int | None = None
 ) -> SamplingParams:
     """Build SamplingParams with the defaults of the OpenAI API, which differ from `generate`'s."""
@@ -73,7 +73,7 @@ def map_completion_request(
         raise APIError(400, "best_of other than n is not supported by this server; leave it out", param="best_of")
     check_limit("logprobs", request.logprobs, limits.max_logprobs)
     max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    params = to_sampling_params(request, limits, logprobs=request.logprobs, max_new_tokens=max_tokens)
+    params = _to_sampling_params(request, limits, logprobs=request.logprobs, max_new_tokens=max_tokens)
     prompts = as_prompt_list(request.prompt, "prompt", limits.max_prompts)
     check_limit("prompt", len(prompts) * params.n, limits.max_completions, " completions (prompts × n)")
     return build_prompt_encoder(prompts, serving, "prompt"), params
@@ -90,7 +90,7 @@ def map_chat_request(
     if request.max_completion_tokens is not None and request.max_tokens not in (None, request.max_completion_tokens):
         raise APIError(400, "max_tokens and max_completion_tokens differ; pass one of them", param="max_tokens")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    params = to_sampling_params(request, limits, logprobs=logprobs, max_new_tokens=request.max_completion_tokens)
+    params = _to_sampling_params(request, limits, logprobs=logprobs, max_new_tokens=request.max_completion_tokens)
     return build_chat_encoder(request.messages, serving), params
 
 
@@ -129,12 +129,12 @@ def build_chat_encoder(messages: list[ChatMessage], serving: ServingEngine) -> C
         message = "this model has no chat template, so it has no chat format; use /v1/completions"
         raise APIError(400, message, code="no_chat_template")
     check_limit("messages", len(messages), serving.limits.max_messages)
-    template_messages = [to_template_message(message) for message in messages]
+    template_messages = [_to_template_message(message) for message in messages]
     serving.check_text_length(["".join(message["content"] for message in template_messages)], "messages")
     return lambda: [tokenizer.encode_chat(template_messages)]
 
 
-def to_template_message(message: ChatMessage) -> dict[str, str]:
+def _to_template_message(message: ChatMessage) -> dict[str, str]:
     """Convert a message for chat templates: text parts are joined, and the role `developer` becomes `system`."""
     content = message.content
     text = content if content is None or isinstance(content, str) else "".join(part.text for part in content)

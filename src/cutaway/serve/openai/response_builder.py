@@ -26,7 +26,7 @@ class ResponseBuilder:
     def build_response(self, stream: CompletionStream, results: Sequence[Completion]) -> Data:
         choices = [self._build_choice(index, result) for index, result in enumerate(results)]
         object_type = "chat.completion" if self.is_chat else "text_completion"
-        return self._build_envelope(object_type, choices) | {"usage": build_usage(stream)}
+        return self._build_envelope(object_type, choices) | {"usage": _build_usage(stream)}
 
     async def stream_response(self, stream: CompletionStream, *, include_usage: bool) -> AsyncIterator[Data]:
         object_type = "chat.completion.chunk" if self.is_chat else "text_completion"
@@ -49,7 +49,7 @@ class ResponseBuilder:
             if result is not None:
                 yield chunk_of(self._build_chunk_choice(index, delta={}, finish_reason=result.finish_reason))
         if include_usage:
-            yield chunk_of(usage=build_usage(stream))
+            yield chunk_of(usage=_build_usage(stream))
 
     def _build_envelope(self, object_type: str, choices: Sequence[Data]) -> Data:
         return {
@@ -129,6 +129,6 @@ class ResponseBuilder:
         return f"token_id:{token}" if decoder is None else decoder.token_text(token)
 
 
-def build_usage(stream: CompletionStream) -> Data:
+def _build_usage(stream: CompletionStream) -> Data:
     num_prompt, num_generated = stream.num_prompt_tokens, stream.num_generated_tokens
     return {"prompt_tokens": num_prompt, "completion_tokens": num_generated, "total_tokens": num_prompt + num_generated}

@@ -33,7 +33,7 @@ async def with_cancellation(request: Request, work: Awaitable[T], limits: Limits
         raise _timeout_error(limits) from None
 
 
-def format_sse_event(data: Mapping[str, object]) -> bytes:
+def _format_sse_event(data: Mapping[str, object]) -> bytes:
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -63,9 +63,9 @@ class SSEResponse(Response):
         try:
             async with asyncio.timeout(self.limits.request_timeout):
                 async for chunk in self.chunks:
-                    await write(format_sse_event(chunk))
+                    await write(_format_sse_event(chunk))
         except TimeoutError:
-            await write(format_sse_event(_timeout_error(self.limits).to_dict()))
+            await write(_format_sse_event(_timeout_error(self.limits).to_dict()))
         except Exception as error:  # the status line is already sent, so the error is an event of the stream
-            await write(format_sse_event(to_api_error(error).to_dict()))
+            await write(_format_sse_event(to_api_error(error).to_dict()))
         await write(b"data: [DONE]\n\n", more=False)

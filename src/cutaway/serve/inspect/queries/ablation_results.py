@@ -25,7 +25,7 @@ class AblationResults(Query):
     """Losses with a component ablated in trained weights, beside models trained without it."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        return QueryResult(pair_ablated_and_retrained(load_ablation_results()))
+        return QueryResult(_pair_ablated_and_retrained(load_ablation_results()))
 
 
 @cache
@@ -33,7 +33,7 @@ def load_ablation_results() -> dict[str, Any]:
     return json.loads(ABLATIONS_FILE.read_text(encoding="utf-8"))
 
 
-def pair_ablated_and_retrained(results: dict[str, Any]) -> dict[str, object]:
+def _pair_ablated_and_retrained(results: dict[str, Any]) -> dict[str, object]:
     """Pair both losses of each component, on the same text, with their confidence intervals over seeds."""
     losses = {(row["variant"], row["condition"]): row for row in results["measurements"] if row["metric"] == "loss"}
 

@@ -27,7 +27,7 @@ class EditEffect(InputQuery):
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         original = inspector.get_activations(self.input.without_edits, job)
         edited = inspector.get_activations(self.input, job)
-        names = residual_sites(inspector)
+        names = _residual_sites(inspector)
         norms = {
             "norms_before": torch.stack([original[name].float().norm(dim=-1) for name in names]),
             "norms_after": torch.stack([edited[name].float().norm(dim=-1) for name in names]),
@@ -37,15 +37,15 @@ class EditEffect(InputQuery):
             return QueryResult(data, norms)
         position = min(self.position, len(self.input.tokens) - 1)
         logits = [compute_logits(inspector, cache, position, position + 1)[0] for cache in (original, edited)]
-        data["top_tokens"] = top_tokens_before_after(inspector, *logits)
+        data["top_tokens"] = _top_tokens_before_after(inspector, *logits)
         if edited not in EFFECT_CACHE:
             job.send_partial(QueryResult(data, norms))
-            EFFECT_CACHE[edited] = compute_kl_and_loss(inspector, original, edited, job)
+            EFFECT_CACHE[edited] = _compute_kl_and_loss(inspector, original, edited, job)
         effect = EFFECT_CACHE[edited]
         return QueryResult({**data, **effect.data}, {**norms, **effect.tensors})
 
 
-def residual_sites(inspector: Inspector) -> list[str]:
+def _residual_sites(inspector: Inspector) -> list[str]:
     """Return the residual-stream sites of the stack with the head: after the embedding and each block."""
     prefix = "decoder." if len(inspector.model.stacks) > 1 else ""
     outputs = [f"{prefix}blocks.{layer}.resid_post" for layer in range(len(inspector.output_stack.blocks))]
@@ -58,7 +58,7 @@ def compute_logits(inspector: Inspector, activations: ActivationCache, start: in
     return inspector.logits(activations.values[f"{prefix}final_norm"][:, start:end])[0]
 
 
-def top_tokens_before_after(inspector: Inspector, before: Tensor, after: Tensor) -> list[dict[str, object]]:
+def _top_tokens_before_after(inspector: Inspector, before: Tensor, after: Tensor) -> list[dict[str, object]]:
     """Return the union of both top-5 tokens, with both probabilities, exact over the whole vocabulary."""
     probabilities = before.softmax(-1), after.softmax(-1)
     count = min(TOP_K, len(before))
@@ -77,7 +77,7 @@ def top_tokens_before_after(inspector: Inspector, before: Tensor, after: Tensor)
     ]
 
 
-def compute_kl_and_loss(
+def _compute_kl_and_loss(
     inspector: Inspector, original: ActivationCache, edited: ActivationCache, job: QueryJob
 ) -> QueryResult:
     """Compute KL divergence and loss per token in chunks; `lens.analysis.ablation` averages the same values."""

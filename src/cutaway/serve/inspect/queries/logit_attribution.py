@@ -60,7 +60,7 @@ class LogitAttribution(InputQuery):
         return QueryResult(data)
 
 
-class PositionView:
+class _PositionView:
     """Cached activations at one position, with the interface of a trace."""
 
     def __init__(self, activations: ActivationCache, position: int) -> None:
@@ -82,7 +82,7 @@ def _attribution_sites(inputs: AnalysisInputs, inspector: Inspector) -> list[str
 def _attribute_from_cache(
     inputs: AnalysisInputs, activations: ActivationCache, position: int, token: int
 ) -> list[tuple[str, float]]:
-    view = PositionView(activations, position)
+    view = _PositionView(activations, position)
     with torch.no_grad():
         components = list(logit_contributions(inputs, view, view, token, None, by_head=True, by_token=False))
         return [(component.name, float(component.contribution)) for component in components]

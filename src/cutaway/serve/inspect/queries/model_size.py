@@ -69,7 +69,7 @@ def apply_overrides(base_config: Config, overrides: dict[str, int]) -> Config:
     return read_config(data)
 
 
-def get_shape(config: Config) -> dict[str, int | None]:
+def _get_shape(config: Config) -> dict[str, int | None]:
     """Return the values of the overridable fields; None for fields that the model does not have."""
     stack = list(config.stacks.values())[-1]
     block = stack.blocks[-1]
@@ -117,7 +117,7 @@ class ModelSizes(SizeQuery):
     def describe_model(self, shape: ModelShape, inspector: Inspector) -> dict[str, Any]:
         try:
             estimate = self.compute_size(shape.resolve_config(inspector))
-            base_shape = get_shape(ModelShape(base=shape.base).resolve_config(inspector))
+            base_shape = _get_shape(ModelShape(base=shape.base).resolve_config(inspector))
             return {"base": shape.base, "base_shape": base_shape} | _size_to_dict(estimate)
         except CutawayError as error:
             return {"base": shape.base, "error": str(error)}
@@ -127,7 +127,7 @@ def _size_to_dict(size_result: SizeEstimate) -> dict[str, object]:
     options, memory, flops = size_result.options, size_result.memory, size_result.flops
     peak_by_component = {name: size for name, size in group_components(memory.peak_by_component).items() if size}
     return {
-        "shape": get_shape(options.config),
+        "shape": _get_shape(options.config),
         "context": options.context,
         "dtype": options.precision.name,
         "context_warning": options.context_warning or None,
