@@ -206,7 +206,8 @@ def _time_section(report: Data) -> list[RenderableType]:
     if "decode" in bounds:
         batch = bounds["decode"]["compute_bound_batch_size"]
         if batch is None:
-            note_text += "; decode is bandwidth-bound at any batch size: each sequence has its own KV cache to read"
+            reason = "because each sequence has its own KV cache to read"
+            note_text += f"; decode is bandwidth-bound at any batch size, {reason}"
         else:
             note_text += f"; decode is compute-bound from a batch of {batch:,} per device"
     source = next(iter(bounds.values()))["efficiency"]["source"]
