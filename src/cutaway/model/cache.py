@@ -128,6 +128,7 @@ class Cache:
         new = TokenPositions(
             position if mask is None else torch.where(mask, position, EMPTY_POSITION),
             is_sequential=mask is None and self.max_len == 0,
+            limit=self.num_slots if self.static_shapes else self.max_len + num_tokens,
         )
         slot_mappings = {}
         for num_slots in {layer.num_slots for layer in self.layers}:

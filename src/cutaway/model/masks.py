@@ -1,8 +1,8 @@
 """Attention masks as composable rules over token positions, materialized only if a kernel needs a dense mask."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from typing import NamedTuple
 
 import torch
@@ -36,8 +36,9 @@ def causal_mask(q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
     return k.position <= q.position
 
 
+@cache
 def sliding_window_mask(window: int) -> MaskRule:
-    """The key is less than `window` positions from the query."""
+    """The key is less than `window` positions from the query. One function per window: kernels cache masks by rules."""
     return lambda q, k: (q.position - k.position).abs() < window
 
 
@@ -52,6 +53,11 @@ def document_mask(q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
     return q.document_id == k.document_id  # type: ignore[return-value]  # == of tensors is a tensor
 
 
+def all_rules_hold(rules: Iterable[MaskRule], q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
+    """Whether the query attends to the key under all rules."""
+    return reduce(torch.logical_and, (rule(q, k) for rule in rules))
+
+
 @dataclass(frozen=True)
 class TokenPositions:
     """Position, document and prefix length of each token of a batch. One row is broadcast if all rows are equal."""
@@ -61,6 +67,8 @@ class TokenPositions:
     prefix_length: Int[Tensor, "#B 1"] | None = None
     is_sequential: bool = False
     """True if known without reading values: positions 0, 1, 2 …, no padding, one document, no prefix."""
+    limit: int | None = None
+    """Exclusive upper bound of the positions, where it is known without reading values."""
 
     def sequence_length(self) -> Int[Tensor, "#B #T"]:
         """Length of the sequence, or of the document, that each token belongs to."""
@@ -116,6 +124,7 @@ def number_tokens(
         document_ids,
         None if prefix_lengths is None else prefix_lengths.unsqueeze(-1),
         is_sequential=equal_rows and positions is None,
+        limit=seq_len if positions is None else None,
     )
 
 
@@ -141,7 +150,7 @@ class MaskSpec:
 
     def is_visible(self, q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
         """Whether all rules hold."""
-        return reduce(torch.logical_and, (rule(q, k) for rule in self.rules))
+        return all_rules_hold(self.rules, q, k)
 
 
 def self_attention_mask(
