@@ -27,9 +27,9 @@ def load_checkpoint(
     import torch
 
     from cutaway.cli.views.terminal import progress_bar
+    from cutaway.device import has_native_bf16
     from cutaway.families.load import load
     from cutaway.generate.fast.cpu_linear import should_upcast_on_cpu
-    from cutaway.model.device import has_native_bf16
 
     target_device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with progress_bar("loading", quiet=quiet) as progress:
@@ -65,9 +65,9 @@ def build_untrained_model(source: str, device: str | None, dtype: DType | None) 
     model_config = config(source)  # an unknown name raises with the nearest preset
     import torch
 
+    from cutaway.arguments import resolve_device
+    from cutaway.device import free_memory
     from cutaway.model import build
-    from cutaway.model.device import free_memory
-    from cutaway.model.inputs import resolve_device
     from cutaway.size.parameters import count_parameters
 
     target_device = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

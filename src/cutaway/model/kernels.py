@@ -35,9 +35,8 @@ class Kernel(nn.Module):
         required = {name for name, is_set in (("softcap", softcap is not None), ("sink", sink)) if is_set}
         if missing := required - self.supports:
             able = ", ".join(name for name, kernel in KERNELS.items() if required <= kernel.supports)
-            raise KernelError(
-                f"kernel '{self.name}' does not support {' and '.join(sorted(missing))}; use one of: {able}"
-            )
+            names = " and ".join(sorted(missing))
+            raise KernelError(f"kernel '{self.name}' does not support {names}; use one of: {able}")
 
     def prepare_mask(self, mask_spec: MaskSpec, bias: ScoreBias | None, dtype: torch.dtype) -> Any:
         """Convert the mask and bias to the form that `forward` takes as `prepared_mask`."""
@@ -48,6 +47,10 @@ class Kernel(nn.Module):
 
     def extra_repr(self) -> str:
         return f"scale={self.scale:.4g}, softcap={self.softcap}, dropout={self.dropout}"
+
+
+def dense_bias(bias: ScoreBias, mask_spec: MaskSpec, dtype: torch.dtype) -> Float[Tensor, "#B H T S"]:
+    return bias.dense_bias(mask_spec.q.position, mask_spec.k.position).to(dtype)
 
 
 class DenseMask(NamedTuple):
@@ -81,10 +84,7 @@ class Explicit(Kernel):
         self.softmax = Softmax()
 
     def prepare_mask(self, mask_spec: MaskSpec, bias: ScoreBias | None, dtype: torch.dtype) -> DenseMask:
-        return DenseMask(
-            *mask_spec.to_dense(),
-            None if bias is None else bias.dense_bias(mask_spec.q.position, mask_spec.k.position).to(dtype),
-        )
+        return DenseMask(*mask_spec.to_dense(), None if bias is None else dense_bias(bias, mask_spec, dtype))
 
     def forward(self, q: Queries, k: Keys, v: Values, prepared_mask: DenseMask, sink: Sink = None) -> HeadOutputs:
         group = q.shape[2] // k.shape[2]  # query heads per key head (GQA)
@@ -94,9 +94,8 @@ class Explicit(Kernel):
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if prepared_mask.bias is not None:
             scores = scores + prepared_mask.bias
-        pattern = self.softmax(
-            scores.masked_fill(~prepared_mask.visible, float("-inf")), prepared_mask.fully_masked, sink
-        )
+        scores = scores.masked_fill(~prepared_mask.visible, float("-inf"))
+        pattern = self.softmax(scores, prepared_mask.fully_masked, sink)
         pattern = F.dropout(pattern, self.dropout, self.training)
         return torch.einsum("bhts,bshe->bthe", pattern, v)
 
@@ -120,9 +119,7 @@ class Sdpa(Kernel):
             return SdpaMask(mask_spec.structure == "causal", None, None)
         mask, fully_masked = mask_spec.to_dense()
         if bias is not None:
-            mask = (
-                bias.dense_bias(mask_spec.q.position, mask_spec.k.position).to(dtype).masked_fill(~mask, float("-inf"))
-            )
+            mask = dense_bias(bias, mask_spec, dtype).masked_fill(~mask, float("-inf"))
         return SdpaMask(False, mask, fully_masked)
 
     def forward(self, q: Queries, k: Keys, v: Values, prepared_mask: SdpaMask, sink: Sink = None) -> HeadOutputs:
@@ -172,13 +169,10 @@ class Flex(Kernel):
             raise KernelError("kernel 'flex' does not support dropout on attention weights; set attention.dropout to 0")
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         if q.device.type == "cpu" and needs_grad:
-            raise KernelError(
-                "kernel 'flex' has no backward pass on the CPU; use 'sdpa' or 'explicit', or torch.no_grad()"
-            )
-        if q.device.type != "cpu" and min(q.shape[-1], v.shape[-1]) < 16:
-            raise KernelError(
-                f"kernel 'flex' needs a head dimension of at least 16, not {min(q.shape[-1], v.shape[-1])}; use 'sdpa'"
-            )
+            raise KernelError("kernel 'flex' has no backward pass on the CPU; use 'sdpa', or torch.no_grad()")
+        d_head = min(q.shape[-1], v.shape[-1])
+        if q.device.type != "cpu" and d_head < 16:
+            raise KernelError(f"kernel 'flex' needs a head dimension of at least 16, not {d_head}; use 'sdpa'")
         cap, add = self.softcap, prepared_mask.score_bias
 
         def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

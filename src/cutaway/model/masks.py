@@ -81,18 +81,14 @@ class TokenPositions:
         """Rule inputs of one token, by indices (as flex attention passes them)."""
         row = row if len(self.position) > 1 else row * 0  # one row stands for the batch
         document = None if self.document_id is None else self.document_id[row, index]
-        return TokenInfo(
-            self.position[row, index], document, None if self.prefix_length is None else self.prefix_length[row, 0]
-        )
+        prefix = None if self.prefix_length is None else self.prefix_length[row, 0]
+        return TokenInfo(self.position[row, index], document, prefix)
 
     def broadcast_along(self, axis: int) -> TokenInfo:
         """Rule inputs of all tokens, along `axis` of a (B, T, S) mask."""
         document = None if self.document_id is None else self.document_id.unsqueeze(-axis)
-        return TokenInfo(
-            self.position.unsqueeze(-axis),
-            document,
-            None if self.prefix_length is None else self.prefix_length.unsqueeze(-1),
-        )
+        prefix = None if self.prefix_length is None else self.prefix_length.unsqueeze(-1)
+        return TokenInfo(self.position.unsqueeze(-axis), document, prefix)
 
 
 def number_tokens(
@@ -119,13 +115,10 @@ def number_tokens(
         position = positions
     if mask is not None:
         position = torch.where(mask, position, EMPTY_POSITION)
-    return TokenPositions(
-        position,
-        document_ids,
-        None if prefix_lengths is None else prefix_lengths.unsqueeze(-1),
-        is_sequential=equal_rows and positions is None,
-        limit=seq_len if positions is None else None,
-    )
+    prefix = None if prefix_lengths is None else prefix_lengths.unsqueeze(-1)
+    if positions is not None:
+        return TokenPositions(position, document_ids, prefix)
+    return TokenPositions(position, document_ids, prefix, is_sequential=equal_rows, limit=seq_len)
 
 
 @dataclass(frozen=True)

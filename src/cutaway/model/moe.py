@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +27,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
         self.bias = nn.Parameter(torch.empty(num_experts)) if config.bias else None
         self.selection_bias: Tensor | None
-        self.register_buffer(
-            "selection_bias", torch.zeros(num_experts, dtype=torch.float32) if config.selection_bias else None
-        )
+        selection_bias = torch.zeros(num_experts, dtype=torch.float32) if config.selection_bias else None
+        self.register_buffer("selection_bias", selection_bias)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Router":
         """Keep the selection bias in its dtype when the model is cast: bf16 is too coarse to rank experts."""
@@ -107,9 +107,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: Moe, d_model: int) -> None:
         super().__init__()
         self.router = Router(config.router, d_model, config.experts)
-        self.experts = build_dense_ffn(
-            config.expert, d_model, lambda i, o, bias: GroupedLinear(config.experts, i, o, bias)
-        )
+        self.experts = build_dense_ffn(config.expert, d_model, partial(GroupedLinear, config.experts))
         self.shared = None if config.shared is None else build_dense_ffn(config.shared, d_model)
         self.shared_gate = Linear(d_model, 1, bias=False) if config.shared_gate else None
         self.num_experts = config.experts

@@ -132,12 +132,12 @@ def _load_or_build_checkpoint(source: str, device: str | None, dtype: DType | No
     """Build a preset or config file with random weights, or load a checkpoint."""
     import torch
 
+    from cutaway.arguments import resolve_device
     from cutaway.bench.hardware import TORCH_DTYPES, default_dtype
     from cutaway.config import config, presets
     from cutaway.families.checkpoint import Checkpoint
     from cutaway.families.load import load
     from cutaway.model import build
-    from cutaway.model.inputs import resolve_device
 
     target_device = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch_dtype = TORCH_DTYPES[default_dtype(target_device)] if dtype is None else getattr(torch, dtype)

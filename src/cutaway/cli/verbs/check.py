@@ -153,8 +153,8 @@ def _load_checked_model(
     """Load the model and its adapter overrides; remarks about the model are appended to `notes`."""
     import torch
 
+    from cutaway.arguments import resolve_device
     from cutaway.check import model_sources
-    from cutaway.model.inputs import resolve_device
 
     target_device = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch_dtype = None if dtype is None else getattr(torch, dtype)
@@ -192,8 +192,8 @@ def _build_untrained_model(source: str, device: Any, dtype: Any, seed: int, note
 
     from cutaway.check.model_sources import shrink_config
     from cutaway.config import config
+    from cutaway.device import free_memory
     from cutaway.model import build
-    from cutaway.model.device import free_memory
     from cutaway.size.parameters import count_parameters
     from cutaway.size.units import format_count
 
