@@ -41,7 +41,7 @@ ALLOWED_IMPORTS = {
     },
 }
 IMPORTABLE_ANYWHERE = {"errors", "arguments", "device", "callable_module", "pretrained"}
-MAX_MODEL_CODE_LINES = 1780
+MAX_MODEL_CODE_LINES = 1790
 
 
 def imported_packages(path: Path) -> set[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -36,10 +36,14 @@ def causal_mask(q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
     return k.position <= q.position
 
 
-@cache
-def sliding_window_mask(window: int) -> MaskRule:
-    """The key is less than `window` positions from the query. One function per window: kernels cache masks by rules."""
-    return lambda q, k: (q.position - k.position).abs() < window
+@dataclass(frozen=True)
+class SlidingWindowMask:
+    """The key is less than `window` positions from the query."""
+
+    window: int
+
+    def __call__(self, q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
+        return (q.position - k.position).abs() < self.window
 
 
 def prefix_lm_mask(q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
@@ -154,7 +158,7 @@ def self_attention_mask(
     if is_causal:
         rules.append(causal_mask if q.prefix_length is None else prefix_lm_mask)
     if window is not None:
-        rules.append(sliding_window_mask(window))
+        rules.append(SlidingWindowMask(window))
     if q.document_id is not None:
         rules.append(document_mask)
     length = k.position.shape[-1]

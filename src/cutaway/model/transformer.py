@@ -205,11 +205,17 @@ class DecoderOnly(Transformer):
         `mask` is True for tokens and False for padding; `document_ids` separates the documents of a packed sequence;
         the first `prefix_lengths[b]` tokens of row b attend to each other in both directions (prefix LM).
         """
-        options = DecoderOptions(
-            token_types=token_types, positions=positions, document_ids=document_ids, prefix_lengths=prefix_lengths
-        )
         with _no_grad_if_cached(cache):
-            return self.head(self.hidden_states(tokens, mask, cache=cache, **options))
+            x = self.hidden_states(
+                tokens,
+                mask,
+                token_types=token_types,
+                positions=positions,
+                document_ids=document_ids,
+                prefix_lengths=prefix_lengths,
+                cache=cache,
+            )
+            return self.head(x)
 
 
 class EncoderOnly(Transformer):
