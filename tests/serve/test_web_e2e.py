@@ -103,7 +103,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         },
         "long": text,
         "long_tokens": len(tokenizer.encode(text)),
-        "longest_task": 400,  # milliseconds; 200 on an idle machine
+        "longest_task": 200,  # milliseconds of CPU time
     }
 
 

@@ -11,7 +11,7 @@ export async function run(page, url, facts) {
   await page.getByRole("button", { name: "pattern" }).or(page.getByRole("button", { name: "hidden" })).first().click();
   await page.locator(".formulas math").first().waitFor();
   await page.keyboard.press("3");
-  await page.getByRole("heading", { name: "Attention pattern" }).waitFor();
+  await page.getByRole("heading", { name: "Attention pattern", exact: true }).waitFor();
   await page.keyboard.press("7");
   await page.getByRole("button", { name: /Attention scores: query times key/ }).click();
   await page.locator(".formulas math").first().waitFor();

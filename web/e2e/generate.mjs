@@ -7,7 +7,7 @@ export async function run(page, url) {
   const tokens = page.getByRole("listbox", { name: "Generated tokens" }).getByRole("option");
   assert.equal(await tokens.count(), 0);
 
-  await page.getByRole("button", { name: "Step" }).click();
+  await page.getByRole("button", { name: "Step", exact: true }).click();
   await page.getByRole("heading", { name: /^Token 1: / }).waitFor();
   assert.equal(await tokens.count(), 1);
   await page.keyboard.press("ArrowRight");
@@ -35,7 +35,7 @@ export async function run(page, url) {
   const after = await tokens.allInnerTexts();
   assert.equal(after[0], before[0]);
   assert.notEqual(after[1], before[1]);
-  await page.getByRole("button", { name: "Step" }).click();
+  await page.getByRole("button", { name: "Step", exact: true }).click();
   await page.getByRole("heading", { name: /^Token 3: / }).waitFor();
 
   const [link, texts] = [page.url(), await tokens.allInnerTexts()];
