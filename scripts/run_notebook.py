@@ -55,7 +55,7 @@ def main() -> None:
         summary = {
             "notebook": path.stem,
             "claims": result.claims,
-            "pictures": figures,
+            "figures": figures,
             "seconds": round(result.seconds, 1),
         }
         line = f"{path.stem}: {len(result.claims)} claims, {len(figures)} figures, {result.seconds:.1f} s"
