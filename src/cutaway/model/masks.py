@@ -36,8 +36,7 @@ def causal_mask(q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
     return k.position <= q.position
 
 
-@dataclass(frozen=True)
-class SlidingWindowMask:
+class SlidingWindowMask(NamedTuple):
     """The key is less than `window` positions from the query."""
 
     window: int
