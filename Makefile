@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test page docs lint nightly gpu bench release clean
+.PHONY: demo test page docs lint nightly coverage gpu bench release clean
 .DEFAULT_GOAL := demo
 
 .venv/ready: pyproject.toml constraints.txt scripts/setup_venv.sh
@@ -19,8 +19,8 @@ demo: .venv/ready  ## train a small model and trace a token
 	@$(BIN)/cutaway demo
 
 test: .venv/ready page lint  ## lint, types, tests, documentation
-	@echo "tests without runtime shape checks (compiled models, invalid input):" && OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 -m "unchecked and not nightly and not gpu"
-	@echo "tests with runtime shape checks:" && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not unchecked and not nightly and not gpu"
+	@echo "tests without runtime shape checks (compiled models, invalid input):" && OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 --durations=20 -m "unchecked and not nightly and not gpu"
+	@echo "tests with runtime shape checks:" && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=20 -m "not unchecked and not nightly and not gpu"
 	@echo "documentation, with executed notebooks:" && PYTHONPATH=scripts $(BIN)/python scripts/build_docs.py && echo "site/index.html"
 
 lint: .venv/ready
@@ -29,6 +29,10 @@ lint: .venv/ready
 nightly: .venv/ready  ## long test suites
 	@OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 -m "unchecked and not gpu"
 	@OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n 2 -m "not unchecked and not gpu"
+
+coverage: .venv/ready page  ## line and branch coverage of the tests: coverage.xml and a summary
+	@OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 --cov --cov-report= -m "unchecked and not nightly and not gpu"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --cov --cov-append --cov-report=xml --cov-report=term:skip-covered -m "not unchecked and not nightly and not gpu"
 
 gpu: .venv/ready  ## GPU tests
 	@JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -m gpu

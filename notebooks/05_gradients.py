@@ -1,9 +1,11 @@
 # %% [markdown]
-# # 5. The way back
+# # 5. Gradients, norm placement and activation checkpointing
 #
-# Training sends one vector per token back through every block. Afterwards you can write a norm's Jacobian by hand,
-# predict by how much a gradient grows or shrinks on its way down with norms before or after the sublayers, and say
-# what checkpointing saves and costs. Needs: attention (2), norms and residuals (4).
+# The backward pass computes one gradient vector per token and block. This notebook derives the Jacobians of RMSNorm
+# and LayerNorm, predicts and measures how the gradient norm changes with depth under pre-norm and post-norm, trains
+# both with and without warm-up, and measures the memory and FLOPs of activation checkpointing.
+#
+# Prerequisites: attention (notebook 2), norms and the residual stream (notebook 4).
 
 # %%
 import math
@@ -25,7 +27,7 @@ text = "def read(path):\n    with open(path) as file:\n        return file.read(
 tokens = torch.tensor([checkpoint.tokenizer.encode(text)])  # (1, T)
 
 # %% [markdown]
-# ## A norm's Jacobian
+# ## Jacobian of a norm
 #
 # RMSNorm is $y = \gamma \odot \hat x$ with $\hat x = x / r$ and $r = \sqrt{\frac1d\sum_i x_i^2}$. Since $\partial r /
 # \partial x = \hat x / d$,
@@ -33,9 +35,9 @@ tokens = torch.tensor([checkpoint.tokenizer.encode(text)])  # (1, T)
 # $$J_\text{RMS} = \frac{\gamma}{r}\Big(I - \frac{\hat x \hat x^\top}{d}\Big), \qquad
 # J_\text{LN} = \frac{\gamma}{\sigma}\Big(I - \frac{1 1^\top}{d} - \frac{\hat x \hat x^\top}{d}\Big).$$
 #
-# Both divide the gradient by the size of the stream and take directions out of it: RMSNorm the one along $\hat x$
-# (longer input, same output), LayerNorm also the mean. So the ranks must be $d-1$ and $d-2$. We ask autograd, at a
-# vector that the shipped model really sends into a norm.
+# Both divide the gradient by the scale of the input and project out directions: RMSNorm the direction $\hat x$ (the
+# output does not depend on the scale of the input), LayerNorm also the mean. So the ranks are $d-1$ and $d-2$. The
+# Jacobians are compared with autograd at an activation of the trained model.
 
 # %%
 with torch.no_grad(), ct.trace(model, "blocks.3.resid_pre") as t:
@@ -43,173 +45,178 @@ with torch.no_grad(), ct.trace(model, "blocks.3.resid_pre") as t:
 x = t["blocks.3.resid_pre"][0, -1]  # (d,)
 d = len(x)
 eye = torch.eye(d, dtype=torch.float64)
-trained = model.decoder.blocks[3].attn.norm_in  # RMSNorm
-r = (x.square().mean() + trained.eps).sqrt()
-by_hand = (trained.weight.detach() / r)[:, None] * (eye - torch.outer(x / r, x / r) / d)  # (d, d)
-rms_found = jacobian(trained, x)
-apart = (by_hand - rms_found).abs().max()
-claim("RMSNorm's Jacobian is (γ/r)(I − x̂x̂ᵀ/d): largest difference to autograd's", apart, below=1e-9)
+rms_norm = model.decoder.blocks[3].attn.norm_in
+r = (x.square().mean() + rms_norm.eps).sqrt()
+by_hand = (rms_norm.weight.detach() / r)[:, None] * (eye - torch.outer(x / r, x / r) / d)  # (d, d)
+rms_jacobian = jacobian(rms_norm, x)
+difference = (by_hand - rms_jacobian).abs().max()
+claim("RMSNorm's Jacobian is (γ/r)(I − x̂x̂ᵀ/d): largest difference from autograd", difference, below=1e-9)
 
 # %%
-wide = ct.build(ct.config("tiny-gpt").replace(d_model=d), dtype=torch.float64)
-fresh = wide.decoder.blocks[0].attn.norm_in  # LayerNorm
-sigma = (x.var(correction=0) + fresh.eps).sqrt()
-unit = (x - x.mean()) / sigma
-by_hand = (eye - 1 / d - torch.outer(unit, unit) / d) / sigma  # γ = 1
-layer_found = jacobian(fresh, x)
-apart = (by_hand - layer_found).abs().max()
-print(claim("LayerNorm's Jacobian is (γ/σ)(I − 11ᵀ/d − x̂x̂ᵀ/d): largest difference", apart, below=1e-9))
+layer_norm_model = ct.build(ct.config("tiny-gpt").replace(d_model=d), dtype=torch.float64)
+layer_norm = layer_norm_model.decoder.blocks[0].attn.norm_in
+sigma = (x.var(correction=0) + layer_norm.eps).sqrt()
+x_hat = (x - x.mean()) / sigma
+by_hand = (eye - 1 / d - torch.outer(x_hat, x_hat) / d) / sigma  # γ = 1
+layer_jacobian = jacobian(layer_norm, x)
+difference = (by_hand - layer_jacobian).abs().max()
+print(claim("LayerNorm's Jacobian is (γ/σ)(I − 11ᵀ/d − x̂x̂ᵀ/d): largest difference", difference, below=1e-9))
 
-dead = [int((torch.linalg.svdvals(each) < 1e-4).sum()) for each in (rms_found, layer_found)]
-print(claim("directions that RMSNorm takes out of a gradient", dead[0], predicted=1, rtol=0))
-claim("directions that LayerNorm takes out of a gradient", dead[1], predicted=2, rtol=0)
+null_dims = [int((torch.linalg.svdvals(matrix) < 1e-4).sum()) for matrix in (rms_jacobian, layer_jacobian)]
+print(claim("singular values of RMSNorm's Jacobian that are 0", null_dims[0], predicted=1, rtol=0))
+claim("singular values of LayerNorm's Jacobian that are 0", null_dims[1], predicted=2, rtol=0)
 
 # %% [markdown]
-# ## Two ways to write a block
+# ## Gradients under pre-norm and post-norm
 #
-# With $F$ for a sublayer, a gradient $g$ at a block's output arrives at its input as
+# With $F$ for a sublayer, a gradient $g$ at the output of a block becomes, at its input,
 #
 # $$\text{pre-norm: } g + J_\text{norm}^\top J_F^\top g \qquad\qquad
 # \text{post-norm: } (I + J_F^\top)\, J_\text{norm}^\top g .$$
 #
-# The first contains $g$ itself, untouched: the identity path. In the second every path goes through a norm, which
-# divides by the size of $x + F(x)$. ([Xiong et al. 2020](https://arxiv.org/abs/2002.04745) is where this is worked
-# out.)
+# The first contains $g$ unchanged: the identity path. In the second every path contains a norm, which divides by the
+# scale of $x + F(x)$ ([Xiong et al. 2020](https://arxiv.org/abs/2002.04745)).
 #
-# How much is that? Take fresh Xavier weights. A square matrix keeps the variance of what it multiplies. So does a
-# token's way through $W_v$ and $W_o$; and the FFN's $d \to 4d \to d$ with ReLU has variance
-# $\frac{2}{5}\cdot\frac12\cdot 4\cdot\frac25 = 0.32$, there and back alike.
+# By how much? With Xavier initialization a square matrix preserves variance, and so does $W_o W_v$. The FFN, $d \to 4d
+# \to d$ with ReLU, multiplies variance by $\frac{2}{5}\cdot\frac12\cdot 4\cdot\frac25 = 0.32$, in the forward and in
+# the backward pass.
 #
-# Attention is what is *not* alike there and back. Fresh heads look at all tokens evenly, so they add the mean over
-# tokens. In the stream, let $c$ be the part that all tokens share: attention adds a vector as long as $c$. After each
-# post-norm the shared part therefore has doubled its odds against the rest, and soon the tokens are alike: then $x +
-# F(x)$ has twice the variance of $x$ and the norm divides by $\sqrt2$. The gradient has no such luck. What comes from
-# the loss is different for each token, and the mean over tokens of something that differs is nearly nothing. It is
-# divided by $\sqrt 2$ and gets nothing in return. The FFN divides by $\sqrt{1.32}$ and gives $\sqrt{1.32}$ back. So:
+# Attention differs between the passes. Untrained heads attend nearly uniformly, so attention adds a linear map of the
+# mean over tokens. Let $c$ be the component of the residual stream that is common to all tokens: attention adds a
+# vector of norm $\|c\|$. Each post-norm block therefore doubles the ratio of the common to the token-specific variance,
+# and after some blocks the tokens are nearly equal: then $x + F(x)$ has twice the variance of $x$, and the norm divides
+# by $\sqrt2$. In the backward pass, the gradients from the loss differ between tokens, and their mean over tokens is
+# close to 0, so attention propagates almost nothing while the norm divides by $\sqrt 2$. The FFN's norm divides by
+# $\sqrt{1.32}$ and the sum of identity and FFN multiplies by $\sqrt{1.32}$. Predictions for the token-specific
+# gradient, that is, the gradient minus its mean over tokens:
 #
-# - **post-norm**: once tokens are alike, what is a token's own in the gradient shrinks by $1/\sqrt2 \approx 0.71$ a
-#   block on its way down;
-# - **pre-norm**: it never shrinks. The FFN alone makes it grow by $\sqrt{1 + 0.32 / r^2}$ a block, where $r$ is the
-#   size of the stream that its norm divides by; if attention too gave back all that it added, the gradient would grow
-#   downwards as the stream grows upwards. It must lie between.
+# - **post-norm**: once tokens are nearly equal, it shrinks by $1/\sqrt2 \approx 0.71$ per block towards the input;
+# - **pre-norm**: it does not shrink. The FFN alone makes it grow by $\sqrt{1 + 0.32 / r^2}$ per block, where $r$ is the
+#   RMS of the residual stream that its norm divides by; if attention propagated the gradient in proportion to what it
+#   adds, the gradient would grow towards the input as the residual stream grows towards the output. The measured growth
+#   should be between the two.
 
 
 # %%
-def fresh_model(placement, layers, seed, *, form="encoder", d_model=64, vocab_size=256):
+def build_untrained(placement, layers, seed, *, form="encoder", d_model=64, vocab_size=256):
     stack = {
         "layers": layers,
         "placement": {"kind": placement},
         "norm": {"kind": "layernorm"},
-        "embedding": {"scale": "sqrt_d_model"},  # entries of size 1
+        "embedding": {"scale": "sqrt_d_model"},  # entries with standard deviation 1
         "block": {"attention": {"heads": 4}, "ffn": {"kind": "mlp", "activation": "relu"}},
     }
     config = {"form": form, "vocab_size": vocab_size, "d_model": d_model, "init": {"kind": "xavier"}, form: stack}
     return ct.build(config, seed=seed)
 
 
-def there_and_back(placement, layers, seed, batch=2, length=64):
-    """Stream before each FFN and gradient after each block, (layers, B, T, d): every token must be told another one."""
-    fresh = fresh_model(placement, layers, seed)
-    read, said = torch.randint(256, (2, batch, length), generator=torch.Generator().manual_seed(seed))
-    mids, outs = ([f"blocks.{i}.{site}" for i in range(layers)] for site in ("resid_mid", "resid_post"))
-    with ct.trace(fresh, *mids, *outs, gradients=True) as t:
-        F.cross_entropy(fresh(read).flatten(0, 1), said.flatten()).backward()
-    return torch.stack([t[name] for name in mids]), torch.stack([t.gradient(name) for name in outs])
+def trace_gradients(placement, layers, seed, batch_size=2, length=64):
+    """resid_mid and the gradient of resid_post in each block, (layers, B, T, d), for random tokens and targets."""
+    untrained = build_untrained(placement, layers, seed)
+    generator = torch.Generator().manual_seed(seed)
+    inputs, targets = torch.randint(256, (2, batch_size, length), generator=generator)
+    mids, posts = ([f"blocks.{i}.{site}" for i in range(layers)] for site in ("resid_mid", "resid_post"))
+    with ct.trace(untrained, *mids, *posts, gradients=True) as t:
+        F.cross_entropy(untrained(inputs).flatten(0, 1), targets.flatten()).backward()
+    return torch.stack([t[name] for name in mids]), torch.stack([t.gradient(name) for name in posts])
 
 
-def own(v):
-    """Length of what differs between tokens."""
-    return (v - v.mean(2, keepdim=True)).flatten(1).norm(dim=1)  # (layers,)
+def token_specific_norm(v):
+    """(layers,): norm of v minus its mean over tokens."""
+    return (v - v.mean(2, keepdim=True)).flatten(1).norm(dim=1)
 
 
 # %%
 depths, seeds = (4, 8, 16), 3
-found = {(p, n, s): there_and_back(p, n, s) for p in ("pre", "post") for n in depths for s in range(seeds)}
-gradients = {key: own(g) / own(g)[-1] for key, (_, g) in found.items()}
+traces = {(p, n, s): trace_gradients(p, n, s) for p in ("pre", "post") for n in depths for s in range(seeds)}
+relative_norms = {
+    key: token_specific_norm(gradients) / token_specific_norm(gradients)[-1] for key, (_, gradients) in traces.items()
+}
 
 
-def mean_over_seeds(values):
-    """Ratios are averaged as ratios."""
+def geometric_mean(values):
     return torch.stack(values).log().mean(0).exp()
 
 
-last = mean_over_seeds([gradients["post", 16, s][-5] ** (1 / 4) for s in range(seeds)])
-print(claim("post-norm: a token's own gradient, as a multiple a block", last, predicted=1 / math.sqrt(2), rtol=0.12))
-least = min(gradients["pre", n, s].min() for n in depths for s in range(seeds))
-claim("pre-norm: the least there is of it at any depth, as a share of the last block's", least, above=0.99)
+per_block = geometric_mean([relative_norms["post", 16, s][-5] ** (1 / 4) for s in range(seeds)])
+expected = 1 / math.sqrt(2)
+print(claim("post-norm: factor per block over the last four blocks", per_block, predicted=expected, rtol=0.12))
+smallest = min(relative_norms["pre", n, s].min() for n in depths for s in range(seeds))
+claim("pre-norm: smallest gradient norm at any depth / last block's", smallest, above=0.99)
 
 
 # %%
-def pre_norm_growth(mids):
-    """√Π(1 + 0.32/r²) over the blocks above the first, and how much the stream has grown."""
-    r2 = mids.square().mean((1, 2, 3))
+def growth_bounds(resid_mid):
+    """√Π(1 + 0.32/r²) over the blocks above the first, and the growth of the residual stream's RMS."""
+    r2 = resid_mid.square().mean((1, 2, 3))
     return (1 + 0.32 / r2[1:]).prod().sqrt(), (r2[-1] / r2[0]).sqrt()
 
 
-growths = [torch.stack(pre_norm_growth(found["pre", 16, s][0])) for s in range(seeds)]
-least, most = mean_over_seeds(growths).tolist()
-ratio = mean_over_seeds([gradients["pre", 16, s][0] for s in range(seeds)])
-claim("pre-norm, 16 blocks: first block's gradient as a multiple of the last's", ratio, above=least, below=most)
+bounds = [torch.stack(growth_bounds(traces["pre", 16, s][0])) for s in range(seeds)]
+lower, upper = geometric_mean(bounds).tolist()
+ratio = geometric_mean([relative_norms["pre", 16, s][0] for s in range(seeds)])
+claim("pre-norm, 16 blocks: first block's gradient norm / last block's", ratio, above=lower, below=upper)
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2))
-for placement, colour in (("pre", "#0072b2"), ("post", "#d55e00")):
+for placement, color in (("pre", "#0072b2"), ("post", "#d55e00")):
     for depth, line in zip(depths, (":", "--", "-"), strict=True):
-        mean = mean_over_seeds([gradients[placement, depth, s] for s in range(seeds)])
-        axes.plot(range(depth), mean, line, color=colour, label=f"{placement}-norm, {depth} blocks")
-down = torch.arange(8)
-axes.plot(15 - down, 2.0 ** (-down / 2), color="black", lw=0.8, label="√2 a block")
+        mean = geometric_mean([relative_norms[placement, depth, s] for s in range(seeds)])
+        axes.plot(range(depth), mean, line, color=color, label=f"{placement}-norm, {depth} blocks")
+steps_down = torch.arange(8)
+axes.plot(15 - steps_down, 2.0 ** (-steps_down / 2), color="black", lw=0.8, label="1/√2 per block")
 axes.set(
     yscale="log",
     ylim=(0.008, 3),
     xlabel="block",
-    ylabel="token's own gradient\n(share of last block's)",
-    title="Pre-norm keeps the gradient; post-norm loses √2 a block",
+    ylabel="token-specific gradient norm\n/ last block's",
+    title="Gradient norm by depth, mean of three seeds",
 )
 axes.legend(fontsize=7, ncol=3, loc="lower center")
 figure.tight_layout()
 
 # %% [markdown]
-# From the right: for eight blocks the post-norm curve keeps to $\sqrt2$ a block, then it levels off. In the lowest
-# blocks the tokens are not yet alike, so attention adds little and the norm takes little; and the part of the gradient
-# that all tokens share, which attention does hand down, is turned into differences again wherever ReLU treats tokens
-# differently. At 16 blocks the least of it is found a third of the way up, not at the bottom.
+# Over the last eight of 16 blocks the post-norm curve follows $1/\sqrt2$ per block, then it levels off. In the lowest
+# blocks the tokens are not yet nearly equal, so attention adds little and the norm divides by less; and the common part
+# of the gradient, which attention does propagate, becomes token-specific again where ReLU is active for some tokens
+# only. At 16 blocks the minimum is a third of the way up, not at the first block.
 
 # %% [markdown]
-# ## Why post-norm wants a warm-up
+# ## Post-norm and learning rate warm-up
 #
-# Adam divides each gradient by its own size, so its first steps are as long as the learning rate says, whatever the
-# gradient was. Blocks far from the loss then take full steps along what little reached them, and where tokens have
-# become alike there is nothing left to learn from. A warm-up keeps the first steps short.
+# Adam divides each gradient by its running root mean square, so the size of its first updates is the learning rate
+# and does not depend on the gradient norm. Blocks with small, uninformative gradients then receive full-size updates.
+# A warm-up keeps the first updates small.
 #
-# The task is a Markov chain over 16 letters with known statistics. A model that has learnt the transitions $P$ reaches
-# the chain's entropy rate $\sum_i \pi_i H(P_i)$; a model whose tokens are all alike can at best tell how frequent each
-# letter is, which costs $H(\pi)$. So we know both floors in advance: six blocks, a high rate (0.01), 40 steps.
+# The data is a Markov chain over 16 symbols with transition matrix $P$. A model of the transitions reaches the entropy
+# rate $\sum_i \pi_i H(P_i)$; a model of the symbol frequencies $\pi$ alone reaches $H(\pi)$. Both values are computed
+# from $P$. Six blocks, a high learning rate (0.01), 40 steps, one seed.
 
 # %%
-chain = torch.softmax(3 * torch.randn(16, 16, generator=torch.Generator().manual_seed(0)), -1).double()  # P
-frequency = torch.linalg.matrix_power(chain, 200)[0]  # π
-alike = -(frequency * frequency.log()).sum().item()
-learnt = -(frequency[:, None] * chain * chain.log()).sum().item()
-print(f"letters alone: {alike:.3f} nats, transitions: {learnt:.3f} nats")
+transitions = torch.softmax(3 * torch.randn(16, 16, generator=torch.Generator().manual_seed(0)), -1).double()  # P
+frequencies = torch.linalg.matrix_power(transitions, 200)[0]  # π
+unigram_entropy = -(frequencies * frequencies.log()).sum().item()
+entropy_rate = -(frequencies[:, None] * transitions * transitions.log()).sum().item()
+print(f"H(π) {unigram_entropy:.3f} nats per token, entropy rate {entropy_rate:.3f} nats per token")
 
 
-def walks(count, length, draw):
-    """Sequences that the chain wrote, (count, length)."""
-    tokens = torch.multinomial(frequency, count, replacement=True, generator=draw)[:, None]
+def sample_chain(count, length, generator):
+    """(count, length): sequences sampled from the Markov chain."""
+    tokens = torch.multinomial(frequencies, count, replacement=True, generator=generator)[:, None]
     for _ in range(length - 1):
-        tokens = torch.cat([tokens, torch.multinomial(chain[tokens[:, -1]], 1, generator=draw)], 1)
+        tokens = torch.cat([tokens, torch.multinomial(transitions[tokens[:, -1]], 1, generator=generator)], 1)
     return tokens
 
 
-def learn(placement, warmup, steps=40, rate=0.01, seed=0):
-    learner = fresh_model(placement, 6, seed, form="decoder", d_model=32, vocab_size=16)
-    optimizer = torch.optim.AdamW(learner.parameters(), betas=(0.9, 0.98))
-    batches = walks(32 * steps, 13, torch.Generator().manual_seed(seed)).split(32)
+def train(placement, warmup_steps, steps=40, lr=0.01, seed=0):
+    """Return the training loss at each step."""
+    trained = build_untrained(placement, 6, seed, form="decoder", d_model=32, vocab_size=16)
+    optimizer = torch.optim.AdamW(trained.parameters(), betas=(0.9, 0.98))
+    batches = sample_chain(32 * steps, 13, torch.Generator().manual_seed(seed)).split(32)
     losses = []
     for step, batch in enumerate(batches):
-        optimizer.param_groups[0]["lr"] = rate * min(1, (step + 1) / max(1, warmup))
-        loss = F.cross_entropy(learner(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.param_groups[0]["lr"] = lr * min(1, (step + 1) / max(1, warmup_steps))
+        loss = F.cross_entropy(trained(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -217,140 +224,139 @@ def learn(placement, warmup, steps=40, rate=0.01, seed=0):
     return losses
 
 
-curves = {"pre-norm": learn("pre", 0), "post-norm": learn("post", 0), "post-norm, warm-up of 25": learn("post", 25)}
-end = {name: sum(losses[-8:]) / 8 for name, losses in curves.items()}
+curves = {"pre-norm": train("pre", 0), "post-norm": train("post", 0), "post-norm, 25 warm-up steps": train("post", 25)}
+final_losses = {name: sum(losses[-8:]) / 8 for name, losses in curves.items()}
 
 # %%
-print(claim("cold, post-norm learns how frequent letters are, no more", end["post-norm"], predicted=alike, rtol=0.04))
-way = {name: (alike - loss) / (alike - learnt) for name, loss in end.items()}
-print(claim("cold, pre-norm learns the transitions (share of the way down)", way["pre-norm"], above=0.85))
-print(claim("after a warm-up, post-norm learns them too", way["post-norm, warm-up of 25"], above=0.6))
+final = final_losses["post-norm"]
+print(claim("post-norm without warm-up: final loss is H(π)", final, predicted=unigram_entropy, rtol=0.04))
+progress = {name: (unigram_entropy - loss) / (unigram_entropy - entropy_rate) for name, loss in final_losses.items()}
+print(claim("pre-norm without warm-up: progress from H(π) to the entropy rate", progress["pre-norm"], above=0.85))
+print(claim("post-norm with warm-up: progress", progress["post-norm, 25 warm-up steps"], above=0.6))
 
 figure, axes = plt.subplots(figsize=(6, 3.2))
-for (name, losses), colour in zip(curves.items(), ("#0072b2", "#d55e00", "#009e73"), strict=True):
-    axes.plot(range(1, 41), losses, color=colour, label=name)
-for level, name in ((alike, "letters alone"), (learnt, "transitions known")):
+for (name, losses), color in zip(curves.items(), ("#0072b2", "#d55e00", "#009e73"), strict=True):
+    axes.plot(range(1, 41), losses, color=color, label=name)
+for level, name in ((unigram_entropy, "H(π)"), (entropy_rate, "entropy rate")):
     axes.axhline(level, color="black", lw=0.7, ls=":")
     axes.text(41.5, level, name, va="center", fontsize=7)
 axes.set(
     xlabel="step",
-    ylabel="loss (nats a letter)",
+    ylabel="loss, nats per token",
     xlim=(0, 41),
     ylim=(1, 4),
-    title="Cold, post-norm stays where letters are counted",
+    title="Without warm-up, post-norm stays at H(π) (lr 0.01, 6 blocks)",
 )
 axes.legend(fontsize=7)
 figure.tight_layout()
 
 # %% [markdown]
-# ## Checkpointing
+# ## Activation checkpointing
 #
-# The way back needs what the way there computed. A block can keep all of it; or keep its input alone, and compute the
-# rest again when the gradient arrives ([Chen et al. 2016](https://arxiv.org/abs/1604.06174)). Predictions:
+# The backward pass needs activations of the forward pass. A block can store all of them, or store its input only and
+# recompute the rest in the backward pass ([Chen et al. 2016](https://arxiv.org/abs/1604.06174)). Predictions:
 #
-# - *bytes*: with `full` recomputation one more block costs one more stream of $B\cdot T\cdot d$ numbers, $4BTd$ bytes,
-#   and nothing else;
-# - *FLOPs*: the way back costs twice the way there, so a step is 3 passes, and 4 with recomputation: $4/3$ at most.
-#   Less, in truth: the head is not repeated, nor is a block's last product $W_\text{down}h$, whose result is only
-#   added to the stream and which no gradient asks for;
-# - *results*: the same operations on the same numbers: not one bit may differ.
+# - *memory*: `full` checkpointing stores one residual stream per block, $B\cdot T\cdot d$ numbers or $4BTd$ bytes;
+# - *FLOPs*: a backward pass has twice the FLOPs of a forward pass, so a step is 3 forward passes, and at most 4 with
+#   recomputation: a factor of at most $4/3$. The head is not recomputed, nor is a block's last product
+#   $W_\text{down}h$, whose result is not needed by any gradient;
+# - *results*: recomputation repeats the same operations, so gradients are equal bit for bit.
 #
-# `ct.size` walks the forward pass on sizes and says what is kept. PyTorch's hooks for saved tensors say what really
-# is.
+# `ct.size` predicts the stored bytes by running the forward pass on shapes. PyTorch's saved-tensor hooks measure them.
 
 
 # %%
-def shaped(layers):
+def with_layers(layers):
     return model.config.replace(decoder=model.config.decoder.replace(layers=layers))
 
 
-def kept_bytes(learner, tokens):
-    """Bytes that autograd holds between the way there and the way back, weights aside."""
-    weights = {each.untyped_storage().data_ptr() for each in learner.parameters()}
-    held = {}
+def saved_bytes(module, tokens):
+    """Bytes that autograd stores between the forward and the backward pass, without the weights."""
+    weights = {param.untyped_storage().data_ptr() for param in module.parameters()}
+    saved = {}
 
     def pack(tensor):
-        memory = tensor.untyped_storage()
-        if memory.data_ptr() not in weights:
-            held[memory.data_ptr()] = memory.nbytes(), tensor  # held, so that its place is not given away
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes(), tensor  # a reference, so that the address is not reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        learner(tokens).logsumexp(-1).mean()
-    return sum(size for size, _ in held.values())
+        module(tokens).logsumexp(-1).mean()
+    return sum(num_bytes for num_bytes, _ in saved.values())
 
 
 B, T, depths = 2, 128, (2, 4, 6)
 batch = torch.randint(2048, (B, T), generator=torch.Generator().manual_seed(0))
-asked = {"mode": "train", "batch_size": B, "context": T, "dtype": "fp32", "hardware": "epyc-9654"}  # some CPU
+options = {"mode": "train", "batch_size": B, "context": T, "dtype": "fp32", "hardware": "epyc-9654"}  # any CPU
 measured, predicted = {}, {}
 for layers in depths:
-    learner = ct.build(shaped(layers), seed=0).train()
+    decoder = ct.build(with_layers(layers), seed=0).train()
     for mode in ("none", "full"):
-        measured[mode, layers] = kept_bytes(learner.use_activation_checkpointing(mode), batch)
-        told = ct.size(shaped(layers), **asked, activation_checkpointing=mode)
-        predicted[mode, layers] = told.memory.bytes_by_component["activations"]
+        measured[mode, layers] = saved_bytes(decoder.use_activation_checkpointing(mode), batch)
+        size = ct.size(with_layers(layers), **options, activation_checkpointing=mode)
+        predicted[mode, layers] = size.memory.bytes_by_component["activations"]
 
 # %%
 for mode in ("none", "full"):
-    found_mb, told_mb = measured[mode, 6] / 1e6, predicted[mode, 6] / 1e6
-    print(claim(f"{mode}: megabytes kept by six blocks", found_mb, predicted=told_mb, rtol=0.02))
-more = (measured["full", 6] - measured["full", 4]) / 2
-claim("full: bytes that one more block keeps, 4·B·T·d", more, predicted=4 * B * T * d, rtol=0)
+    measured_mb, predicted_mb = measured[mode, 6] / 1e6, predicted[mode, 6] / 1e6
+    print(claim(f"checkpointing {mode}: saved MB of six blocks", measured_mb, predicted=predicted_mb, rtol=0.02))
+per_block = (measured["full", 6] - measured["full", 4]) / 2
+claim("checkpointing full: saved bytes per block, 4·B·T·d", per_block, predicted=4 * B * T * d, rtol=0)
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2))
-for mode, colour in (("none", "#d55e00"), ("full", "#0072b2")):
-    axes.plot(depths, [predicted[mode, n] / 1e6 for n in depths], color=colour, label=f"{mode}, predicted")
-    axes.plot(depths, [measured[mode, n] / 1e6 for n in depths], "o", color=colour, label=f"{mode}, measured")
+for mode, color in (("none", "#d55e00"), ("full", "#0072b2")):
+    axes.plot(depths, [predicted[mode, n] / 1e6 for n in depths], color=color, label=f"{mode}, predicted")
+    axes.plot(depths, [measured[mode, n] / 1e6 for n in depths], "o", color=color, label=f"{mode}, measured")
 axes.set(
     xlabel="blocks",
     xticks=depths,
-    ylabel="kept for the way back (MB)",
+    ylabel="saved activations, MB",
     ylim=(0, None),
-    title=f"Checkpointing keeps one stream a block ({B} × {T} tokens)",
+    title=f"Saved activations with and without checkpointing ({B} × {T} tokens)",
 )
 axes.legend(fontsize=7)
 figure.tight_layout()
 
 
 # %%
-def step(mode):
-    learner.use_activation_checkpointing(mode).zero_grad()
-    with FlopCounterMode(display=False) as counted:
-        F.cross_entropy(learner(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
-    return counted.get_total_flops(), [each.grad.clone() for each in learner.parameters()]
+def forward_backward(mode):
+    """FLOPs of a forward and backward pass, and the gradients."""
+    decoder.use_activation_checkpointing(mode).zero_grad()
+    with FlopCounterMode(display=False) as counter:
+        F.cross_entropy(decoder(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
+    return counter.get_total_flops(), [param.grad.clone() for param in decoder.parameters()]
 
 
-(flops, kept), (more_flops, recomputed) = step("none"), step("full")
-down, block, head = d * 768, 4 * d * d + 3 * d * 768, d * 2048  # multiplications a token, scores aside
-again = 6 * (block - down) / (3 * (6 * block + head))
-print(claim("FLOPs with recomputation, as a multiple", more_flops / flops, predicted=1 + again, rtol=0.02))
-differing = sum(int((a != b).sum()) for a, b in zip(kept, recomputed, strict=True))
-claim("numbers of the gradient that differ in any bit", differing, predicted=0, rtol=0)
+(flops, gradients), (full_flops, recomputed) = forward_backward("none"), forward_backward("full")
+w_down, block, head = d * 768, 4 * d * d + 3 * d * 768, d * 2048  # multiplications per token, without the scores
+extra = 6 * (block - w_down) / (3 * (6 * block + head))
+print(claim("FLOPs with full checkpointing / without", full_flops / flops, predicted=1 + extra, rtol=0.02))
+num_different = sum(int((a != b).sum()) for a, b in zip(gradients, recomputed, strict=True))
+claim("gradient entries that differ in any bit", num_different, predicted=0, rtol=0)
 
 # %% [markdown]
-# The library asks the same questions of any model: `analysis.activation_checkpointing_cost` measures memory and time,
-# with the middle way `selective`, which keeps the results of matrix products and repeats only what is cheap. Time
-# follows FLOPs loosely: expect a step to become longer, and far less than twice as long.
+# `analysis.activation_checkpointing_cost` measures memory and time of any model, also for the mode `selective`, which
+# stores the results of matrix products and recomputes the other operations. Time is printed only: it depends on the
+# load of the machine.
 
 # %%
-print(
-    found := activation_checkpointing_cost(learner.use_activation_checkpointing("none"), batch[:1, :64], num_repeats=3)
-)
-none, selective, full = found.values.tolist()
-print(claim("full recomputation: time of a step, as a multiple", full[1] / none[1], above=0.7, below=2.5))
-between = (selective[0] - full[0]) / (none[0] - full[0])
-claim("selective keeps less than all and more than block inputs (place between)", between, above=0, below=1)
+cost = activation_checkpointing_cost(decoder.use_activation_checkpointing("none"), batch[:1, :64], num_repeats=3)
+print(cost)
+none, selective, full = cost.values.tolist()  # (saved MB, ms) each
+print(f"full checkpointing: time of a forward and backward pass × {full[1] / none[1]:.2f}")
+fraction = (selective[0] - full[0]) / (none[0] - full[0])
+claim("memory of selective between full (0) and none (1)", fraction, above=0, below=1)
 
 # %% [markdown]
 # ## Try
 #
-# - `there_and_back` with `form="decoder"` in `fresh_model`: a causal mask lets the last tokens' gradients reach the
-#   first ones without company; post-norm then loses less.
-# - `rate=0.002` in `learn`: with shorter steps post-norm needs no warm-up, and learns more slowly.
-# - Take `"placement": {"kind": "sandwich"}` or `"output"`: which of the two curves do they follow, and why?
+# - Call `trace_gradients` with `form="decoder"` in `build_untrained`: under a causal mask the first tokens attend to
+#   few others, and the post-norm gradient shrinks less.
+# - Use `lr=0.002` in `train`: with smaller updates post-norm needs no warm-up, and the loss decreases more slowly.
+# - Use `"placement": {"kind": "sandwich"}` or `"output"`: which of the two curves do they follow, and why?
 #
-# Exercise 7 (`cutaway learn start 7`) asks for the two equations. Claim by claim with confidence intervals: `cutaway
-# ablate depth-and-norm`. Before: [4. FFN, norms, residuals](04_ffn_norms_residuals.py). Next: [6. The three
-# forms](06_forms.py).
+# Exercise 7 (`cutaway learn start 7`): the two block equations. The comparison with confidence intervals: `cutaway
+# ablate depth-and-norm`. Previous: [4. FFN, norms, residual stream](04_ffn_norms_residuals.py). Next: [6. Decoder,
+# encoder, encoder-decoder](06_forms.py).

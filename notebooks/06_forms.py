@@ -1,10 +1,12 @@
 # %% [markdown]
-# # 6. Three forms, three objectives
+# # 6. Decoder, encoder, encoder-decoder and their training objectives
 #
-# One stack makes three kinds of Transformer: a decoder that continues, an encoder that reads what stands there,
-# and an encoder-decoder that writes one text while reading another. Afterwards you know who sees whom in each, what
-# each is asked during training, and which tasks each can and cannot learn, with the loss it must end at. Needs:
-# attention and masks (2).
+# The same stack is used in three forms of Transformer: a decoder (causal), an encoder (bidirectional), and an
+# encoder-decoder, whose decoder also attends to an encoder's output. This notebook counts the visible pairs of tokens
+# in each, computes cross-attention by hand, shows the inputs, targets and loss weights of each objective, and trains
+# each form on a small task for which the minimal loss is known.
+#
+# Prerequisites: attention and masks (notebook 2).
 
 # %%
 import math
@@ -19,34 +21,36 @@ from cutaway.lens.analysis import cached_decoding_error
 from cutaway.train import objectives
 
 
-def shaped(form, vocab_size):
+def make_config(form, vocab_size):
     """The same small stack in each form: one block of 4 heads, learned positions."""
     block = {"attention": {"heads": 4}, "ffn": {"kind": "mlp"}}
     stack = {"layers": 1, "block": block, "embedding": {"position": {"kind": "learned", "length": 16}}}
     cross = {**stack, "block": {**block, "cross": {"heads": 4}}}
-    sides = {
+    stacks = {
         "decoder": {"decoder": stack},
         "encoder": {"encoder": stack},
         "encoder-decoder": {"encoder": stack, "decoder": cross},
     }
-    return ct.config({"form": form, "vocab_size": vocab_size, "d_model": 32, "init": {"kind": "xavier"}, **sides[form]})
+    return ct.config(
+        {"form": form, "vocab_size": vocab_size, "d_model": 32, "init": {"kind": "xavier"}, **stacks[form]}
+    )
 
 
 # %% [markdown]
-# ## Who sees whom
+# ## Visible pairs in each form
 #
-# | form | self-attention | sees |
+# | form | self-attention | visible keys |
 # |---|---|---|
-# | decoder | causal | itself and what came before: $T(T+1)/2$ pairs |
-# | encoder | bidirectional | everything: $T^2$ pairs |
-# | encoder-decoder | source bidirectional, target causal | and each target token the whole source: $T \cdot S$ pairs |
+# | decoder | causal | the query's own and earlier positions: $T(T+1)/2$ pairs |
+# | encoder | bidirectional | all positions: $T^2$ pairs |
+# | encoder-decoder | source bidirectional, target causal | cross-attention: all source positions, $T \cdot S$ pairs |
 #
-# We count the pairs in real patterns of fresh models, with $T = 8$ and a source of $S = 11$.
+# The pairs are counted in the attention patterns of untrained models, with $T = 8$ and a source of $S = 11$.
 
 # %%
 T, S = 8, 11
 tokens, source = torch.arange(T)[None], torch.arange(S)[None]
-forms = {form: ct.build(shaped(form, 16), seed=0) for form in ("decoder", "encoder", "encoder-decoder")}
+forms = {form: ct.build(make_config(form, 16), seed=0) for form in ("decoder", "encoder", "encoder-decoder")}
 patterns = {}
 with torch.no_grad():
     for form in ("decoder", "encoder"):
@@ -56,93 +60,93 @@ with torch.no_grad():
     with ct.trace(forms["encoder-decoder"], "decoder.blocks.0.cross.pattern") as t:
         forms["encoder-decoder"](source, tokens)
     patterns["encoder-decoder"] = t["decoder.blocks.0.cross.pattern"][0, 0]
-seen = {form: int((pattern > 0).sum()) for form, pattern in patterns.items()}
-print(claim("pairs that a decoder sees", seen["decoder"], predicted=T * (T + 1) / 2, rtol=0))
-print(claim("pairs that an encoder sees", seen["encoder"], predicted=T * T, rtol=0))
-claim("pairs that cross-attention sees", seen["encoder-decoder"], predicted=T * S, rtol=0)
+num_visible = {form: int((pattern > 0).sum()) for form, pattern in patterns.items()}
+print(claim("decoder: visible pairs in self-attention", num_visible["decoder"], predicted=T * (T + 1) / 2, rtol=0))
+print(claim("encoder: visible pairs in self-attention", num_visible["encoder"], predicted=T * T, rtol=0))
+claim("encoder-decoder: visible pairs in cross-attention", num_visible["encoder-decoder"], predicted=T * S, rtol=0)
 
 # %%
-figure, axes = plt.subplots(1, 3, figsize=(7, 2.6))
+figure, panels = plt.subplots(1, 3, figsize=(7, 2.6))
 titles = "self-attention of\na decoder", "self-attention of\nan encoder", "cross-attention of\nan encoder-decoder"
-for plot, title, pattern in zip(axes, titles, patterns.values(), strict=True):
-    plot.imshow(pattern > 0, cmap="Blues", vmin=0, vmax=1.4)
-    plot.set_title(title, fontsize=9)
-    plot.set(xlabel="token that is seen", ylabel="token that looks")
+for axes, title, pattern in zip(panels, titles, patterns.values(), strict=True):
+    axes.imshow(pattern > 0, cmap="Blues", vmin=0, vmax=1.4)
+    axes.set_title(title, fontsize=9)
+    axes.set(xlabel="key", ylabel="query")
 figure.tight_layout()
 
 # %% [markdown]
 # ## Cross-attention by hand
 #
-# Queries come from the decoder's stream, keys and values from the encoder's result, $\text{softmax}(Q_\text{dec}
-# K_\text{enc}^\top / \sqrt{d_\text{head}})\,V_\text{enc}$. No mask: the source is all there. Four lines must give what
-# the library has at `cross.out`.
+# Queries are computed from the decoder's residual stream, keys and values from the encoder's output:
+# $\text{softmax}(Q_\text{dec} K_\text{enc}^\top / \sqrt{d_\text{head}})\,V_\text{enc}$. There is no causal mask. The
+# result is compared with the library's `cross.out`.
 
 # %%
-both = forms["encoder-decoder"]
-with torch.no_grad(), ct.trace(both, "decoder.blocks.0.cross.in", "decoder.blocks.0.cross.out") as t:
-    both(source, tokens)
-read, written = t["decoder.blocks.0.cross.in"], t["decoder.blocks.0.cross.out"]  # (1, T, 32)
-cross = both.decoder.blocks[0].cross.f
+encoder_decoder = forms["encoder-decoder"]
+with torch.no_grad(), ct.trace(encoder_decoder, "decoder.blocks.0.cross.in", "decoder.blocks.0.cross.out") as t:
+    encoder_decoder(source, tokens)
+cross_in, cross_out = t["decoder.blocks.0.cross.in"], t["decoder.blocks.0.cross.out"]  # (1, T, 32)
+cross = encoder_decoder.decoder.blocks[0].cross.f
 
 
-def heads(x):
+def split_heads(x):
     return x.unflatten(-1, (4, 8)).transpose(1, 2)  # (1, T, 32) → (1, 4 heads, T, 8)
 
 
 with torch.no_grad():
-    memory = both.encode(source)  # (1, S, 32)
-    q, k, v = heads(cross.q(read)), heads(cross.k(memory)), heads(cross.v(memory))
+    memory = encoder_decoder.encode(source)  # (1, S, 32)
+    q, k, v = split_heads(cross.q(cross_in)), split_heads(cross.k(memory)), split_heads(cross.v(memory))
     pattern = (q @ k.transpose(-1, -2) / math.sqrt(8)).softmax(-1)  # (1, 4, T, S)
     by_hand = cross.o((pattern @ v).transpose(1, 2).flatten(2))  # (1, T, 32)
-claim("cross-attention by hand: largest difference to the library's", (by_hand - written).abs().max(), below=1e-5)
+difference = (by_hand - cross_out).abs().max()
+claim("cross-attention by hand: largest difference from the library", difference, below=1e-5)
 
 # %% [markdown]
-# ## What each is asked
+# ## Training objectives: inputs, targets, loss weights
 #
-# An objective says what the model reads, what it must say at each place, and which places count:
-#
-# - **next token**: place $t$ must say token $t+1$: $T-1$ targets in a text of $T$ tokens, all at once;
-# - **masked**: 15 % of the tokens are hidden, and only they count. Of these 80 % become a mask, 10 % any token, 10 %
-#   stay ([BERT](https://arxiv.org/abs/1810.04805)), so that no place may be taken on trust;
-# - **sequence to sequence**: next token on the target, given the source; padding does not count.
+# - **causal LM**: the target at position $t$ is token $t+1$: $T-1$ targets in a sequence of $T$ tokens;
+# - **masked LM**: 15 % of the tokens are targets. Of these 80 % are replaced by the mask token, 10 % by a random token,
+#   and 10 % are unchanged ([BERT](https://arxiv.org/abs/1810.04805)), so the model cannot rely on any input token being
+#   correct;
+# - **sequence to sequence**: next-token prediction on the target given the source; padding has loss weight 0.
 
 # %%
 rows = torch.randint(4, 1000, (64, 128), generator=torch.Generator().manual_seed(0))
-asked = objectives.masked_lm(rows, mask_id=3, vocab_size=1000, seed=0, positions=range(64))
-[shown], hidden = asked.inputs, asked.weights.bool()
-print(claim("share of tokens that count when they are masked", hidden.float().mean(), predicted=0.15, rtol=0.1))
-print(claim("of those, share that became the mask", (shown[hidden] == 3).float().mean(), predicted=0.8, rtol=0.05))
-stayed = (shown == rows)[hidden].float().mean()
-print(claim("of those, share that stayed as they were", stayed, predicted=0.1, rtol=0.3))
+task = objectives.masked_lm(rows, mask_id=3, vocab_size=1000, seed=0, positions=range(64))
+[inputs], is_target = task.inputs, task.weights.bool()
+print(claim("masked LM: share of tokens that are targets", is_target.float().mean(), predicted=0.15, rtol=0.1))
+masked = (inputs[is_target] == 3).float().mean()
+print(claim("masked LM: share of targets replaced by the mask token", masked, predicted=0.8, rtol=0.05))
+unchanged = (inputs == rows)[is_target].float().mean()
+print(claim("masked LM: share of targets that are unchanged", unchanged, predicted=0.1, rtol=0.3))
 
-real = torch.tensor([[True] * 6 + [False] * 2, [True] * 8])  # a target of 6 tokens and one of 8
-asked = objectives.seq2seq(source.expand(2, -1), None, tokens.expand(2, -1), real)
-print(asked.weights.int())
-claim("targets that count: each text's tokens but its first", asked.weights.sum(), predicted=5 + 7, rtol=0)
+target_mask = torch.tensor([[True] * 6 + [False] * 2, [True] * 8])  # targets of 6 and 8 tokens
+task = objectives.seq2seq(source.expand(2, -1), None, tokens.expand(2, -1), target_mask)
+print(task.weights.int())
+claim("seq2seq: number of targets, all tokens but the first of each", task.weights.sum(), predicted=5 + 7, rtol=0)
 
 # %% [markdown]
-# ## The middle word
+# ## Decoder and encoder on the same data
 #
-# A language in which the middle depends on both sides: texts are $a\; s\; b$ with $a, b$ drawn freely from $M = 5$
-# letters and $s = a + b \bmod M$. One text carries $2 \ln M$ nats. What must trained models reach?
+# Sequences $a\; s\; b$ with $a, b$ uniform over $M = 5$ symbols and $s = a + b \bmod M$. A sequence has entropy
+# $2 \ln M$ nats. The minimal losses are:
 #
-# - A **decoder** sees nothing before $a$: $\ln M$. It sees $a$ before $s$, and $b$ is still free: $\ln M$ again. With
-#   $a$ and $s$, $b$ is certain: 0.
-# - An **encoder** that is shown any two finds the third: 0 everywhere. It learns what the decoder cannot; but its
-#   three losses no longer add up to what a text carries. A masked loss is no likelihood of a text.
+# - **decoder**: $\ln M$ for $a$; $\ln M$ for $s$, because $b$ is not visible; 0 for $b$ given $a$ and $s$;
+# - **encoder** with one symbol masked: 0 for each, because the other two determine it. The three losses do not add up
+#   to the entropy of a sequence: a masked-LM loss is not a likelihood.
 
 # %%
-M, BEGIN, MASK = 5, 5, 6
+M, BOS, MASK = 5, 5, 6
 a, b = torch.cartesian_prod(torch.arange(M), torch.arange(M)).T
-texts = torch.stack([a, (a + b) % M, b], 1)  # (25, 3): every text that there is
+sequences = torch.stack([a, (a + b) % M, b], 1)  # (25, 3): all sequences
 
 
-def train(model, step, steps, rate=1e-2):
-    """Minimise `step(number)`; the losses on the way."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+def train(model, compute_loss, steps, lr=1e-2):
+    """Minimize `compute_loss()` and return the loss at each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     losses = []
-    for number in range(steps):
-        loss = step(number)
+    for _ in range(steps):
+        loss = compute_loss()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -151,175 +155,176 @@ def train(model, step, steps, rate=1e-2):
 
 
 def decoder_losses():
-    """By place: a, s, b. The objective reads BEGIN a s, and is told a s b."""
-    task = objectives.causal_lm(F.pad(texts, (1, 0), value=BEGIN))
-    return F.cross_entropy(decoder(*task.inputs).transpose(1, 2), task.targets, reduction="none").mean(0)  # (3,)
+    """(3,): loss of a, s and b; the inputs are BOS, a, s."""
+    task = objectives.causal_lm(F.pad(sequences, (1, 0), value=BOS))
+    return F.cross_entropy(decoder(*task.inputs).transpose(1, 2), task.targets, reduction="none").mean(0)
 
 
 def encoder_losses():
-    """By place: each is hidden in turn, the other two are shown."""
-    shown = texts.expand(3, 25, 3).clone()
-    shown[range(3), :, range(3)] = MASK
-    logits = encoder(shown.flatten(0, 1)).unflatten(0, (3, 25))[range(3), :, range(3)]  # (3 hidden, 25, V)
-    return F.cross_entropy(logits.transpose(1, 2), texts.T, reduction="none").mean(1)  # (3,)
+    """(3,): loss of a, s and b; each is masked with the other two visible."""
+    inputs = sequences.expand(3, 25, 3).clone()
+    inputs[range(3), :, range(3)] = MASK
+    logits = encoder(inputs.flatten(0, 1)).unflatten(0, (3, 25))[range(3), :, range(3)]  # (3 masked, 25, V)
+    return F.cross_entropy(logits.transpose(1, 2), sequences.T, reduction="none").mean(1)
 
 
-decoder, encoder = ct.build(shaped("decoder", 7), seed=0), ct.build(shaped("encoder", 7), seed=0)
-train(decoder, lambda _: decoder_losses().mean(), 100)
-train(encoder, lambda _: encoder_losses().mean(), 100)
+decoder, encoder = ct.build(make_config("decoder", 7), seed=0), ct.build(make_config("encoder", 7), seed=0)
+train(decoder, lambda: decoder_losses().mean(), 100)
+train(encoder, lambda: encoder_losses().mean(), 100)
 with torch.no_grad():
-    told = {"decoder": decoder_losses(), "encoder": encoder_losses()}
+    losses_by_form = {"decoder": decoder_losses(), "encoder": encoder_losses()}
 
 # %%
-even, (_, middle, last) = math.log(M), told["decoder"]
-print(claim("decoder: the middle letter costs ln 5, whatever it learns", middle, predicted=even, rtol=0.05))
-print(claim("decoder: the last letter is certain (nats)", last, below=0.1))
-carried = told["decoder"].sum()
-print(claim("decoder: all three together are what a text carries, 2·ln 5", carried, predicted=2 * even, rtol=0.05))
-print(claim("encoder: the middle letter, both neighbours shown (nats)", told["encoder"][1], below=0.1))
+uniform, (_, middle, last) = math.log(M), losses_by_form["decoder"]
+print(claim("decoder: loss of s is ln 5", middle, predicted=uniform, rtol=0.05))
+print(claim("decoder: loss of b, nats", last, below=0.1))
+total = losses_by_form["decoder"].sum()
+print(claim("decoder: sum of the losses is the entropy of a sequence, 2·ln 5", total, predicted=2 * uniform, rtol=0.05))
+print(claim("encoder: loss of s with a and b visible, nats", losses_by_form["encoder"][1], below=0.1))
 
 figure, axes = plt.subplots(figsize=(6, 3))
-for shift, (form, colour) in enumerate((("decoder", "#0072b2"), ("encoder", "#d55e00"))):
-    bars = axes.bar([place + 0.36 * shift for place in range(3)], told[form], width=0.34, color=colour, label=form)
+for shift, (form, color) in enumerate((("decoder", "#0072b2"), ("encoder", "#d55e00"))):
+    positions = [position + 0.36 * shift for position in range(3)]
+    bars = axes.bar(positions, losses_by_form[form], width=0.34, color=color, label=form)
     axes.bar_label(bars, fmt="%.2f", fontsize=7)
-axes.axhline(math.log(M), color="black", lw=0.7, ls=":")
-axes.text(2.6, math.log(M), "ln 5", va="bottom", ha="right", fontsize=8)
+axes.axhline(uniform, color="black", lw=0.7, ls=":")
+axes.text(2.6, uniform, "ln 5", va="bottom", ha="right", fontsize=8)
 axes.set_ylim(0, 1.9)
 axes.set(
     xticks=[0.18, 1.18, 2.18],
-    xticklabels=["a", "s = a + b", "b"],
-    ylabel="loss (nats)",
-    title="The middle letter needs what stands to its right",
+    xticklabels=["a", "s = a + b mod 5", "b"],
+    ylabel="loss, nats",
+    title="Loss by position: b is not visible to a decoder at s",
 )
 axes.legend(fontsize=8, loc="center right")
 figure.tight_layout()
 
 # %% [markdown]
-# ## Writing while reading
+# ## An encoder-decoder with label smoothing
 #
-# Now the target is the source backwards: six letters of eight. A decoder that sees the target alone can do no better
-# than $\ln 8$ a letter. With the source it could be certain. With *label smoothing* $\varepsilon$ it is not allowed to
-# be: the truth it is held against is $1 - \varepsilon + \varepsilon/V$ for the right token and $\varepsilon/V$ for
-# each other one, and the least cross-entropy is that distribution's own entropy
+# The target is the reversed source: six symbols of eight. Without the source the minimal loss is $\ln 8$ per symbol;
+# with the source it is 0. With *label smoothing* $\varepsilon$ the target distribution is
+# $1 - \varepsilon + \varepsilon/V$ for the correct token and $\varepsilon/V$ for each other one, and the minimal
+# cross-entropy is the entropy of that distribution:
 #
 # $$-\Big(1-\varepsilon+\frac{\varepsilon}{V}\Big)\ln\Big(1-\varepsilon+\frac{\varepsilon}{V}\Big)
 # - (V-1)\,\frac{\varepsilon}{V}\ln\frac{\varepsilon}{V}.$$
 #
-# Training ends there, and the plain loss ends at $-\ln(1-\varepsilon+\varepsilon/V)$.
+# At this minimum the loss without smoothing is $-\ln(1-\varepsilon+\varepsilon/V)$.
 
 # %%
-K, N, START, smoothing = 8, 6, 8, 0.1
-V, draw = K + 1, torch.Generator().manual_seed(0)
-translator = ct.build(shaped("encoder-decoder", V), seed=0)
+K, N, START, label_smoothing = 8, 6, 8, 0.1
+V, generator = K + 1, torch.Generator().manual_seed(0)
+reverser = ct.build(make_config("encoder-decoder", V), seed=0)
 
 
-def pairs(count):
-    source = torch.randint(K, (count, N), generator=draw)
+def sample_task(count):
+    source = torch.randint(K, (count, N), generator=generator)
     return objectives.seq2seq(source, None, F.pad(source.flip(1), (1, 0), value=START), None)
 
 
-def smoothed(number):
-    loss = pairs(64).loss(translator, label_smoothing=smoothing)
-    return loss.loss / loss.weight
+def smoothed_loss():
+    result = sample_task(64).loss(reverser, label_smoothing=label_smoothing)
+    return result.loss / result.weight
 
 
-losses = train(translator, smoothed, 140)
+training_losses = train(reverser, smoothed_loss, 140)
 with torch.no_grad():
-    task = pairs(256)
-    loss = task.loss(translator, label_smoothing=smoothing)
+    task = sample_task(256)
+    result = task.loss(reverser, label_smoothing=label_smoothing)
 
 # %%
-sure = 1 - smoothing + smoothing / V
-floor = -sure * math.log(sure) - (V - 1) * smoothing / V * math.log(smoothing / V)
-ended, plain = (loss.loss / loss.weight).item(), (loss.cross_entropy / loss.weight).item()
-print(claim("smoothed loss ends at the smoothed truth's entropy", ended, predicted=floor, rtol=0.03))
-print(claim("plain loss ends at −ln(1 − ε + ε/V)", plain, predicted=-math.log(sure), rtol=0.1))
-with torch.no_grad(), ct.edit(translator, {"decoder.blocks.0.cross.out": "zero"}):
-    blind = task.loss(translator)
-blind = (blind.loss / blind.weight).item()
-claim("without cross-attention it is worse than guessing letters, ln 8", blind, above=math.log(K))
+correct_prob = 1 - label_smoothing + label_smoothing / V
+minimum = -correct_prob * math.log(correct_prob) - (V - 1) * label_smoothing / V * math.log(label_smoothing / V)
+smoothed, plain = (result.loss / result.weight).item(), (result.cross_entropy / result.weight).item()
+print(claim("smoothed loss after training is the smoothed target's entropy", smoothed, predicted=minimum, rtol=0.03))
+print(claim("plain loss after training is −ln(1 − ε + ε/V)", plain, predicted=-math.log(correct_prob), rtol=0.1))
+with torch.no_grad(), ct.edit(reverser, {"decoder.blocks.0.cross.out": "zero"}):
+    ablated = task.loss(reverser)
+ablated_loss = (ablated.loss / ablated.weight).item()
+claim("loss with cross.out set to zero is above ln 8", ablated_loss, above=math.log(K))
 
 # %% [markdown]
-# What does it look at? To write letter $t$ it needs source letter $N - 1 - t$, which no one told it. Two ways to ask:
-# where its cross-attention falls, and what happens to each written letter when one source letter is another. The
-# second must be the backward diagonal: the needed letter changes the answer always, any other hardly ever.
+# Output symbol $t$ is source symbol $N - 1 - t$. Two measurements: where cross-attention has its weight, and which
+# output symbols change when one source symbol is replaced. The second measures dependence and must be the
+# anti-diagonal: replacing the needed symbol changes the output, replacing another rarely does.
 
 # %%
-read, written = task.inputs[:2]
-with torch.no_grad(), ct.trace(translator, "decoder.blocks.0.cross.pattern") as t:
-    said = translator(read, written).argmax(-1)  # (256, N)
-attention = t["decoder.blocks.0.cross.pattern"].mean((0, 1))  # over texts and heads, (N, N)
+source, target = task.inputs[:2]
+with torch.no_grad(), ct.trace(reverser, "decoder.blocks.0.cross.pattern") as t:
+    predictions = reverser(source, target).argmax(-1)  # (256, N)
+attention = t["decoder.blocks.0.cross.pattern"].mean((0, 1))  # mean over sequences and heads, (N, N)
 
-depends = torch.zeros(N, N)
-for place in range(N):
-    other = read.clone()
-    other[:, place] = (other[:, place] + 1) % K
+change_rate = torch.zeros(N, N)  # (output position, source position)
+for position in range(N):
+    replaced = source.clone()
+    replaced[:, position] = (replaced[:, position] + 1) % K
     with torch.no_grad():
-        depends[:, place] = (translator(other, written).argmax(-1) != said).float().mean(0)
+        change_rate[:, position] = (reverser(replaced, target).argmax(-1) != predictions).float().mean(0)
 needed = torch.eye(N).flip(1).bool()
-print(claim("another letter at the needed place changes the answer (share)", depends[needed].mean(), above=0.97))
-claim("another letter anywhere else does", depends[~needed].mean(), below=0.1)
+print(claim("needed source symbol replaced: share of outputs that change", change_rate[needed].mean(), above=0.97))
+claim("another source symbol replaced: share of outputs that change", change_rate[~needed].mean(), below=0.1)
 
 # %%
-figure, (curve, *heats) = plt.subplots(1, 3, figsize=(8, 2.8), width_ratios=(1.5, 1, 1), layout="constrained")
-curve.plot(losses, color="#0072b2")
-for level, name in ((math.log(K), "source unseen: ln 8"), (floor, "floor of smoothing")):
+figure, (curve, *heatmaps) = plt.subplots(1, 3, figsize=(8, 2.8), width_ratios=(1.5, 1, 1), layout="constrained")
+curve.plot(training_losses, color="#0072b2")
+for level, name in ((math.log(K), "without source: ln 8"), (minimum, "minimum with smoothing")):
     curve.axhline(level, color="black", lw=0.7, ls=":")
-    curve.text(len(losses), level + 0.03, name, ha="right", va="bottom", fontsize=7)
-curve.set(xlabel="step", ylabel="smoothed loss (nats)", ylim=(0, None))
-curve.set_title("Training ends at the predicted floor", fontsize=9)
-for heat, values, title in zip(heats, (attention, depends), ("Cross-attention", "Answers that change"), strict=True):
-    drawn = heat.imshow(values, cmap="Blues", vmin=0, vmax=1)
-    heat.set(xlabel="source letter")
-    heat.set_title(title, fontsize=9)
-heats[0].set_ylabel("letter to write")
-figure.colorbar(drawn, ax=heats, shrink=0.7, label="share")
+    curve.text(len(training_losses), level + 0.03, name, ha="right", va="bottom", fontsize=7)
+curve.set(xlabel="step", ylabel="smoothed loss, nats per token", ylim=(0, None))
+curve.set_title("Training loss and predicted minimum", fontsize=9)
+titles = ("Cross-attention weight", "Outputs that change")
+for axes, values, title in zip(heatmaps, (attention, change_rate), titles, strict=True):
+    image = axes.imshow(values, cmap="Blues", vmin=0, vmax=1)
+    axes.set(xlabel="source position")
+    axes.set_title(title, fontsize=9)
+heatmaps[0].set_ylabel("output position")
+figure.colorbar(image, ax=heatmaps, shrink=0.7, label="share")
 
 # %% [markdown]
-# Here the two agree. They need not: from another seed the encoder's own attention may carry letters to other places
-# first, and cross-attention then picks them up there (weights and texts from seed 1 do so, with the same loss).
-# Attention shows where a vector was read, a change to the input what it depends on.
+# The two agree for this seed, but need not: the encoder's self-attention can move information to other positions, from
+# which cross-attention reads it (with seed 1 for weights and data this happens, with the same loss). An attention
+# pattern shows which vectors are averaged; replacing an input shows what the output depends on.
 
 # %% [markdown]
-# ## At once and step by step
+# ## Teacher forcing equals cached decoding
 #
-# Training reads all places of a target in one pass, since the truth so far is known (*teacher forcing*). Writing takes
-# one step a token with a cache. A causal mask makes the two the same function: whatever a place sees in training, it
-# sees in its own step. In exact arithmetic the logits are equal; in 32 bits they may differ by rounding, about
-# $10^{-7}$ of the largest logit, times a few operations.
+# Training computes all target positions in one forward pass, because the previous tokens are known (*teacher
+# forcing*). Decoding computes one position per step with a KV cache. Under a causal mask both compute the same
+# function. In exact arithmetic the logits are equal; in float32 they differ by rounding, about $10^{-7}$ of the largest
+# logit times a small factor.
 
 # %%
 checkpoint = ct.load("tiny-python", dtype=torch.float32)
-shipped = cached_decoding_error(checkpoint, "for name in sorted(os.listdir(path)):")
-trained = cached_decoding_error(translator, task.inputs[1][:1], source=task.inputs[0][:1])
-print(shipped.note)
-print(claim("decoder: one pass against steps, largest difference of a logit", shipped.values.max(), below=1e-4))
-claim("encoder-decoder: one pass against steps", trained.values.max(), below=1e-4)
+decoder_error = cached_decoding_error(checkpoint, "for name in sorted(os.listdir(path)):")
+reverser_error = cached_decoding_error(reverser, task.inputs[1][:1], source=task.inputs[0][:1])
+print(decoder_error.note)
+print(claim("decoder: one pass against cached decoding, largest difference", decoder_error.values.max(), below=1e-4))
+claim("encoder-decoder: one pass against cached decoding", reverser_error.values.max(), below=1e-4)
 
 # %% [markdown]
-# An encoder has no such equality: each place sees what comes after. Change the last token, and all vectors move; in a
-# decoder, none before it does.
+# An encoder cannot be decoded step by step: each position attends to later ones. Replacing the last token changes the
+# outputs at all positions of an encoder, and at no earlier position of a decoder.
 
 # %%
+replaced = tokens.clone()
+replaced[0, -1] = 15
+num_changed = {}
 with torch.no_grad():
-    moved = {}
     for form in ("decoder", "encoder"):
-        changed = tokens.clone()
-        changed[0, -1] = 15
-        moved[form] = (forms[form](changed) - forms[form](tokens))[0, :-1].abs().amax(-1)  # (T − 1,)
-moved = {form: int((each > 0).sum()) for form, each in moved.items()}
-print(claim("decoder: earlier places that move when the last token changes", moved["decoder"], predicted=0, rtol=0))
-claim("encoder: earlier places that move", moved["encoder"], predicted=T - 1, rtol=0)
+        change = (forms[form](replaced) - forms[form](tokens))[0, :-1].abs().amax(-1)  # (T − 1,)
+        num_changed[form] = int((change > 0).sum())
+print(claim("decoder: earlier positions that change with the last token", num_changed["decoder"], predicted=0, rtol=0))
+claim("encoder: earlier positions that change with the last token", num_changed["encoder"], predicted=T - 1, rtol=0)
 
 # %% [markdown]
 # ## Try
 #
-# - Order the letters $a\; b\; s$ in `texts`: now the decoder too is certain of $s$. Order is half of what a decoder
-#   can know.
-# - `smoothing = 0.0`: the floor falls to 0, and the losses go on falling. What does smoothing cost at the end, in
+# - Order the symbols $a\; b\; s$ in `sequences`: the decoder's loss of $s$ becomes 0.
+# - `label_smoothing = 0.0`: the minimum is 0, and the loss keeps decreasing. What does smoothing cost at the end, in
 #   nats?
-# - Let the target be the source sorted: what should the cross-attention look like then?
+# - Make the target the sorted source: what should the cross-attention pattern be?
 #
-# Exercises 2 (`cutaway learn start 2`, the causal mask) and 9 (name the mask) belong here. A trained encoder-decoder
-# of this kind that reads dates in 47 locales: `cutaway train dates`. Before: [5. The way back](05_gradients.py). Next:
-# [7. Information](07_information.py).
+# Exercises 2 (`cutaway learn start 2`, causal mask) and 9 (name the mask). A trained encoder-decoder that parses dates
+# in 47 locales: `cutaway train dates`. Previous: [5. Gradients](05_gradients.py). Next: [7.
+# Information](07_information.py).

@@ -1,9 +1,12 @@
 # %% [markdown]
 # # 7. Information and loss
 #
-# A language model is trained on one number, its surprise at the next token. Afterwards you can compute that number by
-# hand, say what it is before training, where it must end on a source that is known, how to compare it between
-# tokenizers, and how far text remembers what stood before. Needs: softmax; notebook 5 helps with training.
+# A language model is trained to minimize cross-entropy. This notebook computes entropy, cross-entropy, KL divergence
+# and perplexity by hand, predicts the loss of an untrained model and the minimal loss on a known source, compares
+# models across tokenizers by bits per byte, measures the mutual information of bytes by distance, and measures the
+# calibration of a trained model.
+#
+# Prerequisites: softmax; notebook 5 for training.
 
 # %%
 import argparse
@@ -31,105 +34,109 @@ from cutaway.evaluate import (
 from cutaway.learn import claim
 
 # %% [markdown]
-# ## By hand
+# ## Entropy, cross-entropy, KL divergence, perplexity
 #
-# Something with probability $p$ surprises by $-\log_2 p$ bits. **Entropy** is the mean surprise of someone who knows
-# the distribution, $H(P) = -\sum p \log_2 p$; **cross-entropy** that of someone who believes $Q$, $H(P,Q) = -\sum p
-# \log_2 q$; **KL divergence** is what the wrong belief costs; **perplexity** is $2^H$: among how many equally likely
-# things one would be as unsure. By hand:
+# An outcome of probability $p$ has the information content $-\log_2 p$ bits. **Entropy** is its mean,
+# $H(P) = -\sum p \log_2 p$. **Cross-entropy** is the mean under $P$ of the information content under $Q$, $H(P,Q) =
+# -\sum p \log_2 q$. **KL divergence** is the difference $H(P,Q) - H(P)$. **Perplexity** is $2^H$, the number of
+# equally likely outcomes with the same entropy. By hand:
 #
 # - a fair coin: 1 bit. A coin of 0.9 and 0.1: $0.9 \cdot 0.152 + 0.1 \cdot 3.322 = 0.469$;
-# - the true class had $p = 0.9,\ 0.4,\ 0.01$: $-\log_2 p = 0.1520,\ 1.3219,\ 6.6439$ bits, perplexities $1/p = 1.11,\
-#   2.5,\ 100$;
+# - a correct class with $p = 0.9,\ 0.4,\ 0.01$: $-\log_2 p = 0.1520,\ 1.3219,\ 6.6439$ bits, perplexity
+#   $1/p = 1.11,\ 2.5,\ 100$;
 # - $P = (.7, .2, .1)$, $Q = (.5, .3, .2)$: $H(P) = 1.1568$, $KL = 0.1228$, and so $H(P, Q) = 1.2796$.
 
 # %%
 P, Q = [0.7, 0.2, 0.1], [0.5, 0.3, 0.2]
-print(claim("entropy of a fair coin (bits)", entropy([0.5, 0.5]), predicted=1, rtol=0))
-print(claim("of a coin of 0.9 and 0.1", entropy([0.9, 0.1]), predicted=0.469, rtol=1e-3))
+print(claim("entropy of a fair coin, bits", entropy([0.5, 0.5]), predicted=1, rtol=0))
+print(claim("entropy of a coin of 0.9 and 0.1, bits", entropy([0.9, 0.1]), predicted=0.469, rtol=1e-3))
 for p, bits in ((0.9, 0.1520), (0.4, 1.3219), (0.01, 6.6439)):
-    print(claim(f"surprise at a class of p = {p}", cross_entropy(q=[p, 1 - p], target=0), predicted=bits, rtol=1e-3))
+    measured = cross_entropy(q=[p, 1 - p], target=0)
+    print(claim(f"cross-entropy at a correct class of p = {p}, bits", measured, predicted=bits, rtol=1e-3))
 print(claim("perplexity at p = 0.9", perplexity(q=[0.9, 0.1], target=0), predicted=1.11, rtol=2e-3))
 print(claim("perplexity at p = 0.4", perplexity(q=[0.4, 0.6], target=0), predicted=2.5, rtol=0))
 print(claim("H(P)", entropy(P), predicted=1.1568, rtol=1e-4))
 print(claim("KL(P ‖ Q)", kl_divergence(P, Q), predicted=0.1228, rtol=1e-3))
-claim("cross-entropy is entropy and divergence: H(P, Q)", cross_entropy(P, Q), predicted=1.1568 + 0.1228, rtol=1e-4)
+claim("H(P, Q) = H(P) + KL(P ‖ Q)", cross_entropy(P, Q), predicted=1.1568 + 0.1228, rtol=1e-4)
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3))
 p = torch.linspace(0.005, 0.995, 199)
-axes.plot(p, -p.log2(), color="#d55e00", label="surprise, −log₂ p")
+axes.plot(p, -p.log2(), color="#d55e00", label="information content, −log₂ p")
 axes.plot(p, [entropy([float(x), 1 - float(x)]) for x in p], color="#0072b2", label="entropy of a coin (p, 1 − p)")
 for x, y in ((0.9, 0.1520), (0.4, 1.3219), (0.01, 6.6439), (0.5, 1.0), (0.9, 0.4690)):
     axes.plot(x, y, "o", color="black", ms=4)
     axes.annotate(f"{y:.3f}", (x, y), xytext=(5, -9 if y < 0.2 else 4), textcoords="offset points", fontsize=7)
-axes.set(xlabel="probability p", ylabel="bits", title="Rare things surprise; a fair coin is the least certain")
+axes.set(xlabel="probability p", ylabel="bits", title="Information content and entropy")
 axes.legend(fontsize=8)
 figure.tight_layout()
 
 # %% [markdown]
-# ## Before training
+# ## Loss before training
 #
-# A fresh model knows nothing, so its loss should be $\ln V$, the entropy of an even guess. Nearly: its logits are not
-# all equal but small random numbers of variance $\sigma^2$, and the mean of $\ln \sum e^{l}$ over Gaussian logits is
-# $\ln V + \sigma^2/2$. The head multiplies a normed vector of length $\sqrt d$ by rows drawn with deviation 0.02:
-# $\sigma^2 = 0.02^2\, d$, 0.10 with $d = 256$. So the shipped shape with $V = 2048$ must begin at $7.625 + 0.051$
-# nats, a perplexity near 2,048 (and a model that begins elsewhere has a bug in its head or its loss).
+# The predictions of an untrained model are nearly uniform, so its loss is close to $\ln V$. Its logits are small random
+# numbers of variance $\sigma^2$, and the mean of $\ln \sum e^{l}$ over Gaussian logits is $\ln V + \sigma^2/2$. The
+# head multiplies a normalized vector of norm $\sqrt d$ by rows with standard deviation 0.02: $\sigma^2 = 0.02^2\, d$,
+# 0.10 at $d = 256$. So with $V = 2048$ the initial loss is $7.625 + 0.051$ nats per token, a perplexity near 2,048. A
+# different initial loss indicates a bug in the head or in the loss.
 
 # %%
-shipped = ct.load("tiny-python", dtype=torch.float32)
+checkpoint = ct.load("tiny-python", dtype=torch.float32)
 tokens = torch.randint(2045, (4, 64), generator=torch.Generator().manual_seed(0))
-losses = []
+initial_losses = []
 with torch.no_grad():
     for seed in range(3):
-        logits = ct.build(shipped.config, seed=seed)(tokens[:, :-1])  # (B, T, V)
-        losses.append(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item())
-begin = sum(losses) / 3
-print([round(loss, 3) for loss in losses])
+        logits = ct.build(checkpoint.config, seed=seed)(tokens[:, :-1])  # (B, T, V)
+        initial_losses.append(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item())
+mean_loss = sum(initial_losses) / 3
+print([round(loss, 3) for loss in initial_losses])
 expected = math.log(2048) + 0.02**2 * 256 / 2
-print(claim("loss of fresh weights, ln V + σ²/2 (nats)", begin, predicted=expected, rtol=0.003))
-claim("as a perplexity, near V", math.exp(begin), predicted=2048, rtol=0.1)
+print(
+    claim("initial loss, mean of three seeds: ln V + σ²/2, nats per token", mean_loss, predicted=expected, rtol=0.003)
+)
+claim("initial perplexity is close to V", math.exp(mean_loss), predicted=2048, rtol=0.1)
 
 # %% [markdown]
-# ## Where it must end
+# ## Minimal loss on a known source
 #
-# No model can be less surprised than the source is random. A Markov chain with transitions $P$ and frequencies $\pi$
-# has an *entropy rate* that can be written down,
+# The expected loss of a model is at least the entropy rate of its source. A Markov chain with transition matrix $P$ and
+# stationary distribution $\pi$ has the entropy rate
 #
 # $$h = \sum_i \pi_i H(P_i),$$
 #
-# and $\text{loss} = h + \sum_i \pi_i\, KL(P_i \,\|\, Q_i)$ for a model that says $Q_i$ after letter $i$. We take three
-# chains over 12 letters, from nearly certain to nearly even, train the same small model on each for 60 steps, and
-# predict both the end and what is still missing from it.
+# and the loss of a model that predicts $Q_i$ after symbol $i$ is $h + \sum_i \pi_i\, KL(P_i \,\|\, Q_i)$. The same
+# small model is trained for 60 steps on each of three chains over 12 symbols, with low to high entropy rates. The loss
+# on unseen sequences is compared with $h$, and with $h$ plus the measured divergence.
 
 # %%
-LETTERS, STEPS = 12, 60
+NUM_SYMBOLS, STEPS = 12, 60
 
 
-def chain(sharpness):
-    """Transitions, frequencies, entropy rate in nats."""
-    rows = torch.softmax(
-        sharpness * torch.randn(LETTERS, LETTERS, generator=torch.Generator().manual_seed(1)), -1
-    ).double()
-    often = torch.linalg.matrix_power(rows, 500)[0]
-    return rows, often, (often * entropy(rows, unit="nats")).sum().item()
+def make_chain(sharpness):
+    """Transition matrix, stationary distribution, entropy rate in nats."""
+    generator = torch.Generator().manual_seed(1)
+    transitions = torch.softmax(sharpness * torch.randn(NUM_SYMBOLS, NUM_SYMBOLS, generator=generator), -1).double()
+    stationary = torch.linalg.matrix_power(transitions, 500)[0]
+    return transitions, stationary, (stationary * entropy(transitions, unit="nats")).sum().item()
 
 
-def walks(rows, often, count, length, draw):
-    """Texts that the chain writes, (count, length)."""
-    text = torch.multinomial(often, count, replacement=True, generator=draw)[:, None]
+def sample_chain(transitions, stationary, count, length, generator):
+    """(count, length): sequences sampled from the chain."""
+    sequences = torch.multinomial(stationary, count, replacement=True, generator=generator)[:, None]
     for _ in range(length - 1):
-        text = torch.cat([text, torch.multinomial(rows[text[:, -1]], 1, generator=draw)], 1)
-    return text
+        next_tokens = torch.multinomial(transitions[sequences[:, -1]], 1, generator=generator)
+        sequences = torch.cat([sequences, next_tokens], 1)
+    return sequences
 
 
-def learn(rows, often, seed=0):
-    """A trained model and its losses on the way."""
+def train(transitions, stationary, seed=0):
+    """Return a trained model and the loss at each step."""
     block = {"attention": {"heads": 2}, "ffn": {"kind": "mlp"}}
-    shape = {"form": "decoder", "vocab_size": LETTERS, "d_model": 32, "init": {"kind": "xavier"}}
-    model = ct.build({**shape, "decoder": {"layers": 1, "block": block}}, seed=seed)
+    config = {"form": "decoder", "vocab_size": NUM_SYMBOLS, "d_model": 32, "init": {"kind": "xavier"}}
+    model = ct.build({**config, "decoder": {"layers": 1, "block": block}}, seed=seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
-    batches = walks(rows, often, 64 * STEPS, 17, torch.Generator().manual_seed(seed)).split(64)
+    generator = torch.Generator().manual_seed(seed)
+    batches = sample_chain(transitions, stationary, 64 * STEPS, 17, generator).split(64)
     losses = []
     for batch in batches:
         loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
@@ -141,211 +148,221 @@ def learn(rows, often, seed=0):
 
 
 # %%
-rates, curves, ended, missing = [], [], [], []
+entropy_rates, curves, eval_losses, divergences = [], [], [], []
 for sharpness in (4, 2, 0.75):
-    rows, often, rate = chain(sharpness)
-    model, losses = learn(rows, often)
-    fresh = walks(rows, often, 2048, 17, torch.Generator().manual_seed(99))
+    transitions, stationary, rate = make_chain(sharpness)
+    model, losses = train(transitions, stationary)
+    unseen = sample_chain(transitions, stationary, 2048, 17, torch.Generator().manual_seed(99))
     with torch.no_grad():
-        logits = model(fresh[:, :-1])
-    loss = F.cross_entropy(logits.flatten(0, 1), fresh[:, 1:].flatten()).item()
-    divergence = kl_divergence(rows[fresh[:, :-1]], q_logits=logits.double(), unit="nats").mean().item()
-    for into, value in ((rates, rate), (curves, losses), (ended, loss), (missing, divergence)):
-        into.append(value)
-    print(claim(f"loss on unseen text of a chain with rate {rate:.3f} nats", loss, predicted=rate, rtol=0.12))
+        logits = model(unseen[:, :-1])
+    eval_loss = F.cross_entropy(logits.flatten(0, 1), unseen[:, 1:].flatten()).item()
+    divergence = kl_divergence(transitions[unseen[:, :-1]], q_logits=logits.double(), unit="nats").mean().item()
+    entropy_rates.append(rate)
+    curves.append(losses)
+    eval_losses.append(eval_loss)
+    divergences.append(divergence)
+    print(claim(f"loss on unseen sequences, entropy rate {rate:.3f} nats", eval_loss, predicted=rate, rtol=0.12))
 
 # %%
-gaps = [abs(loss - rate - divergence) for loss, rate, divergence in zip(ended, rates, missing, strict=True)]
-print([f"{divergence:.4f}" for divergence in missing])
-print(claim("loss = entropy rate + divergence: largest gap over three chains (nats)", max(gaps), below=0.04))
+differences = [
+    abs(loss - rate - divergence)
+    for loss, rate, divergence in zip(eval_losses, entropy_rates, divergences, strict=True)
+]
+print([f"{divergence:.4f}" for divergence in divergences])
+print(claim("loss − (entropy rate + divergence): largest of three chains, nats", max(differences), below=0.04))
 
 figure, axes = plt.subplots(figsize=(6, 3.2))
-for losses, rate, colour in zip(curves, rates, ("#0072b2", "#009e73", "#d55e00"), strict=True):
-    axes.plot(range(1, STEPS + 1), losses, color=colour)
-    axes.axhline(rate, color=colour, lw=0.8, ls=":")
+for losses, rate, color in zip(curves, entropy_rates, ("#0072b2", "#009e73", "#d55e00"), strict=True):
+    axes.plot(range(1, STEPS + 1), losses, color=color)
+    axes.axhline(rate, color=color, lw=0.8, ls=":")
     axes.text(STEPS + 1.5, rate, f"h = {rate:.2f}", fontsize=7, va="center")
-axes.axhline(math.log(LETTERS), color="black", lw=0.8)
-axes.text(STEPS + 1.5, math.log(LETTERS), "ln 12", fontsize=7, va="center")
+axes.axhline(math.log(NUM_SYMBOLS), color="black", lw=0.8)
+axes.text(STEPS + 1.5, math.log(NUM_SYMBOLS), "ln 12", fontsize=7, va="center")
 axes.set(
     xlabel="step",
-    ylabel="loss (nats a letter)",
+    ylabel="loss, nats per token",
     xlim=(0, STEPS + 1),
-    title="Each model goes down to its source's entropy rate, and stays",
+    title="Training loss and entropy rate of three Markov chains",
 )
 figure.tight_layout()
 
 # %% [markdown]
-# ## Tokens are not comparable, bytes are
+# ## Bits per byte
 #
-# Loss is per token, and tokens are of different lengths. A tokenizer with longer tokens has fewer and harder guesses:
-# its loss a token *rises* while the text as a whole gets *cheaper*. What can be compared is the surprise at the whole
-# text divided by its bytes:
+# Loss is per token, and tokenizers have tokens of different lengths. With longer tokens there are fewer predictions,
+# each with a higher loss, so the loss per token *increases* while the loss of the whole text *decreases*. The
+# comparable quantity is the loss of the whole text divided by its bytes:
 #
-# $$\text{bits per byte} = \frac{\text{loss a token} / \ln 2}{\text{bytes a token}}.$$
+# $$\text{bits per byte} = \frac{\text{loss per token} / \ln 2}{\text{bytes per token}}.$$
 #
-# We see it without any model: guess every token by its frequency alone, once with bytes as tokens and once with the
-# shipped model's 2,048. The text is cutaway's own source, which the model has never read.
+# A comparison without a model: predict every token by its frequency in the text, with bytes as tokens and with the
+# 2,048 tokens of `tiny-python`. The text is source code of cutaway, which is not in the model's training data.
 
 # %%
-text = "".join(inspect.getsource(each) for each in (information, calibration))
-pieces, letters = shipped.tokenizer.encode(text), list(text.encode())
-by_piece, by_byte = (entropy(samples=each, unit="nats") for each in (pieces, letters))
-length = len(letters) / len(pieces)
-print(f"{len(letters):,} bytes, {len(pieces):,} tokens of {length:.2f} bytes")
-print(claim("nats a token: longer tokens are harder (ratio to bytes)", by_piece / by_byte, above=1))
-claim("bits a byte: the text is cheaper (ratio)", bits_per_byte(by_piece, length) / bits_per_byte(by_byte, 1), below=1)
+text = "".join(inspect.getsource(module) for module in (information, calibration))
+token_ids, text_bytes = checkpoint.tokenizer.encode(text), list(text.encode())
+token_entropy, byte_entropy = (entropy(samples=samples, unit="nats") for samples in (token_ids, text_bytes))
+bytes_per_token = len(text_bytes) / len(token_ids)
+print(f"{len(text_bytes):,} bytes, {len(token_ids):,} tokens, {bytes_per_token:.2f} bytes per token")
+print(claim("frequencies: nats per token / nats per byte", token_entropy / byte_entropy, above=1))
+ratio = bits_per_byte(token_entropy, bytes_per_token) / bits_per_byte(byte_entropy, 1)
+claim("frequencies: bits per byte with tokens / with bytes", ratio, below=1)
 
 # %% [markdown]
-# Now the trained model, which also uses what stands before. It was trained to 1.087 bits a byte on held-out code of
-# the standard library; someone else's code should cost more, and still far less than letters alone. Whoever predicts
-# well compresses well (a code of $-\log_2 p$ bits a token exists), so a compressor is a fair rival: `zlib` starts
-# without knowing Python.
+# The trained model also uses the context. Its bits per byte on held-out code of the standard library are 1.087. On
+# other code they should be higher, and far below those of byte frequencies. A model with cross-entropy $H$ can be used
+# to compress to $H$ bits (arithmetic coding), so a compressor is a comparable baseline: `zlib` has no prior knowledge
+# of Python.
 
 # %%
-score = ct.evaluate(shipped, [text], stride=512)
-packed = 8 * len(zlib.compress(text.encode(), 9)) / len(letters)
-costs = {
-    "even guess": 8.0,
-    "bytes, counted": by_byte / math.log(2),
-    "tokens, counted": bits_per_byte(by_piece, length),
-    "zlib": packed,
-    "tiny-python": score.bits_per_byte,
+result = ct.evaluate(checkpoint, [text], stride=512)
+zlib_bits = 8 * len(zlib.compress(text.encode(), 9)) / len(text_bytes)
+methods = {
+    "uniform": 8.0,
+    "byte frequencies": byte_entropy / math.log(2),
+    "token frequencies": bits_per_byte(token_entropy, bytes_per_token),
+    "zlib": zlib_bits,
+    "tiny-python": result.bits_per_byte,
 }
-print(f"loss {score.loss:.3f} nats a token, perplexity {score.perplexity:.1f}, {score.bits_per_byte:.3f} bits a byte")
-spent, by_letters = score.bits_per_byte, costs["bytes, counted"]
-print(claim("bits a byte on code it has not read: above its own text's", spent, above=1.087, below=by_letters))
-ratio = spent / costs["tokens, counted"]
-print(claim("against guessing each token by its frequency (ratio)", ratio, below=0.9))
+model_bits, byte_bits = result.bits_per_byte, methods["byte frequencies"]
+print(f"loss {result.loss:.3f} nats per token, perplexity {result.perplexity:.1f}, {model_bits:.3f} bits per byte")
+print(claim("tiny-python on other code, bits per byte", model_bits, above=1.087, below=byte_bits))
+ratio = model_bits / methods["token frequencies"]
+print(claim("tiny-python / token frequencies, bits per byte", ratio, below=0.9))
 
 figure, axes = plt.subplots(figsize=(6, 2.6))
-bars = axes.barh(list(costs), list(costs.values()), color=["#999999"] * 4 + ["#0072b2"])
+bars = axes.barh(list(methods), list(methods.values()), color=["#999999"] * 4 + ["#0072b2"])
 axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
 axes.invert_yaxis()
-axes.set(xlabel="bits a byte of code", xlim=(0, 9), title="To predict is to compress")
+axes.set(xlabel="bits per byte", xlim=(0, 9), title="Bits per byte of source code of cutaway")
 figure.tight_layout()
 
 # %% [markdown]
-# ## How far text remembers
+# ## Mutual information by distance
 #
-# What does a byte tell of the one $k$ places later? Mutual information $I(X;Y) = KL(P(x,y)\,\|\,P(x)P(y))$ says it in
-# bits. Two predictions to hold it against:
+# The mutual information of two bytes at distance $k$ is $I(X;Y) = KL(P(x,y)\,\|\,P(x)P(y))$. Two predictions:
 #
-# - *the estimate is too high*. Counting pairs in $n$ samples finds information where there is none: about $(K-1)^2/2n$
-#   nats if all pairs of $K$ outcomes were common, at least $(K_{xy} - K_x - K_y + 1)/2n$ if only the $K_{xy}$ pairs
-#   that were seen count (Miller and Madow). Shuffled text, which remembers nothing, must show an amount between the
-#   two; we take it off everywhere;
-# - *if text were a Markov chain* with its own pairs of neighbours, knowledge would pass through every byte between:
-#   $P(x, y) = \pi_x (P^k)_{xy}$, which falls off exponentially. Language is known to fall off as a power ([Lin and
-#   Tegmark 2016](https://arxiv.org/abs/1606.06737)): the chain must lose by far.
+# - *bias of the estimate*. Estimated from $n$ pairs, mutual information is positive even for independent bytes: about
+#   $(K-1)^2/2n$ nats if all pairs of $K$ values are frequent, and at least $(K_{xy} - K_x - K_y + 1)/2n$ if only the
+#   $K_{xy}$ observed pairs count (Miller and Madow). Shuffled text must be between the two; its value is subtracted
+#   from all estimates;
+# - *comparison with a Markov chain*. In a chain with the same byte pairs, $P(x, y) = \pi_x (P^k)_{xy}$, and mutual
+#   information decays exponentially. In natural language it decays as a power law ([Lin and Tegmark
+#   2016](https://arxiv.org/abs/1606.06737)), so at large distances it should be far above that of the chain.
 
 # %%
-code = torch.frombuffer(bytearray("".join(map(inspect.getsource, (argparse, ast, typing))).encode()), dtype=torch.uint8)
-known, code = torch.unique(code[:150_000], return_inverse=True)
-n, K = len(code), len(known)
+source_bytes = bytearray("".join(map(inspect.getsource, (argparse, ast, typing))).encode())
+byte_values, codes = torch.unique(torch.frombuffer(source_bytes, dtype=torch.uint8)[:150_000], return_inverse=True)
+n, K = len(codes), len(byte_values)
 
 
-def joint(k, text):
-    """How often x stands k places before y, (K, K)."""
-    return torch.bincount(text[:-k] * K + text[k:], minlength=K * K).double().view(K, K)
+def count_pairs(k, codes):
+    """(K, K): number of occurrences of x at k positions before y."""
+    return torch.bincount(codes[:-k] * K + codes[k:], minlength=K * K).double().view(K, K)
 
 
-def told(table):
-    return mutual_information(table / table.sum())  # bits
+def estimate_mutual_information(counts):
+    return mutual_information(counts / counts.sum())  # bits
 
 
-shuffled = joint(1, code[torch.randperm(n, generator=torch.Generator().manual_seed(0))])
-chance, seen = told(shuffled), int((shuffled > 0).sum())
-least, most = ((each / (2 * n)) / math.log(2) for each in (seen - 2 * K + 1, (K - 1) ** 2))
-print(f"{n:,} bytes, {K} different ones, {seen:,} different pairs")
-claim("shuffled text: mutual information that chance alone shows (bits)", chance, above=least, below=most)
+shuffled = count_pairs(1, codes[torch.randperm(n, generator=torch.Generator().manual_seed(0))])
+bias, num_observed = estimate_mutual_information(shuffled), int((shuffled > 0).sum())
+lower, upper = (count / (2 * n) / math.log(2) for count in (num_observed - 2 * K + 1, (K - 1) ** 2))
+print(f"{n:,} bytes, {K} distinct values, {num_observed:,} distinct pairs")
+claim("shuffled text: estimated mutual information, bits", bias, above=lower, below=upper)
 
 # %%
-pairs = joint(1, code)
-often, step = pairs.sum(1) / pairs.sum(), pairs / pairs.sum(1, keepdim=True).clamp(min=1)
+pair_counts = count_pairs(1, codes)
+stationary = pair_counts.sum(1) / pair_counts.sum()
+transitions = pair_counts / pair_counts.sum(1, keepdim=True).clamp(min=1)
 distances = [1, 2, 4, 8, 16, 32, 64, 128]
-measured = [told(joint(k, code)) - chance for k in distances]
-chained = [told(often[:, None] * torch.linalg.matrix_power(step, k)) for k in distances]
-print([f"{each:.3f}" for each in measured])
-print([f"{each:.3f}" for each in chained])
-print(claim("16 bytes on: what text still tells, as a multiple of the chain's", measured[4] / chained[4], above=3))
-print(claim("64 bytes on: what is left of that between neighbours", measured[6] / measured[0], above=1e-3))
+text_information = [estimate_mutual_information(count_pairs(k, codes)) - bias for k in distances]
+chain_information = [
+    estimate_mutual_information(stationary[:, None] * torch.linalg.matrix_power(transitions, k)) for k in distances
+]
+print([f"{bits:.3f}" for bits in text_information])
+print([f"{bits:.3f}" for bits in chain_information])
+print(claim("mutual information at distance 16: text / chain", text_information[4] / chain_information[4], above=3))
+print(
+    claim("mutual information of text: distance 64 / distance 1", text_information[6] / text_information[0], above=1e-3)
+)
 
 figure, axes = plt.subplots(figsize=(6, 3.2))
-axes.plot(distances, measured, "o-", color="#0072b2", label="Python text")
-axes.plot(distances, [max(each, 1e-9) for each in chained], "s--", color="#d55e00", label="Markov chain of its pairs")
-axes.axhline(chance, color="black", lw=0.7, ls=":", label="taken off: chance")
+axes.plot(distances, text_information, "o-", color="#0072b2", label="Python source code")
+chain_values = [max(bits, 1e-9) for bits in chain_information]
+axes.plot(distances, chain_values, "s--", color="#d55e00", label="Markov chain with the same pairs")
+axes.axhline(bias, color="black", lw=0.7, ls=":", label="subtracted bias")
 axes.set(
     xscale="log",
     yscale="log",
     ylim=(3e-4, 4),
     xticks=distances,
     xticklabels=distances,
-    xlabel="distance (bytes)",
-    ylabel="mutual information (bits)",
-    title="Text remembers; a chain forgets",
+    xlabel="distance, bytes",
+    ylabel="mutual information, bits",
+    title="Mutual information of two bytes by distance",
 )
 axes.minorticks_off()
 axes.legend(fontsize=8)
 figure.tight_layout()
 
 # %% [markdown]
-# What lies between the curves is what attention is for: a model that saw the last byte alone would be the chain.
+# The chain is the best model that uses the previous byte only; the difference between the curves is information that
+# needs a longer context.
 #
-# ## Does it know how sure it is?
+# ## Calibration
 #
-# Minimising cross-entropy does not only order the tokens, it asks for the right probabilities: if all logits are
-# divided by $\tau$, the loss on the text trained on is least at $\tau = 1$, or a step along $\tau$ would have lowered
-# it. So on the standard library the best $\tau$ must be near 1, and there the model must be right as often as it says.
-# Sharper ($\tau = 0.5$) it must be too sure, flatter ($\tau = 2$) not sure enough. Of code that is unlike its own
-# nothing of the kind follows: there models are found to be too sure ([Guo et al.
-# 2017](https://arxiv.org/abs/1706.04599)), which a $\tau$ above 1 would mend.
+# Minimizing cross-entropy also optimizes the probabilities: if all logits are divided by a temperature $\tau$, the loss
+# on the training distribution is minimal at $\tau = 1$, otherwise a gradient step along $\tau$ would have reduced it.
+# So on the standard library the best $\tau$ should be close to 1, and confidence (the probability of the predicted
+# token) should equal accuracy. With $\tau = 0.5$ the model should be overconfident, with $\tau = 2$ underconfident. On
+# other code this does not follow; models are often overconfident there ([Guo et al.
+# 2017](https://arxiv.org/abs/1706.04599)), so the best $\tau$ is above 1.
 
 
 # %%
-def told_of(text, windows=8):
-    """Logits and the tokens that came, (N, V) and (N,), in windows of 256."""
-    ids = shipped.tokenizer.encode(text)
-    rows = torch.tensor(ids[: min(windows, len(ids) // 257) * 257]).view(-1, 257)
+def predict_windows(text, max_windows=8):
+    """Logits (N, V) and target tokens (N,), in windows of 256 tokens."""
+    ids = checkpoint.tokenizer.encode(text)
+    rows = torch.tensor(ids[: min(max_windows, len(ids) // 257) * 257]).view(-1, 257)
     with torch.no_grad():
-        return shipped.model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()
+        return checkpoint.model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()
 
 
-def best_temperature(logits, targets):
-    asked = torch.linspace(0.5, 2, 16)
-    return asked[torch.tensor([F.cross_entropy(logits / each, targets) for each in asked]).argmin()].item()
+def find_best_temperature(logits, targets):
+    temperatures = torch.linspace(0.5, 2, 16)
+    losses = torch.tensor([F.cross_entropy(logits / temperature, targets) for temperature in temperatures])
+    return temperatures[losses.argmin()].item()
 
 
-home, abroad = told_of(inspect.getsource(argparse)), told_of(text)
-print(claim("best temperature on the standard library", best_temperature(*home), predicted=1, rtol=0.15))
-claim("best temperature on cutaway's own code", best_temperature(*abroad), above=1.15)
+stdlib, other_code = predict_windows(inspect.getsource(argparse)), predict_windows(text)
+print(claim("best temperature on the standard library", find_best_temperature(*stdlib), predicted=1, rtol=0.15))
+claim("best temperature on source code of cutaway", find_best_temperature(*other_code), above=1.15)
 
 # %%
-logits, targets = home
-found = {each: ct.evaluate.evaluate_calibration(logits=logits / each, targets=targets) for each in (0.5, 1.0, 2.0)}
-for each, told_so in found.items():
-    said = f"says {told_so.confidence:.3f}, is right {told_so.accuracy:.3f}, calibration error {told_so.ece:.3f}"
-    print(f"τ = {each}: {said}")
-over, under = found[0.5].confidence - found[0.5].accuracy, found[2.0].accuracy - found[2.0].confidence
-print(claim("too sure at τ = 0.5: says more than it is right, by", over, above=0.05))
-print(claim("not sure enough at τ = 2, by", under, above=0.05))
-claim("calibration error at τ = 1", found[1.0].ece, below=0.06)
+logits, targets = stdlib
+calibrations = {
+    temperature: ct.evaluate.evaluate_calibration(logits=logits / temperature, targets=targets)
+    for temperature in (0.5, 1.0, 2.0)
+}
+for temperature, result in calibrations.items():
+    print(
+        f"τ = {temperature}: confidence {result.confidence:.3f}, accuracy {result.accuracy:.3f}, ECE {result.ece:.3f}"
+    )
+overconfidence = calibrations[0.5].confidence - calibrations[0.5].accuracy
+underconfidence = calibrations[2.0].accuracy - calibrations[2.0].confidence
+print(claim("τ = 0.5: confidence − accuracy", overconfidence, above=0.05))
+print(claim("τ = 2: accuracy − confidence", underconfidence, above=0.05))
+claim("τ = 1: expected calibration error", calibrations[1.0].ece, below=0.06)
 
 # %%
 figure, axes = plt.subplots(figsize=(4.2, 3.6))
-for (each, told_so), colour in zip(found.items(), ("#d55e00", "#0072b2", "#009e73"), strict=True):
-    rows = [row for row in told_so.bins if row["count"] >= 20]
-    axes.plot(
-        [row["confidence"] for row in rows],
-        [row["accuracy"] for row in rows],
-        "o-",
-        ms=4,
-        color=colour,
-        label=f"τ = {each:g}",
-    )
+for (temperature, result), color in zip(calibrations.items(), ("#d55e00", "#0072b2", "#009e73"), strict=True):
+    bins = [row for row in result.bins if row["count"] >= 20]
+    confidence, accuracy = [row["confidence"] for row in bins], [row["accuracy"] for row in bins]
+    axes.plot(confidence, accuracy, "o-", ms=4, color=color, label=f"τ = {temperature:g}")
 axes.plot([0, 1], [0, 1], color="black", lw=0.7, ls=":")
-axes.set(
-    xlabel="how sure it is", ylabel="how often it is right", title="As trained, it is about as right as it is sure"
-)
+axes.set(xlabel="confidence", ylabel="accuracy", title="Calibration on argparse (standard library)")
 axes.title.set_fontsize(10)
 axes.legend(fontsize=8)
 figure.tight_layout()
@@ -353,12 +370,12 @@ figure.tight_layout()
 # %% [markdown]
 # ## Try
 #
-# - `chain(8)` and `chain(0)`: where must the losses end? (Almost 0; $\ln 12$ at once.)
-# - A chain whose letter depends on the last *two*: a model without attention can only know one of them. What are its
-#   two floors?
-# - `ct.evaluate(shipped, [text], context=32)`: how many bits a byte does a short memory cost? Compare with the curve
-#   above.
+# - `make_chain(8)` and `make_chain(0)`: what are the final losses? (Almost 0; $\ln 12$ from the start.)
+# - A chain whose next symbol depends on the last *two*: a model without attention can use one of them only. What are
+#   the minimal losses with and without attention?
+# - `ct.evaluate(checkpoint, [text], context=32)`: how many bits per byte does a short context cost? Compare with the
+#   curve of mutual information.
 #
-# Exercises: 1 (`cutaway learn start 1`) has the softmax that all of this begins with; 10 has a loss that is not
-# shifted. On the command line: `cutaway eval tiny-python --text FILE`. Before: [6. The three forms](06_forms.py).
-# Next: [8. What it costs](08_costs.py).
+# Exercises: 1 (`cutaway learn start 1`, attention with softmax), 10 (a loss without the shift of labels is one of its
+# bugs). On the command line: `cutaway eval tiny-python --text FILE`. Previous: [6. Decoder, encoder,
+# encoder-decoder](06_forms.py). Next: [8. Parameters, FLOPs, memory and time](08_costs.py).

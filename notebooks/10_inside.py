@@ -1,12 +1,13 @@
 # %% [markdown]
-# # 10. Looking inside a trained model
+# # 10. Analyzing a trained model: logit lens, attribution, patching, ablation
 #
-# A trained model is a sum of parts that read and write one stream. So one can ask what each part wrote, read the
-# stream half-way, take a part out, or put a value of one run into another. Afterwards you can find which heads carry
-# a name from one line of a program to the next, and show that it is these and no others.
+# The residual stream is a sum of sublayer outputs. So the contribution of each sublayer to a logit is well defined, the
+# residual stream can be decoded after any block, and components can be ablated or replaced by activations of another
+# run. This notebook applies each method to `tiny-python` with a prediction, and uses activation patching to find the
+# head that copies a name from one line of code to the next.
 #
-# It needs the residual stream (notebook 4) and attention (notebook 2). The gallery (`docs/gallery.md`) shows more
-# readings of the same model; here each comes with a prediction.
+# Prerequisites: attention (notebook 2), the residual stream (notebook 4). The gallery (`docs/gallery.md`) shows more
+# analyses of the same model.
 
 # %%
 import json
@@ -25,7 +26,7 @@ from cutaway.pretrained import ABLATIONS_FILE
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 checkpoint = ct.load("tiny-python", dtype=torch.float32)
 model, tokenizer = checkpoint.model, checkpoint.tokenizer
-fresh = ct.build(checkpoint.config, seed=0, dtype=torch.float32)  # the same shape before any training
+untrained = ct.build(checkpoint.config, seed=0, dtype=torch.float32)  # the same configuration, random weights
 code = '''import socket
 
 class Server:
@@ -44,390 +45,377 @@ class Server:
 tokens = torch.tensor([tokenizer.encode(code)])  # (1, T)
 
 # %% [markdown]
-# ## The stream is a sum, and so is a logit
+# ## The residual stream is a sum
 #
-# In a pre-norm model every sublayer adds to the stream and nothing ever overwrites it:
+# In a pre-norm model every sublayer adds its output to the residual stream:
 #
 # $$x_{final} = x_{embed} + \sum_{l} \left( a_l + f_l \right).$$
 #
-# So embedding and twelve additions, read at their named sites, must give what the last block hands on, but for the
-# order of additions in float32.
+# So the embedding plus the twelve sublayer outputs must equal the residual stream after the last block, up to float32
+# rounding.
 
 # %%
 with torch.no_grad(), ct.trace(model, "embed", "attn.out", "ffn.out", "resid_post") as t:
     logits = model(tokens)[0]  # (T, V)
-added = [t[f"blocks.{layer}.{part}.out"] for layer in range(6) for part in ("attn", "ffn")]
-final = t["blocks.5.resid_post"]  # (1, T, d)
-miss = (t["embed"] + sum(added) - final).norm() / final.norm()
-claim("embedding and additions, short of the stream by this share", miss, below=1e-6)
+outputs = [t[f"blocks.{layer}.{sublayer}.out"] for layer in range(6) for sublayer in ("attn", "ffn")]
+final_resid = t["blocks.5.resid_post"]  # (1, T, d)
+error = (t["embed"] + sum(outputs) - final_resid).norm() / final_resid.norm()
+claim("embedding + sublayer outputs − final residual stream: relative error", error, below=1e-6)
 
 # %% [markdown]
-# ## How large, and in which direction
+# ## Norm and direction of the sublayer outputs
 #
-# Of a model without training, each addition is the product of a random matrix: it points anywhere. Random directions
-# in $d$ dimensions have a cosine of mean 0 and standard deviation $1/\sqrt d$, so on average its size is
+# In an untrained model each sublayer output is a random linear map of its input, with a random direction. The cosine of
+# two random directions in $d$ dimensions has mean 0 and standard deviation $1/\sqrt d$, so its mean absolute value is
 #
 # $$\sqrt{\tfrac{2}{\pi}} \cdot \frac{1}{\sqrt{256}} = 0.0499.$$
 #
-# Training should leave a direction in it. Norms grow with depth, so what a block adds weighs less and less beside the
-# stream.
+# After training, the mean cosine between an output and the residual stream should differ from 0. The norm of the
+# residual stream grows with depth, so the norm of an output relative to it should decrease.
 
 # %%
 cosines = {
-    name: analysis.update_cosine_similarities(m, tokens).values for name, m in (("fresh", fresh), ("trained", model))
+    name: analysis.update_cosine_similarities(m, tokens).values
+    for name, m in (("untrained", untrained), ("trained", model))
 }
-sizes = analysis.update_norm_ratios(checkpoint, code)  # (sublayer, token)
-by_part = sizes.values.mean(1)
-print(
-    claim(
-        "size of a fresh model's cosines",
-        cosines["fresh"].abs().mean(),
-        predicted=math.sqrt(2 / math.pi / 256),
-        rtol=0.2,
-    )
-)
-print(
-    claim("mean cosine after training", cosines["trained"].mean(), above=3 / 16)
-)  # three deviations of one random cosine
-claim("block 5's FFN beside the stream, over block 0's", by_part[11] / by_part[1], below=0.2)
+norm_ratios = analysis.update_norm_ratios(checkpoint, code).values.mean(1)  # (sublayer,), mean over tokens
+expected = math.sqrt(2 / math.pi / 256)
+print(claim("untrained: mean |cosine|", cosines["untrained"].abs().mean(), predicted=expected, rtol=0.2))
+threshold = 3 / math.sqrt(256)  # three standard deviations of one random cosine
+print(claim("trained: mean cosine", cosines["trained"].mean(), above=threshold))
+claim("‖output‖ / ‖residual stream‖: block 5's FFN / block 0's FFN", norm_ratios[11] / norm_ratios[1], below=0.2)
 
 # %%
-figure, both = plt.subplots(1, 2, figsize=(6, 3))
-norms = analysis.resid_norms(checkpoint, code).values.mean(1)
-both[0].plot(norms, "o-", color=BLUE)
-both[0].set_xticks(range(7), ["in", *range(6)])
-both[0].set(xlabel="after block (in: the embedding)", ylabel="mean length of the stream", title="The stream grows")
-for at, (part, colour) in enumerate((("attention", ORANGE), ("FFN", GREEN))):
-    both[1].semilogy(range(6), by_part[at::2], "o-", color=colour, label=part)
-both[1].set(xlabel="block", ylabel="|addition| / |stream|", title="so additions weigh less")
-both[1].set_yticks([0.3, 1, 3], ["0.3", "1", "3"])
-both[1].minorticks_off()
-both[1].legend(frameon=False)
+figure, panels = plt.subplots(1, 2, figsize=(6, 3))
+panels[0].plot(analysis.resid_norms(checkpoint, code).values.mean(1), "o-", color=BLUE)
+panels[0].set_xticks(range(7), ["embed", *range(6)])
+panels[0].set(xlabel="after block", ylabel="mean norm", title="Residual stream")
+for offset, (sublayer, color) in enumerate((("attention", ORANGE), ("FFN", GREEN))):
+    panels[1].semilogy(range(6), norm_ratios[offset::2], "o-", color=color, label=sublayer)
+panels[1].set(xlabel="block", ylabel="‖output‖ / ‖residual stream‖", title="Sublayer outputs")
+panels[1].set_yticks([0.3, 1, 3], ["0.3", "1", "3"])
+panels[1].minorticks_off()
+panels[1].legend(frameon=False)
 figure.tight_layout()
 
 # %% [markdown]
-# ## The logit lens
+# ## Logit lens
 #
-# Read the stream after each block with the final norm and the head, as if it were the last ([nostalgebraist
-# 2020](https://www.lesswrong.com/posts/AcKRB8wDpdaN6v6ru/interpreting-gpt-the-logit-lens)). Two predictions. This
-# head is the embedding's own table, and a vector's largest product is usually with itself: after the embedding the
-# lens must say the token that was read. And since each block adds to what is there, agreement with the final answer
-# must rise from block to block.
+# The logit lens applies the final norm and the head to the residual stream after each block ([nostalgebraist
+# 2020](https://www.lesswrong.com/posts/AcKRB8wDpdaN6v6ru/interpreting-gpt-the-logit-lens)). Two predictions. The head
+# is tied to the embedding, and the dot product of a vector with itself is usually the largest: at the embedding the
+# prediction is the input token. And the share of positions whose prediction equals the final one should increase with
+# every block.
 
 # %%
-lens = analysis.logit_lens(checkpoint, code)  # (depth, token), with the likeliest token's text
-says_itself = sum(a == b for a, b in zip(lens.annotations[0], lens.labels[1], strict=True)) / len(lens.labels[1])
-agrees = [float((row == lens.annotations[-1]).mean()) for row in lens.annotations]
-print([round(share, 2) for share in agrees])
-print(claim("share of tokens at which the embedding says the token itself", says_itself, above=0.95))
-claim(
-    "smallest rise of agreement from one block to the next",
-    min(b - a for a, b in pairwise(agrees)),
-    above=0,
-)
+lens = analysis.logit_lens(checkpoint, code)  # (depth, token), annotated with the predicted token
+input_tokens = lens.labels[1]
+itself = sum(a == b for a, b in zip(lens.annotations[0], input_tokens, strict=True)) / len(input_tokens)
+agreement = [float((row == lens.annotations[-1]).mean()) for row in lens.annotations]
+print([round(share, 2) for share in agreement])
+print(claim("embedding: share of positions where the prediction is the input token", itself, above=0.95))
+smallest_increase = min(b - a for a, b in pairwise(agreement))
+claim("smallest increase of agreement with the final prediction per block", smallest_increase, above=0)
 
 # %% [markdown]
-# ## What wrote it
+# ## Direct logit attribution
 #
 # A name that is bound on one line and used on another:
 
 # %%
-bound = "try:\n    value = int(text)\nexcept ValueError as {}:\n    raise TypeError("
-clean, corrupt = bound.format("error"), bound.format("err")
+template = "try:\n    value = int(text)\nexcept ValueError as {}:\n    raise TypeError("
+clean, corrupted = template.format("error"), template.format("err")
 with torch.no_grad():
-    chances = model(torch.tensor([tokenizer.encode(clean)]))[0, -1].softmax(-1)
-for chance, token in zip(*chances.topk(3), strict=True):
-    print(f"{tokenizer.decode([int(token)])!r}: {float(chance):.2f}")
+    last_logits = model(torch.tensor([tokenizer.encode(clean)]))[0, -1]
+for prob, token in zip(*last_logits.softmax(-1).topk(3), strict=True):
+    print(f"{tokenizer.decode([int(token)])!r}: {float(prob):.2f}")
 
 # %% [markdown]
-# The final norm divides by one number for each token; with that number held fixed, the logit is linear in the stream,
-# and the parts of the stream are parts of the logit. How much did each write of the *lead* of `error` over `err`? The
-# embedding of `(` knows nothing of either name, and FFNs see only their own token: whatever tells the names apart
-# must have been brought by attention first.
+# The final norm divides the residual stream of a token by one number; with that number held fixed, a logit is linear in
+# the residual stream, so it is a sum of contributions of the sublayers. The same holds for the *logit difference* of
+# `error` and `err`. The embedding of `(` does not depend on the name, and FFNs process each token independently:
+# information about the name reaches the last position through attention only.
 
 # %%
-wrote = analysis.direct_logit_attribution(checkpoint, clean, "error", incorrect_token="err")
-with torch.no_grad():
-    last = model(torch.tensor([tokenizer.encode(clean)]))[0, -1]
-lead = float(last[tokenizer.encode("error")[-1]] - last[tokenizer.encode("err")[-1]])
-print(wrote)
-claim("the parts add up to the lead in logits", wrote.values.sum(), predicted=lead, rtol=1e-4)
+contributions = analysis.direct_logit_attribution(checkpoint, clean, "error", incorrect_token="err")
+error_id, err_id = (tokenizer.encode(name)[-1] for name in ("error", "err"))
+logit_difference = float(last_logits[error_id] - last_logits[err_id])
+print(contributions)
+total = contributions.values.sum()
+claim("contributions sum to the logit difference", total, predicted=logit_difference, rtol=1e-4)
 
 # %% [markdown]
-# ## Heads: wide and narrow
+# ## Attention entropy
 #
-# A head that looks at all it may see alike has, at position $t$, an entropy of $\log_2 t$ bits; over a text of $T$
-# tokens
+# Uniform attention at position $t$ has $\log_2 t$ bits; on average over $T$ tokens
 #
 # $$\frac1T \sum_{t=1}^{T} \log_2 t = \frac{\log_2 T!}{T}.$$
 #
-# Before training scores are near 0, so every head must be near that. After training all must be below, some far
-# below.
+# Before training scores are close to 0, so every head should be close to that. After training all heads should be
+# below it, at least one by a factor of two.
 
 # %%
-spread = {name: analysis.attention_entropy(m, tokens).values for name, m in (("fresh", fresh), ("trained", model))}
-alike = math.lgamma(tokens.shape[1] + 1) / math.log(2) / tokens.shape[1]
-print(claim("bits of a fresh model's narrowest head", spread["fresh"].min(), predicted=alike, rtol=0.01))
-print(claim("bits of the trained model's widest head", spread["trained"].max(), below=alike))
-claim("its narrowest head, as a share of looking everywhere", spread["trained"].min() / alike, below=0.5)
+entropies = {
+    name: analysis.attention_entropy(m, tokens).values for name, m in (("untrained", untrained), ("trained", model))
+}
+uniform_entropy = math.lgamma(tokens.shape[1] + 1) / math.log(2) / tokens.shape[1]
+print(claim("untrained: smallest entropy, bits", entropies["untrained"].min(), predicted=uniform_entropy, rtol=0.01))
+print(claim("trained: largest entropy, bits", entropies["trained"].max(), below=uniform_entropy))
+claim("trained: smallest entropy / uniform", entropies["trained"].min() / uniform_entropy, below=0.5)
 
 # %% [markdown]
-# ## Induction: two heads that work together
+# ## Induction heads
 #
-# Show random tokens twice: A B C … A B C …. A model that copies must, at the second A, look at what followed the
-# first A. The rule says where: with $L$ tokens in a half, from position $t$ to $t - (L-1)$. One head alone cannot: to
-# find the place, the key of B must say "I come after A", and only a head that looks at the *token before* can have
-# written that there. So ([Olsson et al.](https://arxiv.org/abs/2209.11895)): previous-token heads stand in earlier
-# blocks than induction heads, and without them the latter go blind.
+# Random tokens, repeated: A B C … A B C …. An induction head attends from the second A to the token after the first A:
+# with $L$ tokens per half, from position $t$ to $t - (L-1)$. Its key at B must encode that the preceding token is A,
+# which requires a *previous-token head* in an earlier block ([Olsson et al.](https://arxiv.org/abs/2209.11895)). So
+# previous-token heads should be in earlier blocks than induction heads, and ablating them should reduce the induction
+# score.
 
 # %%
-kinds = analysis.head_scores(checkpoint)  # (layer, head, head_type)
-chance = sum(1 / t for t in range(33, 65)) / 32  # looking everywhere alike, in the second half of 64 tokens
-previous, value = kinds.select(head_type="previous_token").top(1)[0]
-copying, score = kinds.select(head_type="induction").top(1)[0]
-print("looks at the token before: block {}, head {}".format(*previous), f"({value:.2f} of its attention)")
-print("looks at what came next:   block {}, head {}".format(*copying), f"({score:.2f})")
+head_scores = analysis.head_scores(checkpoint)  # (layer, head, head_type)
+uniform = sum(1 / t for t in range(33, 65)) / 32  # uniform attention in the second half of 64 tokens
+previous_head, previous_score = head_scores.select(head_type="previous_token").top(1)[0]
+induction_head, induction_score = head_scores.select(head_type="induction").top(1)[0]
+print("best previous-token head: block {}, head {}".format(*previous_head), f"(score {previous_score:.2f})")
+print("best induction head:      block {}, head {}".format(*induction_head), f"(score {induction_score:.2f})")
+untrained_mean = analysis.head_scores(untrained).select(head_type="induction").values.mean()
 print(
-    claim(
-        "a fresh model's heads do it by chance",
-        analysis.head_scores(fresh).select(head_type="induction").values.mean(),
-        predicted=chance,
-        rtol=0.05,
-    )
+    claim("untrained: mean induction score is that of uniform attention", untrained_mean, predicted=uniform, rtol=0.05)
 )
-print(claim("the best induction head, over chance", score / chance, above=5))
-claim("blocks from the one to the other", int(copying[0]) - int(previous[0]), above=0)
+print(claim("score of the best induction head / uniform", induction_score / uniform, above=5))
+distance = int(induction_head[0]) - int(previous_head[0])
+claim("block of the induction head − block of the previous-token head", distance, above=0)
 
 # %% [markdown]
-# Now take the previous-token head away, and look at the induction head two blocks later: it should lose most of its
-# target. Any other head of the same block is the control: nothing should happen.
+# Ablate the previous-token head and measure the induction head's score; the other heads of the same block are the
+# control. Prediction: the score falls below 60 % without the previous-token head and stays above 85 % without any
+# other.
 
 
 # %%
-def left_without(head):
-    """The induction head's score without one head of the block of the previous-token head."""
-    with ct.edit(checkpoint, {f"blocks.{previous[0]}.attn.z": {"do": "zero", "heads": [head]}}):
-        return float(analysis.head_scores(checkpoint, batch_size=4)[copying[0], copying[1], "induction"])
+def measure_induction():
+    scores = analysis.head_scores(checkpoint, batch_size=4)
+    return float(scores[induction_head[0], induction_head[1], "induction"])
 
 
-whole = float(analysis.head_scores(checkpoint, batch_size=4)[copying[0], copying[1], "induction"])
-left = [left_without(head) / whole for head in range(8)]
-others = [share for head, share in enumerate(left) if head != int(previous[1])]
-print(claim("share of its score left without the previous-token head", left[int(previous[1])], below=0.6))
-claim("without any other head of that block, at least", min(others), above=0.85)
+def measure_without(head):
+    """Induction score with one head of the previous-token head's block set to zero."""
+    with ct.edit(checkpoint, {f"blocks.{previous_head[0]}.attn.z": {"do": "zero", "heads": [head]}}):
+        return measure_induction()
+
+
+baseline = measure_induction()
+remaining = [measure_without(head) / baseline for head in range(8)]
+controls = [share for head, share in enumerate(remaining) if head != int(previous_head[1])]
+print(claim("previous-token head ablated: remaining induction score", remaining[int(previous_head[1])], below=0.6))
+claim("another head of the block ablated: smallest remaining score", min(controls), above=0.85)
 
 # %%
-figure, both = plt.subplots(1, 2, figsize=(6.4, 3))
-titles = {"previous_token": "token before", "induction": "what came next"}
-for axes, (head_type, title) in zip(both, titles.items(), strict=True):
-    drawn = axes.imshow(kinds.select(head_type=head_type).values, cmap="viridis", vmin=0, aspect="auto")
+figure, panels = plt.subplots(1, 2, figsize=(6.4, 3))
+titles = {"previous_token": "previous token", "induction": "induction"}
+for axes, (head_type, title) in zip(panels, titles.items(), strict=True):
+    image = axes.imshow(head_scores.select(head_type=head_type).values, cmap="viridis", vmin=0, aspect="auto")
     axes.set(xlabel="head", ylabel="block", title=title)
-    figure.colorbar(drawn, ax=axes, label="share of attention")
+    figure.colorbar(image, ax=axes, label="attention weight")
 figure.tight_layout()
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 2.8))
-axes.bar(range(8), left, color=[RED if head == int(previous[1]) else BLUE for head in range(8)])
+axes.bar(range(8), remaining, color=[RED if head == int(previous_head[1]) else BLUE for head in range(8)])
 axes.axhline(1, color="0.6", lw=0.8, ls=":")
 axes.set(
-    xlabel=f"head of block {previous[0]} that is taken away",
-    ylabel="induction score left",
-    title=f"Head {copying[1]} of block {copying[0]} needs one of them",
+    xlabel=f"ablated head of block {previous_head[0]}",
+    ylabel="remaining induction score",
+    title=f"Induction score of block {induction_head[0]}, head {induction_head[1]}",
 )
 figure.tight_layout()
 
 # %% [markdown]
-# ## Where a name is carried
+# ## Activation patching
 #
-# Back to `except ValueError as error`. Copying heads stand in blocks 4 and 5. If they are what brings the name to the
-# end, then the name must stay at its own token until block 4, and be at the last one after block 5. Patching tests
-# it: run the text with `err`, put in one value of the run with `error`, and see how much of the lead comes back (1 is
-# all).
+# For `except ValueError as error`: run the text with `err`, replace one activation by its value from the run with
+# `error`, and measure the share of the logit difference that is restored (1 is all of it). The induction heads are in
+# blocks 4 and 5. If they copy the name, patching the residual stream at the name's own token should restore everything
+# before block 4, and patching the last token should restore a part before block 5.
 
 # %%
-pair = {"clean": clean, "corrupted": corrupt, "answer_token": "error", "incorrect_token": "err"}
-carried = analysis.activation_patching(checkpoint, **pair, site="resid_pre")  # (layer, token)
-heads = analysis.activation_patching(checkpoint, **pair, site="attn.z", by_head=True)  # (layer, head)
-at = next(place for place, word in enumerate(carried.labels[1]) if "error" in word)
-print(claim("share that is at the name's own token before block 4", carried.values[4, at], predicted=1, rtol=0.1))
-print(claim("share that is at the last token before block 5", carried.values[5, -1], above=0.3))
-best, share = heads.top(1)[0]
-print("the head that brings back most: block {}, head {}".format(*best), f"({share:.2f})")
-claim("it is the best induction head of random tokens (1 = yes)", best == copying, predicted=1)
+pair = {"clean": clean, "corrupted": corrupted, "answer_token": "error", "incorrect_token": "err"}
+resid_patching = analysis.activation_patching(checkpoint, **pair, site="resid_pre")  # (layer, token)
+head_patching = analysis.activation_patching(checkpoint, **pair, site="attn.z", by_head=True)  # (layer, head)
+name_position = next(index for index, token in enumerate(resid_patching.labels[1]) if "error" in token)
+at_name = resid_patching.values[4, name_position]
+print(claim("name's token, before block 4: restored share", at_name, predicted=1, rtol=0.1))
+print(claim("last token, before block 5: restored share", resid_patching.values[5, -1], above=0.3))
+best_head, restored = head_patching.top(1)[0]
+print("head with the largest restored share: block {}, head {}".format(*best_head), f"({restored:.2f})")
+claim("it is the best induction head on random tokens (1 = yes)", best_head == induction_head, predicted=1)
 
 # %% [markdown]
-# And a head that brings a name must look where it stands. At the last token, `(`, that head should spend most of its
-# attention on ` error`.
+# A head that copies the name must attend to it: at the last token, `(`, more than half of its attention weight should
+# be on ` error`.
 
 # %%
 with torch.no_grad(), ct.trace(model, "attn.pattern", positions=-1) as t:
     model(torch.tensor([tokenizer.encode(clean)]))
-looks = torch.stack([t[f"blocks.{layer}.attn.pattern"][0, :, 0, at] for layer in range(6)])  # (layer, head)
-claim("its attention to the name", looks[int(best[0]), int(best[1])], above=0.5)
+attention_to_name = torch.stack(
+    [t[f"blocks.{layer}.attn.pattern"][0, :, 0, name_position] for layer in range(6)]
+)  # (layer, head)
+best_attention = float(attention_to_name[int(best_head[0]), int(best_head[1])])
+claim("attention weight of that head on the name", best_attention, above=0.5)
 
 # %%
-figure, both = plt.subplots(1, 2, figsize=(7.2, 3.2), gridspec_kw={"width_ratios": [1.5, 1]})
-drawn = both[0].imshow(carried.values[:, at - 2 :], cmap="viridis", vmin=0, vmax=1, aspect="auto")
-words = [word.replace("\n", "↵").replace(" ", "·") for word in carried.labels[1][at - 2 :]]
-both[0].set_xticks(range(len(words)), words, rotation=60, ha="right")
-both[0].set(ylabel="before block", title="The name moves in blocks 4 and 5")
-figure.colorbar(drawn, ax=both[0], label="lead that comes back")
-both[1].scatter(looks, heads.values, s=14, color=BLUE)
-both[1].annotate(
-    f"block {best[0]}, head {best[1]}",
-    (float(looks[int(best[0]), int(best[1])]), share),
+figure, panels = plt.subplots(1, 2, figsize=(7.2, 3.2), gridspec_kw={"width_ratios": [1.5, 1]})
+first = name_position - 2
+image = panels[0].imshow(resid_patching.values[:, first:], cmap="viridis", vmin=0, vmax=1, aspect="auto")
+token_labels = [token.replace("\n", "↵").replace(" ", "·") for token in resid_patching.labels[1][first:]]
+panels[0].set_xticks(range(len(token_labels)), token_labels, rotation=60, ha="right")
+panels[0].set(ylabel="before block", title="Patching the residual stream")
+figure.colorbar(image, ax=panels[0], label="restored logit difference")
+panels[1].scatter(attention_to_name, head_patching.values, s=14, color=BLUE)
+panels[1].annotate(
+    f"block {best_head[0]}, head {best_head[1]}",
+    (best_attention, restored),
     (-8, 0),
     textcoords="offset points",
     ha="right",
     va="center",
 )
-both[1].set(
-    xlabel="attention to the name", ylabel="lead that comes back", title="Who brings it, looks at it", ylim=(-0.1, 0.55)
+panels[1].set(
+    xlabel="attention weight on the name",
+    ylabel="restored logit difference",
+    title="Patching one head",
+    ylim=(-0.1, 0.55),
 )
 figure.tight_layout()
 
 # %% [markdown]
-# ## Without a part
+# ## Ablation of a trained model
 #
-# What should happen when a part is taken out of this model, which was trained with it?
+# Predictions for removing a component from the trained model:
 #
-# - **A middle block** adds about a third of the stream's length, and the others go on reading the same stream: some
-#   loss, and most of the top five should stay. **Block 0** writes several times what it finds; without it later
-#   blocks read a language they never saw.
-# - **The order** of attention and FFN within a block: each reads a stream that lacks one addition of many. Little.
-# - **The final norm** divides each token's stream by its length and multiplies by a gain. Without it the logits are
-#   larger, all by one factor a token if the gains are alike: the order of tokens stays, the confidence is wrong. The
-#   loss can be predicted: that of the same logits times rms$(x)$/gain.
-# - **The mask**: what stands later becomes visible. The answer is in sight, and yet the loss should *rise*: this
-#   model never learned to look there.
-# - **Positions**: RoPE's turns are gone; every earlier token is as near as any other.
+# - **A middle block**: its update is about a third of the residual stream's norm, and later blocks still have most of
+#   their input: a moderate increase of the loss. **Block 0**: its update has several times the norm of the embedding,
+#   so the increase should be much larger.
+# - **The order** of attention and FFN within a block: each input lacks one of many updates. A small increase.
+# - **The final norm** divides each token's residual stream by its RMS and multiplies it by gains. Without it the logits
+#   are scaled by about one factor per token if the gains are similar: the ranking of tokens stays, the probabilities
+#   change. The loss is predicted from the logits times RMS$(x)$ / mean gain.
+# - **The mask**: later tokens become visible, including the target. The loss should still *increase*, because the model
+#   was not trained with visible later tokens.
+# - **Positions**: without RoPE's rotation, scores do not depend on the distance.
 
 # %%
-lost = analysis.ablation(checkpoint, code)
-usual = float(lost["baseline", "loss"])
-rms = final[0].pow(2).mean(-1, keepdim=True).sqrt()  # (T, 1)
+ablation = analysis.ablation(checkpoint, code)
+baseline = float(ablation["baseline", "loss"])
+rms = final_resid[0].pow(2).mean(-1, keepdim=True).sqrt()  # (T, 1)
 gain = model.stacks["decoder"].final_norm.weight.detach()
-louder = float(F.cross_entropy((logits * rms / gain.mean())[:-1], tokens[0, 1:]))
-middle = [lost[f"without block {layer}", "loss"].values - usual for layer in (1, 2, 3, 4)]
-print(f"loss as it is: {usual:.3f} nats a token")
+predicted_loss = float(F.cross_entropy((logits * rms / gain.mean())[:-1], tokens[0, 1:]))
+
+
+def loss_increase(condition):
+    return float(ablation[condition, "loss"]) - baseline
+
+
+middle_blocks = [loss_increase(f"without block {layer}") for layer in (1, 2, 3, 4)]
+print(f"loss of the unchanged model: {baseline:.3f} nats per token")
 
 # %%
-print(claim("rise without a middle block, at most", max(middle), above=0, below=1))
-print(
-    claim(
-        "rise without block 0, over the largest of those",
-        (float(lost["without block 0", "loss"]) - usual) / max(middle),
-        above=5,
-    )
-)
-print(claim("loss without the final norm", float(lost["without the final norm", "loss"]), predicted=louder, rtol=0.02))
-print(
-    claim(
-        "share of the top five that stays without it", lost["without the final norm", "top-5 overlap"].values, above=0.9
-    )
-)
-print(
-    claim(
-        "rise without the mask, though the answer is in sight",
-        float(lost["without the mask", "loss"]) - usual,
-        above=0.3,
-    )
-)
-print(claim("rise without positions", float(lost["without positions", "loss"]) - usual, above=0.3))
-claim(
-    "rise with attention and FFN in the other order in block 3",
-    float(lost["FFN before attention in block 3", "loss"]) - usual,
-    below=0.1,
-)
+print(claim("without a middle block: largest loss increase, nats per token", max(middle_blocks), above=0, below=1))
+ratio = loss_increase("without block 0") / max(middle_blocks)
+print(claim("loss increase without block 0 / largest of a middle block", ratio, above=5))
+without_norm = float(ablation["without the final norm", "loss"])
+print(claim("without the final norm: loss", without_norm, predicted=predicted_loss, rtol=0.02))
+overlap = ablation["without the final norm", "top-5 overlap"].values
+print(claim("without the final norm: share of the top 5 that stays", overlap, above=0.9))
+print(claim("without the mask: loss increase", loss_increase("without the mask"), above=0.3))
+print(claim("without positions: loss increase", loss_increase("without positions"), above=0.3))
+claim("FFN before attention in block 3: loss increase", loss_increase("FFN before attention in block 3"), below=0.1)
 
 # %% [markdown]
-# Heads back each other up. If each did a work of its own, then taking all away would cost the sum of what each costs
-# alone; if others step in, it costs much more.
+# Are heads redundant? If their effects were independent, ablating all heads would cost the sum of the single
+# ablations; if heads can replace each other, it costs more.
 
 # %%
-alone = analysis.head_ablation(checkpoint, code)  # (layer, head): rise of the loss
+single_heads = analysis.head_ablation(checkpoint, code)  # (layer, head): loss increase
 with torch.no_grad(), ct.edit(checkpoint, {"blocks.*.attn.z": "zero"}):
-    none = float(F.cross_entropy(model(tokens)[0, :-1], tokens[0, 1:]))
-print(f"sum of 48 single losses {float(alone.values.sum()):.2f}, of all at once {none - usual:.2f} nats")
-print(claim("rise without the median head, in nats", alone.values.median(), below=0.05))
-claim("all heads at once, over the sum of single ones", (none - usual) / float(alone.values.sum()), above=1.5)
+    all_heads = float(F.cross_entropy(model(tokens)[0, :-1], tokens[0, 1:])) - baseline
+sum_of_single = float(single_heads.values.sum())
+print(f"sum of 48 single ablations {sum_of_single:.2f}, all heads at once {all_heads:.2f} nats per token")
+print(claim("median loss increase without one head, nats per token", single_heads.values.median(), below=0.05))
+claim("loss increase without all heads / sum of single ablations", all_heads / sum_of_single, above=1.5)
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 4))
-shown = [
+conditions = [
     "baseline",
     *(f"without block {n}" for n in range(6)),
     "FFN before attention in block 0",
     "FFN before attention in block 3",
+    "without the final norm",
+    "without the mask",
+    "without positions",
 ]
-shown += ["without the final norm", "without the mask", "without positions"]
-rows = range(len(shown))
-axes.barh(rows, [float(lost[name, "loss"]) for name in shown], color=["0.5", *[BLUE] * 8, *[ORANGE] * 3])
-for row, name in enumerate(shown):
-    axes.text(
-        float(lost[name, "loss"]) + 0.1,
-        row,
-        f"top-5 overlap {float(lost[name, 'top-5 overlap']):.2f}",
-        va="center",
-        fontsize=8,
-    )
-axes.set_yticks(rows, shown)
+rows = range(len(conditions))
+losses = [float(ablation[name, "loss"]) for name in conditions]
+axes.barh(rows, losses, color=["0.5", *[BLUE] * 8, *[ORANGE] * 3])
+for row, name in enumerate(conditions):
+    overlap = float(ablation[name, "top-5 overlap"])
+    axes.text(losses[row] + 0.1, row, f"top-5 overlap {overlap:.2f}", va="center", fontsize=8)
+axes.set_yticks(rows, conditions)
 axes.invert_yaxis()
-axes.set(xlabel="loss, nats a token", title="What is lost without a part", xlim=(0, 11.5))
+axes.set(xlabel="loss, nats per token", title="Loss after ablation", xlim=(0, 11.5))
 figure.tight_layout()
 
 # %% [markdown]
-# ## Trained that way
+# ## Removed after training and absent during training
 #
-# A part that is taken out afterwards is missed by others that learned with it. What if it was never there?
-# `cutaway ablate component-removal` trains small models both ways, three seeds each; its results come with cutaway.
-# Two predictions: a model that never had a part should miss it *less* than one that loses it. And one trained without
-# a mask can read the next token off its input, so its loss must go towards 0: it looks like the best model of all, and
-# can write nothing.
+# A component that is removed after training is missing for others that were trained with it. `cutaway ablate
+# component-removal` trains small models without each component, three seeds each; its results are included in cutaway.
+# Two predictions: for positions, the loss increase is *smaller* if they are absent during training than if they are
+# removed afterwards. And a model trained without a mask can copy the next token from its input, so its loss is close to
+# 0, although it cannot generate text.
 
 # %%
 study = json.loads(ABLATIONS_FILE.read_text())
-trained = {row["variant"]: row["loss"]["mean"] for row in study["variants"]}
-after = {
+trained_losses = {row["variant"]: row["loss"]["mean"] for row in study["variants"]}
+ablated_losses = {
     row["condition"]: row["mean"]
     for row in study["measurements"]
     if row["variant"] == "full model" and row["metric"] == "loss"
 }
-pairs = {
+components = {  # component: (variant trained without it, condition of the full model)
     "a middle block": ("one block fewer", "without a middle block"),
     "the final norm": ("no final norm", "without the final norm"),
     "positions": ("no positions", "without positions"),
     "the mask": ("no mask", "without mask"),
 }
-never = {name: trained[one] - trained["full model"] for name, (one, _) in pairs.items()}
-gone = {name: after[other] - after["baseline"] for name, (_, other) in pairs.items()}
-print(
-    claim(
-        "nats that never having positions costs, less than losing them", gone["positions"] - never["positions"], above=0
-    )
-)
-claim("loss of the model that was trained without a mask", trained["no mask"], above=0, below=0.5)
+absent = {name: trained_losses[variant] - trained_losses["full model"] for name, (variant, _) in components.items()}
+removed = {name: ablated_losses[condition] - ablated_losses["baseline"] for name, (_, condition) in components.items()}
+difference = removed["positions"] - absent["positions"]
+print(claim("positions: loss increase if removed − if absent during training", difference, above=0))
+claim("trained without a mask: loss", trained_losses["no mask"], above=0, below=0.5)
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3))
-places = torch.arange(len(pairs))
-axes.bar(places - 0.2, list(gone.values()), 0.4, color=ORANGE, label="taken away after training")
-axes.bar(places + 0.2, list(never.values()), 0.4, color=BLUE, label="never there")
+positions = torch.arange(len(components))
+axes.bar(positions - 0.2, list(removed.values()), 0.4, color=ORANGE, label="removed after training")
+axes.bar(positions + 0.2, list(absent.values()), 0.4, color=BLUE, label="absent during training")
 axes.axhline(0, color="0.3", lw=0.8)
-axes.set_xticks(places, list(pairs))
-axes.set(ylabel="rise of the loss, nats", title="Only one gets better, and it cheats")
+axes.set_xticks(positions, list(components))
+axes.set(ylabel="loss increase, nats per token", title="Components removed after training or absent during it")
 axes.legend(frameon=False, loc="lower left")
 figure.tight_layout()
 
 # %% [markdown]
 # ## Try
 #
-# - Swap `error` and `err`: run with `err` as the clean text. The same head should bring it back, though the model is
-#   less sure.
-# - Mean-ablate in place of zeroing (`{"do": "mean", "heads": [7]}`). A head whose average says something is missed
-#   less; expect the previous-token head to matter as much as before.
-# - Put a comment of twenty words between the two lines. Copying heads go by content, not by distance: expect nearly
-#   the same share of attention.
+# - Swap `error` and `err`: use the text with `err` as the clean one. The same head should have the largest restored
+#   share, although the model's probability of `err` is lower.
+# - Use mean ablation instead of zero ablation (`{"do": "mean", "heads": [7]}`). For a head whose mean output carries
+#   information the effect is smaller; for the previous-token head it should be about the same.
+# - Insert a comment of twenty words between the two lines. Induction heads attend by content, not by distance: the
+#   attention weight should change little.
 #
-# The exercise that belongs here is `cutaway learn start 1`: attention by hand. On the page (`cutaway open
-# tiny-python`), *Edit* takes parts away by mouse, and *Attention* shows each head's pattern.
+# Exercise: `cutaway learn start 1` (attention by hand). On the page (`cutaway open tiny-python`), *Edit* ablates
+# components, and *Attention* shows each head's pattern.

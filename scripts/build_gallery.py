@@ -76,14 +76,16 @@ def terminal_environment() -> dict[str, str]:
 def collect_numbers(namespace: dict[str, Any]) -> dict[str, Any]:
     """The numbers of the text, by heading."""
     lens, parts, by_head = namespace["lens"], namespace["parts"], namespace["by_head"]
-    kinds, carried, heads, paths = namespace["kinds"], namespace["carried"], namespace["heads"], namespace["paths"]
-    planted, brought, lost, missed = namespace["planted"], namespace["brought"], namespace["lost"], namespace["missed"]
-    norms, added, spread, keys, values = (namespace[name] for name in ("norms", "added", "spread", "keys", "values"))
-    loss = lost.select(metric="loss")
+    head_scores, paths = namespace["head_scores"], namespace["paths"]
+    resid_patching, head_patching = namespace["resid_patching"], namespace["head_patching"]
+    planted_resid, planted_attn = namespace["planted_resid"], namespace["planted_attn"]
+    loss, head_ablation = namespace["ablation"].select(metric="loss"), namespace["head_ablation"]
+    norms, update_ratios, entropy = (namespace[name] for name in ("norms", "update_ratios", "attention_entropy"))
+    keys, values = namespace["keys"], namespace["values"]
     return {
         "Logit lens": {
             "last token, by layer": lens.select(token=-1).values.tolist(),
-            "says": lens.annotations[:, -1].tolist(),
+            "predicted token": lens.annotations[:, -1].tolist(),
             "after (os, by layer": lens.select(token=-2).values.tolist(),
         },
         "Direct logit attribution": {
@@ -91,37 +93,40 @@ def collect_numbers(namespace: dict[str, Any]) -> dict[str, Any]:
             "sum by head": float(by_head.values.sum()),
             "logit": float(parts.note.split()[-1]),
             "by part": label_values(parts),
-            "largest heads": [[*place, amount] for place, amount in by_head.top(12) if "attn" in place[0]][:3],
+            "largest heads": [[*labels, value] for labels, value in by_head.top(12) if "attn" in labels[0]][:3],
         },
         "Attention heads: previous-token and induction heads": {
             **{
-                head_type: top_values(kinds.select(head_type=head_type), 5)
+                head_type: top_values(head_scores.select(head_type=head_type), 5)
                 for head_type in ("previous_token", "induction")
             },
-            "chance": float(kinds.note.split()[-1]),
+            "chance": float(head_scores.note.split()[-1]),
             "gains": dict(zip(namespace["names"], namespace["gains"], strict=True)),
         },
         "Activation patching and path patching": {
-            "at (os/(re": carried.select(token=5).values.tolist(),
-            "at the last token": carried.select(token=-1).values.tolist(),
-            "elsewhere, at most": round(float(carried.values[:, :5].abs().max()), 3),
-            "clean and corrupt": [float(word) for word in re.findall(r"[-\d.]+\d", carried.note)][:2],
-            "by head": top_values(heads, 5),
+            "at (os/(re": resid_patching.select(token=5).values.tolist(),
+            "at the last token": resid_patching.select(token=-1).values.tolist(),
+            "elsewhere, at most": round(float(resid_patching.values[:, :5].abs().max()), 3),
+            "clean and corrupt": [float(word) for word in re.findall(r"[-\d.]+\d", resid_patching.note)][:2],
+            "by head": top_values(head_patching, 5),
             "paths": label_values(paths),
         },
         "Validation of patching on a planted fact": {
-            "at the key": planted.select(token=2).values.tolist(),
-            "at the last token": planted.select(token=-1).values.tolist(),
-            "brought to the last token by attention": brought.select(token=-1).values.tolist(),
-            "lead": namespace["leads"],
+            "at the key": planted_resid.select(token=2).values.tolist(),
+            "at the last token": planted_resid.select(token=-1).values.tolist(),
+            "attn.out at the last token": planted_attn.select(token=-1).values.tolist(),
+            "logit difference": namespace["logit_differences"],
             "loss": namespace["loss"].item(),
         },
-        "Ablation of blocks, sublayers and heads": label_values(loss) | {"heads missed most": top_values(missed, 3)},
+        "Ablation of blocks, sublayers and heads": label_values(loss)
+        | {"largest of single heads": top_values(head_ablation, 3)},
         "Residual stream norms by depth": {
             "norm, mean by layer": norms.values.mean(1).tolist(),
-            "added, mean by sublayer": dict(zip(added.labels[0], added.values.mean(1).tolist(), strict=True)),
-            "entropy, mean by layer": spread.values.mean(1).tolist(),
-            "entropy, least": [[*place, value] for place, value in smallest_values(spread)],
+            "update norm ratio, mean by sublayer": dict(
+                zip(update_ratios.labels[0], update_ratios.values.mean(1).tolist(), strict=True)
+            ),
+            "entropy, mean by layer": entropy.values.mean(1).tolist(),
+            "entropy, smallest": [[*labels, value] for labels, value in smallest_values(entropy)],
         },
         "FFN neurons as key-value pairs": {
             "keys": top_values(keys, 6),

@@ -1,26 +1,26 @@
-// Mathematics is turned into MathML while the page is built: the browser draws it by itself, and no script for it is sent.
+// Vite plugin: renders the TeX formulas to MathML at build time. Browsers render MathML natively, so KaTeX is not shipped.
 import katex from "katex";
 import { readFileSync } from "node:fs";
 import type { Plugin } from "vite";
 
-const NAME = "virtual:formulas";
+const MODULE_ID = "virtual:formulas";
 
 export function formulas(): Plugin {
   return {
     name: "formulas",
-    resolveId: (id) => (id === NAME ? `\0${NAME}` : undefined),
+    resolveId: (id) => (id === MODULE_ID ? `\0${MODULE_ID}` : undefined),
     load(id) {
-      if (id !== `\0${NAME}`) return undefined;
+      if (id !== `\0${MODULE_ID}`) return undefined;
       const table = JSON.parse(readFileSync(new URL("./src/formulas.json", import.meta.url), "utf8")) as Record<string, string>;
-      const drawn = Object.entries(table).map(([name, tex]) => [name, mathml(tex)]);
-      return `export default ${JSON.stringify(Object.fromEntries(drawn))}`;
+      const rendered = Object.entries(table).map(([name, tex]) => [name, renderMathml(tex)]);
+      return `export default ${JSON.stringify(Object.fromEntries(rendered))}`;
     },
   };
 }
 
-function mathml(tex: string): string {
-  const drawn = katex.renderToString(tex, { output: "mathml", displayMode: true, throwOnError: true, strict: "error" });
-  const found = /<math[\s\S]*<\/math>/.exec(drawn);
-  if (!found) throw new Error(`no MathML of ${tex}`);
-  return found[0].replace(/<annotation[\s\S]*?<\/annotation>/, ""); // the source, which screen readers would read too
+function renderMathml(tex: string): string {
+  const html = katex.renderToString(tex, { output: "mathml", displayMode: true, throwOnError: true, strict: "error" });
+  const match = /<math[\s\S]*<\/math>/.exec(html);
+  if (!match) throw new Error(`KaTeX rendered no MathML for ${tex}`);
+  return match[0].replace(/<annotation[\s\S]*?<\/annotation>/, ""); // drop the TeX source, which screen readers would read too
 }

@@ -2,7 +2,7 @@ import { svelte } from "@sveltejs/vite-plugin-svelte";
 import { defineConfig } from "vite";
 import { formulas } from "./vite-plugin-formulas";
 
-// One script and one style sheet: the page is served from memory, sent as a file, and shown in notebooks.
+// Builds one script and one style sheet, because the page is also exported as a file and embedded in notebooks.
 export default defineConfig({
   plugins: [svelte(), formulas()],
   base: "./",
@@ -15,7 +15,7 @@ export default defineConfig({
     assetsInlineLimit: 0,
     rollupOptions: {
       input: "src/main.ts",
-      output: { format: "es", entryFileNames: "page.js", assetFileNames: "page[extname]", inlineDynamicImports: true },
+      output: { format: "es", entryFileNames: "page.js", assetFileNames: "page[extname]", codeSplitting: false },
       preserveEntrySignatures: "strict",
     },
   },

@@ -206,7 +206,7 @@ def test_recomputed_block_is_one_call(mode: Any) -> None:
 
 
 def test_hooks_are_removed_after_an_error(model: Transformer) -> None:
-    with pytest.raises(InputError, match="holds the id"), trace(model, "*"):
+    with pytest.raises(InputError, match="tokens holds"), trace(model, "*"):
         model(TOKENS + 10**6)
     with pytest.raises(InputError, match="was not reached"), trace(model, "logits"):
         pass

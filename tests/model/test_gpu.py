@@ -88,6 +88,21 @@ def test_flex_with_packed_documents_and_prefixes() -> None:
     compare_kernels("gqa and rope", ("flex",), ("packed", "prefix"))
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_flex_memory_is_linear_in_the_sequence_length(padded: bool) -> None:
+    """A mask of all query-key pairs would have 32768² entries, 1 GiB."""
+    config = c.config("tiny-llama").replace(context=32768)
+    model = ct.build(config, device="cuda", dtype=torch.bfloat16, seed=0).use_kernel("flex")
+    tokens = torch.randint(0, 97, (1, 32768), device="cuda")
+    mask = torch.arange(32768, device="cuda")[None] >= 100 if padded else None
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model.hidden_states(tokens, mask)
+    assert torch.cuda.max_memory_allocated() - before < 2**29
+
+
 @torch.no_grad()
 def test_flex_is_causal() -> None:
     """For every length up to 70, with and without padding, one changed token at a time."""
@@ -165,7 +180,7 @@ def test_bf16_grouped_mm_is_close_to_fp32() -> None:
 @torch.no_grad()
 def test_token_ids_are_checked_on_the_gpu() -> None:
     model = build_randomized_model(build_config("window")).cuda()
-    with pytest.raises(ValueError, match="tokens holds the id 97"):
+    with pytest.raises(ValueError, match="tokens holds 97; the vocabulary has 97 ids"):
         model(torch.full((1, 3), 97, device="cuda"))
 
 

@@ -7,6 +7,7 @@ import torch
 
 from cutaway import config as c
 from cutaway.model import build
+from cutaway.model.positions import SinusoidalPosition
 
 
 def config_with(init: dict, **stack: object) -> c.Config:
@@ -84,6 +85,18 @@ def test_buffers_survive_dtype_and_device_moves() -> None:
     empty = build("tiny-llama", device="meta").to_empty(device="cpu")
     assert torch.equal(empty.decoder.positions["0"].frequency, expected)
     assert "decoder.positions.0.frequency" not in model.state_dict()
+
+
+@torch.no_grad()
+def test_sinusoidal_positions_are_fp32_and_unbounded() -> None:
+    """The buffer is fp32 (some devices have no float64) and equals the fp64 formula rounded, at any position."""
+    encoding = SinusoidalPosition(c.SinusoidalPosition(), 16)
+    for position in (0, 1, 511, 512, 100_000):
+        angle = position * 10000.0 ** -(torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+        expected = torch.stack((angle.sin(), angle.cos()), -1).flatten().float()
+        assert torch.equal(encoding(torch.tensor([[position]]))[0, 0], expected)
+    assert all(buffer.dtype == torch.float32 for buffer in encoding.buffers())
+    assert all(buffer.dtype == torch.float32 for buffer in encoding.to(torch.bfloat16).buffers())
 
 
 def test_tied_weights_survive_moves() -> None:

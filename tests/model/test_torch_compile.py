@@ -16,11 +16,13 @@ from support.config_strategies import (
     random_tokens,
     tolerance,
 )
+from torch.nn.attention.flex_attention import create_block_mask
 
 from cutaway import config as c
 from cutaway.config import presets
 from cutaway.errors import KernelError
-from cutaway.model import build
+from cutaway.model import build, kernels
+from cutaway.model.masks import MaskSpec
 
 pytestmark = [
     pytest.mark.unchecked,
@@ -85,6 +87,36 @@ def test_flex_is_causal(method: str) -> None:
             change = (after - before).abs().sum(-1)[0]
             assert change[num_padding:position].sum() == 0, length
             assert change[position] > 0, length
+
+
+@torch.no_grad()
+def test_flex_never_materializes_the_dense_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with fully masked queries (padding on the left), whose output is zero."""
+    model = build_randomized_model(c.config("tiny-llama")).use_kernel("explicit")
+    tokens = torch.randint(0, 97, (2, 12))
+    mask = torch.arange(12) >= torch.tensor([[0], [5]])
+    reference = model(tokens, mask)
+
+    def fail(self: MaskSpec) -> None:
+        raise AssertionError("the dense mask was built")
+
+    monkeypatch.setattr(MaskSpec, "to_dense", fail)
+    assert (model.use_kernel("flex")(tokens, mask) - reference).abs().max() <= tolerance(torch.float32, reference)
+
+
+@torch.no_grad()
+def test_flex_builds_the_block_mask_of_a_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_randomized_model(c.config("tiny-llama")).use_kernel("flex")
+    calls = []
+
+    def count(*args: object, **kwargs: object) -> object:
+        calls.append(args)
+        return create_block_mask(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kernels, "create_block_mask", count)
+    for _ in range(3):
+        model(torch.randint(0, 97, (2, 29)))
+    assert len(calls) == 1
 
 
 def test_flex_has_no_backward_on_the_cpu() -> None:

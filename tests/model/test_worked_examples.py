@@ -145,7 +145,7 @@ def test_sinusoidal_positions_shift_by_a_rotation() -> None:
     encode = SinusoidalPosition(c.SinusoidalPosition(), 8)
     table = encode(torch.arange(40).unsqueeze(0))[0].double()
     for shift in (1, 7):
-        angle = shift * encode.frequency
+        angle = shift * 10000.0 ** -(torch.arange(0, 8, 2, dtype=torch.float64) / 8)
         rotation = torch.block_diag(
             *(torch.tensor([[math.cos(a), math.sin(a)], [-math.sin(a), math.cos(a)]]) for a in angle)
         )

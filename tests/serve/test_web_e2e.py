@@ -72,7 +72,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                 "site": site,
                 "position": position,
                 "index": index,
-                "values": format_number(float(activation.reshape(-1)[index])),
+                "value": format_number(float(activation.reshape(-1)[index])),
             }
         )
     edits: dict[str, Any] = {"blocks.1": "swap", "blocks.2.attn.z": {"do": "zero", "heads": [1, 3]}}
@@ -83,17 +83,20 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "file": str(file),
         "text": TEXT,
         "points": [
-            {"length": format_number(stage.norm), "says": show_whitespace(tokenizer.decode([stage.top_tokens[0][0]]))}
+            {
+                "norm": format_number(stage.norm),
+                "top_token": show_whitespace(tokenizer.decode([stage.top_tokens[0][0]])),
+            }
             for stage in stages
         ],
-        "next": [
-            {"said": f"{show_whitespace(tokenizer.decode([token]))} {format_percent(probability)}"}
+        "next_tokens": [
+            f"{show_whitespace(tokenizer.decode([token]))} {format_percent(probability)}"
             for token, probability in journey.top_tokens
         ],
         "values": values,
-        "broken": {
+        "edited": {
             "edits": "blocks.1:swap,blocks.2.attn.z:zero@1.3",
-            "said": [
+            "values": [
                 f"{format_number(original[0])} → {format_number(edited[0])}",
                 format_number(edited[1]),
                 format_percent(edited[2]),
@@ -101,6 +104,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         },
         "long": text,
         "long_tokens": len(tokenizer.encode(text)),
+        "longest_task": 200,  # milliseconds of CPU time
     }
 
 

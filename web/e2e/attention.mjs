@@ -1,13 +1,13 @@
-// Attention: heads are real, a head is chosen by click and by keys, the address leads back to it.
+// Attention: thumbnails are computed, a head is selected by click and by keys, the URL reproduces the view.
 import assert from "node:assert/strict";
 
 export async function run(page, url) {
   await page.goto(`${url}#/attention?`);
-  const wall = page.getByRole("grid", { name: /^Heads/ });
-  const first = wall.getByRole("gridcell").first();
+  const grid = page.getByRole("grid", { name: /^Heads/ });
+  const first = grid.getByRole("gridcell").first();
   await first.waitFor();
 
-  // A layer is asked for when it is seen, each once.
+  // The thumbnails of a layer are loaded when it is visible.
   await page.waitForFunction(() => document.querySelector('[role="gridcell"]')?.getAttribute("aria-label")?.includes("entropy"));
   assert.match(await first.getAttribute("aria-label"), /^Layer 0, head 0, .*entropy \d+\.\d+ bits/);
 
@@ -19,30 +19,28 @@ export async function run(page, url) {
   await page.getByRole("heading", { name: "Layer 0 · head 1" }).waitFor();
   assert.match(page.url(), /attention=(decoder\.)?blocks\.0\.attn&head=1/);
 
-  // The matrix is read by keys; the first token of a text sees itself alone.
+  // Arrow keys show the weights of the matrix; with a causal mask the first token attends only to itself.
   const matrix = page.getByRole("application");
   await matrix.focus();
-  for (let at = 0; at < 12; at++) await page.keyboard.press("ArrowUp");
+  for (let step = 0; step < 12; step++) await page.keyboard.press("ArrowUp");
   await page.keyboard.press("Home");
-  const said = page.getByRole("status").filter({ hasText: "looks at" });
-  assert.match(await said.innerText(), /\(0\) looks at .*\(0\): 1\.0000/);
+  const readout = page.getByRole("status").filter({ hasText: "attends to" });
+  assert.match(await readout.innerText(), /\(0\) attends to .*\(0\): 1\.0000/);
   await page.keyboard.press("ArrowRight");
-  assert.match(await said.innerText(), /hidden by the mask/);
+  assert.match(await readout.innerText(), /: masked$/);
   await page.keyboard.press("ArrowDown");
   await page.keyboard.press("Enter");
   assert.match(page.url(), /[?&]position=1/);
-  await page.getByRole("img", { name: /looks at ‘/ }).waitFor();
+  await page.getByRole("img", { name: /attends to ‘/ }).waitFor();
 
-  // What the page says is what the server says: by the same query.
-  const there = page.url();
-  const told = await said.innerText();
+  // The URL reproduces the view.
+  const link = page.url();
   await page.goto("about:blank");
-  await page.goto(there);
+  await page.goto(link);
   await page.getByRole("heading", { name: "Layer 0 · head 1" }).waitFor();
-  assert.match(await said.innerText(), /\(1\) looks at/);
-  assert.ok(told.length > 0);
+  assert.match(await readout.innerText(), /\(1\) attends to/);
 
-  const saved = page.waitForEvent("download");
-  await page.getByRole("button", { name: "Who looks at whom: save as CSV" }).click();
-  assert.match((await saved).suggestedFilename(), /^attention-.*\.csv$/);
+  const download = page.waitForEvent("download");
+  await page.getByRole("button", { name: "Attention pattern: save as CSV" }).click();
+  assert.match((await download).suggestedFilename(), /^attention-.*\.csv$/);
 }

@@ -1,4 +1,4 @@
-// Debian's Chromium, with everything off that would speak to the outside.
+// Path and arguments of Chromium (Debian's by default), without background network requests.
 export const EXECUTABLE = process.env.CHROMIUM ?? "/usr/bin/chromium";
 export const ARGUMENTS = [
   "--no-sandbox",

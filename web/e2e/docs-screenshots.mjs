@@ -1,9 +1,10 @@
-// Pictures of every screen for the documentation: node e2e/docs-screenshots.mjs URL FOLDER
+// Screenshots of every screen for the documentation: node e2e/docs-screenshots.mjs URL FOLDER [SCREEN…]
+// scripts/take_screenshots.py starts a server and calls this.
 import { chromium } from "playwright-core";
 import { ARGUMENTS, EXECUTABLE } from "./browser.mjs";
 
-const [url, folder] = process.argv.slice(2);
-const PLACES = {
+const [url, folder, ...screens] = process.argv.slice(2);
+const VIEWS = {
   trace: ["/trace?", "light"],
   edit: ["/edit?edits=blocks.3:swap", "light"],
   attention: ["/attention?", "dark"],
@@ -13,12 +14,13 @@ const PLACES = {
   learn: ["/learn?step=mask", "light"],
 };
 const browser = await chromium.launch({ executablePath: EXECUTABLE, args: ARGUMENTS });
-for (const [name, [place, colorScheme]] of Object.entries(PLACES)) {
+for (const [name, [fragment, colorScheme]] of Object.entries(VIEWS)) {
+  if (screens.length && !screens.includes(name)) continue;
   const page = await browser.newPage({ viewport: { width: 1200, height: 860 }, colorScheme });
-  await page.goto(`${url}#${place}`);
+  await page.goto(`${url}#${fragment}`);
   await page.waitForLoadState("networkidle");
   await page.waitForTimeout(1500);
-  if (name === "generate") for (let step = 0; step < 12; step++) await page.getByRole("button", { name: /Step/ }).click();
+  if (name === "generate") for (let step = 0; step < 12; step++) await page.getByRole("button", { name: "Step", exact: true }).click();
   await page.waitForLoadState("networkidle");
   await page.waitForTimeout(2500);
   await page.screenshot({ path: `${folder}/${name}.png` });

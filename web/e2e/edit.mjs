@@ -1,23 +1,23 @@
-// Edit: switches stand in the address, what is shown is what the server says, a bar chooses its token.
+// Edit: edits are part of the URL, the values equal those of the library, a bar selects its token.
 import assert from "node:assert/strict";
 
 export async function run(page, url, facts) {
-  // What Python says of the same change.
-  await page.goto(`${url}#/edit?${new URLSearchParams({ text: facts.text, edits: facts.broken.edits })}`);
-  await page.getByText(/top five that stay/).waitFor();
-  assert.deepEqual(await page.locator(".verdict dd").allInnerTexts(), facts.broken.said);
+  // The values equal those of the library for the same edits.
+  await page.goto(`${url}#/edit?${new URLSearchParams({ text: facts.text, edits: facts.edited.edits })}`);
+  await page.getByText(/top-5 overlap/).waitFor();
+  assert.deepEqual(await page.locator(".verdict dd").allInnerTexts(), facts.edited.values);
 
   await page.goto(`${url}#/edit?`);
-  await page.getByText("Nothing is broken yet").waitFor();
-  const board = page.getByRole("grid", { name: "Switches" });
+  await page.getByText("No edits.").waitFor();
+  const board = page.getByRole("grid", { name: "Edits" });
 
-  const answered = page.waitForResponse((response) => response.url().endsWith("/api/query/edit_effect"));
+  const response = page.waitForResponse((candidate) => candidate.url().endsWith("/api/query/edit_effect"));
   await board.getByRole("button", { name: "block 0: swap" }).click();
-  await answered;
+  await response;
   await page.getByText("block 0: FFN before attention").waitFor();
   assert.match(decodeURIComponent(page.url()), /edits=blocks\.0:swap/);
 
-  // By keys alone: one step right is the next switch, and Enter presses it.
+  // Keyboard: the right arrow moves to the next button, Enter presses it.
   await board.getByRole("button", { name: "block 0: swap" }).focus();
   await page.keyboard.press("ArrowRight");
   await page.keyboard.press("Enter");
@@ -25,21 +25,21 @@ export async function run(page, url, facts) {
   assert.match(decodeURIComponent(page.url()), /edits=blocks\.0:no_residual/);
 
   await board.getByRole("button", { name: "block 1, head 1" }).click();
-  await board.getByRole("button", { name: "the whole: no final norm" }).click();
-  await page.getByText(/top five that stay/).waitFor();
-  const there = page.url();
+  await board.getByRole("button", { name: "model: no final norm" }).click();
+  await page.getByText(/top-5 overlap/).waitFor();
+  const link = page.url();
   const loss = page.locator("dl div", { hasText: "loss on this text" }).locator("dd");
-  const said = await loss.innerText();
-  assert.match(said, /→/);
+  const lossText = await loss.innerText();
+  assert.match(lossText, /→/);
 
-  // A link leads to the same picture.
+  // The URL reproduces the view.
   await page.goto("about:blank");
-  await page.goto(there);
-  await page.getByText(/top five that stay/).waitFor();
-  assert.equal(await loss.innerText(), said);
+  await page.goto(link);
+  await page.getByText(/top-5 overlap/).waitFor();
+  assert.equal(await loss.innerText(), lossText);
   assert.equal(await board.getByRole("button", { name: "block 1, head 1" }).getAttribute("aria-pressed"), "true");
 
-  const strip = page.getByRole("slider", { name: /KL by token/ });
+  const strip = page.getByRole("slider", { name: /KL divergence by token/ });
   await strip.waitFor();
   await strip.click({ position: { x: 4, y: 60 } });
   assert.match(page.url(), /[?&]position=0/);
@@ -47,19 +47,19 @@ export async function run(page, url, facts) {
   assert.match(page.url(), /[?&]position=1/);
 
   await page.getByRole("button", { name: "Reset" }).click();
-  await page.getByText("Nothing is broken yet").waitFor();
+  await page.getByText("No edits.").waitFor();
   assert.doesNotMatch(page.url(), /edits/);
 
-  // What is surgery and what is training is told apart.
-  await page.getByText("surgery on trained weights").first().waitFor();
-  await page.getByText("trained this way").first().waitFor();
+  // Ablated and retrained results are distinguished.
+  await page.getByText("ablated", { exact: true }).first().waitFor();
+  await page.getByText("retrained", { exact: true }).first().waitFor();
 
-  // What is broken stays so on the other screens, until it is reset.
+  // Edits apply on the other screens until they are reset.
   await page.goto(`${url}#/trace?edits=blocks.1:skip`);
   await page.getByText("block 1: skipped").waitFor();
-  await page.getByText("prediction fixed here").waitFor();
-  const rows = page.getByRole("listbox", { name: "The stream from embedding to answer" }).getByRole("option");
-  const fewer = await rows.count();
+  await page.getByText("prediction unchanged from here").waitFor();
+  const rows = page.getByRole("listbox", { name: "Residual stream from embedding to logits" }).getByRole("option");
+  const numRows = await rows.count();
   await page.getByRole("button", { name: "Reset" }).click();
-  await page.waitForFunction((count) => document.querySelectorAll('[aria-label="The stream from embedding to answer"] [role="option"]').length > count, fewer);
+  await page.waitForFunction((count) => document.querySelectorAll('[aria-label="Residual stream from embedding to logits"] [role="option"]').length > count, numRows);
 }

@@ -1,22 +1,22 @@
-// The page as a file: the same picture without a server, and a plain word about what it does not hold.
+// Exported page: the same view without a server, and an error message for results that it does not contain.
 import assert from "node:assert/strict";
 
 export async function run(page, url, facts) {
   await page.goto(`file://${facts.file}`);
-  const rows = page.getByRole("listbox", { name: "The stream from embedding to answer" }).getByRole("option");
-  await page.getByText("prediction fixed here").waitFor();
+  const rows = page.getByRole("listbox", { name: "Residual stream from embedding to logits" }).getByRole("option");
+  await page.getByText("prediction unchanged from here").waitFor();
   assert.equal(await rows.count(), facts.points.length);
-  const said = await rows.last().getAttribute("aria-label");
-  assert.ok(said.includes(`would say ${facts.points.at(-1).says}`), said);
-  await page.getByRole("button", { name: "weights" }).or(page.getByRole("button", { name: "hidden" })).first().click();
+  const label = await rows.last().getAttribute("aria-label");
+  assert.ok(label.includes(`logit lens ${facts.points.at(-1).top_token}`), label);
+  await page.getByRole("button", { name: "pattern" }).or(page.getByRole("button", { name: "hidden" })).first().click();
   await page.locator(".formulas math").first().waitFor();
   await page.keyboard.press("3");
-  await page.getByRole("heading", { name: "Who looks at whom" }).waitFor();
+  await page.getByRole("heading", { name: "Attention pattern", exact: true }).waitFor();
   await page.keyboard.press("7");
-  await page.getByRole("button", { name: /Scores: query meets key/ }).click();
+  await page.getByRole("button", { name: /Attention scores: query times key/ }).click();
   await page.locator(".formulas math").first().waitFor();
   await page.getByRole("heading", { name: /Exercise 1/ }).or(page.getByRole("button", { name: "Answer" }).first()).first().waitFor();
   await page.keyboard.press("1");
   await page.getByRole("textbox", { name: "Text" }).fill("something else");
-  await page.getByText(/this page is a file, and holds what was asked when it was made/).first().waitFor();
+  await page.getByText(/this exported page contains only the results computed at export/).first().waitFor();
 }

@@ -1,13 +1,13 @@
-// Generate: step, play, pause, another token in its place; the address leads back to the same text.
+// Generate: step, play, pause, force another token; the URL reproduces the text.
 import assert from "node:assert/strict";
 
 export async function run(page, url) {
   await page.goto(`${url}#/generate?max_new_tokens=24`);
-  await page.getByRole("heading", { name: "The first choice" }).waitFor();
-  const tokens = page.getByRole("listbox", { name: "Written tokens" }).getByRole("option");
+  await page.getByRole("heading", { name: "First token" }).waitFor();
+  const tokens = page.getByRole("listbox", { name: "Generated tokens" }).getByRole("option");
   assert.equal(await tokens.count(), 0);
 
-  await page.getByRole("button", { name: "Step" }).click();
+  await page.getByRole("button", { name: "Step", exact: true }).click();
   await page.getByRole("heading", { name: /^Token 1: / }).waitFor();
   assert.equal(await tokens.count(), 1);
   await page.keyboard.press("ArrowRight");
@@ -16,36 +16,36 @@ export async function run(page, url) {
 
   await page.evaluate(() => document.activeElement?.blur());
   await page.keyboard.press("Space");
-  await page.waitForFunction(() => document.querySelectorAll('[aria-label="Written tokens"] [role=option]').length >= 5);
+  await page.waitForFunction(() => document.querySelectorAll('[aria-label="Generated tokens"] [role=option]').length >= 5);
   await page.evaluate(() => document.activeElement?.blur());
   await page.keyboard.press("Space");
   const paused = await tokens.count();
   await page.waitForTimeout(600);
   assert.equal(await tokens.count(), paused);
   assert.match(page.url(), new RegExp(`shown=${paused}`));
-  await page.getByText("✔ Yes").waitFor();
+  await page.getByText("✓ Equal within tolerance").waitFor();
 
-  // Another token is taken, and the text goes on from there.
+  // Forcing another token discards the later ones; the generation continues from it.
   const before = await tokens.allInnerTexts();
   await tokens.nth(1).click();
   const other = page.locator("table button:not([disabled])").first();
   await other.click();
-  await page.getByText("taken by you").waitFor();
+  await page.getByText("selected by you").waitFor();
   assert.equal(await tokens.count(), 2);
   const after = await tokens.allInnerTexts();
   assert.equal(after[0], before[0]);
   assert.notEqual(after[1], before[1]);
-  await page.getByRole("button", { name: "Step" }).click();
+  await page.getByRole("button", { name: "Step", exact: true }).click();
   await page.getByRole("heading", { name: /^Token 3: / }).waitFor();
 
-  const [there, all] = [page.url(), await tokens.allInnerTexts()];
-  assert.match(there, /forced=1%3A\d+/);
+  const [link, texts] = [page.url(), await tokens.allInnerTexts()];
+  assert.match(link, /forced=1%3A\d+/);
   await page.goto("about:blank");
-  await page.goto(there);
+  await page.goto(link);
   await page.getByRole("heading", { name: /^Token 3: / }).waitFor();
-  assert.deepEqual(await tokens.allInnerTexts(), all);
+  assert.deepEqual(await tokens.allInnerTexts(), texts);
 
-  const saved = page.waitForEvent("download");
+  const download = page.waitForEvent("download");
   await page.getByRole("button", { name: /cache.*save as CSV/ }).click();
-  assert.equal((await saved).suggestedFilename(), "cache.csv");
+  assert.equal((await download).suggestedFilename(), "kv-cache.csv");
 }

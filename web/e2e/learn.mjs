@@ -1,66 +1,66 @@
-// Learn: every lesson by keys, the picture of each is the model's own, answers are judged with their reason, and a link leads back.
+// Learn: lessons by keys, figures show the values of the library, answers are graded with an explanation, hints.
 import assert from "node:assert/strict";
 
 export async function run(page, url, facts) {
   await page.goto(`${url}#/learn?text=${encodeURIComponent(facts.text)}`);
   const lessons = page.getByRole("navigation", { name: "Lessons" }).getByRole("listitem");
   await lessons.first().waitFor();
-  const many = await lessons.count();
-  assert.ok(many >= 15, `${many} lessons`);
-  await page.getByRole("region", { name: "Tokens and their numbers" }).waitFor();
+  const numLessons = await lessons.count();
+  assert.ok(numLessons >= 15, `${numLessons} lessons`);
+  await page.getByRole("region", { name: "Tokens and token ids" }).waitFor();
   const titles = new Set();
-  for (let number = 0; number < many; number++) {
-    await page.getByText(`${number + 1} of ${many}`).waitFor();
+  for (let number = 0; number < numLessons; number++) {
+    await page.getByText(`${number + 1} of ${numLessons}`).waitFor();
     titles.add(await page.locator(".lesson h2").first().textContent());
     await page.locator("h1").click();
     await page.keyboard.press("ArrowRight");
   }
-  assert.equal(titles.size, many);
+  assert.equal(titles.size, numLessons);
   await page.keyboard.press("ArrowLeft");
-  await page.getByText(`${many - 1} of ${many}`).waitFor();
+  await page.getByText(`${numLessons - 1} of ${numLessons}`).waitFor();
   await page.goBack();
-  await page.getByText(`${many} of ${many}`).waitFor();
+  await page.getByText(`${numLessons} of ${numLessons}`).waitFor();
 
-  // What a lesson shows is what Python says.
-  const shown = { "blocks.0.attn.q": "step=queries&layer=0", "blocks.3.attn.pattern": "step=pattern&layer=3", "blocks.5.ffn.hidden": "step=ffn&layer=5" };
-  for (const { site, position, index, values } of facts.values.filter((each) => shown[each.site])) {
-    const answered = page.waitForResponse(async (response) => response.url().endsWith("/query/activation") && (response.request().postData() ?? "").includes(`"${site}"`));
-    await page.goto(`${url}#/learn?${shown[site]}&position=${position}&text=${encodeURIComponent(facts.text)}`);
-    await answered;
-    const stage = page.getByRole("region", { name: "Stage" });
-    const field = stage.getByRole("img", { name: /Arrow keys read values/ });
-    await field.waitFor();
+  // The values shown by a lesson equal those of the library.
+  const links = { "blocks.0.attn.q": "step=queries&layer=0", "blocks.3.attn.pattern": "step=pattern&layer=3", "blocks.5.ffn.hidden": "step=ffn&layer=5" };
+  for (const { site, position, index, value } of facts.values.filter((fact) => links[fact.site])) {
+    const response = page.waitForResponse(async (candidate) => candidate.url().endsWith("/query/activation") && (candidate.request().postData() ?? "").includes(`"${site}"`));
+    await page.goto(`${url}#/learn?${links[site]}&position=${position}&text=${encodeURIComponent(facts.text)}`);
+    await response;
+    const panel = page.getByRole("region", { name: "Activation" });
+    const heatmap = panel.getByRole("img", { name: /Arrow keys show values/ });
+    await heatmap.waitFor();
     await page.waitForTimeout(150);
-    await field.focus();
+    await heatmap.focus();
     await page.keyboard.press("Home");
     for (let step = 0; step < index; step++) await page.keyboard.press("ArrowRight");
-    const told = await stage.locator(".said").innerText();
-    assert.ok(told.endsWith(`: ${values}`), `${site} at ${position}, number ${index}: the page says ${told}, Python ${values}`);
+    const readout = await panel.locator(".readout").innerText();
+    assert.ok(readout.endsWith(`: ${value}`), `${site} at position ${position}, index ${index}: the page shows ${readout}, the library ${value}`);
   }
 
-  // A wrong answer says why, and what is right; the right one counts.
+  // An incorrect answer shows an explanation and the correct answer; a correct one is counted.
   await page.goto(`${url}#/learn?step=mask&text=${encodeURIComponent(facts.text)}`);
   const form = page.locator("form").filter({ hasText: "An encoder-decoder has three kinds of attention" });
   await form.getByRole("button", { name: "Answer" }).click();
-  await form.getByText("Choose one of them first.").waitFor();
+  await form.getByText("Select an answer first.").waitFor();
   await form.getByLabel("All three").check();
   await form.getByRole("button", { name: "Answer" }).click();
-  await form.getByText("Not so.").waitFor();
-  await form.getByText("Rather:").waitFor();
+  await form.getByText("Incorrect.").waitFor();
+  await form.getByText("Correct answer:").waitFor();
   await form.getByLabel("The decoder's self-attention", { exact: true }).check();
   await form.getByRole("button", { name: /Answer/ }).click();
-  await form.getByText("Right.").waitFor();
-  await form.getByText("The program that proves it").click();
+  await form.getByText("Correct.").waitFor();
+  await form.getByText("Python code that verifies the answer").click();
   await form.getByText("import cutaway as ct").waitFor();
-  await page.getByRole("button", { name: /^All \d+ questions 1 right/ }).click();
-  await page.getByRole("heading", { name: /questions, 1 answered right/ }).waitFor();
+  await page.getByRole("button", { name: /^All \d+ questions 1 correct/ }).click();
+  await page.getByRole("heading", { name: /questions, 1 answered correctly/ }).waitFor();
   await page.reload();
-  await page.getByRole("heading", { name: /questions, 1 answered right/ }).waitFor();
+  await page.getByRole("heading", { name: /questions, 1 answered correctly/ }).waitFor();
 
-  // Hints come one by one.
+  // Hints are shown one at a time.
   await page.goto(`${url}#/learn?step=pattern`);
   const exercise = page.getByRole("region", { name: "Exercise 1" });
-  await exercise.getByRole("button", { name: "A hint" }).click();
-  await exercise.getByRole("button", { name: "Another hint" }).click();
+  await exercise.getByRole("button", { name: "Show a hint" }).click();
+  await exercise.getByRole("button", { name: "Next hint" }).click();
   assert.equal(await exercise.getByRole("listitem").count(), 2);
 }

@@ -1,4 +1,4 @@
-// A picture of one address: node e2e/screenshot-url.mjs URL OUT.png [width] [height] [light|dark] [wait in ms]
+// Screenshot of one URL: node e2e/screenshot-url.mjs URL OUT.png [width] [height] [light|dark] [wait in ms]
 import { chromium } from "playwright-core";
 import { ARGUMENTS, EXECUTABLE } from "./browser.mjs";
 

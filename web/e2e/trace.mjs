@@ -1,52 +1,52 @@
-// Trace: what is shown is what Python says; the answer's place is marked; every stage opens; a link leads back.
+// Trace: values equal those of the library; every site opens; figures are downloaded; the URL reproduces the view.
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 
-/** An empty text is refused. */
+/** An empty text is an error of the server. */
 export const expected = /status of 400/;
 
 export async function run(page, url, facts) {
   await page.goto(`${url}#/trace?text=${encodeURIComponent(facts.text)}`);
-  const rows = page.getByRole("listbox", { name: "The stream from embedding to answer" }).getByRole("option");
-  await page.getByText("prediction fixed here").waitFor();
+  const rows = page.getByRole("listbox", { name: "Residual stream from embedding to logits" }).getByRole("option");
+  await page.getByText("prediction unchanged from here").waitFor();
   assert.equal(await rows.count(), facts.points.length);
   for (const [number, point] of facts.points.entries()) {
-    const said = await rows.nth(number).getAttribute("aria-label");
-    assert.ok(said.includes(`length ${point.length}`), `${said} should tell ${point.length}`);
-    assert.ok(said.includes(`would say ${point.says}`), `${said} should tell ${point.says}`);
+    const label = await rows.nth(number).getAttribute("aria-label");
+    assert.ok(label.includes(`norm ${point.norm}`), `${label} should contain ${point.norm}`);
+    assert.ok(label.includes(`logit lens ${point.top_token}`), `${label} should contain ${point.top_token}`);
   }
-  await page.getByText("prediction fixed here").waitFor();
-  for (const proof of ["embedding + all additions = stream", "attention’s rows sum to 1", "with a cache = without"]) {
-    assert.match(await page.locator(".proof", { hasText: proof }).innerText(), /✓/);
+  await page.getByText("prediction unchanged from here").waitFor();
+  for (const check of ["embedding + all additions = residual stream", "attention rows sum to 1", "cached = uncached"]) {
+    assert.match(await page.locator(".check", { hasText: check }).innerText(), /✓/);
   }
-  // The answer, and a way back to where the prediction was fixed.
-  assert.ok((await page.locator(".answer").innerText()).includes(facts.points.at(-1).says));
-  const fixed = page.getByRole("button", { name: /^fixed after / });
+  // The prediction, with a link to the sublayer after which it no longer changes.
+  assert.ok((await page.locator(".prediction").innerText()).includes(facts.points.at(-1).top_token));
+  const fixedLink = page.getByRole("button", { name: /^unchanged after / });
   await rows.nth(0).click();
-  await fixed.click();
-  const [part, block] = (await fixed.innerText()).match(/^fixed after (.*) of block (\d+)$/).slice(1);
-  await page.getByRole("heading", { name: new RegExp(`^${part}: .* block ${block}$`, "i") }).waitFor();
+  await fixedLink.click();
+  const [sublayer, block] = (await fixedLink.innerText()).match(/^unchanged after (.*) of block (\d+)$/).slice(1);
+  await page.getByRole("heading", { name: new RegExp(`^${sublayer}: .* block ${block}$`, "i") }).waitFor();
 
-  const next = page.getByRole("img", { name: facts.next[0].said });
+  const next = page.getByRole("img", { name: facts.next_tokens[0] });
   await next.waitFor();
-  assert.equal(await next.getAttribute("aria-label"), facts.next.map((each) => each.said).join(", "));
+  assert.equal(await next.getAttribute("aria-label"), facts.next_tokens.join(", "));
 
-  // Values at sites that Python chose at random.
-  for (const { site, position, values, index } of facts.values) {
-    const answered = page.waitForResponse(async (response) => response.url().endsWith("/query/activation") && (response.request().postData() ?? "").includes(`"${site}"`));
+  // Values at positions chosen at random.
+  for (const { site, position, value, index } of facts.values) {
+    const response = page.waitForResponse(async (candidate) => candidate.url().endsWith("/query/activation") && (candidate.request().postData() ?? "").includes(`"${site}"`));
     await page.goto(`${url}#/trace?text=${encodeURIComponent(facts.text)}&position=${position}&site=${site}`);
-    await answered;
-    const field = page.getByRole("img", { name: /Arrow keys read values/ });
-    await field.waitFor();
+    await response;
+    const heatmap = page.getByRole("img", { name: /Arrow keys show values/ });
+    await heatmap.waitFor();
     await page.waitForTimeout(150);
-    await field.focus();
+    await heatmap.focus();
     await page.keyboard.press("Home");
     for (let step = 0; step < index; step++) await page.keyboard.press("ArrowRight");
-    const told = await page.locator(".said").innerText();
-    assert.ok(told.endsWith(`: ${values}`), `${site} at ${position}, number ${index}: the page says ${told}, Python ${values}`);
+    const readout = await page.locator(".readout").innerText();
+    assert.ok(readout.endsWith(`: ${value}`), `${site} at position ${position}, index ${index}: the page shows ${readout}, the library ${value}`);
   }
 
-  // Keys alone: the strip of tokens, the rows of the stream.
+  // Keyboard: the token strip and the rows of the residual stream.
   await page.goto(`${url}#/trace?text=${encodeURIComponent(facts.text)}`);
   const strip = page.getByRole("listbox", { name: "Tokens" });
   await strip.getByRole("option", { selected: true }).focus();
@@ -57,54 +57,54 @@ export async function run(page, url, facts) {
   await page.keyboard.press("ArrowDown");
   await page.keyboard.press("ArrowDown");
   assert.match(page.url(), /site=/);
-  const there = page.url();
-  const heading = await page.getByRole("region", { name: "Stage" }).getByRole("heading").first().innerText();
+  const link = page.url();
+  const heading = await page.getByRole("region", { name: "Activation" }).getByRole("heading").first().innerText();
   await page.goto("about:blank");
-  await page.goto(there);
+  await page.goto(link);
   await page.getByRole("heading", { name: heading }).waitFor();
 
-  // Every step of the rail opens.
-  for (const label of ["norm", "query", "key", "value", "position", "scores", "mask", "weights", "head values", "out", "add"]) {
+  // Every site of the attention sublayer opens.
+  for (const label of ["norm", "query", "key", "value", "position", "scores", "mask", "pattern", "head outputs", "out", "add"]) {
     await page.goto(`${url}#/trace?text=${encodeURIComponent(facts.text)}&site=blocks.1.attn.in`);
-    const rail = page.getByRole("toolbar", { name: "Steps of this part" });
-    await rail.getByRole("button", { name: label, exact: true }).click();
+    const toolbar = page.getByRole("toolbar", { name: "Sites of this sublayer" });
+    await toolbar.getByRole("button", { name: label, exact: true }).click();
     await page.locator(".formulas math").first().waitFor();
   }
-  await page.getByText("As Python", { exact: true }).click();
-  assert.match(await page.getByLabel("Python").innerText(), /ct\.trace\(model/);
+  await page.getByText("Python code", { exact: true }).click();
+  assert.match(await page.getByLabel("Python code").innerText(), /ct\.trace\(model/);
 
-  // Temperature: 0 leaves one token.
+  // Temperature 0 leaves one candidate.
   await page.getByLabel(/temperature/).focus();
   await page.keyboard.press("Home");
-  await page.getByText("1 token left to draw from").waitFor();
+  await page.getByText("1 candidate to sample from").waitFor();
 
-  // Every picture can be taken away.
-  for (const kind of ["SVG", "PNG", "CSV"]) {
-    const saved = page.waitForEvent("download");
-    await page.getByRole("button", { name: `The stream, from embedding to answer: save as ${kind}` }).click();
-    assert.equal((await saved).suggestedFilename(), `cutaway-stream.${kind.toLowerCase()}`);
-    if (kind !== "SVG") continue;
-    const drawing = await readFile(await (await saved).path(), "utf8");
-    assert.ok(!/var\(--|color-mix|oklab/.test(drawing), "a drawing that stands alone has its colours written out");
-    const ramps = await page.locator(".way path.ramp").count();
-    assert.ok(ramps > 0);
-    assert.ok((drawing.match(/<path [^>]*fill="none"[^>]* stroke="rgb\(/g) ?? []).length >= ramps, "every ramp has a colour");
+  // Figures can be downloaded.
+  for (const format of ["SVG", "PNG", "CSV"]) {
+    const download = page.waitForEvent("download");
+    await page.getByRole("button", { name: `Residual stream, from embedding to logits: save as ${format}` }).click();
+    assert.equal((await download).suggestedFilename(), `residual-stream.${format.toLowerCase()}`);
+    if (format !== "SVG") continue;
+    const svg = await readFile(await (await download).path(), "utf8");
+    assert.ok(!/var\(--|color-mix|oklab/.test(svg), "colors in the SVG are rgb() values");
+    const numRamps = await page.locator(".plot path.ramp").count();
+    assert.ok(numRamps > 0);
+    assert.ok((svg.match(/<path [^>]*fill="none"[^>]* stroke="rgb\(/g) ?? []).length >= numRamps, "every ramp has a color");
   }
 
-  // Of a text that cannot be read nothing is drawn, least of all the one before; the next text is.
-  const box = page.getByLabel("Text", { exact: true }).and(page.locator("textarea"));
-  await box.fill("");
+  // A text without tokens clears the figures of the previous one; the next text is drawn.
+  const prompt = page.getByLabel("Text", { exact: true }).and(page.locator("textarea"));
+  await prompt.fill("");
   await page.getByText("the text has no tokens").waitFor();
   assert.equal(await rows.count(), 0);
   assert.equal(await strip.getByRole("option").count(), 0);
-  await box.fill("import os");
-  await page.getByText("prediction fixed here").waitFor();
+  await prompt.fill("import os");
+  await page.getByText("prediction unchanged from here").waitFor();
   assert.equal(await page.title(), "Trace · tiny-python · cutaway");
 
-  // A link to no whole place leads to the one before; the first Tab leads to the top of the page.
+  // A fractional position in the URL is truncated; the first Tab focuses the top of the page.
   await page.goto("about:blank");
   await page.goto(`${url}#/trace?text=${encodeURIComponent(facts.text)}&position=1.5`);
-  await page.getByText("prediction fixed here").waitFor();
+  await page.getByText("prediction unchanged from here").waitFor();
   assert.equal(await strip.getByRole("option", { selected: true }).getAttribute("title"), "token 1");
   await page.keyboard.press("Tab");
   assert.equal(await page.evaluate(() => document.activeElement?.closest("header") !== null), true);

@@ -1,4 +1,4 @@
 declare module "virtual:formulas" {
-  const drawn: Record<string, string>;
-  export default drawn;
+  const mathmlByName: Record<string, string>;
+  export default mathmlByName;
 }

@@ -1,4 +1,4 @@
-// The page, wherever it is shown: served, as a file that holds its results, or in a notebook.
+// Entry point of the page in its three forms: served, exported as a file with its results, and as a notebook widget.
 import { mount, unmount } from "svelte";
 import App from "./App.svelte";
 import { setTransport } from "./lib/queryClient";
@@ -7,22 +7,22 @@ import { notebookTransport, type WidgetModel } from "./lib/notebookTransport";
 import { urlState } from "./lib/urlState.svelte";
 import "./page.css";
 
-const own = document.getElementById("cutaway");
-if (own) {
+const root = document.getElementById("cutaway");
+if (root) {
   const exported = document.getElementById("cutaway-results");
   if (exported) {
     const { name, results } = JSON.parse(exported.textContent ?? "") as { name: string; results: Record<string, string> };
     setTransport(exportTransport(results, name));
   }
-  mount(App, { target: own });
+  mount(App, { target: root });
 }
 
-/** As notebooks call it. */
+/** anywidget interface: notebooks call `render`. */
 export default {
   render({ model, el }: { model: WidgetModel & { get(name: string): string }; el: HTMLElement }): () => void {
     urlState.embed(model.get("url_fragment"));
     setTransport(notebookTransport(model));
-    const shown = mount(App, { target: el });
-    return () => void unmount(shown);
+    const app = mount(App, { target: el });
+    return () => void unmount(app);
   },
 };

@@ -10,11 +10,11 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
+from cutaway.arguments import resolve_device
 from cutaway.config import config
 from cutaway.config.transformer import Decoder
 from cutaway.errors import InputError
 from cutaway.model import build
-from cutaway.model.inputs import resolve_device
 from cutaway.size import Hardware, SizeEstimate, get_hardware, size
 from cutaway.size.measured_hardware import LOCAL_HARDWARE, MeasuredHardware
 from cutaway.size.roofline import RooflineBound

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cutaway.check.checked_model import CheckedModel
 from cutaway.check.numerics import LOW_PRECISION_DTYPES
 from cutaway.check.report.finding import SkipCheckError
-from cutaway.model.device import free_memory
+from cutaway.device import free_memory
 
 MAX_COPIED_BYTES = 2 << 30
 """Largest model, in bytes of weights, that is saved or copied."""

@@ -18,7 +18,7 @@ def default_device(device: str | None) -> "torch.device":
     """Return the device; default cuda if available."""
     import torch
 
-    from cutaway.model.inputs import resolve_device
+    from cutaway.arguments import resolve_device
 
     return resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
@@ -37,9 +37,9 @@ def load_checkpoint(
     Without `dtype`, 16-bit weights are converted to float32 on CPUs without native bfloat16, unless `keep_dtype`.
     """
     from cutaway.cli.views.terminal import progress_bar
+    from cutaway.device import has_native_bf16
     from cutaway.families.load import load
     from cutaway.generate.fast.cpu_linear import should_upcast_on_cpu
-    from cutaway.model.device import has_native_bf16
 
     with progress_bar("loading", quiet=quiet) as progress:
         checkpoint = load(source, device=default_device(device), dtype=to_torch_dtype(dtype), progress=progress)
@@ -73,8 +73,8 @@ def build_untrained_model(source: str, device: str | None, dtype: DType | None) 
     model_config = config(source)  # an unknown name raises with the nearest preset
     import torch
 
+    from cutaway.device import free_memory
     from cutaway.model import build
-    from cutaway.model.device import free_memory
     from cutaway.size.parameters import count_parameters
 
     target_device = default_device(device)

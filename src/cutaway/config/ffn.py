@@ -77,6 +77,8 @@ class Router(ConfigNode):
     """Divide the weights of the selected experts by their sum."""
     scale: PositiveFloat = 1.0
     """Factor on the final weights."""
+    dtype: Literal["model", "float32"] = "model"
+    """Dtype of the router's matrix product: float32 (DeepSeek) or the model's. Scores are always at least float32."""
     bias: bool = False
     """Learned bias on the router logits (gpt-oss)."""
     selection_bias: bool = False

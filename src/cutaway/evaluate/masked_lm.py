@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from cutaway.arguments import check_seed
 from cutaway.errors import InputError
 from cutaway.evaluate.results import MaskedLMResult
 from cutaway.evaluate.token_loss import (
@@ -23,7 +24,6 @@ from cutaway.evaluate.token_loss import (
 from cutaway.generate.generation_config import CheckpointLike, unpack_checkpoint
 from cutaway.generate.sampling.rng import uniform
 from cutaway.model import EncoderOnly
-from cutaway.model.inputs import check_seed
 from cutaway.tokenizer import Tokenizer
 
 DEFAULT_MLM_PROBABILITY = 0.15

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cutaway.arguments import resolve_device
 from cutaway.config import Config, LMHead
 from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.family import Family
@@ -15,7 +16,7 @@ from cutaway.families.load_plan import LoadPlan, TensorConversion, build_load_pl
 from cutaway.families.load_report import LoadReport
 from cutaway.families.safetensors_reader import TensorReader
 from cutaway.families.weight_conversion import Identity
-from cutaway.model import Transformer, build, inputs
+from cutaway.model import Transformer, build
 from cutaway.model.layers import ConstantBuffers
 
 NUM_READER_THREADS = 4
@@ -38,7 +39,7 @@ def load_model(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Transformer, Config, LoadReport]:
     """Build a model from config.json and a tensor reader. All keys and shapes are checked before tensors are read."""
-    target = inputs.resolve_device(device)
+    target = resolve_device(device)
     if not callable(progress):
         raise InputError(f"progress is {progress!r}; pass a function of (done, total)")
     config, used, ignored = _resolve_config(family, hf_config, reader)

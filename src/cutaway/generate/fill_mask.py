@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cutaway.arguments import check_positive_int
 from cutaway.errors import InputError, WeightError
 from cutaway.generate.engine.model_runner import eval_mode
 from cutaway.model import EncoderOnly, Transformer
-from cutaway.model.inputs import check_positive_int
 from cutaway.tokenizer import Tokenizer
 
 BATCH_SIZE = 32

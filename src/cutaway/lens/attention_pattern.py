@@ -103,14 +103,10 @@ def build_dense_mask(kernel_args: tuple[Any, ...]) -> AttentionMask:
         rows, heads = (torch.arange(size, device=device) for size in (q.shape[0], q.shape[2]))
         i, j = (torch.arange(size, device=device) for size in (num_queries, num_keys))
         indices = (rows[:, None, None, None], heads[None, :, None, None], i[:, None], j)
-        visible = (
-            prepared.block_mask.mask_mod(*indices).expand(len(rows), -1, num_queries, num_keys) | prepared.fully_masked
-        )
-        return AttentionMask(
-            ~visible,
-            prepared.fully_masked,
-            None if prepared.score_bias is None else prepared.score_bias(*indices).to(q.dtype),
-        )
+        visible = prepared.block_mask.mask_mod(*indices).expand(len(rows), 1, num_queries, num_keys)
+        fully_masked = ~visible.any(-1, keepdim=True)
+        bias = None if prepared.score_bias is None else prepared.score_bias(*indices).to(q.dtype)
+        return AttentionMask(~(visible | fully_masked), fully_masked, bias)
     raise KernelError(
         f"{type(prepared).__name__} is not a known prepared mask, so scores cannot be recomputed; call "
         "model.use_kernel('explicit')"

@@ -205,7 +205,7 @@ def _move_positions(stack: Stack, name: str, op: str, value: Any, on_call: OnCal
 
     def rope_hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         on_call()
-        return (replace(args[0], position=move(args[0].position), is_sequential=False), *args[1:])
+        return (replace(args[0], position=move(args[0].position), is_sequential=False, limit=None), *args[1:])
 
     handles = [rope.register_forward_pre_hook(rope_hook) for rope in stack.positions.values()]
     if stack.embed.position is not None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cutaway.arguments import check_dtype, check_positive_int, resolve_device
 from cutaway.errors import InputError
 from cutaway.lens import attention_pattern
 from cutaway.lens.adapters import sites, unwrap_model
@@ -31,7 +32,6 @@ from cutaway.lens.sites import (
     resolve_indices,
     select_sites,
 )
-from cutaway.model import inputs
 
 
 class TracedTensor(Tensor):
@@ -119,9 +119,9 @@ class Trace:
         self.model = unwrap_model(model)
         self.sites = select_sites(sites(self.model), patterns, layers)
         self.positions, self.heads = materialize_indices(positions, "positions"), materialize_indices(heads, "heads")
-        inputs.check_dtype(dtype)
+        check_dtype(dtype)
         if device is not None:
-            inputs.resolve_device(device)
+            resolve_device(device)
         self.records_gradients, self.device, self.dtype = gradients, device, dtype
         self._values: dict[str, list[Tensor]] = {site.name: [] for site in self.sites}
         self._gradients: dict[str, dict[int, Tensor]] = {site.name: {} for site in self.sites}
@@ -314,7 +314,7 @@ class Trace:
             ("seq_len", seq_len),
             ("source_len", 1 if source_len is None else source_len),
         ):
-            inputs.check_positive_int(name, size)
+            check_positive_int(name, size)
         rows = []
         for site in self.sites:
             if not site.axes:

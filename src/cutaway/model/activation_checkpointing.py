@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import cutaway.model.moe  # noqa: F401  # registers torch.ops.cutaway.grouped_mm
+
 ActivationCheckpointing = Literal["none", "selective", "full"]
-"""Store all activations; store only outputs of matrix products and attention; store only block inputs."""
+"""Store all activations; store only outputs of matrix products, attention and top-k; store only block inputs."""
 ACTIVATION_CHECKPOINTING_MODES: tuple[ActivationCheckpointing, ...] = get_args(ActivationCheckpointing)
 
 aten = torch.ops.aten
@@ -16,6 +18,9 @@ SAVED_OPS = {
     aten.mm.default,
     aten.addmm.default,
     aten.bmm.default,
+    aten._grouped_mm.default,
+    torch.ops.cutaway.grouped_mm.default,
+    aten.topk.default,  # cheap, but recomputing it must not select other experts
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,

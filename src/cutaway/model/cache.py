@@ -88,16 +88,14 @@ class Cache:
         """Allocate the cache. With `chunk_size`, layers with a sliding window get ring buffers."""
         self.batch_size, self.num_slots, self.chunk_size = batch_size, num_slots, chunk_size
         self.cache_shapes = list(cache_shapes)
-        layer_slots = [
-            num_slots if window is None or chunk_size is None else min(num_slots, window + chunk_size - 1)
-            for window in windows
-        ]
-        self.layers = [
-            build_layer(batch_size, n, width, device, dtype) for n, width in zip(layer_slots, cache_shapes, strict=True)
-        ]
-        self.ring_buffers = sorted(
-            {(n, w) for n, w in zip(layer_slots, windows, strict=True) if w is not None and n < num_slots}
-        )
+        self.layers = []
+        ring_buffers = set()
+        for cache_shape, window in zip(cache_shapes, windows, strict=True):
+            n = num_slots if window is None or chunk_size is None else min(num_slots, window + chunk_size - 1)
+            self.layers.append(build_layer(batch_size, n, cache_shape, device, dtype))
+            if window is not None and n < num_slots:
+                ring_buffers.add((n, window))
+        self.ring_buffers = sorted(ring_buffers)
         """(num_slots, window) of the layers with a ring buffer."""
         self.cross_layers = [CrossCache() for _ in cache_shapes] if has_cross_attention else None
         self.memory_positions: TokenPositions | None = None
@@ -128,6 +126,7 @@ class Cache:
         new = TokenPositions(
             position if mask is None else torch.where(mask, position, EMPTY_POSITION),
             is_sequential=mask is None and self.max_len == 0,
+            limit=self.num_slots if self.static_shapes else self.max_len + num_tokens,
         )
         slot_mappings = {}
         for num_slots in {layer.num_slots for layer in self.layers}:
@@ -171,16 +170,12 @@ class Cache:
         """Remove the tokens from position `max_length` on; a tensor gives a length for each row."""
         is_int = isinstance(max_length, int) and not isinstance(max_length, bool)
         if not is_int and not (isinstance(max_length, Tensor) and max_length.dtype in INTEGER_DTYPES):
-            raise InputError(
-                f"max_length is {max_length!r}; pass the number of tokens to keep: an integer, or one per row"
-            )
+            raise InputError(f"max_length is {max_length!r}; pass the number of tokens to keep, or one per row")
         kept = torch.as_tensor(max_length, device=self.seq_lens.device)
         if bool((kept < 0).any()):
             raise InputError(f"max_length is {int(kept.min())}; pass the number of tokens to keep, 0 or more")
         if kept.shape not in ((), self.seq_lens.shape):
-            raise InputError(
-                f"max_length has shape {tuple(kept.shape)}; pass one number, or one for each of {self.batch_size} rows"
-            )
+            raise InputError(f"max_length has shape {tuple(kept.shape)}; pass one number, or {self.batch_size}")
         kept = torch.minimum(self.seq_lens, kept)
         for num_slots, window in self.ring_buffers:
             overwritten = (self.write_end - num_slots > (kept - window).clamp(min=0)) & (kept < self.seq_lens)

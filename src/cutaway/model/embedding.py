@@ -42,7 +42,7 @@ class Embedding(nn.Module):
         if self.project is not None and self.project_before_positions:
             x = self.project(x)
         if self.position is not None:
-            x = x + self.position(token_positions.position).to(x.dtype)
+            x = x + self.position(token_positions.position, token_positions.limit).to(x.dtype)
         if self.token_types is not None:
             x = x + (self.token_types.weight[0] if token_types is None else self.token_types(token_types))
         x = F.dropout(self.norm(x), self.dropout, self.training)

@@ -91,10 +91,9 @@ def _query_head_dim(name: str, config: Config) -> int:
     side, _, layer, which = name.split(".")[:4]
     block = config.stacks[side].blocks[int(layer)]
     attention = getattr(block, "cross" if which == "cross" else "attention")
-    width: int = (
-        attention.d_nope + attention.d_rope if attention.kind == "latent" else attention.head_dim(config.d_model)
-    )
-    return width
+    if attention.kind == "latent":
+        return int(attention.d_nope + attention.d_rope)
+    return int(attention.head_dim(config.d_model))
 
 
 @torch.no_grad()

@@ -15,62 +15,48 @@ from cutaway.model.cache import Cache, CacheShape
 from cutaway.model.masks import INTEGER_DTYPES, TokenPositions
 from cutaway.model.stack import Stack
 
-FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 VALUES_CHECKED: ContextVar[bool] = ContextVar("values_checked", default=False)
 """Set by callers that have validated all values before sending them to a device."""
 
 
 class StackInputs(NamedTuple):
-    """Validated inputs of a stack."""
+    """Inputs of a stack: token ids, and optional tensors of the same shape (`prefix_lengths`: one per row)."""
 
+    name: str
+    """Name of the argument that holds the tokens, for errors: tokens, source or target."""
     tokens: Tensor
-    mask: Tensor | None
-    token_types: Tensor | None
-    positions: Tensor | None
-    document_ids: Tensor | None
-    prefix_lengths: Tensor | None
+    mask: Tensor | None = None
+    token_types: Tensor | None = None
+    positions: Tensor | None = None
+    document_ids: Tensor | None = None
+    prefix_lengths: Tensor | None = None
 
 
-def validate_inputs(
-    stack: Stack,
-    name: str,
-    tokens: Tensor,
-    mask: Tensor | None,
-    *,
-    vocab_size: int,
-    token_types: Tensor | None,
-    positions: Tensor | None,
-    document_ids: Tensor | None,
-    prefix_lengths: Tensor | None,
-    cache: Cache | None,
-) -> StackInputs:
-    """Check all inputs of a stack; `name` is the argument that holds the tokens: tokens, source or target."""
-    tokens = check_tokens(name, tokens, vocab_size)
-    mask = check_same_shape("mask" if name == "tokens" else f"{name}_mask", mask, tokens, torch.bool)
-    token_types = check_same_shape("token_types", token_types, tokens, torch.long)
-    positions = check_same_shape("positions", positions, tokens, torch.long)
-    document_ids = check_same_shape("document_ids", document_ids, tokens, torch.long)
+def validate_inputs(stack: Stack, given: StackInputs, cache: Cache | None) -> StackInputs:
+    """Check all inputs of a stack; return them with integers as int64."""
+    name, tokens = given.name, check_tokens(given.name, given.tokens, stack.vocab_size)
+    mask = check_same_shape("mask" if name == "tokens" else f"{name}_mask", given.mask, tokens, torch.bool)
+    token_types, positions, document_ids = (
+        check_same_shape(field, getattr(given, field), tokens, torch.long)
+        for field in ("token_types", "positions", "document_ids")
+    )
+    prefix_lengths = given.prefix_lengths
     if positions is not None:
         check_positions(positions, mask, document_ids, increasing=stack.causal)
     if token_types is not None:
         if stack.embed.token_types is None:
             raise InputError("token_types were passed, but this model has no token types; leave them out")
-        check_value_range(
-            "token_types", token_types, stack.embed.token_types.num_embeddings, "that is not a token type of this model"
-        )
+        num_types = stack.embed.token_types.num_embeddings
+        check_value_range("token_types", token_types, num_types, "that is not a token type of this model")
     if prefix_lengths is not None:
         prefix_lengths = check_prefix_lengths(prefix_lengths, tokens)
     if cache is not None:
         if document_ids is not None or positions is not None or prefix_lengths is not None:
-            raise InputError(
-                "positions follow from the cache; leave out positions, document_ids and prefix_lengths, or the cache"
-            )
+            raise InputError("positions follow from the cache; pass no positions, document_ids or prefix_lengths")
         check_cache(cache, stack.cache_shapes, name, len(tokens))
         if not stack.causal and cache.max_len:
-            raise InputError(
-                "an encoder is bidirectional, so a sequence cannot be continued; pass all its tokens at once"
-            )
-    return StackInputs(tokens, mask, token_types, positions, document_ids, prefix_lengths)
+            raise InputError("an encoder is bidirectional and cannot continue a sequence; pass all its tokens at once")
+    return StackInputs(name, tokens, mask, token_types, positions, document_ids, prefix_lengths)
 
 
 def validate_positions(stack: Stack, name: str, token_positions: TokenPositions, cache: Cache | None) -> None:
@@ -97,11 +83,7 @@ def check_tokens(name: str, tokens: Tensor, vocab_size: int) -> Tensor:
         raise InputError(f"{name} has shape {tuple(tokens.shape)}; it must be (batch, length){hint}")
     if tokens.numel() == 0:
         raise InputError(f"{name} has shape {tuple(tokens.shape)}; pass at least one row of at least one token")
-    if can_read_values(tokens):
-        low, high = (int(value) for value in torch.aminmax(tokens))
-        if low < 0 or high >= vocab_size:
-            bad = low if low < 0 else high
-            raise InputError(f"{name} holds the id {bad}; the vocabulary has ids 0 to {vocab_size - 1}")
+    check_value_range(name, tokens, vocab_size, f"the vocabulary has {vocab_size} ids")
     return tokens.long()
 
 
@@ -115,9 +97,7 @@ def check_same_shape(name: str, value: Tensor | None, tokens: Tensor, dtype: tor
         raise InputError(f"{name} has shape {tuple(value.shape)}; it must be that of the tokens, {tuple(tokens.shape)}")
     if dtype == torch.bool:
         if value.dtype != torch.bool:
-            raise InputError(
-                f"{name} has dtype {value.dtype}; it must be bool, True for real tokens: pass {name}.bool()"
-            )
+            raise InputError(f"{name} has dtype {value.dtype}; it must be bool, False for padding: pass {name}.bool()")
         return value
     if value.dtype not in INTEGER_DTYPES:
         raise InputError(f"{name} has dtype {value.dtype}; it must hold integers")
@@ -129,7 +109,7 @@ def check_value_range(name: str, value: Tensor, limit: int, reason: str) -> None
     if not torch.compiler.is_compiling() and can_read_values(value):
         low, high = (int(number) for number in torch.aminmax(value))
         if low < 0 or high >= limit:
-            raise InputError(f"{name} holds {low if low < 0 else high}; {reason}, so give 0 to {limit - 1}")
+            raise InputError(f"{name} holds {low if low < 0 else high}; {reason}, so pass 0 to {limit - 1}")
 
 
 def check_max_position(positions: Tensor, max_positions: int, name: str) -> None:
@@ -138,9 +118,8 @@ def check_max_position(positions: Tensor, max_positions: int, name: str) -> None
         return
     last = int(positions.max()) + 1
     if last > max_positions:
-        raise InputError(
-            f"{name} needs position {last - 1}, but the model has positions 0 to {max_positions - 1} only; shorten it"
-        )
+        limit = max_positions - 1
+        raise InputError(f"{name} needs position {last - 1}, but the model has positions 0 to {limit} only; shorten it")
 
 
 def check_positions(positions: Tensor, mask: Tensor | None, document_ids: Tensor | None, *, increasing: bool) -> None:
@@ -154,32 +133,19 @@ def check_positions(positions: Tensor, mask: Tensor | None, document_ids: Tensor
     offset = is_start.cumsum(-1) * (int(positions.max()) + 1)  # documents one after another: all must increase
     max_so_far = torch.where(real, positions + offset, -1).cummax(-1).values
     if increasing and bool((real[:, 1:] & ((positions + offset)[:, 1:] <= max_so_far[:, :-1])).any()):
-        raise InputError(
-            "positions do not increase along a row; number the tokens of a sequence in order, and pass document_ids for"
-            " packed documents"
-        )
+        raise InputError("positions do not increase along a row; for packed documents, pass document_ids too")
 
 
 def check_prefix_lengths(prefix_lengths: Tensor, tokens: Tensor) -> Tensor:
     """Check one prefix length per row, from 0 to the number of tokens."""
     if torch.compiler.is_compiling():
         return prefix_lengths.long()
-    if (
-        not isinstance(prefix_lengths, Tensor)
-        or prefix_lengths.dtype not in INTEGER_DTYPES
-        or prefix_lengths.shape != (len(tokens),)
-    ):
-        shown = (
-            f"shape {tuple(prefix_lengths.shape)}, {prefix_lengths.dtype}"
-            if isinstance(prefix_lengths, Tensor)
-            else type(prefix_lengths).__name__
-        )
-        raise InputError(
-            f"prefix_lengths is {shown}; pass an integer tensor with one length for each of {len(tokens)} rows"
-        )
-    check_value_range(
-        "prefix_lengths", prefix_lengths, tokens.shape[-1] + 1, f"the rows have {tokens.shape[-1]} tokens"
-    )
+    rows, length = tokens.shape
+    if not isinstance(prefix_lengths, Tensor) or prefix_lengths.shape != (rows,):
+        raise InputError(f"prefix_lengths must be a tensor of shape ({rows},): one length per row")
+    if prefix_lengths.dtype not in INTEGER_DTYPES:
+        raise InputError(f"prefix_lengths has dtype {prefix_lengths.dtype}; it must hold integers")
+    check_value_range("prefix_lengths", prefix_lengths, length + 1, f"the rows have {length} tokens")
     return prefix_lengths.long()
 
 
@@ -188,46 +154,11 @@ def check_cache(cache: Cache, cache_shapes: list[CacheShape], name: str, batch_s
     if torch.compiler.is_compiling():
         return
     if not isinstance(cache, Cache):
-        raise InputError(
-            f"cache is a {type(cache).__name__}; allocate one with model.new_cache(batch_size, max_seq_len)"
-        )
+        raise InputError(f"cache is a {type(cache).__name__}; allocate one with model.new_cache")
     if cache.cache_shapes != cache_shapes:
-        raise InputError(
-            "the cache was allocated for a model of another shape; allocate one with this model's new_cache"
-        )
+        raise InputError("the cache is of a model with another shape; allocate one with this model's new_cache")
     if batch_size != cache.batch_size:
-        raise InputError(
-            f"{name} has {batch_size} rows, but the cache has {cache.batch_size}; pass as many rows, or a new cache"
-        )
-
-
-def check_positive_int(name: str, value: int) -> None:
-    """Check a positive integer."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{name} is {value!r}; pass an integer of at least 1")
-
-
-def check_dtype(dtype: torch.dtype | None) -> None:
-    """Check a floating-point dtype."""
-    if dtype is not None and dtype not in FLOAT_DTYPES:
-        allowed = ", ".join(str(each) for each in FLOAT_DTYPES)
-        raise InputError(f"dtype is {dtype!r}; use one of {allowed}")
-
-
-def resolve_device(device: torch.device | str | None) -> torch.device:
-    """Return the torch device; raise if it is not available."""
-    try:
-        target = torch.device(device) if device is not None else torch.get_default_device()
-        torch.empty(0, device=target)
-    except (RuntimeError, TypeError, AssertionError, ImportError) as error:
-        raise InputError(f"device {device!r} is not available: {str(error).splitlines()[0]}") from None
-    return target
-
-
-def check_seed(seed: int | None) -> None:
-    """Check a seed for torch.manual_seed."""
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
-        raise InputError(f"seed is {seed!r}; pass an integer from 0 to 2**63 - 1")
+        raise InputError(f"{name} has {batch_size} rows, the cache {cache.batch_size}; pass as many, or a new cache")
 
 
 def check_rope_switch(cache: Cache, num_tokens: int, positions: Tensor, switch_length: int) -> None:

@@ -1,7 +1,7 @@
 """Attention kernels behind one interface: sdpa, explicit (the reference) and flex. Tests hold them equal."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from cutaway.errors import KernelError
-from cutaway.model.masks import MaskSpec
+from cutaway.model.masks import MaskRule, MaskSpec, TokenInfo, all_rules_hold
 from cutaway.model.positions import ScoreBias
 
 Queries = Float[Tensor, "B T H D"]
@@ -35,9 +35,8 @@ class Kernel(nn.Module):
         required = {name for name, is_set in (("softcap", softcap is not None), ("sink", sink)) if is_set}
         if missing := required - self.supports:
             able = ", ".join(name for name, kernel in KERNELS.items() if required <= kernel.supports)
-            raise KernelError(
-                f"kernel '{self.name}' does not support {' and '.join(sorted(missing))}; use one of: {able}"
-            )
+            names = " and ".join(sorted(missing))
+            raise KernelError(f"kernel '{self.name}' does not support {names}; use one of: {able}")
 
     def prepare_mask(self, mask_spec: MaskSpec, bias: ScoreBias | None, dtype: torch.dtype) -> Any:
         """Convert the mask and bias to the form that `forward` takes as `prepared_mask`."""
@@ -48,6 +47,10 @@ class Kernel(nn.Module):
 
     def extra_repr(self) -> str:
         return f"scale={self.scale:.4g}, softcap={self.softcap}, dropout={self.dropout}"
+
+
+def dense_bias(bias: ScoreBias, mask_spec: MaskSpec, dtype: torch.dtype) -> Float[Tensor, "#B H T S"]:
+    return bias.dense_bias(mask_spec.q.position, mask_spec.k.position).to(dtype)
 
 
 class DenseMask(NamedTuple):
@@ -81,10 +84,7 @@ class Explicit(Kernel):
         self.softmax = Softmax()
 
     def prepare_mask(self, mask_spec: MaskSpec, bias: ScoreBias | None, dtype: torch.dtype) -> DenseMask:
-        return DenseMask(
-            *mask_spec.to_dense(),
-            None if bias is None else bias.dense_bias(mask_spec.q.position, mask_spec.k.position).to(dtype),
-        )
+        return DenseMask(*mask_spec.to_dense(), None if bias is None else dense_bias(bias, mask_spec, dtype))
 
     def forward(self, q: Queries, k: Keys, v: Values, prepared_mask: DenseMask, sink: Sink = None) -> HeadOutputs:
         group = q.shape[2] // k.shape[2]  # query heads per key head (GQA)
@@ -94,9 +94,8 @@ class Explicit(Kernel):
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if prepared_mask.bias is not None:
             scores = scores + prepared_mask.bias
-        pattern = self.softmax(
-            scores.masked_fill(~prepared_mask.visible, float("-inf")), prepared_mask.fully_masked, sink
-        )
+        scores = scores.masked_fill(~prepared_mask.visible, float("-inf"))
+        pattern = self.softmax(scores, prepared_mask.fully_masked, sink)
         pattern = F.dropout(pattern, self.dropout, self.training)
         return torch.einsum("bhts,bshe->bthe", pattern, v)
 
@@ -120,9 +119,7 @@ class Sdpa(Kernel):
             return SdpaMask(mask_spec.structure == "causal", None, None)
         mask, fully_masked = mask_spec.to_dense()
         if bias is not None:
-            mask = (
-                bias.dense_bias(mask_spec.q.position, mask_spec.k.position).to(dtype).masked_fill(~mask, float("-inf"))
-            )
+            mask = dense_bias(bias, mask_spec, dtype).masked_fill(~mask, float("-inf"))
         return SdpaMask(False, mask, fully_masked)
 
     def forward(self, q: Queries, k: Keys, v: Values, prepared_mask: SdpaMask, sink: Sink = None) -> HeadOutputs:
@@ -146,57 +143,43 @@ class FlexMask(NamedTuple):
 
     block_mask: BlockMask
     score_bias: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None
-    fully_masked: Bool[Tensor, "#B 1 T 1"]
 
 
 class Flex(Kernel):
-    """torch.nn.attention.flex_attention: rules and bias compiled into a tiled kernel that skips fully masked blocks."""
+    """torch.nn.attention.flex_attention: rules and bias compiled into a tiled kernel that skips fully masked blocks.
+
+    No mask of all query-key pairs is materialized on an accelerator. The output of fully masked queries is zero.
+    """
 
     name = "flex"
     supports = frozenset({"softcap", "sink"})
 
     def prepare_mask(self, mask_spec: MaskSpec, bias: ScoreBias | None, dtype: torch.dtype) -> FlexMask:
         q, k = mask_spec.q, mask_spec.k
-        rows = max(len(q.position), len(k.position))
-        add = (
-            None
-            if bias is None
-            else lambda b, h, i, j: bias.elementwise_bias(q.get_token(b, i).position, k.get_token(b, j).position, h)
-        )
-        mask = create_block_mask(
-            lambda b, h, i, j: mask_spec.is_visible(q.get_token(b, i), k.get_token(b, j)),
-            rows,
-            None,
-            q.position.shape[-1],
-            k.position.shape[-1],
-            device=q.position.device.type,
-        )
-        return FlexMask(mask, add, mask_spec.to_dense()[1])
+        if bias is None:
+            return FlexMask(_build_block_mask(mask_spec), None)
+
+        def score_bias(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return bias.elementwise_bias(q.get_token(b, i).position, k.get_token(b, j).position, h)
+
+        return FlexMask(_build_block_mask(mask_spec), score_bias)
 
     def forward(self, q: Queries, k: Keys, v: Values, prepared_mask: FlexMask, sink: Sink = None) -> HeadOutputs:
         if self.training and self.dropout > 0:
             raise KernelError("kernel 'flex' does not support dropout on attention weights; set attention.dropout to 0")
-        if (
-            q.device.type == "cpu"
-            and torch.is_grad_enabled()
-            and (q.requires_grad or k.requires_grad or v.requires_grad)
-        ):
-            raise KernelError(
-                "kernel 'flex' has no backward pass on the CPU; use 'sdpa' or 'explicit', or torch.no_grad()"
-            )
-        if q.device.type != "cpu" and min(q.shape[-1], v.shape[-1]) < 16:
-            raise KernelError(
-                f"kernel 'flex' needs a head dimension of at least 16, not {min(q.shape[-1], v.shape[-1])}; use 'sdpa'"
-            )
+        needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        if q.device.type == "cpu" and needs_grad:
+            raise KernelError("kernel 'flex' has no backward pass on the CPU; use 'sdpa', or torch.no_grad()")
+        d_head = min(q.shape[-1], v.shape[-1])
+        if q.device.type != "cpu" and d_head < 16:
+            raise KernelError(f"kernel 'flex' needs a head dimension of at least 16, not {d_head}; use 'sdpa'")
         cap, add = self.softcap, prepared_mask.score_bias
 
         def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             s = s if cap is None else cap * torch.tanh(s / cap)
             return s if add is None else s + add(b, h, i, j)
 
-        eager = q.device.type == "cpu" or torch.compiler.is_compiling()
-        attend: Any = flex_attention if eager else _compiled_flex_attention()
-        z, aux = attend(
+        z, aux = _compile_unless_compiling(flex_attention, q.device)(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
@@ -210,13 +193,45 @@ class Flex(Kernel):
         )
         if sink is not None:  # one more term in the softmax denominator: z · e^lse / (e^lse + e^sink)
             z = z * torch.sigmoid(aux.lse - sink[:, None]).unsqueeze(-1).to(z.dtype)
-        return z.masked_fill(prepared_mask.fully_masked, 0.0).transpose(1, 2)
+        return z.transpose(1, 2)
+
+
+def _build_block_mask(mask_spec: MaskSpec) -> BlockMask:
+    """The blocks of 128 × 128 query-key pairs with any, and with only, visible pairs."""
+    q, k = mask_spec.q, mask_spec.k
+    device, num_queries, num_keys = q.position.device, q.position.shape[-1], k.position.shape[-1]
+    if q.is_sequential and k.is_sequential and not torch.compiler.is_compiling():
+        return _sequential_block_mask(mask_spec.rules, num_queries, num_keys, device)
+
+    def is_visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return mask_spec.is_visible(q.get_token(b, i), k.get_token(b, j))
+
+    rows = max(len(q.position), len(k.position))
+    create = _compile_unless_compiling(create_block_mask, device)
+    return create(is_visible, rows, None, num_queries, num_keys, device=device)
+
+
+@lru_cache(maxsize=64)
+def _sequential_block_mask(
+    rules: tuple[MaskRule, ...], num_queries: int, num_keys: int, device: torch.device
+) -> BlockMask:
+    """The block mask of positions 0, 1, 2 …: it depends on nothing else, so every forward pass uses the same one."""
+
+    def is_visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return all_rules_hold(rules, TokenInfo(i), TokenInfo(j))
+
+    create = _compile_unless_compiling(create_block_mask, device)
+    return create(is_visible, None, None, num_queries, num_keys, device=device)
+
+
+def _compile_unless_compiling(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Compile `function`, once per process: eager versions materialize all query-key pairs. The CPU runs eagerly."""
+    return function if device.type == "cpu" or torch.compiler.is_compiling() else _compile_once(function)
 
 
 @cache
-def _compiled_flex_attention() -> Callable[..., Any]:
-    """flex_attention compiled once per process; the eager version materializes all scores."""
-    return torch.compile(flex_attention)
+def _compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
 
 
 KERNELS: dict[str, type[Kernel]] = {kernel.name: kernel for kernel in (Sdpa, Explicit, Flex)}

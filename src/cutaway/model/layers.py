@@ -41,5 +41,6 @@ class ConstantBuffers(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "ConstantBuffers":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.register_constants(next(iter(self.buffers(recurse=False))).device)
+        for buffer in list(self.buffers(recurse=False))[:1]:
+            self.register_constants(buffer.device)
         return self

@@ -1,6 +1,6 @@
 """Attention masks as composable rules over token positions, materialized only if a kernel needs a dense mask."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
@@ -36,9 +36,13 @@ def causal_mask(q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
     return k.position <= q.position
 
 
-def sliding_window_mask(window: int) -> MaskRule:
+class SlidingWindowMask(NamedTuple):
     """The key is less than `window` positions from the query."""
-    return lambda q, k: (q.position - k.position).abs() < window
+
+    window: int
+
+    def __call__(self, q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
+        return (q.position - k.position).abs() < self.window
 
 
 def prefix_lm_mask(q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
@@ -52,6 +56,11 @@ def document_mask(q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
     return q.document_id == k.document_id  # type: ignore[return-value]  # == of tensors is a tensor
 
 
+def all_rules_hold(rules: Iterable[MaskRule], q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
+    """Whether the query attends to the key under all rules."""
+    return reduce(torch.logical_and, (rule(q, k) for rule in rules))
+
+
 @dataclass(frozen=True)
 class TokenPositions:
     """Position, document and prefix length of each token of a batch. One row is broadcast if all rows are equal."""
@@ -61,6 +70,8 @@ class TokenPositions:
     prefix_length: Int[Tensor, "#B 1"] | None = None
     is_sequential: bool = False
     """True if known without reading values: positions 0, 1, 2 …, no padding, one document, no prefix."""
+    limit: int | None = None
+    """Exclusive upper bound of the positions, where it is known without reading values."""
 
     def sequence_length(self) -> Int[Tensor, "#B #T"]:
         """Length of the sequence, or of the document, that each token belongs to."""
@@ -73,18 +84,14 @@ class TokenPositions:
         """Rule inputs of one token, by indices (as flex attention passes them)."""
         row = row if len(self.position) > 1 else row * 0  # one row stands for the batch
         document = None if self.document_id is None else self.document_id[row, index]
-        return TokenInfo(
-            self.position[row, index], document, None if self.prefix_length is None else self.prefix_length[row, 0]
-        )
+        prefix = None if self.prefix_length is None else self.prefix_length[row, 0]
+        return TokenInfo(self.position[row, index], document, prefix)
 
     def broadcast_along(self, axis: int) -> TokenInfo:
         """Rule inputs of all tokens, along `axis` of a (B, T, S) mask."""
         document = None if self.document_id is None else self.document_id.unsqueeze(-axis)
-        return TokenInfo(
-            self.position.unsqueeze(-axis),
-            document,
-            None if self.prefix_length is None else self.prefix_length.unsqueeze(-1),
-        )
+        prefix = None if self.prefix_length is None else self.prefix_length.unsqueeze(-1)
+        return TokenInfo(self.position.unsqueeze(-axis), document, prefix)
 
 
 def number_tokens(
@@ -111,12 +118,10 @@ def number_tokens(
         position = positions
     if mask is not None:
         position = torch.where(mask, position, EMPTY_POSITION)
-    return TokenPositions(
-        position,
-        document_ids,
-        None if prefix_lengths is None else prefix_lengths.unsqueeze(-1),
-        is_sequential=equal_rows and positions is None,
-    )
+    prefix = None if prefix_lengths is None else prefix_lengths.unsqueeze(-1)
+    if positions is not None:
+        return TokenPositions(position, document_ids, prefix)
+    return TokenPositions(position, document_ids, prefix, is_sequential=equal_rows, limit=seq_len)
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,7 @@ class MaskSpec:
 
     def is_visible(self, q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
         """Whether all rules hold."""
-        return reduce(torch.logical_and, (rule(q, k) for rule in self.rules))
+        return all_rules_hold(self.rules, q, k)
 
 
 def self_attention_mask(
@@ -152,7 +157,7 @@ def self_attention_mask(
     if is_causal:
         rules.append(causal_mask if q.prefix_length is None else prefix_lm_mask)
     if window is not None:
-        rules.append(sliding_window_mask(window))
+        rules.append(SlidingWindowMask(window))
     if q.document_id is not None:
         rules.append(document_mask)
     length = k.position.shape[-1]

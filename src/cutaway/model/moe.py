@@ -1,6 +1,8 @@
 """Mixture of experts: router, grouped expert FFNs, shared expert. Dropless: no capacity limit."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,18 +17,18 @@ from cutaway.model.layers import Linear
 
 
 class Router(nn.Module):
-    """Scores by softmax or sigmoid, in fp32; the top_k best experts (of the best groups) and their weights."""
+    """Scores by softmax or sigmoid; the top_k best experts (of the best groups) and their weights, in fp32 or fp64."""
 
     def __init__(self, config: RouterConfig, d_model: int, num_experts: int) -> None:
         super().__init__()
         self.top_k, self.groups = config.top_k, config.groups
         self.use_softmax, self.renormalize, self.scale = config.score == "softmax", config.renormalize, config.scale
+        self.logits_in_fp32 = config.dtype == "float32"
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
         self.bias = nn.Parameter(torch.empty(num_experts)) if config.bias else None
         self.selection_bias: Tensor | None
-        self.register_buffer(
-            "selection_bias", torch.zeros(num_experts, dtype=torch.float32) if config.selection_bias else None
-        )
+        selection_bias = torch.zeros(num_experts, dtype=torch.float32) if config.selection_bias else None
+        self.register_buffer("selection_bias", selection_bias)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Router":
         """Keep the selection bias in its dtype when the model is cast: bf16 is too coarse to rank experts."""
@@ -37,8 +39,7 @@ class Router(nn.Module):
         return self
 
     def forward(self, x: Float[Tensor, "n d"]) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
-        logits = F.linear(x, self.weight, self.bias)
-        logits = logits.to(torch.promote_types(x.dtype, torch.float32))
+        logits = self.compute_logits(x)
         scores = logits.softmax(-1) if self.use_softmax else logits.sigmoid()
         choice = scores if self.selection_bias is None else scores + self.selection_bias
         if self.groups is not None:
@@ -47,7 +48,24 @@ class Router(nn.Module):
         weights = scores.gather(-1, selected)
         if self.renormalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return (weights * self.scale).to(x.dtype), selected
+        return weights * self.scale, selected
+
+    def compute_logits(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n e"]:
+        """x·Wᵀ + b, in fp32 or higher: computed so, or rounded to the model's dtype first, as `dtype` says."""
+        if not self.logits_in_fp32:
+            logits = F.linear(x, self.weight, self.bias)
+            return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        with _no_autocast(x):
+            return F.linear(x.to(dtype), self.weight.to(dtype), bias)
+
+
+def _no_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Disable autocast where it is enabled, so that an fp32 product is not computed in its lower precision."""
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def _mask_unselected_groups(scores: Float[Tensor, "n e"], groups: ExpertGroups) -> Float[Tensor, "n e"]:
@@ -89,9 +107,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: Moe, d_model: int) -> None:
         super().__init__()
         self.router = Router(config.router, d_model, config.experts)
-        self.experts = build_dense_ffn(
-            config.expert, d_model, lambda i, o, bias: GroupedLinear(config.experts, i, o, bias)
-        )
+        self.experts = build_dense_ffn(config.expert, d_model, partial(GroupedLinear, config.experts))
         self.shared = None if config.shared is None else build_dense_ffn(config.shared, d_model)
         self.shared_gate = Linear(d_model, 1, bias=False) if config.shared_gate else None
         self.num_experts = config.experts
@@ -103,7 +119,7 @@ class MixtureOfExperts(nn.Module):
         offsets = torch.searchsorted(sorted_experts, torch.arange(self.num_experts, device=x.device), right=True)
         y = self.experts(flat[order // selected.shape[-1]], offsets)  # (n·k, d), sorted by expert
         y = y[order.argsort()].unflatten(0, selected.shape)  # (n, k, d)
-        y = torch.einsum("nk,nkd->nd", weights, y).view_as(x)
+        y = torch.einsum("nk,nkd->nd", weights.to(y.dtype), y).view_as(x)
         if self.shared is None:
             return y
         shared = self.shared(x)

@@ -22,7 +22,7 @@ class LearnedPosition(nn.Module):
         self.max_positions, self.offset = config.length, config.offset
         self.table = EmbeddingTable(config.length + config.offset, width)
 
-    def forward(self, position: Int[Tensor, "B T"]) -> Float[Tensor, "B T w"]:
+    def forward(self, position: Int[Tensor, "B T"], limit: int | None = None) -> Float[Tensor, "B T w"]:
         return self.table(position.clamp(min=0) + self.offset)
 
 
@@ -32,31 +32,39 @@ class SinusoidalPosition(ConstantBuffers):
     def __init__(self, config: SinusoidalConfig, width: int) -> None:
         super().__init__()
         self.base, self.width, self.layout, self.max_positions = config.base, width, config.layout, config.table_length
-        self.frequency: Tensor
         self.table = None
         if config.table_length is not None:
             self.table = nn.Parameter(torch.empty(config.table_length, width), requires_grad=False)
+        self.num_positions = 512
+        self.encoding: Tensor
         self.register_constants()
 
     def compute_constants(self) -> dict[str, Tensor]:
-        exponent = torch.arange(0, self.width, 2, dtype=torch.float64) / self.width
-        return {"frequency": self.base**-exponent}
+        return {} if self.table is not None else {"encoding": self.encode(self.num_positions)}
 
     def init_table(self) -> None:
         """Fill the frozen table (Marian, Pegasus) by the formula. A loaded table is kept as it is."""
         if self.table is not None:
-            self.table.data.copy_(self.encode(torch.arange(len(self.table), device=self.frequency.device)))
+            self.table.data.copy_(self.encode(len(self.table)))
 
-    def encode(self, position: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch w"]:
-        """The formula, for any positions."""
-        angle = position.unsqueeze(-1) * self.frequency
+    def encode(self, num_positions: int) -> Float[Tensor, "n w"]:
+        """The formula for the first positions. Angles in fp64: in fp32, those of large positions lose all digits."""
+        exponent = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / self.width
+        angle = torch.arange(num_positions, device="cpu").unsqueeze(-1) * self.base**-exponent
         if self.layout == "halves":
-            return torch.cat((angle.sin(), angle.cos()), -1)
-        return torch.stack((angle.sin(), angle.cos()), -1).flatten(-2)
+            return torch.cat((angle.sin(), angle.cos()), -1).float()
+        return torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).float()
 
-    def forward(self, position: Int[Tensor, "B T"]) -> Float[Tensor, "B T w"]:
+    def forward(self, position: Int[Tensor, "B T"], limit: int | None = None) -> Float[Tensor, "B T w"]:
+        """Encode positions below `limit`; without it, the largest position is read from the tensor."""
         position = position.clamp(min=0)
-        return self.encode(position) if self.table is None else self.table[position]
+        if self.table is not None:
+            return self.table[position]
+        limit = int(position.max()) + 1 if limit is None else limit
+        if limit > self.num_positions:
+            self.num_positions = 1 << (limit - 1).bit_length()
+            self.register_constants(self.encoding.device)
+        return self.encoding[position]
 
 
 class ScoreBias(nn.Module):
@@ -84,12 +92,8 @@ class Alibi(ScoreBias, ConstantBuffers):
 
     def __init__(self, config: AlibiConfig, heads: int) -> None:
         super().__init__()
-        self.heads, self.max_bias, self.scale, self.round_to_bf16 = (
-            heads,
-            config.max_bias,
-            config.scale,
-            config.round_to_bf16,
-        )
+        self.heads, self.max_bias, self.scale = heads, config.max_bias, config.scale
+        self.round_to_bf16 = config.round_to_bf16
         self.slope: Tensor
         self.register_constants()
 
@@ -127,9 +131,8 @@ class RelativeBias(ScoreBias):
         return after + torch.where(distance < near, distance, far)
 
     def dense_bias(self, q: Int[Tensor, "#B T"], k: Int[Tensor, "#B S"]) -> Float[Tensor, "#B H T S"]:
-        return F.embedding(self.relative_position_bucket(k[:, None, :] - q[:, :, None]), self.table.weight).permute(
-            0, 3, 1, 2
-        )
+        bucket = self.relative_position_bucket(k[:, None, :] - q[:, :, None])
+        return F.embedding(bucket, self.table.weight).permute(0, 3, 1, 2)
 
     def elementwise_bias(
         self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"], head: Int[Tensor, "*h"]

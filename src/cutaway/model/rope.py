@@ -65,18 +65,16 @@ class Rope(ConstantBuffers):
             case Llama3Scaling():
                 tensors["frequency"] = scale_llama3_frequency(tensors["frequency"], self.scaling)
             case Yarn():
-                tensors["frequency"] = scale_yarn_frequency(
-                    self.theta**exponent, self.theta, self.rotary_dim, self.scaling
-                )
+                period = self.theta**exponent
+                tensors["frequency"] = scale_yarn_frequency(period, self.theta, self.rotary_dim, self.scaling)
             case LongRope(short_factors=short, long_factors=long):
                 tensors["frequency"] = 1.0 / (torch.tensor(short, dtype=torch.float32) * self.theta**exponent)
                 tensors["long_frequency"] = 1.0 / (torch.tensor(long, dtype=torch.float32) * self.theta**exponent)
         return tensors
 
     def forward(self, token_positions: TokenPositions, dtype: torch.dtype) -> Rotation:
-        angle = token_positions.position.unsqueeze(-1).to(
-            torch.promote_types(dtype, torch.float32)
-        ) * self.select_frequencies(token_positions)
+        position = token_positions.position.unsqueeze(-1).to(torch.promote_types(dtype, torch.float32))
+        angle = position * self.select_frequencies(token_positions)
         angle = angle.unsqueeze(-2)  # (B, T, 1, pairs): equal for all heads
         return Rotation(angle.cos() * self.attention_factor, angle.sin() * self.attention_factor, self.interleaved)
 

@@ -43,7 +43,7 @@ class Stack(nn.Module):
 
     def __init__(self, config: StackConfig, d_model: int, token_table: EmbeddingTable, *, causal: bool) -> None:
         super().__init__()
-        self.causal = causal
+        self.causal, self.vocab_size = causal, token_table.num_embeddings
         self.embed = Embedding(config.embedding, d_model, token_table)
         num_groups = config.layer_groups or config.layers  # ALBERT: layers of a group share their weights
         group_of_layer = [layer * num_groups // config.layers for layer in range(config.layers)]
@@ -61,10 +61,8 @@ class Stack(nn.Module):
             if position is not None:
                 self.positions[str(layer)] = position
         self.layer_position_keys = [str(layer) for layer in first]
-        ropes = [position for position in self.positions.values() if isinstance(position, Rope)]
-        self.rope_switch_lengths = sorted(
-            {rope.switch_length for rope in ropes if rope.switch_length is not None and not rope.is_dynamic_ntk}
-        )
+        ropes = [rope for rope in self.positions.values() if isinstance(rope, Rope) and not rope.is_dynamic_ntk]
+        self.rope_switch_lengths = sorted({rope.switch_length for rope in ropes if rope.switch_length is not None})
         """Sequence lengths at which LongRoPE changes the angles of all tokens; a cached row cannot grow past them."""
         self.windows = [block.attention.window for block in config.blocks]
         self.final_norm = build_norm(config.norm if config.placement.final_norm else NoNorm(), d_model)
@@ -81,7 +79,6 @@ class Stack(nn.Module):
         tokens: Int[Tensor, "B T"],
         token_positions: TokenPositions,
         token_types: Int[Tensor, "B T"] | None = None,
-        *,
         memory: Float[Tensor, "B S d"] | None = None,
         memory_positions: TokenPositions | None = None,
         cache: Cache | None = None,
@@ -108,10 +105,8 @@ class Stack(nn.Module):
         slot_mappings: dict[int, SlotMapping],
     ) -> list[LayerContext]:
         """Build each layer's context. Layers with equal positions, windows and kernels share angles and masks."""
-        ropes = {
-            name: module(token_positions, dtype) for name, module in self.positions.items() if isinstance(module, Rope)
-        }
-        biases = {name: module for name, module in self.positions.items() if isinstance(module, ScoreBias)}
+        ropes = {key: rope(token_positions, dtype) for key, rope in self.positions.items() if isinstance(rope, Rope)}
+        biases = {key: bias for key, bias in self.positions.items() if isinstance(bias, ScoreBias)}
         prepared: dict[tuple[str | None, int | None, str, int | None], Any] = {}
         contexts = []
         for layer, (position, window) in enumerate(zip(self.layer_position_keys, self.windows, strict=True)):

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from cutaway.arguments import check_dtype, check_positive_int, check_seed, resolve_device
 from cutaway.config import Config, Decoder, Encoder
 from cutaway.config import EncoderDecoder as EncoderDecoderConfig
 from cutaway.config import LMHead as LMHeadConfig
@@ -18,6 +19,7 @@ from cutaway.model.activation_checkpointing import ACTIVATION_CHECKPOINTING_MODE
 from cutaway.model.cache import Cache
 from cutaway.model.head import LMHead, Pooler
 from cutaway.model.init import init_weights_with_seed
+from cutaway.model.inputs import StackInputs
 from cutaway.model.layers import EmbeddingTable
 from cutaway.model.masks import TokenPositions, number_tokens
 from cutaway.model.stack import Stack
@@ -54,10 +56,8 @@ class Transformer(nn.Module):
     def use_activation_checkpointing(self, mode: ActivationCheckpointing) -> "Transformer":
         """Store all activations for the backward pass ('none'), costly ones ('selective') or block inputs ('full')."""
         if mode not in ACTIVATION_CHECKPOINTING_MODES:
-            raise InputError(
-                f"unknown activation checkpointing mode '{mode}'; use one of"
-                f" {', '.join(ACTIVATION_CHECKPOINTING_MODES)}"
-            )
+            modes = ", ".join(ACTIVATION_CHECKPOINTING_MODES)
+            raise InputError(f"unknown activation checkpointing mode '{mode}'; use one of {modes}")
         for stack in self.stacks.values():
             stack.activation_checkpointing = mode
         return self
@@ -70,21 +70,18 @@ class Transformer(nn.Module):
         Calls with a cache compute no gradients. With `chunk_size`, sliding-window layers use ring buffers, and a call
         may pass at most `chunk_size` tokens.
         """
-        for name, value in (
-            ("batch_size", batch_size),
-            ("max_seq_len", max_seq_len),
-            ("chunk_size", 1 if chunk_size is None else chunk_size),
-        ):
-            inputs.check_positive_int(name, value)
-        inputs.check_dtype(dtype)
+        check_positive_int("batch_size", batch_size)
+        check_positive_int("max_seq_len", max_seq_len)
+        if chunk_size is not None:
+            check_positive_int("chunk_size", chunk_size)
+        check_dtype(dtype)
         stack = self.stacks.get("decoder") or self.stacks["encoder"]
-        cross = len(self.stacks) == 2
         return Cache(
             stack.cache_shapes,
             batch_size,
             max_seq_len,
             windows=stack.windows,
-            has_cross_attention=cross,
+            has_cross_attention=len(self.stacks) == 2,
             device=self.device,
             dtype=dtype or self.dtype,
             chunk_size=chunk_size,
@@ -95,14 +92,13 @@ class Transformer(nn.Module):
         own = self.state_dict()
         if not isinstance(weights, Mapping) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
             raise WeightError("weights must be a dict of tensors by name, as state_dict() returns")
-        for what, names in (
-            ("missing", own.keys() - weights.keys()),
-            ("unexpected", weights.keys() - own.keys()),
-        ):
+        for problem, names in (("missing", own.keys() - weights.keys()), ("unexpected", weights.keys() - own.keys())):
             if names:
-                count = "1 weight is" if len(names) == 1 else f"{len(names)} weights are"
-                shown = ", ".join(sorted(names)[:5]) + (" …" if len(names) > 5 else "")
-                raise WeightError(f"{count} {what}: {shown}; load the weights of a model with this configuration")
+                first_names = ", ".join(sorted(names)[:5])
+                raise WeightError(
+                    f"weights {problem}: {first_names} ({len(names)} of {len(own)}); load the weights of a model with"
+                    " this configuration"
+                )
         for name, tensor in weights.items():
             if tensor.shape != own[name].shape:
                 raise WeightError(
@@ -110,8 +106,7 @@ class Transformer(nn.Module):
                 )
             bad = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
             if bad:
-                values = "1 value that is" if bad == 1 else f"{bad} values that are"
-                raise WeightError(f"weight '{name}' has {values} NaN or infinite; the checkpoint is damaged")
+                raise WeightError(f"weight '{name}' has {bad} NaN or infinite values; the checkpoint is damaged")
         first: dict[int, str] = {}
         for name, tensor in own.items():
             twin = first.setdefault(tensor.data_ptr(), name)
@@ -127,49 +122,23 @@ class Transformer(nn.Module):
     def _run_stack(
         self,
         stack: Stack,
-        name: str,
-        tokens: Int[Tensor, "B T"],
-        mask: Bool[Tensor, "B T"] | None,
-        *,
-        vocab_size: int,
-        token_types: Int[Tensor, "B T"] | None = None,
-        positions: Int[Tensor, "B T"] | None = None,
-        document_ids: Int[Tensor, "B T"] | None = None,
-        prefix_lengths: Int[Tensor, " B"] | None = None,
+        given: StackInputs,
         cache: Cache | None = None,
         memory: Float[Tensor, "B S d"] | None = None,
         memory_positions: TokenPositions | None = None,
     ) -> tuple[Float[Tensor, "B T d"], TokenPositions]:
-        """Validate the inputs, assign positions and run the stack. `name` is the tokens' argument, for errors."""
-        tokens, mask, token_types, positions, document_ids, prefix_lengths = inputs.validate_inputs(
-            stack,
-            name,
-            tokens,
-            mask,
-            vocab_size=vocab_size,
-            token_types=token_types,
-            positions=positions,
-            document_ids=document_ids,
-            prefix_lengths=prefix_lengths,
-            cache=cache,
-        )
+        """Validate the inputs, number the tokens and run the stack."""
+        given = inputs.validate_inputs(stack, given, cache)
+        tokens, mask, slot_mappings = given.tokens, given.mask, None
         batch_size, seq_len = tokens.shape
-        slot_mappings = None
         if cache is None:
-            where = number_tokens(batch_size, seq_len, tokens.device, mask, document_ids, prefix_lengths, positions)
+            marks = given.document_ids, given.prefix_lengths, given.positions
+            where = number_tokens(batch_size, seq_len, tokens.device, mask, *marks)
         else:
             where, slot_mappings = cache.assign_slots(seq_len, mask)
-        inputs.validate_positions(stack, name, where, cache)
+        inputs.validate_positions(stack, given.name, where, cache)
         with _no_grad_if_cached(cache):
-            x = stack(
-                tokens,
-                where,
-                token_types,
-                memory=memory,
-                memory_positions=memory_positions,
-                cache=cache,
-                slot_mappings=slot_mappings,
-            )
+            x = stack(tokens, where, given.token_types, memory, memory_positions, cache, slot_mappings)
         if cache is not None:
             cache.commit(where, has_padding=mask is not None)
         return x, where
@@ -189,6 +158,20 @@ HiddenStates = Float[Tensor, "B T d"]
 Logits = Float[Tensor, "B T V"]
 
 
+class EncoderOptions(TypedDict, total=False):
+    """Inputs with one value per token, beside the tokens and the mask."""
+
+    token_types: IntPerToken
+    positions: IntPerToken
+    document_ids: IntPerToken
+
+
+class DecoderOptions(EncoderOptions, total=False):
+    """The inputs of an encoder, and the length of each row's bidirectional prefix."""
+
+    prefix_lengths: Int[Tensor, " B"] | None
+
+
 class DecoderOnly(Transformer):
     """A causal decoder (GPT): the logits at a position predict the next token."""
 
@@ -200,9 +183,11 @@ class DecoderOnly(Transformer):
         assert isinstance(config.head, LMHeadConfig)
         self.head = LMHead(config.head, config.d_model, config.vocab_size, table)
 
-    def hidden_states(self, tokens: Tokens, mask: Mask = None, **kwargs: Any) -> HiddenStates:
-        """Residual stream after the final norm, the input of the head. Takes the arguments of `forward`."""
-        return self._run_stack(self.decoder, "tokens", tokens, mask, vocab_size=self.config.vocab_size, **kwargs)[0]
+    def hidden_states(
+        self, tokens: Tokens, mask: Mask = None, *, cache: Cache | None = None, **options: Unpack[DecoderOptions]
+    ) -> HiddenStates:
+        """Compute the residual stream after the final norm, the input of the head. Takes the arguments of `forward`."""
+        return self._run_stack(self.decoder, StackInputs("tokens", tokens, mask, **options), cache)[0]
 
     def forward(
         self,
@@ -246,42 +231,24 @@ class EncoderOnly(Transformer):
         self.pooler = Pooler(config.d_model) if config.pooler else None
 
     def encode(
-        self,
-        tokens: Tokens,
-        mask: Mask = None,
-        *,
-        token_types: IntPerToken = None,
-        positions: IntPerToken = None,
-        document_ids: IntPerToken = None,
-        cache: Cache | None = None,
+        self, tokens: Tokens, mask: Mask = None, *, cache: Cache | None = None, **options: Unpack[EncoderOptions]
     ) -> HiddenStates:
-        """Compute the hidden state of each token."""
-        x, _ = self._run_stack(
-            self.encoder,
-            "tokens",
-            tokens,
-            mask,
-            vocab_size=self.config.vocab_size,
-            token_types=token_types,
-            positions=positions,
-            document_ids=document_ids,
-            cache=cache,
-        )
-        return x
+        """Compute the hidden state of each token. Takes `token_types`, `positions` and `document_ids`."""
+        return self._run_stack(self.encoder, StackInputs("tokens", tokens, mask, **options), cache)[0]
 
     def pool(self, tokens: Tokens, mask: Mask = None, *, token_types: IntPerToken = None) -> Float[Tensor, "B d"]:
         """Compute one vector per sequence, by the pooler on its first token."""
         if self.pooler is None:
             raise InputError("this model has no pooler; use encode(...) and average its hidden states instead")
-        size = self.config.vocab_size
-        x, where = self._run_stack(self.encoder, "tokens", tokens, mask, vocab_size=size, token_types=token_types)
-        return self.pooler(x, where)
+        return self.pooler(*self._run_stack(self.encoder, StackInputs("tokens", tokens, mask, token_types)))
 
-    def forward(self, tokens: Tokens, mask: Mask = None, **kwargs: Any) -> Logits:
+    def forward(
+        self, tokens: Tokens, mask: Mask = None, *, cache: Cache | None = None, **options: Unpack[EncoderOptions]
+    ) -> Logits:
         """Compute masked-LM logits for each position. Takes the arguments of `encode`."""
         if self.head is None:
             raise InputError("this model has no LM head, so it has no logits; use model.encode(tokens, mask)")
-        return self.head(self.encode(tokens, mask, **kwargs))
+        return self.head(self.encode(tokens, mask, cache=cache, **options))
 
 
 class EncoderDecoder(Transformer):
@@ -302,13 +269,7 @@ class EncoderDecoder(Transformer):
 
     def encode(self, source: Source, source_mask: SourceMask = None) -> Float[Tensor, "B S d"]:
         """Compute the encoder output, which cross-attention reads."""
-        return self._encode_with_positions(source, source_mask)[0]
-
-    def _encode_with_positions(
-        self, source: Source, source_mask: SourceMask
-    ) -> tuple[Float[Tensor, "B S d"], TokenPositions]:
-        vocab_size = self.config.source_vocab_size or self.config.vocab_size  # type: ignore[union-attr]
-        return self._run_stack(self.encoder, "source", source, source_mask, vocab_size=vocab_size)
+        return self._run_stack(self.encoder, StackInputs("source", source, source_mask))[0]
 
     def hidden_states(
         self,
@@ -320,20 +281,11 @@ class EncoderDecoder(Transformer):
         cache: Cache | None = None,
     ) -> HiddenStates:
         """Residual stream of the decoder after the final norm, the input of the head."""
-        target = inputs.check_tokens("target", target, self.config.vocab_size)
+        target = inputs.check_tokens("target", target, self.decoder.vocab_size)
         if cache is not None:
             inputs.check_cache(cache, self.decoder.cache_shapes, "target", len(target))
         memory, where = self._get_memory(source, source_mask, target, cache)
-        x, _ = self._run_stack(
-            self.decoder,
-            "target",
-            target,
-            target_mask,
-            vocab_size=self.config.vocab_size,
-            cache=cache,
-            memory=memory,
-            memory_positions=where,
-        )
+        x, _ = self._run_stack(self.decoder, StackInputs("target", target, target_mask), cache, memory, where)
         if cache is not None:
             cache.memory_positions = where
         return x
@@ -344,15 +296,11 @@ class EncoderDecoder(Transformer):
         """Encoder output and its positions; only the positions if the cache already holds the source."""
         if cache is not None and cache.memory_positions is not None:
             if source is not None:
-                raise InputError(
-                    "the cache already holds a source; pass source=None to continue with it, or a new cache"
-                )
+                raise InputError("the cache already holds a source; pass source=None to continue, or a new cache")
             return None, cache.memory_positions
         if source is None:
-            raise InputError(
-                "source is None, but the cache holds no source yet; pass the source tokens in the first call"
-            )
-        memory, where = self._encode_with_positions(source, source_mask)
+            raise InputError("source is None, but no cache holds a source yet; pass the source in the first call")
+        memory, where = self._run_stack(self.encoder, StackInputs("source", source, source_mask))
         if len(source) != len(target):
             raise InputError(f"source has {len(source)} rows and target {len(target)}; pass the same number of rows")
         return memory, where
@@ -383,13 +331,13 @@ def build(
     On the meta device the model has shapes and no values.
     """
     config = read_config(source)
-    inputs.check_dtype(dtype)
-    inputs.check_seed(seed)
+    check_dtype(dtype)
+    check_seed(seed)
     forms = {"decoder": DecoderOnly, "encoder": EncoderOnly, "encoder-decoder": EncoderDecoder}
     with torch.device("meta"):
         model: Transformer = forms[config.form](config)
     model = model.to(dtype) if dtype is not None else model
-    target = inputs.resolve_device(device)
+    target = resolve_device(device)
     if target.type != "meta":
         model = model.to_empty(device=target)
         init_weights_with_seed(model, config, seed)

@@ -1,10 +1,10 @@
-// Colors for canvases, taken from the page's own variables: weights of 0 to 1, and numbers of either sign.
+// Colormaps and drawing helpers for canvases, with the colors of the page's CSS variables.
 import { theme, type Color } from "./theme.svelte";
 
 class Palette {
   #table: { key: string; colors: Uint8ClampedArray } | undefined;
 
-  /** A variable's color as it is now. */
+  /** Color of a CSS variable in the current theme. */
   color(name: string): Color {
     return theme.color(name);
   }
@@ -13,15 +13,15 @@ class Palette {
     return `rgb(${this.color(name).join(" ")})`;
   }
 
-  /** 256 colors for weights of 0 to 1: the root of a weight, so that small ones are seen too. */
+  /** 256 colors from 0 to 1; callers index it by the square root of a weight, so that small weights are visible. */
   get weightColormap(): Uint8ClampedArray {
     const key = theme.key;
     if (this.#table?.key === key) return this.#table.colors;
     const [from, to] = [this.color("surface"), this.color("accent")];
     const table = new Uint8ClampedArray(4 * 256);
-    for (let at = 0; at < 256; at++) {
-      for (let part = 0; part < 3; part++) table[4 * at + part] = (from[part] ?? 0) + ((to[part] ?? 0) - (from[part] ?? 0)) * (at / 255);
-      table[4 * at + 3] = 255;
+    for (let index = 0; index < 256; index++) {
+      for (let channel = 0; channel < 3; channel++) table[4 * index + channel] = (from[channel] ?? 0) + ((to[channel] ?? 0) - (from[channel] ?? 0)) * (index / 255);
+      table[4 * index + 3] = 255;
     }
     this.#table = { key, colors: table };
     return table;
@@ -30,63 +30,63 @@ class Palette {
 
 export const palette = new Palette();
 
-/** Weights as a small picture: what the mask hides is left open, so that the ground shows through. */
+/** Render weights, one pixel per entry; masked entries are transparent. */
 export function renderWeights(weights: ArrayLike<number>, visible: ArrayLike<number>, rows: number, columns: number, from = 0): OffscreenCanvas {
   const table = palette.weightColormap;
-  const picture = new ImageData(columns, rows);
-  const cells = new Uint32Array(picture.data.buffer);
-  const shades = new Uint32Array(table.buffer);
-  for (let at = 0; at < rows * columns; at++) {
-    if (visible[at]) cells[at] = shades[Math.round(255 * Math.sqrt(Math.min(1, Math.max(0, weights[from + at] ?? 0))))] ?? 0;
+  const image = new ImageData(columns, rows);
+  const pixels = new Uint32Array(image.data.buffer);
+  const colors = new Uint32Array(table.buffer);
+  for (let index = 0; index < rows * columns; index++) {
+    if (visible[index]) pixels[index] = colors[Math.round(255 * Math.sqrt(Math.min(1, Math.max(0, weights[from + index] ?? 0))))] ?? 0;
   }
-  const aside = new OffscreenCanvas(columns, rows);
-  aside.getContext("2d")?.putImageData(picture, 0, 0);
-  return aside;
+  const offscreen = new OffscreenCanvas(columns, rows);
+  offscreen.getContext("2d")?.putImageData(image, 0, 0);
+  return offscreen;
 }
 
-/** Slanting lines: what the mask hides. */
-export function drawHatching(pen: CanvasRenderingContext2D, x: number, y: number, width: number, height: number, step = 5): void {
-  pen.save();
-  pen.beginPath();
-  pen.rect(x, y, width, height);
-  pen.clip();
-  pen.fillStyle = palette.cssColor("background");
-  pen.fillRect(x, y, width, height);
-  pen.strokeStyle = palette.cssColor("border");
-  pen.lineWidth = 1;
-  pen.beginPath();
-  for (let at = -height; at < width; at += step) {
-    pen.moveTo(x + at, y + height);
-    pen.lineTo(x + at + height, y);
+/** Draw the hatching of masked entries. */
+export function drawHatching(ctx: CanvasRenderingContext2D, x: number, y: number, width: number, height: number, step = 5): void {
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(x, y, width, height);
+  ctx.clip();
+  ctx.fillStyle = palette.cssColor("background");
+  ctx.fillRect(x, y, width, height);
+  ctx.strokeStyle = palette.cssColor("border");
+  ctx.lineWidth = 1;
+  ctx.beginPath();
+  for (let offset = -height; offset < width; offset += step) {
+    ctx.moveTo(x + offset, y + height);
+    ctx.lineTo(x + offset + height, y);
   }
-  pen.stroke();
-  pen.restore();
+  ctx.stroke();
+  ctx.restore();
 }
 
-/** A canvas of this size in CSS pixels, sharp on every screen and in print. */
+/** Set a canvas to this size in CSS pixels, at twice the resolution for high-density screens and print. */
 export function sizeCanvas(canvas: HTMLCanvasElement, width: number, height: number): CanvasRenderingContext2D | null {
-  const dense = 2;
-  canvas.width = Math.round(width * dense);
-  canvas.height = Math.round(height * dense);
+  const pixelRatio = 2;
+  canvas.width = Math.round(width * pixelRatio);
+  canvas.height = Math.round(height * pixelRatio);
   canvas.style.width = `${width}px`;
   canvas.style.height = `${height}px`;
-  const pen = canvas.getContext("2d");
-  pen?.scale(dense, dense);
-  if (pen) pen.imageSmoothingEnabled = false;
-  return pen;
+  const ctx = canvas.getContext("2d");
+  ctx?.scale(pixelRatio, pixelRatio);
+  if (ctx) ctx.imageSmoothingEnabled = false;
+  return ctx;
 }
 
-/** 256 colors from the page's own: below 0, 0, above 0. */
+/** 256 colors of a diverging colormap; entry 128 is 0. */
 export function divergingColormap(low: string, high: string): Uint8ClampedArray {
-  const ground = theme.color("surface");
-  const ends = [theme.color(low), theme.color(high)];
+  const zeroColor = theme.color("surface");
+  const endColors = [theme.color(low), theme.color(high)];
   const table = new Uint8ClampedArray(4 * 256);
-  for (let at = 0; at < 256; at++) {
-    const value = (at - 128) / 127;
-    const end = value < 0 ? ends[0] : ends[1];
-    const share = Math.min(1, Math.abs(value)) ** 0.8;
-    for (let part = 0; part < 3; part++) table[4 * at + part] = (ground[part] ?? 0) * (1 - share) + (end?.[part] ?? 0) * share;
-    table[4 * at + 3] = 255;
+  for (let index = 0; index < 256; index++) {
+    const value = (index - 128) / 127;
+    const endColor = value < 0 ? endColors[0] : endColors[1];
+    const fraction = Math.min(1, Math.abs(value)) ** 0.8;
+    for (let channel = 0; channel < 3; channel++) table[4 * index + channel] = (zeroColor[channel] ?? 0) * (1 - fraction) + (endColor?.[channel] ?? 0) * fraction;
+    table[4 * index + 3] = 255;
   }
   return table;
 }

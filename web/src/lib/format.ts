@@ -1,16 +1,16 @@
-/** A token's text with its blanks and line ends to be seen. */
-export function showWhitespace(word: string): string {
-  const text = word.replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/\r/g, "␍");
+/** Token text with visible whitespace: · for leading and trailing spaces, ↵ for line feeds. */
+export function showWhitespace(tokenStr: string): string {
+  const text = tokenStr.replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/\r/g, "␍");
   if (text.trim() === "") return text.replace(/ /g, "·") || "∅";
-  return text.replace(/^ +| +$/g, (blanks) => "·".repeat(blanks.length));
+  return text.replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length));
 }
 
-/** A number in few letters. */
+/** Format a number with about three significant digits. */
 export function formatNumber(value: number): string {
   if (!Number.isFinite(value)) return value > 0 ? "∞" : value < 0 ? "−∞" : "–";
-  const size = Math.abs(value);
-  const text = size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(1) : size >= 100 ? value.toFixed(0) : size >= 10 ? value.toFixed(1) : value.toFixed(3);
+  const magnitude = Math.abs(value);
+  const text = magnitude !== 0 && (magnitude < 1e-3 || magnitude >= 1e6) ? value.toExponential(1) : magnitude >= 100 ? value.toFixed(0) : magnitude >= 10 ? value.toFixed(1) : value.toFixed(3);
   return text.replace("-", "−");
 }
 
-export const formatPercent = (share: number): string => (share > 0 && share < 0.001 ? "<0.1 %" : `${(100 * share).toFixed(1)} %`);
+export const formatPercent = (fraction: number): string => (fraction > 0 && fraction < 0.001 ? "<0.1 %" : `${(100 * fraction).toFixed(1)} %`);

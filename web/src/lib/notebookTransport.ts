@@ -1,43 +1,43 @@
-// In a notebook the kernel answers: queries go out as messages, frames come back as their buffers.
+// Transport of a notebook widget: queries are sent to the kernel as messages; frames return as message buffers.
 import type { Transport } from "./queryClient";
 
-/** As much of a widget's model as is needed here. */
+/** The part of the anywidget model interface that is used. */
 export interface WidgetModel {
   send(content: unknown): void;
-  on(event: "msg:custom", heard: (content: { id?: number; end?: boolean }, buffers?: DataView[]) => void): void;
+  on(event: "msg:custom", callback: (content: { id?: number; end?: boolean }, buffers?: DataView[]) => void): void;
 }
 
 export function notebookTransport(model: WidgetModel): Transport {
-  const waiting = new Map<number, (piece: Uint8Array | null) => void>();
-  let last = 0;
+  const pending = new Map<number, (chunk: Uint8Array | null) => void>();
+  let lastId = 0;
   model.on("msg:custom", (content, buffers = []) => {
-    const tell = content.id === undefined ? undefined : waiting.get(content.id);
-    for (const each of buffers) tell?.(new Uint8Array(each.buffer, each.byteOffset, each.byteLength));
-    if (content.end) tell?.(null);
+    const enqueue = content.id === undefined ? undefined : pending.get(content.id);
+    for (const buffer of buffers) enqueue?.(new Uint8Array(buffer.buffer, buffer.byteOffset, buffer.byteLength));
+    if (content.end) enqueue?.(null);
   });
   return async function* (query, params, signal) {
-    const id = ++last;
-    const pieces: (Uint8Array | null)[] = [];
-    let wake = (): void => undefined;
-    const tell = (piece: Uint8Array | null): void => {
-      pieces.push(piece);
-      wake();
+    const id = ++lastId;
+    const chunks: (Uint8Array | null)[] = [];
+    let notify = (): void => undefined;
+    const enqueue = (chunk: Uint8Array | null): void => {
+      chunks.push(chunk);
+      notify();
     };
-    waiting.set(id, tell);
-    const stop = (): void => tell(null);
-    signal?.addEventListener("abort", stop);
+    pending.set(id, enqueue);
+    const abort = (): void => enqueue(null);
+    signal?.addEventListener("abort", abort);
     model.send({ id, query, params });
     try {
       for (;;) {
-        if (!pieces.length) await new Promise<void>((resolve) => (wake = resolve));
-        const piece = pieces.shift() ?? null;
-        if (piece === null) break;
-        yield piece;
+        if (!chunks.length) await new Promise<void>((resolve) => (notify = resolve));
+        const chunk = chunks.shift() ?? null;
+        if (chunk === null) break;
+        yield chunk;
       }
       signal?.throwIfAborted();
     } finally {
-      waiting.delete(id);
-      signal?.removeEventListener("abort", stop);
+      pending.delete(id);
+      signal?.removeEventListener("abort", abort);
       model.send({ id, cancel: true });
     }
   };

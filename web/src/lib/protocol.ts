@@ -1,4 +1,4 @@
-// Results come in the layout of safetensors: data in the header, tensors behind it. Frames hold them one after another.
+// Binary protocol: a result is a safetensors blob (JSON data in the header, then tensors); frames carry results, progress and errors.
 export type NumericArray = Float32Array | Int32Array | Uint8Array;
 
 export interface Tensor {
@@ -11,10 +11,10 @@ export interface QueryResult<F = Record<string, unknown>> {
   tensors: Record<string, Tensor>;
 }
 
-const KINDS = { F32: Float32Array, I32: Int32Array, U8: Uint8Array } as const;
+const DTYPES = { F32: Float32Array, I32: Int32Array, U8: Uint8Array } as const;
 
 interface Entry {
-  dtype: keyof typeof KINDS;
+  dtype: keyof typeof DTYPES;
   shape: number[];
   data_offsets: [number, number];
 }
@@ -27,17 +27,17 @@ export function decodeResult<F>(bytes: Uint8Array): QueryResult<F> {
   const tensors: Record<string, Tensor> = {};
   for (const [name, entry] of Object.entries(entries as Record<string, Entry>)) {
     const [from, to] = entry.data_offsets;
-    const raw = bytes.slice(8 + length + from, 8 + length + to); // a copy stands at a multiple of four
-    const kind = KINDS[entry.dtype];
+    const raw = bytes.slice(8 + length + from, 8 + length + to); // a copy, because typed arrays need aligned offsets
+    const kind = DTYPES[entry.dtype];
     tensors[name] = { shape: entry.shape, data: new kind(raw.buffer, 0, raw.byteLength / kind.BYTES_PER_ELEMENT) };
   }
   return { data: JSON.parse(metadata.data) as F, tensors };
 }
 
-/** A row of a tensor of two axes. */
-export function tensorRow(tensor: Tensor, at: number): NumericArray {
+/** Row of a matrix. */
+export function tensorRow(tensor: Tensor, index: number): NumericArray {
   const width = tensor.shape[1] ?? 1;
-  return tensor.data.subarray(at * width, (at + 1) * width);
+  return tensor.data.subarray(index * width, (index + 1) * width);
 }
 
 export const PROGRESS = 0;
@@ -45,21 +45,21 @@ export const RESULT = 1;
 export const ERROR = 2;
 export const PARTIAL = 3;
 
-/** Whole frames out of pieces that are cut anywhere. */
+/** Assembles frames from chunks split at any byte. A frame is a uint32 size, a kind byte and the payload. */
 export class FrameDecoder {
-  #held = new Uint8Array(0);
+  #buffered = new Uint8Array(0);
 
-  *push(piece: Uint8Array): Generator<{ kind: number; bytes: Uint8Array }> {
-    const joined = new Uint8Array(this.#held.length + piece.length);
-    joined.set(this.#held);
-    joined.set(piece, this.#held.length);
-    this.#held = joined;
+  *push(chunk: Uint8Array): Generator<{ kind: number; bytes: Uint8Array }> {
+    const joined = new Uint8Array(this.#buffered.length + chunk.length);
+    joined.set(this.#buffered);
+    joined.set(chunk, this.#buffered.length);
+    this.#buffered = joined;
     for (;;) {
-      if (this.#held.length < 5) return;
-      const size = new DataView(this.#held.buffer, this.#held.byteOffset).getUint32(0, true);
-      if (this.#held.length < 5 + size) return;
-      yield { kind: this.#held[4] ?? ERROR, bytes: this.#held.subarray(5, 5 + size) };
-      this.#held = this.#held.subarray(5 + size);
+      if (this.#buffered.length < 5) return;
+      const size = new DataView(this.#buffered.buffer, this.#buffered.byteOffset).getUint32(0, true);
+      if (this.#buffered.length < 5 + size) return;
+      yield { kind: this.#buffered[4] ?? ERROR, bytes: this.#buffered.subarray(5, 5 + size) };
+      this.#buffered = this.#buffered.subarray(5 + size);
     }
   }
 }

@@ -1,4 +1,4 @@
-// One client for every transport: a server, a notebook's kernel, or a file that holds the results.
+// Query client over any transport: HTTP server, notebook kernel, or exported file.
 import { RESULT, ERROR, FrameDecoder, PARTIAL, PROGRESS, decodeResult, type QueryResult } from "./protocol";
 
 export interface Progress {
@@ -13,30 +13,30 @@ export interface QueryOptions {
   onPartial?: (result: QueryResult<never>) => void;
 }
 
-/** Hands over the frames of a result, piece by piece. */
+/** Yields the frames of a result in chunks. */
 export type Transport = (query: string, params: unknown, signal?: AbortSignal) => AsyncIterable<Uint8Array>;
 
 export class QueryError extends Error {}
-/** Nobody was there to answer. */
+/** The server could not be reached or closed the connection. */
 export class ConnectionError extends QueryError {}
 
 let transport: Transport = httpTransport;
 
-export function setTransport(other: Transport): void {
-  transport = other;
+export function setTransport(newTransport: Transport): void {
+  transport = newTransport;
 }
 
 export async function runQuery<F>(query: string, params: unknown, options: QueryOptions = {}): Promise<QueryResult<F>> {
   const frames = new FrameDecoder();
-  for await (const piece of transport(query, params, options.signal)) {
-    for (const { kind, bytes } of frames.push(piece)) {
+  for await (const chunk of transport(query, params, options.signal)) {
+    for (const { kind, bytes } of frames.push(chunk)) {
       if (kind === RESULT) return decodeResult<F>(bytes);
       if (kind === PARTIAL) options.onPartial?.(decodeResult(bytes));
-      else if (kind === PROGRESS) options.onProgress?.(JSON.parse(text(bytes)) as Progress);
-      else if (kind === ERROR) throw new QueryError((JSON.parse(text(bytes)) as { message: string }).message);
+      else if (kind === PROGRESS) options.onProgress?.(JSON.parse(decodeText(bytes)) as Progress);
+      else if (kind === ERROR) throw new QueryError((JSON.parse(decodeText(bytes)) as { message: string }).message);
     }
   }
-  throw new ConnectionError("the answer ended before it was whole; is the server still running?");
+  throw new ConnectionError("the response is incomplete because the connection closed; check that the server is running");
 }
 
 async function* httpTransport(query: string, params: unknown, signal?: AbortSignal): AsyncIterable<Uint8Array> {
@@ -47,13 +47,13 @@ async function* httpTransport(query: string, params: unknown, signal?: AbortSign
     signal: signal ?? null,
   }).catch((error: unknown) => {
     if (signal?.aborted) throw error;
-    throw new ConnectionError("the server does not answer; is `cutaway open` still running?");
+    throw new ConnectionError("the server cannot be reached; check that `cutaway open` is running");
   });
   if (!response.ok) {
-    const told = (await response.json().catch(() => null)) as { error?: { message?: string } } | null;
-    throw new QueryError(told?.error?.message ?? `the server answered ${response.status}`);
+    const body = (await response.json().catch(() => null)) as { error?: { message?: string } } | null;
+    throw new QueryError(body?.error?.message ?? `the server returned HTTP status ${response.status}; see its log`);
   }
-  if (!response.body) throw new QueryError("the server's answer is empty");
+  if (!response.body) throw new QueryError("the server returned an empty response; see its log");
   const reader = response.body.getReader();
   try {
     for (;;) {
@@ -62,8 +62,8 @@ async function* httpTransport(query: string, params: unknown, signal?: AbortSign
       yield value;
     }
   } finally {
-    void reader.cancel().catch(() => undefined); // given up: the server notices, and stops working
+    void reader.cancel().catch(() => undefined); // closes the connection, so that the server cancels the query
   }
 }
 
-const text = (bytes: Uint8Array): string => new TextDecoder().decode(bytes);
+const decodeText = (bytes: Uint8Array): string => new TextDecoder().decode(bytes);

@@ -1,4 +1,4 @@
-// The model that is looked into, and the text it reads: what every screen shares.
+// State shared by all screens: the loaded model and the tokenized text.
 import { runQuery, ConnectionError } from "./queryClient";
 import { parseEdits } from "./edits";
 import { urlState } from "./urlState.svelte";
@@ -41,24 +41,24 @@ interface Tokenized {
 
 class Session {
   modelInfo = $state<ModelInfo>();
-  /** The model's name without the folders it lies in. */
+  /** Model name without its directory. */
   modelName = $derived(this.modelInfo?.name.replace(/[/\\]+$/, "").split(/[/\\]/).at(-1) ?? "");
-  /** What stands in the address, or what the model is opened with. */
+  /** Text of the URL fragment; default: the model's default text. */
   text = $derived(urlState.get("text") ?? this.modelInfo?.default_text ?? "");
   source = $derived(urlState.get("source") ?? this.modelInfo?.default_source ?? "");
   tokenStrs = $state.raw<string[]>([]);
   sourceTokenStrs = $state.raw<string[]>([]);
   #tokenized = $state.raw<ModelInput>();
-  /** What is changed in the model while it reads. The edit screen compares with the model as it is, so there it is no part of the input. */
+  /** Active edits. The edit screen compares with the unedited model and passes the edits itself, so there they are not part of the input. */
   edits = $derived(urlState.screen === "edit" || !this.modelInfo ? {} : parseEdits(urlState.get("edits")));
   modelInput = $derived(this.#tokenized && Object.keys(this.edits).length ? { ...this.#tokenized, edits: this.edits } : this.#tokenized);
   problem = $state<string>();
   #requests = 0;
 
-  /** The stack that writes the answer, as a site's name begins. */
+  /** Prefix of the site names of the stack that computes the logits. */
   sitePrefix = $derived(this.modelInfo?.form === "encoder-decoder" ? "decoder." : "");
   outputStack = $derived(this.modelInfo?.form === "encoder" ? "encoder" : "decoder");
-  /** The token that is followed; the last one, unless another was chosen. */
+  /** Index of the selected token; default: the last one. */
   position = $derived(clampIndex(urlState.number("position"), this.tokenStrs));
   sourcePosition = $derived(clampIndex(urlState.number("source_position"), this.sourceTokenStrs));
 
@@ -66,30 +66,30 @@ class Session {
     this.modelInfo = (await runQuery<ModelInfo>("model_info", {})).data;
   }
 
-  /** Turn the texts into tokens; the latest wins. */
+  /** Tokenize both texts; results of outdated requests are dropped. */
   async tokenizeTexts(text: string, source: string): Promise<void> {
     const request = ++this.#requests;
     try {
-      const two = this.modelInfo?.form === "encoder-decoder";
-      const [mine, other] = await Promise.all([
+      const isEncoderDecoder = this.modelInfo?.form === "encoder-decoder";
+      const [targetResult, sourceResult] = await Promise.all([
         runQuery<Tokenized>("tokenize", { text, field: "text" }),
-        two ? runQuery<Tokenized>("tokenize", { text: source, field: "source" }) : undefined,
+        isEncoderDecoder ? runQuery<Tokenized>("tokenize", { text: source, field: "source" }) : undefined,
       ]);
       if (request !== this.#requests) return;
-      this.tokenStrs = mine.data.token_strs;
-      this.sourceTokenStrs = other?.data.token_strs ?? [];
-      this.#tokenized = { tokens: mine.data.tokens, ...(other ? { source: other.data.tokens } : {}) };
+      this.tokenStrs = targetResult.data.token_strs;
+      this.sourceTokenStrs = sourceResult?.data.token_strs ?? [];
+      this.#tokenized = { tokens: targetResult.data.tokens, ...(sourceResult ? { source: sourceResult.data.tokens } : {}) };
       this.problem = undefined;
     } catch (error) {
       if (request !== this.#requests) return;
       this.problem = (error as Error).message;
       if (error instanceof ConnectionError) return;
-      [this.tokenStrs, this.sourceTokenStrs, this.#tokenized] = [[], [], undefined]; // a picture of another text would look like this one's
+      [this.tokenStrs, this.sourceTokenStrs, this.#tokenized] = [[], [], undefined]; // figures of the previous text must not be shown for this one
     }
   }
 }
 
-/** An index among the tokens, whatever the address says; the last one, unless it says any. */
+/** Clamp an index from the URL to the tokens; default: the last token. */
 function clampIndex(index: number | undefined, tokens: readonly string[]): number {
   return Math.min(Math.max(0, Math.trunc(index ?? Infinity)), tokens.length - 1);
 }

@@ -1,13 +1,13 @@
-// The stages of a token's way by name: what each is called, and which belong together.
+// Site names of activations: parsing, labels, and the sites of a sublayer in order of computation.
 
 export interface SiteStep {
-  /** A site, or what the server calls a stage without one. */
+  /** Site name, or the name of a value that the server derives without a site of its own (such as `mask`). */
   site: string;
   label: string;
 }
 
 const SITE_LABELS: Record<string, string> = {
-  token: "token’s row",
+  token: "token embedding",
   position: "position",
   in: "norm",
   q: "query",
@@ -15,8 +15,8 @@ const SITE_LABELS: Record<string, string> = {
   v: "value",
   scores: "scores",
   mask: "mask",
-  pattern: "weights",
-  z: "head values",
+  pattern: "pattern",
+  z: "head outputs",
   out: "out",
   hidden: "hidden",
   router: "router",
@@ -26,60 +26,60 @@ const SITE_LABELS: Record<string, string> = {
 
 export const SUBLAYER_LABELS: Record<string, string> = { attn: "attention", cross: "cross-attention", ffn: "FFN" };
 
-/** The block, the part and the end of a site's name: "decoder.blocks.3.attn.q" → 3, "attn", "q". */
-export function parseSite(site: string): { side: string; block: number | undefined; part: string; end: string } {
-  const found = /^(?:(encoder|decoder)\.)?(?:blocks\.(\d+)\.)?(.*)$/.exec(site);
-  const [part = "", ...rest] = (found?.[3] ?? site).split(".");
+/** Split a site name: "decoder.blocks.3.attn.q" → stack "decoder", block 3, sublayer "attn", name "q". */
+export function parseSite(site: string): { stack: string; block: number | undefined; sublayer: string; name: string } {
+  const match = /^(?:(encoder|decoder)\.)?(?:blocks\.(\d+)\.)?(.*)$/.exec(site);
+  const [first = "", ...rest] = (match?.[3] ?? site).split(".");
   return {
-    side: found?.[1] ?? "",
-    block: found?.[2] === undefined ? undefined : Number(found[2]),
-    part: rest.length ? part : "",
-    end: rest.length ? rest.join(".") : part,
+    stack: match?.[1] ?? "",
+    block: match?.[2] === undefined ? undefined : Number(match[2]),
+    sublayer: rest.length ? first : "",
+    name: rest.length ? rest.join(".") : first,
   };
 }
 
-/** The steps of the part that a site belongs to, in the order in which they are computed. */
+/** Sites of the sublayer that a site belongs to, in order of computation. */
 export function sublayerSites(site: string, known: ReadonlySet<string>): SiteStep[] {
-  const { side, block, part, end } = parseSite(site);
-  const prefix = side ? `${side}.` : "";
+  const { stack, block, sublayer, name: siteName } = parseSite(site);
+  const prefix = stack ? `${stack}.` : "";
   if (block === undefined) {
-    if (end === "embed" || part === "embed") return listSites(`${prefix}embed`, ["token", "position"], "sum");
+    if (siteName === "embed" || sublayer === "embed") return listSites(`${prefix}embed`, ["token", "position"], "sum");
     return [
       { site: `${prefix}final_norm`, label: "final norm" },
-      ...(known.has("logits") && side !== "encoder" ? [{ site: "logits", label: "logits" }, { site: "softmax", label: "softmax" }] : []),
+      ...(known.has("logits") && stack !== "encoder" ? [{ site: "logits", label: "logits" }, { site: "softmax", label: "softmax" }] : []),
     ];
   }
-  const here = `${prefix}blocks.${block}`;
-  const which = part && part !== "resid" ? part : end === "resid_post" ? "ffn" : known.has(`${here}.cross.q`) && end === "resid_mid" ? "cross" : "attn";
-  const parallel = !known.has(`${here}.resid_mid`);
-  if (which === "ffn") {
-    const found = ["in", "router", "shared.hidden", "hidden", "out"].filter((name) => known.has(`${here}.ffn.${name}`));
-    return [...found.map((name) => ({ site: `${here}.ffn.${name}`, label: siteLabel(name) })), { site: `${here}.resid_post`, label: "add" }];
+  const blockPrefix = `${prefix}blocks.${block}`;
+  const target = sublayer && sublayer !== "resid" ? sublayer : siteName === "resid_post" ? "ffn" : known.has(`${blockPrefix}.cross.q`) && siteName === "resid_mid" ? "cross" : "attn";
+  const isParallel = !known.has(`${blockPrefix}.resid_mid`);
+  if (target === "ffn") {
+    const ffnNames = ["in", "router", "shared.hidden", "hidden", "out"].filter((name) => known.has(`${blockPrefix}.ffn.${name}`));
+    return [...ffnNames.map((name) => ({ site: `${blockPrefix}.ffn.${name}`, label: siteLabel(name) })), { site: `${blockPrefix}.resid_post`, label: "add" }];
   }
-  const inner = ["in", "q", "k", "v", "position", "scores", "mask", "pattern", "z", "out"];
-  const after = which === "attn" && known.has(`${here}.cross.resid_pre`) ? `${here}.cross.resid_pre` : parallel ? `${here}.resid_post` : `${here}.resid_mid`;
+  const attentionNames = ["in", "q", "k", "v", "position", "scores", "mask", "pattern", "z", "out"];
+  const residualSite = target === "attn" && known.has(`${blockPrefix}.cross.resid_pre`) ? `${blockPrefix}.cross.resid_pre` : isParallel ? `${blockPrefix}.resid_post` : `${blockPrefix}.resid_mid`;
   return [
-    ...inner.filter((name) => !(which === "cross" && name === "position")).map((name) => ({ site: `${here}.${which}.${name}`, label: siteLabel(name) })),
-    { site: after, label: "add" },
+    ...attentionNames.filter((name) => !(target === "cross" && name === "position")).map((name) => ({ site: `${blockPrefix}.${target}.${name}`, label: siteLabel(name) })),
+    { site: residualSite, label: "add" },
   ];
 }
 
-function listSites(here: string, names: string[], said: string): SiteStep[] {
-  return [...names.map((name) => ({ site: `${here}.${name}`, label: siteLabel(name) })), { site: here, label: said }];
+function listSites(blockPrefix: string, names: string[], lastLabel: string): SiteStep[] {
+  return [...names.map((name) => ({ site: `${blockPrefix}.${name}`, label: siteLabel(name) })), { site: blockPrefix, label: lastLabel }];
 }
 
 const siteLabel = (name: string): string => SITE_LABELS[name] ?? name.replace("shared.", "shared ");
 
-/** What a person calls a stage. */
+/** Title of a site. */
 export function siteTitle(site: string): string {
-  const { side, block, part, end } = parseSite(site);
-  const where = `${side ? `${side}, ` : ""}${block === undefined ? "" : `block ${block}`}`.replace(/, $/, "");
-  const of = SUBLAYER_LABELS[part] ? `${SUBLAYER_LABELS[part]}: ` : "";
-  const names: Record<string, string> = {
-    embed: "embedding", final_norm: "final norm", logits: "logits", softmax: "softmax: the chances",
-    resid_mid: "stream after attention", resid_post: "stream after the FFN", "cross.resid_pre": "stream after attention",
-    q: "queries", k: "keys", v: "values", z: "what each head gathers", out: "what is added to the stream", pattern: "attention weights",
+  const { stack, block, sublayer, name } = parseSite(site);
+  const location = `${stack ? `${stack}, ` : ""}${block === undefined ? "" : `block ${block}`}`.replace(/, $/, "");
+  const sublayerLabel = SUBLAYER_LABELS[sublayer] ? `${SUBLAYER_LABELS[sublayer]}: ` : "";
+  const titles: Record<string, string> = {
+    embed: "embedding", final_norm: "final norm", logits: "logits", softmax: "softmax: probabilities",
+    resid_mid: "residual stream after attention", resid_post: "residual stream after the FFN", "cross.resid_pre": "residual stream after attention",
+    q: "queries", k: "keys", v: "values", z: "head outputs (weighted values)", out: "output, added to the residual stream", pattern: "attention pattern",
   }; // prettier-ignore
-  const said = names[part === "cross" && end === "resid_pre" ? "cross.resid_pre" : end] ?? siteLabel(end);
-  return `${of}${said}${where ? ` · ${where}` : ""}`;
+  const title = titles[sublayer === "cross" && name === "resid_pre" ? "cross.resid_pre" : name] ?? siteLabel(name);
+  return `${sublayerLabel}${title}${location ? ` · ${location}` : ""}`;
 }

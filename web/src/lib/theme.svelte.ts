@@ -1,4 +1,4 @@
-// Light or dark, as the system has it or as was chosen; and the page's colors as numbers, for canvases.
+// Color theme (system, light or dark), and the CSS colors as RGB numbers for canvases.
 export const THEMES = ["auto", "light", "dark"] as const;
 export type Theme = (typeof THEMES)[number];
 export type Color = readonly [number, number, number];
@@ -7,14 +7,14 @@ const KEY = "cutaway.theme";
 
 class ThemeStore {
   chosen = $state<Theme>("auto");
-  /** What the colors are taken from. */
+  /** Element whose CSS variables define the colors. */
   root = $state<HTMLElement>();
-  #turns = $state(0);
-  #known = new Map<string, Color>();
+  #systemChanges = $state(0);
+  #colors = new Map<string, Color>();
 
   constructor() {
-    this.chosen = THEMES.find((each) => each === stored()) ?? "auto";
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (this.#turns += 1));
+    this.chosen = THEMES.find((name) => name === readStoredTheme()) ?? "auto";
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (this.#systemChanges += 1));
   }
 
   cycle(): void {
@@ -22,34 +22,34 @@ class ThemeStore {
     try {
       localStorage.setItem(KEY, this.chosen);
     } catch {
-      return; // a file or a notebook may have no storage: it holds until the page is closed
+      return; // files and notebooks may have no storage: the choice lasts until the page is closed
     }
   }
 
-  /** Another text whenever the colors are others. */
+  /** Cache key of the colors; changes with the theme. */
   get key(): string {
-    return `${this.#turns} ${this.chosen} ${this.root ? 1 : 0}`;
+    return `${this.#systemChanges} ${this.chosen} ${this.root ? 1 : 0}`;
   }
 
-  /** A variable's color as it is now; whoever asks is asked again when the theme turns. */
+  /** Color of a CSS variable. Reactive: effects that read it rerun when the theme changes. */
   color(name: string): Color {
     const key = `${this.key} ${name}`;
-    const known = this.#known.get(key);
-    if (known) return known;
-    const home = this.root ?? document.body;
+    const cached = this.#colors.get(key);
+    if (cached) return cached;
+    const parent = this.root ?? document.body;
     const probe = document.createElement("span");
     probe.style.colorScheme = this.chosen === "auto" ? "light dark" : this.chosen;
     probe.style.color = `var(--${name})`;
-    home.appendChild(probe);
-    const found = getComputedStyle(probe).color.match(/[\d.]+/g)?.map(Number) ?? [];
+    parent.appendChild(probe);
+    const channels = getComputedStyle(probe).color.match(/[\d.]+/g)?.map(Number) ?? [];
     probe.remove();
-    const color: Color = [found[0] ?? 0, found[1] ?? 0, found[2] ?? 0];
-    this.#known.set(key, color);
+    const color: Color = [channels[0] ?? 0, channels[1] ?? 0, channels[2] ?? 0];
+    this.#colors.set(key, color);
     return color;
   }
 }
 
-function stored(): string | null {
+function readStoredTheme(): string | null {
   try {
     return localStorage.getItem(KEY);
   } catch {

@@ -1,4 +1,4 @@
-// Where one is: a screen and what is chosen on it. All of it stands in the address, so that a link leads to the same picture.
+// State in the URL fragment: the screen and the selection on it, so that a link reproduces the view.
 export const SCREENS = ["trace", "edit", "attention", "generate", "gradients", "size", "learn"] as const;
 export type Screen = (typeof SCREENS)[number];
 
@@ -7,7 +7,7 @@ type Changes = Record<string, string | number | null | undefined>;
 class UrlState {
   screen = $state<Screen>("trace");
   #params = $state<Record<string, string>>({});
-  /** Whether the address is this page's own; in a notebook it is not. */
+  /** Whether the page may change the address; false in a notebook. */
   ownsAddress = true;
 
   get(name: string): string | undefined {
@@ -20,7 +20,7 @@ class UrlState {
     return Number.isFinite(value) ? value : undefined;
   }
 
-  /** Choose something; what is null is forgotten. A step that one may want to go back over is written as one. */
+  /** Set parameters; null removes one. `pushHistory` adds a history entry, so that the back button undoes the change. */
   update(changes: Changes, { screen, pushHistory = false }: { screen?: Screen; pushHistory?: boolean } = {}): void {
     const next = { ...this.#params };
     for (const [name, value] of Object.entries(changes)) {
@@ -39,7 +39,7 @@ class UrlState {
     return `/${screen}?${new URLSearchParams(Object.entries(this.#params).sort()).toString()}`;
   }
 
-  /** Begin at a place, and leave the address to others. */
+  /** Start from a fragment without using the address of the surrounding document. */
   embed(fragment: string): void {
     this.ownsAddress = false;
     this.parseFragment(fragment);

@@ -166,8 +166,8 @@ def _build_untrained_model(
 
     from cutaway.check.model_sources import shrink_config
     from cutaway.config import config
+    from cutaway.device import free_memory
     from cutaway.model import build
-    from cutaway.model.device import free_memory
     from cutaway.size.parameters import count_parameters
     from cutaway.size.units import format_count
 

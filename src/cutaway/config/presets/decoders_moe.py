@@ -142,17 +142,29 @@ def deepseek(
 
 
 DEEPSEEK_V2_LITE_FFN = Moe(
-    experts=64, router=Router(top_k=6, renormalize=False), expert=Gated(hidden=1408), shared=Gated(hidden=2 * 1408)
+    experts=64,
+    router=Router(dtype="float32", top_k=6, renormalize=False),
+    expert=Gated(hidden=1408),
+    shared=Gated(hidden=2 * 1408),
 )
 DEEPSEEK_V2_FFN = Moe(
     experts=160,
-    router=Router(top_k=6, renormalize=False, scale=16.0, groups=ExpertGroups(num_groups=8, top_k=3, score="max")),
+    router=Router(
+        dtype="float32", top_k=6, renormalize=False, scale=16.0, groups=ExpertGroups(num_groups=8, top_k=3, score="max")
+    ),
     expert=Gated(hidden=1536),
     shared=Gated(hidden=2 * 1536),
 )
 DEEPSEEK_V3_FFN = Moe(
     experts=256,
-    router=Router(score="sigmoid", top_k=8, scale=2.5, selection_bias=True, groups=ExpertGroups(num_groups=8, top_k=4)),
+    router=Router(
+        score="sigmoid",
+        dtype="float32",
+        top_k=8,
+        scale=2.5,
+        selection_bias=True,
+        groups=ExpertGroups(num_groups=8, top_k=4),
+    ),
     expert=Gated(hidden=2048),
     shared=Gated(hidden=2048),
 )

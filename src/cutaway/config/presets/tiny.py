@@ -23,7 +23,12 @@ def tiny_mla() -> Decoder:
     """DeepSeek-V3's architecture: latent attention, one dense layer, then MoE with group-limited routing."""
     attention = LatentAttention(heads=4, q_rank=24, kv_rank=16, d_nope=16, d_rope=8, d_value=16)
     router = Router(
-        score="sigmoid", top_k=2, scale=2.5, selection_bias=True, groups=ExpertGroups(num_groups=4, top_k=2)
+        score="sigmoid",
+        dtype="float32",
+        top_k=2,
+        scale=2.5,
+        selection_bias=True,
+        groups=ExpertGroups(num_groups=4, top_k=2),
     )
     ffn = Moe(experts=8, router=router, expert=Gated(hidden=32), shared=Gated(hidden=32))
     return Decoder(

@@ -22,7 +22,7 @@ ATTENTION_PATH, FFN_PATH = "decoder.block.attention", "decoder.block.ffn"
 MLA_TEMPLATE = {"kind": "latent", "norm": {"kind": "rmsnorm", "eps": 1e-6}}
 MOE_TEMPLATE = {
     "kind": "moe",
-    "router": {"score": "sigmoid", "selection_bias": True},
+    "router": {"score": "sigmoid", "dtype": "float32", "selection_bias": True},
     "expert": {"kind": "gated"},
     "shared": {"kind": "gated"},
 }

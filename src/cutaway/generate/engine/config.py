@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import torch
 
+from cutaway.arguments import FLOAT_DTYPES
+from cutaway.device import GIB, free_memory
 from cutaway.errors import InputError
 from cutaway.generate.engine.kv_cache import (
     CACHE_IMPLEMENTATIONS,
@@ -27,8 +29,6 @@ from cutaway.generate.sampling.sampling_params import (
     format_value,
 )
 from cutaway.model import Transformer
-from cutaway.model.device import GIB, free_memory
-from cutaway.model.inputs import FLOAT_DTYPES
 from cutaway.model.rope import Rope
 from cutaway.model.stack import Stack
 from cutaway.tokenizer import Tokenizer

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cutaway.device import has_native_bf16, has_onednn
 from cutaway.errors import InputError, WeightError
-from cutaway.model.device import has_native_bf16, has_onednn
 
 MIN_SCALE = 1e-30
 """Lower bound of a quantization scale, for rows of zeros."""

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from cutaway.device import has_triton
 from cutaway.generate.sampling.logits_processing import (
     apply_logits_processors,
     inverse_cdf_sample,
@@ -17,7 +18,6 @@ from cutaway.generate.sampling.logits_processing import (
 from cutaway.generate.sampling.rng import uniform
 from cutaway.generate.sampling.sampling_params import SamplingParams
 from cutaway.generate.sampling.sampling_state import SamplingFeatures, SamplingState, required_features
-from cutaway.model.device import has_triton
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1.2e-38, 1e38
 """Range of temperatures that are neither 0 nor infinite in float32."""

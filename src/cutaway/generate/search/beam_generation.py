@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from cutaway.device import GIB, free_memory
 from cutaway.errors import CutawayError, InputError
 from cutaway.generate.engine.config import EngineConfig
 from cutaway.generate.engine.output import Completion, OutputProcessor
@@ -11,7 +12,6 @@ from cutaway.generate.prompts import add_prompt_index
 from cutaway.generate.sampling.sampling_params import SamplingParams, as_int, format_value
 from cutaway.generate.search.beam_search import Beam, beam_search
 from cutaway.model import Transformer
-from cutaway.model.device import GIB, free_memory
 from cutaway.tokenizer import Tokenizer
 
 MAX_BATCH_BEAMS = 64

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from cutaway.arguments import check_positive_int
 from cutaway.errors import InputError, WeightError
 from cutaway.generate.generation_config import MAX_PENALTY, EarlyStopping
 from cutaway.generate.search.beam_logits_processors import NO_TOKEN, BeamLogitsProcessor
 from cutaway.model import Cache, DecoderOnly, EncoderDecoder, Transformer
-from cutaway.model.inputs import check_positive_int
 
 INVALID_LOGITS = 2
 """State of a prompt: 0 finished, 1 continues, 2 its logits contain NaN."""

@@ -57,7 +57,7 @@ def scaled_dot_product_attention(
         )
     if kernel == "sdpa" and not _has_fused_kernel(tape, q, k, v, mask, rate):
         return _math_attention(tape, q, k, v, mask, scores, values, rate)
-    return _fused_attention(tape, q, k, v, mask, scores, values, sink=sink, flex=kernel == "flex")
+    return _fused_attention(tape, q, k, v, mask, scores, values, sink=sink)
 
 
 def _has_fused_kernel(
@@ -86,12 +86,11 @@ def _fused_attention(
     value_matmul: MatmulFlops,
     *,
     sink: Weight | None,
-    flex: bool,
 ) -> ShapeTensor:
     """Fused kernel: saves q, k, v, the output and one log-sum-exp per query; backward recomputes the scores."""
     batch, queries, heads, _ = q.shape
     inputs = [q, k, v]
-    if mask.mask_tensor is not None and not flex:
+    if mask.mask_tensor is not None:
         is_bool = mask.mask_tensor.itemsize == 1  # a bool mask is converted to float in each layer
         inputs.append(
             tape.empty(mask.mask_tensor.shape, q.itemsize) if is_bool else tape.cast(mask.mask_tensor, q.itemsize)

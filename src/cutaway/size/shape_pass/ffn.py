@@ -1,6 +1,7 @@
 """Shape pass of `model/ffn.py` and `model/moe.py`: MLP, gated MLP, mixture of experts."""
 
 from collections.abc import Callable
+from math import prod
 
 from cutaway.config.ffn import FFN, Activation, ClampedSwiGLU, DenseFFN, Mlp, Moe
 from cutaway.size.shape_pass.functional import add, apply_activation, dropout
@@ -64,11 +65,17 @@ def _mixture_of_experts(tape: Tape, x: ShapeTensor, config: Moe, key: WeightKey,
     router, num_tokens = config.router, x.numel // d_model
     flat, num_rows = x.view(num_tokens, d_model), num_tokens * router.top_k
     index_itemsize = 8
-    logits = tape.linear(flat, config.experts, (*key, "router"), bias=router.bias, component="ffn")
+    logits = tape.linear(
+        flat, config.experts, (*key, "router"), bias=router.bias, component="ffn", in_fp32=router.dtype == "float32"
+    )
     logits = tape.cast(logits, max(4, logits.itemsize))
     scores = tape.record_op(logits.shape, logits.itemsize, [logits], save_output=True)
     del logits
-    selected = tape.empty((num_rows,), index_itemsize)
+    if router.groups is not None:
+        if router.groups.score == "top2":
+            _topk(tape, (num_tokens, router.groups.num_groups, 2), scores.itemsize)
+        _topk(tape, (num_tokens, router.groups.top_k), scores.itemsize)
+    selected = _topk(tape, (num_rows,), scores.itemsize)
     weights = tape.record_op((num_tokens, router.top_k), scores.itemsize, [scores], saved=[selected])
     if router.renormalize:
         total = tape.record_op((num_tokens, 1), weights.itemsize, [weights])
@@ -88,6 +95,11 @@ def _mixture_of_experts(tape: Tape, x: ShapeTensor, config: Moe, key: WeightKey,
         gate = tape.record_op(gate.shape, gate.itemsize, [gate], save_output=True)
         shared_out = tape.record_op(shared_out.shape, shared_out.itemsize, [shared_out, gate], saved=[shared_out, gate])
     return add(tape, y, shared_out)
+
+
+def _topk(tape: Tape, shape: tuple[int, ...], itemsize: int) -> ShapeTensor:
+    """Indices of a top-k selection. Selective checkpointing keeps them and the selected values."""
+    return tape.record_op(shape, 8, kept_by_selective=True, extra_saved_bytes=prod(shape) * itemsize)
 
 
 def _grouped_linear(tape: Tape, config: Moe, num_rows: int) -> LinearFn:
@@ -110,6 +122,7 @@ def _grouped_linear(tape: Tape, config: Moe, num_rows: int) -> LinearFn:
             weights=[weight],
             matmuls=[("ffn", flops, flops)],
             backward_matmuls=[("ffn", 2 * flops, 2 * flops)],
+            kept_by_selective=True,
         )
         if not bias:
             return y

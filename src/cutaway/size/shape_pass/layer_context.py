@@ -135,11 +135,9 @@ class LayerContextBuilder:
             and bias_position is None
             and not tape.execution.mask_batch_size
         )
-        if kernel == "sdpa" and needs_no_tensor:
+        if kernel == "flex" or (kernel == "sdpa" and needs_no_tensor):
             return mask
         mask.fully_masked = tape.empty((self.mask_batch_size, 1, self.seq_len, 1), 1)
-        if kernel == "flex":
-            return mask
         mask.mask_tensor = tape.empty((self.mask_batch_size, 1, self.seq_len, num_keys), 1)
         if bias_position is not None:
             owner = self.bias_owners.setdefault(

@@ -152,7 +152,15 @@ class Tape:
     # ------------------------------------------------------------------------------------ matmuls with weights
 
     def linear(
-        self, x: ShapeTensor, d_out: int, key: WeightKey, *, bias: bool, component: str, min_flops: int | None = None
+        self,
+        x: ShapeTensor,
+        d_out: int,
+        key: WeightKey,
+        *,
+        bias: bool,
+        component: str,
+        min_flops: int | None = None,
+        in_fp32: bool = False,
     ) -> ShapeTensor:
         """x·Wᵀ + b; `min_flops` are the FLOPs of an equivalent computation with fewer."""
         d_in = x.shape[-1]
@@ -160,9 +168,12 @@ class Tape:
         weights = [weight, Weight((*key, "bias"), (d_out,), in_matmul=True)] if bias else [weight]
         saved: list[ShapeTensor | Storage] = []
         dtype = self.execution.compute_itemsize if self.execution.autocast else x.itemsize
+        dtype = max(4, dtype) if in_fp32 else dtype
         x = self.cast(x, dtype)
         saved.append(x)
-        if self.execution.autocast:
+        if in_fp32 and self.execution.weight_itemsize < dtype:
+            saved.append(Storage(self.memory_tracker, weight.numel * dtype, self.component))
+        elif self.execution.autocast and not in_fp32:
             weight_copies = [self.autocast_copy(w) for w in weights]
             saved.append(weight_copies[0])
         flops = 2 * x.numel * d_out

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from cutaway.device import free_memory
 from cutaway.errors import InputError
-from cutaway.model.device import free_memory
 from cutaway.train.ablate.plan import AblationPlan, Variant
 from cutaway.train.ablate.worker import OUTCOME_FILE, Job, run_worker
 from cutaway.train.checkpoint.run_directory import RUN_FILE, RunDirectory

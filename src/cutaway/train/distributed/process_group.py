@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from cutaway.arguments import resolve_device
 from cutaway.errors import CutawayError, InputError
-from cutaway.model.inputs import resolve_device
 from cutaway.train.recipe.schema import ParallelConfig
 
 if TYPE_CHECKING:  # PyTorch built without distributed has no Store

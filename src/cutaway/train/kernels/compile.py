@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cutaway.device import has_triton
 from cutaway.model import Transformer
 from cutaway.model.activations import ACTIVATIONS, gelu_tanh
 from cutaway.model.attention import LayerContext, MultiHead
-from cutaway.model.device import has_triton
 from cutaway.model.ffn import MLP, GatedMLP
 from cutaway.model.layers import Linear
 from cutaway.model.stack import Stack

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cutaway.model.device import has_triton
+from cutaway.device import has_triton
 from cutaway.model.head import LMHead
 from cutaway.train.loss.cross_entropy import CrossEntropyOptions, cross_entropy_with_grad
 

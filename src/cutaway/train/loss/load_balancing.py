@@ -57,16 +57,10 @@ def load_balancing_loss(records: RoutingRecords) -> Float[Tensor, ""]:
     """
     return torch.stack(
         [
-            _load_balancing_loss_of_router(router.use_softmax, _router_logits(router, x), expert_ids)
+            _load_balancing_loss_of_router(router.use_softmax, router.compute_logits(x), expert_ids)
             for router, x, expert_ids in records
         ]
     ).mean()
-
-
-def _router_logits(router: Router, x: Float[Tensor, "n d"]) -> Float[Tensor, "n e"]:
-    """Recompute a router's logits, which is a small product."""
-    logits = F.linear(x, router.weight, router.bias)
-    return logits.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _load_balancing_loss_of_router(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from cutaway.model.device import has_native_bf16
+from cutaway.device import has_native_bf16
 
 INIT_SCALE = 2.0**16
 GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL = 2.0, 0.5, 2000

@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 
 from cutaway.config import Config
+from cutaway.device import GIB, free_memory
 from cutaway.errors import InputError
-from cutaway.model.device import GIB, free_memory
 from cutaway.size.estimate import SizeEstimate, size
 from cutaway.size.hardware import custom_hardware
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedContext

@@ -1,4 +1,4 @@
-// The queries about attention, and their results.
+// Queries for attention patterns and head types, and the types of their results.
 import { runQuery, QueryError } from "../../lib/queryClient";
 import type { ModelInput } from "../../lib/session.svelte";
 import type { Tensor } from "../../lib/protocol";
@@ -53,44 +53,45 @@ export interface HeadDetail {
   sinkWeights?: Tensor;
 }
 
-/** One head, seen close. */
+/** Fetch the attention pattern and statistics of one head. */
 export async function fetchHead(modelInput: ModelInput, attention: string, head: number, signal: AbortSignal): Promise<HeadDetail> {
   const { data, tensors } = await runQuery<{ shape: [number, number]; mean_entropy: number; first_token_weight: number; sink_weight: number | null }>("attention_head", { input: modelInput, attention, head }, { signal });
   const { pattern, visible, entropy, sink_weight: sinkWeights } = tensors;
-  if (!pattern || !visible || !entropy) throw new QueryError("the answer about this head is not whole");
+  if (!pattern || !visible || !entropy) throw new QueryError("the result for this head lacks a tensor; reload the page, which may be older than the server");
   return { shape: data.shape, pattern, visible, entropy, meanEntropy: data.mean_entropy, firstTokenWeight: data.first_token_weight, sinkWeight: data.sink_weight, ...(sinkWeights ? { sinkWeights } : {}) };
 }
 
-/** Which of the attentions are shown together: encoders' own, decoders' own, and what decoders see of the source. */
-export const attentionGroup = (each: AttentionLayer): string => (each.is_cross_attention ? "cross" : each.stack);
-export const GROUP_LABELS: Record<string, string> = { encoder: "Source to source", decoder: "Text to text", cross: "Text to source" };
+/** Group of a layer: encoder self-attention, decoder self-attention, or cross-attention. */
+export const attentionGroup = (layer: AttentionLayer): string => (layer.is_cross_attention ? "cross" : layer.stack);
+export const GROUP_LABELS: Record<string, string> = { encoder: "Encoder self-attention", decoder: "Decoder self-attention", cross: "Cross-attention" };
 
 export const TYPE_LETTERS: Record<string, string> = { previous_token: "P", duplicate_token: "D", induction: "I", first_token: "F" };
 export const TYPE_DESCRIPTIONS: Record<string, string> = {
-  previous_token: "the token before",
-  duplicate_token: "the same token, earlier",
-  induction: "what came after the same token earlier",
-  first_token: "the first token, where heads rest",
+  previous_token: "attends to the previous token",
+  duplicate_token: "attends to earlier occurrences of the same token",
+  induction: "attends to the token after an earlier occurrence of the same token",
+  first_token: "attends to the first token",
 };
+/** Fraction of attention from which on a head counts as of a type. */
 export const MIN_TYPE_SCORE = 0.4;
 
-/** A head type as people read it. */
+/** Display name of a head type. */
 export const typeLabel = (type: string): string => type.replaceAll("_", " ");
 
-/** A head's shares by each rule, if they are known. */
+/** Scores of a head by head type; undefined if it was not scored. */
 export function headTypeScores(types: HeadTypes | undefined, name: string, head: number): number[] | undefined {
   const layer = types?.attention_names.indexOf(name) ?? -1;
   if (!types || layer < 0) return undefined;
-  const [, heads = 0, many = 0] = types.scores.shape;
-  const from = (layer * heads + head) * many;
-  const found = Array.from(types.scores.data.subarray(from, from + many));
-  return found.some(Number.isNaN) ? undefined : found;
+  const [, heads = 0, numTypes = 0] = types.scores.shape;
+  const offset = (layer * heads + head) * numTypes;
+  const scores = Array.from(types.scores.data.subarray(offset, offset + numTypes));
+  return scores.some(Number.isNaN) ? undefined : scores;
 }
 
-/** The rule that a head mostly goes by, if there is one. */
+/** Type with the highest score, if it is at least MIN_TYPE_SCORE. */
 export function headType(types: HeadTypes | undefined, name: string, head: number): string | undefined {
-  const found = headTypeScores(types, name, head);
-  if (!found) return undefined;
-  const best = found.indexOf(Math.max(...found));
-  return (found[best] ?? 0) >= MIN_TYPE_SCORE ? types?.head_types[best] : undefined;
+  const scores = headTypeScores(types, name, head);
+  if (!scores) return undefined;
+  const best = scores.indexOf(Math.max(...scores));
+  return (scores[best] ?? 0) >= MIN_TYPE_SCORE ? types?.head_types[best] : undefined;
 }

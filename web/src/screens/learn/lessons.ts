@@ -1,10 +1,10 @@
-// What the server tells of lessons, questions and exercises; and whether an answer is right.
+// Types of lessons, quiz questions and exercises, and the grading of answers.
 
 export interface Lesson {
   slug: string;
   title: string;
   sentences: string[];
-  /** A site in the block that is looked at, one outside blocks, or a picture's name. */
+  /** Site suffix in the selected block, a site outside blocks, or the name of a figure. */
   figure: string;
   notebook: number;
   docs_page: string;
@@ -18,17 +18,17 @@ export interface QuizChoice {
   correct: boolean;
 }
 
-interface Common {
+interface QuestionBase {
   id: string;
   question: string;
   notebooks: number[];
-  /** Python that computes the right answer; empty where nothing is to be computed. */
+  /** Python code that verifies the answer; may be empty. */
   proof: string;
 }
 
 export type Question =
-  | (Common & { kind: "choice"; choices: QuizChoice[]; multiple: boolean })
-  | (Common & { kind: "number"; answer: number; tolerance: number; unit: string; explanation: string; common_mistakes: { value: number; mistake: string; explanation: string }[] });
+  | (QuestionBase & { kind: "choice"; choices: QuizChoice[]; multiple: boolean })
+  | (QuestionBase & { kind: "number"; answer: number; tolerance: number; unit: string; explanation: string; common_mistakes: { value: number; mistake: string; explanation: string }[] });
 
 export interface Exercise {
   number: number;
@@ -46,38 +46,38 @@ export interface Lessons {
 
 export interface Verdict {
   correct: boolean;
-  /** Of what was answered. */
+  /** Explanations of the given answer. */
   explanations: string[];
-  /** The right answer and its reason, where another was given. */
+  /** The correct answer with its explanation, if the given one is incorrect. */
   correction?: string;
 }
 
-/** What was picked, by its place; or a number as it was typed. */
-export function gradeAnswer(question: Question, given: number[] | string): Verdict | undefined {
+/** Grade selected choices (by index) or a typed number; undefined if the text is not a number. */
+export function gradeAnswer(question: Question, answer: number[] | string): Verdict | undefined {
   if (question.kind === "choice") {
-    const picked = question.choices.filter((_, number) => (given as number[]).includes(number));
+    const picked = question.choices.filter((_, number) => (answer as number[]).includes(number));
     const correct = question.choices.every((choice) => choice.correct === picked.includes(choice));
     if (correct) return { correct, explanations: picked.map((choice) => choice.explanation) };
-    const best = question.choices.filter((choice) => choice.correct);
-    return { correct, explanations: picked.filter((choice) => !choice.correct).map((choice) => choice.explanation), correction: best.map((choice) => `${choice.text}. ${choice.explanation}`).join(" ") };
+    const correctChoices = question.choices.filter((choice) => choice.correct);
+    return { correct, explanations: picked.filter((choice) => !choice.correct).map((choice) => choice.explanation), correction: correctChoices.map((choice) => `${choice.text}. ${choice.explanation}`).join(" ") };
   }
-  const value = parseNumber(given as string);
+  const value = parseNumber(answer as string);
   if (value === undefined) return undefined;
-  const close = (to: number): boolean => Math.abs(value - to) <= question.tolerance * (Math.abs(to) || 1) + 1e-12;
-  if (close(question.answer)) return { correct: true, explanations: [question.explanation] };
-  const mistake = question.common_mistakes.find((each) => close(each.value));
+  const isClose = (to: number): boolean => Math.abs(value - to) <= question.tolerance * (Math.abs(to) || 1) + 1e-12;
+  if (isClose(question.answer)) return { correct: true, explanations: [question.explanation] };
+  const mistake = question.common_mistakes.find((candidate) => isClose(candidate.value));
   return { correct: false, explanations: mistake ? [`${mistake.mistake[0]?.toUpperCase()}${mistake.mistake.slice(1)}: ${mistake.explanation}`] : [], correction: `${formatAnswer(question.answer)} ${question.unit}. ${question.explanation}` };
 }
 
-/** Counts in full, others to six digits. */
+/** Integers in full, other numbers to six significant digits. */
 const formatAnswer = (value: number): string => value.toLocaleString("en", Number.isInteger(value) ? {} : { maximumSignificantDigits: 6 });
 
-const POWERS: Record<string, number> = { "": 1, k: 1e3, m: 1e6, b: 1e9, g: 1e9, t: 1e12 };
+const SUFFIXES: Record<string, number> = { "": 1, k: 1e3, m: 1e6, b: 1e9, g: 1e9, t: 1e12 };
 
-/** `1,875`, `1.4e10`, `134M`; nothing where it is no number. */
+/** Parse numbers such as `1,875`, `1.4e10` and `134M`; undefined if the text is not a number. */
 export function parseNumber(typed: string): number | undefined {
-  const found = /^\s*([+−-]?(?:\d[\d,]*(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?)\s*([kmbgt]?)\s*$/i.exec(typed);
-  if (!found) return undefined;
-  const value = Number((found[1] ?? "").replace(/,/g, "").replace("−", "-")) * (POWERS[(found[2] ?? "").toLowerCase()] ?? NaN);
+  const match = /^\s*([+−-]?(?:\d[\d,]*(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?)\s*([kmbgt]?)\s*$/i.exec(typed);
+  if (!match) return undefined;
+  const value = Number((match[1] ?? "").replace(/,/g, "").replace("−", "-")) * (SUFFIXES[(match[2] ?? "").toLowerCase()] ?? NaN);
   return Number.isFinite(value) ? value : undefined;
 }

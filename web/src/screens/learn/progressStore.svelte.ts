@@ -1,4 +1,4 @@
-// Which lessons were seen and which questions answered: on this page, and where the browser lets it, the next time too.
+// Progress of the learner: viewed lessons and answered questions, stored in localStorage where available.
 const KEY = "cutaway.learn";
 
 interface StoredProgress {
@@ -8,12 +8,12 @@ interface StoredProgress {
 
 class ProgressStore {
   seen = $state<string[]>([]);
-  /** By question: whether the last answer was correct. */
+  /** Whether the last answer was correct, by question id. */
   correct = $state<Record<string, boolean>>({});
 
   constructor() {
-    const kept = read();
-    [this.seen, this.correct] = [kept.seen, kept.correct];
+    const stored = readStoredProgress();
+    [this.seen, this.correct] = [stored.seen, stored.correct];
   }
 
   markSeen(slug: string): void {
@@ -31,16 +31,16 @@ class ProgressStore {
     try {
       localStorage.setItem(KEY, JSON.stringify({ seen: this.seen, correct: this.correct }));
     } catch {
-      return; // a file or a notebook may have no storage: it holds until the page is closed
+      return; // files and notebooks may have no storage: progress lasts until the page is closed
     }
   }
 }
 
-function read(): StoredProgress {
+function readStoredProgress(): StoredProgress {
   try {
-    const found = JSON.parse(localStorage.getItem(KEY) ?? "{}") as Partial<StoredProgress>;
-    const correct = Object.entries(found.correct ?? {}).filter(([, value]) => typeof value === "boolean");
-    return { seen: Array.isArray(found.seen) ? found.seen.filter((each) => typeof each === "string") : [], correct: Object.fromEntries(correct) };
+    const stored = JSON.parse(localStorage.getItem(KEY) ?? "{}") as Partial<StoredProgress>;
+    const correct = Object.entries(stored.correct ?? {}).filter(([, value]) => typeof value === "boolean");
+    return { seen: Array.isArray(stored.seen) ? stored.seen.filter((slug) => typeof slug === "string") : [], correct: Object.fromEntries(correct) };
   } catch {
     return { seen: [], correct: {} };
   }

@@ -1,4 +1,4 @@
-// What the server says of a configuration's cost, and how it is written.
+// Result types of the size queries, and formatting of counts and bytes.
 export interface Shape {
   layers: number;
   d_model: number;
@@ -67,15 +67,15 @@ export interface MemoryFit {
   max_position_embeddings?: number | null;
 }
 
-const STEPS: [number, string][] = [[1e24, "Y"], [1e21, "Z"], [1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
+const SI_PREFIXES: [number, string][] = [[1e24, "Y"], [1e21, "Z"], [1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
 
 /** 1.24e8 → 124 M */
 export function formatSi(value: number, unit = ""): string {
-  for (const [step, name] of STEPS) if (value >= step) return `${Number((value / step).toPrecision(3))} ${name}${unit}`;
+  for (const [step, name] of SI_PREFIXES) if (value >= step) return `${Number((value / step).toPrecision(3))} ${name}${unit}`;
   return `${Number(value.toPrecision(3))}${unit ? ` ${unit}` : ""}`;
 }
 
-/** As memory is sold: in powers of 1,024. */
+/** Bytes with binary prefixes (powers of 1024). */
 export function formatBytes(value: number): string {
   for (const [power, name] of [[40, "TiB"], [30, "GiB"], [20, "MiB"], [10, "KiB"]] as const)
     if (value >= 2 ** power) return `${Number((value / 2 ** power).toPrecision(3))} ${name}`;
@@ -84,5 +84,5 @@ export function formatBytes(value: number): string {
 
 export const formatInteger = (value: number): string => value.toLocaleString("en");
 
-/** Parameters: thousand millions are billions, as everybody says. */
+/** Counts of parameters: B (billion) instead of the SI prefix G. */
 export const formatCount = (value: number): string => formatSi(value).replace("G", "B");

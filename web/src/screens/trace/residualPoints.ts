@@ -1,4 +1,4 @@
-// A token's way as points on the stream, each with what was added on the way to it.
+// Points of the residual stream with the sublayer outputs added before each, from the stages of a journey.
 import { parseSite, SUBLAYER_LABELS } from "../../lib/sites";
 
 export interface TokenProbability {
@@ -20,7 +20,7 @@ export interface Stage {
 
 export interface SublayerOutput {
   site: string;
-  part: string;
+  sublayer: string;
   block: number | undefined;
   name: string;
   norm: number;
@@ -30,50 +30,53 @@ export interface SublayerOutput {
 
 export interface ResidualPoint {
   site: string;
-  /** In full, and in few letters. */
+  /** Label, and a short one for narrow screens. */
   name: string;
   short: string;
   norm: number;
   topToken: TokenProbability | undefined;
   added: SublayerOutput[];
-  /** All stages that lead here, by their beginnings too. */
+  /** Sites computed since the previous point, including derived values. */
   sites: string[];
 }
 
 export function residualPoints(stages: readonly Stage[]): ResidualPoint[] {
-  const found: ResidualPoint[] = [];
+  const points: ResidualPoint[] = [];
   let added: SublayerOutput[] = [];
   let sites: string[] = [];
   for (const stage of stages) {
-    const { block, part, end } = parseSite(stage.site);
+    const { block, sublayer, name: siteName } = parseSite(stage.site);
     sites.push(stage.site, ...derivedSites(stage.site));
-    if (end === "out" && block !== undefined) {
-      added.push({ site: stage.site, part, block, name: `${SUBLAYER_LABELS[part] ?? part} of block ${block}`, norm: stage.norm, relativeNorm: stage.relative_norm, cosine: stage.cosine });
+    if (siteName === "out" && block !== undefined) {
+      added.push({ site: stage.site, sublayer, block, name: `${SUBLAYER_LABELS[sublayer] ?? sublayer} of block ${block}`, norm: stage.norm, relativeNorm: stage.relative_norm, cosine: stage.cosine });
     }
-    const onStream = /(embed|resid_mid|resid_post|cross\.resid_pre|final_norm)$/.test(stage.site);
-    if (!onStream) continue;
-    const by = added.map((each) => (each.part === "ffn" ? "ffn" : each.part === "cross" ? "crs" : "att"));
-    const name = end === "embed" ? "embed" : end === "final_norm" ? "final" : `${block} ${added.map((each) => each.part).join("+")}`;
-    const short = end === "embed" ? "emb" : end === "final_norm" ? "fin" : `${block}${by.join("")}`;
-    if (end === "final_norm") sites.push("logits", "softmax");
-    found.push({ site: stage.site, name, short, norm: stage.norm, topToken: stage.top_tokens[0], added, sites });
+    const isResidual = /(embed|resid_mid|resid_post|cross\.resid_pre|final_norm)$/.test(stage.site);
+    if (!isResidual) continue;
+    const shortNames = added.map((output) => (output.sublayer === "ffn" ? "ffn" : output.sublayer === "cross" ? "crs" : "att"));
+    const name = siteName === "embed" ? "embed" : siteName === "final_norm" ? "final" : `${block} ${added.map((output) => output.sublayer).join("+")}`;
+    const short = siteName === "embed" ? "emb" : siteName === "final_norm" ? "fin" : `${block}${shortNames.join("")}`;
+    if (siteName === "final_norm") sites.push("logits", "softmax");
+    points.push({ site: stage.site, name, short, norm: stage.norm, topToken: stage.top_tokens[0], added, sites });
     added = [];
     sites = [];
   }
-  return found;
+  return points;
 }
 
-/** Stages without a site of their own belong to those beside them. */
+/** Derived values that have no site of their own, by the site they belong to. */
 function derivedSites(site: string): string[] {
   if (site.endsWith(".q")) return ["scores", "pattern", "mask", "position"].map((name) => site.replace(/q$/, name));
   return site.endsWith("embed") ? [`${site}.token`, `${site}.position`] : [];
 }
 
-/** The first point from which on the last one's likeliest token is the likeliest; -1 where nothing is said. */
-export function decisionPoint(rows: readonly ResidualPoint[]): number {
-  const answer = rows.at(-1)?.topToken?.token;
-  if (answer === undefined) return -1;
+/**
+ * Index of the first point from which on the top-1 token of the logit lens is the model's prediction; -1 without a logit lens.
+ * This is an observation, not a cause: it does not show which sublayer the prediction depends on.
+ */
+export function findFixedPoint(rows: readonly ResidualPoint[]): number {
+  const prediction = rows.at(-1)?.topToken?.token;
+  if (prediction === undefined) return -1;
   let first = rows.length - 1;
-  while (first > 0 && rows[first - 1]?.topToken?.token === answer) first--;
+  while (first > 0 && rows[first - 1]?.topToken?.token === prediction) first--;
   return first;
 }

@@ -1,0 +1,55 @@
+"""Take the screenshots of docs/page: one per screen of the web page, with the pretrained model.
+
+python scripts/take_screenshots.py [SCREEN ...] [--out docs/page]
+
+Needs the built page (hatch_build.py), web/node_modules and Chromium; CHROMIUM is its path (default /usr/bin/chromium).
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from cutaway.cli.verbs.open import load_inspector
+from cutaway.serve import static_files
+from cutaway.serve.app import build_app
+from cutaway.serve.inspect import routes
+from cutaway.serve.server import bind_socket, build_access_policy, serve_in_thread
+from hatch_build import ROOT, WEB, find_node_and_npm
+
+NUM_COLORS = 96
+"""Colors per file. The page uses few, so that a palette halves the size without visible loss."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("screens", nargs="*", metavar="SCREEN", help="screens to take; default all")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "page")
+    args = parser.parse_args()
+    executor = routes.QueryExecutor(load_inspector("tiny-python", None, "cpu", None))
+    app = build_app(
+        [routes.build_router(executor), static_files.build_static_router()],
+        access_policy=build_access_policy("127.0.0.1", None),
+        on_shutdown=[executor.close],
+    )
+    node, _ = find_node_and_npm()
+    with tempfile.TemporaryDirectory() as directory, serve_in_thread(app, bind_socket("127.0.0.1", 0)) as url:
+        command = [node, "e2e/docs-screenshots.mjs", f"{url}/", directory, *args.screens]
+        subprocess.run(command, cwd=WEB, check=True)
+        for path in sorted(Path(directory).glob("*.png")):
+            save_compressed(path, args.out / path.name)
+
+
+def save_compressed(source: Path, target: Path) -> None:
+    """Save a PNG with a palette of NUM_COLORS colors."""
+    with Image.open(source) as image:
+        palette_image = image.convert("RGB").quantize(NUM_COLORS, dither=Image.Dither.NONE)
+        palette_image.save(target, optimize=True)
+
+
+if __name__ == "__main__":
+    main()
