@@ -9,7 +9,7 @@ In Python, `lm_eval.simple_evaluate(model=CutawayLM(checkpoint), tasks=[…])`. 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lm_eval.models  # noqa: F401 (the harness registers its own models only while none are registered)
 import torch
@@ -19,11 +19,17 @@ from tqdm import tqdm
 
 from cutaway.errors import InputError
 from cutaway.evaluate.loglikelihood import LoglikelihoodRequest, compute_loglikelihoods, rolling_windows
-from cutaway.evaluate.token_loss import require_tokenizer, resolve_context, resolve_positive_int
+from cutaway.evaluate.token_loss import require_tokenizer, resolve_context
 from cutaway.generate.api import generate
 from cutaway.generate.generation_config import CheckpointLike, unpack_checkpoint
 from cutaway.model import DecoderOnly
+from cutaway.model.inputs import check_positive_int
 
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+GenerationKwargs = dict[str, Any]
+"""A task's generation settings, or arguments of `generate`."""
 DEFAULT_MAX_NEW_TOKENS = 256
 """Default number of generated tokens, for tasks that do not set it."""
 MAX_TOKENS_ALIASES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -52,22 +58,22 @@ class CutawayLM(LM):
         self.model, self.tokenizer = model, require_tokenizer(tokenizer)
         self.max_length = resolve_context(model, max_length)
         is_auto = batch_size is None or str(batch_size).startswith("auto")
-        self.batch_size = None if is_auto else resolve_positive_int("batch_size", int(batch_size or 0), 1, None, "")
+        self.batch_size = None if is_auto else int(batch_size or 0)
+        if self.batch_size is not None:
+            check_positive_int("batch_size", self.batch_size)
         first = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.tokenizer.eos_token_id
         if first is None:
-            raise InputError(
-                "this tokenizer has no bos or eos token, and a text's first token is scored after one; use another"
-            )
+            raise InputError("this tokenizer has no bos or eos token to score a text's first token after; use another")
         self.prefix_token_id = first
         self._device = model.device
 
     # Interface of the harness
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return log p(continuation | context), and whether greedy decoding generates the continuation."""
         return self._loglikelihood_tokens([self.encode_pair(*request.args) for request in requests], disable_tqdm)
 
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[float]:
         """Return log p of whole texts after the prefix token. The tokenizer's own BOS is scored too, as with "hf"."""
         windows_per_text = [
             list(rolling_windows([self.prefix_token_id, *self.tok_encode(request.args[0])], self.max_length))
@@ -77,7 +83,7 @@ class CutawayLM(LM):
         results = iter(self._loglikelihood_tokens(windows, disable_tqdm))
         return [sum(next(results)[0] for _ in text_windows) for text_windows in windows_per_text]
 
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[str]:
         """Generate after each context, up to the first stop string."""
         texts: dict[int, str] = {}
         groups: dict[str, list[int]] = {}  # requests with equal generation settings run in one call
@@ -102,10 +108,7 @@ class CutawayLM(LM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if not add_generation_prompt:
-            raise InputError(
-                "add_generation_prompt=False is not supported: a chat template cannot continue an answer that the task "
-                "begins; use a task without a prefilled answer"
-            )
+            raise InputError("add_generation_prompt=False is not supported; use a task without a prefilled answer")
         return self.tokenizer.render_chat(chat_history)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
@@ -162,12 +165,12 @@ def _load_checkpoint(source: str, device: str | None, dtype: str | None) -> Chec
     return resolve_name("cutaway.families.load:load")(source, device=device, dtype=torch_dtype)
 
 
-def parse_generation_kwargs(gen_kwargs: dict[str, Any]) -> dict[str, Any]:
+def parse_generation_kwargs(gen_kwargs: GenerationKwargs) -> GenerationKwargs:
     """Convert a task's generation settings to arguments of `generate`, which raises on unknown ones."""
     rest = dict(gen_kwargs)
     until = rest.pop("until", None) or []
     limits = [rest.pop(name) for name in MAX_TOKENS_ALIASES if name in rest]
-    settings: dict[str, Any] = {
+    settings: GenerationKwargs = {
         "stop": tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop),
         "max_new_tokens": int(limits[0]) if limits else DEFAULT_MAX_NEW_TOKENS,
     }

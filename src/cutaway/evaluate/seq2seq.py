@@ -10,13 +10,10 @@ from cutaway.evaluate.results import Seq2SeqResult
 from cutaway.evaluate.token_loss import (
     ProgressFn,
     TokenLossSum,
-    batch_by_length,
     check_token_ids,
-    combine_loss_sums,
-    evaluation_mode,
     pad_rows,
     require_tokenizer,
-    resolve_positive_int,
+    score_batches,
     sum_token_losses,
 )
 from cutaway.generate import generate
@@ -49,25 +46,23 @@ def evaluate_seq2seq(
     """
     model, tokenizer, generation_config = unpack_checkpoint(checkpoint)
     if not isinstance(model, EncoderDecoder):
-        raise InputError(
-            "this model is not an encoder-decoder; use evaluate_causal_lm for a decoder or evaluate_masked_lm for an "
-            "encoder"
-        )
+        raise InputError("this model is not an encoder-decoder; use evaluate_causal_lm or evaluate_masked_lm")
     tokenizer = require_tokenizer(tokenizer)
-    batch_size = batch_size if batch_size is None else resolve_positive_int("batch_size", batch_size, 1, None, "")
     encoded = [_encode_pair(model, tokenizer, generation_config, index, pair) for index, pair in enumerate(pairs)]
     if not encoded:
         raise InputError("pairs is empty; pass at least one (source, target)")
-    batches = batch_by_length(encoded, lambda pair: max(len(pair.source), len(pair.target)), batch_size, model.device)
-    sums, num_matches, done = [], 0, 0
-    for batch in batches:
-        with evaluation_mode(model):
-            sums.append(_score_pairs(model, batch))
+    num_matches = 0
+
+    def score(batch: list[EncodedPair]) -> TokenLossSum:
+        nonlocal num_matches
+        loss_sum = _score_pairs(model, batch)
         num_matches += _count_exact_matches(checkpoint, batch, batch_size) if exact_match else 0
-        done += len(batch)
-        if progress is not None:
-            progress(done, len(encoded))
-    num_tokens, total = sum(len(pair.target) - 1 for pair in encoded), combine_loss_sums(sums)
+        return loss_sum
+
+    total = score_batches(
+        model, encoded, lambda pair: max(len(pair.source), len(pair.target)), score, batch_size, progress
+    )
+    num_tokens = sum(len(pair.target) - 1 for pair in encoded)
     return Seq2SeqResult(total.total_nll, num_tokens, total.calibration, num_matches, len(encoded))
 
 
@@ -80,13 +75,9 @@ def _encode_pair(
 ) -> EncodedPair:
     """Tokenize a pair, and raise if it is not a pair or too long."""
     if isinstance(tokenizer, MarianTokenizer):
-        raise InputError(
-            "a Marian tokenizer encodes only the source language, so targets cannot be scored; use another checkpoint"
-        )
+        raise InputError("a Marian tokenizer encodes no targets, so none can be scored; use another checkpoint")
     if generation_config.decoder_start_token_id is None:
-        raise InputError(
-            "the checkpoint has no decoder start token; set decoder_start_token_id in its generation config"
-        )
+        raise InputError("no decoder start token is known; set decoder_start_token_id in the generation config")
     if isinstance(pair, str) or len(pair) != 2:
         raise InputError(f"pair {pair_index} is {pair!r:.60}; pass (source, target)")
     source, target = map(tokenizer.encode, pair)
@@ -103,10 +94,7 @@ def _encode_pair(
     for name, stack, length in (("source", model.encoder, len(source)), ("target", model.decoder, len(target) - 1)):
         limit = getattr(stack.embed.position, "max_positions", None)
         if limit is not None and length > limit:
-            raise InputError(
-                f"the {name} of pair {pair_index} has {length} tokens, but the model has positions for {limit}; "
-                "shorten it"
-            )
+            raise InputError(f"the {name} of pair {pair_index} has {length} tokens; shorten it to {limit} positions")
     check_token_ids(max(source), model.config.source_vocab_size or model.config.vocab_size)  # type: ignore[union-attr]
     check_token_ids(max(target), model.config.vocab_size)
     return EncodedPair(source, target, text)
