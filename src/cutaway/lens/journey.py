@@ -231,7 +231,7 @@ def residual_sum_error(model: Transformer, recorder: TokenRecorder, sites: dict[
 
 def _stack_sum_error(stack: Stack, recorder: TokenRecorder, sites: dict[str, Site]) -> float | None:
     """Sum embed and sublayer outputs in the model's order and dtype, and compare with the last resid_post."""
-    if not all(has_additive_residual(block) for block in stack.blocks):
+    if not has_additive_residual(stack):
         return None
     names = [name for name, site in sites.items() if site.stack is stack]
     total = recorder.vectors[next(name for name in names if name.endswith("embed"))]

@@ -15,13 +15,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import nn
 
 from cutaway.errors import InputError
 from cutaway.lens.hook_conversions import HookConversion
-from cutaway.model.block import ParallelBlock
+from cutaway.model.block import Block, ParallelBlock
 from cutaway.model.stack import Stack
 
 RESID_NAMES = ("embed", "resid_pre", "resid_mid", "resid_post")
@@ -176,6 +176,11 @@ def resolve_heads(site: Site, heads: Indices) -> list[int]:
     return list(dict.fromkeys(indices if "H" in site.axes else [head * sizes["G"] // sizes["H"] for head in indices]))
 
 
+def resolve_index(index: int, size: int, arg_name: str, axis_name: str) -> int:
+    """Resolve one index to a non-negative integer, and raise if it is out of range."""
+    return resolve_indices([index], size, arg_name, axis_name)[0]
+
+
 def resolve_indices(indices: Indices, size: int, arg_name: str, axis_name: str) -> list[int]:
     """Resolve indices to non-negative integers, and raise on indices out of range."""
     if isinstance(indices, slice):
@@ -220,7 +225,16 @@ def resid_before_sublayer(site: Site) -> str:
     return f"{block}.resid_mid" if sublayer == "ffn" and not is_parallel else f"{block}.resid_pre"
 
 
-def has_additive_residual(block: Any) -> bool:
-    """Whether a block only adds to the residual stream: no norm on the stream (post-norm) and no skip scale."""
-    norms = [getattr(block, name, None) for name in ("norm_after_attn", "norm_after_cross", "norm_after_ffn")]
-    return getattr(block, "skip_scale", 1.0) == 1.0 and all(isinstance(norm, nn.Identity | None) for norm in norms)
+def get_blocks(stack: Stack) -> list[Block | ParallelBlock]:
+    """Return the blocks of a stack with their types, which nn.ModuleList does not keep."""
+    return cast("list[Block | ParallelBlock]", list(stack.blocks))
+
+
+def has_additive_residual(stack: Stack) -> bool:
+    """Whether blocks only add to the residual stream: no norm on the stream (post-norm) and no skip scale."""
+    for block in get_blocks(stack):
+        if isinstance(block, Block):
+            norms = (block.norm_after_attn, block.norm_after_cross, block.norm_after_ffn)
+            if block.skip_scale != 1.0 or not all(isinstance(norm, nn.Identity | None) for norm in norms):
+                return False
+    return True
