@@ -24,6 +24,11 @@ from cutaway.lens.hook_conversions import HookConversion
 from cutaway.model.block import Block, ParallelBlock
 from cutaway.model.stack import Stack
 
+AXIS_NAMES = {
+    "T": "tokens", "S": "key positions", "H": "heads", "G": "KV heads", "D": "head dim", "E": "value head dim",
+    "d": "d_model", "h": "FFN hidden size", "K": "top-k experts", "V": "vocabulary", "P": "rotary pairs",
+}  # fmt: skip
+"""Axis letter → its name, for display."""
 RESID_NAMES = ("embed", "resid_pre", "resid_mid", "resid_post")
 """Last name components of sites on the residual stream."""
 SiteKind = Literal["in", "out", "scores", "pattern"]
@@ -57,6 +62,11 @@ class Site:
         return tuple(sizes[axis] for axis in self.axes)
 
     @property
+    def is_recomputed(self) -> bool:
+        """Whether the value is attention scores or a pattern, which is recomputed from a kernel's arguments."""
+        return self.kind in ("scores", "pattern")
+
+    @property
     def token_axis(self) -> int | None:
         """Index of the query token axis T, or of the key token axis S if there is no T."""
         return next((self.axes.index(letter) for letter in "TS" if letter in self.axes), None)
@@ -68,8 +78,7 @@ class Site:
     @property
     def num_heads(self) -> int | None:
         """Number of query heads, or of key-value heads if the value has only those; None without a head axis."""
-        sizes = dict(self.axis_sizes)
-        return sizes["H"] if "H" in self.axes else sizes["G"] if "G" in self.axes else None
+        return None if self.head_axis is None else dict(self.axis_sizes)[self.axes[self.head_axis]]
 
 
 class SiteMap(dict[str, Site]):
@@ -86,10 +95,7 @@ def check_sites_in_model(model: nn.Module, sites: Iterable[Site]) -> None:
     modules = set(model.modules())
     missing = next((site.name for site in sites if site.module not in modules), None)
     if missing is not None:
-        raise InputError(
-            f"{missing} is no longer a part of the model, as after use_kernel; change the kernel first, then create "
-            "the trace or edit"
-        )
+        raise InputError(f"{missing} is no longer a part of the model; call use_kernel before creating a trace or edit")
 
 
 Indices = int | slice | Iterable[int]
@@ -101,23 +107,20 @@ def select_sites(sites: Mapping[str, Site], patterns: Iterable[str], layers: Ind
     names: dict[str, None] = {}
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise InputError(
-                f"the site name {pattern!r} is a {type(pattern).__name__}; pass a string from sites(model)"
-            )
+            raise InputError(f"the site name {pattern!r} is a {type(pattern).__name__}; use strings from sites(model)")
         matching = [name for name in sites if _matches_pattern(name, pattern)]
         if not matching:
-            raise InputError(
-                f"this model has no site '{pattern}'{_unavailable_reason(sites, pattern)}; "
-                f"{_suggest_names(sites, pattern)}"
-            )
+            problem = f"this model has no site '{pattern}'{_unavailable_reason(sites, pattern)}"
+            raise InputError(f"{problem}; {_suggest_names(sites, pattern)}")
         names |= dict.fromkeys(matching)
     if not names:
-        raise InputError("no site is selected; pass at least one, such as 'resid_post', 'attn.pattern' or 'blocks.0.*'")
+        raise InputError("no site is selected; pass at least one, such as 'resid_post' or 'blocks.0.*'")
     selected = [site for name, site in sites.items() if name in names]
     if layers is None:
         return selected
     depth = 1 + max((site.layer for site in sites.values() if site.layer is not None), default=0)
     indices = materialize_indices(layers, "layers")
+    assert indices is not None
     wanted = set() if indices == [] else set(resolve_indices(indices, depth, "layers", "the model's blocks"))
     selected = [site for site in selected if site.layer is None or site.layer in wanted]
     if not selected:
@@ -132,10 +135,10 @@ def _matches_pattern(name: str, pattern: str) -> bool:
 
 def _unavailable_reason(sites: Mapping[str, Site], pattern: str) -> str:
     """Return why a site is not available, as `": reason"`, or an empty string."""
-    absent = sites.unavailable.items() if isinstance(sites, SiteMap) else ()
-    return next(
-        (f": {reason}" for name, reason in absent if _matches_pattern(name, pattern) or fnmatchcase(pattern, name)), ""
-    )
+    for name, reason in sites.unavailable.items() if isinstance(sites, SiteMap) else ():
+        if _matches_pattern(name, pattern) or fnmatchcase(pattern, name):
+            return f": {reason}"
+    return ""
 
 
 def _suggest_names(sites: Mapping[str, Site], pattern: str) -> str:
@@ -154,19 +157,16 @@ def site_suffix(name: str) -> str:
     return ".".join(parts[parts.index("blocks") + 2 :]) or name if "blocks" in parts else name
 
 
-def materialize_indices(indices: Any, arg_name: str) -> Any:
+def materialize_indices(indices: Indices | None, arg_name: str) -> Indices | None:
     """Convert a generator, array or tensor of indices to a list, so that it can be iterated more than once."""
     if indices is None or isinstance(indices, int | slice | range):
         return indices
-    if isinstance(indices, str) or not (hasattr(indices, "tolist") or isinstance(indices, Iterable)):
+    if hasattr(indices, "tolist"):  # array or tensor
+        return indices.tolist()
+    if isinstance(indices, str) or not isinstance(indices, Iterable):
         raise InputError(f"{arg_name} is {indices!r}; pass an index, a list of indices or a slice")
-    listed = indices.tolist() if hasattr(indices, "tolist") else list(indices)
-    return listed if isinstance(listed, int) else list(map(_to_python_int, listed))
-
-
-def _to_python_int(number: Any) -> Any:
-    """Convert a 0-dimensional array element to a Python number."""
-    return number.item() if hasattr(number, "item") and getattr(number, "ndim", 0) == 0 else number
+    items: Iterable[Any] = indices  # numbers, or elements of an array
+    return [item.item() if getattr(item, "ndim", None) == 0 else item for item in items]
 
 
 def resolve_heads(site: Site, heads: Indices) -> list[int]:
@@ -174,6 +174,10 @@ def resolve_heads(site: Site, heads: Indices) -> list[int]:
     sizes = dict(site.axis_sizes)
     indices = resolve_indices(heads, sizes["H"], "heads", f"the heads of {site.name}")
     return list(dict.fromkeys(indices if "H" in site.axes else [head * sizes["G"] // sizes["H"] for head in indices]))
+
+
+def resolve_positions(positions: Indices, num_tokens: int) -> list[int]:
+    return resolve_indices(positions, num_tokens, "positions", "the tokens of this call")
 
 
 def resolve_index(index: int, size: int, arg_name: str, axis_name: str) -> int:
@@ -186,15 +190,11 @@ def resolve_indices(indices: Indices, size: int, arg_name: str, axis_name: str) 
     if isinstance(indices, slice):
         selected = list(range(size))[indices]
         if not selected:
-            raise InputError(
-                f"{arg_name} {indices} selects none of {axis_name}, 0 to {size - 1}; pass a slice in that range"
-            )
+            raise InputError(f"{arg_name} {indices} selects none of {axis_name}; pass a slice in 0 to {size - 1}")
         return selected
     listed = [indices] if isinstance(indices, int) else list(indices)
     if not listed:
-        raise InputError(
-            f"{arg_name} is empty, which selects none of {axis_name}, 0 to {size - 1}; leave it out to select all"
-        )
+        raise InputError(f"{arg_name} is empty, which selects none of {axis_name}; leave it out to select all")
     for index in listed:
         if isinstance(index, bool) or not isinstance(index, int) or not -size <= index < size:
             raise InputError(f"{arg_name} contains {index!r}; {axis_name} are 0 to {size - 1}, or −1 from the end")

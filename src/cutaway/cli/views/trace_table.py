@@ -10,7 +10,7 @@ from rich.text import Text
 
 from cutaway.cli.views.terminal import escape_control_characters, wrap_items
 from cutaway.lens.display import format_bytes
-from cutaway.lens.sites import is_resid_site, is_sublayer_output
+from cutaway.lens.sites import AXIS_NAMES, is_resid_site, is_sublayer_output
 
 if TYPE_CHECKING:
     from cutaway.cli.tokenized_input import TokenizedInput
@@ -24,18 +24,6 @@ BAR_WIDTH, WIDE_TERMINAL = 10, 96
 """Width of the longest bar, and the minimum terminal width for bars."""
 MAX_TEXT_LENGTH, MAX_NUMBERED_TOKENS = 160, 24
 """Maximum characters of a text, and maximum number of tokens that are listed with their index."""
-AXIS_NAMES = {
-    "T": "tokens",
-    "S": "key positions",
-    "H": "heads",
-    "G": "KV heads",
-    "D": "head dim",
-    "E": "value head dim",
-    "d": "d_model",
-    "h": "FFN hidden size",
-    "K": "top-k experts",
-    "V": "vocabulary",
-}
 
 
 def journey_to_dict(journey: "Journey", tokenized: "TokenizedInput") -> dict[str, Any]:

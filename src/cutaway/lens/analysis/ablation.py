@@ -82,10 +82,10 @@ def _default_edits(inputs: AnalysisInputs) -> dict[str, dict[str, EditSpec]]:
     targets = structural_targets(inputs.model)
     edits: dict[str, dict[str, EditSpec]] = {}
     for (kind, op), label in _EDIT_LABELS.items():
-        for name, (target_kind, stack, layer) in targets.items():
-            is_target = target_kind == kind and stack is inputs.stack
+        for name, target in targets.items():
+            is_target = target.kind == kind and target.stack is inputs.stack
             if is_target and supports_structural_edit(inputs.model, name, op):
-                edits[label if layer is None else f"{label} {layer}"] = {name: op}
+                edits[label if target.layer is None else f"{label} {target.layer}"] = {name: op}
     return edits
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from cutaway.errors import InputError
 from cutaway.lens import attention_pattern
 from cutaway.lens.equations import site_equation
-from cutaway.lens.sites import Site
+from cutaway.lens.sites import AXIS_NAMES, Site
 from cutaway.serve.inspect.activation_cache import ActivationCache
 from cutaway.serve.inspect.formulas import list_formulas
 from cutaway.serve.inspect.inspector import Inspector
@@ -17,10 +17,6 @@ from cutaway.serve.inspect.protocol import QueryJob, QueryResult
 from cutaway.serve.inspect.queries.base import InputQuery, TokenIndex
 from cutaway.serve.inspect.snippet import build_snippet
 
-AXIS_NAMES = {
-    "T": "tokens", "S": "key positions", "H": "heads", "G": "KV heads", "D": "head dim", "E": "value head dim",
-    "d": "d_model", "h": "FFN hidden size", "V": "vocabulary", "K": "top-k experts", "P": "rotary pairs",
-}  # fmt: skip
 NUM_TOP_LOGITS = 50
 """Number of logits returned, of the whole vocabulary."""
 NUM_HISTOGRAM_BINS = 60
