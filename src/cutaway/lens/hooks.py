@@ -14,13 +14,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from cutaway.errors import InputError
-from cutaway.lens.attention_pattern import (
-    AttentionMask,
-    AttentionScores,
-    build_dense_mask,
-    compute_scores,
-    values_per_head,
-)
+from cutaway.lens import attention_pattern
+from cutaway.lens.attention_pattern import AttentionMask, AttentionScores
 from cutaway.lens.hook_conversions import HookConversion, ModuleArgs
 from cutaway.lens.sites import Site
 from cutaway.model.kernels import Kernel
@@ -171,7 +166,7 @@ class SiteHooks:
                 pairs = zip(head_indices, values.unbind(1), strict=True)
                 overrides |= {(kind, site.layer, head): own for head, own in pairs}
             z = result if heads is None else result.index_select(2, index_tensor(heads, result))  # (B, T, H, E)
-            z = _recompute_z(module, z, old_pattern, new_pattern, values_per_head(args, heads))
+            z = _recompute_z(module, z, old_pattern, new_pattern, attention_pattern.values_per_head(args, heads))
             return z if heads is None else result.index_copy(2, index_tensor(heads, result), z)
 
         if site.is_recomputed and self.modifies:
@@ -199,7 +194,7 @@ class SiteHooks:
         """Recompute the scores of a kernel call; hooks on scores and pattern of the same call share one result."""
         if self.cached_scores is None or self.cached_scores[0] is not kernel_args or self.cached_scores[1] != heads:
             with self._grad_mode():
-                scores = compute_scores(kernel, kernel_args, heads, self._dense_mask(kernel_args))
+                scores = attention_pattern.compute_scores(kernel, kernel_args, heads, self._dense_mask(kernel_args))
             self.cached_scores = kernel_args, heads, scores
         return self.cached_scores[2]
 
@@ -207,7 +202,7 @@ class SiteHooks:
         """Materialize the mask once for all layers that share a prepared mask."""
         key = kernel_args[3], kernel_args[0].shape[1], kernel_args[1].shape[1]
         if self.cached_mask is None or self.cached_mask[0][0] is not key[0] or self.cached_mask[0][1:] != key[1:]:
-            self.cached_mask = key, build_dense_mask(kernel_args)
+            self.cached_mask = key, attention_pattern.build_dense_mask(kernel_args)
         return self.cached_mask[1]
 
     def _layer_counter(self, site: Site) -> list[int] | None:

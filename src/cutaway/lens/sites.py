@@ -21,7 +21,8 @@ from torch import nn
 
 from cutaway.errors import InputError
 from cutaway.lens.hook_conversions import HookConversion
-from cutaway.model.block import Block, ParallelBlock
+from cutaway.model.attention import LatentAttention, MultiHead
+from cutaway.model.block import Block, Branch, ParallelBlock
 from cutaway.model.stack import Stack
 
 AXIS_NAMES = {
@@ -228,6 +229,11 @@ def resid_before_sublayer(site: Site) -> str:
 def get_blocks(stack: Stack) -> list[Block | ParallelBlock]:
     """Return the blocks of a stack with their types, which nn.ModuleList does not keep."""
     return cast("list[Block | ParallelBlock]", list(stack.blocks))
+
+
+def attention_module(branch: Branch) -> MultiHead | LatentAttention:
+    """Return the attention of a branch with its type, which the branch does not keep."""
+    return cast(MultiHead | LatentAttention, branch.f)
 
 
 def has_additive_residual(stack: Stack) -> bool:

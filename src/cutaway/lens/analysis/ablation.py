@@ -50,7 +50,7 @@ def ablation(
     baseline_logits = inputs.logits()
     rows = [_compute_metrics(inputs, baseline_logits, baseline_logits)]
     for label in track_progress(list(edits), progress, "ablating"):
-        with edit(inputs.model, edits[label]):
+        with inputs.eval_mode(), edit(inputs.model, edits[label]):
             rows.append(_compute_metrics(inputs, inputs.logits(), baseline_logits))
     labels = (("baseline", *edits), METRICS)
     return LabeledTensor("ablation", torch.stack(rows), ("edit", "metric"), labels, "nats", _no_loss_reason(inputs))
@@ -69,7 +69,7 @@ def head_ablation(
     baseline_loss = _next_token_loss(inputs, inputs.logits())
     for row, site in enumerate(track_progress(z_sites, progress, "ablating heads")):
         for head in range(site.num_heads or 0):
-            with edit(inputs.model, {site.name: {"do": "zero", "heads": [head]}}):
+            with inputs.eval_mode(), edit(inputs.model, {site.name: {"do": "zero", "heads": [head]}}):
                 increases[row, head] = _next_token_loss(inputs, inputs.logits()) - baseline_loss
     names = tuple(site.name.split("blocks.")[1].split(".")[0] for site in z_sites)
     labels = (names, tuple(str(head) for head in range(max_heads)))

@@ -47,7 +47,7 @@ def _time_forward_backward(inputs: AnalysisInputs) -> float:
     parameters = [parameter for parameter in inputs.model.parameters() if parameter.requires_grad]
     start = time.perf_counter()
     with torch.enable_grad():
-        torch.autograd.grad(inputs.run().float().square().mean(), parameters, allow_unused=True)
+        torch.autograd.grad(inputs.forward().float().square().mean(), parameters, allow_unused=True)
     if inputs.tokens.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - start
@@ -56,7 +56,7 @@ def _time_forward_backward(inputs: AnalysisInputs) -> float:
 def _saved_activation_bytes(inputs: AnalysisInputs) -> int:
     """Return the bytes allocated in a forward pass and still alive after it, without the output itself."""
     with torch.enable_grad(), _AllocationTracker() as tracker:
-        output = inputs.run()
+        output = inputs.forward()
     output_storage = StorageWeakRef(output.untyped_storage()).cdata  # type: ignore[no-untyped-call]
     alive = [(storage, size) for storage, size in tracker.storages.values() if not storage.expired()]
     return sum(size for storage, size in alive if storage.cdata != output_storage)

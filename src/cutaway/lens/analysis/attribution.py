@@ -7,24 +7,17 @@ attributed token. So the logit is a sum too: embed·g + Σ out·g + biases, with
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cutaway.lens.adapters import ModelLike
-from cutaway.lens.analysis.inputs import (
-    AnalysisInputs,
-    TextOrTokens,
-    TokenOrId,
-    eval_mode,
-    prepare_inputs,
-    upcast_float32,
-)
+from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs, upcast_float32
 from cutaway.lens.analysis.labeled_tensor import LabeledTensor, show_whitespace
+from cutaway.lens.sites import attention_module
 from cutaway.lens.trace import trace
-from cutaway.model.attention import LatentAttention, MultiHead
 from cutaway.model.block import Block, Branch
 from cutaway.model.head import LMHead
 from cutaway.model.norms import LayerNorm, RMSNorm
@@ -104,7 +97,7 @@ def direct_logit_attribution(
     attentions = [f"{blocks}.attn", f"{blocks}.cross"] if inputs.site_prefix else [f"{blocks}.attn"]
     names = [f"{inputs.site_prefix}embed", f"{blocks}.resid_post", f"{blocks}.ffn.out"]
     names += [f"{name}.{value}" for name in attentions for value in ("out", "z", *(["pattern"] if by_token else []))]
-    with eval_mode(inputs.model), trace(inputs.model, *names, positions=position) as at_position:
+    with inputs.eval_mode(), trace(inputs.model, *names, positions=position) as at_position:
         values = trace(inputs.model, *(f"{name}.v" for name in attentions)) if by_token else nullcontext(at_position)
         with values as all_positions:
             logits = inputs.run()
@@ -176,7 +169,7 @@ def _head_contributions(
     branch: Branch, at_position: ActivationMap, values: Tensor | None, site: str, direction: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Return the contribution of each head, (H,) or (H, S) by attended token if `values` is set, and of the biases."""
-    f = cast(MultiHead | LatentAttention, branch.f)
+    f = attention_module(branch)
     z = upcast_float32(at_position[f"{site}.z"][0, 0])  # (H, E)
     weight, bias = upcast_float32(f.o.weight), None if f.o.bias is None else upcast_float32(f.o.bias)
     g, norm_bias = pull_back_through_norm(branch.norm_out, F.linear(z.flatten(), weight, bias), direction)

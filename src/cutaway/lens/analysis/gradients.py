@@ -47,7 +47,7 @@ def gradient_by_depth(model: ModelLike, tokens: TextOrTokens, *, source: TextOrT
 def _text_loss(inputs: AnalysisInputs) -> Tensor:
     """Mean cross-entropy of the text."""
     inputs.require_head()
-    logits, tokens = inputs.run()[0], inputs.tokens[0]
+    logits, tokens = inputs.forward()[0], inputs.tokens[0]
     if inputs.stack.causal:
         if len(tokens) < 2:
             raise InputError("the text has one token, so it has no next-token loss; pass at least two tokens")

@@ -1,7 +1,7 @@
 """Inputs of an analysis: a model, its tokenizer and the tokens of one text; evaluation mode."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cutaway.errors import InputError
 from cutaway.lens.adapters import ModelLike, require_cutaway_model, run_model
-from cutaway.lens.sites import Indices, get_blocks, has_additive_residual, resolve_index
+from cutaway.lens.sites import get_blocks, has_additive_residual, resolve_index
 from cutaway.lens.trace import Trace
 from cutaway.model import EncoderDecoder, Transformer
 from cutaway.model.block import Block, ParallelBlock
@@ -89,19 +89,27 @@ class AnalysisInputs:
         """Return each token as text, or its id without a tokenizer."""
         return tuple(token_text(self.tokenizer, token) for token in ids)
 
-    def run(self) -> Tensor:
-        """Return the logits (1, T, V), or the encoder output if the model has no head."""
+    def forward(self) -> Tensor:
+        """Return the logits (1, T, V), or the encoder output if the model has no head, in the model's current mode."""
         return run_model(self.model, self.tokens, self.source)
 
-    def logits(self) -> Tensor:
-        """Run the model in evaluation mode; return the logits in at least fp32, (T, V)."""
-        with eval_mode(self.model):
-            return upcast_float32(self.run())[0]
+    def eval_mode(self) -> AbstractContextManager[None]:
+        """Evaluation mode without gradients. Hooks registered in it are not affected by activation checkpointing."""
+        return eval_mode(self.model)
 
-    def trace(self, *names: str, positions: Indices | None = None) -> Trace:
+    def run(self) -> Tensor:
+        """Return the output in evaluation mode, without gradients."""
+        with self.eval_mode():
+            return self.forward()
+
+    def logits(self) -> Tensor:
+        """Return the logits of the text in at least fp32, (T, V), in evaluation mode."""
+        return upcast_float32(self.run())[0]
+
+    def trace(self, *names: str) -> Trace:
         """Run the model in evaluation mode, and record the activations at these sites."""
-        with eval_mode(self.model), Trace(self.model, *names, positions=positions) as t:
-            self.run()
+        with self.eval_mode(), Trace(self.model, *names) as t:
+            self.forward()
         return t
 
     def resolve_token(self, token: TokenOrId, arg_name: str) -> int:

@@ -7,7 +7,7 @@ import torch
 
 from cutaway.errors import InputError
 from cutaway.lens.adapters import ModelLike
-from cutaway.lens.analysis.inputs import TextOrTokens, eval_mode, prepare_inputs, upcast_float32
+from cutaway.lens.analysis.inputs import TextOrTokens, prepare_inputs, upcast_float32
 from cutaway.lens.analysis.labeled_tensor import LabeledTensor
 from cutaway.model import EncoderDecoder, EncoderOnly
 
@@ -21,7 +21,7 @@ def cached_decoding_error(
         raise InputError("an encoder cannot decode token by token; pass a decoder or an encoder-decoder")
     cache = inputs.model.new_cache(1, inputs.tokens.shape[1])
     errors, logits = [], inputs.logits()  # (T, V)
-    with eval_mode(inputs.model):
+    with inputs.eval_mode():
         for position in range(inputs.tokens.shape[1]):
             token = inputs.tokens[:, position : position + 1]
             source = inputs.source if position == 0 else None  # later steps use the cross-attention cache

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cutaway.errors import InputError
 from cutaway.lens.adapters import ModelLike
-from cutaway.lens.analysis.inputs import TextOrTokens, TokenOrId, eval_mode, prepare_inputs, upcast_float32
+from cutaway.lens.analysis.inputs import TextOrTokens, TokenOrId, prepare_inputs, upcast_float32
 from cutaway.lens.analysis.labeled_tensor import LabeledTensor, show_whitespace
 
 LogitLensUnit = Literal["probability", "logit", "rank"]
@@ -36,7 +36,7 @@ def logit_lens(
     token_id = None if token is None else inputs.resolve_token(token, "token")
     rows, ids = [], []
     t = inputs.trace(*inputs.resid_sites.values())
-    with eval_mode(inputs.model):
+    with torch.no_grad():
         for name in inputs.resid_sites.values():
             logits = upcast_float32(head(stack.final_norm(t[name].as_subclass(Tensor)))[0])
             top_ids = logits.argmax(-1)

@@ -15,20 +15,12 @@ from torch import Tensor
 
 from cutaway.errors import InputError
 from cutaway.lens.adapters import ModelLike, sites
-from cutaway.lens.analysis.inputs import (
-    AnalysisInputs,
-    TextOrTokens,
-    TokenOrId,
-    eval_mode,
-    prepare_inputs,
-    upcast_float32,
-)
+from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs, upcast_float32
 from cutaway.lens.analysis.labeled_tensor import LabeledTensor
 from cutaway.lens.edit import EditSpec, TensorFn, edit
 from cutaway.lens.hooks import index_tensor
 from cutaway.lens.interventions import Intervention
 from cutaway.lens.sites import Indices, Site, materialize_indices, resid_before_sublayer, resolve_heads, select_sites
-from cutaway.lens.trace import trace
 from cutaway.model.block import ParallelBlock
 
 Item = TypeVar("Item")
@@ -107,9 +99,8 @@ class PatchingExperiment:
             self.tokens.append(self.clean.resolve_token(incorrect_token, "incorrect_token"))
         self.position = self.clean.resolve_position(position)
         self.all_sites = sites(self.clean.model)
-        with eval_mode(self.clean.model):
-            self.clean_metric = self.logit_metric(self.clean.run())
-            self.corrupted_metric = self.logit_metric(self.corrupted.run())
+        self.clean_metric = self.logit_metric(self.clean.run())
+        self.corrupted_metric = self.logit_metric(self.corrupted.run())
         if torch.equal(self.clean_metric, self.corrupted_metric):
             raise InputError("clean and corrupted have the same metric, so nothing to recover; pass texts that differ")
         answer, *incorrect = self.clean.decode_tokens(self.tokens)
@@ -137,8 +128,7 @@ class PatchingExperiment:
 
     def recovered_fraction(self, edits: Mapping[str, EditSpec], batch_size: int = 1) -> Tensor:
         """Run the corrupted inputs with these edits; return the recovered fraction of each batch row, (B,)."""
-        model = self.clean.model
-        with eval_mode(model), edit(model, edits):
+        with self.clean.eval_mode(), edit(self.clean.model, edits):
             patched = self.logit_metric(_expand_batch(self.corrupted, batch_size).run())
         return (patched - self.corrupted_metric) / (self.clean_metric - self.corrupted_metric)
 
@@ -220,7 +210,6 @@ def path_patching(
 
 def _sender_difference(experiment: PatchingExperiment, sender: Site, writer: Site, heads: Indices | None) -> Tensor:
     """Return the writer's output with the clean sender minus its output in the corrupted run."""
-    model = experiment.clean.model
     clean = experiment.cache_activations(experiment.clean, [sender])[sender.name]
     corrupted_output = experiment.cache_activations(experiment.corrupted, [writer])[writer.name]
     patch = Intervention("replace", clean)
@@ -230,21 +219,18 @@ def _sender_difference(experiment: PatchingExperiment, sender: Site, writer: Sit
         indices = resolve_heads(sender, heads)
         value = clean.index_select(sender.axes.index("H"), index_tensor(indices, clean))
         patch = Intervention("replace", value, heads=indices)
-    with eval_mode(model), edit(model, {sender.name: patch}), trace(model, writer.name) as t:
-        experiment.corrupted.run()
+    with experiment.clean.eval_mode(), edit(experiment.clean.model, {sender.name: patch}):
+        t = experiment.corrupted.trace(writer.name)
     return t[writer.name].as_subclass(Tensor) - corrupted_output
 
 
 def _patch_receiver(experiment: PatchingExperiment, receiver: Site, delta: Tensor) -> Tensor:
     """Return the recovered fraction when only this receiver reads the sender's difference."""
-    model, prefix = experiment.clean.model, experiment.clean.site_prefix
+    prefix = experiment.clean.site_prefix
     if receiver.layer is None:
         last = f"{prefix}blocks.{len(experiment.clean.stack.blocks) - 1}.resid_post"
         return experiment.recovered_fraction({last: lambda value: value + delta})
-    with (
-        eval_mode(model),
-        edit(model, {resid_before_sublayer(receiver): lambda value: value + delta}),
-        trace(model, receiver.name) as t,
-    ):
-        experiment.corrupted.run()
+    edits: dict[str, EditSpec] = {resid_before_sublayer(receiver): lambda value: value + delta}
+    with experiment.clean.eval_mode(), edit(experiment.clean.model, edits):
+        t = experiment.corrupted.trace(receiver.name)
     return experiment.recovered_fraction({receiver.name: t[receiver.name].as_subclass(Tensor)})

@@ -38,9 +38,7 @@ def _position_vectors(inputs: AnalysisInputs, layer: int) -> tuple[str, Tensor]:
     """Return a description of the position method, and its vectors (T, H, D)."""
     embed_position, layer_position = inputs.stack.embed.position, position_module(inputs.stack, layer)
     if embed_position is None and isinstance(layer_position, ScoreBias):
-        raise InputError(
-            f"block {layer} has a position bias on scores, not position vectors; trace 'attn.scores' instead"
-        )
+        raise InputError(f"block {layer} adds positions to scores, so it has no position vectors; trace 'attn.scores'")
     name = f"{inputs.site_prefix}blocks.{layer}.attn.k"
     t = inputs.trace(name)  # raises if seq_len exceeds the model's positions
     if embed_position is not None:
