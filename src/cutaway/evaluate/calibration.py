@@ -75,18 +75,13 @@ class Calibration:
     def bins(self) -> list[dict[str, float]]:
         """One row per non-empty bin: limits, count, mean confidence and accuracy."""
         size = len(self.bin_counts)
-        rows = zip(range(size), self.bin_counts, self.bin_confidence_sums, self.bin_correct, strict=True)
-        return [
-            {
-                "low": index / size,
-                "high": (index + 1) / size,
-                "count": count,
-                "confidence": confidence / count,
-                "accuracy": correct / count,
-            }
-            for index, count, confidence, correct in rows
-            if count
-        ]
+        columns = zip(self.bin_counts, self.bin_confidence_sums, self.bin_correct, strict=True)
+        rows = []
+        for index, (count, confidence, correct) in enumerate(columns):
+            if count:
+                limits = {"low": index / size, "high": (index + 1) / size}
+                rows.append(limits | {"count": count, "confidence": confidence / count, "accuracy": correct / count})
+        return rows
 
     def __add__(self, other: "Calibration") -> "Calibration":
         if len(self.bin_counts) != len(other.bin_counts):

@@ -79,11 +79,9 @@ def evaluate_causal_lm(
     if not documents:
         raise InputError("there is no token to score, because a text's first token has no context; pass longer texts")
     check_token_ids(max(int(ids.max()) for ids in documents), model.config.vocab_size)
-    windows = [
-        window
-        for index, ids in enumerate(documents)
-        for window in sliding_windows(index, len(ids), first_target, context, stride)
-    ]
+    windows: list[Window] = []
+    for index, ids in enumerate(documents):
+        windows += sliding_windows(index, len(ids), first_target, context, stride)
     score = partial(_score_windows, model, documents)
     total = score_batches(model, windows, lambda window: window.end - window.start, score, batch_size, progress)
     num_tokens = sum(len(ids) - first_target for ids in documents)

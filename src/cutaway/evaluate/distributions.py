@@ -193,9 +193,7 @@ def _from_class_samples(operand: Operand, reference: Distribution) -> Distributi
     counts = operand.counts()
     for sample in counts:
         if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample < outcomes:
-            raise InputError(
-                f"{operand.name}_samples has {sample!r:.40}; pass outcomes by their indices, 0 to {outcomes - 1}"
-            )
+            raise InputError(f"{operand.name}_samples has {sample!r:.40}; pass their indices, 0 to {outcomes - 1}")
     return from_counts(counts[index] for index in range(outcomes))
 
 

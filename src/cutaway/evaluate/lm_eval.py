@@ -94,10 +94,8 @@ class CutawayLM(LM):
                 settings = parse_generation_kwargs(requests[indices[0]].args[1])
                 max_prompt_len = self.max_length - settings["max_new_tokens"]
                 if max_prompt_len < 1:
-                    raise InputError(
-                        f"the task generates {settings['max_new_tokens']} tokens, which leaves no space for a prompt "
-                        f"in max_length {self.max_length}; set max_gen_toks lower"
-                    )
+                    problem = f"max_gen_toks {settings['max_new_tokens']} leaves no space for a prompt"
+                    raise InputError(f"{problem} in max_length {self.max_length}; set max_gen_toks lower")
                 prompts = [self.tok_encode(requests[index].args[0])[-max_prompt_len:] for index in indices]
                 outputs = generate(
                     self.checkpoint, prompts, max_num_seqs=self.batch_size, max_model_len=self.max_length, **settings
@@ -133,11 +131,8 @@ class CutawayLM(LM):
         """Tokenize both as one text; spaces at the end of the context belong to the continuation."""
         if not context:
             ids = self.tok_encode(continuation, special=False)
-            return (
-                LoglikelihoodRequest(ids[:1], ids[1:])
-                if ids[:1] == [self.prefix_token_id]
-                else LoglikelihoodRequest([self.prefix_token_id], ids)
-            )
+            ids = ids if ids[:1] == [self.prefix_token_id] else [self.prefix_token_id, *ids]
+            return LoglikelihoodRequest(ids[:1], ids[1:])
         context_ids = self.tok_encode(context.rstrip())
         return LoglikelihoodRequest(context_ids, self.tok_encode(context + continuation)[len(context_ids) :])
 
@@ -146,10 +141,8 @@ class CutawayLM(LM):
     ) -> list[tuple[float, bool]]:
         for request in requests:
             if not request.continuation or len(request.continuation) > self.max_length:
-                raise InputError(
-                    f"a continuation has {len(request.continuation)} tokens, and 1 to {self.max_length} can be scored; "
-                    "fix the task, or raise max_length"
-                )
+                problem = f"a continuation has {len(request.continuation)} tokens, not 1 to {self.max_length}"
+                raise InputError(f"{problem}; fix the task, or raise max_length")
         with _progress_bar("loglikelihoods", len(requests), disable_tqdm) as update:
             results = compute_loglikelihoods(
                 self.model, requests, max_length=self.max_length, batch_size=self.batch_size, progress=update

@@ -59,9 +59,7 @@ def evaluate_seq2seq(
         num_matches += _count_exact_matches(checkpoint, batch, batch_size) if exact_match else 0
         return loss_sum
 
-    total = score_batches(
-        model, encoded, lambda pair: max(len(pair.source), len(pair.target)), score, batch_size, progress
-    )
+    total = score_batches(model, encoded, lambda pair: max(map(len, pair[:2])), score, batch_size, progress)
     num_tokens = sum(len(pair.target) - 1 for pair in encoded)
     return Seq2SeqResult(total.total_nll, num_tokens, total.calibration, num_matches, len(encoded))
 
@@ -115,12 +113,8 @@ def _count_exact_matches(checkpoint: CheckpointLike, pairs: list[EncodedPair], b
     One token more than the longest target is enough to detect a mismatch.
     """
     max_new_tokens = max(len(pair.target) for pair in pairs)
+    sources = [pair.source for pair in pairs]
     outputs = generate(
-        checkpoint,
-        [pair.source for pair in pairs],
-        beams=1,
-        max_new_tokens=max_new_tokens,
-        temperature=0.0,
-        max_num_seqs=batch_size,
+        checkpoint, sources, beams=1, max_new_tokens=max_new_tokens, temperature=0.0, max_num_seqs=batch_size
     )
     return sum((output.text or "").strip() == pair.text.strip() for output, pair in zip(outputs, pairs, strict=True))

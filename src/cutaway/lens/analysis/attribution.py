@@ -104,12 +104,10 @@ def direct_logit_attribution(
         answer = int(logits[0, position].argmax())
         answer = answer if answer_token is None else inputs.resolve_token(answer_token, "answer_token")
         incorrect = None if incorrect_token is None else inputs.resolve_token(incorrect_token, "incorrect_token")
-        contributions = list(
-            logit_contributions(
-                inputs, at_position, all_positions, answer, incorrect, by_head=by_head, by_token=by_token
-            )
+        contributions = logit_contributions(
+            inputs, at_position, all_positions, answer, incorrect, by_head=by_head, by_token=by_token
         )
-    return _build_result(inputs, contributions, position, answer, incorrect, logits, by_token=by_token)
+        return _build_result(inputs, list(contributions), position, answer, incorrect, logits, by_token=by_token)
 
 
 def check_attributable(inputs: AnalysisInputs) -> None:

@@ -76,10 +76,8 @@ class AnalysisInputs:
     def require_additive_residual(self, analysis: str) -> None:
         """Raise if the residual stream is not the sum of embed and sublayer outputs."""
         if not has_additive_residual(self.stack):
-            raise InputError(
-                "the residual stream has norms (post-norm) or scales, so it is not a sum of sublayer outputs; "
-                f"{analysis} needs pre, sandwich, output or parallel placement"
-            )
+            problem = "the residual stream is not a sum of sublayer outputs: it has norms (post-norm) or scales"
+            raise InputError(f"{problem}; {analysis} needs pre, sandwich, output or parallel placement")
 
     @property
     def token_labels(self) -> tuple[str, ...]:

@@ -28,8 +28,6 @@ def cached_decoding_error(
             args = (source, token) if isinstance(inputs.model, EncoderDecoder) else (token,)
             step_logits = upcast_float32(inputs.model(*args, cache=cache))[0, -1]
             errors.append((step_logits - logits[position]).abs().max())
-    title, note = (
-        "decoding with a KV cache against one forward pass",
-        f"the largest logit is {float(logits.abs().max()):.3g}",
-    )
+    title = "decoding with a KV cache against one forward pass"
+    note = f"the largest logit is {float(logits.abs().max()):.3g}"
     return LabeledTensor(title, torch.stack(errors), ("token",), (inputs.token_labels,), "largest difference", note)
