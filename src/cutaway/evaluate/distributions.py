@@ -17,7 +17,7 @@ Samples: TypeAlias = Iterable[Hashable]
 """Observed outcomes."""
 Array: TypeAlias = Any
 """A numpy array or a tensor. torch is not imported here, and the same expressions compute both."""
-SUM_TOLERANCE = 1e-3
+_SUM_TOLERANCE = 1e-3
 """Allowed deviation of Σ p from 1, for rounding in 16-bit dtypes. Probabilities are divided by their sum."""
 
 
@@ -72,7 +72,7 @@ def from_probabilities(name: str, values: ArrayLike | None) -> Distribution:
     # Negated, so that NaN is invalid too.
     _check_no_element(name, p, ~((p >= 0) & (p < math.inf)), "a probability is a number from 0 to 1")
     total = p.sum(-1, keepdims=True)
-    wrong = abs(total - 1) > SUM_TOLERANCE
+    wrong = abs(total - 1) > _SUM_TOLERANCE
     if bool(wrong.any()):
         raise InputError(f"{name} sums to {float(total[wrong][0]):.6g}, not to 1; divide it by its sum")
     p = p / total

@@ -28,11 +28,11 @@ from cutaway.model.inputs import check_positive_int
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-GenerationKwargs = dict[str, Any]
+_GenerationKwargs = dict[str, Any]
 """A task's generation settings, or arguments of `generate`."""
 DEFAULT_MAX_NEW_TOKENS = 256
 """Default number of generated tokens, for tasks that do not set it."""
-MAX_TOKENS_ALIASES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_MAX_TOKENS_ALIASES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names that tasks use for the maximum number of generated tokens."""
 
 
@@ -158,12 +158,12 @@ def _load_checkpoint(source: str, device: str | None, dtype: str | None) -> Chec
     return resolve_name("cutaway.families.load:load")(source, device=device, dtype=torch_dtype)
 
 
-def parse_generation_kwargs(gen_kwargs: GenerationKwargs) -> GenerationKwargs:
+def parse_generation_kwargs(gen_kwargs: _GenerationKwargs) -> _GenerationKwargs:
     """Convert a task's generation settings to arguments of `generate`, which raises on unknown ones."""
     rest = dict(gen_kwargs)
     until = rest.pop("until", None) or []
-    limits = [rest.pop(name) for name in MAX_TOKENS_ALIASES if name in rest]
-    settings: GenerationKwargs = {
+    limits = [rest.pop(name) for name in _MAX_TOKENS_ALIASES if name in rest]
+    settings: _GenerationKwargs = {
         "stop": tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop),
         "max_new_tokens": int(limits[0]) if limits else DEFAULT_MAX_NEW_TOKENS,
     }

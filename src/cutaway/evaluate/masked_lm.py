@@ -27,7 +27,7 @@ from cutaway.tokenizer import Tokenizer
 
 DEFAULT_MLM_PROBABILITY = 0.15
 """Fraction of masked tokens, as in BERT (2018)."""
-MaskedChunk = tuple[list[int], list[int]]
+_MaskedChunk = tuple[list[int], list[int]]
 """Token ids of a chunk with special tokens, and the positions to mask."""
 
 
@@ -58,7 +58,7 @@ def evaluate_masked_lm(
         raise InputError(f"mlm_probability is {mlm_probability!r:.40}; pass the fraction of masked tokens, in (0, 1]")
     check_seed(seed)
     context = resolve_context(model, context)
-    chunks: list[MaskedChunk] = []
+    chunks: list[_MaskedChunk] = []
     num_documents = 0
     for index, text in enumerate(check_texts(texts)):
         text_chunks = list(_mask_chunks(tokenizer, text, context, mlm_probability, seed, index))
@@ -73,7 +73,7 @@ def evaluate_masked_lm(
     return MaskedLMResult(total.total_nll, num_tokens, total.calibration, total.num_correct, num_documents, context)
 
 
-def _score_chunks(model: EncoderOnly, mask_token_id: int, chunks: list[MaskedChunk]) -> TokenLossSum:
+def _score_chunks(model: EncoderOnly, mask_token_id: int, chunks: list[_MaskedChunk]) -> TokenLossSum:
     """Return the loss of the masked tokens."""
     assert model.head is not None
     tokens, padding_mask = pad_rows([ids for ids, _ in chunks], model.device)
@@ -87,7 +87,7 @@ def _score_chunks(model: EncoderOnly, mask_token_id: int, chunks: list[MaskedChu
 
 def _mask_chunks(
     tokenizer: Tokenizer, text: str, context: int, mlm_probability: float, seed: int, document_index: int
-) -> Iterator[MaskedChunk]:
+) -> Iterator[_MaskedChunk]:
     """Split a text into chunks that fit the context, each with a masked token; special tokens are not masked."""
     prefix, suffix = special_prefix_and_suffix(tokenizer)
     chunk_len = context - len(prefix) - len(suffix)

@@ -23,7 +23,7 @@ from cutaway.tokenizer import Tokenizer
 from cutaway.tokenizer.formats.marian import MarianTokenizer
 
 
-class EncodedPair(NamedTuple):
+class _EncodedPair(NamedTuple):
     source: list[int]
     target: list[int]
     """With the decoder start token and the EOS token."""
@@ -53,7 +53,7 @@ def evaluate_seq2seq(
         raise InputError("pairs is empty; pass at least one (source, target)")
     num_matches = 0
 
-    def score(batch: list[EncodedPair]) -> TokenLossSum:
+    def score(batch: list[_EncodedPair]) -> TokenLossSum:
         nonlocal num_matches
         loss_sum = _score_pairs(model, batch)
         num_matches += _count_exact_matches(checkpoint, batch, batch_size) if exact_match else 0
@@ -70,7 +70,7 @@ def _encode_pair(
     generation_config: GenerationConfig,
     pair_index: int,
     pair: tuple[str, str],
-) -> EncodedPair:
+) -> _EncodedPair:
     """Tokenize a pair, and raise if it is not a pair or too long."""
     if isinstance(tokenizer, MarianTokenizer):
         raise InputError("a Marian tokenizer encodes no targets, so none can be scored; use another checkpoint")
@@ -95,10 +95,10 @@ def _encode_pair(
             raise InputError(f"the {name} of pair {pair_index} has {length} tokens; shorten it to {limit} positions")
     check_token_ids(max(source), model.config.source_vocab_size or model.config.vocab_size)  # type: ignore[union-attr]
     check_token_ids(max(target), model.config.vocab_size)
-    return EncodedPair(source, target, text)
+    return _EncodedPair(source, target, text)
 
 
-def _score_pairs(model: EncoderDecoder, pairs: list[EncodedPair]) -> TokenLossSum:
+def _score_pairs(model: EncoderDecoder, pairs: list[_EncodedPair]) -> TokenLossSum:
     source, source_mask = pad_rows([pair.source for pair in pairs], model.device)
     target, target_mask = pad_rows([pair.target[:-1] for pair in pairs], model.device)
     x = model.hidden_states(source, target, source_mask, target_mask)  # (B, T, d)
@@ -107,7 +107,7 @@ def _score_pairs(model: EncoderDecoder, pairs: list[EncodedPair]) -> TokenLossSu
     return sum_token_losses(model.head, scored, targets, model.config.vocab_size)
 
 
-def _count_exact_matches(checkpoint: CheckpointLike, pairs: list[EncodedPair], batch_size: int | None) -> int:
+def _count_exact_matches(checkpoint: CheckpointLike, pairs: list[_EncodedPair], batch_size: int | None) -> int:
     """Count the pairs whose greedy output equals the target.
 
     One token more than the longest target is enough to detect a mismatch.

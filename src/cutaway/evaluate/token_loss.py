@@ -23,15 +23,15 @@ from cutaway.tokenizer import Tokenizer
 
 MAX_LOGITS_PER_CHUNK = 1 << 25
 """Maximum number of logits in memory at a time: 128 MiB in float32."""
-TOKENS_PER_BATCH = {"cpu": 2048}
-DEFAULT_TOKENS_PER_BATCH = 16384
+_TOKENS_PER_BATCH = {"cpu": 2048}
+_DEFAULT_TOKENS_PER_BATCH = 16384
 """Tokens per forward pass if the caller sets no batch size, by device type. Larger batches are not faster on a CPU, and
 the progress bar would update too rarely."""
-DEFAULT_CONTEXT = 4096
+_DEFAULT_CONTEXT = 4096
 """Upper limit of the default context: the full context of some models does not fit into memory."""
 ProgressFn = Callable[[int, int], None]
 """Called with (items done, items in total)."""
-TokenRow = Sequence[int] | NDArray[np.uint32]
+_TokenRow = Sequence[int] | NDArray[np.uint32]
 Item = TypeVar("Item")
 
 
@@ -121,7 +121,7 @@ def batch_by_length(
     if batch_size is not None:
         check_positive_int("batch_size", batch_size)
     ordered = sorted(items, key=length, reverse=True)
-    batches, start, max_tokens = [], 0, TOKENS_PER_BATCH.get(device.type, DEFAULT_TOKENS_PER_BATCH)
+    batches, start, max_tokens = [], 0, _TOKENS_PER_BATCH.get(device.type, _DEFAULT_TOKENS_PER_BATCH)
     while start < len(ordered):
         rows = batch_size or max(1, max_tokens // max(1, length(ordered[start])))
         batches.append(ordered[start : start + rows])
@@ -129,7 +129,7 @@ def batch_by_length(
     return batches
 
 
-def pad_rows(rows: Sequence[TokenRow], device: torch.device) -> tuple[Int[Tensor, "B T"], Tensor | None]:
+def pad_rows(rows: Sequence[_TokenRow], device: torch.device) -> tuple[Int[Tensor, "B T"], Tensor | None]:
     """Right-pad rows of ids to one tensor; return it and its padding mask (True for tokens), None without padding."""
     width = max(map(len, rows))
     tokens, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.bool)
@@ -150,10 +150,10 @@ def resolve_length(name: str, value: int | None, default: int, maximum: int | No
 
 
 def resolve_context(model: Transformer, context: int | None) -> int:
-    """Return the maximum input length; default the model's context, at most DEFAULT_CONTEXT."""
+    """Return the maximum input length; default the model's context, at most _DEFAULT_CONTEXT."""
     [stack] = model.stacks.values()
     limit: int | None = getattr(stack.embed.position, "max_positions", None)
-    default = min(length for length in (model.config.context, limit, DEFAULT_CONTEXT) if length is not None)
+    default = min(length for length in (model.config.context, limit, _DEFAULT_CONTEXT) if length is not None)
     return resolve_length("context", context, default, limit, f"but the model has positions for {limit} tokens")
 
 

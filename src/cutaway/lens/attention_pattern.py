@@ -13,7 +13,7 @@ from cutaway.lens.hook_conversions import ModuleArgs
 from cutaway.model.kernels import DenseMask, FlexMask, Kernel, SdpaMask, Softmax
 
 _INF = float("inf")
-KernelArgs = tuple[Tensor, Tensor, Tensor, object, Tensor | None]
+_KernelArgs = tuple[Tensor, Tensor, Tensor, object, Tensor | None]
 """q (B, T, H, D), k (B, S, G, D), v (B, S, G, E), the kernel's prepared mask, and the sink (H,)."""
 
 
@@ -35,7 +35,7 @@ class AttentionScores(NamedTuple):
         return Softmax()(scores, none_masked if self.fully_masked is None else self.fully_masked, self.sink)
 
 
-def unpack_kernel_args(kernel_args: ModuleArgs) -> KernelArgs:
+def unpack_kernel_args(kernel_args: ModuleArgs) -> _KernelArgs:
     """Return a kernel's five arguments; an omitted sink is None."""
     q, k, v, prepared_mask, *rest = kernel_args
     return q, k, v, prepared_mask, rest[0] if rest else None

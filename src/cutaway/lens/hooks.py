@@ -85,13 +85,13 @@ class SiteHooks:
             groups = [group for group in ACTIVE_HOOKS if not modules.isdisjoint(group.modules)]
         for group in groups:
             group._remove_handles()
-        for kinds in HOOK_ORDER:
+        for kinds in _HOOK_ORDER:
             for group in groups:
                 if group.modifies:
                     group._add_hooks(kinds)
         for group in groups:
             if not group.modifies:
-                group._add_hooks(ALL_KINDS)
+                group._add_hooks(_ALL_KINDS)
 
     @property
     def modules(self) -> set[nn.Module]:
@@ -234,9 +234,9 @@ class SiteHooks:
 
 ACTIVE_HOOKS: list[SiteHooks] = []
 """All registered groups, in order of registration."""
-HOOK_ORDER: tuple[tuple[str, ...], ...] = (("in", "scores"), ("pattern",), ("out",))
+_HOOK_ORDER: tuple[tuple[str, ...], ...] = (("in", "scores"), ("pattern",), ("out",))
 """Order of modifying hooks: inputs and scores, then the pattern computed from the scores, then outputs (z)."""
-ALL_KINDS = tuple(kind for kinds in HOOK_ORDER for kind in kinds)
+_ALL_KINDS = tuple(kind for kinds in _HOOK_ORDER for kind in kinds)
 
 
 def _recompute_z(kernel: Kernel, z: Tensor, old_pattern: Tensor, new_pattern: Tensor, values: Tensor) -> Tensor:

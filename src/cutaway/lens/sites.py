@@ -30,7 +30,7 @@ AXIS_NAMES = {
     "d": "d_model", "h": "FFN hidden size", "K": "top-k experts", "V": "vocabulary", "P": "rotary pairs",
 }  # fmt: skip
 """Axis letter → its name, for display."""
-RESID_NAMES = ("embed", "resid_pre", "resid_mid", "resid_post")
+_RESID_NAMES = ("embed", "resid_pre", "resid_mid", "resid_post")
 """Last name components of sites on the residual stream."""
 SiteKind = Literal["in", "out", "scores", "pattern"]
 """A module's input, a module's output, or a kernel's attention scores or pattern (recomputed from its arguments)."""
@@ -203,7 +203,7 @@ def resolve_indices(indices: Indices, size: int, arg_name: str, axis_name: str) 
 
 
 def is_resid_site(name: str) -> bool:
-    return name.rsplit(".", 1)[-1] in RESID_NAMES
+    return name.rsplit(".", 1)[-1] in _RESID_NAMES
 
 
 def is_repeated_resid(name: str) -> bool:

@@ -22,8 +22,8 @@ from cutaway.model.positions import ScoreBias
 from cutaway.model.stack import Stack
 
 UndoFn = Callable[[], None]
-OnCall = Callable[[], None]
-AnyBlock = Block | ParallelBlock
+_OnCall = Callable[[], None]
+_AnyBlock = Block | ParallelBlock
 
 
 class StructuralTarget(NamedTuple):
@@ -49,14 +49,14 @@ def structural_targets(model: nn.Module) -> dict[str, StructuralTarget]:
     return {target.name: target for target in targets}
 
 
-def apply_structural_edit(target: StructuralTarget, op: str, value: object, on_call: OnCall) -> UndoFn:
+def apply_structural_edit(target: StructuralTarget, op: str, value: object, on_call: _OnCall) -> UndoFn:
     """Apply the edit and return its undo function. `op` is one of STRUCTURAL_OPS."""
     kind, stack, layer, name = target
     if op not in STRUCTURAL_OPS[kind]:
         raise InputError(f"'{op}' does not apply to {name}; use one of {', '.join(STRUCTURAL_OPS[kind])}")
     if reason := _unsupported_reason(target, op):
         raise InputError(reason)
-    if op in POSITION_OPS:
+    if op in _POSITION_OPS:
         return _move_positions(stack, name, op, value, on_call)
     if value is not None:
         raise InputError(f"the edit of {name} has a value, but '{op}' takes none; leave it out")
@@ -85,7 +85,7 @@ def _unsupported_reason(target: StructuralTarget, op: str) -> str | None:
             return f"this model has no {name}"
         if op == "drop" and any(isinstance(block.attn.f, LatentAttention) for block in blocks):
             return f"{name} cannot be dropped: latent attention has a part of each key that consists only of RoPE"
-        if op in POSITION_OPS and any(isinstance(module, ScoreBias) for module in stack.positions.values()):
+        if op in _POSITION_OPS and any(isinstance(module, ScoreBias) for module in stack.positions.values()):
             return f"{name} are distances added to scores (ALiBi, T5 bias); they can be dropped, not moved"
     return None
 
@@ -95,12 +95,12 @@ def supports_structural_edit(model: nn.Module, name: str, op: str) -> bool:
     return _unsupported_reason(structural_targets(model)[name], op) is None
 
 
-POSITION_OPS = ("shift", "shuffle")
+_POSITION_OPS = ("shift", "shuffle")
 STRUCTURAL_OPS = {
     "block": ("skip", "swap", "no_residual"),
     "final_norm": ("drop",),
     "mask": ("drop",),
-    "positions": ("drop", *POSITION_OPS),
+    "positions": ("drop", *_POSITION_OPS),
 }
 """Kind of a structural target → its operations."""
 
@@ -109,7 +109,7 @@ _PATCHED_BLOCKS: WeakKeyDictionary[nn.Module, list[MethodType]] = WeakKeyDiction
 """Block → patched forward methods of the active edits; the last one is in effect."""
 
 
-def _patch_block_forward(block: AnyBlock, op: str, on_call: OnCall) -> UndoFn:
+def _patch_block_forward(block: _AnyBlock, op: str, on_call: _OnCall) -> UndoFn:
     forward, patches = MethodType(_BLOCK_FORWARDS[op], block), _PATCHED_BLOCKS.setdefault(block, [])
     patches.append(forward)
     block.forward = forward  # type: ignore[method-assign]
@@ -127,11 +127,11 @@ def _patch_block_forward(block: AnyBlock, op: str, on_call: OnCall) -> UndoFn:
     return undo
 
 
-def _skip_block(block: AnyBlock, x: Tensor, context: LayerContext) -> Tensor:
+def _skip_block(block: _AnyBlock, x: Tensor, context: LayerContext) -> Tensor:
     return x
 
 
-def _ffn_before_attention(block: AnyBlock, x: Tensor, context: LayerContext) -> Tensor:
+def _ffn_before_attention(block: _AnyBlock, x: Tensor, context: LayerContext) -> Tensor:
     """Block forward with the FFN first and attention last."""
     assert isinstance(block, Block)
     x = block.norm_after_ffn(block.scale_skip(x) + block.ffn(x))
@@ -140,7 +140,7 @@ def _ffn_before_attention(block: AnyBlock, x: Tensor, context: LayerContext) -> 
     return block.norm_after_attn(block.scale_skip(x) + block.attn(x, context))
 
 
-def _without_residual(block: AnyBlock, x: Tensor, context: LayerContext) -> Tensor:
+def _without_residual(block: _AnyBlock, x: Tensor, context: LayerContext) -> Tensor:
     """Block forward without the residual connections."""
     if isinstance(block, ParallelBlock):
         h = block.norm(x)
@@ -154,7 +154,7 @@ def _without_residual(block: AnyBlock, x: Tensor, context: LayerContext) -> Tens
 _BLOCK_FORWARDS = {"skip": _skip_block, "swap": _ffn_before_attention, "no_residual": _without_residual}
 
 
-def _drop_final_norm(stack: Stack, on_call: OnCall) -> UndoFn:
+def _drop_final_norm(stack: Stack, on_call: _OnCall) -> UndoFn:
     def return_input(module: nn.Module, args: ModuleArgs, result: Tensor) -> object:
         on_call()
         return args[0]
@@ -163,7 +163,7 @@ def _drop_final_norm(stack: Stack, on_call: OnCall) -> UndoFn:
     return stack.final_norm.register_forward_hook(return_input, prepend=True).remove
 
 
-def _drop_mask(stack: Stack, on_call: OnCall) -> UndoFn:
+def _drop_mask(stack: Stack, on_call: _OnCall) -> UndoFn:
     stack.causal = False
     handle = stack.register_forward_pre_hook(lambda module, args: on_call())
 
@@ -174,7 +174,7 @@ def _drop_mask(stack: Stack, on_call: OnCall) -> UndoFn:
     return undo
 
 
-def _drop_positions(stack: Stack, on_call: OnCall) -> UndoFn:
+def _drop_positions(stack: Stack, on_call: _OnCall) -> UndoFn:
     embed_position, layer_positions = stack.embed.position, stack.positions
     stack.embed.position, stack.positions = None, nn.ModuleDict()
     handle = stack.register_forward_pre_hook(lambda module, args: on_call())
@@ -186,7 +186,7 @@ def _drop_positions(stack: Stack, on_call: OnCall) -> UndoFn:
     return undo
 
 
-def _move_positions(stack: Stack, name: str, op: str, value: object, on_call: OnCall) -> UndoFn:
+def _move_positions(stack: Stack, name: str, op: str, value: object, on_call: _OnCall) -> UndoFn:
     """Shift positions by `value`, or permute them with seed `value`. The mask does not change."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         meaning = "the offset of the positions" if op == "shift" else "the seed of the permutation"

@@ -37,28 +37,28 @@ from cutaway.model.block import Branch
 from cutaway.model.moe import MixtureOfExperts
 
 
-class MappedModule(NamedTuple):
+class _MappedModule(NamedTuple):
     """Path of the transformers module that holds a cutaway parameter, with the weight mapping step."""
 
     path: str
     step: TensorConversion
 
 
-class ModuleMap:
+class _ModuleMap:
     """Maps cutaway module paths to transformers modules, by the family's weight mapping."""
 
     def __init__(self, family: Family, cutaway_model: Transformer, hf_model: nn.Module) -> None:
         self.cutaway_model, self.hf_model = cutaway_model, hf_model
         self.hf_modules = dict(hf_model.named_modules(remove_duplicate=False))
         has_no_prefix = not any(f"{path}.".startswith(family.base_model_prefix) for path in self.hf_modules)
-        self.mapped_modules: dict[str, list[MappedModule]] = {}
+        self.mapped_modules: dict[str, list[_MappedModule]] = {}
         for step in expand_mappings(family.weight_mappings, cutaway_model.config, cutaway_model):
             keys = [key.removeprefix(family.base_model_prefix if has_no_prefix else "") for key in step.checkpoint_keys]
-            mapped = [MappedModule(key.rpartition(".")[0], step) for key in keys]
+            mapped = [_MappedModule(key.rpartition(".")[0], step) for key in keys]
             for name in step.model_keys:
                 self.mapped_modules.setdefault(name, []).extend(mapped)
 
-    def find(self, path: str) -> MappedModule | None:
+    def find(self, path: str) -> _MappedModule | None:
         """Return the first mapped path that exists in the transformers model, for a cutaway module path."""
         mapped = self.mapped_modules.get(f"{path}.weight", []) + self.mapped_modules.get(f"{path}.bias", [])
         return next((candidate for candidate in mapped if candidate.path in self.hf_modules), None)
@@ -114,11 +114,11 @@ class ModuleMap:
         return None if torch.equal(columns, all_columns) else columns
 
 
-HookLocation = tuple[nn.Module | None, bool, HookConversion]
+_HookLocation = tuple[nn.Module | None, bool, HookConversion]
 """Transformers module, whether the value is its input (else its output), and the conversion."""
 
 
-class SiteUnavailableError(Exception):
+class _SiteUnavailableError(Exception):
     """A transformers model does not expose the value of a site; the message is the reason."""
 
 
@@ -136,14 +136,14 @@ def transformers_sites(model: nn.Module) -> SiteMap:
     except ConfigError as error:
         return module_sites(model, f"cutaway does not support its config, so its sites are module paths: {error}")
     cutaway_model = build(config, device="meta")
-    module_map = ModuleMap(family, cutaway_model, model)
+    module_map = _ModuleMap(family, cutaway_model, model)
     located, unavailable = [], {}
     for site in cutaway_sites(cutaway_model).values():
         try:
             module, is_input, conversion = _locate_site(site, module_map)
             if module is None:
-                raise SiteUnavailableError(_NO_MODULE)
-        except SiteUnavailableError as reason:
+                raise _SiteUnavailableError(_NO_MODULE)
+        except _SiteUnavailableError as reason:
             unavailable[site.name] = str(reason)
         else:
             kind: SiteKind = "in" if is_input else "out"
@@ -171,11 +171,11 @@ def _has_lm_head(family: Family, model: nn.Module) -> bool | None:
     return any(row.model_keys == ("head.matrix",) and row.checkpoint_key in paths for row in family.weight_mappings)
 
 
-def _locate_site(site: Site, module_map: ModuleMap) -> HookLocation:
+def _locate_site(site: Site, module_map: _ModuleMap) -> _HookLocation:
     """Return where the transformers model exposes the value of a cutaway site."""
     if site.name == "logits":
         if module_map.hf_module("head.matrix") is None:
-            raise SiteUnavailableError("it has no language modeling head")
+            raise _SiteUnavailableError("it has no language modeling head")
         return module_map.hf_model, False, LogitsOutput()
     stacks = module_map.cutaway_model.stacks
     stack = site.name.split(".")[0] if len(stacks) > 1 else next(iter(stacks))
@@ -193,7 +193,7 @@ def _locate_site(site: Site, module_map: ModuleMap) -> HookLocation:
     return module, is_input, conversion
 
 
-def _locate_in_block(suffix: str, block_path: str, module_map: ModuleMap) -> HookLocation:
+def _locate_in_block(suffix: str, block_path: str, module_map: _ModuleMap) -> _HookLocation:
     if suffix in ("resid_pre", "resid_post"):
         return module_map.enclosing_module(block_path), suffix == "resid_pre", HookConversion()
     sublayer, _, value = suffix.partition(".")
@@ -203,7 +203,7 @@ def _locate_in_block(suffix: str, block_path: str, module_map: ModuleMap) -> Hoo
     return locate(value, f"{block_path}.{sublayer}", module_map)
 
 
-def _locate_mid_resid(path: str, module_map: ModuleMap) -> HookLocation:
+def _locate_mid_resid(path: str, module_map: _ModuleMap) -> _HookLocation:
     """Locate the residual stream before a sublayer that is not the block's first.
 
     It is the output of a post-norm, or the input of the module that reads it.
@@ -219,7 +219,7 @@ def _locate_mid_resid(path: str, module_map: ModuleMap) -> HookLocation:
     return reader, True, _flattened_batch_conversion(path, module_map, read_only=True)
 
 
-def _sublayer_input_module(path: str, module_map: ModuleMap) -> nn.Module | None:
+def _sublayer_input_module(path: str, module_map: _ModuleMap) -> nn.Module | None:
     """Return the innermost module around all projections that read a sublayer's input."""
     is_moe = module_map.has_weights(f"{path}.f.router")
     return module_map.enclosing_module(*(f"{path}.{name}" for name in (("f",) if is_moe else _INPUT_PROJECTIONS)))
@@ -228,7 +228,7 @@ def _sublayer_input_module(path: str, module_map: ModuleMap) -> nn.Module | None
 _INPUT_PROJECTIONS = ("f.q", "f.k", "f.v", "f.kv_down", "f.gate", "f.up")
 
 
-def _locate_sublayer_input(path: str, module_map: ModuleMap) -> HookLocation:
+def _locate_sublayer_input(path: str, module_map: _ModuleMap) -> _HookLocation:
     """Locate a sublayer's input: the input of a module that reads exactly this value."""
     module = _sublayer_input_module(path, module_map)
     if module is None:
@@ -237,26 +237,26 @@ def _locate_sublayer_input(path: str, module_map: ModuleMap) -> HookLocation:
     after = f"{block}.norm_after_{sublayer}"
     around_norm = module_map.enclosing_module(*(f"{path}.{name}" for name in _INPUT_PROJECTIONS), after)
     if module_map.has_weights(after) and around_norm is module:
-        raise SiteUnavailableError("the same module also receives the residual stream; use resid_pre, the same value")
+        raise _SiteUnavailableError("the same module also receives the residual stream; use resid_pre, the same value")
     return module, True, HookConversion()
 
 
-def _flattened_batch_conversion(path: str, module_map: ModuleMap, *, read_only: bool = False) -> HookConversion:
+def _flattened_batch_conversion(path: str, module_map: _ModuleMap, *, read_only: bool = False) -> HookConversion:
     """Conversion for values that some models flatten to (B·T, d) before the FFN."""
     block = module_map.enclosing_module(path.rpartition(".")[0])
     if block is None:
-        raise SiteUnavailableError(_NO_MODULE)
+        raise _SiteUnavailableError(_NO_MODULE)
     return FlattenedBatch(block, read_only)
 
 
-def _locate_sublayer_output(path: str, output_module: nn.Module | None, module_map: ModuleMap) -> HookLocation:
+def _locate_sublayer_output(path: str, output_module: nn.Module | None, module_map: _ModuleMap) -> _HookLocation:
     """Locate what is added to the residual stream: after the output norm and scale, if present."""
     branch = module_map.branch(path)
     module = output_module if isinstance(branch.norm_out, nn.Identity) else module_map.hf_module(f"{path}.norm_out")
     return module, False, HookConversion() if branch.scale == 1.0 else ScaledOutput(branch.scale)
 
 
-def _locate_in_attention(value: str, path: str, module_map: ModuleMap) -> HookLocation:
+def _locate_in_attention(value: str, path: str, module_map: _ModuleMap) -> _HookLocation:
     if value == "in":
         return _locate_sublayer_input(path, module_map)
     if value == "out":
@@ -265,33 +265,33 @@ def _locate_in_attention(value: str, path: str, module_map: ModuleMap) -> HookLo
         return module_map.hf_module(f"{path}.f.o"), True, SplitHeads(attention_module(module_map.branch(path)).heads)
     if value == "pattern":
         if getattr(module_map.hf_model.config, "_attn_implementation", "eager") != "eager":
-            raise SiteUnavailableError("its attention returns no pattern; load it with attn_implementation='eager'")
+            raise _SiteUnavailableError("its attention returns no pattern; load it with attn_implementation='eager'")
         return module_map.enclosing_module(f"{path}.f"), False, PatternOutput()
     if value == "scores":
-        raise SiteUnavailableError(f"scores are local to its attention module; {_USE_CT_LOAD}")
+        raise _SiteUnavailableError(f"scores are local to its attention module; {_USE_CT_LOAD}")
     return _locate_projection(value, path, module_map)
 
 
-def _locate_projection(projection: str, path: str, module_map: ModuleMap) -> HookLocation:
+def _locate_projection(projection: str, path: str, module_map: _ModuleMap) -> _HookLocation:
     """Locate q, k or v, if nothing happens to them between their projection and the kernel."""
     f = attention_module(module_map.branch(path))
     if isinstance(f, LatentAttention):
-        raise SiteUnavailableError("latent attention assembles queries, keys and values inside its attention module")
+        raise _SiteUnavailableError("latent attention assembles queries, keys and values inside its attention module")
     stack, layer = path.split(".")[0], int(path.split(".")[2])
     has_rope = path.endswith(".attn") and uses_rope(module_map.cutaway_model.stacks[stack], layer)
     if projection in "qk" and (has_rope or not isinstance(getattr(f, f"{projection}_norm"), nn.Identity)):
-        raise SiteUnavailableError(f"QK-norm or RoPE is applied inside its attention module; {_USE_CT_LOAD}")
+        raise _SiteUnavailableError(f"QK-norm or RoPE is applied inside its attention module; {_USE_CT_LOAD}")
     if f.clip_qkv is not None:
-        raise SiteUnavailableError(f"they are clipped inside its attention module; {_USE_CT_LOAD}")
+        raise _SiteUnavailableError(f"they are clipped inside its attention module; {_USE_CT_LOAD}")
     path = f"{path}.f.{projection}"
     conversion = SplitHeads(f.heads if projection == "q" else f.kv_heads, module_map.output_columns(path))
     return module_map.hf_module(path), False, conversion
 
 
-def _locate_in_ffn(value: str, path: str, module_map: ModuleMap) -> HookLocation:
+def _locate_in_ffn(value: str, path: str, module_map: _ModuleMap) -> _HookLocation:
     is_moe = isinstance(module_map.branch(path).f, MixtureOfExperts)
     if value == "router":
-        raise SiteUnavailableError("each transformers model returns the routing weights in a different format")
+        raise _SiteUnavailableError("each transformers model returns the routing weights in a different format")
     if value == "in":
         module, is_input, conversion = _locate_sublayer_input(path, module_map)
     elif value == "out":

@@ -15,7 +15,7 @@ from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, prepare_i
 from cutaway.lens.analysis.labeled_tensor import LabeledTensor
 from cutaway.model.activation_checkpointing import ACTIVATION_CHECKPOINTING_MODES
 
-Kwargs = dict[str, object]
+_Kwargs = dict[str, object]
 
 
 def activation_checkpointing_cost(
@@ -70,7 +70,7 @@ class _AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
-        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: Kwargs | None = None
+        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: _Kwargs | None = None
     ) -> object:
         result = func(*args, **(kwargs or {}))
         inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}

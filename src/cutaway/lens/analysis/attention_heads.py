@@ -12,7 +12,7 @@ from cutaway.model import EncoderDecoder, Transformer
 from cutaway.model.inputs import check_positive_int
 
 HEAD_TYPES = ("previous_token", "duplicate_token", "induction", "first_token")
-DEFAULT_REPEAT_LEN = 32
+_DEFAULT_REPEAT_LEN = 32
 """Default number of random tokens before the repetition."""
 
 
@@ -96,8 +96,8 @@ def _repeated_random_tokens(
     """Return (B, 2·repeat_len): distinct random tokens without special tokens, followed by the same tokens again."""
     candidates = torch.tensor([token for token in range(model.config.vocab_size) if token not in special_ids])
     stack = next(iter(model.stacks.values()))
-    context = getattr(stack.embed.position, "max_positions", None) or model.config.context or 2 * DEFAULT_REPEAT_LEN
-    repeat_len = min(DEFAULT_REPEAT_LEN, context // 2, len(candidates)) if repeat_len is None else repeat_len
+    context = getattr(stack.embed.position, "max_positions", None) or model.config.context or 2 * _DEFAULT_REPEAT_LEN
+    repeat_len = min(_DEFAULT_REPEAT_LEN, context // 2, len(candidates)) if repeat_len is None else repeat_len
     if isinstance(repeat_len, bool) or not isinstance(repeat_len, int) or not 3 <= repeat_len <= len(candidates):
         raise InputError(f"repeat_len is {repeat_len!r}; the tokens are distinct, so pass 3 to {len(candidates)}")
     check_positive_int("batch_size", batch_size)

@@ -23,7 +23,7 @@ from cutaway.model.head import LMHead
 from cutaway.model.norms import LayerNorm, RMSNorm
 
 
-def pull_back_through_norm(norm: nn.Module, x: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+def _pull_back_through_norm(norm: nn.Module, x: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
     """Return (g, β·direction): norm(x)·direction = x·g + β·direction, with the norm's scale frozen at x."""
     x = upcast_float32(x)
     zero = direction.new_zeros(())
@@ -133,7 +133,7 @@ def logit_contributions(
         incorrect_direction, incorrect_bias = _logit_direction(head, incorrect_token)
         direction, bias = direction - incorrect_direction, bias - incorrect_bias
     last = at_position[f"{prefix}blocks.{len(stack.blocks) - 1}.resid_post"][0, 0]
-    g, norm_bias = pull_back_through_norm(stack.final_norm, last, direction)
+    g, norm_bias = _pull_back_through_norm(stack.final_norm, last, direction)
     yield LogitContribution("embed", upcast_float32(at_position[f"{prefix}embed"][0, 0]) @ g)
     for layer, block in enumerate(inputs.blocks):
         site = f"{prefix}blocks.{layer}"
@@ -170,7 +170,7 @@ def _head_contributions(
     f = attention_module(branch)
     z = upcast_float32(at_position[f"{site}.z"][0, 0])  # (H, E)
     weight, bias = upcast_float32(f.o.weight), None if f.o.bias is None else upcast_float32(f.o.bias)
-    g, norm_bias = pull_back_through_norm(branch.norm_out, F.linear(z.flatten(), weight, bias), direction)
+    g, norm_bias = _pull_back_through_norm(branch.norm_out, F.linear(z.flatten(), weight, bias), direction)
     z_direction = (g @ weight).view_as(z)  # (H, E): the direction pulled back through o, per head
     constant = norm_bias if bias is None else norm_bias + bias @ g
     has_bias = bias is not None or getattr(branch.norm_out, "bias", None) is not None

@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-PlotKwargs = dict[str, Any]
+_PlotKwargs = dict[str, Any]
 """Arguments of the matplotlib function that draws the values."""
 LabelIndex = str | int | slice | list[str] | list[int]
 """Index of one axis: a label or number (removes the axis), a list of them, or a slice."""
-MAX_TABLE_ROWS, MAX_TABLE_COLUMNS = 64, 24
-ORDERED_AXES = ("layer", "sublayer", "position", "other position")
+_MAX_TABLE_ROWS, _MAX_TABLE_COLUMNS = 64, 24
+_ORDERED_AXES = ("layer", "sublayer", "position", "other position")
 """Axes with an order, which are plotted as lines; other axes are plotted as bars."""
-MAX_TICK_LABELS = 72
-MAX_ANNOTATED_CELLS = 120
+_MAX_TICK_LABELS = 72
+_MAX_ANNOTATED_CELLS = 120
 """Maximum number of heat map cells or bars that are annotated with their values."""
-SIGN_TOLERANCE = 1e-4
-"""Negative values above −SIGN_TOLERANCE · max|value| count as rounding errors of 0, so the color map is not signed."""
-LONG_LABEL_CHARS = 12
+_SIGN_TOLERANCE = 1e-4
+"""Negative values above −_SIGN_TOLERANCE · max|value| count as rounding errors of 0, so the color map is not signed."""
+_LONG_LABEL_CHARS = 12
 """Bars with a label longer than this are drawn horizontally."""
-CHAR_WIDTH_INCHES = 0.06
+_CHAR_INCHES = 0.06
 """Estimated width of one character of a tick label."""
 
 
@@ -194,18 +194,18 @@ def _table_rows(tensor: LabeledTensor) -> tuple[list[str], list[tuple[str, list[
         values, annotations = values[:, None], None if annotations is None else annotations[:, None]
         labels = (labels[0], (tensor.unit or "value",))
     rows = []
-    for row, name in enumerate(labels[0][:MAX_TABLE_ROWS]):
-        numbers = [float(value) for value in values[row, :MAX_TABLE_COLUMNS]]
+    for row, name in enumerate(labels[0][:_MAX_TABLE_ROWS]):
+        numbers = [float(value) for value in values[row, :_MAX_TABLE_COLUMNS]]
         texts = [_format_value(number) for number in numbers]
         if annotations is not None:
             texts = [f"{show_whitespace(note)} {text}" for note, text in zip(annotations[row], texts, strict=False)]
         rows.append((show_whitespace(name), list(zip(texts, numbers, strict=True))))
     omitted = [
         f"{len(names) - limit} more {axis}s"
-        for names, limit, axis in zip(labels, (MAX_TABLE_ROWS, MAX_TABLE_COLUMNS), (*tensor.axes, ""), strict=False)
+        for names, limit, axis in zip(labels, (_MAX_TABLE_ROWS, _MAX_TABLE_COLUMNS), (*tensor.axes, ""), strict=False)
         if len(names) > limit
     ]
-    columns = [show_whitespace(name) for name in labels[1][:MAX_TABLE_COLUMNS]]
+    columns = [show_whitespace(name) for name in labels[1][:_MAX_TABLE_COLUMNS]]
     return columns, rows, f"… {' and '.join(omitted)}" if omitted else ""
 
 
@@ -245,7 +245,7 @@ def _render_shaded_cell(text: str, intensity: float) -> str:
     return f'<td style="background:rgba({color},{alpha:.2f})">{escape(text)}</td>'
 
 
-def _plot_labeled_tensor(tensor: LabeledTensor, plot_kwargs: PlotKwargs) -> "Figure":
+def _plot_labeled_tensor(tensor: LabeledTensor, plot_kwargs: _PlotKwargs) -> "Figure":
     """Return a matplotlib figure, closed in pyplot: a notebook displays the returned value once."""
     from matplotlib import pyplot
 
@@ -288,8 +288,8 @@ def _is_heatmap(tensor: LabeledTensor) -> bool:
 
 def _has_horizontal_bars(tensor: LabeledTensor) -> bool:
     """Whether the bars are horizontal, which leaves space for long labels."""
-    is_bar_plot = len(tensor.axes) == 1 and tensor.axes[0] not in ORDERED_AXES
-    return is_bar_plot and max(map(len, tensor.labels[0])) > LONG_LABEL_CHARS
+    is_bar_plot = len(tensor.axes) == 1 and tensor.axes[0] not in _ORDERED_AXES
+    return is_bar_plot and max(map(len, tensor.labels[0])) > _LONG_LABEL_CHARS
 
 
 def _panel_size(tensor: LabeledTensor) -> tuple[float, float]:
@@ -298,30 +298,30 @@ def _panel_size(tensor: LabeledTensor) -> tuple[float, float]:
         return min(max(1.6, 1.1 + 0.2 * tensor.shape[0]), 12.0), 6.5
     if not _is_heatmap(tensor):
         return 3.2, min(max(5.0, 0.22 * tensor.shape[-1]), 16.0)
-    column = 0.42 if tensor.values.numel() <= MAX_ANNOTATED_CELLS else 0.3
+    column = 0.42 if tensor.values.numel() <= _MAX_ANNOTATED_CELLS else 0.3
     column = column if tensor.annotations is None else 0.62
     names = 0.07 * max(map(len, tensor.labels[0]))
     height, width = 1.4 + 0.25 * tensor.shape[0], 1.6 + names + column * tensor.shape[1]
     return min(max(2.4, height), 12.0), min(max(2.8, width), 12.0)
 
 
-def _color_limits(tensor: LabeledTensor) -> PlotKwargs:
+def _color_limits(tensor: LabeledTensor) -> _PlotKwargs:
     """Return the color map and its limits: from 0, or symmetric around 0 if there are negative values."""
     finite = np.nan_to_num(tensor.values.float().cpu().numpy(), posinf=0.0, neginf=0.0)
     top = float(np.abs(finite).max(initial=0.0)) or 1.0
-    if (finite < -SIGN_TOLERANCE * top).any():
+    if (finite < -_SIGN_TOLERANCE * top).any():
         return {"cmap": "RdBu", "vmin": -top, "vmax": top}
     return {"cmap": "Blues", "vmin": 0.0, "vmax": top}
 
 
-def _draw_heatmap(ax: "Axes", tensor: LabeledTensor, plot_kwargs: PlotKwargs) -> "AxesImage":
+def _draw_heatmap(ax: "Axes", tensor: LabeledTensor, plot_kwargs: _PlotKwargs) -> "AxesImage":
     values = tensor.values.float().cpu().numpy()
     image = ax.imshow(values, aspect="auto", interpolation="nearest", **plot_kwargs)
     ax.spines[:].set_visible(False)
     texts = np.empty((0, 0), dtype=object)
     if tensor.annotations is not None and values.size <= 1200:
         texts = np.vectorize(lambda text: _truncate(text, 10), otypes=[object])(tensor.annotations)
-    elif tensor.annotations is None and values.size <= MAX_ANNOTATED_CELLS:
+    elif tensor.annotations is None and values.size <= _MAX_ANNOTATED_CELLS:
         texts = np.vectorize(lambda value: _format_cell(value, tensor), otypes=[object])(values)
     for (row, column), text in np.ndenumerate(texts):
         if text:
@@ -338,7 +338,7 @@ def _is_dark(image: Any, value: float) -> bool:
     return 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
 
 
-def _draw_lines_or_bars(ax: "Axes", tensor: LabeledTensor, plot_kwargs: PlotKwargs) -> None:
+def _draw_lines_or_bars(ax: "Axes", tensor: LabeledTensor, plot_kwargs: _PlotKwargs) -> None:
     values = tensor.values.float().cpu().numpy()
     values = np.where(np.isfinite(values), values, np.nan)  # a gap in the line
     ticks = np.arange(values.shape[-1])
@@ -349,8 +349,8 @@ def _draw_lines_or_bars(ax: "Axes", tensor: LabeledTensor, plot_kwargs: PlotKwar
         for name, row in zip(tensor.labels[0], values, strict=True):
             ax.plot(ticks, row, marker="o", markersize=3, label=show_whitespace(name), **plot_kwargs)
         ax.legend(fontsize=8, frameon=False)
-    elif tensor.axes[0] in ORDERED_AXES:
-        ax.plot(ticks, values, **PlotKwargs(marker="o", markersize=3, color=BLUE) | plot_kwargs)
+    elif tensor.axes[0] in _ORDERED_AXES:
+        ax.plot(ticks, values, **_PlotKwargs(marker="o", markersize=3, color=BLUE) | plot_kwargs)
     else:
         ax.bar(ticks, values, **_sign_colors(values) | plot_kwargs)
     ax.axhline(0, color="grey", linewidth=0.5)
@@ -358,17 +358,17 @@ def _draw_lines_or_bars(ax: "Axes", tensor: LabeledTensor, plot_kwargs: PlotKwar
     _set_ticks(ax.xaxis, tensor.axes[-1], tensor.labels[-1])
 
 
-def _sign_colors(values: NDArray[np.float32]) -> PlotKwargs:
+def _sign_colors(values: NDArray[np.float32]) -> _PlotKwargs:
     """Color bars blue if positive and red if negative."""
     return {"color": [RED if value < 0 else BLUE for value in values]}
 
 
 def _draw_horizontal_bars(
-    ax: "Axes", tensor: LabeledTensor, values: NDArray[np.float32], plot_kwargs: PlotKwargs
+    ax: "Axes", tensor: LabeledTensor, values: NDArray[np.float32], plot_kwargs: _PlotKwargs
 ) -> None:
     """Draw bars from top to bottom, annotated with their values."""
     bars = ax.barh(np.arange(len(values)), values, **_sign_colors(values) | plot_kwargs)
-    if len(values) <= MAX_ANNOTATED_CELLS:
+    if len(values) <= _MAX_ANNOTATED_CELLS:
         ax.bar_label(bars, [_format_cell(value, tensor) for value in values], padding=2, fontsize=7)
         ax.margins(x=0.1)
     ax.margins(y=0.02)
@@ -389,13 +389,13 @@ def _format_cell(value: float, tensor: LabeledTensor) -> str:
 
 
 def _set_ticks(axis: Any, name: str, labels: tuple[str, ...]) -> None:
-    """Set at most MAX_TICK_LABELS ticks, rotated if they would overlap."""
-    step = -(-len(labels) // MAX_TICK_LABELS)
+    """Set at most _MAX_TICK_LABELS ticks, rotated if they would overlap."""
+    step = -(-len(labels) // _MAX_TICK_LABELS)
     ticks = list(range(0, len(labels), step))
     texts = [_truncate(labels[tick], 40) for tick in ticks]
     # Inches, without the y tick labels and the color bar.
     width = axis.get_figure().get_figwidth() / axis.axes.get_gridspec().ncols - 1.6
-    overlap = axis.axis_name == "x" and CHAR_WIDTH_INCHES * max(map(len, texts), default=0) > width / max(len(texts), 1)
+    overlap = axis.axis_name == "x" and _CHAR_INCHES * max(map(len, texts), default=0) > width / max(len(texts), 1)
     axis.set_ticks(ticks, texts, fontsize=7, rotation=90 if overlap else 0)
     axis.set_tick_params(length=2, color="grey")
     axis.set_label_text(name)

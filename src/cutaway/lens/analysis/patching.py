@@ -24,7 +24,7 @@ from cutaway.lens.sites import Indices, Site, materialize_indices, resid_before_
 from cutaway.model.block import ParallelBlock
 
 Item = TypeVar("Item")
-PATCH_BATCH_SIZE = 32
+_PATCH_BATCH_SIZE = 32
 """Patches per forward pass, one per batch row."""
 
 
@@ -46,7 +46,7 @@ def activation_patching(
 
     Both texts must have the same number of tokens. For an encoder-decoder, `source` is (clean, corrupted).
     """
-    experiment = PatchingExperiment(model, clean, corrupted, answer_token, incorrect_token, position, source)
+    experiment = _PatchingExperiment(model, clean, corrupted, answer_token, incorrect_token, position, source)
     layer_sites = experiment.select_layer_sites(site, layers)
     axis = "H" if by_head else "T"
     if any(axis not in layer_site.axes for layer_site in layer_sites):
@@ -57,8 +57,8 @@ def activation_patching(
     for layer_site in track_progress(layer_sites, progress, f"patching {site}"):
         value, dim = cache[layer_site.name], layer_site.axes.index(axis)
         fractions = []
-        for start in range(0, value.shape[dim], PATCH_BATCH_SIZE):
-            indices = range(value.shape[dim])[start : start + PATCH_BATCH_SIZE]
+        for start in range(0, value.shape[dim], _PATCH_BATCH_SIZE):
+            indices = range(value.shape[dim])[start : start + _PATCH_BATCH_SIZE]
             patch = _batched_patch(value, dim, indices)
             fractions.append(experiment.recovered_fraction({layer_site.name: patch}, len(indices)))
         rows.append(torch.cat(fractions))
@@ -71,7 +71,7 @@ def activation_patching(
     return LabeledTensor(title, torch.stack(rows), axes, (names, labels), note=experiment.note)
 
 
-class PatchingExperiment:
+class _PatchingExperiment:
     """Clean and corrupted inputs of one model, and the logit metric that is compared."""
 
     def __init__(
@@ -180,7 +180,7 @@ def path_patching(
     into the corrupted run. For the receiver `logits`, it is added to the last residual stream.
     """
     heads = materialize_indices(heads, "heads")
-    experiment = PatchingExperiment(model, clean, corrupted, answer_token, incorrect_token, position, source)
+    experiment = _PatchingExperiment(model, clean, corrupted, answer_token, incorrect_token, position, source)
     experiment.clean.require_additive_residual("path patching")
     matches = select_sites(experiment.all_sites, [sender])
     sender_site = matches[0]
@@ -208,7 +208,7 @@ def path_patching(
     return LabeledTensor(title, torch.cat(scores), ("receiver",), (names,), note=experiment.note)
 
 
-def _sender_difference(experiment: PatchingExperiment, sender: Site, writer: Site, heads: Indices | None) -> Tensor:
+def _sender_difference(experiment: _PatchingExperiment, sender: Site, writer: Site, heads: Indices | None) -> Tensor:
     """Return the writer's output with the clean sender minus its output in the corrupted run."""
     clean = experiment.cache_activations(experiment.clean, [sender])[sender.name]
     corrupted_output = experiment.cache_activations(experiment.corrupted, [writer])[writer.name]
@@ -224,7 +224,7 @@ def _sender_difference(experiment: PatchingExperiment, sender: Site, writer: Sit
     return t[writer.name].as_subclass(Tensor) - corrupted_output
 
 
-def _patch_receiver(experiment: PatchingExperiment, receiver: Site, delta: Tensor) -> Tensor:
+def _patch_receiver(experiment: _PatchingExperiment, receiver: Site, delta: Tensor) -> Tensor:
     """Return the recovered fraction when only this receiver reads the sender's difference."""
     prefix = experiment.clean.site_prefix
     if receiver.layer is None:
