@@ -4,8 +4,9 @@ ct.evaluate(checkpoint, texts)                   loss, perplexity, bits per byte
 ct.evaluate.entropy([0.9, 0.1])                  of probabilities; logits=… or samples=…; unit="bits" or "nats"
 """
 
+from collections.abc import Iterable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cutaway.callable_module import make_callable
 from cutaway.evaluate.calibration import Calibration, evaluate_calibration
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from cutaway.evaluate.masked_lm import evaluate_masked_lm
     from cutaway.evaluate.results import CausalLMResult
     from cutaway.evaluate.seq2seq import evaluate_seq2seq
+    from cutaway.evaluate.token_loss import ProgressFn
+    from cutaway.generate.generation_config import CheckpointLike
 
 _LAZY_MODULES = {
     "evaluate_causal_lm": "causal_lm",
@@ -45,20 +48,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _LAZY_MODULES:
         raise AttributeError(f"cutaway.evaluate has no '{name}'; it has {', '.join(__all__)}")
     return getattr(import_module(f"cutaway.evaluate.{_LAZY_MODULES[name]}"), name)
 
 
 def _evaluate_texts(
-    checkpoint: Any,
-    texts: Any,
+    checkpoint: "CheckpointLike",
+    texts: Iterable[str],
     *,
     context: int | None = None,
     stride: int | None = None,
     batch_size: int | None = None,
-    progress: Any = None,
+    progress: "ProgressFn | None" = None,
 ) -> "CausalLMResult":
     """Evaluate a decoder on texts; see `evaluate_causal_lm` for the options. Torch is imported by the call."""
     from cutaway.evaluate.causal_lm import evaluate_causal_lm

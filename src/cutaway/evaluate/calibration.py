@@ -6,18 +6,29 @@ Guo et al., "On Calibration of Modern Neural Networks": https://arxiv.org/abs/17
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cutaway.errors import InputError
-from cutaway.evaluate.distributions import as_numpy, require_exactly_one, resolve_distribution
+from cutaway.evaluate.distributions import Array, ArrayLike, Operand, as_numpy, require_exactly_one
 from cutaway.evaluate.functional import is_tensor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from matplotlib.typing import RcKeyType
 
 NUM_BINS = 15
 """Default number of bins, as in Guo et al."""
-ACCURACY_COLOR, CONFIDENCE_COLOR = "#4678c8", "#c8504a"
-PLOT_STYLE: Any = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 8}
+BLUE, RED = "#4678c8", "#c8504a"
+PLOT_STYLE: "dict[RcKeyType, object]" = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "font.size": 8,
+    "text.parse_math": False,  # a token may contain a dollar sign
+}
+"""matplotlib settings of the figures of `evaluate` and `lens`."""
 
 
 @dataclass(frozen=True)
@@ -64,24 +75,18 @@ class Calibration:
     def bins(self) -> list[dict[str, float]]:
         """One row per non-empty bin: limits, count, mean confidence and accuracy."""
         size = len(self.bin_counts)
-        rows = zip(range(size), self.bin_counts, self.bin_confidence_sums, self.bin_correct, strict=True)
-        return [
-            {
-                "low": index / size,
-                "high": (index + 1) / size,
-                "count": count,
-                "confidence": confidence / count,
-                "accuracy": correct / count,
-            }
-            for index, count, confidence, correct in rows
-            if count
-        ]
+        columns = zip(self.bin_counts, self.bin_confidence_sums, self.bin_correct, strict=True)
+        rows = []
+        for index, (count, confidence, correct) in enumerate(columns):
+            if count:
+                limits = {"low": index / size, "high": (index + 1) / size}
+                rows.append(limits | {"count": count, "confidence": confidence / count, "accuracy": correct / count})
+        return rows
 
     def __add__(self, other: "Calibration") -> "Calibration":
         if len(self.bin_counts) != len(other.bin_counts):
-            raise InputError(
-                f"one has {len(self.bin_counts)} bins and the other {len(other.bin_counts)}; use the same num_bins"
-            )
+            sizes = f"{len(self.bin_counts)} bins and the other {len(other.bin_counts)}"
+            raise InputError(f"one calibration has {sizes}; use the same num_bins")
         return Calibration(
             tuple(map(sum, zip(self.bin_counts, other.bin_counts, strict=True))),
             tuple(map(sum, zip(self.bin_confidence_sums, other.bin_confidence_sums, strict=True))),
@@ -89,7 +94,7 @@ class Calibration:
             self.squared_error_sum + other.squared_error_sum,
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         names = ("ece", "brier_score", "confidence", "accuracy", "count", "bins")
         return {name: getattr(self, name) for name in names}
 
@@ -106,18 +111,39 @@ class Calibration:
         ]
         return "\n".join([head, *rows])
 
-    def plot(self) -> Any:
-        """Plot a reliability diagram and the number of predictions per bin."""
-        return plot_reliability_diagram(self)
+    def plot(self) -> "Figure":
+        """Plot a reliability diagram and the number of predictions per bin.
+
+        The figure is closed in pyplot: a notebook displays the returned value once.
+        """
+        from matplotlib import pyplot
+
+        width, rows = 1 / len(self.bin_counts), self.bins
+        centers = [(row["low"] + row["high"]) / 2 for row in rows]
+        confidence, accuracy = [row["confidence"] for row in rows], [row["accuracy"] for row in rows]
+        with pyplot.rc_context(PLOT_STYLE):
+            figure, (top, bottom) = pyplot.subplots(
+                2, 1, figsize=(4, 4.6), sharex=True, layout="constrained", height_ratios=(3, 1)
+            )
+            top.plot((0, 1), (0, 1), color="grey", linewidth=0.8, linestyle="--", label="perfect calibration")
+            top.bar(centers, accuracy, 0.9 * width, color=BLUE, label="accuracy")
+            top.plot(confidence, accuracy, "o", markersize=3, color=RED, label="at mean confidence of the bin")
+            top.set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
+            top.legend(frameon=False, fontsize=7, loc="upper left")
+            bottom.bar(centers, [row["count"] for row in rows], 0.9 * width, color="#999999")
+            bottom.set(ylabel="predictions", xlabel="confidence")
+            figure.suptitle(f"reliability diagram: ECE {self.ece:.3f}, {self.count:,} predictions", fontsize=10)
+        pyplot.close(figure)
+        return figure
 
 
 def evaluate_calibration(
-    confidence: Any = None,
-    correct: Any = None,
+    confidence: ArrayLike | None = None,
+    correct: ArrayLike | None = None,
     *,
-    p: Any = None,
-    logits: Any = None,
-    targets: Any = None,
+    p: ArrayLike | None = None,
+    logits: ArrayLike | None = None,
+    targets: ArrayLike | None = None,
     num_bins: int = NUM_BINS,
 ) -> Calibration:
     """Calibration of predictions.
@@ -130,10 +156,8 @@ def evaluate_calibration(
         raise InputError(f"num_bins is {num_bins!r:.40}; pass an integer of at least 1")
     if require_exactly_one("calibration", confidence=confidence, p=p, logits=logits) != "confidence":
         if correct is not None or targets is None:
-            raise InputError(
-                "logits and p are compared with targets, the true classes; pass targets, and leave correct out"
-            )
-        probs = resolve_distribution("p", p, logits).p
+            raise InputError("logits and p are compared with the true classes; pass targets, and leave correct out")
+        probs = Operand("p", p, logits).distribution().p
         confidence = _to_numpy(probs.max(-1).values if is_tensor(probs) else probs.max(-1))
         correct = _to_numpy(probs.argmax(-1)) == _check_targets(_to_numpy(targets), probs.shape)
     elif correct is None or targets is not None:
@@ -141,71 +165,33 @@ def evaluate_calibration(
     confidences = as_numpy("confidence", _to_numpy(confidence), "probabilities")
     hits = as_numpy("correct", _to_numpy(correct), "booleans")
     if confidences.shape != hits.shape or not confidences.size:
-        raise InputError(
-            f"confidence has shape {confidences.shape} and correct {hits.shape}; pass equal, non-empty shapes"
-        )
+        shapes = f"confidence has shape {confidences.shape} and correct {hits.shape}"
+        raise InputError(f"{shapes}; pass equal, non-empty shapes")
     if not ((confidences >= 0) & (confidences <= 1)).all() or not np.isin(hits, (0, 1)).all():
-        raise InputError(
-            "confidence or correct has an invalid value; pass confidences from 0 to 1, and correct as booleans"
-        )
+        raise InputError("a value is invalid; pass confidence from 0 to 1, and correct as booleans")
     return bin_predictions(confidences.reshape(-1), hits.reshape(-1), num_bins)
 
 
-def bin_predictions(confidence: Any, correct: Any, num_bins: int = NUM_BINS) -> Calibration:
+def bin_predictions(
+    confidence: NDArray[np.float64], correct: NDArray[np.float64], num_bins: int = NUM_BINS
+) -> Calibration:
     """Bin arrays of shape (N,). A bin includes its lower limit and excludes its upper; the last bin includes 1."""
     bins = np.minimum((confidence * num_bins).astype(np.int64), num_bins - 1)
-    counts = np.bincount(bins, minlength=num_bins).tolist()
-    confidence_sums = np.bincount(bins, confidence, num_bins).tolist()
-    correct_sums = np.bincount(bins, correct, num_bins).tolist()
-    squared_error_sum = float(((confidence - correct) ** 2).sum())
-    return Calibration(
-        tuple(map(int, counts)), tuple(confidence_sums), tuple(map(int, correct_sums)), squared_error_sum
-    )
+    counts = tuple(map(int, np.bincount(bins, minlength=num_bins)))
+    confidence_sums = tuple(map(float, np.bincount(bins, confidence, num_bins)))
+    correct_counts = tuple(map(int, np.bincount(bins, correct, num_bins)))
+    return Calibration(counts, confidence_sums, correct_counts, float(((confidence - correct) ** 2).sum()))
 
 
-def _to_numpy(value: Any) -> Any:
+def _to_numpy(value: Array) -> Array:
     return value.detach().cpu().double().numpy() if is_tensor(value) else value
 
 
-def _check_targets(targets: Any, shape: Iterable[int]) -> Any:
+def _check_targets(targets: Array, shape: Iterable[int]) -> NDArray[np.float64]:
     *leading_shape, num_classes = shape
     indices = as_numpy("targets", targets, "class indices")
     if list(indices.shape) != leading_shape:
-        raise InputError(
-            f"targets has shape {indices.shape} and the predictions {tuple(leading_shape)}; pass one per prediction"
-        )
+        raise InputError(f"targets has shape {indices.shape}; pass one per prediction, {tuple(leading_shape)}")
     if (indices != np.floor(indices)).any() or (indices < 0).any() or (indices >= num_classes).any():
         raise InputError(f"targets has a value that is not a class; pass integers from 0 to {num_classes - 1}")
     return indices
-
-
-def plot_reliability_diagram(calibration: Calibration) -> Any:
-    """Return a matplotlib figure, closed in pyplot: a notebook displays the returned value once."""
-    from matplotlib import pyplot
-
-    width = 1 / len(calibration.bin_counts)
-    rows = calibration.bins
-    centers = [(row["low"] + row["high"]) / 2 for row in rows]
-    with pyplot.rc_context(PLOT_STYLE):
-        figure, (above, below) = pyplot.subplots(
-            2, 1, figsize=(4, 4.6), sharex=True, layout="constrained", height_ratios=(3, 1)
-        )
-        above.plot((0, 1), (0, 1), color="grey", linewidth=0.8, linestyle="--", label="perfect calibration")
-        above.bar(centers, [row["accuracy"] for row in rows], 0.9 * width, color=ACCURACY_COLOR, label="accuracy")
-        above.plot(
-            [row["confidence"] for row in rows],
-            [row["accuracy"] for row in rows],
-            "o",
-            markersize=3,
-            color=CONFIDENCE_COLOR,
-            label="at mean confidence of the bin",
-        )
-        above.set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
-        above.legend(frameon=False, fontsize=7, loc="upper left")
-        below.bar(centers, [row["count"] for row in rows], 0.9 * width, color="#999999")
-        below.set(ylabel="predictions", xlabel="confidence")
-        figure.suptitle(
-            f"reliability diagram: ECE {calibration.ece:.3f}, {calibration.count:,} predictions", fontsize=10
-        )
-    pyplot.close(figure)
-    return figure

@@ -10,6 +10,7 @@ tokens later and scores only tokens that have not been scored:
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,15 +22,13 @@ from cutaway.evaluate.results import CausalLMResult
 from cutaway.evaluate.token_loss import (
     ProgressFn,
     TokenLossSum,
-    batch_by_length,
     check_texts,
     check_token_ids,
-    combine_loss_sums,
-    evaluation_mode,
     pad_rows,
     require_tokenizer,
     resolve_context,
-    resolve_positive_int,
+    resolve_length,
+    score_batches,
     special_prefix_and_suffix,
     sum_token_losses,
 )
@@ -72,33 +71,20 @@ def evaluate_causal_lm(
     """
     model, tokenizer, _ = unpack_checkpoint(checkpoint)
     if not isinstance(model, DecoderOnly):
-        raise InputError(
-            "this model is not a decoder; use evaluate_masked_lm for an encoder or evaluate_seq2seq for an "
-            "encoder-decoder"
-        )
+        raise InputError("this model is not a decoder; use evaluate_masked_lm or evaluate_seq2seq")
     tokenizer = require_tokenizer(tokenizer)
     context = resolve_context(model, context)
-    stride = resolve_positive_int(
-        "stride", stride, max(1, context // 2), context, "which would skip tokens between windows"
-    )
-    batch_size = batch_size if batch_size is None else resolve_positive_int("batch_size", batch_size, 1, None, "")
+    stride = resolve_length("stride", stride, max(1, context // 2), context, "which would skip tokens between windows")
     documents, first_target, num_bytes = _encode_documents(tokenizer, texts)
     if not documents:
         raise InputError("there is no token to score, because a text's first token has no context; pass longer texts")
     check_token_ids(max(int(ids.max()) for ids in documents), model.config.vocab_size)
-    windows = [
-        window
-        for index, ids in enumerate(documents)
-        for window in sliding_windows(index, len(ids), first_target, context, stride)
-    ]
-    sums, done = [], 0
-    with evaluation_mode(model):
-        for batch in batch_by_length(windows, lambda window: window.end - window.start, batch_size, model.device):
-            sums.append(_score_windows(model, documents, batch))
-            done += len(batch)
-            if progress is not None:
-                progress(done, len(windows))
-    num_tokens, total = sum(len(ids) - first_target for ids in documents), combine_loss_sums(sums)
+    windows: list[Window] = []
+    for index, ids in enumerate(documents):
+        windows += sliding_windows(index, len(ids), first_target, context, stride)
+    score = partial(_score_windows, model, documents)
+    total = score_batches(model, windows, lambda window: window.end - window.start, score, batch_size, progress)
+    num_tokens = sum(len(ids) - first_target for ids in documents)
     return CausalLMResult(total.total_nll, num_tokens, total.calibration, num_bytes, len(documents), context, stride)
 
 

@@ -3,25 +3,32 @@
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cutaway.errors import InputError
 from cutaway.evaluate.functional import NATS_PER_UNIT, array_namespace, is_tensor, log, log_softmax
 
-SUM_TOLERANCE = 1e-3
+ArrayLike: TypeAlias = Iterable[Any]
+"""Probabilities or logits: a list, an array, a tensor or another iterable; nested for several distributions."""
+Samples: TypeAlias = Iterable[Hashable]
+"""Observed outcomes."""
+Array: TypeAlias = Any
+"""A numpy array or a tensor. torch is not imported here, and the same expressions compute both."""
+_SUM_TOLERANCE = 1e-3
 """Allowed deviation of Σ p from 1, for rounding in 16-bit dtypes. Probabilities are divided by their sum."""
 
 
 class Distribution(NamedTuple):
     """Distributions along the last axis, with log-probabilities, which are finite where softmax underflows to 0."""
 
-    p: Any
-    log_p: Any
+    p: Array
+    log_p: Array
 
 
-def require_exactly_one(quantity: str, **arguments: Any) -> str:
+def require_exactly_one(quantity: str, **arguments: object) -> str:
     """Return the name of the one argument that is set, and raise if none or several are."""
     names = [name for name, value in arguments.items() if value is not None]
     if len(names) != 1:
@@ -37,38 +44,52 @@ def parse_unit(unit: str) -> float:
     return NATS_PER_UNIT[unit]
 
 
-def resolve_distribution(name: str, p: Any, logits: Any) -> Distribution:
-    return from_probabilities(name, p) if logits is None else from_logits(f"{name}_logits", logits)
+class Operand(NamedTuple):
+    """One argument of a measure, as probabilities, logits or samples."""
+
+    name: str
+    p: ArrayLike | None
+    logits: ArrayLike | None
+    samples: Samples | None = None
+
+    def check(self, **alternatives: object) -> None:
+        """Raise unless exactly one of the fields and alternatives is set."""
+        fields = {"": self.p, "_logits": self.logits, "_samples": self.samples}
+        require_exactly_one(self.name, **alternatives, **{self.name + end: value for end, value in fields.items()})
+
+    def distribution(self) -> Distribution:
+        if self.logits is not None:
+            return from_logits(f"{self.name}_logits", self.logits)
+        return from_probabilities(self.name, self.p)
+
+    def counts(self) -> Counter[Hashable]:
+        return count_samples(f"{self.name}_samples", self.samples)
 
 
-def from_probabilities(name: str, values: Any) -> Distribution:
+def from_probabilities(name: str, values: ArrayLike | None) -> Distribution:
     """Validate probabilities, which sum to 1 along the last axis, and normalize them."""
     p = as_float_array(name, values, "probabilities")
     # Negated, so that NaN is invalid too.
     _check_no_element(name, p, ~((p >= 0) & (p < math.inf)), "a probability is a number from 0 to 1")
     total = p.sum(-1, keepdims=True)
-    wrong = abs(total - 1) > SUM_TOLERANCE
+    wrong = abs(total - 1) > _SUM_TOLERANCE
     if bool(wrong.any()):
-        raise InputError(
-            f"{name} sums to {float(total[wrong][0]):.6g}; probabilities must sum to 1, so divide by their sum"
-        )
+        raise InputError(f"{name} sums to {float(total[wrong][0]):.6g}, not to 1; divide it by its sum")
     p = p / total
     return Distribution(p, log(p))
 
 
-def from_logits(name: str, values: Any) -> Distribution:
+def from_logits(name: str, values: ArrayLike) -> Distribution:
     """Softmax of logits. −∞ excludes an outcome; at least one must be finite."""
     x = as_float_array(name, values, "logits")
     _check_no_element(name, x, ~(x < math.inf), "a logit is a finite number, or −inf for an excluded outcome")
     if bool((x == -math.inf).all(-1).any()):
-        raise InputError(
-            f"{name} is −inf for every outcome, so there is no distribution; pass at least one finite logit"
-        )
+        raise InputError(f"{name} is −inf for every outcome; pass at least one finite logit")
     log_p = log_softmax(x)
     return Distribution(array_namespace(x).exp(log_p), log_p)
 
 
-def _check_no_element(name: str, x: Any, invalid: Any, reason: str) -> None:
+def _check_no_element(name: str, x: Array, invalid: Array, reason: str) -> None:
     """Raise with the first element for which `invalid` is true."""
     if not bool(invalid.any()):
         return
@@ -76,11 +97,12 @@ def _check_no_element(name: str, x: Any, invalid: Any, reason: str) -> None:
     raise InputError(f"{name}[{', '.join(map(str, index))}] is {float(x[tuple(index)])}; {reason}")
 
 
-def as_float_array(name: str, values: Any, description: str) -> Any:
+def as_float_array(name: str, values: ArrayLike | None, description: str) -> Array:
     """Convert to a float64 array, or to a tensor of at least float32. The last axis has the outcomes."""
+    array: Array = values
     if is_tensor(values):
         torch = array_namespace(values)
-        array = values.to(torch.promote_types(values.dtype, torch.float32))
+        array = array.to(torch.promote_types(array.dtype, torch.float32))
     else:
         array = as_numpy(name, values, description)
     if not array.ndim:
@@ -90,7 +112,7 @@ def as_float_array(name: str, values: Any, description: str) -> Any:
     return array
 
 
-def as_numpy(name: str, values: Any, description: str) -> Any:
+def as_numpy(name: str, values: Array, description: str) -> NDArray[np.float64]:
     if isinstance(values, str | bytes) or not (hasattr(values, "__array__") or isinstance(values, Iterable)):
         raise InputError(f"{name} is a {type(values).__name__}; pass a list, an array or a tensor of {description}")
     try:
@@ -107,39 +129,33 @@ def as_numpy(name: str, values: Any, description: str) -> Any:
         raise InputError(f"{name} has an element that is not a number ({error}); pass {description}") from None
 
 
-def resolve_pair(
-    p: Any, q: Any, p_logits: Any, q_logits: Any, p_samples: Any, q_samples: Any
-) -> tuple[Distribution, Distribution]:
+def resolve_pair(p: Operand, q: Operand) -> tuple[Distribution, Distribution]:
     """Return two distributions over the same outcomes in the same order."""
-    require_exactly_one("p", p=p, p_logits=p_logits, p_samples=p_samples)
-    require_exactly_one("q", q=q, q_logits=q_logits, q_samples=q_samples)
-    if p_samples is not None and q_samples is not None:
-        p_counts, q_counts = count_samples("p_samples", p_samples), count_samples("q_samples", q_samples)
+    p.check()
+    q.check()
+    if p.samples is not None and q.samples is not None:
+        p_counts, q_counts = p.counts(), q.counts()
         outcomes = dict.fromkeys((*p_counts, *q_counts))
         return from_counts(p_counts[item] for item in outcomes), from_counts(q_counts[item] for item in outcomes)
-    if p_samples is not None:
-        q_dist = resolve_distribution("q", q, q_logits)
-        return _match_backends(_from_class_samples("p_samples", p_samples, q_dist), q_dist)
-    p_dist = resolve_distribution("p", p, p_logits)
-    if q_samples is not None:
-        return _match_backends(p_dist, _from_class_samples("q_samples", q_samples, p_dist))
-    return _match_backends(p_dist, resolve_distribution("q", q, q_logits))
+    if p.samples is not None:
+        q_dist = q.distribution()
+        return _match_backends(_from_class_samples(p, q_dist), q_dist)
+    p_dist = p.distribution()
+    return _match_backends(p_dist, q.distribution() if q.samples is None else _from_class_samples(q, p_dist))
 
 
 def _match_backends(p: Distribution, q: Distribution) -> tuple[Distribution, Distribution]:
     """Convert both to tensors on one device if either is a tensor; check that their shapes broadcast."""
     if p.p.shape[-1] != q.p.shape[-1]:
-        raise InputError(
-            f"p has {p.p.shape[-1]} outcomes and q {q.p.shape[-1]}; pass distributions over the same outcomes, in the "
-            "same order"
-        )
+        raise InputError(f"p has {p.p.shape[-1]} outcomes and q {q.p.shape[-1]}; pass equal outcomes for both")
     try:
         np.broadcast_shapes(p.p.shape, q.p.shape)
     except ValueError:
-        raise InputError(
-            f"p has shape {tuple(p.p.shape)} and q {tuple(q.p.shape)}, which do not broadcast; pass equal leading axes"
-        ) from None
-    return (_to_tensors(p, q), q) if is_tensor(q.p) else (p, _to_tensors(q, p)) if is_tensor(p.p) else (p, q)
+        shapes = f"p has shape {tuple(p.p.shape)} and q {tuple(q.p.shape)}"
+        raise InputError(f"{shapes}, which do not broadcast; pass equal leading axes") from None
+    if is_tensor(q.p):
+        return _to_tensors(p, q), q
+    return (p, _to_tensors(q, p)) if is_tensor(p.p) else (p, q)
 
 
 def _to_tensors(distribution: Distribution, reference: Distribution) -> Distribution:
@@ -150,7 +166,7 @@ def _to_tensors(distribution: Distribution, reference: Distribution) -> Distribu
 # Samples
 
 
-def count_samples(name: str, samples: Any) -> Counter[Hashable]:
+def count_samples(name: str, samples: Array) -> Counter[Hashable]:
     """Count each outcome; a row of a 2-D array is one outcome."""
     outcomes = samples.tolist() if hasattr(samples, "tolist") else samples
     if isinstance(outcomes, bytes) or not isinstance(outcomes, Iterable):
@@ -158,9 +174,7 @@ def count_samples(name: str, samples: Any) -> Counter[Hashable]:
     try:
         counts = Counter(tuple(item) if isinstance(item, list) else item for item in outcomes)
     except TypeError as error:
-        raise InputError(
-            f"{name} has an outcome that cannot be counted ({error}); pass numbers, strings or tuples"
-        ) from None
+        raise InputError(f"{name} cannot be counted ({error}); pass numbers, strings or tuples") from None
     if not counts:
         raise InputError(f"{name} is empty; pass at least one observed outcome")
     return counts
@@ -173,31 +187,25 @@ def from_counts(counts: Iterable[int]) -> Distribution:
     return Distribution(p, log(p))
 
 
-def _from_class_samples(name: str, samples: Any, reference: Distribution) -> Distribution:
+def _from_class_samples(operand: Operand, reference: Distribution) -> Distribution:
     """Distribution of samples that are outcome indices of the reference distribution."""
     outcomes = reference.p.shape[-1]
-    counts = count_samples(name, samples)
+    counts = operand.counts()
     for sample in counts:
         if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample < outcomes:
-            raise InputError(
-                f"{name} has {sample!r:.40}; the other distribution has {outcomes} outcomes, so pass their indices,"
-                f" 0 to {outcomes - 1}"
-            )
+            raise InputError(f"{operand.name}_samples has {sample!r:.40}; pass their indices, 0 to {outcomes - 1}")
     return from_counts(counts[index] for index in range(outcomes))
 
 
-def log_prob_of_class(target: Any, q: Distribution) -> Any:
+def log_prob_of_class(target: Array, q: Distribution) -> Array:
     """Return log q(target) of each distribution."""
     outcomes, shape = q.p.shape[-1], tuple(q.p.shape[:-1])
     classes = target.detach().cpu().numpy() if is_tensor(target) else np.asarray(target)
     if classes.dtype.kind not in "iu":
-        raise InputError(f"target is {target!r:.40}; pass the index of the true class, from 0, or an array of indices")
+        raise InputError(f"target is {target!r:.40}; pass the index of the true class, or an array of indices")
     if classes.shape and classes.shape != shape:
         raise InputError(f"target has shape {classes.shape} and q's leading axes {shape}; pass equal shapes")
     if classes.min(initial=0) < 0 or classes.max(initial=0) >= outcomes:
-        raise InputError(
-            f"target has classes from {classes.min()} to {classes.max()}, but q has {outcomes} outcomes; pass 0 to "
-            f"{outcomes - 1}"
-        )
+        raise InputError(f"target has classes from {classes.min()} to {classes.max()}; pass 0 to {outcomes - 1}")
     indices = np.broadcast_to(classes, shape).reshape(-1).astype(np.int64)
     return q.log_p.reshape(-1, outcomes)[np.arange(len(indices)), indices].reshape(shape)

@@ -7,30 +7,26 @@ The result has the shape of the leading axes, and is a float for one distributio
 """
 
 import math
+from collections import Counter
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
 
 from cutaway.errors import InputError
+from cutaway.evaluate import distributions as dist
 from cutaway.evaluate import functional
-from cutaway.evaluate.distributions import (
-    Distribution,
-    as_float_array,
-    count_samples,
-    from_counts,
-    from_logits,
-    from_probabilities,
-    log_prob_of_class,
-    parse_unit,
-    require_exactly_one,
-    resolve_distribution,
-    resolve_pair,
-)
+from cutaway.evaluate.distributions import Array, ArrayLike, Operand, Samples, parse_unit, require_exactly_one
 from cutaway.evaluate.functional import array_namespace, is_tensor
 
 
 def entropy(
-    p: Any = None, *, logits: Any = None, samples: Any = None, bias_correction: bool = False, unit: str = "bits"
+    p: ArrayLike | None = None,
+    *,
+    logits: ArrayLike | None = None,
+    samples: Samples | None = None,
+    bias_correction: bool = False,
+    unit: str = "bits",
 ) -> Any:
     """Entropy H(P) = −Σ p·log p: the minimum average code length of one outcome.
 
@@ -39,22 +35,22 @@ def entropy(
     """
     nats_per_unit = parse_unit(unit)
     if require_exactly_one("entropy", p=p, logits=logits, samples=samples) == "samples":
-        return _entropy_of_counts(list(count_samples("samples", samples).values()), bias_correction) / nats_per_unit
+        return _entropy_of_counts(dist.count_samples("samples", samples), bias_correction) / nats_per_unit
     if bias_correction:
         raise InputError("bias_correction applies only to estimates from samples; leave it out, or pass samples")
-    distribution = from_probabilities("p", p) if logits is None else from_logits("logits", logits)
+    distribution = dist.from_probabilities("p", p) if logits is None else dist.from_logits("logits", logits)
     return _to_float_if_scalar(functional.cross_entropy(*distribution) / nats_per_unit)
 
 
 def cross_entropy(
-    p: Any = None,
-    q: Any = None,
+    p: ArrayLike | None = None,
+    q: ArrayLike | None = None,
     *,
-    target: Any = None,
-    p_logits: Any = None,
-    q_logits: Any = None,
-    p_samples: Any = None,
-    q_samples: Any = None,
+    target: int | ArrayLike | None = None,
+    p_logits: ArrayLike | None = None,
+    q_logits: ArrayLike | None = None,
+    p_samples: Samples | None = None,
+    q_samples: Samples | None = None,
     unit: str = "bits",
 ) -> Any:
     """Cross-entropy H(P, Q) = −Σ p·log q of the true P and the model Q; infinite where q = 0 and p > 0.
@@ -63,48 +59,47 @@ def cross_entropy(
     samples and the other a distribution, the samples are outcome indices; if both are samples, any hashable values.
     """
     nats_per_unit = parse_unit(unit)
-    return _to_float_if_scalar(
-        _cross_entropy_nats(p, q, target, p_logits, q_logits, p_samples, q_samples) / nats_per_unit
-    )
+    nats = _cross_entropy_nats(Operand("p", p, p_logits, p_samples), Operand("q", q, q_logits, q_samples), target)
+    return _to_float_if_scalar(nats / nats_per_unit)
 
 
 def perplexity(
-    p: Any = None,
-    q: Any = None,
+    p: ArrayLike | None = None,
+    q: ArrayLike | None = None,
     *,
-    target: Any = None,
-    p_logits: Any = None,
-    q_logits: Any = None,
-    p_samples: Any = None,
-    q_samples: Any = None,
+    target: int | ArrayLike | None = None,
+    p_logits: ArrayLike | None = None,
+    q_logits: ArrayLike | None = None,
+    p_samples: Samples | None = None,
+    q_samples: Samples | None = None,
 ) -> Any:
     """Perplexity 2^H(P) or 2^H(P, Q), with H in bits: the number of equally likely outcomes with the same entropy."""
     if q is None and q_logits is None and q_samples is None and target is None:
         nats = entropy(p, logits=p_logits, samples=p_samples, unit="nats")
     else:
-        nats = _cross_entropy_nats(p, q, target, p_logits, q_logits, p_samples, q_samples)
+        nats = _cross_entropy_nats(Operand("p", p, p_logits, p_samples), Operand("q", q, q_logits, q_samples), target)
     with np.errstate(over="ignore"):
         return _to_float_if_scalar(array_namespace(nats).exp(nats))
 
 
 def kl_divergence(
-    p: Any = None,
-    q: Any = None,
+    p: ArrayLike | None = None,
+    q: ArrayLike | None = None,
     *,
-    p_logits: Any = None,
-    q_logits: Any = None,
-    p_samples: Any = None,
-    q_samples: Any = None,
+    p_logits: ArrayLike | None = None,
+    q_logits: ArrayLike | None = None,
+    p_samples: Samples | None = None,
+    q_samples: Samples | None = None,
     unit: str = "bits",
 ) -> Any:
     """KL divergence KL(P ‖ Q) = Σ p·log(p / q) = H(P, Q) − H(P). It is not symmetric."""
     nats_per_unit = parse_unit(unit)
-    p_dist, q_dist = resolve_pair(p, q, p_logits, q_logits, p_samples, q_samples)
+    p_dist, q_dist = dist.resolve_pair(Operand("p", p, p_logits, p_samples), Operand("q", q, q_logits, q_samples))
     return _to_float_if_scalar(functional.kl_divergence(p_dist.p, p_dist.log_p, q_dist.log_p) / nats_per_unit)
 
 
 def mutual_information(
-    joint: Any = None, *, samples: Any = None, bias_correction: bool = False, unit: str = "bits"
+    joint: ArrayLike | None = None, *, samples: Samples | None = None, bias_correction: bool = False, unit: str = "bits"
 ) -> Any:
     """Mutual information I(X; Y) = KL(P(x, y) ‖ P(x)·P(y)). `joint` has one row per x.
 
@@ -117,10 +112,10 @@ def mutual_information(
         return _mutual_information_of_samples(samples, bias_correction) / nats_per_unit
     if bias_correction:
         raise InputError("bias_correction applies only to estimates from samples; leave it out, or pass samples")
-    table = as_float_array("joint", joint, "probabilities")
+    table = dist.as_float_array("joint", joint, "probabilities")
     if table.ndim < 2:
         raise InputError("joint has one axis; pass a table with one row per x")
-    flat = from_probabilities("joint", table.reshape(*table.shape[:-2], -1))
+    flat = dist.from_probabilities("joint", table.reshape(*table.shape[:-2], -1))
     table = flat.p.reshape(table.shape)
     log_independent = functional.log(table.sum(-1))[..., :, None] + functional.log(table.sum(-2))[..., None, :]
     nats = functional.kl_divergence(flat.p, flat.log_p, log_independent.reshape(flat.p.shape))
@@ -137,41 +132,37 @@ def bits_per_byte(nats: float, num_bytes: float) -> float:
     return nats / math.log(2) / num_bytes if num_bytes else math.inf
 
 
-def _cross_entropy_nats(
-    p: Any, q: Any, target: Any, p_logits: Any, q_logits: Any, p_samples: Any, q_samples: Any
-) -> Any:
+def _cross_entropy_nats(p: Operand, q: Operand, target: int | ArrayLike | None) -> Array:
     if target is None:
-        p_dist, q_dist = resolve_pair(p, q, p_logits, q_logits, p_samples, q_samples)
+        p_dist, q_dist = dist.resolve_pair(p, q)
         return functional.cross_entropy(p_dist.p, q_dist.log_p)
-    require_exactly_one("p", target=target, p=p, p_logits=p_logits, p_samples=p_samples)
-    if require_exactly_one("q", q=q, q_logits=q_logits, q_samples=q_samples) == "q_samples":
+    p.check(target=target)
+    q.check()
+    if q.samples is not None:
         raise InputError("target is a class index, but q_samples have no indices; pass q or q_logits")
-    return 0.0 - log_prob_of_class(target, resolve_distribution("q", q, q_logits))
+    return 0.0 - dist.log_prob_of_class(target, q.distribution())
 
 
-def _entropy_of_counts(counts: list[int], bias_correction: bool) -> float:
+def _entropy_of_counts(counts: Counter[Hashable], bias_correction: bool) -> float:
     """Plug-in entropy in nats, with the Miller-Madow correction if `bias_correction`."""
-    distribution: Distribution = from_counts(counts)
-    correction = (len(counts) - 1) / (2 * sum(counts)) if bias_correction else 0.0
-    return float(functional.cross_entropy(*distribution)) + correction
+    correction = (len(counts) - 1) / (2 * counts.total()) if bias_correction else 0.0
+    return float(functional.cross_entropy(*dist.from_counts(counts.values()))) + correction
 
 
-def _mutual_information_of_samples(samples: Any, bias_correction: bool) -> float:
-    pairs = count_samples("samples", samples)
-    x_counts: dict[Any, int] = {}
-    y_counts: dict[Any, int] = {}
+def _mutual_information_of_samples(samples: Samples | None, bias_correction: bool) -> float:
+    pairs = dist.count_samples("samples", samples)
+    x_counts: Counter[Hashable] = Counter()
+    y_counts: Counter[Hashable] = Counter()
     for pair, count in pairs.items():
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise InputError(f"samples has {pair!r:.40}, which is not a pair; pass pairs (x, y)")
-        x_counts[pair[0]] = x_counts.get(pair[0], 0) + count
-        y_counts[pair[1]] = y_counts.get(pair[1], 0) + count
-    h_x, h_y, h_xy = (
-        _entropy_of_counts(list(counts.values()), bias_correction) for counts in (x_counts, y_counts, pairs)
-    )
+        x_counts[pair[0]] += count
+        y_counts[pair[1]] += count
+    h_x, h_y, h_xy = (_entropy_of_counts(counts, bias_correction) for counts in (x_counts, y_counts, pairs))
     return h_x + h_y - h_xy if bias_correction else max(0.0, h_x + h_y - h_xy)
 
 
-def _to_float_if_scalar(value: Any) -> Any:
+def _to_float_if_scalar(value: Array) -> Any:
     """Convert a scalar to float; return arrays unchanged."""
     if getattr(value, "ndim", 0):
         return value

@@ -9,7 +9,7 @@ In Python, `lm_eval.simple_evaluate(model=CutawayLM(checkpoint), tasks=[…])`. 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lm_eval.models  # noqa: F401 (the harness registers its own models only while none are registered)
 import torch
@@ -19,14 +19,20 @@ from tqdm import tqdm
 
 from cutaway.errors import InputError
 from cutaway.evaluate.loglikelihood import LoglikelihoodRequest, compute_loglikelihoods, rolling_windows
-from cutaway.evaluate.token_loss import require_tokenizer, resolve_context, resolve_positive_int
+from cutaway.evaluate.token_loss import require_tokenizer, resolve_context
 from cutaway.generate.api import generate
 from cutaway.generate.generation_config import CheckpointLike, unpack_checkpoint
 from cutaway.model import DecoderOnly
+from cutaway.arguments import check_positive_int
 
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+_GenerationKwargs = dict[str, Any]
+"""A task's generation settings, or arguments of `generate`."""
 DEFAULT_MAX_NEW_TOKENS = 256
 """Default number of generated tokens, for tasks that do not set it."""
-MAX_TOKENS_ALIASES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_MAX_TOKENS_ALIASES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names that tasks use for the maximum number of generated tokens."""
 
 
@@ -52,22 +58,22 @@ class CutawayLM(LM):
         self.model, self.tokenizer = model, require_tokenizer(tokenizer)
         self.max_length = resolve_context(model, max_length)
         is_auto = batch_size is None or str(batch_size).startswith("auto")
-        self.batch_size = None if is_auto else resolve_positive_int("batch_size", int(batch_size or 0), 1, None, "")
+        self.batch_size = None if is_auto else int(batch_size or 0)
+        if self.batch_size is not None:
+            check_positive_int("batch_size", self.batch_size)
         first = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.tokenizer.eos_token_id
         if first is None:
-            raise InputError(
-                "this tokenizer has no bos or eos token, and a text's first token is scored after one; use another"
-            )
+            raise InputError("this tokenizer has no bos or eos token to score a text's first token after; use another")
         self.prefix_token_id = first
         self._device = model.device
 
     # Interface of the harness
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return log p(continuation | context), and whether greedy decoding generates the continuation."""
         return self._loglikelihood_tokens([self.encode_pair(*request.args) for request in requests], disable_tqdm)
 
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[float]:
         """Return log p of whole texts after the prefix token. The tokenizer's own BOS is scored too, as with "hf"."""
         windows_per_text = [
             list(rolling_windows([self.prefix_token_id, *self.tok_encode(request.args[0])], self.max_length))
@@ -77,7 +83,7 @@ class CutawayLM(LM):
         results = iter(self._loglikelihood_tokens(windows, disable_tqdm))
         return [sum(next(results)[0] for _ in text_windows) for text_windows in windows_per_text]
 
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[str]:
         """Generate after each context, up to the first stop string."""
         texts: dict[int, str] = {}
         groups: dict[str, list[int]] = {}  # requests with equal generation settings run in one call
@@ -88,10 +94,8 @@ class CutawayLM(LM):
                 settings = parse_generation_kwargs(requests[indices[0]].args[1])
                 max_prompt_len = self.max_length - settings["max_new_tokens"]
                 if max_prompt_len < 1:
-                    raise InputError(
-                        f"the task generates {settings['max_new_tokens']} tokens, which leaves no space for a prompt "
-                        f"in max_length {self.max_length}; set max_gen_toks lower"
-                    )
+                    problem = f"max_gen_toks {settings['max_new_tokens']} leaves no space for a prompt"
+                    raise InputError(f"{problem} in max_length {self.max_length}; set max_gen_toks lower")
                 prompts = [self.tok_encode(requests[index].args[0])[-max_prompt_len:] for index in indices]
                 outputs = generate(
                     self.checkpoint, prompts, max_num_seqs=self.batch_size, max_model_len=self.max_length, **settings
@@ -102,10 +106,7 @@ class CutawayLM(LM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if not add_generation_prompt:
-            raise InputError(
-                "add_generation_prompt=False is not supported: a chat template cannot continue an answer that the task "
-                "begins; use a task without a prefilled answer"
-            )
+            raise InputError("add_generation_prompt=False is not supported; use a task without a prefilled answer")
         return self.tokenizer.render_chat(chat_history)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
@@ -130,11 +131,8 @@ class CutawayLM(LM):
         """Tokenize both as one text; spaces at the end of the context belong to the continuation."""
         if not context:
             ids = self.tok_encode(continuation, special=False)
-            return (
-                LoglikelihoodRequest(ids[:1], ids[1:])
-                if ids[:1] == [self.prefix_token_id]
-                else LoglikelihoodRequest([self.prefix_token_id], ids)
-            )
+            ids = ids if ids[:1] == [self.prefix_token_id] else [self.prefix_token_id, *ids]
+            return LoglikelihoodRequest(ids[:1], ids[1:])
         context_ids = self.tok_encode(context.rstrip())
         return LoglikelihoodRequest(context_ids, self.tok_encode(context + continuation)[len(context_ids) :])
 
@@ -143,10 +141,8 @@ class CutawayLM(LM):
     ) -> list[tuple[float, bool]]:
         for request in requests:
             if not request.continuation or len(request.continuation) > self.max_length:
-                raise InputError(
-                    f"a continuation has {len(request.continuation)} tokens, and 1 to {self.max_length} can be scored; "
-                    "fix the task, or raise max_length"
-                )
+                problem = f"a continuation has {len(request.continuation)} tokens, not 1 to {self.max_length}"
+                raise InputError(f"{problem}; fix the task, or raise max_length")
         with _progress_bar("loglikelihoods", len(requests), disable_tqdm) as update:
             results = compute_loglikelihoods(
                 self.model, requests, max_length=self.max_length, batch_size=self.batch_size, progress=update
@@ -162,12 +158,12 @@ def _load_checkpoint(source: str, device: str | None, dtype: str | None) -> Chec
     return resolve_name("cutaway.families.load:load")(source, device=device, dtype=torch_dtype)
 
 
-def parse_generation_kwargs(gen_kwargs: dict[str, Any]) -> dict[str, Any]:
+def parse_generation_kwargs(gen_kwargs: _GenerationKwargs) -> _GenerationKwargs:
     """Convert a task's generation settings to arguments of `generate`, which raises on unknown ones."""
     rest = dict(gen_kwargs)
     until = rest.pop("until", None) or []
-    limits = [rest.pop(name) for name in MAX_TOKENS_ALIASES if name in rest]
-    settings: dict[str, Any] = {
+    limits = [rest.pop(name) for name in _MAX_TOKENS_ALIASES if name in rest]
+    settings: _GenerationKwargs = {
         "stop": tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop),
         "max_new_tokens": int(limits[0]) if limits else DEFAULT_MAX_NEW_TOKENS,
     }

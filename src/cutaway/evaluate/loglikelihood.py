@@ -51,10 +51,8 @@ def compute_loglikelihoods(
     Requests with equal input tokens, i.e. whose continuations differ only in the last token, share a batch row. This is
     common in multiple-choice tasks, whose choices are often single tokens.
     """
-    check_token_ids(
-        max((token for request in requests for token in (*request.context, *request.continuation)), default=0),
-        model.config.vocab_size,
-    )
+    max_id = max((token for request in requests for tokens in request for token in tokens), default=0)
+    check_token_ids(max_id, model.config.vocab_size)
     rows: dict[tuple[int, ...], list[int]] = {}
     for index, request in enumerate(requests):
         # The last token is only a target, not an input.
@@ -84,10 +82,8 @@ def _score_rows(
     losses = compute_token_losses(model.head, torch.cat(vectors), targets, model.config.vocab_size)
     lengths = [len(requests[index].continuation) for index in indices]
     nll, correct = (torch.split(values.cpu(), lengths) for values in (losses.nll.double(), losses.correct))
-    parts = zip(indices, nll, correct, strict=True)
-    return {
-        index: Loglikelihood(float(own_nll.sum()), bool(own_correct.all())) for index, own_nll, own_correct in parts
-    }
+    results = [Loglikelihood(float(part.sum()), bool(hits.all())) for part, hits in zip(nll, correct, strict=True)]
+    return dict(zip(indices, results, strict=True))
 
 
 def rolling_windows(ids: list[int], max_length: int) -> Iterator[LoglikelihoodRequest]:

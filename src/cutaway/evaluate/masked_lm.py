@@ -1,6 +1,7 @@
 """Masked language model evaluation: loss and accuracy of an encoder on masked tokens."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 
@@ -9,15 +10,13 @@ from cutaway.errors import InputError
 from cutaway.evaluate.results import MaskedLMResult
 from cutaway.evaluate.token_loss import (
     ProgressFn,
-    batch_by_length,
+    TokenLossSum,
     check_texts,
     check_token_ids,
-    combine_loss_sums,
-    evaluation_mode,
     pad_rows,
     require_tokenizer,
     resolve_context,
-    resolve_positive_int,
+    score_batches,
     special_prefix_and_suffix,
     sum_token_losses,
 )
@@ -28,7 +27,7 @@ from cutaway.tokenizer import Tokenizer
 
 DEFAULT_MLM_PROBABILITY = 0.15
 """Fraction of masked tokens, as in BERT (2018)."""
-MaskedChunk = tuple[list[int], list[int]]
+_MaskedChunk = tuple[list[int], list[int]]
 """Token ids of a chunk with special tokens, and the positions to mask."""
 
 
@@ -49,25 +48,17 @@ def evaluate_masked_lm(
     """
     model, tokenizer, _ = unpack_checkpoint(checkpoint)
     if not isinstance(model, EncoderOnly) or model.head is None:
-        raise InputError(
-            "this model has no masked language modeling head; load an encoder with one, such as a BertForMaskedLM"
-        )
+        raise InputError("this model has no masked language modeling head; load an encoder with one (BertForMaskedLM)")
     tokenizer = require_tokenizer(tokenizer)
     mask_token_id = tokenizer.mask_token_id
     if mask_token_id is None:
         raise InputError("this tokenizer has no mask token, so no token can be masked; set mask_token in its config")
-    if (
-        isinstance(mlm_probability, bool)
-        or not isinstance(mlm_probability, float | int)
-        or not 0 < mlm_probability <= 1
-    ):
-        raise InputError(
-            f"mlm_probability is {mlm_probability!r:.40}; it is a fraction of tokens, so pass a number in (0, 1]"
-        )
+    is_number = isinstance(mlm_probability, float | int) and not isinstance(mlm_probability, bool)
+    if not is_number or not 0 < mlm_probability <= 1:
+        raise InputError(f"mlm_probability is {mlm_probability!r:.40}; pass the fraction of masked tokens, in (0, 1]")
     check_seed(seed)
     context = resolve_context(model, context)
-    batch_size = batch_size if batch_size is None else resolve_positive_int("batch_size", batch_size, 1, None, "")
-    chunks: list[MaskedChunk] = []
+    chunks: list[_MaskedChunk] = []
     num_documents = 0
     for index, text in enumerate(check_texts(texts)):
         text_chunks = list(_mask_chunks(tokenizer, text, context, mlm_probability, seed, index))
@@ -76,26 +67,27 @@ def evaluate_masked_lm(
     if not chunks:
         raise InputError("there is no token to mask; pass texts with at least one token")
     check_token_ids(max(max(ids) for ids, _ in chunks), model.config.vocab_size)
-    sums, done = [], 0
-    with evaluation_mode(model):
-        for batch in batch_by_length(chunks, lambda chunk: len(chunk[0]), batch_size, model.device):
-            tokens, padding_mask = pad_rows([ids for ids, _ in batch], model.device)
-            rows = torch.tensor([row for row, (_, masked) in enumerate(batch) for _ in masked], device=tokens.device)
-            positions = torch.tensor([position for _, masked in batch for position in masked], device=tokens.device)
-            targets = tokens[rows, positions]
-            tokens[rows, positions] = mask_token_id
-            x = model.encode(tokens, padding_mask)[rows, positions]  # (N, d)
-            sums.append(sum_token_losses(model.head, x, targets, model.config.vocab_size))
-            done += len(batch)
-            if progress is not None:
-                progress(done, len(chunks))
-    total, num_tokens = combine_loss_sums(sums), sum(len(masked) for _, masked in chunks)
+    score = partial(_score_chunks, model, mask_token_id)
+    total = score_batches(model, chunks, lambda chunk: len(chunk[0]), score, batch_size, progress)
+    num_tokens = sum(len(masked) for _, masked in chunks)
     return MaskedLMResult(total.total_nll, num_tokens, total.calibration, total.num_correct, num_documents, context)
+
+
+def _score_chunks(model: EncoderOnly, mask_token_id: int, chunks: list[_MaskedChunk]) -> TokenLossSum:
+    """Return the loss of the masked tokens."""
+    assert model.head is not None
+    tokens, padding_mask = pad_rows([ids for ids, _ in chunks], model.device)
+    rows = torch.tensor([row for row, (_, masked) in enumerate(chunks) for _ in masked], device=tokens.device)
+    positions = torch.tensor([position for _, masked in chunks for position in masked], device=tokens.device)
+    targets = tokens[rows, positions]
+    tokens[rows, positions] = mask_token_id
+    x = model.encode(tokens, padding_mask)[rows, positions]  # (N, d)
+    return sum_token_losses(model.head, x, targets, model.config.vocab_size)
 
 
 def _mask_chunks(
     tokenizer: Tokenizer, text: str, context: int, mlm_probability: float, seed: int, document_index: int
-) -> Iterator[MaskedChunk]:
+) -> Iterator[_MaskedChunk]:
     """Split a text into chunks that fit the context, each with a masked token; special tokens are not masked."""
     prefix, suffix = special_prefix_and_suffix(tokenizer)
     chunk_len = context - len(prefix) - len(suffix)

@@ -10,13 +10,10 @@ from cutaway.evaluate.results import Seq2SeqResult
 from cutaway.evaluate.token_loss import (
     ProgressFn,
     TokenLossSum,
-    batch_by_length,
     check_token_ids,
-    combine_loss_sums,
-    evaluation_mode,
     pad_rows,
     require_tokenizer,
-    resolve_positive_int,
+    score_batches,
     sum_token_losses,
 )
 from cutaway.generate import generate
@@ -26,7 +23,7 @@ from cutaway.tokenizer import Tokenizer
 from cutaway.tokenizer.formats.marian import MarianTokenizer
 
 
-class EncodedPair(NamedTuple):
+class _EncodedPair(NamedTuple):
     source: list[int]
     target: list[int]
     """With the decoder start token and the EOS token."""
@@ -49,25 +46,21 @@ def evaluate_seq2seq(
     """
     model, tokenizer, generation_config = unpack_checkpoint(checkpoint)
     if not isinstance(model, EncoderDecoder):
-        raise InputError(
-            "this model is not an encoder-decoder; use evaluate_causal_lm for a decoder or evaluate_masked_lm for an "
-            "encoder"
-        )
+        raise InputError("this model is not an encoder-decoder; use evaluate_causal_lm or evaluate_masked_lm")
     tokenizer = require_tokenizer(tokenizer)
-    batch_size = batch_size if batch_size is None else resolve_positive_int("batch_size", batch_size, 1, None, "")
     encoded = [_encode_pair(model, tokenizer, generation_config, index, pair) for index, pair in enumerate(pairs)]
     if not encoded:
         raise InputError("pairs is empty; pass at least one (source, target)")
-    batches = batch_by_length(encoded, lambda pair: max(len(pair.source), len(pair.target)), batch_size, model.device)
-    sums, num_matches, done = [], 0, 0
-    for batch in batches:
-        with evaluation_mode(model):
-            sums.append(_score_pairs(model, batch))
+    num_matches = 0
+
+    def score(batch: list[_EncodedPair]) -> TokenLossSum:
+        nonlocal num_matches
+        loss_sum = _score_pairs(model, batch)
         num_matches += _count_exact_matches(checkpoint, batch, batch_size) if exact_match else 0
-        done += len(batch)
-        if progress is not None:
-            progress(done, len(encoded))
-    num_tokens, total = sum(len(pair.target) - 1 for pair in encoded), combine_loss_sums(sums)
+        return loss_sum
+
+    total = score_batches(model, encoded, lambda pair: max(map(len, pair[:2])), score, batch_size, progress)
+    num_tokens = sum(len(pair.target) - 1 for pair in encoded)
     return Seq2SeqResult(total.total_nll, num_tokens, total.calibration, num_matches, len(encoded))
 
 
@@ -77,16 +70,12 @@ def _encode_pair(
     generation_config: GenerationConfig,
     pair_index: int,
     pair: tuple[str, str],
-) -> EncodedPair:
+) -> _EncodedPair:
     """Tokenize a pair, and raise if it is not a pair or too long."""
     if isinstance(tokenizer, MarianTokenizer):
-        raise InputError(
-            "a Marian tokenizer encodes only the source language, so targets cannot be scored; use another checkpoint"
-        )
+        raise InputError("a Marian tokenizer encodes no targets, so none can be scored; use another checkpoint")
     if generation_config.decoder_start_token_id is None:
-        raise InputError(
-            "the checkpoint has no decoder start token; set decoder_start_token_id in its generation config"
-        )
+        raise InputError("no decoder start token is known; set decoder_start_token_id in the generation config")
     if isinstance(pair, str) or len(pair) != 2:
         raise InputError(f"pair {pair_index} is {pair!r:.60}; pass (source, target)")
     source, target = map(tokenizer.encode, pair)
@@ -103,16 +92,13 @@ def _encode_pair(
     for name, stack, length in (("source", model.encoder, len(source)), ("target", model.decoder, len(target) - 1)):
         limit = getattr(stack.embed.position, "max_positions", None)
         if limit is not None and length > limit:
-            raise InputError(
-                f"the {name} of pair {pair_index} has {length} tokens, but the model has positions for {limit}; "
-                "shorten it"
-            )
+            raise InputError(f"the {name} of pair {pair_index} has {length} tokens; shorten it to {limit} positions")
     check_token_ids(max(source), model.config.source_vocab_size or model.config.vocab_size)  # type: ignore[union-attr]
     check_token_ids(max(target), model.config.vocab_size)
-    return EncodedPair(source, target, text)
+    return _EncodedPair(source, target, text)
 
 
-def _score_pairs(model: EncoderDecoder, pairs: list[EncodedPair]) -> TokenLossSum:
+def _score_pairs(model: EncoderDecoder, pairs: list[_EncodedPair]) -> TokenLossSum:
     source, source_mask = pad_rows([pair.source for pair in pairs], model.device)
     target, target_mask = pad_rows([pair.target[:-1] for pair in pairs], model.device)
     x = model.hidden_states(source, target, source_mask, target_mask)  # (B, T, d)
@@ -121,18 +107,14 @@ def _score_pairs(model: EncoderDecoder, pairs: list[EncodedPair]) -> TokenLossSu
     return sum_token_losses(model.head, scored, targets, model.config.vocab_size)
 
 
-def _count_exact_matches(checkpoint: CheckpointLike, pairs: list[EncodedPair], batch_size: int | None) -> int:
+def _count_exact_matches(checkpoint: CheckpointLike, pairs: list[_EncodedPair], batch_size: int | None) -> int:
     """Count the pairs whose greedy output equals the target.
 
     One token more than the longest target is enough to detect a mismatch.
     """
     max_new_tokens = max(len(pair.target) for pair in pairs)
+    sources = [pair.source for pair in pairs]
     outputs = generate(
-        checkpoint,
-        [pair.source for pair in pairs],
-        beams=1,
-        max_new_tokens=max_new_tokens,
-        temperature=0.0,
-        max_num_seqs=batch_size,
+        checkpoint, sources, beams=1, max_new_tokens=max_new_tokens, temperature=0.0, max_num_seqs=batch_size
     )
     return sum((output.text or "").strip() == pair.text.strip() for output, pair in zip(outputs, pairs, strict=True))

@@ -1,15 +1,16 @@
 """Per-token cross-entropy in chunks of logits, and shared helpers of the evaluations: batching, padding, validation."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from operator import add
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,18 +18,20 @@ from cutaway.errors import InputError, WeightError
 from cutaway.evaluate.calibration import Calibration, bin_predictions
 from cutaway.generate.engine.model_runner import eval_mode
 from cutaway.model import Transformer
+from cutaway.arguments import check_positive_int
 from cutaway.tokenizer import Tokenizer
 
 MAX_LOGITS_PER_CHUNK = 1 << 25
 """Maximum number of logits in memory at a time: 128 MiB in float32."""
-TOKENS_PER_BATCH = {"cpu": 2048}
-DEFAULT_TOKENS_PER_BATCH = 16384
+_TOKENS_PER_BATCH = {"cpu": 2048}
+_DEFAULT_TOKENS_PER_BATCH = 16384
 """Tokens per forward pass if the caller sets no batch size, by device type. Larger batches are not faster on a CPU, and
 the progress bar would update too rarely."""
-DEFAULT_CONTEXT = 4096
+_DEFAULT_CONTEXT = 4096
 """Upper limit of the default context: the full context of some models does not fit into memory."""
 ProgressFn = Callable[[int, int], None]
 """Called with (items done, items in total)."""
+_TokenRow = Sequence[int] | NDArray[np.uint32]
 Item = TypeVar("Item")
 
 
@@ -59,8 +62,22 @@ def sum_token_losses(
     return TokenLossSum(float(losses.nll.double().sum()), int(correct.sum()), calibration)
 
 
-def combine_loss_sums(sums: Sequence[TokenLossSum]) -> TokenLossSum:
-    """Add up the sums of all batches (at least one)."""
+def score_batches(
+    model: Transformer,
+    items: Sequence[Item],
+    length: Callable[[Item], int],
+    score: Callable[[list[Item]], TokenLossSum],
+    batch_size: int | None,
+    progress: ProgressFn | None,
+) -> TokenLossSum:
+    """Return the sum of `score` over batches of items (at least one), in evaluation mode."""
+    sums, done = [], 0
+    with evaluation_mode(model):
+        for batch in batch_by_length(items, length, batch_size, model.device):
+            sums.append(score(batch))
+            done += len(batch)
+            if progress is not None:
+                progress(done, len(items))
     total_nll = math.fsum(part.total_nll for part in sums)
     calibration = reduce(add, (part.calibration for part in sums))
     return TokenLossSum(total_nll, sum(part.num_correct for part in sums), calibration)
@@ -83,9 +100,7 @@ def compute_token_losses(
         return TokenLosses(x.new_zeros(0), x.new_zeros(0).bool(), x.new_zeros(0))
     losses = TokenLosses(torch.cat(nll), torch.cat(correct), torch.cat(confidence))
     if bool(losses.nll.isnan().any()):
-        raise WeightError(
-            "the logits are NaN: the weights are damaged or overflow their dtype; load them again or in fp32"
-        )
+        raise WeightError("the logits are NaN: damaged weights or an overflow; load the weights again, or in fp32")
     return losses
 
 
@@ -103,8 +118,10 @@ def batch_by_length(
     items: Sequence[Item], length: Callable[[Item], int], batch_size: int | None, device: torch.device
 ) -> list[list[Item]]:
     """Batch items of similar length, longest first, so that an out-of-memory error occurs at the start."""
+    if batch_size is not None:
+        check_positive_int("batch_size", batch_size)
     ordered = sorted(items, key=length, reverse=True)
-    batches, start, max_tokens = [], 0, TOKENS_PER_BATCH.get(device.type, DEFAULT_TOKENS_PER_BATCH)
+    batches, start, max_tokens = [], 0, _TOKENS_PER_BATCH.get(device.type, _DEFAULT_TOKENS_PER_BATCH)
     while start < len(ordered):
         rows = batch_size or max(1, max_tokens // max(1, length(ordered[start])))
         batches.append(ordered[start : start + rows])
@@ -112,7 +129,7 @@ def batch_by_length(
     return batches
 
 
-def pad_rows(rows: Sequence[Any], device: torch.device) -> tuple[Int[Tensor, "B T"], Tensor | None]:
+def pad_rows(rows: Sequence[_TokenRow], device: torch.device) -> tuple[Int[Tensor, "B T"], Tensor | None]:
     """Right-pad rows of ids to one tensor; return it and its padding mask (True for tokens), None without padding."""
     width = max(map(len, rows))
     tokens, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.bool)
@@ -122,26 +139,25 @@ def pad_rows(rows: Sequence[Any], device: torch.device) -> tuple[Int[Tensor, "B 
     return tokens.to(device), None if bool(mask.all()) else mask.to(device)
 
 
-def resolve_positive_int(name: str, value: int | None, default: int, maximum: int | None, reason: str) -> int:
+def resolve_length(name: str, value: int | None, default: int, maximum: int | None, reason: str) -> int:
     """Return the default for None, else the value if it is an integer from 1 to `maximum`."""
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name} is {value!r:.40}; pass an integer of at least 1")
+    check_positive_int(name, value)
     if maximum is not None and value > maximum:
         raise InputError(f"{name} is {value}, {reason}; pass at most {maximum}")
     return value
 
 
 def resolve_context(model: Transformer, context: int | None) -> int:
-    """Return the maximum input length; default the model's context, at most DEFAULT_CONTEXT."""
+    """Return the maximum input length; default the model's context, at most _DEFAULT_CONTEXT."""
     [stack] = model.stacks.values()
     limit: int | None = getattr(stack.embed.position, "max_positions", None)
-    default = min(length for length in (model.config.context, limit, DEFAULT_CONTEXT) if length is not None)
-    return resolve_positive_int("context", context, default, limit, f"but the model has positions for {limit} tokens")
+    default = min(length for length in (model.config.context, limit, _DEFAULT_CONTEXT) if length is not None)
+    return resolve_length("context", context, default, limit, f"but the model has positions for {limit} tokens")
 
 
-def check_texts(texts: Any) -> Any:
+def check_texts(texts: Iterable[str]) -> Iterable[str]:
     """Raise on a single string, whose characters would be taken for texts."""
     if isinstance(texts, str):
         raise InputError("texts is a string; pass a list of texts")
@@ -165,7 +181,4 @@ def special_prefix_and_suffix(tokenizer: Tokenizer) -> tuple[list[int], list[int
 
 def check_token_ids(max_id: int, vocab_size: int) -> None:
     if max_id >= vocab_size:
-        raise InputError(
-            f"the tokenizer produces id {max_id}, but the model's vocabulary has ids 0 to {vocab_size - 1}; use the "
-            "tokenizer of this model"
-        )
+        raise InputError(f"token id {max_id} is not one of the model's ids 0 to {vocab_size - 1}; use its tokenizer")

@@ -3,16 +3,17 @@
 The kernel's own output is not replaced, so tracing changes no bit of the model's output.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cutaway.errors import KernelError
+from cutaway.lens.hook_conversions import ModuleArgs
 from cutaway.model.kernels import DenseMask, FlexMask, Kernel, SdpaMask, Softmax
 
 _INF = float("inf")
-KernelArgs = tuple[Tensor, Tensor, Tensor, Any, Tensor | None]
+_KernelArgs = tuple[Tensor, Tensor, Tensor, object, Tensor | None]
 """q (B, T, H, D), k (B, S, G, D), v (B, S, G, E), the kernel's prepared mask, and the sink (H,)."""
 
 
@@ -30,39 +31,38 @@ class AttentionScores(NamedTuple):
         scores = self.scores if scores is None else scores
         if self.fully_masked is None and self.sink is None:
             return scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(scores.dtype)
-        fully_masked = (
-            scores.new_zeros(1, dtype=torch.bool).view(1, 1, 1, 1) if self.fully_masked is None else self.fully_masked
-        )
-        return Softmax()(scores, fully_masked, self.sink)
+        none_masked = scores.new_zeros(1, 1, 1, 1, dtype=torch.bool)
+        return Softmax()(scores, none_masked if self.fully_masked is None else self.fully_masked, self.sink)
 
 
-def unpack_kernel_args(kernel_args: tuple[Any, ...]) -> KernelArgs:
+def unpack_kernel_args(kernel_args: ModuleArgs) -> _KernelArgs:
     """Return a kernel's five arguments; an omitted sink is None."""
     q, k, v, prepared_mask, *rest = kernel_args
     return q, k, v, prepared_mask, rest[0] if rest else None
 
 
 def compute_scores(
-    kernel: Kernel, kernel_args: tuple[Any, ...], heads: list[int] | None, mask: "AttentionMask"
+    kernel: Kernel, kernel_args: ModuleArgs, heads: list[int] | None, mask: "AttentionMask"
 ) -> AttentionScores:
     """Compute the softmax input of the selected heads, with the equation of the explicit kernel."""
     q, k, _, _, sink = unpack_kernel_args(kernel_args)
-    selected = list(range(q.shape[2])) if heads is None else heads
-    all_heads = heads is None
-    queries = q if all_heads else q[:, :, selected]
+    queries, masked, bias = q, mask.masked, mask.bias
+    if heads is not None:
+        queries = q[:, :, heads]
+        masked = masked if masked.shape[1] == 1 else masked[:, heads]
+        bias = bias if bias is None or bias.shape[1] == 1 else bias[:, heads]
+        sink = None if sink is None else sink[heads]
     scores = torch.einsum("bthd,bshd->bhts", queries * kernel.scale, _repeat_kv(k, q, heads))
     if kernel.softcap is not None:
         scores = kernel.softcap * torch.tanh(scores / kernel.softcap)
-    if mask.bias is not None:
-        scores = scores + (mask.bias if all_heads or mask.bias.shape[1] == 1 else mask.bias[:, selected])
-    masked = mask.masked if all_heads or mask.masked.shape[1] == 1 else mask.masked[:, selected]
+    if bias is not None:
+        scores = scores + bias
     # In training, selective activation checkpointing may store the matrix product, so it must not be written in place.
     fill = scores.masked_fill if scores.requires_grad or kernel.training else scores.masked_fill_
-    scores = fill(masked, -_INF)
-    return AttentionScores(scores, mask.fully_masked, sink if sink is None or all_heads else sink[selected])
+    return AttentionScores(fill(masked, -_INF), mask.fully_masked, sink)
 
 
-def values_per_head(kernel_args: tuple[Any, ...], heads: list[int] | None = None) -> Tensor:
+def values_per_head(kernel_args: ModuleArgs, heads: list[int] | None = None) -> Tensor:
     """Return the values of the selected query heads: (B, S, H, E)."""
     q, _, v, *_ = unpack_kernel_args(kernel_args)
     return _repeat_kv(v, q, heads)
@@ -85,7 +85,7 @@ class AttentionMask(NamedTuple):
     bias: Tensor | None
 
 
-def build_dense_mask(kernel_args: tuple[Any, ...]) -> AttentionMask:
+def build_dense_mask(kernel_args: ModuleArgs) -> AttentionMask:
     """Materialize the prepared mask of any kernel."""
     q, k, _, prepared, _ = unpack_kernel_args(kernel_args)
     if isinstance(prepared, DenseMask):
@@ -107,7 +107,4 @@ def build_dense_mask(kernel_args: tuple[Any, ...]) -> AttentionMask:
         fully_masked = ~visible.any(-1, keepdim=True)
         bias = None if prepared.score_bias is None else prepared.score_bias(*indices).to(q.dtype)
         return AttentionMask(~(visible | fully_masked), fully_masked, bias)
-    raise KernelError(
-        f"{type(prepared).__name__} is not a known prepared mask, so scores cannot be recomputed; call "
-        "model.use_kernel('explicit')"
-    )
+    raise KernelError(f"scores cannot be computed from a {type(prepared).__name__}; call model.use_kernel('explicit')")

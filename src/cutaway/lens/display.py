@@ -2,15 +2,18 @@
 
 from collections.abc import Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SiteRow = tuple[str, str, tuple[int, ...], float]
 """Site name, axes, shape, and a number: bytes or norm."""
 
 
-def _format_axes(axes: str, shape: tuple[int, ...]) -> str:
+def format_axes(axes: str, shape: tuple[int, ...]) -> str:
     return " × ".join(f"{axis} {size}" for axis, size in zip(axes, shape, strict=True))
 
 
@@ -19,20 +22,18 @@ def format_site_table(rows: Sequence[SiteRow]) -> str:
     if not rows:
         return "nothing recorded yet"
     name_width = max(len(name) for name, *_ in rows)
-    shape_width = max(len(_format_axes(axes, shape)) for _, axes, shape, _ in rows)
-    lines = [
-        f"{name:{name_width}}  {_format_axes(axes, shape):{shape_width}}  {format_bytes(size)}"
-        for name, axes, shape, size in rows
-    ]
-    return "\n".join(lines)
+    shapes = [format_axes(axes, shape) for _, axes, shape, _ in rows]
+    shape_width = max(map(len, shapes))
+    lines = zip(rows, shapes, strict=True)
+    return "\n".join(f"{row[0]:{name_width}}  {shape:{shape_width}}  {format_bytes(row[-1])}" for row, shape in lines)
 
 
 def render_html_table(rows: Sequence[SiteRow]) -> str:
     """Render one row per site for notebooks: name, shape by named axes, norm."""
-    cells = [(escape(name), escape(_format_axes(axes, shape)), f"{norm:.4g}") for name, axes, shape, norm in rows]
-    body = "".join(
-        f"<tr><td><code>{name}</code></td><td>{shape}</td><td>{norm}</td></tr>" for name, shape, norm in cells
-    )
+    body = ""
+    for name, axes, shape, norm in rows:
+        body += f"<tr><td><code>{escape(name)}</code></td><td>{escape(format_axes(axes, shape))}</td>"
+        body += f"<td>{norm:.4g}</td></tr>"
     return f"<table><thead><tr><th>site</th><th>shape</th><th>norm</th></tr></thead><tbody>{body}</tbody></table>"
 
 
@@ -44,7 +45,7 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.3g} GB"
 
 
-def plot_heatmap(value: Tensor, title: str, axes: str, **plot_kwargs: Any) -> Any:
+def plot_heatmap(value: Tensor, title: str, axes: str, **plot_kwargs: Any) -> "Figure":
     """Plot a heat map: darker is further from 0, blue positive, red negative. Masked scores (−∞) are blank."""
     from matplotlib import pyplot
 

@@ -9,18 +9,17 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
 
 from cutaway.errors import InputError
 from cutaway.lens import structural_edits
-from cutaway.lens.adapters import sites, unwrap_model
+from cutaway.lens.adapters import ModelLike, sites, unwrap_model
 from cutaway.lens.hooks import HookContext, SiteHooks
 from cutaway.lens.interventions import OPERATIONS, Intervention
 from cutaway.lens.sites import Site, check_sites_in_model, select_sites
-from cutaway.model.stack import Stack
+from cutaway.lens.structural_edits import StructuralTarget
 
 TensorFn = Callable[[Tensor], Tensor]
 EditSpec = str | Mapping[str, Any] | Intervention | Tensor | TensorFn
@@ -33,25 +32,24 @@ class Edit:
     activation are applied in order. An edit whose site is not reached raises an error at the end of the with-block.
     """
 
-    def __init__(self, model: Any, edits: Mapping[str, EditSpec] | str | Path) -> None:
+    def __init__(self, model: ModelLike, edits: Mapping[str, EditSpec] | str | Path) -> None:
         self.model = unwrap_model(model)
         if isinstance(edits, str | Path):
-            edits = read_edits(edits)
+            edits = _read_edits(edits)
         if not isinstance(edits, Mapping) or not edits:
             raise InputError("edits must be a non-empty mapping from site names to edits; see help(ct.edit)")
         self.edits = dict(edits)
         self.value_edits: list[tuple[str, Site, Intervention | TensorFn]] = []
-        self.structural_edits: list[tuple[str, tuple[str, Stack, int | None], str, Any]] = []
+        self.structural_edits: list[tuple[StructuralTarget, str, object]] = []
         all_sites, targets = sites(self.model), structural_edits.structural_targets(self.model)
         for name, spec in self.edits.items():
             if not isinstance(name, str):
                 raise InputError(f"the site name {name!r} is a {type(name).__name__}; pass a string from sites(model)")
             op = _structural_op(spec)
-            matching = [target for target in targets if fnmatchcase(target, name)]
+            matching = [target for key, target in targets.items() if fnmatchcase(key, name)]
             if op is not None and matching:
-                self.structural_edits += [
-                    (target, targets[target], op, _structural_value(name, spec)) for target in matching
-                ]
+                value = _structural_value(name, spec)
+                self.structural_edits += [(target, op, value) for target in matching]
                 continue
             intervention = _parse_intervention(name, spec)
             self.value_edits += [(name, site, intervention) for site in select_sites(all_sites, [name])]
@@ -62,12 +60,12 @@ class Edit:
     def __enter__(self) -> "Edit":
         self._hooks.check_not_registered()
         check_sites_in_model(self.model, [site for _, site, _ in self.value_edits])
-        self.call_counts = {name: 0 for name, *_ in self.value_edits} | {name: 0 for name, *_ in self.structural_edits}
+        names = [name for name, *_ in self.value_edits] + [target.name for target, *_ in self.structural_edits]
+        self.call_counts = dict.fromkeys(names, 0)
         try:
-            for name, target, op, value in self.structural_edits:
-                self._undo_stack.append(
-                    structural_edits.apply_structural_edit(*target, name, op, value, partial(self._count_call, name))
-                )
+            for target, op, value in self.structural_edits:
+                on_call = partial(self._count_call, target.name)
+                self._undo_stack.append(structural_edits.apply_structural_edit(target, op, value, on_call))
             self._hooks.register(
                 (site, self._hook_fn(name, intervention), _attention_heads(site, intervention))
                 for name, site, intervention in self.value_edits
@@ -77,18 +75,14 @@ class Edit:
             raise
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         self._restore()
-        if exc_type is None:
-            check_sites_in_model(self.model, [site for _, site, _ in self.value_edits])
-        unused = [name for name, count in self.call_counts.items() if not count]
-        if exc_type is None and unused:
-            raise InputError(
-                f"{', '.join(unused)} was not reached, so that edit did nothing; call the model inside the with-block: "
-                "the model itself, not a compiled copy of it"
-            )
+        if exc_type is not None:
+            return
+        check_sites_in_model(self.model, [site for _, site, _ in self.value_edits])
+        if unused := [name for name, count in self.call_counts.items() if not count]:
+            problem = f"{', '.join(unused)} was not reached, so that edit did nothing"
+            raise InputError(f"{problem}; call the model itself, not a compiled copy of it, inside the with-block")
 
     def _restore(self) -> None:
         self._hooks.remove()
@@ -103,9 +97,8 @@ class Edit:
             new = intervention(site, value) if isinstance(intervention, Intervention) else intervention(value.clone())
             if not isinstance(new, Tensor) or new.shape != value.shape:
                 result = f"shape {tuple(new.shape)}" if isinstance(new, Tensor) else type(new).__name__
-                raise InputError(
-                    f"the function for {site.name} returned {result}; return a tensor of shape {tuple(value.shape)}"
-                )
+                problem = f"the function for {site.name} returned {result}"
+                raise InputError(f"{problem}; return a tensor of shape {tuple(value.shape)}")
             return new.to(value.dtype)
 
         return hook_fn
@@ -113,7 +106,7 @@ class Edit:
     def _count_call(self, name: str) -> None:
         self.call_counts[name] += 1
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the edits as JSON values."""
         return {name: _spec_to_json(name, spec) for name, spec in self.edits.items()}
 
@@ -123,7 +116,7 @@ class Edit:
         Path(path).write_text(text, encoding="utf-8")
 
 
-def read_edits(path: str | Path) -> dict[str, Any]:
+def _read_edits(path: str | Path) -> dict[str, EditSpec]:
     """Read edits from a JSON file."""
     try:
         edits = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -132,9 +125,7 @@ def read_edits(path: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"'{path}' is not valid JSON ({error}); write edits with edit.save(path)") from None
     if not isinstance(edits, dict):
-        raise InputError(
-            f"'{path}' contains a {type(edits).__name__}; it must contain an object from site names to edits"
-        )
+        raise InputError(f"'{path}' contains a {type(edits).__name__}; write an object from site names to edits")
     return edits
 
 
@@ -144,15 +135,13 @@ def _structural_op(spec: EditSpec) -> str | None:
     return op if isinstance(op, str) and any(op in ops for ops in structural_edits.STRUCTURAL_OPS.values()) else None
 
 
-def _structural_value(name: str, spec: EditSpec) -> Any:
+def _structural_value(name: str, spec: EditSpec) -> object:
     """Return the `value` of a structural edit, and raise on keys that it does not take."""
     if not isinstance(spec, Mapping):
         return None
     if extra := spec.keys() - {"do", "value"}:
         wrong = min(map(str, extra))
-        raise InputError(
-            f"the edit of {name} has '{wrong}', but '{spec['do']}' applies to all of {name}; leave {wrong} out"
-        )
+        raise InputError(f"the edit of {name} has '{wrong}', which '{spec['do']}' does not take; leave {wrong} out")
     return spec.get("value")
 
 
@@ -163,10 +152,7 @@ def _parse_intervention(name: str, spec: EditSpec) -> Intervention | TensorFn:
         return Intervention("replace", spec)
     if isinstance(spec, str):
         if (op := _structural_op(spec)) is not None:
-            raise InputError(
-                f"'{op}' is a structural edit, and '{name}' is not a structural part of this model; use it on a part "
-                "such as blocks.0"
-            )
+            raise InputError(f"'{op}' is a structural edit, not one of the site '{name}'; use it on blocks.0, say")
         return Intervention(spec)
     if isinstance(spec, Mapping):
         extra = spec.keys() - {"do", "value", "positions", "heads", "units"}
@@ -176,24 +162,21 @@ def _parse_intervention(name: str, spec: EditSpec) -> Intervention | TensorFn:
         return Intervention(**spec)
     if callable(spec):
         return spec
-    raise InputError(
-        f"the edit of {name} is a {type(spec).__name__}; pass {', '.join(OPERATIONS)}, or a dict, tensor or function"
-    )
+    operations = ", ".join(OPERATIONS)
+    raise InputError(f"the edit of {name} is a {type(spec).__name__}; pass {operations}, a dict, tensor or function")
 
 
 def _attention_heads(site: Site, intervention: Intervention | TensorFn) -> list[int] | None:
     heads = intervention.selected_heads(site) if isinstance(intervention, Intervention) else None
-    return heads if site.kind in ("scores", "pattern") else None
+    return heads if site.is_recomputed else None
 
 
-def _spec_to_json(name: str, spec: EditSpec) -> Any:
+def _spec_to_json(name: str, spec: EditSpec) -> object:
     if isinstance(spec, str | Mapping) and _structural_op(spec) is not None:
         return spec if isinstance(spec, str) else dict(spec)
     intervention = _parse_intervention(name, spec)
     if not isinstance(intervention, Intervention):
-        raise InputError(
-            f"the edit of {name} is a function, which cannot be written as JSON; use zero, mean, add, replace or scale"
-        )
+        raise InputError(f"the edit of {name} is a function, which cannot be written as JSON; use an operation")
     return intervention.to_dict()
 
 

@@ -1,14 +1,14 @@
 """Equation of each site, with the norms, rotary embeddings, biases and scales that the model has."""
 
-from typing import Any
-
 from torch import nn
 
-from cutaway.lens.sites import Site, is_resid_site, site_suffix
+from cutaway.lens.sites import Site, attention_module, get_blocks, is_resid_site, site_suffix
 from cutaway.model import Transformer
-from cutaway.model.attention import CrossAttention, LatentAttention
-from cutaway.model.block import ParallelBlock
+from cutaway.model.attention import CrossAttention, LatentAttention, MultiHead
+from cutaway.model.block import Block, Branch, ParallelBlock
 from cutaway.model.ffn import GatedMLP
+from cutaway.model.head import LMHead
+from cutaway.model.moe import MixtureOfExperts
 from cutaway.model.rope import Rope
 from cutaway.model.stack import Stack
 
@@ -18,28 +18,27 @@ def site_equation(model: Transformer, site: Site) -> str:
     if site.stack is None:
         return _head_equation(model)
     if site.layer is None:
-        final_norm: nn.Module = site.stack.final_norm
-        return _embedding_equation(site.stack) if site.name.endswith("embed") else _wrap_norm("norm", final_norm, "x")
-    name = site_suffix(site.name)
-    block: Any = site.stack.blocks[site.layer]
+        is_embed = site.name.endswith("embed")
+        return _embedding_equation(site.stack) if is_embed else _wrap_norm(site.stack.final_norm, "x")
+    name, block = site_suffix(site.name), get_blocks(site.stack)[site.layer]
     if is_resid_site(name):
         return _resid_equation(name, block)
     sublayer, _, value = name.partition(".")
-    branch = getattr(block, sublayer)
+    branch: Branch = getattr(block, sublayer)
     if value == "in":
-        norm = block.norm if isinstance(block, ParallelBlock) else branch.norm_in
-        return _wrap_norm("norm", norm, _wrap_norm("norm", branch.norm_in, "x") if norm is not branch.norm_in else "x")
+        equation = _wrap_norm(branch.norm_in, "x")
+        return _wrap_norm(block.norm, equation) if isinstance(block, ParallelBlock) else equation
     if sublayer == "ffn":
         equation = _ffn_equation(branch.f, value)
     else:
-        equation = _attention_equation(branch.f, value, site.stack, site.layer)
+        equation = _attention_equation(attention_module(branch), value, site.stack, site.layer)
     if value == "out":
-        equation = _wrap_norm("norm", branch.norm_out, equation)
+        equation = _wrap_norm(branch.norm_out, equation)
         return equation if branch.scale == 1.0 else f"{branch.scale:.3g}·{equation}"
     return equation
 
 
-def _resid_equation(name: str, block: Any) -> str:
+def _resid_equation(name: str, block: Block | ParallelBlock) -> str:
     if name == "resid_pre":
         return "x"
     if isinstance(block, ParallelBlock):
@@ -47,12 +46,12 @@ def _resid_equation(name: str, block: Any) -> str:
     writers = {"cross.resid_pre": "attn", "resid_mid": "attn" if block.cross is None else "cross", "resid_post": "ffn"}
     sublayer = writers[name]
     skip = "x" if block.skip_scale == 1.0 else f"{block.skip_scale:.3g}·x"
-    return _wrap_norm("norm", getattr(block, f"norm_after_{sublayer}"), f"{skip} + {sublayer}.out")
+    return _wrap_norm(getattr(block, f"norm_after_{sublayer}"), f"{skip} + {sublayer}.out")
 
 
-def _wrap_norm(name: str, module: nn.Module, inner: str) -> str:
-    """Return `name(inner)`, or `inner` if the module is an Identity."""
-    return inner if isinstance(module, nn.Identity) else f"{name}({inner})"
+def _wrap_norm(norm: nn.Module, inner: str) -> str:
+    """Return `norm(inner)`, or `inner` if the norm is an Identity."""
+    return inner if isinstance(norm, nn.Identity) else f"norm({inner})"
 
 
 def _embedding_equation(stack: Stack) -> str:
@@ -62,14 +61,16 @@ def _embedding_equation(stack: Stack) -> str:
         equation = f"W·{equation}"
     equation += "" if embed.position is None else " + position"
     equation += "" if embed.token_types is None else " + type"
-    equation = _wrap_norm("norm", embed.norm, equation)
+    equation = _wrap_norm(embed.norm, equation)
     factor = equation if equation.startswith("norm") or " + " not in equation else f"({equation})"
     return f"W·{factor}" if embed.project is not None and not embed.project_before_positions else equation
 
 
-def _head_equation(model: Any) -> str:
+def _head_equation(model: Transformer) -> str:
     head = model.head
-    equation = "E·x" if head.matrix is _token_embedding(model) else "U·x"
+    assert isinstance(head, LMHead)
+    stack = model.stacks.get("decoder") or model.stacks["encoder"]
+    equation = "E·x" if head.matrix is stack.embed.token else "U·x"
     equation = equation if head.transform is None else equation.replace("x", "norm(act(W·x))")
     equation += "" if head.bias is None else " + b"
     if head.scale != 1.0:
@@ -77,19 +78,12 @@ def _head_equation(model: Any) -> str:
     return equation if head.softcap is None else f"cap({equation})"
 
 
-def _token_embedding(model: Transformer) -> nn.Module:
-    stack = model.stacks.get("decoder") or model.stacks["encoder"]
-    return stack.embed.token
-
-
-def _attention_equation(f: Any, value: str, stack: Stack, layer: int) -> str:
-    cross, latent = isinstance(f, CrossAttention), isinstance(f, LatentAttention)
+def _attention_equation(f: MultiHead | LatentAttention, value: str, stack: Stack, layer: int) -> str:
+    cross = isinstance(f, CrossAttention)
     if value in ("q", "k", "v"):
-        return (
-            _latent_equation(f, value)
-            if latent
-            else _projection_equation(f, value, with_rope=not cross and uses_rope(stack, layer))
-        )
+        if isinstance(f, LatentAttention):
+            return _latent_equation(f, value)
+        return _projection_equation(f, value, with_rope=not cross and uses_rope(stack, layer))
     if value == "scores":
         equation = "q·kᵀ·scale" if f.kernel.softcap is None else "cap(q·kᵀ·scale)"
         position = None if cross else position_module(stack, layer)
@@ -100,15 +94,15 @@ def _attention_equation(f: Any, value: str, stack: Stack, layer: int) -> str:
     return "pattern·v" if value == "z" else "Wo·z"
 
 
-def _projection_equation(f: Any, projection: str, *, with_rope: bool) -> str:
+def _projection_equation(f: MultiHead, projection: str, *, with_rope: bool) -> str:
     equation = f"W{projection}·{'memory' if isinstance(f, CrossAttention) and projection != 'q' else 'in'}"
     if projection == "v":
         return equation
-    equation = _wrap_norm("norm", f.q_norm if projection == "q" else f.k_norm, equation)
+    equation = _wrap_norm(f.q_norm if projection == "q" else f.k_norm, equation)
     return f"rope({equation})" if with_rope else equation
 
 
-def _latent_equation(f: Any, projection: str) -> str:
+def _latent_equation(f: LatentAttention, projection: str) -> str:
     """Multi-head latent attention: c is the latent, kr the shared rotary key."""
     if projection == "q":
         return "Wq·in, rope" if isinstance(f.q, nn.Linear) else "Wuq·norm(Wdq·in), rope"
@@ -123,13 +117,14 @@ def uses_rope(stack: Stack, layer: int) -> bool:
     return isinstance(position_module(stack, layer), Rope)
 
 
-def _ffn_equation(f: Any, value: str) -> str:
-    router: Any = getattr(f, "router", None)
-    if value == "router":
-        return f"top {router.top_k} of {'softmax' if router.use_softmax else 'sigmoid'}(Wr·in)"
-    if value == "out" and router is not None:
-        return "Σ weight·expert(in)" + ("" if getattr(f, "shared", None) is None else " + shared")
+def _ffn_equation(f: nn.Module, value: str) -> str:
+    dense: nn.Module | None = f
+    if isinstance(f, MixtureOfExperts):
+        dense = f.shared
+        if value == "router":
+            return f"top {f.router.top_k} of {'softmax' if f.router.use_softmax else 'sigmoid'}(Wr·in)"
+        if value == "out":
+            return "Σ weight·expert(in)" + ("" if f.shared is None else " + shared")
     if value == "out":
         return "W2·hidden"
-    dense = f.shared if value == "shared.hidden" else f
     return "act(Wg·in) ⊙ W1·in" if isinstance(dense, GatedMLP) else "act(W1·in)"

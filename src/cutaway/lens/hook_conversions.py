@@ -4,17 +4,21 @@ The value may be an item of a tuple or dict, or a part of a larger tensor. Each 
 the original tensor to the gradient of the value.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from copy import copy
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Size, Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from cutaway.errors import InputError
 
+ModuleArgs: TypeAlias = tuple[Any, ...]
+"""Positional arguments of a module, as PyTorch types them."""
+Key = str | int | None
+"""Key of an item in a dict or tuple; None for a value that is neither."""
 ValueHook = Callable[[Tensor, Tensor], Tensor | None]
 """Receives the value and the tensor that it was extracted from; a returned tensor replaces the value."""
 
@@ -23,9 +27,9 @@ ValueHook = Callable[[Tensor, Tensor], Tensor | None]
 class HookConversion:
     """The first tensor of the input or output, unchanged. Base class of the conversions."""
 
-    def matches(self, key: Any, item: Any) -> bool:
+    def matches(self, key: Key, tensor: Tensor) -> bool:
         """Whether this item of a tuple or dict contains the value."""
-        return isinstance(item, Tensor)
+        return True
 
     def convert(self, tensor: Tensor) -> Tensor:
         """Extract the value from the module's tensor."""
@@ -39,33 +43,28 @@ class HookConversion:
         """Return the gradient of the value, which has this shape, from the gradient of the module's tensor."""
         return gradient
 
-    def run_hook(self, tensor: Tensor, hook: ValueHook) -> Tensor | None:
-        """Call the hook with the value; return the module's tensor with the change, or None without one."""
-        new = hook(self.convert(tensor), tensor)
-        return None if new is None else self.revert(tensor, new)
+    def run_hook(self, items: Iterable[tuple[Key, object]], hook: ValueHook) -> tuple[Key, Tensor] | None:
+        """Call the hook with the value; return the changed item with its key, or None without a change."""
+        for key, item in items:
+            if isinstance(item, Tensor) and self.matches(key, item):
+                new = hook(self.convert(item), item)
+                return None if new is None else (key, self.revert(item, new))
+        return None
 
     def register_hooks(self, module: nn.Module, hook: ValueHook, *, on_input: bool) -> list[RemovableHandle]:
         """Call `hook` with the value at every call of the module."""
 
-        def pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            for key, item in (*enumerate(args), *_kwargs_in_signature_order(module, kwargs)):
-                if self.matches(key, item):
-                    new = self.run_hook(item, hook)
-                    if new is None:
-                        return None
-                    return (
-                        (args, {**kwargs, key: new})
-                        if isinstance(key, str)
-                        else (_replace_item(args, key, new), kwargs)
-                    )
-            return None
+        def pre_hook(module: nn.Module, args: ModuleArgs, kwargs: dict[str, object]) -> tuple[Any, Any] | None:
+            changed = self.run_hook((*enumerate(args), *_kwargs_in_signature_order(module, kwargs)), hook)
+            if changed is None:
+                return None
+            container = kwargs if isinstance(changed[0], str) else args
+            new = _replace_item(container, *changed)
+            return (args, new) if container is kwargs else (new, kwargs)
 
-        def output_hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
-            for key, item in _iter_items(result):
-                if self.matches(key, item):
-                    new = self.run_hook(item, hook)
-                    return None if new is None else _replace_item(result, key, new)
-            return None
+        def output_hook(module: nn.Module, args: ModuleArgs, result: object) -> object:
+            changed = self.run_hook(_items(result), hook)
+            return None if changed is None else _replace_item(result, *changed)
 
         if on_input:
             return [module.register_forward_pre_hook(pre_hook, with_kwargs=True)]
@@ -126,10 +125,7 @@ class FlattenedBatch(HookConversion):
         def unflatten_hook(value: Tensor, original: Tensor) -> Tensor | None:
             new = hook(value if value.ndim > 2 else value.reshape(*batch_shape, -1), original)
             if new is not None and self.read_only:
-                raise InputError(
-                    "the residual stream inside a block of another library's model is read-only; edit resid_pre or "
-                    "resid_post, or load the model with ct.load and edit that"
-                )
+                raise InputError("the stream inside this model's blocks is read-only; load it with ct.load to edit it")
             return None if new is None else new.reshape(value.shape)
 
         handles = HookConversion().register_hooks(self.outer_module, record_batch_shape, on_input=True)
@@ -169,18 +165,13 @@ class PatternOutput(HookConversion):
     """The attention pattern that an attention module returns beside its output: the last tensor with four axes."""
 
     def register_hooks(self, module: nn.Module, hook: ValueHook, *, on_input: bool) -> list[RemovableHandle]:
-        def output_hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-            patterns = [item for _, item in _iter_items(result) if isinstance(item, Tensor) and item.ndim == 4]
+        def output_hook(module: nn.Module, args: ModuleArgs, result: object) -> None:
+            patterns = [item for _, item in _items(result) if isinstance(item, Tensor) and item.ndim == 4]
             if not patterns:
-                raise InputError(
-                    f"{type(module).__name__} returned no attention pattern; load the model with "
-                    "attn_implementation='eager', and call it with output_attentions=True"
-                )
+                problem = f"{type(module).__name__} returned no attention pattern"
+                raise InputError(f"{problem}; use attn_implementation='eager' and output_attentions=True")
             if hook(patterns[-1], patterns[-1]) is not None:
-                raise InputError(
-                    "the attention pattern of another library's model is read-only, because z is computed before the "
-                    "hook runs; load the model with ct.load and edit that"
-                )
+                raise InputError("this model's attention pattern is read-only; load the model with ct.load to edit it")
 
         return [module.register_forward_hook(output_hook)]
 
@@ -189,32 +180,29 @@ class PatternOutput(HookConversion):
 class LogitsOutput(HookConversion):
     """The logits in a model's output: the field `logits`, or the first tensor with three axes."""
 
-    def matches(self, key: Any, item: Any) -> bool:
-        return isinstance(item, Tensor) and (key == "logits" if isinstance(key, str) else item.ndim == 3)
+    def matches(self, key: Key, tensor: Tensor) -> bool:
+        return key == "logits" if isinstance(key, str) else tensor.ndim == 3
 
 
-def _kwargs_in_signature_order(module: nn.Module, kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+def _kwargs_in_signature_order(module: nn.Module, kwargs: dict[str, object]) -> list[tuple[str, object]]:
     """Sort keyword arguments by the parameter order of the module's forward."""
     names = list(signature(module.forward).parameters) if len(kwargs) > 1 else []
     return sorted(kwargs.items(), key=lambda item: names.index(item[0]) if item[0] in names else len(names))
 
 
-def _iter_items(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (key, item) of a tuple or dict; any other value is yielded as (None, value)."""
+def _items(value: object) -> Iterable[tuple[Key, object]]:
+    """Return (key, item) of a tuple or dict; (None, value) of any other value."""
     if isinstance(value, Mapping):
-        yield from value.items()
-    elif isinstance(value, tuple | list):
-        yield from enumerate(value)
-    else:
-        yield None, value
+        return value.items()
+    return enumerate(value) if isinstance(value, tuple | list) else [(None, value)]
 
 
-def _replace_item(value: Any, key: Any, new: Tensor) -> Any:
+def _replace_item(value: Any, key: Key, new: Tensor) -> Any:
     """Return a copy of the tuple or dict with the item at `key` replaced."""
     if key is None:
         return new
-    if isinstance(value, Mapping):
-        copied: Any = copy(value)
+    if isinstance(value, MutableMapping):
+        copied = copy(value)  # keeps the type, such as transformers' ModelOutput
         copied[key] = new
         return copied
     items = [new if index == key else item for index, item in enumerate(value)]

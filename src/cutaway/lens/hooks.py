@@ -5,7 +5,7 @@ regardless of registration order, so a trace records what the model continues wi
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,8 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from cutaway.errors import InputError
 from cutaway.lens import attention_pattern
-from cutaway.lens.hook_conversions import HookConversion
+from cutaway.lens.attention_pattern import AttentionMask, AttentionScores
+from cutaway.lens.hook_conversions import HookConversion, ModuleArgs
 from cutaway.lens.sites import Site
+from cutaway.model.kernels import Kernel
 from cutaway.model.stack import Stack
 
 ATTENTION_OVERRIDES: WeakKeyDictionary[nn.Module, dict[tuple[str, int | None, int], Tensor]] = WeakKeyDictionary()
@@ -28,14 +30,15 @@ class HookContext(NamedTuple):
 
     site: Site
     value: Tensor
-    module_args: tuple[Any, ...]
-    """Positional arguments of the module."""
-    module_output: Any
+    module_args: ModuleArgs
+    module_output: object
     """Output of the module, or None in a pre-hook. With a `HookConversion`, the tensor that `value` was taken from."""
 
 
 HookFn = Callable[[HookContext], Tensor | None]
 """Receives an activation; a returned tensor replaces it."""
+HookRequest = tuple[Site, HookFn, list[int] | None]
+"""Site, hook function, and the heads of recomputed scores and patterns (None for all)."""
 
 
 class SiteHooks:
@@ -43,15 +46,14 @@ class SiteHooks:
 
     def __init__(self, *, modifies: bool = False) -> None:
         self.modifies = modifies
-        self.requests: list[tuple[Site, HookFn, list[int] | None]] = []
+        self.requests: list[HookRequest] = []
         self.handles: list[RemovableHandle] = []
         self.layer_counters: dict[Stack, list[int]] = {}
         """Per stack whose layers share a block: [blocks entered, blocks left] in this forward pass."""
-        self.cached_scores: tuple[tuple[Any, ...], list[int] | None, attention_pattern.AttentionScores] | None = None
-        self.cached_mask: tuple[tuple[Any, int, int], attention_pattern.AttentionMask] | None = None
+        self.cached_scores: tuple[ModuleArgs, list[int] | None, AttentionScores] | None = None
+        self.cached_mask: tuple[tuple[object, int, int], AttentionMask] | None = None
 
-    def register(self, requests: Iterable[tuple[Site, HookFn, list[int] | None]]) -> None:
-        """Register (site, hook function, heads); heads restrict scores and patterns, None means all."""
+    def register(self, requests: Iterable[HookRequest]) -> None:
         self.check_not_registered()
         self.requests = list(requests)
         try:
@@ -78,20 +80,18 @@ class SiteHooks:
         already active, so their hooks are removed and added again after it.
         """
         modules = self.modules
-        groups = [
-            group
-            for group in list(ACTIVE_HOOKS)
-            if group is self or (self.modifies and not modules.isdisjoint(group.modules))
-        ]
+        groups = [self]
+        if self.modifies:
+            groups = [group for group in ACTIVE_HOOKS if not modules.isdisjoint(group.modules)]
         for group in groups:
             group._remove_handles()
-        modifying = [group for group in groups if group.modifies]
-        for kinds in HOOK_ORDER:
-            for group in modifying:
-                group._add_hooks(kinds)
+        for kinds in _HOOK_ORDER:
+            for group in groups:
+                if group.modifies:
+                    group._add_hooks(kinds)
         for group in groups:
             if not group.modifies:
-                group._add_hooks(ALL_KINDS)
+                group._add_hooks(_ALL_KINDS)
 
     @property
     def modules(self) -> set[nn.Module]:
@@ -124,21 +124,20 @@ class SiteHooks:
             # At a block's output, the hook that counts blocks left has already run, so use blocks entered − 1.
             return counter is not None and (counter[0] - 1 if is_block_output else counter[1]) != site.layer
 
-        def pre_hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        def pre_hook(module: nn.Module, args: ModuleArgs) -> ModuleArgs | None:
             if is_other_layer(module):
                 return None
             return _replace_item(args, site.arg_index, hook_fn(HookContext(site, args[site.arg_index], args, None)))
 
-        def output_hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+        def output_hook(module: nn.Module, args: ModuleArgs, result: Tensor | ModuleArgs) -> object:
             if is_other_layer(module):
                 return None
-            if not isinstance(result, tuple):
+            if isinstance(result, Tensor):
                 return hook_fn(HookContext(site, result, args, result))
-            return _replace_item(
-                result, site.arg_index, hook_fn(HookContext(site, result[site.arg_index], args, result))
-            )
+            new = hook_fn(HookContext(site, result[site.arg_index], args, result))
+            return _replace_item(result, site.arg_index, new)
 
-        def attention_hook(module: Any, args: tuple[Any, ...], result: Tensor) -> Tensor | None:
+        def attention_hook(module: Kernel, args: ModuleArgs, result: Tensor) -> Tensor | None:
             """Scores and patterns are recomputed from the kernel's arguments; a change is applied to its output z."""
             if is_other_layer(module):
                 return None
@@ -167,18 +166,17 @@ class SiteHooks:
                 pairs = zip(head_indices, values.unbind(1), strict=True)
                 overrides |= {(kind, site.layer, head): own for head, own in pairs}
             z = result if heads is None else result.index_select(2, index_tensor(heads, result))  # (B, T, H, E)
-            v = attention_pattern.values_per_head(args, heads)
-            z = _recompute_z(module, z, old_pattern, new_pattern, v)
+            z = _recompute_z(module, z, old_pattern, new_pattern, attention_pattern.values_per_head(args, heads))
             return z if heads is None else result.index_copy(2, index_tensor(heads, result), z)
 
-        is_attention = site.kind in ("scores", "pattern")
-        if is_attention and self.modifies:
+        if site.is_recomputed and self.modifies:
             self.handles.append(site.module.register_forward_pre_hook(_clear_overrides))
         if site.kind == "in":
             self.handles.append(site.module.register_forward_pre_hook(pre_hook))
+        elif site.is_recomputed:
+            self.handles.append(site.module.register_forward_hook(attention_hook))
         else:
-            hook: Any = attention_hook if is_attention else output_hook
-            self.handles.append(site.module.register_forward_hook(hook))
+            self.handles.append(site.module.register_forward_hook(output_hook))
 
     def _add_converted_hook(self, site: Site, conversion: HookConversion, hook_fn: HookFn) -> None:
         """Hook a module of another library."""
@@ -192,20 +190,15 @@ class SiteHooks:
         """Build an autograd graph for recomputed attention only where it is modified."""
         return torch.set_grad_enabled(torch.is_grad_enabled() and self.modifies)
 
-    def attention_scores(
-        self, module: Any, kernel_args: tuple[Any, ...], heads: list[int] | None
-    ) -> attention_pattern.AttentionScores:
+    def attention_scores(self, kernel: Kernel, kernel_args: ModuleArgs, heads: list[int] | None) -> AttentionScores:
         """Recompute the scores of a kernel call; hooks on scores and pattern of the same call share one result."""
         if self.cached_scores is None or self.cached_scores[0] is not kernel_args or self.cached_scores[1] != heads:
             with self._grad_mode():
-                self.cached_scores = (
-                    kernel_args,
-                    heads,
-                    attention_pattern.compute_scores(module, kernel_args, heads, self._dense_mask(kernel_args)),
-                )
+                scores = attention_pattern.compute_scores(kernel, kernel_args, heads, self._dense_mask(kernel_args))
+            self.cached_scores = kernel_args, heads, scores
         return self.cached_scores[2]
 
-    def _dense_mask(self, kernel_args: tuple[Any, ...]) -> attention_pattern.AttentionMask:
+    def _dense_mask(self, kernel_args: ModuleArgs) -> AttentionMask:
         """Materialize the mask once for all layers that share a prepared mask."""
         key = kernel_args[3], kernel_args[0].shape[1], kernel_args[1].shape[1]
         if self.cached_mask is None or self.cached_mask[0][0] is not key[0] or self.cached_mask[0][1:] != key[1:]:
@@ -218,37 +211,35 @@ class SiteHooks:
         if stack is None or layer is None or sum(block is stack.blocks[layer] for block in stack.blocks) == 1:
             return None
         if stack.activation_checkpointing != "none" and stack.training:
-            raise InputError(
-                "layers share a block, and activation checkpointing recomputes it without the layer being known; call "
-                "model.use_activation_checkpointing('none')"
-            )
+            problem = "layers share a block, which activation checkpointing recomputes without its layer being known"
+            raise InputError(f"{problem}; call model.use_activation_checkpointing('none')")
         if stack in self.layer_counters:
             return self.layer_counters[stack]
         counter = self.layer_counters.setdefault(stack, [0, 0])
 
-        def reset(module: nn.Module, args: tuple[Any, ...]) -> None:
+        def reset(module: nn.Module, args: ModuleArgs) -> None:
             counter[:] = 0, 0
 
-        def count_entered(module: nn.Module, args: tuple[Any, ...]) -> None:
+        def count_entered(module: nn.Module, args: ModuleArgs) -> None:
             counter[0] += 1
 
-        def count_left(module: nn.Module, args: tuple[Any, ...], result: Tensor) -> None:
+        def count_left(module: nn.Module, args: ModuleArgs, result: Tensor) -> None:
             counter[1] += 1
 
         self.handles.append(stack.register_forward_pre_hook(reset))
-        for block in {id(block): block for block in stack.blocks}.values():
+        for block in set(stack.blocks):
             self.handles += [block.register_forward_pre_hook(count_entered), block.register_forward_hook(count_left)]
         return counter
 
 
 ACTIVE_HOOKS: list[SiteHooks] = []
 """All registered groups, in order of registration."""
-HOOK_ORDER: tuple[tuple[str, ...], ...] = (("in", "scores"), ("pattern",), ("out",))
+_HOOK_ORDER: tuple[tuple[str, ...], ...] = (("in", "scores"), ("pattern",), ("out",))
 """Order of modifying hooks: inputs and scores, then the pattern computed from the scores, then outputs (z)."""
-ALL_KINDS = tuple(kind for kinds in HOOK_ORDER for kind in kinds)
+_ALL_KINDS = tuple(kind for kinds in _HOOK_ORDER for kind in kinds)
 
 
-def _recompute_z(kernel: Any, z: Tensor, old_pattern: Tensor, new_pattern: Tensor, values: Tensor) -> Tensor:
+def _recompute_z(kernel: Kernel, z: Tensor, old_pattern: Tensor, new_pattern: Tensor, values: Tensor) -> Tensor:
     """Return z for another pattern. Rows whose pattern is unchanged keep their bits."""
     changed = (new_pattern != old_pattern).any(-1).transpose(1, 2).unsqueeze(-1)  # (B, T, H, 1)
     # Unchanged rows are z + 0 instead of z, so that the gradient with respect to new_pattern is right for them too.
@@ -260,11 +251,11 @@ def _recompute_z(kernel: Any, z: Tensor, old_pattern: Tensor, new_pattern: Tenso
     return torch.where(changed, torch.einsum("bhts,bshe->bthe", new_pattern, values), shifted)
 
 
-def _replace_item(items: tuple[Any, ...], index: int, new: Tensor | None) -> tuple[Any, ...] | None:
+def _replace_item(items: ModuleArgs, index: int, new: Tensor | None) -> ModuleArgs | None:
     return None if new is None else (*items[:index], new, *items[index + 1 :])
 
 
-def _clear_overrides(module: nn.Module, args: tuple[Any, ...]) -> None:
+def _clear_overrides(module: nn.Module, args: ModuleArgs) -> None:
     ATTENTION_OVERRIDES.pop(module, None)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cutaway.errors import InputError
 from cutaway.lens.hooks import index_tensor
-from cutaway.lens.sites import Indices, Site, materialize_indices, resolve_heads, resolve_indices
+from cutaway.lens.sites import Indices, Site, materialize_indices, resolve_heads, resolve_indices, resolve_positions
 
 OPERATIONS = ("zero", "mean", "resample", "add", "replace", "scale")
 MASKED_SCORE = float("-inf")
@@ -37,22 +37,15 @@ class Intervention:
 
     def __post_init__(self) -> None:
         if self.do not in OPERATIONS:
-            raise InputError(
-                f"do is '{self.do}', which is not an operation; use one of {', '.join(OPERATIONS)}, or a function"
-            )
-        if (self.value is None) == (self.do in _REQUIRED_VALUES):
-            problem = (
-                f"needs a value; pass {_REQUIRED_VALUES[self.do]}"
-                if self.do in _REQUIRED_VALUES
-                else "takes no value; leave it out"
-            )
-            raise InputError(f"'{self.do}' {problem}")
-        if (
-            self.do in _REQUIRED_VALUES
-            and not _is_number(self.value)
-            and (self.do == "scale" or not _is_tensor_like(self.value))
-        ):
-            raise InputError(f"'{self.do}' has the value {reprlib.repr(self.value)}; pass {_REQUIRED_VALUES[self.do]}")
+            raise InputError(f"do is '{self.do}'; use one of {', '.join(OPERATIONS)}, or pass a function")
+        required = _REQUIRED_VALUES.get(self.do)
+        if required is None and self.value is not None:
+            raise InputError(f"'{self.do}' takes no value; leave it out")
+        if required is not None and self.value is None:
+            raise InputError(f"'{self.do}' needs a value; pass {required}")
+        is_valid = _is_number(self.value) or (self.do != "scale" and _is_tensor_like(self.value))
+        if required is not None and not is_valid:
+            raise InputError(f"'{self.do}' has the value {reprlib.repr(self.value)}; pass {required}")
         for name in ("positions", "heads", "units"):
             object.__setattr__(self, name, materialize_indices(getattr(self, name), name))
 
@@ -76,20 +69,13 @@ class Intervention:
             axis = site.token_axis
             if axis is None:
                 raise InputError(f"positions is set, but {site.name} has no token axis; leave positions out")
-            selection.append(
-                (axis, resolve_indices(self.positions, value.shape[axis], "positions", "the tokens of this call"))
-            )
+            selection.append((axis, resolve_positions(self.positions, value.shape[axis])))
         heads = self.selected_heads(site)
-        if heads is not None and site.head_axis is not None and site.kind in ("in", "out"):
+        if heads is not None and site.head_axis is not None and not site.is_recomputed:
             selection.append((site.head_axis, heads))  # scores and patterns are computed for these heads only
         if self.units is not None:
-            last_axis = value.ndim - 1
-            selection.append(
-                (
-                    last_axis,
-                    resolve_indices(self.units, value.shape[last_axis], "units", f"the last axis of {site.name}"),
-                )
-            )
+            units = resolve_indices(self.units, value.shape[-1], "units", f"the last axis of {site.name}")
+            selection.append((value.ndim - 1, units))
         return selection
 
     def apply(self, site: Site, value: Tensor) -> Tensor:
@@ -100,10 +86,7 @@ class Intervention:
             return value * self.value
         if self.do == "mean":
             if not site.axes:
-                raise InputError(
-                    f"'mean' averages over the batch and token axes, but {site.name} is a module path, whose axes are "
-                    "not known; use another operation"
-                )
+                raise InputError(f"the batch and token axes of {site.name} are not known; do not use 'mean'")
             dims = [axis for axis, letter in enumerate(site.axes) if letter in "BN" or axis == site.token_axis]
             if site.kind == "scores":  # the mean over unmasked scores
                 visible = value != MASKED_SCORE
@@ -112,31 +95,22 @@ class Intervention:
             return value.mean(dims, keepdim=True).expand_as(value)
         if self.do == "resample":
             if "N" in site.axes:
-                raise InputError(
-                    f"'resample' takes the value of another batch row, but {site.name} has no batch axis; use another "
-                    "operation"
-                )
+                raise InputError(f"'resample' uses another batch row, but {site.name} has no batch axis; do not use it")
             if len(value) == 1:
-                raise InputError(
-                    f"'resample' at {site.name} takes the value of another batch row, but the batch has one; pass at "
-                    "least two"
-                )
+                raise InputError(f"'resample' at {site.name} uses another batch row; pass at least two")
             return value.roll(-1, 0)
         operand = torch.as_tensor(self.value, dtype=value.dtype, device=value.device)
         try:
             expanded = operand.expand_as(value)
         except RuntimeError:
-            raise InputError(
-                f"the value for '{self.do}' at {site.name} has shape {tuple(operand.shape)}; it must broadcast to "
-                f"{tuple(value.shape)}"
-            ) from None
+            problem = f"the value for '{self.do}' at {site.name} has shape {tuple(operand.shape)}"
+            raise InputError(f"{problem}; pass one that broadcasts to {tuple(value.shape)}") from None
         return expanded if self.do == "replace" else value + expanded
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the fields that are set, as JSON values."""
-        return {
-            field.name: _to_json(value) for field in fields(self) if (value := getattr(self, field.name)) is not None
-        }
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: _to_json(value) for name, value in values.items() if value is not None}
 
 
 def _apply_at(value: Tensor, selection: list[tuple[int, list[int]]], fn: Callable[[Tensor], Tensor]) -> Tensor:
@@ -148,7 +122,7 @@ def _apply_at(value: Tensor, selection: list[tuple[int, list[int]]], fn: Callabl
     return value.index_copy(axis, index, _apply_at(value.index_select(axis, index), rest, fn))
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """Whether the value is a number in the range of float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
@@ -158,7 +132,7 @@ def _is_number(value: Any) -> bool:
         return False
 
 
-def _is_tensor_like(value: Any) -> bool:
+def _is_tensor_like(value: object) -> bool:
     """Whether the value converts to a real tensor."""
     try:
         return not torch.as_tensor(value).is_complex()
@@ -166,7 +140,7 @@ def _is_tensor_like(value: Any) -> bool:
         return False
 
 
-def _to_json(value: Any) -> Any:
+def _to_json(value: Any) -> object:
     """Convert a field to a JSON value."""
     if hasattr(value, "tolist"):  # tensor or array
         return value.tolist()

@@ -5,13 +5,12 @@ Activations are reduced in the hooks, so a journey costs one forward pass and st
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.lens.adapters import require_cutaway_model, run_model, sites
+from cutaway.lens.adapters import ModelLike, require_cutaway_model, run_model, sites
 from cutaway.lens.attention_pattern import unpack_kernel_args
 from cutaway.lens.display import render_html_table
 from cutaway.lens.equations import site_equation
@@ -22,7 +21,7 @@ from cutaway.lens.sites import (
     is_resid_site,
     is_sublayer_output,
     resid_before_sublayer,
-    resolve_indices,
+    resolve_index,
     select_sites,
 )
 from cutaway.model import Transformer
@@ -67,9 +66,8 @@ class Journey:
     """Largest |row sum − 1| of the recorded attention patterns; None with an attention sink."""
 
     def _repr_html_(self) -> str:
-        return render_html_table(
-            [(stage.site, stage.axes.replace(" ", ""), stage.shape, stage.norm) for stage in self.stages]
-        )
+        rows = [(stage.site, stage.axes.replace(" ", ""), stage.shape, stage.norm) for stage in self.stages]
+        return render_html_table(rows)
 
 
 @dataclass
@@ -103,7 +101,7 @@ class TokenRecorder:
 
 @torch.no_grad()
 def follow_token(
-    model: Any,
+    model: ModelLike,
     tokens: Tensor,
     source: Tensor | None = None,
     *,
@@ -145,9 +143,8 @@ def follow_token(
         hooks.remove()
     selected_names = [name for name in all_sites if name in selected]
     decoded = decode_residuals(model, recorder, selected_names, all_sites)
-    stages = [
-        build_stage(model, all_sites[name], recorder, decoded) for name in selected_names if name in recorder.vectors
-    ]
+    recorded_names = [name for name in selected_names if name in recorder.vectors]
+    stages = [build_stage(model, all_sites[name], recorder, decoded) for name in recorded_names]
     top = top_tokens(recorder.vectors["logits"][None])[0] if "logits" in recorder.vectors else ()
     row_error = max(map(float, recorder.row_errors), default=None)
     stack_positions = {name: positions[name] for name in stacks}
@@ -161,29 +158,20 @@ def _select_names(sites: dict[str, Site], site_names: list[str]) -> set[str]:
 
 
 def resolve_position(position: int, tokens: Tensor) -> int:
-    return resolve_indices(position, tokens.shape[-1], "position", "the tokens of this text")[0]
+    return resolve_index(position, tokens.shape[-1], "position", "the tokens of this text")
 
 
 def build_stage(model: Transformer, site: Site, recorder: TokenRecorder, decoded: dict[str, TopTokens]) -> Stage:
     vector = _to_float64(recorder.vectors[site.name]).flatten()
-    relative_norm, cosine = None, None
+    relative_norm, cosine, norm = None, None, float(vector.norm())
     if is_sublayer_output(site.name):
         resid = _to_float64(recorder.vectors[resid_before_sublayer(site)]) * _skip_scale(site)
-        resid_norm, norm = float(resid.norm()), float(vector.norm())
+        resid_norm = float(resid.norm())
         relative_norm = norm / resid_norm if resid_norm else None
         cosine = float((resid @ vector) / (resid_norm * norm)) if resid_norm and norm else None
-    axes = site.axes[1:] if site.axes[0] == "B" else site.axes.replace("N", "T")
-    shape, top = recorder.shapes[site.name], decoded.get(site.name, ())
-    return Stage(
-        site.name,
-        site_equation(model, site),
-        " ".join(axes),
-        shape,
-        norm=float(vector.norm()),
-        relative_norm=relative_norm,
-        cosine=cosine,
-        top_tokens=top,
-    )
+    axes = " ".join(site.axes[1:] if site.axes[0] == "B" else site.axes.replace("N", "T"))
+    equation, shape, top = site_equation(model, site), recorder.shapes[site.name], decoded.get(site.name, ())
+    return Stage(site.name, equation, axes, shape, norm, relative_norm, cosine, top)
 
 
 def _to_float64(vector: Tensor) -> Tensor:
@@ -198,7 +186,7 @@ def _skip_scale(site: Site) -> float:
 
 
 def decode_residuals(
-    model: Any, recorder: TokenRecorder, site_names: Iterable[str], sites: dict[str, Site]
+    model: Transformer, recorder: TokenRecorder, site_names: Iterable[str], sites: dict[str, Site]
 ) -> dict[str, TopTokens]:
     """Logit lens: top tokens of the residual stream at each site, in one batch through the final norm and the head."""
     head, stack = getattr(model, "head", None), [*model.stacks.values()][-1]
@@ -231,7 +219,7 @@ def residual_sum_error(model: Transformer, recorder: TokenRecorder, sites: dict[
 
 def _stack_sum_error(stack: Stack, recorder: TokenRecorder, sites: dict[str, Site]) -> float | None:
     """Sum embed and sublayer outputs in the model's order and dtype, and compare with the last resid_post."""
-    if not all(has_additive_residual(block) for block in stack.blocks):
+    if not has_additive_residual(stack):
         return None
     names = [name for name, site in sites.items() if site.stack is stack]
     total = recorder.vectors[next(name for name in names if name.endswith("embed"))]

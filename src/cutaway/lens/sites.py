@@ -15,16 +15,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import nn
 
 from cutaway.errors import InputError
 from cutaway.lens.hook_conversions import HookConversion
-from cutaway.model.block import ParallelBlock
+from cutaway.model.attention import LatentAttention, MultiHead
+from cutaway.model.block import Block, Branch, ParallelBlock
 from cutaway.model.stack import Stack
 
-RESID_NAMES = ("embed", "resid_pre", "resid_mid", "resid_post")
+AXIS_NAMES = {
+    "T": "tokens", "S": "key positions", "H": "heads", "G": "KV heads", "D": "head dim", "E": "value head dim",
+    "d": "d_model", "h": "FFN hidden size", "K": "top-k experts", "V": "vocabulary", "P": "rotary pairs",
+}  # fmt: skip
+"""Axis letter → its name, for display."""
+_RESID_NAMES = ("embed", "resid_pre", "resid_mid", "resid_post")
 """Last name components of sites on the residual stream."""
 SiteKind = Literal["in", "out", "scores", "pattern"]
 """A module's input, a module's output, or a kernel's attention scores or pattern (recomputed from its arguments)."""
@@ -62,6 +68,11 @@ class Site:
         return tuple(sizes[axis] for axis in self.axes)
 
     @property
+    def is_recomputed(self) -> bool:
+        """Whether the value is attention scores or a pattern, which is recomputed from a kernel's arguments."""
+        return self.kind in ("scores", "pattern")
+
+    @property
     def token_axis(self) -> int | None:
         """Index of the query token axis T, or of the key token axis S if there is no T."""
         return next((self.axes.index(letter) for letter in "TS" if letter in self.axes), None)
@@ -73,8 +84,7 @@ class Site:
     @property
     def num_heads(self) -> int | None:
         """Number of query heads, or of key-value heads if the value has only those; None without a head axis."""
-        sizes = dict(self.axis_sizes)
-        return sizes["H"] if "H" in self.axes else sizes["G"] if "G" in self.axes else None
+        return None if self.head_axis is None else dict(self.axis_sizes)[self.axes[self.head_axis]]
 
 
 class SiteMap(dict[str, Site]):
@@ -91,10 +101,7 @@ def check_sites_in_model(model: nn.Module, sites: Iterable[Site]) -> None:
     modules = set(model.modules())
     missing = next((site.name for site in sites if site.module not in modules), None)
     if missing is not None:
-        raise InputError(
-            f"{missing} is no longer a part of the model, as after use_kernel; change the kernel first, then create "
-            "the trace or edit"
-        )
+        raise InputError(f"{missing} is no longer a part of the model; call use_kernel before creating a trace or edit")
 
 
 Indices = int | slice | Iterable[int]
@@ -106,23 +113,20 @@ def select_sites(sites: Mapping[str, Site], patterns: Iterable[str], layers: Ind
     names: dict[str, None] = {}
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise InputError(
-                f"the site name {pattern!r} is a {type(pattern).__name__}; pass a string from sites(model)"
-            )
+            raise InputError(f"the site name {pattern!r} is a {type(pattern).__name__}; use strings from sites(model)")
         matching = [name for name in sites if _matches_pattern(name, pattern)]
         if not matching:
-            raise InputError(
-                f"this model has no site '{pattern}'{_unavailable_reason(sites, pattern)}; "
-                f"{_suggest_names(sites, pattern)}"
-            )
+            problem = f"this model has no site '{pattern}'{_unavailable_reason(sites, pattern)}"
+            raise InputError(f"{problem}; {_suggest_names(sites, pattern)}")
         names |= dict.fromkeys(matching)
     if not names:
-        raise InputError("no site is selected; pass at least one, such as 'resid_post', 'attn.pattern' or 'blocks.0.*'")
+        raise InputError("no site is selected; pass at least one, such as 'resid_post' or 'blocks.0.*'")
     selected = [site for name, site in sites.items() if name in names]
     if layers is None:
         return selected
     depth = 1 + max((site.layer for site in sites.values() if site.layer is not None), default=0)
     indices = materialize_indices(layers, "layers")
+    assert indices is not None
     wanted = set() if indices == [] else set(resolve_indices(indices, depth, "layers", "the model's blocks"))
     selected = [site for site in selected if site.layer is None or site.layer in wanted]
     if not selected:
@@ -137,10 +141,10 @@ def _matches_pattern(name: str, pattern: str) -> bool:
 
 def _unavailable_reason(sites: Mapping[str, Site], pattern: str) -> str:
     """Return why a site is not available, as `": reason"`, or an empty string."""
-    absent = sites.unavailable.items() if isinstance(sites, SiteMap) else ()
-    return next(
-        (f": {reason}" for name, reason in absent if _matches_pattern(name, pattern) or fnmatchcase(pattern, name)), ""
-    )
+    for name, reason in sites.unavailable.items() if isinstance(sites, SiteMap) else ():
+        if _matches_pattern(name, pattern) or fnmatchcase(pattern, name):
+            return f": {reason}"
+    return ""
 
 
 def _suggest_names(sites: Mapping[str, Site], pattern: str) -> str:
@@ -159,19 +163,16 @@ def site_suffix(name: str) -> str:
     return ".".join(parts[parts.index("blocks") + 2 :]) or name if "blocks" in parts else name
 
 
-def materialize_indices(indices: Any, arg_name: str) -> Any:
+def materialize_indices(indices: Indices | None, arg_name: str) -> Indices | None:
     """Convert a generator, array or tensor of indices to a list, so that it can be iterated more than once."""
     if indices is None or isinstance(indices, int | slice | range):
         return indices
-    if isinstance(indices, str) or not (hasattr(indices, "tolist") or isinstance(indices, Iterable)):
+    if hasattr(indices, "tolist"):  # array or tensor
+        return indices.tolist()
+    if isinstance(indices, str) or not isinstance(indices, Iterable):
         raise InputError(f"{arg_name} is {indices!r}; pass an index, a list of indices or a slice")
-    listed = indices.tolist() if hasattr(indices, "tolist") else list(indices)
-    return listed if isinstance(listed, int) else list(map(_to_python_int, listed))
-
-
-def _to_python_int(number: Any) -> Any:
-    """Convert a 0-dimensional array element to a Python number."""
-    return number.item() if hasattr(number, "item") and getattr(number, "ndim", 0) == 0 else number
+    items: Iterable[Any] = indices  # numbers, or elements of an array
+    return [item.item() if getattr(item, "ndim", None) == 0 else item for item in items]
 
 
 def resolve_heads(site: Site, heads: Indices) -> list[int]:
@@ -181,20 +182,25 @@ def resolve_heads(site: Site, heads: Indices) -> list[int]:
     return list(dict.fromkeys(indices if "H" in site.axes else [head * sizes["G"] // sizes["H"] for head in indices]))
 
 
+def resolve_positions(positions: Indices, num_tokens: int) -> list[int]:
+    return resolve_indices(positions, num_tokens, "positions", "the tokens of this call")
+
+
+def resolve_index(index: int, size: int, arg_name: str, axis_name: str) -> int:
+    """Resolve one index to a non-negative integer, and raise if it is out of range."""
+    return resolve_indices([index], size, arg_name, axis_name)[0]
+
+
 def resolve_indices(indices: Indices, size: int, arg_name: str, axis_name: str) -> list[int]:
     """Resolve indices to non-negative integers, and raise on indices out of range."""
     if isinstance(indices, slice):
         selected = list(range(size))[indices]
         if not selected:
-            raise InputError(
-                f"{arg_name} {indices} selects none of {axis_name}, 0 to {size - 1}; pass a slice in that range"
-            )
+            raise InputError(f"{arg_name} {indices} selects none of {axis_name}; pass a slice in 0 to {size - 1}")
         return selected
     listed = [indices] if isinstance(indices, int) else list(indices)
     if not listed:
-        raise InputError(
-            f"{arg_name} is empty, which selects none of {axis_name}, 0 to {size - 1}; leave it out to select all"
-        )
+        raise InputError(f"{arg_name} is empty, which selects none of {axis_name}; leave it out to select all")
     for index in listed:
         if isinstance(index, bool) or not isinstance(index, int) or not -size <= index < size:
             raise InputError(f"{arg_name} contains {index!r}; {axis_name} are 0 to {size - 1}, or −1 from the end")
@@ -202,7 +208,7 @@ def resolve_indices(indices: Indices, size: int, arg_name: str, axis_name: str) 
 
 
 def is_resid_site(name: str) -> bool:
-    return name.rsplit(".", 1)[-1] in RESID_NAMES
+    return name.rsplit(".", 1)[-1] in _RESID_NAMES
 
 
 def is_repeated_resid(name: str) -> bool:
@@ -225,7 +231,21 @@ def resid_before_sublayer(site: Site) -> str:
     return f"{block}.resid_mid" if sublayer == "ffn" and not is_parallel else f"{block}.resid_pre"
 
 
-def has_additive_residual(block: Any) -> bool:
-    """Whether a block only adds to the residual stream: no norm on the stream (post-norm) and no skip scale."""
-    norms = [getattr(block, name, None) for name in ("norm_after_attn", "norm_after_cross", "norm_after_ffn")]
-    return getattr(block, "skip_scale", 1.0) == 1.0 and all(isinstance(norm, nn.Identity | None) for norm in norms)
+def get_blocks(stack: Stack) -> list[Block | ParallelBlock]:
+    """Return the blocks of a stack with their types, which nn.ModuleList does not keep."""
+    return cast("list[Block | ParallelBlock]", list(stack.blocks))
+
+
+def attention_module(branch: Branch) -> MultiHead | LatentAttention:
+    """Return the attention of a branch with its type, which the branch does not keep."""
+    return cast(MultiHead | LatentAttention, branch.f)
+
+
+def has_additive_residual(stack: Stack) -> bool:
+    """Whether blocks only add to the residual stream: no norm on the stream (post-norm) and no skip scale."""
+    for block in get_blocks(stack):
+        if isinstance(block, Block):
+            norms = (block.norm_after_attn, block.norm_after_cross, block.norm_after_ffn)
+            if block.skip_scale != 1.0 or not all(isinstance(norm, nn.Identity | None) for norm in norms):
+                return False
+    return True

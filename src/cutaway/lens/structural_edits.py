@@ -6,13 +6,15 @@ Each function applies one edit and returns the function that undoes it. `on_call
 from collections.abc import Callable
 from dataclasses import replace
 from types import MethodType
-from typing import Any
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from cutaway.errors import InputError
+from cutaway.lens.hook_conversions import ModuleArgs
+from cutaway.lens.sites import get_blocks
 from cutaway.model import Transformer
 from cutaway.model.attention import LatentAttention, LayerContext
 from cutaway.model.block import Block, ParallelBlock
@@ -20,51 +22,58 @@ from cutaway.model.positions import ScoreBias
 from cutaway.model.stack import Stack
 
 UndoFn = Callable[[], None]
-OnCall = Callable[[], None]
+_OnCall = Callable[[], None]
+_AnyBlock = Block | ParallelBlock
 
 
-def structural_targets(model: nn.Module) -> dict[str, tuple[str, Stack, int | None]]:
-    """Map each part that can be edited to (kind, stack, layer). Empty for models of other libraries."""
-    targets: dict[str, tuple[str, Stack, int | None]] = {}
-    if not isinstance(model, Transformer):
-        return targets
-    for name, stack in model.stacks.items():
-        prefix = f"{name}." if len(model.stacks) > 1 else ""
+class StructuralTarget(NamedTuple):
+    """A part of a model that can be edited."""
+
+    kind: str
+    """A key of STRUCTURAL_OPS."""
+    stack: Stack
+    layer: int | None
+    name: str
+
+
+def structural_targets(model: nn.Module) -> dict[str, StructuralTarget]:
+    """Return the parts that can be edited, by name. Empty for models of other libraries."""
+    targets: list[StructuralTarget] = []
+    stacks = model.stacks if isinstance(model, Transformer) else {}
+    for stack_name, stack in stacks.items():
+        prefix = f"{stack_name}." if len(stacks) > 1 else ""
         for layer in range(len(stack.blocks)):
-            targets[f"{prefix}blocks.{layer}"] = ("block", stack, layer)
+            targets.append(StructuralTarget("block", stack, layer, f"{prefix}blocks.{layer}"))
         for kind in ("final_norm", "mask", "positions"):
-            targets[f"{prefix}{kind}"] = (kind, stack, None)
-    return targets
+            targets.append(StructuralTarget(kind, stack, None, f"{prefix}{kind}"))
+    return {target.name: target for target in targets}
 
 
-def apply_structural_edit(
-    kind: str, stack: Stack, layer: int | None, name: str, op: str, value: Any, on_call: OnCall
-) -> UndoFn:
-    """Apply the edit and return its undo function. `kind` and `op` are those of STRUCTURAL_OPS."""
+def apply_structural_edit(target: StructuralTarget, op: str, value: object, on_call: _OnCall) -> UndoFn:
+    """Apply the edit and return its undo function. `op` is one of STRUCTURAL_OPS."""
+    kind, stack, layer, name = target
     if op not in STRUCTURAL_OPS[kind]:
         raise InputError(f"'{op}' does not apply to {name}; use one of {', '.join(STRUCTURAL_OPS[kind])}")
-    if reason := unsupported_reason(kind, stack, layer, name, op):
+    if reason := _unsupported_reason(target, op):
         raise InputError(reason)
-    if op in POSITION_OPS:
+    if op in _POSITION_OPS:
         return _move_positions(stack, name, op, value, on_call)
     if value is not None:
         raise InputError(f"the edit of {name} has a value, but '{op}' takes none; leave it out")
     if layer is not None:
-        return _patch_block_forward(stack, layer, name, op, on_call)
-    return {"final_norm": _drop_final_norm, "mask": _drop_mask, "positions": _drop_positions}[kind](
-        stack, name, on_call
-    )
+        return _patch_block_forward(get_blocks(stack)[layer], op, on_call)
+    drop = {"final_norm": _drop_final_norm, "mask": _drop_mask, "positions": _drop_positions}[kind]
+    return drop(stack, on_call)
 
 
-def unsupported_reason(kind: str, stack: Stack, layer: int | None, name: str, op: str) -> str | None:
+def _unsupported_reason(target: StructuralTarget, op: str) -> str | None:
     """Return why this model does not support the edit, or None if it does."""
-    blocks: Any = stack.blocks
+    kind, stack, layer, name = target
+    blocks = get_blocks(stack)
     if layer is not None:
         block = blocks[layer]
         if sum(other is block for other in blocks) > 1:
-            return (
-                f"{name} is shared by several layers, so it cannot be edited in one; edit attn.out and ffn.out instead"
-            )
+            return f"{name} is shared by several layers, so it cannot be edited in one; edit attn.out and ffn.out"
         if op == "swap" and isinstance(block, ParallelBlock):
             return f"{name} computes attention and FFN in parallel, so there is no order to swap"
     if kind == "final_norm" and isinstance(stack.final_norm, nn.Identity):
@@ -76,35 +85,34 @@ def unsupported_reason(kind: str, stack: Stack, layer: int | None, name: str, op
             return f"this model has no {name}"
         if op == "drop" and any(isinstance(block.attn.f, LatentAttention) for block in blocks):
             return f"{name} cannot be dropped: latent attention has a part of each key that consists only of RoPE"
-        if op in POSITION_OPS and any(isinstance(module, ScoreBias) for module in stack.positions.values()):
+        if op in _POSITION_OPS and any(isinstance(module, ScoreBias) for module in stack.positions.values()):
             return f"{name} are distances added to scores (ALiBi, T5 bias); they can be dropped, not moved"
     return None
 
 
 def supports_structural_edit(model: nn.Module, name: str, op: str) -> bool:
     """Whether the edit can be applied to this model."""
-    return unsupported_reason(*structural_targets(model)[name], name, op) is None
+    return _unsupported_reason(structural_targets(model)[name], op) is None
 
 
-POSITION_OPS = ("shift", "shuffle")
+_POSITION_OPS = ("shift", "shuffle")
 STRUCTURAL_OPS = {
     "block": ("skip", "swap", "no_residual"),
     "final_norm": ("drop",),
     "mask": ("drop",),
-    "positions": ("drop", *POSITION_OPS),
+    "positions": ("drop", *_POSITION_OPS),
 }
 """Kind of a structural target → its operations."""
 
 
-_PATCHED_BLOCKS: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+_PATCHED_BLOCKS: WeakKeyDictionary[nn.Module, list[MethodType]] = WeakKeyDictionary()
 """Block → patched forward methods of the active edits; the last one is in effect."""
 
 
-def _patch_block_forward(stack: Stack, layer: int, name: str, op: str, on_call: OnCall) -> UndoFn:
-    block: Any = stack.blocks[layer]
+def _patch_block_forward(block: _AnyBlock, op: str, on_call: _OnCall) -> UndoFn:
     forward, patches = MethodType(_BLOCK_FORWARDS[op], block), _PATCHED_BLOCKS.setdefault(block, [])
     patches.append(forward)
-    block.forward = forward
+    block.forward = forward  # type: ignore[method-assign]
     # The hook also signals to fast paths (which check for hooks) that this block is modified.
     handle = block.register_forward_pre_hook(lambda module, args: on_call())
 
@@ -112,45 +120,42 @@ def _patch_block_forward(stack: Stack, layer: int, name: str, op: str, on_call: 
         handle.remove()
         patches[:] = [patch for patch in patches if patch is not forward]
         if patches:  # other edits of this block, which may be undone in any order
-            block.forward = patches[-1]
+            block.forward = patches[-1]  # type: ignore[method-assign]
         else:
             del block.forward, _PATCHED_BLOCKS[block]
 
     return undo
 
 
-def _skip_block(block: Any, x: Tensor, context: LayerContext) -> Tensor:
+def _skip_block(block: _AnyBlock, x: Tensor, context: LayerContext) -> Tensor:
     return x
 
 
-def _ffn_before_attention(block: Block, x: Tensor, context: LayerContext) -> Tensor:
+def _ffn_before_attention(block: _AnyBlock, x: Tensor, context: LayerContext) -> Tensor:
     """Block forward with the FFN first and attention last."""
+    assert isinstance(block, Block)
     x = block.norm_after_ffn(block.scale_skip(x) + block.ffn(x))
     if block.cross is not None and block.norm_after_cross is not None:
         x = block.norm_after_cross(block.scale_skip(x) + block.cross(x, context))
     return block.norm_after_attn(block.scale_skip(x) + block.attn(x, context))
 
 
-def _without_residual(block: Any, x: Tensor, context: LayerContext) -> Tensor:
+def _without_residual(block: _AnyBlock, x: Tensor, context: LayerContext) -> Tensor:
     """Block forward without the residual connections."""
     if isinstance(block, ParallelBlock):
         h = block.norm(x)
         return block.attn(h, context) + block.ffn(h)
     x = block.norm_after_attn(block.attn(x, context))
-    if block.cross is not None:
+    if block.cross is not None and block.norm_after_cross is not None:
         x = block.norm_after_cross(block.cross(x, context))
     return block.norm_after_ffn(block.ffn(x))
 
 
-_BLOCK_FORWARDS: dict[str, Callable[[Any, Tensor, LayerContext], Tensor]] = {
-    "skip": _skip_block,
-    "swap": _ffn_before_attention,
-    "no_residual": _without_residual,
-}
+_BLOCK_FORWARDS = {"skip": _skip_block, "swap": _ffn_before_attention, "no_residual": _without_residual}
 
 
-def _drop_final_norm(stack: Stack, name: str, on_call: OnCall) -> UndoFn:
-    def return_input(module: nn.Module, args: tuple[Any, ...], result: Tensor) -> Any:
+def _drop_final_norm(stack: Stack, on_call: _OnCall) -> UndoFn:
+    def return_input(module: nn.Module, args: ModuleArgs, result: Tensor) -> object:
         on_call()
         return args[0]
 
@@ -158,7 +163,7 @@ def _drop_final_norm(stack: Stack, name: str, on_call: OnCall) -> UndoFn:
     return stack.final_norm.register_forward_hook(return_input, prepend=True).remove
 
 
-def _drop_mask(stack: Stack, name: str, on_call: OnCall) -> UndoFn:
+def _drop_mask(stack: Stack, on_call: _OnCall) -> UndoFn:
     stack.causal = False
     handle = stack.register_forward_pre_hook(lambda module, args: on_call())
 
@@ -169,7 +174,7 @@ def _drop_mask(stack: Stack, name: str, on_call: OnCall) -> UndoFn:
     return undo
 
 
-def _drop_positions(stack: Stack, name: str, on_call: OnCall) -> UndoFn:
+def _drop_positions(stack: Stack, on_call: _OnCall) -> UndoFn:
     embed_position, layer_positions = stack.embed.position, stack.positions
     stack.embed.position, stack.positions = None, nn.ModuleDict()
     handle = stack.register_forward_pre_hook(lambda module, args: on_call())
@@ -181,7 +186,7 @@ def _drop_positions(stack: Stack, name: str, on_call: OnCall) -> UndoFn:
     return undo
 
 
-def _move_positions(stack: Stack, name: str, op: str, value: Any, on_call: OnCall) -> UndoFn:
+def _move_positions(stack: Stack, name: str, op: str, value: object, on_call: _OnCall) -> UndoFn:
     """Shift positions by `value`, or permute them with seed `value`. The mask does not change."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         meaning = "the offset of the positions" if op == "shift" else "the seed of the permutation"
@@ -193,17 +198,15 @@ def _move_positions(stack: Stack, name: str, op: str, value: Any, on_call: OnCal
         order = torch.randperm(int(position.max()) + 1, generator=torch.Generator().manual_seed(value))
         return torch.where(position < 0, position, order.to(position.device)[position.clamp(min=0)])
 
-    def embedding_hook(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def embedding_hook(module: nn.Module, args: ModuleArgs) -> ModuleArgs:
         on_call()
         new, limit = move(args[0]), getattr(module, "max_positions", None)
         if limit is not None and int(new.max()) >= limit:
-            raise InputError(
-                f"'{op}' moves a token to position {int(new.max())}, but the model has positions 0 to {limit - 1}; "
-                "use a smaller offset or a shorter text"
-            )
+            problem = f"'{op}' moves a token to {int(new.max())}, but the model has positions 0 to {limit - 1}"
+            raise InputError(f"{problem}; use a smaller offset or a shorter text")
         return (new, *args[1:])
 
-    def rope_hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def rope_hook(module: nn.Module, args: ModuleArgs) -> ModuleArgs:
         on_call()
         return (replace(args[0], position=move(args[0].position), is_sequential=False, limit=None), *args[1:])
 

@@ -8,10 +8,9 @@ A transformers model has the same site names, where a module's input or output i
 paths of its submodules.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +18,8 @@ from torch import Tensor
 from cutaway.arguments import check_dtype, check_positive_int, resolve_device
 from cutaway.errors import InputError
 from cutaway.lens import attention_pattern
-from cutaway.lens.adapters import sites, unwrap_model
-from cutaway.lens.display import format_bytes, format_site_table, plot_heatmap, render_html_table
-from cutaway.lens.hook_conversions import HookConversion
+from cutaway.lens.adapters import ModelLike, sites, unwrap_model
+from cutaway.lens.display import format_axes, format_bytes, format_site_table, plot_heatmap, render_html_table
 from cutaway.lens.hooks import HookContext, SiteHooks, index_tensor, is_in_backward
 from cutaway.lens.sites import (
     Indices,
@@ -29,9 +27,13 @@ from cutaway.lens.sites import (
     check_sites_in_model,
     materialize_indices,
     resolve_heads,
-    resolve_indices,
+    resolve_positions,
     select_sites,
 )
+from cutaway.model.kernels import Kernel
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class TracedTensor(Tensor):
@@ -43,20 +45,18 @@ class TracedTensor(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        sizes = " × ".join(f"{axis} {size}" for axis, size in zip(self.axes, self.shape, strict=True))
-        plain = self.as_subclass(Tensor)
-        return f"{self.site}  {sizes or 'scalar'}  {str(self.dtype).removeprefix('torch.')}\n{plain}"
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        sizes = format_axes(self.axes, tuple(self.shape)) or "scalar"
+        return f"{self.site}  {sizes}  {str(self.dtype).removeprefix('torch.')}\n{self.as_subclass(Tensor)}"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "TracedTensor":
-        return as_traced_tensor(self.as_subclass(Tensor).clone(), self.site, self.axes)
+    def __deepcopy__(self, memo: dict[int, object]) -> "TracedTensor":
+        return _as_traced_tensor(self.as_subclass(Tensor).clone(), self.site, self.axes)
 
     def _repr_html_(self) -> str:
-        return render_html_table(
-            [(self.site, self.axes, tuple(self.shape), float(self.as_subclass(Tensor).float().norm()))]
-        )
+        norm = float(self.as_subclass(Tensor).float().norm())
+        return render_html_table([(self.site, self.axes, tuple(self.shape), norm)])
 
-    def plot(self, **plot_kwargs: Any) -> Any:
+    def plot(self, **plot_kwargs: Any) -> "Figure":
         """Plot a heat map of the last two axes, at index 0 of the other axes."""
         plain = self.as_subclass(Tensor).detach()
         while plain.ndim > 2:
@@ -64,7 +64,7 @@ class TracedTensor(Tensor):
         return plot_heatmap(plain, self.site, self.axes[-2:], **plot_kwargs)
 
 
-def as_traced_tensor(tensor: Tensor, site: str, axes: str) -> TracedTensor:
+def _as_traced_tensor(tensor: Tensor, site: str, axes: str) -> TracedTensor:
     value = tensor.as_subclass(TracedTensor)
     value.site, value.axes = site, axes
     return value
@@ -107,7 +107,7 @@ class Trace:
 
     def __init__(
         self,
-        model: Any,
+        model: ModelLike,
         *patterns: str,
         layers: Indices | None = None,
         positions: Indices | None = None,
@@ -129,31 +129,25 @@ class Trace:
         for site in self.sites:
             self._selected_heads(site)  # raises on invalid heads before the model runs
             if not site.axes and not (positions is None and heads is None):
-                raise InputError(
-                    f"positions or heads are set, but {site.name} is a module path, so its token and head axes are not "
-                    "known; leave positions and heads out, and index the recorded tensor"
-                )
+                problem = f"{site.name} is a module path, whose token and head axes are not known"
+                raise InputError(f"{problem}; leave positions and heads out, and index the recorded tensor")
 
     def __enter__(self) -> "Trace":
         check_sites_in_model(self.model, self.sites)
-        # Scores and patterns are recomputed, so they are recomputed for the selected heads only.
-        site_heads = [
-            (site, self._selected_heads(site) if site.kind in ("scores", "pattern") else None) for site in self.sites
-        ]
-        self._hooks.register((site, self._record, heads) for site, heads in site_heads)
+        # Scores and patterns are recomputed for the selected heads only.
+        self._hooks.register(
+            (site, self._record, self._selected_heads(site) if site.is_recomputed else None) for site in self.sites
+        )
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         self._hooks.remove()
-        if exc_type is None:
-            check_sites_in_model(self.model, self.sites)
-        if exc_type is None and not any(self._values.values()):
-            raise InputError(
-                f"{self.sites[0].name} was not reached, so nothing was recorded; call the model inside the with-block: "
-                "the model itself, not a compiled copy of it"
-            )
+        if exc_type is not None:
+            return
+        check_sites_in_model(self.model, self.sites)
+        if not any(self._values.values()):
+            problem = f"{self.sites[0].name} was not reached, so nothing was recorded"
+            raise InputError(f"{problem}; call the model itself, not a compiled copy of it, inside the with-block")
 
     def _selected_heads(self, site: Site) -> list[int] | None:
         if self.heads is None or site.num_heads is None:
@@ -166,7 +160,7 @@ class Trace:
         site, value = context.site, context.value
         call = len(self._values[site.name])
         if self.records_gradients:
-            if site.kind in ("scores", "pattern"):
+            if site.is_recomputed:
                 self._record_attention_gradient(context, call)
             elif value.requires_grad:
                 # A sublayer's input may be used elsewhere too (the residual connection, the other branch of a parallel
@@ -174,10 +168,9 @@ class Trace:
                 if site.name.endswith(".in"):
                     value = value.view_as(value)
                 if site.conversion is None or value is not context.value:
-                    hooked: Any = value  # Tensor.register_hook is untyped
-                    hooked.register_hook(lambda grad: self._store_gradient(site, call, grad))
+                    _register_grad_hook(value, lambda grad: self._store_gradient(site, call, grad))
                 else:
-                    self._record_converted_gradient(context, site.conversion, call)
+                    self._record_converted_gradient(context, call)
         self._values[site.name].append(self._select_part(site, context.value))
         return None if value is context.value else value
 
@@ -187,15 +180,13 @@ class Trace:
         The recorded pattern is recomputed outside the kernel, so it is not in the autograd graph. With z = pattern·v,
         ∂L/∂pattern = ∂L/∂z·vᵀ, and the softmax backward pass gives ∂L/∂scores.
         """
-        site = context.site
-        if not context.module_output.requires_grad:
+        site, kernel, z = context.site, context.site.module, context.module_output
+        assert isinstance(kernel, Kernel)
+        assert isinstance(z, Tensor)
+        if not z.requires_grad:
             return
-        kernel: Any = site.module
         if kernel.training and kernel.dropout > 0:
-            raise InputError(
-                f"the gradient of {site.name} is not available with attention dropout, because it is derived from z "
-                "without the dropout mask; call model.eval()"
-            )
+            raise InputError(f"the gradient of {site.name} is not known with attention dropout; call model.eval()")
         heads = self._selected_heads(site)
         v = attention_pattern.values_per_head(context.module_args, heads).detach()  # (B, S, H, E)
         pattern = context.value.detach()  # (B, H, T, S)
@@ -211,14 +202,18 @@ class Trace:
                 grad = pattern * (grad - (grad * pattern).sum(-1, keepdim=True))
             self._store_gradient(site, call, grad)
 
-        context.module_output.register_hook(store)
+        _register_grad_hook(z, store)
 
-    def _record_converted_gradient(self, context: HookContext, conversion: HookConversion, call: int) -> None:
+    def _record_converted_gradient(self, context: HookContext, call: int) -> None:
         """Hook the tensor that the value was extracted from; the value itself is not on the path to the loss."""
         site, shape = context.site, context.value.shape
-        context.module_output.register_hook(
-            lambda grad: self._store_gradient(site, call, conversion.convert_gradient(grad, shape))
-        )
+
+        def store(grad: Tensor) -> None:
+            assert site.conversion is not None
+            self._store_gradient(site, call, site.conversion.convert_gradient(grad, shape))
+
+        assert isinstance(context.module_output, Tensor)
+        _register_grad_hook(context.module_output, store)
 
     def _store_gradient(self, site: Site, call: int, gradient: Tensor) -> None:
         selected, stored = self._select_part(site, gradient), self._gradients[site.name]
@@ -228,11 +223,10 @@ class Trace:
         """Select the positions and heads to record, as a tensor that owns its storage."""
         value = value.detach()
         if self.positions is not None and site.token_axis is not None:
-            size = value.shape[site.token_axis]
-            indices = resolve_indices(self.positions, size, "positions", "the tokens of this call")
+            indices = resolve_positions(self.positions, value.shape[site.token_axis])
             value = value.index_select(site.token_axis, index_tensor(indices, value))
         heads = self._selected_heads(site)
-        if heads is not None and site.head_axis is not None and site.kind in ("in", "out"):
+        if heads is not None and site.head_axis is not None and not site.is_recomputed:
             value = value.index_select(site.head_axis, index_tensor(heads, value))
         moved = value.to(device=self.device or value.device, dtype=self.dtype or value.dtype)
         # These may be written in place later: activations of other libraries, keys and values in a cache, logits.
@@ -253,10 +247,7 @@ class Trace:
         if not self.records_gradients:
             raise InputError("gradients were not recorded; pass gradients=True to trace")
         if self._values[name] and not self._gradients[name]:
-            raise InputError(
-                f"{name} has no gradient; call backward() on the loss, and call the model with gradients enabled and "
-                "without a cache"
-            )
+            raise InputError(f"{name} has no gradient; call the model with gradients, without a cache, then backward()")
         return self._select_call(name, call, self._gradients[name])
 
     def calls(self, name: str) -> list[Tensor]:
@@ -276,15 +267,11 @@ class Trace:
         site = next(site for site in self.sites if site.name == name)
         calls = len(self._values[name])
         if call is None and calls > 1:
-            raise InputError(
-                f"{name} was recorded in {calls} calls; select one, as in t['{name}', -1], or use t.calls('{name}')"
-            )
+            raise InputError(f"{name} was recorded in {calls} calls; use t['{name}', -1] or t.calls('{name}')")
         number = (0 if call is None else call) % max(calls, 1)
         if number not in values or not -calls <= (call or 0) < calls:
-            raise InputError(
-                f"{name} has no call {call or 0}: it was recorded in {calls} calls; pass a call in that range"
-            )
-        return as_traced_tensor(values[number], name, site.axes or _UNNAMED_AXIS * values[number].ndim)
+            raise InputError(f"{name} has no call {call or 0}; pass one of its {calls} calls, from 0")
+        return _as_traced_tensor(values[number], name, site.axes or _UNNAMED_AXIS * values[number].ndim)
 
     def stack_activation(self, suffix: str) -> Tensor:
         """Stack the activations of all sites with this suffix, from one call: (layers, …)."""
@@ -309,26 +296,20 @@ class Trace:
 
     def estimate_memory(self, batch_size: int, seq_len: int, source_len: int | None = None) -> TraceMemoryEstimate:
         """Memory that one call with a batch of this shape records, without running the model."""
-        for name, size in (
-            ("batch_size", batch_size),
-            ("seq_len", seq_len),
-            ("source_len", 1 if source_len is None else source_len),
-        ):
-            check_positive_int(name, size)
+        check_positive_int("batch_size", batch_size)
+        check_positive_int("seq_len", seq_len)
+        check_positive_int("source_len", 1 if source_len is None else source_len)
+        itemsize = (self.dtype or next(self.model.parameters()).dtype).itemsize
         rows = []
         for site in self.sites:
             if not site.axes:
-                raise InputError(
-                    f"the shape at {site.name} is not known before a call, because it is a module path; use t.nbytes "
-                    "after a call"
-                )
+                raise InputError(f"the shape at the module path {site.name} is not known; use t.nbytes after a call")
             shape = list(site.shape(batch_size, seq_len, source_len))
             axis, heads = site.token_axis, self._selected_heads(site)
             if self.positions is not None and axis is not None:
-                shape[axis] = len(resolve_indices(self.positions, shape[axis], "positions", "the tokens of this call"))
+                shape[axis] = len(resolve_positions(self.positions, shape[axis]))
             if heads is not None and site.head_axis is not None:
                 shape[site.head_axis] = len(heads)
-            itemsize = (self.dtype or next(self.model.parameters()).dtype).itemsize
             rows.append(SiteMemory(site.name, site.axes, tuple(shape), itemsize * torch.Size(shape).numel()))
         return TraceMemoryEstimate(rows)
 
@@ -349,14 +330,16 @@ class Trace:
         save_file(flat, path, {site.name: site.axes for site in self.sites})
 
     def __repr__(self) -> str:
-        last_calls = [(name, value) for name, calls in self._values.items() for value in calls[-1:]]
-        axes = {site.name: site.axes for site in self.sites}
-        return format_site_table(
-            [
-                (name, axes[name] or _UNNAMED_AXIS * value.ndim, tuple(value.shape), value.nbytes)
-                for name, value in last_calls
-            ]
-        )
+        rows = []
+        for site in self.sites:
+            for value in self._values[site.name][-1:]:
+                axes = site.axes or _UNNAMED_AXIS * value.ndim
+                rows.append((site.name, axes, tuple(value.shape), value.nbytes))
+        return format_site_table(rows)
+
+
+def _register_grad_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _lazy_clone(value: Tensor) -> Tensor:

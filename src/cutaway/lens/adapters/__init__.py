@@ -1,6 +1,6 @@
 """Model adapters: unwrap checkpoints and compiled models, run a model on tokens, list the sites of a model."""
 
-from typing import Any
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -10,26 +10,30 @@ from cutaway.lens.sites import SiteMap
 from cutaway.model import EncoderDecoder, EncoderOnly, Transformer
 
 
-def unwrap_model(model: Any) -> nn.Module:
+class HasModel(Protocol):
+    """A checkpoint."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+
+ModelLike = nn.Module | HasModel
+
+
+def unwrap_model(model: ModelLike) -> nn.Module:
     """Return the nn.Module of a checkpoint, or the original module of a compiled one."""
-    if not isinstance(model, nn.Module) and isinstance(getattr(model, "model", None), nn.Module):
-        model = model.model
-    model = getattr(model, "_orig_mod", model)
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"a {type(model).__name__} is not a model; pass the result of ct.build(…) or ct.load(…), a transformers "
-            "model, or another nn.Module"
-        )
-    return model
+    module = model if isinstance(model, nn.Module) else getattr(model, "model", model)
+    module = getattr(module, "_orig_mod", module)
+    if not isinstance(module, nn.Module):
+        raise InputError(f"a {type(model).__name__} is not a model; pass a checkpoint, a cutaway model or an nn.Module")
+    return module
 
 
-def require_cutaway_model(model: Any) -> Transformer:
+def require_cutaway_model(model: ModelLike) -> Transformer:
     """Unwrap the model, and raise if it is not a cutaway model."""
     module = unwrap_model(model)
     if not isinstance(module, Transformer):
-        raise InputError(
-            f"a {type(module).__name__} is not a cutaway model; pass the result of ct.build(…) or ct.load(…)"
-        )
+        raise InputError(f"a {type(module).__name__} is not a cutaway model; pass one from ct.build(…) or ct.load(…)")
     return module
 
 

@@ -8,13 +8,9 @@ from cutaway.lens.sites import Site, SiteKind, SiteMap
 
 def module_sites(model: nn.Module, reason: str) -> SiteMap:
     """Return the input and output of each submodule; `reason` is why named sites are not available."""
-    paths = [(path, module) for path, module in model.named_modules() if path]
+    sites: list[Site] = []
     kinds: tuple[SiteKind, ...] = ("in", "out")
-    return SiteMap(
-        (
-            Site(f"{path}.{kind}", "", module, kind, conversion=HookConversion())
-            for path, module in paths
-            for kind in kinds
-        ),
-        {"*": reason},
-    )
+    for path, module in model.named_modules():
+        if path:
+            sites += [Site(f"{path}.{kind}", "", module, kind, conversion=HookConversion()) for kind in kinds]
+    return SiteMap(sites, {"*": reason})

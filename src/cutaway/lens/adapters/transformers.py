@@ -7,10 +7,9 @@ only the tokens of the call, because the cache is updated after the projection, 
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from cutaway.families.family import Family
 from cutaway.families.load_plan import TensorConversion, expand_mappings
 from cutaway.lens.adapters.cutaway import cutaway_sites
 from cutaway.lens.adapters.module import module_sites
+from cutaway.lens.equations import uses_rope
 from cutaway.lens.hook_conversions import (
     FlattenedBatch,
     HookConversion,
@@ -30,35 +30,35 @@ from cutaway.lens.hook_conversions import (
     ScaledOutput,
     SplitHeads,
 )
-from cutaway.lens.sites import Site, SiteKind, SiteMap
+from cutaway.lens.sites import Site, SiteKind, SiteMap, attention_module
 from cutaway.model import Transformer, build
 from cutaway.model.attention import LatentAttention
-from cutaway.model.rope import Rope
+from cutaway.model.block import Branch
+from cutaway.model.moe import MixtureOfExperts
 
 
-class MappedModule(NamedTuple):
+class _MappedModule(NamedTuple):
     """Path of the transformers module that holds a cutaway parameter, with the weight mapping step."""
 
     path: str
     step: TensorConversion
 
 
-class ModuleMap:
+class _ModuleMap:
     """Maps cutaway module paths to transformers modules, by the family's weight mapping."""
 
     def __init__(self, family: Family, cutaway_model: Transformer, hf_model: nn.Module) -> None:
         self.cutaway_model, self.hf_model = cutaway_model, hf_model
         self.hf_modules = dict(hf_model.named_modules(remove_duplicate=False))
         has_no_prefix = not any(f"{path}.".startswith(family.base_model_prefix) for path in self.hf_modules)
-        self.mapped_modules: dict[str, list[MappedModule]] = {}
+        self.mapped_modules: dict[str, list[_MappedModule]] = {}
         for step in expand_mappings(family.weight_mappings, cutaway_model.config, cutaway_model):
             keys = [key.removeprefix(family.base_model_prefix if has_no_prefix else "") for key in step.checkpoint_keys]
+            mapped = [_MappedModule(key.rpartition(".")[0], step) for key in keys]
             for name in step.model_keys:
-                self.mapped_modules.setdefault(name, []).extend(
-                    MappedModule(key.rpartition(".")[0], step) for key in keys
-                )
+                self.mapped_modules.setdefault(name, []).extend(mapped)
 
-    def find(self, path: str) -> MappedModule | None:
+    def find(self, path: str) -> _MappedModule | None:
         """Return the first mapped path that exists in the transformers model, for a cutaway module path."""
         mapped = self.mapped_modules.get(f"{path}.weight", []) + self.mapped_modules.get(f"{path}.bias", [])
         return next((candidate for candidate in mapped if candidate.path in self.hf_modules), None)
@@ -74,16 +74,17 @@ class ModuleMap:
         Containers (ModuleList, ModuleDict) are skipped: they are never called, so their hooks do not run.
         """
         prefixes = tuple(f"{path}." for path in cutaway_paths)
-        paths = [
-            mapped.path.split(".")
-            for name, all_mapped in self.mapped_modules.items()
-            if name.startswith(prefixes)
-            for mapped in all_mapped
-        ]
+        names = [name for name in self.mapped_modules if name.startswith(prefixes)]
+        paths = [mapped.path.split(".") for name in names for mapped in self.mapped_modules[name]]
         common = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
         while isinstance(self.hf_modules.get(".".join(common)), nn.ModuleList | nn.ModuleDict):
             common.pop()
         return self.hf_modules.get(".".join(common)) if common else None
+
+    def branch(self, path: str) -> Branch:
+        branch = self.cutaway_model.get_submodule(path)
+        assert isinstance(branch, Branch)
+        return branch
 
     def has_weights(self, path: str) -> bool:
         """Whether the weight mapping has any parameter of this cutaway module."""
@@ -95,12 +96,6 @@ class ModuleMap:
         if len(set(blocks)) == len(blocks):
             return None
         return sum(block is blocks[layer] for block in blocks[:layer])
-
-    def uses_rope(self, stack: str, layer: int) -> bool:
-        """Whether this layer applies RoPE to queries and keys."""
-        module = self.cutaway_model.stacks[stack]
-        key = module.layer_position_keys[layer]
-        return key in module.positions and isinstance(module.positions[key], Rope)
 
     def output_columns(self, path: str) -> Tensor | None:
         """Return the output columns of the transformers module that are this cutaway module's output; None for all.
@@ -119,14 +114,15 @@ class ModuleMap:
         return None if torch.equal(columns, all_columns) else columns
 
 
-HookLocation = tuple[nn.Module | None, bool, HookConversion]
+_HookLocation = tuple[nn.Module | None, bool, HookConversion]
 """Transformers module, whether the value is its input (else its output), and the conversion."""
 
 
-class SiteUnavailableError(Exception):
+class _SiteUnavailableError(Exception):
     """A transformers model does not expose the value of a site; the message is the reason."""
 
 
+_USE_CT_LOAD = "load the model with ct.load, which exposes them"
 _NO_MODULE = "it is not the input or output of any module that the family's weight mapping locates"
 
 
@@ -140,33 +136,31 @@ def transformers_sites(model: nn.Module) -> SiteMap:
     except ConfigError as error:
         return module_sites(model, f"cutaway does not support its config, so its sites are module paths: {error}")
     cutaway_model = build(config, device="meta")
-    module_map = ModuleMap(family, cutaway_model, model)
+    module_map = _ModuleMap(family, cutaway_model, model)
     located, unavailable = [], {}
     for site in cutaway_sites(cutaway_model).values():
         try:
             module, is_input, conversion = _locate_site(site, module_map)
             if module is None:
-                raise SiteUnavailableError(_NO_MODULE)
-        except SiteUnavailableError as reason:
+                raise _SiteUnavailableError(_NO_MODULE)
+        except _SiteUnavailableError as reason:
             unavailable[site.name] = str(reason)
         else:
             kind: SiteKind = "in" if is_input else "out"
             located.append(replace(site, module=module, kind=kind, arg_index=0, stack=None, conversion=conversion))
     if not any(site.layer is not None for site in located):
-        return module_sites(
-            model, "its modules are not at the paths of its family's weight mapping, so its sites are module paths"
-        )
+        return module_sites(model, "its modules are not at its family's paths, so its sites are module paths")
     return SiteMap(located, unavailable)
 
 
-def _find_family(model: nn.Module) -> tuple[Family | None, dict[str, Any]]:
+def _find_family(model: nn.Module) -> tuple[Family | None, dict[str, object]]:
     """Return the family for the model_type of a model's config (None if unknown), and the config as a dict."""
     to_json_string = getattr(getattr(model, "config", None), "to_json_string", None)
     if to_json_string is None:
         return None, {}
-    hf_config = json.loads(to_json_string(use_diff=False))
+    hf_config: dict[str, object] = json.loads(to_json_string(use_diff=False))
     hf_config.pop("quantization_config", None)  # quantization does not change module paths
-    return families().get(hf_config.get("model_type")), hf_config
+    return families().get(str(hf_config.get("model_type"))), hf_config
 
 
 def _has_lm_head(family: Family, model: nn.Module) -> bool | None:
@@ -177,11 +171,11 @@ def _has_lm_head(family: Family, model: nn.Module) -> bool | None:
     return any(row.model_keys == ("head.matrix",) and row.checkpoint_key in paths for row in family.weight_mappings)
 
 
-def _locate_site(site: Site, module_map: ModuleMap) -> HookLocation:
+def _locate_site(site: Site, module_map: _ModuleMap) -> _HookLocation:
     """Return where the transformers model exposes the value of a cutaway site."""
     if site.name == "logits":
         if module_map.hf_module("head.matrix") is None:
-            raise SiteUnavailableError("it has no language modeling head")
+            raise _SiteUnavailableError("it has no language modeling head")
         return module_map.hf_model, False, LogitsOutput()
     stacks = module_map.cutaway_model.stacks
     stack = site.name.split(".")[0] if len(stacks) > 1 else next(iter(stacks))
@@ -199,18 +193,17 @@ def _locate_site(site: Site, module_map: ModuleMap) -> HookLocation:
     return module, is_input, conversion
 
 
-def _locate_in_block(suffix: str, block_path: str, module_map: ModuleMap) -> HookLocation:
+def _locate_in_block(suffix: str, block_path: str, module_map: _ModuleMap) -> _HookLocation:
     if suffix in ("resid_pre", "resid_post"):
         return module_map.enclosing_module(block_path), suffix == "resid_pre", HookConversion()
     sublayer, _, value = suffix.partition(".")
     if suffix == "resid_mid" or value == "resid_pre":
         return _locate_mid_resid(f"{block_path}.{sublayer if value else 'ffn'}", module_map)
-    branch = module_map.cutaway_model.get_submodule(f"{block_path}.{sublayer}")
-    locate: Callable[..., HookLocation] = _locate_in_ffn if sublayer == "ffn" else _locate_in_attention
-    return locate(value, f"{block_path}.{sublayer}", branch, module_map)
+    locate = _locate_in_ffn if sublayer == "ffn" else _locate_in_attention
+    return locate(value, f"{block_path}.{sublayer}", module_map)
 
 
-def _locate_mid_resid(path: str, module_map: ModuleMap) -> HookLocation:
+def _locate_mid_resid(path: str, module_map: _ModuleMap) -> _HookLocation:
     """Locate the residual stream before a sublayer that is not the block's first.
 
     It is the output of a post-norm, or the input of the module that reads it.
@@ -220,16 +213,13 @@ def _locate_mid_resid(path: str, module_map: ModuleMap) -> HookLocation:
         norm = module_map.hf_module(f"{block}.norm_after_{previous}")
         if norm is not None and not path.endswith(previous):
             return norm, False, _flattened_batch_conversion(path, module_map)
-    branch: Any = module_map.cutaway_model.get_submodule(path)
-    reader = (
-        _sublayer_input_module(path, module_map)
-        if isinstance(branch.norm_in, nn.Identity)
-        else module_map.hf_module(f"{path}.norm_in")
-    )
+    reader = module_map.hf_module(f"{path}.norm_in")
+    if isinstance(module_map.branch(path).norm_in, nn.Identity):
+        reader = _sublayer_input_module(path, module_map)
     return reader, True, _flattened_batch_conversion(path, module_map, read_only=True)
 
 
-def _sublayer_input_module(path: str, module_map: ModuleMap) -> nn.Module | None:
+def _sublayer_input_module(path: str, module_map: _ModuleMap) -> nn.Module | None:
     """Return the innermost module around all projections that read a sublayer's input."""
     is_moe = module_map.has_weights(f"{path}.f.router")
     return module_map.enclosing_module(*(f"{path}.{name}" for name in (("f",) if is_moe else _INPUT_PROJECTIONS)))
@@ -238,96 +228,78 @@ def _sublayer_input_module(path: str, module_map: ModuleMap) -> nn.Module | None
 _INPUT_PROJECTIONS = ("f.q", "f.k", "f.v", "f.kv_down", "f.gate", "f.up")
 
 
-def _locate_sublayer_input(path: str, module_map: ModuleMap) -> HookLocation:
+def _locate_sublayer_input(path: str, module_map: _ModuleMap) -> _HookLocation:
     """Locate a sublayer's input: the input of a module that reads exactly this value."""
     module = _sublayer_input_module(path, module_map)
     if module is None:
         return module_map.hf_module(f"{path}.norm_in"), False, HookConversion()
     block, _, sublayer = path.rpartition(".")
     after = f"{block}.norm_after_{sublayer}"
-    if (
-        module_map.has_weights(after)
-        and module_map.enclosing_module(*(f"{path}.{name}" for name in _INPUT_PROJECTIONS), after) is module
-    ):
-        raise SiteUnavailableError(
-            "the same module also receives the residual stream; use resid_pre, which is the same value"
-        )
+    around_norm = module_map.enclosing_module(*(f"{path}.{name}" for name in _INPUT_PROJECTIONS), after)
+    if module_map.has_weights(after) and around_norm is module:
+        raise _SiteUnavailableError("the same module also receives the residual stream; use resid_pre, the same value")
     return module, True, HookConversion()
 
 
-def _flattened_batch_conversion(path: str, module_map: ModuleMap, *, read_only: bool = False) -> HookConversion:
+def _flattened_batch_conversion(path: str, module_map: _ModuleMap, *, read_only: bool = False) -> HookConversion:
     """Conversion for values that some models flatten to (B·T, d) before the FFN."""
     block = module_map.enclosing_module(path.rpartition(".")[0])
     if block is None:
-        raise SiteUnavailableError(_NO_MODULE)
+        raise _SiteUnavailableError(_NO_MODULE)
     return FlattenedBatch(block, read_only)
 
 
-def _locate_sublayer_output(
-    path: str, branch: Any, output_module: nn.Module | None, module_map: ModuleMap
-) -> HookLocation:
+def _locate_sublayer_output(path: str, output_module: nn.Module | None, module_map: _ModuleMap) -> _HookLocation:
     """Locate what is added to the residual stream: after the output norm and scale, if present."""
+    branch = module_map.branch(path)
     module = output_module if isinstance(branch.norm_out, nn.Identity) else module_map.hf_module(f"{path}.norm_out")
     return module, False, HookConversion() if branch.scale == 1.0 else ScaledOutput(branch.scale)
 
 
-def _locate_in_attention(value: str, path: str, branch: Any, module_map: ModuleMap) -> HookLocation:
-    f = branch.f
+def _locate_in_attention(value: str, path: str, module_map: _ModuleMap) -> _HookLocation:
     if value == "in":
         return _locate_sublayer_input(path, module_map)
     if value == "out":
-        return _locate_sublayer_output(path, branch, module_map.hf_module(f"{path}.f.o"), module_map)
+        return _locate_sublayer_output(path, module_map.hf_module(f"{path}.f.o"), module_map)
     if value == "z":
-        return module_map.hf_module(f"{path}.f.o"), True, SplitHeads(f.heads)
+        return module_map.hf_module(f"{path}.f.o"), True, SplitHeads(attention_module(module_map.branch(path)).heads)
     if value == "pattern":
         if getattr(module_map.hf_model.config, "_attn_implementation", "eager") != "eager":
-            raise SiteUnavailableError(
-                "its attention implementation does not return a pattern; load it with attn_implementation='eager'"
-            )
+            raise _SiteUnavailableError("its attention returns no pattern; load it with attn_implementation='eager'")
         return module_map.enclosing_module(f"{path}.f"), False, PatternOutput()
     if value == "scores":
-        raise SiteUnavailableError(
-            "scores are local to its attention module; load the model with ct.load, which exposes them"
-        )
-    return _locate_projection(value, path, f, module_map)
+        raise _SiteUnavailableError(f"scores are local to its attention module; {_USE_CT_LOAD}")
+    return _locate_projection(value, path, module_map)
 
 
-def _locate_projection(projection: str, path: str, f: Any, module_map: ModuleMap) -> HookLocation:
+def _locate_projection(projection: str, path: str, module_map: _ModuleMap) -> _HookLocation:
     """Locate q, k or v, if nothing happens to them between their projection and the kernel."""
+    f = attention_module(module_map.branch(path))
     if isinstance(f, LatentAttention):
-        raise SiteUnavailableError("latent attention assembles queries, keys and values inside its attention module")
+        raise _SiteUnavailableError("latent attention assembles queries, keys and values inside its attention module")
     stack, layer = path.split(".")[0], int(path.split(".")[2])
-    has_rope = path.endswith(".attn") and module_map.uses_rope(stack, layer)
+    has_rope = path.endswith(".attn") and uses_rope(module_map.cutaway_model.stacks[stack], layer)
     if projection in "qk" and (has_rope or not isinstance(getattr(f, f"{projection}_norm"), nn.Identity)):
-        raise SiteUnavailableError(
-            "QK-norm or RoPE is applied inside its attention module; load the model with ct.load, which exposes them"
-        )
+        raise _SiteUnavailableError(f"QK-norm or RoPE is applied inside its attention module; {_USE_CT_LOAD}")
     if f.clip_qkv is not None:
-        raise SiteUnavailableError(
-            "they are clipped inside its attention module; load the model with ct.load, which exposes them"
-        )
-    columns = module_map.output_columns(f"{path}.f.{projection}")
-    return (
-        module_map.hf_module(f"{path}.f.{projection}"),
-        False,
-        SplitHeads(f.heads if projection == "q" else f.kv_heads, columns),
-    )
+        raise _SiteUnavailableError(f"they are clipped inside its attention module; {_USE_CT_LOAD}")
+    path = f"{path}.f.{projection}"
+    conversion = SplitHeads(f.heads if projection == "q" else f.kv_heads, module_map.output_columns(path))
+    return module_map.hf_module(path), False, conversion
 
 
-def _locate_in_ffn(value: str, path: str, branch: Any, module_map: ModuleMap) -> HookLocation:
-    is_moe = hasattr(branch.f, "router")
+def _locate_in_ffn(value: str, path: str, module_map: _ModuleMap) -> _HookLocation:
+    is_moe = isinstance(module_map.branch(path).f, MixtureOfExperts)
     if value == "router":
-        raise SiteUnavailableError("each transformers model returns the routing weights in a different format")
+        raise _SiteUnavailableError("each transformers model returns the routing weights in a different format")
     if value == "in":
         module, is_input, conversion = _locate_sublayer_input(path, module_map)
     elif value == "out":
         last = module_map.enclosing_module(f"{path}.f") if is_moe else module_map.hf_module(f"{path}.f.down")
-        module, is_input, conversion = _locate_sublayer_output(path, branch, last, module_map)
+        module, is_input, conversion = _locate_sublayer_output(path, last, module_map)
     else:
         dense = f"{path}.f.shared" if value == "shared.hidden" else f"{path}.f"
         module, is_input, conversion = module_map.hf_module(f"{dense}.down"), True, HookConversion()
-    return (
-        module,
-        is_input,
-        _flattened_batch_conversion(path, module_map) if type(conversion) is HookConversion else conversion,
-    )
+    if type(conversion) is HookConversion:
+        conversion = _flattened_batch_conversion(path, module_map)
+    return module, is_input, conversion

@@ -1,7 +1,6 @@
 """Ablation: loss and KL divergence without a block, a head, a residual, the final norm, the mask or positions."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,13 +8,13 @@ from torch import Tensor
 
 from cutaway.errors import InputError
 from cutaway.evaluate.functional import kl_divergence_from_logits
-from cutaway.lens import structural_edits
-from cutaway.lens.adapters import sites
-from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, eval_mode, prepare_inputs, upcast_float32
+from cutaway.lens.adapters import ModelLike, sites
+from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, prepare_inputs
 from cutaway.lens.analysis.labeled_tensor import LabeledTensor
 from cutaway.lens.analysis.patching import track_progress
 from cutaway.lens.edit import EditSpec, edit
 from cutaway.lens.sites import select_sites
+from cutaway.lens.structural_edits import structural_targets, supports_structural_edit
 from cutaway.model import EncoderOnly
 
 METRICS = ("loss", "KL", "top-5 overlap")
@@ -31,7 +30,7 @@ _EDIT_LABELS = {
 
 
 def ablation(
-    model: Any,
+    model: ModelLike,
     tokens: TextOrTokens,
     edits: Mapping[str, Mapping[str, EditSpec]] | None = None,
     *,
@@ -45,36 +44,33 @@ def ablation(
     """
     inputs = prepare_inputs(model, tokens, source)
     inputs.require_head()
-    edits_by_label = {label: dict(spec) for label, spec in (_default_edits(inputs) if edits is None else edits).items()}
-    if not edits_by_label:
+    edits = _default_edits(inputs) if edits is None else edits
+    if not edits:
         raise InputError("edits is empty, so there is nothing to compare; pass at least one, or leave edits out")
-    with eval_mode(inputs.model):
-        baseline_logits = upcast_float32(inputs.run())[0]
-        rows = [_compute_metrics(inputs, baseline_logits, baseline_logits)]
-        for label in track_progress(list(edits_by_label), progress, "ablating"):
-            with edit(inputs.model, edits_by_label[label]):
-                rows.append(_compute_metrics(inputs, upcast_float32(inputs.run())[0], baseline_logits))
-    labels = ("baseline", *edits_by_label)
-    note = "" if _has_loss(inputs) else _no_loss_reason(inputs)
-    return LabeledTensor("ablation", torch.stack(rows), ("edit", "metric"), (labels, METRICS), "nats", note)
+    baseline_logits = inputs.logits()
+    rows = [_compute_metrics(inputs, baseline_logits, baseline_logits)]
+    for label in track_progress(list(edits), progress, "ablating"):
+        with inputs.eval_mode(), edit(inputs.model, edits[label]):
+            rows.append(_compute_metrics(inputs, inputs.logits(), baseline_logits))
+    labels = (("baseline", *edits), METRICS)
+    return LabeledTensor("ablation", torch.stack(rows), ("edit", "metric"), labels, "nats", _no_loss_reason(inputs))
 
 
 def head_ablation(
-    model: Any, tokens: TextOrTokens, *, source: TextOrTokens | None = None, progress: bool = True
+    model: ModelLike, tokens: TextOrTokens, *, source: TextOrTokens | None = None, progress: bool = True
 ) -> LabeledTensor:
     """Increase of the text's loss when a head is zero-ablated: layer × head."""
     inputs = prepare_inputs(model, tokens, source)
-    if not _has_loss(inputs):
-        raise InputError(f"{_no_loss_reason(inputs)}; use ablation(…), which has KL divergence")
+    if reason := _no_loss_reason(inputs):
+        raise InputError(f"{reason}; use ablation(…), which has KL divergence")
     z_sites = select_sites(sites(inputs.model), [f"{inputs.site_prefix}blocks.*.attn.z"])
     max_heads = max(site.num_heads or 0 for site in z_sites)
     increases = torch.full((len(z_sites), max_heads), float("nan"))
-    with eval_mode(inputs.model):
-        baseline_loss = _next_token_loss(inputs, upcast_float32(inputs.run())[0])
-        for row, site in enumerate(track_progress(z_sites, progress, "ablating heads")):
-            for head in range(site.num_heads or 0):
-                with edit(inputs.model, {site.name: {"do": "zero", "heads": [head]}}):
-                    increases[row, head] = _next_token_loss(inputs, upcast_float32(inputs.run())[0]) - baseline_loss
+    baseline_loss = _next_token_loss(inputs, inputs.logits())
+    for row, site in enumerate(track_progress(z_sites, progress, "ablating heads")):
+        for head in range(site.num_heads or 0):
+            with inputs.eval_mode(), edit(inputs.model, {site.name: {"do": "zero", "heads": [head]}}):
+                increases[row, head] = _next_token_loss(inputs, inputs.logits()) - baseline_loss
     names = tuple(site.name.split("blocks.")[1].split(".")[0] for site in z_sites)
     labels = (names, tuple(str(head) for head in range(max_heads)))
     note = f"the loss with all heads is {float(baseline_loss):.3f}"
@@ -83,26 +79,21 @@ def head_ablation(
 
 def _default_edits(inputs: AnalysisInputs) -> dict[str, dict[str, EditSpec]]:
     """Return all structural ablations that this model supports."""
+    targets = structural_targets(inputs.model)
     edits: dict[str, dict[str, EditSpec]] = {}
     for (kind, op), label in _EDIT_LABELS.items():
-        for name, (target_kind, stack, layer) in structural_edits.structural_targets(inputs.model).items():
-            if (
-                target_kind == kind
-                and stack is inputs.stack
-                and structural_edits.supports_structural_edit(inputs.model, name, op)
-            ):
-                edits[label if layer is None else f"{label} {layer}"] = {name: op}
+        for name, target in targets.items():
+            is_target = target.kind == kind and target.stack is inputs.stack
+            if is_target and supports_structural_edit(inputs.model, name, op):
+                edits[label if target.layer is None else f"{label} {target.layer}"] = {name: op}
     return edits
 
 
-def _has_loss(inputs: AnalysisInputs) -> bool:
-    return not isinstance(inputs.model, EncoderOnly) and inputs.tokens.shape[1] > 1
-
-
 def _no_loss_reason(inputs: AnalysisInputs) -> str:
+    """Return why there is no next-token loss, or an empty string if there is one."""
     if isinstance(inputs.model, EncoderOnly):
         return "an encoder has no next-token loss"
-    return "a text of one token has no next token"
+    return "" if inputs.tokens.shape[1] > 1 else "a text of one token has no next token"
 
 
 def _next_token_loss(inputs: AnalysisInputs, logits: Tensor) -> Tensor:
@@ -112,9 +103,9 @@ def _next_token_loss(inputs: AnalysisInputs, logits: Tensor) -> Tensor:
 
 def _compute_metrics(inputs: AnalysisInputs, logits: Tensor, baseline_logits: Tensor) -> Tensor:
     """Return (loss, KL, top-5 overlap); logits are (T, V)."""
-    kl: Tensor = kl_divergence_from_logits(baseline_logits, logits).mean()
+    kl = kl_divergence_from_logits(baseline_logits, logits).mean()
     k = min(TOP_K, logits.shape[-1])
     top, baseline_top = logits.topk(k).indices, baseline_logits.topk(k).indices  # (T, k)
     overlap = (top[:, :, None] == baseline_top[:, None, :]).any(-1).float().mean()
-    loss = _next_token_loss(inputs, logits) if _has_loss(inputs) else kl.new_tensor(float("nan"))
+    loss = kl.new_tensor(float("nan")) if _no_loss_reason(inputs) else _next_token_loss(inputs, logits)
     return torch.stack((loss, kl, overlap.to(kl)))

@@ -1,8 +1,8 @@
 """Memory and time of a training step for each activation checkpointing mode."""
 
 import time
+from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,13 +10,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cutaway.lens.adapters import ModelLike
 from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, prepare_inputs
 from cutaway.lens.analysis.labeled_tensor import LabeledTensor
 from cutaway.model.activation_checkpointing import ACTIVATION_CHECKPOINTING_MODES
 
+_Kwargs = dict[str, object]
+
 
 def activation_checkpointing_cost(
-    model: Any, tokens: TextOrTokens, *, source: TextOrTokens | None = None, num_repeats: int = 3
+    model: ModelLike, tokens: TextOrTokens, *, source: TextOrTokens | None = None, num_repeats: int = 3
 ) -> LabeledTensor:
     """Megabytes of saved activations and milliseconds per forward and backward pass, for each mode."""
     inputs = prepare_inputs(model, tokens, source)
@@ -33,41 +36,30 @@ def activation_checkpointing_cost(
         inputs.model.train(training)
         for stack, mode in modes.items():
             stack.activation_checkpointing = mode
-    title = "cost of activation checkpointing"
+    axes = ("activation_checkpointing", "metric")
     labels = (ACTIVATION_CHECKPOINTING_MODES, ("saved MB", "forward + backward ms"))
-    return LabeledTensor(
-        title,
-        torch.stack(rows),
-        ("activation_checkpointing", "metric"),
-        labels,
-        note=f"{inputs.tokens.shape[1]} tokens",
-    )
+    note = f"{inputs.tokens.shape[1]} tokens"
+    return LabeledTensor("cost of activation checkpointing", torch.stack(rows), axes, labels, note=note)
 
 
 def _time_forward_backward(inputs: AnalysisInputs) -> float:
     """Return the seconds of a forward and backward pass; `.grad` is not written."""
+    parameters = [parameter for parameter in inputs.model.parameters() if parameter.requires_grad]
     start = time.perf_counter()
     with torch.enable_grad():
-        torch.autograd.grad(
-            inputs.run().float().square().mean(), list(_trainable_parameters(inputs)), allow_unused=True
-        )
+        torch.autograd.grad(inputs.forward().float().square().mean(), parameters, allow_unused=True)
     if inputs.tokens.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
-def _trainable_parameters(inputs: AnalysisInputs) -> list[Tensor]:
-    return [parameter for parameter in inputs.model.parameters() if parameter.requires_grad]
-
-
 def _saved_activation_bytes(inputs: AnalysisInputs) -> int:
     """Return the bytes allocated in a forward pass and still alive after it, without the output itself."""
     with torch.enable_grad(), _AllocationTracker() as tracker:
-        output = inputs.run()
+        output = inputs.forward()
     output_storage = StorageWeakRef(output.untyped_storage()).cdata  # type: ignore[no-untyped-call]
-    return sum(
-        size for storage, size in tracker.storages.values() if not storage.expired() and storage.cdata != output_storage
-    )
+    alive = [(storage, size) for storage, size in tracker.storages.values() if not storage.expired()]
+    return sum(size for storage, size in alive if storage.cdata != output_storage)
 
 
 class _AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -75,9 +67,11 @@ class _AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.storages: dict[int, tuple[Any, int]] = {}
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: _Kwargs | None = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(result):

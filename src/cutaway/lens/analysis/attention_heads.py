@@ -1,36 +1,29 @@
 """Attention heads: entropy of their patterns, and previous-token, duplicate-token, induction and first-token scores."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
 from cutaway.evaluate import functional
-from cutaway.lens.adapters import require_cutaway_model
-from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, eval_mode, prepare_inputs, upcast_float32
+from cutaway.lens.adapters import ModelLike, require_cutaway_model
+from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, prepare_inputs, upcast_float32
 from cutaway.lens.analysis.labeled_tensor import LabeledTensor
-from cutaway.lens.trace import trace
 from cutaway.model import EncoderDecoder, Transformer
+from cutaway.arguments import check_positive_int
 
 HEAD_TYPES = ("previous_token", "duplicate_token", "induction", "first_token")
-DEFAULT_REPEAT_LEN = 32
+_DEFAULT_REPEAT_LEN = 32
 """Default number of random tokens before the repetition."""
 
 
-def attention_entropy(model: Any, tokens: TextOrTokens, *, source: TextOrTokens | None = None) -> LabeledTensor:
+def attention_entropy(model: ModelLike, tokens: TextOrTokens, *, source: TextOrTokens | None = None) -> LabeledTensor:
     """Entropy of each head's attention pattern, averaged over queries: layer × head; 0 means one attended token.
 
     The mass of an attention sink counts as one more token.
     """
-    inputs = prepare_inputs(model, tokens, source)
-    patterns = _attention_patterns(inputs)
-    return _build_result(
-        [pattern_entropy(pattern) for _, pattern in patterns],
-        [name for name, _ in patterns],
-        "attention entropy",
-        "bits",
-    )
+    patterns = _attention_patterns(prepare_inputs(model, tokens, source))
+    entropies = {name: pattern_entropy(pattern) for name, pattern in patterns.items()}
+    return _build_result(entropies, "attention entropy", "bits")
 
 
 def pattern_entropy(pattern: Tensor) -> Tensor:
@@ -40,37 +33,31 @@ def pattern_entropy(pattern: Tensor) -> Tensor:
 
 def pattern_entropy_by_query(pattern: Tensor) -> Tensor:
     """Entropy of each query's attention in bits: (…, T, S) → (…, T)."""
-    bits: Tensor = functional.entropy(functional.append_missing_mass(pattern)) / functional.NATS_PER_UNIT["bits"]
-    return bits
+    return functional.entropy(functional.append_missing_mass(pattern)) / functional.NATS_PER_UNIT["bits"]
 
 
-def _attention_patterns(inputs: AnalysisInputs) -> list[tuple[str, Tensor]]:
-    """Return (label, pattern (B, H, T, S)) of all attention layers, including cross-attention."""
-    with (
-        eval_mode(inputs.model),
-        trace(inputs.model, "attn.pattern", *(["cross.pattern"] if inputs.site_prefix else [])) as t,
-    ):
-        inputs.run()
-    return [(_layer_label(name), upcast_float32(t[name])) for name in t]
+def _attention_patterns(inputs: AnalysisInputs) -> dict[str, Tensor]:
+    """Return layer label → pattern (B, H, T, S) of all attention layers, including cross-attention."""
+    t = inputs.trace("attn.pattern", *(["cross.pattern"] if inputs.site_prefix else []))
+    labels = {name: name.removesuffix(".pattern").removesuffix(".attn").replace("blocks.", "") for name in t}
+    return {label: upcast_float32(t[name]) for name, label in labels.items()}
 
 
-def _layer_label(name: str) -> str:
-    return name.removesuffix(".pattern").removesuffix(".attn").replace("blocks.", "")
-
-
-def _build_result(scores: list[Tensor], names: list[str], title: str, unit: str, note: str = "") -> LabeledTensor:
+def _build_result(scores: dict[str, Tensor], title: str, unit: str, note: str = "") -> LabeledTensor:
     """Stack one row per layer; where layers differ in their number of heads, the missing heads are NaN."""
-    max_heads = max(len(row) for row in scores)
-    values = scores[0].new_full((len(scores), max_heads, *scores[0].shape[1:]), float("nan"))
-    for layer, row in enumerate(scores):
+    rows = list(scores.values())
+    max_heads = max(map(len, rows))
+    values = rows[0].new_full((len(rows), max_heads, *rows[0].shape[1:]), float("nan"))
+    for layer, row in enumerate(rows):
         values[layer, : len(row)] = row
-    labels = (tuple(names), tuple(str(head) for head in range(max_heads)))
-    if values.ndim == 3:
-        return LabeledTensor(title, values, ("layer", "head", "head_type"), (*labels, HEAD_TYPES), unit, note)
-    return LabeledTensor(title, values, ("layer", "head"), labels, unit, note)
+    labels = (tuple(scores), tuple(str(head) for head in range(max_heads)), HEAD_TYPES)
+    axes = ("layer", "head", "head_type")
+    return LabeledTensor(title, values, axes[: values.ndim], labels[: values.ndim], unit, note)
 
 
-def head_scores(model: Any, *, repeat_len: int | None = None, batch_size: int = 8, seed: int = 0) -> LabeledTensor:
+def head_scores(
+    model: ModelLike, *, repeat_len: int | None = None, batch_size: int = 8, seed: int = 0
+) -> LabeledTensor:
     """Attention of each head by head type, on repeated random tokens: layer × head × head_type; 1 is all attention.
 
     previous_token: attends to the token before · duplicate_token: to the earlier copy of the current token · induction:
@@ -78,21 +65,18 @@ def head_scores(model: Any, *, repeat_len: int | None = None, batch_size: int = 
     """
     transformer = require_cutaway_model(model)
     if isinstance(transformer, EncoderDecoder):
-        raise InputError(
-            "head_scores needs a model with one stack, but this is an encoder-decoder; pass a decoder or an encoder"
-        )
-    tokens = repeated_random_tokens(transformer, getattr(model, "tokenizer", None), repeat_len, batch_size, seed)
+        raise InputError("head_scores needs a model with one stack; pass a decoder or an encoder")
+    special_ids = getattr(getattr(model, "tokenizer", None), "all_special_ids", ())
+    tokens = _repeated_random_tokens(transformer, set(special_ids), repeat_len, batch_size, seed)
     half = tokens.shape[1] // 2
-    scores, names = [], []
-    for name, pattern in _attention_patterns(AnalysisInputs(transformer, None, tokens, None)):
-        names.append(name)
-        scores.append(torch.stack(pattern_head_scores(pattern, half), -1))
+    patterns = _attention_patterns(AnalysisInputs(transformer, None, tokens, None))
+    scores = {name: torch.stack(pattern_head_scores(pattern, half), -1) for name, pattern in patterns.items()}
     # Uniform attention: over the visible tokens of the second half in a decoder, over all tokens in an encoder.
     num_visible = torch.arange(half + 1, 2 * half + 1)
     is_causal = transformer.stacks.keys() == {"decoder"}
     uniform = float((1.0 / num_visible).mean()) if is_causal else 1 / (2 * half)
     note = f"{batch_size} sequences of {half} random tokens, repeated once; uniform attention scores {uniform:.3f}"
-    return _build_result(scores, names, "head scores", "fraction of attention", note)
+    return _build_result(scores, "head scores", "fraction of attention", note)
 
 
 def pattern_head_scores(pattern: Tensor, repeat_len: int) -> list[Tensor]:
@@ -106,22 +90,17 @@ def pattern_head_scores(pattern: Tensor, repeat_len: int) -> list[Tensor]:
     return [previous, duplicate, induction, first]
 
 
-def repeated_random_tokens(
-    model: Transformer, tokenizer: Any, repeat_len: int | None, batch_size: int, seed: int
+def _repeated_random_tokens(
+    model: Transformer, special_ids: set[int], repeat_len: int | None, batch_size: int, seed: int
 ) -> Tensor:
     """Return (B, 2·repeat_len): distinct random tokens without special tokens, followed by the same tokens again."""
-    size = model.config.vocab_size
-    special = set(getattr(tokenizer, "all_special_ids", ()))
-    candidates = torch.tensor([token for token in range(size) if token not in special])
+    candidates = torch.tensor([token for token in range(model.config.vocab_size) if token not in special_ids])
     stack = next(iter(model.stacks.values()))
-    context = getattr(stack.embed.position, "max_positions", None) or model.config.context or 2 * DEFAULT_REPEAT_LEN
-    repeat_len = min(DEFAULT_REPEAT_LEN, context // 2, len(candidates)) if repeat_len is None else repeat_len
+    context = getattr(stack.embed.position, "max_positions", None) or model.config.context or 2 * _DEFAULT_REPEAT_LEN
+    repeat_len = min(_DEFAULT_REPEAT_LEN, context // 2, len(candidates)) if repeat_len is None else repeat_len
     if isinstance(repeat_len, bool) or not isinstance(repeat_len, int) or not 3 <= repeat_len <= len(candidates):
-        raise InputError(
-            f"repeat_len is {repeat_len!r}; the repeated tokens are distinct, so pass 3 to {len(candidates)}"
-        )
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise InputError(f"batch_size is {batch_size!r}; pass an integer of at least 1")
+        raise InputError(f"repeat_len is {repeat_len!r}; the tokens are distinct, so pass 3 to {len(candidates)}")
+    check_positive_int("batch_size", batch_size)
     rng = torch.Generator().manual_seed(seed)
     rows = [candidates[torch.randperm(len(candidates), generator=rng)[:repeat_len]] for _ in range(batch_size)]
     tokens = torch.stack(rows)

@@ -5,28 +5,25 @@ attributed token. So the logit is a sum too: embed·g + Σ out·g + biases, with
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cutaway.errors import InputError
-from cutaway.lens.analysis.inputs import (
-    AnalysisInputs,
-    TextOrTokens,
-    TokenOrId,
-    eval_mode,
-    prepare_inputs,
-    upcast_float32,
-)
+from cutaway.lens.adapters import ModelLike
+from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs, upcast_float32
 from cutaway.lens.analysis.labeled_tensor import LabeledTensor, show_whitespace
+from cutaway.lens.sites import attention_module
 from cutaway.lens.trace import trace
+from cutaway.model.block import Block, Branch
+from cutaway.model.head import LMHead
 from cutaway.model.norms import LayerNorm, RMSNorm
 
 
-def pull_back_through_norm(norm: nn.Module, x: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+def _pull_back_through_norm(norm: nn.Module, x: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
     """Return (g, β·direction): norm(x)·direction = x·g + β·direction, with the norm's scale frozen at x."""
     x = upcast_float32(x)
     zero = direction.new_zeros(())
@@ -53,6 +50,13 @@ def apply_norm_gain(norm: nn.Module, direction: Tensor) -> Tensor:
     return direction
 
 
+def unembedding(head: LMHead) -> Tensor:
+    """Return the output matrix of a head, (V, d): its own or the token embedding."""
+    weight = head.matrix.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
 class ActivationMap(Protocol):
     """Activations by site name, as a `Trace`."""
 
@@ -71,7 +75,7 @@ class LogitContribution:
 
 
 def direct_logit_attribution(
-    model: Any,
+    model: ModelLike,
     tokens: TextOrTokens,
     answer_token: TokenOrId | None = None,
     *,
@@ -90,40 +94,26 @@ def direct_logit_attribution(
     check_attributable(inputs)
     position = inputs.resolve_position(position)
     blocks = f"{inputs.site_prefix}blocks.*"
-    names = [f"{inputs.site_prefix}embed", f"{inputs.site_prefix}final_norm", f"{blocks}.attn.out", f"{blocks}.ffn.out"]
-    names += [f"{blocks}.resid_post", f"{blocks}.attn.z"] + ([f"{blocks}.attn.pattern"] if by_token else [])
-    value_names = [f"{blocks}.attn.v"] if by_token else []  # needed at all positions
-    if inputs.site_prefix:
-        names += [f"{blocks}.cross.out", f"{blocks}.cross.z"] + ([f"{blocks}.cross.pattern"] if by_token else [])
-        value_names += [f"{blocks}.cross.v"] if by_token else []
-    with eval_mode(inputs.model), trace(inputs.model, *names, positions=position) as at_position:
-        if value_names:
-            with trace(inputs.model, *value_names) as all_positions:
-                logits = inputs.run()
-        else:
-            all_positions, logits = at_position, inputs.run()
-        answer = (
-            int(logits[0, position].argmax())
-            if answer_token is None
-            else inputs.resolve_token(answer_token, "answer_token")
-        )
+    attentions = [f"{blocks}.attn", f"{blocks}.cross"] if inputs.site_prefix else [f"{blocks}.attn"]
+    names = [f"{inputs.site_prefix}embed", f"{blocks}.resid_post", f"{blocks}.ffn.out"]
+    names += [f"{name}.{value}" for name in attentions for value in ("out", "z", *(["pattern"] if by_token else []))]
+    with inputs.eval_mode(), trace(inputs.model, *names, positions=position) as at_position:
+        values = trace(inputs.model, *(f"{name}.v" for name in attentions)) if by_token else nullcontext(at_position)
+        with values as all_positions:
+            logits = inputs.run()
+        answer = int(logits[0, position].argmax())
+        answer = answer if answer_token is None else inputs.resolve_token(answer_token, "answer_token")
         incorrect = None if incorrect_token is None else inputs.resolve_token(incorrect_token, "incorrect_token")
-        contributions = list(
-            logit_contributions(
-                inputs, at_position, all_positions, answer, incorrect, by_head=by_head, by_token=by_token
-            )
+        contributions = logit_contributions(
+            inputs, at_position, all_positions, answer, incorrect, by_head=by_head, by_token=by_token
         )
-    return _build_result(inputs, contributions, position, answer, incorrect, logits, by_token=by_token)
+        return _build_result(inputs, list(contributions), position, answer, incorrect, logits, by_token=by_token)
 
 
 def check_attributable(inputs: AnalysisInputs) -> None:
     """Raise unless the residual stream is a plain sum and the head is linear."""
     inputs.require_additive_residual("direct logit attribution")
-    if inputs.require_head().transform is not None:
-        raise InputError(
-            "this model's head has a layer with an activation before the output matrix, so a logit is not a sum of "
-            "contributions; direct logit attribution needs a linear head"
-        )
+    inputs.require_linear_head("direct logit attribution")
 
 
 def logit_contributions(
@@ -138,67 +128,57 @@ def logit_contributions(
 ) -> Iterator[LogitContribution]:
     """Yield the contributions of embed, each sublayer (or head) and the biases, in model order."""
     head, stack, prefix = inputs.require_head(), inputs.stack, inputs.site_prefix
-    matrix: Any = head.matrix.weight
-    direction = upcast_float32(matrix[answer_token]) * head.scale
-    bias = head.scale * upcast_float32(head.bias)[answer_token] if head.bias is not None else None
+    direction, bias = _logit_direction(head, answer_token)
     if incorrect_token is not None:
-        direction = direction - upcast_float32(matrix[incorrect_token]) * head.scale
-        bias = (
-            None
-            if bias is None or head.bias is None
-            else bias - head.scale * upcast_float32(head.bias)[incorrect_token]
-        )
+        incorrect_direction, incorrect_bias = _logit_direction(head, incorrect_token)
+        direction, bias = direction - incorrect_direction, bias - incorrect_bias
     last = at_position[f"{prefix}blocks.{len(stack.blocks) - 1}.resid_post"][0, 0]
-    g, norm_bias = pull_back_through_norm(stack.final_norm, last, direction)
+    g, norm_bias = _pull_back_through_norm(stack.final_norm, last, direction)
     yield LogitContribution("embed", upcast_float32(at_position[f"{prefix}embed"][0, 0]) @ g)
-    for layer, block in enumerate(stack.blocks):
+    for layer, block in enumerate(inputs.blocks):
         site = f"{prefix}blocks.{layer}"
-        branches = [("attn", block.attn), ("cross", getattr(block, "cross", None))]
-        for kind, branch in branches:
+        for kind, branch in (("attn", block.attn), ("cross", block.cross if isinstance(block, Block) else None)):
             if branch is None:
                 continue
             name, out = f"{layer}.{kind}", upcast_float32(at_position[f"{site}.{kind}.out"][0, 0])
             if not by_head and not by_token:
                 yield LogitContribution(name, out @ g)
                 continue
-            heads, constant = _head_contributions(
-                branch, at_position, all_positions, f"{site}.{kind}", g, by_token=by_token
-            )
-            rows = [(f"{name}.{number}", row) for number, row in enumerate(heads)]
-            for label, row in rows if by_head else [(name, heads.sum(0))]:
+            values = all_positions[f"{site}.{kind}.v"] if by_token else None
+            heads, constant = _head_contributions(branch, at_position, values, f"{site}.{kind}", g)
+            rows = {f"{name}.{number}": row for number, row in enumerate(heads)} if by_head else {name: heads.sum(0)}
+            for label, row in rows.items():
                 yield LogitContribution(label, row, from_source=kind == "cross")
             if constant is not None:
                 yield LogitContribution(f"{name}.bias", constant)
         yield LogitContribution(f"{layer}.ffn", upcast_float32(at_position[f"{site}.ffn.out"][0, 0]) @ g)
-    if bias is not None or getattr(stack.final_norm, "bias", None) is not None:
-        yield LogitContribution("bias", norm_bias if bias is None else norm_bias + bias)
+    if head.bias is not None or getattr(stack.final_norm, "bias", None) is not None:
+        yield LogitContribution("bias", norm_bias + bias)
+
+
+def _logit_direction(head: LMHead, token: int) -> tuple[Tensor, Tensor]:
+    """Return the vector and the bias of a token's logit, with the scale of the head."""
+    weight = unembedding(head)
+    bias = weight.new_zeros(()) if head.bias is None else head.bias[token]
+    return upcast_float32(weight[token]) * head.scale, upcast_float32(bias) * head.scale
 
 
 def _head_contributions(
-    branch: Any,
-    at_position: ActivationMap,
-    all_positions: ActivationMap,
-    site: str,
-    direction: Tensor,
-    *,
-    by_token: bool,
+    branch: Branch, at_position: ActivationMap, values: Tensor | None, site: str, direction: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the contribution of each head, (H,) or (H, S) by attended token, and of the output biases."""
-    f = branch.f
+    """Return the contribution of each head, (H,) or (H, S) by attended token if `values` is set, and of the biases."""
+    f = attention_module(branch)
     z = upcast_float32(at_position[f"{site}.z"][0, 0])  # (H, E)
     weight, bias = upcast_float32(f.o.weight), None if f.o.bias is None else upcast_float32(f.o.bias)
-    g, norm_bias = pull_back_through_norm(branch.norm_out, F.linear(z.flatten(), weight, bias), direction)
+    g, norm_bias = _pull_back_through_norm(branch.norm_out, F.linear(z.flatten(), weight, bias), direction)
     z_direction = (g @ weight).view_as(z)  # (H, E): the direction pulled back through o, per head
     constant = norm_bias if bias is None else norm_bias + bias @ g
     has_bias = bias is not None or getattr(branch.norm_out, "bias", None) is not None
-    if by_token:
-        values = upcast_float32(all_positions[f"{site}.v"][0])  # (S, G, E)
-        values = values.repeat_interleave(len(z) // values.shape[1], 1)
-        heads = torch.einsum(
-            "hs,she,he->hs", upcast_float32(at_position[f"{site}.pattern"][0, :, 0]), values, z_direction
-        )
-    else:
-        heads = (z * z_direction).sum(-1)
+    heads = (z * z_direction).sum(-1)
+    if values is not None:
+        v = upcast_float32(values[0]).repeat_interleave(len(z) // values.shape[2], 1)  # (S, H, E)
+        pattern = upcast_float32(at_position[f"{site}.pattern"][0, :, 0])  # (H, S)
+        heads = torch.einsum("hs,she,he->hs", pattern, v, z_direction)
     return heads * branch.scale, constant * branch.scale if has_bias else None
 
 
@@ -213,19 +193,18 @@ def _build_result(
     by_token: bool,
 ) -> LabeledTensor:
     token_labels = inputs.token_labels
-    answer, last = show_whitespace(inputs.decode_tokens([answer_token])[0]), show_whitespace(token_labels[position])
-    title = f"direct logit attribution of '{answer}' after '{last}'"
-    if incorrect_token is not None:
-        incorrect = show_whitespace(inputs.decode_tokens([incorrect_token])[0])
-        title = f"direct logit attribution of '{answer}' − '{incorrect}' after '{last}'"
+    tokens = [answer_token] if incorrect_token is None else [answer_token, incorrect_token]
+    answer = " − ".join(f"'{show_whitespace(text)}'" for text in inputs.decode_tokens(tokens))
+    title = f"direct logit attribution of {answer} after '{show_whitespace(token_labels[position])}'"
     labels: tuple[tuple[str, ...], ...] = (tuple(part.name for part in contributions),)
+    values_by_component = [part.contribution for part in contributions]
     if by_token:
-        source_labels = () if inputs.source is None else inputs.decode_tokens(inputs.source[0].tolist())
-        source_labels = tuple(f"source: {label}" for label in source_labels)
-        rows = [_contribution_by_token(part, position, len(token_labels), len(source_labels)) for part in contributions]
-        values, labels = torch.stack(rows), (*labels, (*token_labels, *source_labels))
-    else:
-        values = torch.stack([part.contribution for part in contributions])
+        source_ids = [] if inputs.source is None else inputs.source[0].tolist()
+        source_labels = [f"source: {label}" for label in inputs.decode_tokens(source_ids)]
+        lengths = len(token_labels), len(source_labels)
+        values_by_component = [_contribution_by_token(part, position, *lengths) for part in contributions]
+        labels = (*labels, (*token_labels, *source_labels))
+    values = torch.stack(values_by_component)
     logit = logits[0, position, answer_token] - (0 if incorrect_token is None else logits[0, position, incorrect_token])
     softcap = inputs.require_head().softcap
     before_cap = "" if softcap is None else f", before the softcap at ±{softcap:g}"
@@ -236,11 +215,12 @@ def _build_result(
 
 def _contribution_by_token(contribution: LogitContribution, position: int, seq_len: int, source_len: int) -> Tensor:
     """Return a component's contribution by token; a scalar is attributed to the token at `position` itself."""
-    row = contribution.contribution.new_zeros(seq_len + source_len)
-    if contribution.contribution.ndim == 0:
-        row[position] = contribution.contribution
+    value = contribution.contribution
+    row = value.new_zeros(seq_len + source_len)
+    if value.ndim == 0:
+        row[position] = value
     elif contribution.from_source:
-        row[seq_len:] = contribution.contribution
+        row[seq_len:] = value
     else:
-        row[:seq_len] = contribution.contribution
+        row[:seq_len] = value
     return row

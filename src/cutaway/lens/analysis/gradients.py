@@ -1,15 +1,16 @@
 """Gradient norms of the residual stream by depth, for a model and for pre-norm and post-norm placement."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cutaway.config import EncoderDecoder, PostNorm, PreNorm
+from cutaway.config import Config, EncoderDecoder, PostNorm, PreNorm
 from cutaway.config import config as read_config
 from cutaway.errors import InputError
+from cutaway.lens.adapters import ModelLike
 from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, eval_mode, prepare_inputs, upcast_float32
 from cutaway.lens.analysis.labeled_tensor import LabeledTensor
 from cutaway.lens.trace import trace
@@ -18,16 +19,16 @@ from cutaway.model import Transformer, build
 PLACEMENTS = {"pre": PreNorm(), "post": PostNorm()}
 
 
-def gradient_by_depth(model: Any, tokens: TextOrTokens, *, source: TextOrTokens | None = None) -> LabeledTensor:
+def gradient_by_depth(model: ModelLike, tokens: TextOrTokens, *, source: TextOrTokens | None = None) -> LabeledTensor:
     """Norm of ∂loss/∂residual stream after the embedding and after each block, over all tokens.
 
     The loss is that of the next token; for an encoder, that of the token itself. The parameters' `.grad` is unchanged.
     """
     inputs = prepare_inputs(model, tokens, source)
-    names = [f"{inputs.site_prefix}blocks.{layer}.resid_post" for layer in range(len(inputs.stack.blocks))]
+    labels, (_, *names) = tuple(inputs.resid_sites), inputs.resid_sites.values()
     leaves: list[Tensor] = []
 
-    def make_leaf(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    def make_leaf(module: nn.Module, args: object, out: Tensor) -> Tensor:
         """Start the autograd graph at the embedding output, whether or not parameters require gradients."""
         leaves.append(out.detach().requires_grad_())
         return leaves[-1]
@@ -38,16 +39,15 @@ def gradient_by_depth(model: Any, tokens: TextOrTokens, *, source: TextOrTokens 
             embed_grad = torch.autograd.grad(_text_loss(inputs), leaves)[0]
     finally:
         handle.remove()
-    layer_grads = [t.gradient(name) for name in names]
-    norms = torch.stack([upcast_float32(grad).norm() for grad in (embed_grad, *layer_grads)])
-    labels = ("embed", *(str(layer) for layer in range(len(names))))
+    gradients = [embed_grad, *(t.gradient(name) for name in names)]
+    norms = torch.stack([upcast_float32(gradient).norm() for gradient in gradients])
     return LabeledTensor("gradient norm by depth", norms, ("layer",), (labels,), "norm")
 
 
 def _text_loss(inputs: AnalysisInputs) -> Tensor:
     """Mean cross-entropy of the text."""
     inputs.require_head()
-    logits, tokens = inputs.run()[0], inputs.tokens[0]
+    logits, tokens = inputs.forward()[0], inputs.tokens[0]
     if inputs.stack.causal:
         if len(tokens) < 2:
             raise InputError("the text has one token, so it has no next-token loss; pass at least two tokens")
@@ -56,7 +56,11 @@ def _text_loss(inputs: AnalysisInputs) -> Tensor:
 
 
 def gradient_by_placement(
-    source: Any, *, depths: Sequence[int] = (4, 8, 16), num_seeds: int = 3, seq_len: int = 32
+    source: Config | Mapping[str, object] | str | Path,
+    *,
+    depths: Sequence[int] = (4, 8, 16),
+    num_seeds: int = 3,
+    seq_len: int = 32,
 ) -> LabeledTensor:
     """Gradient norm by depth of newly initialized models with pre-norm and post-norm, at several depths.
 
@@ -65,14 +69,9 @@ def gradient_by_placement(
     """
     config = read_config(source)
     if isinstance(config, EncoderDecoder):
-        raise InputError(
-            "gradient_by_placement needs a config with one stack, but this is an encoder-decoder; pass a decoder or an "
-            "encoder"
-        )
+        raise InputError("gradient_by_placement needs a config with one stack; pass a decoder or an encoder")
     if not depths or num_seeds < 1:
-        raise InputError(
-            "depths is empty or num_seeds is below 1; pass depths such as (4, 8, 16) and at least one seed"
-        )
+        raise InputError("depths is empty or num_seeds is below 1; pass depths such as (4, 8, 16) and num_seeds ≥ 1")
     (stack_name, stack), layers = next(iter(config.stacks.items())), max(depths)
     values = torch.full((len(PLACEMENTS), layers, len(depths)), float("nan"))
     for row, placement in enumerate(PLACEMENTS.values()):

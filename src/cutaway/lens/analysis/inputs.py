@@ -1,17 +1,19 @@
 """Inputs of an analysis: a model, its tokenizer and the tokens of one text; evaluation mode."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.lens.adapters import require_cutaway_model, run_model
-from cutaway.lens.sites import has_additive_residual
+from cutaway.lens.adapters import ModelLike, require_cutaway_model, run_model
+from cutaway.lens.sites import get_blocks, has_additive_residual, resolve_index
+from cutaway.lens.trace import Trace
 from cutaway.model import EncoderDecoder, Transformer
+from cutaway.model.block import Block, ParallelBlock
 from cutaway.model.head import LMHead
 from cutaway.model.stack import Stack
 
@@ -21,12 +23,19 @@ TokenOrId = int | str
 """A token id, or a text that is exactly one token."""
 
 
+class TokenizerLike(Protocol):
+    """What an analysis uses of a tokenizer; `lens` does not import the tokenizer package."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def format_token(self, token_id: int, /) -> str | None: ...
+
+
 @dataclass(frozen=True)
 class AnalysisInputs:
     """A model, its tokenizer or None, and the tokens of one text, (1, T); for an encoder-decoder also the source."""
 
     model: Transformer
-    tokenizer: Any
+    tokenizer: TokenizerLike | None
     tokens: Tensor
     source: Tensor | None
 
@@ -36,9 +45,19 @@ class AnalysisInputs:
         return self.model.stacks.get("decoder") or self.model.stacks["encoder"]
 
     @property
+    def blocks(self) -> list[Block | ParallelBlock]:
+        return get_blocks(self.stack)
+
+    @property
     def site_prefix(self) -> str:
         """Prefix of the site names of that stack."""
         return "decoder." if len(self.model.stacks) > 1 else ""
+
+    @property
+    def resid_sites(self) -> dict[str, str]:
+        """Label → site of the residual stream after the embedding and after each block."""
+        blocks = {str(layer): f"{self.site_prefix}blocks.{layer}.resid_post" for layer in range(len(self.blocks))}
+        return {"embed": f"{self.site_prefix}embed"} | blocks
 
     def require_head(self) -> LMHead:
         """Return the language modeling head, and raise if the model has none."""
@@ -47,15 +66,18 @@ class AnalysisInputs:
             raise InputError("this model has no head, so it has no logits; load a model with a language modeling head")
         return head
 
+    def require_linear_head(self, analysis: str) -> LMHead:
+        """Return the language modeling head, and raise if logits are not a linear function of its input."""
+        head = self.require_head()
+        if head.transform is not None:
+            raise InputError(f"the head has a layer before its output matrix; {analysis} needs a linear head")
+        return head
+
     def require_additive_residual(self, analysis: str) -> None:
         """Raise if the residual stream is not the sum of embed and sublayer outputs."""
-        for layer, block in enumerate(self.stack.blocks):
-            if not has_additive_residual(block):
-                raise InputError(
-                    f"block {layer} has norms on the residual stream (post-norm), so the stream is not a sum of "
-                    f"sublayer outputs; {analysis} needs norms inside the branches: pre, sandwich, output or parallel "
-                    "placement"
-                )
+        if not has_additive_residual(self.stack):
+            problem = "the residual stream is not a sum of sublayer outputs: it has norms (post-norm) or scales"
+            raise InputError(f"{problem}; {analysis} needs pre, sandwich, output or parallel placement")
 
     @property
     def token_labels(self) -> tuple[str, ...]:
@@ -65,18 +87,35 @@ class AnalysisInputs:
         """Return each token as text, or its id without a tokenizer."""
         return tuple(token_text(self.tokenizer, token) for token in ids)
 
-    def run(self) -> Tensor:
-        """Return the logits (1, T, V), or the encoder output if the model has no head."""
+    def forward(self) -> Tensor:
+        """Return the logits (1, T, V), or the encoder output if the model has no head, in the model's current mode."""
         return run_model(self.model, self.tokens, self.source)
+
+    def eval_mode(self) -> AbstractContextManager[None]:
+        """Evaluation mode without gradients. Hooks registered in it are not affected by activation checkpointing."""
+        return eval_mode(self.model)
+
+    def run(self) -> Tensor:
+        """Return the output in evaluation mode, without gradients."""
+        with self.eval_mode():
+            return self.forward()
+
+    def logits(self) -> Tensor:
+        """Return the logits of the text in at least fp32, (T, V), in evaluation mode."""
+        return upcast_float32(self.run())[0]
+
+    def trace(self, *names: str) -> Trace:
+        """Run the model in evaluation mode, and record the activations at these sites."""
+        with self.eval_mode(), Trace(self.model, *names) as t:
+            self.forward()
+        return t
 
     def resolve_token(self, token: TokenOrId, arg_name: str) -> int:
         """Return a token id from an id or from a text that is one token."""
         if isinstance(token, str):
             ids = _encode_text(self.tokenizer, token, arg_name)
             if len(ids) != 1:
-                raise InputError(
-                    f"{arg_name} {token!r} is {len(ids)} tokens; pass exactly one (a leading space often matters)"
-                )
+                raise InputError(f"{arg_name} {token!r} is {len(ids)} tokens; pass one (a leading space often matters)")
             return ids[0]
         size = self.model.config.vocab_size
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
@@ -85,34 +124,28 @@ class AnalysisInputs:
 
     def resolve_position(self, position: int) -> int:
         length = self.tokens.shape[1]
-        if isinstance(position, bool) or not isinstance(position, int) or not -length <= position < length:
-            raise InputError(f"position is {position!r}; the text has {length} tokens, so pass 0 to {length - 1}")
-        return position % length
+        return resolve_index(position, length, "position", f"the {length} tokens of the text")
 
 
-def prepare_inputs(model: Any, tokens: TextOrTokens, source: TextOrTokens | None = None) -> AnalysisInputs:
+def prepare_inputs(model: ModelLike, tokens: TextOrTokens, source: TextOrTokens | None = None) -> AnalysisInputs:
     """Unwrap the model and tokenize the text to (1, T)."""
     tokenizer, transformer = getattr(model, "tokenizer", None), require_cutaway_model(model)
-    if isinstance(transformer, EncoderDecoder) != (source is not None):
-        problem = (
-            "this model is an encoder-decoder, so it needs a source; pass source=…"
-            if source is None
-            else "source is set, but this model is not an encoder-decoder; leave source out"
-        )
-        raise InputError(problem)
+    if isinstance(transformer, EncoderDecoder) and source is None:
+        raise InputError("this model is an encoder-decoder, so it needs a source; pass source=…")
+    if not isinstance(transformer, EncoderDecoder) and source is not None:
+        raise InputError("source is set, but this model is not an encoder-decoder; leave source out")
     token_row = _to_token_row("tokens", tokens, tokenizer).to(transformer.device)
     source_row = None if source is None else _to_token_row("source", source, tokenizer).to(transformer.device)
     return AnalysisInputs(transformer, tokenizer, token_row, source_row)
 
 
-def inputs_without_text(model: Any) -> AnalysisInputs:
+def inputs_without_text(model: ModelLike) -> AnalysisInputs:
     """Inputs for analyses of the weights, with an empty text (1, 0)."""
-    return AnalysisInputs(
-        require_cutaway_model(model), getattr(model, "tokenizer", None), torch.zeros(1, 0, dtype=torch.long), None
-    )
+    no_tokens = torch.zeros(1, 0, dtype=torch.long)
+    return AnalysisInputs(require_cutaway_model(model), getattr(model, "tokenizer", None), no_tokens, None)
 
 
-def _to_token_row(name: str, text: TextOrTokens, tokenizer: Any) -> Tensor:
+def _to_token_row(name: str, text: TextOrTokens, tokenizer: TokenizerLike | None) -> Tensor:
     if isinstance(text, str):
         text = _encode_text(tokenizer, text, name, special=True)
     row = text if isinstance(text, Tensor) else torch.tensor(list(text), dtype=torch.long)
@@ -122,13 +155,13 @@ def _to_token_row(name: str, text: TextOrTokens, tokenizer: Any) -> Tensor:
     return row
 
 
-def _encode_text(tokenizer: Any, text: str, arg_name: str, *, special: bool = False) -> list[int]:
+def _encode_text(tokenizer: TokenizerLike | None, text: str, arg_name: str, *, special: bool = False) -> list[int]:
     if tokenizer is None:
         raise InputError(f"{arg_name} is text, but there is no tokenizer; pass a checkpoint that has one, or token ids")
     return tokenizer.encode(text, add_special_tokens=special)
 
 
-def token_text(tokenizer: Any, token: int) -> str:
+def token_text(tokenizer: TokenizerLike | None, token: int) -> str:
     """Return a token as text, a partial character as its bytes, an id unknown to the tokenizer as a number."""
     return str(token) if tokenizer is None else tokenizer.format_token(token) or str(token)
 

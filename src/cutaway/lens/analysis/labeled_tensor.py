@@ -3,36 +3,38 @@
 import math
 from dataclasses import dataclass, replace
 from html import escape
+from itertools import product
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cutaway.errors import InputError
+from cutaway.evaluate.calibration import BLUE, PLOT_STYLE, RED
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+_PlotKwargs = dict[str, Any]
+"""Arguments of the matplotlib function that draws the values."""
 LabelIndex = str | int | slice | list[str] | list[int]
 """Index of one axis: a label or number (removes the axis), a list of them, or a slice."""
-MAX_TABLE_ROWS, MAX_TABLE_COLUMNS = 64, 24
-ORDERED_AXES = ("layer", "sublayer", "position", "other position")
+_MAX_TABLE_ROWS, _MAX_TABLE_COLUMNS = 64, 24
+_ORDERED_AXES = ("layer", "sublayer", "position", "other position")
 """Axes with an order, which are plotted as lines; other axes are plotted as bars."""
-POSITIVE_COLOR, NEGATIVE_COLOR = "#4678c8", "#c8504a"
-"""Blue for positive and red for negative values, in plots and tables."""
-MAX_TICK_LABELS = 72
-MAX_ANNOTATED_CELLS = 120
+_MAX_TICK_LABELS = 72
+_MAX_ANNOTATED_CELLS = 120
 """Maximum number of heat map cells or bars that are annotated with their values."""
-SIGN_TOLERANCE = 1e-4
-"""Negative values above −SIGN_TOLERANCE · max|value| count as rounding errors of 0, so the color map is not signed."""
-LONG_LABEL_CHARS = 12
+_SIGN_TOLERANCE = 1e-4
+"""Negative values above −_SIGN_TOLERANCE · max|value| count as rounding errors of 0, so the color map is not signed."""
+_LONG_LABEL_CHARS = 12
 """Bars with a label longer than this are drawn horizontally."""
-CHAR_WIDTH_INCHES = 0.06
+_CHAR_INCHES = 0.06
 """Estimated width of one character of a tick label."""
-PLOT_STYLE: Any = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "font.size": 8,
-    "text.parse_math": False,  # a token may contain a dollar sign
-}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -47,8 +49,8 @@ class LabeledTensor:
     unit: str = ""
     note: str = ""
     """Text below the table or plot."""
-    annotations: Any = None
-    """Text for each value: a numpy object array of the same shape, or None."""
+    annotations: NDArray[np.object_] | None = None
+    """Text for each value, or None."""
 
     def __post_init__(self) -> None:
         assert tuple(self.values.shape) == tuple(map(len, self.labels)), (self.values.shape, self.labels)
@@ -61,18 +63,15 @@ class LabeledTensor:
 
     def __float__(self) -> float:
         if self.values.numel() != 1:
-            raise InputError(
-                f"'{self.title}' has {self.values.numel()} values, so it is not a float; index it down to one"
-            )
+            raise InputError(f"'{self.title}' has {self.values.numel()} values, not one; index it down to one")
         return float(self.values)
 
     def __getitem__(self, key: LabelIndex | tuple[LabelIndex, ...]) -> "LabeledTensor":
         """Index by labels or numbers, in axis order: r["3", :, "induction"]."""
         keys = key if isinstance(key, tuple) else (key,)
         if len(keys) > len(self.axes):
-            raise InputError(
-                f"{len(keys)} indices for {len(self.axes)} axes ({', '.join(self.axes)}); pass at most one per axis"
-            )
+            axes = f"{len(self.axes)} axes ({', '.join(self.axes)})"
+            raise InputError(f"{len(keys)} indices for {axes}; pass at most one per axis")
         return self.select(**dict(zip(self.axes, keys, strict=False)))
 
     def select(self, **selection: LabelIndex) -> "LabeledTensor":
@@ -80,10 +79,8 @@ class LabeledTensor:
         values, annotations, axes, labels = self.values, self.annotations, list(self.axes), list(self.labels)
         title = self.title
         for axis, key in selection.items():
-            if axis not in self.axes:
-                raise InputError(f"this tensor has no axis '{axis}'; it has {', '.join(self.axes)}")
-            dim = axes.index(axis)
             indices = self._find_indices(axis, key)
+            dim = axes.index(axis)
             index = (slice(None),) * dim + (indices,)
             values, annotations = values[index], None if annotations is None else annotations[index]
             if isinstance(indices, int):
@@ -92,34 +89,32 @@ class LabeledTensor:
             else:
                 labels[dim] = tuple(labels[dim][number] for number in indices)
         annotations = np.array(annotations, dtype=object) if annotations is not None else None
-        return replace(
-            self, title=title, values=values, annotations=annotations, axes=tuple(axes), labels=tuple(labels)
-        )
+        axis_names, axis_labels = tuple(axes), tuple(labels)
+        return replace(self, title=title, values=values, annotations=annotations, axes=axis_names, labels=axis_labels)
 
-    def _find_indices(self, axis: str, key: Any) -> int | list[int]:
+    def _dim(self, axis: str) -> int:
+        if axis not in self.axes:
+            raise InputError(f"this tensor has no axis '{axis}'; it has {', '.join(self.axes)}")
+        return self.axes.index(axis)
+
+    def _find_indices(self, axis: str, key: LabelIndex) -> int | list[int]:
         """Resolve a key of an axis to one index or a list of indices."""
-        labels = self.labels[self.axes.index(axis)]
-        if isinstance(key, slice | list | tuple):
-            indices = (
-                list(range(len(labels)))[key]
-                if isinstance(key, slice)
-                else [self._find_index(axis, item) for item in key]
-            )
-            if not indices:
-                raise InputError(f"{key} selects nothing of the axis {axis}, which has {len(labels)} entries")
-            return indices
-        return self._find_index(axis, key)
+        size = self.shape[self._dim(axis)]
+        if not isinstance(key, slice | list | tuple):
+            return self._find_index(axis, key)
+        indices = range(size)[key] if isinstance(key, slice) else [self._find_index(axis, item) for item in key]
+        if not indices:
+            raise InputError(f"{key} selects nothing of the axis {axis}, which has {size} entries")
+        return list(indices)
 
-    def _find_index(self, axis: str, key: Any) -> int:
-        labels = self.labels[self.axes.index(axis)]
+    def _find_index(self, axis: str, key: object) -> int:
+        labels = self.labels[self._dim(axis)]
         if isinstance(key, str):
             numbers = [number for number, label in enumerate(labels) if label == key]
             if len(numbers) != 1:
                 problem = "is not a label of" if not numbers else f"occurs {len(numbers)} times on"
                 examples = ", ".join(map(show_whitespace, labels[:8])) + (" …" if len(labels) > 8 else "")
-                raise InputError(
-                    f"'{show_whitespace(key)}' {problem} the axis {axis} ({examples}); pass its index, from 0"
-                )
+                raise InputError(f"'{show_whitespace(key)}' {problem} the axis {axis} ({examples}); pass an index")
             return numbers[0]
         if not isinstance(key, int) or isinstance(key, bool) or not -len(labels) <= key < len(labels):
             raise InputError(f"{key!r} is not an index of the axis {axis}; pass 0 to {len(labels) - 1} or a label")
@@ -127,62 +122,51 @@ class LabeledTensor:
 
     def sum(self, axis: str) -> "LabeledTensor":
         """Sum along an axis; NaN counts as 0."""
-        if axis not in self.axes:
-            raise InputError(f"this tensor has no axis '{axis}'; it has {', '.join(self.axes)}")
-        dim = self.axes.index(axis)
-        axes, labels = list(self.axes), list(self.labels)
-        del axes[dim], labels[dim]
-        return replace(self, values=self.values.nansum(dim), axes=tuple(axes), labels=tuple(labels), annotations=None)
+        dim = self._dim(axis)
+        axes, labels = self.axes[:dim] + self.axes[dim + 1 :], self.labels[:dim] + self.labels[dim + 1 :]
+        return replace(self, values=self.values.nansum(dim), axes=axes, labels=labels, annotations=None)
 
     def top(self, count: int = 10) -> list[tuple[tuple[str, ...], float]]:
         """Return the `count` values with the largest magnitude, with their labels."""
         flat = self.values.flatten()
         order = flat.abs().nan_to_num(-1.0).argsort(descending=True, stable=True)[:count].tolist()
-        indices = [np.unravel_index(number, self.shape) for number in order if not math.isnan(flat[number])]
-        return [
-            (tuple(names[i] for names, i in zip(self.labels, index, strict=True)), float(self.values[tuple(index)]))
-            for index in indices
-        ]
+        labels = list(product(*self.labels))
+        return [(labels[number], float(flat[number])) for number in order if not math.isnan(flat[number])]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values; NaN and infinity become None."""
+        labels = {axis: list(names) for axis, names in zip(self.axes, self.labels, strict=True)}
         fields: dict[str, Any] = {"title": self.title, "unit": self.unit, "note": self.note, "axes": list(self.axes)}
-        fields["labels"] = {axis: list(names) for axis, names in zip(self.axes, self.labels, strict=True)}
-        fields["values"] = replace_nonfinite(self.values.tolist())
-        if self.annotations is not None:
-            fields["annotations"] = self.annotations.tolist()
-        return fields
+        fields |= {"labels": labels, "values": replace_nonfinite(self.values.tolist())}
+        return fields if self.annotations is None else fields | {"annotations": self.annotations.tolist()}
 
-    def plot(self, **plot_kwargs: Any) -> Any:
+    def plot(self, **plot_kwargs: Any) -> "Figure":
         """Plot one axis as a line or bars, two as a heat map, three as several heat maps."""
-        return plot_labeled_tensor(self, **plot_kwargs)
+        return _plot_labeled_tensor(self, plot_kwargs)
 
     def __repr__(self) -> str:
         head = self.title + (f" ({self.unit})" if self.unit else "")
-        tables = [
-            (f"{self.axes[-1]} {name}\n" if name else "") + _render_text_table(part)
-            for name, part in self.split_tables()
-        ]
-        return "\n".join([head, *tables, *([self.note] if self.note else [])])
+        lines = [head]
+        for name, part in self.split_tables():
+            lines += [f"{self.axes[-1]} {name}", _render_text_table(part)] if name else [_render_text_table(part)]
+        return "\n".join([*lines, self.note] if self.note else lines)
 
     def _repr_html_(self) -> str:
         head = f"<b>{escape(self.title)}</b>" + (f" ({escape(self.unit)})" if self.unit else "")
-        tables = [
-            (f"<p>{escape(self.axes[-1])} {escape(name)}</p>" if name else "") + _render_html_table(part)
-            for name, part in self.split_tables()
-        ]
-        return f"<div>{head}{''.join(tables)}<small>{escape(self.note)}</small></div>"
+        for name, part in self.split_tables():
+            head += f"<p>{escape(self.axes[-1])} {escape(name)}</p>" if name else ""
+            head += _render_html_table(part)
+        return f"<div>{head}<small>{escape(self.note)}</small></div>"
 
     def split_tables(self) -> list[tuple[str, "LabeledTensor"]]:
         """Split into tables of at most two axes, one per index of the last axis."""
         if len(self.axes) <= 2:
             return [("", self)]
-        parts = [(name, self.select(**{self.axes[-1]: index})) for index, name in enumerate(self.labels[-1])]
-        return [
-            (" · ".join(filter(None, (name, inner))), table)
-            for name, part in parts
-            for inner, table in part.split_tables()
-        ]
+        tables = []
+        for index, name in enumerate(self.labels[-1]):
+            for inner, table in self.select(**{self.axes[-1]: index}).split_tables():
+                tables.append((f"{name} · {inner}" if inner else name, table))
+        return tables
 
 
 def show_whitespace(label: str) -> str:
@@ -192,7 +176,7 @@ def show_whitespace(label: str) -> str:
     return "·" * len(text) if not text.strip(" ") else "·" * spaces[0] + text.strip(" ") + "·" * spaces[1]
 
 
-def replace_nonfinite(value: Any) -> Any:
+def replace_nonfinite(value: object) -> object:
     """Replace NaN and infinity by None, recursively: JSON has neither."""
     if isinstance(value, dict):
         return {name: replace_nonfinite(item) for name, item in value.items()}
@@ -210,22 +194,19 @@ def _table_rows(tensor: LabeledTensor) -> tuple[list[str], list[tuple[str, list[
         values, annotations = values[:, None], None if annotations is None else annotations[:, None]
         labels = (labels[0], (tensor.unit or "value",))
     rows = []
-    for row, name in enumerate(labels[0][:MAX_TABLE_ROWS]):
-        numbers = [float(value) for value in values[row, :MAX_TABLE_COLUMNS]]
+    for row, name in enumerate(labels[0][:_MAX_TABLE_ROWS]):
+        numbers = [float(value) for value in values[row, :_MAX_TABLE_COLUMNS]]
         texts = [_format_value(number) for number in numbers]
         if annotations is not None:
             texts = [f"{show_whitespace(note)} {text}" for note, text in zip(annotations[row], texts, strict=False)]
         rows.append((show_whitespace(name), list(zip(texts, numbers, strict=True))))
     omitted = [
         f"{len(names) - limit} more {axis}s"
-        for names, limit, axis in zip(labels, (MAX_TABLE_ROWS, MAX_TABLE_COLUMNS), (*tensor.axes, ""), strict=False)
+        for names, limit, axis in zip(labels, (_MAX_TABLE_ROWS, _MAX_TABLE_COLUMNS), (*tensor.axes, ""), strict=False)
         if len(names) > limit
     ]
-    return (
-        [show_whitespace(name) for name in labels[1][:MAX_TABLE_COLUMNS]],
-        rows,
-        f"… {' and '.join(omitted)}" if omitted else "",
-    )
+    columns = [show_whitespace(name) for name in labels[1][:_MAX_TABLE_COLUMNS]]
+    return columns, rows, f"… {' and '.join(omitted)}" if omitted else ""
 
 
 def _format_value(value: float) -> str:
@@ -239,22 +220,21 @@ def _render_text_table(tensor: LabeledTensor) -> str:
     lines = [[name, *(text for text, _ in cells)] for name, cells in rows]
     lines = [["", *columns], *lines] if columns else lines
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    # Row names are left-aligned, values right-aligned.
-    padded = [
-        "  ".join(text.rjust(width) if column else text.ljust(width) for column, (text, width) in enumerate(pairs))
-        for pairs in (zip(line, widths, strict=True) for line in lines)
-    ]
-    return "\n".join([*(line.rstrip() for line in padded), *([omitted] if omitted else [])])
+    table = []
+    for name, *cells in lines:  # row names are left-aligned, values right-aligned
+        padded = [name.ljust(widths[0]), *(text.rjust(width) for text, width in zip(cells, widths[1:], strict=True))]
+        table.append("  ".join(padded).rstrip())
+    return "\n".join([*table, omitted] if omitted else table)
 
 
 def _render_html_table(tensor: LabeledTensor) -> str:
     """Render an HTML table whose cells are shaded by magnitude: blue positive, red negative."""
     columns, rows, omitted = _table_rows(tensor)
     top = max((abs(value) for _, cells in rows for _, value in cells if math.isfinite(value)), default=0.0) or 1.0
-    body = "".join(
-        f"<tr><th>{escape(name)}</th>{''.join(_render_shaded_cell(text, value / top) for text, value in cells)}</tr>"
-        for name, cells in rows
-    )
+    body = ""
+    for name, cells in rows:
+        shaded = "".join(_render_shaded_cell(text, value / top) for text, value in cells)
+        body += f"<tr><th>{escape(name)}</th>{shaded}</tr>"
     head = "".join(f"<th>{escape(name)}</th>" for name in columns)
     return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>{escape(omitted)}"
 
@@ -265,12 +245,12 @@ def _render_shaded_cell(text: str, intensity: float) -> str:
     return f'<td style="background:rgba({color},{alpha:.2f})">{escape(text)}</td>'
 
 
-def plot_labeled_tensor(tensor: LabeledTensor, **plot_kwargs: Any) -> Any:
+def _plot_labeled_tensor(tensor: LabeledTensor, plot_kwargs: _PlotKwargs) -> "Figure":
     """Return a matplotlib figure, closed in pyplot: a notebook displays the returned value once."""
     from matplotlib import pyplot
 
     if not 1 <= len(tensor.axes) <= 3:
-        raise InputError(f"the tensor has {len(tensor.axes)} axes, and 1 to 3 can be plotted; index it down to those")
+        raise InputError(f"the tensor has {len(tensor.axes)} axes; index it down to 1 to 3, which can be plotted")
     panels = tensor.split_tables()
     title, note = _wrap_text(tensor.title, 50), _wrap_text(tensor.note, 60)
     height, width = _panel_size(panels[0][1])
@@ -308,11 +288,8 @@ def _is_heatmap(tensor: LabeledTensor) -> bool:
 
 def _has_horizontal_bars(tensor: LabeledTensor) -> bool:
     """Whether the bars are horizontal, which leaves space for long labels."""
-    return (
-        len(tensor.axes) == 1
-        and tensor.axes[0] not in ORDERED_AXES
-        and max(map(len, tensor.labels[0])) > LONG_LABEL_CHARS
-    )
+    is_bar_plot = len(tensor.axes) == 1 and tensor.axes[0] not in _ORDERED_AXES
+    return is_bar_plot and max(map(len, tensor.labels[0])) > _LONG_LABEL_CHARS
 
 
 def _panel_size(tensor: LabeledTensor) -> tuple[float, float]:
@@ -321,32 +298,32 @@ def _panel_size(tensor: LabeledTensor) -> tuple[float, float]:
         return min(max(1.6, 1.1 + 0.2 * tensor.shape[0]), 12.0), 6.5
     if not _is_heatmap(tensor):
         return 3.2, min(max(5.0, 0.22 * tensor.shape[-1]), 16.0)
-    column = 0.62 if tensor.annotations is not None else 0.42 if tensor.values.numel() <= MAX_ANNOTATED_CELLS else 0.3
+    column = 0.42 if tensor.values.numel() <= _MAX_ANNOTATED_CELLS else 0.3
+    column = column if tensor.annotations is None else 0.62
     names = 0.07 * max(map(len, tensor.labels[0]))
-    return min(max(2.4, 1.4 + 0.25 * tensor.shape[0]), 12.0), min(
-        max(2.8, 1.6 + names + column * tensor.shape[1]), 12.0
-    )
+    height, width = 1.4 + 0.25 * tensor.shape[0], 1.6 + names + column * tensor.shape[1]
+    return min(max(2.4, height), 12.0), min(max(2.8, width), 12.0)
 
 
-def _color_limits(tensor: LabeledTensor) -> dict[str, Any]:
+def _color_limits(tensor: LabeledTensor) -> _PlotKwargs:
     """Return the color map and its limits: from 0, or symmetric around 0 if there are negative values."""
     finite = np.nan_to_num(tensor.values.float().cpu().numpy(), posinf=0.0, neginf=0.0)
     top = float(np.abs(finite).max(initial=0.0)) or 1.0
-    if (finite < -SIGN_TOLERANCE * top).any():
+    if (finite < -_SIGN_TOLERANCE * top).any():
         return {"cmap": "RdBu", "vmin": -top, "vmax": top}
     return {"cmap": "Blues", "vmin": 0.0, "vmax": top}
 
 
-def _draw_heatmap(ax: Any, tensor: LabeledTensor, plot_kwargs: dict[str, Any]) -> Any:
+def _draw_heatmap(ax: "Axes", tensor: LabeledTensor, plot_kwargs: _PlotKwargs) -> "AxesImage":
     values = tensor.values.float().cpu().numpy()
     image = ax.imshow(values, aspect="auto", interpolation="nearest", **plot_kwargs)
     ax.spines[:].set_visible(False)
-    texts = None
+    texts = np.empty((0, 0), dtype=object)
     if tensor.annotations is not None and values.size <= 1200:
         texts = np.vectorize(lambda text: _truncate(text, 10), otypes=[object])(tensor.annotations)
-    elif tensor.annotations is None and values.size <= MAX_ANNOTATED_CELLS:
+    elif tensor.annotations is None and values.size <= _MAX_ANNOTATED_CELLS:
         texts = np.vectorize(lambda value: _format_cell(value, tensor), otypes=[object])(values)
-    for (row, column), text in np.ndenumerate(texts if texts is not None else np.empty((0, 0))):
+    for (row, column), text in np.ndenumerate(texts):
         if text:
             color = "white" if _is_dark(image, float(values[row, column])) else "black"
             ax.text(column, row, text, ha="center", va="center", fontsize=6.5, color=color)
@@ -361,7 +338,7 @@ def _is_dark(image: Any, value: float) -> bool:
     return 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
 
 
-def _draw_lines_or_bars(ax: Any, tensor: LabeledTensor, plot_kwargs: dict[str, Any]) -> None:
+def _draw_lines_or_bars(ax: "Axes", tensor: LabeledTensor, plot_kwargs: _PlotKwargs) -> None:
     values = tensor.values.float().cpu().numpy()
     values = np.where(np.isfinite(values), values, np.nan)  # a gap in the line
     ticks = np.arange(values.shape[-1])
@@ -372,27 +349,26 @@ def _draw_lines_or_bars(ax: Any, tensor: LabeledTensor, plot_kwargs: dict[str, A
         for name, row in zip(tensor.labels[0], values, strict=True):
             ax.plot(ticks, row, marker="o", markersize=3, label=show_whitespace(name), **plot_kwargs)
         ax.legend(fontsize=8, frameon=False)
-    elif tensor.axes[0] in ORDERED_AXES:
-        ax.plot(ticks, values, marker="o", markersize=3, **{"color": POSITIVE_COLOR} | plot_kwargs)
+    elif tensor.axes[0] in _ORDERED_AXES:
+        ax.plot(ticks, values, **_PlotKwargs(marker="o", markersize=3, color=BLUE) | plot_kwargs)
     else:
-        ax.bar(
-            ticks,
-            values,
-            **{"color": [NEGATIVE_COLOR if value < 0 else POSITIVE_COLOR for value in values]} | plot_kwargs,
-        )
+        ax.bar(ticks, values, **_sign_colors(values) | plot_kwargs)
     ax.axhline(0, color="grey", linewidth=0.5)
     ax.set_ylabel(tensor.unit)
     _set_ticks(ax.xaxis, tensor.axes[-1], tensor.labels[-1])
 
 
-def _draw_horizontal_bars(ax: Any, tensor: LabeledTensor, values: Any, plot_kwargs: dict[str, Any]) -> None:
+def _sign_colors(values: NDArray[np.float32]) -> _PlotKwargs:
+    """Color bars blue if positive and red if negative."""
+    return {"color": [RED if value < 0 else BLUE for value in values]}
+
+
+def _draw_horizontal_bars(
+    ax: "Axes", tensor: LabeledTensor, values: NDArray[np.float32], plot_kwargs: _PlotKwargs
+) -> None:
     """Draw bars from top to bottom, annotated with their values."""
-    bars = ax.barh(
-        np.arange(len(values)),
-        values,
-        **{"color": [NEGATIVE_COLOR if value < 0 else POSITIVE_COLOR for value in values]} | plot_kwargs,
-    )
-    if len(values) <= MAX_ANNOTATED_CELLS:
+    bars = ax.barh(np.arange(len(values)), values, **_sign_colors(values) | plot_kwargs)
+    if len(values) <= _MAX_ANNOTATED_CELLS:
         ax.bar_label(bars, [_format_cell(value, tensor) for value in values], padding=2, fontsize=7)
         ax.margins(x=0.1)
     ax.margins(y=0.02)
@@ -413,13 +389,13 @@ def _format_cell(value: float, tensor: LabeledTensor) -> str:
 
 
 def _set_ticks(axis: Any, name: str, labels: tuple[str, ...]) -> None:
-    """Set at most MAX_TICK_LABELS ticks, rotated if they would overlap."""
-    step = -(-len(labels) // MAX_TICK_LABELS)
+    """Set at most _MAX_TICK_LABELS ticks, rotated if they would overlap."""
+    step = -(-len(labels) // _MAX_TICK_LABELS)
     ticks = list(range(0, len(labels), step))
     texts = [_truncate(labels[tick], 40) for tick in ticks]
     # Inches, without the y tick labels and the color bar.
     width = axis.get_figure().get_figwidth() / axis.axes.get_gridspec().ncols - 1.6
-    overlap = axis.axis_name == "x" and CHAR_WIDTH_INCHES * max(map(len, texts), default=0) > width / max(len(texts), 1)
+    overlap = axis.axis_name == "x" and _CHAR_INCHES * max(map(len, texts), default=0) > width / max(len(texts), 1)
     axis.set_ticks(ticks, texts, fontsize=7, rotation=90 if overlap else 0)
     axis.set_tick_params(length=2, color="grey")
     axis.set_label_text(name)

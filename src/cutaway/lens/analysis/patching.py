@@ -6,36 +6,30 @@ The metric is the logit of `answer_token`, or the logit difference to `incorrect
 """
 
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.lens.adapters import sites
-from cutaway.lens.analysis.inputs import (
-    AnalysisInputs,
-    TextOrTokens,
-    TokenOrId,
-    eval_mode,
-    prepare_inputs,
-    upcast_float32,
-)
+from cutaway.lens.adapters import ModelLike, sites
+from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs, upcast_float32
 from cutaway.lens.analysis.labeled_tensor import LabeledTensor
-from cutaway.lens.edit import edit
+from cutaway.lens.edit import EditSpec, TensorFn, edit
 from cutaway.lens.hooks import index_tensor
+from cutaway.lens.interventions import Intervention
 from cutaway.lens.sites import Indices, Site, materialize_indices, resid_before_sublayer, resolve_heads, select_sites
-from cutaway.lens.trace import trace
-from cutaway.model.block import Block
+from cutaway.model.block import ParallelBlock
 
 Item = TypeVar("Item")
-PATCH_BATCH_SIZE = 32
+_PATCH_BATCH_SIZE = 32
 """Patches per forward pass, one per batch row."""
 
 
 def activation_patching(
-    model: Any,
+    model: ModelLike,
     clean: TextOrTokens,
     corrupted: TextOrTokens,
     answer_token: TokenOrId,
@@ -52,7 +46,7 @@ def activation_patching(
 
     Both texts must have the same number of tokens. For an encoder-decoder, `source` is (clean, corrupted).
     """
-    experiment = PatchingExperiment(model, clean, corrupted, answer_token, incorrect_token, position, source)
+    experiment = _PatchingExperiment(model, clean, corrupted, answer_token, incorrect_token, position, source)
     layer_sites = experiment.select_layer_sites(site, layers)
     axis = "H" if by_head else "T"
     if any(axis not in layer_site.axes for layer_site in layer_sites):
@@ -62,30 +56,27 @@ def activation_patching(
     rows = []
     for layer_site in track_progress(layer_sites, progress, f"patching {site}"):
         value, dim = cache[layer_site.name], layer_site.axes.index(axis)
-        indices = range(value.shape[dim])
-        patches = [
-            BatchedPatch(value, dim, indices[start : start + PATCH_BATCH_SIZE])
-            for start in range(0, len(indices), PATCH_BATCH_SIZE)
-        ]
-        rows.append(
-            torch.cat([experiment.recovered_fraction({layer_site.name: patch}, patch.batch_size) for patch in patches])
-        )
+        fractions = []
+        for start in range(0, value.shape[dim], _PATCH_BATCH_SIZE):
+            indices = range(value.shape[dim])[start : start + _PATCH_BATCH_SIZE]
+            patch = _batched_patch(value, dim, indices)
+            fractions.append(experiment.recovered_fraction({layer_site.name: patch}, len(indices)))
+        rows.append(torch.cat(fractions))
     if len({len(row) for row in rows}) > 1:
         raise InputError("the layers differ in their number of heads, so they form no matrix; select equal layers")
     labels = tuple(str(head) for head in range(len(rows[0]))) if by_head else experiment.token_labels
     names = tuple(layer_site.name.removesuffix(f".{site}").replace("blocks.", "") for layer_site in layer_sites)
     title = f"activation patching of {site}: recovered fraction of {experiment.title}"
-    return LabeledTensor(
-        title, torch.stack(rows), ("layer", "head" if by_head else "token"), (names, labels), note=experiment.note
-    )
+    axes = ("layer", "head" if by_head else "token")
+    return LabeledTensor(title, torch.stack(rows), axes, (names, labels), note=experiment.note)
 
 
-class PatchingExperiment:
+class _PatchingExperiment:
     """Clean and corrupted inputs of one model, and the logit metric that is compared."""
 
     def __init__(
         self,
-        model: Any,
+        model: ModelLike,
         clean: TextOrTokens,
         corrupted: TextOrTokens,
         answer_token: TokenOrId,
@@ -96,35 +87,23 @@ class PatchingExperiment:
         clean_source, corrupted_source = (None, None) if source is None else source
         self.clean = prepare_inputs(model, clean, clean_source)
         self.corrupted = prepare_inputs(model, corrupted, corrupted_source)
-        pairs = (
-            (self.clean.tokens, self.corrupted.tokens, "texts"),
-            (self.clean.source, self.corrupted.source, "sources"),
-        )
-        for clean_ids, corrupted_ids, name in pairs:
+        pairs = ((self.clean.tokens, self.corrupted.tokens), (self.clean.source, self.corrupted.source))
+        for clean_ids, corrupted_ids in pairs:
             if clean_ids is not None and corrupted_ids is not None and clean_ids.shape != corrupted_ids.shape:
-                raise InputError(
-                    f"the clean and corrupted {name} have {clean_ids.shape[1]} and {corrupted_ids.shape[1]} tokens; "
-                    "activations are patched by position, so pass texts of equal length"
-                )
+                lengths = f"{clean_ids.shape[1]} and {corrupted_ids.shape[1]} tokens"
+                raise InputError(f"clean and corrupted have {lengths}; patch by position: pass texts of equal length")
         self.clean.require_head()
-        self.answer_token = self.clean.resolve_token(answer_token, "answer_token")
-        self.incorrect_token = (
-            None if incorrect_token is None else self.clean.resolve_token(incorrect_token, "incorrect_token")
-        )
+        self.tokens = [self.clean.resolve_token(answer_token, "answer_token")]
+        """The answer token, and the incorrect token if there is one."""
+        if incorrect_token is not None:
+            self.tokens.append(self.clean.resolve_token(incorrect_token, "incorrect_token"))
         self.position = self.clean.resolve_position(position)
         self.all_sites = sites(self.clean.model)
-        with eval_mode(self.clean.model):
-            self.clean_metric, self.corrupted_metric = (
-                self.logit_metric(self.clean.run()),
-                self.logit_metric(self.corrupted.run()),
-            )
+        self.clean_metric = self.logit_metric(self.clean.run())
+        self.corrupted_metric = self.logit_metric(self.corrupted.run())
         if torch.equal(self.clean_metric, self.corrupted_metric):
-            raise InputError(
-                "clean and corrupted have the same metric, so there is nothing to recover; pass two texts that differ"
-            )
-        answer, *incorrect = self.clean.decode_tokens(
-            [self.answer_token] if self.incorrect_token is None else [self.answer_token, self.incorrect_token]
-        )
+            raise InputError("clean and corrupted have the same metric, so nothing to recover; pass texts that differ")
+        answer, *incorrect = self.clean.decode_tokens(self.tokens)
         self.title = f"the logit of {answer!r}" if not incorrect else f"the logits {answer!r} − {incorrect[0]!r}"
         clean_value, corrupted_value = float(self.clean_metric), float(self.corrupted_metric)
         self.note = f"metric: clean {clean_value:.3f}, corrupted {corrupted_value:.3f}; 1 is full recovery"
@@ -139,45 +118,35 @@ class PatchingExperiment:
 
     def logit_metric(self, logits: Tensor) -> Tensor:
         """Return the metric of each batch row: (B, T, V) → (B,)."""
-        at_position = upcast_float32(logits)[:, self.position]
-        incorrect = 0 if self.incorrect_token is None else at_position[:, self.incorrect_token]
-        return at_position[:, self.answer_token] - incorrect
+        answer, *incorrect = upcast_float32(logits)[:, self.position, self.tokens].unbind(-1)
+        return answer - incorrect[0] if incorrect else answer
 
     def cache_activations(self, inputs: AnalysisInputs, sites: Iterable[Site]) -> dict[str, Tensor]:
         """Run the model and return the activations at these sites."""
-        names = [site.name for site in sites]
-        with eval_mode(inputs.model), trace(inputs.model, *names) as t:
-            inputs.run()
-        return {name: t[name].as_subclass(Tensor) for name in names}
+        t = inputs.trace(*(site.name for site in sites))
+        return {name: t[name].as_subclass(Tensor) for name in t}
 
-    def recovered_fraction(self, edits: Any, batch_size: int = 1) -> Tensor:
+    def recovered_fraction(self, edits: Mapping[str, EditSpec], batch_size: int = 1) -> Tensor:
         """Run the corrupted inputs with these edits; return the recovered fraction of each batch row, (B,)."""
-        model = self.clean.model
-        with eval_mode(model), edit(model, edits):
+        with self.clean.eval_mode(), edit(self.clean.model, edits):
             patched = self.logit_metric(_expand_batch(self.corrupted, batch_size).run())
         return (patched - self.corrupted_metric) / (self.clean_metric - self.corrupted_metric)
 
 
-class BatchedPatch:
-    """Edit function that patches the clean value at index `indices[r]` of an axis into batch row r."""
+def _batched_patch(clean: Tensor, axis: int, indices: range) -> TensorFn:
+    """Return an edit that patches the clean value at index `indices[r]` of an axis into batch row r."""
 
-    def __init__(self, clean: Tensor, axis: int, indices: range) -> None:
-        self.clean, self.axis, self.indices = clean, axis, indices
+    def patch(value: Tensor) -> Tensor:
+        for row, index in enumerate(indices):
+            value[row].select(axis - 1, index).copy_(clean[0].select(axis - 1, index))
+        return value
 
-    @property
-    def batch_size(self) -> int:
-        return len(self.indices)
-
-    def __call__(self, value: Tensor) -> Tensor:
-        patched = value.clone()
-        for row, index in enumerate(self.indices):
-            patched[row].select(self.axis - 1, index).copy_(self.clean[0].select(self.axis - 1, index))
-        return patched
+    return patch
 
 
 def _expand_batch(inputs: AnalysisInputs, batch_size: int) -> AnalysisInputs:
     source = None if inputs.source is None else inputs.source.expand(batch_size, -1)
-    return AnalysisInputs(inputs.model, inputs.tokenizer, inputs.tokens.expand(batch_size, -1), source)
+    return replace(inputs, tokens=inputs.tokens.expand(batch_size, -1), source=source)
 
 
 def track_progress(items: list[Item], progress: bool, description: str) -> Iterable[Item]:
@@ -191,7 +160,7 @@ def track_progress(items: list[Item], progress: bool, description: str) -> Itera
 
 
 def path_patching(
-    model: Any,
+    model: ModelLike,
     clean: TextOrTokens,
     corrupted: TextOrTokens,
     answer_token: TokenOrId,
@@ -211,27 +180,23 @@ def path_patching(
     into the corrupted run. For the receiver `logits`, it is added to the last residual stream.
     """
     heads = materialize_indices(heads, "heads")
-    experiment = PatchingExperiment(model, clean, corrupted, answer_token, incorrect_token, position, source)
+    experiment = _PatchingExperiment(model, clean, corrupted, answer_token, incorrect_token, position, source)
     experiment.clean.require_additive_residual("path patching")
     matches = select_sites(experiment.all_sites, [sender])
     sender_site = matches[0]
     writer = experiment.all_sites.get(sender_site.name.rsplit(".", 1)[0] + ".out")
     if writer is None or writer.stack is not experiment.clean.stack or len(matches) > 1:
-        raise InputError(
-            f"sender '{sender}' is not one site that writes to the residual stream; pass one such as blocks.0.attn.out"
-        )
+        raise InputError(f"'{sender}' is not one site that writes to the residual stream; pass blocks.0.attn.out, say")
     order = list(experiment.all_sites)
     # In a parallel block the FFN reads what attention reads, so it does not read attention's output.
-    is_parallel = not isinstance(experiment.clean.stack.blocks[writer.layer or 0], Block)
+    is_parallel = isinstance(experiment.clean.blocks[writer.layer or 0], ParallelBlock)
     receiver_sites = [
         site
         for site in select_sites(experiment.all_sites, receivers)
         if order.index(site.name) > order.index(writer.name) and not (is_parallel and site.layer == writer.layer)
     ]
     if not receiver_sites:
-        raise InputError(
-            f"none of {', '.join(receivers)} reads the output of {sender}; pass a receiver that comes later"
-        )
+        raise InputError(f"none of {', '.join(receivers)} reads {sender}; pass a receiver that comes later")
     delta = _sender_difference(experiment, sender_site, writer, heads)
     scores = [
         _patch_receiver(experiment, site, delta)
@@ -243,32 +208,29 @@ def path_patching(
     return LabeledTensor(title, torch.cat(scores), ("receiver",), (names,), note=experiment.note)
 
 
-def _sender_difference(experiment: PatchingExperiment, sender: Site, writer: Site, heads: Indices | None) -> Tensor:
+def _sender_difference(experiment: _PatchingExperiment, sender: Site, writer: Site, heads: Indices | None) -> Tensor:
     """Return the writer's output with the clean sender minus its output in the corrupted run."""
-    model = experiment.clean.model
     clean = experiment.cache_activations(experiment.clean, [sender])[sender.name]
     corrupted_output = experiment.cache_activations(experiment.corrupted, [writer])[writer.name]
-    patch: dict[str, Any] = {"do": "replace", "value": clean}
+    patch = Intervention("replace", clean)
     if heads is not None:
         if "H" not in sender.axes:
             raise InputError(f"heads is set, but sender {sender.name} has no head axis; use attn.z, or leave heads out")
         indices = resolve_heads(sender, heads)
-        patch |= {"value": clean.index_select(sender.axes.index("H"), index_tensor(indices, clean)), "heads": indices}
-    with eval_mode(model), edit(model, {sender.name: patch}), trace(model, writer.name) as t:
-        experiment.corrupted.run()
+        value = clean.index_select(sender.axes.index("H"), index_tensor(indices, clean))
+        patch = Intervention("replace", value, heads=indices)
+    with experiment.clean.eval_mode(), edit(experiment.clean.model, {sender.name: patch}):
+        t = experiment.corrupted.trace(writer.name)
     return t[writer.name].as_subclass(Tensor) - corrupted_output
 
 
-def _patch_receiver(experiment: PatchingExperiment, receiver: Site, delta: Tensor) -> Tensor:
+def _patch_receiver(experiment: _PatchingExperiment, receiver: Site, delta: Tensor) -> Tensor:
     """Return the recovered fraction when only this receiver reads the sender's difference."""
-    model, prefix = experiment.clean.model, experiment.clean.site_prefix
+    prefix = experiment.clean.site_prefix
     if receiver.layer is None:
         last = f"{prefix}blocks.{len(experiment.clean.stack.blocks) - 1}.resid_post"
         return experiment.recovered_fraction({last: lambda value: value + delta})
-    with (
-        eval_mode(model),
-        edit(model, {resid_before_sublayer(receiver): lambda value: value + delta}),
-        trace(model, receiver.name) as t,
-    ):
-        experiment.corrupted.run()
+    edits: dict[str, EditSpec] = {resid_before_sublayer(receiver): lambda value: value + delta}
+    with experiment.clean.eval_mode(), edit(experiment.clean.model, edits):
+        t = experiment.corrupted.trace(receiver.name)
     return experiment.recovered_fraction({receiver.name: t[receiver.name].as_subclass(Tensor)})

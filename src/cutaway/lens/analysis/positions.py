@@ -1,21 +1,20 @@
 """Similarity of positions, independent of the token."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.lens.analysis.inputs import AnalysisInputs, TokenOrId, eval_mode, inputs_without_text, upcast_float32
+from cutaway.lens.adapters import ModelLike
+from cutaway.lens.analysis.inputs import AnalysisInputs, TokenOrId, inputs_without_text, upcast_float32
 from cutaway.lens.analysis.labeled_tensor import LabeledTensor
-from cutaway.lens.sites import resolve_indices
-from cutaway.lens.trace import trace
+from cutaway.lens.equations import position_module
+from cutaway.lens.sites import resolve_index
 from cutaway.model import EncoderDecoder
 from cutaway.model.positions import ScoreBias
 
 
-def position_similarity(model: Any, token: TokenOrId, *, seq_len: int = 32, layer: int = 0) -> LabeledTensor:
+def position_similarity(model: ModelLike, token: TokenOrId, *, seq_len: int = 32, layer: int = 0) -> LabeledTensor:
     """Cosine similarity between positions, on a text that repeats one token: position × other position.
 
     Positions added to the embedding are compared directly. With RoPE, the rotated keys of the token in `layer` are
@@ -23,40 +22,28 @@ def position_similarity(model: Any, token: TokenOrId, *, seq_len: int = 32, laye
     """
     inputs = inputs_without_text(model)
     if isinstance(inputs.model, EncoderDecoder):
-        raise InputError(
-            "position_similarity needs a model with one stack, but this is an encoder-decoder; pass a decoder or an "
-            "encoder"
-        )
+        raise InputError("position_similarity needs a model with one stack; pass a decoder or an encoder")
     if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 2:
         raise InputError(f"seq_len is {seq_len!r}; pass an integer of at least 2")
-    layer = resolve_indices(layer, len(inputs.stack.blocks), "layer", "the model's blocks")[0]
+    layer = resolve_index(layer, len(inputs.blocks), "layer", "the model's blocks")
     repeated = torch.full((1, seq_len), inputs.resolve_token(token, "token"), device=inputs.model.device)
-    inputs = AnalysisInputs(inputs.model, inputs.tokenizer, repeated, None)
-    method, vectors = _position_vectors(inputs, layer)
+    method, vectors = _position_vectors(AnalysisInputs(inputs.model, inputs.tokenizer, repeated, None), layer)
     unit = F.normalize(upcast_float32(vectors), dim=-1)  # (T, H, D)
     cosines = torch.einsum("ihd,jhd->hij", unit, unit).mean(0)
-    labels = tuple(str(position) for position in range(seq_len))
-    return LabeledTensor(
-        f"similarity of positions: {method}", cosines, ("position", "other position"), (labels, labels), "cosine"
-    )
+    title, labels = f"similarity of positions: {method}", tuple(str(position) for position in range(seq_len))
+    return LabeledTensor(title, cosines, ("position", "other position"), (labels, labels), "cosine")
 
 
 def _position_vectors(inputs: AnalysisInputs, layer: int) -> tuple[str, Tensor]:
     """Return a description of the position method, and its vectors (T, H, D)."""
-    stack, length = inputs.stack, inputs.tokens.shape[1]
-    embed_position = stack.embed.position
-    layer_position: Any = dict(stack.positions.items()).get(stack.layer_position_keys[layer])
+    embed_position, layer_position = inputs.stack.embed.position, position_module(inputs.stack, layer)
     if embed_position is None and isinstance(layer_position, ScoreBias):
-        raise InputError(
-            f"block {layer} adds its position bias to scores, so there is no position vector to compare; trace "
-            "'attn.scores' instead"
-        )
+        raise InputError(f"block {layer} adds positions to scores, so it has no position vectors; trace 'attn.scores'")
     name = f"{inputs.site_prefix}blocks.{layer}.attn.k"
-    with eval_mode(inputs.model), trace(inputs.model, name) as t:
-        inputs.run()  # raises if seq_len exceeds the model's positions
-        if embed_position is not None:
-            method = f"{type(embed_position).__name__.removesuffix('Position').lower()}, added to the embedding"
-            positions = torch.arange(length, device=inputs.model.device)[None]
-            return method, embed_position(positions)[0][:, None]
+    t = inputs.trace(name)  # raises if seq_len exceeds the model's positions
+    if embed_position is not None:
+        method = f"{type(embed_position).__name__.removesuffix('Position').lower()}, added to the embedding"
+        positions = torch.arange(inputs.tokens.shape[1], device=inputs.model.device)[None]
+        return method, embed_position(positions)[0].detach()[:, None]
     method = "no positions" if layer_position is None else "keys rotated by RoPE"
     return f"{method}, block {layer}", t[name][0]

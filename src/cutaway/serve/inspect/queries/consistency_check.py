@@ -43,9 +43,11 @@ def _residual_sum_error(inspector: Inspector, activations: ActivationCache, stac
 
     None if the model is edited, or if norms act on the residual stream (post-norm), which is then not a sum.
     """
-    if activations.model_input.edits or not all(has_additive_residual(block) for block in stack.blocks):
-        return None
     site_names = [name for name, site in inspector.sites.items() if site.stack is stack]
+    site_stack = inspector.sites[site_names[0]].stack
+    assert site_stack is not None
+    if activations.model_input.edits or not has_additive_residual(site_stack):
+        return None
     total = activations[next(name for name in site_names if name.endswith("embed"))]
     for name in site_names:
         total = total + activations[name] if is_sublayer_output(name) else total
