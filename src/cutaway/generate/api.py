@@ -188,12 +188,12 @@ def start_engine(
     *,
     draft_model: CheckpointLike | Transformer | NgramConfig | str | None = None,
     num_draft_tokens: int = 4,
-) -> tuple[Engine | SpeculativeDecoder, list[Request]]:
+) -> tuple[Engine, list[Request]]:
     """Build an engine and submit one request per completion, in order."""
     config, tokenizer = inputs.engine_config, inputs.tokenizer
-    engine: Engine | SpeculativeDecoder
+    max_waiting = max(1, len(inputs.prompts) * sampling_params.n)
     if draft_model is None:
-        engine = Engine(config, tokenizer=tokenizer, max_waiting=max(1, len(inputs.prompts) * sampling_params.n))
+        engine = Engine(config, tokenizer=tokenizer, max_waiting=max_waiting)
     else:
         draft, draft_tokenizer = _resolve_draft_model(draft_model)
         engine = SpeculativeDecoder(
@@ -202,6 +202,7 @@ def start_engine(
             tokenizer=tokenizer,
             draft_tokenizer=draft_tokenizer,
             num_draft_tokens=num_draft_tokens,
+            max_waiting=max_waiting,
         )
     output_prefix = (
         []

@@ -37,6 +37,7 @@ class Engine:
     def __init__(self, config: EngineConfig, *, tokenizer: Tokenizer | None = None, max_waiting: int = 1024) -> None:
         """`max_waiting`: length of the waiting queue; `submit` raises BusyError when it is full."""
         self.config, self.tokenizer, self.max_waiting = config, tokenizer, max_waiting
+        self.models = [config.model]
         self.model_runner = ModelRunner(
             config.model, config.build_cache(), compile=config.compile, weight_bits=config.weight_bits
         )
@@ -70,9 +71,7 @@ class Engine:
         The completion starts with `output_prefix`. `n` and `seed` of `sampling_params` are ignored: `generate` submits
         one request per completion. `wait`: block while the waiting queue is full, instead of raising BusyError.
         """
-        request = self.config.build_request(
-            prompt, sampling_params, self.tokenizer, seed=seed, output_prefix=output_prefix
-        )
+        request = self._build_request(prompt, sampling_params, seed, output_prefix)
         with self.condition:
             while wait and not self.closed and len(self.waiting) >= self.max_waiting:
                 self.condition.wait()
@@ -88,6 +87,13 @@ class Engine:
             self.waiting.append(request)
             self.condition.notify_all()
         return request
+
+    def _build_request(
+        self, prompt: Sequence[int], sampling_params: SamplingParams, seed: int, output_prefix: Sequence[int]
+    ) -> Request:
+        return self.config.build_request(
+            prompt, sampling_params, self.tokenizer, seed=seed, output_prefix=output_prefix
+        )
 
     def start(self) -> "Engine":
         """Start a thread that calls `step` while there are requests."""
@@ -133,9 +139,9 @@ class Engine:
 
     def step(self) -> bool:
         """Admit waiting requests, prefill one chunk, decode one token per request; False if no request is left."""
-        model = self.config.model
+        training = any(model.training for model in self.models)
         try:
-            with eval_mode(model) if model.training else nullcontext():
+            with eval_mode(*self.models) if training else nullcontext():
                 self._process_pending_if_finishing()
                 self._remove_aborted()
                 self._admit_waiting()

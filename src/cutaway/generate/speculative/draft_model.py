@@ -88,10 +88,25 @@ class DraftModelProposer:
             self.model_runner.cache.assign_row(request.row)
             if request.source_tokens is not None and tokens:
                 self.model_runner.encode_source(request.row, request.source_tokens, tokens)
-        first_row = requests[0].row or 0
-        self.num_computed[first_row : first_row + len(sequences)] = prefill_prompts(
-            self.model_runner, first_row, sequences, [0] * len(sequences), self.prefill_chunk_size
-        )
+        self._prefill_prompts(requests[0].row or 0, sequences)
+
+    def _prefill_prompts(self, first_row: int, sequences: Sequence[Sequence[int]]) -> None:
+        """Prefill all but the last token of sequences in rows from `first_row` on, in passes of at most
+        `prefill_chunk_size` tokens."""
+        ends = [max(0, len(sequence) - 1) for sequence in sequences]
+        self.num_computed[first_row : first_row + len(ends)] = ends
+        start = 0
+        while start < len(ends):
+            longest, stop = ends[start], start + 1
+            while stop < len(ends) and max(longest, ends[stop]) * (stop + 1 - start) <= self.prefill_chunk_size:
+                longest, stop = max(longest, ends[stop]), stop + 1
+            for position in range(0, longest, self.prefill_chunk_size):
+                chunks = [
+                    sequence[position : min(end, position + self.prefill_chunk_size)]
+                    for sequence, end in zip(sequences[start:stop], ends[start:stop], strict=True)
+                ]
+                self.model_runner.prefill(first_row + start, chunks, [position] * len(chunks))
+            start = stop
 
     def swap_rows(self, a: int, b: int) -> None:
         self.model_runner.swap_rows(a, b)
@@ -101,21 +116,16 @@ class DraftModelProposer:
         self, requests: Sequence[Request], max_tokens: Sequence[int], state: SamplingState, features: SamplingFeatures
     ) -> Proposal:
         sequences = [request.all_token_ids for request in requests]
-        limits = [
-            max(0, self.max_len + 1 - len(tokens)) for tokens in sequences
-        ]  # the last draft token is not fed back
+        # The last draft token is not fed back.
+        limits = [max(0, self.max_len + 1 - len(tokens)) for tokens in sequences]
         counts = [min(pair) for pair in zip(max_tokens, limits, strict=True)]
         if not any(counts):
             return Proposal(torch.zeros(len(counts), 0, dtype=torch.long, device=self.device), counts)
         draft_tokens: list[Tensor] = []
         probs: list[Tensor] = []
         num_drafts = torch.tensor(counts, device=self.device)
-        logits = self._prefill_new_tokens(
-            [
-                tokens[n:] if count else []
-                for tokens, n, count in zip(sequences, self.num_computed, counts, strict=False)
-            ]
-        )
+        rows = zip(sequences, self.num_computed, counts, strict=False)
+        logits = self._prefill_new_tokens([tokens[n:] if count else [] for tokens, n, count in rows])
         for i in range(max(counts)):
             if i > 0:
                 logits = self._decode(draft_tokens[-1], [count > i for count in counts])
@@ -171,34 +181,6 @@ class DraftModelProposer:
             view = self.model_runner.cache.view_rows(0, len(lengths), max_len=max(self.num_computed))
             view.crop(torch.tensor(lengths, device=view.seq_lens.device))
             self.num_computed[: len(lengths)] = lengths
-
-
-def prefill_prompts(
-    model_runner: ModelRunner,
-    first_row: int,
-    sequences: Sequence[Sequence[int]],
-    num_computed: Sequence[int],
-    chunk_size: int,
-) -> list[int]:
-    """Prefill all but the last token of sequences in rows from `first_row` on; `num_computed` tokens are cached.
-
-    Returns the number of cached tokens per row. Consecutive rows with equal `num_computed` share forward passes of at
-    most `chunk_size` tokens.
-    """
-    ends = [max(0, len(sequence) - 1) for sequence in sequences]
-    start = 0
-    while start < len(sequences):
-        num_cached, longest, stop = num_computed[start], ends[start] - num_computed[start], start + 1
-        while stop < len(sequences) and num_computed[stop] == num_cached:
-            new_longest = max(longest, ends[stop] - num_cached)
-            if new_longest * (stop + 1 - start) > chunk_size:
-                break
-            longest, stop = new_longest, stop + 1
-        for position in range(num_cached, num_cached + longest, chunk_size):
-            chunks = [sequences[i][position : min(ends[i], position + chunk_size)] for i in range(start, stop)]
-            model_runner.prefill(first_row + start, chunks, [position] * len(chunks))
-        start = stop
-    return ends
 
 
 def _replace_invalid_probs(probs: Float32[Tensor, "n V"]) -> Float32[Tensor, "n V"]:
