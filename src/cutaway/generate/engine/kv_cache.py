@@ -7,12 +7,13 @@ A flat slot is page_id · page_size + offset: an index into the buffers with the
 
 import copy
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from cutaway.config import CrossBlock
 from cutaway.errors import InputError
 from cutaway.generate.engine.paging import NULL_PAGE
 from cutaway.model.cache import Cache, CacheShape, CrossCache, LayerCache, SlotMapping
@@ -93,14 +94,10 @@ class PagedLayerCache(LayerCache):
         self.keys.write(slot_mapping.slots, k)
         self.values.write(slot_mapping.slots, v)
         # Only the pages that hold the first num_keys slots.
-        pages = (
-            self.page_index
-            if isinstance(self.page_index, slice)
-            else self.page_index[:, : -(-slot_mapping.num_keys // self.page_size)]
-        )
-        return self.keys.gather(pages, slot_mapping.num_keys, k.dtype), self.values.gather(
-            pages, slot_mapping.num_keys, v.dtype
-        )
+        pages, num_keys = self.page_index, slot_mapping.num_keys
+        if not isinstance(pages, slice):
+            pages = pages[:, : -(-num_keys // self.page_size)]
+        return self.keys.gather(pages, num_keys, k.dtype), self.values.gather(pages, num_keys, v.dtype)
 
     def select_rows(self, rows: Int[Tensor, " B"]) -> None:
         raise InputError(
@@ -129,9 +126,9 @@ class BatchKVCache(Cache):
         paged = implementation == "paged"
         page_size = min(PAGE_SIZE, num_slots) if paged else 0
         num_slots = -(-num_slots // page_size) * page_size if paged else num_slots  # whole pages
-        total_pages = (
-            1 + (num_pages if num_pages is not None else batch_size * (num_slots // page_size)) if paged else batch_size
-        )
+        total_pages = batch_size
+        if paged:
+            total_pages = 1 + (batch_size * (num_slots // page_size) if num_pages is None else num_pages)
 
         def build_layer(
             batch: int, layer_slots: int, cache_shape: CacheShape, device: torch.device, dtype: torch.dtype
@@ -187,10 +184,8 @@ class BatchKVCache(Cache):
             if self.page_table is None:
                 flat_slots = row * num_slots + mapping.slots
             else:
-                flat_slots = (
-                    self.page_table.gather(1, mapping.slots // self.page_size) * self.page_size
-                    + mapping.slots % self.page_size
-                )
+                pages = self.page_table.gather(1, mapping.slots // self.page_size)
+                flat_slots = pages * self.page_size + mapping.slots % self.page_size
             slot_mappings[num_slots] = mapping._replace(slots=flat_slots)
         return new, slot_mappings
 
@@ -269,8 +264,7 @@ class BatchKVCache(Cache):
 
     def kv_tensors(self) -> list[Tensor]:
         """All key and value buffers; dimension 0 is the row or the page."""
-        buffers: list[KVBuffer] = [buffer for layer in self.paged_layers for buffer in (layer.keys, layer.values)]
-        return [tensor for buffer in buffers for tensor in buffer.tensors()]
+        return [x for layer in self.paged_layers for buffer in (layer.keys, layer.values) for x in buffer.tensors()]
 
     def cross_tensors(self) -> list[Tensor]:
         """All cross-attention keys and values; dimension 0 is the row."""
@@ -279,10 +273,10 @@ class BatchKVCache(Cache):
     @property
     def num_bytes(self) -> int:
         """Bytes of all keys and values."""
-        return sum(x.numel() * x.element_size() for x in [*self.kv_tensors(), *self.cross_tensors()])
+        return sum(x.nbytes for x in [*self.kv_tensors(), *self.cross_tensors()])
 
 
 def cross_cache_shapes(model: Transformer) -> list[tuple[int, int]]:
     """(heads, width) of each layer's cross-attention keys and values."""
-    blocks: Any = model.stacks["decoder"].blocks
-    return [(block.cross.f.kv_heads, block.cross.f.d_head) for block in blocks]
+    cross = [block.cross for block in model.config.stacks["decoder"].blocks if isinstance(block, CrossBlock)]
+    return [(attention.num_kv_heads, attention.head_dim(model.config.d_model)) for attention in cross]

@@ -78,13 +78,13 @@ def _pack_linears(module: nn.Module, linear_class: type[PackedLinear]) -> None:
     for name, child in list(module.named_children()):
         if type(child) is MultiHead:
             attention = _recast_module(child, FusedQKVAttention)
-            attention.qkv = _fuse_linears(linear_class, child.q, child.k, child.v)
+            attention.qkv = fuse_linears(linear_class, child.q, child.k, child.v)
             del attention.q, attention.k, attention.v
             setattr(module, name, attention)
             child = attention
         elif type(child) is GatedMLP and isinstance(child.gate, nn.Linear) and isinstance(child.up, nn.Linear):
             ffn = _recast_module(child, FusedGatedMLP)
-            ffn.gate_up = _fuse_linears(linear_class, child.gate, child.up)
+            ffn.gate_up = fuse_linears(linear_class, child.gate, child.up)
             del ffn.gate, ffn.up
             setattr(module, name, ffn)
             child = ffn
@@ -94,7 +94,8 @@ def _pack_linears(module: nn.Module, linear_class: type[PackedLinear]) -> None:
         _pack_linears(child, linear_class)
 
 
-def _fuse_linears(linear_class: type[PackedLinear], *layers: nn.Linear) -> FusedLinear:
+def fuse_linears(linear_class: type[PackedLinear], *layers: nn.Linear) -> FusedLinear:
+    """Fuse linear layers with the same input: q, k and v, or gate and up."""
     weight = concat_linears(*layers)
     return FusedLinear(linear_class(weight.values, weight.bias), [layer.out_features for layer in layers])
 

@@ -4,7 +4,6 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cutaway.errors import InputError
 from cutaway.learn.exercises.exercise_file import Exercise, parse_cells
@@ -59,11 +58,11 @@ def _strip_magics(source: str) -> str:
     return "\n".join("# " + line if _MAGIC_OR_SHELL.match(line) else line for line in source.split("\n"))
 
 
-def to_notebook(text: str) -> dict[str, Any]:
+def to_notebook(text: str) -> dict[str, object]:
     """Convert a file of cells to the Jupyter notebook format."""
-    cells = []
+    cells: list[dict[str, object]] = []
     for n, (kind, body) in enumerate(parse_cells(text)):
-        cell: dict[str, Any] = {"cell_type": kind, "id": f"cell-{n}", "metadata": {}, "source": body.splitlines(True)}
+        cell = {"cell_type": kind, "id": f"cell-{n}", "metadata": {}, "source": body.splitlines(True)}
         cells.append(cell if kind == "markdown" else {**cell, "execution_count": None, "outputs": []})
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}

@@ -67,7 +67,7 @@ class QuestionBase(_QuizModel):
         """The proof as a runnable program."""
         return PROOF_PREAMBLE + self.proof.strip() + "\n" if self.proof else ""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The question as plain data, for the web page and JSON."""
         return self.model_dump(mode="json", exclude_none=True) | {"proof": self.program}
 
@@ -118,11 +118,11 @@ class NumberQuestion(QuestionBase):
         return abs(value - expected) <= self.tolerance * (abs(expected) or 1) + 1e-12
 
 
-_TaggedQuestion = Annotated[ChoiceQuestion | NumberQuestion, Field(discriminator="kind")]
-_QUESTION_ADAPTER: TypeAdapter[ChoiceQuestion | NumberQuestion] = TypeAdapter(_TaggedQuestion)
+Question = ChoiceQuestion | NumberQuestion
+_QUESTION_ADAPTER: TypeAdapter[Question] = TypeAdapter(Annotated[Question, Field(discriminator="kind")])
 
 
-def parse_question(table: dict[str, Any], section: str) -> ChoiceQuestion | NumberQuestion:
+def parse_question(table: dict[str, object], section: str) -> Question:
     """Build a question from a table of a section file; it has either choices or an answer."""
     kind = "choice" if "choices" in table else "number"
     return _QUESTION_ADAPTER.validate_python({**table, "section": section, "kind": kind})
@@ -132,7 +132,7 @@ class ProofError(CutawayError, AssertionError):
     """A proof does not give the answer of its question."""
 
 
-def run_proof(question: ChoiceQuestion | NumberQuestion) -> float | bool | None:
+def run_proof(question: Question) -> float | bool | None:
     """Run the proof of a question and compare it with the answer; None without a proof. Imports torch."""
     if not question.proof:
         return None

@@ -1,6 +1,5 @@
 """Launch the worker process that grades a learner's file; loops, crashes and memory exhaustion stay in that process."""
 
-import json
 import os
 import queue
 import signal
@@ -9,12 +8,15 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
+
+from pydantic import TypeAdapter
 
 from cutaway.errors import CutawayError
 from cutaway.learn.exercises import Exercise
+from cutaway.learn.runner.grader import GradeReport
 
 TIME_LIMIT_SECONDS = 20.0
 """Time limit per file, after the import of torch. An uninterruptible worker is killed after 1.5 times this limit."""
@@ -37,21 +39,7 @@ INHERITED_ENV_VARS = (
 """Environment variables passed to the worker; tokens and passwords are not among them."""
 
 
-@dataclass(frozen=True)
-class GradeReport:
-    """Result of grading one file."""
-
-    status: str
-    """passed, failed, partial (correct so far), not_written, or error (nothing could be graded)."""
-    message: str
-    location: str
-    tasks: list[dict[str, Any]]
-    notes: list[dict[str, str]]
-    output: str
-
-    @property
-    def passed(self) -> bool:
-        return self.status == "passed"
+_REPORT = TypeAdapter(GradeReport)
 
 
 class WorkerError(CutawayError):
@@ -68,7 +56,7 @@ def grade_files(
             results = worker.results(len(paths))
         finally:
             worker.terminate()
-    return [GradeReport(output=worker.output, **result) for result in results]
+    return [replace(result, output=worker.output) for result in results]
 
 
 class WorkerProcess:
@@ -117,28 +105,25 @@ class WorkerProcess:
     def output(self) -> str:
         return "".join(self.output_parts)
 
-    def _next_message(self, timeout: float) -> dict[str, Any] | None:
-        """Return the next message; None if the worker exited or exceeded the timeout."""
+    def _next_line(self, timeout: float) -> str | None:
+        """Return the next line; None if the worker exited or exceeded the timeout."""
         try:
-            line = self.lines.get(timeout=timeout)
-            message = None if line is None else json.loads(line)
-        except (queue.Empty, ValueError):
+            return self.lines.get(timeout=timeout)
+        except queue.Empty:
             return None
-        return message if isinstance(message, dict) else None
 
-    def results(self, count: int) -> list[dict[str, Any]]:
+    def results(self, count: int) -> list[GradeReport]:
         """Return one result per file; files after a crash or timeout share its error."""
-        if self._next_message(STARTUP_TIMEOUT_SECONDS) is None:
+        if self._next_line(STARTUP_TIMEOUT_SECONDS) is None:
             self.terminate()
             reason = self.output.strip().splitlines()[-1:] or ["it printed nothing"]
             raise WorkerError(f"the process that grades exercises did not start: {reason[0]}")
-        results: list[dict[str, Any]] = []
+        results: list[GradeReport] = []
         while len(results) < count:
-            result = self._next_message(self.timeout)
-            if result is None:
-                result = {"status": "error", "message": self._exit_reason(), "location": "", "tasks": [], "notes": []}
-                return [*results, *[result] * (count - len(results))]
-            results.append(result)
+            try:
+                results.append(_REPORT.validate_json(self._next_line(self.timeout) or ""))
+            except ValueError:
+                return [*results, *[GradeReport("error", self._exit_reason())] * (count - len(results))]
         return results
 
     def _exit_reason(self) -> str:

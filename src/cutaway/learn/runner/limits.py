@@ -1,7 +1,6 @@
 """Resource limits of a worker: CPU time, memory, and bytes written."""
 
 from pathlib import Path
-from typing import Any
 
 MAX_MEMORY_BYTES = 4 << 30
 """Bytes that the worker may allocate in addition to what it uses at the start."""
@@ -34,6 +33,6 @@ def set_resource_limits(seconds: float) -> None:
         resource.setrlimit(resource_id, (limit, hard))
 
 
-def raise_time_limit(*_: Any) -> None:
+def raise_time_limit(*_: object) -> None:
     """Signal handler of the timer."""
     raise TimeLimitError

@@ -5,12 +5,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ATOL, RTOL = 1e-5, 1e-4
 """Absolute and relative tolerance on numbers."""
 MAX_ELEMENTS = 1_000_000
 """Maximum number of elements that are compared; no exercise returns as many."""
+
+
+Scalar = int | float | str
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,7 @@ class PlainValue:
     """tensor, int, float, bool, str, list, dict, none, other; or error, if there is no value."""
     description: str
     """Description: `a tensor`, `a list`."""
-    elements: tuple[Any, ...] = ()
+    elements: tuple[Scalar, ...] = ()
     shape: tuple[int, ...] = ()
     element_kind: str = ""
     """Of a tensor: int, float, bool or complex."""
@@ -36,12 +42,12 @@ _SCALAR_KINDS: dict[type, tuple[str, str]] = {
 }
 
 
-def to_plain_value(value: Any) -> PlainValue:
+def to_plain_value(value: object) -> PlainValue:
     """Convert a value to a PlainValue."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return _tensor_to_plain_value(value)
-    if type(value) in _SCALAR_KINDS:
+    if isinstance(value, int | float | str) and type(value) in _SCALAR_KINDS:
         kind, name = _SCALAR_KINDS[type(value)]
         return PlainValue(kind, name, (value,))
     if isinstance(value, list | tuple):
@@ -58,7 +64,7 @@ def to_plain_value(value: Any) -> PlainValue:
     return PlainValue("other", f"a {prefix}{type(value).__name__}")
 
 
-def _tensor_to_plain_value(value: Any) -> PlainValue:
+def _tensor_to_plain_value(value: "Tensor") -> PlainValue:
     element_kind = "bool" if str(value.dtype) == "torch.bool" else "int"
     element_kind = "complex" if value.is_complex() else "float" if value.is_floating_point() else element_kind
     shape = tuple(value.shape)
@@ -150,7 +156,7 @@ def values_equal(one: PlainValue, other: PlainValue) -> bool:
     return same and all(values_equal(a, b) for (_, a), (_, b) in zip(one.items, other.items, strict=True))
 
 
-def _is_close(expected: Any, actual: Any) -> bool:
+def _is_close(expected: Scalar, actual: Scalar) -> bool:
     if expected == actual or isinstance(expected, str) or isinstance(actual, str):
         return bool(expected == actual)
     if isinstance(expected, int) and isinstance(actual, int):  # counts are exact
@@ -206,7 +212,7 @@ def _guess_shape_mistake(expected: PlainValue, actual: PlainValue, axes: Sequenc
     return ""
 
 
-def _format_value(value: Any) -> str:
+def _format_value(value: object) -> str:
     """Format a value with six significant digits or thousands separators."""
     if isinstance(value, float):
         return f"{value:.6g}"
