@@ -27,7 +27,6 @@ from cutaway.generate.quantization_eval import QuantizationReport, evaluate_quan
 from cutaway.model import Transformer
 from cutaway.size import SizeEstimate, size
 from cutaway.size.measured_hardware import load_measured_hardware
-from cutaway.size.roofline import Workload, prefill_workload
 
 InferencePhase = Literal["decode", "prefill"]
 NUM_ROUNDS = 8
@@ -177,7 +176,7 @@ def measure_throughput(
     # The baseline does not quantize the weights.
     baseline_estimate = estimate_inference_size(model.config, dtype, None, batch_size, mean_context)
     workload, baseline_workload = (
-        e.decode_workload(batch_size) if phase == "decode" else _prefill_workload_of(e)
+        e.decode_workload(batch_size) if phase == "decode" else e.prefill_workload
         for e in (estimate, baseline_estimate)
     )
     min_seconds = [
@@ -220,19 +219,6 @@ def estimate_inference_size(
     """Size estimate with the dtype of `weight_bits`, or `dtype`."""
     dtype_of_bits = {16: "bf16", 8: "int8", 4: "int4"}
     return size(config, dtype=dtype_of_bits.get(weight_bits or 0, dtype), batch_size=batch_size, context=context)
-
-
-def _prefill_workload_of(estimate: SizeEstimate) -> Workload:
-    batch_size = estimate.batch_size_per_device
-    return prefill_workload(
-        estimate.rank_config,
-        estimate.options.precision,
-        estimate.prefill_flops.scale(batch_size),
-        num_tokens=batch_size * estimate.options.context,
-        kv_cache_bytes=estimate.kv_cache.total_bytes,
-        num_kernel_launches=estimate.prefill_pass.num_ops,
-        dp_size=1,
-    )
 
 
 # ---------------------------------------------------------------------------------------- implementations

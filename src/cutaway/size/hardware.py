@@ -27,20 +27,8 @@ COMPUTE_DTYPES = {
 }
 """For each dtype, the dtypes whose peak rate is used, in order of preference; the first that the device has applies."""
 
-_VENDOR_WORDS = {
-    "nvidia",
-    "geforce",
-    "tesla",
-    "amd",
-    "radeon",
-    "instinct",
-    "intel",
-    "xeon",
-    "platinum",
-    "core",
-    "apple",
-}
-_VENDOR_WORDS |= {"google", "cloud", "aws", "gpu", "graphics", "r", "tm"}
+_VENDOR_WORDS = {"nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "intel", "xeon", "platinum", "core"}
+_VENDOR_WORDS |= {"apple", "google", "cloud", "aws", "gpu", "graphics", "r", "tm"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,21 +36,18 @@ def inference_memory(
     config: Config, precision: Precision, kv_cache: KVCacheSize, prefill_pass: PassCost, *, on_gpu: bool
 ) -> MemoryBreakdown:
     """Memory of weights, KV cache and prefill activations. `config` is one tensor-parallel rank's."""
-    weight_bytes = checkpoint_size(config, precision).total_bytes
-    peak = {"weights": weight_bytes, "kv cache": kv_cache.total_bytes}
-    peak |= {"activations": prefill_pass.peak_bytes - prefill_pass.logits_bytes, "logits": prefill_pass.logits_bytes}
-    peak |= {"workspace": CUBLAS_WORKSPACE_BYTES} if on_gpu else {}
-    sizes = {
-        "weights": weight_bytes,
-        "kv cache": kv_cache.total_bytes,
+    logits_bytes, peak_bytes = prefill_pass.logits_bytes, prefill_pass.peak_bytes
+    resident = {"weights": checkpoint_size(config, precision).total_bytes, "kv cache": kv_cache.total_bytes}
+    sizes = resident | {
         "kv cache unwindowed": kv_cache.unwindowed_bytes,
         "kv cache per token": kv_cache.bytes_per_token,
-        "activations": prefill_pass.peak_bytes,
-        "logits": prefill_pass.logits_bytes,
+        "activations": peak_bytes,
+        "logits": logits_bytes,
     }
     if kv_cache.expanded_bytes != kv_cache.unwindowed_bytes:
         sizes["kv cache expanded"] = kv_cache.expanded_bytes
-    return MemoryBreakdown({name: nbytes for name, nbytes in peak.items() if nbytes}, sizes, "prefill")
+    transient = {"activations": peak_bytes - logits_bytes, "logits": logits_bytes}
+    return MemoryBreakdown(_peak(resident | transient, on_gpu=on_gpu), sizes, "prefill")
 
 
 def training_memory(
@@ -58,9 +55,9 @@ def training_memory(
     precision: Precision,
     optimizer: str,
     train_pass: PassCost,
+    parallel_dims: ParallelDims,
     *,
     on_gpu: bool,
-    parallel_dims: ParallelDims | None = None,
 ) -> MemoryBreakdown:
     """Memory of a training step: weights and optimizer state, plus activations and gradients at their peak.
 
@@ -68,7 +65,6 @@ def training_memory(
     """
     if not precision.can_train:
         raise InputError(f"dtype {precision.name} is for inference only; train in fp32, bf16, fp16 or mixed")
-    parallel_dims = parallel_dims or ParallelDims()
     tensors = [tensor.shard(parallel_dims.dp_shard) for tensor in list_tensors(config)]
     weight_bytes = sum(tensor.nbytes(precision) for tensor in tensors)
     state_bytes = optimizer_state_bytes(optimizer, tensors, precision.unquantized_bytes)
@@ -76,16 +72,12 @@ def training_memory(
     transient = dict(train_pass.peak_by_component)
     phase = "start of backward" if transient.get("gradients", 0) < grad_bytes // 2 else "end of backward"
     if grad_bytes + train_pass.bytes_at_optimizer_step > train_pass.peak_bytes:
-        transient, phase = (
-            {"gradients": grad_bytes, "logits": train_pass.bytes_at_optimizer_step},
-            "optimizer step",
-        )
+        transient = {"gradients": grad_bytes, "logits": train_pass.bytes_at_optimizer_step}
+        phase = "optimizer step"
     if parallel_dims.dp_replicate > 1 and parallel_dims.dp_shard == parallel_dims.tp == 1:
-        transient["gradients"] = (
-            grad_bytes  # DDP: gradients are views of the all-reduce buckets, allocated for the whole step
-        )
+        # DDP: gradients are views of the all-reduce buckets, allocated for the whole step
+        transient["gradients"] = grad_bytes
     peak = {"weights": weight_bytes, "optimizer": state_bytes, **transient}
-    peak |= {"workspace": CUBLAS_WORKSPACE_BYTES} if on_gpu else {}
     sizes = {
         "weights": weight_bytes,
         "gradients": grad_bytes,
@@ -93,7 +85,13 @@ def training_memory(
         "activations": train_pass.saved_bytes,
         "logits": train_pass.logits_bytes,
     }
-    return MemoryBreakdown({name: nbytes for name, nbytes in peak.items() if nbytes}, sizes, phase)
+    return MemoryBreakdown(_peak(peak, on_gpu=on_gpu), sizes, phase)
+
+
+def _peak(components: dict[str, int], *, on_gpu: bool) -> dict[str, int]:
+    """The components that are not empty, with the GPU's workspace."""
+    workspace = {"workspace": CUBLAS_WORKSPACE_BYTES} if on_gpu else {}
+    return {name: nbytes for name, nbytes in (components | workspace).items() if nbytes}
 
 
 def prefill_chunks(

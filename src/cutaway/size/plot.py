@@ -36,8 +36,10 @@ COMPONENT_GROUPS = {
     "temporary gradients": "gradients",
     "reduce-scatter buffers": "gradients",
     "all-gathered weights": "autocast weight copies",
+    "logits": "logits and loss",
+    "loss": "logits and loss",
+    "workspace": "other",
 }
-COMPONENT_GROUPS |= {"logits": "logits and loss", "loss": "logits and loss", "workspace": "other"}
 """Components that are plotted as part of another; components not listed here or above are activations."""
 TEXT_COLOR = "#333333"
 MATPLOTLIB_STYLE: Any = {
@@ -79,7 +81,7 @@ def plot_sizes(path: Path | str, estimates: Sequence[NamedEstimates]) -> Path:
             _plot_throughput_by_batch_size(left, estimates)
             _plot_time_by_context(right, estimates)
         _plot_memory(top.subplots() if has_time else figure.subplots(), estimates)
-        metadata: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+        metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
         figure.savefig(path, dpi=160, metadata=metadata.get(path.suffix.lower()))
     return path
 
@@ -92,12 +94,11 @@ def _figure_title(estimates: Sequence[NamedEstimates]) -> str:
     dtypes = ", ".join(f"{estimate.options.precision.name} {MODE_LABELS[estimate.options.mode]}" for estimate in first)
     contexts = sorted({estimate.options.context for _, several in estimates for estimate in several})
     context = f"{contexts[0]:,}" if len(contexts) == 1 else f"{contexts[0]:,} to {contexts[-1]:,}"
-    device = f" · {options.hardware.title}" if options.hardware else ""
-    device = (
-        f" · {options.world_size:,} ×{device[2:]} ({options.parallel_dims})"
-        if options.hardware and options.world_size > 1
-        else device
-    )
+    device = ""
+    if options.hardware is not None:
+        several = options.world_size > 1
+        count, dims = (f"{options.world_size:,} × ", f" ({options.parallel_dims})") if several else ("", "")
+        device = f" · {count}{options.hardware.title}{dims}"
     return f"{names}\nbatch {options.batch_size:,} · context {context} · {dtypes}{device}"
 
 
@@ -118,16 +119,9 @@ def _plot_memory(axes: "Axes", estimates: Sequence[NamedEstimates]) -> None:
         for component, nbytes in stacks[row].items():
             axes.barh(row, nbytes / 1e9, left=start, height=0.62, color=COMPONENT_COLORS[component])
             start += nbytes / 1e9
-        text_box: Any = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        axes.text(
-            start + x_max / 1e11,
-            row,
-            format_si(estimate.memory.total_bytes, "B"),
-            va="center",
-            color=TEXT_COLOR,
-            bbox=text_box,
-            zorder=3,
-        )
+        text, x = format_si(estimate.memory.total_bytes, "B"), start + x_max / 1e11
+        text_box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        axes.text(x, row, text, va="center", color=TEXT_COLOR, bbox=text_box, zorder=3)
     if device is not None and device.memory is not None:
         axes.axvline(device.memory / 1e9, color=TEXT_COLOR, linewidth=1, linestyle="--")
         side = "right" if device.memory > 0.6 * x_max else "left"
@@ -172,7 +166,7 @@ def _plot_throughput_by_batch_size(axes: "Axes", estimates: Sequence[NamedEstima
         largest = max(1024, 4 * (crossover or 0), estimate.batch_size_per_device)
         doublings = {2**power for power in range(largest.bit_length())}
         batch_sizes = [size * dp_size for size in sorted(doublings if crossover is None else doublings | {crossover})]
-        points = [_with_options(estimate, batch_size=batch) for batch in batch_sizes]
+        points = [SizeEstimate(replace(estimate.options, batch_size=batch)) for batch in batch_sizes]
         fastest, slow, fast = zip(*(_throughput_range(point.time) for point in points), strict=True)
         num_fitting = sum(point.fits is not False for point in points)
         axes.plot(batch_sizes[:num_fitting], fastest[:num_fitting], style, color=color, label=name, markersize=3)
@@ -182,9 +176,14 @@ def _plot_throughput_by_batch_size(axes: "Axes", estimates: Sequence[NamedEstima
         if crossover is not None:
             crossover_point = crossover * dp_size, fastest[batch_sizes.index(crossover * dp_size)]
             axes.plot(*crossover_point, "o", color=color, markersize=4)
-            offset: dict[str, Any] = {"xytext": (-8, 0), "textcoords": "offset points", "ha": "right"}
             axes.annotate(
-                f"compute-bound from {crossover_point[0]:,}", crossover_point, fontsize=8, color=TEXT_COLOR, **offset
+                f"compute-bound from {crossover_point[0]:,}",
+                crossover_point,
+                xytext=(-8, 0),
+                textcoords="offset points",
+                ha="right",
+                fontsize=8,
+                color=TEXT_COLOR,
             )
     first = estimates[0][1][0].options
     is_encoder = {isinstance(several[0].options.config, Encoder) for _, several in estimates}
@@ -215,11 +214,9 @@ def _plot_time_by_context(axes: "Axes", estimates: Sequence[NamedEstimates]) -> 
             label = phase if len(estimates) == 1 else f"{name}, {phase}"
             contexts = [length for length, _ in known]
             axes.plot(contexts, [bound.min_seconds for _, bound in known], style, color=color, label=label)
-            low, high = (
-                [bound.expected_seconds_low for _, bound in known],
-                [bound.expected_seconds_high for _, bound in known],
-            )
             if len(estimates) == 1:
+                low = [bound.expected_seconds_low for _, bound in known]
+                high = [bound.expected_seconds_high for _, bound in known]
                 axes.fill_between(contexts, low, high, color=color, alpha=0.15, linewidth=0)
     axes.set_title("Minimum time" + (" (shaded in both: expected)" if len(estimates) == 1 else ""))
     _format_log_axes(axes, "context (tokens)", "seconds", legend=True)
@@ -233,14 +230,11 @@ def _context_grid(estimate: SizeEstimate) -> list[int]:
     return sorted(between | {longest, max(2, longest)})
 
 
-def _with_options(estimate: SizeEstimate, **changes: Any) -> SizeEstimate:
-    return SizeEstimate(replace(estimate.options, **changes))
-
-
 def _with_context(estimate: SizeEstimate, context: int) -> SizeEstimate:
     """Change the context; an equal source length changes with it."""
-    follows = estimate.options.source_len == estimate.options.context
-    return _with_options(estimate, context=context, source_len=context if follows else estimate.options.source_len)
+    options = estimate.options
+    source_len = context if options.source_len == options.context else options.source_len
+    return SizeEstimate(replace(options, context=context, source_len=source_len))
 
 
 def _throughput_range(bound: RooflineBound | None) -> tuple[float, float, float]:

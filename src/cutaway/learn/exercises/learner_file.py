@@ -62,7 +62,12 @@ def to_notebook(text: str) -> dict[str, object]:
     """Convert a file of cells to the Jupyter notebook format."""
     cells: list[dict[str, object]] = []
     for n, (kind, body) in enumerate(parse_cells(text)):
-        cell = {"cell_type": kind, "id": f"cell-{n}", "metadata": {}, "source": body.splitlines(True)}
+        cell: dict[str, object] = {
+            "cell_type": kind,
+            "id": f"cell-{n}",
+            "metadata": {},
+            "source": body.splitlines(True),
+        }
         cells.append(cell if kind == "markdown" else {**cell, "execution_count": None, "outputs": []})
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}

@@ -1,7 +1,6 @@
 """Layer contexts of a shape pass: RoPE tables, masks and position biases, shared by layers where equal."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from cutaway.config.attention import LatentAttention, MultiHead
 from cutaway.config.positions import Alibi, RelativeBias, Rope
@@ -79,9 +78,9 @@ class LayerContextBuilder:
             source_cached,
         )
         self.mask_batch_size = tape.execution.mask_batch_size or 1
-        self.rope_tables: dict[Any, RopeTables] = {}
-        self.mask_shapes: dict[Any, MaskShape] = {}
-        self.bias_owners: dict[Any, int] = {}
+        self.rope_tables: dict[tuple[object, ...], RopeTables] = {}
+        self.mask_shapes: dict[tuple[object, ...], MaskShape] = {}
+        self.bias_owners: dict[tuple[object, ...], int] = {}
         self.blocks = stack.blocks
         tape.component = "rope and masks"
         for block in self.blocks:
@@ -170,7 +169,7 @@ class LayerContextBuilder:
         cross = block.cross
         kernel = resolve_kernel(self.tape.execution.kernel, softcap=cross.softcap is not None, sink=False)
         num_keys = memory.shape[1]
-        mask_key = "memory", kernel
+        mask_key = ("memory", kernel)
         if mask_key not in self.mask_shapes:
             mask = self.mask_shapes[mask_key] = MaskShape(kernel, self.seq_len, num_keys, self.seq_len * num_keys)
             if kernel != "sdpa":
