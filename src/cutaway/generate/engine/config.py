@@ -78,15 +78,11 @@ class EngineConfig:
             setattr(self, name, check_int(name, getattr(self, name), 1, MAX_TOKENS))
         if self.compile is not None and not isinstance(self.compile, bool):
             raise InputError(f"compile is {format_value(self.compile)}; pass True, False or None (when it pays off)")
-        if self.cache_implementation != "auto" and self.cache_implementation not in CACHE_IMPLEMENTATIONS:
-            raise InputError(
-                f"cache_implementation is {format_value(self.cache_implementation)}; use auto,"
-                f" {', '.join(CACHE_IMPLEMENTATIONS)}"
-            )
-        if self.kv_cache_dtype is not None and self.kv_cache_dtype not in (*FLOAT_DTYPES, torch.int8):
-            raise InputError(
-                f"kv_cache_dtype is {format_value(self.kv_cache_dtype)}; use torch.int8 or a floating-point dtype"
-            )
+        layouts, layout, dtype = ("auto", *CACHE_IMPLEMENTATIONS), self.cache_implementation, self.kv_cache_dtype
+        if layout not in layouts:
+            raise InputError(f"cache_implementation is {format_value(layout)}; use {', '.join(layouts)}")
+        if dtype is not None and dtype not in (*FLOAT_DTYPES, torch.int8):
+            raise InputError(f"kv_cache_dtype is {format_value(dtype)}; use torch.int8 or a floating-point dtype")
         memory = self.kv_cache_memory_bytes
         if memory is not None and (as_float(memory) is None or not 0 < memory < math.inf):
             raise InputError(f"kv_cache_memory_bytes is {format_value(memory)}; pass a number of bytes above 0")
@@ -140,9 +136,7 @@ class EngineConfig:
         if max_model_len is None or max_model_len < 2:
             raise InputError(f"max_model_len is {format_value(requested)}; pass a number of tokens, 2 or more")
         if max_positions is not None and max_model_len > max_positions:
-            raise InputError(
-                f"max_model_len is {max_model_len}, but the model has {max_positions} learned positions; lower it"
-            )
+            raise InputError(f"max_model_len is {max_model_len}, above the {max_positions} learned positions; lower it")
         return max_model_len
 
     @property
@@ -225,10 +219,8 @@ class EngineConfig:
             raise InputError("the prompt is empty; pass at least one token, such as the BOS token")
         if "encoder" not in self.model.stacks:
             if len(tokens) + len(prefix) >= self.num_slots:
-                raise InputError(
-                    f"the prompt has {len(tokens)} tokens, and max_model_len is {self.num_slots}, completion included;"
-                    " shorten it"
-                )
+                lengths = f"{len(tokens)} tokens, and max_model_len is {self.num_slots}"
+                raise InputError(f"the prompt has {lengths}, completion included; shorten it")
             return tokens + prefix, None
         max_positions = getattr(self.model.stacks["encoder"].embed.position, "max_positions", None)
         limit = self.max_source_len if max_positions is None else min(self.max_source_len, max_positions)
@@ -275,9 +267,8 @@ class EngineConfig:
         return len(request.input_ids) + request.output.max_tokens - len(request.output_prefix) - 1
 
     def format_invalid_logits(self, request: Request) -> str:
-        index = len(request.output.tokens)
         return (
-            f"the logits for token {index} of the completion contain NaN, or all tokens are suppressed; check the"
+            f"the logits for token {len(request.output.tokens)} contain NaN, or all tokens are suppressed; check the"
             " weights (ct.load(..., check=True)), the dtype (float16 overflows in some models) and suppress_tokens"
         )
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from cutaway.config import CrossBlock
 from cutaway.errors import InputError
 from cutaway.generate.engine.paging import NULL_PAGE
+from cutaway.generate.sampling.sampler import swap_tensor_rows
 from cutaway.model.cache import Cache, CacheShape, CrossCache, LayerCache, SlotMapping
 from cutaway.model.masks import EMPTY_POSITION, TokenPositions
 from cutaway.model.transformer import Transformer
@@ -100,9 +101,7 @@ class PagedLayerCache(LayerCache):
         return self.keys.gather(pages, num_keys, k.dtype), self.values.gather(pages, num_keys, v.dtype)
 
     def select_rows(self, rows: Int[Tensor, " B"]) -> None:
-        raise InputError(
-            "rows of a paged cache share pages and cannot be reordered; use model.new_cache for beam search"
-        )
+        raise InputError("rows of a paged cache cannot be reordered; use model.new_cache for beam search")
 
 
 class BatchKVCache(Cache):
@@ -154,20 +153,17 @@ class BatchKVCache(Cache):
         self.num_pages = total_pages
         self.page_table: Int[Tensor, "B P"] | None = None
         if paged:
-            self.page_table = torch.full(
-                (batch_size, num_slots // page_size), NULL_PAGE, dtype=torch.long, device=model.device
-            )
+            shape = batch_size, num_slots // page_size
+            self.page_table = torch.full(shape, NULL_PAGE, dtype=torch.long, device=model.device)
             for layer in self.paged_layers:
                 layer.page_index = layer.page_table = self.page_table
         if self.cross_layers is not None:
-            self.memory_positions = TokenPositions(
-                torch.full((batch_size, max_source_len), EMPTY_POSITION, device=model.device)
-            )
+            empty = torch.full((batch_size, max_source_len), EMPTY_POSITION, device=model.device)
+            self.memory_positions = TokenPositions(empty)
             for cross_layer, (heads, width) in zip(self.cross_layers, cross_cache_shapes(model), strict=True):
-                cross_layer.k, cross_layer.v = (
-                    torch.zeros(batch_size, max_source_len, heads, width, device=model.device, dtype=model.dtype)
-                    for _ in "kv"
-                )
+                shape4 = batch_size, max_source_len, heads, width
+                cross_layer.k = torch.zeros(shape4, device=model.device, dtype=model.dtype)
+                cross_layer.v = torch.zeros_like(cross_layer.k)
 
     @property
     def paged_layers(self) -> list[PagedLayerCache]:
@@ -239,10 +235,8 @@ class BatchKVCache(Cache):
         tensors += self.kv_tensors() if self.page_table is None else [self.page_table]
         if self.memory_positions is not None:
             tensors.append(self.memory_positions.position)
-        for tensor in tensors:  # row by row: an index list would be a host-to-device copy per tensor
-            saved = tensor[a].clone()
-            tensor[a] = tensor[b]
-            tensor[b] = saved
+        for tensor in tensors:
+            swap_tensor_rows(tensor, a, b)
 
     def zero_row(self, row: int, page_ids: Sequence[int] = ()) -> None:
         """Zero a row, or its pages. Masked slots have weight 0, but 0 · NaN is NaN and would affect later sequences."""

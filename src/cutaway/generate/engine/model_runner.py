@@ -14,7 +14,7 @@ from cutaway.errors import InputError
 from cutaway.generate.engine.kv_cache import BatchKVCache
 from cutaway.generate.engine.request import Request
 from cutaway.generate.fast.warmup_policy import WarmupCostStore, WarmupPolicy
-from cutaway.generate.sampling.sampler import Sampler, SamplerOutput
+from cutaway.generate.sampling.sampler import Sampler, SamplerOutput, swap_tensor_rows
 from cutaway.generate.sampling.sampling_state import SamplingFeatures
 from cutaway.model import DecoderOnly, EncoderDecoder, Transformer
 from cutaway.model.moe import MixtureOfExperts
@@ -62,11 +62,9 @@ class ModelRunner:
                 "weight_bits needs fast decode steps, which support CUDA and CPU models without hooks; leave it out"
             )
         skip_cpu_compile = compile is None and device_type == "cpu"  # takes most of a minute and swallows Ctrl-C
-        self.warmup_policy = (
-            WarmupPolicy(WarmupCostStore(model, cache.batch_size, weight_bits))
-            if supported and compile is not False and not skip_cpu_compile
-            else None
-        )
+        self.warmup_policy = None
+        if supported and compile is not False and not skip_cpu_compile:
+            self.warmup_policy = WarmupPolicy(WarmupCostStore(model, cache.batch_size, weight_bits))
         """Times decode steps, to decide when fast steps pay off and to record their cost; None when there is nothing to
         decide."""
         if weight_bits is not None and device_type == "cpu":
@@ -103,9 +101,8 @@ class ModelRunner:
         )
 
         if can_build_gpu_decode_model(self.model, self.cache):
-            self.decode_model = build_gpu_decode_model(
-                self.model, None if self.weight_bits == 16 else self.weight_bits
-            ).eval()
+            bits = None if self.weight_bits == 16 else self.weight_bits
+            self.decode_model = build_gpu_decode_model(self.model, bits).eval()
         elif self.weight_bits is not None:
             raise InputError(
                 f"weight_bits is {self.weight_bits}, which supports at most 64 sequences and not float64; lower"
@@ -154,13 +151,9 @@ class ModelRunner:
         """Encode a row's source and store its cross-attention keys and values; `decoder_tokens`: decoder input."""
         assert isinstance(self.model, EncoderDecoder)
         source_cache = self.model.new_cache(1, len(decoder_tokens))
-        device = self.model.device
+        source, target = (torch.tensor([list(x)], device=self.model.device) for x in (source_tokens, decoder_tokens))
         with _shape_agnostic_sdpa():
-            self.model.hidden_states(
-                torch.tensor([list(source_tokens)], device=device),
-                torch.tensor([list(decoder_tokens)], device=device),
-                cache=source_cache,
-            )
+            self.model.hidden_states(source, target, cache=source_cache)
         self.cache.store_cross_cache(row, source_cache)
 
     @torch.no_grad()
@@ -242,9 +235,7 @@ class ModelRunner:
         if a != b:
             self.cache.swap_rows(a, b)
             self.sampler.swap_rows(a, b)
-            saved = self.next_tokens[a].clone()
-            self.next_tokens[a] = self.next_tokens[b]
-            self.next_tokens[b] = saved
+            swap_tensor_rows(self.next_tokens, a, b)
 
 
 def _shape_agnostic_sdpa() -> AbstractContextManager[None]:

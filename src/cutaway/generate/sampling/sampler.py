@@ -92,9 +92,7 @@ class Sampler:
     def swap_rows(self, a: int, b: int) -> None:
         """Exchange two rows."""
         for tensor in self.sampling_state.tensors():
-            saved = tensor[a].clone()
-            tensor[a] = tensor[b]
-            tensor[b] = saved
+            swap_tensor_rows(tensor, a, b)
         first, second = self.row_features[a], self.row_features[b]
         self._set_features(a, second)
         self._set_features(b, first)
@@ -121,9 +119,8 @@ class Sampler:
         max_logits, tokens = max_and_argmax(x, _num_argmax_splits(x))
         if features.sampled:
             tokens = _sample_tokens(x, max_logits, tokens, state, features)
-        state.append_tokens(
-            tokens, torch.ones_like(tokens, dtype=torch.bool) if active_rows is None else active_rows, features
-        )
+        active_rows = torch.ones_like(tokens, dtype=torch.bool) if active_rows is None else active_rows
+        state.append_tokens(tokens, active_rows, features)
         return SamplerOutput(tokens, ~max_logits.isfinite(), *gather_logprobs(logits, tokens, features))
 
     def _set_features(self, row: int, features: SamplingFeatures) -> None:
@@ -147,6 +144,13 @@ class Sampler:
                 setattr(state, name, torch.zeros(shape, dtype=dtype, device=self.device))
 
 
+def swap_tensor_rows(tensor: Tensor, a: int, b: int) -> None:
+    """Exchange two rows, one by one: an index list would be a host-to-device copy."""
+    saved = tensor[a].clone()
+    tensor[a] = tensor[b]
+    tensor[b] = saved
+
+
 def _sample_tokens(
     logits: Float[Tensor, "n V"],
     max_logits: Float[Tensor, " n"],
@@ -159,9 +163,8 @@ def _sample_tokens(
         from cutaway.generate.fast.sampling_kernels import triton_sample
 
         return triton_sample(logits, max_logits, greedy_tokens, state, features)
-    sampled = inverse_cdf_sample(
-        unnormalized_probs(logits, max_logits, state, features), uniform(state.int_params[:, 0], state.output_len)
-    )
+    weight = unnormalized_probs(logits, max_logits, state, features)
+    sampled = inverse_cdf_sample(weight, uniform(state.int_params[:, 0], state.output_len))
     return torch.where(state.is_sampled, sampled, greedy_tokens)
 
 

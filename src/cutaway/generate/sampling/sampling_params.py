@@ -103,9 +103,8 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             raise InputError(f"ignore_eos is {format_value(self.ignore_eos)}; pass True or False")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
-            raise InputError(
-                f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens {self.max_new_tokens}; lower it"
-            )
+            limit = self.max_new_tokens
+            raise InputError(f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens {limit}; lower it")
 
     def all_stop_token_ids(self, eos_token_ids: Iterable[int]) -> set[int]:
         """Tokens that end a completion: `stop_token_ids`, and EOS tokens unless `ignore_eos`."""
@@ -124,9 +123,7 @@ class SamplingParams:
         if len(suppressed) == vocab_size:
             raise InputError("suppress_tokens and logit_bias suppress the whole vocabulary; allow at least one token")
         if self.min_new_tokens and len(suppressed | set(self.stop_token_ids)) == vocab_size:
-            raise InputError(
-                "min_new_tokens suppresses the stop tokens at first, and all others are suppressed; allow a token"
-            )
+            raise InputError("min_new_tokens suppresses stop tokens, and all others are suppressed; allow a token")
 
 
 def format_value(value: object) -> str:
@@ -212,17 +209,13 @@ def check_ids_in_vocab(name: str, tokens: Iterable[object], vocab_size: int) -> 
 def _check_logit_bias(value: object) -> dict[int, float]:
     """Return the logit bias by token id; −inf suppresses a token."""
     if not isinstance(value, Mapping):
-        raise InputError(
-            f"logit_bias is {format_value(value)}; pass a mapping from token ids to numbers, such as {{50256: -5}}"
-        )
+        raise InputError(f"logit_bias is {format_value(value)}; pass a dict from token ids to numbers")
     result = {}
     for key, bias in value.items():
         token, number = _check_token_id("logit_bias", key), as_float(bias)
         if number is None or math.isnan(number) or number > _MAX_LOGIT_BIAS:
-            raise InputError(
-                f"logit_bias of token {token} is {format_value(bias)}; pass a number of at most {_MAX_LOGIT_BIAS:g}, or"
-                " -inf to suppress the token"
-            )
+            expected = f"a number of at most {_MAX_LOGIT_BIAS:g}, or -inf to suppress the token"
+            raise InputError(f"logit_bias of token {token} is {format_value(bias)}; pass {expected}")
         result[token] = number
     return result
 

@@ -42,18 +42,12 @@ def default_num_beams(model: Transformer, generation_config: GenerationConfig, s
     no_repeat_ngram_size, begin_suppress_tokens and multi-token bad_words_ids are implemented in beam search only, so
     that greedy decoding with them is a beam search with one beam.
     """
-    if (
-        _first_sampling_only_param(sampling_params)
-        or sampling_params.n > generation_config.num_beams
-        or len(model.stacks) == 1
-    ):
+    too_many = sampling_params.n > generation_config.num_beams
+    if len(model.stacks) == 1 or too_many or _first_sampling_only_param(sampling_params):
         return 0
-    has_sequence_rules = (
-        generation_config.no_repeat_ngram_size
-        or generation_config.begin_suppress_tokens
-        or any(len(words) > 1 for words in generation_config.bad_words_ids)
-    )
-    return generation_config.num_beams if generation_config.num_beams > 1 or has_sequence_rules else 0
+    has_bad_words = any(len(words) > 1 for words in generation_config.bad_words_ids)
+    has_rules = generation_config.no_repeat_ngram_size or generation_config.begin_suppress_tokens or has_bad_words
+    return generation_config.num_beams if generation_config.num_beams > 1 or has_rules else 0
 
 
 def generate_with_beams(
@@ -129,18 +123,12 @@ def _max_beam_len(engine_config: EngineConfig, prompt: Sequence[int], sampling_p
 def _max_prompts_per_batch(engine_config: EngineConfig, num_beams: int) -> int:
     """Number of prompts per batch that fit in memory; raise if not even one does."""
     free = free_memory(engine_config.model.device)
-    bytes_per_prompt = replace(
-        engine_config,
-        max_model_len=engine_config.num_slots,
-        cache_implementation="full",
-        kv_cache_dtype=None,
-        max_num_seqs=num_beams,
-    ).cache_bytes
+    slots = engine_config.num_slots
+    full = replace(engine_config, max_model_len=slots, cache_implementation="full", kv_cache_dtype=None)
+    bytes_per_prompt = replace(full, max_num_seqs=num_beams).cache_bytes
     if free is not None and bytes_per_prompt > free:
-        raise InputError(
-            f"{num_beams} beams of {engine_config.num_slots} tokens take {bytes_per_prompt / GIB:.3g} GiB, and"
-            f" {free / GIB:.3g} are free; use fewer beams or tokens"
-        )
+        sizes = f"take {bytes_per_prompt / GIB:.3g} GiB, and {free / GIB:.3g} are free"
+        raise InputError(f"{num_beams} beams of {slots} tokens {sizes}; use fewer beams or tokens")
     max_prompts = max(1, _MAX_BATCH_BEAMS // num_beams)
     return max_prompts if free is None else min(max_prompts, free // max(1, bytes_per_prompt))
 
@@ -163,6 +151,4 @@ def _beam_to_completion(
         output.append_token(token, forced_eos=forced_eos and length == len(beam.tokens))
         if output.finish_reason is not None:
             break
-    completion = output.to_completion(prompt_tokens=len(prompt), seed=None)
-    completion.score = beam.score
-    return completion
+    return replace(output.to_completion(prompt_tokens=len(prompt), seed=None), score=beam.score)

@@ -60,9 +60,8 @@ class DraftModelProposer:
         self.max_token_id = model.config.vocab_size - 1
         stack = model.stacks["decoder"]
         max_positions = getattr(stack.embed.position, "max_positions", None)
-        self.max_len = min(
-            [n for n in (target_config.num_slots, max_positions, *stack.rope_switch_lengths) if n is not None]
-        )
+        lengths = (target_config.num_slots, max_positions, *stack.rope_switch_lengths)
+        self.max_len = min(length for length in lengths if length is not None)
         """Maximum sequence length of the draft model; longer sequences get no drafts."""
         config = EngineConfig(
             model,
@@ -79,10 +78,8 @@ class DraftModelProposer:
         self.num_computed = [0] * target_config.max_num_seqs
 
     def add_requests(self, requests: Sequence[Request]) -> None:
-        sequences = [
-            self._clamp_token_ids(request.all_token_ids) if len(request.all_token_ids) <= self.max_len else []
-            for request in requests
-        ]
+        token_ids = [request.all_token_ids for request in requests]
+        sequences = [self._clamp_token_ids(ids) if len(ids) <= self.max_len else [] for ids in token_ids]
         for request, tokens in zip(requests, sequences, strict=True):
             assert request.row is not None
             self.model_runner.cache.assign_row(request.row)
@@ -158,17 +155,16 @@ class DraftModelProposer:
         return self.model_runner.model.head(x[:, -1])
 
     def _forward_hidden(self, tokens: Int64[Tensor, "n T"], mask: Bool[Tensor, "n T"] | None) -> Float[Tensor, "n T d"]:
-        view = self.model_runner.cache.view_rows(0, len(tokens), max_len=max(self.num_computed[: len(tokens)]))
+        runner = self.model_runner
+        view = runner.cache.view_rows(0, len(tokens), max_len=max(self.num_computed[: len(tokens)]))
         device = view.seq_lens.device
-        return self.model_runner.forward_hidden(
-            self.model_runner.model, tokens.to(device), None if mask is None else mask.to(device), view
-        )
+        mask = None if mask is None else mask.to(device)
+        return runner.forward_hidden(runner.model, tokens.to(device), mask, view)
 
     def _match_target_vocab(self, logits: Float[Tensor, "n W"]) -> Float[Tensor, "n V"]:
         """Convert to the target's vocabulary size: cut off padding, or add tokens with probability 0."""
-        return torch.nn.functional.pad(
-            logits.to(self.device), (0, self.target_vocab_size - logits.shape[-1]), value=-torch.inf
-        )
+        missing = self.target_vocab_size - logits.shape[-1]
+        return torch.nn.functional.pad(logits.to(self.device), (0, missing), value=-torch.inf)
 
     def _clamp_token_ids(self, tokens: Sequence[int]) -> list[int]:
         """Clamp ids to the draft's vocabulary. Only padding of the target's vocabulary exceeds it; the drafts after
@@ -203,24 +199,18 @@ def check_draft_compatibility(
 ) -> None:
     """Raise if the draft model differs in structure (encoder, decoder) or vocabulary."""
     if draft_model.stacks.keys() != model.stacks.keys():
-        structures = [" and ".join(each_model.stacks) for each_model in (draft_model, model)]
-        raise InputError(
-            f"the draft model has {structures[0]}, the target model {structures[1]}; use a draft of the same structure"
-        )
+        ours, theirs = (" and ".join(each.stacks) for each in (draft_model, model))
+        raise InputError(f"the draft model has {ours}, the target model {theirs}; use a draft of the same structure")
     for name in ("vocab_size", "source_vocab_size"):
         target_size, draft_size = (getattr(each_model.config, name, None) for each_model in (model, draft_model))
         compare_tokens = name == "vocab_size" and tokenizer is not None and draft_tokenizer is not None
         if target_size != draft_size and not compare_tokens:
-            raise InputError(
-                f"the draft model's {name} is {draft_size}, the target model's {target_size}; use a draft with the same"
-                " vocabulary"
-            )
+            sizes = f"the draft model's {name} is {draft_size}, the target model's {target_size}"
+            raise InputError(f"{sizes}; use a draft with the same vocabulary")
     if tokenizer is None or draft_tokenizer is None:
         return
     for token_id in range(max(tokenizer.vocab_size, draft_tokenizer.vocab_size)):
         target_token, draft_token = tokenizer.id_to_token(token_id), draft_tokenizer.id_to_token(token_id)
         if target_token != draft_token:
-            raise InputError(
-                f"token {token_id} is {target_token!r} in the target model and {draft_token!r} in the draft model; use"
-                " a draft with the same vocabulary"
-            )
+            tokens = f"{target_token!r} in the target model and {draft_token!r} in the draft model"
+            raise InputError(f"token {token_id} is {tokens}; use a draft with the same vocabulary")

@@ -32,6 +32,7 @@ from cutaway.generate.speculative.draft_model import (
 from cutaway.generate.speculative.ngram_draft import NgramConfig, NgramProposer
 from cutaway.generate.speculative.rejection_sampler import RejectionSamplerOutput, rejection_sample
 from cutaway.model import Transformer
+from cutaway.model.inputs import check_positive_int
 from cutaway.tokenizer import Tokenizer
 
 
@@ -75,10 +76,7 @@ class SpeculativeDecoder(Engine):
         max_waiting: int = 1024,
     ) -> None:
         """`num_draft_tokens`: draft tokens per step."""
-        if not isinstance(num_draft_tokens, int) or isinstance(num_draft_tokens, bool) or num_draft_tokens < 1:
-            raise InputError(
-                f"num_draft_tokens is {num_draft_tokens!r}; pass a number of draft tokens per step, 1 or more"
-            )
+        check_positive_int("num_draft_tokens", num_draft_tokens)
         if config.weight_bits is not None or config.compile:
             name = "compile" if config.weight_bits is None else "weight_bits"
             raise InputError(f"speculative decoding does not support {name}; leave out {name} or draft_model")
@@ -131,22 +129,17 @@ class SpeculativeDecoder(Engine):
         """Propose and verify draft tokens, and roll the caches back to the accepted ones."""
         sampler = self.model_runner.sampler
         features, state = sampler.features(len(requests)), sampler.first_rows(len(requests))
-        max_drafts = [
-            min(self.num_draft_tokens, request.output.max_tokens - len(request.output.tokens) - 1)
-            for request in requests
-        ]
+        tokens_left = [request.output.max_tokens - len(request.output.tokens) for request in requests]
+        max_drafts = [min(self.num_draft_tokens, left - 1) for left in tokens_left]
         proposal = self.proposer.propose(requests, max_drafts, state.copy(), features)
         logits = self._score_draft_tokens(requests, proposal)
         verified = rejection_sample(logits, proposal, state, features)
-        lengths = [
-            request.num_computed_tokens + 1 + count
-            for request, count in zip(requests, verified.num_accepted.tolist(), strict=True)
-        ]
+        for request, count in zip(requests, verified.num_accepted.tolist(), strict=True):
+            request.num_computed_tokens += 1 + count
+        lengths = [request.num_computed_tokens for request in requests]
         view = self.model_runner.cache.view_rows(0, len(requests), max_len=max(lengths))
         view.crop(torch.tensor(lengths, device=view.seq_lens.device))
         self.proposer.truncate(lengths)
-        for request, length in zip(requests, lengths, strict=True):
-            request.num_computed_tokens = length
         self._process_tokens(requests, proposal, verified, logits, features)
 
     def _score_draft_tokens(self, requests: Sequence[Request], proposal: Proposal) -> Float[Tensor, "n T V"]:
