@@ -27,9 +27,8 @@ def read_progress(name: str, adapter: TypeAdapter[dict[K, V]]) -> tuple[dict[K, 
     except ValueError:
         damaged_path = path.with_name(f"{name}.damaged-{datetime.now():%Y%m%d-%H%M%S}.json")
     except OSError as error:  # the file exists and must not be overwritten
-        raise ProgressStoreError(
-            f"'{path}' cannot be read: {format_error(error)}; set CUTAWAY_HOME to another directory"
-        ) from error
+        problem = f"'{path}' cannot be read: {format_error(error)}"
+        raise ProgressStoreError(f"{problem}; set CUTAWAY_HOME to another directory") from error
     try:
         path.replace(damaged_path)
     except OSError:  # the directory is read-only: the file is not moved
@@ -43,8 +42,6 @@ def write_progress(name: str, adapter: TypeAdapter[dict[K, V]], data: dict[K, V]
     try:
         write_text_atomically(path, adapter.dump_json(data, indent=1).decode() + "\n")
     except OSError as error:
-        raise ProgressStoreError(
-            f"progress cannot be saved in '{path.parent}': {format_error(error)}; "
-            "set CUTAWAY_HOME to a writable directory"
-        ) from error
+        problem = f"progress cannot be saved in '{path.parent}': {format_error(error)}"
+        raise ProgressStoreError(f"{problem}; set CUTAWAY_HOME to a writable directory") from error
     return path

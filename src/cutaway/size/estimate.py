@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -122,15 +122,8 @@ class SizeEstimate:
     @cached_property
     def decode_pass(self) -> PassCost:
         """Decode step that extends one sequence to `context` tokens, on one device."""
-        return cached_inference_pass(
-            self.rank_config,
-            1,
-            1,
-            self.execution_config(),
-            source_len=self.options.source_len,
-            num_cached_tokens=self.options.context - 1,
-            source_cached=True,
-        )
+        lengths = {"source_len": self.options.source_len, "num_cached_tokens": self.options.context - 1}
+        return cached_inference_pass(self.rank_config, 1, 1, self.execution_config(), source_cached=True, **lengths)
 
     @cached_property
     def train_pass(self) -> PassCost:
@@ -205,18 +198,8 @@ class SizeEstimate:
         encoder = isinstance(options.config, Encoder)
         source = options.source_len if len(options.config.stacks) == 2 else 1
         chunks = prefill_chunks(self.batch_size_per_device, options.context, source, unchunked=encoder)
-        passes = (
-            inference_pass(
-                self.rank_config,
-                rows,
-                length,
-                self.execution_config(),
-                source_len=source,
-                num_cached_tokens=past,
-                serving=not encoder,
-            )
-            for rows, length, past, source in chunks
-        )
+        run = partial(inference_pass, self.rank_config, execution=self.execution_config(), serving=not encoder)
+        passes = (run(rows, length, source_len=source, num_cached_tokens=past) for rows, length, past, source in chunks)
         peak_pass = max(passes, key=lambda cost: cost.peak_bytes)
         return inference_memory(self.rank_config, options.precision, self.kv_cache, peak_pass, on_gpu=self.on_gpu)
 
@@ -235,10 +218,8 @@ class SizeEstimate:
     @property
     def collectives(self) -> dict[str, tuple[int, int]]:
         """Collectives of one training step: {kind: (count, bytes of the unsharded tensors)}."""
-        return {
-            kind: (count, self.train_pass.counter.collective_bytes[kind])
-            for kind, count in self.train_pass.counter.num_collectives.items()
-        }
+        counter = self.train_pass.counter
+        return {kind: (count, counter.collective_bytes[kind]) for kind, count in counter.num_collectives.items()}
 
     @property
     def memory(self) -> MemoryBreakdown:
@@ -392,9 +373,7 @@ def size(
     if price_per_hour is not None and device is None:
         raise InputError("price_per_hour needs device hours, and hardware is not set; pass a device, as in --gpu h100")
     if price_per_hour is not None and not (isinstance(price_per_hour, int | float) and 0 <= price_per_hour < 1e12):
-        raise InputError(
-            f"price_per_hour is {price_per_hour!r}; pass the cost of one device per hour, a number of at least 0"
-        )
+        raise InputError(f"price_per_hour is {price_per_hour!r}; pass the cost of one device per hour, at least 0")
     length = context or min(config.context or FALLBACK_CONTEXT, MAX_DEFAULT_CONTEXT)
     precision = get_precision(dtype or ("mixed" if mode == "train" else "bf16"))
     options = SizeOptions(

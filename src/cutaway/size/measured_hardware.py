@@ -53,9 +53,8 @@ def load_measured_hardware() -> MeasuredHardware | None:
         return None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         pass
-    raise InputError(
-        f"'{measured_hardware_path()}' is not a valid measurement; run `cutaway bench` again, or delete the file"
-    )
+    path = measured_hardware_path()
+    raise InputError(f"'{path}' is not a valid measurement; run `cutaway bench` again, or delete the file")
 
 
 def local_hardware() -> Hardware:

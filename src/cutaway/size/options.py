@@ -51,10 +51,8 @@ class SizeOptions:
     @property
     def context_warning(self) -> str:
         """Warning if the context exceeds the position table or the model's context length; else an empty string."""
-        limits = [
-            getattr(stack.embedding.position, "length", None) or getattr(stack.embedding.position, "table_length", None)
-            for stack in self.config.stacks.values()
-        ]
+        positions = [stack.embedding.position for stack in self.config.stacks.values()]
+        limits = [getattr(p, "length", None) or getattr(p, "table_length", None) for p in positions]
         max_len = max(self.context, self.source_len if len(self.config.stacks) == 2 else 0)
         table_rows = min((limit for limit in limits if limit is not None), default=max_len)
         if max_len > table_rows:

@@ -87,16 +87,12 @@ class Exercise:
         begin_lines = [n for n, line in enumerate(self.visible_cells.splitlines(), 1) if line.strip() == SOLUTION_BEGIN]
         names = []
         for node in ast.parse(self.visible_cells).body:
-            if isinstance(node, ast.FunctionDef) and any(
-                node.lineno <= n <= (node.end_lineno or 0) for n in begin_lines
-            ):
+            target = node.targets[0] if isinstance(node, ast.Assign) and node.lineno - 1 in begin_lines else None
+            lines = range(node.lineno, (node.end_lineno or 0) + 1)
+            if isinstance(node, ast.FunctionDef) and any(n in lines for n in begin_lines):
                 names.append(node.name)
-            elif (
-                isinstance(node, ast.Assign)
-                and node.lineno - 1 in begin_lines
-                and isinstance(node.targets[0], ast.Name)
-            ):
-                names.append(node.targets[0].id)
+            elif isinstance(target, ast.Name):
+                names.append(target.id)
         return names
 
     @cached_property

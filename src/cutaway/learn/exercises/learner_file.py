@@ -29,10 +29,9 @@ def read_code_cells(path: Path) -> list[CodeCell]:
         raise InputError(f"'{path}' is a directory; pass the file that you wrote")
     if path.suffix not in (".py", ".ipynb"):
         raise InputError(f"'{path.name}' is neither a .py nor an .ipynb file; pass the file that you wrote")
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise InputError(
-            f"'{path.name}' has {path.stat().st_size:,} bytes; the limit is {MAX_FILE_BYTES:,}: is it the right file?"
-        )
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise InputError(f"'{path.name}' has {size:,} bytes; the limit is {MAX_FILE_BYTES:,}: is it the right file?")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -42,10 +41,8 @@ def read_code_cells(path: Path) -> list[CodeCell]:
 
 def _read_notebook_cells(text: str, name: str) -> list[CodeCell]:
     try:
-        cells = json.loads(text)["cells"]
-        code = [
-            (n, "".join(cell["source"])) for n, cell in enumerate(cells, 1) if cell.get("cell_type") == "code"
-        ]  # `source` is a string, or a list of lines
+        cells = list(enumerate(json.loads(text)["cells"], 1))  # `source` is a string, or a list of lines
+        code = [(n, "".join(cell["source"])) for n, cell in cells if cell.get("cell_type") == "code"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InputError(f"'{name}' is not a valid notebook; open it in Jupyter and save it again") from None
     return [CodeCell(f"cell {n}", _strip_magics(source)) for n, source in code]

@@ -24,18 +24,7 @@ STARTUP_TIMEOUT_SECONDS = 180.0
 """Time limit for the import of torch."""
 MAX_OUTPUT_CHARS = 8_000
 """Maximum number of characters of the learner's output that are kept."""
-INHERITED_ENV_VARS = (
-    "PATH",
-    "HOME",
-    "LANG",
-    "LC_ALL",
-    "LC_CTYPE",
-    "TMPDIR",
-    "TEMP",
-    "TMP",
-    "SYSTEMROOT",
-    "LD_LIBRARY_PATH",
-)
+INHERITED_ENV_VARS = "PATH HOME LANG LC_ALL LC_CTYPE TMPDIR TEMP TMP SYSTEMROOT LD_LIBRARY_PATH"
 """Environment variables passed to the worker; tokens and passwords are not among them."""
 
 
@@ -161,6 +150,6 @@ class WorkerProcess:
 
 def worker_environment() -> dict[str, str]:
     """Environment of the worker: same Python and packages, one thread, no GPU, no access to the Hugging Face Hub."""
-    inherited = {name: os.environ[name] for name in INHERITED_ENV_VARS if name in os.environ}
+    inherited = {name: os.environ[name] for name in INHERITED_ENV_VARS.split() if name in os.environ}
     fixed = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     return {**inherited, **fixed, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -90,11 +90,7 @@ def describe_difference(expected: PlainValue, actual: PlainValue, axes: Sequence
 
 def _describe_kind_mismatch(expected: PlainValue, actual: PlainValue) -> str | None:
     if (expected.kind, actual.kind) == ("float", "int"):
-        return (
-            None
-            if _is_close(expected.elements[0], actual.elements[0])
-            else describe_difference(expected, PlainValue("float", "", actual.elements))
-        )
+        return describe_difference(expected, PlainValue("float", "", actual.elements))
     if (expected.kind, actual.kind) == ("int", "float"):
         value = actual.elements[0]
         if value == expected.elements[0]:
@@ -102,11 +98,8 @@ def _describe_kind_mismatch(expected: PlainValue, actual: PlainValue) -> str | N
         return f"returned {_format_value(value)}; expected the int {_format_value(expected.elements[0])}"
     if actual.kind == "tensor" and len(actual.elements) == 1 and expected.kind in ("int", "float", "bool"):
         return f"returned a tensor of one element; expected {expected.description}: use `.item()`"
-    return (
-        f"returned {actual.description}; expected {expected.description}"
-        if actual.kind != "none"
-        else f"returned {actual.description}"
-    )
+    expectation = "" if actual.kind == "none" else f"; expected {expected.description}"
+    return f"returned {actual.description}{expectation}"
 
 
 def _compare_items(expected: PlainValue, actual: PlainValue) -> str | None:
@@ -184,32 +177,19 @@ def _format_shape(shape: Sequence[int], axes: Sequence[str]) -> str:
 
 def _guess_shape_mistake(expected: PlainValue, actual: PlainValue, axes: Sequence[str]) -> str:
     """Likely cause of a wrong shape."""
-    expected_shape, actual_shape = expected.shape, actual.shape
-    if len(expected_shape) != len(actual_shape) and [n for n in expected_shape if n != 1] == [
-        n for n in actual_shape if n != 1
-    ]:
-        return (
-            ": an axis of size 1 is missing (keepdim, unsqueeze)"
-            if len(actual_shape) < len(expected_shape)
-            else ": there is an extra axis"
-        )
-    if (
-        len(expected_shape) == len(actual_shape)
-        and len(expected_shape) <= 5
-        and sorted(expected_shape) == sorted(actual_shape)
-    ):
-        fitting = [
-            p for p in permutations(range(len(expected_shape))) if tuple(expected_shape[n] for n in p) == actual_shape
-        ]
+    want, got = expected.shape, actual.shape
+    if len(want) != len(got) and [n for n in want if n != 1] == [n for n in got if n != 1]:
+        is_missing = len(got) < len(want)
+        return ": an axis of size 1 is missing (keepdim, unsqueeze)" if is_missing else ": there is an extra axis"
+    if len(want) <= 5 and sorted(want) == sorted(got):
+        fitting = [p for p in permutations(range(len(want))) if tuple(want[n] for n in p) == got]
         permutation = min(fitting, key=lambda p: sum(n != m for n, m in enumerate(p)))
         swapped = [n for n, m in enumerate(permutation) if n != m]
-        names = axes if len(axes) == len(expected_shape) else [f"axis {n}" for n in range(len(expected_shape))]
+        names = axes if len(axes) == len(want) else [f"axis {n}" for n in range(len(want))]
         return f": axes {' and '.join(names[n] for n in swapped)} seem to be swapped"
-    if math.prod(expected_shape) == math.prod(actual_shape):
+    if math.prod(want) == math.prod(got):
         return ": the number of elements is right, the layout is not"
-    if len(actual_shape) == len(expected_shape) - 1 and actual_shape == expected_shape[1:]:
-        return ": the first axis is missing"
-    return ""
+    return ": the first axis is missing" if got == want[1:] else ""
 
 
 def _format_value(value: object) -> str:

@@ -44,11 +44,9 @@ class LearnerSyntaxError(CutawayError):
 
     def __init__(self, error: BaseException, cell: CodeCell) -> None:
         super().__init__(error.msg if isinstance(error, SyntaxError) else format_error(error))
-        self.location = (
-            f"line {error.lineno} of {cell.name}: {(error.text or '').strip()}"
-            if isinstance(error, SyntaxError)
-            else cell.name
-        )
+        self.location = cell.name
+        if isinstance(error, SyntaxError):
+            self.location = f"line {error.lineno} of {cell.name}: {(error.text or '').strip()}"
 
 
 def main(arguments: list[str]) -> None:

@@ -39,12 +39,8 @@ class FSDPState:
         shared_stacks: Collection[str] = (),
     ) -> None:
         """`shared_stacks` are the stacks with layer sharing (ALBERT), whose weights are in the root group."""
-        self.memory_tracker, self.counter, self.dp_shard, self.dp_replicate = (
-            memory_tracker,
-            counter,
-            dp_shard,
-            dp_replicate,
-        )
+        self.memory_tracker, self.counter = memory_tracker, counter
+        self.dp_shard, self.dp_replicate = dp_shard, dp_replicate
         self.gather_itemsize, self.grad_itemsize, self.shared_stacks = gather_itemsize, grad_itemsize, shared_stacks
         self.shard_numel_by_group: dict[ParamGroup, int] = {}
         for weight in weights:
@@ -71,22 +67,16 @@ class FSDPState:
         if self.dp_shard == 1 or group in self.all_gather_outputs or group in self.unsharded_weights:
             return
         shard_bytes = self.shard_numel_by_group[group] * self.gather_itemsize
-        cast_shard = (
-            Storage(self.memory_tracker, shard_bytes, GATHERED_WEIGHTS)
-            if self.gather_itemsize != self.grad_itemsize
-            else None
-        )  # the shard is cast before the all-gather
+        needs_cast = self.gather_itemsize != self.grad_itemsize  # of the shard, before the all-gather
+        cast_shard = Storage(self.memory_tracker, shard_bytes, GATHERED_WEIGHTS) if needs_cast else None
         self.all_gather_outputs[group] = Storage(self.memory_tracker, shard_bytes * self.dp_shard, GATHERED_WEIGHTS)
         self.counter.add_collective("all-gather", shard_bytes * self.dp_shard)
         del cast_shard
 
     def copy_out(self, group: ParamGroup) -> None:
         if group not in self.unsharded_weights:
-            self.unsharded_weights[group] = Storage(
-                self.memory_tracker,
-                self.shard_numel_by_group[group] * self.gather_itemsize * self.dp_shard,
-                GATHERED_WEIGHTS,
-            )
+            nbytes = self.shard_numel_by_group[group] * self.gather_itemsize * self.dp_shard
+            self.unsharded_weights[group] = Storage(self.memory_tracker, nbytes, GATHERED_WEIGHTS)
 
     def has_group(self, group: ParamGroup) -> bool:
         return group in self.shard_numel_by_group
@@ -115,9 +105,6 @@ class FSDPState:
         self.forward_order.pop()
         if self.forward_order:
             self.all_gather(self.forward_order[-1])
-
-    def add_unsharded_grad(self, key: WeightKey, grad: Storage) -> None:
-        self.unsharded_grads[key] = grad
 
     def post_backward(self, group: ParamGroup) -> None:
         """After the backward pass: free the weights, copy the gradients to one buffer and reduce-scatter it."""
