@@ -37,7 +37,7 @@ def _as_token_sequences(value: object) -> object:
 
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[tuple[TokenId, ...], BeforeValidator(_as_token_ids)]
-TokenSequences = Annotated[
+_TokenSequences = Annotated[
     tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], ...], BeforeValidator(_as_token_sequences)
 ]
 
@@ -57,7 +57,7 @@ class GenerationConfig(BaseModel):
     """Forced first token of the completion (the language in mBART)."""
     forced_eos_token_ids: TokenIds = Field((), alias="forced_eos_token_id")
     """Forced last token of a sequence that reaches the maximum length."""
-    bad_words_ids: TokenSequences = ()
+    bad_words_ids: _TokenSequences = ()
     """Token sequences that are never generated."""
     suppress_tokens: TokenIds = ()
     """Tokens that are never generated."""

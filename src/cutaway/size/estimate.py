@@ -42,7 +42,7 @@ from cutaway.size.shape_pass import ExecutionConfig, PassCost, inference_pass, t
 from cutaway.size.state_dict import CheckpointSize, checkpoint_size
 from cutaway.size.training_budget import TrainingBudget, compute_training_budget
 
-cached_inference_pass = lru_cache(maxsize=32)(inference_pass)
+_cached_inference_pass = lru_cache(maxsize=32)(inference_pass)
 """Cached because estimates that differ only in batch size or device share these passes."""
 
 
@@ -115,7 +115,7 @@ class SizeEstimate:
     @cached_property
     def prefill_pass(self) -> PassCost:
         """Forward pass over one sequence of `context` tokens, on one device."""
-        return cached_inference_pass(
+        return _cached_inference_pass(
             self.rank_config, 1, self.options.context, self.execution_config(), source_len=self.options.source_len
         )
 
@@ -123,7 +123,7 @@ class SizeEstimate:
     def decode_pass(self) -> PassCost:
         """Decode step that extends one sequence to `context` tokens, on one device."""
         lengths = {"source_len": self.options.source_len, "num_cached_tokens": self.options.context - 1}
-        return cached_inference_pass(self.rank_config, 1, 1, self.execution_config(), source_cached=True, **lengths)
+        return _cached_inference_pass(self.rank_config, 1, 1, self.execution_config(), source_cached=True, **lengths)
 
     @cached_property
     def train_pass(self) -> PassCost:
@@ -399,7 +399,7 @@ def size(
     return SizeEstimate(options)
 
 
-CONVENTION = (
+_CONVENTION = (
     "2 FLOPs per multiply-add, matrix multiplications only; 'full' counts attention over all pairs of tokens,"
     " 'visible' over the pairs that the mask leaves visible (and MLA with absorbed up-projections if that is less);"
     " memory is per device, in bytes, with a fused optimizer"
@@ -421,7 +421,7 @@ def estimates_to_dict(estimate: SizeEstimate, *others: SizeEstimate) -> dict[str
             **_pick(config, "d_model", "vocab_size", "context"),
         },
         "options": {mode: options_to_dict(item) for mode, item in estimates.items()},
-        "conventions": CONVENTION,
+        "conventions": _CONVENTION,
         "parameters": _parameters_to_dict(estimate.parameters),
         "checkpoint": asdict(estimate.checkpoint),
         "flops": _all_flops_to_dict(estimate, (estimate, *others)[-1]),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cutaway.errors import InputError
 
-MIN_FIGURE, MAX_FIGURE = 1, 1e30
+_MIN_FIGURE, _MAX_FIGURE = 1, 1e30
 """Accepted range of bytes and of rates per second; every estimate is finite within it."""
 
 HARDWARE_KINDS = ("data-center", "workstation", "consumer", "apple", "cpu")
@@ -58,7 +58,7 @@ class Hardware:
         figures |= {} if self.memory is None else {"memory": self.memory}
         for label, value in figures.items():
             is_number = isinstance(value, Real) and not isinstance(value, bool)
-            if not (is_number and MIN_FIGURE <= value <= MAX_FIGURE):
+            if not (is_number and _MIN_FIGURE <= value <= _MAX_FIGURE):
                 raise InputError(f"{label} is {value!r}, which is not a valid figure; pass a number from 1 to 1e30")
 
     def compute_dtype(self, dtype: str) -> str:

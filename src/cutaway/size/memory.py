@@ -11,9 +11,9 @@ from cutaway.size.precision import Precision
 from cutaway.size.shape_pass import PassCost
 from cutaway.size.state_dict import checkpoint_size, list_tensors
 
-CUBLAS_WORKSPACE_BYTES = 64 << 20
+_CUBLAS_WORKSPACE_BYTES = 64 << 20
 """Workspace that PyTorch allocates for cuBLAS and cuBLASLt on Hopper; less on older GPUs."""
-PREFILL_CHUNK_TOKENS = 8192
+_PREFILL_CHUNK_TOKENS = 8192
 """Maximum number of tokens per prefill chunk; longer prompts are prefilled in chunks."""
 
 
@@ -90,7 +90,7 @@ def training_memory(
 
 def _peak(components: dict[str, int], *, on_gpu: bool) -> dict[str, int]:
     """The components that are not empty, with the GPU's workspace."""
-    workspace = {"workspace": CUBLAS_WORKSPACE_BYTES} if on_gpu else {}
+    workspace = {"workspace": _CUBLAS_WORKSPACE_BYTES} if on_gpu else {}
     return {name: nbytes for name, nbytes in (components | workspace).items() if nbytes}
 
 
@@ -103,13 +103,13 @@ def prefill_chunks(
     not chunked.
     """
     max_len = max(context, source_len)
-    rows = min(batch_size, max(1, PREFILL_CHUNK_TOKENS // max_len))
-    length = context if unchunked else min(context, PREFILL_CHUNK_TOKENS)
+    rows = min(batch_size, max(1, _PREFILL_CHUNK_TOKENS // max_len))
+    length = context if unchunked else min(context, _PREFILL_CHUNK_TOKENS)
     chunks = [(rows, length, context - length, source_len)]
     if length < context:
         chunks.append((rows, length, 0, source_len))  # the first chunk, which also runs the encoder
     for more_rows in {rows + 1, 1 << rows.bit_length()}:
-        if more_rows <= min(batch_size, PREFILL_CHUNK_TOKENS):
-            shorter = PREFILL_CHUNK_TOKENS // more_rows
+        if more_rows <= min(batch_size, _PREFILL_CHUNK_TOKENS):
+            shorter = _PREFILL_CHUNK_TOKENS // more_rows
             chunks.append((more_rows, min(context, shorter), 0, min(source_len, shorter)))
     return chunks

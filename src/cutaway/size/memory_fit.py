@@ -14,7 +14,7 @@ from cutaway.size.model_scaling import SCALING_FAMILIES, ModelShape, build_famil
 from cutaway.size.options import SizeOptions
 from cutaway.size.units import parse_bytes
 
-ConfigSource = Config | Mapping[str, object] | str | Path
+_ConfigSource = Config | Mapping[str, object] | str | Path
 
 SEARCH_LIMIT = 2**24
 """Upper limit of the search for a context length or a batch size."""
@@ -58,7 +58,7 @@ class MemoryFit:
 
 def fit_to_memory(
     memory: int | float | str,
-    source: ConfigSource,
+    source: _ConfigSource,
     *,
     batch_size: int = 1,
     context: int | None = None,
@@ -101,7 +101,7 @@ def fit_to_memory(
     )
 
 
-def compare_models(sources: Iterable[ConfigSource], **options: object) -> list[SizeEstimate]:
+def compare_models(sources: Iterable[_ConfigSource], **options: object) -> list[SizeEstimate]:
     """Estimate several models with the same options; the default context is the smallest of their default contexts."""
     if isinstance(sources, str | Path | Mapping | TransformerConfig):
         raise InputError("compare_models takes several models; pass a list")

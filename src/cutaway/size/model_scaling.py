@@ -24,16 +24,16 @@ from cutaway.size.parallel import shard_config
 from cutaway.size.parameters import count_parameters
 
 LAYER_CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128)
-WIDTH_CANDIDATES = (128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 12288, 16384)
-MIN_ASPECT_RATIO, MAX_ASPECT_RATIO = 24, 192
+_WIDTH_CANDIDATES = (128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 12288, 16384)
+_MIN_ASPECT_RATIO, _MAX_ASPECT_RATIO = 24, 192
 """Range of d_model / layers; nearly all published models are within it."""
-MAX_WIDTH_MULTIPLE = 128
+_MAX_WIDTH_MULTIPLE = 128
 """Scaled widths keep the power-of-two divisor of the source's width, up to this value."""
 
 SCALING_FAMILIES = ("classic", "llama")
 """Families of shapes that can be used in place of a configuration."""
 
-MIN_BUDGET_FRACTION, MAX_BUDGET_FRACTION = 1 / 8, 2
+_MIN_BUDGET_FRACTION, _MAX_BUDGET_FRACTION = 1 / 8, 2
 """Fractions of the budget between which shapes are listed."""
 MAX_TABLE_SIZE = 8
 """Maximum number of depths and of widths in a table of shapes."""
@@ -174,7 +174,7 @@ def _scale_dense_ffn(ffn: DenseFFN, d_model: int, new_d_model: int) -> DenseFFN:
 
 
 def _scale_width(hidden_width: int, d_model: int, new_d_model: int) -> int:
-    unit = gcd(hidden_width, MAX_WIDTH_MULTIPLE)
+    unit = gcd(hidden_width, _MAX_WIDTH_MULTIPLE)
     return max(1, _round_divide(hidden_width // unit * new_d_model, d_model)) * unit
 
 
@@ -196,7 +196,7 @@ def list_shapes_near_budget(options: SizeOptions, memory_budget: int) -> tuple[t
     """List, for each width, shapes from 1/8 of the budget to the first one beyond it; also return remarks."""
     source, notes = options.config, []
     total = cache(lambda config: SizeEstimate(replace(options, config=config)).memory.total_bytes)
-    columns = [_configs_at_width(source, width) for width in _candidate_values(WIDTH_CANDIDATES, source.d_model)]
+    columns = [_configs_at_width(source, width) for width in _candidate_values(_WIDTH_CANDIDATES, source.d_model)]
     shardable = [[config for config in column if _can_shard(config, options)] for column in columns]
     if shardable != columns:
         notes.append(
@@ -236,7 +236,7 @@ def _configs_at_width(source: Config, d_model: int) -> list[Config]:
         return []
     configs = []
     for layers in _candidate_values(LAYER_CANDIDATES, source_layers):
-        in_range = layers >= minimum and MIN_ASPECT_RATIO * layers <= d_model <= MAX_ASPECT_RATIO * layers
+        in_range = layers >= minimum and _MIN_ASPECT_RATIO * layers <= d_model <= _MAX_ASPECT_RATIO * layers
         if in_range or (layers, d_model) == (source_layers, source.d_model):
             configs.append(scale_config(source, layers, d_model))
     return configs
@@ -264,7 +264,7 @@ def _configs_near_budget(
     Deep configurations are slow to size and memory is nearly linear in depth, so the selection extrapolates from the
     two shallowest; the totals of the selected shapes are computed exactly.
     """
-    minimum, maximum = MIN_BUDGET_FRACTION * memory_budget, MAX_BUDGET_FRACTION * memory_budget
+    minimum, maximum = _MIN_BUDGET_FRACTION * memory_budget, _MAX_BUDGET_FRACTION * memory_budget
     candidates = [config for config in configs if _min_weight_bytes(config, options) <= maximum]
     if len(candidates) < 2:
         return [config for config in candidates if minimum <= total_bytes(config) <= maximum]

@@ -8,7 +8,7 @@ from cutaway.config.stack import Block, CrossBlock, Stack
 from cutaway.config.transformer import Config, EncoderDecoder
 from cutaway.errors import InputError
 
-PARALLEL_STRATEGIES = ("dp", "fsdp", "tp")
+_PARALLEL_STRATEGIES = ("dp", "fsdp", "tp")
 """Use of the devices that `dp_shard` and `tp` leave over: data parallel replicas; FSDP, which shards weights, gradients
 and optimizer state; or tensor parallel, which shards each matrix."""
 
@@ -37,8 +37,8 @@ def resolve_parallel_dims(
     strategy: str, world_size: int, batch_size: int, dp_shard: int | None, tp: int | None
 ) -> ParallelDims:
     """Compute the mesh dimensions; raises if they do not divide `world_size` or the batch."""
-    if strategy not in PARALLEL_STRATEGIES:
-        raise InputError(f"parallel {strategy!r} is not known; use one of {', '.join(PARALLEL_STRATEGIES)}")
+    if strategy not in _PARALLEL_STRATEGIES:
+        raise InputError(f"parallel {strategy!r} is not known; use one of {', '.join(_PARALLEL_STRATEGIES)}")
     tp_size = tp or (world_size if strategy == "tp" else 1)
     if world_size % tp_size:
         raise InputError(f"tp is {tp_size}, which does not divide world_size {world_size}; use a divisor of it")

@@ -17,11 +17,11 @@ from cutaway.size.units import GIB, format_si
 if TYPE_CHECKING:  # imported only to plot: slower to import than every estimate
     from matplotlib.axes import Axes
 
-PLOT_SUFFIXES = (".svg", ".png", ".pdf")
+_PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 LINE_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 LINE_STYLES = ("-", "-x", "-^", "-s")
 """Line colors, and the styles that distinguish lines of the same color."""
-COMPONENT_COLORS = {
+_COMPONENT_COLORS = {
     "weights": "#0072B2",
     "autocast weight copies": "#56B4E9",
     "optimizer": "#E69F00",
@@ -32,7 +32,7 @@ COMPONENT_COLORS = {
     "other": "#BBBBBB",
 }
 """The color-blind safe palette of Okabe and Ito, for models and for memory components."""
-COMPONENT_GROUPS = {
+_COMPONENT_GROUPS = {
     "temporary gradients": "gradients",
     "reduce-scatter buffers": "gradients",
     "all-gathered weights": "autocast weight copies",
@@ -56,14 +56,14 @@ MATPLOTLIB_STYLE: Any = {
     "legend.fontsize": 8,
 }
 
-NamedEstimates = tuple[str, Sequence[SizeEstimate]]
+_NamedEstimates = tuple[str, Sequence[SizeEstimate]]
 """A model name and its estimates, one per mode."""
 
 
-def plot_sizes(path: Path | str, estimates: Sequence[NamedEstimates]) -> Path:
+def plot_sizes(path: Path | str, estimates: Sequence[_NamedEstimates]) -> Path:
     """Plot estimates to an .svg, .png or .pdf file."""
     path = Path(path)
-    if path.suffix.lower() not in PLOT_SUFFIXES:
+    if path.suffix.lower() not in _PLOT_SUFFIXES:
         raise InputError(f"the plot format of '{path}' is not supported; use the suffix .svg, .png or .pdf")
     if not path.parent.is_dir():
         raise InputError(f"'{path}' cannot be written: '{path.parent}' is not a directory; create it first")
@@ -86,7 +86,7 @@ def plot_sizes(path: Path | str, estimates: Sequence[NamedEstimates]) -> Path:
     return path
 
 
-def _figure_title(estimates: Sequence[NamedEstimates]) -> str:
+def _figure_title(estimates: Sequence[_NamedEstimates]) -> str:
     """Title: models, options and device."""
     names = ", ".join(dict.fromkeys(name for name, _ in estimates))
     first = estimates[0][1]
@@ -105,7 +105,7 @@ def _figure_title(estimates: Sequence[NamedEstimates]) -> str:
 # ---------------------------------------------------------------------------------------- memory
 
 
-def _plot_memory(axes: "Axes", estimates: Sequence[NamedEstimates]) -> None:
+def _plot_memory(axes: "Axes", estimates: Sequence[_NamedEstimates]) -> None:
     """One bar per model and mode, stacked by component."""
     from matplotlib.patches import Patch
 
@@ -117,7 +117,7 @@ def _plot_memory(axes: "Axes", estimates: Sequence[NamedEstimates]) -> None:
     for row, (_, estimate) in enumerate(rows):
         start = 0.0
         for component, nbytes in stacks[row].items():
-            axes.barh(row, nbytes / 1e9, left=start, height=0.62, color=COMPONENT_COLORS[component])
+            axes.barh(row, nbytes / 1e9, left=start, height=0.62, color=_COMPONENT_COLORS[component])
             start += nbytes / 1e9
         text, x = format_si(estimate.memory.total_bytes, "B"), start + x_max / 1e11
         text_box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
@@ -134,8 +134,8 @@ def _plot_memory(axes: "Axes", estimates: Sequence[NamedEstimates]) -> None:
     axes.set_xlabel("GB (10⁹ bytes) per device")
     axes.set_title("Peak memory by component")
     handles = [
-        Patch(color=COMPONENT_COLORS[component], label=component)
-        for component in COMPONENT_COLORS
+        Patch(color=_COMPONENT_COLORS[component], label=component)
+        for component in _COMPONENT_COLORS
         if any(stack[component] for stack in stacks)
     ]
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1, handleheight=1)
@@ -143,20 +143,20 @@ def _plot_memory(axes: "Axes", estimates: Sequence[NamedEstimates]) -> None:
 
 def group_components(bytes_by_component: Mapping[str, int]) -> dict[str, int]:
     """Sum bytes by plotted component."""
-    grouped = dict.fromkeys(COMPONENT_COLORS, 0)
+    grouped = dict.fromkeys(_COMPONENT_COLORS, 0)
     for component, nbytes in bytes_by_component.items():
         grouped[component_group(component)] += nbytes
     return grouped
 
 
 def component_group(component: str) -> str:
-    return COMPONENT_GROUPS.get(component, component if component in COMPONENT_COLORS else "activations")
+    return _COMPONENT_GROUPS.get(component, component if component in _COMPONENT_COLORS else "activations")
 
 
 # ---------------------------------------------------------------------------------------- time
 
 
-def _plot_throughput_by_batch_size(axes: "Axes", estimates: Sequence[NamedEstimates]) -> None:
+def _plot_throughput_by_batch_size(axes: "Axes", estimates: Sequence[_NamedEstimates]) -> None:
     """Maximum tokens per second by batch size; dotted beyond the device's memory."""
     for index, ((name, several), color) in enumerate(zip(estimates, cycle(LINE_COLORS), strict=False)):
         style = LINE_STYLES[index // len(LINE_COLORS) % len(LINE_STYLES)]
@@ -193,7 +193,7 @@ def _plot_throughput_by_batch_size(axes: "Axes", estimates: Sequence[NamedEstima
     _format_log_axes(axes, "batch size (dotted: exceeds memory)", "tokens per second", legend=len(estimates) > 1)
 
 
-def _plot_time_by_context(axes: "Axes", estimates: Sequence[NamedEstimates]) -> None:
+def _plot_time_by_context(axes: "Axes", estimates: Sequence[_NamedEstimates]) -> None:
     """Minimum seconds by context."""
     colors = cycle(LINE_COLORS)
     for name, several in estimates:

@@ -18,7 +18,7 @@ class Precision:
     compute_bytes: int
     """Bytes per activation element."""
     scale_granularity: str = "none"
-    """'per_channel': 2 bytes per row of a matrix; 'per_group': 2 bytes per INT4_GROUP_SIZE weights of a row;
+    """'per_channel': 2 bytes per row of a matrix; 'per_group': 2 bytes per _INT4_GROUP_SIZE weights of a row;
     'per_tensor': 4 bytes per matrix."""
     autocast: bool = False
     note: str = ""
@@ -34,14 +34,14 @@ class Precision:
         rows, width = prod(shape[:-1]), shape[-1]
         scale = {
             "per_channel": 2 * rows,
-            "per_group": 2 * rows * -(-width // INT4_GROUP_SIZE),
+            "per_group": 2 * rows * -(-width // _INT4_GROUP_SIZE),
             "per_tensor": 4 * prod(shape[:-2]),
             "none": 0,
         }
         return -(-rows * width * self.weight_bits // 8) + scale[self.scale_granularity]
 
 
-INT4_GROUP_SIZE = 128
+_INT4_GROUP_SIZE = 128
 """Weights per scale in int4."""
 _LAYERS_IN = "layer matrices in {}, the rest in bf16"
 

@@ -10,11 +10,11 @@ from cutaway.size.hardware import Hardware
 from cutaway.size.precision import Precision
 from cutaway.size.state_dict import list_tensors
 
-COMPILED_LAUNCH_SECONDS, EAGER_LAUNCH_SECONDS = 4e-6, 40e-6
+_COMPILED_LAUNCH_SECONDS, _EAGER_LAUNCH_SECONDS = 4e-6, 40e-6
 """Launch overhead per operation in a compiled graph, and in eager mode on a slow CPU. It dominates for small models and
 small batches."""
 
-MAX_BATCH_SIZE = 2**20
+_MAX_BATCH_SIZE = 2**20
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def roofline_bound(
         arithmetic_intensity=workload.flops / workload.min_bytes,
         num_tokens=workload.num_tokens,
         expected_seconds_low=expected / efficiency.high,
-        expected_seconds_high=slow + workload.num_kernel_launches * COMPILED_LAUNCH_SECONDS,
-        eager_seconds_high=slow + workload.num_kernel_launches * EAGER_LAUNCH_SECONDS,
+        expected_seconds_high=slow + workload.num_kernel_launches * _COMPILED_LAUNCH_SECONDS,
+        eager_seconds_high=slow + workload.num_kernel_launches * _EAGER_LAUNCH_SECONDS,
         efficiency=efficiency,
     )
 
@@ -155,7 +155,7 @@ def find_compute_bound_batch_size(workload_at: Callable[[int], Workload], ridge_
     low, high = 0, 1
     while (workload := workload_at(high)).flops < ridge_point * workload.expected_bytes:
         low, high = high, 2 * high
-        if high > MAX_BATCH_SIZE:
+        if high > _MAX_BATCH_SIZE:
             return None
     while high - low > 1:
         middle = (low + high) // 2

@@ -6,7 +6,7 @@ from cutaway.size.options import SizeOptions
 from cutaway.size.parameters import ParameterCounts
 from cutaway.size.roofline import RooflineBound
 
-CHINCHILLA_TOKENS_PER_PARAMETER = 20
+_CHINCHILLA_TOKENS_PER_PARAMETER = 20
 """Compute-optimal tokens per parameter (Chinchilla). https://arxiv.org/abs/2203.15556"""
 
 
@@ -33,14 +33,14 @@ class TrainingBudget:
 
     @property
     def tokens_per_parameter(self) -> float:
-        return CHINCHILLA_TOKENS_PER_PARAMETER * self.train_tokens / self.chinchilla_tokens
+        return _CHINCHILLA_TOKENS_PER_PARAMETER * self.train_tokens / self.chinchilla_tokens
 
 
 def compute_training_budget(
     options: SizeOptions, parameters: ParameterCounts, flops_per_step: int, bound: RooflineBound | None
 ) -> TrainingBudget:
     """Compute the budget of training on `options.train_tokens` (default 20 per parameter)."""
-    chinchilla_tokens = CHINCHILLA_TOKENS_PER_PARAMETER * parameters.total
+    chinchilla_tokens = _CHINCHILLA_TOKENS_PER_PARAMETER * parameters.total
     train_tokens = options.train_tokens or chinchilla_tokens
     num_steps = -(-train_tokens // (options.batch_size * options.context))
     world_size, price = options.world_size, options.price_per_hour

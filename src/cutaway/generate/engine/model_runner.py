@@ -19,7 +19,7 @@ from cutaway.generate.sampling.sampling_state import SamplingFeatures
 from cutaway.model import DecoderOnly, EncoderDecoder, Transformer
 from cutaway.model.moe import MixtureOfExperts
 
-GenerativeModel: TypeAlias = DecoderOnly | EncoderDecoder
+_GenerativeModel: TypeAlias = DecoderOnly | EncoderDecoder
 
 
 class ModelRunner:
@@ -43,14 +43,14 @@ class ModelRunner:
         if weight_bits not in (None, 4, 8, 16):
             raise InputError(f"weight_bits is {weight_bits!r}; decode steps support 16, 8 or 4 bits per weight")
         assert isinstance(model, DecoderOnly | EncoderDecoder)
-        self.model: GenerativeModel = model
+        self.model: _GenerativeModel = model
         self.cache = cache
         self.sampler = Sampler(cache.batch_size, model.config.vocab_size, model.device)
         self.next_tokens = torch.zeros(cache.batch_size, 1, dtype=torch.long, device=model.device)
         """(batch_size, 1): input token of each row's next decode step."""
         self.active_rows = torch.zeros(cache.batch_size, dtype=torch.bool, device=model.device)
         self.weight_bits = weight_bits
-        self.decode_model: GenerativeModel = model
+        self.decode_model: _GenerativeModel = model
         """Model of the decode steps: the model itself, or a copy with packed weights or fused kernels."""
         self.cuda_graphs: Callable[[int, SamplingFeatures], SamplerOutput] | None = None
         self.compiled_decode_logits: Callable[[Tensor, BatchKVCache, Tensor], Tensor] | None = None
@@ -218,12 +218,12 @@ class ModelRunner:
         return output
 
     def forward_logits(
-        self, model: GenerativeModel, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache
+        self, model: _GenerativeModel, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache
     ) -> Tensor:
         return model.head(self.forward_hidden(model, tokens, mask, cache))
 
     def forward_hidden(
-        self, model: GenerativeModel, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache
+        self, model: _GenerativeModel, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache
     ) -> Tensor:
         with _shape_agnostic_sdpa() if tokens.is_cuda else nullcontext():
             if isinstance(model, EncoderDecoder):

@@ -16,10 +16,10 @@ from pydantic import Field, TypeAdapter
 from cutaway.model import Transformer
 from cutaway.user_files import user_cache_dir, write_text_atomically
 
-DEFAULT_COSTS = {"cuda": (6.0, 0.3), "cpu": (math.inf, 1.0)}
+_DEFAULT_COSTS = {"cuda": (6.0, 0.3), "cpu": (math.inf, 1.0)}
 """(warm-up seconds, time of a fast step / time of an eager step) before any measurement. Compiling on a CPU takes most
 of a minute, so it is chosen only after compile=True was used, and thereby measured, once."""
-MAX_ENTRIES = 200
+_MAX_ENTRIES = 200
 
 
 _Seconds = Annotated[float, Field(ge=0, lt=1e6)]
@@ -58,7 +58,7 @@ class WarmupCostStore:
         if self.measured is not None:
             fast_step_seconds = min(eager_step_seconds, self.measured.fast_step_seconds)
             return WarmupCost(self.measured.warmup_seconds, eager_step_seconds, fast_step_seconds)
-        warmup_seconds, step_ratio = DEFAULT_COSTS[self.device_type]
+        warmup_seconds, step_ratio = _DEFAULT_COSTS[self.device_type]
         return WarmupCost(warmup_seconds, eager_step_seconds, eager_step_seconds * step_ratio)
 
     def save(self, cost: WarmupCost) -> None:
@@ -66,7 +66,7 @@ class WarmupCostStore:
         costs = self._load()
         costs.pop(self.key, None)
         costs[self.key] = cost
-        newest = dict(list(costs.items())[-MAX_ENTRIES:])
+        newest = dict(list(costs.items())[-_MAX_ENTRIES:])
         with suppress(OSError):
             write_text_atomically(self._path(), _COSTS.dump_json(newest).decode())
         self.measured = cost

@@ -19,7 +19,7 @@ from cutaway.generate.sampling.sampling_params import SamplingParams
 from cutaway.generate.sampling.sampling_state import SamplingFeatures, SamplingState, required_features
 from cutaway.model.device import has_triton
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1.2e-38, 1e38
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1.2e-38, 1e38
 """Range of temperatures that are neither 0 nor infinite in float32."""
 
 
@@ -61,7 +61,7 @@ class Sampler:
         size, state = self.vocab_size, self.sampling_state
         stop_ids = params.all_stop_token_ids(eos_token_ids)
         features = required_features(params, size, stop_ids)
-        temperature = params.temperature and min(max(params.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
+        temperature = params.temperature and min(max(params.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE)
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         float_params = (temperature, params.top_p or 1.0, params.min_p or 0.0, *penalties)
         int_params = (seed, min(params.top_k or size, size), params.min_new_tokens)

@@ -29,8 +29,8 @@ _ARGUMENT_ALIASES = {
 """Argument names of other libraries, for suggestions in error messages."""
 _ENGINE_ARGUMENTS = ("beams", "max_num_seqs", "max_model_len", "cache_implementation", "prefill_chunk_size")
 """Arguments of `generate` beside the sampling parameters, for suggestions of misspelled names."""
-MAX_STOP_STRINGS, MAX_STOP_CHARS = 256, 16_384
-MAX_N, MAX_LOGPROBS, MAX_TOKENS = 128, 50, 2**31 - 1
+_MAX_STOP_STRINGS, _MAX_STOP_CHARS = 256, 16_384
+_MAX_N, _MAX_LOGPROBS, MAX_TOKENS = 128, 50, 2**31 - 1
 _MAX_LOGIT_BIAS = 1e6
 """Above this, float32 rounding would erase the differences between logits."""
 _INT_RANGES = {
@@ -38,8 +38,8 @@ _INT_RANGES = {
     "min_new_tokens": (0, MAX_TOKENS),
     "top_k": (1, MAX_TOKENS),
     "seed": (0, 2**63 - 1),
-    "logprobs": (0, MAX_LOGPROBS),
-    "n": (1, MAX_N),
+    "logprobs": (0, _MAX_LOGPROBS),
+    "n": (1, _MAX_N),
 }
 _FLOAT_RANGES = {
     "temperature": (0.0, math.inf, "0 (greedy) or more"),
@@ -232,10 +232,10 @@ def _check_stop_strings(value: object) -> tuple[str, ...]:
         if not entry:
             raise InputError("stop contains an empty string, which matches everywhere; leave it out")
         result.append(entry)
-    if len(result) > MAX_STOP_STRINGS:
-        raise InputError(f"stop has {len(result)} strings; pass at most {MAX_STOP_STRINGS}")
-    if sum(map(len, result)) > MAX_STOP_CHARS:
-        raise InputError(f"the strings in stop have more than {MAX_STOP_CHARS} characters in total; pass shorter ones")
+    if len(result) > _MAX_STOP_STRINGS:
+        raise InputError(f"stop has {len(result)} strings; pass at most {_MAX_STOP_STRINGS}")
+    if sum(map(len, result)) > _MAX_STOP_CHARS:
+        raise InputError(f"the strings in stop have more than {_MAX_STOP_CHARS} characters in total; pass shorter ones")
     return tuple(result)
 
 

@@ -18,7 +18,7 @@ from cutaway.generate.sampling.sampling_state import SamplingFeatures, SamplingS
 from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer
 
-DRAFT_STREAM = 1
+_DRAFT_STREAM = 1
 """Random stream of draft tokens; the target model's tokens use stream 0."""
 
 
@@ -127,7 +127,7 @@ class DraftModelProposer:
             if i > 0:
                 logits = self._decode(draft_tokens[-1], [count > i for count in counts])
             q = _replace_invalid_probs(logits_to_probs(self._match_target_vocab(logits), state, features))
-            token = inverse_cdf_sample(q, uniform(state.int_params[:, 0], state.output_len, DRAFT_STREAM))
+            token = inverse_cdf_sample(q, uniform(state.int_params[:, 0], state.output_len, _DRAFT_STREAM))
             state.append_tokens(token, num_drafts > i, features)
             draft_tokens.append(token)
             probs.append(q)

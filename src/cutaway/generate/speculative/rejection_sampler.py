@@ -12,7 +12,7 @@ from cutaway.generate.sampling.rng import uniform
 from cutaway.generate.sampling.sampling_state import SamplingFeatures, SamplingState
 from cutaway.generate.speculative.draft_model import Proposal
 
-ACCEPT_STREAM = 2
+_ACCEPT_STREAM = 2
 """Random stream of the accept decisions."""
 
 
@@ -46,7 +46,7 @@ def rejection_sample(
         if i < width - 1:
             has_draft = i < num_drafts
             q = torch.zeros_like(p).scatter_(-1, draft, 1.0) if proposal.probs is None else proposal.probs[i]
-            u = uniform(state.int_params[:, 0], state.output_len, ACCEPT_STREAM)
+            u = uniform(state.int_params[:, 0], state.output_len, _ACCEPT_STREAM)
             threshold = u * q.gather(-1, draft).squeeze(-1)
             accept = has_draft & valid & (threshold < p.gather(-1, draft).squeeze(-1))
             difference = (p - q).clamp(min=0)

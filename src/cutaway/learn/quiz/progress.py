@@ -12,7 +12,7 @@ from cutaway.learn import progress_store
 from cutaway.learn.quiz.question import Question
 
 STORE_NAME = "quiz"
-QuestionStatus = Literal["new", "missed", "known"]
+_QuestionStatus = Literal["new", "missed", "known"]
 
 
 @dataclass
@@ -70,7 +70,7 @@ class QuizProgress:
     def num_answers(self) -> int:
         return sum(stats.num_correct + stats.num_incorrect for stats in self.stats.values())
 
-    def status(self, question_id: str) -> QuestionStatus:
+    def status(self, question_id: str) -> _QuestionStatus:
         stats = self.stats.get(question_id)
         return "new" if stats is None else "known" if stats.last_correct else "missed"
 

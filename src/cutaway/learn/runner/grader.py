@@ -14,7 +14,7 @@ from cutaway.learn.exercises.task import Case, FunctionTask, MistakeSet, TableTa
 from cutaway.learn.runner.limits import TimeLimitError
 from cutaway.learn.runner.value_comparison import PlainValue, describe_difference, to_plain_value, values_equal
 
-TaskStatus = Literal["correct", "incorrect", "not_written", "missing", "error"]
+_TaskStatus = Literal["correct", "incorrect", "not_written", "missing", "error"]
 _ERROR_HINTS = {
     "view size is not compatible": "after a transpose the tensor is not contiguous: use reshape, or contiguous() "
     "before view",
@@ -35,7 +35,7 @@ class TaskGrade:
     """Grade of one function or table."""
 
     name: str
-    status: TaskStatus
+    status: _TaskStatus
     message: str = ""
     mistakes: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()

@@ -18,13 +18,13 @@ from cutaway.errors import CutawayError
 from cutaway.learn.exercises import Exercise
 from cutaway.learn.runner.grader import GradeReport
 
-TIME_LIMIT_SECONDS = 20.0
+_TIME_LIMIT_SECONDS = 20.0
 """Time limit per file, after the import of torch. An uninterruptible worker is killed after 1.5 times this limit."""
-STARTUP_TIMEOUT_SECONDS = 180.0
+_STARTUP_TIMEOUT_SECONDS = 180.0
 """Time limit for the import of torch."""
-MAX_OUTPUT_CHARS = 8_000
+_MAX_OUTPUT_CHARS = 8_000
 """Maximum number of characters of the learner's output that are kept."""
-INHERITED_ENV_VARS = "PATH HOME LANG LC_ALL LC_CTYPE TMPDIR TEMP TMP SYSTEMROOT LD_LIBRARY_PATH"
+_INHERITED_ENV_VARS = "PATH HOME LANG LC_ALL LC_CTYPE TMPDIR TEMP TMP SYSTEMROOT LD_LIBRARY_PATH"
 """Environment variables passed to the worker; tokens and passwords are not among them."""
 
 
@@ -36,7 +36,7 @@ class WorkerError(CutawayError):
 
 
 def grade_files(
-    exercise: Exercise, paths: Sequence[Path], *, time_limit: float = TIME_LIMIT_SECONDS
+    exercise: Exercise, paths: Sequence[Path], *, time_limit: float = _TIME_LIMIT_SECONDS
 ) -> list[GradeReport]:
     """Grade each file. The output is that of all files together."""
     with tempfile.TemporaryDirectory(prefix="cutaway-learn-") as directory:
@@ -60,7 +60,7 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=directory,
-            env=worker_environment(),
+            env=_worker_environment(),
             start_new_session=True,
         )
         self.lines: queue.Queue[str | None] = queue.Queue()
@@ -84,10 +84,10 @@ class WorkerProcess:
         """Read standard error to its end, so that the worker never blocks; keep the beginning."""
         count = 0
         while part := os.read(pipe.fileno(), 65536):
-            if count < MAX_OUTPUT_CHARS:
-                self.output_parts.append(part.decode(errors="replace")[: MAX_OUTPUT_CHARS - count])
+            if count < _MAX_OUTPUT_CHARS:
+                self.output_parts.append(part.decode(errors="replace")[: _MAX_OUTPUT_CHARS - count])
             count += len(part)
-        if count > MAX_OUTPUT_CHARS:
+        if count > _MAX_OUTPUT_CHARS:
             self.output_parts.append(f"\n… {count:,} bytes were printed; the rest is omitted")
 
     @property
@@ -103,7 +103,7 @@ class WorkerProcess:
 
     def results(self, count: int) -> list[GradeReport]:
         """Return one result per file; files after a crash or timeout share its error."""
-        if self._next_line(STARTUP_TIMEOUT_SECONDS) is None:
+        if self._next_line(_STARTUP_TIMEOUT_SECONDS) is None:
             self.terminate()
             reason = self.output.strip().splitlines()[-1:] or ["it printed nothing"]
             raise WorkerError(f"the process that grades exercises did not start: {reason[0]}")
@@ -148,8 +148,8 @@ class WorkerProcess:
             thread.join(timeout=5)
 
 
-def worker_environment() -> dict[str, str]:
+def _worker_environment() -> dict[str, str]:
     """Environment of the worker: same Python and packages, one thread, no GPU, no access to the Hugging Face Hub."""
-    inherited = {name: os.environ[name] for name in INHERITED_ENV_VARS.split() if name in os.environ}
+    inherited = {name: os.environ[name] for name in _INHERITED_ENV_VARS.split() if name in os.environ}
     fixed = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     return {**inherited, **fixed, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 MAX_MEMORY_BYTES = 4 << 30
 """Bytes that the worker may allocate in addition to what it uses at the start."""
-MAX_WRITE_BYTES = 64 << 20
+_MAX_WRITE_BYTES = 64 << 20
 """Maximum size of a file that it may write, in bytes."""
 
 
@@ -21,7 +21,7 @@ def set_resource_limits(seconds: float) -> None:
     used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     limits = {
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_FSIZE: MAX_WRITE_BYTES,
+        resource.RLIMIT_FSIZE: _MAX_WRITE_BYTES,
         resource.RLIMIT_CPU: int(used + seconds) + 1,
     }
     statm = Path("/proc/self/statm")

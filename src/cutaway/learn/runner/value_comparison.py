@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-ATOL, RTOL = 1e-5, 1e-4
+_ATOL, _RTOL = 1e-5, 1e-4
 """Absolute and relative tolerance on numbers."""
-MAX_ELEMENTS = 1_000_000
+_MAX_ELEMENTS = 1_000_000
 """Maximum number of elements that are compared; no exercise returns as many."""
 
 
-Scalar = int | float | str
+_Scalar = int | float | str
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class PlainValue:
     """tensor, int, float, bool, str, list, dict, none, other; or error, if there is no value."""
     description: str
     """Description: `a tensor`, `a list`."""
-    elements: tuple[Scalar, ...] = ()
+    elements: tuple[_Scalar, ...] = ()
     shape: tuple[int, ...] = ()
     element_kind: str = ""
     """Of a tensor: int, float, bool or complex."""
@@ -51,7 +51,7 @@ def to_plain_value(value: object) -> PlainValue:
         kind, name = _SCALAR_KINDS[type(value)]
         return PlainValue(kind, name, (value,))
     if isinstance(value, list | tuple):
-        items = tuple((str(n), to_plain_value(item)) for n, item in enumerate(value[:MAX_ELEMENTS]))
+        items = tuple((str(n), to_plain_value(item)) for n, item in enumerate(value[:_MAX_ELEMENTS]))
         return PlainValue("list", f"a {type(value).__name__}", items=items)
     if isinstance(value, dict):
         return PlainValue(
@@ -68,7 +68,7 @@ def _tensor_to_plain_value(value: "Tensor") -> PlainValue:
     element_kind = "bool" if str(value.dtype) == "torch.bool" else "int"
     element_kind = "complex" if value.is_complex() else "float" if value.is_floating_point() else element_kind
     shape = tuple(value.shape)
-    is_readable = value.numel() <= MAX_ELEMENTS and not value.is_meta
+    is_readable = value.numel() <= _MAX_ELEMENTS and not value.is_meta
     flat = value.detach().cpu().double() if element_kind == "float" and is_readable else value
     return PlainValue("tensor", "a tensor", tuple(flat.flatten().tolist()) if is_readable else (), shape, element_kind)
 
@@ -149,12 +149,12 @@ def values_equal(one: PlainValue, other: PlainValue) -> bool:
     return same and all(values_equal(a, b) for (_, a), (_, b) in zip(one.items, other.items, strict=True))
 
 
-def _is_close(expected: Scalar, actual: Scalar) -> bool:
+def _is_close(expected: _Scalar, actual: _Scalar) -> bool:
     if expected == actual or isinstance(expected, str) or isinstance(actual, str):
         return bool(expected == actual)
     if isinstance(expected, int) and isinstance(actual, int):  # counts are exact
         return False
-    return math.isfinite(actual) and math.isfinite(expected) and abs(expected - actual) <= ATOL + RTOL * abs(expected)
+    return math.isfinite(actual) and math.isfinite(expected) and abs(expected - actual) <= _ATOL + _RTOL * abs(expected)
 
 
 def _format_index(flat_index: int, shape: Sequence[int], axes: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from cutaway.size.shape_pass.tape import Tape
 from cutaway.size.shape_pass.tensor import ShapeTensor, Weight, WeightKey
 
 
-def count_visible_pairs(num_queries: int, num_keys: int, window: int | None, *, causal: bool) -> int:
+def _count_visible_pairs(num_queries: int, num_keys: int, window: int | None, *, causal: bool) -> int:
     """Number of visible (query, key) pairs if the queries are the last `num_queries` of the keys.
 
     The query at position p attends to p + 1 keys if causal, else to all; a window limits these to keys less than
@@ -104,7 +104,7 @@ class LayerContextBuilder:
         mask_key = None if bias_position is None else (position, attention.heads, unshared_layer), window, kernel
         if mask_key in self.mask_shapes:
             return self.mask_shapes[mask_key]
-        num_visible = count_visible_pairs(self.seq_len, num_keys, window, causal=self.causal)
+        num_visible = _count_visible_pairs(self.seq_len, num_keys, window, causal=self.causal)
         mask = MaskShape(kernel, self.seq_len, num_keys, num_visible)
         self.mask_shapes[mask_key] = mask
         needs_tensor = self.shape.num_cached_tokens > 0 or (window is not None and window < num_keys)
