@@ -136,7 +136,9 @@ class EngineConfig:
         if max_model_len is None or max_model_len < 2:
             raise InputError(f"max_model_len is {format_value(requested)}; pass a number of tokens, 2 or more")
         if max_positions is not None and max_model_len > max_positions:
-            raise InputError(f"max_model_len is {max_model_len}, above the {max_positions} learned positions; lower it")
+            raise InputError(
+                f"max_model_len is {max_model_len}, but the model has {max_positions} learned positions; lower it"
+            )
         return max_model_len
 
     @property
@@ -267,8 +269,9 @@ class EngineConfig:
         return len(request.input_ids) + request.output.max_tokens - len(request.output_prefix) - 1
 
     def format_invalid_logits(self, request: Request) -> str:
+        index = len(request.output.tokens)
         return (
-            f"the logits for token {len(request.output.tokens)} contain NaN, or all tokens are suppressed; check the"
+            f"the logits for token {index} of the completion contain NaN, or all tokens are suppressed; check the"
             " weights (ct.load(..., check=True)), the dtype (float16 overflows in some models) and suppress_tokens"
         )
 

@@ -22,4 +22,4 @@ def get_exercise(number: int) -> Exercise:
     for exercise in exercises:
         if exercise.number == number:
             return exercise
-    raise InputError(f"there is no exercise {number}; they are numbered 1 to {len(exercises)}: `cutaway learn list`")
+    raise InputError(f"there is no exercise {number}; exercises are numbered 1 to {len(exercises)}")
