@@ -74,7 +74,7 @@ def test_measured_efficiency_is_used_for_the_same_device() -> None:
 def test_invalid_file_is_an_error_and_not_used(damage: str) -> None:
     save_measured_hardware(example_hardware())
     measured_hardware_path().write_text(damage)
-    with pytest.raises(InputError, match="damaged"):
+    with pytest.raises(InputError, match="not a valid measurement"):
         ct.size("gpt2", hardware="local")
     assert expected_efficiency("decode", get_hardware("h200"), "bf16") == DEFAULT_EFFICIENCY["decode"]
 
@@ -82,7 +82,7 @@ def test_invalid_file_is_an_error_and_not_used(damage: str) -> None:
 def test_negative_bandwidth_is_invalid() -> None:
     path = save_measured_hardware(example_hardware())
     path.write_text(json.dumps(asdict(example_hardware()) | {"bandwidth": -1}))
-    with pytest.raises(InputError, match="damaged"):
+    with pytest.raises(InputError, match="not a valid measurement"):
         ct.size("gpt2", hardware="local")
 
 

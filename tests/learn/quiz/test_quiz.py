@@ -229,7 +229,7 @@ def test_unwritable_progress_is_reported(run_cli: CliRunner, home: Path, monkeyp
     (home / "file").write_text("")
     monkeypatch.setenv("CUTAWAY_HOME", str(home / "file"))
     output = " ".join(run_cli("learn", "quiz", "--num-questions", 1, stdin="\n").split())
-    assert "0 of 1 right" in output
+    assert "0 of 1 correct" in output
     assert "cannot be saved" in output
 
 
@@ -253,4 +253,4 @@ def test_quiz_does_not_import_torch(home: Path) -> None:
     environment = os.environ | {"CUTAWAY_HOME": str(home)}
     result = subprocess.run([sys.executable, "-c", code], input="\n", text=True, env=environment, capture_output=True)
     assert result.returncode == 0, result.stderr
-    assert "0 of 1 right" in result.stdout
+    assert "0 of 1 correct" in result.stdout
