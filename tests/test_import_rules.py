@@ -40,7 +40,7 @@ ALLOWED_IMPORTS = {
         "train",
     },
 }
-IMPORTABLE_ANYWHERE = {"errors", "arguments", "device", "callable_module", "pretrained"}
+IMPORTABLE_ANYWHERE = {"errors", "arguments", "device", "callable_module", "pretrained", "user_files"}
 MAX_MODEL_CODE_LINES = 1790
 
 

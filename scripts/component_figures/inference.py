@@ -12,7 +12,7 @@ from cutaway.generate.sampling.logits_processing import logits_to_probs
 from cutaway.generate.sampling.sampler import Sampler
 from cutaway.generate.speculative.ngram_draft import NgramConfig
 from cutaway.generate.speculative.rejection_sampler import expected_tokens
-from cutaway.generate.speculative.speculative_decoder import generate_speculative
+from cutaway.generate.speculative.speculative_decoder import SpeculativeDecoder
 from cutaway.train import objectives
 
 PROMPT = "for name in sorted(os."
@@ -94,16 +94,15 @@ def plot_speculative_decoding() -> Figure:
         PROMPT,
     ):
         prompt = tokenizer.encode(text)
-        _, counts = generate_speculative(
+        engine = SpeculativeDecoder(
             EngineConfig(checkpoint.model, max_num_seqs=1),
-            tokenizer,
-            [prompt],
-            [params],
-            [0],
+            tokenizer=tokenizer,
             draft_model=NgramConfig(),
             num_draft_tokens=4,
         )
-        axis.plot(counts.acceptance_rate, counts.tokens_per_forward_pass, "o", color=PURPLE, ms=5)
+        engine.submit(prompt, params, seed=0)
+        engine.run()
+        axis.plot(engine.stats.acceptance_rate, engine.stats.tokens_per_forward_pass, "o", color=PURPLE, ms=5)
     axis.plot([], [], "o", color=PURPLE, label="measured: n-gram, up to 4")
     axis.set(xlabel="acceptance rate", ylabel="tokens per forward pass", ylim=(0.8, 9.2))
     axis.axhline(1, color=TEXT_COLOR, lw=0.6)

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 from support.cli_runner import CliRunner
 
 from cutaway.learn import progress_store
 from cutaway.learn.exercises import get_exercise
+from cutaway.user_files import user_state_dir
 
 pytestmark = pytest.mark.unchecked
 
@@ -115,7 +117,7 @@ def test_read_only_state_directory_is_not_fatal(
     assert "hint 1 of 3" in run_cli("learn", "hint", 8)
     assert "04-attention-params.py" in run_cli("learn", "start", 4)
     with pytest.raises(progress_store.ProgressStoreError, match="set CUTAWAY_HOME to a writable directory"):
-        progress_store.write_progress("exercises", {})
+        progress_store.write_progress("exercises", TypeAdapter(dict[str, int]), {})
     monkeypatch.delenv("CUTAWAY_HOME")
     monkeypatch.setenv("XDG_STATE_HOME", str(home / "xdg"))
-    assert progress_store.state_directory() == home / "xdg" / "cutaway"
+    assert user_state_dir() == home / "xdg" / "cutaway"

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from cutaway.generate.sampling.logits_processing import apply_logits_processors, inverse_cdf_sample, logits_to_probs
-from cutaway.generate.sampling.rng import completion_seed, uniform
+from cutaway.generate.sampling.rng import uniform
 from cutaway.generate.sampling.sampler import Sampler, largest_divisor_up_to_sqrt, max_and_argmax
-from cutaway.generate.sampling.sampling_params import SamplingParams
+from cutaway.generate.sampling.sampling_params import SamplingParams, completion_seeds
 from cutaway.generate.sampling.sampling_state import SamplingFeatures
 
 EOS = (2, 5)
@@ -169,12 +169,12 @@ def test_mixed_batch_has_per_row_distributions(data: st.DataObject) -> None:
     sampled = sampler.sampling_state.is_sampled[:rows]
     assert torch.equal(output.tokens[sampled], inverse_cdf_sample(probs, uniform(seed, step))[sampled])
     assert torch.equal(sampler.sampling_state.output_len[:rows], step + 1)
-    if features.num_logprobs is None:
+    if features.num_logprobs < 0:
         assert output.logprobs is None
         return
     logprobs = logits.log_softmax(-1)
     torch.testing.assert_close(output.logprobs, logprobs.gather(-1, output.tokens[:, None])[:, 0])
-    if features.num_logprobs:
+    if features.num_logprobs > 0:
         torch.testing.assert_close(
             output.top_logprobs, logprobs.sort(-1, descending=True).values[:, : features.num_logprobs]
         )
@@ -299,7 +299,7 @@ def test_request_continues_after_interruption_or_move() -> None:
     moved.set_row(0, SamplingParams(**CASES["bias and suppressed tokens"]), [3], 1, eos_token_ids=EOS)
     moved.set_row(3, params, PROMPT, 77, eos_token_ids=EOS)
     tokens = sample_row(moved, 3, 4, logits, 4)
-    moved.move_row(3, 1)
+    moved.swap_rows(3, 1)
     tokens += sample_row(moved, 1, 2, logits[4:], 4)
     moved.swap_rows(0, 1)
     tokens += sample_row(moved, 0, 1, logits[8:], 4)
@@ -447,8 +447,8 @@ def test_random_numbers_are_stable_across_versions() -> None:
 
 
 def test_completion_seeds_are_distinct() -> None:
-    assert completion_seed(42, 0) == 42
-    seeds = {completion_seed(seed, index) for seed in range(50) for index in range(128)}
+    assert completion_seeds(SamplingParams(seed=42)) == [42]
+    seeds = {x for seed in range(50) for x in completion_seeds(SamplingParams(seed=seed, n=128))}
     assert len(seeds) == 50 * 128
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -485,7 +485,7 @@ def test_compiled_equals_eager(name: str, backend: str) -> None:
         valid = ~expected.invalid
         assert torch.equal(actual.invalid, expected.invalid)
         assert torch.equal(actual.tokens[valid], expected.tokens[valid])
-        if features.num_logprobs is not None:
+        if features.num_logprobs >= 0:
             torch.testing.assert_close(actual.logprobs[valid], expected.logprobs[valid])
             assert torch.equal(actual.top_tokens[valid], expected.top_tokens[valid])
         if not bool(valid.all()):

@@ -14,13 +14,13 @@ from support.config_strategies import SEEDS, SEQ_LEN, build_randomized_model, co
 
 from cutaway import config as c
 from cutaway.errors import CutawayError, InputError
-from cutaway.generate import Completion, Engine, EngineConfig, SamplingParams
+from cutaway.generate import Completion, Engine, EngineConfig, EngineError, SamplingParams
 from cutaway.generate.sampling.logits_processing import logits_to_probs
 from cutaway.generate.sampling.sampler import Sampler
 from cutaway.generate.speculative.draft_model import Proposal
 from cutaway.generate.speculative.ngram_draft import NgramConfig, NgramIndex
 from cutaway.generate.speculative.rejection_sampler import expected_tokens, rejection_sample
-from cutaway.generate.speculative.speculative_decoder import SpeculativeDecoder, SpeculativeStats, generate_speculative
+from cutaway.generate.speculative.speculative_decoder import SpeculativeDecoder, SpeculativeStats
 from cutaway.model import Transformer
 from cutaway.tokenizer import byte_tokenizer, train_bpe
 
@@ -50,6 +50,25 @@ def generate_plain(
     requests = [engine.submit(prompt, p, seed=0) for prompt, p in zip(prompts, params, strict=True)]
     engine.run()
     return [request.result() for request in requests]
+
+
+def generate_speculative(
+    engine_config: EngineConfig,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    *,
+    output_prefix: Sequence[int] = (),
+    **options: Any,
+) -> tuple[list[Completion], SpeculativeStats]:
+    engine = SpeculativeDecoder(engine_config, tokenizer=tokenizer, max_waiting=len(prompts), **options)
+    requests = [
+        engine.submit(prompt, p, seed=seed, output_prefix=output_prefix)
+        for prompt, p, seed in zip(prompts, params, seeds, strict=True)
+    ]
+    engine.run()
+    return [request.result() for request in requests], engine.stats
 
 
 def decoder(
@@ -552,6 +571,29 @@ def test_aborted_request_does_not_affect_others() -> None:
     for request, completion in zip(requests, complete, strict=True):
         assert request.result().tokens == completion.tokens[: len(request.result().tokens)]
     assert not spec_decoder.scheduler.running
+
+
+def test_failing_request_does_not_affect_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose draft prefill or output processing fails; the others continue."""
+    model = decoder(size=11)
+    prompts, params = [[1, 2], [3, 4, 5], [6]], SamplingParams(max_new_tokens=6)
+    plain = generate_plain(engine_config_for(model), prompts, [params] * 3)
+    engine = SpeculativeDecoder(engine_config_for(model, max_num_seqs=2), draft_model=decoder(1, size=11))
+    requests = [engine.submit(prompt, params, seed=0) for prompt in prompts]
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("detokenizer failed")
+
+    monkeypatch.setattr(requests[1].output, "append_token", fail)
+    engine.run()
+    with pytest.raises(EngineError, match="detokenizer failed"):
+        requests[1].result()
+    assert [requests[i].result().tokens for i in (0, 2)] == [plain[i].tokens for i in (0, 2)]
+    monkeypatch.setattr(engine.proposer, "propose", fail)
+    failed = engine.submit([7], params, seed=0)
+    engine.run()
+    with pytest.raises(EngineError, match="a step failed"):
+        failed.result()
 
 
 @pytest.mark.parametrize("options", [{"weight_bits": 8}, {"compile": True}])

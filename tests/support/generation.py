@@ -7,6 +7,7 @@ import torch
 from support.config_strategies import build_randomized_model
 
 from cutaway import config as c
+from cutaway.generate.fast.packed_weights import GROUP_SIZE, LinearWeight
 from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer
 
@@ -42,3 +43,16 @@ def translator_config(vocab_size: int = 31) -> c.EncoderDecoder:
 
 def build_translator() -> Transformer:
     return build_randomized_model(translator_config(), torch.float64)
+
+
+def dequantize(weight: LinearWeight) -> torch.Tensor:
+    """Unpack and dequantize to fp32."""
+    assert weight.scale is not None
+    if weight.bits == 8:
+        integers = weight.values.view(torch.int8).float()
+    else:
+        nibbles = weight.values.view(torch.uint8).unflatten(-1, (-1, 1, 4))
+        integers = torch.cat((nibbles & 15, nibbles >> 4), -2).flatten(1).float() - 8
+    if weight.scale.ndim == 1:
+        return integers * weight.scale.unsqueeze(-1)
+    return (integers.unflatten(-1, (-1, GROUP_SIZE)) * weight.scale.float().unsqueeze(-1)).flatten(1)

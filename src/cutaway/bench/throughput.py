@@ -27,7 +27,6 @@ from cutaway.generate.quantization_eval import QuantizationReport, evaluate_quan
 from cutaway.model import Transformer
 from cutaway.size import SizeEstimate, size
 from cutaway.size.measured_hardware import load_measured_hardware
-from cutaway.size.roofline import Workload, prefill_workload
 
 InferencePhase = Literal["decode", "prefill"]
 NUM_ROUNDS = 8
@@ -167,7 +166,7 @@ def measure_throughput(
     # The baseline does not quantize the weights.
     for seconds, bits in zip(seconds_per_step, (weight_bits, None), strict=False):
         estimate = estimate_inference_size(model.config, dtype, bits, batch_size, mean_context)
-        workload = estimate.decode_workload(batch_size) if is_decode else _prefill_workload_of(estimate)
+        workload = estimate.decode_workload(batch_size) if is_decode else estimate.prefill_workload
         min_seconds = (workload.min_bytes if is_decode else workload.flops) / hardware_limit
         workloads.append(workload)
         timings.append(Timing(seconds, batch_size if is_decode else batch_size * context, min_seconds))
@@ -206,19 +205,6 @@ def estimate_inference_size(
     """Size estimate with the dtype of `weight_bits`, or `dtype`."""
     dtype_of_bits = {16: "bf16", 8: "int8", 4: "int4"}
     return size(config, dtype=dtype_of_bits.get(weight_bits or 0, dtype), batch_size=batch_size, context=context)
-
-
-def _prefill_workload_of(estimate: SizeEstimate) -> Workload:
-    batch_size = estimate.batch_size_per_device
-    return prefill_workload(
-        estimate.rank_config,
-        estimate.options.precision,
-        estimate.prefill_flops.scale(batch_size),
-        num_tokens=batch_size * estimate.options.context,
-        kv_cache_bytes=estimate.kv_cache.total_bytes,
-        num_kernel_launches=estimate.prefill_pass.num_ops,
-        dp_size=1,
-    )
 
 
 def _build_decode_runner(engine: Engine, prompts: torch.Tensor) -> Callable[[int], None]:

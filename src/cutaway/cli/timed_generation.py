@@ -12,7 +12,6 @@ from cutaway.generate.engine.output import CompletionChunk
 from cutaway.generate.engine.request import Request
 from cutaway.generate.prompts import Prompt
 from cutaway.generate.sampling.sampling_params import SamplingParams
-from cutaway.generate.speculative.speculative_decoder import SpeculativeDecoder
 
 if TYPE_CHECKING:
     from cutaway.families.checkpoint import Checkpoint
@@ -33,7 +32,7 @@ class EngineOptions(TypedDict, total=False):
 class TimedGeneration:
     """Requests and their engine, with token times. Streaming one request advances all of them."""
 
-    def __init__(self, engine: Engine | SpeculativeDecoder, requests: Sequence[Request] = ()) -> None:
+    def __init__(self, engine: Engine, requests: Sequence[Request] = ()) -> None:
         self.engine = engine
         self.requests: list[Request] = []
         self.start_times: dict[Request, float] = {}

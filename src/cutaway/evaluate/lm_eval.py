@@ -17,13 +17,13 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
+from cutaway.arguments import check_positive_int
 from cutaway.errors import InputError
 from cutaway.evaluate.loglikelihood import LoglikelihoodRequest, compute_loglikelihoods, rolling_windows
 from cutaway.evaluate.token_loss import require_tokenizer, resolve_context
 from cutaway.generate.api import generate
 from cutaway.generate.generation_config import CheckpointLike, unpack_checkpoint
 from cutaway.model import DecoderOnly
-from cutaway.arguments import check_positive_int
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import torch
 
-from cutaway.errors import CutawayError, InputError
-from cutaway.generate.engine.config import EngineConfig, build_engine_config, reduce_num_seqs_to_fit
+from cutaway.errors import InputError
+from cutaway.generate.engine.config import EngineConfig, EngineOptions, build_engine_config, reduce_num_seqs_to_fit
 from cutaway.generate.engine.engine import Engine
 from cutaway.generate.engine.model_runner import eval_mode
 from cutaway.generate.engine.output import Completion, CompletionChunk
@@ -19,7 +19,7 @@ from cutaway.generate.generation_config import (
     apply_generation_config,
     unpack_checkpoint,
 )
-from cutaway.generate.prompts import Prompt, add_prompt_index, encode_prompts
+from cutaway.generate.prompts import Prompt, encode_prompts, prompt_index_in_errors
 from cutaway.generate.sampling.sampling_params import (
     SamplingParams,
     build_sampling_params,
@@ -53,7 +53,7 @@ def generate(
     weight_bits: int | None = None,
     compile: bool | None = None,
     on_chunk: Callable[[int, CompletionChunk], None] | None = None,
-    **sampling_params: Any,
+    **sampling_params: object,
 ) -> list[Completion]:
     """Generate `n` completions per prompt, in order.
 
@@ -84,35 +84,27 @@ def generate(
         weight_bits=weight_bits,
         compile=compile,
     )
-    num_beams = (
-        default_num_beams(inputs.engine_config.model, inputs.generation_config, params) if beams is None else beams
-    )
+    config, generation_config = inputs.engine_config, inputs.generation_config
+    num_beams = default_num_beams(config.model, generation_config, params) if beams is None else beams
     if num_beams or beams is not None:
-        if beams is not None and (
-            cache_implementation != "auto" or kv_cache_dtype is not None or draft_model is not None
-        ):
+        if beams is not None and (cache_implementation != "auto" or kv_cache_dtype or draft_model is not None):
             raise InputError(
                 "beam search uses its own kind of cache; leave out cache_implementation, kv_cache_dtype and draft_model"
             )
-        options = {"weight_bits": weight_bits, "compile": compile, "draft_model": draft_model}
-        unsupported = [name for name, value in options.items() if value]
-        if unsupported:
-            raise InputError(
-                f"beam search does not support {unsupported[0]}; leave it out"
-                + (f" (generation_config.num_beams of this checkpoint is {num_beams})" if beams is None else "")
-            )
-        penalty = inputs.generation_config.length_penalty if length_penalty is None else length_penalty
-        early = inputs.generation_config.early_stopping if early_stopping is None else early_stopping
-        with eval_mode(inputs.engine_config.model):
+        for name, value in {"weight_bits": weight_bits, "compile": compile, "draft_model": draft_model}.items():
+            if value:
+                source = f" (generation_config.num_beams of this checkpoint is {num_beams})" if beams is None else ""
+                raise InputError(f"beam search does not support {name}; leave it out{source}")
+        with eval_mode(config.model):
             completions = generate_with_beams(
-                inputs.engine_config,
+                config,
                 inputs.tokenizer,
-                inputs.generation_config,
+                generation_config,
                 inputs.prompts,
                 inputs.sampling_params,
                 num_beams=num_beams,
-                length_penalty=penalty,
-                early_stopping=early,
+                length_penalty=generation_config.length_penalty if length_penalty is None else length_penalty,
+                early_stopping=generation_config.early_stopping if early_stopping is None else early_stopping,
             )
         if on_chunk is not None:
             for i, completion in enumerate(completions):
@@ -122,16 +114,17 @@ def generate(
         raise InputError("length_penalty and early_stopping apply to beam search, but beams is not set; pass beams=4")
     engine, requests = start_engine(inputs, params, draft_model=draft_model, num_draft_tokens=num_draft_tokens)
     try:
-        with eval_mode(inputs.engine_config.model):
+        with eval_mode(config.model):
             while engine.step():
                 _emit_chunks(requests, on_chunk)
     finally:
         engine.model_runner.release_compiled()
     _emit_chunks(requests, on_chunk)
+    completions = []
     for i, request in enumerate(requests):
-        if request.error is not None:
-            raise add_prompt_index(request.error, i // params.n, len(inputs.prompts))
-    return [request.result() for request in requests]
+        with prompt_index_in_errors(i // params.n, len(inputs.prompts)):
+            completions.append(request.result())
+    return completions
 
 
 @dataclass
@@ -151,7 +144,8 @@ def prepare_inputs(
     sampling_params: SamplingParams,
     *,
     max_num_seqs: int | None,
-    **engine_options: Any,
+    max_model_len: int | None = None,
+    **engine_options: Unpack[EngineOptions],
 ) -> GenerationInputs:
     """Tokenize the prompts, resolve the configuration, and validate both before any forward pass."""
     model, tokenizer, generation_config = unpack_checkpoint(checkpoint)
@@ -161,25 +155,20 @@ def prepare_inputs(
     tokens = encode_prompts(prompts, tokenizer)
     lengths = [len(prompt) if len(model.stacks) == 1 else 1 for prompt in tokens]
     params = [apply_generation_config(sampling_params, generation_config, length) for length in lengths]
+    num_seqs = max(1, min(DEFAULT_MAX_NUM_SEQS, len(tokens) * sampling_params.n))
+    total_lens = [length + (p.max_new_tokens or 0) for length, p in zip(lengths, params, strict=True)]
     engine_config = build_engine_config(
         model,
         generation_config,
-        max_num_seqs=max(1, min(DEFAULT_MAX_NUM_SEQS, len(tokens) * sampling_params.n))
-        if max_num_seqs is None
-        else max_num_seqs,
+        max_num_seqs=num_seqs if max_num_seqs is None else max_num_seqs,
+        max_model_len=max_model_len,
         max_source_len=max(map(len, tokens), default=1),
-        required_len=max(
-            (length + (p.max_new_tokens or 0) for length, p in zip(lengths, params, strict=True)), default=2
-        ),
+        required_len=max(total_lens, default=2),
         **engine_options,
     )
-    return GenerationInputs(
-        engine_config if max_num_seqs is not None else reduce_num_seqs_to_fit(engine_config),
-        tokenizer,
-        generation_config,
-        tokens,
-        params,
-    )
+    if max_num_seqs is None:
+        engine_config = reduce_num_seqs_to_fit(engine_config)
+    return GenerationInputs(engine_config, tokenizer, generation_config, tokens, params)
 
 
 def start_engine(
@@ -188,12 +177,12 @@ def start_engine(
     *,
     draft_model: CheckpointLike | Transformer | NgramConfig | str | None = None,
     num_draft_tokens: int = 4,
-) -> tuple[Engine | SpeculativeDecoder, list[Request]]:
+) -> tuple[Engine, list[Request]]:
     """Build an engine and submit one request per completion, in order."""
     config, tokenizer = inputs.engine_config, inputs.tokenizer
-    engine: Engine | SpeculativeDecoder
+    max_waiting = max(1, len(inputs.prompts) * sampling_params.n)
     if draft_model is None:
-        engine = Engine(config, tokenizer=tokenizer, max_waiting=max(1, len(inputs.prompts) * sampling_params.n))
+        engine = Engine(config, tokenizer=tokenizer, max_waiting=max_waiting)
     else:
         draft, draft_tokenizer = _resolve_draft_model(draft_model)
         engine = SpeculativeDecoder(
@@ -202,21 +191,15 @@ def start_engine(
             tokenizer=tokenizer,
             draft_tokenizer=draft_tokenizer,
             num_draft_tokens=num_draft_tokens,
+            max_waiting=max_waiting,
         )
-    output_prefix = (
-        []
-        if inputs.generation_config.forced_bos_token_id is None or len(config.model.stacks) == 1
-        else [inputs.generation_config.forced_bos_token_id]
-    )
+    forced_bos = inputs.generation_config.forced_bos_token_id
+    prefix = [] if forced_bos is None or len(config.model.stacks) == 1 else [forced_bos]
     requests: list[Request] = []
     for i, (prompt, params) in enumerate(zip(inputs.prompts, inputs.sampling_params, strict=True)):
-        try:
-            requests += [
-                engine.submit(prompt, params, seed=seed, output_prefix=output_prefix)
-                for seed in completion_seeds(sampling_params)
-            ]
-        except CutawayError as error:
-            raise add_prompt_index(error, i, len(inputs.prompts)) from None
+        with prompt_index_in_errors(i, len(inputs.prompts)):
+            for seed in completion_seeds(sampling_params):
+                requests.append(engine.submit(prompt, params, seed=seed, output_prefix=prefix))
     return engine, requests
 
 

@@ -30,16 +30,13 @@ def fill_mask(
 ) -> list[list[list[FillMaskPrediction]]]:
     """Predict the `top_k` most likely tokens for each mask of each text. Other masks of the text stay masked."""
     if not isinstance(model, EncoderOnly) or model.head is None:
-        raise InputError(
-            "this model has no masked-LM head; load an encoder with one, such as a BertForMaskedLM checkpoint"
-        )
+        raise InputError("this model has no masked-LM head; load an encoder with one, such as BertForMaskedLM")
     if isinstance(texts, str):
         raise InputError("texts is a string; pass a list of texts")
     check_positive_int("top_k", top_k)
-    if top_k > model.config.vocab_size:
-        raise InputError(
-            f"top_k is {top_k}, but the vocabulary has {model.config.vocab_size} tokens; pass a smaller top_k"
-        )
+    vocab_size = model.config.vocab_size
+    if top_k > vocab_size:
+        raise InputError(f"top_k is {top_k}, but the vocabulary has {vocab_size} tokens; pass a smaller top_k")
     mask_id = tokenizer.mask_token_id
     if mask_id is None:
         raise InputError("this tokenizer has no mask token; set mask_token in its special tokens")
@@ -67,9 +64,8 @@ def _predict_masks(model: EncoderOnly, sequences: list[list[int]], mask_id: int,
     assert model.head is not None
     max_len = max(map(len, sequences))
     tokens = torch.tensor([row + [mask_id] * (max_len - len(row)) for row in sequences], device=model.device)
-    mask = torch.tensor(
-        [[position < len(row) for position in range(max_len)] for row in sequences], device=model.device
-    )
+    lengths = torch.tensor([len(row) for row in sequences], device=model.device)
+    mask = torch.arange(max_len, device=model.device) < lengths.unsqueeze(-1)
     with torch.no_grad(), eval_mode(model):
         x = model.encode(tokens, None if bool(mask.all()) else mask)
         logits = model.head(x[mask & (tokens == mask_id)])  # logits at the masks only: (masks, vocab_size)

@@ -1,8 +1,10 @@
 """Generation config of a checkpoint: special tokens, length limits and beam search options from its JSON files."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from dataclasses import replace
+from typing import Annotated, Literal, Protocol
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from cutaway.errors import InputError
 from cutaway.generate.sampling.sampling_params import SamplingParams
@@ -11,56 +13,77 @@ from cutaway.tokenizer import Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS = 256
 """max_new_tokens if neither the caller nor the checkpoint sets it."""
-
-
-EarlyStopping = bool | Literal["never"]
-
-
 MAX_PENALTY = 6
 """Maximum length penalty: a million tokens to this power is still finite in float32."""
+EarlyStopping = bool | Literal["never"]
+_SPECIAL_TOKENS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
 
 
-@dataclass(frozen=True)
-class GenerationConfig:
+def _as_token_ids(value: object) -> tuple[object, ...]:
+    """A token id or a list of them. Negative ids, which some published files use for none, are dropped."""
+    ids = value if isinstance(value, list | tuple) else [value]
+    return tuple(x for x in ids if not isinstance(x, int) or isinstance(x, bool) or x >= 0)
+
+
+def _first_token_id(value: object) -> object:
+    return next(iter(_as_token_ids(value)), None)
+
+
+def _as_token_sequences(value: object) -> object:
+    if not isinstance(value, list):
+        return value
+    return tuple(tuple(words) if isinstance(words, list) else words for words in value)
+
+
+TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[tuple[TokenId, ...], BeforeValidator(_as_token_ids)]
+_TokenSequences = Annotated[
+    tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], ...], BeforeValidator(_as_token_sequences)
+]
+
+
+class GenerationConfig(BaseModel):
     """Generation settings of a checkpoint (see `read_generation_config`), with defaults for missing keys."""
 
-    eos_token_ids: tuple[int, ...] = ()
+    model_config = ConfigDict(frozen=True, strict=True, populate_by_name=True)
+
+    eos_token_ids: TokenIds = Field((), alias="eos_token_id")
     """Tokens that end a sequence."""
-    bos_token_id: int | None = None
-    pad_token_id: int | None = None
-    decoder_start_token_id: int | None = None
+    bos_token_id: Annotated[TokenId | None, BeforeValidator(_first_token_id)] = None
+    pad_token_id: Annotated[TokenId | None, BeforeValidator(_first_token_id)] = None
+    decoder_start_token_id: TokenId | None = None
     """First decoder token of an encoder-decoder."""
-    forced_bos_token_id: int | None = None
+    forced_bos_token_id: TokenId | None = None
     """Forced first token of the completion (the language in mBART)."""
-    forced_eos_token_ids: tuple[int, ...] = ()
+    forced_eos_token_ids: TokenIds = Field((), alias="forced_eos_token_id")
     """Forced last token of a sequence that reaches the maximum length."""
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    bad_words_ids: _TokenSequences = ()
     """Token sequences that are never generated."""
-    suppress_tokens: tuple[int, ...] = ()
+    suppress_tokens: TokenIds = ()
     """Tokens that are never generated."""
-    begin_suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: TokenIds = ()
     """Tokens that are never generated first."""
-    no_repeat_ngram_size: int = 0
+    no_repeat_ngram_size: int = Field(0, ge=0)
     """No n-gram of this size is generated twice; 0 for no limit."""
-    repetition_penalty: float = 1.0
-    num_beams: int = 1
-    length_penalty: float = 1.0
+    repetition_penalty: float = Field(1.0, ge=0.001, le=MAX_PENALTY)
+    num_beams: int = Field(1, ge=1)
+    length_penalty: float = Field(1.0, ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False)
     early_stopping: EarlyStopping = False
-    min_length: int = 0
+    min_length: int = Field(0, ge=0)
     """Minimum tokens of prompt and completion together; for an encoder-decoder, of the target with its first token."""
-    max_length: int | None = None
-    min_new_tokens: int | None = None
+    max_length: int | None = Field(None, ge=1)
+    min_new_tokens: int | None = Field(None, ge=0)
     """Minimum tokens of the completion alone; min_new_tokens and max_new_tokens override min_length and max_length."""
-    max_new_tokens: int | None = None
+    max_new_tokens: int | None = Field(None, ge=1)
 
     def drop_tokens_outside_vocab(self, vocab_size: int) -> "GenerationConfig":
         """Remove suppressed tokens outside the vocabulary; published files may list tokens of a larger one."""
-        return replace(
-            self,
-            bad_words_ids=tuple(words for words in self.bad_words_ids if max(words) < vocab_size),
-            suppress_tokens=tuple(token for token in self.suppress_tokens if token < vocab_size),
-            begin_suppress_tokens=tuple(token for token in self.begin_suppress_tokens if token < vocab_size),
-        )
+        changes: dict[str, object] = {
+            "bad_words_ids": tuple(words for words in self.bad_words_ids if max(words) < vocab_size),
+            "suppress_tokens": tuple(token for token in self.suppress_tokens if token < vocab_size),
+            "begin_suppress_tokens": tuple(token for token in self.begin_suppress_tokens if token < vocab_size),
+        }
+        return self.model_copy(update=changes)
 
     def min_new_tokens_for(self, prompt_len: int) -> int:
         """Minimum tokens of the completion of a prompt of `prompt_len` tokens."""
@@ -76,7 +99,7 @@ class GenerationConfig:
 
 
 def read_generation_config(
-    generation_config: Mapping[str, Any], hf_config: Mapping[str, Any], tokenizer: Tokenizer | None = None
+    generation_config: Mapping[str, object], hf_config: Mapping[str, object], tokenizer: Tokenizer | None = None
 ) -> GenerationConfig:
     """Read generation_config.json, or config.json if there is none (as before 2023).
 
@@ -84,123 +107,50 @@ def read_generation_config(
     stop.
     """
     file = "generation_config.json" if generation_config else "config.json"
-    fields = _JsonFields(file, generation_config or hf_config)
-    hf_fields = _JsonFields("config.json", hf_config)
-    tokenizer_ids = (
-        (None, None, None)
-        if tokenizer is None
-        else (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id)
+    config = _parse_file(file, generation_config or hf_config)
+    known = config.model_dump(by_alias=True)
+    missing = [key for key in _SPECIAL_TOKENS if known[key] in (None, ())]
+    fallback = _parse_file("config.json", {key: hf_config[key] for key in missing if key in hf_config})
+    tokenizer_eos = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    eos = config.eos_token_ids or fallback.eos_token_ids or tokenizer_eos
+    bos, pad, start = (
+        _first_not_none(getattr(config, key), getattr(fallback, key), getattr(tokenizer, key, None))
+        for key in ("bos_token_id", "pad_token_id", "decoder_start_token_id")
     )
-    eos, pad, bos = (
-        fields.token_ids(key) or hf_fields.token_ids(key) or (() if token_id is None else (token_id,))
-        for key, token_id in zip(("eos_token_id", "pad_token_id", "bos_token_id"), tokenizer_ids, strict=True)
-    )
-    bos_token_id = bos[0] if bos else None
-    start_token_id = fields.token_id("decoder_start_token_id")
-    start_token_id = start_token_id if start_token_id is not None else hf_fields.token_id("decoder_start_token_id")
-    forced_bos = fields.token_id("forced_bos_token_id")
-    if not generation_config and fields.boolean(
-        "force_bos_token_to_be_generated"
-    ):  # former name of forced_bos_token_id
-        forced_bos = bos_token_id
-    bad_words = fields.token_sequences("bad_words_ids")
-    return GenerationConfig(
-        eos_token_ids=eos,
-        bos_token_id=bos_token_id,
-        pad_token_id=pad[0] if pad else (eos[0] if eos else None),
-        decoder_start_token_id=start_token_id if start_token_id is not None else bos_token_id,
-        forced_bos_token_id=forced_bos,
-        forced_eos_token_ids=fields.token_ids("forced_eos_token_id"),
-        bad_words_ids=tuple(sequence for sequence in bad_words if sequence not in {(end,) for end in eos}),
-        suppress_tokens=fields.token_ids("suppress_tokens"),
-        begin_suppress_tokens=fields.token_ids("begin_suppress_tokens"),
-        no_repeat_ngram_size=fields.integer("no_repeat_ngram_size") or 0,
-        repetition_penalty=fields.number("repetition_penalty", 1.0, minimum=0.001),
-        num_beams=fields.integer("num_beams", minimum=1) or 1,
-        length_penalty=fields.number("length_penalty", 1.0),
-        early_stopping=fields.early_stopping(),
-        min_length=fields.integer("min_length") or 0,
-        max_length=fields.integer("max_length", minimum=1),
-        min_new_tokens=fields.integer("min_new_tokens"),
-        max_new_tokens=fields.integer("max_new_tokens", minimum=1),
-    )
+    changes: dict[str, object] = {
+        "eos_token_ids": eos,
+        "bos_token_id": bos,
+        "pad_token_id": _first_not_none(pad, *eos[:1]),
+        "decoder_start_token_id": _first_not_none(start, bos),
+        "bad_words_ids": tuple(words for words in config.bad_words_ids if words not in {(end,) for end in eos}),
+    }
+    if not generation_config and hf_config.get("force_bos_token_to_be_generated") is True:
+        changes["forced_bos_token_id"] = bos  # the former name of this setting
+    return config.model_copy(update=changes)
 
 
-@dataclass(frozen=True)
-class _JsonFields:
-    """Type-checked access to the values of an untrusted JSON file."""
-
-    file: str
-    values: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.values, Mapping):
-            raise InputError(f"{self.file} is a {type(self.values).__name__}; it must be a JSON object")
-
-    def type_error(self, key: str, expected: str) -> InputError:
-        return InputError(f"{self.file} has {key} = {self.values[key]!r:.80}; it must be {expected}")
-
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        """A token id or a list of them. Negative ids, which some published files use for none, are dropped."""
-        value = self.values.get(key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(_is_int(token_id) for token_id in ids):
-            raise self.type_error(key, "a token id or a list of token ids")
-        return tuple(token_id for token_id in ids if token_id >= 0)
-
-    def token_id(self, key: str) -> int | None:
-        value = self.values.get(key)
-        if value is not None and not (_is_int(value) and value >= 0):
-            raise self.type_error(key, "a token id")
-        return value
-
-    def token_sequences(self, key: str) -> tuple[tuple[int, ...], ...]:
-        value = self.values.get(key)
-        if value is None:
-            return ()
-        is_list_of_lists = isinstance(value, list) and all(
-            isinstance(sequence, list) and sequence for sequence in value
-        )
-        if not is_list_of_lists or not all(
-            _is_int(token_id) and token_id >= 0 for sequence in value for token_id in sequence
-        ):
-            raise self.type_error(key, "a list of non-empty lists of token ids")
-        return tuple(tuple(sequence) for sequence in value)
-
-    def integer(self, key: str, minimum: int = 0) -> int | None:
-        value = self.values.get(key)
-        if value is not None and not (_is_int(value) and value >= minimum):
-            raise self.type_error(key, f"an integer, {minimum} or more")
-        return value
-
-    def number(self, key: str, default: float, minimum: float = -MAX_PENALTY) -> float:
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= MAX_PENALTY:
-            raise self.type_error(key, f"a number from {minimum} to {MAX_PENALTY}")
-        return float(value)
-
-    def boolean(self, key: str) -> bool:
-        value = self.values.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise self.type_error(key, "true or false")
-        return value is True
-
-    def early_stopping(self) -> EarlyStopping:
-        return "never" if self.values.get("early_stopping") == "never" else self.boolean("early_stopping")
+def _first_not_none(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _parse_file(file: str, values: Mapping[str, object]) -> GenerationConfig:
+    """Validate the values of an untrusted JSON file; null is the same as a missing key."""
+    if not isinstance(values, Mapping):
+        raise InputError(f"{file} is a {type(values).__name__}; it must be a JSON object")
+    try:
+        return GenerationConfig.model_validate({key: value for key, value in values.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key, problem = str(first["loc"][0]), first["msg"].replace("Input", "it", 1)
+        raise InputError(f"{file} has {key} = {values[key]!r:.80}; {problem}") from None
 
 
 class CheckpointLike(Protocol):
     """A checkpoint: a model with its tokenizer and configuration files."""
 
     model: Transformer
-    generation_config: dict[str, Any]
-    hf_config: dict[str, Any]
+    generation_config: dict[str, object]
+    hf_config: dict[str, object]
 
     @property
     def tokenizer(self) -> Tokenizer | None: ...
@@ -227,23 +177,17 @@ def apply_generation_config(
     if max_new_tokens is None:
         default = generation_config.max_new_tokens_for(prompt_len)
         max_new_tokens = max(default if default else DEFAULT_MAX_NEW_TOKENS, sampling_params.min_new_tokens)
-    min_new_tokens = min(
-        sampling_params.min_new_tokens or generation_config.min_new_tokens_for(prompt_len), max_new_tokens
-    )
+    min_new_tokens = sampling_params.min_new_tokens or generation_config.min_new_tokens_for(prompt_len)
     suppressed = {
         *sampling_params.suppress_tokens,
         *generation_config.suppress_tokens,
         *(words[0] for words in generation_config.bad_words_ids if len(words) == 1),
     }
-    penalty = (
-        generation_config.repetition_penalty
-        if sampling_params.repetition_penalty == 1
-        else sampling_params.repetition_penalty
-    )
+    penalty = sampling_params.repetition_penalty
     return replace(
         sampling_params,
         max_new_tokens=max_new_tokens,
-        min_new_tokens=min_new_tokens,
+        min_new_tokens=min(min_new_tokens, max_new_tokens),
         suppress_tokens=tuple(sorted(suppressed)),
-        repetition_penalty=penalty,
+        repetition_penalty=generation_config.repetition_penalty if penalty == 1 else penalty,
     )

@@ -1,6 +1,7 @@
 """Prompts: texts, token ids or chats, one or several, converted to token ids."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from cutaway.errors import CutawayError, InputError
 from cutaway.generate.sampling.sampling_params import as_int
 from cutaway.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
 """A text, token ids, or the messages of a chat."""
 
 
@@ -25,9 +26,9 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return items
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+def _encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     """Convert one prompt to token ids."""
-    content: Any = prompt if isinstance(prompt, str) else _as_list(prompt)
+    content = prompt if isinstance(prompt, str) else _as_list(prompt)
     if content is None:
         raise InputError(f"the prompt is a {type(prompt).__name__}; pass a text, a list of token ids, or chat messages")
     if not isinstance(content, str) and not any(isinstance(part, Mapping) for part in content):
@@ -37,7 +38,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     return tokenizer.encode(content) if isinstance(content, str) else tokenizer.encode_chat(content)
 
 
-def _as_list(value: Any) -> list[Any] | None:
+def _as_list(value: object) -> list[Any] | None:
     """Convert a sequence or a 1-dimensional array to a list; None for other types."""
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
         return list(value)
@@ -47,13 +48,18 @@ def _as_list(value: Any) -> list[Any] | None:
     if dimensions > 1:
         kind = "tensor" if isinstance(value, torch.Tensor) else "array"
         raise InputError(f"prompts is a {kind} with {dimensions} dimensions; pass lists of token ids, without padding")
-    ids: list[Any] = value.tolist()
-    return ids
+    return list(value.tolist())
 
 
-def add_prompt_index(error: CutawayError, index: int, num_prompts: int) -> CutawayError:
-    """Prefix the error message with the index of the prompt, if there are several."""
-    return error if num_prompts == 1 else type(error)(f"prompt {index}: {error}")
+@contextmanager
+def prompt_index_in_errors(index: int, num_prompts: int) -> Iterator[None]:
+    """Prefix the message of an error with the index of the prompt, if there are several."""
+    try:
+        yield
+    except CutawayError as error:
+        if num_prompts == 1:
+            raise
+        raise type(error)(f"prompt {index}: {error}") from None
 
 
 def encode_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer | None) -> list[list[int]]:
@@ -61,8 +67,6 @@ def encode_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer | No
     prompt_list = as_prompt_list(prompts)
     tokens = []
     for i, prompt in enumerate(prompt_list):
-        try:
-            tokens.append(encode_prompt(prompt, tokenizer))
-        except CutawayError as error:
-            raise add_prompt_index(error, i, len(prompt_list)) from None
+        with prompt_index_in_errors(i, len(prompt_list)):
+            tokens.append(_encode_prompt(prompt, tokenizer))
     return tokens

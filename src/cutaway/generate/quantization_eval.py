@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +13,9 @@ from cutaway.generate.engine.model_runner import eval_mode
 from cutaway.generate.fast.packed_weights import GROUP_SIZE, quantize
 from cutaway.generate.sampling.sampling_params import SamplingParams
 from cutaway.model import Transformer
+from cutaway.model.head import LMHead
 
-NUM_SEQUENCES, SEQ_LEN = 4, 64
+_NUM_SEQUENCES, _SEQ_LEN = 4, 64
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ def evaluate_quantization(model: Transformer, bits: int, *, seed: int = 0) -> Qu
 
     Sampled sequences are used because they are the distribution of decode steps.
     """
-    length = min(SEQ_LEN, EngineConfig(model).num_slots - 2)
+    length = min(_SEQ_LEN, EngineConfig(model).num_slots - 2)
     params = SamplingParams(max_new_tokens=length, temperature=1.0, ignore_eos=True)
     engine = Engine(
         EngineConfig(
-            model, max_num_seqs=NUM_SEQUENCES, max_model_len=length + 2, cache_implementation="full", compile=False
+            model, max_num_seqs=_NUM_SEQUENCES, max_model_len=length + 2, cache_implementation="full", compile=False
         )
     )
     generator = torch.Generator().manual_seed(seed)
-    first_tokens = torch.randint(model.config.vocab_size, (NUM_SEQUENCES,), generator=generator).tolist()
+    first_tokens = torch.randint(model.config.vocab_size, (_NUM_SEQUENCES,), generator=generator).tolist()
     requests = [engine.submit([token], params, seed=seed + row) for row, token in enumerate(first_tokens)]
     engine.run()
     sequences = [[token, *request.result().tokens] for token, request in zip(first_tokens, requests, strict=True)]
@@ -67,15 +67,18 @@ def evaluate_quantization(model: Transformer, bits: int, *, seed: int = 0) -> Qu
 @contextmanager
 def _fake_quantized_weights(model: Transformer, bits: int) -> Iterator[None]:
     """Context manager: decoder and head weights quantized as in decode steps; restored at the end."""
-    head: Any = model.head
+    head = model.head
+    assert isinstance(head, LMHead)
     linears = [module for module in model.stacks["decoder"].modules() if isinstance(module, nn.Linear)]
     original = [linear.weight.data for linear in linears]
     output_matrix = head.matrix
     try:
         for linear in linears:
             linear.weight.data = fake_quantize(linear.weight.data, bits)
-        head.matrix = nn.Linear(1, 1, bias=False, device="meta")  # a tied embedding stays unquantized in the lookup
-        head.matrix.weight = nn.Parameter(fake_quantize(output_matrix.weight.data, bits), requires_grad=False)
+        matrix = nn.Linear(1, 1, bias=False, device="meta")  # a tied embedding stays unquantized in the lookup
+        assert isinstance(output_matrix.weight, Tensor)
+        matrix.weight = nn.Parameter(fake_quantize(output_matrix.weight.data, bits), requires_grad=False)
+        head.matrix = matrix
         yield
     finally:
         head.matrix = output_matrix

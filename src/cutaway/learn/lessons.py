@@ -12,6 +12,8 @@ from cutaway.config.attention import LatentAttention, MultiHeadBase
 from cutaway.config.ffn import GatedBase, Moe
 from cutaway.config.stack import Block, Stack
 
+Table = dict[str, Any]
+"""A table of lessons.toml."""
 _NEVER = {"when": "no model"}
 
 
@@ -60,7 +62,7 @@ def build_lessons(config: Config, *, is_untrained: bool = False) -> list[Lesson]
     ]
 
 
-def _docs_page(lesson: dict[str, Any], tags: set[str]) -> str:
+def _docs_page(lesson: Table, tags: set[str]) -> str:
     """Documentation page of the first tag that holds, or the default."""
     return str(next((page for tag, page in lesson.get("docs_pages", {}).items() if tag in tags), lesson["docs_page"]))
 
@@ -75,12 +77,11 @@ def find_lesson(lessons: list[Lesson], topic: str, stage: str) -> str | None:
 
 
 @cache
-def _read_lessons() -> list[dict[str, Any]]:
-    lessons: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("lessons.toml").read_text("utf-8"))["lesson"]
-    return lessons
+def _read_lessons() -> list[Table]:
+    return list(tomllib.loads(Path(__file__).with_name("lessons.toml").read_text("utf-8"))["lesson"])
 
 
-def _conditions_hold(table: dict[str, Any], key: str, tags: set[str]) -> bool:
+def _conditions_hold(table: Table, key: str, tags: set[str]) -> bool:
     """Whether all tags listed under a key hold for the model; a tag after ! must not hold."""
     conditions = [part.strip() for part in table.get(key, "").split(",") if part.strip()]
     return all((condition.removeprefix("!") in tags) != condition.startswith("!") for condition in conditions)

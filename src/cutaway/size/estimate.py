@@ -1,35 +1,48 @@
 """`ct.size`: parameter counts, FLOPs, memory and time of a configuration, and their conversion to JSON."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from functools import cached_property, lru_cache
+from dataclasses import asdict, fields, replace
+from functools import cached_property, lru_cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from cutaway.config import config as read_config
 from cutaway.config.transformer import Config, Encoder
+from cutaway.errors import InputError
 from cutaway.size.flops import FlopCounts, count_flops
 from cutaway.size.hardware import Hardware
 from cutaway.size.kv_cache import KVCacheSize, kv_cache_size
 from cutaway.size.measured_hardware import expected_efficiency
 from cutaway.size.memory import MemoryBreakdown, inference_memory, prefill_chunks, training_memory
-from cutaway.size.options import ACTIVATION_CHECKPOINTING_MODES, SizeOptions, resolve_options
-from cutaway.size.parallel import ParallelDims, shard_config
-from cutaway.size.parameters import LayerParameterCounts, ParameterCounts, count_parameters
+from cutaway.size.optimizer_state import OPTIMIZERS
+from cutaway.size.options import (
+    ACTIVATION_CHECKPOINTING_MODES,
+    ATTENTION_KERNELS,
+    FALLBACK_CONTEXT,
+    LOSS_MODES,
+    MAX_DEFAULT_CONTEXT,
+    MODE_LABELS,
+    SizeOptions,
+    check_count,
+    check_optional_count,
+    resolve_hardware,
+)
+from cutaway.size.parallel import resolve_parallel_dims, shard_config
+from cutaway.size.parameters import ParameterCounts, count_parameters
+from cutaway.size.precision import KV_CACHE_DTYPES, get_precision
 from cutaway.size.roofline import (
     RooflineBound,
     Workload,
-    decode_workload,
     find_compute_bound_batch_size,
-    prefill_workload,
+    inference_workload,
     roofline_bound,
-    train_workload,
 )
 from cutaway.size.shape_pass import ExecutionConfig, PassCost, inference_pass, training_pass
 from cutaway.size.state_dict import CheckpointSize, checkpoint_size
 from cutaway.size.training_budget import TrainingBudget, compute_training_budget
 
-cached_inference_pass = lru_cache(maxsize=32)(inference_pass)
+_cached_inference_pass = lru_cache(maxsize=32)(inference_pass)
 """Cached because estimates that differ only in batch size or device share these passes."""
 
 
@@ -79,36 +92,38 @@ class SizeEstimate:
         return self.options.batch_size // self.dp_size
 
     def execution_config(self, activation_checkpointing: str = "none") -> ExecutionConfig:
-        options = self.options
-        return options.precision.execution_config(
-            options.parallel_dims,
+        """How passes are executed. With FSDP, weights are all-gathered in the compute dtype (its mixed-precision
+        policy), which replaces autocast."""
+        options, precision, dims = self.options, self.options.precision, self.options.parallel_dims
+        config = ExecutionConfig(
+            precision.unquantized_bytes,
+            precision.compute_bytes,
+            precision.autocast,
             kernel=options.kernel,
             activation_checkpointing=activation_checkpointing,
             device="cuda" if self.on_gpu else "cpu",
-            resid_in_compute_dtype=options.loss == "chunked",
+            resid_in_compute_dtype=options.loss == "chunked" and precision.autocast,
+            **asdict(dims),
         )
+        if not config.uses_fsdp:
+            return config
+        sizes = precision.compute_bytes, precision.unquantized_bytes
+        return replace(config, weight_itemsize=sizes[0], autocast=False, grad_itemsize=sizes[1])
 
     # ------------------------------------------------------------------------------------ FLOPs
 
     @cached_property
     def prefill_pass(self) -> PassCost:
         """Forward pass over one sequence of `context` tokens, on one device."""
-        return cached_inference_pass(
+        return _cached_inference_pass(
             self.rank_config, 1, self.options.context, self.execution_config(), source_len=self.options.source_len
         )
 
     @cached_property
     def decode_pass(self) -> PassCost:
         """Decode step that extends one sequence to `context` tokens, on one device."""
-        return cached_inference_pass(
-            self.rank_config,
-            1,
-            1,
-            self.execution_config(),
-            source_len=self.options.source_len,
-            num_cached_tokens=self.options.context - 1,
-            source_cached=True,
-        )
+        lengths = {"source_len": self.options.source_len, "num_cached_tokens": self.options.context - 1}
+        return _cached_inference_pass(self.rank_config, 1, 1, self.execution_config(), source_cached=True, **lengths)
 
     @cached_property
     def train_pass(self) -> PassCost:
@@ -130,10 +145,8 @@ class SizeEstimate:
         options = self.options
         if options.parallel_dims.tp == 1:
             return self
-        parallel_dims = ParallelDims(options.parallel_dims.dp_replicate, options.parallel_dims.dp_shard)
-        return SizeEstimate(
-            replace(options, world_size=parallel_dims.dp_size, parallel="dp", parallel_dims=parallel_dims)
-        )
+        dims = replace(options.parallel_dims, tp=1)
+        return SizeEstimate(replace(options, world_size=dims.dp_size, parallel="dp", parallel_dims=dims))
 
     @cached_property
     def forward_flops(self) -> FlopCounts:
@@ -149,12 +162,11 @@ class SizeEstimate:
     def train_flops(self) -> dict[str, FlopCounts]:
         """FLOPs of the forward and backward pass over one sequence, by activation checkpointing mode."""
         options = self.options
+        execution = self.execution_config()
         pass_cost = (
             self.unsharded.train_pass
             if self.unsharded.batch_size_per_device == 1
-            else training_pass(
-                options.config, 1, options.context, self.execution_config(), source_len=options.source_len
-            )
+            else training_pass(options.config, 1, options.context, execution, source_len=options.source_len)
         )
         return {
             mode: count_flops(pass_cost.counter, options.context, activation_checkpointing=mode)
@@ -186,18 +198,8 @@ class SizeEstimate:
         encoder = isinstance(options.config, Encoder)
         source = options.source_len if len(options.config.stacks) == 2 else 1
         chunks = prefill_chunks(self.batch_size_per_device, options.context, source, unchunked=encoder)
-        passes = (
-            inference_pass(
-                self.rank_config,
-                rows,
-                length,
-                self.execution_config(),
-                source_len=source,
-                num_cached_tokens=past,
-                serving=not encoder,
-            )
-            for rows, length, past, source in chunks
-        )
+        run = partial(inference_pass, self.rank_config, execution=self.execution_config(), serving=not encoder)
+        passes = (run(rows, length, source_len=source, num_cached_tokens=past) for rows, length, past, source in chunks)
         peak_pass = max(passes, key=lambda cost: cost.peak_bytes)
         return inference_memory(self.rank_config, options.precision, self.kv_cache, peak_pass, on_gpu=self.on_gpu)
 
@@ -209,17 +211,15 @@ class SizeEstimate:
             options.precision,
             options.optimizer,
             self.train_pass,
+            options.parallel_dims,
             on_gpu=self.on_gpu,
-            parallel_dims=options.parallel_dims,
         )
 
     @property
     def collectives(self) -> dict[str, tuple[int, int]]:
         """Collectives of one training step: {kind: (count, bytes of the unsharded tensors)}."""
-        return {
-            kind: (count, self.train_pass.counter.collective_bytes[kind])
-            for kind, count in self.train_pass.counter.num_collectives.items()
-        }
+        counter = self.train_pass.counter
+        return {kind: (count, counter.collective_bytes[kind]) for kind, count in counter.num_collectives.items()}
 
     @property
     def memory(self) -> MemoryBreakdown:
@@ -240,85 +240,69 @@ class SizeEstimate:
         flops = count_flops(self.prefill_pass.counter, self.options.context)
         return flops if isinstance(self.options.config, Encoder) else flops.with_last_logits_only()
 
-    @cached_property
-    def prefill_time(self) -> RooflineBound | None:
-        options = self.options
-        if options.hardware is None:
-            return None
-        num_tokens = self.batch_size_per_device * options.context
-        workload = prefill_workload(
+    def _roofline_bound(self, workload: Workload) -> RooflineBound:
+        hardware, precision = self.options.hardware, self.options.precision
+        assert hardware is not None
+        efficiency = expected_efficiency(workload.name, hardware, precision.name)
+        return roofline_bound(workload, hardware, precision, efficiency)
+
+    @property
+    def prefill_workload(self) -> Workload:
+        """Workload of prefilling the sequences of one device: reads the weights once and writes the KV cache."""
+        batch_size = self.batch_size_per_device
+        return inference_workload(
+            "prefill",
             self.rank_config,
-            options.precision,
-            self.prefill_flops.scale(self.batch_size_per_device),
-            num_tokens=num_tokens,
-            kv_cache_bytes=self.kv_cache.total_bytes,
+            self.options.precision,
+            self.prefill_flops.scale(batch_size),
+            num_tokens=batch_size * self.options.context,
+            other_bytes=self.kv_cache.total_bytes,
             num_kernel_launches=self.prefill_pass.num_ops,
             dp_size=self.dp_size,
         )
-        return roofline_bound(
-            workload,
-            options.hardware,
-            options.precision,
-            expected_efficiency(workload.name, options.hardware, options.precision.name),
-        )
+
+    @cached_property
+    def prefill_time(self) -> RooflineBound | None:
+        return None if self.options.hardware is None else self._roofline_bound(self.prefill_workload)
 
     def decode_workload(self, batch_size: int) -> Workload:
-        """Workload of one decode step with `batch_size` sequences on one device."""
-        return decode_workload(
+        """Workload of one decode step with `batch_size` sequences on one device: reads all weights and the KV cache."""
+        cache_bytes = self.kv_cache.total_bytes // self.kv_cache.batch_size
+        return inference_workload(
+            "decode",
             self.rank_config,
             self.options.precision,
             count_flops(self.decode_pass.counter, 1).scale(batch_size),
-            batch_size=batch_size,
-            kv_cache_bytes=batch_size * (self.kv_cache.total_bytes // self.kv_cache.batch_size),
-            logits_bytes=batch_size * self.decode_pass.logits_bytes,
+            num_tokens=batch_size,
+            other_bytes=batch_size * (cache_bytes + self.decode_pass.logits_bytes),
             num_kernel_launches=self.decode_pass.num_ops,
             dp_size=self.dp_size,
         )
 
     @cached_property
     def decode_time(self) -> RooflineBound | None:
-        options = self.options
-        if options.hardware is None or isinstance(options.config, Encoder):
+        if self.options.hardware is None or isinstance(self.options.config, Encoder):
             return None
-        efficiency = expected_efficiency("decode", options.hardware, options.precision.name)
-        return roofline_bound(
-            self.decode_workload(self.batch_size_per_device), options.hardware, options.precision, efficiency
-        )
+        return self._roofline_bound(self.decode_workload(self.batch_size_per_device))
 
     @cached_property
     def compute_bound_batch_size(self) -> int | None:
         """Batch size per device from which decode is compute-bound; None if it stays bandwidth-bound."""
-        return (
-            None
-            if self.decode_time is None
-            else find_compute_bound_batch_size(self.decode_workload, self.decode_time.ridge_point)
-        )
+        if self.decode_time is None:
+            return None
+        return find_compute_bound_batch_size(self.decode_workload, self.decode_time.ridge_point)
 
     @cached_property
     def train_time(self) -> RooflineBound | None:
-        options = self.options
-        if options.hardware is None:
+        """Weights are read in forward and backward, gradients written and read, weights and state updated."""
+        if self.options.hardware is None:
             return None
-        bytes_by_component = self.training_memory.bytes_by_component
-        workload = train_workload(
-            count_flops(
-                self.train_pass.counter,
-                self.batch_size_per_device * options.context,
-                activation_checkpointing=options.activation_checkpointing,
-            ),
-            weight_bytes=bytes_by_component["weights"],
-            grad_bytes=bytes_by_component["gradients"],
-            optimizer_bytes=bytes_by_component["optimizer"],
-            num_tokens=self.batch_size_per_device * options.context,
-            num_kernel_launches=self.train_pass.num_ops,
-            dp_size=self.dp_size,
-        )
-        return roofline_bound(
-            workload,
-            options.hardware,
-            options.precision,
-            expected_efficiency(workload.name, options.hardware, options.precision.name),
-        )
+        memory, mode = self.training_memory.bytes_by_component, self.options.activation_checkpointing
+        num_tokens = self.batch_size_per_device * self.options.context
+        flops = count_flops(self.train_pass.counter, num_tokens, activation_checkpointing=mode).total_visible
+        nbytes = 3 * memory["weights"] + 2 * memory["gradients"] + 2 * memory["optimizer"]
+        num_ops = self.train_pass.num_ops
+        return self._roofline_bound(Workload("train", flops, nbytes, num_tokens * self.dp_size, num_ops, nbytes))
 
     @property
     def time(self) -> RooflineBound | None:
@@ -331,17 +315,7 @@ class SizeEstimate:
     def training_budget(self) -> TrainingBudget:
         options = self.options
         flops_per_step = options.batch_size * self.train_flops[options.activation_checkpointing].total_visible
-        return compute_training_budget(
-            options.train_tokens,
-            num_parameters=self.num_parameters,
-            num_active_parameters=self.parameters.active,
-            tokens_per_step=options.batch_size * options.context,
-            flops_per_step=flops_per_step,
-            world_size=options.world_size,
-            hardware=options.hardware,
-            bound=self.train_time,
-            price_per_hour=options.price_per_hour,
-        )
+        return compute_training_budget(options, self.parameters, flops_per_step, self.train_time)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to a dict that can be written as JSON."""
@@ -353,7 +327,7 @@ class SizeEstimate:
 
 
 def size(
-    source: Config | Mapping[str, Any] | str | Path,
+    source: Config | Mapping[str, object] | str | Path,
     *,
     batch_size: int = 1,
     context: int | None = None,
@@ -381,10 +355,51 @@ def size(
     name, 'local' (as measured by `cutaway bench`) or a `Hardware`. `tp` and `dp_shard` are the tensor-parallel and
     FSDP group sizes; `parallel='tp'` or `'fsdp'` uses all remaining devices of `world_size` for that dimension.
     """
-    return SizeEstimate(resolve_options(**locals()))
+    config = read_config(source)
+    for name, value, choices in (
+        ("mode", mode, MODE_LABELS),
+        ("activation_checkpointing", activation_checkpointing, ACTIVATION_CHECKPOINTING_MODES),
+        ("kernel", kernel, ATTENTION_KERNELS),
+        ("loss", loss, LOSS_MODES),
+        ("optimizer", optimizer, OPTIMIZERS),
+        ("kv_cache_dtype", "bf16" if kv_cache_dtype is None else kv_cache_dtype, KV_CACHE_DTYPES),
+    ):
+        if not (isinstance(value, str) and value in choices):
+            raise InputError(f"{name} {value!r} is not known; use one of {', '.join(choices)}")
+    batch_size, world_size = check_count("batch_size", batch_size), check_count("world_size", world_size)
+    context, source_len = check_optional_count("context", context), check_optional_count("source_len", source_len)
+    dp_shard, tp = check_optional_count("dp_shard", dp_shard), check_optional_count("tp", tp)
+    device = resolve_hardware(hardware)
+    if price_per_hour is not None and device is None:
+        raise InputError("price_per_hour needs device hours, and hardware is not set; pass a device, as in --gpu h100")
+    if price_per_hour is not None and not (isinstance(price_per_hour, int | float) and 0 <= price_per_hour < 1e12):
+        raise InputError(f"price_per_hour is {price_per_hour!r}; pass the cost of one device per hour, at least 0")
+    length = context or min(config.context or FALLBACK_CONTEXT, MAX_DEFAULT_CONTEXT)
+    precision = get_precision(dtype or ("mixed" if mode == "train" else "bf16"))
+    options = SizeOptions(
+        config=config,
+        mode=mode,
+        batch_size=batch_size,
+        context=length,
+        source_len=source_len or length,
+        precision=precision,
+        kv_cache_dtype=kv_cache_dtype or ("fp32" if precision.name == "fp32" else "bf16"),
+        optimizer=optimizer,
+        activation_checkpointing=activation_checkpointing,
+        kernel=kernel,
+        loss=loss,
+        packed=packed,
+        hardware=device,
+        world_size=world_size,
+        parallel=parallel,
+        parallel_dims=resolve_parallel_dims(parallel, world_size, batch_size, dp_shard, tp),
+        train_tokens=check_optional_count("train_tokens", train_tokens),
+        price_per_hour=price_per_hour,
+    )
+    return SizeEstimate(options)
 
 
-CONVENTION = (
+_CONVENTION = (
     "2 FLOPs per multiply-add, matrix multiplications only; 'full' counts attention over all pairs of tokens,"
     " 'visible' over the pairs that the mask leaves visible (and MLA with absorbed up-projections if that is less);"
     " memory is per device, in bytes, with a fused optimizer"
@@ -394,187 +409,131 @@ CONVENTION = (
 def estimates_to_dict(estimate: SizeEstimate, *others: SizeEstimate) -> dict[str, Any]:
     """Convert an estimate to a dict; `others` are estimates of the same model and options in another mode."""
     config = estimate.options.config
-    estimates = (estimate, *others)
-    result: dict[str, Any] = {
+    estimates = {item.options.mode: item for item in (estimate, *others)}
+    training = estimates.get("train")
+    memory = {mode: _memory_to_dict(item.memory) for mode, item in estimates.items()}
+    if training is estimate and not others:  # a training estimate alone also compares the modes
+        memory["train"]["by_activation_checkpointing"] = _memory_by_activation_checkpointing(estimate)
+    result: dict[str, object] = {
         "model": {
             "form": config.form,
             "layers": {name: stack.layers for name, stack in config.stacks.items()},
-            "d_model": config.d_model,
-            "vocab_size": config.vocab_size,
-            "context": config.context,
+            **_pick(config, "d_model", "vocab_size", "context"),
         },
-        "options": {item.options.mode: options_to_dict(item) for item in estimates},
-        "conventions": CONVENTION,
+        "options": {mode: options_to_dict(item) for mode, item in estimates.items()},
+        "conventions": _CONVENTION,
         "parameters": _parameters_to_dict(estimate.parameters),
         "checkpoint": asdict(estimate.checkpoint),
-        "flops": _all_flops_to_dict(estimate, estimates[-1]),
-        "memory": {item.options.mode: _memory_to_dict(item.memory) for item in estimates},
+        "flops": _all_flops_to_dict(estimate, (estimate, *others)[-1]),
+        "memory": memory,
     }
     if estimate.options.world_size > 1:
+        collectives = {} if training is None else training.collectives
         result["collectives"] = {
-            kind: {"count": count, "bytes": nbytes}
-            for item in estimates
-            if item.options.mode == "train"
-            for kind, (count, nbytes) in item.collectives.items()
+            kind: {"count": count, "bytes": nbytes} for kind, (count, nbytes) in collectives.items()
         }
     if not isinstance(config, Encoder):
         result["kv_cache"] = _kv_cache_to_dict(estimate.kv_cache)
     if estimate.options.hardware is not None:
         result["hardware"] = asdict(estimate.options.hardware)
-        result["fits"] = {item.options.mode: item.fits for item in estimates}
-        result["time"] = {item.options.mode: _times_to_dict(item) for item in estimates}
-    if estimate.options.mode == "train" and not others:  # a training estimate alone also compares the modes
-        result["memory"]["train"]["by_activation_checkpointing"] = _memory_by_activation_checkpointing(estimate)
-    for item in estimates:
-        if item.options.mode == "train":
-            result["training_budget"] = {
-                name: value for name, value in asdict(item.training_budget).items() if value is not None
-            }
-            result["training_budget"]["tokens_per_parameter"] = item.training_budget.tokens_per_parameter
+        result["fits"] = {mode: item.fits for mode, item in estimates.items()}
+        result["time"] = {mode: _times_to_dict(item) for mode, item in estimates.items()}
+    if training is not None:
+        budget = training.training_budget
+        known = {name: value for name, value in asdict(budget).items() if value is not None}
+        result["training_budget"] = known | {"tokens_per_parameter": budget.tokens_per_parameter}
     return result
 
 
-def _all_flops_to_dict(estimate: SizeEstimate, train_estimate: SizeEstimate) -> dict[str, Any]:
+def _pick(item: object, *names: str) -> dict[str, object]:
+    """The attributes with these names."""
+    return {name: getattr(item, name) for name in names}
+
+
+def _all_flops_to_dict(estimate: SizeEstimate, train_estimate: SizeEstimate) -> dict[str, object]:
     """FLOPs of a forward pass, a decode step and a training pass; `train_estimate` may have the last one cached."""
     params, options = estimate.parameters, estimate.options
-    encoder_parameters = (
-        sum(layer.active for layer in params.unique_layers if layer.stack == "encoder")
-        if params.is_encoder_decoder
-        else 0
-    )
+    encoder_parameters = 0
+    if params.is_encoder_decoder:
+        encoder_parameters = sum(layer.active for layer in params.unique_layers if layer.stack == "encoder")
     decoder_parameters = params.active - encoder_parameters
-    parameter_tokens = (
-        encoder_parameters * options.source_len + decoder_parameters * options.context
-    )  # N·D, summed over encoder and decoder
-    result: dict[str, Any] = {"forward": _flops_to_dict(estimate.forward_flops, "2ND", 2 * parameter_tokens)}
+    # N·D, summed over encoder and decoder
+    parameter_tokens = encoder_parameters * options.source_len + decoder_parameters * options.context
+    result: dict[str, object] = {"forward": _flops_to_dict(estimate.forward_flops, "2ND", 2 * parameter_tokens)}
     if estimate.decode_flops is not None:
         result["decode"] = _flops_to_dict(estimate.decode_flops, "2N", 2 * decoder_parameters)
-    return result | {
-        "train": {
-            mode: _flops_to_dict(flops, "6ND", 6 * parameter_tokens)
-            for mode, flops in train_estimate.train_flops.items()
-        }
+    result["train"] = {
+        mode: _flops_to_dict(flops, "6ND", 6 * parameter_tokens) for mode, flops in train_estimate.train_flops.items()
     }
+    return result
 
 
-def options_to_dict(estimate: SizeEstimate) -> dict[str, Any]:
+def options_to_dict(estimate: SizeEstimate) -> dict[str, object]:
     options = estimate.options
-    fields = {
-        name: value
-        for name, value in vars(options).items()
-        if name not in ("config", "hardware", "precision", "parallel_dims")
-    }
+    resolved = ("config", "hardware", "precision", "parallel_dims")
+    fields = {name: value for name, value in vars(options).items() if name not in resolved}
     fields |= asdict(options.parallel_dims) | {"parallel_dims": str(options.parallel_dims)}
     fields |= {"dtype": options.precision.name, "hardware": options.hardware.name if options.hardware else None}
-    return fields | {
-        "batch_size_per_device": estimate.batch_size_per_device,
-        "context_warning": options.context_warning or None,
-    }
+    fields["batch_size_per_device"] = estimate.batch_size_per_device
+    return fields | {"context_warning": options.context_warning or None}
 
 
-def _parameters_to_dict(counts: ParameterCounts) -> dict[str, Any]:
-    non_layer = {
-        name: getattr(counts, name)
-        for name in (
-            "embedding",
-            "positions",
-            "token_types",
-            "embedding_projection",
-            "embedding_norm",
-            "final_norm",
-            "head",
-            "head_transform",
-            "pooler",
-        )
-    }
-    totals = {"total": counts.total, "active": counts.active, "non_embedding": counts.non_embedding}
-    return (
-        totals
-        | non_layer
-        | {"layers": [layer | {"num_layers": count} for layer, count in _group_equal_layers(counts.per_layer)]}
-    )
-
-
-def _group_equal_layers(layers: tuple[LayerParameterCounts, ...]) -> list[tuple[dict[str, Any], int]]:
-    """Run-length encoding of equal consecutive layers."""
-    runs = [(layer, len(list(run))) for layer, run in groupby(layers)]
-    return [(asdict(layer) | {"total": layer.total, "active": layer.active}, count) for layer, count in runs]
-
-
-def _flops_to_dict(flops: FlopCounts, rule_name: str, rule_flops: int) -> dict[str, Any]:
-    return {
-        "num_tokens": flops.num_tokens,
-        "total": flops.total,
-        "total_visible": flops.total_visible,
-        "per_token": flops.per_token,
-        "per_token_visible": flops.per_token_visible,
-        "full": flops.full,
-        "visible": flops.visible,
-        "rule_of_thumb": {"name": rule_name, "flops": rule_flops, "error": flops.rule_of_thumb_error(rule_flops)},
-    }
-
-
-def _memory_to_dict(memory: MemoryBreakdown) -> dict[str, Any]:
-    return {
-        "total_bytes": memory.total_bytes,
-        "peak_phase": memory.peak_phase,
-        "peak_by_component": memory.peak_by_component,
-        "bytes_by_component": memory.bytes_by_component,
-    }
-
-
-def _memory_by_activation_checkpointing(estimate: SizeEstimate) -> dict[str, Any]:
-    """Memory of a training step in each mode, with the selected attention kernel and with the explicit kernel."""
-    options, result = estimate.options, {}
-    for mode in ACTIVATION_CHECKPOINTING_MODES:
-        kernels = dict.fromkeys((options.kernel, "explicit"))
-        by_kernel = {
-            kernel: type(estimate)(replace(options, activation_checkpointing=mode, kernel=kernel)).training_memory
-            for kernel in kernels
-        }
-        result[mode] = {
-            kernel: {"activations": memory.bytes_by_component["activations"], "total_bytes": memory.total_bytes}
-            for kernel, memory in by_kernel.items()
-        }
+def _parameters_to_dict(counts: ParameterCounts) -> dict[str, object]:
+    result = _pick(counts, "total", "active", "non_embedding")
+    result |= {field.name: getattr(counts, field.name) for field in fields(counts) if field.name != "per_layer"}
+    runs = [(layer, len(list(run))) for layer, run in groupby(counts.per_layer)]  # equal consecutive layers
+    result["layers"] = [
+        asdict(layer) | {"total": layer.total, "active": layer.active, "num_layers": count} for layer, count in runs
+    ]
     return result
 
 
-def _kv_cache_to_dict(cache: KVCacheSize) -> dict[str, Any]:
-    return {
-        "total_bytes": cache.total_bytes,
-        "bytes_per_token": cache.bytes_per_token,
-        "unwindowed_bytes": cache.unwindowed_bytes,
-        "expanded_bytes": cache.expanded_bytes,
-        "by_kind": {kind: {"num_layers": count, "bytes": nbytes} for kind, (count, nbytes) in cache.by_kind.items()},
-    }
+def _flops_to_dict(flops: FlopCounts, rule_name: str, rule_flops: int) -> dict[str, object]:
+    names = ("num_tokens", "total", "total_visible", "per_token", "per_token_visible", "full", "visible")
+    rule = {"name": rule_name, "flops": rule_flops, "error": flops.rule_of_thumb_error(rule_flops)}
+    return _pick(flops, *names) | {"rule_of_thumb": rule}
 
 
-def _times_to_dict(estimate: SizeEstimate) -> dict[str, Any]:
+def _memory_to_dict(memory: MemoryBreakdown) -> dict[str, object]:
+    return _pick(memory, "total_bytes", "peak_phase", "peak_by_component", "bytes_by_component")
+
+
+def _memory_by_activation_checkpointing(estimate: SizeEstimate) -> dict[str, dict[str, dict[str, int]]]:
+    """Memory of a training step in each mode, with the selected attention kernel and with the explicit kernel."""
+    result: dict[str, dict[str, dict[str, int]]] = {}
+    for mode in ACTIVATION_CHECKPOINTING_MODES:
+        result[mode] = {}
+        for kernel in dict.fromkeys((estimate.options.kernel, "explicit")):
+            options = replace(estimate.options, activation_checkpointing=mode, kernel=kernel)
+            memory = type(estimate)(options).training_memory
+            activations = memory.bytes_by_component["activations"]
+            result[mode][kernel] = {"activations": activations, "total_bytes": memory.total_bytes}
+    return result
+
+
+def _kv_cache_to_dict(cache: KVCacheSize) -> dict[str, object]:
+    by_kind = {kind: {"num_layers": count, "bytes": nbytes} for kind, (count, nbytes) in cache.by_kind.items()}
+    names = ("total_bytes", "bytes_per_token", "unwindowed_bytes", "expanded_bytes")
+    return _pick(cache, *names) | {"by_kind": by_kind}
+
+
+def _times_to_dict(estimate: SizeEstimate) -> dict[str, object]:
     if estimate.options.mode == "train":
         return {"train_step": _bound_to_dict(estimate.train_time)}
-    result = {"prefill": _bound_to_dict(estimate.prefill_time)}
+    result: dict[str, object] = {"prefill": _bound_to_dict(estimate.prefill_time)}
     if not isinstance(estimate.options.config, Encoder):
         crossover = {"compute_bound_batch_size": estimate.compute_bound_batch_size}
-        result |= {"decode": _bound_to_dict(estimate.decode_time) | crossover}
+        result["decode"] = _bound_to_dict(estimate.decode_time) | crossover
     return result
 
 
-def _bound_to_dict(bound: RooflineBound | None) -> dict[str, Any]:
+def _bound_to_dict(bound: RooflineBound | None) -> dict[str, object]:
     assert bound is not None
-    return {
-        "min_seconds": bound.min_seconds,
-        "bottleneck": bound.bottleneck,
-        "compute_seconds": bound.compute_seconds,
-        "bandwidth_seconds": bound.bandwidth_seconds,
-        "arithmetic_intensity": bound.arithmetic_intensity,
-        "ridge_point": bound.ridge_point,
-        "num_tokens": bound.num_tokens,
-        "max_tokens_per_second": bound.max_tokens_per_second,
-        "expected_seconds": [bound.expected_seconds_low, bound.expected_seconds_high],
+    low, high = bound.expected_seconds_low, bound.expected_seconds_high
+    names = ("min_seconds", "bottleneck", "compute_seconds", "bandwidth_seconds", "arithmetic_intensity", "ridge_point")
+    return _pick(bound, *names, "num_tokens", "max_tokens_per_second") | {
+        "expected_seconds": [low, high],
         "eager_seconds_high": bound.eager_seconds_high,
-        "expected_tokens_per_second": [
-            bound.num_tokens / bound.expected_seconds_high,
-            bound.num_tokens / bound.expected_seconds_low,
-        ],
+        "expected_tokens_per_second": [bound.num_tokens / high, bound.num_tokens / low],
         "efficiency": asdict(bound.efficiency),
     }

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from cutaway.size.shape_pass import CostCounter
 
-FLOP_COMPONENTS = ("projections", "scores", "values", "ffn", "combine", "head", "embedding")
+_FLOP_COMPONENTS = ("projections", "scores", "values", "ffn", "combine", "head", "embedding")
 """`combine` is the weighted sum of MoE experts; `embedding` the projection of a factorized embedding."""
 
 
@@ -57,7 +57,7 @@ class FlopCounts:
 
 def count_flops(counter: CostCounter, num_tokens: int, *, activation_checkpointing: str = "none") -> FlopCounts:
     """FLOPs of a forward and (if recorded) backward pass by component, with recomputed activations."""
-    full, visible = dict.fromkeys(FLOP_COMPONENTS, 0), dict.fromkeys(FLOP_COMPONENTS, 0)
+    full, visible = dict.fromkeys(_FLOP_COMPONENTS, 0), dict.fromkeys(_FLOP_COMPONENTS, 0)
     for (phase, component), flops in counter.full_flops.items():
         if phase != "recompute":
             full[component] += flops

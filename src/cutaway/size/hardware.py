@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cutaway.errors import InputError
 
-MIN_FIGURE, MAX_FIGURE = 1, 1e30
+_MIN_FIGURE, _MAX_FIGURE = 1, 1e30
 """Accepted range of bytes and of rates per second; every estimate is finite within it."""
 
 HARDWARE_KINDS = ("data-center", "workstation", "consumer", "apple", "cpu")
@@ -27,20 +27,8 @@ COMPUTE_DTYPES = {
 }
 """For each dtype, the dtypes whose peak rate is used, in order of preference; the first that the device has applies."""
 
-_VENDOR_WORDS = {
-    "nvidia",
-    "geforce",
-    "tesla",
-    "amd",
-    "radeon",
-    "instinct",
-    "intel",
-    "xeon",
-    "platinum",
-    "core",
-    "apple",
-}
-_VENDOR_WORDS |= {"google", "cloud", "aws", "gpu", "graphics", "r", "tm"}
+_VENDOR_WORDS = {"nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "intel", "xeon", "platinum", "core"}
+_VENDOR_WORDS |= {"apple", "google", "cloud", "aws", "gpu", "graphics", "r", "tm"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,24 +58,18 @@ class Hardware:
         figures |= {} if self.memory is None else {"memory": self.memory}
         for label, value in figures.items():
             is_number = isinstance(value, Real) and not isinstance(value, bool)
-            if not (is_number and MIN_FIGURE <= value <= MAX_FIGURE):
-                raise InputError(
-                    f"{label} is {value!r}, which is not a valid figure of a device; pass a number from 1 to 1e30"
-                )
+            if not (is_number and _MIN_FIGURE <= value <= _MAX_FIGURE):
+                raise InputError(f"{label} is {value!r}, which is not a valid figure; pass a number from 1 to 1e30")
 
     def compute_dtype(self, dtype: str) -> str:
         """The dtype whose peak rate applies to matmuls in `dtype`: bf16 for int8 weights, fp16 on a T4, and so on."""
         if dtype not in COMPUTE_DTYPES:
-            raise InputError(
-                f"dtype {dtype!r} has no peak rate in the hardware table; use one of {', '.join(COMPUTE_DTYPES)}"
-            )
+            raise InputError(f"dtype {dtype!r} has no peak rate; use one of {', '.join(COMPUTE_DTYPES)}")
         for known in COMPUTE_DTYPES[dtype]:
             if known in self.flops:
                 return known
-        raise InputError(
-            f"{self.title} has peak rates for {', '.join(self.flops)} only, and none applies to {dtype}; "
-            "use one of those dtypes, or pass the rate with --flops"
-        )
+        problem = f"{self.title} has peak rates for {', '.join(self.flops)} only, and none applies to {dtype}"
+        raise InputError(f"{problem}; use one of those dtypes, or pass the rate with --flops")
 
     def peak_flops(self, dtype: str) -> float:
         """Peak FLOPS (operations per second) of matmuls in `dtype`."""
@@ -98,10 +80,8 @@ def get_hardware(name: str) -> Hardware:
     """Look up a device by name, title or alias; case, spaces, dashes and the vendor name are ignored."""
     key = _name_index().get(_normalize_name(name))
     if key is None:
-        raise InputError(
-            f"unknown device {name!r}{_suggest_names(name)}; "
-            "use a name of --list-hardware, or pass --bandwidth and --flops"
-        )
+        problem = f"unknown device {name!r}{_suggest_names(name)}"
+        raise InputError(f"{problem}; use a name of --list-hardware, or pass --bandwidth and --flops")
     return _load_device(key)
 
 

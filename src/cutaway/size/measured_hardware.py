@@ -1,13 +1,13 @@
 """Results of `cutaway bench` on this machine, stored on disk and used for `hardware="local"`."""
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cutaway.errors import InputError
 from cutaway.size.hardware import Hardware
 from cutaway.size.roofline import DEFAULT_EFFICIENCY, EfficiencyRange
+from cutaway.user_files import user_cache_dir, write_text_atomically
 
 LOCAL_HARDWARE = "local"
 """Value of `hardware` that selects this machine."""
@@ -31,46 +31,30 @@ class MeasuredHardware:
     date: str
 
 
-def user_cache_dir() -> Path:
-    """Directory of the measurements: $CUTAWAY_CACHE, or `cutaway` in the user's cache directory."""
-    override = os.environ.get("CUTAWAY_CACHE")
-    cache = Path(override) if override else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "cutaway"
-    try:
-        return cache.expanduser()
-    except RuntimeError:  # no home directory, as in many containers: nothing has been measured
-        return cache
-
-
 def measured_hardware_path() -> Path:
     return user_cache_dir() / "measured_hardware.json"
 
 
 def save_measured_hardware(measured: MeasuredHardware) -> Path:
-    """Write a measurement atomically and return the path."""
+    """Write a measurement and return the path."""
     path = measured_hardware_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(asdict(measured), indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_text_atomically(path, json.dumps(asdict(measured), indent=1) + "\n")
     return path
 
 
 def load_measured_hardware() -> MeasuredHardware | None:
     """Load the measurement of this machine; None if there is none."""
     try:
-        data = json.loads(measured_hardware_path().read_text(encoding="utf-8"))
-        measured = MeasuredHardware(**data)
+        measured = MeasuredHardware(**json.loads(measured_hardware_path().read_text(encoding="utf-8")))
         figures = [measured.bandwidth, measured.memory, *measured.flops.values(), *measured.efficiency.values()]
-        valid = all(isinstance(figure, int | float) and 1e-9 < figure < 1e30 for figure in figures)
+        if all(isinstance(figure, int | float) and 1e-9 < figure < 1e30 for figure in figures):
+            return measured
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        valid = False
-    if not valid:
-        raise InputError(
-            f"'{measured_hardware_path()}' is not a valid measurement; run `cutaway bench` again, or delete the file"
-        )
-    return measured
+        pass
+    path = measured_hardware_path()
+    raise InputError(f"'{path}' is not a valid measurement; run `cutaway bench` again, or delete the file")
 
 
 def local_hardware() -> Hardware:
@@ -104,12 +88,9 @@ def expected_efficiency(workload: str, hardware: Hardware, dtype: str) -> Effici
     if dtype != measured.dtype or workload not in measured.efficiency:
         return DEFAULT_EFFICIENCY[workload]
     fraction = measured.efficiency[workload]
-    if (
-        hardware.name != LOCAL_HARDWARE
-    ):  # the fraction is of the measured limits; convert it to a fraction of the published limits
-        ratios = {"decode": measured.bandwidth / hardware.bandwidth}
-        fraction *= ratios.get(
-            workload, measured.flops.get(dtype, hardware.peak_flops(dtype)) / hardware.peak_flops(dtype)
-        )
+    if hardware.name != LOCAL_HARDWARE:  # from a fraction of the measured limits to one of the published limits
+        peak = hardware.peak_flops(dtype)
+        flops_ratio = measured.flops.get(dtype, peak) / peak
+        fraction *= measured.bandwidth / hardware.bandwidth if workload == "decode" else flops_ratio
     source = f"measured on this machine with {measured.model} in {dtype}, {measured.date}, ± 1/3"
     return EfficiencyRange(min(0.99, fraction * 4 / 3), fraction * 2 / 3, source)

@@ -11,9 +11,9 @@ from cutaway.size.precision import Precision
 from cutaway.size.shape_pass import PassCost
 from cutaway.size.state_dict import checkpoint_size, list_tensors
 
-CUBLAS_WORKSPACE_BYTES = 64 << 20
+_CUBLAS_WORKSPACE_BYTES = 64 << 20
 """Workspace that PyTorch allocates for cuBLAS and cuBLASLt on Hopper; less on older GPUs."""
-PREFILL_CHUNK_TOKENS = 8192
+_PREFILL_CHUNK_TOKENS = 8192
 """Maximum number of tokens per prefill chunk; longer prompts are prefilled in chunks."""
 
 
@@ -36,21 +36,18 @@ def inference_memory(
     config: Config, precision: Precision, kv_cache: KVCacheSize, prefill_pass: PassCost, *, on_gpu: bool
 ) -> MemoryBreakdown:
     """Memory of weights, KV cache and prefill activations. `config` is one tensor-parallel rank's."""
-    weight_bytes = checkpoint_size(config, precision).total_bytes
-    peak = {"weights": weight_bytes, "kv cache": kv_cache.total_bytes}
-    peak |= {"activations": prefill_pass.peak_bytes - prefill_pass.logits_bytes, "logits": prefill_pass.logits_bytes}
-    peak |= {"workspace": CUBLAS_WORKSPACE_BYTES} if on_gpu else {}
-    sizes = {
-        "weights": weight_bytes,
-        "kv cache": kv_cache.total_bytes,
+    logits_bytes, peak_bytes = prefill_pass.logits_bytes, prefill_pass.peak_bytes
+    resident = {"weights": checkpoint_size(config, precision).total_bytes, "kv cache": kv_cache.total_bytes}
+    sizes = resident | {
         "kv cache unwindowed": kv_cache.unwindowed_bytes,
         "kv cache per token": kv_cache.bytes_per_token,
-        "activations": prefill_pass.peak_bytes,
-        "logits": prefill_pass.logits_bytes,
+        "activations": peak_bytes,
+        "logits": logits_bytes,
     }
     if kv_cache.expanded_bytes != kv_cache.unwindowed_bytes:
         sizes["kv cache expanded"] = kv_cache.expanded_bytes
-    return MemoryBreakdown({name: nbytes for name, nbytes in peak.items() if nbytes}, sizes, "prefill")
+    transient = {"activations": peak_bytes - logits_bytes, "logits": logits_bytes}
+    return MemoryBreakdown(_peak(resident | transient, on_gpu=on_gpu), sizes, "prefill")
 
 
 def training_memory(
@@ -58,9 +55,9 @@ def training_memory(
     precision: Precision,
     optimizer: str,
     train_pass: PassCost,
+    parallel_dims: ParallelDims,
     *,
     on_gpu: bool,
-    parallel_dims: ParallelDims | None = None,
 ) -> MemoryBreakdown:
     """Memory of a training step: weights and optimizer state, plus activations and gradients at their peak.
 
@@ -68,7 +65,6 @@ def training_memory(
     """
     if not precision.can_train:
         raise InputError(f"dtype {precision.name} is for inference only; train in fp32, bf16, fp16 or mixed")
-    parallel_dims = parallel_dims or ParallelDims()
     tensors = [tensor.shard(parallel_dims.dp_shard) for tensor in list_tensors(config)]
     weight_bytes = sum(tensor.nbytes(precision) for tensor in tensors)
     state_bytes = optimizer_state_bytes(optimizer, tensors, precision.unquantized_bytes)
@@ -76,16 +72,12 @@ def training_memory(
     transient = dict(train_pass.peak_by_component)
     phase = "start of backward" if transient.get("gradients", 0) < grad_bytes // 2 else "end of backward"
     if grad_bytes + train_pass.bytes_at_optimizer_step > train_pass.peak_bytes:
-        transient, phase = (
-            {"gradients": grad_bytes, "logits": train_pass.bytes_at_optimizer_step},
-            "optimizer step",
-        )
+        transient = {"gradients": grad_bytes, "logits": train_pass.bytes_at_optimizer_step}
+        phase = "optimizer step"
     if parallel_dims.dp_replicate > 1 and parallel_dims.dp_shard == parallel_dims.tp == 1:
-        transient["gradients"] = (
-            grad_bytes  # DDP: gradients are views of the all-reduce buckets, allocated for the whole step
-        )
+        # DDP: gradients are views of the all-reduce buckets, allocated for the whole step
+        transient["gradients"] = grad_bytes
     peak = {"weights": weight_bytes, "optimizer": state_bytes, **transient}
-    peak |= {"workspace": CUBLAS_WORKSPACE_BYTES} if on_gpu else {}
     sizes = {
         "weights": weight_bytes,
         "gradients": grad_bytes,
@@ -93,7 +85,13 @@ def training_memory(
         "activations": train_pass.saved_bytes,
         "logits": train_pass.logits_bytes,
     }
-    return MemoryBreakdown({name: nbytes for name, nbytes in peak.items() if nbytes}, sizes, phase)
+    return MemoryBreakdown(_peak(peak, on_gpu=on_gpu), sizes, phase)
+
+
+def _peak(components: dict[str, int], *, on_gpu: bool) -> dict[str, int]:
+    """The components that are not empty, with the GPU's workspace."""
+    workspace = {"workspace": _CUBLAS_WORKSPACE_BYTES} if on_gpu else {}
+    return {name: nbytes for name, nbytes in (components | workspace).items() if nbytes}
 
 
 def prefill_chunks(
@@ -105,13 +103,13 @@ def prefill_chunks(
     not chunked.
     """
     max_len = max(context, source_len)
-    rows = min(batch_size, max(1, PREFILL_CHUNK_TOKENS // max_len))
-    length = context if unchunked else min(context, PREFILL_CHUNK_TOKENS)
+    rows = min(batch_size, max(1, _PREFILL_CHUNK_TOKENS // max_len))
+    length = context if unchunked else min(context, _PREFILL_CHUNK_TOKENS)
     chunks = [(rows, length, context - length, source_len)]
     if length < context:
         chunks.append((rows, length, 0, source_len))  # the first chunk, which also runs the encoder
     for more_rows in {rows + 1, 1 << rows.bit_length()}:
-        if more_rows <= min(batch_size, PREFILL_CHUNK_TOKENS):
-            shorter = PREFILL_CHUNK_TOKENS // more_rows
+        if more_rows <= min(batch_size, _PREFILL_CHUNK_TOKENS):
+            shorter = _PREFILL_CHUNK_TOKENS // more_rows
             chunks.append((more_rows, min(context, shorter), 0, min(source_len, shorter)))
     return chunks

@@ -14,7 +14,7 @@ from cutaway.size.model_scaling import SCALING_FAMILIES, ModelShape, build_famil
 from cutaway.size.options import SizeOptions
 from cutaway.size.units import parse_bytes
 
-ConfigSource = Config | Mapping[str, Any] | str | Path
+_ConfigSource = Config | Mapping[str, object] | str | Path
 
 SEARCH_LIMIT = 2**24
 """Upper limit of the search for a context length or a batch size."""
@@ -58,13 +58,13 @@ class MemoryFit:
 
 def fit_to_memory(
     memory: int | float | str,
-    source: ConfigSource,
+    source: _ConfigSource,
     *,
     batch_size: int = 1,
     context: int | None = None,
     dtype: str | None = None,
     mode: str = "infer",
-    **options: Any,
+    **options: object,
 ) -> MemoryFit:
     """Find the longest context, the largest batch size and the model shapes that fit in `memory` bytes per device.
 
@@ -73,7 +73,7 @@ def fit_to_memory(
     budget = parse_bytes(memory)
     family = source if isinstance(source, str) and source in SCALING_FAMILIES else None
     config_source = source if family is None else build_family_config(family, context)
-    estimate = size(config_source, batch_size=batch_size, context=context, dtype=dtype, mode=mode, **options)
+    estimate = size(config_source, batch_size=batch_size, context=context, dtype=dtype, mode=mode, **options)  # type: ignore[arg-type]  # `size` validates them
     resolved = estimate.options
     source_follows = options.get("source_len") is None
     limit = max_position_embeddings(resolved, source_follows)
@@ -101,20 +101,15 @@ def fit_to_memory(
     )
 
 
-def compare_models(sources: Iterable[ConfigSource], **options: Any) -> list[SizeEstimate]:
+def compare_models(sources: Iterable[_ConfigSource], **options: object) -> list[SizeEstimate]:
     """Estimate several models with the same options; the default context is the smallest of their default contexts."""
     if isinstance(sources, str | Path | Mapping | TransformerConfig):
         raise InputError("compare_models takes several models; pass a list")
-    estimates = [size(source, **options) for source in sources]
+    estimates = [size(source, **options) for source in sources]  # type: ignore[arg-type]  # `size` validates them
     if not estimates:
         raise InputError("compare_models got no models; pass at least one")
-    context = min(estimate.options.context for estimate in estimates)
-    return [
-        estimate
-        if estimate.options.context == context
-        else size(estimate.options.config, **options | {"context": context})
-        for estimate in estimates
-    ]
+    options["context"] = min(estimate.options.context for estimate in estimates)
+    return [size(estimate.options.config, **options) for estimate in estimates]  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------- context length and batch size

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from math import gcd
 from typing import TypeVar
 
@@ -23,16 +24,16 @@ from cutaway.size.parallel import shard_config
 from cutaway.size.parameters import count_parameters
 
 LAYER_CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128)
-WIDTH_CANDIDATES = (128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 12288, 16384)
-MIN_ASPECT_RATIO, MAX_ASPECT_RATIO = 24, 192
+_WIDTH_CANDIDATES = (128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 12288, 16384)
+_MIN_ASPECT_RATIO, _MAX_ASPECT_RATIO = 24, 192
 """Range of d_model / layers; nearly all published models are within it."""
-MAX_WIDTH_MULTIPLE = 128
+_MAX_WIDTH_MULTIPLE = 128
 """Scaled widths keep the power-of-two divisor of the source's width, up to this value."""
 
 SCALING_FAMILIES = ("classic", "llama")
 """Families of shapes that can be used in place of a configuration."""
 
-MIN_BUDGET_FRACTION, MAX_BUDGET_FRACTION = 1 / 8, 2
+_MIN_BUDGET_FRACTION, _MAX_BUDGET_FRACTION = 1 / 8, 2
 """Fractions of the budget between which shapes are listed."""
 MAX_TABLE_SIZE = 8
 """Maximum number of depths and of widths in a table of shapes."""
@@ -173,7 +174,7 @@ def _scale_dense_ffn(ffn: DenseFFN, d_model: int, new_d_model: int) -> DenseFFN:
 
 
 def _scale_width(hidden_width: int, d_model: int, new_d_model: int) -> int:
-    unit = gcd(hidden_width, MAX_WIDTH_MULTIPLE)
+    unit = gcd(hidden_width, _MAX_WIDTH_MULTIPLE)
     return max(1, _round_divide(hidden_width // unit * new_d_model, d_model)) * unit
 
 
@@ -183,9 +184,9 @@ def _round_divide(numerator: int, denominator: int) -> int:
 
 
 def _head_dim(attention: Attention, d_model: int) -> int:
-    return (
-        attention.d_nope + attention.d_rope if isinstance(attention, LatentAttention) else attention.head_dim(d_model)
-    )
+    if isinstance(attention, LatentAttention):
+        return attention.d_nope + attention.d_rope
+    return attention.head_dim(d_model)
 
 
 # ---------------------------------------------------------------------------------------- shapes near a budget
@@ -195,17 +196,16 @@ def list_shapes_near_budget(options: SizeOptions, memory_budget: int) -> tuple[t
     """List, for each width, shapes from 1/8 of the budget to the first one beyond it; also return remarks."""
     source, notes = options.config, []
     total = cache(lambda config: SizeEstimate(replace(options, config=config)).memory.total_bytes)
-    columns = [_configs_at_width(source, width) for width in _candidate_values(WIDTH_CANDIDATES, source.d_model)]
+    columns = [_configs_at_width(source, width) for width in _candidate_values(_WIDTH_CANDIDATES, source.d_model)]
     shardable = [[config for config in column if _can_shard(config, options)] for column in columns]
     if shardable != columns:
         notes.append(
             f"Shapes whose heads or hidden dimension cannot be split over {options.world_size} devices are left out."
         )
-    listed_configs = [
-        config for column in shardable for config in _configs_near_budget(column, options, memory_budget, total)
-    ]
+    near_budget = (_configs_near_budget(column, options, memory_budget, total) for column in shardable)
+    listed_configs = list(chain.from_iterable(near_budget))
     listed_configs = _limit_table(MAX_TABLE_SIZE, listed_configs, (num_layers(source), source.d_model))
-    if not listed_configs and (all_configs := [config for column in shardable for config in column]):
+    if not listed_configs and (all_configs := list(chain.from_iterable(shardable))):
         smallest = min(all_configs, key=lambda config: count_parameters(config).total)
         if total(smallest) > memory_budget:
             listed_configs = [smallest]
@@ -216,18 +216,12 @@ def list_shapes_near_budget(options: SizeOptions, memory_budget: int) -> tuple[t
     encoder, layers = source.stacks.get("encoder"), num_layers(source)
     if encoder is not None and encoder.layers != layers:
         notes.append(f"Layers are those of the decoder; the encoder has {encoder.layers} per {layers} decoder layers.")
-    shapes = [
-        ModelShape(
-            num_layers(config),
-            config.d_model,
-            num_heads(config),
-            count_parameters(config).total,
-            total(config),
-            total(config) <= memory_budget,
-        )
-        for config in listed_configs
-    ]
-    return tuple(sorted(shapes, key=lambda shape: (shape.layers, shape.d_model))), " ".join(notes)
+    shapes = []
+    for config in sorted(listed_configs, key=lambda config: (num_layers(config), config.d_model)):
+        parameters, nbytes = count_parameters(config).total, total(config)
+        shape = num_layers(config), config.d_model, num_heads(config)
+        shapes.append(ModelShape(*shape, parameters, nbytes, nbytes <= memory_budget))
+    return tuple(shapes), " ".join(notes)
 
 
 def _candidate_values(candidates: tuple[int, ...], own_value: int) -> list[int]:
@@ -240,13 +234,12 @@ def _configs_at_width(source: Config, d_model: int) -> list[Config]:
     source_layers, minimum = num_layers(source), min_layers(source)
     if d_model < max_head_dim(source) and d_model != source.d_model:
         return []
-    depths = [
-        layers
-        for layers in _candidate_values(LAYER_CANDIDATES, source_layers)
-        if (layers >= minimum and MIN_ASPECT_RATIO * layers <= d_model <= MAX_ASPECT_RATIO * layers)
-        or (layers, d_model) == (source_layers, source.d_model)
-    ]
-    return [scale_config(source, layers, d_model) for layers in depths]
+    configs = []
+    for layers in _candidate_values(LAYER_CANDIDATES, source_layers):
+        in_range = layers >= minimum and _MIN_ASPECT_RATIO * layers <= d_model <= _MAX_ASPECT_RATIO * layers
+        if in_range or (layers, d_model) == (source_layers, source.d_model):
+            configs.append(scale_config(source, layers, d_model))
+    return configs
 
 
 def _can_shard(config: Config, options: SizeOptions) -> bool:
@@ -271,23 +264,14 @@ def _configs_near_budget(
     Deep configurations are slow to size and memory is nearly linear in depth, so the selection extrapolates from the
     two shallowest; the totals of the selected shapes are computed exactly.
     """
-    candidates = [
-        config for config in configs if _min_weight_bytes(config, options) <= MAX_BUDGET_FRACTION * memory_budget
-    ]
+    minimum, maximum = _MIN_BUDGET_FRACTION * memory_budget, _MAX_BUDGET_FRACTION * memory_budget
+    candidates = [config for config in configs if _min_weight_bytes(config, options) <= maximum]
     if len(candidates) < 2:
-        return [
-            config
-            for config in candidates
-            if MIN_BUDGET_FRACTION * memory_budget <= total_bytes(config) <= MAX_BUDGET_FRACTION * memory_budget
-        ]
+        return [config for config in candidates if minimum <= total_bytes(config) <= maximum]
     (low, start), (high, end) = ((num_layers(config), total_bytes(config)) for config in candidates[:2])
     estimates = [start + (end - start) * (num_layers(config) - low) / (high - low) for config in candidates]
-    first, last = bisect_left(estimates, MIN_BUDGET_FRACTION * memory_budget), bisect_right(estimates, memory_budget)
-    return [
-        config
-        for config, estimate in zip(candidates, estimates, strict=True)
-        if estimate <= MAX_BUDGET_FRACTION * memory_budget
-    ][first : last + 1]
+    first, last = bisect_left(estimates, minimum), bisect_right(estimates, memory_budget)
+    return candidates[first : min(last + 1, bisect_right(estimates, maximum))]
 
 
 def _limit_table(max_size: int, configs: list[Config], own_shape: tuple[int, int]) -> list[Config]:

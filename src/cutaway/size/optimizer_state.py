@@ -5,7 +5,7 @@ from math import prod
 
 from cutaway.size.state_dict import TensorSpec
 
-QUANTIZATION_BLOCK, MIN_8BIT_NUMEL = 256, 4096
+_QUANTIZATION_BLOCK, _MIN_8BIT_NUMEL = 256, 4096
 """8-bit state has one fp32 scale per block of 256; tensors with fewer than 4,096 elements are not quantized."""
 
 
@@ -16,9 +16,9 @@ def _adamw_bytes(tensor: TensorSpec, itemsize: int) -> int:
 
 def _adamw_8bit_bytes(tensor: TensorSpec, itemsize: int) -> int:
     """Both moments in 8 bits, each with one scale per block and a table of 256 fp32 values."""
-    if tensor.numel < MIN_8BIT_NUMEL or tensor.numel % QUANTIZATION_BLOCK:
+    if tensor.numel < _MIN_8BIT_NUMEL or tensor.numel % _QUANTIZATION_BLOCK:
         return _adamw_bytes(tensor, itemsize)
-    return 2 * (tensor.numel + 4 * (tensor.numel // QUANTIZATION_BLOCK) + 4 * 256) + 4
+    return 2 * (tensor.numel + 4 * (tensor.numel // _QUANTIZATION_BLOCK) + 4 * 256) + 4
 
 
 def _momentum_bytes(tensor: TensorSpec, itemsize: int) -> int:

@@ -8,7 +8,7 @@ from cutaway.config.stack import Block, CrossBlock, Stack
 from cutaway.config.transformer import Config, EncoderDecoder
 from cutaway.errors import InputError
 
-PARALLEL_STRATEGIES = ("dp", "fsdp", "tp")
+_PARALLEL_STRATEGIES = ("dp", "fsdp", "tp")
 """Use of the devices that `dp_shard` and `tp` leave over: data parallel replicas; FSDP, which shards weights, gradients
 and optimizer state; or tensor parallel, which shards each matrix."""
 
@@ -37,24 +37,20 @@ def resolve_parallel_dims(
     strategy: str, world_size: int, batch_size: int, dp_shard: int | None, tp: int | None
 ) -> ParallelDims:
     """Compute the mesh dimensions; raises if they do not divide `world_size` or the batch."""
-    if strategy not in PARALLEL_STRATEGIES:
-        raise InputError(f"parallel {strategy!r} is not known; use one of {', '.join(PARALLEL_STRATEGIES)}")
+    if strategy not in _PARALLEL_STRATEGIES:
+        raise InputError(f"parallel {strategy!r} is not known; use one of {', '.join(_PARALLEL_STRATEGIES)}")
     tp_size = tp or (world_size if strategy == "tp" else 1)
     if world_size % tp_size:
-        raise InputError(
-            f"tp is {tp_size}, which does not divide world_size {world_size}; use a divisor of {world_size}"
-        )
+        raise InputError(f"tp is {tp_size}, which does not divide world_size {world_size}; use a divisor of it")
     dp_size = world_size // tp_size
     shard_size = dp_shard or (dp_size if strategy == "fsdp" else 1)
     if dp_size % shard_size:
         raise InputError(
-            f"dp_shard is {shard_size}, which does not divide {dp_size} data-parallel ranks; use a divisor of {dp_size}"
+            f"dp_shard is {shard_size}, which does not divide {dp_size} data-parallel ranks; use a divisor"
         )
     if batch_size % dp_size:
-        raise InputError(
-            f"batch_size is {batch_size}, which cannot be split over {dp_size} devices; use a multiple of "
-            f"{dp_size}, or --parallel tp"
-        )
+        problem = f"batch_size is {batch_size}, which cannot be split over {dp_size} devices"
+        raise InputError(f"{problem}; use a multiple of {dp_size}, or --parallel tp")
     return ParallelDims(dp_size // shard_size, shard_size, tp_size)
 
 
@@ -78,24 +74,22 @@ def _shard_stack(stack: Stack, d_model: int, tp: int) -> Stack:
 
 def _shard_block(block: Block, d_model: int, tp: int) -> Block:
     attention = block.attention
+    changes: dict[str, object] = {"ffn": _shard_ffn(block.ffn, d_model, tp)}
     if isinstance(attention, LatentAttention):
-        changes: dict[str, object] = {
-            "attention": attention.replace(heads=_divide_evenly("heads", attention.heads, tp))
-        }
+        changes["attention"] = attention.replace(heads=_divide_evenly("heads", attention.heads, tp))
     else:
-        changes = {"attention": _shard_heads(attention, d_model, tp)}
+        changes["attention"] = _shard_heads(attention, d_model, tp)
     if isinstance(block, CrossBlock):
         changes["cross"] = _shard_heads(block.cross, d_model, tp)
-    return block.replace(ffn=_shard_ffn(block.ffn, d_model, tp), **changes)
+    return block.replace(**changes)
 
 
 def _shard_heads(attention: MultiHeadBase, d_model: int, tp: int) -> MultiHeadBase:
     """Split query and key-value heads; with fewer key-value heads than ranks, ranks share replicas of them."""
     kv_heads = attention.num_kv_heads
     if kv_heads % tp and tp % kv_heads:
-        raise InputError(
-            f"{kv_heads} key-value heads cannot be split over {tp} devices; use a divisor or a multiple of {kv_heads}"
-        )
+        problem = f"{kv_heads} key-value heads cannot be split over {tp} devices"
+        raise InputError(f"{problem}; use a divisor or a multiple of {kv_heads}")
     return attention.replace(
         heads=_divide_evenly("heads", attention.heads, tp),
         kv_heads=max(1, kv_heads // tp),

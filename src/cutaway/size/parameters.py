@@ -142,11 +142,8 @@ def _count_position_embeddings(embedding: Embedding, d_model: int) -> int:
 
 def _count_embedding_projection(embedding: Embedding, d_model: int) -> int:
     """w · d for a factorized embedding, plus its bias."""
-    return (
-        _count_linear(embedding.factorization.width, d_model, bias=embedding.factorization.bias)
-        if embedding.factorization
-        else 0
-    )
+    factor = embedding.factorization
+    return 0 if factor is None else _count_linear(factor.width, d_model, bias=factor.bias)
 
 
 def _head_input_width(config: Config, head: LMHead) -> int:
@@ -214,20 +211,17 @@ def _num_norms(stack: Stack, layer_index: int, block: Block) -> int:
 
 
 def _count_attention(attention: MultiHead | LatentAttention, d_model: int) -> int:
-    return (
-        _count_latent(attention, d_model)
-        if isinstance(attention, LatentAttention)
-        else _count_multi_head(attention, d_model)
-    )
+    if isinstance(attention, LatentAttention):
+        return _count_latent(attention, d_model)
+    return _count_multi_head(attention, d_model)
 
 
 def _count_multi_head(attention: MultiHead | Cross, d_model: int) -> int:
     """q and o: d · H·d_head each; k and v: d · H_kv·d_head each; biases, QK-norm gains, one sink per head."""
     d_head = attention.head_dim(d_model)
     q, kv = attention.heads * d_head, attention.num_kv_heads * d_head
-    projections = sum(
-        _count_linear(d_model, width, bias=p in attention.bias) for p, width in (("q", q), ("k", kv), ("v", kv))
-    )
+    widths = {"q": q, "k": kv, "v": kv}
+    projections = sum(_count_linear(d_model, width, bias=p in attention.bias) for p, width in widths.items())
     out = _count_linear(q, d_model, bias="o" in attention.bias)
     sink = attention.heads if isinstance(attention, MultiHead) and attention.sink else 0
     return projections + out + _count_qk_norm(attention.qk_norm, attention, d_head) + sink
@@ -252,9 +246,8 @@ def _count_latent(attention: LatentAttention, d_model: int) -> int:
     else:
         down = _count_linear(d_model, attention.q_rank, bias=bias) + _count_norm(attention.norm, attention.q_rank)
         q = down + _count_linear(attention.q_rank, q_width, bias=False)
-    down = _count_linear(d_model, attention.kv_rank + attention.d_rope, bias=bias) + _count_norm(
-        attention.norm, attention.kv_rank
-    )
+    down = _count_linear(d_model, attention.kv_rank + attention.d_rope, bias=bias)
+    down += _count_norm(attention.norm, attention.kv_rank)
     kv_up = _count_linear(attention.kv_rank, heads * (attention.d_nope + attention.d_value), bias=False)
     return q + down + kv_up + _count_linear(heads * attention.d_value, d_model, bias=bias)
 

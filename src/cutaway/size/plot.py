@@ -17,11 +17,11 @@ from cutaway.size.units import GIB, format_si
 if TYPE_CHECKING:  # imported only to plot: slower to import than every estimate
     from matplotlib.axes import Axes
 
-PLOT_SUFFIXES = (".svg", ".png", ".pdf")
+_PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 LINE_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 LINE_STYLES = ("-", "-x", "-^", "-s")
 """Line colors, and the styles that distinguish lines of the same color."""
-COMPONENT_COLORS = {
+_COMPONENT_COLORS = {
     "weights": "#0072B2",
     "autocast weight copies": "#56B4E9",
     "optimizer": "#E69F00",
@@ -32,12 +32,14 @@ COMPONENT_COLORS = {
     "other": "#BBBBBB",
 }
 """The color-blind safe palette of Okabe and Ito, for models and for memory components."""
-COMPONENT_GROUPS = {
+_COMPONENT_GROUPS = {
     "temporary gradients": "gradients",
     "reduce-scatter buffers": "gradients",
     "all-gathered weights": "autocast weight copies",
+    "logits": "logits and loss",
+    "loss": "logits and loss",
+    "workspace": "other",
 }
-COMPONENT_GROUPS |= {"logits": "logits and loss", "loss": "logits and loss", "workspace": "other"}
 """Components that are plotted as part of another; components not listed here or above are activations."""
 TEXT_COLOR = "#333333"
 MATPLOTLIB_STYLE: Any = {
@@ -54,14 +56,14 @@ MATPLOTLIB_STYLE: Any = {
     "legend.fontsize": 8,
 }
 
-NamedEstimates = tuple[str, Sequence[SizeEstimate]]
+_NamedEstimates = tuple[str, Sequence[SizeEstimate]]
 """A model name and its estimates, one per mode."""
 
 
-def plot_sizes(path: Path | str, estimates: Sequence[NamedEstimates]) -> Path:
+def plot_sizes(path: Path | str, estimates: Sequence[_NamedEstimates]) -> Path:
     """Plot estimates to an .svg, .png or .pdf file."""
     path = Path(path)
-    if path.suffix.lower() not in PLOT_SUFFIXES:
+    if path.suffix.lower() not in _PLOT_SUFFIXES:
         raise InputError(f"the plot format of '{path}' is not supported; use the suffix .svg, .png or .pdf")
     if not path.parent.is_dir():
         raise InputError(f"'{path}' cannot be written: '{path.parent}' is not a directory; create it first")
@@ -79,12 +81,12 @@ def plot_sizes(path: Path | str, estimates: Sequence[NamedEstimates]) -> Path:
             _plot_throughput_by_batch_size(left, estimates)
             _plot_time_by_context(right, estimates)
         _plot_memory(top.subplots() if has_time else figure.subplots(), estimates)
-        metadata: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+        metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
         figure.savefig(path, dpi=160, metadata=metadata.get(path.suffix.lower()))
     return path
 
 
-def _figure_title(estimates: Sequence[NamedEstimates]) -> str:
+def _figure_title(estimates: Sequence[_NamedEstimates]) -> str:
     """Title: models, options and device."""
     names = ", ".join(dict.fromkeys(name for name, _ in estimates))
     first = estimates[0][1]
@@ -92,19 +94,18 @@ def _figure_title(estimates: Sequence[NamedEstimates]) -> str:
     dtypes = ", ".join(f"{estimate.options.precision.name} {MODE_LABELS[estimate.options.mode]}" for estimate in first)
     contexts = sorted({estimate.options.context for _, several in estimates for estimate in several})
     context = f"{contexts[0]:,}" if len(contexts) == 1 else f"{contexts[0]:,} to {contexts[-1]:,}"
-    device = f" · {options.hardware.title}" if options.hardware else ""
-    device = (
-        f" · {options.world_size:,} ×{device[2:]} ({options.parallel_dims})"
-        if options.hardware and options.world_size > 1
-        else device
-    )
+    device = ""
+    if options.hardware is not None:
+        several = options.world_size > 1
+        count, dims = (f"{options.world_size:,} × ", f" ({options.parallel_dims})") if several else ("", "")
+        device = f" · {count}{options.hardware.title}{dims}"
     return f"{names}\nbatch {options.batch_size:,} · context {context} · {dtypes}{device}"
 
 
 # ---------------------------------------------------------------------------------------- memory
 
 
-def _plot_memory(axes: "Axes", estimates: Sequence[NamedEstimates]) -> None:
+def _plot_memory(axes: "Axes", estimates: Sequence[_NamedEstimates]) -> None:
     """One bar per model and mode, stacked by component."""
     from matplotlib.patches import Patch
 
@@ -116,18 +117,11 @@ def _plot_memory(axes: "Axes", estimates: Sequence[NamedEstimates]) -> None:
     for row, (_, estimate) in enumerate(rows):
         start = 0.0
         for component, nbytes in stacks[row].items():
-            axes.barh(row, nbytes / 1e9, left=start, height=0.62, color=COMPONENT_COLORS[component])
+            axes.barh(row, nbytes / 1e9, left=start, height=0.62, color=_COMPONENT_COLORS[component])
             start += nbytes / 1e9
-        text_box: Any = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        axes.text(
-            start + x_max / 1e11,
-            row,
-            format_si(estimate.memory.total_bytes, "B"),
-            va="center",
-            color=TEXT_COLOR,
-            bbox=text_box,
-            zorder=3,
-        )
+        text, x = format_si(estimate.memory.total_bytes, "B"), start + x_max / 1e11
+        text_box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        axes.text(x, row, text, va="center", color=TEXT_COLOR, bbox=text_box, zorder=3)
     if device is not None and device.memory is not None:
         axes.axvline(device.memory / 1e9, color=TEXT_COLOR, linewidth=1, linestyle="--")
         side = "right" if device.memory > 0.6 * x_max else "left"
@@ -140,8 +134,8 @@ def _plot_memory(axes: "Axes", estimates: Sequence[NamedEstimates]) -> None:
     axes.set_xlabel("GB (10⁹ bytes) per device")
     axes.set_title("Peak memory by component")
     handles = [
-        Patch(color=COMPONENT_COLORS[component], label=component)
-        for component in COMPONENT_COLORS
+        Patch(color=_COMPONENT_COLORS[component], label=component)
+        for component in _COMPONENT_COLORS
         if any(stack[component] for stack in stacks)
     ]
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1, handleheight=1)
@@ -149,20 +143,20 @@ def _plot_memory(axes: "Axes", estimates: Sequence[NamedEstimates]) -> None:
 
 def group_components(bytes_by_component: Mapping[str, int]) -> dict[str, int]:
     """Sum bytes by plotted component."""
-    grouped = dict.fromkeys(COMPONENT_COLORS, 0)
+    grouped = dict.fromkeys(_COMPONENT_COLORS, 0)
     for component, nbytes in bytes_by_component.items():
         grouped[component_group(component)] += nbytes
     return grouped
 
 
 def component_group(component: str) -> str:
-    return COMPONENT_GROUPS.get(component, component if component in COMPONENT_COLORS else "activations")
+    return _COMPONENT_GROUPS.get(component, component if component in _COMPONENT_COLORS else "activations")
 
 
 # ---------------------------------------------------------------------------------------- time
 
 
-def _plot_throughput_by_batch_size(axes: "Axes", estimates: Sequence[NamedEstimates]) -> None:
+def _plot_throughput_by_batch_size(axes: "Axes", estimates: Sequence[_NamedEstimates]) -> None:
     """Maximum tokens per second by batch size; dotted beyond the device's memory."""
     for index, ((name, several), color) in enumerate(zip(estimates, cycle(LINE_COLORS), strict=False)):
         style = LINE_STYLES[index // len(LINE_COLORS) % len(LINE_STYLES)]
@@ -172,7 +166,7 @@ def _plot_throughput_by_batch_size(axes: "Axes", estimates: Sequence[NamedEstima
         largest = max(1024, 4 * (crossover or 0), estimate.batch_size_per_device)
         doublings = {2**power for power in range(largest.bit_length())}
         batch_sizes = [size * dp_size for size in sorted(doublings if crossover is None else doublings | {crossover})]
-        points = [_with_options(estimate, batch_size=batch) for batch in batch_sizes]
+        points = [SizeEstimate(replace(estimate.options, batch_size=batch)) for batch in batch_sizes]
         fastest, slow, fast = zip(*(_throughput_range(point.time) for point in points), strict=True)
         num_fitting = sum(point.fits is not False for point in points)
         axes.plot(batch_sizes[:num_fitting], fastest[:num_fitting], style, color=color, label=name, markersize=3)
@@ -182,9 +176,14 @@ def _plot_throughput_by_batch_size(axes: "Axes", estimates: Sequence[NamedEstima
         if crossover is not None:
             crossover_point = crossover * dp_size, fastest[batch_sizes.index(crossover * dp_size)]
             axes.plot(*crossover_point, "o", color=color, markersize=4)
-            offset: dict[str, Any] = {"xytext": (-8, 0), "textcoords": "offset points", "ha": "right"}
             axes.annotate(
-                f"compute-bound from {crossover_point[0]:,}", crossover_point, fontsize=8, color=TEXT_COLOR, **offset
+                f"compute-bound from {crossover_point[0]:,}",
+                crossover_point,
+                xytext=(-8, 0),
+                textcoords="offset points",
+                ha="right",
+                fontsize=8,
+                color=TEXT_COLOR,
             )
     first = estimates[0][1][0].options
     is_encoder = {isinstance(several[0].options.config, Encoder) for _, several in estimates}
@@ -194,7 +193,7 @@ def _plot_throughput_by_batch_size(axes: "Axes", estimates: Sequence[NamedEstima
     _format_log_axes(axes, "batch size (dotted: exceeds memory)", "tokens per second", legend=len(estimates) > 1)
 
 
-def _plot_time_by_context(axes: "Axes", estimates: Sequence[NamedEstimates]) -> None:
+def _plot_time_by_context(axes: "Axes", estimates: Sequence[_NamedEstimates]) -> None:
     """Minimum seconds by context."""
     colors = cycle(LINE_COLORS)
     for name, several in estimates:
@@ -215,11 +214,9 @@ def _plot_time_by_context(axes: "Axes", estimates: Sequence[NamedEstimates]) -> 
             label = phase if len(estimates) == 1 else f"{name}, {phase}"
             contexts = [length for length, _ in known]
             axes.plot(contexts, [bound.min_seconds for _, bound in known], style, color=color, label=label)
-            low, high = (
-                [bound.expected_seconds_low for _, bound in known],
-                [bound.expected_seconds_high for _, bound in known],
-            )
             if len(estimates) == 1:
+                low = [bound.expected_seconds_low for _, bound in known]
+                high = [bound.expected_seconds_high for _, bound in known]
                 axes.fill_between(contexts, low, high, color=color, alpha=0.15, linewidth=0)
     axes.set_title("Minimum time" + (" (shaded in both: expected)" if len(estimates) == 1 else ""))
     _format_log_axes(axes, "context (tokens)", "seconds", legend=True)
@@ -233,14 +230,11 @@ def _context_grid(estimate: SizeEstimate) -> list[int]:
     return sorted(between | {longest, max(2, longest)})
 
 
-def _with_options(estimate: SizeEstimate, **changes: Any) -> SizeEstimate:
-    return SizeEstimate(replace(estimate.options, **changes))
-
-
 def _with_context(estimate: SizeEstimate, context: int) -> SizeEstimate:
     """Change the context; an equal source length changes with it."""
-    follows = estimate.options.source_len == estimate.options.context
-    return _with_options(estimate, context=context, source_len=context if follows else estimate.options.source_len)
+    options = estimate.options
+    source_len = context if options.source_len == options.context else options.source_len
+    return SizeEstimate(replace(options, context=context, source_len=source_len))
 
 
 def _throughput_range(bound: RooflineBound | None) -> tuple[float, float, float]:

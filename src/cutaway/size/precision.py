@@ -1,12 +1,9 @@
 """Precisions (`--dtype`): bytes of weights, activations and KV cache entries, with quantization scales."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from cutaway.errors import InputError
-from cutaway.size.parallel import ParallelDims
-from cutaway.size.shape_pass import ExecutionConfig
 
 
 @dataclass(frozen=True)
@@ -21,7 +18,7 @@ class Precision:
     compute_bytes: int
     """Bytes per activation element."""
     scale_granularity: str = "none"
-    """'per_channel': 2 bytes per row of a matrix; 'per_group': 2 bytes per INT4_GROUP_SIZE weights of a row;
+    """'per_channel': 2 bytes per row of a matrix; 'per_group': 2 bytes per _INT4_GROUP_SIZE weights of a row;
     'per_tensor': 4 bytes per matrix."""
     autocast: bool = False
     note: str = ""
@@ -37,27 +34,16 @@ class Precision:
         rows, width = prod(shape[:-1]), shape[-1]
         scale = {
             "per_channel": 2 * rows,
-            "per_group": 2 * rows * -(-width // INT4_GROUP_SIZE),
+            "per_group": 2 * rows * -(-width // _INT4_GROUP_SIZE),
             "per_tensor": 4 * prod(shape[:-2]),
             "none": 0,
         }
         return -(-rows * width * self.weight_bits // 8) + scale[self.scale_granularity]
 
-    def execution_config(self, parallel_dims: ParallelDims, **options: Any) -> ExecutionConfig:
-        """Build the `ExecutionConfig` of a pass. With FSDP, weights are all-gathered in the compute dtype (its
-        mixed-precision policy), which replaces autocast."""
-        config = ExecutionConfig(self.unquantized_bytes, self.compute_bytes, self.autocast, **options)
-        config = replace(
-            config, dp_replicate=parallel_dims.dp_replicate, dp_shard=parallel_dims.dp_shard, tp=parallel_dims.tp
-        )
-        config = replace(config, resid_in_compute_dtype=config.resid_in_compute_dtype and self.autocast)
-        if not config.uses_fsdp:
-            return config
-        return replace(config, weight_itemsize=self.compute_bytes, autocast=False, grad_itemsize=self.unquantized_bytes)
 
-
-INT4_GROUP_SIZE = 128
+_INT4_GROUP_SIZE = 128
 """Weights per scale in int4."""
+_LAYERS_IN = "layer matrices in {}, the rest in bf16"
 
 PRECISIONS = {
     precision.name: precision
@@ -66,25 +52,9 @@ PRECISIONS = {
         Precision("bf16", 16, 2, 2),
         Precision("fp16", 16, 2, 2),
         Precision("mixed", 32, 4, 2, autocast=True, note="weights in fp32, matmuls in bf16 (autocast)"),
-        Precision(
-            "fp8", 8, 2, 2, "per_tensor", note="layer matrices in fp8 with one fp32 scale each, the rest in bf16"
-        ),
-        Precision(
-            "int8",
-            8,
-            2,
-            2,
-            "per_channel",
-            note="layer matrices in int8 with one 16-bit scale per row, the rest in bf16",
-        ),
-        Precision(
-            "int4",
-            4,
-            2,
-            2,
-            "per_group",
-            note=f"layer matrices in int4 with one 16-bit scale per {INT4_GROUP_SIZE} weights, the rest in bf16",
-        ),
+        Precision("fp8", 8, 2, 2, "per_tensor", note=_LAYERS_IN.format("fp8 with one fp32 scale each")),
+        Precision("int8", 8, 2, 2, "per_channel", note=_LAYERS_IN.format("int8 with one 16-bit scale per row")),
+        Precision("int4", 4, 2, 2, "per_group", note=_LAYERS_IN.format("int4 with one 16-bit scale per 128 weights")),
     )
 }
 

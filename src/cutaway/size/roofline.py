@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from cutaway.config.transformer import Config
 from cutaway.size.flops import FlopCounts
@@ -9,11 +10,11 @@ from cutaway.size.hardware import Hardware
 from cutaway.size.precision import Precision
 from cutaway.size.state_dict import list_tensors
 
-COMPILED_LAUNCH_SECONDS, EAGER_LAUNCH_SECONDS = 4e-6, 40e-6
+_COMPILED_LAUNCH_SECONDS, _EAGER_LAUNCH_SECONDS = 4e-6, 40e-6
 """Launch overhead per operation in a compiled graph, and in eager mode on a slow CPU. It dominates for small models and
 small batches."""
 
-MAX_BATCH_SIZE = 2**20
+_MAX_BATCH_SIZE = 2**20
 
 
 @dataclass(frozen=True)
@@ -94,14 +95,14 @@ def roofline_bound(
         arithmetic_intensity=workload.flops / workload.min_bytes,
         num_tokens=workload.num_tokens,
         expected_seconds_low=expected / efficiency.high,
-        expected_seconds_high=slow + workload.num_kernel_launches * COMPILED_LAUNCH_SECONDS,
-        eager_seconds_high=slow + workload.num_kernel_launches * EAGER_LAUNCH_SECONDS,
+        expected_seconds_high=slow + workload.num_kernel_launches * _COMPILED_LAUNCH_SECONDS,
+        eager_seconds_high=slow + workload.num_kernel_launches * _EAGER_LAUNCH_SECONDS,
         efficiency=efficiency,
     )
 
 
 def _weight_bytes_read(
-    config: Config, precision: Precision, num_tokens: int, *, is_decode: bool = False, expected: bool = False
+    config: Config, precision: Precision, num_tokens: int, *, is_decode: bool, expected: bool
 ) -> int:
     """Bytes of weights that a pass over `num_tokens` tokens reads.
 
@@ -128,70 +129,24 @@ def _is_encoder_side(name: str) -> bool:
     return name.startswith(("encoder", "source_tokens")) or ".cross.k" in name or ".cross.v" in name
 
 
-def decode_workload(
+def inference_workload(
+    name: Literal["prefill", "decode"],
     config: Config,
     precision: Precision,
     flops: FlopCounts,
     *,
-    batch_size: int,
-    kv_cache_bytes: int,
-    logits_bytes: int,
+    num_tokens: int,
+    other_bytes: int,
     num_kernel_launches: int,
     dp_size: int,
 ) -> Workload:
-    """One token per sequence: reads all weights and the whole KV cache."""
-    min_weights, expected_weights = (
-        _weight_bytes_read(config, precision, batch_size, is_decode=True, expected=expected)
+    """Workload of a forward pass over `num_tokens` tokens that reads or writes `other_bytes` beside the weights."""
+    min_bytes, expected_bytes = (
+        other_bytes + _weight_bytes_read(config, precision, num_tokens, is_decode=name == "decode", expected=expected)
         for expected in (False, True)
     )
-    other_bytes = kv_cache_bytes + logits_bytes
-    return Workload(
-        "decode",
-        flops.total_visible,
-        min_weights + other_bytes,
-        batch_size * dp_size,
-        num_kernel_launches,
-        expected_weights + other_bytes,
-    )
-
-
-def prefill_workload(
-    config: Config,
-    precision: Precision,
-    flops: FlopCounts,
-    *,
-    num_tokens: int,
-    kv_cache_bytes: int,
-    num_kernel_launches: int,
-    dp_size: int,
-) -> Workload:
-    """Prefill: reads the weights once and writes the KV cache."""
-    min_weights, expected_weights = (
-        _weight_bytes_read(config, precision, num_tokens, expected=expected) for expected in (False, True)
-    )
-    return Workload(
-        "prefill",
-        flops.total_visible,
-        min_weights + kv_cache_bytes,
-        num_tokens * dp_size,
-        num_kernel_launches,
-        expected_weights + kv_cache_bytes,
-    )
-
-
-def train_workload(
-    flops: FlopCounts,
-    *,
-    weight_bytes: int,
-    grad_bytes: int,
-    optimizer_bytes: int,
-    num_tokens: int,
-    num_kernel_launches: int,
-    dp_size: int,
-) -> Workload:
-    """Training step: weights read in forward and backward, gradients written and read, weights and state updated."""
-    nbytes = 3 * weight_bytes + 2 * grad_bytes + 2 * optimizer_bytes
-    return Workload("train", flops.total_visible, nbytes, num_tokens * dp_size, num_kernel_launches, nbytes)
+    total_tokens = num_tokens * dp_size
+    return Workload(name, flops.total_visible, min_bytes, total_tokens, num_kernel_launches, expected_bytes)
 
 
 def find_compute_bound_batch_size(workload_at: Callable[[int], Workload], ridge_point: float) -> int | None:
@@ -200,7 +155,7 @@ def find_compute_bound_batch_size(workload_at: Callable[[int], Workload], ridge_
     low, high = 0, 1
     while (workload := workload_at(high)).flops < ridge_point * workload.expected_bytes:
         low, high = high, 2 * high
-        if high > MAX_BATCH_SIZE:
+        if high > _MAX_BATCH_SIZE:
             return None
     while high - low > 1:
         middle = (low + high) // 2

@@ -44,7 +44,7 @@ class TensorSpec:
         return 4 * self.numel if self.always_fp32 else precision.tensor_bytes(self.shape, quantizable=self.quantizable)
 
 
-EMBEDDING_TABLES = ("tokens", "source_tokens", "positions", "types")
+_EMBEDDING_TABLES = ("tokens", "source_tokens", "positions", "types")
 
 
 @lru_cache(maxsize=64)
@@ -57,7 +57,7 @@ def list_tensors(config: Config) -> tuple[TensorSpec, ...]:
             weight.shape,
             quantizable=_is_layer_matrix(weight),
             uses_muon=_is_layer_matrix(weight) and len(weight.shape) == 2 and min(weight.shape) > 1,
-            is_lookup_table=not weight.in_matmul and weight.key[-1] in EMBEDDING_TABLES,
+            is_lookup_table=not weight.in_matmul and weight.key[-1] in _EMBEDDING_TABLES,
             expert_routing=weight.expert_routing,
         )
         for weight in weights

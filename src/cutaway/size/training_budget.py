@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
-from cutaway.size.hardware import Hardware
+from cutaway.size.options import SizeOptions
+from cutaway.size.parameters import ParameterCounts
 from cutaway.size.roofline import RooflineBound
 
-CHINCHILLA_TOKENS_PER_PARAMETER = 20
+_CHINCHILLA_TOKENS_PER_PARAMETER = 20
 """Compute-optimal tokens per parameter (Chinchilla). https://arxiv.org/abs/2203.15556"""
 
 
@@ -32,45 +33,26 @@ class TrainingBudget:
 
     @property
     def tokens_per_parameter(self) -> float:
-        return CHINCHILLA_TOKENS_PER_PARAMETER * self.train_tokens / self.chinchilla_tokens
+        return _CHINCHILLA_TOKENS_PER_PARAMETER * self.train_tokens / self.chinchilla_tokens
 
 
 def compute_training_budget(
-    train_tokens: int | None,
-    *,
-    num_parameters: int,
-    num_active_parameters: int,
-    tokens_per_step: int,
-    flops_per_step: int,
-    world_size: int,
-    hardware: Hardware | None,
-    bound: RooflineBound | None,
-    price_per_hour: float | None,
+    options: SizeOptions, parameters: ParameterCounts, flops_per_step: int, bound: RooflineBound | None
 ) -> TrainingBudget:
-    """Compute the budget of training on `train_tokens` (default 20 per parameter); `price_per_hour` is per device."""
-    chinchilla_tokens = CHINCHILLA_TOKENS_PER_PARAMETER * num_parameters
-    train_tokens = train_tokens or chinchilla_tokens
-    num_steps = -(-train_tokens // tokens_per_step)
+    """Compute the budget of training on `options.train_tokens` (default 20 per parameter)."""
+    chinchilla_tokens = _CHINCHILLA_TOKENS_PER_PARAMETER * parameters.total
+    train_tokens = options.train_tokens or chinchilla_tokens
+    num_steps = -(-train_tokens // (options.batch_size * options.context))
+    world_size, price = options.world_size, options.price_per_hour
     ranges: dict[str, float | None] = {}
-    if bound is not None and hardware is not None:
-        hours = {
-            name: num_steps * seconds * world_size / 3600
-            for name, seconds in (
-                ("min", bound.min_seconds),
-                ("low", bound.expected_seconds_low),
-                ("high", bound.expected_seconds_high),
-            )
-        }
-        ranges = {f"device_hours_{name}": value for name, value in hours.items()}
-        for end in ("low", "high"):
-            ranges[f"days_{end}"] = hours[end] / world_size / 24
-            ranges[f"kwh_{end}"] = None if hardware.tdp_watts is None else hours[end] * hardware.tdp_watts / 1000
-            ranges[f"cost_{end}"] = None if price_per_hour is None else hours[end] * price_per_hour
-    return TrainingBudget(
-        train_tokens,
-        chinchilla_tokens,
-        num_steps,
-        num_steps * flops_per_step,
-        6 * num_active_parameters * train_tokens,
-        **ranges,
-    )
+    if bound is not None and options.hardware is not None:
+        watts = options.hardware.tdp_watts
+        ranges["device_hours_min"] = num_steps * bound.min_seconds * world_size / 3600
+        for end, seconds in (("low", bound.expected_seconds_low), ("high", bound.expected_seconds_high)):
+            hours = num_steps * seconds * world_size / 3600
+            ranges[f"device_hours_{end}"] = hours
+            ranges[f"days_{end}"] = hours / world_size / 24
+            ranges[f"kwh_{end}"] = None if watts is None else hours * watts / 1000
+            ranges[f"cost_{end}"] = None if price is None else hours * price
+    flops, flops_6nd = num_steps * flops_per_step, 6 * parameters.active * train_tokens
+    return TrainingBudget(train_tokens, chinchilla_tokens, num_steps, flops, flops_6nd, **ranges)

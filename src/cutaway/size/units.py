@@ -8,9 +8,9 @@ from cutaway.errors import InputError
 
 N = TypeVar("N", int, float)
 
-SI_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_SI_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 GIB = 2**30
-MAX_QUANTITY = Decimal(10) ** 30
+_MAX_QUANTITY = Decimal(10) ** 30
 """Upper limit of parsed quantities, larger than any real one."""
 
 _NUMBER = r"\s*(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]{1,3})?)\s*"
@@ -21,32 +21,32 @@ _RATE = re.compile(
     re.IGNORECASE,
 )
 
-BYTES_HINT = "write it as 16GB (10⁹ bytes each), 16GiB (2³⁰ each), 24g (GB) or 16e9; it must be above zero"
-COUNT_HINT = "write an integer above zero as 4096, 8k (8,000), 8Ki (8,192), 1.5M, 300B, 15T or 1e12"
-RATE_HINT = "write it as 3.35TB/s, 989TFLOPS or 989e12; it must be above zero"
+_BYTES_HINT = "write it as 16GB (10⁹ bytes each), 16GiB (2³⁰ each), 24g (GB) or 16e9; it must be above zero"
+_COUNT_HINT = "write an integer above zero as 4096, 8k (8,000), 8Ki (8,192), 1.5M, 300B, 15T or 1e12"
+_RATE_HINT = "write it as 3.35TB/s, 989TFLOPS or 989e12; it must be above zero"
 
 
 def parse_bytes(text: str | float) -> int:
     """Parse bytes: '16GB' is 16·10⁹, '16GiB' 16·2³⁰, '24g' means GB, a plain number is bytes; rounded down."""
-    size = int(_quantity_value(_match_quantity(text, _BYTES, "size", BYTES_HINT)))
-    return _check_positive(size, text, "size", BYTES_HINT)
+    size = int(_quantity_value(_match_quantity(text, _BYTES, "size", _BYTES_HINT)))
+    return _check_positive(size, text, "size", _BYTES_HINT)
 
 
 def parse_count(text: str | float) -> int:
     """Parse an integer: '8k' is 8,000, '8Ki' 8,192, then '1.5M', '300B', '15T', '1e12'."""
-    match = _match_quantity(text, _COUNT, "count", COUNT_HINT)
+    match = _match_quantity(text, _COUNT, "count", _COUNT_HINT)
     count = _quantity_value(match) * (10**9 if match["billions"] else 1)
     if count != int(count):
-        raise InputError(f"{text!r} is not an integer; {COUNT_HINT}")
-    return _check_positive(int(count), text, "count", COUNT_HINT)
+        raise InputError(f"{text!r} is not an integer; {_COUNT_HINT}")
+    return _check_positive(int(count), text, "count", _COUNT_HINT)
 
 
 def parse_rate(text: str | float) -> float:
     """Parse bytes or operations per second: '3.35TB/s', '989TFLOPS', '989e12'."""
-    match = _match_quantity(text, _RATE, "rate", RATE_HINT)
+    match = _match_quantity(text, _RATE, "rate", _RATE_HINT)
     if (match["unit"] or "").startswith("b/") and (match["thousands"] or "").isupper():
         raise InputError(f"{text!r} is in bits per second; divide by 8 and write bytes, as in 50GB/s")
-    return _check_positive(float(_quantity_value(match)), text, "rate", RATE_HINT)
+    return _check_positive(float(_quantity_value(match)), text, "rate", _RATE_HINT)
 
 
 def _match_quantity(text: str | float, pattern: re.Pattern[str], what: str, hint: str) -> re.Match[str]:
@@ -55,7 +55,7 @@ def _match_quantity(text: str | float, pattern: re.Pattern[str], what: str, hint
     match = pattern.fullmatch(str(text)) if readable else None
     if match is None:
         raise InputError(f"{text!r} is not a {what}; {hint}")
-    if _quantity_value(match) >= MAX_QUANTITY:
+    if _quantity_value(match) >= _MAX_QUANTITY:
         raise InputError(f"{text!r} is too large for a {what}; {hint}")
     return match
 
@@ -63,8 +63,8 @@ def _match_quantity(text: str | float, pattern: re.Pattern[str], what: str, hint
 def _quantity_value(match: re.Match[str]) -> Decimal:
     number, binary = Decimal(match["number"]), match["binary"]
     if binary:
-        return number * 1024 ** SI_POWERS[binary.lower()]
-    return number * 1000 ** SI_POWERS[(match["thousands"] or "").lower()]
+        return number * 1024 ** _SI_POWERS[binary.lower()]
+    return number * 1000 ** _SI_POWERS[(match["thousands"] or "").lower()]
 
 
 def _check_positive(value: N, text: str | float, what: str, hint: str) -> N:

@@ -1,10 +1,18 @@
 """The buggy models of exercise 10: each fails its check, and the correct one passes all."""
 
+from typing import Any
+
 import pytest
 import torch
 
 import cutaway as ct
-from cutaway.learn.exercises.buggy_models import CORRECT, LETTERS, bug_of_letter, build_buggy_model, check_arguments
+from cutaway.learn.exercises.buggy_models import (
+    CORRECT,
+    LETTERS,
+    BuggyModel,
+    bug_of_letter,
+    build_buggy_model,
+)
 
 pytestmark = pytest.mark.unchecked
 CHECK_OF_BUG = {
@@ -15,6 +23,19 @@ CHECK_OF_BUG = {
     "loss not shifted": "loss-shift",
     "texts mixed": "batch-isolation",
 }
+
+
+def check_arguments(model: BuggyModel) -> dict[str, Any]:
+    """Keyword arguments of `ct.check` for a model."""
+    return {
+        "logits": model.forward,
+        "logits_with_mask": model.forward,
+        "logits_with_cache": model.step,
+        "loss": model.loss,
+        "attention": model.attention,
+        "vocab_size": model.vocab_size,
+        "max_seq_len": model.max_len,
+    }
 
 
 def test_models_have_six_different_bugs_and_the_same_weights() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
@@ -30,7 +31,7 @@ def run_exercise(number: int) -> dict[str, Any]:
 def grade(exercise: Exercise, text: str, directory: Path) -> dict[str, Any]:
     path = directory / f"{exercise.slug}.py"
     path.write_text(text, encoding="utf-8")
-    return grade_file(run_exercise(exercise.number)["TASKS"], path, 60)
+    return asdict(grade_file(run_exercise(exercise.number)["TASKS"], path, 60))
 
 
 def test_ten_exercises_are_numbered_in_order() -> None:
@@ -90,7 +91,7 @@ def test_notebook_stub_equals_jupytext_conversion(exercise: Exercise, tmp_path: 
     assert [(cell.cell_type, cell.source) for cell in actual] == [
         (cell.cell_type, cell.source.strip("\n")) for cell in expected
     ]
-    assert grade_file(run_exercise(exercise.number)["TASKS"], path, 60)["status"] == "not_written"
+    assert grade_file(run_exercise(exercise.number)["TASKS"], path, 60).status == "not_written"
 
 
 DIAGONAL, CHANGED = "off by exercise: diagonal masked", "the changed position compared too"
@@ -253,7 +254,7 @@ def test_notebook_error_location_names_the_cell(tmp_path: Path) -> None:
     text = get_exercise(1).solution.replace("return attention_weights(q, k) @ v", "return 1 / 0")
     notebook = to_notebook(text.replace("import math", "%matplotlib inline\nimport math"))
     (tmp_path / "mine.ipynb").write_text(json.dumps(notebook))
-    result = grade_file(run_exercise(1)["TASKS"], tmp_path / "mine.ipynb", 60)
+    result = asdict(grade_file(run_exercise(1)["TASKS"], tmp_path / "mine.ipynb", 60))
     assert result["tasks"][0]["status"] == "correct"
     assert result["tasks"][1]["location"] == "line 3 of cell 4: return 1 / 0"
 

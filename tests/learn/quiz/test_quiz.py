@@ -14,7 +14,6 @@ from support.cli_runner import CliRunner
 from cutaway.errors import InputError
 from cutaway.learn.quiz import (
     SECTIONS,
-    Choice,
     ChoiceQuestion,
     NumberQuestion,
     find_questions,
@@ -26,7 +25,7 @@ from cutaway.learn.quiz import (
 )
 from cutaway.learn.quiz.grading import CHOICE_LETTERS, parse_number
 from cutaway.learn.quiz.progress import QuizProgress
-from cutaway.learn.quiz.question import ProofError
+from cutaway.learn.quiz.question import Choice, ProofError
 
 pytestmark = pytest.mark.unchecked
 

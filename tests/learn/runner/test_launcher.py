@@ -99,8 +99,8 @@ def test_memory_limit_allows_torch(tmp_path: Path) -> None:
         exercise, [write_file(tmp_path, "right", exercise.solution), write_file(tmp_path, "wrong", too_much_memory)]
     )
     assert right.passed
-    assert "exceeded the memory limit of an exercise" in wrong.tasks[0]["message"]
-    assert "calls exit()" in wrong.tasks[1]["message"]
+    assert "exceeded the memory limit of an exercise" in wrong.tasks[0].message
+    assert "calls exit()" in wrong.tasks[1].message
 
 
 @pytest.mark.nightly

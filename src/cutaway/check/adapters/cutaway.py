@@ -28,6 +28,7 @@ from cutaway.families.weight_loader import set_module_tensor
 from cutaway.generate import Engine, EngineConfig, SamplingParams
 from cutaway.generate.engine.model_runner import eval_mode
 from cutaway.generate.sampling.sampler import Sampler
+from cutaway.generate.search.beam_logits_processors import BeamSearchParams
 from cutaway.generate.search.beam_search import beam_search
 from cutaway.generate.speculative.ngram_draft import NgramConfig
 from cutaway.generate.speculative.speculative_decoder import SpeculativeDecoder
@@ -136,9 +137,10 @@ def _add_generation_functions(
         row = tokens[0].tolist()
         prompt, start = (row, None) if source_row is None else (source_row, row[0])
         with eval_mode(model):
-            (beams,) = beam_search(
-                model, [prompt], num_beams=k, max_new_tokens=n, n=k, length_penalty=0.0, decoder_start_token_id=start
+            params = BeamSearchParams(
+                num_beams=k, max_new_tokens=n, n=k, length_penalty=0.0, decoder_start_token_id=start
             )
+            (beams,) = beam_search(model, [prompt], params)
         return torch.tensor([beam.tokens for beam in beams]), torch.tensor([beam.score for beam in beams])
 
     def speculate(tokens: Tensor, n: int) -> Tensor:

@@ -16,7 +16,7 @@ from cutaway.errors import InputError
 if TYPE_CHECKING:
     from cutaway.learn.exercises import Exercise
     from cutaway.learn.exercises.progress import ExerciseProgress, ExerciseRecord
-    from cutaway.learn.runner.launcher import GradeReport
+    from cutaway.learn.runner.grader import GradeReport
 
 VERBS = {
     "list": "cutaway.cli.verbs.learn:list_exercises",

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from cutaway.cli.views.terminal import borderless_table, build_console, escape_control_characters, indent
 from cutaway.learn.exercises import Exercise
-from cutaway.learn.runner.launcher import GradeReport
+from cutaway.learn.runner.grader import GradeReport, TaskGrade
 
 Row = dict[str, Any]
 MAX_PRINTED_LINES = 20
@@ -112,18 +112,18 @@ def render_grade(exercise: Exercise, path: Path, result: GradeReport) -> None:
         out.print(Text(f"Checked {path}; `cutaway learn hint {number}` shows a hint.", "dim"), soft_wrap=True)
 
 
-def _render_verdict(result: Row, explained: set[str]) -> None:
+def _render_verdict(result: TaskGrade, explained: set[str]) -> None:
     """Print the result of one function. A mistake found in several functions is explained once."""
     out = build_console()
-    symbol, style = VERDICT_SYMBOLS.get(result["status"], ("·", "yellow"))
-    message = f" {escape_control_characters(result['message'])}" if result["message"] else " is correct"
-    out.print(Text.assemble((f"{symbol} ", style), (result["name"], "bold"), message))
-    if result["location"]:
-        out.print(indent(Text(escape_control_characters(result["location"]), "dim")))
-    for name, hint in zip(result["mistakes"], result["hints"], strict=False):
+    symbol, style = VERDICT_SYMBOLS.get(result.status, ("·", "yellow"))
+    message = f" {escape_control_characters(result.message)}" if result.message else " is correct"
+    out.print(Text.assemble((f"{symbol} ", style), (result.name, "bold"), message))
+    if result.location:
+        out.print(indent(Text(escape_control_characters(result.location), "dim")))
+    for name, hint in zip(result.mistakes, result.hints, strict=False):
         out.print(indent(Text.assemble("likely mistake: ", (name, "bold"), ", as above" if name in explained else "")))
         if name not in explained:
             out.print(indent(indent(Text(hint))))
         explained.add(name)
-    for hint in () if result["mistakes"] else result["hints"]:
+    for hint in () if result.mistakes else result.hints:
         out.print(indent(Text(hint)))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal, TypedDict, Unpack
 
 import torch
 
@@ -21,9 +21,11 @@ from cutaway.generate.engine.output import OutputProcessor
 from cutaway.generate.engine.request import Request
 from cutaway.generate.generation_config import GenerationConfig
 from cutaway.generate.sampling.sampling_params import (
+    MAX_TOKENS,
     SamplingParams,
     as_float,
     as_int,
+    check_ids_in_vocab,
     check_int,
     check_token_ids,
     format_value,
@@ -73,27 +75,17 @@ class EngineConfig:
         if self.model.device.type == "meta":
             raise InputError("this model is on the meta device, which holds shapes without values; load its weights")
         for name in ("max_num_seqs", "prefill_chunk_size", "max_source_len"):
-            value = as_int(getattr(self, name))
-            if value is None or value < 1:
-                raise InputError(f"{name} is {format_value(getattr(self, name))}; pass an integer, 1 or more")
-            setattr(self, name, value)
+            setattr(self, name, check_int(name, getattr(self, name), 1, MAX_TOKENS))
         if self.compile is not None and not isinstance(self.compile, bool):
             raise InputError(f"compile is {format_value(self.compile)}; pass True, False or None (when it pays off)")
-        if self.cache_implementation != "auto" and self.cache_implementation not in CACHE_IMPLEMENTATIONS:
-            raise InputError(
-                f"cache_implementation is {format_value(self.cache_implementation)}; use auto,"
-                f" {', '.join(CACHE_IMPLEMENTATIONS)}"
-            )
-        if self.kv_cache_dtype is not None and self.kv_cache_dtype not in (*FLOAT_DTYPES, torch.int8):
-            raise InputError(
-                f"kv_cache_dtype is {format_value(self.kv_cache_dtype)}; use torch.int8 or a floating-point dtype"
-            )
-        if self.kv_cache_memory_bytes is not None and (
-            as_float(self.kv_cache_memory_bytes) is None or not 0 < self.kv_cache_memory_bytes < math.inf
-        ):
-            raise InputError(
-                f"kv_cache_memory_bytes is {format_value(self.kv_cache_memory_bytes)}; pass a number of bytes above 0"
-            )
+        layouts, layout, dtype = ("auto", *CACHE_IMPLEMENTATIONS), self.cache_implementation, self.kv_cache_dtype
+        if layout not in layouts:
+            raise InputError(f"cache_implementation is {format_value(layout)}; use {', '.join(layouts)}")
+        if dtype is not None and dtype not in (*FLOAT_DTYPES, torch.int8):
+            raise InputError(f"kv_cache_dtype is {format_value(dtype)}; use torch.int8 or a floating-point dtype")
+        memory = self.kv_cache_memory_bytes
+        if memory is not None and (as_float(memory) is None or not 0 < memory < math.inf):
+            raise InputError(f"kv_cache_memory_bytes is {format_value(memory)}; pass a number of bytes above 0")
         self.num_slots = self._resolve_max_model_len()
         self.prefill_chunk_size = min(self.prefill_chunk_size, self.num_slots)
         if self.cache_implementation == "auto":
@@ -129,12 +121,8 @@ class EngineConfig:
     def dynamic_rope_len(self) -> int | None:
         """Length above which RoPE frequencies depend on the sequence length, so that chunked prefill is impossible."""
         ropes = [position for position in self.decoder.positions.values() if isinstance(position, Rope)]
-        switches = [
-            rope.switch_length
-            for rope in ropes
-            if rope.switch_length is not None and rope.switch_length < self.num_slots
-        ]
-        return min(switches, default=None)
+        lengths = [rope.switch_length for rope in ropes if rope.switch_length is not None]
+        return min((length for length in lengths if length < self.num_slots), default=None)
 
     @property
     def max_position_embeddings(self) -> int | None:
@@ -142,19 +130,14 @@ class EngineConfig:
         return getattr(self.decoder.embed.position, "max_positions", None)
 
     def _resolve_max_model_len(self) -> int:
-        context = self.model.config.context
-        requested = (
-            self.max_model_len
-            if self.max_model_len is not None
-            else min(context or DEFAULT_MAX_MODEL_LEN, self.max_position_embeddings or context or DEFAULT_MAX_MODEL_LEN)
-        )
+        context, max_positions = self.model.config.context or DEFAULT_MAX_MODEL_LEN, self.max_position_embeddings
+        requested = self.max_model_len if self.max_model_len is not None else min(context, max_positions or context)
         max_model_len = as_int(requested)
         if max_model_len is None or max_model_len < 2:
             raise InputError(f"max_model_len is {format_value(requested)}; pass a number of tokens, 2 or more")
-        if self.max_position_embeddings is not None and max_model_len > self.max_position_embeddings:
+        if max_positions is not None and max_model_len > max_positions:
             raise InputError(
-                f"max_model_len is {max_model_len}, but the model has {self.max_position_embeddings} learned positions;"
-                " lower it"
+                f"max_model_len is {max_model_len}, but the model has {max_positions} learned positions; lower it"
             )
         return max_model_len
 
@@ -181,16 +164,13 @@ class EngineConfig:
         """Bytes of `num_slots` slots of one sequence in all layers."""
         stack = self.decoder
         dtype = self.kv_cache_dtype or self.model.dtype
+        scale_bytes = 2 if dtype == torch.int8 else 0  # one float16 scale per head and slot
         total = 0
         for cache_shape, window in zip(stack.cache_shapes, stack.windows, strict=True):
-            # A ring holds the window and the chunk that is being written: see model.cache.Cache.
-            layer_slots = (
-                num_slots
-                if window is None or self.cache_implementation != "ring"
-                else min(num_slots, window + self.prefill_chunk_size - 1)
-            )
-            # One float16 scale per head and slot in an int8 cache.
-            scale_bytes = 2 if dtype == torch.int8 else 0
+            layer_slots = num_slots
+            if window is not None and self.cache_implementation == "ring":
+                # A ring holds the window and the chunk that is being written: see model.cache.Cache.
+                layer_slots = min(num_slots, window + self.prefill_chunk_size - 1)
             total += layer_slots * sum(heads * (width * dtype.itemsize + scale_bytes) for heads, width in cache_shape)
         return total
 
@@ -234,20 +214,15 @@ class EngineConfig:
     ) -> tuple[list[int], list[int] | None]:
         """Return the decoder's input tokens, and the source tokens if there is an encoder."""
         config = self.model.config
-        has_encoder = "encoder" in self.model.stacks
         size = getattr(config, "source_vocab_size", None) or config.vocab_size
-        tokens, prefix = (
-            check_ids_in_vocab("the prompt", prompt, size),
-            check_ids_in_vocab("output_prefix", output_prefix, config.vocab_size),
-        )
+        tokens = check_ids_in_vocab("the prompt", prompt, size)
+        prefix = check_ids_in_vocab("output_prefix", output_prefix, config.vocab_size)
         if not tokens:
             raise InputError("the prompt is empty; pass at least one token, such as the BOS token")
-        if not has_encoder:
+        if "encoder" not in self.model.stacks:
             if len(tokens) + len(prefix) >= self.num_slots:
-                raise InputError(
-                    f"the prompt has {len(tokens)} tokens, and max_model_len is {self.num_slots}, completion included;"
-                    " shorten it"
-                )
+                lengths = f"{len(tokens)} tokens, and max_model_len is {self.num_slots}"
+                raise InputError(f"the prompt has {lengths}, completion included; shorten it")
             return tokens + prefix, None
         max_positions = getattr(self.model.stacks["encoder"].embed.position, "max_positions", None)
         limit = self.max_source_len if max_positions is None else min(self.max_source_len, max_positions)
@@ -275,11 +250,8 @@ class EngineConfig:
             sampling_params, max_tokens, tokenizer, self.eos_token_ids, prompt_tokens=() if source else prompt
         )
         request = Request(tokens, sampling_params, seed, output)
-        request.source_tokens, request.output_prefix, request.num_launched_tokens = (
-            source,
-            list(output_prefix),
-            len(output_prefix),
-        )
+        request.source_tokens, request.output_prefix = source, list(output_prefix)
+        request.num_launched_tokens = len(output_prefix)
         for token in request.output_prefix:  # forced, so log-probability 0
             request.add_chunk(output.append_token(token, 0.0, {token: 0.0} if sampling_params.logprobs else None))
         return request
@@ -304,42 +276,47 @@ class EngineConfig:
         )
 
 
-def check_ids_in_vocab(name: str, tokens: Sequence[int], vocab_size: int) -> list[int]:
-    """Return the token ids as ints; raise if one is not in the vocabulary."""
-    ids = []
-    for token in tokens:
-        token_id = token if type(token) is int else as_int(token)
-        if token_id is None or not 0 <= token_id < vocab_size:
-            raise InputError(f"{name} holds the id {format_value(token)}; the vocabulary has ids 0 to {vocab_size - 1}")
-        ids.append(token_id)
-    return ids
+class EngineOptions(TypedDict, total=False):
+    """Options of `EngineConfig` that `generate` and the server pass on unchanged."""
+
+    cache_implementation: CacheImplementation | Literal["auto"]
+    kv_cache_dtype: torch.dtype | None
+    kv_cache_memory_bytes: float | None
+    prefill_chunk_size: int
+    weight_bits: int | None
+    compile: bool | None
 
 
 def build_engine_config(
     model: Transformer,
     generation_config: GenerationConfig,
     *,
+    max_num_seqs: int = 8,
     required_len: int | None = None,
     max_model_len: int | None = None,
-    **options: Any,
+    max_source_len: int = 512,
+    **options: Unpack[EngineOptions],
 ) -> EngineConfig:
     """Build an engine configuration with the checkpoint's tokens and at most `required_len` slots per sequence."""
-    if options.get("max_source_len") == 0:
+    if max_source_len == 0:
         raise InputError("the prompt is empty; pass at least one token, such as the BOS token")
-    is_encoder_decoder = len(model.stacks) == 2
-    token_options: dict[str, Any] = {
-        "eos_token_ids": generation_config.eos_token_ids,
-        "decoder_start_token_id": generation_config.decoder_start_token_id if is_encoder_decoder else None,
-        "forced_eos_token_id": min(generation_config.forced_eos_token_ids)
-        if generation_config.forced_eos_token_ids and is_encoder_decoder
-        else None,
-    }
-    config = EngineConfig(model, max_model_len=max_model_len, **token_options)
+    has_encoder = len(model.stacks) == 2
+    forced_eos = min(generation_config.forced_eos_token_ids, default=None)
+    config = EngineConfig(
+        model,
+        max_num_seqs,
+        max_model_len,
+        max_source_len=max_source_len,
+        eos_token_ids=generation_config.eos_token_ids,
+        decoder_start_token_id=generation_config.decoder_start_token_id if has_encoder else None,
+        forced_eos_token_id=forced_eos if has_encoder else None,
+    )
     slots = config.num_slots
     if required_len is not None:
         unbounded = max_model_len is None and config.max_position_embeddings is None and model.config.context is None
         slots = max(2, required_len if unbounded else min(required_len, slots))
-    return EngineConfig(model, max_model_len=slots, **token_options, **options)
+    options.setdefault("cache_implementation", "auto")  # resolved again for this number of slots
+    return replace(config, max_model_len=slots, **options)
 
 
 def reduce_num_seqs_to_fit(engine_config: EngineConfig) -> EngineConfig:

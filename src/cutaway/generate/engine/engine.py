@@ -37,6 +37,7 @@ class Engine:
     def __init__(self, config: EngineConfig, *, tokenizer: Tokenizer | None = None, max_waiting: int = 1024) -> None:
         """`max_waiting`: length of the waiting queue; `submit` raises BusyError when it is full."""
         self.config, self.tokenizer, self.max_waiting = config, tokenizer, max_waiting
+        self.models = [config.model]
         self.model_runner = ModelRunner(
             config.model, config.build_cache(), compile=config.compile, weight_bits=config.weight_bits
         )
@@ -70,9 +71,7 @@ class Engine:
         The completion starts with `output_prefix`. `n` and `seed` of `sampling_params` are ignored: `generate` submits
         one request per completion. `wait`: block while the waiting queue is full, instead of raising BusyError.
         """
-        request = self.config.build_request(
-            prompt, sampling_params, self.tokenizer, seed=seed, output_prefix=output_prefix
-        )
+        request = self._build_request(prompt, sampling_params, seed, output_prefix)
         with self.condition:
             while wait and not self.closed and len(self.waiting) >= self.max_waiting:
                 self.condition.wait()
@@ -88,6 +87,13 @@ class Engine:
             self.waiting.append(request)
             self.condition.notify_all()
         return request
+
+    def _build_request(
+        self, prompt: Sequence[int], sampling_params: SamplingParams, seed: int, output_prefix: Sequence[int]
+    ) -> Request:
+        return self.config.build_request(
+            prompt, sampling_params, self.tokenizer, seed=seed, output_prefix=output_prefix
+        )
 
     def start(self) -> "Engine":
         """Start a thread that calls `step` while there are requests."""
@@ -133,9 +139,9 @@ class Engine:
 
     def step(self) -> bool:
         """Admit waiting requests, prefill one chunk, decode one token per request; False if no request is left."""
-        model = self.config.model
+        training = any(model.training for model in self.models)
         try:
-            with eval_mode(model) if model.training else nullcontext():
+            with eval_mode(*self.models) if training else nullcontext():
                 self._process_pending_if_finishing()
                 self._remove_aborted()
                 self._admit_waiting()
@@ -146,8 +152,9 @@ class Engine:
             with self.condition:
                 self.closed = True
                 self.condition.notify_all()
-            self._fail_all(f"the engine failed ({type(error).__name__}: {error}); build a new one")
-            raise EngineError(f"the engine failed ({type(error).__name__}: {error}); build a new one") from error
+            reason = f"the engine failed ({type(error).__name__}: {error}); build a new one"
+            self._fail_all(reason)
+            raise EngineError(reason) from error
 
     def _run_loop(self) -> None:
         while True:
@@ -167,10 +174,9 @@ class Engine:
         try:
             yield
         except Exception as error:
+            reason = f"a step failed ({type(error).__name__}: {error}); submit the request again"
             for request in requests:
-                request.finish(
-                    error=EngineError(f"a step failed ({type(error).__name__}: {error}); submit the request again")
-                )
+                request.finish(error=EngineError(reason))
             for request in requests:
                 self.scheduler.release(request, cache_valid=False)
 
@@ -178,10 +184,8 @@ class Engine:
         """Process the pending tokens now if a request reaches max_tokens with them.
 
         Otherwise the next decode step would be launched with a row that is already finished."""
-        pending = self.pending
-        if pending is not None and any(
-            request.num_launched_tokens >= request.output.max_tokens for request in pending.requests
-        ):
+        requests = [] if self.pending is None else self.pending.requests
+        if any(request.num_launched_tokens >= request.output.max_tokens for request in requests):
             self._process_pending()
 
     def _remove_aborted(self) -> None:
@@ -239,14 +243,11 @@ class Engine:
             batch.append(request)
             chunks.append(chunk)
         with self._isolate_failures(batch):
-            self.model_runner.prefill(
-                self.scheduler.num_decoding, chunks, [request.num_computed_tokens for request in batch]
-            )
+            num_computed = [request.num_computed_tokens for request in batch]
+            self.model_runner.prefill(self.scheduler.num_decoding, chunks, num_computed)
             for request, chunk in zip(batch, chunks, strict=True):
                 request.num_computed_tokens += len(chunk)
-                if self._needs_full_prefill(
-                    request.all_token_ids
-                ):  # the first decode step computes the last token again
+                if self._needs_full_prefill(request.all_token_ids):  # the first decode step repeats the last token
                     request.num_computed_tokens -= 1
                     self.model_runner.cache.seq_lens[request.row] = request.num_computed_tokens
             for request in batch:
@@ -257,11 +258,8 @@ class Engine:
         token_ids = request.all_token_ids
         if self._needs_full_prefill(token_ids):
             return token_ids[request.num_computed_tokens :]
-        return token_ids[
-            request.num_computed_tokens : min(
-                len(token_ids) - 1, request.num_computed_tokens + self.config.prefill_chunk_size
-            )
-        ]
+        end = min(len(token_ids) - 1, request.num_computed_tokens + self.config.prefill_chunk_size)
+        return token_ids[request.num_computed_tokens : end]
 
     def _needs_full_prefill(self, token_ids: Sequence[int]) -> bool:
         """Whether all tokens must be prefilled in one pass, because their RoPE frequencies depend on the length."""
@@ -272,7 +270,6 @@ class Engine:
 
         Without async scheduling (CPU), process this step's tokens.
         """
-        previous = self.pending if self.async_scheduling else None
         decoding = self.scheduler.decoding
         launched = None
         if decoding:
@@ -283,8 +280,7 @@ class Engine:
                 for request in decoding:
                     request.num_computed_tokens += 1
                     request.num_launched_tokens += 1
-        if previous is not None:
-            self._process_pending()
+        self._process_pending()
         self.pending = launched
         if not self.async_scheduling:
             self._process_pending()
@@ -321,11 +317,8 @@ class Engine:
 
     def _fail_all(self, reason: str) -> None:
         """Fail all running, waiting and pending requests."""
-        requests = [
-            *self.scheduler.running,
-            *self.waiting,
-            *(self.pending.requests if self.pending is not None else ()),
-        ]
+        pending = [] if self.pending is None else self.pending.requests
+        requests = [*self.scheduler.running, *self.waiting, *pending]
         self.waiting.clear()
         self.scheduler.running, self.scheduler.num_decoding, self.pending = [], 0, None
         for request in requests:

@@ -7,14 +7,16 @@ A flat slot is page_id · page_size + offset: an index into the buffers with the
 
 import copy
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from cutaway.config import CrossBlock
 from cutaway.errors import InputError
 from cutaway.generate.engine.paging import NULL_PAGE
+from cutaway.generate.sampling.sampler import swap_tensor_rows
 from cutaway.model.cache import Cache, CacheShape, CrossCache, LayerCache, SlotMapping
 from cutaway.model.masks import EMPTY_POSITION, TokenPositions
 from cutaway.model.transformer import Transformer
@@ -93,19 +95,13 @@ class PagedLayerCache(LayerCache):
         self.keys.write(slot_mapping.slots, k)
         self.values.write(slot_mapping.slots, v)
         # Only the pages that hold the first num_keys slots.
-        pages = (
-            self.page_index
-            if isinstance(self.page_index, slice)
-            else self.page_index[:, : -(-slot_mapping.num_keys // self.page_size)]
-        )
-        return self.keys.gather(pages, slot_mapping.num_keys, k.dtype), self.values.gather(
-            pages, slot_mapping.num_keys, v.dtype
-        )
+        pages, num_keys = self.page_index, slot_mapping.num_keys
+        if not isinstance(pages, slice):
+            pages = pages[:, : -(-num_keys // self.page_size)]
+        return self.keys.gather(pages, num_keys, k.dtype), self.values.gather(pages, num_keys, v.dtype)
 
     def select_rows(self, rows: Int[Tensor, " B"]) -> None:
-        raise InputError(
-            "rows of a paged cache share pages and cannot be reordered; use model.new_cache for beam search"
-        )
+        raise InputError("rows of a paged cache cannot be reordered; use model.new_cache for beam search")
 
 
 class BatchKVCache(Cache):
@@ -129,9 +125,9 @@ class BatchKVCache(Cache):
         paged = implementation == "paged"
         page_size = min(PAGE_SIZE, num_slots) if paged else 0
         num_slots = -(-num_slots // page_size) * page_size if paged else num_slots  # whole pages
-        total_pages = (
-            1 + (num_pages if num_pages is not None else batch_size * (num_slots // page_size)) if paged else batch_size
-        )
+        total_pages = batch_size
+        if paged:
+            total_pages = 1 + (batch_size * (num_slots // page_size) if num_pages is None else num_pages)
 
         def build_layer(
             batch: int, layer_slots: int, cache_shape: CacheShape, device: torch.device, dtype: torch.dtype
@@ -157,20 +153,17 @@ class BatchKVCache(Cache):
         self.num_pages = total_pages
         self.page_table: Int[Tensor, "B P"] | None = None
         if paged:
-            self.page_table = torch.full(
-                (batch_size, num_slots // page_size), NULL_PAGE, dtype=torch.long, device=model.device
-            )
+            shape = batch_size, num_slots // page_size
+            self.page_table = torch.full(shape, NULL_PAGE, dtype=torch.long, device=model.device)
             for layer in self.paged_layers:
                 layer.page_index = layer.page_table = self.page_table
         if self.cross_layers is not None:
-            self.memory_positions = TokenPositions(
-                torch.full((batch_size, max_source_len), EMPTY_POSITION, device=model.device)
-            )
+            empty = torch.full((batch_size, max_source_len), EMPTY_POSITION, device=model.device)
+            self.memory_positions = TokenPositions(empty)
             for cross_layer, (heads, width) in zip(self.cross_layers, cross_cache_shapes(model), strict=True):
-                cross_layer.k, cross_layer.v = (
-                    torch.zeros(batch_size, max_source_len, heads, width, device=model.device, dtype=model.dtype)
-                    for _ in "kv"
-                )
+                shape4 = batch_size, max_source_len, heads, width
+                cross_layer.k = torch.zeros(shape4, device=model.device, dtype=model.dtype)
+                cross_layer.v = torch.zeros_like(cross_layer.k)
 
     @property
     def paged_layers(self) -> list[PagedLayerCache]:
@@ -187,10 +180,8 @@ class BatchKVCache(Cache):
             if self.page_table is None:
                 flat_slots = row * num_slots + mapping.slots
             else:
-                flat_slots = (
-                    self.page_table.gather(1, mapping.slots // self.page_size) * self.page_size
-                    + mapping.slots % self.page_size
-                )
+                pages = self.page_table.gather(1, mapping.slots // self.page_size)
+                flat_slots = pages * self.page_size + mapping.slots % self.page_size
             slot_mappings[num_slots] = mapping._replace(slots=flat_slots)
         return new, slot_mappings
 
@@ -244,10 +235,8 @@ class BatchKVCache(Cache):
         tensors += self.kv_tensors() if self.page_table is None else [self.page_table]
         if self.memory_positions is not None:
             tensors.append(self.memory_positions.position)
-        for tensor in tensors:  # row by row: an index list would be a host-to-device copy per tensor
-            saved = tensor[a].clone()
-            tensor[a] = tensor[b]
-            tensor[b] = saved
+        for tensor in tensors:
+            swap_tensor_rows(tensor, a, b)
 
     def zero_row(self, row: int, page_ids: Sequence[int] = ()) -> None:
         """Zero a row, or its pages. Masked slots have weight 0, but 0 · NaN is NaN and would affect later sequences."""
@@ -269,8 +258,7 @@ class BatchKVCache(Cache):
 
     def kv_tensors(self) -> list[Tensor]:
         """All key and value buffers; dimension 0 is the row or the page."""
-        buffers: list[KVBuffer] = [buffer for layer in self.paged_layers for buffer in (layer.keys, layer.values)]
-        return [tensor for buffer in buffers for tensor in buffer.tensors()]
+        return [x for layer in self.paged_layers for buffer in (layer.keys, layer.values) for x in buffer.tensors()]
 
     def cross_tensors(self) -> list[Tensor]:
         """All cross-attention keys and values; dimension 0 is the row."""
@@ -279,10 +267,10 @@ class BatchKVCache(Cache):
     @property
     def num_bytes(self) -> int:
         """Bytes of all keys and values."""
-        return sum(x.numel() * x.element_size() for x in [*self.kv_tensors(), *self.cross_tensors()])
+        return sum(x.nbytes for x in [*self.kv_tensors(), *self.cross_tensors()])
 
 
 def cross_cache_shapes(model: Transformer) -> list[tuple[int, int]]:
     """(heads, width) of each layer's cross-attention keys and values."""
-    blocks: Any = model.stacks["decoder"].blocks
-    return [(block.cross.f.kv_heads, block.cross.f.d_head) for block in blocks]
+    cross = [block.cross for block in model.config.stacks["decoder"].blocks if isinstance(block, CrossBlock)]
+    return [(attention.num_kv_heads, attention.head_dim(model.config.d_model)) for attention in cross]

@@ -3,8 +3,8 @@
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,11 +14,12 @@ from cutaway.errors import InputError
 from cutaway.generate.engine.kv_cache import BatchKVCache
 from cutaway.generate.engine.request import Request
 from cutaway.generate.fast.warmup_policy import WarmupCostStore, WarmupPolicy
-from cutaway.generate.sampling.sampler import Sampler, SamplerOutput
+from cutaway.generate.sampling.sampler import Sampler, SamplerOutput, swap_tensor_rows
 from cutaway.generate.sampling.sampling_state import SamplingFeatures
-from cutaway.model import Transformer
-from cutaway.model.cache import Cache
+from cutaway.model import DecoderOnly, EncoderDecoder, Transformer
 from cutaway.model.moe import MixtureOfExperts
+
+_GenerativeModel: TypeAlias = DecoderOnly | EncoderDecoder
 
 
 class ModelRunner:
@@ -41,15 +42,15 @@ class ModelRunner:
         bits per weight in decode steps; default the model's dtype."""
         if weight_bits not in (None, 4, 8, 16):
             raise InputError(f"weight_bits is {weight_bits!r}; decode steps support 16, 8 or 4 bits per weight")
-        self.model: Any = model
+        assert isinstance(model, DecoderOnly | EncoderDecoder)
+        self.model: _GenerativeModel = model
         self.cache = cache
         self.sampler = Sampler(cache.batch_size, model.config.vocab_size, model.device)
         self.next_tokens = torch.zeros(cache.batch_size, 1, dtype=torch.long, device=model.device)
         """(batch_size, 1): input token of each row's next decode step."""
-        self.has_encoder = "encoder" in model.stacks
         self.active_rows = torch.zeros(cache.batch_size, dtype=torch.bool, device=model.device)
         self.weight_bits = weight_bits
-        self.decode_model: Any = model
+        self.decode_model: _GenerativeModel = model
         """Model of the decode steps: the model itself, or a copy with packed weights or fused kernels."""
         self.cuda_graphs: Callable[[int, SamplingFeatures], SamplerOutput] | None = None
         self.compiled_decode_logits: Callable[[Tensor, BatchKVCache, Tensor], Tensor] | None = None
@@ -61,11 +62,9 @@ class ModelRunner:
                 "weight_bits needs fast decode steps, which support CUDA and CPU models without hooks; leave it out"
             )
         skip_cpu_compile = compile is None and device_type == "cpu"  # takes most of a minute and swallows Ctrl-C
-        self.warmup_policy = (
-            WarmupPolicy(WarmupCostStore(model, cache.batch_size, weight_bits))
-            if supported and compile is not False and not skip_cpu_compile
-            else None
-        )
+        self.warmup_policy = None
+        if supported and compile is not False and not skip_cpu_compile:
+            self.warmup_policy = WarmupPolicy(WarmupCostStore(model, cache.batch_size, weight_bits))
         """Times decode steps, to decide when fast steps pay off and to record their cost; None when there is nothing to
         decide."""
         if weight_bits is not None and device_type == "cpu":
@@ -102,9 +101,8 @@ class ModelRunner:
         )
 
         if can_build_gpu_decode_model(self.model, self.cache):
-            self.decode_model = build_gpu_decode_model(
-                self.model, None if self.weight_bits == 16 else self.weight_bits
-            ).eval()
+            bits = None if self.weight_bits == 16 else self.weight_bits
+            self.decode_model = build_gpu_decode_model(self.model, bits).eval()
         elif self.weight_bits is not None:
             raise InputError(
                 f"weight_bits is {self.weight_bits}, which supports at most 64 sequences and not float64; lower"
@@ -118,17 +116,9 @@ class ModelRunner:
     def init_row(self, row: int, request: Request, eos_token_ids: Collection[int]) -> None:
         """Initialize a row of the cache and the sampler for a request; encode its source, if any."""
         self.cache.assign_row(row, request.num_computed_tokens, request.page_ids)
-        prompt = request.input_ids[
-            : len(request.input_ids) - len(request.output_prefix)
-        ]  # output_prefix counts as output for penalties and limits
-        self.sampler.set_row(
-            row,
-            request.sampling_params,
-            prompt,
-            request.seed,
-            eos_token_ids=eos_token_ids,
-            output_tokens=request.output_prefix,
-        )
+        params, prefix = request.sampling_params, request.output_prefix  # the prefix counts as output
+        prompt = request.input_ids[: len(request.input_ids) - len(prefix)]
+        self.sampler.set_row(row, params, prompt, request.seed, eos_token_ids=eos_token_ids, output_tokens=prefix)
         if request.source_tokens is not None:
             self.encode_source(row, request.source_tokens, request.input_ids)
 
@@ -159,14 +149,11 @@ class ModelRunner:
     @torch.no_grad()
     def encode_source(self, row: int, source_tokens: Sequence[int], decoder_tokens: Sequence[int]) -> None:
         """Encode a row's source and store its cross-attention keys and values; `decoder_tokens`: decoder input."""
-        source_cache: Cache = self.model.new_cache(1, len(decoder_tokens))
-        device = self.model.device
+        assert isinstance(self.model, EncoderDecoder)
+        source_cache = self.model.new_cache(1, len(decoder_tokens))
+        source, target = (torch.tensor([list(x)], device=self.model.device) for x in (source_tokens, decoder_tokens))
         with _shape_agnostic_sdpa():
-            self.model.hidden_states(
-                torch.tensor([list(source_tokens)], device=device),
-                torch.tensor([list(decoder_tokens)], device=device),
-                cache=source_cache,
-            )
+            self.model.hidden_states(source, target, cache=source_cache)
         self.cache.store_cross_cache(row, source_cache)
 
     @torch.no_grad()
@@ -189,12 +176,8 @@ class ModelRunner:
             if not self.warmup_policy.warmed_up or self.warmup_policy.fast_times or self.weight_bits is not None:
                 raise
             warnings.warn(f"fast decode steps are disabled because compiling them failed: {error}", stacklevel=2)
-            self.warmup_policy, self.decode_model, self.cuda_graphs, self.compiled_decode_logits = (
-                None,
-                self.model,
-                None,
-                None,
-            )
+            self.warmup_policy, self.decode_model = None, self.model
+            self.release_compiled()
             return self._decode_once(num_rows, max_len)
         output.tokens.cpu()  # wait for the device, so that the measured time is the step's
         if self.warmup_policy.record_step(time.perf_counter() - start):
@@ -219,7 +202,7 @@ class ModelRunner:
 
     def _decode_logits(self, tokens: Tensor, cache_view: BatchKVCache, length_carrier: Tensor) -> Tensor:
         cache_view.max_len = length_carrier.shape[0] - 1
-        return self.decode_model.head(self.forward_hidden(self.decode_model, tokens, None, cache_view))[:, -1]
+        return self.forward_logits(self.decode_model, tokens, None, cache_view)[:, -1]
 
     def _decode_fixed_shape(self, num_rows: int, features: SamplingFeatures) -> SamplerOutput:
         """Decode step for CUDA graphs: shapes depend only on `num_rows`, attention runs over all slots.
@@ -229,28 +212,30 @@ class ModelRunner:
         view = self.cache.view_rows(0, num_rows, max_len=0)
         view.static_shapes = True
         active = self.active_rows[:num_rows]
-        logits = self.decode_model.head(
-            self.forward_hidden(self.decode_model, self.next_tokens[:num_rows], active.unsqueeze(-1), view)
-        )[:, -1]
-        output = self.sampler.sample(logits, features, active)
+        logits = self.forward_logits(self.decode_model, self.next_tokens[:num_rows], active.unsqueeze(-1), view)
+        output = self.sampler.sample(logits[:, -1], features, active)
         self.next_tokens[:num_rows, 0] = torch.where(active, output.tokens, self.next_tokens[:num_rows, 0])
         return output
 
-    def forward_hidden(self, model: Any, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache) -> Tensor:
-        args = (None, tokens, None, mask) if self.has_encoder else (tokens, mask)
-        if not tokens.is_cuda:
-            return model.hidden_states(*args, cache=cache)
-        with _shape_agnostic_sdpa():
-            return model.hidden_states(*args, cache=cache)
+    def forward_logits(
+        self, model: _GenerativeModel, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache
+    ) -> Tensor:
+        return model.head(self.forward_hidden(model, tokens, mask, cache))
+
+    def forward_hidden(
+        self, model: _GenerativeModel, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache
+    ) -> Tensor:
+        with _shape_agnostic_sdpa() if tokens.is_cuda else nullcontext():
+            if isinstance(model, EncoderDecoder):
+                return model.hidden_states(None, tokens, None, mask, cache=cache)
+            return model.hidden_states(tokens, mask, cache=cache)
 
     def swap_rows(self, a: int, b: int) -> None:
         """Exchange two rows of the cache, the sampler and the input tokens."""
         if a != b:
             self.cache.swap_rows(a, b)
             self.sampler.swap_rows(a, b)
-            saved = self.next_tokens[a].clone()
-            self.next_tokens[a] = self.next_tokens[b]
-            self.next_tokens[b] = saved
+            swap_tensor_rows(self.next_tokens, a, b)
 
 
 def _shape_agnostic_sdpa() -> AbstractContextManager[None]:

@@ -51,11 +51,10 @@ class OutputProcessor:
     ) -> None:
         """`max_tokens`: maximum length. `prompt_tokens`: context for detokenizing the first tokens."""
         self.max_tokens = max_tokens
-        self.stop_token_ids = {*sampling_params.stop_token_ids, *(() if sampling_params.ignore_eos else eos_token_ids)}
+        self.stop_token_ids = sampling_params.all_stop_token_ids(eos_token_ids)
         self.detokenizer = None if tokenizer is None else tokenizer.decode_stream(prefix_ids=prompt_tokens)
-        self.stop_strings = (
-            StopStrings(sampling_params.stop) if sampling_params.stop and tokenizer is not None else None
-        )
+        has_stop_strings = sampling_params.stop and tokenizer is not None
+        self.stop_strings = StopStrings(sampling_params.stop) if has_stop_strings else None
         self.num_logprobs = sampling_params.logprobs
         self.tokens: list[int] = []
         self.text_chunks: list[str] = []
@@ -109,14 +108,12 @@ class OutputProcessor:
 
     def flush(self) -> str:
         """Return the text held back by the detokenizer and by partial stop strings."""
-        if self.detokenizer is None:
-            return ""
-        if isinstance(self.stop_reason, str):
+        if self.detokenizer is None or isinstance(self.stop_reason, str):
             return ""
         rest = self._check_stop_strings(self.detokenizer.finish())
-        return (
-            rest if self.stop_strings is None or isinstance(self.stop_reason, str) else rest + self.stop_strings.flush()
-        )
+        if self.stop_strings is not None and not isinstance(self.stop_reason, str):
+            rest += self.stop_strings.flush()
+        return rest
 
     def to_completion(self, *, prompt_tokens: int, seed: int | None) -> Completion:
         return Completion(

@@ -101,9 +101,7 @@ class PagePool:
 
     def release(self, page_ids: Sequence[int]) -> None:
         """Drop a sequence's reference to its pages; unreferenced pages become free, or evictable if cached."""
-        for page in reversed(
-            page_ids
-        ):  # last page first: it is evicted first, since a prefix is more likely to be shared
+        for page in reversed(page_ids):  # the last page is evicted first: a prefix is more likely to be shared
             self.ref_counts[page] -= 1
             if self.ref_counts[page]:
                 continue
@@ -123,9 +121,6 @@ class PagePool:
 
     def evict(self, cached_page: CachedPage) -> None:
         """Free a cached page. Its children can no longer be found and are evicted later, in LRU order."""
-        del (
-            self.evictable[cached_page.key],
-            self.prefix_index[cached_page.parent_key, cached_page.tokens],
-            self.cached_by_page_id[cached_page.page_id],
-        )
+        del self.evictable[cached_page.key], self.cached_by_page_id[cached_page.page_id]
+        del self.prefix_index[cached_page.parent_key, cached_page.tokens]
         self.free_list.append(cached_page.page_id)

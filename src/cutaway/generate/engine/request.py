@@ -66,9 +66,8 @@ class Request:
         if not self.finished.wait(timeout):
             raise TimeoutError(f"the request did not finish within {timeout} seconds")
         self._raise_error()
-        prompt_tokens = (
-            len(self.input_ids) - len(self.output_prefix) if self.source_tokens is None else len(self.source_tokens)
-        )
+        prompt = self.input_ids if self.source_tokens is None else self.source_tokens
+        prompt_tokens = len(prompt) - (len(self.output_prefix) if self.source_tokens is None else 0)
         return self.output.to_completion(prompt_tokens=prompt_tokens, seed=self.seed)
 
     def _raise_error(self) -> None:

@@ -18,11 +18,9 @@ class Scheduler:
         """`prefix_caching`: share pages between requests with equal prefixes (paged cache only)."""
         self.model_runner, self.config = model_runner, config
         cache = model_runner.cache
-        self.page_pool = (
-            None
-            if cache.page_table is None
-            else PagePool(cache.num_pages, cache.page_size, prefix_caching=prefix_caching)
-        )
+        self.page_pool = None
+        if cache.page_table is not None:
+            self.page_pool = PagePool(cache.num_pages, cache.page_size, prefix_caching=prefix_caching)
         self.running: list[Request] = []
         self.num_decoding = 0
 
@@ -47,9 +45,8 @@ class Scheduler:
         if len(self.running) == self.model_runner.cache.batch_size:
             return False
         if self.page_pool is not None:
-            allocation = self.page_pool.allocate(
-                [] if request.source_tokens else request.input_ids, self.config.max_slots(request)
-            )
+            tokens = [] if request.source_tokens else request.input_ids
+            allocation = self.page_pool.allocate(tokens, self.config.max_slots(request))
             if allocation is None:
                 return False
             request.page_ids, request.num_computed_tokens = allocation

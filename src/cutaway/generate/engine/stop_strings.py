@@ -47,11 +47,6 @@ class StopStrings:
         self.state = 0
         return string[:depth]
 
-    @property
-    def num_held_chars(self) -> int:
-        """Number of characters held back."""
-        return self.prefix_of_state[self.state][1]
-
     def _release_text(self, previous_state: int, chunk: str, num_hidden: int) -> str:
         """The held text and the chunk, without the last `num_hidden` characters."""
         string, num_held = self.prefix_of_state[previous_state]

@@ -1,7 +1,7 @@
 """CPU decode model: the model with packed linear layers, and with q, k, v and gate, up fused."""
 
 import copy
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,10 @@ from cutaway.generate.fast.packed_weights import concat_linears
 from cutaway.model import Transformer
 from cutaway.model.attention import MultiHead
 from cutaway.model.ffn import GatedMLP
+from cutaway.model.head import LMHead
+
+T = TypeVar("T", bound=Transformer)
+M = TypeVar("M", bound=nn.Module)
 
 
 class FusedQKVAttention(MultiHead):
@@ -45,7 +49,7 @@ class FusedGatedMLP(GatedMLP):
 class PackedHead(nn.Module):
     """logits = softcap(scale · (x·Eᵀ + b)) with packed E."""
 
-    def __init__(self, head: Any, linear: PackedLinear) -> None:
+    def __init__(self, head: LMHead, linear: PackedLinear) -> None:
         super().__init__()
         self.transform, self.scale, self.softcap, self.linear = head.transform, head.scale, head.softcap, linear
 
@@ -56,12 +60,15 @@ class PackedHead(nn.Module):
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
-def build_cpu_decode_model(model: Transformer, linear_class: type[PackedLinear]) -> Transformer:
+def build_cpu_decode_model(model: T, linear_class: type[PackedLinear]) -> T:
     """Copy of the model for decode steps, with packed decoder and head; other parameters are shared."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     decode_model = copy.deepcopy(model, shared)
-    head: Any = decode_model.head
-    decode_model.head = PackedHead(head, linear_class(head.matrix.weight, head.bias))
+    head = decode_model.head
+    assert isinstance(head, LMHead)
+    weight = head.matrix.weight  # of an Embedding or a Linear
+    assert isinstance(weight, Tensor)
+    decode_model.head = PackedHead(head, linear_class(weight, head.bias))
     _pack_linears(decode_model.stacks["decoder"], linear_class)
     return decode_model
 
@@ -71,13 +78,13 @@ def _pack_linears(module: nn.Module, linear_class: type[PackedLinear]) -> None:
     for name, child in list(module.named_children()):
         if type(child) is MultiHead:
             attention = _recast_module(child, FusedQKVAttention)
-            attention.qkv = _fuse_linears(linear_class, child.q, child.k, child.v)
+            attention.qkv = fuse_linears(linear_class, child.q, child.k, child.v)
             del attention.q, attention.k, attention.v
             setattr(module, name, attention)
             child = attention
-        elif type(child) is GatedMLP and isinstance(child.gate, nn.Linear):
+        elif type(child) is GatedMLP and isinstance(child.gate, nn.Linear) and isinstance(child.up, nn.Linear):
             ffn = _recast_module(child, FusedGatedMLP)
-            ffn.gate_up = _fuse_linears(linear_class, child.gate, child.up)
+            ffn.gate_up = fuse_linears(linear_class, child.gate, child.up)
             del ffn.gate, ffn.up
             setattr(module, name, ffn)
             child = ffn
@@ -87,12 +94,13 @@ def _pack_linears(module: nn.Module, linear_class: type[PackedLinear]) -> None:
         _pack_linears(child, linear_class)
 
 
-def _fuse_linears(linear_class: type[PackedLinear], *layers: Any) -> FusedLinear:
+def fuse_linears(linear_class: type[PackedLinear], *layers: nn.Linear) -> FusedLinear:
+    """Fuse linear layers with the same input: q, k and v, or gate and up."""
     weight = concat_linears(*layers)
     return FusedLinear(linear_class(weight.values, weight.bias), [layer.out_features for layer in layers])
 
 
-def _recast_module(module: nn.Module, new_class: type[nn.Module]) -> Any:
+def _recast_module(module: nn.Module, new_class: type[M]) -> M:
     """Shallow copy of `module` as an instance of a subclass."""
     recast = new_class.__new__(new_class)
     recast.__dict__ = {**module.__dict__, "_modules": dict(module._modules)}

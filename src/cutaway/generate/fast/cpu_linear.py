@@ -4,43 +4,37 @@ With few rows of x a product is memory-bound: its time is that of reading the we
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cutaway.device import has_native_bf16, has_onednn
-from cutaway.errors import InputError, WeightError
+from cutaway.errors import WeightError
 
-MIN_SCALE = 1e-30
+_MIN_SCALE = 1e-30
 """Lower bound of a quantization scale, for rows of zeros."""
 
 
-INT8_MAX = 127
+_INT8_MAX = 127
 """Quantized values are in [−127, 127], so that rounding is symmetric."""
 
 
-NUM_ACCUMULATORS = 4
+_NUM_ACCUMULATORS = 4
 """Independent sums in a GEMV, to hide the latency of a floating-point addition (several cycles)."""
 
 
 class PackedLinear(nn.Module):
     """y = x·Wᵀ + b with a packed copy of the weights, which does not follow later changes of the original.
 
-    The packed layout is specific to this machine: it is not in the state dict and cannot be moved or cast.
+    (…, d_in) → (…, d_out), in x's dtype. The packed layout is specific to this machine: it is not in the state dict and
+    cannot be moved or cast.
     """
 
-    weight_format: ClassVar[str]
     bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        for tensor in (weight, bias):
-            if tensor is not None and tensor.device.type != "cpu":
-                raise InputError(
-                    f"the weights are on {tensor.device}; CPU packing needs CPU tensors: call .to('cpu') first"
-                )
         self.d_out, self.d_in = weight.shape
         with torch.no_grad():
             # Plain attributes, not buffers: model.half() must not cast the fp32 scales.
@@ -48,9 +42,8 @@ class PackedLinear(nn.Module):
             self.pack(weight.detach())
 
     @classmethod
-    def from_linear(cls, linear: nn.Module) -> "PackedLinear":
-        """Pack an nn.Linear, or an nn.Embedding used as an output matrix."""
-        return cls(linear.weight, getattr(linear, "bias", None))  # type: ignore[arg-type]
+    def from_linear(cls, linear: nn.Linear) -> "PackedLinear":
+        return cls(linear.weight, linear.bias)
 
     def pack(self, weight: Tensor) -> None:
         raise NotImplementedError
@@ -58,38 +51,20 @@ class PackedLinear(nn.Module):
     def pack_bias(self, bias: Tensor) -> Tensor:
         return bias
 
-    def matmul(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(…, d_in) → (…, d_out), in x's dtype."""
-        if x.shape[-1] != self.d_in:
-            raise InputError(
-                f"x has last dimension {x.shape[-1]}, but in_features is {self.d_in}; pass (…, {self.d_in})"
-            )
-        return self.matmul(x)
-
-    def extra_repr(self) -> str:
-        return f"{self.d_in} → {self.d_out}, {self.weight_format}"
-
 
 class UnpackedLinear(PackedLinear):
     """Original weights, without a copy: a single row already runs at memory bandwidth."""
 
-    weight_format = "unpacked"
-
     def pack(self, weight: Tensor) -> None:
         self.weight = weight
 
-    def matmul(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
         return y.to(x.dtype)
 
 
 class Bf16Linear(PackedLinear):
     """Weights and x in bfloat16, accumulation in fp32: half the bytes of fp32."""
-
-    weight_format = "bf16"
 
     def pack(self, weight: Tensor) -> None:
         weight = weight.bfloat16()
@@ -99,7 +74,7 @@ class Bf16Linear(PackedLinear):
     def pack_bias(self, bias: Tensor) -> Tensor:
         return bias.bfloat16()
 
-    def matmul(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if self.use_onednn:
             y = _onednn_bf16_linear(x.bfloat16(), self.weight, self.bias, self.d_out)
         else:
@@ -113,8 +88,6 @@ class Int8DynamicLinear(PackedLinear):
     Integer sums are exact, so a row has the same result alone and in a batch. |error| ≤ scale_w/2·Σ|x| +
     scale_x/2·Σ|W|, with the rounded W.
     """
-
-    weight_format = "int8-dynamic"
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, use_onednn: bool | None = None) -> None:
         # Without VNNI, oneDNN may add pairs of products in 16 bits, where 2·127·127 saturates; use float sums there.
@@ -130,9 +103,9 @@ class Int8DynamicLinear(PackedLinear):
     def pack_bias(self, bias: Tensor) -> Tensor:
         return bias.float()
 
-    def matmul(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x_fp32 = x.float()
-        x_scale = x_fp32.abs().amax(-1, keepdim=True).div(INT8_MAX).clamp(min=MIN_SCALE)
+        x_scale = x_fp32.abs().amax(-1, keepdim=True).div(_INT8_MAX).clamp(min=_MIN_SCALE)
         x_int8 = x_fp32.div(x_scale).round().to(torch.int8)
         if self.use_onednn:
             y = _onednn_int8_linear(x_int8, self.weight, self.scale, self.zero_points)
@@ -148,7 +121,6 @@ class GemvLinear(PackedLinear):
     Not compiled, or with several rows, W is first materialized in fp32: correct but slow.
     """
 
-    weight_format = "gemv"
     scale: Tensor | None = None
 
     def pack(self, weight: Tensor) -> None:
@@ -157,7 +129,7 @@ class GemvLinear(PackedLinear):
     def pack_bias(self, bias: Tensor) -> Tensor:
         return bias.float()
 
-    def matmul(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x_fp32 = x.float()
         if torch.compiler.is_compiling() and x_fp32.numel() == self.d_in:
             y = self._gemv(x_fp32).view(*x.shape[:-1], self.d_out)
@@ -169,15 +141,13 @@ class GemvLinear(PackedLinear):
     def _gemv(self, x: Tensor) -> Tensor:
         # Inductor fuses equal parts into one loop with an accumulator each, so additions do not wait for each other.
         x = x.reshape(-1)
-        part_size = self.d_out // NUM_ACCUMULATORS
-        parts = torch.split(self.weight, [part_size] * NUM_ACCUMULATORS + [self.d_out - part_size * NUM_ACCUMULATORS])
+        part_size = self.d_out // _NUM_ACCUMULATORS
+        parts = torch.split(self.weight, [part_size] * _NUM_ACCUMULATORS + [self.d_out - part_size * _NUM_ACCUMULATORS])
         return torch.cat([(rows.float() * x).sum(-1) for rows in parts if len(rows)])
 
 
 class WeightOnlyBf16Linear(GemvLinear):
     """bfloat16 weights, x in fp32."""
-
-    weight_format = "bf16-weight-only"
 
     def pack(self, weight: Tensor) -> None:
         self.weight = weight.bfloat16()
@@ -186,23 +156,8 @@ class WeightOnlyBf16Linear(GemvLinear):
 class WeightOnlyInt8Linear(GemvLinear):
     """int8 weights, x in fp32: more accurate than `Int8DynamicLinear`, and faster for one row when compiled."""
 
-    weight_format = "int8-weight-only"
-
     def pack(self, weight: Tensor) -> None:
         self.weight, self.scale = quantize_int8_per_row(weight)
-
-
-PACKED_LINEARS: dict[str, type[PackedLinear]] = {
-    linear_class.weight_format: linear_class
-    for linear_class in (
-        UnpackedLinear,
-        Bf16Linear,
-        Int8DynamicLinear,
-        GemvLinear,
-        WeightOnlyBf16Linear,
-        WeightOnlyInt8Linear,
-    )
-}
 
 
 class FusedLinear(nn.Module):
@@ -216,23 +171,7 @@ class FusedLinear(nn.Module):
         return self.linear(x).split(self.split_sizes, -1)
 
 
-def fuse_linears(linears: Sequence[nn.Linear], linear_class: type[PackedLinear] = UnpackedLinear) -> FusedLinear:
-    """Fuse linear layers with the same input: q, k and v, or gate and up."""
-    if not linears or len({linear.in_features for linear in linears}) > 1:
-        in_features = ", ".join(str(linear.in_features) for linear in linears) or "none"
-        raise InputError(
-            f"fused layers need the same input, but in_features are {in_features}; pass layers with equal in_features"
-        )
-    split_sizes = [linear.out_features for linear in linears]
-    bias = None
-    if any(linear.bias is not None for linear in linears):
-        bias = torch.cat(
-            [linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
-        )
-    return FusedLinear(linear_class(torch.cat([linear.weight for linear in linears]), bias), split_sizes)
-
-
-MAX_UPCAST_PARAMETERS = 1 << 30
+_MAX_UPCAST_PARAMETERS = 1 << 30
 """Model size up to which fp32 weights easily fit in the host memory."""
 
 
@@ -242,7 +181,7 @@ def should_upcast_on_cpu(model: nn.Module) -> bool:
     return (
         weights[0].device.type == "cpu"
         and weights[0].itemsize < 4
-        and sum(map(Tensor.numel, weights)) <= MAX_UPCAST_PARAMETERS
+        and sum(map(Tensor.numel, weights)) <= _MAX_UPCAST_PARAMETERS
     )
 
 
@@ -254,8 +193,8 @@ def quantize_int8_per_row(weight: Tensor) -> tuple[Tensor, Tensor]:
         raise WeightError(
             "the weights contain NaN or infinity, which int8 cannot represent; load them again or use 'unpacked'"
         )
-    scale = max_abs.div(INT8_MAX).clamp(min=MIN_SCALE)
-    return weight.div(scale.unsqueeze(-1)).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scale
+    scale = max_abs.div(_INT8_MAX).clamp(min=_MIN_SCALE)
+    return weight.div(scale.unsqueeze(-1)).round().clamp(-_INT8_MAX, _INT8_MAX).to(torch.int8), scale
 
 
 # torch.compile cannot trace opaque oneDNN weights; as custom operators the products do not break the graph.

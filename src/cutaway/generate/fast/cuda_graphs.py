@@ -7,7 +7,7 @@ import torch
 from cutaway.generate.sampling.sampler import SamplerOutput
 from cutaway.generate.sampling.sampling_state import SamplingFeatures
 
-CAPTURE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_CAPTURE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Batch sizes of the graphs; a batch runs in the next larger one, with the rest of the rows inactive."""
 
 
@@ -24,7 +24,7 @@ class CUDAGraphRunner:
 
     def __call__(self, num_rows: int, features: SamplingFeatures) -> SamplerOutput:
         """Run the step of the first `num_rows` rows. The returned tensors are overwritten by the next call."""
-        size = min((size for size in CAPTURE_SIZES if size >= num_rows), default=num_rows)
+        size = min((size for size in _CAPTURE_SIZES if size >= num_rows), default=num_rows)
         size = min(size, len(self.active_rows))
         if (size, features) not in self.captured:
             self.captured[size, features] = self.capture(size, features)

@@ -7,7 +7,7 @@ the output projections are split along K, and their sum, the residual and the ne
 
 import copy
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from cutaway.model.positions import Alibi, ScoreBias
 from cutaway.model.rope import Rope
 from cutaway.model.stack import Stack
 
+T = TypeVar("T", bound=Transformer)
 ACTIVATION_NAMES = {function: name for name, function in ACTIVATIONS.items()}
 
 
@@ -174,7 +175,7 @@ def _is_identity(norm: nn.Module) -> bool:
     return isinstance(norm, nn.Identity)
 
 
-def build_gpu_decode_model(model: Transformer, bits: int | None = None) -> Transformer:
+def build_gpu_decode_model(model: T, bits: int | None = None) -> T:
     """Copy of the model for decode steps of up to MAX_ROWS rows; it shares the model's weights.
 
     `bits`: 8 or 4 to quantize the linear layers and the head; quantized weights are held beside the original ones.

@@ -1,7 +1,6 @@
 """GPU linear layers for decode: y = act(norm(x)·Wᵀ + b) + residual for few rows of x, in one or two Triton kernels."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -90,7 +89,7 @@ def fused_linear(
     norm = norm if rows == 1 and weight.scale is None else None
     out_features = weight.out_features // 2 if gated else weight.out_features
     y, layout = alloc_activation(x, rows, out_features, dtype or _output_dtype(x, weight), next_weight)
-    options: dict[str, Any] = {"ACT": ACTIVATION_IDS[act], "GATED": gated, "LAYOUT": layout}
+    options: dict[str, int] = {"ACT": ACTIVATION_IDS[act], "GATED": gated, "LAYOUT": layout}
     if rows > 1:
         assert residual is None
         _launch_small_batch(x, weight, y, rows, out_features, 1, options)
@@ -130,10 +129,10 @@ def split_k_linear(x: Tensor, weight: LinearWeight) -> Tensor:
 
 
 def _launch_small_batch(
-    x: Tensor, weight: LinearWeight, y: Tensor, rows: int, out_features: int, splits: int, options: dict[str, Any]
+    x: Tensor, weight: LinearWeight, y: Tensor, rows: int, out_features: int, splits: int, options: dict[str, int]
 ) -> None:
     block_m = max(16, triton.next_power_of_2(rows))
-    block_n, block_k, stages, num_warps = _small_batch_tile(weight, splits, block_m, gated=options["GATED"])
+    block_n, block_k, stages, num_warps = _small_batch_tile(weight, splits, block_m, gated=bool(options["GATED"]))
     bias = weight.bias if weight.bias is not None else x
     grid = (triton.cdiv(out_features, block_n), splits)
     options = options | {

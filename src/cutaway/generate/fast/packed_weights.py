@@ -1,6 +1,5 @@
 """Weights of the GPU decode kernels: concatenated linear layers, int8 and int4 quantization, 32-bit packing."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,10 +35,6 @@ class LinearWeight:
         """Weights per 32-bit word; 1 if not packed."""
         return 1 if self.scale is None else 32 // self.bits
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (self.values, self.bias, self.scale) if x is not None)
-
 
 def concat_linears(*layers: nn.Linear) -> LinearWeight:
     """Concatenate the layers' weights along the output dimension.
@@ -55,13 +50,12 @@ def concat_linears(*layers: nn.Linear) -> LinearWeight:
             for layer in layers:
                 layer.weight.data = values[start : start + layer.out_features]
                 start += layer.out_features
-        return LinearWeight(values, _concat_biases(layers, values))
-
-
-def _concat_biases(layers: Sequence[nn.Linear], values: Tensor) -> Tensor | None:
-    if all(layer.bias is None for layer in layers):
-        return None
-    return torch.cat([values.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers])
+        if all(layer.bias is None for layer in layers):
+            return LinearWeight(values)
+        biases: list[Tensor] = [
+            values.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers
+        ]
+        return LinearWeight(values, torch.cat(biases))
 
 
 def pack_weight(weight: LinearWeight, bits: int | None) -> LinearWeight:
@@ -95,16 +89,3 @@ def quantize(values: Float[Tensor, "n k"], bits: int) -> tuple[Float[Tensor, "n 
     groups = values_fp32.unflatten(-1, (-1, GROUP_SIZE))
     scale = (groups.abs().amax(-1) / max_int).clamp(min=1e-12).to(torch.float16).clamp(min=6e-8)
     return scale, (groups / scale.float().unsqueeze(-1)).round().clamp(-max_int - 1, max_int).flatten(-2)
-
-
-def dequantize(weight: LinearWeight) -> Float[Tensor, "n k"]:
-    """Unpack and dequantize to fp32."""
-    assert weight.scale is not None
-    if weight.bits == 8:
-        integers = weight.values.view(torch.int8).float()
-    else:
-        nibbles = weight.values.view(torch.uint8).unflatten(-1, (-1, 1, 4))
-        integers = torch.cat((nibbles & 15, nibbles >> 4), -2).flatten(1).float() - 8
-    if weight.scale.ndim == 1:
-        return integers * weight.scale.unsqueeze(-1)
-    return (integers.unflatten(-1, (-1, GROUP_SIZE)) * weight.scale.float().unsqueeze(-1)).flatten(1)

@@ -4,34 +4,41 @@ Measured costs are stored beside the measurements of `cutaway bench` and used by
 """
 
 import hashlib
-import json
 import math
-import os
-from dataclasses import asdict, dataclass
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field, TypeAdapter
 
 from cutaway.model import Transformer
-from cutaway.size.measured_hardware import user_cache_dir
+from cutaway.user_files import user_cache_dir, write_text_atomically
 
-DEFAULT_COSTS = {"cuda": (6.0, 0.3), "cpu": (math.inf, 1.0)}
+_DEFAULT_COSTS = {"cuda": (6.0, 0.3), "cpu": (math.inf, 1.0)}
 """(warm-up seconds, time of a fast step / time of an eager step) before any measurement. Compiling on a CPU takes most
 of a minute, so it is chosen only after compile=True was used, and thereby measured, once."""
-MAX_ENTRIES = 200
+_MAX_ENTRIES = 200
+
+
+_Seconds = Annotated[float, Field(ge=0, lt=1e6)]
 
 
 @dataclass(frozen=True)
 class WarmupCost:
     """Seconds of the warm-up, of an eager step and of a fast step."""
 
-    warmup_seconds: float
-    eager_step_seconds: float
-    fast_step_seconds: float
+    warmup_seconds: _Seconds
+    eager_step_seconds: _Seconds
+    fast_step_seconds: _Seconds
 
     def pays_off(self, num_steps: int) -> bool:
         """Whether `num_steps` steps finish sooner with the warm-up."""
         return self.warmup_seconds < num_steps * (self.eager_step_seconds - self.fast_step_seconds)
+
+
+_COSTS = TypeAdapter(dict[str, WarmupCost])
 
 
 class WarmupCostStore:
@@ -40,14 +47,8 @@ class WarmupCostStore:
     def __init__(self, model: Transformer, max_num_seqs: int, weight_bits: int | None) -> None:
         device = model.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {torch.get_num_threads()}"
-        identity = (
-            name,
-            model.config.model_dump_json(),
-            str(model.dtype),
-            max_num_seqs,
-            weight_bits,
-            torch.__version__,
-        )
+        config = model.config.model_dump_json()
+        identity = (name, config, str(model.dtype), max_num_seqs, weight_bits, torch.__version__)
         self.key = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
         self.device_type = device.type
         self.measured = self._load().get(self.key)
@@ -55,12 +56,9 @@ class WarmupCostStore:
     def estimate(self, eager_step_seconds: float) -> WarmupCost:
         """The measured cost, or an estimate from an eager step of this run."""
         if self.measured is not None:
-            return WarmupCost(
-                self.measured.warmup_seconds,
-                eager_step_seconds,
-                min(eager_step_seconds, self.measured.fast_step_seconds),
-            )
-        warmup_seconds, step_ratio = DEFAULT_COSTS[self.device_type]
+            fast_step_seconds = min(eager_step_seconds, self.measured.fast_step_seconds)
+            return WarmupCost(self.measured.warmup_seconds, eager_step_seconds, fast_step_seconds)
+        warmup_seconds, step_ratio = _DEFAULT_COSTS[self.device_type]
         return WarmupCost(warmup_seconds, eager_step_seconds, eager_step_seconds * step_ratio)
 
     def save(self, cost: WarmupCost) -> None:
@@ -68,25 +66,19 @@ class WarmupCostStore:
         costs = self._load()
         costs.pop(self.key, None)
         costs[self.key] = cost
-        newest = dict(list(costs.items())[-MAX_ENTRIES:])
-        path = user_cache_dir() / "warmup_costs.json"
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({key: asdict(value) for key, value in newest.items()}), encoding="utf-8")
-            temporary.replace(path)
-        except OSError:
-            pass
+        newest = dict(list(costs.items())[-_MAX_ENTRIES:])
+        with suppress(OSError):
+            write_text_atomically(self._path(), _COSTS.dump_json(newest).decode())
         self.measured = cost
 
     def _load(self) -> dict[str, WarmupCost]:
         try:
-            data: dict[str, Any] = json.loads((user_cache_dir() / "warmup_costs.json").read_text(encoding="utf-8"))
-            costs = {key: WarmupCost(**value) for key, value in data.items()}
-            valid = all(isinstance(x, float) and 0 <= x < 1e6 for cost in costs.values() for x in asdict(cost).values())
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+            return _COSTS.validate_json(self._path().read_bytes(), strict=True)
+        except (OSError, ValueError):
             return {}
-        return costs if valid else {}
+
+    def _path(self) -> Path:
+        return user_cache_dir() / "warmup_costs.json"
 
 
 class WarmupPolicy:

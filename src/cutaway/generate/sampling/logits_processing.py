@@ -81,10 +81,8 @@ def top_k_threshold(
     top_k = state.int_params[:, 1:2].contiguous()
     if features.top_k_window < key.shape[-1]:
         nearest_keys = key.topk(features.top_k_window, largest=False).values
-        top_k_key = nearest_keys.gather(-1, top_k.clamp(max=features.top_k_window) - 1).masked_fill(
-            top_k > features.top_k_window, MAX_KEY
-        )
-        return top_k_key, nearest_keys
+        top_k_key = nearest_keys.gather(-1, top_k.clamp(max=features.top_k_window) - 1)
+        return top_k_key.masked_fill(top_k > features.top_k_window, MAX_KEY), nearest_keys
     if features.top_k:
         return _crossing_key_radix(key, torch.ones_like(key, dtype=torch.int64), top_k)[0], None
     return torch.full_like(key[:, :1], MAX_KEY), None
@@ -101,9 +99,8 @@ def top_p_threshold(
     top_p = state.float_params[:, 1:2]
     target = (top_p * total_mass).ceil().long()
     if nearest_keys is not None:
-        threshold, mass_below = _crossing_key_sorted(
-            nearest_keys, _mass_of_key(nearest_keys) * (nearest_keys <= top_k_key), target
-        )
+        masses = _mass_of_key(nearest_keys) * (nearest_keys <= top_k_key)
+        threshold, mass_below = _crossing_key_sorted(nearest_keys, masses, target)
     else:
         threshold, mass_below = _crossing_key_radix(key, _mass_of_key(key) * (key <= top_k_key), target)
     tie_mass = _mass_of_key(threshold).clamp(min=1)
@@ -138,9 +135,8 @@ def _crossing_key_radix(
     for high_bit, low_bit in ((31, 20), (20, 9), (9, 0)):
         num_buckets = 2 ** (high_bit - low_bit)
         in_prefix = amount if high_bit == 31 else amount * (key >> high_bit == prefix)
-        histogram = target.new_zeros(len(key), num_buckets).scatter_add_(
-            -1, ((key >> low_bit) & (num_buckets - 1)).long(), in_prefix
-        )
+        bucket = ((key >> low_bit) & (num_buckets - 1)).long()
+        histogram = target.new_zeros(len(key), num_buckets).scatter_add_(-1, bucket, in_prefix)
         cumulative = amount_below + histogram.cumsum(-1)
         digit = torch.searchsorted(cumulative, target).clamp(max=num_buckets - 1)
         amount_below = cumulative.gather(-1, digit) - histogram.gather(-1, digit)

@@ -5,7 +5,6 @@ graph needs no generator state. The hash is the finalizer of SplitMix64 (Steele,
 Stafford's variant 13; int64 arithmetic wraps as uint64 does.
 """
 
-import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
@@ -33,10 +32,3 @@ def uniform(seed: Int64[Tensor, "*n"], step: Int64[Tensor, "*n"], stream: int = 
     x = mix64(x + step * GOLDEN_GAMMA)
     x = mix64(x ^ (stream + 1))
     return _logical_shift_right(x, 64 - UNIFORM_BITS).double() * 2.0**-UNIFORM_BITS
-
-
-def completion_seed(seed: int, index: int) -> int:
-    """Seed of the index-th completion of a request; the first is the request's seed."""
-    if index == 0:
-        return seed
-    return int(mix64(mix64(torch.tensor(seed)) + index * GOLDEN_GAMMA % 2**63)) & (2**63 - 1)

@@ -19,7 +19,7 @@ from cutaway.generate.sampling.rng import uniform
 from cutaway.generate.sampling.sampling_params import SamplingParams
 from cutaway.generate.sampling.sampling_state import SamplingFeatures, SamplingState, required_features
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1.2e-38, 1e38
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1.2e-38, 1e38
 """Range of temperatures that are neither 0 nor infinite in float32."""
 
 
@@ -50,7 +50,7 @@ class Sampler:
     def set_row(
         self,
         row: int,
-        sampling_params: SamplingParams,
+        params: SamplingParams,
         prompt_tokens: Sequence[int],
         seed: int,
         *,
@@ -59,18 +59,12 @@ class Sampler:
     ) -> None:
         """Assign a row to a request; `output_tokens`: tokens already generated."""
         size, state = self.vocab_size, self.sampling_state
-        stop_ids = {*sampling_params.stop_token_ids, *(() if sampling_params.ignore_eos else eos_token_ids)}
-        features = required_features(sampling_params, size, stop_ids)
-        temperature = sampling_params.temperature and min(
-            max(sampling_params.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE
-        )
-        penalties = (
-            sampling_params.repetition_penalty,
-            sampling_params.presence_penalty,
-            sampling_params.frequency_penalty,
-        )
-        float_params = (temperature, sampling_params.top_p or 1.0, sampling_params.min_p or 0.0, *penalties)
-        int_params = (seed, min(sampling_params.top_k or size, size), sampling_params.min_new_tokens)
+        stop_ids = params.all_stop_token_ids(eos_token_ids)
+        features = required_features(params, size, stop_ids)
+        temperature = params.temperature and min(max(params.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE)
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        float_params = (temperature, params.top_p or 1.0, params.min_p or 0.0, *penalties)
+        int_params = (seed, min(params.top_k or size, size), params.min_new_tokens)
         state.float_params[row] = torch.tensor(float_params, dtype=torch.float64)
         state.int_params[row] = torch.tensor(int_params)
         state.output_len[row] = len(output_tokens)
@@ -84,9 +78,9 @@ class Sampler:
             output_ids = self._token_tensor(output_tokens)
             state.output_counts[row].index_add_(0, output_ids, torch.ones_like(output_ids, dtype=torch.int32))
         if features.logit_bias and state.logit_bias is not None:
-            bias = torch.tensor(list(sampling_params.logit_bias.values()), dtype=torch.float32, device=self.device)
-            state.logit_bias[row, self._token_tensor(sampling_params.logit_bias)] = bias
-            state.logit_bias[row, self._token_tensor(sampling_params.suppress_tokens)] = -math.inf
+            bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=self.device)
+            state.logit_bias[row, self._token_tensor(params.logit_bias)] = bias
+            state.logit_bias[row, self._token_tensor(params.suppress_tokens)] = -math.inf
         if features.min_new_tokens and state.stop_token_mask is not None:
             state.stop_token_mask[row, self._token_tensor(stop_ids)] = True
         self._set_features(row, features)
@@ -95,18 +89,10 @@ class Sampler:
         """Release a row, so that its features are no longer computed."""
         self._set_features(row, SamplingFeatures())
 
-    def move_row(self, source_row: int, target_row: int) -> None:
-        """Copy a row over another."""
-        for tensor in self.sampling_state.tensors():
-            tensor[target_row] = tensor[source_row]
-        self._set_features(target_row, self.row_features[source_row])
-
     def swap_rows(self, a: int, b: int) -> None:
         """Exchange two rows."""
         for tensor in self.sampling_state.tensors():
-            saved = tensor[a].clone()
-            tensor[a] = tensor[b]
-            tensor[b] = saved
+            swap_tensor_rows(tensor, a, b)
         first, second = self.row_features[a], self.row_features[b]
         self._set_features(a, second)
         self._set_features(b, first)
@@ -133,9 +119,8 @@ class Sampler:
         max_logits, tokens = max_and_argmax(x, _num_argmax_splits(x))
         if features.sampled:
             tokens = _sample_tokens(x, max_logits, tokens, state, features)
-        state.append_tokens(
-            tokens, torch.ones_like(tokens, dtype=torch.bool) if active_rows is None else active_rows, features
-        )
+        active_rows = torch.ones_like(tokens, dtype=torch.bool) if active_rows is None else active_rows
+        state.append_tokens(tokens, active_rows, features)
         return SamplerOutput(tokens, ~max_logits.isfinite(), *gather_logprobs(logits, tokens, features))
 
     def _set_features(self, row: int, features: SamplingFeatures) -> None:
@@ -147,15 +132,23 @@ class Sampler:
 
     def _allocate_vocab_tensors(self, features: SamplingFeatures) -> None:
         """Allocate (rows, vocab_size) tensors on first use; never reallocated, since CUDA graphs hold their address."""
-        state, shape = self.sampling_state, (len(self.row_features), self.vocab_size)
-        if features.repetition_penalty and state.seen_mask is None:
-            state.seen_mask = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        if features.count_penalties and state.output_counts is None:
-            state.output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        if features.logit_bias and state.logit_bias is None:
-            state.logit_bias = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        if features.min_new_tokens and state.stop_token_mask is None:
-            state.stop_token_mask = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        state = self.sampling_state
+        for name, needed, dtype in (
+            ("seen_mask", features.repetition_penalty, torch.bool),
+            ("output_counts", features.count_penalties, torch.int32),
+            ("logit_bias", features.logit_bias, torch.float32),
+            ("stop_token_mask", features.min_new_tokens, torch.bool),
+        ):
+            if needed and getattr(state, name) is None:
+                shape = len(self.row_features), self.vocab_size
+                setattr(state, name, torch.zeros(shape, dtype=dtype, device=self.device))
+
+
+def swap_tensor_rows(tensor: Tensor, a: int, b: int) -> None:
+    """Exchange two rows, one by one: an index list would be a host-to-device copy."""
+    saved = tensor[a].clone()
+    tensor[a] = tensor[b]
+    tensor[b] = saved
 
 
 def _sample_tokens(
@@ -170,9 +163,8 @@ def _sample_tokens(
         from cutaway.generate.fast.sampling_kernels import triton_sample
 
         return triton_sample(logits, max_logits, greedy_tokens, state, features)
-    sampled = inverse_cdf_sample(
-        unnormalized_probs(logits, max_logits, state, features), uniform(state.int_params[:, 0], state.output_len)
-    )
+    weight = unnormalized_probs(logits, max_logits, state, features)
+    sampled = inverse_cdf_sample(weight, uniform(state.int_params[:, 0], state.output_len))
     return torch.where(state.is_sampled, sampled, greedy_tokens)
 
 
@@ -201,7 +193,7 @@ def gather_logprobs(
     logits: Float[Tensor, "n V"], tokens: Int64[Tensor, " n"], features: SamplingFeatures
 ) -> tuple[Tensor | None, ...]:
     """Log-probabilities of the sampled tokens, and the top tokens with theirs, up to the largest number requested."""
-    if features.num_logprobs is None:
+    if features.num_logprobs < 0:
         return None, None, None
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)

@@ -4,15 +4,14 @@ import difflib
 import math
 import operator
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
 
 from cutaway.errors import InputError
 
-ARGUMENT_ALIASES = {
+_ARGUMENT_ALIASES = {
     "assistant_model": "draft_model",
     "bad_words_ids": "suppress_tokens",
     "best_of": "n",
@@ -28,18 +27,30 @@ ARGUMENT_ALIASES = {
     "streamer": "on_chunk",
 }
 """Argument names of other libraries, for suggestions in error messages."""
-ENGINE_ARGUMENTS = ("beams", "max_num_seqs", "max_model_len", "cache_implementation", "prefill_chunk_size")
+_ENGINE_ARGUMENTS = ("beams", "max_num_seqs", "max_model_len", "cache_implementation", "prefill_chunk_size")
 """Arguments of `generate` beside the sampling parameters, for suggestions of misspelled names."""
-
-
-MAX_STOP_STRINGS, MAX_STOP_CHARS = 256, 16_384
-
-
-MAX_N, MAX_LOGPROBS, MAX_TOKENS = 128, 50, 2**31 - 1
-
-
-MAX_LOGIT_BIAS = 1e6
+_MAX_STOP_STRINGS, _MAX_STOP_CHARS = 256, 16_384
+_MAX_N, _MAX_LOGPROBS, MAX_TOKENS = 128, 50, 2**31 - 1
+_MAX_LOGIT_BIAS = 1e6
 """Above this, float32 rounding would erase the differences between logits."""
+_INT_RANGES = {
+    "max_new_tokens": (1, MAX_TOKENS),
+    "min_new_tokens": (0, MAX_TOKENS),
+    "top_k": (1, MAX_TOKENS),
+    "seed": (0, 2**63 - 1),
+    "logprobs": (0, _MAX_LOGPROBS),
+    "n": (1, _MAX_N),
+}
+_FLOAT_RANGES = {
+    "temperature": (0.0, math.inf, "0 (greedy) or more"),
+    "top_p": (math.ulp(0.0), 1.0, "above 0 and at most 1 (1 keeps all)"),
+    "min_p": (0.0, 1.0, "from 0 (keeps all) to 1"),
+    "repetition_penalty": (0.001, 1000.0, "from 0.001 to 1000 (1 changes nothing, 1.1 is usual)"),
+    "presence_penalty": (-2.0, 2.0, "from -2 to 2 (0 changes nothing)"),
+    "frequency_penalty": (-2.0, 2.0, "from -2 to 2 (0 changes nothing)"),
+}
+"""Smallest and largest value of each parameter, and the range in words."""
+_OPTIONAL = ("max_new_tokens", "top_k", "top_p", "min_p", "seed", "logprobs")
 
 
 @dataclass(frozen=True)
@@ -75,57 +86,34 @@ class SamplingParams:
     """Completions per prompt."""
 
     def __post_init__(self) -> None:
-        def set_field(name: str, value: object) -> None:
+        values: dict[str, object] = {
+            "logit_bias": _check_logit_bias(self.logit_bias),
+            "suppress_tokens": check_token_ids("suppress_tokens", self.suppress_tokens),
+            "stop_token_ids": check_token_ids("stop_token_ids", self.stop_token_ids),
+            "stop": _check_stop_strings(self.stop),
+        }
+        for name, int_range in _INT_RANGES.items():
+            if getattr(self, name) is not None or name not in _OPTIONAL:
+                values[name] = check_int(name, getattr(self, name), *int_range)
+        for name, float_range in _FLOAT_RANGES.items():
+            if getattr(self, name) is not None or name not in _OPTIONAL:
+                values[name] = _check_float(name, getattr(self, name), *float_range)
+        for name, value in values.items():
             object.__setattr__(self, name, value)
-
-        for name, low, high in (
-            ("max_new_tokens", 1, MAX_TOKENS),
-            ("min_new_tokens", 0, MAX_TOKENS),
-            ("top_k", 1, MAX_TOKENS),
-            ("seed", 0, 2**63 - 1),
-            ("logprobs", 0, MAX_LOGPROBS),
-            ("n", 1, MAX_N),
-        ):
-            value = getattr(self, name)
-            if value is not None or name in ("min_new_tokens", "n"):
-                set_field(name, check_int(name, value, low, high))
-        set_field(
-            "temperature",
-            check_float("temperature", self.temperature, 0.0, math.inf, "0 (greedy) or more"),
-        )
-        if self.top_p is not None:
-            set_field(
-                "top_p",
-                check_float(
-                    "top_p", self.top_p, 0.0, 1.0, "above 0 and at most 1 (1 keeps all)", exclusive_minimum=True
-                ),
-            )
-        if self.min_p is not None:
-            set_field("min_p", check_float("min_p", self.min_p, 0.0, 1.0, "from 0 (keeps all) to 1"))
-        expected = "from 0.001 to 1000 (1 changes nothing, 1.1 is usual)"
-        set_field(
-            "repetition_penalty", check_float("repetition_penalty", self.repetition_penalty, 0.001, 1000.0, expected)
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            set_field(name, check_float(name, getattr(self, name), -2.0, 2.0, "from -2 to 2 (0 changes nothing)"))
-        set_field("logit_bias", check_logit_bias(self.logit_bias))
-        set_field("suppress_tokens", check_token_ids("suppress_tokens", self.suppress_tokens))
-        set_field("stop_token_ids", check_token_ids("stop_token_ids", self.stop_token_ids))
-        set_field("stop", check_stop_strings(self.stop))
         if not isinstance(self.ignore_eos, bool):
             raise InputError(f"ignore_eos is {format_value(self.ignore_eos)}; pass True or False")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
-            raise InputError(
-                f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens {self.max_new_tokens}; lower it"
-            )
+            limit = self.max_new_tokens
+            raise InputError(f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens {limit}; lower it")
+
+    def all_stop_token_ids(self, eos_token_ids: Iterable[int]) -> set[int]:
+        """Tokens that end a completion: `stop_token_ids`, and EOS tokens unless `ignore_eos`."""
+        return {*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)}
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raise if a token id is outside the vocabulary, or if all tokens are suppressed."""
-        for name, tokens in (
-            ("logit_bias", self.logit_bias),
-            ("suppress_tokens", self.suppress_tokens),
-            ("stop_token_ids", self.stop_token_ids),
-        ):
+        for name in ("logit_bias", "suppress_tokens", "stop_token_ids"):
+            tokens: Collection[int] = getattr(self, name)
             if len(tokens) > vocab_size:
                 raise InputError(f"{name} has {len(tokens)} entries, but vocab_size is {vocab_size}; pass fewer")
             outside = next((token for token in tokens if not 0 <= token < vocab_size), None)
@@ -135,9 +123,7 @@ class SamplingParams:
         if len(suppressed) == vocab_size:
             raise InputError("suppress_tokens and logit_bias suppress the whole vocabulary; allow at least one token")
         if self.min_new_tokens and len(suppressed | set(self.stop_token_ids)) == vocab_size:
-            raise InputError(
-                "min_new_tokens suppresses the stop tokens at first, and all others are suppressed; allow a token"
-            )
+            raise InputError("min_new_tokens suppresses stop tokens, and all others are suppressed; allow a token")
 
 
 def format_value(value: object) -> str:
@@ -166,17 +152,10 @@ def as_int(value: object) -> int | None:
         return None
 
 
-def check_float(
-    name: str, value: object, minimum: float, maximum: float, expected: str, *, exclusive_minimum: bool = False
-) -> float:
+def _check_float(name: str, value: object, minimum: float, maximum: float, expected: str) -> float:
     """Return the value as float; raise if it is not finite or not in the range."""
     number = as_float(value)
-    if (
-        number is None
-        or not math.isfinite(number)
-        or not minimum <= number <= maximum
-        or (exclusive_minimum and number == minimum)
-    ):
+    if number is None or not math.isfinite(number) or not minimum <= number <= maximum:
         raise InputError(f"{name} is {format_value(value)}; pass a number {expected}")
     return number
 
@@ -191,7 +170,7 @@ def as_float(value: object) -> float | None:
         return math.inf
 
 
-def as_iterable(value: object) -> Iterable[object] | None:
+def _as_iterable(value: object) -> Iterable[object] | None:
     """Elements of a list, a set or a 1-dimensional array; None for other types, including str and mappings."""
     if isinstance(value, str | bytes | bytearray | Mapping):
         return None
@@ -203,40 +182,47 @@ def as_iterable(value: object) -> Iterable[object] | None:
 
 def check_token_ids(name: str, value: object) -> tuple[int, ...]:
     """Return the token ids as a tuple; `SamplingParams.check_vocab` compares them with the vocabulary."""
-    entries = as_iterable(value)
+    entries = _as_iterable(value)
     if entries is None:
         raise InputError(f"{name} is {format_value(value)}; pass a list of token ids, such as [0, 2]")
-    return tuple(check_token_id(name, entry) for entry in entries)
+    return tuple(_check_token_id(name, entry) for entry in entries)
 
 
-def check_token_id(name: str, value: object) -> int:
+def _check_token_id(name: str, value: object) -> int:
     token_id = as_int(value)
     if token_id is None or token_id < 0:
         raise InputError(f"{name} contains {format_value(value)}; token ids are integers, 0 or more")
     return token_id
 
 
-def check_logit_bias(value: object) -> dict[int, float]:
+def check_ids_in_vocab(name: str, tokens: Iterable[object], vocab_size: int) -> list[int]:
+    """Return the token ids as ints; raise if one is not in the vocabulary."""
+    ids = []
+    for token in tokens:
+        token_id = token if type(token) is int else as_int(token)
+        if token_id is None or not 0 <= token_id < vocab_size:
+            raise InputError(f"{name} holds the id {format_value(token)}; the vocabulary has ids 0 to {vocab_size - 1}")
+        ids.append(token_id)
+    return ids
+
+
+def _check_logit_bias(value: object) -> dict[int, float]:
     """Return the logit bias by token id; −inf suppresses a token."""
     if not isinstance(value, Mapping):
-        raise InputError(
-            f"logit_bias is {format_value(value)}; pass a mapping from token ids to numbers, such as {{50256: -5}}"
-        )
+        raise InputError(f"logit_bias is {format_value(value)}; pass a dict from token ids to numbers")
     result = {}
     for key, bias in value.items():
-        token, number = check_token_id("logit_bias", key), as_float(bias)
-        if number is None or math.isnan(number) or number > MAX_LOGIT_BIAS:
-            raise InputError(
-                f"logit_bias of token {token} is {format_value(bias)}; pass a number of at most {MAX_LOGIT_BIAS:g}, or"
-                " -inf to suppress the token"
-            )
+        token, number = _check_token_id("logit_bias", key), as_float(bias)
+        if number is None or math.isnan(number) or number > _MAX_LOGIT_BIAS:
+            expected = f"a number of at most {_MAX_LOGIT_BIAS:g}, or -inf to suppress the token"
+            raise InputError(f"logit_bias of token {token} is {format_value(bias)}; pass {expected}")
         result[token] = number
     return result
 
 
-def check_stop_strings(value: object) -> tuple[str, ...]:
+def _check_stop_strings(value: object) -> tuple[str, ...]:
     """Return one stop string or several as a tuple."""
-    entries = (value,) if isinstance(value, str) else as_iterable(value)
+    entries = (value,) if isinstance(value, str) else _as_iterable(value)
     if entries is None:
         raise InputError(f"stop is {format_value(value)}; pass a string or a list of strings")
     result: list[str] = []
@@ -246,29 +232,29 @@ def check_stop_strings(value: object) -> tuple[str, ...]:
         if not entry:
             raise InputError("stop contains an empty string, which matches everywhere; leave it out")
         result.append(entry)
-    if len(result) > MAX_STOP_STRINGS:
-        raise InputError(f"stop has {len(result)} strings; pass at most {MAX_STOP_STRINGS}")
-    if sum(map(len, result)) > MAX_STOP_CHARS:
-        raise InputError(f"the strings in stop have more than {MAX_STOP_CHARS} characters in total; pass shorter ones")
+    if len(result) > _MAX_STOP_STRINGS:
+        raise InputError(f"stop has {len(result)} strings; pass at most {_MAX_STOP_STRINGS}")
+    if sum(map(len, result)) > _MAX_STOP_CHARS:
+        raise InputError(f"the strings in stop have more than {_MAX_STOP_CHARS} characters in total; pass shorter ones")
     return tuple(result)
 
 
-def resolve_temperature(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_temperature(arguments: Mapping[str, object]) -> dict[str, object]:
     """Set a missing temperature to 1 if top_k, top_p or min_p is set: they have no effect in greedy decoding."""
     has_filter = any(arguments.get(name) is not None for name in ("top_k", "top_p", "min_p"))
     return ({"temperature": 1.0} if has_filter else {}) | dict(arguments)
 
 
-def build_sampling_params(arguments: Mapping[str, Any]) -> SamplingParams:
+def build_sampling_params(arguments: Mapping[str, object]) -> SamplingParams:
     """Build SamplingParams; an unknown name is an error with a suggestion."""
     known = tuple(SamplingParams.__dataclass_fields__)
     for name in arguments:
         if name not in known:
-            matches = difflib.get_close_matches(name, (*known, *ENGINE_ARGUMENTS), 1)
-            suggestion = ARGUMENT_ALIASES.get(name) or next(iter(matches), None)
+            matches = difflib.get_close_matches(name, (*known, *_ENGINE_ARGUMENTS), 1)
+            suggestion = _ARGUMENT_ALIASES.get(name) or next(iter(matches), None)
             hint = f"did you mean {suggestion}?" if suggestion else f"use one of {', '.join(known)}"
             raise InputError(f"'{name}' is not a sampling parameter; {hint}")
-    return SamplingParams(**arguments)
+    return SamplingParams(**arguments)  # type: ignore[arg-type]  # it validates each value
 
 
 def completion_seeds(sampling_params: SamplingParams) -> list[int]:

@@ -4,19 +4,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cutaway.device import GIB, free_memory
-from cutaway.errors import CutawayError, InputError
+from cutaway.errors import InputError
 from cutaway.generate.engine.config import EngineConfig
 from cutaway.generate.engine.output import Completion, OutputProcessor
 from cutaway.generate.generation_config import EarlyStopping, GenerationConfig
-from cutaway.generate.prompts import add_prompt_index
+from cutaway.generate.prompts import prompt_index_in_errors
 from cutaway.generate.sampling.sampling_params import SamplingParams, as_int, format_value
+from cutaway.generate.search.beam_logits_processors import BeamSearchParams
 from cutaway.generate.search.beam_search import Beam, beam_search
 from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer
 
-MAX_BATCH_BEAMS = 64
+_MAX_BATCH_BEAMS = 64
 """Maximum beams per batch, over all prompts."""
-SAMPLING_ONLY_PARAMS = (
+_SAMPLING_ONLY = [
     "temperature",
     "top_k",
     "top_p",
@@ -25,16 +26,14 @@ SAMPLING_ONLY_PARAMS = (
     "frequency_penalty",
     "logit_bias",
     "logprobs",
-)
+]
 """Sampling parameters that beam search does not support."""
 
 
 def _first_sampling_only_param(sampling_params: SamplingParams) -> str | None:
     """First parameter that is set and that beam search does not support."""
     defaults = SamplingParams()
-    return next(
-        (name for name in SAMPLING_ONLY_PARAMS if getattr(sampling_params, name) != getattr(defaults, name)), None
-    )
+    return next((name for name in _SAMPLING_ONLY if getattr(sampling_params, name) != getattr(defaults, name)), None)
 
 
 def default_num_beams(model: Transformer, generation_config: GenerationConfig, sampling_params: SamplingParams) -> int:
@@ -43,18 +42,12 @@ def default_num_beams(model: Transformer, generation_config: GenerationConfig, s
     no_repeat_ngram_size, begin_suppress_tokens and multi-token bad_words_ids are implemented in beam search only, so
     that greedy decoding with them is a beam search with one beam.
     """
-    if (
-        _first_sampling_only_param(sampling_params)
-        or sampling_params.n > generation_config.num_beams
-        or len(model.stacks) == 1
-    ):
+    too_many = sampling_params.n > generation_config.num_beams
+    if len(model.stacks) == 1 or too_many or _first_sampling_only_param(sampling_params):
         return 0
-    has_sequence_rules = (
-        generation_config.no_repeat_ngram_size
-        or generation_config.begin_suppress_tokens
-        or any(len(words) > 1 for words in generation_config.bad_words_ids)
-    )
-    return generation_config.num_beams if generation_config.num_beams > 1 or has_sequence_rules else 0
+    has_bad_words = any(len(words) > 1 for words in generation_config.bad_words_ids)
+    has_rules = generation_config.no_repeat_ngram_size or generation_config.begin_suppress_tokens or has_bad_words
+    return generation_config.num_beams if generation_config.num_beams > 1 or has_rules else 0
 
 
 def generate_with_beams(
@@ -74,42 +67,37 @@ def generate_with_beams(
     unsupported = _first_sampling_only_param(sampling_params[0]) if sampling_params else None
     if unsupported is not None:
         raise InputError(f"{unsupported} applies to sampling, not to beam search; leave out {unsupported} or beams")
-    num_beams = int(num_beams)
+    num_beams, model = int(num_beams), engine_config.model
     groups: dict[tuple[int, int], list[int]] = {}
     for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
-        try:
+        with prompt_index_in_errors(i, len(prompts)):
             max_new_tokens = _max_beam_len(engine_config, prompt, params)
-        except CutawayError as error:
-            raise add_prompt_index(error, i, len(prompts)) from None
         groups.setdefault((max_new_tokens, min(params.min_new_tokens, max_new_tokens)), []).append(i)
-    is_encoder_decoder = "encoder" in engine_config.model.stacks
+    has_encoder = "encoder" in model.stacks
     batch_size = _max_prompts_per_batch(engine_config, num_beams)
     beams: dict[int, list[Beam]] = {}
     for (max_new_tokens, min_new_tokens), indices in groups.items():
+        params = sampling_params[indices[0]]
+        search_params = BeamSearchParams(
+            num_beams=num_beams,
+            n=params.n,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            length_penalty=length_penalty,
+            early_stopping=num_beams == 1 or early_stopping,  # one beam is greedy only if it stops at the first EOS
+            eos_token_ids=params.all_stop_token_ids(engine_config.eos_token_ids),
+            decoder_start_token_id=engine_config.decoder_start_token_id if has_encoder else None,
+            forced_bos_token_id=generation_config.forced_bos_token_id if has_encoder else None,
+            forced_eos_token_ids=generation_config.forced_eos_token_ids if has_encoder else (),
+            bad_words_ids=[words for words in generation_config.bad_words_ids if len(words) > 1],
+            suppress_tokens=params.suppress_tokens,
+            begin_suppress_tokens=generation_config.begin_suppress_tokens,
+            no_repeat_ngram_size=generation_config.no_repeat_ngram_size,
+            repetition_penalty=params.repetition_penalty,
+        )
         for start in range(0, len(indices), batch_size):
             batch = indices[start : start + batch_size]
-            params = sampling_params[batch[0]]
-            results = beam_search(
-                engine_config.model,
-                [prompts[i] for i in batch],
-                num_beams=num_beams,
-                n=params.n,
-                max_new_tokens=max_new_tokens,
-                min_new_tokens=min_new_tokens,
-                length_penalty=length_penalty,
-                early_stopping=num_beams == 1
-                or early_stopping,  # one beam equals greedy decoding only if it stops at the first EOS
-                eos_token_ids={*params.stop_token_ids, *(() if params.ignore_eos else engine_config.eos_token_ids)},
-                decoder_start_token_id=engine_config.decoder_start_token_id if is_encoder_decoder else None,
-                forced_bos_token_id=generation_config.forced_bos_token_id if is_encoder_decoder else None,
-                forced_eos_token_ids=generation_config.forced_eos_token_ids if is_encoder_decoder else (),
-                bad_words_ids=[words for words in generation_config.bad_words_ids if len(words) > 1],
-                suppress_tokens=params.suppress_tokens,
-                begin_suppress_tokens=generation_config.begin_suppress_tokens,
-                no_repeat_ngram_size=generation_config.no_repeat_ngram_size,
-                repetition_penalty=params.repetition_penalty,
-            )
-            beams |= dict(zip(batch, results, strict=True))
+            beams |= zip(batch, beam_search(model, [prompts[i] for i in batch], search_params), strict=True)
     return [
         _beam_to_completion(beam, sampling_params[i], prompt, tokenizer, engine_config)
         for i, prompt in enumerate(prompts)
@@ -121,39 +109,27 @@ def _max_beam_len(engine_config: EngineConfig, prompt: Sequence[int], sampling_p
     """Maximum completion length of a prompt; raise if a beam would cross a LongRoPE switch length."""
     tokens = engine_config.build_model_inputs(prompt, ())[0]
     max_new_tokens = engine_config.resolve_max_tokens(tokens, sampling_params, ())
-    switch_len = next(
-        (
-            switch_len
-            for switch_len in engine_config.rope_switch_lengths
-            if len(tokens) <= switch_len < len(tokens) + max_new_tokens - 1
-        ),
-        None,
-    )
-    if switch_len is not None:
-        raise InputError(
-            f"beams of up to {len(tokens) + max_new_tokens - 1} tokens would cross length {switch_len}, where LongRoPE"
-            " changes the frequencies of all tokens; set max_new_tokens to at most"
-            f" {switch_len + 1 - len(tokens)}, or leave out beams"
-        )
+    max_len = len(tokens) + max_new_tokens - 1
+    for switch_len in engine_config.rope_switch_lengths:
+        if len(tokens) <= switch_len < max_len:
+            raise InputError(
+                f"beams of up to {max_len} tokens would cross length {switch_len}, where LongRoPE changes the"
+                " frequencies of all tokens; set max_new_tokens to at most"
+                f" {switch_len + 1 - len(tokens)}, or leave out beams"
+            )
     return max_new_tokens
 
 
 def _max_prompts_per_batch(engine_config: EngineConfig, num_beams: int) -> int:
     """Number of prompts per batch that fit in memory; raise if not even one does."""
     free = free_memory(engine_config.model.device)
-    bytes_per_prompt = replace(
-        engine_config,
-        max_model_len=engine_config.num_slots,
-        cache_implementation="full",
-        kv_cache_dtype=None,
-        max_num_seqs=num_beams,
-    ).cache_bytes
+    slots = engine_config.num_slots
+    full = replace(engine_config, max_model_len=slots, cache_implementation="full", kv_cache_dtype=None)
+    bytes_per_prompt = replace(full, max_num_seqs=num_beams).cache_bytes
     if free is not None and bytes_per_prompt > free:
-        raise InputError(
-            f"{num_beams} beams of {engine_config.num_slots} tokens take {bytes_per_prompt / GIB:.3g} GiB, and"
-            f" {free / GIB:.3g} are free; use fewer beams or tokens"
-        )
-    max_prompts = max(1, MAX_BATCH_BEAMS // num_beams)
+        sizes = f"take {bytes_per_prompt / GIB:.3g} GiB, and {free / GIB:.3g} are free"
+        raise InputError(f"{num_beams} beams of {slots} tokens {sizes}; use fewer beams or tokens")
+    max_prompts = max(1, _MAX_BATCH_BEAMS // num_beams)
     return max_prompts if free is None else min(max_prompts, free // max(1, bytes_per_prompt))
 
 
@@ -175,6 +151,4 @@ def _beam_to_completion(
         output.append_token(token, forced_eos=forced_eos and length == len(beam.tokens))
         if output.finish_reason is not None:
             break
-    completion = output.to_completion(prompt_tokens=len(prompt), seed=None)
-    completion.score = beam.score
-    return completion
+    return replace(output.to_completion(prompt_tokens=len(prompt), seed=None), score=beam.score)

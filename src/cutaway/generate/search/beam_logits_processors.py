@@ -1,73 +1,96 @@
-"""Logits processing of beam search: forced and suppressed tokens, bad words, repeated n-grams, minimum length."""
+"""Beam search parameters and logits processing: forced and suppressed tokens, bad words, repeated n-grams."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from cutaway.arguments import check_positive_int
+from cutaway.errors import InputError
+from cutaway.generate.generation_config import MAX_PENALTY, EarlyStopping
+
 NO_TOKEN = -1
 """Padding in a token history."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """Arguments of `beam_search`; those without a description are described in `GenerationConfig`."""
+
+    num_beams: int
+    max_new_tokens: int
+    eos_token_ids: Collection[int] = ()
+    n: int = 1
+    """Beams to return per prompt."""
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+    """True stops at `num_beams` finished beams; False continues while the best running beam's current score beats the
+    worst finished one; "never" continues while its score at any length could."""
+    min_new_tokens: int = 0
+    decoder_start_token_id: int | None = None
+    forced_bos_token_id: int | None = None
+    forced_eos_token_ids: Sequence[int] = ()
+    bad_words_ids: Sequence[Sequence[int]] = ()
+    suppress_tokens: Sequence[int] = ()
+    begin_suppress_tokens: Sequence[int] = ()
+    no_repeat_ngram_size: int = 0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_beams", "max_new_tokens", "n"):
+            check_positive_int(name, getattr(self, name))
+        if self.n > self.num_beams:
+            raise InputError(f"n is {self.n}, but num_beams is {self.num_beams}; use more beams")
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise InputError(f"early_stopping is {self.early_stopping!r}; use True, False or 'never'")
+        penalty = self.length_penalty
+        is_number = isinstance(penalty, int | float) and not isinstance(penalty, bool)
+        if not is_number or not abs(penalty) <= MAX_PENALTY:
+            raise InputError(f"length_penalty is {penalty!r}; pass a number from -{MAX_PENALTY} to {MAX_PENALTY}")
 
 
 class BeamLogitsProcessor:
     """Processes log-probabilities of the next token, in the order of transformers, so that the same rule wins."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        device: torch.device,
-        *,
-        max_new_tokens: int,
-        min_new_tokens: int,
-        eos_token_ids: Sequence[int],
-        forced_bos_token_id: int | None,
-        forced_eos_token_ids: Sequence[int],
-        bad_words_ids: Sequence[Sequence[int]],
-        suppress_tokens: Sequence[int],
-        begin_suppress_tokens: Sequence[int],
-        no_repeat_ngram_size: int,
-        repetition_penalty: float,
-    ) -> None:
-        self.vocab_size, self.max_new_tokens, self.min_new_tokens, self.no_repeat_ngram_size = (
-            vocab_size,
-            max_new_tokens,
-            min_new_tokens,
-            no_repeat_ngram_size,
-        )
-        self.repetition_penalty = repetition_penalty
+    def __init__(self, vocab_size: int, device: torch.device, params: BeamSearchParams) -> None:
+        self.vocab_size, self.params = vocab_size, params
 
-        def token_tensor(numbers: Sequence[int]) -> Int[Tensor, " S"]:
-            return torch.tensor(numbers, dtype=torch.long, device=device)
+        def token_tensor(token_ids: Collection[int]) -> Int[Tensor, " S"]:
+            return torch.tensor(sorted(token_ids), dtype=torch.long, device=device)
 
-        self.eos_token_ids, self.forced_eos_token_ids = token_tensor(eos_token_ids), token_tensor(forced_eos_token_ids)
-        self.forced_bos_token_id = None if forced_bos_token_id is None else token_tensor([forced_bos_token_id])
-        self.suppress_tokens, self.begin_suppress_tokens = (
-            token_tensor(suppress_tokens),
-            token_tensor(begin_suppress_tokens),
-        )
-        lengths = sorted({len(sequence) for sequence in bad_words_ids})
-        same_length = ([sequence for sequence in bad_words_ids if len(sequence) == length] for length in lengths)
-        self.bad_words_ids = [torch.tensor(sequences, device=device) for sequences in same_length]
+        self.eos_token_ids = token_tensor(params.eos_token_ids)
+        self.forced_eos_token_ids = token_tensor(params.forced_eos_token_ids)
+        bos = params.forced_bos_token_id
+        self.forced_bos_token_id = None if bos is None else token_tensor([bos])
+        self.suppress_tokens = token_tensor(params.suppress_tokens)
+        self.begin_suppress_tokens = token_tensor(params.begin_suppress_tokens)
+        eos_words = [[token_id] for token_id in params.eos_token_ids]
+        bad_words = [list(words) for words in params.bad_words_ids if list(words) not in eos_words]
+        lengths = sorted({len(words) for words in bad_words})
+        self.bad_words_ids = [
+            torch.tensor([words for words in bad_words if len(words) == length], device=device) for length in lengths
+        ]
         self.needs_history = (
-            no_repeat_ngram_size > 0 or repetition_penalty != 1 or any(length > 1 for length in lengths)
+            params.no_repeat_ngram_size > 0 or params.repetition_penalty != 1 or any(length > 1 for length in lengths)
         )
         """Whether a rule depends on earlier tokens, including the prompt."""
 
     def __call__(self, scores: Float[Tensor, "R V"], history: Int[Tensor, "R L"], num_new: int) -> Float[Tensor, "R V"]:
         """Process, in place, the scores of the token after `num_new` generated tokens."""
         forced = self.forced_bos_token_id if num_new == 0 else None
-        if num_new == self.max_new_tokens - 1 and len(self.forced_eos_token_ids):
+        if num_new == self.params.max_new_tokens - 1 and len(self.forced_eos_token_ids):
             forced = self.forced_eos_token_ids
         if forced is not None:
             scores.fill_(-torch.inf).index_fill_(1, forced, 0.0)
         else:
-            if self.repetition_penalty != 1:
+            if self.params.repetition_penalty != 1:
                 self._apply_repetition_penalty(scores, history)
             self._block_repeated_ngrams(scores, history)
             for sequences in self.bad_words_ids:
                 self._block_bad_words(scores, history, sequences)
-            if num_new < self.min_new_tokens:
+            if num_new < self.params.min_new_tokens:
                 scores.index_fill_(1, self.eos_token_ids, -torch.inf)
         scores.index_fill_(1, self.suppress_tokens, -torch.inf)
         if num_new == (self.forced_bos_token_id is not None):
@@ -76,10 +99,10 @@ class BeamLogitsProcessor:
 
     def _block_repeated_ngrams(self, scores: Float[Tensor, "R V"], history: Int[Tensor, "R L"]) -> None:
         """Suppress tokens that would repeat an n-gram of the history."""
-        length = history.shape[-1]
-        if 0 < self.no_repeat_ngram_size <= length:
-            windows = history.unfold(1, self.no_repeat_ngram_size, 1)  # (R, L − n + 1, n)
-            suffix = history[:, length + 1 - self.no_repeat_ngram_size :]
+        length, n = history.shape[-1], self.params.no_repeat_ngram_size
+        if 0 < n <= length:
+            windows = history.unfold(1, n, 1)  # (R, L − n + 1, n)
+            suffix = history[:, length + 1 - n :]
             matches = (windows[..., :-1] == suffix.unsqueeze(1)).all(-1) & (windows != NO_TOKEN).all(-1)
             self._block_tokens(scores, windows[..., -1], matches)
 
@@ -95,14 +118,8 @@ class BeamLogitsProcessor:
 
     def _apply_repetition_penalty(self, scores: Float[Tensor, "R V"], history: Int[Tensor, "R L"]) -> None:
         """Apply the repetition penalty to tokens of the history."""
-        seen = self._vocab_mask(history, history != NO_TOKEN)
-        scores.copy_(
-            torch.where(
-                seen,
-                torch.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty),
-                scores,
-            )
-        )
+        seen, penalty = self._vocab_mask(history, history != NO_TOKEN), self.params.repetition_penalty
+        scores.copy_(torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores))
 
     def _block_tokens(
         self, scores: Float[Tensor, "R V"], tokens: Int[Tensor, "R S"], mask: Bool[Tensor, "R S"]

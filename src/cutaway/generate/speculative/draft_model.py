@@ -18,7 +18,7 @@ from cutaway.generate.sampling.sampling_state import SamplingFeatures, SamplingS
 from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer
 
-DRAFT_STREAM = 1
+_DRAFT_STREAM = 1
 """Random stream of draft tokens; the target model's tokens use stream 0."""
 
 
@@ -60,9 +60,8 @@ class DraftModelProposer:
         self.max_token_id = model.config.vocab_size - 1
         stack = model.stacks["decoder"]
         max_positions = getattr(stack.embed.position, "max_positions", None)
-        self.max_len = min(
-            [n for n in (target_config.num_slots, max_positions, *stack.rope_switch_lengths) if n is not None]
-        )
+        lengths = (target_config.num_slots, max_positions, *stack.rope_switch_lengths)
+        self.max_len = min(length for length in lengths if length is not None)
         """Maximum sequence length of the draft model; longer sequences get no drafts."""
         config = EngineConfig(
             model,
@@ -79,19 +78,32 @@ class DraftModelProposer:
         self.num_computed = [0] * target_config.max_num_seqs
 
     def add_requests(self, requests: Sequence[Request]) -> None:
-        sequences = [
-            self._clamp_token_ids(request.all_token_ids) if len(request.all_token_ids) <= self.max_len else []
-            for request in requests
-        ]
+        token_ids = [request.all_token_ids for request in requests]
+        sequences = [self._clamp_token_ids(ids) if len(ids) <= self.max_len else [] for ids in token_ids]
         for request, tokens in zip(requests, sequences, strict=True):
             assert request.row is not None
             self.model_runner.cache.assign_row(request.row)
             if request.source_tokens is not None and tokens:
                 self.model_runner.encode_source(request.row, request.source_tokens, tokens)
-        first_row = requests[0].row or 0
-        self.num_computed[first_row : first_row + len(sequences)] = prefill_prompts(
-            self.model_runner, first_row, sequences, [0] * len(sequences), self.prefill_chunk_size
-        )
+        self._prefill_prompts(requests[0].row or 0, sequences)
+
+    def _prefill_prompts(self, first_row: int, sequences: Sequence[Sequence[int]]) -> None:
+        """Prefill all but the last token of sequences in rows from `first_row` on, in passes of at most
+        `prefill_chunk_size` tokens."""
+        ends = [max(0, len(sequence) - 1) for sequence in sequences]
+        self.num_computed[first_row : first_row + len(ends)] = ends
+        start = 0
+        while start < len(ends):
+            longest, stop = ends[start], start + 1
+            while stop < len(ends) and max(longest, ends[stop]) * (stop + 1 - start) <= self.prefill_chunk_size:
+                longest, stop = max(longest, ends[stop]), stop + 1
+            for position in range(0, longest, self.prefill_chunk_size):
+                chunks = [
+                    sequence[position : min(end, position + self.prefill_chunk_size)]
+                    for sequence, end in zip(sequences[start:stop], ends[start:stop], strict=True)
+                ]
+                self.model_runner.prefill(first_row + start, chunks, [position] * len(chunks))
+            start = stop
 
     def swap_rows(self, a: int, b: int) -> None:
         self.model_runner.swap_rows(a, b)
@@ -101,26 +113,21 @@ class DraftModelProposer:
         self, requests: Sequence[Request], max_tokens: Sequence[int], state: SamplingState, features: SamplingFeatures
     ) -> Proposal:
         sequences = [request.all_token_ids for request in requests]
-        limits = [
-            max(0, self.max_len + 1 - len(tokens)) for tokens in sequences
-        ]  # the last draft token is not fed back
+        # The last draft token is not fed back.
+        limits = [max(0, self.max_len + 1 - len(tokens)) for tokens in sequences]
         counts = [min(pair) for pair in zip(max_tokens, limits, strict=True)]
         if not any(counts):
             return Proposal(torch.zeros(len(counts), 0, dtype=torch.long, device=self.device), counts)
         draft_tokens: list[Tensor] = []
         probs: list[Tensor] = []
         num_drafts = torch.tensor(counts, device=self.device)
-        logits = self._prefill_new_tokens(
-            [
-                tokens[n:] if count else []
-                for tokens, n, count in zip(sequences, self.num_computed, counts, strict=False)
-            ]
-        )
+        rows = zip(sequences, self.num_computed, counts, strict=False)
+        logits = self._prefill_new_tokens([tokens[n:] if count else [] for tokens, n, count in rows])
         for i in range(max(counts)):
             if i > 0:
                 logits = self._decode(draft_tokens[-1], [count > i for count in counts])
             q = _replace_invalid_probs(logits_to_probs(self._match_target_vocab(logits), state, features))
-            token = inverse_cdf_sample(q, uniform(state.int_params[:, 0], state.output_len, DRAFT_STREAM))
+            token = inverse_cdf_sample(q, uniform(state.int_params[:, 0], state.output_len, _DRAFT_STREAM))
             state.append_tokens(token, num_drafts > i, features)
             draft_tokens.append(token)
             probs.append(q)
@@ -148,17 +155,16 @@ class DraftModelProposer:
         return self.model_runner.model.head(x[:, -1])
 
     def _forward_hidden(self, tokens: Int64[Tensor, "n T"], mask: Bool[Tensor, "n T"] | None) -> Float[Tensor, "n T d"]:
-        view = self.model_runner.cache.view_rows(0, len(tokens), max_len=max(self.num_computed[: len(tokens)]))
+        runner = self.model_runner
+        view = runner.cache.view_rows(0, len(tokens), max_len=max(self.num_computed[: len(tokens)]))
         device = view.seq_lens.device
-        return self.model_runner.forward_hidden(
-            self.model_runner.model, tokens.to(device), None if mask is None else mask.to(device), view
-        )
+        mask = None if mask is None else mask.to(device)
+        return runner.forward_hidden(runner.model, tokens.to(device), mask, view)
 
     def _match_target_vocab(self, logits: Float[Tensor, "n W"]) -> Float[Tensor, "n V"]:
         """Convert to the target's vocabulary size: cut off padding, or add tokens with probability 0."""
-        return torch.nn.functional.pad(
-            logits.to(self.device), (0, self.target_vocab_size - logits.shape[-1]), value=-torch.inf
-        )
+        missing = self.target_vocab_size - logits.shape[-1]
+        return torch.nn.functional.pad(logits.to(self.device), (0, missing), value=-torch.inf)
 
     def _clamp_token_ids(self, tokens: Sequence[int]) -> list[int]:
         """Clamp ids to the draft's vocabulary. Only padding of the target's vocabulary exceeds it; the drafts after
@@ -171,34 +177,6 @@ class DraftModelProposer:
             view = self.model_runner.cache.view_rows(0, len(lengths), max_len=max(self.num_computed))
             view.crop(torch.tensor(lengths, device=view.seq_lens.device))
             self.num_computed[: len(lengths)] = lengths
-
-
-def prefill_prompts(
-    model_runner: ModelRunner,
-    first_row: int,
-    sequences: Sequence[Sequence[int]],
-    num_computed: Sequence[int],
-    chunk_size: int,
-) -> list[int]:
-    """Prefill all but the last token of sequences in rows from `first_row` on; `num_computed` tokens are cached.
-
-    Returns the number of cached tokens per row. Consecutive rows with equal `num_computed` share forward passes of at
-    most `chunk_size` tokens.
-    """
-    ends = [max(0, len(sequence) - 1) for sequence in sequences]
-    start = 0
-    while start < len(sequences):
-        num_cached, longest, stop = num_computed[start], ends[start] - num_computed[start], start + 1
-        while stop < len(sequences) and num_computed[stop] == num_cached:
-            new_longest = max(longest, ends[stop] - num_cached)
-            if new_longest * (stop + 1 - start) > chunk_size:
-                break
-            longest, stop = new_longest, stop + 1
-        for position in range(num_cached, num_cached + longest, chunk_size):
-            chunks = [sequences[i][position : min(ends[i], position + chunk_size)] for i in range(start, stop)]
-            model_runner.prefill(first_row + start, chunks, [position] * len(chunks))
-        start = stop
-    return ends
 
 
 def _replace_invalid_probs(probs: Float32[Tensor, "n V"]) -> Float32[Tensor, "n V"]:
@@ -221,24 +199,18 @@ def check_draft_compatibility(
 ) -> None:
     """Raise if the draft model differs in structure (encoder, decoder) or vocabulary."""
     if draft_model.stacks.keys() != model.stacks.keys():
-        structures = [" and ".join(each_model.stacks) for each_model in (draft_model, model)]
-        raise InputError(
-            f"the draft model has {structures[0]}, the target model {structures[1]}; use a draft of the same structure"
-        )
+        ours, theirs = (" and ".join(each.stacks) for each in (draft_model, model))
+        raise InputError(f"the draft model has {ours}, the target model {theirs}; use a draft of the same structure")
     for name in ("vocab_size", "source_vocab_size"):
         target_size, draft_size = (getattr(each_model.config, name, None) for each_model in (model, draft_model))
         compare_tokens = name == "vocab_size" and tokenizer is not None and draft_tokenizer is not None
         if target_size != draft_size and not compare_tokens:
-            raise InputError(
-                f"the draft model's {name} is {draft_size}, the target model's {target_size}; use a draft with the same"
-                " vocabulary"
-            )
+            sizes = f"the draft model's {name} is {draft_size}, the target model's {target_size}"
+            raise InputError(f"{sizes}; use a draft with the same vocabulary")
     if tokenizer is None or draft_tokenizer is None:
         return
     for token_id in range(max(tokenizer.vocab_size, draft_tokenizer.vocab_size)):
         target_token, draft_token = tokenizer.id_to_token(token_id), draft_tokenizer.id_to_token(token_id)
         if target_token != draft_token:
-            raise InputError(
-                f"token {token_id} is {target_token!r} in the target model and {draft_token!r} in the draft model; use"
-                " a draft with the same vocabulary"
-            )
+            tokens = f"{target_token!r} in the target model and {draft_token!r} in the draft model"
+            raise InputError(f"token {token_id} is {tokens}; use a draft with the same vocabulary")

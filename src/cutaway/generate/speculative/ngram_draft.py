@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cutaway.arguments import check_positive_int
 from cutaway.errors import InputError
 from cutaway.generate.engine.config import EngineConfig
 from cutaway.generate.engine.request import Request
@@ -23,13 +24,10 @@ class NgramConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_ngram_size", "min_ngram_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"{name} is {value!r}; pass a number of tokens, 1 or more")
+            check_positive_int(name, getattr(self, name))
         if self.min_ngram_size > self.max_ngram_size:
-            raise InputError(
-                f"min_ngram_size is {self.min_ngram_size}, more than max_ngram_size {self.max_ngram_size}; lower it"
-            )
+            sizes = f"min_ngram_size is {self.min_ngram_size}, more than max_ngram_size {self.max_ngram_size}"
+            raise InputError(f"{sizes}; lower it")
 
 
 class NgramIndex:

@@ -12,7 +12,7 @@ from cutaway.generate.sampling.rng import uniform
 from cutaway.generate.sampling.sampling_state import SamplingFeatures, SamplingState
 from cutaway.generate.speculative.draft_model import Proposal
 
-ACCEPT_STREAM = 2
+_ACCEPT_STREAM = 2
 """Random stream of the accept decisions."""
 
 
@@ -46,9 +46,8 @@ def rejection_sample(
         if i < width - 1:
             has_draft = i < num_drafts
             q = torch.zeros_like(p).scatter_(-1, draft, 1.0) if proposal.probs is None else proposal.probs[i]
-            threshold = uniform(state.int_params[:, 0], state.output_len, ACCEPT_STREAM) * q.gather(-1, draft).squeeze(
-                -1
-            )
+            u = uniform(state.int_params[:, 0], state.output_len, _ACCEPT_STREAM)
+            threshold = u * q.gather(-1, draft).squeeze(-1)
             accept = has_draft & valid & (threshold < p.gather(-1, draft).squeeze(-1))
             difference = (p - q).clamp(min=0)
             # If p equals q up to rounding, max(p − q, 0) is zero; sample from p then.
@@ -66,8 +65,6 @@ def rejection_sample(
 def expected_tokens(acceptance_rate: float, num_draft_tokens: int) -> float:
     """Expected tokens per forward pass: 1 + a + … + a^k = (1 − a^(k+1)) / (1 − a) for acceptance rate a."""
     if not 0 <= acceptance_rate <= 1 or num_draft_tokens < 0:
-        raise InputError(
-            f"acceptance_rate is {acceptance_rate!r} and num_draft_tokens {num_draft_tokens!r}; pass a rate from 0"
-            " to 1, and a number of tokens, 0 or more"
-        )
+        values = f"acceptance_rate is {acceptance_rate!r} and num_draft_tokens {num_draft_tokens!r}"
+        raise InputError(f"{values}; pass a rate from 0 to 1, and a number of tokens, 0 or more")
     return sum(acceptance_rate**i for i in range(num_draft_tokens + 1))

@@ -6,21 +6,18 @@ exactly the distribution p (Leviathan et al. 2023, Chen et al. 2023). In greedy 
 rule is the same. Sampling parameters apply to both p and q, so that they keep their meaning.
 """
 
-from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from cutaway.arguments import check_positive_int
 from cutaway.errors import InputError
 from cutaway.generate.engine.config import EngineConfig
-from cutaway.generate.engine.engine import EngineError
-from cutaway.generate.engine.model_runner import ModelRunner, eval_mode
-from cutaway.generate.engine.output import Completion
+from cutaway.generate.engine.engine import Engine
+from cutaway.generate.engine.model_runner import ModelRunner
 from cutaway.generate.engine.request import Request
 from cutaway.generate.engine.scheduler import Scheduler
 from cutaway.generate.sampling.sampler import gather_logprobs
@@ -31,7 +28,6 @@ from cutaway.generate.speculative.draft_model import (
     Proposal,
     Proposer,
     check_draft_compatibility,
-    prefill_prompts,
     reserve_draft_slots,
 )
 from cutaway.generate.speculative.ngram_draft import NgramConfig, NgramProposer
@@ -62,27 +58,7 @@ class SpeculativeStats:
         return self.num_output_tokens / self.num_forward_passes if self.num_forward_passes else 0.0
 
 
-def generate_speculative(
-    config: EngineConfig,
-    tokenizer: Tokenizer | None,
-    prompts: Sequence[Sequence[int]],
-    sampling_params: Sequence[SamplingParams],
-    seeds: Sequence[int],
-    *,
-    output_prefix: Sequence[int] = (),
-    **options: Any,
-) -> tuple[list[Completion], SpeculativeStats]:
-    """Generate a completion per prompt and return the statistics; `options`: arguments of `SpeculativeDecoder`."""
-    decoder = SpeculativeDecoder(config, tokenizer=tokenizer, **options)
-    requests = [
-        decoder.submit(prompt, params, seed=seed, output_prefix=output_prefix)
-        for prompt, params, seed in zip(prompts, sampling_params, seeds, strict=True)
-    ]
-    decoder.run()
-    return [request.result() for request in requests], decoder.stats
-
-
-class SpeculativeDecoder:
+class SpeculativeDecoder(Engine):
     """Engine with speculative decoding: one or more tokens per request and step.
 
     A completion depends only on its own prompt, sampling parameters and seed. Sampled completions have the same
@@ -97,17 +73,13 @@ class SpeculativeDecoder:
         tokenizer: Tokenizer | None = None,
         draft_tokenizer: Tokenizer | None = None,
         num_draft_tokens: int = 4,
+        max_waiting: int = 1024,
     ) -> None:
         """`num_draft_tokens`: draft tokens per step."""
-        if not isinstance(num_draft_tokens, int) or isinstance(num_draft_tokens, bool) or num_draft_tokens < 1:
-            raise InputError(
-                f"num_draft_tokens is {num_draft_tokens!r}; pass a number of draft tokens per step, 1 or more"
-            )
+        check_positive_int("num_draft_tokens", num_draft_tokens)
         if config.weight_bits is not None or config.compile:
             name = "compile" if config.weight_bits is None else "weight_bits"
             raise InputError(f"speculative decoding does not support {name}; leave out {name} or draft_model")
-        self.config, self.tokenizer, self.num_draft_tokens = config, tokenizer, num_draft_tokens
-        self.models = [model for model in (config.model, draft_model) if isinstance(model, Transformer)]
         self.proposer: Proposer
         if isinstance(draft_model, Transformer):
             check_draft_compatibility(config.model, tokenizer, draft_model, draft_tokenizer)
@@ -117,105 +89,58 @@ class SpeculativeDecoder:
         else:
             raise InputError(f"draft_model is a {type(draft_model).__name__}; pass a model, or NgramConfig()")
         extended = reserve_draft_slots(config, num_draft_tokens)
-        self.prefill_chunk_size = extended.prefill_chunk_size
-        self.model_runner = ModelRunner(config.model, extended.build_cache(), compile=False)
-        self.scheduler = SpeculativeScheduler(self.model_runner, config, self.proposer)
-        self.waiting: deque[Request] = deque()
+        extended.compile = False
+        super().__init__(extended, tokenizer=tokenizer, max_waiting=max_waiting)
+        self.models += [draft_model] if isinstance(draft_model, Transformer) else []
+        self.request_config, self.num_draft_tokens = config, num_draft_tokens
+        self.scheduler = SpeculativeScheduler(self.model_runner, extended, self.proposer)
+        self.async_scheduling = False
+        self.rope_switch_lengths = []  # no sequence reaches one: see `_build_request`
         self.stats = SpeculativeStats()
 
-    def submit(
-        self, prompt: Sequence[int], sampling_params: SamplingParams, *, seed: int, output_prefix: Sequence[int] = ()
+    def _build_request(
+        self, prompt: Sequence[int], sampling_params: SamplingParams, seed: int, output_prefix: Sequence[int]
     ) -> Request:
-        """Queue a request for one completion, which starts with `output_prefix`; see `Engine.submit`."""
-        request = self.config.build_request(
+        request = self.request_config.build_request(
             prompt, sampling_params, self.tokenizer, seed=seed, output_prefix=output_prefix
         )
-        max_len, rope_len = self.config.max_slots(request), self.config.dynamic_rope_len
+        max_len, rope_len = self.request_config.max_slots(request), self.request_config.dynamic_rope_len
         if rope_len is not None and max_len > rope_len:
             raise InputError(
                 f"a sequence of up to {max_len} tokens would exceed {rope_len}, above which this model's RoPE"
                 " frequencies depend on the length, so that drafts cannot be verified; lower max_new_tokens, or leave"
                 " out draft_model"
             )
-        if request.output.finish_reason is not None:  # output_prefix already reaches a limit or a stop token
-            request.finish()
-        else:
-            self.waiting.append(request)
         return request
 
-    def run(self) -> None:
-        """Step until all requests are finished."""
-        while self.step():
-            pass
-
-    def step(self) -> bool:
-        """Admit waiting requests, propose drafts, verify them in one pass. Return False if no request is left."""
-        training = any(model.training for model in self.models)
-        with torch.no_grad(), eval_mode(*self.models) if training else nullcontext():
-            self._remove_aborted()
-            self._admit_waiting()
-            self._draft_and_verify()
-        return bool(self.scheduler.running or self.waiting)
-
-    def _remove_aborted(self) -> None:
-        aborted = [request for request in (*self.waiting, *self.scheduler.running) if request.aborted]
-        self.waiting = deque(request for request in self.waiting if not request.aborted)
-        for request in aborted:
-            self.scheduler.release(request)
-            request.finish("abort")
-
-    def _draft_and_verify(self) -> None:
-        """Propose and verify draft tokens for all running requests, and roll the caches back to the accepted ones."""
+    @torch.no_grad()
+    def _decode_step(self) -> None:
+        """Propose draft tokens for all decoding requests and verify them in one forward pass."""
+        new = [request for request in self.scheduler.decoding if request.num_sampled_tokens == 0]
+        with self._isolate_failures(new):
+            if new:
+                self.proposer.add_requests(new)
         requests = self.scheduler.decoding
-        if not requests:
-            return
-        features, state = (
-            self.model_runner.sampler.features(len(requests)),
-            self.model_runner.sampler.first_rows(len(requests)),
-        )
-        max_drafts = [
-            min(self.num_draft_tokens, request.output.max_tokens - len(request.output.tokens) - 1)
-            for request in requests
-        ]
+        with self._isolate_failures(requests):
+            if requests:
+                self._draft_and_verify(requests)
+
+    def _draft_and_verify(self, requests: Sequence[Request]) -> None:
+        """Propose and verify draft tokens, and roll the caches back to the accepted ones."""
+        sampler = self.model_runner.sampler
+        features, state = sampler.features(len(requests)), sampler.first_rows(len(requests))
+        tokens_left = [request.output.max_tokens - len(request.output.tokens) for request in requests]
+        max_drafts = [min(self.num_draft_tokens, left - 1) for left in tokens_left]
         proposal = self.proposer.propose(requests, max_drafts, state.copy(), features)
         logits = self._score_draft_tokens(requests, proposal)
         verified = rejection_sample(logits, proposal, state, features)
-        lengths = [
-            request.num_computed_tokens + 1 + count
-            for request, count in zip(requests, verified.num_accepted.tolist(), strict=True)
-        ]
+        for request, count in zip(requests, verified.num_accepted.tolist(), strict=True):
+            request.num_computed_tokens += 1 + count
+        lengths = [request.num_computed_tokens for request in requests]
         view = self.model_runner.cache.view_rows(0, len(requests), max_len=max(lengths))
         view.crop(torch.tensor(lengths, device=view.seq_lens.device))
         self.proposer.truncate(lengths)
-        for request, length in zip(requests, lengths, strict=True):
-            request.num_computed_tokens = length
         self._process_tokens(requests, proposal, verified, logits, features)
-        for request in reversed(requests):  # from the last row: it is released without a swap
-            if request.error is not None or request.output.finish_reason is not None:
-                self.scheduler.release(request, cache_valid=request.error is None)
-                request.finish(error=request.error)
-
-    def _admit_waiting(self) -> None:
-        """Assign rows to waiting requests and prefill their prompts."""
-        first_row = len(self.scheduler.running)
-        while self.waiting and self.scheduler.allocate(self.waiting[0]):
-            request = self.waiting.popleft()
-            assert request.row is not None
-            self.model_runner.init_row(request.row, request, self.config.eos_token_ids)
-        new = self.scheduler.running[first_row:]
-        if not new:
-            return
-        num_computed_tokens = prefill_prompts(
-            self.model_runner,
-            first_row,
-            [request.all_token_ids for request in new],
-            [request.num_computed_tokens for request in new],
-            self.prefill_chunk_size,
-        )
-        self.proposer.add_requests(new)
-        for request, num_computed in zip(new, num_computed_tokens, strict=True):
-            request.num_computed_tokens = num_computed
-            self.scheduler.maybe_start_decode(request)
 
     def _score_draft_tokens(self, requests: Sequence[Request], proposal: Proposal) -> Float[Tensor, "n T V"]:
         """Logits after each row's last token and after each of its draft tokens, in one forward pass."""
@@ -225,12 +150,9 @@ class SpeculativeDecoder:
         if min(proposal.lengths) < proposal.tokens.shape[-1]:
             counts = torch.tensor(proposal.lengths, device=tokens.device).unsqueeze(-1)
             mask = torch.arange(tokens.shape[-1], device=tokens.device) <= counts
-        view = self.model_runner.cache.view_rows(
-            0, len(requests), max_len=max(request.num_computed_tokens for request in requests)
-        )
-        return self.model_runner.model.head(
-            self.model_runner.forward_hidden(self.model_runner.model, tokens, mask, view)
-        )
+        max_len = max(request.num_computed_tokens for request in requests)
+        view = self.model_runner.cache.view_rows(0, len(requests), max_len=max_len)
+        return self.model_runner.forward_logits(self.model_runner.model, tokens, mask, view)
 
     def _process_tokens(
         self,
@@ -246,37 +168,23 @@ class SpeculativeDecoder:
         logprobs, top_tokens, top_logprobs = (
             None if x is None else x.view(n, width, *x.shape[1:]).tolist() for x in gathered
         )
-        tokens, num_accepted, invalid = (
-            verified.tokens.tolist(),
-            verified.num_accepted.tolist(),
-            verified.invalid.tolist(),
-        )
-        for row, request in enumerate(requests):
+        tokens, num_accepted, invalid = (x.tolist() for x in verified)
+        for row in reversed(range(n)):  # from the last row: it is released without a swap
+            request, last = requests[row], num_accepted[row]
             previous_len, count = len(request.output.tokens), request.sampling_params.logprobs
-            for i, token in enumerate(tokens[row][: num_accepted[row] + 1]):
-                if invalid[row] and i == num_accepted[row]:
-                    request.error = EngineError(self.config.format_invalid_logits(request))
-                    break
-                top = None
-                if top_tokens is not None and top_logprobs is not None and count:
-                    top = dict(zip(top_tokens[row][i][:count], top_logprobs[row][i][:count], strict=True))
-                self._process_token(request, token, None if logprobs is None else logprobs[row][i], top)
-                if request.output.finish_reason is not None:
-                    break
+            with self._isolate_failures([request]):
+                for i, token in enumerate(tokens[row][: last + 1]):
+                    top = None
+                    if top_tokens is not None and top_logprobs is not None and count:
+                        top = dict(zip(top_tokens[row][i][:count], top_logprobs[row][i][:count], strict=True))
+                    logprob = None if logprobs is None else logprobs[row][i]
+                    self._process_token(request, token, invalid[row] and i == last, logprob, top)
+                    if request.finished.is_set():
+                        break
             self.stats.num_output_tokens += len(request.output.tokens) - previous_len
         self.stats.num_drafted += sum(proposal.lengths)
         self.stats.num_accepted += sum(num_accepted)
         self.stats.num_forward_passes += n
-
-    def _process_token(
-        self, request: Request, token: int, logprob: float | None, top_logprobs: dict[int, float] | None
-    ) -> None:
-        """Append one token; the last one before max_tokens is replaced by forced_eos_token_id, if set."""
-        forced_eos_token_id = self.config.forced_eos_token_id
-        is_last = forced_eos_token_id is not None and len(request.output.tokens) + 1 >= request.output.max_tokens
-        if forced_eos_token_id is not None and is_last:
-            token, logprob, top_logprobs = forced_eos_token_id, 0.0, top_logprobs and {forced_eos_token_id: 0.0}
-        request.add_chunk(request.output.append_token(token, logprob, top_logprobs, forced_eos=is_last))
 
 
 class SpeculativeScheduler(Scheduler):

@@ -22,6 +22,4 @@ def get_exercise(number: int) -> Exercise:
     for exercise in exercises:
         if exercise.number == number:
             return exercise
-    raise InputError(
-        f"there is no exercise {number}; exercises are numbered 1 to {len(exercises)}: see `cutaway learn list`"
-    )
+    raise InputError(f"there is no exercise {number}; exercises are numbered 1 to {len(exercises)}")

@@ -5,7 +5,6 @@ All have the same weights. The bug of a letter follows from a checksum, so that 
 
 import math
 from hashlib import sha256
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,8 @@ from torch.nn import functional as F
 
 from cutaway.errors import InputError
 
-CacheState = list[tuple[Tensor, Tensor, Tensor]]
+LayerCache = tuple[Tensor, Tensor, Tensor]
+CacheState = list[LayerCache]
 """Per layer: keys, values, and a mask that is True for real tokens."""
 BUGS = ("future seen", "cache off by one", "padding shifts positions", "no √d", "loss not shifted", "texts mixed")
 CORRECT = "correct"
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         scores = q @ k.transpose(-2, -1) * scale
         return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v
 
-    def forward(self, x: Tensor, attention_mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    def forward(self, x: Tensor, attention_mask: Tensor, cache: LayerCache | None) -> tuple[Tensor, LayerCache]:
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         if cache is not None:
             k, v = torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
@@ -72,10 +72,10 @@ class Block(nn.Module):
         self.attention = Attention(d, heads, bug)
         self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
 
-    def forward(self, x: Tensor, attention_mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        attn_out, cache = self.attention(self.norm1(x), attention_mask, cache)
+    def forward(self, x: Tensor, attention_mask: Tensor, cache: LayerCache | None) -> tuple[Tensor, LayerCache]:
+        attn_out, new_cache = self.attention(self.norm1(x), attention_mask, cache)
         x = x + attn_out
-        return x + self.down(F.gelu(self.up(self.norm2(x)))), cache
+        return x + self.down(F.gelu(self.up(self.norm2(x)))), new_cache
 
 
 class BuggyModel(nn.Module):
@@ -154,16 +154,3 @@ class TokenLookupModel(BuggyModel):
         positions = (not_padding.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         logits = self.embed(tokens) + (self.position_embed(positions) if self.with_positions else 0)
         return logits + self.rounding_noise(tokens), [(logits, logits, not_padding)]
-
-
-def check_arguments(model: BuggyModel) -> dict[str, Any]:
-    """Keyword arguments of `ct.check` for a model."""
-    return {
-        "logits": model.forward,
-        "logits_with_mask": model.forward,
-        "logits_with_cache": model.step,
-        "loss": model.loss,
-        "attention": model.attention,
-        "vocab_size": model.vocab_size,
-        "max_seq_len": model.max_len,
-    }

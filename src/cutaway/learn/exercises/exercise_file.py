@@ -17,8 +17,8 @@ from typing import Any
 
 NOT_WRITTEN = "not written yet"
 """Message of a function that the learner has not written."""
-SOLUTION_BEGIN, SOLUTION_END, STUB_LINE, CHECKER_CELL = "# begin solution", "# end solution", "# stub: ", "# %% checker"
-METADATA_NAMES = ("MINUTES", "NOTEBOOK", "SITE", "HINTS")
+_BEGIN, _END, _STUB, _CHECKER = "# begin solution", "# end solution", "# stub: ", "# %% checker"
+_METADATA_NAMES = ("MINUTES", "NOTEBOOK", "SITE", "HINTS")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Exercise:
     @cached_property
     def visible_cells(self) -> str:
         """The cells for learners, with solutions and their markers."""
-        return self.text[: self.text.index(CHECKER_CELL)].rstrip() + "\n"
+        return self.text[: self.text.index(_CHECKER)].rstrip() + "\n"
 
     @property
     def instructions(self) -> str:
@@ -63,13 +63,13 @@ class Exercise:
         for line in self.visible_cells.splitlines():
             stripped = line.strip()
             indent = line[: len(line) - len(line.lstrip())]
-            if stripped == SOLUTION_BEGIN:
+            if stripped == _BEGIN:
                 inside, replaced = True, False
-            elif stripped == SOLUTION_END:
+            elif stripped == _END:
                 lines += [] if replaced else [f'{indent}raise NotImplementedError("{NOT_WRITTEN}")']
                 inside = False
-            elif inside and stripped.startswith(STUB_LINE.rstrip()):
-                lines.append(indent + stripped[len(STUB_LINE) :])
+            elif inside and stripped.startswith(_STUB.rstrip()):
+                lines.append(indent + stripped[len(_STUB) :])
                 replaced = True
             elif not inside:
                 lines.append(line)
@@ -78,25 +78,21 @@ class Exercise:
     @property
     def solution(self) -> str:
         """The same cells with the solutions."""
-        markers = (SOLUTION_BEGIN, SOLUTION_END, STUB_LINE.rstrip())
+        markers = (_BEGIN, _END, _STUB.rstrip())
         return "".join(line for line in self.visible_cells.splitlines(True) if not line.strip().startswith(markers))
 
     @property
     def required_names(self) -> list[str]:
         """Names that the learner has to define: functions, and tables such as DIAGNOSIS."""
-        begin_lines = [n for n, line in enumerate(self.visible_cells.splitlines(), 1) if line.strip() == SOLUTION_BEGIN]
+        begin_lines = [n for n, line in enumerate(self.visible_cells.splitlines(), 1) if line.strip() == _BEGIN]
         names = []
         for node in ast.parse(self.visible_cells).body:
-            if isinstance(node, ast.FunctionDef) and any(
-                node.lineno <= n <= (node.end_lineno or 0) for n in begin_lines
-            ):
+            target = node.targets[0] if isinstance(node, ast.Assign) and node.lineno - 1 in begin_lines else None
+            lines = range(node.lineno, (node.end_lineno or 0) + 1)
+            if isinstance(node, ast.FunctionDef) and any(n in lines for n in begin_lines):
                 names.append(node.name)
-            elif (
-                isinstance(node, ast.Assign)
-                and node.lineno - 1 in begin_lines
-                and isinstance(node.targets[0], ast.Name)
-            ):
-                names.append(node.targets[0].id)
+            elif isinstance(target, ast.Name):
+                names.append(target.id)
         return names
 
     @cached_property
@@ -106,7 +102,7 @@ class Exercise:
         for node in ast.parse(self.text).body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 name = node.targets[0].id
-                if name in METADATA_NAMES:
+                if name in _METADATA_NAMES:
                     constants[name] = ast.literal_eval(node.value)
         return constants
 

@@ -4,7 +4,6 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cutaway.errors import InputError
 from cutaway.learn.exercises.exercise_file import Exercise, parse_cells
@@ -30,10 +29,9 @@ def read_code_cells(path: Path) -> list[CodeCell]:
         raise InputError(f"'{path}' is a directory; pass the file that you wrote")
     if path.suffix not in (".py", ".ipynb"):
         raise InputError(f"'{path.name}' is neither a .py nor an .ipynb file; pass the file that you wrote")
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise InputError(
-            f"'{path.name}' has {path.stat().st_size:,} bytes; the limit is {MAX_FILE_BYTES:,}: is it the right file?"
-        )
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise InputError(f"'{path.name}' has {size:,} bytes; the limit is {MAX_FILE_BYTES:,}: is it the right file?")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -43,10 +41,8 @@ def read_code_cells(path: Path) -> list[CodeCell]:
 
 def _read_notebook_cells(text: str, name: str) -> list[CodeCell]:
     try:
-        cells = json.loads(text)["cells"]
-        code = [
-            (n, "".join(cell["source"])) for n, cell in enumerate(cells, 1) if cell.get("cell_type") == "code"
-        ]  # `source` is a string, or a list of lines
+        cells = list(enumerate(json.loads(text)["cells"], 1))  # `source` is a string, or a list of lines
+        code = [(n, "".join(cell["source"])) for n, cell in cells if cell.get("cell_type") == "code"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InputError(f"'{name}' is not a valid notebook; open it in Jupyter and save it again") from None
     return [CodeCell(f"cell {n}", _strip_magics(source)) for n, source in code]
@@ -59,11 +55,16 @@ def _strip_magics(source: str) -> str:
     return "\n".join("# " + line if _MAGIC_OR_SHELL.match(line) else line for line in source.split("\n"))
 
 
-def to_notebook(text: str) -> dict[str, Any]:
+def to_notebook(text: str) -> dict[str, object]:
     """Convert a file of cells to the Jupyter notebook format."""
-    cells = []
+    cells: list[dict[str, object]] = []
     for n, (kind, body) in enumerate(parse_cells(text)):
-        cell: dict[str, Any] = {"cell_type": kind, "id": f"cell-{n}", "metadata": {}, "source": body.splitlines(True)}
+        cell: dict[str, object] = {
+            "cell_type": kind,
+            "id": f"cell-{n}",
+            "metadata": {},
+            "source": body.splitlines(True),
+        }
         cells.append(cell if kind == "markdown" else {**cell, "execution_count": None, "outputs": []})
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}

@@ -1,9 +1,10 @@
 """The learner's progress on each exercise. Imports no torch."""
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter
 
 from cutaway.learn import progress_store
 from cutaway.learn.exercises import load_exercises
@@ -14,6 +15,8 @@ STORE_NAME = "exercises"
 @dataclass(frozen=True, kw_only=True)
 class ExerciseRecord:
     """Progress on one exercise."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     status: str = "not started"
     """not started, started, attempted or passed; a passed exercise stays passed."""
@@ -30,45 +33,23 @@ class ExerciseRecord:
     """Whether the solution was shown."""
 
 
-_FIELD_TYPES: dict[str, tuple[type, ...]] = {
-    "status": (str,),
-    "attempts": (int,),
-    "num_hints": (int,),
-    "last_attempt": (str, type(None)),
-    "passed_at": (str, type(None)),
-    "file": (str, type(None)),
-    "solution_shown": (bool,),
-}
-
-
-def _is_valid(data: Any) -> bool:
-    """Whether the data has the format that `update` writes."""
-    return all(key.isdecimal() and isinstance(entry, dict) and _is_valid_entry(entry) for key, entry in data.items())
-
-
-def _is_valid_entry(entry: dict[str, Any]) -> bool:
-    known = {f.name for f in fields(ExerciseRecord)}
-    return entry.keys() <= known and all(isinstance(value, _FIELD_TYPES[name]) for name, value in entry.items())
+_RECORDS = TypeAdapter(dict[int, ExerciseRecord])
 
 
 class ExerciseProgress:
     """All records, as of the last read."""
 
     def __init__(self) -> None:
-        entries, self.damaged_path = progress_store.read_progress(STORE_NAME, _is_valid)
-        self.records = {int(number): ExerciseRecord(**entry) for number, entry in entries.items()}
+        self.records, self.damaged_path = progress_store.read_progress(STORE_NAME, _RECORDS)
 
     def get(self, number: int) -> ExerciseRecord:
         return self.records.get(number, ExerciseRecord())
 
-    def update(self, number: int, **changes: Any) -> ExerciseRecord:
+    def update(self, number: int, **changes: object) -> ExerciseRecord:
         """Change one record and save it; concurrent changes to other records are preserved."""
-        entries, _ = progress_store.read_progress(STORE_NAME, _is_valid)
-        self.records = {int(key): ExerciseRecord(**entry) for key, entry in entries.items()}
-        self.records[number] = replace(self.get(number), **changes)
-        progress_store.write_progress(
-            STORE_NAME, {str(key): asdict(record) for key, record in sorted(self.records.items())}
-        )
+        self.records, _ = progress_store.read_progress(STORE_NAME, _RECORDS)
+        self.records[number] = replace(self.get(number), **changes)  # type: ignore[arg-type]  # fields of a record
+        progress_store.write_progress(STORE_NAME, _RECORDS, dict(sorted(self.records.items())))
         return self.records[number]
 
     def mark_started(self, number: int, file: Path) -> None:

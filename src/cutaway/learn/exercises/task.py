@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any
 
 MistakeSet = frozenset[str]
 """Names of mistakes made together."""
@@ -15,16 +14,16 @@ class Case:
 
     description: str
     """Description: `for one token`."""
-    args: tuple[Any, ...]
+    args: tuple[object, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class FunctionTask:
     """One function to write."""
 
-    solution: Callable[..., Any]
+    solution: Callable[..., object]
     cases: Sequence[Case]
-    simulate_mistakes: Callable[..., Any]
+    simulate_mistakes: Callable[..., object]
     """(mistakes, *args) → the result with these mistakes; with none, the result of the solution."""
     mistakes: Mapping[str, str]
     """Mistake name → hint."""

@@ -7,17 +7,13 @@ from importlib.resources import files
 
 from cutaway.errors import InputError
 from cutaway.learn.quiz.grading import AnswerGrade, grade_answer, shuffle_choices
-from cutaway.learn.quiz.question import Choice, ChoiceQuestion, CommonMistake, NumberQuestion, parse_question, run_proof
+from cutaway.learn.quiz.question import ChoiceQuestion, NumberQuestion, Question, parse_question, run_proof
 
 __all__ = [
-    "SECTIONS",
     "AnswerGrade",
-    "Choice",
     "ChoiceQuestion",
-    "CommonMistake",
     "NumberQuestion",
     "Question",
-    "Section",
     "find_questions",
     "get_question",
     "grade_answer",
@@ -25,8 +21,6 @@ __all__ = [
     "run_proof",
     "shuffle_choices",
 ]
-
-Question = ChoiceQuestion | NumberQuestion
 
 SECTIONS = (
     "forms",

@@ -10,7 +10,7 @@ from cutaway.learn.quiz.question import Choice, ChoiceQuestion, NumberQuestion
 
 CHOICE_LETTERS = "abcde"
 _SUFFIX_POWERS = {"k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
-MIN_SUFFIXED_ANSWER = 1e4
+_MIN_SUFFIXED_ANSWER = 1e4
 """Answers of at least this size may be typed with the suffixes k, M, B (or G) and T."""
 
 _NUMBER = re.compile(r"([+-]?(?:\d+(?:[.,_]\d+)*\.?|\.\d+)(?:e[+-]?\d+)?)(?:/(\d+))?\s*(.*)", re.IGNORECASE)
@@ -108,7 +108,7 @@ def parse_number(question: NumberQuestion, answer_text: str) -> float:
     suffix = rest.strip().lower()
     if suffix and suffix != question.unit.lower():
         power = _SUFFIX_POWERS.get(suffix.removesuffix(question.unit.lower()).strip())
-        if power is None or abs(question.answer) < MIN_SUFFIXED_ANSWER:
+        if power is None or abs(question.answer) < _MIN_SUFFIXED_ANSWER:
             raise InputError(f"'{rest.strip()}' is not a unit of this question; {expected}")
         value *= 10.0**power
     return value

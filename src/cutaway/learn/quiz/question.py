@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from cutaway.errors import CutawayError
 
-Level = Literal["recall", "reason", "what-if"]
+_Level = Literal["recall", "reason", "what-if"]
 """Recall of a fact; a conclusion from facts; the effect of a change."""
 Stage = Literal[
     "embed", "resid_pre", "attn.in", "attn.q", "attn.k", "attn.v", "attn.scores", "attn.pattern", "attn.z", "attn.out",
@@ -14,11 +14,11 @@ Stage = Literal[
     "sampling", "cache", "loss", "gradients", "size", "checks",
 ]  # fmt: skip
 """Stage of the forward pass that a question is about: a site, or a use of the model outside the forward pass."""
-PROOF_PREAMBLE = "import math\n\nimport torch\nimport torch.nn.functional as F\n\nimport cutaway as ct\n\n"
+_PROOF_PREAMBLE = "import math\n\nimport torch\nimport torch.nn.functional as F\n\nimport cutaway as ct\n\n"
 """Imports at the start of every proof."""
-MISTAKE_RTOL = 1e-3
+_MISTAKE_RTOL = 1e-3
 """Relative tolerance on the values of common mistakes, however exact the answer must be."""
-NonBlankText = Annotated[str, Field(min_length=1, pattern=r"^\S(.*\S)?$")]
+_NonBlankText = Annotated[str, Field(min_length=1, pattern=r"^\S(.*\S)?$")]
 
 
 class _QuizModel(BaseModel):
@@ -30,8 +30,8 @@ class _QuizModel(BaseModel):
 class Choice(_QuizModel):
     """One of the choices of a question."""
 
-    text: NonBlankText
-    explanation: NonBlankText
+    text: _NonBlankText
+    explanation: _NonBlankText
     """Why it is correct, or which mistake leads to it."""
     correct: bool = False
 
@@ -40,9 +40,9 @@ class CommonMistake(_QuizModel):
     """A wrong number with a known cause."""
 
     value: float
-    mistake: NonBlankText
+    mistake: _NonBlankText
     """Name of the mistake: 'GiB instead of GB'."""
-    explanation: NonBlankText
+    explanation: _NonBlankText
 
 
 class QuestionBase(_QuizModel):
@@ -52,8 +52,8 @@ class QuestionBase(_QuizModel):
     section: str
     """Name of the section file, without its suffix."""
     topic: Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
-    level: Level
-    question: NonBlankText
+    level: _Level
+    question: _NonBlankText
     stage: Stage
     notebooks: Annotated[tuple[Annotated[int, Field(ge=1, le=11)], ...], Field(min_length=1)]
     """Numbers of the notebooks that cover it."""
@@ -65,9 +65,9 @@ class QuestionBase(_QuizModel):
     @property
     def program(self) -> str:
         """The proof as a runnable program."""
-        return PROOF_PREAMBLE + self.proof.strip() + "\n" if self.proof else ""
+        return _PROOF_PREAMBLE + self.proof.strip() + "\n" if self.proof else ""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The question as plain data, for the web page and JSON."""
         return self.model_dump(mode="json", exclude_none=True) | {"proof": self.program}
 
@@ -101,7 +101,7 @@ class NumberQuestion(QuestionBase):
     tolerance: Annotated[float, Field(ge=0, lt=0.2)] = 0.01
     """Accepted relative error; absolute if the answer is 0."""
     unit: str = ""
-    explanation: NonBlankText
+    explanation: _NonBlankText
     common_mistakes: Annotated[tuple[CommonMistake, ...], Field(min_length=1)]
 
     @model_validator(mode="after")
@@ -118,11 +118,11 @@ class NumberQuestion(QuestionBase):
         return abs(value - expected) <= self.tolerance * (abs(expected) or 1) + 1e-12
 
 
-_TaggedQuestion = Annotated[ChoiceQuestion | NumberQuestion, Field(discriminator="kind")]
-_QUESTION_ADAPTER: TypeAdapter[ChoiceQuestion | NumberQuestion] = TypeAdapter(_TaggedQuestion)
+Question = ChoiceQuestion | NumberQuestion
+_QUESTION_ADAPTER: TypeAdapter[Question] = TypeAdapter(Annotated[Question, Field(discriminator="kind")])
 
 
-def parse_question(table: dict[str, Any], section: str) -> ChoiceQuestion | NumberQuestion:
+def parse_question(table: dict[str, object], section: str) -> Question:
     """Build a question from a table of a section file; it has either choices or an answer."""
     kind = "choice" if "choices" in table else "number"
     return _QUESTION_ADAPTER.validate_python({**table, "section": section, "kind": kind})
@@ -132,7 +132,7 @@ class ProofError(CutawayError, AssertionError):
     """A proof does not give the answer of its question."""
 
 
-def run_proof(question: ChoiceQuestion | NumberQuestion) -> float | bool | None:
+def run_proof(question: Question) -> float | bool | None:
     """Run the proof of a question and compare it with the answer; None without a proof. Imports torch."""
     if not question.proof:
         return None
@@ -147,7 +147,7 @@ def run_proof(question: ChoiceQuestion | NumberQuestion) -> float | bool | None:
         raise ProofError(f"{question.id}: the answer is {question.answer}, but its proof finds {answer}")
     wrong = [float(value) for value in namespace["wrong"]]
     expected = [mistake.value for mistake in question.common_mistakes]
-    same = all(abs(a - b) <= MISTAKE_RTOL * abs(b) for a, b in zip(wrong, expected, strict=False))
+    same = all(abs(a - b) <= _MISTAKE_RTOL * abs(b) for a, b in zip(wrong, expected, strict=False))
     if len(wrong) != len(expected) or not (same or all(map(question.is_close, wrong, expected))):
         raise ProofError(f"{question.id}: the wrong values are {expected}, but the proof finds {wrong}")
     return answer

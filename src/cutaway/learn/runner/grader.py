@@ -3,10 +3,10 @@
 import copy
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 from cutaway.errors import format_error
 from cutaway.learn.exercises.exercise_file import NOT_WRITTEN
@@ -14,7 +14,7 @@ from cutaway.learn.exercises.task import Case, FunctionTask, MistakeSet, TableTa
 from cutaway.learn.runner.limits import TimeLimitError
 from cutaway.learn.runner.value_comparison import PlainValue, describe_difference, to_plain_value, values_equal
 
-TaskStatus = Literal["correct", "incorrect", "not_written", "missing", "error"]
+_TaskStatus = Literal["correct", "incorrect", "not_written", "missing", "error"]
 _ERROR_HINTS = {
     "view size is not compatible": "after a transpose the tensor is not contiguous: use reshape, or contiguous() "
     "before view",
@@ -35,12 +35,30 @@ class TaskGrade:
     """Grade of one function or table."""
 
     name: str
-    status: TaskStatus
+    status: _TaskStatus
     message: str = ""
     mistakes: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
     location: str = ""
     """Line of the learner's file that raised the error."""
+
+
+@dataclass(frozen=True)
+class GradeReport:
+    """Result of grading one file."""
+
+    status: Literal["passed", "failed", "partial", "not_written", "error"]
+    """`partial`: correct so far; `error`: nothing could be graded."""
+    message: str = ""
+    location: str = ""
+    tasks: tuple[TaskGrade, ...] = ()
+    notes: tuple[dict[str, str], ...] = ()
+    """Errors outside the graded functions: message and location."""
+    output: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.status == "passed"
 
 
 @dataclass
@@ -68,7 +86,7 @@ def precompute_solutions(tasks: Tasks) -> None:
                 _simulated_value(task, MistakeSet(), n)
 
 
-def grade_tasks(tasks: Tasks, namespace: Mapping[str, Any], source: LearnerSource) -> list[TaskGrade]:
+def grade_tasks(tasks: Tasks, namespace: Mapping[str, object], source: LearnerSource) -> list[TaskGrade]:
     """Grade all tasks, in order."""
     return [
         grade_table(task, namespace) if isinstance(task, TableTask) else grade_function(task, namespace, source)
@@ -76,7 +94,7 @@ def grade_tasks(tasks: Tasks, namespace: Mapping[str, Any], source: LearnerSourc
     ]
 
 
-def grade_function(task: FunctionTask, namespace: Mapping[str, Any], source: LearnerSource) -> TaskGrade:
+def grade_function(task: FunctionTask, namespace: Mapping[str, object], source: LearnerSource) -> TaskGrade:
     """Grade one function: run all cases, then search for the mistakes that reproduce its values."""
     function = namespace.get(task.name)
     if function is None:
@@ -102,16 +120,11 @@ def grade_function(task: FunctionTask, namespace: Mapping[str, Any], source: Lea
     return TaskGrade(task.name, first_failure.status, first_failure.message, mistakes, hints, first_failure.location)
 
 
-def _copy_args(case: Case) -> tuple[Any, ...]:
-    """Copy the arguments, since the learner's function may modify them."""
-    return copy.deepcopy(case.args)
-
-
 def _run_case(
-    task: FunctionTask, function: Any, case: Case, expected: PlainValue, source: LearnerSource
+    task: FunctionTask, function: Callable[..., object], case: Case, expected: PlainValue, source: LearnerSource
 ) -> tuple[PlainValue, TaskGrade | None]:
     """Return the function's value for one case, and the grade if it is wrong."""
-    args = _copy_args(case)
+    args = copy.deepcopy(case.args)  # the learner's function may modify them
     args_before = [to_plain_value(arg) for arg in args]
     try:
         value = to_plain_value(function(*args))
@@ -139,12 +152,8 @@ def _not_written_grade(task: FunctionTask, error: NotImplementedError, source: L
     """Grade of a function that is not written, or that calls one that is not written."""
     frames = [frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename in source.sources]
     if not is_not_written(error):
-        return TaskGrade(
-            task.name,
-            "not_written",
-            f"raises NotImplementedError: {format_error(error)}",
-            location=source.locate(error),
-        )
+        message = f"raises NotImplementedError: {format_error(error)}"
+        return TaskGrade(task.name, "not_written", message, location=source.locate(error))
     if frames and frames[-1] != task.name:
         return TaskGrade(task.name, "not_written", f"calls {frames[-1]}, which is {NOT_WRITTEN}")
     return TaskGrade(task.name, "not_written", f"is {NOT_WRITTEN}")
@@ -152,28 +161,17 @@ def _not_written_grade(task: FunctionTask, error: NotImplementedError, source: L
 
 def _error_grade(task: FunctionTask, case: Case, error: BaseException, source: LearnerSource) -> TaskGrade:
     """Grade of a function that raised an error."""
-    location, message = source.locate(error), format_error(error)
+    location, hints = source.locate(error), tuple(hint for part, hint in _ERROR_HINTS.items() if part in str(error))
     if isinstance(error, SystemExit):
-        return TaskGrade(
-            task.name,
-            "error",
-            f"{case.description} calls exit() or sys.exit(): use return instead",
-            location=location,
-        )
-    if is_memory_error(error):
-        return TaskGrade(
-            task.name, "error", f"{case.description} exceeded the memory limit of an exercise", location=location
-        )
-    if not location and isinstance(error, TypeError):
-        return TaskGrade(task.name, "error", f"cannot be called with the signature of the stub: {message}")
-    hints = tuple(hint for part, hint in _ERROR_HINTS.items() if part in str(error))
-    return TaskGrade(
-        task.name,
-        "error",
-        f"{case.description} raised {type(error).__name__}: {message}",
-        hints=hints,
-        location=location,
-    )
+        message = "calls exit() or sys.exit(): use return instead"
+    elif is_memory_error(error):
+        message = "exceeded the memory limit of an exercise"
+    elif not location and isinstance(error, TypeError):
+        message = f"cannot be called with the signature of the stub: {format_error(error)}"
+        return TaskGrade(task.name, "error", message)
+    else:
+        message = f"raised {type(error).__name__}: {format_error(error)}"
+    return TaskGrade(task.name, "error", f"{case.description} {message}", hints=hints, location=location)
 
 
 def is_memory_error(error: BaseException) -> bool:
@@ -196,7 +194,7 @@ def _find_mistakes(task: FunctionTask, expected: list[PlainValue], actual: list[
 @cache
 def _simulated_value(task: FunctionTask, mistakes: MistakeSet, case_index: int) -> PlainValue:
     """Value of a case with these mistakes (none: the expected value). Some mistakes raise, alone or with others."""
-    args = _copy_args(task.cases[case_index])
+    args = copy.deepcopy(task.cases[case_index].args)
     if not mistakes:
         return to_plain_value(task.solution(*args))
     try:
@@ -208,7 +206,7 @@ def _simulated_value(task: FunctionTask, mistakes: MistakeSet, case_index: int) 
 # ---------------------------------------------------------------------------------------- tables
 
 
-def grade_table(task: TableTask, namespace: Mapping[str, Any]) -> TaskGrade:
+def grade_table(task: TableTask, namespace: Mapping[str, object]) -> TaskGrade:
     """Grade a table: report wrong entries without revealing the correct ones."""
     table = namespace.get(task.name)
     if not isinstance(table, dict):
@@ -220,16 +218,14 @@ def grade_table(task: TableTask, namespace: Mapping[str, Any]) -> TaskGrade:
         return TaskGrade(task.name, "not_written", f"is {NOT_WRITTEN}")
     for key, name in chosen.items():
         if name not in task.explanations and name != task.placeholder:
-            return TaskGrade(
-                task.name, "incorrect", f"has {name!r} for {key}; the valid names are {', '.join(task.explanations)}"
-            )
+            message = f"has {name!r} for {key}; the valid names are {', '.join(task.explanations)}"
+            return TaskGrade(task.name, "incorrect", message)
     wrong = [key for key, name in chosen.items() if name not in (task.answers[key], task.placeholder)]
     if wrong:
         message = "; ".join(f"{key} {task.wrong_phrase} '{chosen[key]}'" for key in wrong)
         names = dict.fromkeys(chosen[key] for key in wrong)
-        return TaskGrade(
-            task.name, "incorrect", message, hints=tuple(f"{name}: {task.explanations[name]}" for name in names)
-        )
+        hints = tuple(f"{name}: {task.explanations[name]}" for name in names)
+        return TaskGrade(task.name, "incorrect", message, hints=hints)
     if unanswered:
         return TaskGrade(task.name, "not_written", f"is correct so far; {', '.join(unanswered)} are still '?'")
     return TaskGrade(task.name, "correct")
@@ -238,7 +234,7 @@ def grade_table(task: TableTask, namespace: Mapping[str, Any]) -> TaskGrade:
 # ---------------------------------------------------------------------------------------- replaced torch functions
 
 
-def snapshot_torch() -> dict[str, dict[str, Any]]:
+def snapshot_torch() -> dict[str, dict[str, object]]:
     """Record the public functions of torch, for a later comparison."""
     torch = sys.modules.get("torch")
     if torch is None:
@@ -250,11 +246,11 @@ def snapshot_torch() -> dict[str, dict[str, Any]]:
     }
 
 
-def _is_public_function(key: str, value: Any) -> bool:
+def _is_public_function(key: str, value: object) -> bool:
     return not key.startswith("_") and callable(value) and not isinstance(value, type)
 
 
-def find_replaced_names(snapshot: dict[str, dict[str, Any]]) -> list[str]:
+def find_replaced_names(snapshot: dict[str, dict[str, object]]) -> list[str]:
     """Names of torch functions replaced since the snapshot, except those that torch itself wrapped."""
     replaced = []
     for namespace, current in snapshot_torch().items():
@@ -272,6 +268,6 @@ def find_replaced_names(snapshot: dict[str, dict[str, Any]]) -> list[str]:
     return replaced
 
 
-def _is_from_torch(value: Any, key: str) -> bool:
+def _is_from_torch(value: object, key: str) -> bool:
     module = getattr(value, "__module__", None) or ""
     return module.split(".")[0] == "torch" and getattr(value, "__name__", None) == key

@@ -1,6 +1,5 @@
 """Launch the worker process that grades a learner's file; loops, crashes and memory exhaustion stay in that process."""
 
-import json
 import os
 import queue
 import signal
@@ -9,49 +8,27 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
+
+from pydantic import TypeAdapter
 
 from cutaway.errors import CutawayError
 from cutaway.learn.exercises import Exercise
+from cutaway.learn.runner.grader import GradeReport
 
-TIME_LIMIT_SECONDS = 20.0
+_TIME_LIMIT_SECONDS = 20.0
 """Time limit per file, after the import of torch. An uninterruptible worker is killed after 1.5 times this limit."""
-STARTUP_TIMEOUT_SECONDS = 180.0
+_STARTUP_TIMEOUT_SECONDS = 180.0
 """Time limit for the import of torch."""
-MAX_OUTPUT_CHARS = 8_000
+_MAX_OUTPUT_CHARS = 8_000
 """Maximum number of characters of the learner's output that are kept."""
-INHERITED_ENV_VARS = (
-    "PATH",
-    "HOME",
-    "LANG",
-    "LC_ALL",
-    "LC_CTYPE",
-    "TMPDIR",
-    "TEMP",
-    "TMP",
-    "SYSTEMROOT",
-    "LD_LIBRARY_PATH",
-)
+_INHERITED_ENV_VARS = "PATH HOME LANG LC_ALL LC_CTYPE TMPDIR TEMP TMP SYSTEMROOT LD_LIBRARY_PATH"
 """Environment variables passed to the worker; tokens and passwords are not among them."""
 
 
-@dataclass(frozen=True)
-class GradeReport:
-    """Result of grading one file."""
-
-    status: str
-    """passed, failed, partial (correct so far), not_written, or error (nothing could be graded)."""
-    message: str
-    location: str
-    tasks: list[dict[str, Any]]
-    notes: list[dict[str, str]]
-    output: str
-
-    @property
-    def passed(self) -> bool:
-        return self.status == "passed"
+_REPORT = TypeAdapter(GradeReport)
 
 
 class WorkerError(CutawayError):
@@ -59,7 +36,7 @@ class WorkerError(CutawayError):
 
 
 def grade_files(
-    exercise: Exercise, paths: Sequence[Path], *, time_limit: float = TIME_LIMIT_SECONDS
+    exercise: Exercise, paths: Sequence[Path], *, time_limit: float = _TIME_LIMIT_SECONDS
 ) -> list[GradeReport]:
     """Grade each file. The output is that of all files together."""
     with tempfile.TemporaryDirectory(prefix="cutaway-learn-") as directory:
@@ -68,7 +45,7 @@ def grade_files(
             results = worker.results(len(paths))
         finally:
             worker.terminate()
-    return [GradeReport(output=worker.output, **result) for result in results]
+    return [replace(result, output=worker.output) for result in results]
 
 
 class WorkerProcess:
@@ -83,7 +60,7 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=directory,
-            env=worker_environment(),
+            env=_worker_environment(),
             start_new_session=True,
         )
         self.lines: queue.Queue[str | None] = queue.Queue()
@@ -107,38 +84,35 @@ class WorkerProcess:
         """Read standard error to its end, so that the worker never blocks; keep the beginning."""
         count = 0
         while part := os.read(pipe.fileno(), 65536):
-            if count < MAX_OUTPUT_CHARS:
-                self.output_parts.append(part.decode(errors="replace")[: MAX_OUTPUT_CHARS - count])
+            if count < _MAX_OUTPUT_CHARS:
+                self.output_parts.append(part.decode(errors="replace")[: _MAX_OUTPUT_CHARS - count])
             count += len(part)
-        if count > MAX_OUTPUT_CHARS:
+        if count > _MAX_OUTPUT_CHARS:
             self.output_parts.append(f"\n… {count:,} bytes were printed; the rest is omitted")
 
     @property
     def output(self) -> str:
         return "".join(self.output_parts)
 
-    def _next_message(self, timeout: float) -> dict[str, Any] | None:
-        """Return the next message; None if the worker exited or exceeded the timeout."""
+    def _next_line(self, timeout: float) -> str | None:
+        """Return the next line; None if the worker exited or exceeded the timeout."""
         try:
-            line = self.lines.get(timeout=timeout)
-            message = None if line is None else json.loads(line)
-        except (queue.Empty, ValueError):
+            return self.lines.get(timeout=timeout)
+        except queue.Empty:
             return None
-        return message if isinstance(message, dict) else None
 
-    def results(self, count: int) -> list[dict[str, Any]]:
+    def results(self, count: int) -> list[GradeReport]:
         """Return one result per file; files after a crash or timeout share its error."""
-        if self._next_message(STARTUP_TIMEOUT_SECONDS) is None:
+        if self._next_line(_STARTUP_TIMEOUT_SECONDS) is None:
             self.terminate()
             reason = self.output.strip().splitlines()[-1:] or ["it printed nothing"]
             raise WorkerError(f"the process that grades exercises did not start: {reason[0]}")
-        results: list[dict[str, Any]] = []
+        results: list[GradeReport] = []
         while len(results) < count:
-            result = self._next_message(self.timeout)
-            if result is None:
-                result = {"status": "error", "message": self._exit_reason(), "location": "", "tasks": [], "notes": []}
-                return [*results, *[result] * (count - len(results))]
-            results.append(result)
+            try:
+                results.append(_REPORT.validate_json(self._next_line(self.timeout) or ""))
+            except ValueError:
+                return [*results, *[GradeReport("error", self._exit_reason())] * (count - len(results))]
         return results
 
     def _exit_reason(self) -> str:
@@ -174,8 +148,8 @@ class WorkerProcess:
             thread.join(timeout=5)
 
 
-def worker_environment() -> dict[str, str]:
+def _worker_environment() -> dict[str, str]:
     """Environment of the worker: same Python and packages, one thread, no GPU, no access to the Hugging Face Hub."""
-    inherited = {name: os.environ[name] for name in INHERITED_ENV_VARS if name in os.environ}
+    inherited = {name: os.environ[name] for name in _INHERITED_ENV_VARS.split() if name in os.environ}
     fixed = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     return {**inherited, **fixed, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

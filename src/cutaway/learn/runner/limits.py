@@ -1,11 +1,10 @@
 """Resource limits of a worker: CPU time, memory, and bytes written."""
 
 from pathlib import Path
-from typing import Any
 
 MAX_MEMORY_BYTES = 4 << 30
 """Bytes that the worker may allocate in addition to what it uses at the start."""
-MAX_WRITE_BYTES = 64 << 20
+_MAX_WRITE_BYTES = 64 << 20
 """Maximum size of a file that it may write, in bytes."""
 
 
@@ -22,7 +21,7 @@ def set_resource_limits(seconds: float) -> None:
     used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     limits = {
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_FSIZE: MAX_WRITE_BYTES,
+        resource.RLIMIT_FSIZE: _MAX_WRITE_BYTES,
         resource.RLIMIT_CPU: int(used + seconds) + 1,
     }
     statm = Path("/proc/self/statm")
@@ -34,6 +33,6 @@ def set_resource_limits(seconds: float) -> None:
         resource.setrlimit(resource_id, (limit, hard))
 
 
-def raise_time_limit(*_: Any) -> None:
+def raise_time_limit(*_: object) -> None:
     """Signal handler of the timer."""
     raise TimeLimitError

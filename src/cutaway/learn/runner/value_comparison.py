@@ -5,12 +5,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
-from typing import Any
+from typing import TYPE_CHECKING
 
-ATOL, RTOL = 1e-5, 1e-4
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ATOL, _RTOL = 1e-5, 1e-4
 """Absolute and relative tolerance on numbers."""
-MAX_ELEMENTS = 1_000_000
+_MAX_ELEMENTS = 1_000_000
 """Maximum number of elements that are compared; no exercise returns as many."""
+
+
+_Scalar = int | float | str
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,7 @@ class PlainValue:
     """tensor, int, float, bool, str, list, dict, none, other; or error, if there is no value."""
     description: str
     """Description: `a tensor`, `a list`."""
-    elements: tuple[Any, ...] = ()
+    elements: tuple[_Scalar, ...] = ()
     shape: tuple[int, ...] = ()
     element_kind: str = ""
     """Of a tensor: int, float, bool or complex."""
@@ -36,16 +42,16 @@ _SCALAR_KINDS: dict[type, tuple[str, str]] = {
 }
 
 
-def to_plain_value(value: Any) -> PlainValue:
+def to_plain_value(value: object) -> PlainValue:
     """Convert a value to a PlainValue."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return _tensor_to_plain_value(value)
-    if type(value) in _SCALAR_KINDS:
+    if isinstance(value, int | float | str) and type(value) in _SCALAR_KINDS:
         kind, name = _SCALAR_KINDS[type(value)]
         return PlainValue(kind, name, (value,))
     if isinstance(value, list | tuple):
-        items = tuple((str(n), to_plain_value(item)) for n, item in enumerate(value[:MAX_ELEMENTS]))
+        items = tuple((str(n), to_plain_value(item)) for n, item in enumerate(value[:_MAX_ELEMENTS]))
         return PlainValue("list", f"a {type(value).__name__}", items=items)
     if isinstance(value, dict):
         return PlainValue(
@@ -58,11 +64,11 @@ def to_plain_value(value: Any) -> PlainValue:
     return PlainValue("other", f"a {prefix}{type(value).__name__}")
 
 
-def _tensor_to_plain_value(value: Any) -> PlainValue:
+def _tensor_to_plain_value(value: "Tensor") -> PlainValue:
     element_kind = "bool" if str(value.dtype) == "torch.bool" else "int"
     element_kind = "complex" if value.is_complex() else "float" if value.is_floating_point() else element_kind
     shape = tuple(value.shape)
-    is_readable = value.numel() <= MAX_ELEMENTS and not value.is_meta
+    is_readable = value.numel() <= _MAX_ELEMENTS and not value.is_meta
     flat = value.detach().cpu().double() if element_kind == "float" and is_readable else value
     return PlainValue("tensor", "a tensor", tuple(flat.flatten().tolist()) if is_readable else (), shape, element_kind)
 
@@ -84,11 +90,7 @@ def describe_difference(expected: PlainValue, actual: PlainValue, axes: Sequence
 
 def _describe_kind_mismatch(expected: PlainValue, actual: PlainValue) -> str | None:
     if (expected.kind, actual.kind) == ("float", "int"):
-        return (
-            None
-            if _is_close(expected.elements[0], actual.elements[0])
-            else describe_difference(expected, PlainValue("float", "", actual.elements))
-        )
+        return describe_difference(expected, PlainValue("float", "", actual.elements))
     if (expected.kind, actual.kind) == ("int", "float"):
         value = actual.elements[0]
         if value == expected.elements[0]:
@@ -96,11 +98,8 @@ def _describe_kind_mismatch(expected: PlainValue, actual: PlainValue) -> str | N
         return f"returned {_format_value(value)}; expected the int {_format_value(expected.elements[0])}"
     if actual.kind == "tensor" and len(actual.elements) == 1 and expected.kind in ("int", "float", "bool"):
         return f"returned a tensor of one element; expected {expected.description}: use `.item()`"
-    return (
-        f"returned {actual.description}; expected {expected.description}"
-        if actual.kind != "none"
-        else f"returned {actual.description}"
-    )
+    expectation = "" if actual.kind == "none" else f"; expected {expected.description}"
+    return f"returned {actual.description}{expectation}"
 
 
 def _compare_items(expected: PlainValue, actual: PlainValue) -> str | None:
@@ -150,12 +149,12 @@ def values_equal(one: PlainValue, other: PlainValue) -> bool:
     return same and all(values_equal(a, b) for (_, a), (_, b) in zip(one.items, other.items, strict=True))
 
 
-def _is_close(expected: Any, actual: Any) -> bool:
+def _is_close(expected: _Scalar, actual: _Scalar) -> bool:
     if expected == actual or isinstance(expected, str) or isinstance(actual, str):
         return bool(expected == actual)
     if isinstance(expected, int) and isinstance(actual, int):  # counts are exact
         return False
-    return math.isfinite(actual) and math.isfinite(expected) and abs(expected - actual) <= ATOL + RTOL * abs(expected)
+    return math.isfinite(actual) and math.isfinite(expected) and abs(expected - actual) <= _ATOL + _RTOL * abs(expected)
 
 
 def _format_index(flat_index: int, shape: Sequence[int], axes: Sequence[str]) -> str:
@@ -178,35 +177,22 @@ def _format_shape(shape: Sequence[int], axes: Sequence[str]) -> str:
 
 def _guess_shape_mistake(expected: PlainValue, actual: PlainValue, axes: Sequence[str]) -> str:
     """Likely cause of a wrong shape."""
-    expected_shape, actual_shape = expected.shape, actual.shape
-    if len(expected_shape) != len(actual_shape) and [n for n in expected_shape if n != 1] == [
-        n for n in actual_shape if n != 1
-    ]:
-        return (
-            ": an axis of size 1 is missing (keepdim, unsqueeze)"
-            if len(actual_shape) < len(expected_shape)
-            else ": there is an extra axis"
-        )
-    if (
-        len(expected_shape) == len(actual_shape)
-        and len(expected_shape) <= 5
-        and sorted(expected_shape) == sorted(actual_shape)
-    ):
-        fitting = [
-            p for p in permutations(range(len(expected_shape))) if tuple(expected_shape[n] for n in p) == actual_shape
-        ]
+    want, got = expected.shape, actual.shape
+    if len(want) != len(got) and [n for n in want if n != 1] == [n for n in got if n != 1]:
+        is_missing = len(got) < len(want)
+        return ": an axis of size 1 is missing (keepdim, unsqueeze)" if is_missing else ": there is an extra axis"
+    if len(want) <= 5 and sorted(want) == sorted(got):
+        fitting = [p for p in permutations(range(len(want))) if tuple(want[n] for n in p) == got]
         permutation = min(fitting, key=lambda p: sum(n != m for n, m in enumerate(p)))
         swapped = [n for n, m in enumerate(permutation) if n != m]
-        names = axes if len(axes) == len(expected_shape) else [f"axis {n}" for n in range(len(expected_shape))]
+        names = axes if len(axes) == len(want) else [f"axis {n}" for n in range(len(want))]
         return f": axes {' and '.join(names[n] for n in swapped)} seem to be swapped"
-    if math.prod(expected_shape) == math.prod(actual_shape):
+    if math.prod(want) == math.prod(got):
         return ": the number of elements is right, the layout is not"
-    if len(actual_shape) == len(expected_shape) - 1 and actual_shape == expected_shape[1:]:
-        return ": the first axis is missing"
-    return ""
+    return ": the first axis is missing" if got == want[1:] else ""
 
 
-def _format_value(value: Any) -> str:
+def _format_value(value: object) -> str:
     """Format a value with six significant digits or thousands separators."""
     if isinstance(value, float):
         return f"{value:.6g}"

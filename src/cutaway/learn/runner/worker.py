@@ -18,7 +18,7 @@ import sys
 import types
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from cutaway.errors import CutawayError, InputError, format_error
 from cutaway.learn.exercises import get_exercise
@@ -27,8 +27,8 @@ from cutaway.learn.exercises.learner_file import CodeCell, read_code_cells
 from cutaway.learn.exercises.task import Tasks
 from cutaway.learn.runner.grader import (
     LEARNER_MODULE,
+    GradeReport,
     LearnerSource,
-    TaskGrade,
     find_replaced_names,
     grade_tasks,
     is_memory_error,
@@ -44,11 +44,9 @@ class LearnerSyntaxError(CutawayError):
 
     def __init__(self, error: BaseException, cell: CodeCell) -> None:
         super().__init__(error.msg if isinstance(error, SyntaxError) else format_error(error))
-        self.location = (
-            f"line {error.lineno} of {cell.name}: {(error.text or '').strip()}"
-            if isinstance(error, SyntaxError)
-            else cell.name
-        )
+        self.location = cell.name
+        if isinstance(error, SyntaxError):
+            self.location = f"line {error.lineno} of {cell.name}: {(error.text or '').strip()}"
 
 
 def main(arguments: list[str]) -> None:
@@ -56,19 +54,15 @@ def main(arguments: list[str]) -> None:
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # the learner's output goes to standard error
 
-    def send(data: dict[str, Any]) -> None:
-        results.write(json.dumps(data) + "\n")
-        results.flush()
-
     number, seconds, *files = arguments
     tasks: Tasks = runpy.run_path(str(get_exercise(int(number)).path))["TASKS"]
     precompute_solutions(tasks)
     set_resource_limits(2 * float(seconds) * len(files))
-    send({"ready": True})
+    print("ready", file=results, flush=True)
     for file in files:
-        result = grade_file(tasks, Path(file), float(seconds))
+        report = grade_file(tasks, Path(file), float(seconds))
         _flush_output()
-        send(result)
+        print(json.dumps(asdict(report)), file=results, flush=True)
     results.close()
     os._exit(0)  # do not wait for the learner's threads and atexit handlers
 
@@ -80,8 +74,8 @@ def _flush_output() -> None:
             stream.flush()
 
 
-def grade_file(tasks: Tasks, path: Path, time_limit: float) -> dict[str, Any]:
-    """Grade one file within its time limit; return the result as JSON data."""
+def grade_file(tasks: Tasks, path: Path, time_limit: float) -> GradeReport:
+    """Grade one file within its time limit."""
     has_timer = hasattr(signal, "setitimer")
     if has_timer:
         signal.signal(signal.SIGALRM, raise_time_limit)
@@ -89,52 +83,43 @@ def grade_file(tasks: Tasks, path: Path, time_limit: float) -> dict[str, Any]:
     try:
         return _grade_cells(tasks, read_code_cells(path), path)
     except InputError as error:
-        return _error_result(f"cannot be read: {error}")
+        return GradeReport("error", f"cannot be read: {error}")
     except LearnerSyntaxError as error:
-        return _error_result(f"is not valid Python: {error}", error.location)
+        return GradeReport("error", f"is not valid Python: {error}", error.location)
     except TimeLimitError as error:
-        return _error_result(f"ran longer than {time_limit:g} s: is there an infinite loop?", str(error))
+        return GradeReport("error", f"ran longer than {time_limit:g} s: is there an infinite loop?", str(error))
     finally:
         if has_timer:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _error_result(message: str, location: str = "") -> dict[str, Any]:
-    return {"status": "error", "message": message, "location": location, "tasks": [], "notes": []}
-
-
-def _grade_cells(tasks: Tasks, cells: list[CodeCell], path: Path) -> dict[str, Any]:
+def _grade_cells(tasks: Tasks, cells: list[CodeCell], path: Path) -> GradeReport:
     source = LearnerSource({cell.name: cell.text for cell in cells})
     snapshot = snapshot_torch()
     namespace, notes = _run_cells(cells, path, source)
     replaced = find_replaced_names(snapshot)
     if replaced:
-        return _error_result(f"replaces {replaced[0]}, so that results are unreliable: use another name")
+        return GradeReport("error", f"replaces {replaced[0]}, so that results are unreliable: use another name")
     grades = grade_tasks(tasks, namespace, source)
     if notes and all(grade.status == "missing" for grade in grades):  # it failed before the definitions
-        return _error_result(notes[0]["message"], notes[0]["location"])
+        return GradeReport("error", notes[0]["message"], notes[0]["location"])
     replaced = find_replaced_names(snapshot)
     if replaced:
-        return _error_result(f"replaces {replaced[0]} at run time: use another name")
-    return {
-        "status": _overall_status(grades),
-        "message": "",
-        "location": "",
-        "tasks": [asdict(grade) for grade in grades],
-        "notes": notes,
-    }
-
-
-def _overall_status(grades: list[TaskGrade]) -> str:
+        return GradeReport("error", f"replaces {replaced[0]} at run time: use another name")
     statuses = {grade.status for grade in grades}
+    status: Literal["passed", "failed", "partial", "not_written"] = "partial"
     if statuses == {"correct"}:
-        return "passed"
-    if statuses == {"not_written"} and all(grade.message == f"is {NOT_WRITTEN}" for grade in grades):
-        return "not_written"
-    return "failed" if statuses & {"incorrect", "error", "missing"} else "partial"
+        status = "passed"
+    elif statuses & {"incorrect", "error", "missing"}:
+        status = "failed"
+    elif all(grade.message == f"is {NOT_WRITTEN}" for grade in grades):
+        status = "not_written"
+    return GradeReport(status, tasks=tuple(grades), notes=tuple(notes))
 
 
-def _run_cells(cells: list[CodeCell], path: Path, source: LearnerSource) -> tuple[dict[str, Any], list[dict[str, str]]]:
+def _run_cells(
+    cells: list[CodeCell], path: Path, source: LearnerSource
+) -> tuple[dict[str, object], list[dict[str, str]]]:
     """Run a file statement by statement, continuing after errors as a notebook does; return namespace and errors."""
     module = types.ModuleType(LEARNER_MODULE)
     module.__file__ = str(path)

@@ -43,9 +43,8 @@ def cross_attention(
 
 
 def _project_queries(tape: Tape, x: ShapeTensor, config: MultiHead | Cross, key: WeightKey, d_head: int) -> ShapeTensor:
-    return _qk_norm(
-        tape, _project_heads(tape, x, config, "q", config.heads, key, d_head), config.qk_norm, (*key, "q_norm")
-    )
+    q = _project_heads(tape, x, config, "q", config.heads, key, d_head)
+    return _qk_norm(tape, q, config.qk_norm, (*key, "q_norm"))
 
 
 def _project_keys_values(
@@ -110,13 +109,10 @@ def _absorbed_latent_flops(
     and attend to the latents, and the value matrix follows the weighted sum. This needs fewer FLOPs for few
     queries and many cached latents; (None, None) where up-projecting the latents needs fewer."""
     up_projection = config.kv_rank * (config.d_nope + config.d_value)
-    latent_widths, head_widths = (
-        (config.kv_rank + config.d_rope, config.kv_rank),
-        (config.d_nope + config.d_rope, config.d_value),
-    )
-    if mask.num_queries * up_projection + mask.num_visible_pairs * sum(
-        latent_widths
-    ) >= mask.num_keys * up_projection + mask.num_visible_pairs * sum(head_widths):
+    latent_widths = config.kv_rank + config.d_rope, config.kv_rank
+    head_widths = config.d_nope + config.d_rope, config.d_value
+    absorbed = mask.num_queries * up_projection + mask.num_visible_pairs * sum(latent_widths)
+    if absorbed >= mask.num_keys * up_projection + mask.num_visible_pairs * sum(head_widths):
         return None, None
     return 2 * batch_size * config.heads * mask.num_queries * up_projection, latent_widths
 
@@ -131,9 +127,8 @@ def latent_attention(
     if config.q_rank is not None:
         q = tape.linear(q, config.q_rank, (*key, "q_down"), bias=config.bias, component="projections")
         q = norm(tape, q, config.norm, (*key, "q_norm"))
-    q = tape.linear(q, heads * d_head, (*key, "q"), bias=False, component="projections").view(
-        *token_shape, heads, d_head
-    )
+    q = tape.linear(q, heads * d_head, (*key, "q"), bias=False, component="projections")
+    q = q.view(*token_shape, heads, d_head)
     down = tape.linear(x, config.kv_rank + config.d_rope, (*key, "kv_down"), bias=config.bias, component="projections")
     c = norm(tape, tape.narrow(down, *token_shape, 1, config.kv_rank), config.norm, (*key, "kv_norm"))
     k_rope = _apply_rope(tape, tape.narrow(down, *token_shape, 1, config.d_rope), context.rope_tables)
@@ -145,11 +140,9 @@ def latent_attention(
     c = c.view(*key_shape, config.kv_rank)
     up = tape.linear(c, width, (*key, "kv_up"), bias=False, component="projections", min_flops=min_flops)
     v = tape.narrow(up, *key_shape, heads, config.d_value)
-    q = tape.record_op(
-        q.shape,
-        q.itemsize,
-        [q, _apply_rope(tape, tape.narrow(q, *token_shape, heads, config.d_rope), context.rope_tables)],
-    )
+    q_rope = _apply_rope(tape, tape.narrow(q, *token_shape, heads, config.d_rope), context.rope_tables)
+    q = tape.record_op(q.shape, q.itemsize, [q, q_rope])
+    del q_rope
     k = tape.record_op((*key_shape, heads, d_head), up.itemsize, [up, k_rope])
     z = scaled_dot_product_attention(tape, q, k, v, context.mask, dropout=config.dropout, min_flop_widths=widths)
     flat = z.view(*token_shape, heads * config.d_value)

@@ -5,7 +5,11 @@ from dataclasses import dataclass
 from cutaway.size.shape_pass.cost_counter import MatmulFlops
 from cutaway.size.shape_pass.functional import dropout as drop
 from cutaway.size.shape_pass.tape import Tape
-from cutaway.size.shape_pass.tensor import ShapeTensor, Weight
+from cutaway.size.shape_pass.tensor import Shape, ShapeTensor, Weight
+
+QKV = tuple[ShapeTensor, ShapeTensor, ShapeTensor]
+_AttentionFlops = tuple[MatmulFlops, MatmulFlops]
+"""FLOPs of the scores and of the weighted sum of the values."""
 
 
 @dataclass
@@ -49,15 +53,14 @@ def scaled_dot_product_attention(
     num_pairs, (k_width, v_width) = mask.num_queries * mask.num_keys, min_flop_widths or (q.shape[3], v.shape[3])
     scores = ("scores", flops_per_width * q.shape[3] * num_pairs, flops_per_width * k_width * mask.num_visible_pairs)
     values = ("values", flops_per_width * v.shape[3] * num_pairs, flops_per_width * v_width * mask.num_visible_pairs)
+    flops, has_softcap = (scores, values), softcap is not None
     rate = dropout if tape.execution.grad else 0.0
-    kernel = resolve_kernel(mask.kernel, softcap=softcap is not None, sink=sink is not None)
+    kernel = resolve_kernel(mask.kernel, softcap=has_softcap, sink=sink is not None)
     if kernel == "explicit":
-        return _explicit_attention(
-            tape, q, k, v, mask, scores, values, has_softcap=softcap is not None, dropout=rate, sink=sink
-        )
+        return _explicit_attention(tape, (q, k, v), mask, flops, has_softcap=has_softcap, dropout=rate, sink=sink)
     if kernel == "sdpa" and not _has_fused_kernel(tape, q, k, v, mask, rate):
-        return _math_attention(tape, q, k, v, mask, scores, values, rate)
-    return _fused_attention(tape, q, k, v, mask, scores, values, sink=sink)
+        return _math_attention(tape, (q, k, v), mask, flops, rate)
+    return _fused_attention(tape, (q, k, v), mask, flops, sink=sink)
 
 
 def _has_fused_kernel(
@@ -77,19 +80,12 @@ def _scale_matmul(matmul: MatmulFlops, factor: int) -> MatmulFlops:
 
 
 def _fused_attention(
-    tape: Tape,
-    q: ShapeTensor,
-    k: ShapeTensor,
-    v: ShapeTensor,
-    mask: MaskShape,
-    score_matmul: MatmulFlops,
-    value_matmul: MatmulFlops,
-    *,
-    sink: Weight | None,
+    tape: Tape, qkv: QKV, mask: MaskShape, flops: _AttentionFlops, *, sink: Weight | None
 ) -> ShapeTensor:
     """Fused kernel: saves q, k, v, the output and one log-sum-exp per query; backward recomputes the scores."""
+    q, _, v = qkv
     batch, queries, heads, _ = q.shape
-    inputs = [q, k, v]
+    inputs = list(qkv)
     if mask.mask_tensor is not None:
         is_bool = mask.mask_tensor.itemsize == 1  # a bool mask is converted to float in each layer
         inputs.append(
@@ -102,8 +98,8 @@ def _fused_attention(
         saved=inputs,
         save_output=True,
         extra_saved_bytes=batch * heads * queries * max(4, q.itemsize),
-        matmuls=[score_matmul, value_matmul],
-        backward_matmuls=[_scale_matmul(score_matmul, 3), _scale_matmul(value_matmul, 2)],
+        matmuls=flops,
+        backward_matmuls=[_scale_matmul(flops[0], 3), _scale_matmul(flops[1], 2)],
         kept_by_selective=True,
     )
     if sink is not None:
@@ -114,18 +110,16 @@ def _fused_attention(
 
 def _explicit_attention(
     tape: Tape,
-    q: ShapeTensor,
-    k: ShapeTensor,
-    v: ShapeTensor,
+    qkv: QKV,
     mask: MaskShape,
-    score_matmul: MatmulFlops,
-    value_matmul: MatmulFlops,
+    flops: _AttentionFlops,
     *,
     has_softcap: bool,
     dropout: float,
     sink: Weight | None,
 ) -> ShapeTensor:
     """Explicit kernel: materializes the scores and the pattern, (B, H, T, S)."""
+    (q, k, v), (score_matmul, value_matmul) = qkv, flops
     k, v = _repeat_kv(tape, k, q.shape[2]), _repeat_kv(tape, v, q.shape[2])
     s = _attention_scores(tape, tape.record_op(q.shape, q.itemsize, [q]), k, score_matmul)
     if has_softcap:
@@ -150,17 +144,9 @@ def _explicit_attention(
     return _apply_pattern(tape, pattern, v, value_matmul)
 
 
-def _math_attention(
-    tape: Tape,
-    q: ShapeTensor,
-    k: ShapeTensor,
-    v: ShapeTensor,
-    mask: MaskShape,
-    score_matmul: MatmulFlops,
-    value_matmul: MatmulFlops,
-    dropout: float,
-) -> ShapeTensor:
+def _math_attention(tape: Tape, qkv: QKV, mask: MaskShape, flops: _AttentionFlops, dropout: float) -> ShapeTensor:
     """SDPA's math backend, used where no fused kernel applies: materializes the scores, in fp32 or wider."""
+    (q, k, v), (score_matmul, value_matmul) = qkv, flops
     heads, dtype = q.shape[2], q.itemsize
     q, k, v = (tape.cast(x, max(4, dtype)) for x in (q, k, v))
     if k.shape[2] != heads:
@@ -190,14 +176,18 @@ def _contiguous_by_head(tape: Tape, x: ShapeTensor) -> ShapeTensor:
 def _attention_scores(tape: Tape, q: ShapeTensor, k: ShapeTensor, score_matmul: MatmulFlops) -> ShapeTensor:
     """q·kᵀ in head-major layout, (B, H, T, S)."""
     q, k = _contiguous_by_head(tape, q), _contiguous_by_head(tape, k)
-    shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    return _record_matmul(tape, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), [q, k], score_matmul)
+
+
+def _record_matmul(tape: Tape, shape: Shape, inputs: list[ShapeTensor], flops: MatmulFlops) -> ShapeTensor:
+    """A product of two activations, which saves both."""
     return tape.record_op(
         shape,
-        q.itemsize,
-        [q, k],
-        saved=[q, k],
-        matmuls=[score_matmul],
-        backward_matmuls=[_scale_matmul(score_matmul, 2)],
+        inputs[-1].itemsize,
+        inputs,
+        saved=inputs,
+        matmuls=[flops],
+        backward_matmuls=[_scale_matmul(flops, 2)],
         kept_by_selective=True,
     )
 
@@ -206,13 +196,4 @@ def _apply_pattern(tape: Tape, pattern: ShapeTensor, v: ShapeTensor, value_matmu
     """pattern·v in token-major layout, (B, T, H, E)."""
     v = _contiguous_by_head(tape, v)
     shape = (pattern.shape[0], pattern.shape[2], pattern.shape[1], v.shape[3])
-    z = tape.record_op(
-        shape,
-        v.itemsize,
-        [pattern, v],
-        saved=[pattern, v],
-        matmuls=[value_matmul],
-        backward_matmuls=[_scale_matmul(value_matmul, 2)],
-        kept_by_selective=True,
-    )
-    return _contiguous_by_head(tape, z)
+    return _contiguous_by_head(tape, _record_matmul(tape, shape, [pattern, v], value_matmul))

@@ -1,6 +1,25 @@
-"""`ExecutionConfig`: dtypes, kernel, activation checkpointing and parallelism of a shape pass."""
+"""What a shape pass runs on (`PassShape`) and how: dtypes, kernel, activation checkpointing, parallelism."""
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """Sequences and tokens of a pass."""
+
+    batch_size: int
+    seq_len: int
+    source_len: int
+    num_cached_tokens: int = 0
+    serving: bool = False
+    """Keys and values go to a KV cache, and only the logits of the last token are computed."""
+    source_cached: bool = False
+    """The keys and values of cross-attention are cached too."""
+
+    @property
+    def use_cache(self) -> bool:
+        """Keys and values are read from the KV cache, whose memory is counted elsewhere."""
+        return self.serving or self.num_cached_tokens > 0
 
 
 @dataclass(frozen=True)

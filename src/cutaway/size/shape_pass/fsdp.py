@@ -11,10 +11,10 @@ from cutaway.size.shape_pass.tensor import Storage, Weight, WeightKey
 
 ParamGroup = WeightKey
 ROOT_GROUP: ParamGroup = ()
-GATHERED_WEIGHTS, REDUCE_SCATTER_BUFFERS = "all-gathered weights", "reduce-scatter buffers"
+_GATHERED_WEIGHTS, _REDUCE_SCATTER_BUFFERS = "all-gathered weights", "reduce-scatter buffers"
 
 
-def find_param_group(key: WeightKey, shared_stacks: Collection[str] = ()) -> ParamGroup:
+def _find_param_group(key: WeightKey, shared_stacks: Collection[str] = ()) -> ParamGroup:
     """Parameter group of a weight: its block, or the root group for weights shared between layers."""
     in_block = len(key) > 2 and isinstance(key[1], int) and key[2] != "relative_bias" and key[0] not in shared_stacks
     return key[:2] if in_block else ROOT_GROUP
@@ -39,16 +39,12 @@ class FSDPState:
         shared_stacks: Collection[str] = (),
     ) -> None:
         """`shared_stacks` are the stacks with layer sharing (ALBERT), whose weights are in the root group."""
-        self.memory_tracker, self.counter, self.dp_shard, self.dp_replicate = (
-            memory_tracker,
-            counter,
-            dp_shard,
-            dp_replicate,
-        )
+        self.memory_tracker, self.counter = memory_tracker, counter
+        self.dp_shard, self.dp_replicate = dp_shard, dp_replicate
         self.gather_itemsize, self.grad_itemsize, self.shared_stacks = gather_itemsize, grad_itemsize, shared_stacks
         self.shard_numel_by_group: dict[ParamGroup, int] = {}
         for weight in weights:
-            group = find_param_group(weight.key, shared_stacks)
+            group = _find_param_group(weight.key, shared_stacks)
             self.shard_numel_by_group[group] = self.shard_numel_by_group.get(group, 0) + self.shard_numel(weight)
         self.forward_order: list[ParamGroup] = []
         """Groups in the order of the forward pass; backward prefetches in reverse order."""
@@ -71,22 +67,16 @@ class FSDPState:
         if self.dp_shard == 1 or group in self.all_gather_outputs or group in self.unsharded_weights:
             return
         shard_bytes = self.shard_numel_by_group[group] * self.gather_itemsize
-        cast_shard = (
-            Storage(self.memory_tracker, shard_bytes, GATHERED_WEIGHTS)
-            if self.gather_itemsize != self.grad_itemsize
-            else None
-        )  # the shard is cast before the all-gather
-        self.all_gather_outputs[group] = Storage(self.memory_tracker, shard_bytes * self.dp_shard, GATHERED_WEIGHTS)
+        needs_cast = self.gather_itemsize != self.grad_itemsize  # of the shard, before the all-gather
+        cast_shard = Storage(self.memory_tracker, shard_bytes, _GATHERED_WEIGHTS) if needs_cast else None
+        self.all_gather_outputs[group] = Storage(self.memory_tracker, shard_bytes * self.dp_shard, _GATHERED_WEIGHTS)
         self.counter.add_collective("all-gather", shard_bytes * self.dp_shard)
         del cast_shard
 
     def copy_out(self, group: ParamGroup) -> None:
         if group not in self.unsharded_weights:
-            self.unsharded_weights[group] = Storage(
-                self.memory_tracker,
-                self.shard_numel_by_group[group] * self.gather_itemsize * self.dp_shard,
-                GATHERED_WEIGHTS,
-            )
+            nbytes = self.shard_numel_by_group[group] * self.gather_itemsize * self.dp_shard
+            self.unsharded_weights[group] = Storage(self.memory_tracker, nbytes, _GATHERED_WEIGHTS)
 
     def has_group(self, group: ParamGroup) -> bool:
         return group in self.shard_numel_by_group
@@ -116,16 +106,13 @@ class FSDPState:
         if self.forward_order:
             self.all_gather(self.forward_order[-1])
 
-    def add_unsharded_grad(self, key: WeightKey, grad: Storage) -> None:
-        self.unsharded_grads[key] = grad
-
     def post_backward(self, group: ParamGroup) -> None:
         """After the backward pass: free the weights, copy the gradients to one buffer and reduce-scatter it."""
         del self.unsharded_weights[group]
         self.reduce_scatter_input = None
         shard_bytes = self.shard_numel_by_group[group] * self.grad_itemsize
-        buffer = Storage(self.memory_tracker, shard_bytes * self.dp_shard, REDUCE_SCATTER_BUFFERS)
-        for key in [key for key in self.unsharded_grads if find_param_group(key, self.shared_stacks) == group]:
+        buffer = Storage(self.memory_tracker, shard_bytes * self.dp_shard, _REDUCE_SCATTER_BUFFERS)
+        for key in [key for key in self.unsharded_grads if _find_param_group(key, self.shared_stacks) == group]:
             del self.unsharded_grads[key]
         sharded_grad = Storage(self.memory_tracker, shard_bytes, "gradients")
         self.reduce_scatter_input = buffer

@@ -5,7 +5,7 @@ from cutaway.config.norms import LayerNorm, NoNorm, Norm
 from cutaway.size.shape_pass.tape import Tape
 from cutaway.size.shape_pass.tensor import ShapeTensor, Weight, WeightKey
 
-SAVED_BY_ACTIVATION: dict[Activation, tuple[str, ...]] = {
+_SAVED_BY_ACTIVATION: dict[Activation, tuple[str, ...]] = {
     "relu": ("result",),
     "gelu": ("input",),
     "gelu_tanh": ("input",),
@@ -27,7 +27,7 @@ SAVED_BY_ACTIVATION: dict[Activation, tuple[str, ...]] = {
 
 
 def apply_activation(tape: Tape, x: ShapeTensor, name: Activation) -> ShapeTensor:
-    saves = SAVED_BY_ACTIVATION[name]
+    saves = _SAVED_BY_ACTIVATION[name]
     if not saves:
         return x
     inner = [tape.record_op(x.shape, x.itemsize, [x])] if "inner" in saves else []

@@ -1,17 +1,17 @@
 """Layer contexts of a shape pass: RoPE tables, masks and position biases, shared by layers where equal."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from cutaway.config.attention import LatentAttention, MultiHead
 from cutaway.config.positions import Alibi, RelativeBias, Rope
 from cutaway.config.stack import CrossBlock, Stack
 from cutaway.size.shape_pass.attention_kernels import MaskShape, resolve_kernel
+from cutaway.size.shape_pass.execution_config import PassShape
 from cutaway.size.shape_pass.tape import Tape
 from cutaway.size.shape_pass.tensor import ShapeTensor, Weight, WeightKey
 
 
-def count_visible_pairs(num_queries: int, num_keys: int, window: int | None, *, causal: bool) -> int:
+def _count_visible_pairs(num_queries: int, num_keys: int, window: int | None, *, causal: bool) -> int:
     """Number of visible (query, key) pairs if the queries are the last `num_queries` of the keys.
 
     The query at position p attends to p + 1 keys if causal, else to all; a window limits these to keys less than
@@ -19,13 +19,11 @@ def count_visible_pairs(num_queries: int, num_keys: int, window: int | None, *, 
     """
     num_past = num_keys - num_queries
     reach = num_keys if window is None else window
-    past = _sum_positive_range(num_past + 1, num_keys) - _sum_positive_range(
-        num_past + 1 - reach, num_keys - reach
-    )  # keys up to the query
-    future = (
-        0 if causal else _sum_positive_range(0, num_queries - 1) - _sum_positive_range(1 - reach, num_queries - reach)
-    )  # keys after the query
-    return past + future
+    # Keys up to the query, and after the query.
+    past = _sum_positive_range(num_past + 1, num_keys) - _sum_positive_range(num_past + 1 - reach, num_keys - reach)
+    if causal:
+        return past
+    return past + _sum_positive_range(0, num_queries - 1) - _sum_positive_range(1 - reach, num_queries - reach)
 
 
 def _sum_positive_range(low: int, high: int) -> int:
@@ -59,29 +57,13 @@ class LayerContext:
 class LayerContextBuilder:
     """Builds the layer contexts of a stack; layers with equal RoPE or masks share them."""
 
-    def __init__(
-        self,
-        tape: Tape,
-        stack: Stack,
-        d_model: int,
-        *,
-        causal: bool,
-        seq_len: int,
-        num_cached_tokens: int,
-        use_cache: bool,
-        source_cached: bool,
-    ) -> None:
-        self.tape, self.d_model, self.causal = tape, d_model, causal
-        self.seq_len, self.num_cached_tokens, self.use_cache, self.source_cached = (
-            seq_len,
-            num_cached_tokens,
-            use_cache,
-            source_cached,
-        )
+    def __init__(self, tape: Tape, stack: Stack, d_model: int, shape: PassShape, *, causal: bool) -> None:
+        self.tape, self.d_model, self.shape, self.causal = tape, d_model, shape, causal
+        self.seq_len = shape.seq_len
         self.mask_batch_size = tape.execution.mask_batch_size or 1
-        self.rope_tables: dict[Any, RopeTables] = {}
-        self.mask_shapes: dict[Any, MaskShape] = {}
-        self.bias_owners: dict[Any, int] = {}
+        self.rope_tables: dict[tuple[object, ...], RopeTables] = {}
+        self.mask_shapes: dict[tuple[object, ...], MaskShape] = {}
+        self.bias_owners: dict[tuple[object, ...], int] = {}
         self.blocks = stack.blocks
         tape.component = "rope and masks"
         for block in self.blocks:
@@ -91,10 +73,9 @@ class LayerContextBuilder:
 
     def context_for(self, layer_index: int, memory: ShapeTensor | None) -> LayerContext:
         block = self.blocks[layer_index]
-        context = LayerContext(
-            self.mask_for(layer_index), self.rope_tables_for(block.attention), self.use_cache, memory
-        )
-        context.memory_cached = self.source_cached
+        mask, rope_tables = self.mask_for(layer_index), self.rope_tables_for(block.attention)
+        context = LayerContext(mask, rope_tables, self.shape.use_cache, memory)
+        context.memory_cached = self.shape.source_cached
         if isinstance(block, CrossBlock) and memory is not None:
             context.memory_mask = self.cross_attention_mask(block, memory)
         return context
@@ -107,16 +88,14 @@ class LayerContextBuilder:
         num_pairs = (position.rotary_dim or rotary_width) // 2
         table_key = position, attention.heads, rotary_width
         if table_key not in self.rope_tables:
-            shape, dtype = (
-                (self.mask_batch_size, self.seq_len, 1, num_pairs),
-                max(4, self.tape.execution.resid_itemsize),
-            )
+            shape = (self.mask_batch_size, self.seq_len, 1, num_pairs)
+            dtype = max(4, self.tape.execution.resid_itemsize)
             self.rope_tables[table_key] = RopeTables(self.tape.empty(shape, dtype), self.tape.empty(shape, dtype))
         return self.rope_tables[table_key]
 
     def mask_for(self, layer_index: int) -> MaskShape:
         tape, attention = self.tape, self.blocks[layer_index].attention
-        num_keys, window = self.num_cached_tokens + self.seq_len, attention.window
+        num_keys, window = self.shape.num_cached_tokens + self.seq_len, attention.window
         position = attention.position
         bias_position = position if isinstance(position, Alibi | RelativeBias) else None
         unshared_layer = layer_index if isinstance(position, RelativeBias) and not position.shared else None
@@ -125,29 +104,22 @@ class LayerContextBuilder:
         mask_key = None if bias_position is None else (position, attention.heads, unshared_layer), window, kernel
         if mask_key in self.mask_shapes:
             return self.mask_shapes[mask_key]
-        num_visible = count_visible_pairs(self.seq_len, num_keys, window, causal=self.causal)
+        num_visible = _count_visible_pairs(self.seq_len, num_keys, window, causal=self.causal)
         mask = MaskShape(kernel, self.seq_len, num_keys, num_visible)
         self.mask_shapes[mask_key] = mask
-        has_window = window is not None and window < num_keys
-        needs_no_tensor = (
-            self.num_cached_tokens == 0
-            and not has_window
-            and bias_position is None
-            and not tape.execution.mask_batch_size
-        )
-        if kernel == "flex" or (kernel == "sdpa" and needs_no_tensor):
+        needs_tensor = self.shape.num_cached_tokens > 0 or (window is not None and window < num_keys)
+        needs_tensor = needs_tensor or bias_position is not None or tape.execution.mask_batch_size > 0
+        if kernel == "flex" or (kernel == "sdpa" and not needs_tensor):
             return mask
         mask.fully_masked = tape.empty((self.mask_batch_size, 1, self.seq_len, 1), 1)
         mask.mask_tensor = tape.empty((self.mask_batch_size, 1, self.seq_len, num_keys), 1)
         if bias_position is not None:
-            owner = self.bias_owners.setdefault(
-                (bias_position, attention.heads, unshared_layer), layer_index
-            )  # a shared table belongs to the first layer using it
+            # A shared table belongs to the first layer using it.
+            owner = self.bias_owners.setdefault((bias_position, attention.heads, unshared_layer), layer_index)
             bias = self.position_bias(bias_position, attention.heads, num_keys, (self.stack_name, owner))
             if kernel == "sdpa":
-                mask.mask_tensor = tape.record_op(
-                    bias.shape, bias.itemsize, [bias], saved=[tape.empty(mask.mask_tensor.shape, 1)]
-                )
+                visible = tape.empty(mask.mask_tensor.shape, 1)
+                mask.mask_tensor = tape.record_op(bias.shape, bias.itemsize, [bias], saved=[visible])
             else:
                 mask.bias = bias
         return mask
@@ -168,7 +140,7 @@ class LayerContextBuilder:
         cross = block.cross
         kernel = resolve_kernel(self.tape.execution.kernel, softcap=cross.softcap is not None, sink=False)
         num_keys = memory.shape[1]
-        mask_key = "memory", kernel
+        mask_key = ("memory", kernel)
         if mask_key not in self.mask_shapes:
             mask = self.mask_shapes[mask_key] = MaskShape(kernel, self.seq_len, num_keys, self.seq_len * num_keys)
             if kernel != "sdpa":

@@ -33,9 +33,8 @@ def chunked_cross_entropy(tape: Tape, x: ShapeTensor, config: Config) -> tuple[S
     grad_input = tape.empty(x.shape, x.itemsize)
     head_tape = Tape(tape.execution)
     run_head(head_tape, head_tape.empty((1, width), x.itemsize), config)
-    grad_sums = [
-        tape.empty(weight.shape, max(4, tape.execution.weight_itemsize)) for weight in head_tape.weights.values()
-    ]
+    itemsize = max(4, tape.execution.weight_itemsize)
+    grad_sums = [tape.empty(weight.shape, itemsize) for weight in head_tape.weights.values()]
     chunk_logits_bytes = [_run_chunk(tape, rows, times, x, config) for rows, times in _chunk_sizes(targets)]
     weights = [replace(weight, in_matmul=False, has_fp32_grad=True) for weight in head_tape.weights.values()]
     return tape.record_op((1,), 4, [x], saved=[grad_input, *grad_sums], weights=weights), max(chunk_logits_bytes)
@@ -43,25 +42,17 @@ def chunked_cross_entropy(tape: Tape, x: ShapeTensor, config: Config) -> tuple[S
 
 def _chunk_sizes(num_targets: int) -> list[tuple[int, int]]:
     """List (targets per chunk, number of such chunks)."""
-    return [
-        chunk
-        for chunk in ((CHUNK_TOKENS, num_targets // CHUNK_TOKENS), (num_targets % CHUNK_TOKENS, 1))
-        if chunk[0] and chunk[1]
-    ]
+    chunks = (CHUNK_TOKENS, num_targets // CHUNK_TOKENS), (num_targets % CHUNK_TOKENS, 1)
+    return [(size, count) for size, count in chunks if size and count]
 
 
 def _run_chunk(tape: Tape, num_rows: int, repeats: int, x: ShapeTensor, config: Config) -> int:
     """Forward and backward through the head for one chunk; return the bytes of its logits."""
     chunk_tape = Tape(tape.execution)
-    chunk_tape.memory_tracker, chunk_tape.autocast_copies, chunk_tape.component = (
-        tape.memory_tracker,
-        tape.autocast_copies,
-        "logits",
-    )
-    shape = (num_rows, x.shape[-1])
-    chunk = ShapeTensor(
-        shape, x.itemsize, Storage(tape.memory_tracker, 0), GradNode(num_rows * x.shape[-1] * x.itemsize, [])
-    )
+    chunk_tape.memory_tracker, chunk_tape.autocast_copies = tape.memory_tracker, tape.autocast_copies
+    chunk_tape.component = "logits"
+    node = GradNode(num_rows * x.shape[-1] * x.itemsize, [])
+    chunk = ShapeTensor((num_rows, x.shape[-1]), x.itemsize, Storage(tape.memory_tracker, 0), node)
     logits = run_head(chunk_tape, chunk, config)
     logits_bytes = logits.nbytes
     vocab_parallel = tape.execution.tp > 1
@@ -70,12 +61,9 @@ def _run_chunk(tape: Tape, num_rows: int, repeats: int, x: ShapeTensor, config: 
     del upcast
     grad = Storage(tape.memory_tracker, logits_bytes, "logits") if logits.itemsize < 4 else log_probs
     chunk_tape.backward(logits, grad)
-    for chunk_counts, counts in (
-        (chunk_tape.counter.full_flops, tape.counter.full_flops),
-        (chunk_tape.counter.visible_flops, tape.counter.visible_flops),
-    ):
-        for phase, flops in chunk_counts.items():
-            counts[phase] += repeats * flops
+    for name in ("full_flops", "visible_flops"):
+        for phase, flops in getattr(chunk_tape.counter, name).items():
+            getattr(tape.counter, name)[phase] += repeats * flops
     if vocab_parallel:  # max logit, sum of exponentials, target logit
         for _ in range(3):
             chunk_tape.counter.add_collective("all-reduce", num_rows * 4)

@@ -1,6 +1,7 @@
 """Shape pass of the model: embedding, blocks, final norm, head."""
 
 from collections.abc import Callable
+from functools import partial
 
 from cutaway.config.attention import LatentAttention
 from cutaway.config.embedding import Embedding
@@ -9,6 +10,7 @@ from cutaway.config.positions import LearnedPosition, SinusoidalPosition
 from cutaway.config.stack import Block, CrossBlock, OutputNorm, ParallelResidual, PostNorm, PreNorm, SandwichNorm, Stack
 from cutaway.config.transformer import Config, Encoder, EncoderDecoder
 from cutaway.size.shape_pass.attention import cross_attention, latent_attention, multi_head_attention
+from cutaway.size.shape_pass.execution_config import PassShape
 from cutaway.size.shape_pass.ffn import feed_forward
 from cutaway.size.shape_pass.functional import add, apply_activation, dropout, norm
 from cutaway.size.shape_pass.layer_context import LayerContext, LayerContextBuilder
@@ -20,14 +22,13 @@ Sublayer = Callable[[ShapeTensor], ShapeTensor]
 
 def _run_block(
     tape: Tape,
-    x: ShapeTensor,
     config: Block,
     stack: Stack,
     context: LayerContext,
     key: WeightKey,
     d_model: int,
-    *,
     is_first: bool,
+    x: ShapeTensor,
 ) -> ShapeTensor:
     """Attention and FFN sublayers (and cross-attention) with residual connections and the configured norm placement."""
     placement = stack.placement
@@ -81,36 +82,15 @@ def _run_block(
     return residual(x, run_ffn, "ffn", stack.dropout)
 
 
-def compute_hidden(
-    tape: Tape,
-    config: Config,
-    batch_size: int,
-    seq_len: int,
-    source_len: int,
-    *,
-    num_cached_tokens: int = 0,
-    serving: bool = False,
-    source_cached: bool = False,
-) -> ShapeTensor:
-    memory = None
+def compute_hidden(tape: Tape, config: Config, shape: PassShape) -> ShapeTensor:
+    batch_size, source_len, memory = shape.batch_size, shape.source_len, None
     if isinstance(config, EncoderDecoder):
-        if source_cached:
+        if shape.source_cached:
             memory = ShapeTensor((batch_size, source_len, config.d_model), 0, tape.empty((0,), 0).storage, None)
         else:
-            memory = _run_stack(tape, config, "encoder", batch_size, source_len)
-    name = "encoder" if isinstance(config, Encoder) else "decoder"
-    x = _run_stack(
-        tape,
-        config,
-        name,
-        batch_size,
-        seq_len,
-        memory=memory,
-        num_cached_tokens=num_cached_tokens,
-        use_cache=serving or num_cached_tokens > 0,
-        source_cached=source_cached,
-    )
-    if serving:
+            memory = _run_stack(tape, config, "encoder", PassShape(batch_size, source_len, source_len), None)
+    x = _run_stack(tape, config, "encoder" if isinstance(config, Encoder) else "decoder", shape, memory)
+    if shape.serving:
         x = ShapeTensor((batch_size, 1, config.d_model), x.itemsize, x.storage, x.node)
     return x
 
@@ -121,47 +101,17 @@ def compute_logits(tape: Tape, x: ShapeTensor, config: Config) -> ShapeTensor:
     return run_head(tape, x, config) if isinstance(config.head, LMHead) else x
 
 
-def _run_stack(
-    tape: Tape,
-    config: Config,
-    name: str,
-    batch_size: int,
-    seq_len: int,
-    *,
-    memory: ShapeTensor | None = None,
-    num_cached_tokens: int = 0,
-    use_cache: bool = False,
-    source_cached: bool = False,
-) -> ShapeTensor:
+def _run_stack(tape: Tape, config: Config, name: str, shape: PassShape, memory: ShapeTensor | None) -> ShapeTensor:
     """Run embedding, blocks and final norm of one stack."""
     stack, d_model = config.stacks[name], config.d_model
     tape.component = "embedding"
-    x = _embed(tape, config, stack.embedding, name, batch_size, seq_len)
-    contexts = LayerContextBuilder(
-        tape,
-        stack,
-        d_model,
-        causal=name == "decoder",
-        seq_len=seq_len,
-        num_cached_tokens=num_cached_tokens,
-        use_cache=use_cache,
-        source_cached=source_cached,
-    )
+    x = _embed(tape, config, stack.embedding, name, shape.batch_size, shape.seq_len)
+    contexts = LayerContextBuilder(tape, stack, d_model, shape, causal=name == "decoder")
     for index, block in enumerate(stack.blocks):
         context = contexts.context_for(index, memory)
         owner = index if stack.layer_groups is None else index * stack.layer_groups // stack.layers
         key: WeightKey = (name, owner)
-        is_first = owner == 0
-
-        def run_block(
-            x: ShapeTensor,
-            block: Block = block,
-            context: LayerContext = context,
-            key: WeightKey = key,
-            is_first: bool = is_first,
-        ) -> ShapeTensor:
-            return _run_block(tape, x, block, stack, context, key, d_model, is_first=is_first)
-
+        run_block = partial(_run_block, tape, block, stack, context, key, d_model, owner == 0)
         x = tape.run_block(run_block, x, key)
     tape.component = "norms"
     if stack.placement.final_norm:

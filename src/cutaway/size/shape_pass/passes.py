@@ -1,11 +1,11 @@
 """Shape passes over a whole model: inference (prefill, decode) and training."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from cutaway.config.head import LMHead
 from cutaway.config.transformer import Config
 from cutaway.size.shape_pass.cost_counter import CostCounter
-from cutaway.size.shape_pass.execution_config import ExecutionConfig
+from cutaway.size.shape_pass.execution_config import ExecutionConfig, PassShape
 from cutaway.size.shape_pass.fsdp import ROOT_GROUP, FSDPState
 from cutaway.size.shape_pass.loss import chunked_cross_entropy, cross_entropy
 from cutaway.size.shape_pass.model import compute_hidden, compute_logits
@@ -24,17 +24,13 @@ class PassCost:
     peak_by_component: dict[str, int]
     num_ops: int
     """Number of operations that eager PyTorch launches."""
-    saved_by_component: dict[str, int] = field(default_factory=dict)
-    """Bytes saved for backward at the end of the forward pass, by component."""
+    saved_bytes: int = 0
+    """Bytes saved for backward at the end of the forward pass."""
     grad_bytes: int = 0
     """Bytes of all weight gradients."""
     weights: tuple[Weight, ...] = ()
     bytes_at_optimizer_step: int = 0
     """Bytes still allocated at the optimizer step."""
-
-    @property
-    def saved_bytes(self) -> int:
-        return sum(self.saved_by_component.values())
 
 
 def inference_pass(
@@ -56,16 +52,9 @@ def inference_pass(
     """
     tape = Tape(replace(execution, grad=False))
     has_cached_source = num_cached_tokens > 0 if source_cached is None else source_cached
-    x = compute_hidden(
-        tape,
-        config,
-        batch_size,
-        seq_len,
-        source_len or num_cached_tokens + seq_len,
-        num_cached_tokens=num_cached_tokens,
-        serving=serving,
-        source_cached=has_cached_source,
-    )
+    source_len = source_len or num_cached_tokens + seq_len
+    shape = PassShape(batch_size, seq_len, source_len, num_cached_tokens, serving, has_cached_source)
+    x = compute_hidden(tape, config, shape)
     logits = compute_logits(tape, x, config)
     tracker, weights = tape.memory_tracker, tuple(tape.weights.values())
     return PassCost(
@@ -93,7 +82,7 @@ def training_pass(
     if fsdp is not None:
         fsdp.pre_forward(ROOT_GROUP)
         tape.register_backward_hook(lambda: fsdp.post_backward(ROOT_GROUP))
-    x = compute_hidden(tape, config, batch_size, seq_len, source_len or seq_len)
+    x = compute_hidden(tape, config, PassShape(batch_size, seq_len, source_len or seq_len))
     if loss == "chunked" and isinstance(config.head, LMHead):
         loss_value, logits_bytes = chunked_cross_entropy(tape, x, config)
         logits = None
@@ -104,27 +93,23 @@ def training_pass(
         logits_bytes = logits.nbytes
         tape.component = "loss"
         loss_value = cross_entropy(tape, logits) if isinstance(config.head, LMHead) else logits
-    saved = _saved_by_component(tape)
+    saved_bytes = _count_saved_bytes(tape)
     tape.autocast_copies.clear()
     if fsdp is not None:
         fsdp.post_forward(ROOT_GROUP)
         tape.register_backward_hook(lambda: fsdp.pre_backward(ROOT_GROUP))
     tape.backward(loss_value)
-    grad_bytes = (
-        sum(storage.nbytes for storage in tape.weight_grads.values()) if fsdp is None else fsdp.finalize_backward()
-    )
-    tracker, weights = tape.memory_tracker, tuple(tape.weights.values())
-    bytes_at_optimizer_step = 0 if logits is None else logits_bytes
+    grads = tape.weight_grads.values()
     return PassCost(
         tape.counter,
         logits_bytes,
-        tracker.peak_bytes,
-        tracker.peak_by_component,
+        tape.memory_tracker.peak_bytes,
+        tape.memory_tracker.peak_by_component,
         tape.num_ops,
-        saved,
-        grad_bytes,
-        weights,
-        bytes_at_optimizer_step,
+        saved_bytes,
+        grad_bytes=sum(grad.nbytes for grad in grads) if fsdp is None else fsdp.finalize_backward(),
+        weights=tuple(tape.weights.values()),
+        bytes_at_optimizer_step=0 if logits is None else logits_bytes,
     )
 
 
@@ -145,14 +130,10 @@ def _build_fsdp_state(tape: Tape, config: Config) -> FSDPState | None:
     )
 
 
-def _saved_by_component(tape: Tape) -> dict[str, int]:
-    """Bytes saved for backward by component, each storage once."""
-    saved: dict[str, int] = {}
-    storages = (
-        storage
-        for node in tape.nodes
-        for storage in (*node.saved_storages, *(node.checkpoint_frame.saved_outputs if node.checkpoint_frame else ()))
-    )
-    for storage in {id(storage): storage for storage in storages if storage is not None}.values():
-        saved[storage.component] = saved.get(storage.component, 0) + storage.nbytes
-    return saved
+def _count_saved_bytes(tape: Tape) -> int:
+    """Bytes saved for backward, each storage once."""
+    saved = {storage for node in tape.nodes for storage in node.saved_storages}
+    for node in tape.nodes:
+        if node.checkpoint_frame is not None:
+            saved.update(node.checkpoint_frame.saved_outputs)
+    return sum(storage.nbytes for storage in saved if storage is not None)

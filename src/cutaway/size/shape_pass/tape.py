@@ -46,9 +46,8 @@ class Tape:
 
     def empty(self, shape: Shape, itemsize: int, component: str | None = None) -> ShapeTensor:
         """Allocate a tensor without gradient: masks, RoPE tables, tokens."""
-        return ShapeTensor(
-            shape, itemsize, Storage(self.memory_tracker, prod(shape) * itemsize, component or self.component), None
-        )
+        storage = Storage(self.memory_tracker, prod(shape) * itemsize, component or self.component)
+        return ShapeTensor(shape, itemsize, storage, None)
 
     def record_op(
         self,
@@ -288,16 +287,11 @@ class Tape:
     def _accumulate_weight_grad(self, weight: Weight) -> None:
         """Allocate a weight's gradient; for a weight used twice, the second gradient and the sum are allocated too."""
         execution, component = self.execution, TEMPORARY_GRADS
-        fp32_grad = (
-            Storage(self.memory_tracker, weight.numel * max(4, execution.weight_itemsize), component)
-            if weight.has_fp32_grad
-            else None
-        )
-        compute_grad = (
-            Storage(self.memory_tracker, weight.numel * execution.compute_itemsize, component)
-            if weight.in_matmul
-            else None
-        )
+        fp32_grad = compute_grad = None
+        if weight.has_fp32_grad:
+            fp32_grad = Storage(self.memory_tracker, weight.numel * max(4, execution.weight_itemsize), component)
+        if weight.in_matmul:
+            compute_grad = Storage(self.memory_tracker, weight.numel * execution.compute_itemsize, component)
         grad = fp32_grad if execution.weight_itemsize >= 4 and fp32_grad is not None else compute_grad
         if grad is None or (grad is compute_grad and execution.compute_itemsize != execution.weight_itemsize):
             grad = Storage(self.memory_tracker, weight.numel * execution.weight_itemsize, component)
@@ -307,4 +301,4 @@ class Tape:
         if self.fsdp is None:
             self.weight_grads[weight.key] = grad.reassign("gradients")
         else:
-            self.fsdp.add_unsharded_grad(weight.key, grad)
+            self.fsdp.unsharded_grads[weight.key] = grad

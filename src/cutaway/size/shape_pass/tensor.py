@@ -5,7 +5,7 @@ allocated memory at each point.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from math import prod
 
 from cutaway.size.shape_pass.cost_counter import MatmulFlops, MemoryTracker
@@ -37,45 +37,37 @@ class Storage:
         self.tracker.free(self.nbytes, self.component)
 
 
+@dataclass(slots=True, eq=False)
 class GradNode:
     """Node of the backward graph: its inputs, and the storages saved to compute their gradients."""
 
-    __slots__ = (
-        "all_reduce_bytes",
-        "backward_matmuls",
-        "checkpoint_frame",
-        "grad",
-        "grad_nbytes",
-        "hook",
-        "inputs",
-        "passes_grad_through",
-        "saved_storages",
-        "weights",
-    )
+    grad_nbytes: int
+    input_tensors: InitVar["Iterable[ShapeTensor]"]
+    passes_grad_through: bool = False
+    """The inputs' gradients are the output's gradient itself, without a copy (sums, views)."""
+    inputs: list[tuple["GradNode", int]] = field(init=False)
+    saved_storages: list[Storage | None] = field(default_factory=list)
+    checkpoint_frame: "CheckpointFrame | None" = None
+    weights: "list[Weight]" = field(default_factory=list)
+    backward_matmuls: list[MatmulFlops] = field(default_factory=list)
+    grad: Storage | None = None
+    all_reduce_bytes: int = 0
+    """Bytes of the gradient that is all-reduced here under tensor parallelism."""
+    hook: Callable[[], None] | None = None
+    """Called when the backward pass reaches this node."""
 
-    def __init__(self, grad_nbytes: int, inputs: "Iterable[ShapeTensor]", *, passes_grad_through: bool = False) -> None:
-        self.grad_nbytes = grad_nbytes
-        self.inputs = [(x.node, x.nbytes) for x in inputs if x.node is not None]
-        self.passes_grad_through = passes_grad_through
-        """The inputs' gradients are the output's gradient itself, without a copy (sums, views)."""
-        self.saved_storages: list[Storage | None] = []
-        self.checkpoint_frame: CheckpointFrame | None = None
-        self.weights: list[Weight] = []
-        self.backward_matmuls: list[MatmulFlops] = []
-        self.grad: Storage | None = None
-        self.all_reduce_bytes = 0
-        """Bytes of the gradient that is all-reduced here under tensor parallelism."""
-        self.hook: Callable[[], None] | None = None
-        """Called when the backward pass reaches this node."""
+    def __post_init__(self, input_tensors: "Iterable[ShapeTensor]") -> None:
+        self.inputs = [(x.node, x.nbytes) for x in input_tensors if x.node is not None]
 
 
+@dataclass(slots=True, eq=False)
 class ShapeTensor:
     """A shape, its storage, and the node that accumulates its gradient (None if it needs none)."""
 
-    __slots__ = ("itemsize", "node", "shape", "storage")
-
-    def __init__(self, shape: Shape, itemsize: int, storage: Storage, node: GradNode | None) -> None:
-        self.shape, self.itemsize, self.storage, self.node = shape, itemsize, storage, node
+    shape: Shape
+    itemsize: int
+    storage: Storage
+    node: GradNode | None
 
     @property
     def numel(self) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
-from cutaway.size.measured_hardware import user_cache_dir
 from cutaway.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from cutaway.tokenizer.train import DEFAULT_SPECIAL_TOKENS, MASK_TOKEN
 from cutaway.train.checkpoint.base_checkpoint import NO_BASE_CHECKPOINT, BaseCheckpointInfo, base_tokenizer
@@ -27,6 +26,7 @@ from cutaway.train.recipe.schema import (
     Recipe,
     Seq2SeqConfig,
 )
+from cutaway.user_files import user_cache_dir
 
 LogFn = Callable[[str], None]
 
