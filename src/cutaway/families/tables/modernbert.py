@@ -1,5 +1,6 @@
 """ModernBERT: sliding-window and full-attention layers, RoPE, no biases. https://arxiv.org/abs/2412.13663"""
 
+from cutaway.families import config_fields
 from cutaway.families.config_fields import (
     HFConfigReader,
     IfHead,
@@ -8,21 +9,23 @@ from cutaway.families.config_fields import (
     SameAs,
     SupportedValues,
     activation,
-    clear_out_of_vocab_pad_token,
     flag,
 )
 from cutaway.families.family import Family
 from cutaway.families.rope_fields import RopeFieldByLayerType
 from cutaway.families.tables.bert import TIE_EMBEDDINGS_FIELD, ignored_weights
-from cutaway.families.weight_conversion import Split, WeightMapping, add_prefix
+from cutaway.families.weight_conversion import QKV, Split, WeightMapping, add_prefix
 
-LAYERNORM = {"kind": "layernorm"}
 ENCODER_TEMPLATE = {
     "block": {"attention": {"kind": "multi-head"}, "ffn": {"kind": "gated"}},
-    "norm": LAYERNORM,
+    "norm": {"kind": "layernorm"},
     "placement": {"kind": "pre", "skip_first_prenorm": True},
     "dropout": 0.0,
 }
+LAYER_TYPE_THETAS = (
+    ("full_attention", 160_000.0, "global_rope_theta"),
+    ("sliding_attention", 10_000.0, "local_rope_theta"),
+)
 
 
 def _full_attention_first(hf_config: HFConfigReader, num_layers: int) -> list[str]:
@@ -38,7 +41,7 @@ FAMILY = Family(
     template={"form": "encoder", "encoder": ENCODER_TEMPLATE, "head": {"kind": "lm", "transform": {}}},
     fields=(
         Key("vocab_size", "vocab_size", 50368),
-        clear_out_of_vocab_pad_token(50283),
+        config_fields.clear_out_of_vocab_pad_token(50283),
         Key("hidden_size", "d_model", 768),
         Key("num_hidden_layers", "encoder.layers", 22),
         Key("num_attention_heads", "encoder.block.attention.heads", 12),
@@ -62,17 +65,8 @@ FAMILY = Family(
             decode=lambda both_sides: both_sides // 2 + 1,
             encode=lambda window: 2 * (window - 1),
         ),
-        RopeFieldByLayerType(
-            "encoder",
-            default_max_positions=8192,
-            layer_type_thetas=(
-                ("full_attention", 160_000.0, "global_rope_theta"),
-                ("sliding_attention", 10_000.0, "local_rope_theta"),
-            ),
-        ),
-        SupportedValues(
-            "rope_scaling", (None,), "older code applied it to both layer types; set rope_parameters instead"
-        ),
+        RopeFieldByLayerType("encoder", default_max_positions=8192, layer_type_thetas=LAYER_TYPE_THETAS),
+        SupportedValues("rope_scaling", (None,), "older code applied it to both layer types; set rope_parameters"),
         SupportedValues("sliding_window", (None,), "it would override local_attention"),
         TIE_EMBEDDINGS_FIELD,
         IfHead(SameAs("head.transform.norm", "encoder.norm")),
@@ -87,7 +81,7 @@ FAMILY = Family(
             "model.layers.{i}",
             "encoder.blocks.{i}",
             WeightMapping("attn_norm", "attn.norm_in"),
-            WeightMapping("attn.Wqkv", ("attn.f.q", "attn.f.k", "attn.f.v"), Split()),
+            WeightMapping("attn.Wqkv", QKV, Split()),
             WeightMapping("attn.Wo", "attn.f.o"),
             WeightMapping("mlp_norm", "ffn.norm_in"),
             WeightMapping("mlp.Wi", ("ffn.f.gate", "ffn.f.up"), Split()),
