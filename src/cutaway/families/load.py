@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,7 +21,7 @@ from cutaway.families.safetensors_reader import (
     pickle_error_message,
     read_json_file,
 )
-from cutaway.families.weight_loader import load_model
+from cutaway.families.weight_loader import LoadOptions, load_model
 from cutaway.pretrained import find_pretrained
 
 if TYPE_CHECKING:
@@ -50,37 +50,31 @@ def load(
     are read when first used. `progress(done, total)` is called after each loaded tensor.
     """
     path = resolve_checkpoint_path(source)
-    load_options: dict[str, Any] = {
-        "device": device,
-        "dtype": dtype,
-        "check_finite": check_finite,
-        "progress": progress,
-    }
+    options: LoadOptions = {"device": device, "dtype": dtype, "check_finite": check_finite, "progress": progress}
     if path.is_file():
-        return _load_file(path, load_options)
-    if not path.is_dir():
-        raise InputError(f"'{path}' is neither a regular file nor a directory; pass a model directory or a .gguf file")
+        return _load_file(path, options)
     try:
         next(path.iterdir(), None)
+    except NotADirectoryError:
+        raise InputError(f"'{path}' is not a file or directory; pass a model directory or a .gguf file") from None
     except OSError as error:
         raise InputError(f"'{path}' cannot be opened: {error.strerror}") from None
     if (path / RUN_FILE_NAME).is_file():
         path = path / "model"
         if not path.is_dir():
-            raise InputError(
-                f"'{source}' is a training run without a saved model; finish it with: cutaway train --resume {source}"
-            )
+            hint = f"finish it with: cutaway train --resume {source}"
+            raise InputError(f"'{source}' is a training run without a saved model; {hint}")
     if (path / NATIVE_CONFIG_NAME).exists():
-        model, config, report = load_native_checkpoint(path, **load_options)
+        model, config, report = load_native_checkpoint(path, **options)
         return Checkpoint(model, config, None, report, tokenizer_loader=partial(_load_tokenizer, path))
-    hf_config = read_json_file(path / "config.json", ConfigError) if (path / "config.json").exists() else None
-    if hf_config is None:
+    if not (path / "config.json").exists():
         raise ConfigError(f"'{path}' has no config.json, which defines the model of its weights; add it")
+    hf_config = read_json_file(path / "config.json", ConfigError)
     family = resolve_family(hf_config)
     reader: TensorReader = open_safetensors(path)
     if hf_config.get("quantization_config") is not None:
         reader = open_quantized(reader, hf_config.pop("quantization_config"))
-    model, config, report = load_model(family, hf_config, reader, source=str(source), **load_options)
+    model, config, report = load_model(family, hf_config, reader, source=str(source), **options)
     generation_file = path / "generation_config.json"
     generation_config = read_json_file(generation_file, ConfigError) if generation_file.exists() else {}
     return Checkpoint(model, config, family.name, report, hf_config, generation_config, partial(_load_tokenizer, path))
@@ -92,11 +86,11 @@ def _load_tokenizer(directory: Path) -> "Tokenizer | None":
     return load_tokenizer(directory)
 
 
-def _load_file(path: Path, load_options: dict[str, Any]) -> Checkpoint:
+def _load_file(path: Path, options: LoadOptions) -> Checkpoint:
     if path.suffix in PICKLE_SUFFIXES:
         raise WeightError(pickle_error_message(path.name))
     if path.suffix == ".gguf":
-        return load_gguf(path, **load_options)
+        return load_gguf(path, **options)
     if path.suffix == ".safetensors":
         raise InputError(f"'{path.name}' holds weights without a config.json; pass the directory that holds both")
     raise InputError(f"'{path.name}' is not a checkpoint; pass a model directory, a .gguf file or a Hub id")

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,18 @@ MAX_FULL_CHECK_BYTES = 1 << 29
 """Checkpoints up to this many bytes are fully checked for NaN and infinity; in larger ones only small tensors."""
 
 
+class LoadOptions(TypedDict):
+    """Options of `cutaway.load` that apply to every format."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    check_finite: bool | None
+    progress: Callable[[int, int], None]
+
+
 def load_model(
     family: Family,
-    hf_config: dict[str, Any],
+    hf_config: dict[str, object],
     reader: TensorReader,
     *,
     source: str,
@@ -47,24 +56,19 @@ def load_model(
     model = build(config, device="meta", dtype=dtype)
     plan, file_keys = build_load_plan(family, config, model, reader.tensor_infos)
     _raise_on_mismatch(plan, source)
-    conflicts = [
-        (duplicate, conversion)
-        for duplicate, conversion in plan.duplicates
-        if _values_differ(duplicate, conversion, reader, file_keys)
-    ]
-    if any(_is_lm_head(duplicate, family) for duplicate, _ in conflicts):
+    conflicts = [pair for pair in plan.duplicates if _values_differ(*pair, reader, file_keys)]
+    other_conflicts = [pair for pair in conflicts if not _is_lm_head(pair[0], family)]
+    if len(other_conflicts) < len(conflicts):
         # config.json declares a tied head, but the file stores two different matrices: the file takes precedence.
         assert isinstance(config.head, LMHead)
         config = config.replace(head=config.head.replace(tied=False))
         model = build(config, device="meta", dtype=dtype)
         plan, file_keys = build_load_plan(family, config, model, reader.tensor_infos)
-        conflicts = [
-            (duplicate, conversion) for duplicate, conversion in conflicts if not _is_lm_head(duplicate, family)
-        ]
-    for duplicate, conversion in conflicts:
+    if other_conflicts:
+        first, second = (file_keys[conversion.checkpoint_keys[0]] for conversion in other_conflicts[0])
         raise WeightError(
-            f"'{file_keys[duplicate.checkpoint_keys[0]]}' and '{file_keys[conversion.checkpoint_keys[0]]}' are the same"
-            " tensor in this model, and the file has different values for them; correct the file or its config.json"
+            f"'{first}' and '{second}' are the same tensor in this model, and the file has different values for them;"
+            " correct the file or its config.json"
         )
     state = model.state_dict(keep_vars=True)
     num_computed = sum(state[name].numel() for name in plan.computed_weights)
@@ -73,6 +77,8 @@ def load_model(
             f"'{source}' requires {num_computed:,} computed values ({plan.computed_weights[0]}), more than the file"
             " has weights; correct its config.json"
         )
+    total = sum(info.numel * info.dtype.itemsize for info in reader.tensor_infos.values())
+    check_all = total <= MAX_FULL_CHECK_BYTES if check_finite is None else check_finite
     report = LoadReport(
         source=source,
         family=family.name,
@@ -90,14 +96,9 @@ def load_model(
         ignored_weights=plan.ignored_weights,
         used_config_keys=used,
         ignored_config_keys=ignored,
+        finite_check="all tensors" if check_all else "small tensors",
     )
-    total = sum(info.numel * info.dtype.itemsize for info in reader.tensor_infos.values())
-    check = (
-        _check_finite
-        if check_finite or (check_finite is None and total <= MAX_FULL_CHECK_BYTES)
-        else _check_finite_if_small
-    )
-    report.finite_check = "all tensors" if check is _check_finite else "small tensors"
+    check = _check_finite if check_all else _check_finite_if_small
     _load_weights(model, plan, reader, file_keys, target, check, progress)
     return model.eval(), config, report
 
@@ -126,7 +127,7 @@ def check_config_fits_weights(config: Config, reader: TensorReader, source: str)
             )
 
 
-def _iter_ints(tree: Any, key: str = "") -> Iterator[tuple[str, int]]:
+def _iter_ints(tree: object, key: str = "") -> Iterator[tuple[str, int]]:
     """Yield (key, value) of every integer in a tree."""
     if isinstance(tree, int):
         yield key, tree
@@ -136,25 +137,19 @@ def _iter_ints(tree: Any, key: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _resolve_config(
-    family: Family, hf_config: dict[str, Any], reader: TensorReader
-) -> tuple[Config, dict[str, Any], dict[str, str]]:
+    family: Family, hf_config: dict[str, object], reader: TensorReader
+) -> tuple[Config, dict[str, object], dict[str, str]]:
     """Convert config.json to a Config; head and pooler of an encoder are determined from the tensors."""
     if family.template["form"] != "encoder":
         return family.config_from_hf(hf_config)
-    names = {name.removeprefix(family.base_model_prefix).rsplit(".", 1)[0] for name in reader.tensor_infos}
-    names |= {name.removeprefix(family.base_model_prefix) for name in reader.tensor_infos}
-
-    def has_mapping(*targets: str) -> bool:
-        return any(
-            mapping.model_keys[0] in targets and mapping.checkpoint_key.removeprefix(family.base_model_prefix) in names
-            for mapping in family.weight_mappings
-        )
-
+    prefix = family.base_model_prefix
+    names = {name.removeprefix(prefix) for name in reader.tensor_infos}
+    names |= {name.rsplit(".", 1)[0] for name in names}
+    stored = {m.model_keys[0] for m in family.weight_mappings if m.checkpoint_key.removeprefix(prefix) in names}
     # A tied head without bias is stored only as its transform, which some classification heads have, too.
-    declared = hf_config.get("architectures") == [family.architecture] and has_mapping("head.transform.dense")
-    return family.config_from_hf(
-        hf_config, head=declared or has_mapping("head.matrix", "head.bias"), pooler=has_mapping("pooler.dense")
-    )
+    is_declared = hf_config.get("architectures") == [family.architecture]
+    head = bool(stored & {"head.matrix", "head.bias"}) or (is_declared and "head.transform.dense" in stored)
+    return family.config_from_hf(hf_config, head=head, pooler="pooler.dense" in stored)
 
 
 def _majority_dtype(reader: TensorReader) -> torch.dtype:
@@ -167,12 +162,8 @@ def _majority_dtype(reader: TensorReader) -> torch.dtype:
 
 
 def _is_lm_head(conversion: TensorConversion, family: Family) -> bool:
-    head_keys = {
-        f"{mapping.checkpoint_key}.weight"
-        for mapping in family.weight_mappings
-        if mapping.model_keys == ("head.matrix",)
-    }
-    return conversion.checkpoint_keys[0] in head_keys
+    head_keys = [m.checkpoint_key for m in family.weight_mappings if m.model_keys == ("head.matrix",)]
+    return conversion.checkpoint_keys[0].removesuffix(".weight") in head_keys
 
 
 def _values_differ(
@@ -223,35 +214,21 @@ def _load_weights(
     state = model.state_dict(keep_vars=True)
 
     def load_conversion(conversion: TensorConversion) -> list[tuple[str, Tensor]]:
-        if (
-            isinstance(conversion.op, Identity)
-            and reader.tensor_infos[file_keys[conversion.checkpoint_keys[0]]].dtype
-            != state[conversion.model_keys[0]].dtype
-        ):
-            name = file_keys[conversion.checkpoint_keys[0]]
-            return [
-                (
-                    conversion.model_keys[0],
-                    _load_converted(reader, name, state[conversion.model_keys[0]].dtype, device, check_finite),
-                )
-            ]
-        stored = [
-            check_finite(file_keys[name], reader.read_tensor(file_keys[name])) for name in conversion.checkpoint_keys
-        ]
-        converted = conversion.op.to_model(
-            stored, [state[name].shape for name in conversion.model_keys], conversion.d_head
-        )
-        loaded = [
-            tensor.to(device, state[name].dtype).contiguous()
-            for name, tensor in zip(conversion.model_keys, converted, strict=True)
-        ]
-        for name, tensor, source in zip(conversion.model_keys, loaded, converted, strict=True):
-            _check_float16_overflow(name, tensor, source)
-        loaded_storages = {tensor.untyped_storage().data_ptr() for tensor in loaded}
-        for name, tensor in zip(conversion.checkpoint_keys, stored, strict=True):
+        model_keys, keys = conversion.model_keys, [file_keys[name] for name in conversion.checkpoint_keys]
+        dtype = state[model_keys[0]].dtype
+        if isinstance(conversion.op, Identity) and reader.tensor_infos[keys[0]].dtype != dtype:
+            return [(model_keys[0], _load_converted(reader, keys[0], dtype, device, check_finite))]
+        stored = [check_finite(key, reader.read_tensor(key)) for key in keys]
+        converted = conversion.op.to_model(stored, [state[name].shape for name in model_keys], conversion.d_head)
+        loaded = []
+        for name, source in zip(model_keys, converted, strict=True):
+            tensor = source.to(device, state[name].dtype).contiguous()
+            loaded.append((name, _check_float16_overflow(name, tensor, source)))
+        loaded_storages = {tensor.untyped_storage().data_ptr() for _, tensor in loaded}
+        for key, tensor in zip(keys, stored, strict=True):
             if tensor.untyped_storage().data_ptr() not in loaded_storages:
-                reader.release_tensor(file_keys[name])
-        return list(zip(conversion.model_keys, loaded, strict=True))
+                reader.release_tensor(key)
+        return loaded
 
     # Largest first: their temporary copies are allocated while most of the model is not yet in memory.
     order = sorted(plan.conversions, key=lambda conversion: -sum(state[name].numel() for name in conversion.model_keys))
@@ -264,10 +241,9 @@ def _load_weights(
         if isinstance(module, ConstantBuffers):
             module.register_constants(device)
     for name in plan.computed_weights:
-        path, _, leaf = name.rpartition(".")
-        set_module_tensor(model, name, torch.zeros(state[name].shape, dtype=state[name].dtype, device=device))
-        init_table = getattr(model.get_submodule(path), "init_table", None)
-        if leaf == "table" and init_table is not None:
+        set_module_tensor(model, name, torch.zeros_like(state[name], device=device))
+        init_table = getattr(model.get_submodule(name.rpartition(".")[0]), "init_table", None)
+        if name.endswith(".table") and init_table is not None:
             init_table()
 
 
@@ -292,9 +268,7 @@ def _load_converted(
 def _check_float16_overflow(name: str, tensor: Tensor, source: Tensor) -> Tensor:
     narrowed = tensor.dtype == torch.float16 != source.dtype  # the only dtype that common weights overflow
     if narrowed and not tensor.is_meta and not torch.isfinite(tensor).all():
-        raise WeightError(
-            f"'{name}' has values outside of the range of float16; load it with dtype bfloat16 or float32"
-        )
+        raise WeightError(f"'{name}' has values outside of the range of float16; load it as bfloat16 or float32")
     return tensor
 
 

@@ -3,13 +3,13 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
 
 from cutaway.errors import InputError
 from cutaway.tokenizer.file_io import (
+    JsonObject,
     parse_json_object,
     path_exists,
     read_bytes,
@@ -24,7 +24,12 @@ from cutaway.tokenizer.formats.sentencepiece import (
     parse_sentencepiece_model,
 )
 from cutaway.tokenizer.formats.tiktoken import build_tiktoken_pipeline, is_tiktoken_file, parse_tiktoken
-from cutaway.tokenizer.formats.tokenizer_json import check_text_expansion, parse_tokenizer_json, parse_vocabulary
+from cutaway.tokenizer.formats.tokenizer_json import (
+    check_text_expansion,
+    flatten_steps,
+    parse_tokenizer_json,
+    parse_vocabulary,
+)
 from cutaway.tokenizer.pipelines import PIPELINES, PipelineSpec, bos_eos_processor, sentinel_tokens
 from cutaway.tokenizer.split_patterns import GPT4_SPLIT_PATTERN, QWEN2_SPLIT_PATTERN
 from cutaway.tokenizer.tokenizer import Tokenizer
@@ -60,7 +65,7 @@ _CLASS_BY_ALIAS = {alias: name for name, aliases in _ALIASES_BY_CLASS.items() fo
 
 
 def resolve_pipeline(
-    tokenizer_config: TokenizerConfig, model_config: Mapping[str, Any], tokenizer_json: Mapping[str, Any] | None
+    tokenizer_config: TokenizerConfig, model_config: JsonObject, tokenizer_json: JsonObject | None
 ) -> PipelineSpec | None:
     """Find the pipeline of the tokenizer class; None: tokenizer.json unchanged, or the rules of the vocabulary file."""
     declared = tokenizer_config.get_str("tokenizer_class") or model_config.get("tokenizer_class")
@@ -83,19 +88,10 @@ def resolve_pipeline(
     return pipeline
 
 
-def _uses_byte_level(tokenizer_json: Mapping[str, Any]) -> bool:
+def _uses_byte_level(tokenizer_json: JsonObject) -> bool:
     """Whether tokenizer.json is byte-level BPE: files of Llama 3 declare the class of Llama 2."""
-    pipeline = [tokenizer_json.get("pre_tokenizer"), tokenizer_json.get("decoder")]
-    for step in pipeline:
-        if isinstance(step, dict):
-            nested = [*_as_list(step.get("pretokenizers")), *_as_list(step.get("decoders"))]
-            if any(isinstance(s, dict) and s.get("type") == "ByteLevel" for s in [step, *nested]):
-                return True
-    return False
-
-
-def _as_list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
+    steps = flatten_steps([tokenizer_json.get("pre_tokenizer"), tokenizer_json.get("decoder")])
+    return any(step.get("type") == "ByteLevel" for step in steps)
 
 
 def _assemble_tokenizer(
@@ -229,7 +225,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     return None
 
 
-def _load_tokenizer_json(path: Path, model_config: dict[str, Any]) -> Tokenizer:
+def _load_tokenizer_json(path: Path, model_config: JsonObject) -> Tokenizer:
     text = read_text(path)
     content = parse_json_object(text, path)
     tokenizer_config = load_tokenizer_config(path.parent, content)
@@ -265,9 +261,7 @@ def _load_sentencepiece(
     )
 
 
-def _load_tiktoken(
-    data: bytes, path: Path, tokenizer_config: TokenizerConfig, model_config: dict[str, Any]
-) -> Tokenizer:
+def _load_tiktoken(data: bytes, path: Path, tokenizer_config: TokenizerConfig, model_config: JsonObject) -> Tokenizer:
     """Build a tokenizer from tiktoken ranks; special tokens are from added_tokens_decoder, with gaps filled."""
     vocabulary = parse_tiktoken(data, path)
     pattern = QWEN2_SPLIT_PATTERN if model_config.get("model_type") in ("qwen", "qwen2") else GPT4_SPLIT_PATTERN

@@ -6,7 +6,7 @@ same is done here to get the same ids. For any other class, tokenizer.json is us
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, Unigram, WordPiece
@@ -21,6 +21,7 @@ ModelType = Literal["BPE", "Unigram", "WordPiece"]
 
 SpecialTokenIds = Mapping[str, tuple[str, int]]
 """bos_token, eos_token and so on, if present → (content, id)."""
+PostProcessorBuilder = Callable[[SpecialTokenIds], processors.PostProcessor]
 
 
 def _build_byte_level_bpe(vocabulary: Vocabulary, tokenizer_config: TokenizerConfig) -> Tokenizer:
@@ -123,10 +124,10 @@ def _build_wordpiece(vocabulary: Vocabulary, tokenizer_config: TokenizerConfig) 
     return tokenizer
 
 
-def template_processor(first: str | None, last: str) -> Callable[[SpecialTokenIds], Any]:
+def template_processor(first: str | None, last: str) -> PostProcessorBuilder:
     """Post-processor that adds the special tokens `first` before and `last` after a text; pairs as in BERT."""
 
-    def template(ids: SpecialTokenIds) -> Any:
+    def template(ids: SpecialTokenIds) -> processors.PostProcessor:
         head = f"{ids[first][0]}:0 " if first else ""
         end = ids[last][0]
         return processors.TemplateProcessing(
@@ -138,7 +139,7 @@ def template_processor(first: str | None, last: str) -> Callable[[SpecialTokenId
     return template
 
 
-def _roberta_processor(ids: SpecialTokenIds) -> Any:
+def _roberta_processor(ids: SpecialTokenIds) -> processors.PostProcessor:
     """<s> A </s> </s> B </s>."""
     return processors.RobertaProcessing(ids["sep_token"], ids["cls_token"])
 
@@ -151,7 +152,7 @@ class PipelineSpec:
     build: Callable[[Vocabulary, TokenizerConfig], Tokenizer]
     default_special_tokens: Mapping[str, str] = field(default_factory=dict)
     """Special tokens that the directory does not set."""
-    post_processor: Callable[[SpecialTokenIds], Any] | None = None
+    post_processor: PostProcessorBuilder | None = None
     """Replaces the post-processor of tokenizer.json."""
     keep_json_post_processor: bool = True
     padding_side: Literal["left", "right"] = "right"

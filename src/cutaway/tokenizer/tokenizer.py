@@ -3,15 +3,16 @@
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from operator import index
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import tokenizers
 from tokenizers import AddedToken
 
 from cutaway.errors import InputError
-from cutaway.tokenizer.chat.template import render_chat_template
+from cutaway.tokenizer.chat.template import Message, render_chat_template
 from cutaway.tokenizer.decode_stream import DecodeStream
 from cutaway.tokenizer.file_io import CHAT_TEMPLATE_FILE, wrap_tokenizers_errors, write_files_atomically
 from cutaway.tokenizer.split_patterns import bytes_to_unicode
@@ -53,6 +54,7 @@ def serialize_config(tokenizer: "Tokenizer", config: dict[str, object]) -> dict[
     return {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode(), **files}
 
 
+_wrap_errors = partial(wrap_tokenizers_errors, advice="check it and the tokenizer files")
 # Applied in this order, each to the whole text, as in transformers.
 _CLEAN_UP_REPLACEMENTS = [(f" {mark}", mark) for mark in (".", "?", "!", ",")]
 _CLEAN_UP_REPLACEMENTS += [(" ' ", "'"), *((f" {end}", end) for end in ("n't", "'m", "'s", "'ve", "'re"))]
@@ -101,20 +103,18 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. `add_special_tokens`: add BOS, EOS, CLS; special tokens in the text always match."""
-        return wrap_tokenizers_errors("this text", lambda: self._encode(_validate_text(text), add_special_tokens))
+        return _wrap_errors("this text", lambda: self._encode(_validate_text(text), add_special_tokens))
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Encode several texts in parallel, without padding."""
         if isinstance(texts, str):
             raise InputError("encode_batch takes a list of strings; for one text use encode")
         checked = [_validate_text(text) for text in texts]
-        return wrap_tokenizers_errors("one of these texts", lambda: self._encode_batch(checked, add_special_tokens))
+        return _wrap_errors("one of these texts", lambda: self._encode_batch(checked, add_special_tokens))
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids. Ids without a token are skipped: a model's vocabulary may be padded."""
-        text = wrap_tokenizers_errors(
-            "these ids", lambda: self._decode([_validate_token_id(token_id) for token_id in ids], skip_special_tokens)
-        )
+        text = _wrap_errors("these ids", lambda: self._decode([*map(_validate_token_id, ids)], skip_special_tokens))
         if self.clean_up_tokenization_spaces:
             for old, new in _CLEAN_UP_REPLACEMENTS:
                 text = text.replace(old, new)
@@ -144,7 +144,7 @@ class Tokenizer:
 
     def id_to_token(self, token_id: int) -> str | None:
         """The token as in the vocabulary; None if there is none."""
-        return wrap_tokenizers_errors("this id", lambda: self.backend.id_to_token(_validate_token_id(token_id)))
+        return self.backend.id_to_token(_validate_token_id(token_id))
 
     def format_token(self, token_id: int) -> str | None:
         """Text of a token for display; the bytes, <0xF0 0x9F>, of a token that is a part of a character."""
@@ -187,24 +187,19 @@ class Tokenizer:
 
     def render_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         chat_template: str | None = None,
-        **template_kwargs: Any,
+        **template_kwargs: object,
     ) -> str:
         """Render messages with the chat template. `chat_template`: another template, or the name of one of several."""
         source = self._select_chat_template(chat_template, with_tools=tools is not None)
-        values = {
-            **self.special_tokens_map,
-            **template_kwargs,
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        return render_chat_template(source, messages, values)
+        values = {**self.special_tokens_map, **template_kwargs, "tools": tools}
+        return render_chat_template(source, messages, {**values, "add_generation_prompt": add_generation_prompt})
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **render_options: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], **render_options: Any) -> list[int]:
         """Token ids of `render_chat`. No special tokens are added: the template includes BOS if required."""
         return self.encode(self.render_chat(messages, **render_options), add_special_tokens=False)
 
@@ -218,9 +213,7 @@ class Tokenizer:
             return templates.get(chat_template, chat_template)
         source = templates if chat_template is None else chat_template
         if source is None:
-            raise InputError(
-                "this tokenizer has no chat template; pass one as chat_template, or use encode for plain text"
-            )
+            raise InputError("this tokenizer has no chat template; pass chat_template, or use encode for plain text")
         return source
 
     # Saving
@@ -246,7 +239,7 @@ def _validate_text(text: object) -> str:
     return text
 
 
-def _validate_token_id(value: Any) -> int:
+def _validate_token_id(value: SupportsIndex) -> int:
     try:
         token_id = index(value)
     except TypeError as error:

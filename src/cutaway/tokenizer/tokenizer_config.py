@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken
 
@@ -11,6 +10,7 @@ from cutaway.errors import InputError
 from cutaway.tokenizer.file_io import (
     CHAT_TEMPLATE_FILE,
     MAX_VOCAB_SIZE,
+    JsonObject,
     path_exists,
     read_json_object,
     read_text,
@@ -27,7 +27,7 @@ class TokenizerConfig:
     """Validated contents of tokenizer_config.json and related files."""
 
     source: str = "the tokenizer"
-    options: dict[str, Any] = field(default_factory=dict)
+    options: JsonObject = field(default_factory=dict)
     """Other keys, read with `get_bool` and `get_str`."""
     special_tokens: dict[str, str | AddedToken] = field(default_factory=dict)
     """SPECIAL_TOKENS_ATTRIBUTES set by the directory, without the defaults of the class."""
@@ -74,7 +74,7 @@ class TokenizerConfig:
         return int(value) if value < 1e18 else None
 
 
-def load_tokenizer_config(directory: Path, tokenizer_json: dict[str, Any] | None = None) -> TokenizerConfig:
+def load_tokenizer_config(directory: Path, tokenizer_json: JsonObject | None = None) -> TokenizerConfig:
     """Load the config files with the precedence of transformers: added_tokens_decoder overrides the legacy files."""
     path = directory / "tokenizer_config.json"
     options = read_json_object(path) if path_exists(path) else {}
@@ -145,7 +145,7 @@ def _parse_token_id(key: str, source: object) -> int:
     return int(key)
 
 
-def _read_special_tokens_map(directory: Path) -> dict[str, Any]:
+def _read_special_tokens_map(directory: Path) -> JsonObject:
     path = directory / "special_tokens_map.json"
     return read_json_object(path) if path_exists(path) else {}
 
@@ -171,7 +171,7 @@ def _read_added_tokens_json(directory: Path, tokenizer_config: TokenizerConfig) 
     return tokens
 
 
-def _added_tokens_in(tokenizer_json: dict[str, Any] | None, directory: Path) -> dict[int, AddedToken]:
+def _added_tokens_in(tokenizer_json: JsonObject | None, directory: Path) -> dict[int, AddedToken]:
     path = directory / "tokenizer.json"
     values = (tokenizer_json or {}).get("added_tokens") or []
     if not isinstance(values, list) or any(not isinstance(value, dict) for value in values):

@@ -56,7 +56,8 @@ def train_bpe(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    wrap_tokenizers_errors("the training text", lambda: backend.train_from_iterator(_check_strings(texts), trainer))
+    checked = _check_strings(texts)
+    wrap_tokenizers_errors("the training text", lambda: backend.train_from_iterator(checked, trainer), "check it")
     backend.add_special_tokens(_as_added_tokens(special_tokens))
     return Tokenizer(backend, special_tokens_map=_map_special_tokens(special_tokens))
 

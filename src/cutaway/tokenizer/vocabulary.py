@@ -2,9 +2,10 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from tokenizers import AddedToken
+from tokenizers.processors import PostProcessor
 
 from cutaway.errors import InputError
 from cutaway.tokenizer.file_io import MAX_VOCAB_SIZE
@@ -28,7 +29,7 @@ class Vocabulary:
     """Compiled normalization table of SentencePiece."""
     added_tokens: list[AddedToken] = field(default_factory=list)
     """Tokens that are matched in the text before pre-tokenization."""
-    post_processor: Any = None
+    post_processor: PostProcessor | None = None
     """Post-processor of tokenizer.json."""
 
 

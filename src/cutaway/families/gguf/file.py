@@ -4,7 +4,7 @@ import math
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cutaway.errors import InputError, WeightError
 from cutaway.families.safetensors_reader import TensorInfo
+from cutaway.families.save import ExportedTensors
 
 # GGUF value type → (struct format, number of bytes).
 SCALAR_TYPES = {
@@ -112,9 +113,7 @@ class GGUFFile:
         start = -(-file.tell() // alignment) * alignment
         for name, shape, ggml_type, offset in tensor_headers:
             if offset % alignment:
-                raise WeightError(
-                    f"tensor '{name}' has offset {offset}, which is not a multiple of the alignment {alignment}"
-                )
+                raise WeightError(f"tensor '{name}' has offset {offset}, not a multiple of the alignment {alignment}")
             self._add_tensor_info(name, shape, ggml_type, start + offset, size)
         end = 0
         for name, (first, length, _) in sorted(self.locations.items(), key=lambda item: item[1][:2]):
@@ -132,18 +131,19 @@ class GGUFFile:
     def _add_tensor_info(self, name: str, shape: tuple[int, ...], ggml_type: int, start: int, size: int) -> None:
         gguf = import_gguf()
         try:
-            block, width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(ggml_type)]
+            quantization = gguf.GGMLQuantizationType(ggml_type)
+            block, width = gguf.GGML_QUANT_SIZES[quantization]
+            if ggml_type not in UNQUANTIZED_DTYPES:
+                gguf.quants._type_traits[quantization]  # whether it can be dequantized
         except (ValueError, KeyError):
             raise WeightError(f"tensor '{name}' has the unknown quantization type {ggml_type}") from None
-        if ggml_type not in UNQUANTIZED_DTYPES and gguf.GGMLQuantizationType(ggml_type) not in gguf.quants._type_traits:
-            raise WeightError(f"tensor '{name}' has the unknown quantization type {ggml_type}")
         if 0 in shape or shape[-1] % block or name in self.tensor_infos:
             raise WeightError(f"tensor '{name}' is not a whole number of quantization blocks, or is duplicated")
         length = math.prod(shape) // block * width
         if start + length > size:
             raise WeightError(f"tensor '{name}' extends past the end of the file")
-        quantization = "" if ggml_type in UNQUANTIZED_DTYPES else gguf.GGMLQuantizationType(ggml_type).name
-        self.tensor_infos[name] = TensorInfo(shape, UNQUANTIZED_DTYPES.get(ggml_type, torch.float32), quantization)
+        type_name = "" if ggml_type in UNQUANTIZED_DTYPES else quantization.name
+        self.tensor_infos[name] = TensorInfo(shape, UNQUANTIZED_DTYPES.get(ggml_type, torch.float32), type_name)
         self.locations[name] = start, length, ggml_type
 
     def read_tensor(self, name: str) -> Tensor:
@@ -160,9 +160,7 @@ class GGUFFile:
                     break
                 num_read += count
             if num_read != length:
-                raise WeightError(
-                    f"'{self.path.name}' was truncated within tensor '{name}' while being read; load it again"
-                )
+                raise WeightError(f"'{self.path.name}' was truncated within tensor '{name}'; load it again")
         if ggml_type in UNQUANTIZED_DTYPES:
             return packed.view(info.dtype).view(info.shape)
         gguf = import_gguf()
@@ -185,8 +183,8 @@ GGML_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "
 def write_gguf(
     path: Path,
     architecture: str,
-    metadata: Mapping[str, Any],
-    tensors: Iterable[tuple[tuple[str, ...], Callable[[], list[Tensor]], int]],
+    metadata: Mapping[str, object],
+    tensors: Iterable[ExportedTensors],
     quantization: str | None,
     *,
     overwrite: bool = False,
@@ -230,11 +228,9 @@ def _add_tensor(gguf: Any, writer: Any, name: str, tensor: Tensor, quantization:
         ggml_type = gguf.GGMLQuantizationType(0)
     values = tensor.float().numpy()
     if not np.isfinite(values).all():
-        raise WeightError(f"'{name}' has NaN or infinite values, which cannot be loaded; the model is not saved")
+        raise WeightError(f"'{name}' has NaN or infinite values, which cannot be loaded; nothing is saved")
     with np.errstate(over="ignore"):
         packed = values if ggml_type == 0 else gguf.quants.quantize(values, ggml_type)
     if ggml_type == 1 and not np.isfinite(packed).all():
-        raise WeightError(
-            f"'{name}' has values outside of the range of f16, so the model is not saved; use bf16 or f32"
-        )
+        raise WeightError(f"'{name}' has values outside of the range of f16; nothing is saved; use bf16 or f32")
     writer.add_tensor(name, packed, raw_shape=packed.shape, raw_dtype=ggml_type)

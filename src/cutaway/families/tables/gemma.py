@@ -8,9 +8,12 @@ from cutaway.families.tables import llama
 NORM = {"kind": "rmsnorm", "unit_offset": True}
 
 
-def build_template(placement: str, attention: Node | None = None) -> Node:
+def build_template(
+    placement: str, attention: Node | None = None, ffn: Node | None = None, head: Node | None = None
+) -> Node:
     """Template shared by Gemma 1 to 3."""
-    return llama.build_template(attention, norm=NORM, placement=placement, embedding={"scale": "sqrt_d_model"})
+    embedding = {"scale": "sqrt_d_model"}
+    return llama.build_template(attention, ffn, norm=NORM, placement=placement, head=head, embedding=embedding)
 
 
 COMMON_FIELDS = (

@@ -9,12 +9,13 @@ from cutaway.families.weight_conversion import QKV, Split, Transpose, WeightMapp
 SCALE_KEYS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 
 
-def build_template(attention: Node) -> Node:
+def build_template(attention: Node, ffn: Node | None = None, head: Node | None = None) -> Node:
     """Template of GPT-2 and GPT-Neo: learned positions, LayerNorm before each sublayer, ungated FFN."""
     return llama.build_template(
         {"position": {"kind": "none"}, **attention},
-        {"kind": "mlp"},
+        {"kind": "mlp", **(ffn or {})},
         norm=llama.LAYERNORM,
+        head=head,
         embedding={"position": {"kind": "learned"}},
     )
 

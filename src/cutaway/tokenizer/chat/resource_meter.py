@@ -8,10 +8,11 @@ import time
 from collections.abc import MappingView
 from contextvars import ContextVar
 from itertools import islice
-from typing import Any
+from typing import TypeVar
 
 from jinja2.exceptions import SecurityError
 
+T = TypeVar("T")
 MAX_VALUE_SIZE = 4_000_000
 """Maximum size of one value, and of the output."""
 MAX_TOTAL_SIZE = 64_000_000
@@ -41,7 +42,7 @@ class ResourceMeter:
         if size > MAX_VALUE_SIZE:
             raise SecurityError(f"it creates a value of more than {MAX_VALUE_SIZE:,} characters")
 
-    def charge_value(self, value: Any) -> Any:
+    def charge_value(self, value: T) -> T:
         """Check the size of a new value and add the memory it allocates to the total."""
         self.check_size(estimate_size(value))
         if isinstance(value, str):
@@ -65,9 +66,10 @@ class ResourceMeter:
 CURRENT_METER: ContextVar[ResourceMeter] = ContextVar("cutaway_chat_meter")
 
 
-def estimate_size(value: Any) -> int:
+def estimate_size(value: object) -> int:
     """Approximate number of characters of a value when printed; a list contained twice counts twice."""
-    total, pending = 0, [value]
+    total = 0
+    pending: list[object] = [value]
     while pending and total <= MAX_VALUE_SIZE:
         item = pending.pop()
         if isinstance(item, str):

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jinja2 import Template
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
@@ -11,11 +10,13 @@ from cutaway.errors import InputError
 from cutaway.tokenizer.chat.resource_meter import CURRENT_METER, MAX_VALUE_SIZE, ResourceMeter
 from cutaway.tokenizer.chat.sandbox import ChatTemplateSandbox, TemplateRaisedError
 
+Message = Mapping[str, object]
+"""A chat message: role, content and what else the template reads."""
 MAX_TEMPLATE_CHARS = 100_000
 """Maximum template length. The longest published templates have about thirty thousand characters."""
 
 
-def render_chat_template(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+def render_chat_template(template: str, messages: Sequence[Message], variables: Mapping[str, object]) -> str:
     """Render a template with messages and variables, within the limits of `resource_meter`."""
     chat = validate_messages(messages)
     values = {name: _to_json_types(value, name) for name, value in variables.items()}
@@ -59,7 +60,7 @@ def _compile_template(template: str) -> Template:
         raise InputError(f"the chat template has an error in line {error.lineno}: {error.message}; fix it") from error
 
 
-def validate_messages(messages: object) -> list[dict[str, Any]]:
+def validate_messages(messages: object) -> list[object]:
     """Validate messages and copy them as JSON types: a role, and content that is text, a list of parts, or None."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InputError(
@@ -78,7 +79,7 @@ def validate_messages(messages: object) -> list[dict[str, Any]]:
     return chat
 
 
-def _to_json_types(value: Any, path: str, depth: int = 0) -> Any:
+def _to_json_types(value: object, path: str, depth: int = 0) -> object:
     """Copy a value of JSON types; raise for other types, since a template could call their methods."""
     if value is None or isinstance(value, bool | int | float):
         return value
