@@ -109,9 +109,7 @@ class Choice(_OneKey):
         matches = [target for name, target in self.choices.items() if name == value and type(name) is type(value)]
         if not matches:
             supported = ", ".join(repr(name) for name in self.choices)
-            raise ConfigError(
-                f"config.json's '{self.key}' is {value!r}, which cutaway does not support; use one of {supported}"
-            )
+            raise ConfigError(f"config.json's '{self.key}' is {value!r}; cutaway does not support it; use {supported}")
         for path in _as_paths(self.path):
             tree.set(path, matches[0])
 
@@ -285,9 +283,7 @@ class LayerTypes:
         types = self.default(hf_config, len(blocks)) if types is None else types
         window = hf_config.get(self.window_key, self.default_window) if self.is_enabled(hf_config) else None
         if not isinstance(types, list) or len(types) < len(blocks):
-            raise ConfigError(
-                f"config.json's 'layer_types' must be a list of {len(blocks)} strings, one per layer; correct it"
-            )
+            raise ConfigError(f"config.json's 'layer_types' must be a list of {len(blocks)} strings; correct it")
         windows = {"full_attention": None, "sliding_attention": None if window is None else self.decode(window)}
         for block, kind in zip(blocks, types, strict=False):
             if kind not in windows:

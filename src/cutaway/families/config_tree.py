@@ -56,9 +56,7 @@ class ConfigTree:
     def set(self, path: str, value: object) -> None:
         """Set the value at a path, creating intermediate dicts."""
         if isinstance(value, list | dict | str) and len(value) > 4096:
-            raise ConfigError(
-                f"{path} is a {type(value).__name__} of length {len(value):,}; config values have at most 4096 items"
-            )
+            raise ConfigError(f"{path} is a {type(value).__name__} of length {len(value):,}; at most 4096 are allowed")
         for table, key in self._resolve_path(path, create=True):
             table[key] = deepcopy(value)
 
@@ -85,12 +83,11 @@ class ConfigTree:
 
     def to_config(self) -> Config:
         """Validate the tree as a Config, with layers as the shortest `leading_blocks` and repeating `block` pattern."""
-        data = deepcopy(self.data)
-        for name in ("encoder", "decoder"):
-            if name in data:
-                blocks = ConfigTree(data).blocks(name) if "blocks" not in data[name] else data[name].pop("blocks")
-                data[name].pop("block", None)
-                data[name]["leading_blocks"], data[name]["block"] = shortest_layer_pattern(blocks)
+        data = dict(self.data)
+        for name in {"encoder", "decoder"} & data.keys():
+            leading, pattern = shortest_layer_pattern(self.blocks(name))
+            stack = {key: value for key, value in data[name].items() if key != "blocks"}
+            data[name] = stack | {"leading_blocks": leading, "block": pattern}
         return build_config(data)
 
 

@@ -134,10 +134,8 @@ class Family:
             canonical = canonical_config.setdefault(key, value)
             # The number of layers is checked against the tensors; truncated models may keep an old num_hidden_layers.
             if canonical is not None and value is not None and canonical != value and alias != "num_hidden_layers":
-                raise ConfigError(
-                    f"{self.name}: config.json has {value!r} for '{alias}' and {canonical!r} for '{key}', which are"
-                    " the same setting; remove one of them"
-                )
+                values = f"{value!r} for '{alias}' and {canonical!r} for '{key}'"
+                raise ConfigError(f"{self.name}: config.json has {values}, the same setting; remove one of them")
         return canonical_config
 
     def _add_hf_key_to_error(self, message: str) -> str:

@@ -8,19 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cutaway.errors import ConfigError, InputError, WeightError, format_error
+from cutaway.errors import ConfigError, InputError, format_error
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.gguf.load_save import load_gguf
 from cutaway.families.native_format import NATIVE_CONFIG_NAME, load_native_checkpoint
 from cutaway.families.quantized import open_quantized
 from cutaway.families.registry import resolve_family
-from cutaway.families.safetensors_reader import (
-    PICKLE_SUFFIXES,
-    TensorReader,
-    open_safetensors,
-    pickle_error_message,
-    read_json_file,
-)
+from cutaway.families.safetensors_reader import TensorReader, check_not_pickle, open_safetensors, read_json_file
 from cutaway.families.weight_loader import LoadOptions, load_model
 from cutaway.pretrained import find_pretrained
 
@@ -87,8 +81,7 @@ def _load_tokenizer(directory: Path) -> "Tokenizer | None":
 
 
 def _load_file(path: Path, options: LoadOptions) -> Checkpoint:
-    if path.suffix in PICKLE_SUFFIXES:
-        raise WeightError(pickle_error_message(path.name))
+    check_not_pickle(path)
     if path.suffix == ".gguf":
         return load_gguf(path, **options)
     if path.suffix == ".safetensors":
@@ -122,12 +115,8 @@ def _download_from_hub(repo_id: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(HUB_ALLOW_PATTERNS)))
     except (OfflineModeIsEnabled, LocalEntryNotFoundError):
-        raise InputError(
-            f"'{repo_id}' is neither a local path nor in the Hub cache, and the Hub cannot be reached; check"
-            " the spelling and the network, or pass a directory"
-        ) from None
+        hint = "check the spelling and the network, or pass a directory"
+        raise InputError(f"'{repo_id}' is not local, and the Hub cannot be reached; {hint}") from None
     except (HfHubHTTPError, OSError, ValueError) as error:
-        raise InputError(
-            f"'{repo_id}' cannot be downloaded from the Hub: {format_error(error)}; check the name, and log in if it is"
-            " private"
-        ) from None
+        hint = "check the name, and log in if it is private"
+        raise InputError(f"'{repo_id}' cannot be downloaded: {format_error(error)}; {hint}") from None

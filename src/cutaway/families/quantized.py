@@ -17,18 +17,14 @@ def open_quantized(reader: TensorReader, quantization_config: object) -> TensorR
     """Wrap a reader so that quantized tensors are returned in bf16; raise for unsupported quantization methods."""
     if not isinstance(quantization_config, Mapping):
         value = f"{quantization_config!r:.60}"
-        raise ConfigError(
-            f"config.json's 'quantization_config' is {value}, not a JSON object with a quant_method; correct it"
-        )
+        raise ConfigError(f"config.json's 'quantization_config' is {value}, not a JSON object; correct it")
     method = quantization_config.get("quant_method")
     if method == "mxfp4":
         return MXFP4Reader(reader)
     if method == "fp8":
         return FP8Reader(reader, _parse_weight_block_size(quantization_config.get("weight_block_size", (128, 128))))
-    raise ConfigError(
-        f"config.json's 'quantization_config' has quant_method {method!r}; cutaway supports mxfp4 and fp8;"
-        " load the unquantized checkpoint"
-    )
+    supported = "cutaway supports mxfp4 and fp8; load the unquantized checkpoint"
+    raise ConfigError(f"config.json's 'quantization_config' has quant_method {method!r}; {supported}")
 
 
 class MXFP4Reader:
@@ -112,6 +108,4 @@ def _parse_weight_block_size(value: object) -> tuple[int, int]:
     match value:
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             return rows, columns
-    raise ConfigError(
-        f"config.json's 'weight_block_size' is {value!r}, not two positive integers; only FP8 in tiles is supported"
-    )
+    raise ConfigError(f"config.json's 'weight_block_size' is {value!r}; FP8 requires two positive integers")

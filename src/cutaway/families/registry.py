@@ -60,6 +60,5 @@ def find_family(config: Config, name: str | None = None) -> tuple[Family, dict[s
         except ConfigError as error:
             errors.append(str(error))
     nearest = min((text for text in errors if "of form" not in text), key=len, default=errors[0])
-    raise ConfigError(
-        f"no family can represent this model, so transformers cannot open it; save it with family='cutaway'. {nearest}"
-    )
+    hint = "save it with family='cutaway'"
+    raise ConfigError(f"no family can represent this model, so transformers cannot open it; {hint}. {nearest}")

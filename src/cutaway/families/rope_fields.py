@@ -129,9 +129,7 @@ class RopeField:
         rope_parameters: Node = {"rope_type": "default" if kind == "none" else kind, "rope_theta": rope["theta"]}
         rotary_dim = rope["rotary_dim"] or head_dim
         if self.full_rotary_only and rotary_dim != head_dim:
-            raise ConfigError(
-                f"rotary_dim is {rotary_dim}, and this family supports only the head dimension {head_dim}"
-            )
+            raise ConfigError(f"rotary_dim is {rotary_dim}; this family supports only the head dimension {head_dim}")
         if rotary_dim != head_dim or self.default_partial_rotary_factor != 1.0:
             fraction = rotary_dim / head_dim
             is_exact = int(head_dim * fraction) == rotary_dim
@@ -217,10 +215,8 @@ def resolve_head_dim(tree: ConfigTree, stack: str) -> int:
     try:
         return int(head_dim or tree.data["d_model"] // attention["heads"])
     except (TypeError, ValueError, ZeroDivisionError):
-        raise ConfigError(
-            f"the head dimension cannot be computed from d_model {tree.data.get('d_model')!r} and"
-            f" {attention.get('heads')!r} heads; correct config.json"
-        ) from None
+        sizes = f"d_model {tree.data.get('d_model')!r} and {attention.get('heads')!r} heads"
+        raise ConfigError(f"{sizes} give no head dimension; correct config.json") from None
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

@@ -193,12 +193,13 @@ def _read_shard_index(directory: Path, index: Path) -> list[Path]:
     return [directory / name for name in files]
 
 
-def pickle_error_message(name: str) -> str:
-    """Error message for a pickle file."""
-    return (
-        f"'{name}' is a pickle, which can run code when opened, so it is not loaded; use the model's safetensors,"
-        " or convert it if you trust it: transformers' from_pretrained, then save_pretrained"
-    )
+def check_not_pickle(path: Path) -> None:
+    """Raise WeightError if a path has the suffix of a pickle."""
+    if path.suffix in PICKLE_SUFFIXES:
+        raise WeightError(
+            f"'{path.name}' is a pickle, which can run code when opened, so it is not loaded; use the model's"
+            " safetensors, or convert it if you trust it: transformers' from_pretrained, then save_pretrained"
+        )
 
 
 def _missing_weights_message(directory: Path, files: list[Path]) -> str:
@@ -206,9 +207,8 @@ def _missing_weights_message(directory: Path, files: list[Path]) -> str:
         return f"'{directory}' contains an adapter, not a model; merge it into its base model and save that"
     if files:
         return f"'{directory}' has {len(files)} safetensors files and no '{SAFE_WEIGHTS_INDEX_NAME}'; add the index"
-    pickles = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
-    if pickles:
-        return pickle_error_message(pickles[0])
+    for path in sorted(directory.iterdir()):
+        check_not_pickle(path)
     if ggufs := sorted(path.name for path in directory.glob("*.gguf")):
         return f"'{directory}' has no safetensors; pass the path of its GGUF file: '{directory / ggufs[0]}'"
     return f"'{directory}' has no weights; add the *.safetensors files"

@@ -129,16 +129,12 @@ def _load_transformers_model(checkpoint: Checkpoint, path: Path) -> Peer:
         folder = path
         options["use_safetensors"] = True
         if not (path / "config.json").exists():
-            raise InputError(
-                f"'{path}' is in the native format, unknown to transformers; convert it with --to hf first"
-            )
+            raise InputError(f"'{path}' is in the native format, unknown to transformers; convert it with --to hf")
     try:
         with redirect_stderr(StringIO()):  # progress bars of transformers
             return auto.from_pretrained(folder, **options).eval()
     except Exception as error:  # any error of transformers
-        raise InputError(
-            f"transformers cannot open '{path}', so there is nothing to compare with: {format_error(error)}"
-        ) from None
+        raise InputError(f"transformers cannot open '{path}', so nothing is compared: {format_error(error)}") from None
 
 
 def _random_inputs(checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -73,10 +73,8 @@ def load_model(
     state = model.state_dict(keep_vars=True)
     num_computed = sum(state[name].numel() for name in plan.computed_weights)
     if num_computed > max(1 << 26, sum(info.numel for info in reader.tensor_infos.values())):
-        raise ConfigError(
-            f"'{source}' requires {num_computed:,} computed values ({plan.computed_weights[0]}), more than the file"
-            " has weights; correct its config.json"
-        )
+        computed = f"{num_computed:,} computed values ({plan.computed_weights[0]})"
+        raise ConfigError(f"'{source}' requires {computed}, more than the file has weights; correct its config.json")
     total = sum(info.numel * info.dtype.itemsize for info in reader.tensor_infos.values())
     check_all = total <= MAX_FULL_CHECK_BYTES if check_finite is None else check_finite
     report = LoadReport(
@@ -115,16 +113,12 @@ def check_config_fits_weights(config: Config, reader: TensorReader, source: str)
     max_numel = max((info.numel for info in reader.tensor_infos.values()), default=0)
     layers = sum(stack.layer_groups or stack.layers for stack in config.stacks.values())
     if layers > len(reader.tensor_infos):
-        raise WeightError(
-            f"'{source}' has {len(reader.tensor_infos)} tensors, and its config.json has {layers} layers (missing:"
-            " all others); weights and config.json do not match, or a file is incomplete"
-        )
+        counts = f"{len(reader.tensor_infos)} tensors, and its config.json has {layers} layers"
+        raise WeightError(f"'{source}' has {counts}; weights and config.json do not match, or a file is missing")
     for key, value in _iter_ints(config.model_dump()):
         if key in DIMENSION_FIELDS and value > max_numel:
-            raise WeightError(
-                f"'{source}': config.json has {key} {value:,}, and no tensor has so many elements; weights and"
-                " config.json do not match"
-            )
+            reason = f"config.json has {key} {value:,}, and no tensor has so many elements"
+            raise WeightError(f"'{source}': {reason}; weights and config.json do not match")
 
 
 def _iter_ints(tree: object, key: str = "") -> Iterator[tuple[str, int]]:
@@ -182,9 +176,8 @@ def _raise_on_mismatch(plan: LoadPlan, source: str) -> None:
         return ", ".join(names[:5]) + (f" … ({len(names)} in all)" if len(names) > 5 else "")
 
     if plan.mismatched_keys:
-        raise WeightError(
-            f"'{source}': tensor {format_keys(plan.mismatched_keys)}; weights and config.json do not match"
-        )
+        keys = format_keys(plan.mismatched_keys)
+        raise WeightError(f"'{source}': tensor {keys}; weights and config.json do not match")
     problems = [f"missing: {format_keys(plan.missing_keys)}"] if plan.missing_keys else []
     problems += [f"unexpected: {format_keys(plan.unexpected_keys)}"] if plan.unexpected_keys else []
     if problems:

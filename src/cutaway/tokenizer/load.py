@@ -1,39 +1,23 @@
 """Load a tokenizer from a model directory: detect its files, resolve its class, build its pipeline."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
 from tokenizers import AddedToken
 
 from cutaway.errors import InputError
-from cutaway.tokenizer.file_io import (
-    JsonObject,
-    parse_json_object,
-    path_exists,
-    read_bytes,
-    read_json_object,
-    read_text,
-    wrap_tokenizers_errors,
-)
+from cutaway.tokenizer import file_io
+from cutaway.tokenizer.file_io import JsonObject, path_exists, read_bytes, read_text, wrap_tokenizers_errors
+from cutaway.tokenizer.formats import sentencepiece as spm
+from cutaway.tokenizer.formats import tokenizer_json as json_format
 from cutaway.tokenizer.formats.marian import load_marian_tokenizer
-from cutaway.tokenizer.formats.sentencepiece import (
-    build_sentencepiece_pipeline,
-    build_vocabulary,
-    parse_sentencepiece_model,
-)
 from cutaway.tokenizer.formats.tiktoken import build_tiktoken_pipeline, is_tiktoken_file, parse_tiktoken
-from cutaway.tokenizer.formats.tokenizer_json import (
-    check_text_expansion,
-    flatten_steps,
-    parse_tokenizer_json,
-    parse_vocabulary,
-)
 from cutaway.tokenizer.pipelines import PIPELINES, PipelineSpec, bos_eos_processor, sentinel_tokens
 from cutaway.tokenizer.split_patterns import GPT4_SPLIT_PATTERN, QWEN2_SPLIT_PATTERN
 from cutaway.tokenizer.tokenizer import Tokenizer
-from cutaway.tokenizer.tokenizer_config import TokenizerConfig, load_tokenizer_config, token_content
+from cutaway.tokenizer.tokenizer_config import TokenizerConfig, as_special, load_tokenizer_config, token_content
 from cutaway.tokenizer.vocabulary import Vocabulary, validate_vocab
 
 _MODEL_TYPES_BY_CLASS = {
@@ -90,7 +74,7 @@ def resolve_pipeline(
 
 def _uses_byte_level(tokenizer_json: JsonObject) -> bool:
     """Whether tokenizer.json is byte-level BPE: files of Llama 3 declare the class of Llama 2."""
-    steps = flatten_steps([tokenizer_json.get("pre_tokenizer"), tokenizer_json.get("decoder")])
+    steps = json_format.flatten_steps([tokenizer_json.get("pre_tokenizer"), tokenizer_json.get("decoder")])
     return any(step.get("type") == "ByteLevel" for step in steps)
 
 
@@ -113,27 +97,21 @@ def _assemble_tokenizer(
     mask = special_tokens.get("mask_token")
     if pipeline is not None and pipeline.mask_lstrip and isinstance(mask, str):
         special_tokens["mask_token"] = AddedToken(mask, lstrip=True, special=True)
-    extra = (
-        tokenizer_config.extra_special_tokens
-        if tokenizer_config.extra_special_tokens is not None
-        else (vocabulary.added_tokens if vocabulary else [])
-    )
+    extra: Sequence[str | AddedToken] = vocabulary.added_tokens if vocabulary else []
+    if tokenizer_config.extra_special_tokens is not None:
+        extra = tokenizer_config.extra_special_tokens
     wrap_tokenizers_errors(
         tokenizer_config.source, lambda: _add_special_tokens(backend, tokenizer_config, special_tokens, extra)
     )
     contents = {name: token_content(token) for name, token in special_tokens.items()}
-    ids = {
-        name: (token, token_id)
-        for name, token in contents.items()
-        if (token_id := backend.token_to_id(token)) is not None
-    }
+    all_ids = {name: (token, backend.token_to_id(token)) for name, token in contents.items()}
+    ids = {name: (token, token_id) for name, (token, token_id) in all_ids.items() if token_id is not None}
     if pipeline is not None and pipeline.post_processor is not None:
         try:
             backend.post_processor = pipeline.post_processor(ids)
         except KeyError as error:
-            raise InputError(
-                f"{tokenizer_config.source} sets {error.args[0]} to null, but the post-processor requires it; set it"
-            ) from None
+            missing = f"{error.args[0]} to null, which its class requires"
+            raise InputError(f"{tokenizer_config.source} sets {missing}; set it") from None
     elif from_tokenizer_json and (pipeline is None or pipeline.keep_json_post_processor):
         if pipeline is not None and vocabulary is not None and vocabulary.post_processor is not None:
             backend.post_processor = vocabulary.post_processor
@@ -161,34 +139,18 @@ def _add_special_tokens(
     backend: tokenizers.Tokenizer,
     tokenizer_config: TokenizerConfig,
     special_tokens: Mapping[str, str | AddedToken],
-    extra_special_tokens: list[str | AddedToken] | list[AddedToken],
+    extra_special_tokens: Sequence[str | AddedToken],
 ) -> None:
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    special = [*special_tokens.values(), *tokenizer_config.model_specific_special_tokens]
+    special_contents = {token_content(token) for token in special}
     tokens: list[str | AddedToken] = [token for _, token in sorted(tokenizer_config.added_tokens_decoder.items())]
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
     known |= {token_content(token) for token in tokens}
-    for token in [*special_tokens.values(), *tokenizer_config.model_specific_special_tokens, *extra_special_tokens]:
+    for token in [*special, *extra_special_tokens]:
         if token_content(token) not in known:
             tokens.append(token)
             known.add(token_content(token))
-    special = {
-        token_content(token) for token in [*special_tokens.values(), *tokenizer_config.model_specific_special_tokens]
-    }
-    backend.add_tokens(
-        [_as_special_token(token) if isinstance(token, str) or token.content in special else token for token in tokens]
-    )
-
-
-def _as_special_token(token: str | AddedToken) -> AddedToken:
-    if isinstance(token, str):
-        return AddedToken(token, special=True)
-    return AddedToken(
-        token.content,
-        single_word=token.single_word,
-        lstrip=token.lstrip,
-        rstrip=token.rstrip,
-        normalized=token.normalized,
-        special=True,
-    )
+    backend.add_tokens([as_special(t) if isinstance(t, str) or t.content in special_contents else t for t in tokens])
 
 
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
@@ -201,7 +163,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     directory = Path(path)
     if not directory.is_dir():
         raise InputError(f"{directory} is not a directory; pass the directory of the model files")
-    config = read_json_object(directory / "config.json") if path_exists(directory / "config.json") else {}
+    config = file_io.read_json_object(directory / "config.json") if path_exists(directory / "config.json") else {}
     tokenizer_json = directory / "tokenizer.json"
     if path_exists(tokenizer_json):
         return _load_tokenizer_json(tokenizer_json, config)
@@ -217,27 +179,42 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
                 return _load_tiktoken(data, file, tokenizer_config, config)
             return _load_sentencepiece(data, file, tokenizer_config, pipeline)
     if path_exists(directory / "vocab.json") and path_exists(directory / "merges.txt"):
-        vocabulary = _read_vocab_and_merges(directory)
-        return _load_vocabulary(vocabulary, tokenizer_config, pipeline, "GPT2Tokenizer")
-    if path_exists(directory / "vocab.txt"):
-        vocabulary = _read_vocab_txt(directory / "vocab.txt")
-        return _load_vocabulary(vocabulary, tokenizer_config, pipeline, "BertTokenizer")
-    return None
+        vocabulary, default_class = _read_vocab_and_merges(directory), "GPT2Tokenizer"
+    elif path_exists(directory / "vocab.txt"):
+        vocabulary, default_class = _read_vocab_txt(directory / "vocab.txt"), "BertTokenizer"
+    else:
+        return None
+    if pipeline is None or pipeline.model_type != vocabulary.model_type:
+        pipeline = PIPELINES[default_class]
+    return _build_tokenizer(pipeline, vocabulary, tokenizer_config, tokenizer_config.source)
 
 
 def _load_tokenizer_json(path: Path, model_config: JsonObject) -> Tokenizer:
     text = read_text(path)
-    content = parse_json_object(text, path)
+    content = file_io.parse_json_object(text, path)
     tokenizer_config = load_tokenizer_config(path.parent, content)
     pipeline = resolve_pipeline(tokenizer_config, model_config, content)
-    vocabulary = parse_vocabulary(content, path)
-    check_text_expansion(content, path)
+    vocabulary = json_format.parse_vocabulary(content, path)
+    json_format.check_text_expansion(content, path)
     if pipeline is None:
-        return _assemble_tokenizer(parse_tokenizer_json(text, path), tokenizer_config, from_tokenizer_json=True)
+        backend = json_format.parse_tokenizer_json(text, path)
+        return _assemble_tokenizer(backend, tokenizer_config, from_tokenizer_json=True)
     vocabulary.added_tokens = sentinel_tokens(pipeline, tokenizer_config)
-    backend = wrap_tokenizers_errors(path, lambda: pipeline.build(vocabulary, tokenizer_config))
+    return _build_tokenizer(pipeline, vocabulary, tokenizer_config, path, from_tokenizer_json=True)
+
+
+def _build_tokenizer(
+    pipeline: PipelineSpec,
+    vocabulary: Vocabulary,
+    tokenizer_config: TokenizerConfig,
+    source: object,
+    *,
+    from_tokenizer_json: bool = False,
+) -> Tokenizer:
+    """Build the pipeline of a tokenizer class from a vocabulary."""
+    backend = wrap_tokenizers_errors(source, lambda: pipeline.build(vocabulary, tokenizer_config))
     return _assemble_tokenizer(
-        backend, tokenizer_config, pipeline=pipeline, vocabulary=vocabulary, from_tokenizer_json=True
+        backend, tokenizer_config, pipeline=pipeline, vocabulary=vocabulary, from_tokenizer_json=from_tokenizer_json
     )
 
 
@@ -245,17 +222,16 @@ def _load_sentencepiece(
     data: bytes, path: Path, tokenizer_config: TokenizerConfig, pipeline: PipelineSpec | None
 ) -> Tokenizer:
     try:
-        model = parse_sentencepiece_model(data)
+        model = spm.parse_sentencepiece_model(data)
         if pipeline is not None and pipeline.model_type == "WordPiece":
             pipeline = None
         extra_tokens = sentinel_tokens(pipeline, tokenizer_config) if pipeline is not None else []
-        vocabulary = build_vocabulary(model, pipeline, extra_tokens)
+        vocabulary = spm.build_vocabulary(model, pipeline, extra_tokens)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     if pipeline is not None:
-        backend = wrap_tokenizers_errors(path, lambda: pipeline.build(vocabulary, tokenizer_config))
-        return _assemble_tokenizer(backend, tokenizer_config, pipeline=pipeline, vocabulary=vocabulary)
-    backend = wrap_tokenizers_errors(path, lambda: build_sentencepiece_pipeline(model, vocabulary))
+        return _build_tokenizer(pipeline, vocabulary, tokenizer_config, path)
+    backend = wrap_tokenizers_errors(path, lambda: spm.build_sentencepiece_pipeline(model, vocabulary))
     return _assemble_tokenizer(
         backend, tokenizer_config, vocabulary=vocabulary, default_special_tokens=model.special_tokens_map
     )
@@ -269,28 +245,16 @@ def _load_tiktoken(data: bytes, path: Path, tokenizer_config: TokenizerConfig, m
     last = max(tokenizer_config.added_tokens_decoder, default=-1)
     first = max(vocabulary.ids.values()) + 1
     if last - first > MAX_RESERVED_TOKENS:
-        raise InputError(
-            f"{tokenizer_config.source} adds token {last}, more than {MAX_RESERVED_TOKENS} past the last rank"
-            f" {first - 1}; fix the file"
-        )
+        extra = f"more than {MAX_RESERVED_TOKENS} past the last rank {first - 1}"
+        raise InputError(f"{tokenizer_config.source} adds token {last}, {extra}; fix the file")
     contents = {token_id: token.content for token_id, token in tokenizer_config.added_tokens_decoder.items()}
     names = [contents.get(token_id, f"<|reserved_token_{token_id}|>") for token_id in range(first, last + 1)]
     wrap_tokenizers_errors(path, lambda: backend.add_special_tokens(names))
     return _assemble_tokenizer(backend, tokenizer_config)
 
 
-def _load_vocabulary(
-    vocabulary: Vocabulary, tokenizer_config: TokenizerConfig, pipeline: PipelineSpec | None, default_class: str
-) -> Tokenizer:
-    if pipeline is None or pipeline.model_type != vocabulary.model_type:
-        pipeline = PIPELINES[default_class]
-    resolved = pipeline
-    backend = wrap_tokenizers_errors(tokenizer_config.source, lambda: resolved.build(vocabulary, tokenizer_config))
-    return _assemble_tokenizer(backend, tokenizer_config, pipeline=pipeline, vocabulary=vocabulary)
-
-
 def _read_vocab_and_merges(directory: Path) -> Vocabulary:
-    ids = validate_vocab(read_json_object(directory / "vocab.json"), directory / "vocab.json")
+    ids = validate_vocab(file_io.read_json_object(directory / "vocab.json"), directory / "vocab.json")
     merges = []
     for number, line in enumerate(read_text(directory / "merges.txt").split("\n"), 1):
         if line.startswith("#version") or not line.strip():

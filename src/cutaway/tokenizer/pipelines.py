@@ -166,9 +166,8 @@ def sentinel_tokens(pipeline: PipelineSpec, tokenizer_config: TokenizerConfig) -
     """Sentinel tokens <extra_id_n> (T5)."""
     count = tokenizer_config.options.get("extra_ids", pipeline.num_extra_ids)
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= 10_000:
-        raise InputError(
-            f"{tokenizer_config.source} sets extra_ids to {count!r:.40}; it must be an integer from 0 to 10000"
-        )
+        source = tokenizer_config.source
+        raise InputError(f"{source} sets extra_ids to {count!r:.40}; it must be an integer from 0 to 10000")
     return [AddedToken(f"<extra_id_{n}>", normalized=False, special=True) for n in range(count)]
 
 

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
 import tokenizers
-from tokenizers import AddedToken
 
 from cutaway.errors import InputError
 from cutaway.tokenizer.chat.template import Message, render_chat_template
 from cutaway.tokenizer.decode_stream import DecodeStream
 from cutaway.tokenizer.file_io import CHAT_TEMPLATE_FILE, wrap_tokenizers_errors, write_files_atomically
 from cutaway.tokenizer.split_patterns import bytes_to_unicode
-from cutaway.tokenizer.tokenizer_config import SPECIAL_TOKENS_ATTRIBUTES, ChatTemplate
+from cutaway.tokenizer.tokenizer_config import SPECIAL_TOKENS_ATTRIBUTES, ChatTemplate, added_token_to_dict
 
 
 def serialize_tokenizer(tokenizer: "Tokenizer") -> dict[str, bytes]:
@@ -31,27 +30,21 @@ def serialize_tokenizer(tokenizer: "Tokenizer") -> dict[str, bytes]:
         "split_special_tokens": tokenizer.backend.encode_special_tokens,
         "additional_special_tokens": [t.content for _, t in added if t.special and t.content not in named_tokens],
         # If absent, transformers would read old special_tokens_map.json and added_tokens.json files instead.
-        "added_tokens_decoder": {str(token_id): _added_token_to_dict(token) for token_id, token in added},
+        "added_tokens_decoder": {str(token_id): added_token_to_dict(token) for token_id, token in added},
         **tokenizer.special_tokens_map,
     }
     files = {"tokenizer.json": tokenizer.backend.to_str(pretty=True).encode()}
     return files | serialize_config(tokenizer, config)
 
 
-def _added_token_to_dict(token: AddedToken) -> dict[str, object]:
-    names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-    return {name: getattr(token, name) for name in names}
-
-
-def serialize_config(tokenizer: "Tokenizer", config: dict[str, object]) -> dict[str, bytes]:
+def serialize_config(tokenizer: "Tokenizer", config: Mapping[str, object]) -> dict[str, bytes]:
     """tokenizer_config.json and the chat template."""
-    files = {}
-    if isinstance(tokenizer.chat_template, str):
-        files[CHAT_TEMPLATE_FILE] = tokenizer.chat_template.encode()
-    elif tokenizer.chat_template is not None:
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
         # In tokenizer_config.json, since template names need not be valid file names.
-        config["chat_template"] = [{"name": n, "template": t} for n, t in tokenizer.chat_template.items()]
-    return {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode(), **files}
+        config = {**config, "chat_template": [{"name": n, "template": t} for n, t in template.items()]}
+    files = {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode()}
+    return files | {CHAT_TEMPLATE_FILE: template.encode()} if isinstance(template, str) else files
 
 
 _wrap_errors = partial(wrap_tokenizers_errors, advice="check it and the tokenizer files")
@@ -77,10 +70,8 @@ class Tokenizer:
         """`special_tokens_map`: bos_token, eos_token and so on → the text of the token."""
         if special_tokens_map and not special_tokens_map.keys() <= set(SPECIAL_TOKENS_ATTRIBUTES):
             unknown = set(special_tokens_map) - set(SPECIAL_TOKENS_ATTRIBUTES)
-            raise InputError(
-                f"special_tokens_map has the unknown keys {', '.join(unknown)};"
-                f" use {', '.join(SPECIAL_TOKENS_ATTRIBUTES)}"
-            )
+            known = ", ".join(SPECIAL_TOKENS_ATTRIBUTES)
+            raise InputError(f"special_tokens_map has the unknown keys {', '.join(unknown)}; use {known}")
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = split_special_tokens

@@ -7,17 +7,11 @@ from pathlib import Path
 from tokenizers import AddedToken
 
 from cutaway.errors import InputError
-from cutaway.tokenizer.file_io import (
-    CHAT_TEMPLATE_FILE,
-    MAX_VOCAB_SIZE,
-    JsonObject,
-    path_exists,
-    read_json_object,
-    read_text,
-    wrap_tokenizers_errors,
-)
+from cutaway.tokenizer import file_io
+from cutaway.tokenizer.file_io import JsonObject, path_exists, read_json_object, read_text
 
 SPECIAL_TOKENS_ATTRIBUTES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 ChatTemplate = str | dict[str, str] | None
 MAX_CHAT_TEMPLATE_BYTES = 1 << 18
 
@@ -88,8 +82,8 @@ def load_tokenizer_config(directory: Path, tokenizer_json: JsonObject | None = N
         tokenizer_config.added_tokens_decoder = {
             _parse_token_id(key, source): _parse_added_token(value, source) for key, value in decoder.items()
         }
-    else:
-        options |= _read_special_tokens_map(directory)
+    elif path_exists(directory / "special_tokens_map.json"):
+        options |= read_json_object(directory / "special_tokens_map.json")
     extra = options.pop("extra_special_tokens", None) or options.pop("additional_special_tokens", None)
     others = {
         key: value for key, value in options.items() if key.endswith("_token") and key not in SPECIAL_TOKENS_ATTRIBUTES
@@ -106,14 +100,25 @@ def load_tokenizer_config(directory: Path, tokenizer_json: JsonObject | None = N
         name: _parse_token(options[name], source) for name in SPECIAL_TOKENS_ATTRIBUTES if options.get(name) is not None
     }
     if decoder is None:
-        tokenizer_config.added_tokens_decoder = _read_added_tokens_json(directory, tokenizer_config) | _added_tokens_in(
-            tokenizer_json, directory
-        )
+        added = _read_added_tokens_json(directory, tokenizer_config)
+        tokenizer_config.added_tokens_decoder = added | _added_tokens_in(tokenizer_json, directory)
     flags = {token.content: token for token in tokenizer_config.added_tokens_decoder.values()}
     tokenizer_config.special_tokens = {
         name: flags.get(token_content(token), token) for name, token in tokenizer_config.special_tokens.items()
     }
     return tokenizer_config
+
+
+def added_token_to_dict(token: AddedToken) -> dict[str, str | bool]:
+    return {name: getattr(token, name) for name in ("content", *_FLAGS)}
+
+
+def as_special(token: str | AddedToken) -> AddedToken:
+    """Copy of a token with special=True."""
+    if isinstance(token, str):
+        return AddedToken(token, special=True)
+    flags: dict[str, bool] = {name: getattr(token, name) for name in _FLAGS}
+    return AddedToken(token.content, **flags | {"special": True})
 
 
 def token_content(token: str | AddedToken) -> str:
@@ -127,47 +132,31 @@ def _parse_token(value: object, source: object) -> str | AddedToken:
 def _parse_added_token(value: object, source: object, special: bool | None = None) -> AddedToken:
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
         raise InputError(f"{source} has the token {value!r:.80}; it must be a string or an object with content")
-    flags = {key: value[key] for key in ("lstrip", "rstrip", "single_word", "normalized", "special") if key in value}
+    flags = {key: value[key] for key in _FLAGS if key in value}
     if any(not isinstance(flag, bool) for flag in flags.values()):
-        raise InputError(
-            f"{source} has a flag of token {value['content']!r:.80} that is not true or false; fix the file"
-        )
+        raise InputError(f"{source}: a flag of token {value['content']!r:.80} is not true or false; fix the file")
     if special is not None:
         flags["special"] = special
-    return wrap_tokenizers_errors(source, lambda: AddedToken(value["content"], **flags))
+    return file_io.wrap_tokenizers_errors(source, lambda: AddedToken(value["content"], **flags))
 
 
 def _parse_token_id(key: str, source: object) -> int:
-    if not key.isascii() or not key.isdigit() or int(key[:9]) != int(key) or int(key) >= MAX_VOCAB_SIZE:
-        raise InputError(
-            f"{source} adds a token with the id {key!r:.40}, not an integer below {MAX_VOCAB_SIZE}; fix the file"
-        )
+    if not key.isascii() or not key.isdigit() or int(key[:9]) != int(key) or int(key) >= file_io.MAX_VOCAB_SIZE:
+        raise InputError(f"{source} adds a token with id {key!r:.40}, not below {file_io.MAX_VOCAB_SIZE}; fix it")
     return int(key)
-
-
-def _read_special_tokens_map(directory: Path) -> JsonObject:
-    path = directory / "special_tokens_map.json"
-    return read_json_object(path) if path_exists(path) else {}
 
 
 def _read_added_tokens_json(directory: Path, tokenizer_config: TokenizerConfig) -> dict[int, AddedToken]:
     path = directory / "added_tokens.json"
     if not path_exists(path):
         return {}
-    special = {
-        token_content(token)
-        for token in [
-            *tokenizer_config.special_tokens.values(),
-            *tokenizer_config.model_specific_special_tokens,
-            *(tokenizer_config.extra_special_tokens or []),
-        ]
-    }
+    special = [*tokenizer_config.special_tokens.values(), *tokenizer_config.model_specific_special_tokens]
+    special += tokenizer_config.extra_special_tokens or []
+    contents = {token_content(token) for token in special}
     tokens = {}
     for content, token_id in read_json_object(path).items():
-        is_special = content in special
-        tokens[_parse_token_id(str(token_id), path)] = AddedToken(
-            content, normalized=not is_special, special=is_special
-        )
+        token = AddedToken(content, normalized=content not in contents, special=content in contents)
+        tokens[_parse_token_id(str(token_id), path)] = token
     return tokens
 
 
@@ -181,7 +170,7 @@ def _added_tokens_in(tokenizer_json: JsonObject | None, directory: Path) -> dict
 
 def _load_chat_template(directory: Path, inline: object, source: str) -> ChatTemplate:
     """Template files take precedence over the key in tokenizer_config.json, which may be a list of named templates."""
-    single, folder = directory / CHAT_TEMPLATE_FILE, directory / "additional_chat_templates"
+    single, folder = directory / file_io.CHAT_TEMPLATE_FILE, directory / "additional_chat_templates"
     files = {"default": single} if path_exists(single) else {}
     if folder.is_dir():
         files |= {path.stem: path for path in sorted(folder.glob("*.jinja"))}

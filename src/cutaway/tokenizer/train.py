@@ -45,9 +45,7 @@ def train_bpe(
     _check_special_tokens(special_tokens)
     min_size = 256 + len(special_tokens)
     if not isinstance(vocab_size, int) or not min_size <= vocab_size <= MAX_VOCAB_SIZE:
-        raise InputError(
-            f"vocab_size is {vocab_size!r}; it must be an integer of at least {min_size} (bytes and special tokens)"
-        )
+        raise InputError(f"vocab_size is {vocab_size!r}; it must be at least {min_size} (bytes and special tokens)")
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = build_byte_level_pre_tokenizer([GPT4_SPLIT_PATTERN])
     backend.decoder = decoders.ByteLevel()

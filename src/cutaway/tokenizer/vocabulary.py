@@ -42,9 +42,7 @@ def generate_merges(ranks: Mapping[str, int], skip_tokens: Collection[str] = ())
     merges: list[tuple[int, int, int, int, str, str]] = []
     for piece, rank in ranks.items():
         if len(piece) > MAX_PIECE_LENGTH:
-            raise InputError(
-                f"a token of the vocabulary has {len(piece):,} characters; download the tokenizer file again"
-            )
+            raise InputError(f"a token of the vocabulary has {len(piece):,} characters; download the file again")
         if piece in skip_tokens:
             continue
         for cut in range(1, len(piece)):
@@ -61,11 +59,7 @@ def validate_vocab(value: object, source: object) -> dict[str, int]:
         raise InputError(f"{source} has no vocabulary of tokens and ids; download the file again")
     for token, token_id in value.items():
         if not isinstance(token, str) or isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise InputError(
-                f"{source} has the id {token_id!r} for token {token!r}, not an integer; download the file again"
-            )
+            raise InputError(f"{source} has the id {token_id!r} for token {token!r}, not an integer; fix it")
         if not 0 <= token_id < MAX_VOCAB_SIZE:
-            raise InputError(
-                f"{source} has the id {token_id} for token {token!r}, outside of 0 to {MAX_VOCAB_SIZE - 1}; fix it"
-            )
+            raise InputError(f"{source} has the id {token_id} for token {token!r}; the maximum is {MAX_VOCAB_SIZE - 1}")
     return value

@@ -8,16 +8,7 @@ from cutaway.families.config_tree import ConfigTree, Node
 from cutaway.families.family import Family
 from cutaway.families.gguf.rope_fields import GGUFRopeField
 from cutaway.families.tables import gemma, gpt2, llama
-from cutaway.families.weight_conversion import (
-    QKV,
-    ConversionOp,
-    Identity,
-    PermuteForRope,
-    Split,
-    SubtractOffset,
-    WeightMapping,
-    add_prefix,
-)
+from cutaway.families.weight_conversion import QKV, PermuteForRope, Split, SubtractOffset, WeightMapping, add_prefix
 
 TIED_HEAD_KEY = "head.tied"
 """Not a GGUF key: whether the head is tied follows from the absence of its matrix."""
@@ -107,17 +98,14 @@ def per_layer(*mappings: WeightMapping) -> tuple[WeightMapping, ...]:
     return add_prefix("blk.{i}", "decoder.blocks.{i}", *mappings)
 
 
-def attention_weights(qk_op: ConversionOp = Identity()) -> tuple[WeightMapping, ...]:
-    """Weight mappings of q, k, v and o."""
-    qk = tuple(WeightMapping(f"attn_{p}", f"attn.f.{p}", qk_op) for p in "qk")
-    return (*qk, WeightMapping("attn_v", "attn.f.v"), WeightMapping("attn_output", "attn.f.o"))
-
-
+QK_WEIGHTS = tuple(WeightMapping(f"attn_{p}", f"attn.f.{p}") for p in "qk")
+PERMUTED_QK_WEIGHTS = tuple(replace(mapping, op=PermuteForRope()) for mapping in QK_WEIGHTS)
+VO_WEIGHTS = (WeightMapping("attn_v", "attn.f.v"), WeightMapping("attn_output", "attn.f.o"))
 NORM_WEIGHTS = (WeightMapping("attn_norm", "attn.norm_in"), WeightMapping("ffn_norm", "ffn.norm_in"))
 FFN_WEIGHTS = tuple(WeightMapping(f"ffn_{p}", f"ffn.f.{p}") for p in ("gate", "up", "down"))
 QK_NORM_WEIGHTS = tuple(WeightMapping(f"attn_{p}_norm", f"attn.f.{p}_norm.norm") for p in "qk")
 FUSED_QKV_WEIGHTS = (WeightMapping("attn_qkv", QKV, Split()), WeightMapping("attn_output", "attn.f.o"))
-LLAMA_WEIGHTS = (*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*NORM_WEIGHTS, *attention_weights(), *FFN_WEIGHTS))
+LLAMA_WEIGHTS = (*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*NORM_WEIGHTS, *QK_WEIGHTS, *VO_WEIGHTS, *FFN_WEIGHTS))
 GEMMA_NORM_WEIGHTS = (
     WeightMapping("output_norm", "decoder.final_norm"),
     *per_layer(
@@ -132,7 +120,7 @@ GEMMA_WEIGHTS = (
     EMBEDDING_AND_HEAD_WEIGHTS[0],
     EMBEDDING_AND_HEAD_WEIGHTS[2],
     *(replace(mapping, op=SubtractOffset(1.0)) for mapping in GEMMA_NORM_WEIGHTS),
-    *per_layer(*attention_weights(), *FFN_WEIGHTS),
+    *per_layer(*QK_WEIGHTS, *VO_WEIGHTS, *FFN_WEIGHTS),
 )
 IGNORED_ROPE_WEIGHTS = {r"rope_(freqs|factors_long|factors_short)\.weight": "RoPE factors, read with the metadata"}
 
@@ -165,7 +153,7 @@ _FAMILIES = (
         "llama",
         llama.build_template(ffn=SWIGLU, head=TIED),
         (*common_fields("llama"), GGUFRopeField("llama")),
-        (*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*NORM_WEIGHTS, *attention_weights(PermuteForRope()), *FFN_WEIGHTS)),
+        (*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*NORM_WEIGHTS, *PERMUTED_QK_WEIGHTS, *VO_WEIGHTS, *FFN_WEIGHTS)),
     ),
     _build_family(
         "qwen2",

@@ -35,9 +35,8 @@ def load_gguf(path: Path, **options: Unpack[LoadOptions]) -> Checkpoint:
     file = GGUFFile(path)
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in GGUF_ARCHITECTURES:
-        raise ConfigError(
-            f"'{path.name}' has the unsupported architecture {arch!r}; cutaway supports {', '.join(GGUF_ARCHITECTURES)}"
-        )
+        known = ", ".join(GGUF_ARCHITECTURES)
+        raise ConfigError(f"'{path.name}' has the unsupported architecture {arch!r}; cutaway supports {known}")
     family = GGUF_ARCHITECTURES[arch]
     metadata = {key: value for key, value in file.metadata.items() if key.startswith(f"{arch}.")}
     if "token_embd.weight" in file.tensor_infos:

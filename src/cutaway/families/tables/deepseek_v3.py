@@ -45,9 +45,7 @@ class MscaleRopeField(RopeField):
 def _read_kv_heads(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """Raise unless the number of key-value heads equals the number of heads."""
     if hf_config.get("num_key_value_heads") not in (None, tree.get(f"{ATTENTION}.heads")):
-        raise ConfigError(
-            "'num_key_value_heads' differs from 'num_attention_heads'; latent attention has no shared heads"
-        )
+        raise ConfigError("'num_key_value_heads' is not 'num_attention_heads'; latent attention shares no heads")
 
 
 def _write_kv_heads(tree: ConfigTree, hf_config: dict[str, object]) -> None:

@@ -18,9 +18,7 @@ def _read_attention_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
         limit = 1 + len(blocks)  # more are an error in any case; bounds the size of the list
         kinds = [kind for pattern, repeats in types for kind in list(pattern)[:limit] * min(repeats, limit)]
     if len(kinds) != len(blocks) or not {"global", "local"}.issuperset(kinds):
-        raise ConfigError(
-            f"config.json's attention layers are {kinds}; {len(blocks)} are required, each 'global' or 'local'"
-        )
+        raise ConfigError(f"config.json's attention layers are {kinds}; {len(blocks)} are required, global or local")
     for block, kind in zip(blocks, kinds, strict=True):
         block["attention"]["window"] = hf_config.get_number("window_size", 256) if kind == "local" else None
 

@@ -17,10 +17,8 @@ def _read_vocab_sizes(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     target = hf_config.get(VOCAB_KEYS[1]) or source
     shared = hf_config.get(VOCAB_KEYS[2], True)
     if shared and source != target:
-        raise ConfigError(
-            f"encoder and decoder share one embedding, but '{VOCAB_KEYS[0]}' is {source} and '{VOCAB_KEYS[1]}' is"
-            f" {target}; make them equal"
-        )
+        sizes = f"'{VOCAB_KEYS[0]}' is {source} and '{VOCAB_KEYS[1]}' is {target}"
+        raise ConfigError(f"encoder and decoder share one embedding, but {sizes}; make them equal")
     tree.set("vocab_size", target)
     tree.set("source_vocab_size", None if shared else source)
 

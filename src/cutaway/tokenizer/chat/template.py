@@ -37,13 +37,11 @@ def render_chat_template(template: str, messages: Sequence[Message], variables: 
     except SecurityError as error:
         raise InputError(f"the chat template was stopped: {error}; pass another template") from error
     except RecursionError as error:
-        raise InputError(
-            "the chat template was stopped: it is recursive or nested too deeply; pass another template"
-        ) from error
+        reason = "it is recursive or nested too deeply"
+        raise InputError(f"the chat template was stopped: {reason}; pass another template") from error
     except Exception as error:  # template code can raise any exception
-        raise InputError(
-            f"the chat template failed ({type(error).__name__}: {error}); check the messages and the template"
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise InputError(f"the chat template failed ({reason}); check the messages and the template") from error
     finally:
         CURRENT_METER.reset(token)
 
@@ -51,9 +49,7 @@ def render_chat_template(template: str, messages: Sequence[Message], variables: 
 @functools.lru_cache(maxsize=32)
 def _compile_template(template: str) -> Template:
     if len(template) > MAX_TEMPLATE_CHARS:
-        raise InputError(
-            f"the chat template has {len(template):,} characters, more than {MAX_TEMPLATE_CHARS:,}; pass another"
-        )
+        raise InputError(f"the chat template has more than {MAX_TEMPLATE_CHARS:,} characters; pass another")
     try:
         return ChatTemplateSandbox().from_string(template)
     except TemplateSyntaxError as error:
@@ -91,6 +87,4 @@ def _to_json_types(value: object, path: str, depth: int = 0) -> object:
         return {str(key): _to_json_types(item, path, depth + 1) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [_to_json_types(item, path, depth + 1) for item in value]
-    raise InputError(
-        f"{path} contains a {type(value).__name__}; chat templates take strings, numbers, lists and objects"
-    )
+    raise InputError(f"{path} contains a {type(value).__name__}; templates take strings, numbers, lists and objects")

@@ -15,32 +15,11 @@ from tokenizers import AddedToken, decoders, normalizers
 from tokenizers.models import BPE
 
 from cutaway.errors import InputError
+from cutaway.tokenizer import split_patterns as splits
 from cutaway.tokenizer.decode_stream import is_byte_token
 from cutaway.tokenizer.file_io import MAX_VOCAB_SIZE, JsonObject, wrap_tokenizers_errors
-from cutaway.tokenizer.formats.sentencepiece import (
-    BPE_MODEL,
-    BYTE,
-    CONTROL,
-    NORMAL,
-    UNIGRAM_MODEL,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
-    SentencePieceModel,
-    build_sentencepiece_pipeline,
-    build_vocabulary,
-    validate_charsmap,
-    validate_sentencepiece_model,
-)
+from cutaway.tokenizer.formats import sentencepiece as spm
 from cutaway.tokenizer.pipelines import PIPELINES, bos_eos_processor, build_metaspace_decoder
-from cutaway.tokenizer.split_patterns import (
-    ADD_BOS_BY_DEFAULT,
-    IGNORE_MERGES,
-    PRE_TOKENIZER_NAMES,
-    SPLIT_PATTERNS,
-    build_byte_level_pre_tokenizer,
-    get_split_patterns,
-)
 from cutaway.tokenizer.tokenizer import Tokenizer
 from cutaway.tokenizer.tokenizer_config import ChatTemplate, TokenizerConfig
 from cutaway.tokenizer.vocabulary import Vocabulary
@@ -51,14 +30,10 @@ Step = dict[str, Any]
 GGML_KEY_PREFIX = "tokenizer.ggml."
 CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
 # "seperator" is the spelling in GGUF.
+_GGUF_NAMES = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
 TOKEN_ID_KEYS = {
-    "bos_token": "bos_token_id",
-    "eos_token": "eos_token_id",
-    "unk_token": "unknown_token_id",
-    "sep_token": "seperator_token_id",
-    "pad_token": "padding_token_id",
-    "cls_token": "cls_token_id",
-    "mask_token": "mask_token_id",
+    f"{name}_token": f"{_GGUF_NAMES.get(name, name)}_token_id"
+    for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 }
 
 
@@ -70,7 +45,7 @@ class GGUFTokenizerMetadata:
         self.tokens: list[str] = self.get_list("tokens", str) or []
         if not self.tokens or len(self.tokens) > MAX_VOCAB_SIZE:
             raise InputError(f"the GGUF metadata has no list {GGML_KEY_PREFIX}tokens; use a file with a tokenizer")
-        self.token_types = self.get_list("token_type", int) or [NORMAL] * len(self.tokens)
+        self.token_types = self.get_list("token_type", int) or [spm.NORMAL] * len(self.tokens)
         if len(self.token_types) != len(self.tokens):
             counts = f"{len(self.token_types)} token types for {len(self.tokens)} tokens"
             raise InputError(f"the GGUF metadata has {counts}; fix the file")
@@ -132,13 +107,13 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     backend = wrap_tokenizers_errors("the GGUF metadata", lambda: build(reader))
     special_tokens, ids = reader.special_tokens_map, reader.token_ids
     special_contents = set(special_tokens.values())
-    added = [
-        AddedToken(token, normalized=False, special=token_type in (CONTROL, UNKNOWN) or token in special_contents)
-        for token, token_type in zip(reader.tokens, reader.token_types, strict=True)
-        if token_type in (CONTROL, USER_DEFINED, UNKNOWN) or token in special_contents
-    ]
+    added = []
+    for token, token_type in zip(reader.tokens, reader.token_types, strict=True):
+        special = token_type in (spm.CONTROL, spm.UNKNOWN) or token in special_contents
+        if special or token_type == spm.USER_DEFINED:
+            added.append(AddedToken(token, normalized=False, special=special))
     wrap_tokenizers_errors("the GGUF metadata", lambda: backend.add_tokens(added))
-    add_bos = add_bos or PRE_TOKENIZER_NAMES.get(reader.get_or("pre", "")) in ADD_BOS_BY_DEFAULT
+    add_bos = add_bos or splits.PRE_TOKENIZER_NAMES.get(reader.get_or("pre", "")) in splits.ADD_BOS_BY_DEFAULT
     add_bos_eos = reader.get_or("add_bos_token", add_bos), reader.get_or("add_eos_token", add_eos)
     first, last = special_tokens.get("bos_token"), special_tokens.get("eos_token")
     if model == "bert":
@@ -172,18 +147,19 @@ def _build_gpt2(metadata: GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
             raise InputError(f"the GGUF metadata has a merge {merge!r:.40} that is not two tokens; fix the file")
         merges.append((pair[0], pair[1]))
     pre = metadata.get_or("pre", "default")
-    ignore_merges = PRE_TOKENIZER_NAMES.get(pre) in IGNORE_MERGES
+    ignore_merges = splits.PRE_TOKENIZER_NAMES.get(pre) in splits.IGNORE_MERGES
     backend = tokenizers.Tokenizer(BPE(vocab=metadata.token_ids, merges=merges, ignore_merges=ignore_merges))
     prefix = metadata.get_or("add_space_prefix", False)
-    backend.pre_tokenizer = build_byte_level_pre_tokenizer(get_split_patterns(pre), add_prefix_space=prefix)
+    patterns = splits.get_split_patterns(pre)
+    backend.pre_tokenizer = splits.build_byte_level_pre_tokenizer(patterns, add_prefix_space=prefix)
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
 def _build_llama(metadata: GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
     prefix = metadata.get_or("add_space_prefix", True)
-    model = _sentencepiece_model(metadata, BPE_MODEL, add_dummy_prefix=False)
-    backend = build_sentencepiece_pipeline(model, build_vocabulary(model, None))
+    model = _sentencepiece_model(metadata, spm.BPE_MODEL, add_dummy_prefix=False)
+    backend = spm.build_sentencepiece_pipeline(model, spm.build_vocabulary(model, None))
     if prefix:
         # A space is added before the text and before text that follows a special token.
         steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -193,23 +169,24 @@ def _build_llama(metadata: GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
 
 
 def _build_t5(metadata: GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
-    model = _sentencepiece_model(metadata, UNIGRAM_MODEL, add_dummy_prefix=metadata.get_or("add_space_prefix", True))
+    prefix = metadata.get_or("add_space_prefix", True)
+    model = _sentencepiece_model(metadata, spm.UNIGRAM_MODEL, add_dummy_prefix=prefix)
     charsmap = metadata.get_list("precompiled_charsmap", int)
     if charsmap:
         # Some GGUF writers store signed bytes, others unsigned.
         model.precompiled_charsmap = bytes(byte & 0xFF for byte in charsmap)
-        validate_charsmap(model.precompiled_charsmap)
+        spm.validate_charsmap(model.precompiled_charsmap)
     model.remove_extra_whitespaces = metadata.get_or("remove_extra_whitespaces", False)
-    return build_sentencepiece_pipeline(model, build_vocabulary(model, None))
+    return spm.build_sentencepiece_pipeline(model, spm.build_vocabulary(model, None))
 
 
 def _sentencepiece_model(
     metadata: GGUFTokenizerMetadata, model_type: int, *, add_dummy_prefix: bool
-) -> SentencePieceModel:
-    model = SentencePieceModel(metadata.pieces(), model_type, unk_id=metadata.get_or("unknown_token_id", 0))
-    model.byte_fallback = any(type_ == BYTE for _, _, type_ in model.pieces)
+) -> spm.SentencePieceModel:
+    model = spm.SentencePieceModel(metadata.pieces(), model_type, unk_id=metadata.get_or("unknown_token_id", 0))
+    model.byte_fallback = any(type_ == spm.BYTE for _, _, type_ in model.pieces)
     model.add_dummy_prefix, model.remove_extra_whitespaces = add_dummy_prefix, False
-    validate_sentencepiece_model(model)
+    spm.validate_sentencepiece_model(model)
     return model
 
 
@@ -217,7 +194,7 @@ def _build_bert(metadata: GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
     """llama.cpp marks word starts with ▁; BERT marks continuations with ##."""
     ids: dict[str, int] = {}
     for token_id, (token, token_type) in enumerate(zip(metadata.tokens, metadata.token_types, strict=True)):
-        if token_type not in (CONTROL, UNKNOWN):
+        if token_type not in (spm.CONTROL, spm.UNKNOWN):
             token = token[1:] if token.startswith("▁") else f"##{token}"
         ids.setdefault(token, token_id)
     options: JsonObject = {"do_lower_case": metadata.get_or("normalizer.lowercase", True)}
@@ -294,12 +271,12 @@ def _pre_tokenizer_name(steps: list[Step], *, has_merges: bool) -> str:
             case {"type": "Digits", "individual_digits": True}:
                 patterns.append(r"\p{N}")
             case {"type": "ByteLevel", "use_regex": True}:
-                patterns += SPLIT_PATTERNS["gpt-2"]
+                patterns += splits.SPLIT_PATTERNS["gpt-2"]
             case {"type": "ByteLevel" | "NFC"}:
                 pass
             case _:
                 patterns.append(f"<{step['type']}>")
-    for name, known in SPLIT_PATTERNS.items():
+    for name, known in splits.SPLIT_PATTERNS.items():
         if known == tuple(patterns) or not (patterns or has_merges):
             return name
     raise InputError(f"GGUF has no name for this pre-tokenizer ({' then '.join(patterns)}); save it as a directory")
@@ -314,20 +291,20 @@ def _token_metadata(tokenizer: Tokenizer, model: Step) -> dict[str, object]:
     vocab = tokenizer.backend.get_vocab(with_added_tokens=True)
     size = max(vocab.values()) + 1
     tokens = [f"[PAD{token_id}]" for token_id in range(size)]
-    types = [UNUSED] * size
+    types = [spm.UNUSED] * size
     fallback = model.get("byte_fallback", False)
     for token, token_id in vocab.items():
-        tokens[token_id], types[token_id] = token, BYTE if fallback and is_byte_token(token) else NORMAL
+        tokens[token_id], types[token_id] = token, spm.BYTE if fallback and is_byte_token(token) else spm.NORMAL
     for token_id, added in tokenizer.backend.get_added_tokens_decoder().items():
-        types[token_id] = CONTROL if added.special else USER_DEFINED
+        types[token_id] = spm.CONTROL if added.special else spm.USER_DEFINED
     if model["type"] == "BPE" and not fallback:
         return {"tokens": tokens, "token_type": types}
     unk = tokenizer.unk_token_id
     if unk is not None:
-        types[unk] = UNKNOWN
+        types[unk] = spm.UNKNOWN
     # llama.cpp matches user-defined pieces in the raw text, before spaces become ▁.
     for token_id, token_type in enumerate(types):
-        if token_type == USER_DEFINED:
+        if token_type == spm.USER_DEFINED:
             tokens[token_id] = tokens[token_id].replace("▁", " ")
     if model["type"] == "Unigram":
         scores = [score for _, score in model["vocab"]] + [0.0] * (size - len(model["vocab"]))
@@ -342,4 +319,4 @@ def _bpe_scores(tokens: list[str], types: list[int], merges: list[list[str]]) ->
     for i, (left, right) in enumerate(merges):
         first_merge.setdefault(left + right, i)
     scores = [float(-first_merge.get(token, len(merges) + token_id)) for token_id, token in enumerate(tokens)]
-    return [s if type_ in (NORMAL, USER_DEFINED) else 0.0 for s, type_ in zip(scores, types, strict=True)]
+    return [s if type_ in (spm.NORMAL, spm.USER_DEFINED) else 0.0 for s, type_ in zip(scores, types, strict=True)]

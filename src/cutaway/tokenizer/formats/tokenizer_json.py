@@ -101,9 +101,7 @@ def _parse_scored_piece(entry: object, path: Path) -> tuple[str, float]:
     match entry:
         case [str(piece), int() | float() as score]:
             return piece, float(score)
-    raise InputError(
-        f"{path} has a vocabulary entry {entry!r:.60} that is not a piece with a score; download the file again"
-    )
+    raise InputError(f"{path}: vocabulary entry {entry!r:.60} is not a piece and a score; download the file again")
 
 
 def _parse_merge(merge: object, path: Path) -> tuple[str, str]:
