@@ -21,7 +21,7 @@ from cutaway.pretrained import find_pretrained
 if TYPE_CHECKING:
     from cutaway.tokenizer import Tokenizer
 
-HUB_ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm")
+_HUB_ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm")
 """Files downloaded from a Hub repository: no code, no pickles."""
 RUN_FILE_NAME = "run.json"
 """The file that marks a training run directory."""
@@ -113,7 +113,7 @@ def _download_from_hub(repo_id: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(HUB_ALLOW_PATTERNS)))
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(_HUB_ALLOW_PATTERNS)))
     except (OfflineModeIsEnabled, LocalEntryNotFoundError):
         hint = "check the spelling and the network, or pass a directory"
         raise InputError(f"'{repo_id}' is not local, and the Hub cannot be reached; {hint}") from None

@@ -92,7 +92,7 @@ def build_load_plan(
     family: Family, config: Config, model: Transformer, tensor_infos: Mapping[str, TensorInfo]
 ) -> tuple[LoadPlan, dict[str, str]]:
     """Return the load plan in the family's key names, and a dict from these names to the file's."""
-    file_keys = normalize_checkpoint_keys(family, tensor_infos)
+    file_keys = _normalize_checkpoint_keys(family, tensor_infos)
     plan = LoadPlan()
     canonical = canonical_keys(model)
     loaded: dict[str, TensorConversion] = {}
@@ -131,7 +131,7 @@ def build_load_plan(
     return plan, file_keys
 
 
-def normalize_checkpoint_keys(family: Family, tensor_infos: Mapping[str, TensorInfo]) -> dict[str, str]:
+def _normalize_checkpoint_keys(family: Family, tensor_infos: Mapping[str, TensorInfo]) -> dict[str, str]:
     """Key names of the family → key names of the file; resolves legacy names and base models without prefix."""
     prefix = family.base_model_prefix
     is_base_model = prefix and not any(name.startswith(prefix) for name in tensor_infos)

@@ -11,7 +11,7 @@ from cutaway.errors import ConfigError
 from cutaway.families import tables
 from cutaway.families.family import Family
 
-PREFERRED_FAMILIES = ("bert", "gpt2", "llama", "t5")
+_PREFERRED_FAMILIES = ("bert", "gpt2", "llama", "t5")
 """Families that most tools support; tried first when several could represent a model."""
 
 
@@ -54,7 +54,7 @@ def find_family(config: Config, name: str | None = None) -> tuple[Family, dict[s
             raise ConfigError(f"'{name}' is not a supported family; use one of: {', '.join(known)}")
         return known[name], known[name].config_to_hf(config)
     errors = []
-    for family in sorted(known.values(), key=lambda family: family.name not in PREFERRED_FAMILIES):
+    for family in sorted(known.values(), key=lambda family: family.name not in _PREFERRED_FAMILIES):
         try:
             return family, family.config_to_hf(config)
         except ConfigError as error:

@@ -8,7 +8,7 @@ from cutaway.errors import ConfigError
 from cutaway.families.config_fields import REQUIRED, HFConfigReader
 from cutaway.families.config_tree import ConfigTree, Node
 
-ROPE_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
+_ROPE_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class RopeField:
                 original = hf_config.get_number(self.original_max_positions_key, self.default_original_max_positions)
         if rope_type == "default":
             return {"kind": "none"}
-        if rope_type not in ROPE_TYPES:
-            supported = ", ".join(ROPE_TYPES)
+        if rope_type not in _ROPE_TYPES:
+            supported = ", ".join(_ROPE_TYPES)
             raise ConfigError(f"config.json's 'rope_type' is '{rope_type}'; cutaway supports default, {supported}")
         default = length / original if rope_type in ("yarn", "longrope") else REQUIRED
         factor = float(rope.get_number("factor", default))

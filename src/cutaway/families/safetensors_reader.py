@@ -15,12 +15,12 @@ from torch import Tensor
 
 from cutaway.errors import WeightError
 
-SAFETENSORS_DTYPES = {
+_SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 _NOT_REGULAR = "'{}' is not a regular file, so it is not opened; replace it with the model's file"
 
@@ -68,7 +68,7 @@ class SafetensorsReader:
         self.tensor_infos: dict[str, TensorInfo] = {}
         self.locations: dict[str, tuple[mmap.mmap, int]] = {}
         for path in files:
-            header, start = read_safetensors_header(path)
+            header, start = _read_safetensors_header(path)
             mapping = _mmap_file(path)
             for name, (info, offset) in header.items():
                 if name in self.tensor_infos:
@@ -103,7 +103,7 @@ def _mmap_file(path: Path) -> mmap.mmap:
         raise WeightError(f"'{path.name}' cannot be mapped into memory: {error}") from None
 
 
-def read_safetensors_header(path: Path) -> tuple[dict[str, tuple[TensorInfo, int]], int]:
+def _read_safetensors_header(path: Path) -> tuple[dict[str, tuple[TensorInfo, int]], int]:
     """Return {name: (info, offset in the data)} and the offset of the data. `safe_open` validates offsets and sizes."""
     try:
         if path.exists() and not path.is_file():
@@ -123,9 +123,9 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, tuple[TensorInfo, int
         if name == "__metadata__":
             continue
         dtype = entry["dtype"]
-        if dtype not in SAFETENSORS_DTYPES:
+        if dtype not in _SAFETENSORS_DTYPES:
             raise WeightError(f"tensor '{name}' has the unsupported dtype {dtype}; convert it to bfloat16 or float32")
-        tensors[name] = TensorInfo(tuple(entry["shape"]), SAFETENSORS_DTYPES[dtype]), entry["data_offsets"][0]
+        tensors[name] = TensorInfo(tuple(entry["shape"]), _SAFETENSORS_DTYPES[dtype]), entry["data_offsets"][0]
     return tensors, 8 + length
 
 
@@ -195,7 +195,7 @@ def _read_shard_index(directory: Path, index: Path) -> list[Path]:
 
 def check_not_pickle(path: Path) -> None:
     """Raise WeightError if a path has the suffix of a pickle."""
-    if path.suffix in PICKLE_SUFFIXES:
+    if path.suffix in _PICKLE_SUFFIXES:
         raise WeightError(
             f"'{path.name}' is a pickle, which can run code when opened, so it is not loaded; use the model's"
             " safetensors, or convert it if you trust it: transformers' from_pretrained, then save_pretrained"

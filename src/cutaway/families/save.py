@@ -25,7 +25,7 @@ from cutaway.families.registry import families, find_family
 from cutaway.families.safetensors_reader import SAFE_WEIGHTS_INDEX_NAME
 from cutaway.model import Transformer
 
-MAX_SHARD_SIZE = 5_000_000_000
+_MAX_SHARD_SIZE = 5_000_000_000
 """Maximum bytes of weights per file, and maximum memory used for saving beside the model."""
 
 
@@ -34,7 +34,7 @@ def save(
     directory: str | Path,
     *,
     family: str | None = None,
-    max_shard_size: int = MAX_SHARD_SIZE,
+    max_shard_size: int = _MAX_SHARD_SIZE,
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:

@@ -18,11 +18,11 @@ from cutaway.families.weight_conversion import Identity
 from cutaway.model import Transformer, build, inputs
 from cutaway.model.layers import ConstantBuffers
 
-NUM_READER_THREADS = 4
+_NUM_READER_THREADS = 4
 """Number of reader threads; each holds one tensor beside the model."""
-CONVERSION_CHUNK_NUMEL = 1 << 21
+_CONVERSION_CHUNK_NUMEL = 1 << 21
 """Elements per chunk of a dtype conversion."""
-MAX_FULL_CHECK_BYTES = 1 << 29
+_MAX_FULL_CHECK_BYTES = 1 << 29
 """Checkpoints up to this many bytes are fully checked for NaN and infinity; in larger ones only small tensors."""
 
 
@@ -76,7 +76,7 @@ def load_model(
         computed = f"{num_computed:,} computed values ({plan.computed_weights[0]})"
         raise ConfigError(f"'{source}' requires {computed}, more than the file has weights; correct its config.json")
     total = sum(info.numel * info.dtype.itemsize for info in reader.tensor_infos.values())
-    check_all = total <= MAX_FULL_CHECK_BYTES if check_finite is None else check_finite
+    check_all = total <= _MAX_FULL_CHECK_BYTES if check_finite is None else check_finite
     report = LoadReport(
         source=source,
         family=family.name,
@@ -101,7 +101,7 @@ def load_model(
     return model.eval(), config, report
 
 
-DIMENSION_FIELDS = (
+_DIMENSION_FIELDS = (
     "vocab_size", "source_vocab_size", "d_model", "heads", "kv_heads", "d_head", "hidden", "experts", "q_rank",
     "kv_rank", "d_nope", "d_rope", "d_value",
 )  # fmt: skip
@@ -116,7 +116,7 @@ def check_config_fits_weights(config: Config, reader: TensorReader, source: str)
         counts = f"{len(reader.tensor_infos)} tensors, and its config.json has {layers} layers"
         raise WeightError(f"'{source}' has {counts}; weights and config.json do not match, or a file is missing")
     for key, value in _iter_ints(config.model_dump()):
-        if key in DIMENSION_FIELDS and value > max_numel:
+        if key in _DIMENSION_FIELDS and value > max_numel:
             reason = f"config.json has {key} {value:,}, and no tensor has so many elements"
             raise WeightError(f"'{source}': {reason}; weights and config.json do not match")
 
@@ -225,7 +225,7 @@ def _load_weights(
 
     # Largest first: their temporary copies are allocated while most of the model is not yet in memory.
     order = sorted(plan.conversions, key=lambda conversion: -sum(state[name].numel() for name in conversion.model_keys))
-    with ThreadPoolExecutor(NUM_READER_THREADS) as pool:
+    with ThreadPoolExecutor(_NUM_READER_THREADS) as pool:
         for done, loaded in enumerate(pool.map(load_conversion, order), 1):
             for name, tensor in loaded:
                 set_module_tensor(model, name, tensor)
@@ -251,9 +251,9 @@ def _load_converted(
     source = reader.read_tensor(name)
     target = torch.empty(source.shape, dtype=dtype, device=device)
     flat_target, flat_source = target.view(-1), source.view(-1)
-    for first in range(0, len(flat_source), CONVERSION_CHUNK_NUMEL):
-        chunk = check_finite(name, flat_source[first : first + CONVERSION_CHUNK_NUMEL])
-        flat_target[first : first + CONVERSION_CHUNK_NUMEL] = chunk
+    for first in range(0, len(flat_source), _CONVERSION_CHUNK_NUMEL):
+        chunk = check_finite(name, flat_source[first : first + _CONVERSION_CHUNK_NUMEL])
+        flat_target[first : first + _CONVERSION_CHUNK_NUMEL] = chunk
         reader.release_tensor(name, first * source.itemsize, (first + len(chunk)) * source.itemsize)
     return _check_float16_overflow(name, target, source)
 

@@ -18,25 +18,6 @@ from cutaway.tokenizer.split_patterns import bytes_to_unicode
 from cutaway.tokenizer.tokenizer_config import SPECIAL_TOKENS_ATTRIBUTES, ChatTemplate, added_token_to_dict
 
 
-def serialize_tokenizer(tokenizer: "Tokenizer") -> dict[str, bytes]:
-    """Files of a tokenizer directory. The class is PreTrainedTokenizerFast, which uses tokenizer.json unchanged."""
-    named_tokens = set(tokenizer.special_tokens_map.values())
-    added = sorted(tokenizer.backend.get_added_tokens_decoder().items())
-    config: dict[str, object] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": tokenizer.model_max_length or int(1e30),
-        "padding_side": tokenizer.padding_side,
-        "clean_up_tokenization_spaces": tokenizer.clean_up_tokenization_spaces,
-        "split_special_tokens": tokenizer.backend.encode_special_tokens,
-        "additional_special_tokens": [t.content for _, t in added if t.special and t.content not in named_tokens],
-        # If absent, transformers would read old special_tokens_map.json and added_tokens.json files instead.
-        "added_tokens_decoder": {str(token_id): added_token_to_dict(token) for token_id, token in added},
-        **tokenizer.special_tokens_map,
-    }
-    files = {"tokenizer.json": tokenizer.backend.to_str(pretty=True).encode()}
-    return files | serialize_config(tokenizer, config)
-
-
 def serialize_config(tokenizer: "Tokenizer", config: Mapping[str, object]) -> dict[str, bytes]:
     """tokenizer_config.json and the chat template."""
     template = tokenizer.chat_template
@@ -214,7 +195,21 @@ class Tokenizer:
         write_files_atomically(Path(directory), self._serialize_files())
 
     def _serialize_files(self) -> dict[str, bytes]:
-        return serialize_tokenizer(self)
+        """Files of a tokenizer directory. The class is PreTrainedTokenizerFast, which uses tokenizer.json unchanged."""
+        named_tokens = set(self.special_tokens_map.values())
+        added = sorted(self.backend.get_added_tokens_decoder().items())
+        config: dict[str, object] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": self.model_max_length or int(1e30),
+            "padding_side": self.padding_side,
+            "clean_up_tokenization_spaces": self.clean_up_tokenization_spaces,
+            "split_special_tokens": self.backend.encode_special_tokens,
+            "additional_special_tokens": [t.content for _, t in added if t.special and t.content not in named_tokens],
+            # If absent, transformers would read old special_tokens_map.json and added_tokens.json files instead.
+            "added_tokens_decoder": {str(token_id): added_token_to_dict(token) for token_id, token in added},
+            **self.special_tokens_map,
+        }
+        return {"tokenizer.json": self.backend.to_str(pretty=True).encode(), **serialize_config(self, config)}
 
     def __repr__(self) -> str:
         return f"Tokenizer({type(self.backend.model).__name__}, {self.vocab_size} tokens)"

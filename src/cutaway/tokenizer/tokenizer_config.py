@@ -13,7 +13,7 @@ from cutaway.tokenizer.file_io import JsonObject, path_exists, read_json_object,
 SPECIAL_TOKENS_ATTRIBUTES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 ChatTemplate = str | dict[str, str] | None
-MAX_CHAT_TEMPLATE_BYTES = 1 << 18
+_MAX_CHAT_TEMPLATE_BYTES = 1 << 18
 
 
 @dataclass
@@ -73,13 +73,13 @@ def load_tokenizer_config(directory: Path, tokenizer_json: JsonObject | None = N
     path = directory / "tokenizer_config.json"
     options = read_json_object(path) if path_exists(path) else {}
     source = str(path)
-    tokenizer_config = TokenizerConfig(source, options)
-    tokenizer_config.chat_template = _load_chat_template(directory, options.pop("chat_template", None), source)
+    cfg = TokenizerConfig(source, options)
+    cfg.chat_template = _load_chat_template(directory, options.pop("chat_template", None), source)
     decoder = options.pop("added_tokens_decoder", None)
     if decoder is not None:
         if not isinstance(decoder, dict):
             raise InputError(f"{source} has an added_tokens_decoder that is not an object; download the file again")
-        tokenizer_config.added_tokens_decoder = {
+        cfg.added_tokens_decoder = {
             _parse_token_id(key, source): _parse_added_token(value, source) for key, value in decoder.items()
         }
     elif path_exists(directory / "special_tokens_map.json"):
@@ -91,22 +91,20 @@ def load_tokenizer_config(directory: Path, tokenizer_json: JsonObject | None = N
     model_specific = [value for value in others.values() if isinstance(value, str | dict)]
     if isinstance(extra, dict):
         model_specific, extra = [*model_specific, *extra.values()], None
-    tokenizer_config.model_specific_special_tokens = [_parse_token(value, source) for value in model_specific]
+    cfg.model_specific_special_tokens = [_parse_token(value, source) for value in model_specific]
     if extra is not None:
         if not isinstance(extra, list):
             raise InputError(f"{source} has extra special tokens that are not a list; download the file again")
-        tokenizer_config.extra_special_tokens = [_parse_token(value, source) for value in extra]
-    tokenizer_config.special_tokens = {
+        cfg.extra_special_tokens = [_parse_token(value, source) for value in extra]
+    cfg.special_tokens = {
         name: _parse_token(options[name], source) for name in SPECIAL_TOKENS_ATTRIBUTES if options.get(name) is not None
     }
     if decoder is None:
-        added = _read_added_tokens_json(directory, tokenizer_config)
-        tokenizer_config.added_tokens_decoder = added | _added_tokens_in(tokenizer_json, directory)
-    flags = {token.content: token for token in tokenizer_config.added_tokens_decoder.values()}
-    tokenizer_config.special_tokens = {
-        name: flags.get(token_content(token), token) for name, token in tokenizer_config.special_tokens.items()
-    }
-    return tokenizer_config
+        added = _read_added_tokens_json(directory, cfg)
+        cfg.added_tokens_decoder = added | _added_tokens_in(tokenizer_json, directory)
+    flags = {token.content: token for token in cfg.added_tokens_decoder.values()}
+    cfg.special_tokens = {name: flags.get(token_content(token), token) for name, token in cfg.special_tokens.items()}
+    return cfg
 
 
 def added_token_to_dict(token: AddedToken) -> dict[str, str | bool]:
@@ -146,12 +144,12 @@ def _parse_token_id(key: str, source: object) -> int:
     return int(key)
 
 
-def _read_added_tokens_json(directory: Path, tokenizer_config: TokenizerConfig) -> dict[int, AddedToken]:
+def _read_added_tokens_json(directory: Path, cfg: TokenizerConfig) -> dict[int, AddedToken]:
     path = directory / "added_tokens.json"
     if not path_exists(path):
         return {}
-    special = [*tokenizer_config.special_tokens.values(), *tokenizer_config.model_specific_special_tokens]
-    special += tokenizer_config.extra_special_tokens or []
+    special = [*cfg.special_tokens.values(), *cfg.model_specific_special_tokens]
+    special += cfg.extra_special_tokens or []
     contents = {token_content(token) for token in special}
     tokens = {}
     for content, token_id in read_json_object(path).items():
@@ -174,7 +172,7 @@ def _load_chat_template(directory: Path, inline: object, source: str) -> ChatTem
     files = {"default": single} if path_exists(single) else {}
     if folder.is_dir():
         files |= {path.stem: path for path in sorted(folder.glob("*.jinja"))}
-    templates = {name: read_text(path, MAX_CHAT_TEMPLATE_BYTES) for name, path in files.items()}
+    templates = {name: read_text(path, _MAX_CHAT_TEMPLATE_BYTES) for name, path in files.items()}
     if templates:
         return templates["default"] if templates.keys() == {"default"} else templates
     if inline is None or isinstance(inline, str):

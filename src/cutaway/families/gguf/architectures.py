@@ -10,7 +10,7 @@ from cutaway.families.gguf.rope_fields import GGUFRopeField
 from cutaway.families.tables import gemma, gpt2, llama
 from cutaway.families.weight_conversion import QKV, PermuteForRope, Split, SubtractOffset, WeightMapping, add_prefix
 
-TIED_HEAD_KEY = "head.tied"
+_TIED_HEAD_KEY = "head.tied"
 """Not a GGUF key: whether the head is tied follows from the absence of its matrix."""
 
 
@@ -28,14 +28,14 @@ def common_fields(arch: str, *, norm: str = "layer_norm_rms") -> tuple[ConfigFie
         Key(f"{attention}.head_count_kv", f"{llama.ATTENTION}.kv_heads", None),
         Key(f"{attention}.key_length", f"{llama.ATTENTION}.d_head", None),
         Key(f"{attention}.{norm}_epsilon", "decoder.norm.eps"),
-        Key(TIED_HEAD_KEY, "head.tied", True),
+        Key(_TIED_HEAD_KEY, "head.tied", True),
         Custom((f"{attention}.value_length",), _check_value_length),
         SupportedValues(f"{arch}.expert_count", (0,), no_experts),
         SupportedValues(f"{attention}.causal", (True,), "its attention is not causal"),
     )
 
 
-def qk_norm_field(arch: str) -> Key:
+def _qk_norm_field(arch: str) -> Key:
     """QK-norm has the eps of the other norms."""
     return Key(f"{arch}.attention.layer_norm_rms_epsilon", f"{llama.ATTENTION}.qk_norm.norm.eps")
 
@@ -47,7 +47,7 @@ def _check_value_length(metadata: HFConfigReader, tree: ConfigTree) -> None:
             raise ConfigError(f"'{key}' is {length!r}, not the key length; cutaway supports only equal lengths")
 
 
-def sliding_window_field(arch: str, full_attention_period: int | None) -> Custom:
+def _sliding_window_field(arch: str, full_attention_period: int | None) -> Custom:
     """Sliding-window layers, with full attention in every n-th layer; if n is None, in no layer."""
     key = f"{arch}.attention.sliding_window"
 
@@ -65,7 +65,7 @@ def sliding_window_field(arch: str, full_attention_period: int | None) -> Custom
     return Custom((key, f"{arch}.attention.sliding_window_pattern"), from_hf, to_hf)
 
 
-def query_scale_field(largest_num_layers: int) -> Custom:
+def _query_scale_field(largest_num_layers: int) -> Custom:
     """Attention scale, which GGUF does not store.
 
     It is 1/sqrt(d_head), except for the largest Gemma, identified by its number of layers: 1/sqrt(d_model / heads).
@@ -82,9 +82,9 @@ def query_scale_field(largest_num_layers: int) -> Custom:
 
 
 # The head is tied in every template; it is untied on loading if the file has a different head matrix.
-TIED = {"tied": True}
-SWIGLU = {"kind": "gated", "activation": "silu"}
-GEGLU = {"kind": "gated", "activation": "gelu_tanh"}
+_TIED = {"tied": True}
+_SWIGLU = {"kind": "gated", "activation": "silu"}
+_GEGLU = {"kind": "gated", "activation": "gelu_tanh"}
 QK_NORM = {"qk_norm": {"norm": llama.RMSNORM}}
 EMBEDDING_AND_HEAD_WEIGHTS = (
     WeightMapping("token_embd", "decoder.embed.token"),
@@ -98,15 +98,15 @@ def per_layer(*mappings: WeightMapping) -> tuple[WeightMapping, ...]:
     return add_prefix("blk.{i}", "decoder.blocks.{i}", *mappings)
 
 
-QK_WEIGHTS = tuple(WeightMapping(f"attn_{p}", f"attn.f.{p}") for p in "qk")
-PERMUTED_QK_WEIGHTS = tuple(replace(mapping, op=PermuteForRope()) for mapping in QK_WEIGHTS)
-VO_WEIGHTS = (WeightMapping("attn_v", "attn.f.v"), WeightMapping("attn_output", "attn.f.o"))
+_QK_WEIGHTS = tuple(WeightMapping(f"attn_{p}", f"attn.f.{p}") for p in "qk")
+_PERMUTED_QK_WEIGHTS = tuple(replace(mapping, op=PermuteForRope()) for mapping in _QK_WEIGHTS)
+_VO_WEIGHTS = (WeightMapping("attn_v", "attn.f.v"), WeightMapping("attn_output", "attn.f.o"))
 NORM_WEIGHTS = (WeightMapping("attn_norm", "attn.norm_in"), WeightMapping("ffn_norm", "ffn.norm_in"))
 FFN_WEIGHTS = tuple(WeightMapping(f"ffn_{p}", f"ffn.f.{p}") for p in ("gate", "up", "down"))
 QK_NORM_WEIGHTS = tuple(WeightMapping(f"attn_{p}_norm", f"attn.f.{p}_norm.norm") for p in "qk")
-FUSED_QKV_WEIGHTS = (WeightMapping("attn_qkv", QKV, Split()), WeightMapping("attn_output", "attn.f.o"))
-LLAMA_WEIGHTS = (*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*NORM_WEIGHTS, *QK_WEIGHTS, *VO_WEIGHTS, *FFN_WEIGHTS))
-GEMMA_NORM_WEIGHTS = (
+_FUSED_QKV_WEIGHTS = (WeightMapping("attn_qkv", QKV, Split()), WeightMapping("attn_output", "attn.f.o"))
+_LLAMA_WEIGHTS = (*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*NORM_WEIGHTS, *_QK_WEIGHTS, *_VO_WEIGHTS, *FFN_WEIGHTS))
+_GEMMA_NORM_WEIGHTS = (
     WeightMapping("output_norm", "decoder.final_norm"),
     *per_layer(
         WeightMapping("attn_norm", "attn.norm_in"),
@@ -116,20 +116,20 @@ GEMMA_NORM_WEIGHTS = (
         *QK_NORM_WEIGHTS,
     ),
 )
-GEMMA_WEIGHTS = (
+_GEMMA_WEIGHTS = (
     EMBEDDING_AND_HEAD_WEIGHTS[0],
     EMBEDDING_AND_HEAD_WEIGHTS[2],
-    *(replace(mapping, op=SubtractOffset(1.0)) for mapping in GEMMA_NORM_WEIGHTS),
-    *per_layer(*QK_WEIGHTS, *VO_WEIGHTS, *FFN_WEIGHTS),
+    *(replace(mapping, op=SubtractOffset(1.0)) for mapping in _GEMMA_NORM_WEIGHTS),
+    *per_layer(*_QK_WEIGHTS, *_VO_WEIGHTS, *FFN_WEIGHTS),
 )
-IGNORED_ROPE_WEIGHTS = {r"rope_(freqs|factors_long|factors_short)\.weight": "RoPE factors, read with the metadata"}
+_IGNORED_ROPE_WEIGHTS = {r"rope_(freqs|factors_long|factors_short)\.weight": "RoPE factors, read with the metadata"}
 
 
 def _build_family(
     arch: str,
     template: Node,
     fields: tuple[ConfigField, ...],
-    weights: tuple[WeightMapping, ...] = LLAMA_WEIGHTS,
+    weights: tuple[WeightMapping, ...] = _LLAMA_WEIGHTS,
     model_type: str | None = None,
 ) -> Family:
     ignored_config_keys = {
@@ -143,7 +143,7 @@ def _build_family(
         template,
         fields,
         weights,
-        ignored_weights=IGNORED_ROPE_WEIGHTS,
+        ignored_weights=_IGNORED_ROPE_WEIGHTS,
         ignored_config_keys=ignored_config_keys,
     )
 
@@ -151,57 +151,57 @@ def _build_family(
 _FAMILIES = (
     _build_family(
         "llama",
-        llama.build_template(ffn=SWIGLU, head=TIED),
+        llama.build_template(ffn=_SWIGLU, head=_TIED),
         (*common_fields("llama"), GGUFRopeField("llama")),
-        (*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*NORM_WEIGHTS, *PERMUTED_QK_WEIGHTS, *VO_WEIGHTS, *FFN_WEIGHTS)),
+        (*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*NORM_WEIGHTS, *_PERMUTED_QK_WEIGHTS, *_VO_WEIGHTS, *FFN_WEIGHTS)),
     ),
     _build_family(
         "qwen2",
-        llama.build_template({"bias": ("q", "k", "v")}, SWIGLU, head=TIED),
+        llama.build_template({"bias": ("q", "k", "v")}, _SWIGLU, head=_TIED),
         (*common_fields("qwen2"), GGUFRopeField("qwen2")),
     ),
     _build_family(
         "qwen3",
-        llama.build_template(QK_NORM, SWIGLU, head=TIED),
-        (*common_fields("qwen3"), qk_norm_field("qwen3"), GGUFRopeField("qwen3")),
-        (*LLAMA_WEIGHTS, *per_layer(*QK_NORM_WEIGHTS)),
+        llama.build_template(QK_NORM, _SWIGLU, head=_TIED),
+        (*common_fields("qwen3"), _qk_norm_field("qwen3"), GGUFRopeField("qwen3")),
+        (*_LLAMA_WEIGHTS, *per_layer(*QK_NORM_WEIGHTS)),
     ),
     _build_family(
         "gemma2",
-        gemma.build_template("sandwich", ffn=GEGLU, head=TIED),
+        gemma.build_template("sandwich", ffn=_GEGLU, head=_TIED),
         (
             *common_fields("gemma2"),
             Key("gemma2.attn_logit_softcapping", f"{llama.ATTENTION}.softcap", 50.0),
             Key("gemma2.final_logit_softcapping", "head.softcap", 30.0),
-            sliding_window_field("gemma2", 2),
-            query_scale_field(46),
+            _sliding_window_field("gemma2", 2),
+            _query_scale_field(46),
             GGUFRopeField("gemma2"),
         ),
-        GEMMA_WEIGHTS,
+        _GEMMA_WEIGHTS,
     ),
     _build_family(
         "gemma3",
-        gemma.build_template("sandwich", {"qk_norm": {"norm": gemma.NORM}}, ffn=GEGLU, head=TIED),
+        gemma.build_template("sandwich", {"qk_norm": {"norm": gemma.NORM}}, ffn=_GEGLU, head=_TIED),
         (
             *common_fields("gemma3"),
-            qk_norm_field("gemma3"),
+            _qk_norm_field("gemma3"),
             Key("gemma3.final_logit_softcapping", "head.softcap", None),
-            sliding_window_field("gemma3", 6),
-            query_scale_field(62),
+            _sliding_window_field("gemma3", 6),
+            _query_scale_field(62),
             GGUFRopeField("gemma3", sliding_window_theta=10000.0),
         ),
-        GEMMA_WEIGHTS,
+        _GEMMA_WEIGHTS,
         "gemma3_text",
     ),
     _build_family(
         "phi3",
-        llama.build_template(ffn=SWIGLU, head=TIED),
-        (*common_fields("phi3"), sliding_window_field("phi3", None), GGUFRopeField("phi3")),
+        llama.build_template(ffn=_SWIGLU, head=_TIED),
+        (*common_fields("phi3"), _sliding_window_field("phi3", None), GGUFRopeField("phi3")),
         (
             *EMBEDDING_AND_HEAD_WEIGHTS,
             *per_layer(
                 *NORM_WEIGHTS,
-                *FUSED_QKV_WEIGHTS,
+                *_FUSED_QKV_WEIGHTS,
                 WeightMapping("ffn_up", ("ffn.f.gate", "ffn.f.up"), Split()),
                 WeightMapping("ffn_down", "ffn.f.down"),
             ),
@@ -209,15 +209,12 @@ _FAMILIES = (
     ),
     _build_family(
         "gpt2",
-        gpt2.build_template({"bias": llama.QKVO}, {"activation": "gelu_tanh"}, head=TIED),
-        (
-            *common_fields("gpt2", norm="layer_norm"),
-            Key("gpt2.context_length", "decoder.embedding.position.length"),
-        ),
+        gpt2.build_template({"bias": llama.QKVO}, {"activation": "gelu_tanh"}, head=_TIED),
+        (*common_fields("gpt2", norm="layer_norm"), Key("gpt2.context_length", "decoder.embedding.position.length")),
         (
             *EMBEDDING_AND_HEAD_WEIGHTS,
             WeightMapping("position_embd", "decoder.embed.position.table"),
-            *per_layer(*NORM_WEIGHTS, *FUSED_QKV_WEIGHTS, *FFN_WEIGHTS[1:]),
+            *per_layer(*NORM_WEIGHTS, *_FUSED_QKV_WEIGHTS, *FFN_WEIGHTS[1:]),
         ),
     ),
 )

@@ -17,19 +17,19 @@ from cutaway.families.safetensors_reader import TensorInfo
 from cutaway.families.save import ExportedTensors
 
 # GGUF value type → (struct format, number of bytes).
-SCALAR_TYPES = {
+_SCALAR_TYPES = {
     0: ("B", 1), 1: ("b", 1), 2: ("H", 2), 3: ("h", 2), 4: ("I", 4), 5: ("i", 4), 6: ("f", 4), 7: ("?", 1),
     10: ("Q", 8), 11: ("q", 8), 12: ("d", 8),
 }  # fmt: skip
 STRING_TYPE, ARRAY_TYPE = 8, 9
-UNQUANTIZED_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16, 28: torch.float64}
-MAX_HEADER_BYTES = 1 << 27
+_UNQUANTIZED_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16, 28: torch.float64}
+_MAX_HEADER_BYTES = 1 << 27
 """Maximum header size; the largest vocabularies take a tenth of this."""
-DEQUANTIZE_CHUNK_NUMEL = 1 << 24
+_DEQUANTIZE_CHUNK_NUMEL = 1 << 24
 """Elements dequantized at once; dequantization needs several times this memory."""
 
 
-def import_gguf() -> Any:
+def _import_gguf() -> Any:
     """Import the gguf package; raise InputError if it is not installed."""
     try:
         import gguf
@@ -51,7 +51,7 @@ class _HeaderReader:
         return self.file.read(count)
 
     def read_number(self, value_type: int) -> Any:
-        code, size = SCALAR_TYPES[value_type]
+        code, size = _SCALAR_TYPES[value_type]
         return struct.unpack("<" + code, self.read_bytes(size))[0]
 
     def read_string(self) -> str:
@@ -60,15 +60,15 @@ class _HeaderReader:
     def read_value(self, value_type: int, depth: int = 0) -> Any:
         if value_type == STRING_TYPE:
             return self.read_string()
-        if value_type in SCALAR_TYPES:
+        if value_type in _SCALAR_TYPES:
             value = self.read_number(value_type)
             # Round fp32 to 7 digits, to restore decimal constants such as 1e-5.
             return float(f"{value:.7g}") if value_type == 6 else value
         if value_type != ARRAY_TYPE or depth > 4:
             raise WeightError(f"it has a value of the unknown type {value_type}")
         inner, count = self.read_number(4), self.read_number(10)
-        if inner in SCALAR_TYPES:
-            code, size = SCALAR_TYPES[inner]
+        if inner in _SCALAR_TYPES:
+            code, size = _SCALAR_TYPES[inner]
             if count * size > self.remaining:
                 raise WeightError("it is truncated within its header")
             return list(struct.unpack(f"<{count}{code}", self.read_bytes(count * size)))
@@ -88,7 +88,7 @@ class GGUFFile:
         try:
             size = path.stat().st_size
             with path.open("rb") as file:
-                self._read_header(_HeaderReader(file, min(size, MAX_HEADER_BYTES)), file, size)
+                self._read_header(_HeaderReader(file, min(size, _MAX_HEADER_BYTES)), file, size)
         except OSError as error:
             raise WeightError(f"'{path.name}' cannot be read: {error}") from None
         except (WeightError, struct.error, KeyError, OverflowError, MemoryError) as error:
@@ -129,11 +129,11 @@ class GGUFFile:
         return name, shape, header.read_number(4), header.read_number(10)
 
     def _add_tensor_info(self, name: str, shape: tuple[int, ...], ggml_type: int, start: int, size: int) -> None:
-        gguf = import_gguf()
+        gguf = _import_gguf()
         try:
             quantization = gguf.GGMLQuantizationType(ggml_type)
             block, width = gguf.GGML_QUANT_SIZES[quantization]
-            if ggml_type not in UNQUANTIZED_DTYPES:
+            if ggml_type not in _UNQUANTIZED_DTYPES:
                 gguf.quants._type_traits[quantization]  # whether it can be dequantized
         except (ValueError, KeyError):
             raise WeightError(f"tensor '{name}' has the unknown quantization type {ggml_type}") from None
@@ -142,8 +142,8 @@ class GGUFFile:
         length = math.prod(shape) // block * width
         if start + length > size:
             raise WeightError(f"tensor '{name}' extends past the end of the file")
-        type_name = "" if ggml_type in UNQUANTIZED_DTYPES else quantization.name
-        self.tensor_infos[name] = TensorInfo(shape, UNQUANTIZED_DTYPES.get(ggml_type, torch.float32), type_name)
+        type_name = "" if ggml_type in _UNQUANTIZED_DTYPES else quantization.name
+        self.tensor_infos[name] = TensorInfo(shape, _UNQUANTIZED_DTYPES.get(ggml_type, torch.float32), type_name)
         self.locations[name] = start, length, ggml_type
 
     def read_tensor(self, name: str) -> Tensor:
@@ -161,12 +161,12 @@ class GGUFFile:
                 num_read += count
             if num_read != length:
                 raise WeightError(f"'{self.path.name}' was truncated within tensor '{name}'; load it again")
-        if ggml_type in UNQUANTIZED_DTYPES:
+        if ggml_type in _UNQUANTIZED_DTYPES:
             return packed.view(info.dtype).view(info.shape)
-        gguf = import_gguf()
+        gguf = _import_gguf()
         rows = packed.numpy().reshape(math.prod(info.shape[:-1]), -1)
         tensor = torch.empty(len(rows), info.shape[-1], dtype=torch.float32)
-        step = max(1, DEQUANTIZE_CHUNK_NUMEL // info.shape[-1])
+        step = max(1, _DEQUANTIZE_CHUNK_NUMEL // info.shape[-1])
         for first in range(0, len(rows), step):
             chunk = gguf.quants.dequantize(rows[first : first + step], gguf.GGMLQuantizationType(ggml_type))
             tensor[first : first + step] = torch.from_numpy(np.ascontiguousarray(chunk, dtype=np.float32))
@@ -190,7 +190,7 @@ def write_gguf(
     overwrite: bool = False,
 ) -> None:
     """Write a GGUF file under a temporary name, renamed when complete. Vectors stay fp32, as GGUF readers expect."""
-    gguf = import_gguf()
+    gguf = _import_gguf()
     try:
         handle, staging = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
         os.close(handle)

@@ -22,11 +22,11 @@ from cutaway.model import Transformer
 if TYPE_CHECKING:
     from cutaway.tokenizer import Tokenizer
 
-TOKEN_ID_NAMES = {"bos": "bos_token_id", "padding": "pad_token_id"}
-TOKEN_ID_KEY_FORMAT = "tokenizer.ggml.{}_token_id"
-EOS_TOKEN_NAMES = ("eos", "eot", "eom")
+_TOKEN_ID_NAMES = {"bos": "bos_token_id", "padding": "pad_token_id"}
+_TOKEN_ID_KEY_FORMAT = "tokenizer.ggml.{}_token_id"
+_EOS_TOKEN_NAMES = ("eos", "eot", "eom")
 """Metadata names of end-of-text, end-of-turn and end-of-message (tool call) tokens."""
-END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
+_END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 """End-of-turn tokens by text: most chat models store only the end-of-text id; llama.cpp matches these texts, too."""
 
 
@@ -48,7 +48,7 @@ def load_gguf(path: Path, **options: Unpack[LoadOptions]) -> Checkpoint:
             metadata[name] = [float(f"{value:.7g}") for value in file.read_tensor(name).flatten().tolist()]
     _check_known_keys(family, metadata)
     model, config, report = load_model(family, metadata, file, source=str(path), **options)
-    ids = {key: file.metadata.get(TOKEN_ID_KEY_FORMAT.format(name)) for name, key in TOKEN_ID_NAMES.items()}
+    ids = {key: file.metadata.get(_TOKEN_ID_KEY_FORMAT.format(name)) for name, key in _TOKEN_ID_NAMES.items()}
     ids["eos_token_id"] = _eos_token_ids(file)
     generation_config = {key: value for key, value in ids.items() if value is not None}
     return Checkpoint(model, config, family.architecture, report, {}, generation_config, partial(_load_tokenizer, file))
@@ -64,10 +64,10 @@ def _check_known_keys(family: Family, metadata: Mapping[str, object]) -> None:
 
 def _eos_token_ids(gguf_file: GGUFFile) -> object:
     """The end-of-sequence token id, a list if there are several, or None."""
-    ids = [gguf_file.metadata.get(TOKEN_ID_KEY_FORMAT.format(name)) for name in EOS_TOKEN_NAMES]
+    ids = [gguf_file.metadata.get(_TOKEN_ID_KEY_FORMAT.format(name)) for name in _EOS_TOKEN_NAMES]
     tokens = gguf_file.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and ids[1] is None:
-        ids += [tokens.index(end) for end in END_OF_TURN_TOKENS if end in tokens]
+        ids += [tokens.index(end) for end in _END_OF_TURN_TOKENS if end in tokens]
     unique_ids = [token_id for i, token_id in enumerate(ids) if token_id is not None and token_id not in ids[:i]]
     return unique_ids if len(unique_ids) > 1 else next(iter(unique_ids), None)
 
@@ -79,7 +79,7 @@ def _load_tokenizer(gguf_file: GGUFFile) -> "Tokenizer | None":
     return tokenizer_from_gguf(fields) if fields else None
 
 
-def find_architecture(config: Config, preferred: str | None = None) -> tuple[Family, dict[str, object]]:
+def _find_architecture(config: Config, preferred: str | None = None) -> tuple[Family, dict[str, object]]:
     """Return a GGUF architecture that can represent a Config (the preferred one, if it can), and its metadata.
 
     Dropout is dropped: GGUF is an inference format and does not store it.
@@ -126,7 +126,7 @@ def save_gguf(
         raise InputError(f"'{target}' exists already; pass another path{', or overwrite=True' if is_file else ''}")
     if quantization is not None and (not isinstance(quantization, str) or quantization not in GGML_TYPES):
         raise InputError(f"'{quantization}' is not a supported quantization; use one of {', '.join(GGML_TYPES)}")
-    family, all_metadata = find_architecture(checkpoint.config, checkpoint.family)
+    family, all_metadata = _find_architecture(checkpoint.config, checkpoint.family)
     prefix = f"{family.name}."
     metadata = {key: value for key, value in all_metadata.items() if key.startswith(prefix) and value is not None}
     if checkpoint.tokenizer is not None:
@@ -135,8 +135,8 @@ def save_gguf(
         metadata |= tokenizer_to_gguf(checkpoint.tokenizer)
         eos_token_ids = (checkpoint.generation_config or checkpoint.hf_config).get("eos_token_id")
         eos_token_ids = eos_token_ids if isinstance(eos_token_ids, list) else []
-        other_ids = [i for i in eos_token_ids if i != metadata.get(TOKEN_ID_KEY_FORMAT.format("eos"))]
-        metadata |= dict(zip(map(TOKEN_ID_KEY_FORMAT.format, EOS_TOKEN_NAMES[1:]), other_ids, strict=False))
+        other_ids = [i for i in eos_token_ids if i != metadata.get(_TOKEN_ID_KEY_FORMAT.format("eos"))]
+        metadata |= dict(zip(map(_TOKEN_ID_KEY_FORMAT.format, _EOS_TOKEN_NAMES[1:]), other_ids, strict=False))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -9,10 +9,10 @@ from cutaway.families.config_fields import HFConfigReader
 from cutaway.families.config_tree import ConfigTree, Node
 from cutaway.families.rope_fields import resolve_head_dim
 
-ROPE_FREQS = "rope_freqs.weight"
+_ROPE_FREQS = "rope_freqs.weight"
 ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
-ROPE_TENSORS = (ROPE_FREQS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT)
-LLAMA3_SCALINGS = (Llama3Scaling(factor=8.0), Llama3Scaling(factor=32.0))
+ROPE_TENSORS = (_ROPE_FREQS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT)
+_LLAMA3_SCALINGS = (Llama3Scaling(factor=8.0), Llama3Scaling(factor=32.0))
 """Scalings of Llama 3.1 and 3.2, identified by their factors, since GGUF stores only these."""
 
 
@@ -61,14 +61,14 @@ class GGUFRopeField:
         factor = float(metadata.get_number(prefix + "factor", default_factor))
         context = metadata.get_number(f"{self.arch}.context_length")
         original = metadata.get_number(prefix + "original_context_length", context)
-        long, short, freqs = metadata.get(ROPE_FACTORS_LONG), metadata.get(ROPE_FACTORS_SHORT), metadata.get(ROPE_FREQS)
+        freqs, long, short = (metadata.get(name) for name in ROPE_TENSORS)
         if long and short:
             ratio = math.log(context / original) / math.log(original) if context > original else 0.0
             attention_factor = float(metadata.get_number(prefix + "attn_factor", math.sqrt(1 + ratio)))
             factors = {"short_factors": short, "long_factors": long}
             return {"kind": "longrope", **factors, "original_length": original, "attention_factor": attention_factor}
         if freqs:
-            for scaling in LLAMA3_SCALINGS:
+            for scaling in _LLAMA3_SCALINGS:
                 expected = llama3_rope_factors(scaling, theta, rotary_dim)
                 is_close = [abs(a - b) < 1e-4 * b for a, b in zip(expected, freqs, strict=False)]
                 if len(expected) == len(freqs) and all(is_close):
@@ -100,7 +100,7 @@ class GGUFRopeField:
         if kind in ("yarn", "longrope"):
             metadata[prefix + "scaling.original_context_length"] = scaling["original_length"]
         if kind == "llama3":
-            metadata[ROPE_FREQS] = llama3_rope_factors(Llama3Scaling(**scaling), rope["theta"], rope["rotary_dim"])
+            metadata[_ROPE_FREQS] = llama3_rope_factors(Llama3Scaling(**scaling), rope["theta"], rope["rotary_dim"])
         if kind == "longrope":
             metadata[ROPE_FACTORS_LONG] = list(scaling["long_factors"])
             metadata[ROPE_FACTORS_SHORT] = list(scaling["short_factors"])

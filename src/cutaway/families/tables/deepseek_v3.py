@@ -21,7 +21,7 @@ MOE_TEMPLATE = {
 }
 
 
-class MscaleRopeField(RopeField):
+class _MscaleRopeField(RopeField):
     """YaRN with `mscale_all_dim`, which scales all scores, not only their RoPE part: included in `scale`."""
 
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
@@ -111,7 +111,7 @@ FAMILY = llama.build_family(
         Key("v_head_dim", f"{ATTENTION}.d_value", 128),
         flag("attention_bias", f"{ATTENTION}.bias", False),
         llama.ATTENTION_DROPOUT,
-        MscaleRopeField(default_max_positions=4096, full_rotary_only=True),
+        _MscaleRopeField(default_max_positions=4096, full_rotary_only=True),
         flag("rope_interleave", f"{ATTENTION}.position.layout", True, on="interleaved", off="half"),
         Custom(("first_k_dense_replace",), _read_dense_layers, _write_dense_layers),
         WhereFFN("moe", MOE_FIELDS),

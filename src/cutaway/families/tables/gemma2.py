@@ -27,10 +27,7 @@ SANDWICH_NORM_WEIGHTS = (
     WeightMapping("pre_feedforward_layernorm", "ffn.norm_in"),
     WeightMapping("post_feedforward_layernorm", "ffn.norm_out"),
 )
-IGNORED_CONFIG_KEYS = {
-    "hidden_act": "hidden_activation is used instead",
-    "cache_implementation": "generation setting",
-}
+IGNORED_CONFIG_KEYS = {"hidden_act": "hidden_activation is used instead", "cache_implementation": "generation setting"}
 
 FAMILY = llama.build_family(
     "gemma2",

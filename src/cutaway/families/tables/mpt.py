@@ -11,7 +11,7 @@ from cutaway.families.weight_conversion import QKV, Split, WeightMapping, add_pr
 
 
 @dataclass(frozen=True)
-class NestedFields:
+class _NestedFields:
     """Fields of a nested object of config.json."""
 
     key: str
@@ -72,7 +72,7 @@ FAMILY = Family(
         Key("max_seq_len", "context", 2048),
         Key("layer_norm_epsilon", "decoder.norm.eps", 1e-5),
         flag("tie_word_embeddings", "head.tied", True),
-        NestedFields("attn_config", ATTENTION_FIELDS),
+        _NestedFields("attn_config", ATTENTION_FIELDS),
         SupportedValues("expansion_ratio", (4,), "the FFN hidden dimension is always 4 · d_model"),
         SupportedValues("no_bias", (True,), "the model would have biases"),
         SupportedValues("norm_type", ("low_precision_layernorm", "layernorm"), "the model would have another norm"),

@@ -11,7 +11,7 @@ from cutaway.families.tables import llama
 from cutaway.families.weight_conversion import QKV, Split, WeightMapping
 
 
-class LongRopeField(RopeField):
+class _LongRopeField(RopeField):
     """RoPE without scaling, or LongRoPE ('su' or 'yarn' in older files)."""
 
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
@@ -31,7 +31,7 @@ FAMILY = llama.build_family(
         *llama.block_fields(1e-5),
         Key("resid_pdrop", "decoder.dropout", 0.0),
         Key("sliding_window", f"{llama.ATTENTION}.window", None),
-        LongRopeField(
+        _LongRopeField(
             default_max_positions=4096,
             original_max_positions_key="original_max_position_embeddings",
             default_original_max_positions=4096,

@@ -20,7 +20,7 @@ FFN_PATHS = both_stacks("block.ffn")
 FFN_KEYS = ("feed_forward_proj", "dense_act_fn", "is_gated_act")
 
 
-def ffn_field(default_feed_forward_proj: str) -> Custom:
+def _ffn_field(default_feed_forward_proj: str) -> Custom:
     """`feed_forward_proj` (`gated-gelu` or `relu`); `dense_act_fn` and `is_gated_act` take precedence if present."""
 
     def from_hf(hf_config: HFConfigReader, tree: ConfigTree) -> None:
@@ -57,7 +57,7 @@ def common_fields(
         Key("num_decoder_layers", "decoder.layers", lambda hf_config: hf_config.get_number("num_layers", num_layers)),
         Key("num_heads", tuple(f"{path}.heads" for path in ATTENTION_PATHS), num_heads),
         Key("d_kv", tuple(f"{path}.d_head" for path in ATTENTION_PATHS), 64),
-        ffn_field(feed_forward_proj),
+        _ffn_field(feed_forward_proj),
         Key("d_ff", tuple(f"{path}.hidden" for path in FFN_PATHS), d_ff),
         Key("relative_attention_num_buckets", both_stacks("block.attention.position.buckets"), 32),
         Key("relative_attention_max_distance", both_stacks("block.attention.position.max_distance"), 128),

@@ -15,7 +15,7 @@ from jinja2.exceptions import SecurityError
 T = TypeVar("T")
 MAX_VALUE_SIZE = 4_000_000
 """Maximum size of one value, and of the output."""
-MAX_TOTAL_SIZE = 64_000_000
+_MAX_TOTAL_SIZE = 64_000_000
 """Maximum total size of all values created in one rendering, which could all be in memory at once."""
 MAX_SECONDS = 2.0
 ITEM_SIZE = 16
@@ -59,8 +59,8 @@ class ResourceMeter:
 
     def _charge(self, size: int) -> None:
         self._total_size += size
-        if self._total_size > MAX_TOTAL_SIZE:
-            raise SecurityError(f"it creates values and output of more than {MAX_TOTAL_SIZE:,} characters in total")
+        if self._total_size > _MAX_TOTAL_SIZE:
+            raise SecurityError(f"it creates values and output of more than {_MAX_TOTAL_SIZE:,} characters in total")
 
 
 CURRENT_METER: ContextVar[ResourceMeter] = ContextVar("cutaway_chat_meter")

@@ -31,11 +31,11 @@ from cutaway.tokenizer.chat.allowlist import (
 from cutaway.tokenizer.chat.resource_meter import CURRENT_METER, MAX_INT_BITS, ResourceMeter, estimate_size
 
 T = TypeVar("T")
-MAX_TEMPLATE_NODES = 10_000
+_MAX_TEMPLATE_NODES = 10_000
 """Maximum number of AST nodes. Compiling this many takes about half a second."""
 
 
-class GenerationTag(Extension):
+class _GenerationTag(Extension):
     """`{% generation %}` marks assistant text for training; the text is rendered unchanged."""
 
     tags = {"generation"}
@@ -45,7 +45,7 @@ class GenerationTag(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
-class MeteringTransformer(NodeTransformer):
+class _MeteringTransformer(NodeTransformer):
     """Insert calls of the resource meter into the AST of a template."""
 
     def _environment_call(self, name: str, arguments: list[nodes.Expr], node: nodes.Node) -> nodes.Call:
@@ -102,7 +102,7 @@ class ChatTemplateSandbox(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         # optimized=False: the optimizer would evaluate constant expressions at compile time, without a meter.
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[GenerationTag, LoopControlExtension]
+            trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_GenerationTag, LoopControlExtension]
         )
         self.filters["tojson"] = to_json
         self.filters = {name: _meter_filter(estimate, self.filters[name]) for name, estimate in ALLOWED_FILTERS.items()}
@@ -118,12 +118,12 @@ class ChatTemplateSandbox(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
-        if sum(1 for _ in islice(template.find_all(nodes.Node), MAX_TEMPLATE_NODES)) == MAX_TEMPLATE_NODES:
-            raise SecurityError(f"it has more than {MAX_TEMPLATE_NODES:,} nodes")
-        metered: nodes.Template = MeteringTransformer().visit(template)
+        if sum(1 for _ in islice(template.find_all(nodes.Node), _MAX_TEMPLATE_NODES)) == _MAX_TEMPLATE_NODES:
+            raise SecurityError(f"it has more than {_MAX_TEMPLATE_NODES:,} nodes")
+        metered: nodes.Template = _MeteringTransformer().visit(template)
         return metered
 
-    # Called by code that MeteringTransformer inserts
+    # Called by code that _MeteringTransformer inserts
 
     def check_time(self) -> bool:
         CURRENT_METER.get().check_time()

@@ -12,13 +12,13 @@ from cutaway.tokenizer.chat.sandbox import ChatTemplateSandbox, TemplateRaisedEr
 
 Message = Mapping[str, object]
 """A chat message: role, content and what else the template reads."""
-MAX_TEMPLATE_CHARS = 100_000
+_MAX_TEMPLATE_CHARS = 100_000
 """Maximum template length. The longest published templates have about thirty thousand characters."""
 
 
 def render_chat_template(template: str, messages: Sequence[Message], variables: Mapping[str, object]) -> str:
     """Render a template with messages and variables, within the limits of `resource_meter`."""
-    chat = validate_messages(messages)
+    chat = _validate_messages(messages)
     values = {name: _to_json_types(value, name) for name, value in variables.items()}
     values.setdefault("documents", None)
     token = CURRENT_METER.set(ResourceMeter())
@@ -48,15 +48,15 @@ def render_chat_template(template: str, messages: Sequence[Message], variables: 
 
 @functools.lru_cache(maxsize=32)
 def _compile_template(template: str) -> Template:
-    if len(template) > MAX_TEMPLATE_CHARS:
-        raise InputError(f"the chat template has more than {MAX_TEMPLATE_CHARS:,} characters; pass another")
+    if len(template) > _MAX_TEMPLATE_CHARS:
+        raise InputError(f"the chat template has more than {_MAX_TEMPLATE_CHARS:,} characters; pass another")
     try:
         return ChatTemplateSandbox().from_string(template)
     except TemplateSyntaxError as error:
         raise InputError(f"the chat template has an error in line {error.lineno}: {error.message}; fix it") from error
 
 
-def validate_messages(messages: object) -> list[object]:
+def _validate_messages(messages: object) -> list[object]:
     """Validate messages and copy them as JSON types: a role, and content that is text, a list of parts, or None."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InputError(

@@ -27,35 +27,35 @@ from cutaway.tokenizer.vocabulary import Vocabulary
 T = TypeVar("T")
 Step = dict[str, Any]
 """A step of a pipeline, as the tokenizers library writes it in tokenizer.json."""
-GGML_KEY_PREFIX = "tokenizer.ggml."
-CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
+_GGML_KEY_PREFIX = "tokenizer.ggml."
+_CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
 # "seperator" is the spelling in GGUF.
 _GGUF_NAMES = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
-TOKEN_ID_KEYS = {
+_TOKEN_ID_KEYS = {
     f"{name}_token": f"{_GGUF_NAMES.get(name, name)}_token_id"
     for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 }
 
 
-class GGUFTokenizerMetadata:
+class _GGUFTokenizerMetadata:
     """Access to the metadata with validation of types and lengths."""
 
     def __init__(self, metadata: Mapping[str, object]) -> None:
         self._metadata = metadata
         self.tokens: list[str] = self.get_list("tokens", str) or []
         if not self.tokens or len(self.tokens) > MAX_VOCAB_SIZE:
-            raise InputError(f"the GGUF metadata has no list {GGML_KEY_PREFIX}tokens; use a file with a tokenizer")
+            raise InputError(f"the GGUF metadata has no list {_GGML_KEY_PREFIX}tokens; use a file with a tokenizer")
         self.token_types = self.get_list("token_type", int) or [spm.NORMAL] * len(self.tokens)
         if len(self.token_types) != len(self.tokens):
             counts = f"{len(self.token_types)} token types for {len(self.tokens)} tokens"
             raise InputError(f"the GGUF metadata has {counts}; fix the file")
 
     def get(self, name: str, value_type: type[T]) -> T | None:
-        value = self._metadata.get(GGML_KEY_PREFIX + name)
+        value = self._metadata.get(_GGML_KEY_PREFIX + name)
         value = value.item() if isinstance(value, np.generic) else value
         if value is None or (isinstance(value, value_type) and (value_type is not int or not isinstance(value, bool))):
             return value
-        key = f"{GGML_KEY_PREFIX}{name}"
+        key = f"{_GGML_KEY_PREFIX}{name}"
         raise InputError(f"the GGUF metadata has {key} = {value!r:.40}, not a {value_type.__name__}; fix the file")
 
     def get_or(self, name: str, default: T) -> T:
@@ -63,19 +63,19 @@ class GGUFTokenizerMetadata:
         return default if value is None else value
 
     def get_list(self, name: str, item_type: type[T]) -> list[T] | None:
-        value = self._metadata.get(GGML_KEY_PREFIX + name)
+        value = self._metadata.get(_GGML_KEY_PREFIX + name)
         if isinstance(value, np.ndarray | tuple):
             value = list(value) if isinstance(value, tuple) else value.tolist()
         item_types = (int, float) if item_type is float else item_type
         if value is None or (isinstance(value, list) and all(isinstance(item, item_types) for item in value)):
             return value
-        key = f"{GGML_KEY_PREFIX}{name}"
+        key = f"{_GGML_KEY_PREFIX}{name}"
         raise InputError(f"the GGUF metadata has a {key} that is not a list of {item_type.__name__}; fix the file")
 
     @property
     def special_tokens_map(self) -> dict[str, str]:
         tokens = {}
-        for name, key in TOKEN_ID_KEYS.items():
+        for name, key in _TOKEN_ID_KEYS.items():
             token_id = self.get(key, int)
             if token_id is not None:
                 if not 0 <= token_id < len(self.tokens):
@@ -92,13 +92,15 @@ class GGUFTokenizerMetadata:
         """(piece, score, type) of SentencePiece models."""
         scores = self.get_list("scores", float)
         if scores is None or len(scores) != len(self.tokens):
-            raise InputError(f"the GGUF metadata has no {GGML_KEY_PREFIX}scores with one score per token; fix the file")
+            raise InputError(
+                f"the GGUF metadata has no {_GGML_KEY_PREFIX}scores with one score per token; fix the file"
+            )
         return list(zip(self.tokens, scores, self.token_types, strict=True))
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     """Build a tokenizer from the metadata of a GGUF file, a dict by full keys."""
-    reader = GGUFTokenizerMetadata(metadata)
+    reader = _GGUFTokenizerMetadata(metadata)
     model = reader.get("model", str)
     if model is None or model not in _PIPELINE_BUILDERS:
         known = ", ".join(_PIPELINE_BUILDERS)
@@ -125,21 +127,21 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
 
 def _read_chat_templates(metadata: Mapping[str, object]) -> ChatTemplate:
     """The chat template, or a dict of templates by name if there are several."""
-    names = metadata.get(f"{CHAT_TEMPLATE_KEY}s") or []
+    names = metadata.get(f"{_CHAT_TEMPLATE_KEY}s") or []
     if not isinstance(names, list):
-        raise InputError(f"the GGUF metadata has {CHAT_TEMPLATE_KEY}s that are not a list of names; fix the file")
-    keys = {"default": CHAT_TEMPLATE_KEY} | {str(name): f"{CHAT_TEMPLATE_KEY}.{name}" for name in names}
+        raise InputError(f"the GGUF metadata has {_CHAT_TEMPLATE_KEY}s that are not a list of names; fix the file")
+    keys = {"default": _CHAT_TEMPLATE_KEY} | {str(name): f"{_CHAT_TEMPLATE_KEY}.{name}" for name in names}
     templates = {}
     for name, key in keys.items():
         template = metadata.get(key)
         if isinstance(template, str):
             templates[name] = template
         elif template is not None:
-            raise InputError(f"the GGUF metadata has a {CHAT_TEMPLATE_KEY} that is not a string; fix the file")
+            raise InputError(f"the GGUF metadata has a {_CHAT_TEMPLATE_KEY} that is not a string; fix the file")
     return templates if templates.keys() - {"default"} else templates.get("default")
 
 
-def _build_gpt2(metadata: GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
+def _build_gpt2(metadata: _GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
     merges = []
     for merge in metadata.get_list("merges", str) or []:
         pair = merge.split(" ")
@@ -156,7 +158,7 @@ def _build_gpt2(metadata: GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
     return backend
 
 
-def _build_llama(metadata: GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
+def _build_llama(metadata: _GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
     prefix = metadata.get_or("add_space_prefix", True)
     model = _sentencepiece_model(metadata, spm.BPE_MODEL, add_dummy_prefix=False)
     backend = spm.build_sentencepiece_pipeline(model, spm.build_vocabulary(model, None))
@@ -168,7 +170,7 @@ def _build_llama(metadata: GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
     return backend
 
 
-def _build_t5(metadata: GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
+def _build_t5(metadata: _GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
     prefix = metadata.get_or("add_space_prefix", True)
     model = _sentencepiece_model(metadata, spm.UNIGRAM_MODEL, add_dummy_prefix=prefix)
     charsmap = metadata.get_list("precompiled_charsmap", int)
@@ -181,7 +183,7 @@ def _build_t5(metadata: GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece_model(
-    metadata: GGUFTokenizerMetadata, model_type: int, *, add_dummy_prefix: bool
+    metadata: _GGUFTokenizerMetadata, model_type: int, *, add_dummy_prefix: bool
 ) -> spm.SentencePieceModel:
     model = spm.SentencePieceModel(metadata.pieces(), model_type, unk_id=metadata.get_or("unknown_token_id", 0))
     model.byte_fallback = any(type_ == spm.BYTE for _, _, type_ in model.pieces)
@@ -190,7 +192,7 @@ def _sentencepiece_model(
     return model
 
 
-def _build_bert(metadata: GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
+def _build_bert(metadata: _GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
     """llama.cpp marks word starts with ▁; BERT marks continuations with ##."""
     ids: dict[str, int] = {}
     for token_id, (token, token_type) in enumerate(zip(metadata.tokens, metadata.token_types, strict=True)):
@@ -199,11 +201,11 @@ def _build_bert(metadata: GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
         ids.setdefault(token, token_id)
     options: JsonObject = {"do_lower_case": metadata.get_or("normalizer.lowercase", True)}
     unk = metadata.special_tokens_map.get("unk_token", "[UNK]")
-    tokenizer_config = TokenizerConfig("the GGUF metadata", options, {"unk_token": unk})
-    return PIPELINES["BertTokenizer"].build(Vocabulary("WordPiece", ids=ids), tokenizer_config)
+    cfg = TokenizerConfig("the GGUF metadata", options, {"unk_token": unk})
+    return PIPELINES["BertTokenizer"].build(Vocabulary("WordPiece", ids=ids), cfg)
 
 
-_PIPELINE_BUILDERS: dict[str, tuple[Callable[[GGUFTokenizerMetadata], tokenizers.Tokenizer], bool, bool]] = {
+_PIPELINE_BUILDERS: dict[str, tuple[Callable[[_GGUFTokenizerMetadata], tokenizers.Tokenizer], bool, bool]] = {
     "gpt2": (_build_gpt2, False, False),
     "llama": (_build_llama, True, False),
     "t5": (_build_t5, False, True),
@@ -238,19 +240,19 @@ def tokenizer_to_gguf(tokenizer: Tokenizer) -> dict[str, object]:
     values |= _token_metadata(tokenizer, model)
     for name, token in tokenizer.special_tokens_map.items():
         if (token_id := tokenizer.token_to_id(token)) is not None:
-            values[TOKEN_ID_KEYS[name]] = token_id
+            values[_TOKEN_ID_KEYS[name]] = token_id
     special_ids, bos, eos = tokenizer.encode(""), tokenizer.bos_token_id, tokenizer.eos_token_id
     add_bos = bos is not None and special_ids[:1] == [bos]
     values["add_bos_token"] = add_bos
     values["add_eos_token"] = eos is not None and special_ids[add_bos:] == [eos]
-    fields = {GGML_KEY_PREFIX + name: value for name, value in values.items()}
+    fields = {_GGML_KEY_PREFIX + name: value for name, value in values.items()}
     template = tokenizer.chat_template
     if isinstance(template, dict):
         named_templates = {name: text for name, text in template.items() if name != "default"}
-        fields |= {f"{CHAT_TEMPLATE_KEY}.{name}": text for name, text in named_templates.items()}
-        fields[f"{CHAT_TEMPLATE_KEY}s"] = list(named_templates)
+        fields |= {f"{_CHAT_TEMPLATE_KEY}.{name}": text for name, text in named_templates.items()}
+        fields[f"{_CHAT_TEMPLATE_KEY}s"] = list(named_templates)
         template = template.get("default")
-    return fields if template is None else {**fields, CHAT_TEMPLATE_KEY: template}
+    return fields if template is None else {**fields, _CHAT_TEMPLATE_KEY: template}
 
 
 def _flatten_steps(pipeline: Step) -> list[Step]:

@@ -15,7 +15,7 @@ from cutaway.tokenizer.file_io import MAX_VOCAB_SIZE, JsonObject, wrap_tokenizer
 from cutaway.tokenizer.formats.sentencepiece import validate_charsmap
 from cutaway.tokenizer.vocabulary import Vocabulary, validate_vocab
 
-MAX_TEXT_EXPANSION = 256
+_MAX_TEXT_EXPANSION = 256
 """Maximum factor by which a pipeline may lengthen a text. Unicode normalization has 18, byte-level mapping 2."""
 
 
@@ -25,12 +25,12 @@ def parse_tokenizer_json(text: str, path: Path) -> tokenizers.Tokenizer:
 
 
 def check_text_expansion(content: Mapping[str, object], path: Path) -> None:
-    """Raise if the pipeline of an untrusted file could lengthen a text by more than MAX_TEXT_EXPANSION."""
+    """Raise if the pipeline of an untrusted file could lengthen a text by more than _MAX_TEXT_EXPANSION."""
     factor = 1.0
     for step in flatten_steps([content.get("normalizer"), content.get("pre_tokenizer"), content.get("decoder")]):
         factor *= _expansion_factor(step)
-    if not factor <= MAX_TEXT_EXPANSION or _num_inserted_tokens(content.get("post_processor")) > MAX_TEXT_EXPANSION:
-        raise InputError(f"{path} could lengthen texts more than {MAX_TEXT_EXPANSION} times; download the file again")
+    if not factor <= _MAX_TEXT_EXPANSION or _num_inserted_tokens(content.get("post_processor")) > _MAX_TEXT_EXPANSION:
+        raise InputError(f"{path} could lengthen texts more than {_MAX_TEXT_EXPANSION} times; download the file again")
 
 
 def flatten_steps(steps: list[object]) -> list[JsonObject]:
