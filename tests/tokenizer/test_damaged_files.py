@@ -4,8 +4,8 @@ import base64
 import json
 import os
 import random
-import sys
 import resource
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -46,6 +46,7 @@ class ConfigField(Protocol):
         """Read Config values of the tree and set config.json keys."""
 
 
+ConfigFields = tuple[ConfigField, ...]
 Paths = str | tuple[str, ...]
 
 
@@ -234,7 +235,7 @@ class WhereFFN:
     """Fields that apply only to the layers whose FFN is of kind `ffn_kind`, in a stack that mixes kinds."""
 
     ffn_kind: str
-    fields: tuple[ConfigField, ...]
+    fields: ConfigFields
     stack: str = "decoder"
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from cutaway.config import Config
 from cutaway.errors import ConfigError, CutawayError
-from cutaway.families.config_fields import ConfigField, HFConfigReader, SupportedValues
+from cutaway.families.config_fields import ConfigFields, HFConfigReader, SupportedValues
 from cutaway.families.config_tree import MISSING, ConfigTree, Node, diff_configs
 from cutaway.families.load_report import UNKNOWN_KEY_REASON
 from cutaway.families.rope_fields import RopeField
@@ -54,7 +54,7 @@ IGNORED_CONFIG_KEYS = keys_by_reason(
 )
 """Common config.json keys that do not change what a model computes, with the reason."""
 
-COMMON_FIELDS: tuple[ConfigField, ...] = (
+COMMON_FIELDS: ConfigFields = (
     SupportedValues("quantization_config", (None,), "its weights are quantized; load the unquantized checkpoint"),
     SupportedValues("compression_config", (None,), "its weights are quantized; load the unquantized checkpoint"),
     SupportedValues("pruned_heads", ({}, None), "attention heads are pruned; save it unpruned from its library"),
@@ -74,7 +74,7 @@ class Family:
     """transformers class of the model with its head, written to `architectures`."""
     template: Node
     """Config values shared by all models of the family, as a dict with one `block` per stack."""
-    fields: tuple[ConfigField, ...]
+    fields: ConfigFields
     weight_mappings: tuple[WeightMapping, ...]
     base_model_prefix: str = ""
     """Prefix of checkpoint keys; absent in files that hold the base model without head."""

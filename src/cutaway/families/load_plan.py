@@ -49,12 +49,10 @@ def canonical_keys(model: Transformer) -> dict[str, str]:
     return {name: first_key.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
-def expand_mappings(
-    mappings: Sequence[WeightMapping], config: Config, model: Transformer
-) -> Iterator[TensorConversion]:
+def expand_mappings(rows: Sequence[WeightMapping], config: Config, model: Transformer) -> Iterator[TensorConversion]:
     """Expand the mappings for every layer, leaf (weight, bias) and expert of this model."""
     state = model.state_dict(keep_vars=True)
-    for mapping in mappings:
+    for mapping in rows:
         if mapping.condition is not None and not mapping.condition(config):
             continue
         for i, d_head in _matching_layers(mapping, config):

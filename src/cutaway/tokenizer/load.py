@@ -91,9 +91,8 @@ def _assemble_tokenizer(
 
     `from_tokenizer_json`: the vocabulary is from a tokenizer.json, which then determines BOS and EOS.
     """
-    special_tokens = cfg.resolve_special_tokens(
-        pipeline.default_special_tokens if pipeline else default_special_tokens or {}
-    )
+    defaults = pipeline.default_special_tokens if pipeline else default_special_tokens or {}
+    special_tokens = cfg.resolve_special_tokens(defaults)
     mask = special_tokens.get("mask_token")
     if pipeline is not None and pipeline.mask_lstrip and isinstance(mask, str):
         special_tokens["mask_token"] = AddedToken(mask, lstrip=True, special=True)
@@ -114,10 +113,9 @@ def _assemble_tokenizer(
         if pipeline is not None and vocabulary is not None and vocabulary.post_processor is not None:
             backend.post_processor = vocabulary.post_processor
     else:
-        add_bos, add_eos = (
-            not from_tokenizer_json and cfg.get_bool(key, False) for key in ("add_bos_token", "add_eos_token")
-        )
-        backend.post_processor = bos_eos_processor(ids.get("bos_token"), ids.get("eos_token"), (add_bos, add_eos))
+        add_bos_eos = cfg.get_bool("add_bos_token", False), cfg.get_bool("add_eos_token", False)
+        add_bos_eos = (False, False) if from_tokenizer_json else add_bos_eos
+        backend.post_processor = bos_eos_processor(ids.get("bos_token"), ids.get("eos_token"), add_bos_eos)
     side = cfg.get_str("padding_side") or (pipeline.padding_side if pipeline else "right")
     if side not in ("left", "right"):
         raise InputError(f"{cfg.source} sets padding_side to {side!r:.60}; it must be left or right")

@@ -40,9 +40,8 @@ def _build_nfc_byte_level_bpe(vocabulary: Vocabulary, cfg: TokenizerConfig) -> T
 
 def _build_qwen2(vocabulary: Vocabulary, cfg: TokenizerConfig) -> Tokenizer:
     tokenizer = _build_nfc_byte_level_bpe(vocabulary, cfg)
-    tokenizer.pre_tokenizer = build_byte_level_pre_tokenizer(
-        [QWEN2_SPLIT_PATTERN], add_prefix_space=cfg.get_bool("add_prefix_space", False)
-    )
+    prefix = cfg.get_bool("add_prefix_space", False)
+    tokenizer.pre_tokenizer = build_byte_level_pre_tokenizer([QWEN2_SPLIT_PATTERN], add_prefix_space=prefix)
     return tokenizer
 
 
@@ -70,11 +69,8 @@ def _build_llama(vocabulary: Vocabulary, cfg: TokenizerConfig) -> Tokenizer:
 
 
 def _build_gemma(vocabulary: Vocabulary, cfg: TokenizerConfig) -> Tokenizer:
-    unk = cfg.special_tokens.get("unk_token", "<unk>")
-    model = BPE(
-        vocab=vocabulary.ids, merges=vocabulary.merges, fuse_unk=True, byte_fallback=True, unk_token=token_content(unk)
-    )
-    tokenizer = Tokenizer(model)
+    unk = token_content(cfg.special_tokens.get("unk_token", "<unk>"))
+    tokenizer = Tokenizer(BPE(vocabulary.ids, vocabulary.merges, fuse_unk=True, byte_fallback=True, unk_token=unk))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
     tokenizer.decoder = build_metaspace_decoder(add_prefix_space=False)
@@ -108,7 +104,7 @@ def _build_albert(vocabulary: Vocabulary, cfg: TokenizerConfig) -> Tokenizer:
 def _build_wordpiece(vocabulary: Vocabulary, cfg: TokenizerConfig) -> Tokenizer:
     unk = cfg.special_tokens.get("unk_token", "[UNK]")
     tokenizer = Tokenizer(WordPiece(vocabulary.ids, unk_token=token_content(unk)))
-    accents = None if cfg.options.get("strip_accents") is None else cfg.get_bool("strip_accents", False)
+    accents = cfg.get_bool("strip_accents", False) if cfg.options.get("strip_accents") is not None else None
     tokenizer.normalizer = normalizers.BertNormalizer(
         clean_text=True,
         handle_chinese_chars=cfg.get_bool("tokenize_chinese_chars", True),

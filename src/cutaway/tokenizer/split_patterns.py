@@ -69,12 +69,9 @@ def build_byte_level_pre_tokenizer(
     patterns: Sequence[str], *, add_prefix_space: bool = False
 ) -> pre_tokenizers.PreTokenizer:
     """Pre-tokenizer that splits by the patterns, then maps each byte to one printable character."""
-    parts: list[pre_tokenizers.PreTokenizer] = [
-        pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns
-    ]
-    return pre_tokenizers.Sequence(
-        [*parts, pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)]
-    )
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    return pre_tokenizers.Sequence([*splits, to_bytes])
 
 
 def bytes_to_unicode() -> dict[int, str]:

@@ -49,8 +49,7 @@ class Tokenizer:
         split_special_tokens: bool = False,
     ) -> None:
         """`special_tokens_map`: bos_token, eos_token and so on → the text of the token."""
-        if special_tokens_map and not special_tokens_map.keys() <= set(SPECIAL_TOKENS_ATTRIBUTES):
-            unknown = set(special_tokens_map) - set(SPECIAL_TOKENS_ATTRIBUTES)
+        if unknown := set(special_tokens_map or ()) - set(SPECIAL_TOKENS_ATTRIBUTES):
             known = ", ".join(SPECIAL_TOKENS_ATTRIBUTES)
             raise InputError(f"special_tokens_map has the unknown keys {', '.join(unknown)}; use {known}")
         backend.no_padding()
@@ -67,9 +66,8 @@ class Tokenizer:
         special_ids = {token_id for token_id, token in added.items() if token.special}
         self.decode_skip_ids = frozenset(special_ids)
         """Ids that `decode` skips; `all_special_ids` also has those of `special_tokens_map`."""
-        self.all_special_ids = frozenset(
-            special_ids | {n for t in self.special_tokens_map.values() if (n := self.token_to_id(t)) is not None}
-        )
+        named_ids = {self.token_to_id(token) for token in self.special_tokens_map.values()}
+        self.all_special_ids = frozenset(special_ids | {i for i in named_ids if i is not None})
 
     # Encoding and decoding
 
@@ -100,9 +98,8 @@ class Tokenizer:
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        return [
-            encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        ]
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
 
     def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)

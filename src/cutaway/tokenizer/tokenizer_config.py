@@ -85,10 +85,8 @@ def load_tokenizer_config(directory: Path, tokenizer_json: JsonObject | None = N
     elif path_exists(directory / "special_tokens_map.json"):
         options |= read_json_object(directory / "special_tokens_map.json")
     extra = options.pop("extra_special_tokens", None) or options.pop("additional_special_tokens", None)
-    others = {
-        key: value for key, value in options.items() if key.endswith("_token") and key not in SPECIAL_TOKENS_ATTRIBUTES
-    }
-    model_specific = [value for value in others.values() if isinstance(value, str | dict)]
+    others = [key for key in options if key.endswith("_token") and key not in SPECIAL_TOKENS_ATTRIBUTES]
+    model_specific = [options[key] for key in others if isinstance(options[key], str | dict)]
     if isinstance(extra, dict):
         model_specific, extra = [*model_specific, *extra.values()], None
     cfg.model_specific_special_tokens = [_parse_token(value, source) for value in model_specific]
@@ -96,9 +94,8 @@ def load_tokenizer_config(directory: Path, tokenizer_json: JsonObject | None = N
         if not isinstance(extra, list):
             raise InputError(f"{source} has extra special tokens that are not a list; download the file again")
         cfg.extra_special_tokens = [_parse_token(value, source) for value in extra]
-    cfg.special_tokens = {
-        name: _parse_token(options[name], source) for name in SPECIAL_TOKENS_ATTRIBUTES if options.get(name) is not None
-    }
+    names = [name for name in SPECIAL_TOKENS_ATTRIBUTES if options.get(name) is not None]
+    cfg.special_tokens = {name: _parse_token(options[name], source) for name in names}
     if decoder is None:
         added = _read_added_tokens_json(directory, cfg)
         cfg.added_tokens_decoder = added | _added_tokens_in(tokenizer_json, directory)

@@ -68,9 +68,8 @@ def _check_strings(texts: Iterable[str]) -> Iterable[str]:
 
 
 def _check_special_tokens(special_tokens: Sequence[str]) -> None:
-    if len(set(special_tokens)) != len(special_tokens) or not all(
-        isinstance(token, str) and token for token in special_tokens
-    ):
+    are_strings = all(isinstance(token, str) and token for token in special_tokens)
+    if not are_strings or len(set(special_tokens)) != len(special_tokens):
         raise InputError("special_tokens must be distinct strings that are not empty")
 
 
@@ -79,8 +78,6 @@ def _as_added_tokens(tokens: Iterable[str]) -> list[str | AddedToken]:
 
 
 def _map_special_tokens(special_tokens: Sequence[str]) -> dict[str, str]:
-    roles = {
-        role: next((token for token in names if token in special_tokens), None)
-        for role, names in _TOKENS_BY_ROLE.items()
-    }
-    return {role: token for role, token in roles.items() if token is not None}
+    # Reversed, so that the first of several texts of a role is used.
+    roles = [(role, token) for role, names in _TOKENS_BY_ROLE.items() for token in reversed(names)]
+    return {role: token for role, token in roles if token in special_tokens}

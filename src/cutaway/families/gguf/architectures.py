@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from cutaway.errors import ConfigError
-from cutaway.families.config_fields import ConfigField, Custom, HFConfigReader, Key, SupportedValues
+from cutaway.families.config_fields import ConfigFields, Custom, HFConfigReader, Key, SupportedValues
 from cutaway.families.config_tree import ConfigTree, Node
 from cutaway.families.family import Family
 from cutaway.families.gguf.rope_fields import GGUFRopeField
@@ -14,7 +14,7 @@ _TIED_HEAD_KEY = "head.tied"
 """Not a GGUF key: whether the head is tied follows from the absence of its matrix."""
 
 
-def common_fields(arch: str, *, norm: str = "layer_norm_rms") -> tuple[ConfigField, ...]:
+def common_fields(arch: str, *, norm: str = "layer_norm_rms") -> ConfigFields:
     """Fields of every architecture."""
     attention = f"{arch}.attention"
     no_experts = "its FFNs are mixtures of experts, which cutaway does not load from GGUF"
@@ -128,7 +128,7 @@ _IGNORED_ROPE_WEIGHTS = {r"rope_(freqs|factors_long|factors_short)\.weight": "Ro
 def _build_family(
     arch: str,
     template: Node,
-    fields: tuple[ConfigField, ...],
+    fields: ConfigFields,
     weights: tuple[WeightMapping, ...] = _LLAMA_WEIGHTS,
     model_type: str | None = None,
 ) -> Family:

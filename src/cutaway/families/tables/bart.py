@@ -1,6 +1,14 @@
 """BART, and components shared with Marian and Pegasus. https://arxiv.org/abs/1910.13461"""
 
-from cutaway.families.config_fields import ConfigField, Custom, HFConfigReader, Key, SameAs, SupportedValues, activation
+from cutaway.families.config_fields import (
+    ConfigFields,
+    Custom,
+    HFConfigReader,
+    Key,
+    SameAs,
+    SupportedValues,
+    activation,
+)
 from cutaway.families.config_tree import ConfigTree, Node
 from cutaway.families.family import Family
 from cutaway.families.tables.llama import LAYERNORM, QKVO
@@ -37,7 +45,7 @@ def both_stacks(*paths: str) -> tuple[str, ...]:
     return tuple(f"{side}.{path}" for path in paths for side in STACKS)
 
 
-def common_fields(position_attribute: str) -> tuple[ConfigField, ...]:
+def common_fields(position_attribute: str) -> ConfigFields:
     """Fields of all three families; `position_attribute` is the Config field of `max_position_embeddings`."""
     return (
         Key("d_model", "d_model", 1024),
@@ -60,7 +68,7 @@ def common_fields(position_attribute: str) -> tuple[ConfigField, ...]:
 TIED_EMBEDDINGS_ONLY = SupportedValues("tie_word_embeddings", (True, None), "untied, the shared embedding is unused")
 
 
-def legacy_flags(*, pre_norm: bool, embedding_norm: bool, sinusoidal: bool) -> tuple[ConfigField, ...]:
+def legacy_flags(*, pre_norm: bool, embedding_norm: bool, sinusoidal: bool) -> ConfigFields:
     """Flags of legacy files for properties that are now fixed by the family."""
     reason = "the family has a fixed value for it"
     return (
@@ -114,11 +122,7 @@ IGNORED_CONFIG_KEYS = {
 
 
 def build_family(
-    name: str,
-    architecture: str,
-    template: Node,
-    fields: tuple[ConfigField, ...],
-    weight_mappings: tuple[WeightMapping, ...],
+    name: str, architecture: str, template: Node, fields: ConfigFields, weight_mappings: tuple[WeightMapping, ...]
 ) -> Family:
     """A family with the prefix, the aliases and the ignored keys of BART."""
     return Family(

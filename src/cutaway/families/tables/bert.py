@@ -2,7 +2,7 @@
 
 from cutaway.config import Config
 from cutaway.errors import ConfigError
-from cutaway.families.config_fields import ConfigField, IfHead, Key, SameAs, SupportedValues, activation, flag
+from cutaway.families.config_fields import ConfigFields, IfHead, Key, SameAs, SupportedValues, activation, flag
 from cutaway.families.config_tree import Node
 from cutaway.families.family import Family
 from cutaway.families.weight_conversion import WeightMapping, add_prefix
@@ -37,7 +37,7 @@ def _require_token_types(num_token_types: int) -> int:
 
 def size_fields(
     vocab_size: int, d_model: int, num_layers: int, num_heads: int, intermediate_size: int, hidden_act: str = "gelu"
-) -> tuple[ConfigField, ...]:
+) -> ConfigFields:
     """Fields that BERT and its derivatives share, with the family's defaults."""
     return (
         Key("vocab_size", "vocab_size", vocab_size),

@@ -1,19 +1,14 @@
 """Command R7B and Command A: three sliding-window layers with RoPE, then a full-attention layer without. https://arxiv.org/abs/2504.00698"""
 
-from cutaway.families.config_fields import (
-    Custom,
-    HFConfigReader,
-    Key,
-    LayerTypes,
-    SupportedValues,
-    full_attention_every,
-)
+from cutaway.families import config_fields
+from cutaway.families.config_fields import Custom, HFConfigReader, Key, LayerTypes, SupportedValues
 from cutaway.families.config_tree import ConfigTree
 from cutaway.families.rope_fields import RopeField
 from cutaway.families.tables import llama
 from cutaway.families.tables.cohere import BLOCK_WEIGHTS, COMMON_FIELDS, TEMPLATE
 
 PERIOD_KEY = "sliding_window_pattern"
+LAYER_TYPES = config_fields.full_attention_every(4, PERIOD_KEY)
 UNREAD_KEYS = {
     "layer_switch": 4,
     "order_of_interleaved_layers": "local_attn_first",
@@ -41,7 +36,7 @@ FAMILY = llama.build_family(
         *COMMON_FIELDS,
         Key("num_attention_heads", f"{llama.ATTENTION}.heads", 64),
         Key("num_key_value_heads", f"{llama.ATTENTION}.kv_heads", None),
-        LayerTypes(full_attention_every(4, PERIOD_KEY), default_window=4096, extra_keys=(PERIOD_KEY,)),
+        LayerTypes(LAYER_TYPES, default_window=4096, extra_keys=(PERIOD_KEY,)),
         Custom((), _read_nope_layers),
         RopeField(layout="interleaved", default_max_positions=8192, full_rotary_only=True),
         *(SupportedValues(key, (value, None), UNREAD_KEY_REASON) for key, value in UNREAD_KEYS.items()),

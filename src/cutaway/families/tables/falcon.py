@@ -11,14 +11,7 @@ from cutaway.families.tables import llama
 from cutaway.families.tables.gpt_neox import NO_POST_NORM_RESIDUAL, megatron_weights
 from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
-LAYOUT_KEYS = (
-    "new_decoder_architecture",
-    "multi_query",
-    "parallel_attn",
-    "num_ln_in_parallel_attn",
-    "num_kv_heads",
-    "alibi",
-)
+LAYOUT_KEYS = ("new_decoder_architecture", "parallel_attn", "num_ln_in_parallel_attn", "multi_query", "num_kv_heads")
 
 
 def _get_bool(hf_config: HFConfigReader, key: str, default: bool) -> bool:
@@ -73,7 +66,7 @@ FAMILY = Family(
         flag("bias", f"{llama.ATTENTION}.bias", False, on=llama.QKVO, off=()),
         flag("bias", f"{llama.FFN}.bias", False),
         Key("layer_norm_epsilon", "decoder.norm.eps", 1e-5),
-        Custom(LAYOUT_KEYS, _read_layout, _write_layout),
+        Custom((*LAYOUT_KEYS, "alibi"), _read_layout, _write_layout),
         RopeField(full_rotary_only=True),
         SupportedValues("hidden_dropout", (0.0, None), "in training, attention and FFN would share one dropout mask"),
         SupportedValues("attention_dropout", (0.0, None), "in training, its position depends on the layout"),

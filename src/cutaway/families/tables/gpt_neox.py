@@ -8,7 +8,7 @@ from cutaway.families.weight_conversion import QKV, SplitGroupedQKV, WeightMappi
 
 PARALLEL = {"kind": "parallel", "norms": "two"}
 NO_POST_NORM_RESIDUAL = SupportedValues(
-    "apply_residual_connection_post_layernorm", (False,), "the residual would be added after the norm"
+    "apply_residual_connection_post_layernorm", (False,), "the residual would follow the norm"
 )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from cutaway.families.config_fields import ConfigField, HFConfigReader, Key, activation, flag
+from cutaway.families.config_fields import ConfigFields, HFConfigReader, Key, activation, flag
 from cutaway.families.config_tree import Node
 from cutaway.families.family import Family
 from cutaway.families.rope_fields import RopeField
@@ -41,7 +41,7 @@ def size_fields(
     max_position_embeddings: int,
     *,
     tie_word_embeddings: bool = False,
-) -> tuple[ConfigField, ...]:
+) -> ConfigFields:
     """Vocabulary, dimensions, layers and context length, with the family's defaults; None: another key for the FFN."""
     ffn = () if intermediate_size is None else (Key("intermediate_size", f"{FFN}.hidden", intermediate_size),)
     return (
@@ -54,9 +54,7 @@ def size_fields(
     )
 
 
-def head_fields(
-    num_heads: int = 32, num_kv_heads: int | None = None, head_dim: object = None
-) -> tuple[ConfigField, ...]:
+def head_fields(num_heads: int = 32, num_kv_heads: int | None = None, head_dim: object = None) -> ConfigFields:
     """Numbers of heads and of key-value heads (None: the same), and the head dimension (None: d_model / heads)."""
     return (
         Key("num_attention_heads", f"{ATTENTION}.heads", num_heads),
@@ -65,7 +63,7 @@ def head_fields(
     )
 
 
-def computed_head_fields(d_model: int, num_heads: int, num_kv_heads: int | None) -> tuple[ConfigField, ...]:
+def computed_head_fields(d_model: int, num_heads: int, num_kv_heads: int | None) -> ConfigFields:
     """Numbers of heads, and `head_dim` with default (also for null) d_model / heads."""
 
     def head_dim(hf_config: HFConfigReader) -> int:
@@ -75,14 +73,11 @@ def computed_head_fields(d_model: int, num_heads: int, num_kv_heads: int | None)
     return head_fields(num_heads, num_kv_heads, head_dim)
 
 
-def block_fields(eps: float = 1e-6, *, qk_norm: bool = False) -> tuple[ConfigField, ...]:
+def block_fields(eps: float = 1e-6, *, qk_norm: bool = False) -> ConfigFields:
     """Eps of the norms, activation of the FFN and dropout of the attention."""
     eps_paths = ("decoder.norm.eps", f"{ATTENTION}.qk_norm.norm.eps") if qk_norm else "decoder.norm.eps"
-    return (
-        Key("rms_norm_eps", eps_paths, eps),
-        activation("hidden_act", f"{FFN}.activation", "silu"),
-        ATTENTION_DROPOUT,
-    )
+    act = activation("hidden_act", f"{FFN}.activation", "silu")
+    return (Key("rms_norm_eps", eps_paths, eps), act, ATTENTION_DROPOUT)
 
 
 ATTENTION_DROPOUT = Key("attention_dropout", f"{ATTENTION}.dropout", 0.0)
@@ -123,9 +118,7 @@ def weights(*mappings: WeightMapping) -> tuple[WeightMapping, ...]:
 
 
 WEIGHTS = weights(*NORM_WEIGHTS, *ATTENTION_WEIGHTS, *FFN_WEIGHTS)
-IGNORED_CLASSIFIER_WEIGHTS = {
-    r"(score|classifier|qa_outputs|v_head)\..*": "classification or value head, which is not loaded"
-}
+IGNORED_CLASSIFIER_WEIGHTS = {r"(score|classifier|qa_outputs|v_head)\..*": "classification or value head, not loaded"}
 IGNORED_WEIGHTS = {
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq": "RoPE frequencies, computed from the configuration",
     **IGNORED_CLASSIFIER_WEIGHTS,
@@ -137,7 +130,7 @@ def build_family(
     name: str,
     architecture: str,
     template: Node,
-    fields: tuple[ConfigField, ...],
+    fields: ConfigFields,
     weight_mappings: tuple[WeightMapping, ...] = WEIGHTS,
     *,
     ignored_weights: Mapping[str, str] = IGNORED_WEIGHTS,

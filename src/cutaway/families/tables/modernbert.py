@@ -1,16 +1,7 @@
 """ModernBERT: sliding-window and full-attention layers, RoPE, no biases. https://arxiv.org/abs/2412.13663"""
 
 from cutaway.families import config_fields
-from cutaway.families.config_fields import (
-    HFConfigReader,
-    IfHead,
-    Key,
-    LayerTypes,
-    SameAs,
-    SupportedValues,
-    activation,
-    flag,
-)
+from cutaway.families.config_fields import HFConfigReader, IfHead, Key, LayerTypes, SameAs, SupportedValues
 from cutaway.families.family import Family
 from cutaway.families.rope_fields import RopeFieldByLayerType
 from cutaway.families.tables.bert import TIE_EMBEDDINGS_FIELD, ignored_weights
@@ -46,13 +37,13 @@ FAMILY = Family(
         Key("num_hidden_layers", "encoder.layers", 22),
         Key("num_attention_heads", "encoder.block.attention.heads", 12),
         Key("intermediate_size", "encoder.block.ffn.hidden", 1152),
-        activation("hidden_activation", "encoder.block.ffn.activation", "gelu"),
+        config_fields.activation("hidden_activation", "encoder.block.ffn.activation", "gelu"),
         Key("max_position_embeddings", "context", 8192),
         Key("norm_eps", "encoder.norm.eps", 1e-5),
-        flag("norm_bias", "encoder.norm.bias", False),
+        config_fields.flag("norm_bias", "encoder.norm.bias", False),
         SameAs("encoder.embedding.norm", "encoder.norm"),
-        flag("attention_bias", "encoder.block.attention.bias", False, on=("q", "k", "v", "o"), off=()),
-        flag("mlp_bias", "encoder.block.ffn.bias", False),
+        config_fields.flag("attention_bias", "encoder.block.attention.bias", False, on=("q", "k", "v", "o"), off=()),
+        config_fields.flag("mlp_bias", "encoder.block.ffn.bias", False),
         Key("attention_dropout", ("encoder.block.attention.dropout", "encoder.attention_resid_dropout"), 0.0),
         Key("embedding_dropout", "encoder.embedding.dropout", 0.0),
         Key("mlp_dropout", "encoder.block.ffn.dropout", 0.0),
@@ -70,9 +61,9 @@ FAMILY = Family(
         SupportedValues("sliding_window", (None,), "it would override local_attention"),
         TIE_EMBEDDINGS_FIELD,
         IfHead(SameAs("head.transform.norm", "encoder.norm")),
-        IfHead(flag("classifier_bias", "head.transform.bias", False)),
-        IfHead(activation("classifier_activation", "head.transform.activation", "gelu")),
-        IfHead(flag("decoder_bias", "head.bias", True, on="learned", off="none")),
+        IfHead(config_fields.flag("classifier_bias", "head.transform.bias", False)),
+        IfHead(config_fields.activation("classifier_activation", "head.transform.activation", "gelu")),
+        IfHead(config_fields.flag("decoder_bias", "head.bias", True, on="learned", off="none")),
     ),
     weight_mappings=(
         WeightMapping("model.embeddings.tok_embeddings", "encoder.embed.token"),

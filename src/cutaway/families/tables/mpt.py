@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from cutaway.errors import ConfigError
-from cutaway.families.config_fields import ConfigField, Custom, HFConfigReader, Key, SupportedValues, flag
+from cutaway.families.config_fields import ConfigFields, Custom, HFConfigReader, Key, SupportedValues, flag
 from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
 from cutaway.families.tables.llama import ATTENTION, IGNORED_CLASSIFIER_WEIGHTS, build_template
@@ -15,7 +15,7 @@ class _NestedFields:
     """Fields of a nested object of config.json."""
 
     key: str
-    fields: tuple[ConfigField, ...]
+    fields: ConfigFields
 
     @property
     def keys(self) -> tuple[str, ...]:

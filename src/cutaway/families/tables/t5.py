@@ -1,7 +1,7 @@
 """T5 1.0 and 1.1 (FLAN): relative position bias, unscaled scores. https://arxiv.org/abs/1910.10683 https://arxiv.org/abs/2002.05202"""
 
 from cutaway.config import Config
-from cutaway.families.config_fields import HF_ACTIVATIONS, ConfigField, Custom, HFConfigReader, Key, activation
+from cutaway.families.config_fields import HF_ACTIVATIONS, ConfigFields, Custom, HFConfigReader, Key, activation
 from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
 from cutaway.families.tables.bart import STACKS, both_stacks
@@ -45,9 +45,7 @@ def _ffn_field(default_feed_forward_proj: str) -> Custom:
     return Custom(FFN_KEYS, from_hf, to_hf)
 
 
-def common_fields(
-    vocab_size: int, d_ff: int, num_layers: int, num_heads: int, feed_forward_proj: str
-) -> tuple[ConfigField, ...]:
+def common_fields(vocab_size: int, d_ff: int, num_layers: int, num_heads: int, feed_forward_proj: str) -> ConfigFields:
     """Fields of T5 and mT5, with the family's defaults."""
     dropout_paths = (*ATTENTION_PATHS, *FFN_PATHS, *STACKS, *both_stacks("embedding"))
     return (
@@ -130,7 +128,7 @@ WEIGHT_RENAMINGS = ((r"^transformer\.", ""),)
 IGNORED_CONFIG_KEYS = {"is_decoder": "fixed by the family", "output_past": "a KV cache does not change the result"}
 
 
-def build_family(name: str, architecture: str, fields: tuple[ConfigField, ...]) -> Family:
+def build_family(name: str, architecture: str, fields: ConfigFields) -> Family:
     """T5 or mT5, which differ in their defaults and heads."""
     return Family(
         name,

@@ -46,11 +46,8 @@ class SentencePieceModel:
     @property
     def added_tokens(self) -> list[AddedToken]:
         """Control pieces (special) and user-defined pieces, which are matched in the text."""
-        return [
-            AddedToken(piece, normalized=False, special=kind == CONTROL)
-            for piece, _, kind in self.pieces
-            if kind in (CONTROL, USER_DEFINED)
-        ]
+        matched = [(piece, kind) for piece, _, kind in self.pieces if kind in (CONTROL, USER_DEFINED)]
+        return [AddedToken(piece, normalized=False, special=kind == CONTROL) for piece, kind in matched]
 
 
 def parse_sentencepiece_model(data: bytes) -> SentencePieceModel:
@@ -59,9 +56,8 @@ def parse_sentencepiece_model(data: bytes) -> SentencePieceModel:
         schema = import_module("sentencepiece.sentencepiece_model_pb2")
         decode_error = import_module("google.protobuf.message").DecodeError
     except ImportError:
-        raise InputError(
-            'a SentencePiece model requires the sentencepiece package; pip install "cutaway[sentencepiece]"'
-        ) from None
+        hint = 'pip install "cutaway[sentencepiece]"'
+        raise InputError(f"a SentencePiece model requires the sentencepiece package; {hint}") from None
     proto = schema.ModelProto()
     try:
         proto.ParseFromString(data)
