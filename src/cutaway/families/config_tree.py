@@ -117,11 +117,8 @@ def diff_configs(a: Config, b: Config) -> list[str]:
     """Differences between two Configs with defaults resolved, as 'path: a, not b'; `init` and `context` are ignored."""
     left, right = ({**ConfigTree.from_config(config).data, "init": None, "context": None} for config in (a, b))
     left, right = _flatten(left), _flatten(right)
-    return [
-        f"{path}: {left.get(path)!r}, not {right.get(path)!r}"
-        for path in sorted(left.keys() | right.keys())
-        if not _values_equal(left.get(path), right.get(path))
-    ]
+    pairs = [(path, left.get(path), right.get(path)) for path in sorted(left.keys() | right.keys())]
+    return [f"{path}: {x!r}, not {y!r}" for path, x, y in pairs if not _values_equal(x, y)]
 
 
 def _values_equal(a: object, b: object) -> bool:

@@ -64,6 +64,11 @@ COMMON_FIELDS: ConfigFields = (
 )
 
 
+HFConfig = Mapping[str, object]
+Parsed = tuple[Config, dict[str, object], dict[str, str]]
+"""Config, used keys of config.json, ignored keys → reason."""
+
+
 @dataclass(frozen=True)
 class Family:
     """Mapping of one `model_type` of transformers: config.json ↔ Config, checkpoint tensors ↔ model state dict."""
@@ -89,9 +94,7 @@ class Family:
     weight_renamings: tuple[tuple[str, str], ...] = ()
     """Legacy tensor names: (regular expression, replacement)."""
 
-    def config_from_hf(
-        self, hf_config: Mapping[str, object], *, head: bool | None = None, pooler: bool | None = None
-    ) -> tuple[Config, dict[str, object], dict[str, str]]:
+    def config_from_hf(self, hf_config: HFConfig, *, head: bool | None = None, pooler: bool | None = None) -> Parsed:
         """Convert a config.json to (Config, used keys, ignored keys → reason).
 
         `head` and `pooler`: whether the tensors contain them; by default both follow from `architectures`.
@@ -126,7 +129,7 @@ class Family:
         ignored = {key: reasons.get(key, UNKNOWN_KEY_REASON) for key in hf_config if key not in known}
         return config, used, ignored
 
-    def _apply_attribute_map(self, hf_config: Mapping[str, object]) -> dict[str, object]:
+    def _apply_attribute_map(self, hf_config: HFConfig) -> dict[str, object]:
         """Replace aliases by canonical keys; raise if an alias and its key have different values."""
         canonical_config = {key: value for key, value in hf_config.items() if key not in self.attribute_map}
         for alias in self.attribute_map.keys() & hf_config.keys():

@@ -1,14 +1,13 @@
 """Native checkpoint format: cutaway.json (the Config) and safetensors with state dict keys."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Unpack
 
 from cutaway.config import Config, to_dict
 from cutaway.config import config as read_config
 from cutaway.errors import ConfigError
-from cutaway.families.family import Family
+from cutaway.families.family import Family, HFConfig, Parsed
 from cutaway.families.load_report import LoadReport
 from cutaway.families.safetensors_reader import open_safetensors, read_json_file
 from cutaway.families.weight_conversion import WeightMapping
@@ -29,9 +28,7 @@ class NativeFamily(Family):
         super().__init__("cutaway", "", {"form": config.form}, (), mappings)
         object.__setattr__(self, "config", config)
 
-    def config_from_hf(
-        self, hf_config: Mapping[str, object], *, head: bool | None = None, pooler: bool | None = None
-    ) -> tuple[Config, dict[str, object], dict[str, str]]:
+    def config_from_hf(self, hf_config: HFConfig, *, head: bool | None = None, pooler: bool | None = None) -> Parsed:
         return self.config, dict(hf_config), {}
 
 

@@ -43,10 +43,7 @@ def save(
     Default family: the one the checkpoint was loaded from, or the first that can represent the model. The directory
     is written under a temporary name and renamed when complete. `progress(done, total)` is called after each shard.
     """
-    if isinstance(checkpoint, Transformer):
-        checkpoint = Checkpoint(checkpoint, checkpoint.config)
-    if not isinstance(checkpoint, Checkpoint):
-        raise InputError(f"a {type(checkpoint).__name__} cannot be saved; pass a Checkpoint or a model")
+    checkpoint = as_checkpoint(checkpoint)
     target = resolve_output_path(directory)
     if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, int) or max_shard_size < 1:
         raise InputError(f"max_shard_size is {max_shard_size!r}; pass the maximum bytes per file, an integer >= 1")
@@ -54,7 +51,6 @@ def save(
         raise InputError(f"family is {family!r}; pass the name of a family")
     if not callable(progress):
         raise InputError(f"progress is {progress!r}; pass a function of (done, total)")
-    check_not_on_meta(checkpoint.model)
     _check_output_directory(target, overwrite)
     saved_family, hf_config = _resolve_hf_config(checkpoint, family)
     try:
@@ -113,10 +109,14 @@ def resolve_output_path(target: object) -> Path:
     return path if path.name not in ("", "..") else path.resolve()
 
 
-def check_not_on_meta(model: Transformer) -> None:
-    """Raise if the model is on the meta device."""
-    if any(tensor.is_meta for tensor in model.state_dict().values()):
+def as_checkpoint(value: Checkpoint | Transformer) -> Checkpoint:
+    """A checkpoint or model as a checkpoint; raise if it is neither, or on the meta device."""
+    checkpoint = Checkpoint(value, value.config) if isinstance(value, Transformer) else value
+    if not isinstance(checkpoint, Checkpoint):
+        raise InputError(f"a {type(value).__name__} cannot be saved; pass a Checkpoint or a model")
+    if any(tensor.is_meta for tensor in checkpoint.model.state_dict().values()):
         raise InputError("the model is on the meta device, where tensors have no values; build it on another device")
+    return checkpoint
 
 
 def _replace_directory(staging: Path, target: Path, *, overwrite: bool) -> None:

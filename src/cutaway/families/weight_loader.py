@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cutaway.config import Config, LMHead
 from cutaway.errors import ConfigError, InputError, WeightError
-from cutaway.families.family import Family
+from cutaway.families.family import Family, HFConfig, Parsed
 from cutaway.families.load_plan import LoadPlan, TensorConversion, build_load_plan
 from cutaway.families.load_report import LoadReport
 from cutaway.families.safetensors_reader import TensorReader
@@ -26,6 +26,10 @@ _MAX_FULL_CHECK_BYTES = 1 << 29
 """Checkpoints up to this many bytes are fully checked for NaN and infinity; in larger ones only small tensors."""
 
 
+TensorCheck = Callable[[str, Tensor], Tensor]
+"""Function of a name and a tensor that returns the tensor, or raises."""
+
+
 class LoadOptions(TypedDict):
     """Options of `cutaway.load` that apply to every format."""
 
@@ -37,7 +41,7 @@ class LoadOptions(TypedDict):
 
 def load_model(
     family: Family,
-    hf_config: dict[str, object],
+    hf_config: HFConfig,
     reader: TensorReader,
     *,
     source: str,
@@ -66,10 +70,8 @@ def load_model(
         plan, file_keys = build_load_plan(family, config, model, reader.tensor_infos)
     if other_conflicts:
         first, second = (file_keys[conversion.checkpoint_keys[0]] for conversion in other_conflicts[0])
-        raise WeightError(
-            f"'{first}' and '{second}' are the same tensor in this model, and the file has different values for them;"
-            " correct the file or its config.json"
-        )
+        names = f"'{first}' and '{second}' are the same tensor in this model"
+        raise WeightError(f"{names}, and the file has different values for them; correct it or its config.json")
     state = model.state_dict(keep_vars=True)
     num_computed = sum(state[name].numel() for name in plan.computed_weights)
     if num_computed > max(1 << 26, sum(info.numel for info in reader.tensor_infos.values())):
@@ -130,9 +132,7 @@ def _iter_ints(tree: object, key: str = "") -> Iterator[tuple[str, int]]:
             yield from _iter_ints(inner, name)
 
 
-def _resolve_config(
-    family: Family, hf_config: dict[str, object], reader: TensorReader
-) -> tuple[Config, dict[str, object], dict[str, str]]:
+def _resolve_config(family: Family, hf_config: HFConfig, reader: TensorReader) -> Parsed:
     """Convert config.json to a Config; head and pooler of an encoder are determined from the tensors."""
     if family.template["form"] != "encoder":
         return family.config_from_hf(hf_config)
@@ -200,7 +200,7 @@ def _load_weights(
     reader: TensorReader,
     file_keys: dict[str, str],
     device: torch.device,
-    check_finite: Callable[[str, Tensor], Tensor],
+    check_finite: TensorCheck,
     progress: Callable[[int, int], None],
 ) -> None:
     """Read, convert and assign all tensors. An error raises before the model is returned, so it is never partial."""
@@ -241,11 +241,7 @@ def _load_weights(
 
 
 def _load_converted(
-    reader: TensorReader,
-    name: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    check_finite: Callable[[str, Tensor], Tensor],
+    reader: TensorReader, name: str, dtype: torch.dtype, device: torch.device, check_finite: TensorCheck
 ) -> Tensor:
     """Read a tensor and convert its dtype in chunks; the source pages of a chunk are released before the next."""
     source = reader.read_tensor(name)

@@ -49,11 +49,9 @@ def train_bpe(
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = build_byte_level_pre_tokenizer([GPT4_SPLIT_PATTERN])
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(special_tokens),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    num_tokens = vocab_size - len(special_tokens)
+    trainer = trainers.BpeTrainer(vocab_size=num_tokens, initial_alphabet=alphabet, show_progress=False)
     checked = _check_strings(texts)
     wrap_tokenizers_errors("the training text", lambda: backend.train_from_iterator(checked, trainer), "check it")
     backend.add_special_tokens(_as_added_tokens(special_tokens))

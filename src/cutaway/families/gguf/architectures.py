@@ -132,20 +132,13 @@ def _build_family(
     weights: tuple[WeightMapping, ...] = _LLAMA_WEIGHTS,
     model_type: str | None = None,
 ) -> Family:
-    ignored_config_keys = {
+    ignored_keys = {
         f"{arch}.rope.scaling.finetuned": "whether the scaling was fine-tuned; does not change the result",
         f"{arch}.expert_used_count": "the model has no experts",
         f"{arch}.tensor_data_layout": "layout of q and k, fixed by the architecture",
     }
-    return Family(
-        arch,
-        model_type or arch,
-        template,
-        fields,
-        weights,
-        ignored_weights=_IGNORED_ROPE_WEIGHTS,
-        ignored_config_keys=ignored_config_keys,
-    )
+    family = Family(arch, model_type or arch, template, fields, weights, ignored_weights=_IGNORED_ROPE_WEIGHTS)
+    return replace(family, ignored_config_keys=ignored_keys)
 
 
 _FAMILIES = (

@@ -15,9 +15,8 @@ from cutaway.families.family import Family
 from cutaway.families.gguf.architectures import GGUF_ARCHITECTURES
 from cutaway.families.gguf.file import GGML_TYPES, GGUFFile, write_gguf
 from cutaway.families.gguf.rope_fields import ROPE_TENSORS
-from cutaway.families.save import ExportedTensors, check_not_on_meta, export_weights, resolve_output_path
+from cutaway.families.save import ExportedTensors, as_checkpoint, export_weights, resolve_output_path
 from cutaway.families.weight_loader import LoadOptions, load_model
-from cutaway.model import Transformer
 
 if TYPE_CHECKING:
     from cutaway.tokenizer import Tokenizer
@@ -110,14 +109,10 @@ def save_gguf(
     checkpoint: Checkpoint, path: str | Path, *, quantization: str | None = None, overwrite: bool = False
 ) -> Path:
     """Save a checkpoint as one GGUF file. Matrices keep their dtype unless `quantization` is set."""
-    if isinstance(checkpoint, Transformer):
-        checkpoint = Checkpoint(checkpoint, checkpoint.config)
-    if not isinstance(checkpoint, Checkpoint):
-        raise InputError(f"a {type(checkpoint).__name__} cannot be saved; pass a Checkpoint or a model")
+    checkpoint = as_checkpoint(checkpoint)
     target = resolve_output_path(path)
     if target.suffix != ".gguf":
         raise InputError(f"'{target}' does not end in .gguf; pass the path of a .gguf file")
-    check_not_on_meta(checkpoint.model)
     try:
         exists, is_file = target.exists() or target.is_symlink(), target.is_file()
     except OSError as error:
