@@ -243,7 +243,9 @@ CASES: dict[str, tuple[Damage, str]] = {
         lambda path: (path / WEIGHTS).rename(path / "model-00001-of-99999999999.safetensors") and None,
         "shard 2",
     ),
-    "quantization_config is a string": (lambda path: edit_config(path, quantization_config="fp8"), "quant_method"),
+    "quantization_config is a string": (lambda path: edit_config(path, quantization_config="fp8"), "'fp8', not a JSON"),
+    "quantization_config is the method": (lambda path: edit_config(path, quantization_config="mxfp4"), "not a JSON"),
+    "quantization_config is a number": (lambda path: edit_config(path, quantization_config=8), "is 8, not a JSON"),
     "invalid weight_block_size": (
         lambda path: edit_config(path, quantization_config={"quant_method": "fp8", "weight_block_size": [0, -1]}),
         "weight_block_size",

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import resource
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -333,3 +334,10 @@ def test_saving_to_a_file_path_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be saved"):
         byte_tokenizer().save(tmp_path / "file")
+
+
+def test_sentencepiece_model_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("sentencepiece", "sentencepiece.sentencepiece_model_pb2"):
+        monkeypatch.setitem(sys.modules, module, None)
+    (tmp_path / "tokenizer.model").write_bytes(BASE)
+    assert_load_error(tmp_path, r'pip install "cutaway\[sentencepiece\]"')

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cutaway.config import Config
 from cutaway.families.load_report import LoadReport
@@ -25,9 +25,9 @@ class Checkpoint:
     config: Config
     family: str | None = None
     load_report: LoadReport | None = None
-    hf_config: dict[str, Any] = field(default_factory=dict)
+    hf_config: dict[str, object] = field(default_factory=dict)
     """Contents of config.json as loaded; `save` writes it with the model."""
-    generation_config: dict[str, Any] = field(default_factory=dict)
+    generation_config: dict[str, object] = field(default_factory=dict)
     """Contents of generation_config.json as loaded."""
     tokenizer_loader: "Callable[[], Tokenizer | None]" = field(default=_no_tokenizer, repr=False)
 

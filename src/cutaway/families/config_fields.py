@@ -7,23 +7,23 @@ from typing import Any, Protocol
 from cutaway.errors import ConfigError
 from cutaway.families.config_tree import MISSING, ConfigTree
 
-REQUIRED: Any = object()
+REQUIRED = object()
 
 
 class HFConfigReader:
     """Access to a config.json; the caller passes the default of each key."""
 
-    def __init__(self, data: Mapping[str, Any]) -> None:
+    def __init__(self, data: Mapping[str, object]) -> None:
         self.data = data
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         """Value of a key; the default if the key is absent. Raises if that is REQUIRED."""
         value = self.data.get(key, default)
         if value is REQUIRED:
             raise ConfigError(f"config.json has no '{key}', and this family has no default for it; add the key")
         return value
 
-    def get_number(self, key: str, default: Any = REQUIRED) -> Any:
+    def get_number(self, key: str, default: object = REQUIRED) -> Any:
         """Value of a key that must be a number; null counts as absent."""
         value = self.get(key, default)
         value = default if value is None else value
@@ -42,10 +42,11 @@ class ConfigField(Protocol):
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
         """Read config.json keys and set Config values in the tree."""
 
-    def to_hf(self, tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+    def to_hf(self, tree: ConfigTree, hf_config: dict[str, object]) -> None:
         """Read Config values of the tree and set config.json keys."""
 
 
+ConfigFields = tuple[ConfigField, ...]
 Paths = str | tuple[str, ...]
 
 
@@ -53,7 +54,7 @@ def _as_paths(path: Paths) -> tuple[str, ...]:
     return (path,) if isinstance(path, str) else path
 
 
-def _get_common_value(tree: ConfigTree, path: Paths, key: str) -> Any:
+def _get_common_value(tree: ConfigTree, path: Paths, key: str) -> object:
     values = [tree.get(p) for p in _as_paths(path)]
     if any(value != values[0] for value in values[1:]):
         raise ConfigError(f"{' and '.join(_as_paths(path))} differ, and '{key}' has one value for both")
@@ -61,19 +62,23 @@ def _get_common_value(tree: ConfigTree, path: Paths, key: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Key:
-    """One key ↔ one path (or several paths with the same value). A callable default is computed from other keys."""
-
+class _OneKey:
     key: str
-    path: Paths
-    default: Any = REQUIRED
-    decode: Callable[[Any], Any] | None = None
-    """Convert the config.json value to the Config value; None stays None. `encode` is the inverse."""
-    encode: Callable[[Any], Any] | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
         return (self.key,)
+
+
+@dataclass(frozen=True)
+class Key(_OneKey):
+    """One key ↔ one path (or several paths with the same value). A callable default is computed from other keys."""
+
+    path: Paths
+    default: object = REQUIRED
+    decode: Callable[[Any], object] | None = None
+    """Convert the config.json value to the Config value; None stays None. `encode` is the inverse."""
+    encode: Callable[[Any], object] | None = None
 
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
         default = self.default(hf_config) if callable(self.default) else self.default
@@ -85,24 +90,19 @@ class Key:
         for path in _as_paths(self.path):
             tree.set(path, value)
 
-    def to_hf(self, tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+    def to_hf(self, tree: ConfigTree, hf_config: dict[str, object]) -> None:
         value = _get_common_value(tree, self.path, self.key)
         if value is not MISSING:
             hf_config[self.key] = self.encode(value) if value is not None and self.encode is not None else value
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(_OneKey):
     """A key with a fixed set of values, each mapped to a Config value or subtree."""
 
-    key: str
     path: Paths
-    default: Any
-    choices: Mapping[Any, Any]
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return (self.key,)
+    default: str | bool
+    choices: Mapping[str, object] | Mapping[bool, object]
 
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
         value = hf_config.get(self.key, self.default)
@@ -110,13 +110,11 @@ class Choice:
         matches = [target for name, target in self.choices.items() if name == value and type(name) is type(value)]
         if not matches:
             supported = ", ".join(repr(name) for name in self.choices)
-            raise ConfigError(
-                f"config.json's '{self.key}' is {value!r}, which cutaway does not support; use one of {supported}"
-            )
+            raise ConfigError(f"config.json's '{self.key}' is {value!r}; cutaway does not support it; use {supported}")
         for path in _as_paths(self.path):
             tree.set(path, matches[0])
 
-    def to_hf(self, tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+    def to_hf(self, tree: ConfigTree, hf_config: dict[str, object]) -> None:
         value = _get_common_value(tree, self.path, self.key)
         names = [name for name, target in self.choices.items() if _matches(target, value)]
         if not names:
@@ -124,7 +122,7 @@ class Choice:
         hf_config[self.key] = self.default if self.default in names else names[0]
 
 
-def _matches(expected: Any, value: Any) -> bool:
+def _matches(expected: object, value: object) -> bool:
     """Whether a full Config subtree agrees with the keys that a table entry lists."""
     if isinstance(expected, dict) and isinstance(value, dict):
         return all(_matches(inner, value.get(key)) for key, inner in expected.items())
@@ -133,33 +131,30 @@ def _matches(expected: Any, value: Any) -> bool:
     return bool(expected == value)
 
 
-def flag(key: str, path: Paths, default: bool, *, on: Any = True, off: Any = False) -> Choice:
+def flag(key: str, path: Paths, default: bool, *, on: object = True, off: object = False) -> Choice:
     """A boolean key: `on` and `off` are the Config values of True and False."""
     return Choice(key, path, default, {True: on, False: off})
 
 
 @dataclass(frozen=True)
-class SupportedValues:
+class SupportedValues(_OneKey):
     """A key that is supported only at these values; other values raise, since they would change the model."""
 
-    key: str
-    values: tuple[Any, ...]
-    """The first value is the default and the one that is written."""
+    values: tuple[object, ...]
+    """The first value is the default."""
     reason: str
-    always_write: bool = False
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return (self.key,)
 
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
         value = hf_config.get(self.key, self.values[0])
         if value not in self.values:
             raise ConfigError(f"config.json's '{self.key}' is {value!r}, which cutaway does not support: {self.reason}")
 
-    def to_hf(self, tree: ConfigTree, hf_config: dict[str, Any]) -> None:
-        if self.always_write:
-            hf_config[self.key] = self.values[0]
+    def to_hf(self, tree: ConfigTree, hf_config: dict[str, object]) -> None:
+        """Write nothing: the default is a supported value."""
+
+
+def _do_nothing(source: object, target: object) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -167,8 +162,8 @@ class Custom:
     """A mapping given by two functions that are inverse to each other."""
 
     keys: tuple[str, ...]
-    from_hf: Callable[[HFConfigReader, ConfigTree], None]
-    to_hf: Callable[[ConfigTree, dict[str, Any]], None]
+    from_hf: Callable[[HFConfigReader, ConfigTree], None] = _do_nothing
+    to_hf: Callable[[ConfigTree, dict[str, object]], None] = _do_nothing
 
 
 @dataclass(frozen=True)
@@ -182,8 +177,8 @@ class SameAs:
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
         tree.set(self.path, tree.get(self.source))
 
-    def to_hf(self, tree: ConfigTree, hf_config: dict[str, Any]) -> None:
-        pass
+    def to_hf(self, tree: ConfigTree, hf_config: dict[str, object]) -> None:
+        """Write nothing: the other path is written."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +195,7 @@ class IfHead:
         if tree.get("head.kind") != "none":
             self.field.from_hf(hf_config, tree)
 
-    def to_hf(self, tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+    def to_hf(self, tree: ConfigTree, hf_config: dict[str, object]) -> None:
         if tree.get("head.kind") != "none":
             self.field.to_hf(tree, hf_config)
 
@@ -208,11 +203,16 @@ class IfHead:
 def clear_out_of_vocab_pad_token(default_pad_token_id: int) -> Custom:
     """Write a null pad_token_id if the default padding token is outside of the vocabulary."""
 
-    def to_hf(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+    def to_hf(tree: ConfigTree, hf_config: dict[str, object]) -> None:
         if tree.data["vocab_size"] <= default_pad_token_id:
             hf_config["pad_token_id"] = None
 
-    return Custom((), lambda hf_config, tree: None, to_hf)
+    return Custom((), to_hf=to_hf)
+
+
+def four_times(key: str, default: int) -> Callable[[HFConfigReader], int]:
+    """Default of an FFN dimension: four times the value of another key."""
+    return lambda hf_config: 4 * int(hf_config.get_number(key, default))
 
 
 HF_ACTIVATIONS = {
@@ -230,27 +230,12 @@ def activation(key: str, path: Paths, default: str) -> Choice:
     return Choice(key, path, default, HF_ACTIVATIONS)
 
 
-def attention_heads(
-    stack: str = "decoder",
-    *,
-    num_heads: tuple[str, int] = ("num_attention_heads", 32),
-    num_kv_heads: tuple[str, int | None] | None = ("num_key_value_heads", None),
-    head_dim: tuple[str, int | None] | None = ("head_dim", None),
-) -> tuple[ConfigField, ...]:
-    """Number of heads, of key-value heads (default: heads) and head dimension (default: d_model / heads)."""
-    prefix = f"{stack}.block.attention"
-    fields = [Key(num_heads[0], f"{prefix}.heads", num_heads[1])]
-    fields += [Key(num_kv_heads[0], f"{prefix}.kv_heads", num_kv_heads[1])] if num_kv_heads else []
-    fields += [Key(head_dim[0], f"{prefix}.d_head", head_dim[1])] if head_dim else []
-    return tuple(fields)
-
-
 @dataclass(frozen=True)
 class WhereFFN:
     """Fields that apply only to the layers whose FFN is of kind `ffn_kind`, in a stack that mixes kinds."""
 
     ffn_kind: str
-    fields: tuple[ConfigField, ...]
+    fields: ConfigFields
     stack: str = "decoder"
 
     @property
@@ -261,7 +246,7 @@ class WhereFFN:
         for entry in self.fields:
             entry.from_hf(hf_config, self._matching_layers(tree))
 
-    def to_hf(self, tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+    def to_hf(self, tree: ConfigTree, hf_config: dict[str, object]) -> None:
         matching = self._matching_layers(tree)
         for entry in self.fields if matching.blocks(self.stack) else ():
             entry.to_hf(matching, hf_config)
@@ -299,36 +284,28 @@ class LayerTypes:
         types = self.default(hf_config, len(blocks)) if types is None else types
         window = hf_config.get(self.window_key, self.default_window) if self.is_enabled(hf_config) else None
         if not isinstance(types, list) or len(types) < len(blocks):
-            raise ConfigError(
-                f"config.json's 'layer_types' must be a list of {len(blocks)} strings, one per layer; correct it"
-            )
+            raise ConfigError(f"config.json's 'layer_types' must be a list of {len(blocks)} strings; correct it")
+        windows = {"full_attention": None, "sliding_attention": None if window is None else self.decode(window)}
         for block, kind in zip(blocks, types, strict=False):
-            if kind not in ("full_attention", "sliding_attention"):
-                raise ConfigError(
-                    f"config.json's 'layer_types' has {kind!r}; cutaway supports full_attention and sliding_attention"
-                )
-            layer_window = window if kind == "sliding_attention" else None
-            block["attention"]["window"] = None if layer_window is None else self.decode(layer_window)
+            if kind not in windows:
+                raise ConfigError(f"config.json's 'layer_types' has {kind!r}; cutaway supports {' and '.join(windows)}")
+            block["attention"]["window"] = windows[kind]
 
-    def to_hf(self, tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+    def to_hf(self, tree: ConfigTree, hf_config: dict[str, object]) -> None:
         windows = [block["attention"]["window"] for block in tree.blocks(self.stack)]
-        windows_used = {window for window in windows if window is not None}
-        if len(windows_used) > 1:
-            raise ConfigError(
-                f"layers have windows of {sorted(windows_used)}, and this family has one window size for all layers"
-            )
+        sizes = sorted({window for window in windows if window is not None})
+        if len(sizes) > 1:
+            raise ConfigError(f"layers have windows of {sizes}, and this family has one window size for all layers")
         hf_config["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in windows]
-        if windows_used:
-            hf_config[self.window_key] = self.encode(windows_used.pop())
+        if sizes:
+            hf_config[self.window_key] = self.encode(sizes[0])
 
 
-def full_attention_every(
-    default_period: int, period_key: str | None = None
-) -> Callable[[HFConfigReader, int], list[str]]:
-    """Default `layer_types`: full attention in every n-th layer, else a sliding window; `period_key` may set n."""
+def full_attention_every(default_period: int, key: str | None = None) -> Callable[[HFConfigReader, int], list[str]]:
+    """Default `layer_types`: full attention in every n-th layer, else a sliding window; `key` may set n."""
 
     def layer_types(hf_config: HFConfigReader, num_layers: int) -> list[str]:
-        period = hf_config.get_number(period_key, default_period) if period_key else default_period
+        period = hf_config.get_number(key, default_period) if key else default_period
         return ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(num_layers)]
 
     return layer_types

@@ -4,20 +4,23 @@ import json
 import math
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any
+from typing import Any, TypeVar
 
 from cutaway.config import Config
 from cutaway.config import config as build_config
 from cutaway.errors import ConfigError
 
-MISSING: Any = object()
+T = TypeVar("T")
+Node = dict[str, Any]
+"""A node of the tree, by field name: JSON values and further nodes, which the code indexes by known names."""
+MISSING = object()
 
 
 class ConfigTree:
     """Nested dicts addressed by dotted paths. `block` in a path addresses every layer of the stack."""
 
-    def __init__(self, data: Mapping[str, Any]) -> None:
-        self.data = deepcopy(dict(data))
+    def __init__(self, data: Mapping[str, object]) -> None:
+        self.data: Node = deepcopy(dict(data))
 
     @classmethod
     def from_config(cls, config: Config) -> "ConfigTree":
@@ -39,7 +42,7 @@ class ConfigTree:
                 del stack_tree[key]
         return tree
 
-    def blocks(self, stack: str) -> list[dict[str, Any]]:
+    def blocks(self, stack: str) -> list[Node]:
         """One block per layer; copies of `block` are created on first access."""
         stack_tree = self.data[stack]
         if "blocks" not in stack_tree:
@@ -50,12 +53,10 @@ class ConfigTree:
             stack_tree["blocks"] = [deepcopy(block) for _ in range(layers)]
         return stack_tree["blocks"]
 
-    def set(self, path: str, value: Any) -> None:
+    def set(self, path: str, value: object) -> None:
         """Set the value at a path, creating intermediate dicts."""
         if isinstance(value, list | dict | str) and len(value) > 4096:
-            raise ConfigError(
-                f"{path} is a {type(value).__name__} of length {len(value):,}; config values have at most 4096 items"
-            )
+            raise ConfigError(f"{path} is a {type(value).__name__} of length {len(value):,}; at most 4096 are allowed")
         for table, key in self._resolve_path(path, create=True):
             table[key] = deepcopy(value)
 
@@ -66,7 +67,7 @@ class ConfigTree:
             raise ConfigError(f"{path} differs between layers, and this family has one value for all layers")
         return values[0] if values else MISSING
 
-    def _resolve_path(self, path: str, *, create: bool) -> list[tuple[dict[str, Any], str]]:
+    def _resolve_path(self, path: str, *, create: bool) -> list[tuple[Node, str]]:
         *parents, last = path.split(".")
         tables = [self.data]
         for key in parents:
@@ -82,16 +83,15 @@ class ConfigTree:
 
     def to_config(self) -> Config:
         """Validate the tree as a Config, with layers as the shortest `leading_blocks` and repeating `block` pattern."""
-        data = deepcopy(self.data)
-        for name in ("encoder", "decoder"):
-            if name in data:
-                blocks = ConfigTree(data).blocks(name) if "blocks" not in data[name] else data[name].pop("blocks")
-                data[name].pop("block", None)
-                data[name]["leading_blocks"], data[name]["block"] = shortest_layer_pattern(blocks)
+        data = dict(self.data)
+        for name in {"encoder", "decoder"} & data.keys():
+            leading, pattern = shortest_layer_pattern(self.blocks(name))
+            stack = {key: value for key, value in data[name].items() if key != "blocks"}
+            data[name] = stack | {"leading_blocks": leading, "block": pattern}
         return build_config(data)
 
 
-def shortest_layer_pattern(blocks: list[Any]) -> tuple[list[Any], list[Any]]:
+def shortest_layer_pattern(blocks: list[T]) -> tuple[list[T], list[T]]:
     """Return the shortest (leading blocks, repeating pattern) of a list of blocks; on a tie, the fewest leading blocks.
 
     The failure function (Knuth, Morris, Pratt) of the reversed list gives, for every suffix of the list, its shortest
@@ -115,32 +115,25 @@ def shortest_layer_pattern(blocks: list[Any]) -> tuple[list[Any], list[Any]]:
 
 def diff_configs(a: Config, b: Config) -> list[str]:
     """Differences between two Configs with defaults resolved, as 'path: a, not b'; `init` and `context` are ignored."""
-    left, right = (
-        _flatten(
-            {key: value for key, value in ConfigTree.from_config(config).data.items() if key not in ("init", "context")}
-        )
-        for config in (a, b)
-    )
-    return [
-        f"{path}: {left.get(path)!r}, not {right.get(path)!r}"
-        for path in sorted(left.keys() | right.keys())
-        if not _values_equal(left.get(path), right.get(path))
-    ]
+    left, right = ({**ConfigTree.from_config(config).data, "init": None, "context": None} for config in (a, b))
+    left, right = _flatten(left), _flatten(right)
+    pairs = [(path, left.get(path), right.get(path)) for path in sorted(left.keys() | right.keys())]
+    return [f"{path}: {x!r}, not {y!r}" for path, x, y in pairs if not _values_equal(x, y)]
 
 
-def _values_equal(a: Any, b: Any) -> bool:
+def _values_equal(a: object, b: object) -> bool:
     if isinstance(a, float) and isinstance(b, float | int) and not isinstance(b, bool):
         return math.isclose(a, b, rel_tol=1e-6)
     return bool(a == b)
 
 
-def _fill_ffn_defaults(ffn: dict[str, Any], d_model: int) -> None:
+def _fill_ffn_defaults(ffn: Node, d_model: int) -> None:
     for layer in (ffn, ffn.get("expert"), ffn.get("shared")):
         if layer is not None and "hidden" in layer and layer["hidden"] is None:
             layer["hidden"] = 4 * d_model if layer["kind"] == "mlp" else -(-8 * d_model // 24) * 8
 
 
-def _fill_attention_defaults(attention: dict[str, Any], d_model: int) -> None:
+def _fill_attention_defaults(attention: Node, d_model: int) -> None:
     if attention["kind"] == "latent":
         head_dim = attention["d_rope"]
         attention["scale"] = attention["scale"] or (attention["d_nope"] + head_dim) ** -0.5
@@ -157,11 +150,14 @@ def _fill_attention_defaults(attention: dict[str, Any], d_model: int) -> None:
             scaling["attention_factor"] = 0.1 * math.log(scaling["factor"]) + 1 if scaling["factor"] > 1 else 1.0
 
 
-def _flatten(value: Any, path: str = "") -> dict[str, Any]:
+def _flatten(value: object, path: str = "") -> dict[str, object]:
     if isinstance(value, dict):
-        return {
-            k: v for key, item in value.items() for k, v in _flatten(item, f"{path}.{key}" if path else key).items()
-        }
-    if isinstance(value, list | tuple):
-        return {k: v for n, item in enumerate(value) for k, v in _flatten(item, f"{path}[{n}]").items()}
-    return {path: value}
+        items = [(f"{path}.{key}" if path else key, item) for key, item in value.items()]
+    elif isinstance(value, list | tuple):
+        items = [(f"{path}[{n}]", item) for n, item in enumerate(value)]
+    else:
+        return {path: value}
+    flat: dict[str, object] = {}
+    for inner_path, item in items:
+        flat |= _flatten(item, inner_path)
+    return flat

@@ -3,91 +3,70 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from cutaway.config import Config
 from cutaway.errors import ConfigError, CutawayError
-from cutaway.families.config_fields import ConfigField, HFConfigReader, SupportedValues
-from cutaway.families.config_tree import MISSING, ConfigTree, diff_configs
+from cutaway.families.config_fields import ConfigFields, HFConfigReader, SupportedValues
+from cutaway.families.config_tree import MISSING, ConfigTree, Node, diff_configs
 from cutaway.families.load_report import UNKNOWN_KEY_REASON
 from cutaway.families.rope_fields import RopeField
 from cutaway.families.weight_conversion import WeightMapping
 
-IGNORED_CONFIG_KEYS = {
-    "transformers_version": "provenance of the file",
-    "_name_or_path": "provenance of the file",
-    "_commit_hash": "provenance of the file",
-    "model_type": "names the family",
-    "is_causal": "fixed by the family",
-    "is_encoder_decoder": "fixed by the family",
-    "architectures": "the head is determined from the tensors",
-    "auto_map": "names remote code, which is never run",
-    "custom_pipelines": "names remote code, which is never run",
-    "torch_dtype": "weights are loaded in their stored dtype, or in the dtype argument",
-    "dtype": "weights are loaded in their stored dtype, or in the dtype argument",
-    "attn_implementation": "attention kernel; does not change the result",
-    "_attn_implementation_autoset": "attention kernel; does not change the result",
-    "experts_implementation": "expert kernel; does not change the result",
-    "use_cache": "a KV cache does not change the result",
-    "chunk_size_feed_forward": "chunking does not change the result",
-    "gradient_checkpointing": "activation checkpointing does not change the result",
-    "pretraining_tp": "tensor-parallel slicing of matrix products; does not change the result",
-    "torchscript": "export format",
-    "use_bfloat16": "training setting",
-    "output_attentions": "selects outputs of a call",
-    "output_hidden_states": "selects outputs of a call",
-    "output_router_logits": "selects outputs of a call",
-    "return_dict": "selects outputs of a call",
-    "use_return_dict": "selects outputs of a call",
-    "initializer_range": "initialization; weights are loaded",
-    "initializer_factor": "initialization; weights are loaded",
-    "router_aux_loss_coef": "coefficient of a training loss",
-    "classifier_dropout": "classification head, which is not loaded",
-    "id2label": "classification head, which is not loaded",
-    "label2id": "classification head, which is not loaded",
-    "num_labels": "classification head, which is not loaded",
-    "problem_type": "classification head, which is not loaded",
-    "finetuning_task": "name of the fine-tuning task",
-    "task_specific_params": "generation setting",
-    "prefix": "generation setting",
-    "tokenizer_class": "read from the tokenizer files",
-    "bos_token_id": "for the tokenizer and generation",
-    "eos_token_id": "for the tokenizer and generation",
-    "pad_token_id": "for the tokenizer and generation; padding is given by the mask",
-    "cls_token_id": "for the tokenizer",
-    "sep_token_id": "for the tokenizer",
-    "mask_token_id": "for the tokenizer",
-    "decoder_start_token_id": "generation setting",
-    "forced_bos_token_id": "generation setting",
-    "forced_eos_token_id": "generation setting",
-    "generation_config": "generation setting",
-    "keys_to_ignore_at_inference": "selects outputs of a call",
-    "name_or_path": "provenance of the file",
-    **dict.fromkeys(
-        (
-            "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "temperature",
-            "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
-            "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "diversity_penalty",
-            "output_scores", "return_dict_in_generate", "remove_invalid_values", "exponential_decay_length_penalty",
-            "suppress_tokens", "begin_suppress_tokens", "extra_pos_embeddings", "force_bos_token_to_be_generated",
-        ),
-        "generation setting",
-    ),
-}  # fmt: skip
+
+def keys_by_reason(keys: Mapping[str, str]) -> dict[str, str]:
+    """{reason: "key key …"} as {key: reason}."""
+    return {key: reason for reason, names in keys.items() for key in names.split()}
+
+
+IGNORED_CONFIG_KEYS = keys_by_reason(
+    {
+        "provenance of the file": "transformers_version _name_or_path name_or_path _commit_hash",
+        "names the family": "model_type",
+        "fixed by the family": "is_causal is_encoder_decoder",
+        "the head is determined from the tensors": "architectures",
+        "names remote code, which is never run": "auto_map custom_pipelines",
+        "weights are loaded in their stored dtype, or in the dtype argument": "torch_dtype dtype",
+        "attention kernel; does not change the result": "attn_implementation _attn_implementation_autoset",
+        "expert kernel; does not change the result": "experts_implementation",
+        "a KV cache does not change the result": "use_cache",
+        "chunking does not change the result": "chunk_size_feed_forward",
+        "activation checkpointing does not change the result": "gradient_checkpointing",
+        "tensor-parallel slicing of matrix products; does not change the result": "pretraining_tp",
+        "export format": "torchscript",
+        "training setting": "use_bfloat16",
+        "selects outputs of a call": "output_attentions output_hidden_states output_router_logits return_dict"
+        " use_return_dict keys_to_ignore_at_inference",
+        "initialization; weights are loaded": "initializer_range initializer_factor",
+        "coefficient of a training loss": "router_aux_loss_coef",
+        "classification head, which is not loaded": "classifier_dropout id2label label2id num_labels problem_type",
+        "name of the fine-tuning task": "finetuning_task",
+        "read from the tokenizer files": "tokenizer_class",
+        "for the tokenizer and generation": "bos_token_id eos_token_id",
+        "for the tokenizer and generation; padding is given by the mask": "pad_token_id",
+        "for the tokenizer": "cls_token_id sep_token_id mask_token_id",
+        "generation setting": "task_specific_params prefix decoder_start_token_id forced_bos_token_id"
+        " forced_eos_token_id generation_config max_length min_length do_sample early_stopping num_beams"
+        " num_beam_groups temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size"
+        " encoder_no_repeat_ngram_size bad_words_ids num_return_sequences diversity_penalty output_scores"
+        " return_dict_in_generate remove_invalid_values exponential_decay_length_penalty suppress_tokens"
+        " begin_suppress_tokens extra_pos_embeddings force_bos_token_to_be_generated",
+    }
+)
 """Common config.json keys that do not change what a model computes, with the reason."""
 
-COMMON_FIELDS: tuple[ConfigField, ...] = (
+COMMON_FIELDS: ConfigFields = (
     SupportedValues("quantization_config", (None,), "its weights are quantized; load the unquantized checkpoint"),
     SupportedValues("compression_config", (None,), "its weights are quantized; load the unquantized checkpoint"),
-    SupportedValues(
-        "pruned_heads",
-        ({}, None),
-        "some of its attention heads are pruned; save it unpruned from the library that pruned it",
-    ),
+    SupportedValues("pruned_heads", ({}, None), "attention heads are pruned; save it unpruned from its library"),
     SupportedValues("cross_attention_hidden_size", (None,), "it attends to an encoder of another hidden size"),
     SupportedValues("add_cross_attention", (False, None), "it attends to an encoder that is not in the file"),
     SupportedValues("tie_encoder_decoder", (False, None), "encoder and decoder share their weights"),
 )
+
+
+HFConfig = Mapping[str, object]
+Parsed = tuple[Config, dict[str, object], dict[str, str]]
+"""Config, used keys of config.json, ignored keys → reason."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +77,9 @@ class Family:
     """`model_type` in config.json."""
     architecture: str
     """transformers class of the model with its head, written to `architectures`."""
-    template: Mapping[str, Any]
+    template: Node
     """Config values shared by all models of the family, as a dict with one `block` per stack."""
-    fields: tuple[ConfigField, ...]
+    fields: ConfigFields
     weight_mappings: tuple[WeightMapping, ...]
     base_model_prefix: str = ""
     """Prefix of checkpoint keys; absent in files that hold the base model without head."""
@@ -115,9 +94,7 @@ class Family:
     weight_renamings: tuple[tuple[str, str], ...] = ()
     """Legacy tensor names: (regular expression, replacement)."""
 
-    def config_from_hf(
-        self, hf_config: Mapping[str, Any], *, head: bool | None = None, pooler: bool | None = None
-    ) -> tuple[Config, dict[str, Any], dict[str, str]]:
+    def config_from_hf(self, hf_config: HFConfig, *, head: bool | None = None, pooler: bool | None = None) -> Parsed:
         """Convert a config.json to (Config, used keys, ignored keys → reason).
 
         `head` and `pooler`: whether the tensors contain them; by default both follow from `architectures`.
@@ -125,21 +102,18 @@ class Family:
         hf_config = self._apply_attribute_map(hf_config)
         tree = ConfigTree(self.template)
         reader = HFConfigReader(hf_config)
-        if "is_causal" in hf_config and hf_config["is_causal"] is not (self.template["form"] != "encoder"):
-            raise ConfigError(
-                f"{self.name}: config.json's 'is_causal' is {hf_config['is_causal']!r}, but this family has form"
-                f" '{self.template['form']}'; correct config.json"
-            )
-        is_base_model = self.base_architecture is not None and hf_config.get("architectures") == [
-            self.base_architecture
-        ]
-        if head is False or (head is None and is_base_model):
+        form = self.template["form"]
+        if "is_causal" in hf_config and hf_config["is_causal"] is not (form != "encoder"):
+            is_causal = f"config.json's 'is_causal' is {hf_config['is_causal']!r}"
+            raise ConfigError(f"{self.name}: {is_causal}, but this family has form '{form}'; correct config.json")
+        architectures = hf_config.get("architectures")
+        is_base_model = self.base_architecture is not None and architectures == [self.base_architecture]
+        head = not is_base_model if head is None else head
+        if pooler is None:
+            pooler = is_base_model and any(mapping.model_keys == ("pooler.dense",) for mapping in self.weight_mappings)
+        if not head:
             tree.set("head", {"kind": "none"})
-        if pooler or (
-            pooler is None
-            and is_base_model
-            and any(mapping.model_keys == ("pooler.dense",) for mapping in self.weight_mappings)
-        ):
+        if pooler:
             tree.set("pooler", True)
         try:
             for entry in (*COMMON_FIELDS, *self.fields):
@@ -155,7 +129,7 @@ class Family:
         ignored = {key: reasons.get(key, UNKNOWN_KEY_REASON) for key in hf_config if key not in known}
         return config, used, ignored
 
-    def _apply_attribute_map(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    def _apply_attribute_map(self, hf_config: HFConfig) -> dict[str, object]:
         """Replace aliases by canonical keys; raise if an alias and its key have different values."""
         canonical_config = {key: value for key, value in hf_config.items() if key not in self.attribute_map}
         for alias in self.attribute_map.keys() & hf_config.keys():
@@ -163,10 +137,8 @@ class Family:
             canonical = canonical_config.setdefault(key, value)
             # The number of layers is checked against the tensors; truncated models may keep an old num_hidden_layers.
             if canonical is not None and value is not None and canonical != value and alias != "num_hidden_layers":
-                raise ConfigError(
-                    f"{self.name}: config.json has {value!r} for '{alias}' and {canonical!r} for '{key}', which are"
-                    " the same setting; remove one of them"
-                )
+                values = f"{value!r} for '{alias}' and {canonical!r} for '{key}'"
+                raise ConfigError(f"{self.name}: config.json has {values}, the same setting; remove one of them")
         return canonical_config
 
     def _add_hf_key_to_error(self, message: str) -> str:
@@ -178,17 +150,16 @@ class Family:
                 return f"config.json's '{entry.keys[0]}' is invalid ({message})"
         return message
 
-    def config_to_hf(self, config: Config) -> dict[str, Any]:
+    def architecture_for(self, config: Config) -> str:
+        """transformers class of the model, or of the base model if it has no head."""
+        return self.architecture if config.head.kind != "none" else self.base_architecture or self.architecture
+
+    def config_to_hf(self, config: Config) -> dict[str, object]:
         """Convert a Config to config.json; raise ConfigError if the family cannot represent it."""
-        if config.form != self.template["form"]:
-            raise ConfigError(
-                f"{self.name}: the model is of form '{config.form}', this family of form '{self.template['form']}'"
-            )
-        headless = getattr(config.head, "kind", None) == "none"
-        hf_config: dict[str, Any] = {
-            "architectures": [self.base_architecture if headless and self.base_architecture else self.architecture]
-        }
-        hf_config["model_type"] = self.name
+        form = self.template["form"]
+        if config.form != form:
+            raise ConfigError(f"{self.name}: the model is of form '{config.form}', this family of form '{form}'")
+        hf_config: dict[str, object] = {"architectures": [self.architecture_for(config)], "model_type": self.name}
         tree = ConfigTree.from_config(config)
         try:
             for entry in self.fields:
@@ -196,13 +167,13 @@ class Family:
             for entry in self.fields:
                 if isinstance(entry, RopeField):
                     entry.write_legacy_keys(hf_config)
-            restored = self.config_from_hf(hf_config, head=not headless, pooler=getattr(config, "pooler", False))[0]
+            has_head = config.head.kind != "none"
+            restored = self.config_from_hf(hf_config, head=has_head, pooler=getattr(config, "pooler", False))[0]
         except CutawayError as error:
             raise ConfigError(f"family '{self.name}' cannot represent this model: {error}") from None
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError):
-            raise ConfigError(
-                f"family '{self.name}' cannot represent this model: its components are of other kinds"
-            ) from None
+            reason = "its components are of other kinds"
+            raise ConfigError(f"family '{self.name}' cannot represent this model: {reason}") from None
         differences = diff_configs(config, restored)
         if differences:
             more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""

@@ -4,30 +4,24 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from cutaway.errors import ConfigError, InputError, WeightError, format_error
+from cutaway.errors import ConfigError, InputError, format_error
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.gguf.load_save import load_gguf
 from cutaway.families.native_format import NATIVE_CONFIG_NAME, load_native_checkpoint
 from cutaway.families.quantized import open_quantized
 from cutaway.families.registry import resolve_family
-from cutaway.families.safetensors_reader import (
-    PICKLE_SUFFIXES,
-    TensorReader,
-    open_safetensors,
-    pickle_error_message,
-    read_json_file,
-)
-from cutaway.families.weight_loader import load_model
+from cutaway.families.safetensors_reader import TensorReader, check_not_pickle, open_safetensors, read_json_file
+from cutaway.families.weight_loader import LoadOptions, load_model
 from cutaway.pretrained import find_pretrained
 
 if TYPE_CHECKING:
     from cutaway.tokenizer import Tokenizer
 
-HUB_ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm")
+_HUB_ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm")
 """Files downloaded from a Hub repository: no code, no pickles."""
 RUN_FILE_NAME = "run.json"
 """The file that marks a training run directory."""
@@ -50,37 +44,31 @@ def load(
     are read when first used. `progress(done, total)` is called after each loaded tensor.
     """
     path = resolve_checkpoint_path(source)
-    load_options: dict[str, Any] = {
-        "device": device,
-        "dtype": dtype,
-        "check_finite": check_finite,
-        "progress": progress,
-    }
+    options: LoadOptions = {"device": device, "dtype": dtype, "check_finite": check_finite, "progress": progress}
     if path.is_file():
-        return _load_file(path, load_options)
-    if not path.is_dir():
-        raise InputError(f"'{path}' is neither a regular file nor a directory; pass a model directory or a .gguf file")
+        return _load_file(path, options)
     try:
         next(path.iterdir(), None)
+    except NotADirectoryError:
+        raise InputError(f"'{path}' is not a file or directory; pass a model directory or a .gguf file") from None
     except OSError as error:
         raise InputError(f"'{path}' cannot be opened: {error.strerror}") from None
     if (path / RUN_FILE_NAME).is_file():
         path = path / "model"
         if not path.is_dir():
-            raise InputError(
-                f"'{source}' is a training run without a saved model; finish it with: cutaway train --resume {source}"
-            )
+            hint = f"finish it with: cutaway train --resume {source}"
+            raise InputError(f"'{source}' is a training run without a saved model; {hint}")
     if (path / NATIVE_CONFIG_NAME).exists():
-        model, config, report = load_native_checkpoint(path, **load_options)
+        model, config, report = load_native_checkpoint(path, **options)
         return Checkpoint(model, config, None, report, tokenizer_loader=partial(_load_tokenizer, path))
-    hf_config = read_json_file(path / "config.json", ConfigError) if (path / "config.json").exists() else None
-    if hf_config is None:
+    if not (path / "config.json").exists():
         raise ConfigError(f"'{path}' has no config.json, which defines the model of its weights; add it")
+    hf_config = read_json_file(path / "config.json", ConfigError)
     family = resolve_family(hf_config)
     reader: TensorReader = open_safetensors(path)
     if hf_config.get("quantization_config") is not None:
         reader = open_quantized(reader, hf_config.pop("quantization_config"))
-    model, config, report = load_model(family, hf_config, reader, source=str(source), **load_options)
+    model, config, report = load_model(family, hf_config, reader, source=str(source), **options)
     generation_file = path / "generation_config.json"
     generation_config = read_json_file(generation_file, ConfigError) if generation_file.exists() else {}
     return Checkpoint(model, config, family.name, report, hf_config, generation_config, partial(_load_tokenizer, path))
@@ -92,11 +80,10 @@ def _load_tokenizer(directory: Path) -> "Tokenizer | None":
     return load_tokenizer(directory)
 
 
-def _load_file(path: Path, load_options: dict[str, Any]) -> Checkpoint:
-    if path.suffix in PICKLE_SUFFIXES:
-        raise WeightError(pickle_error_message(path.name))
+def _load_file(path: Path, options: LoadOptions) -> Checkpoint:
+    check_not_pickle(path)
     if path.suffix == ".gguf":
-        return load_gguf(path, **load_options)
+        return load_gguf(path, **options)
     if path.suffix == ".safetensors":
         raise InputError(f"'{path.name}' holds weights without a config.json; pass the directory that holds both")
     raise InputError(f"'{path.name}' is not a checkpoint; pass a model directory, a .gguf file or a Hub id")
@@ -126,14 +113,10 @@ def _download_from_hub(repo_id: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(HUB_ALLOW_PATTERNS)))
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(_HUB_ALLOW_PATTERNS)))
     except (OfflineModeIsEnabled, LocalEntryNotFoundError):
-        raise InputError(
-            f"'{repo_id}' is neither a local path nor in the Hub cache, and the Hub cannot be reached; check"
-            " the spelling and the network, or pass a directory"
-        ) from None
+        hint = "check the spelling and the network, or pass a directory"
+        raise InputError(f"'{repo_id}' is not local, and the Hub cannot be reached; {hint}") from None
     except (HfHubHTTPError, OSError, ValueError) as error:
-        raise InputError(
-            f"'{repo_id}' cannot be downloaded from the Hub: {format_error(error)}; check the name, and log in if it is"
-            " private"
-        ) from None
+        hint = "check the name, and log in if it is private"
+        raise InputError(f"'{repo_id}' cannot be downloaded: {format_error(error)}; {hint}") from None

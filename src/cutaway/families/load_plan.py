@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -38,6 +38,10 @@ class LoadPlan:
     unexpected_keys: list[str] = field(default_factory=list)
     mismatched_keys: list[str] = field(default_factory=list)
 
+    @property
+    def all_conversions(self) -> list[TensorConversion]:
+        return [*self.conversions, *(duplicate for duplicate, _ in self.duplicates)]
+
 
 def canonical_keys(model: Transformer) -> dict[str, str]:
     """Every key of the state dict → the first key of the same tensor (tied weights)."""
@@ -45,12 +49,10 @@ def canonical_keys(model: Transformer) -> dict[str, str]:
     return {name: first_key.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
-def expand_mappings(
-    mappings: Sequence[WeightMapping], config: Config, model: Transformer
-) -> Iterator[TensorConversion]:
+def expand_mappings(rows: Sequence[WeightMapping], config: Config, model: Transformer) -> Iterator[TensorConversion]:
     """Expand the mappings for every layer, leaf (weight, bias) and expert of this model."""
     state = model.state_dict(keep_vars=True)
-    for mapping in mappings:
+    for mapping in rows:
         if mapping.condition is not None and not mapping.condition(config):
             continue
         for i, d_head in _matching_layers(mapping, config):
@@ -88,14 +90,14 @@ def build_load_plan(
     family: Family, config: Config, model: Transformer, tensor_infos: Mapping[str, TensorInfo]
 ) -> tuple[LoadPlan, dict[str, str]]:
     """Return the load plan in the family's key names, and a dict from these names to the file's."""
-    file_keys = normalize_checkpoint_keys(family, tensor_infos)
+    file_keys = _normalize_checkpoint_keys(family, tensor_infos)
     plan = LoadPlan()
     canonical = canonical_keys(model)
     loaded: dict[str, TensorConversion] = {}
     expected: dict[str, TensorConversion] = {}
     for conversion in expand_mappings(family.weight_mappings, config, model):
         model_keys = tuple(canonical[name] for name in conversion.model_keys)
-        conversion = TensorConversion(conversion.checkpoint_keys, model_keys, conversion.op, conversion.d_head)
+        conversion = replace(conversion, model_keys=model_keys)
         expected.setdefault(model_keys[0], conversion)
         if not any(name in file_keys for name in conversion.checkpoint_keys):
             continue
@@ -114,11 +116,7 @@ def build_load_plan(
             missing.update(dict.fromkeys(expected[name].checkpoint_keys))
         elif name not in loaded and name not in mapped:
             missing[f"(family '{family.name}' has no mapping for {name})"] = None
-    used = {
-        name
-        for conversion in (*plan.conversions, *(duplicate for duplicate, _ in plan.duplicates))
-        for name in conversion.checkpoint_keys
-    }
+    used = {name for conversion in plan.all_conversions for name in conversion.checkpoint_keys}
     plan.missing_keys = [*missing, *sorted(used - file_keys.keys() - missing.keys())]
     for name in sorted(file_keys.keys() - used):
         reason = family.reason_ignored(name, max(stack.layers for stack in config.stacks.values()))
@@ -126,29 +124,24 @@ def build_load_plan(
             plan.unexpected_keys.append(file_keys[name])
         else:
             plan.ignored_weights[file_keys[name]] = reason
-    plan.mismatched_keys = list(
-        _find_mismatched_keys(plan, model, {name: tensor_infos[file_key] for name, file_key in file_keys.items()})
-    )
+    infos = {name: tensor_infos[file_key] for name, file_key in file_keys.items()}
+    plan.mismatched_keys = list(_find_mismatched_keys(plan, model, infos))
     return plan, file_keys
 
 
-def normalize_checkpoint_keys(family: Family, tensor_infos: Mapping[str, TensorInfo]) -> dict[str, str]:
+def _normalize_checkpoint_keys(family: Family, tensor_infos: Mapping[str, TensorInfo]) -> dict[str, str]:
     """Key names of the family → key names of the file; resolves legacy names and base models without prefix."""
-    is_base_model = family.base_model_prefix and not any(
-        name.startswith(family.base_model_prefix) for name in tensor_infos
-    )
-    heads = {
-        mapping.checkpoint_key.split(".")[0]
-        for mapping in family.weight_mappings
-        if not mapping.checkpoint_key.startswith(family.base_model_prefix)
-    }
+    prefix = family.base_model_prefix
+    is_base_model = prefix and not any(name.startswith(prefix) for name in tensor_infos)
+    keys = [mapping.checkpoint_key for mapping in family.weight_mappings]
+    heads = {key.split(".")[0] for key in keys if not key.startswith(prefix)}
     file_keys = {}
     for file_key in tensor_infos:
         name = file_key
         for old, new in family.weight_renamings:
             name = re.sub(old, new, name)
         if is_base_model and name.split(".")[0] not in heads:
-            name = family.base_model_prefix + name
+            name = prefix + name
         file_keys[name] = file_key
     return file_keys
 
@@ -156,16 +149,14 @@ def normalize_checkpoint_keys(family: Family, tensor_infos: Mapping[str, TensorI
 def _find_mismatched_keys(plan: LoadPlan, model: Transformer, tensor_infos: Mapping[str, TensorInfo]) -> Iterator[str]:
     """Tensors whose dtype or shape does not match the Config; expected shapes are from to_checkpoint on meta."""
     state = model.state_dict(keep_vars=True)
-    for conversion in (*plan.conversions, *(duplicate for duplicate, _ in plan.duplicates)):
+    for conversion in plan.all_conversions:
         if any(name not in tensor_infos for name in conversion.checkpoint_keys):
             continue
-        expected = conversion.op.to_checkpoint(
-            [torch.empty(state[name].shape, device="meta") for name in conversion.model_keys], conversion.d_head
-        )
+        tensors = [torch.empty(state[name].shape, device="meta") for name in conversion.model_keys]
+        expected = conversion.op.to_checkpoint(tensors, conversion.d_head)
         for name, tensor in zip(conversion.checkpoint_keys, expected, strict=True):
-            if not tensor_infos[name].dtype.is_floating_point:
-                stored = tensor_infos[name].storage_type
-                yield f"'{name}' is stored as {stored}, integers without a scale"
-            if tensor_infos[name].shape != tuple(tensor.shape):
-                shape = list(tensor_infos[name].shape)
-                yield f"'{name}' has shape {shape}, and config.json requires {list(tensor.shape)}"
+            info = tensor_infos[name]
+            if not info.dtype.is_floating_point:
+                yield f"'{name}' is stored as {info.storage_type}, integers without a scale"
+            if info.shape != tuple(tensor.shape):
+                yield f"'{name}' has shape {list(info.shape)}, and config.json requires {list(tensor.shape)}"

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 UNKNOWN_KEY_REASON = "unknown key of this family"
 
@@ -30,14 +29,14 @@ class LoadReport:
     ignored_weights: dict[str, str] = field(default_factory=dict)
     missing_keys: list[str] = field(default_factory=list)
     unexpected_keys: list[str] = field(default_factory=list)
-    used_config_keys: dict[str, Any] = field(default_factory=dict)
+    used_config_keys: dict[str, object] = field(default_factory=dict)
     ignored_config_keys: dict[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
         return not self.missing_keys and not self.unexpected_keys
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return asdict(self)
 
     def __str__(self) -> str:
@@ -51,9 +50,8 @@ class LoadReport:
         lines += [f"checked for NaN and infinity: {self.finite_check}"] if self.finite_check else []
         lines += [f"tied: {' = '.join(names)}" for names in self.tied_weights]
         lines += [f"computed, not stored: {', '.join(self.computed_weights)}"] if self.computed_weights else []
-        lines += [f"missing: {name}" for name in self.missing_keys] + [
-            f"unexpected: {name}" for name in self.unexpected_keys
-        ]
+        lines += [f"missing: {name}" for name in self.missing_keys]
+        lines += [f"unexpected: {name}" for name in self.unexpected_keys]
         lines += [f"ignored: {count} × {reason}" for reason, count in Counter(self.ignored_weights.values()).items()]
         unknown = [key for key, reason in self.ignored_config_keys.items() if reason == UNKNOWN_KEY_REASON]
         known = len(self.ignored_config_keys) - len(unknown)

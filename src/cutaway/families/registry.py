@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any
 
 from cutaway.config import Config
 from cutaway.errors import ConfigError
 from cutaway.families import tables
 from cutaway.families.family import Family
 
-PREFERRED_FAMILIES = ("bert", "gpt2", "llama", "t5")
+_PREFERRED_FAMILIES = ("bert", "gpt2", "llama", "t5")
 """Families that most tools support; tried first when several could represent a model."""
 
 
@@ -23,7 +22,7 @@ def families() -> dict[str, Family]:
     return {family.name: family for family in sorted(loaded, key=lambda family: family.name)}
 
 
-def resolve_family(hf_config: Mapping[str, Any]) -> Family:
+def resolve_family(hf_config: Mapping[str, object]) -> Family:
     """Find the family of a config.json by `model_type`, or by `architectures` if that is absent."""
     name = hf_config.get("model_type")
     known = families()
@@ -33,9 +32,7 @@ def resolve_family(hf_config: Mapping[str, Any]) -> Family:
         for class_name in classes if isinstance(classes, list) else []:
             if isinstance(class_name, str) and class_name in by_architecture:
                 return by_architecture[class_name]
-        raise ConfigError(
-            "config.json has no 'model_type', which names the model family; add one of: " + ", ".join(known)
-        )
+        raise ConfigError(f"config.json has no 'model_type', which names the family; add one of: {', '.join(known)}")
     if not isinstance(name, str) or name not in known:
         matches = difflib.get_close_matches(str(name), known, n=1)
         hint = f" (did you mean '{matches[0]}'?)" if matches else ""
@@ -43,14 +40,13 @@ def resolve_family(hf_config: Mapping[str, Any]) -> Family:
     return known[name]
 
 
-def config_from_hf(hf_config: Mapping[str, Any]) -> Config:
+def config_from_hf(hf_config: Mapping[str, object]) -> Config:
     """Convert a transformers config.json to a Config; `quantization_config` is ignored: it concerns weights only."""
-    return resolve_family(hf_config).config_from_hf(
-        {key: value for key, value in hf_config.items() if key != "quantization_config"}
-    )[0]
+    unquantized = {key: value for key, value in hf_config.items() if key != "quantization_config"}
+    return resolve_family(hf_config).config_from_hf(unquantized)[0]
 
 
-def find_family(config: Config, name: str | None = None) -> tuple[Family, dict[str, Any]]:
+def find_family(config: Config, name: str | None = None) -> tuple[Family, dict[str, object]]:
     """Return a family that can represent a Config (the named one, or the first that can), and its config.json."""
     known = families()
     if name is not None:
@@ -58,12 +54,11 @@ def find_family(config: Config, name: str | None = None) -> tuple[Family, dict[s
             raise ConfigError(f"'{name}' is not a supported family; use one of: {', '.join(known)}")
         return known[name], known[name].config_to_hf(config)
     errors = []
-    for family in sorted(known.values(), key=lambda family: family.name not in PREFERRED_FAMILIES):
+    for family in sorted(known.values(), key=lambda family: family.name not in _PREFERRED_FAMILIES):
         try:
             return family, family.config_to_hf(config)
         except ConfigError as error:
             errors.append(str(error))
     nearest = min((text for text in errors if "of form" not in text), key=len, default=errors[0])
-    raise ConfigError(
-        f"no family can represent this model, so transformers cannot open it; save it with family='cutaway'. {nearest}"
-    )
+    hint = "save it with family='cutaway'"
+    raise ConfigError(f"no family can represent this model, so transformers cannot open it; {hint}. {nearest}")

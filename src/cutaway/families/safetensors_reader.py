@@ -15,13 +15,14 @@ from torch import Tensor
 
 from cutaway.errors import WeightError
 
-SAFETENSORS_DTYPES = {
+_SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
+_NOT_REGULAR = "'{}' is not a regular file, so it is not opened; replace it with the model's file"
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class SafetensorsReader:
         self.tensor_infos: dict[str, TensorInfo] = {}
         self.locations: dict[str, tuple[mmap.mmap, int]] = {}
         for path in files:
-            header, start = read_safetensors_header(path)
+            header, start = _read_safetensors_header(path)
             mapping = _mmap_file(path)
             for name, (info, offset) in header.items():
                 if name in self.tensor_infos:
@@ -102,35 +103,29 @@ def _mmap_file(path: Path) -> mmap.mmap:
         raise WeightError(f"'{path.name}' cannot be mapped into memory: {error}") from None
 
 
-def read_safetensors_header(path: Path) -> tuple[dict[str, tuple[TensorInfo, int]], int]:
+def _read_safetensors_header(path: Path) -> tuple[dict[str, tuple[TensorInfo, int]], int]:
     """Return {name: (info, offset in the data)} and the offset of the data. `safe_open` validates offsets and sizes."""
     try:
         if path.exists() and not path.is_file():
-            raise WeightError(
-                f"'{path.name}' is not a regular file, so it is not opened; replace it with the model's file"
-            )
+            raise WeightError(_NOT_REGULAR.format(path.name))
         with safe_open(path, framework="np"):
             pass
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = json.loads(file.read(length))
+            header = json.loads(file.read(length))
     except (SafetensorError, OSError, ValueError, RecursionError, MemoryError) as error:
         if isinstance(error, WeightError):
             raise
         reason = re.sub(r"^.*?: ", "", str(error)) if isinstance(error, SafetensorError) else str(error)
-        raise WeightError(
-            f"'{path.name}' is not a complete safetensors file ({reason}); download or save it again"
-        ) from None
+        raise WeightError(f"'{path.name}' is not a complete safetensors file ({reason}); download it again") from None
     tensors = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        dtype = SAFETENSORS_DTYPES.get(entry["dtype"])
-        if dtype is None:
-            raise WeightError(
-                f"tensor '{name}' has the unsupported dtype {entry['dtype']}; convert it to bfloat16 or float32"
-            )
-        tensors[name] = TensorInfo(tuple(entry["shape"]), dtype), entry["data_offsets"][0]
+        dtype = entry["dtype"]
+        if dtype not in _SAFETENSORS_DTYPES:
+            raise WeightError(f"tensor '{name}' has the unsupported dtype {dtype}; convert it to bfloat16 or float32")
+        tensors[name] = TensorInfo(tuple(entry["shape"]), _SAFETENSORS_DTYPES[dtype]), entry["data_offsets"][0]
     return tensors, 8 + length
 
 
@@ -138,7 +133,7 @@ def read_json_file(path: Path, error: type[Exception], max_bytes: int = 64 << 20
     """Read a JSON object from a regular file of bounded size; a pipe would block, and a device has no end."""
     try:
         if not path.is_file() and path.exists() and not path.is_dir():
-            raise error(f"'{path.name}' is not a regular file, so it is not opened; replace it with the model's file")
+            raise error(_NOT_REGULAR.format(path.name))
         with path.open("rb") as file:
             raw = file.read(max_bytes + 1)
         if len(raw) > max_bytes:
@@ -178,53 +173,42 @@ def _check_shards_complete(shards: list[Path]) -> None:
     """Raise if one of the shards 1..n is missing, by file name; used if there is no index."""
     count = int(shards[0].name.rsplit("-of-", 1)[1].split(".")[0])
     present = {int(path.name.rsplit("-of-", 1)[0].rsplit("-", 1)[1]) for path in shards}
-    missing = next(
-        (i for i in range(1, count + 1) if i not in present), None
-    )  # at most len(shards) + 1 steps, whatever the name claims
+    # At most len(shards) + 1 steps, whatever the name claims.
+    missing = next((i for i in range(1, count + 1) if i not in present), None)
     if missing is not None:
         raise WeightError(f"shard {missing} of {count} is missing beside '{shards[0].name}'; download it again")
 
 
 def _read_shard_index(directory: Path, index: Path) -> list[Path]:
     weight_map = read_json_file(index, WeightError).get("weight_map")
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(name, str) for name in weight_map.values())
-    ):
-        raise WeightError(
-            f"'{SAFE_WEIGHTS_INDEX_NAME}' has no 'weight_map' from tensor names to files; download it again"
-        )
-    files = sorted(set(weight_map.values()))
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise WeightError(f"'{index.name}' has no 'weight_map' from tensor names to files; download it again")
+    files = sorted(set(names))
     for name in files:
         if Path(name).name != name or not name.endswith(".safetensors") or len(name.encode(errors="replace")) > 255:
-            raise WeightError(
-                f"'{SAFE_WEIGHTS_INDEX_NAME}' names {name!r}, which is not a safetensors file in the same directory;"
-                " it is not opened"
-            )
+            raise WeightError(f"'{index.name}' names {name!r}, not a safetensors file beside it; it is not opened")
         if not (directory / name).is_file():
-            raise WeightError(f"shard '{name}' is in '{SAFE_WEIGHTS_INDEX_NAME}' but missing; download it again")
+            raise WeightError(f"shard '{name}' is in '{index.name}' but missing; download it again")
     return [directory / name for name in files]
 
 
-def pickle_error_message(name: str) -> str:
-    """Error message for a pickle file."""
-    return (
-        f"'{name}' is a pickle, which can run code when opened, so it is not loaded; use the model's safetensors,"
-        " or convert it if you trust it: transformers' from_pretrained, then save_pretrained"
-    )
+def check_not_pickle(path: Path) -> None:
+    """Raise WeightError if a path has the suffix of a pickle."""
+    if path.suffix in _PICKLE_SUFFIXES:
+        raise WeightError(
+            f"'{path.name}' is a pickle, which can run code when opened, so it is not loaded; use the model's"
+            " safetensors, or convert it if you trust it: transformers' from_pretrained, then save_pretrained"
+        )
 
 
 def _missing_weights_message(directory: Path, files: list[Path]) -> str:
     if any(path.name.startswith("adapter") for path in files):
         return f"'{directory}' contains an adapter, not a model; merge it into its base model and save that"
     if files:
-        return (
-            f"'{directory}' contains {len(files)} safetensors files and no '{SAFE_WEIGHTS_INDEX_NAME}'; add the index"
-        )
-    pickles = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
-    if pickles:
-        return pickle_error_message(pickles[0])
+        return f"'{directory}' has {len(files)} safetensors files and no '{SAFE_WEIGHTS_INDEX_NAME}'; add the index"
+    for path in sorted(directory.iterdir()):
+        check_not_pickle(path)
     if ggufs := sorted(path.name for path in directory.glob("*.gguf")):
         return f"'{directory}' has no safetensors; pass the path of its GGUF file: '{directory / ggufs[0]}'"
     return f"'{directory}' has no weights; add the *.safetensors files"

@@ -6,9 +6,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -26,7 +25,7 @@ from cutaway.families.registry import families, find_family
 from cutaway.families.safetensors_reader import SAFE_WEIGHTS_INDEX_NAME
 from cutaway.model import Transformer
 
-MAX_SHARD_SIZE = 5_000_000_000
+_MAX_SHARD_SIZE = 5_000_000_000
 """Maximum bytes of weights per file, and maximum memory used for saving beside the model."""
 
 
@@ -35,7 +34,7 @@ def save(
     directory: str | Path,
     *,
     family: str | None = None,
-    max_shard_size: int = MAX_SHARD_SIZE,
+    max_shard_size: int = _MAX_SHARD_SIZE,
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
@@ -44,10 +43,7 @@ def save(
     Default family: the one the checkpoint was loaded from, or the first that can represent the model. The directory
     is written under a temporary name and renamed when complete. `progress(done, total)` is called after each shard.
     """
-    if isinstance(checkpoint, Transformer):
-        checkpoint = Checkpoint(checkpoint, checkpoint.config)
-    if not isinstance(checkpoint, Checkpoint):
-        raise InputError(f"a {type(checkpoint).__name__} cannot be saved; pass a Checkpoint or a model")
+    checkpoint = as_checkpoint(checkpoint)
     target = resolve_output_path(directory)
     if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, int) or max_shard_size < 1:
         raise InputError(f"max_shard_size is {max_shard_size!r}; pass the maximum bytes per file, an integer >= 1")
@@ -55,7 +51,6 @@ def save(
         raise InputError(f"family is {family!r}; pass the name of a family")
     if not callable(progress):
         raise InputError(f"progress is {progress!r}; pass a function of (done, total)")
-    check_not_on_meta(checkpoint.model)
     _check_output_directory(target, overwrite)
     saved_family, hf_config = _resolve_hf_config(checkpoint, family)
     try:
@@ -114,10 +109,14 @@ def resolve_output_path(target: object) -> Path:
     return path if path.name not in ("", "..") else path.resolve()
 
 
-def check_not_on_meta(model: Transformer) -> None:
-    """Raise if the model is on the meta device."""
-    if any(tensor.is_meta for tensor in model.state_dict().values()):
+def as_checkpoint(value: Checkpoint | Transformer) -> Checkpoint:
+    """A checkpoint or model as a checkpoint; raise if it is neither, or on the meta device."""
+    checkpoint = Checkpoint(value, value.config) if isinstance(value, Transformer) else value
+    if not isinstance(checkpoint, Checkpoint):
+        raise InputError(f"a {type(value).__name__} cannot be saved; pass a Checkpoint or a model")
+    if any(tensor.is_meta for tensor in checkpoint.model.state_dict().values()):
         raise InputError("the model is on the meta device, where tensors have no values; build it on another device")
+    return checkpoint
 
 
 def _replace_directory(staging: Path, target: Path, *, overwrite: bool) -> None:
@@ -129,9 +128,8 @@ def _replace_directory(staging: Path, target: Path, *, overwrite: bool) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         if not overwrite:
-            raise InputError(
-                f"'{target}' was created by another process meanwhile; pass another directory, or overwrite=True"
-            ) from None
+            hint = "pass another directory, or overwrite=True"
+            raise InputError(f"'{target}' was created by another process meanwhile; {hint}") from None
     if _swap_paths(staging, target):
         return  # the old contents are now in `staging`, which the caller deletes
     old = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -156,21 +154,20 @@ def _swap_paths(first: Path, second: Path) -> bool:
     return rename(-100, os.fsencode(first.absolute()), -100, os.fsencode(second.absolute()), 2) == 0
 
 
-def _resolve_hf_config(checkpoint: Checkpoint, family_name: str | None) -> tuple[Family, dict[str, Any]]:
+def _resolve_hf_config(checkpoint: Checkpoint, family_name: str | None) -> tuple[Family, dict[str, object]]:
     """Return the family to save as, and its config.json: the loaded one if it still matches the Config."""
-    config: Config = checkpoint.config
+    config = checkpoint.config
     if checkpoint.model.config != config:
-        raise InputError(
-            "the checkpoint's config differs from its model's config; set checkpoint.config to checkpoint.model.config"
-        )
+        raise InputError("checkpoint.config differs from checkpoint.model.config; set it to that of the model")
     family_name = family_name or checkpoint.family
     if family_name == "cutaway":
         return NativeFamily(config), {}
     hf_config = checkpoint.hf_config if family_name == checkpoint.family else {}
     family = families()[family_name] if hf_config and family_name else None
-    if family is None or diff_configs(
-        config, family.config_from_hf(hf_config, head=_has_head(config), pooler=_has_pooler(config))[0]
-    ):
+    if family is not None:
+        pooler = isinstance(config, Encoder) and config.pooler
+        loaded_config = family.config_from_hf(hf_config, head=_has_head(config), pooler=pooler)[0]
+    if family is None or diff_configs(config, loaded_config):
         family, new_config = find_family(config, family_name)
         hf_config = {**hf_config, **new_config}
     if not checkpoint.hf_config and checkpoint.tokenizer is not None:
@@ -180,86 +177,69 @@ def _resolve_hf_config(checkpoint: Checkpoint, family_name: str | None) -> tuple
         if config.form == "encoder-decoder":  # the default of `read_generation_config`
             hf_config["decoder_start_token_id"] = known.get("bos_token_id")
     dtype = str(checkpoint.model.dtype).removeprefix("torch.")
-    saved_config = {
-        key: value for key, value in hf_config.items() if key not in ("torch_dtype", "auto_map", "transformers_version")
-    }
-    architecture = (
-        family.architecture if _has_head(config) or family.base_architecture is None else family.base_architecture
-    )
-    return family, saved_config | {"architectures": [architecture], "dtype": dtype, "torch_dtype": dtype}
+    dropped = ("torch_dtype", "auto_map", "transformers_version")
+    saved_config = {key: value for key, value in hf_config.items() if key not in dropped}
+    architectures = [family.architecture_for(config)]
+    return family, saved_config | {"architectures": architectures, "dtype": dtype, "torch_dtype": dtype}
 
 
 def _has_head(config: Config) -> bool:
     return config.head.kind != "none"
 
 
-def _has_pooler(config: Config) -> bool:
-    return isinstance(config, Encoder) and config.pooler
-
-
-def _write_json(path: Path, data: dict[str, Any]) -> None:
+def _write_json(path: Path, data: Mapping[str, object]) -> None:
     text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
     path.write_text(text.encode("utf-8", "replace").decode(), encoding="utf-8")
 
 
-def export_weights(
-    family: Family, model: Transformer
-) -> Iterator[tuple[tuple[str, ...], Callable[[], list[Tensor]], int]]:
-    """Yield (checkpoint keys, function that returns these tensors, bytes) for every conversion of the family."""
+ExportedTensors = tuple[tuple[str, ...], Callable[[], list[Tensor]], int]
+"""Checkpoint keys, a function that returns these tensors, and their bytes."""
+
+
+def export_weights(family: Family, model: Transformer) -> Iterator[ExportedTensors]:
+    """Yield the tensors of every conversion of the family."""
     state = model.state_dict(keep_vars=True)
     canonical = canonical_keys(model)
     exported: set[str] = set()
-    is_base_model = not _has_head(model.config)
+    prefix = "" if _has_head(model.config) else family.base_model_prefix
     for conversion in expand_mappings(family.weight_mappings, model.config, model):
         if canonical[conversion.model_keys[0]] in exported:
             continue
         exported.update(canonical[name] for name in conversion.model_keys)
 
         def convert(conversion: TensorConversion = conversion) -> list[Tensor]:
-            tensors = conversion.op.to_checkpoint(
-                [state[name].detach() for name in conversion.model_keys], conversion.d_head
-            )
-            return [tensor.contiguous().cpu() for tensor in tensors]
+            tensors = [state[name].detach() for name in conversion.model_keys]
+            return [tensor.contiguous().cpu() for tensor in conversion.op.to_checkpoint(tensors, conversion.d_head)]
 
         size = sum(state[name].numel() * state[name].itemsize for name in conversion.model_keys)
-        yield (
-            tuple(
-                name.removeprefix(family.base_model_prefix) if is_base_model else name
-                for name in conversion.checkpoint_keys
-            ),
-            convert,
-            size,
-        )
-    unmapped = set(canonical.values()) - exported
-    if unmapped:
-        raise WeightError(
-            f"family '{family.name}' has no weight mapping for {', '.join(sorted(unmapped)[:5])}; use another family"
-        )
+        yield tuple(name.removeprefix(prefix) for name in conversion.checkpoint_keys), convert, size
+    if unmapped := sorted(set(canonical.values()) - exported):
+        names = ", ".join(unmapped[:5])
+        raise WeightError(f"family '{family.name}' has no weight mapping for {names}; use another family")
 
 
 def _write_shards(
     family: Family, model: Transformer, directory: Path, max_shard_size: int, progress: Callable[[int, int], None]
 ) -> None:
     """Write shards of at most `max_shard_size` bytes, and an index if there are several."""
-    shards: list[list[tuple[tuple[str, ...], Callable[[], list[Tensor]]]]] = [[]]
+    shards: list[list[ExportedTensors]] = [[]]
     shard_size = total = 0
-    for names, convert, size in export_weights(family, model):
+    for exported in export_weights(family, model):
+        size = exported[2]
         if shard_size and shard_size + size > max_shard_size:
             shards.append([])
             shard_size = 0
-        shards[-1].append((names, convert))
+        shards[-1].append(exported)
         shard_size, total = shard_size + size, total + size
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: tensor for names, convert in shard for name, tensor in zip(names, convert(), strict=True)}
-        not_finite = [
-            name for name, tensor in tensors.items() if not torch.isfinite(tensor.sum()) and not tensor.isfinite().all()
-        ]
-        if not_finite:
-            raise WeightError(
-                f"'{not_finite[0]}' has NaN or infinite values, which cannot be loaded; the model is not saved"
-            )
+        tensors: dict[str, Tensor] = {}
+        for names, convert, _ in shard:
+            tensors.update(zip(names, convert(), strict=True))
+        for name, tensor in tensors.items():
+            if not torch.isfinite(tensor.sum()) and not tensor.isfinite().all():
+                raise WeightError(f"'{name}' has NaN or infinite values, which cannot be loaded; nothing is saved")
         save_file(_clone_shared_tensors(tensors), directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
         progress(i, len(shards))
@@ -269,10 +249,6 @@ def _write_shards(
 
 def _clone_shared_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Clone tensors that share storage, which safetensors rejects."""
-    seen: set[int] = set()
-    unshared = {}
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage().data_ptr()
-        unshared[name] = tensor.clone() if storage in seen else tensor
-        seen.add(storage)
-    return unshared
+    first: dict[int, str] = {}
+    owners = {name: first.setdefault(t.untyped_storage().data_ptr(), name) for name, t in tensors.items()}
+    return {name: t if owners[name] == name else t.clone() for name, t in tensors.items()}

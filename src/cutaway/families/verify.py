@@ -3,6 +3,7 @@
 import re
 from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -18,8 +19,11 @@ from cutaway.families.load import load, resolve_checkpoint_path
 from cutaway.families.registry import families
 from cutaway.families.save import export_weights
 from cutaway.model import Transformer
+from cutaway.model.transformer import EncoderOnly
 
 BATCH_SIZE, SEQ_LEN, MAX_NEW_TOKENS = 3, 24, 12
+Peer = Any
+"""A PreTrainedModel of transformers, which is not a dependency."""
 
 
 @dataclass
@@ -47,21 +51,19 @@ class VerificationResult:
 
     @property
     def ok(self) -> bool:
-        within_tolerance = (
-            self.first_mismatch is None and self.max_logit_diff <= self.logit_tolerance and self.max_grad_diff <= 1e-4
-        )
-        return within_tolerance and self.greedy_tokens in ("equal", "not applicable (encoder)")
+        same_outputs = self.first_mismatch is None and self.max_logit_diff <= self.logit_tolerance
+        same_tokens = self.greedy_tokens in ("equal", "not applicable (encoder)")
+        return same_outputs and same_tokens and self.max_grad_diff <= 1e-4
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return asdict(self) | {"first_mismatch": self.first_mismatch, "ok": self.ok}
 
     def __str__(self) -> str:
         lines = [f"{self.source}: cutaway and transformers compared in fp32"]
         width = max(len(name) for name, _, _ in self.layer_diffs)
         for name, diff, bound in self.layer_diffs:
-            lines.append(
-                f"  {name:<{width}}  max diff {diff:.1e}  tolerance {bound:.1e}{'' if diff <= bound else '  <- DIFF'}"
-            )
+            mark = "" if diff <= bound else "  <- DIFF"
+            lines.append(f"  {name:<{width}}  max diff {diff:.1e}  tolerance {bound:.1e}{mark}")
         lines += [
             f"logits: max diff {self.max_logit_diff:.1e}, tolerance {self.logit_tolerance:.1e}",
             f"gradients: max relative diff {self.max_grad_diff:.1e} of {self.num_gradients_compared}"
@@ -84,7 +86,7 @@ def verify(source: str | Path) -> VerificationResult:
     logits, layer_outputs = _forward_cutaway(model, inputs)
     peer_logits, peer_layer_outputs = _forward_transformers(peer, inputs, model)
     eager_sdpa_diff = _eager_sdpa_diff(peer, inputs, model, peer_logits)
-    mask = inputs["target_mask"] if "target_mask" in inputs else inputs["mask"]
+    mask = inputs.get("target_mask", inputs["mask"])
     weight = torch.randn(peer_logits.shape, generator=torch.Generator().manual_seed(1)) * mask[..., None]
     for out in (logits, peer_logits):
         torch.autograd.backward((out * weight).sum())
@@ -105,13 +107,11 @@ def verify(source: str | Path) -> VerificationResult:
     )
 
 
-def _load_transformers_model(checkpoint: Checkpoint, path: Path) -> Any:
+def _load_transformers_model(checkpoint: Checkpoint, path: Path) -> Peer:
     try:
-        transformers: Any = import_module("transformers")
+        transformers = import_module("transformers")
     except ImportError:
-        raise InputError(
-            "verify compares with transformers, which is not installed; pip install transformers"
-        ) from None
+        raise InputError("verify compares with transformers; pip install transformers") from None
     config = checkpoint.config
     if isinstance(config, EncoderDecoder):
         auto = transformers.AutoModelForSeq2SeqLM
@@ -119,24 +119,22 @@ def _load_transformers_model(checkpoint: Checkpoint, path: Path) -> Any:
         auto = transformers.AutoModel if config.head.kind == "none" else transformers.AutoModelForMaskedLM
     else:
         auto = transformers.AutoModelForCausalLM
-    load_options: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if not (path / "config.json").exists() and path.is_dir():
-        raise InputError(
-            f"'{path}' is in the native cutaway format, which transformers cannot open; convert it with --to hf first"
-        )
-    folder = path.parent if path.is_file() else path
-    load_options |= (
-        {"trust_remote_code": False} if path.is_file() else {"trust_remote_code": False, "use_safetensors": True}
-    )
+    options = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": False}
+    if path.is_file():
+        folder = path.parent
+        options["gguf_file"] = path.name
+    else:
+        folder = path
+        options["use_safetensors"] = True
+        if not (path / "config.json").exists():
+            raise InputError(f"'{path}' is in the native format, unknown to transformers; convert it with --to hf")
     try:
         with redirect_stderr(StringIO()):  # progress bars of transformers
-            return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **load_options).eval()
+            return auto.from_pretrained(folder, **options).eval()
     except Exception as error:  # any error of transformers
-        raise InputError(
-            f"transformers cannot open '{path}', so there is nothing to compare with: {format_error(error)}"
-        ) from None
+        raise InputError(f"transformers cannot open '{path}', so nothing is compared: {format_error(error)}") from None
 
 
 def _random_inputs(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -161,32 +159,25 @@ def _forward_cutaway(model: Transformer, inputs: dict[str, Tensor]) -> tuple[Ten
     hooks = []
     for side, stack in model.stacks.items():
         mask = inputs["target_mask"] if side == "decoder" and "target" in inputs else inputs["mask"]
+        prefix = f"{side}." if len(model.stacks) > 1 else ""
         names = [("embed", stack.embed), *((f"blocks.{i}", block) for i, block in enumerate(stack.blocks[:-1]))]
         names.append(("final_norm", stack.final_norm))
         for name, module in {id(module): (name, module) for name, module in reversed(names)}.values():
-            label = f"{side}.{name}" if len(model.stacks) > 1 else name
-            hooks.append(
-                module.register_forward_hook(
-                    lambda _module, _args, out, label=label, mask=mask: outputs.append((label, out.detach(), mask))
-                )
-            )
+
+            def record(_: object, args: object, out: Tensor, name: str = prefix + name, mask: Tensor = mask) -> None:
+                outputs.append((name, out.detach(), mask))
+
+            hooks.append(module.register_forward_hook(record))
     try:
-        out = _call_cutaway(model, inputs)
+        forward = model.encode if isinstance(model, EncoderOnly) and model.head is None else model
+        out = forward(*(inputs[name] for name in ("tokens", "target", "mask", "target_mask") if name in inputs))
     finally:
         for hook in hooks:
             hook.remove()
     return out, outputs
 
 
-def _call_cutaway(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    if "target" in inputs:
-        return model(inputs["tokens"], inputs["target"], inputs["mask"], inputs["target_mask"])
-    if isinstance(model.config, Encoder) and model.head is None:
-        return model.encode(inputs["tokens"], inputs["mask"])
-    return model(inputs["tokens"], inputs["mask"])
-
-
-def _forward_transformers(peer: Any, inputs: dict[str, Tensor], model: Transformer) -> tuple[Tensor, list[Tensor]]:
+def _forward_transformers(peer: Peer, inputs: dict[str, Tensor], model: Transformer) -> tuple[Tensor, list[Tensor]]:
     arguments = {"input_ids": inputs["tokens"], "attention_mask": inputs["mask"].long(), "output_hidden_states": True}
     if "target" in inputs:
         arguments |= {"decoder_input_ids": inputs["target"], "decoder_attention_mask": inputs["target_mask"].long()}
@@ -197,13 +188,15 @@ def _forward_transformers(peer: Any, inputs: dict[str, Tensor], model: Transform
         states = [*out.encoder_hidden_states, *out.decoder_hidden_states]
     else:
         states = list(out.hidden_states or [])
-    result = (
-        out.last_hidden_state if isinstance(model.config, Encoder) and model.config.head.kind == "none" else out.logits
-    )
+    result = out.last_hidden_state if _is_base_model(model) else out.logits
     return result, [state.detach() for state in states]
 
 
-def _eager_sdpa_diff(peer: Any, inputs: dict[str, Tensor], model: Transformer, eager_output: Tensor) -> float:
+def _is_base_model(model: Transformer) -> bool:
+    return isinstance(model.config, Encoder) and model.config.head.kind == "none"
+
+
+def _eager_sdpa_diff(peer: Peer, inputs: dict[str, Tensor], model: Transformer, eager_output: Tensor) -> float:
     """Maximum difference between eager and SDPA attention within transformers."""
     if not getattr(peer, "_supports_sdpa", False):
         return 0.0
@@ -211,7 +204,7 @@ def _eager_sdpa_diff(peer: Any, inputs: dict[str, Tensor], model: Transformer, e
     with torch.no_grad():
         other = _forward_transformers(peer, inputs, model)[0]
     peer.set_attn_implementation("eager")
-    mask = inputs["target_mask"] if "target_mask" in inputs else inputs["mask"]
+    mask = inputs.get("target_mask", inputs["mask"])
     return _max_abs_diff(eager_output.detach(), other, mask)
 
 
@@ -223,7 +216,7 @@ def _tolerance(reference: Tensor, eager_sdpa_diff: float) -> float:
     return max(1e-5 * max(1.0, float(reference.detach().abs().max())), 3 * eager_sdpa_diff)
 
 
-def _compare_gradients(checkpoint: Checkpoint, peer: Any) -> tuple[float, str, int]:
+def _compare_gradients(checkpoint: Checkpoint, peer: Peer) -> tuple[float, str, int]:
     """Compare gradients by checkpoint key; return (maximum relative difference, its key, number compared).
 
     Tensors that transformers stores in another shape (fused experts) are skipped.
@@ -260,38 +253,36 @@ def _compare_gradients(checkpoint: Checkpoint, peer: Any) -> tuple[float, str, i
 
 
 @torch.no_grad()
-def _compare_greedy_tokens(checkpoint: Checkpoint, peer: Any, inputs: dict[str, Tensor]) -> str:
+def _compare_greedy_tokens(checkpoint: Checkpoint, peer: Peer, inputs: dict[str, Tensor]) -> str:
     """Compare greedy decoding with a KV cache over MAX_NEW_TOKENS tokens."""
-    model: Any = checkpoint.model
+    model = checkpoint.model
     if isinstance(checkpoint.config, Encoder):
         return "not applicable (encoder)"
-    settings: dict[str, Any] = dict.fromkeys(
-        ("eos_token_id", "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids")
+    generate = partial(
+        peer.generate,
+        **dict.fromkeys(("eos_token_id", "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids")),
+        max_new_tokens=MAX_NEW_TOKENS,
+        min_new_tokens=MAX_NEW_TOKENS,
+        do_sample=False,
+        num_beams=1,
+        pad_token_id=0,
     )
-    settings |= {
-        "max_new_tokens": MAX_NEW_TOKENS,
-        "min_new_tokens": MAX_NEW_TOKENS,
-        "do_sample": False,
-        "num_beams": 1,
-        "pad_token_id": 0,
-    }
     tokens = inputs["tokens"][:1]
     if "target" in inputs:
         start = torch.full((1, 1), getattr(peer.config, "decoder_start_token_id", None) or 0)
-        peer_tokens = peer.generate(tokens, decoder_input_ids=start, **settings)[0, 1:]
+        peer_tokens = generate(tokens, decoder_input_ids=start)[0, 1:]
         cache = model.new_cache(1, MAX_NEW_TOKENS + 1)
-        token = model(tokens, start, cache=cache)[:, -1:].argmax(-1)
-        sampled = [token]
-        while len(sampled) < MAX_NEW_TOKENS:
-            sampled.append(model(None, sampled[-1], cache=cache)[:, -1:].argmax(-1))
+        logits = model(tokens, start, cache=cache)
     else:
         limit = getattr(checkpoint.config.stacks["decoder"].embedding.position, "length", None)
         tokens = tokens if limit is None else tokens[:, : max(1, limit - MAX_NEW_TOKENS)]
-        peer_tokens = peer.generate(tokens, attention_mask=torch.ones_like(tokens), **settings)[0, tokens.shape[1] :]
+        peer_tokens = generate(tokens, attention_mask=torch.ones_like(tokens))[0, tokens.shape[1] :]
         cache = model.new_cache(1, tokens.shape[1] + MAX_NEW_TOKENS)
-        sampled = [model(tokens, cache=cache)[:, -1:].argmax(-1)]
-        while len(sampled) < MAX_NEW_TOKENS:
-            sampled.append(model(sampled[-1], cache=cache)[:, -1:].argmax(-1))
+        logits = model(tokens, cache=cache)
+    sampled = [logits[:, -1:].argmax(-1)]
+    while len(sampled) < MAX_NEW_TOKENS:
+        token = (None, sampled[-1]) if "target" in inputs else (sampled[-1],)
+        sampled.append(model(*token, cache=cache)[:, -1:].argmax(-1))
     chosen = torch.cat(sampled, 1)[0]
     differ = (chosen != peer_tokens[: len(chosen)]).nonzero()
     return "equal" if not len(differ) else f"first difference at token {int(differ[0]) + 1} of {MAX_NEW_TOKENS}"

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # family tables are data and import no torch
@@ -10,19 +10,23 @@ if TYPE_CHECKING:  # family tables are data and import no torch
 
     from cutaway.config import Config
 
+    Tensors = Sequence[Tensor]
+
+Shapes = Sequence[Sequence[int]]
+QKV = ("attn.f.q", "attn.f.k", "attn.f.v")
+"""Model keys of the projections that many checkpoints store as one tensor."""
+
 
 @dataclass(frozen=True)
 class ConversionOp(ABC):
     """Invertible conversion between checkpoint tensors and model tensors."""
 
     @abstractmethod
-    def to_model(
-        self, tensors: "Sequence[Tensor]", model_shapes: Sequence[Sequence[int]], d_head: int
-    ) -> "list[Tensor]":
+    def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         """Convert checkpoint tensors to model tensors. `d_head` is the head dimension of the layer."""
 
     @abstractmethod
-    def to_checkpoint(self, tensors: "Sequence[Tensor]", d_head: int) -> "list[Tensor]":
+    def to_checkpoint(self, tensors: "Tensors", d_head: int) -> "list[Tensor]":
         """Convert model tensors to checkpoint tensors: the inverse of `to_model`."""
 
 
@@ -30,12 +34,10 @@ class ConversionOp(ABC):
 class Identity(ConversionOp):
     """No conversion."""
 
-    def to_model(
-        self, tensors: "Sequence[Tensor]", model_shapes: Sequence[Sequence[int]], d_head: int
-    ) -> "list[Tensor]":
+    def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         return list(tensors)
 
-    def to_checkpoint(self, tensors: "Sequence[Tensor]", d_head: int) -> "list[Tensor]":
+    def to_checkpoint(self, tensors: "Tensors", d_head: int) -> "list[Tensor]":
         return list(tensors)
 
 
@@ -43,12 +45,10 @@ class Identity(ConversionOp):
 class Transpose(ConversionOp):
     """Matrices are stored as (in, out) instead of (out, in); vectors are unchanged."""
 
-    def to_model(
-        self, tensors: "Sequence[Tensor]", model_shapes: Sequence[Sequence[int]], d_head: int
-    ) -> "list[Tensor]":
+    def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         return [_transpose(t) for t in tensors]
 
-    def to_checkpoint(self, tensors: "Sequence[Tensor]", d_head: int) -> "list[Tensor]":
+    def to_checkpoint(self, tensors: "Tensors", d_head: int) -> "list[Tensor]":
         return [_transpose(t) for t in tensors]
 
 
@@ -58,16 +58,13 @@ class Split(ConversionOp):
 
     transposed: bool = False
 
-    def to_model(
-        self, tensors: "Sequence[Tensor]", model_shapes: Sequence[Sequence[int]], d_head: int
-    ) -> "list[Tensor]":
+    def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         import torch
 
-        (fused,) = tensors
-        fused = _transpose(fused) if self.transposed else fused
+        fused = _transpose(tensors[0]) if self.transposed else tensors[0]
         return list(torch.split(fused, [shape[0] for shape in model_shapes]))
 
-    def to_checkpoint(self, tensors: "Sequence[Tensor]", d_head: int) -> "list[Tensor]":
+    def to_checkpoint(self, tensors: "Tensors", d_head: int) -> "list[Tensor]":
         import torch
 
         fused = torch.cat(list(tensors))
@@ -78,15 +75,12 @@ class Split(ConversionOp):
 class SplitGroupedQKV(ConversionOp):
     """Fused q, k and v, interleaved by group: the queries of a key-value head, then its key, then its value."""
 
-    def to_model(
-        self, tensors: "Sequence[Tensor]", model_shapes: Sequence[Sequence[int]], d_head: int
-    ) -> "list[Tensor]":
-        (fused,) = tensors
+    def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         groups = model_shapes[1][0] // d_head
-        parts = _unflatten_first_dim(fused, groups, -1, d_head)  # (G, Q + 2, D, ...)
+        parts = _unflatten_first_dim(tensors[0], groups, -1, d_head)  # (G, Q + 2, D, ...)
         return [part.flatten(0, 2) for part in (parts[:, :-2], parts[:, -2:-1], parts[:, -1:])]
 
-    def to_checkpoint(self, tensors: "Sequence[Tensor]", d_head: int) -> "list[Tensor]":
+    def to_checkpoint(self, tensors: "Tensors", d_head: int) -> "list[Tensor]":
         import torch
 
         groups = tensors[1].shape[0] // d_head
@@ -97,14 +91,12 @@ class SplitGroupedQKV(ConversionOp):
 class MergeModulelist(ConversionOp):
     """Checkpoint tensors numbered {e} are stacked along dim 0 of one model tensor (experts)."""
 
-    def to_model(
-        self, tensors: "Sequence[Tensor]", model_shapes: Sequence[Sequence[int]], d_head: int
-    ) -> "list[Tensor]":
+    def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         import torch
 
         return [torch.stack(list(tensors))]
 
-    def to_checkpoint(self, tensors: "Sequence[Tensor]", d_head: int) -> "list[Tensor]":
+    def to_checkpoint(self, tensors: "Tensors", d_head: int) -> "list[Tensor]":
         return list(tensors[0].unbind())
 
 
@@ -112,14 +104,11 @@ class MergeModulelist(ConversionOp):
 class Deinterleave(ConversionOp):
     """One checkpoint tensor interleaves two model tensors along its last dim; matrices are stored as (in, out)."""
 
-    def to_model(
-        self, tensors: "Sequence[Tensor]", model_shapes: Sequence[Sequence[int]], d_head: int
-    ) -> "list[Tensor]":
-        (interleaved,) = tensors
-        matrix = len(model_shapes[0]) > 2
-        return [_transpose(part) if matrix else part for part in (interleaved[..., 0::2], interleaved[..., 1::2])]
+    def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
+        parts = tensors[0][..., 0::2], tensors[0][..., 1::2]
+        return [_transpose(part) if len(model_shapes[0]) > 2 else part for part in parts]
 
-    def to_checkpoint(self, tensors: "Sequence[Tensor]", d_head: int) -> "list[Tensor]":
+    def to_checkpoint(self, tensors: "Tensors", d_head: int) -> "list[Tensor]":
         import torch
 
         parts = [_transpose(part) if part.ndim > 2 else part for part in tensors]
@@ -130,12 +119,10 @@ class Deinterleave(ConversionOp):
 class SqueezeLeadingDim(ConversionOp):
     """A vector is stored as a matrix with one row."""
 
-    def to_model(
-        self, tensors: "Sequence[Tensor]", model_shapes: Sequence[Sequence[int]], d_head: int
-    ) -> "list[Tensor]":
+    def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         return [tensors[0].flatten()]
 
-    def to_checkpoint(self, tensors: "Sequence[Tensor]", d_head: int) -> "list[Tensor]":
+    def to_checkpoint(self, tensors: "Tensors", d_head: int) -> "list[Tensor]":
         return [tensors[0].unsqueeze(0)]
 
 
@@ -145,12 +132,10 @@ class SubtractOffset(ConversionOp):
 
     offset: float = 1.0
 
-    def to_model(
-        self, tensors: "Sequence[Tensor]", model_shapes: Sequence[Sequence[int]], d_head: int
-    ) -> "list[Tensor]":
+    def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         return [t - self.offset for t in tensors]
 
-    def to_checkpoint(self, tensors: "Sequence[Tensor]", d_head: int) -> "list[Tensor]":
+    def to_checkpoint(self, tensors: "Tensors", d_head: int) -> "list[Tensor]":
         return [t.float() + self.offset for t in tensors]
 
 
@@ -158,12 +143,10 @@ class SubtractOffset(ConversionOp):
 class PermuteForRope(ConversionOp):
     """Rows of a head are stored with RoPE pairs (0, 1), (2, 3) …; the model has pairs (0, d/2), (1, d/2 + 1) …"""
 
-    def to_model(
-        self, tensors: "Sequence[Tensor]", model_shapes: Sequence[Sequence[int]], d_head: int
-    ) -> "list[Tensor]":
+    def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         return [_unflatten_first_dim(t, -1, d_head // 2, 2).transpose(1, 2).flatten(0, 2) for t in tensors]
 
-    def to_checkpoint(self, tensors: "Sequence[Tensor]", d_head: int) -> "list[Tensor]":
+    def to_checkpoint(self, tensors: "Tensors", d_head: int) -> "list[Tensor]":
         return [_unflatten_first_dim(t, -1, 2, d_head // 2).transpose(1, 2).flatten(0, 2) for t in tensors]
 
 
@@ -198,12 +181,9 @@ class WeightMapping:
 
 def add_prefix(checkpoint_prefix: str, model_prefix: str, *mappings: WeightMapping) -> tuple[WeightMapping, ...]:
     """Prefix the keys of mappings: `add_prefix("model.layers.{i}", "decoder.blocks.{i}", ...)`."""
-    return tuple(
-        WeightMapping(
-            f"{checkpoint_prefix}.{mapping.checkpoint_key}",
-            tuple(f"{model_prefix}.{target}" for target in mapping.model_keys),
-            mapping.op,
-            mapping.condition,
-        )
-        for mapping in mappings
-    )
+    prefixed = []
+    for mapping in mappings:
+        checkpoint_key = f"{checkpoint_prefix}.{mapping.checkpoint_key}"
+        model_keys = tuple(f"{model_prefix}.{key}" for key in mapping.model_keys)
+        prefixed.append(replace(mapping, checkpoint_key=checkpoint_key, model_key=model_keys))
+    return tuple(prefixed)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cutaway.arguments import resolve_device
 from cutaway.config import Config, LMHead
 from cutaway.errors import ConfigError, InputError, WeightError
-from cutaway.families.family import Family
+from cutaway.families.family import Family, HFConfig, Parsed
 from cutaway.families.load_plan import LoadPlan, TensorConversion, build_load_plan
 from cutaway.families.load_report import LoadReport
 from cutaway.families.safetensors_reader import TensorReader
@@ -19,17 +19,30 @@ from cutaway.families.weight_conversion import Identity
 from cutaway.model import Transformer, build
 from cutaway.model.layers import ConstantBuffers
 
-NUM_READER_THREADS = 4
+_NUM_READER_THREADS = 4
 """Number of reader threads; each holds one tensor beside the model."""
-CONVERSION_CHUNK_NUMEL = 1 << 21
+_CONVERSION_CHUNK_NUMEL = 1 << 21
 """Elements per chunk of a dtype conversion."""
-MAX_FULL_CHECK_BYTES = 1 << 29
+_MAX_FULL_CHECK_BYTES = 1 << 29
 """Checkpoints up to this many bytes are fully checked for NaN and infinity; in larger ones only small tensors."""
+
+
+TensorCheck = Callable[[str, Tensor], Tensor]
+"""Function of a name and a tensor that returns the tensor, or raises."""
+
+
+class LoadOptions(TypedDict):
+    """Options of `cutaway.load` that apply to every format."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    check_finite: bool | None
+    progress: Callable[[int, int], None]
 
 
 def load_model(
     family: Family,
-    hf_config: dict[str, Any],
+    hf_config: HFConfig,
     reader: TensorReader,
     *,
     source: str,
@@ -48,32 +61,25 @@ def load_model(
     model = build(config, device="meta", dtype=dtype)
     plan, file_keys = build_load_plan(family, config, model, reader.tensor_infos)
     _raise_on_mismatch(plan, source)
-    conflicts = [
-        (duplicate, conversion)
-        for duplicate, conversion in plan.duplicates
-        if _values_differ(duplicate, conversion, reader, file_keys)
-    ]
-    if any(_is_lm_head(duplicate, family) for duplicate, _ in conflicts):
+    conflicts = [pair for pair in plan.duplicates if _values_differ(*pair, reader, file_keys)]
+    other_conflicts = [pair for pair in conflicts if not _is_lm_head(pair[0], family)]
+    if len(other_conflicts) < len(conflicts):
         # config.json declares a tied head, but the file stores two different matrices: the file takes precedence.
         assert isinstance(config.head, LMHead)
         config = config.replace(head=config.head.replace(tied=False))
         model = build(config, device="meta", dtype=dtype)
         plan, file_keys = build_load_plan(family, config, model, reader.tensor_infos)
-        conflicts = [
-            (duplicate, conversion) for duplicate, conversion in conflicts if not _is_lm_head(duplicate, family)
-        ]
-    for duplicate, conversion in conflicts:
-        raise WeightError(
-            f"'{file_keys[duplicate.checkpoint_keys[0]]}' and '{file_keys[conversion.checkpoint_keys[0]]}' are the same"
-            " tensor in this model, and the file has different values for them; correct the file or its config.json"
-        )
+    if other_conflicts:
+        first, second = (file_keys[conversion.checkpoint_keys[0]] for conversion in other_conflicts[0])
+        names = f"'{first}' and '{second}' are the same tensor in this model"
+        raise WeightError(f"{names}, and the file has different values for them; correct it or its config.json")
     state = model.state_dict(keep_vars=True)
     num_computed = sum(state[name].numel() for name in plan.computed_weights)
     if num_computed > max(1 << 26, sum(info.numel for info in reader.tensor_infos.values())):
-        raise ConfigError(
-            f"'{source}' requires {num_computed:,} computed values ({plan.computed_weights[0]}), more than the file"
-            " has weights; correct its config.json"
-        )
+        computed = f"{num_computed:,} computed values ({plan.computed_weights[0]})"
+        raise ConfigError(f"'{source}' requires {computed}, more than the file has weights; correct its config.json")
+    total = sum(info.numel * info.dtype.itemsize for info in reader.tensor_infos.values())
+    check_all = total <= _MAX_FULL_CHECK_BYTES if check_finite is None else check_finite
     report = LoadReport(
         source=source,
         family=family.name,
@@ -91,19 +97,14 @@ def load_model(
         ignored_weights=plan.ignored_weights,
         used_config_keys=used,
         ignored_config_keys=ignored,
+        finite_check="all tensors" if check_all else "small tensors",
     )
-    total = sum(info.numel * info.dtype.itemsize for info in reader.tensor_infos.values())
-    check = (
-        _check_finite
-        if check_finite or (check_finite is None and total <= MAX_FULL_CHECK_BYTES)
-        else _check_finite_if_small
-    )
-    report.finite_check = "all tensors" if check is _check_finite else "small tensors"
+    check = _check_finite if check_all else _check_finite_if_small
     _load_weights(model, plan, reader, file_keys, target, check, progress)
     return model.eval(), config, report
 
 
-DIMENSION_FIELDS = (
+_DIMENSION_FIELDS = (
     "vocab_size", "source_vocab_size", "d_model", "heads", "kv_heads", "d_head", "hidden", "experts", "q_rank",
     "kv_rank", "d_nope", "d_rope", "d_value",
 )  # fmt: skip
@@ -115,19 +116,15 @@ def check_config_fits_weights(config: Config, reader: TensorReader, source: str)
     max_numel = max((info.numel for info in reader.tensor_infos.values()), default=0)
     layers = sum(stack.layer_groups or stack.layers for stack in config.stacks.values())
     if layers > len(reader.tensor_infos):
-        raise WeightError(
-            f"'{source}' has {len(reader.tensor_infos)} tensors, and its config.json has {layers} layers (missing:"
-            " all others); weights and config.json do not match, or a file is incomplete"
-        )
+        counts = f"{len(reader.tensor_infos)} tensors, and its config.json has {layers} layers"
+        raise WeightError(f"'{source}' has {counts}; weights and config.json do not match, or a file is missing")
     for key, value in _iter_ints(config.model_dump()):
-        if key in DIMENSION_FIELDS and value > max_numel:
-            raise WeightError(
-                f"'{source}': config.json has {key} {value:,}, and no tensor has so many elements; weights and"
-                " config.json do not match"
-            )
+        if key in _DIMENSION_FIELDS and value > max_numel:
+            reason = f"config.json has {key} {value:,}, and no tensor has so many elements"
+            raise WeightError(f"'{source}': {reason}; weights and config.json do not match")
 
 
-def _iter_ints(tree: Any, key: str = "") -> Iterator[tuple[str, int]]:
+def _iter_ints(tree: object, key: str = "") -> Iterator[tuple[str, int]]:
     """Yield (key, value) of every integer in a tree."""
     if isinstance(tree, int):
         yield key, tree
@@ -136,26 +133,18 @@ def _iter_ints(tree: Any, key: str = "") -> Iterator[tuple[str, int]]:
             yield from _iter_ints(inner, name)
 
 
-def _resolve_config(
-    family: Family, hf_config: dict[str, Any], reader: TensorReader
-) -> tuple[Config, dict[str, Any], dict[str, str]]:
+def _resolve_config(family: Family, hf_config: HFConfig, reader: TensorReader) -> Parsed:
     """Convert config.json to a Config; head and pooler of an encoder are determined from the tensors."""
     if family.template["form"] != "encoder":
         return family.config_from_hf(hf_config)
-    names = {name.removeprefix(family.base_model_prefix).rsplit(".", 1)[0] for name in reader.tensor_infos}
-    names |= {name.removeprefix(family.base_model_prefix) for name in reader.tensor_infos}
-
-    def has_mapping(*targets: str) -> bool:
-        return any(
-            mapping.model_keys[0] in targets and mapping.checkpoint_key.removeprefix(family.base_model_prefix) in names
-            for mapping in family.weight_mappings
-        )
-
+    prefix = family.base_model_prefix
+    names = {name.removeprefix(prefix) for name in reader.tensor_infos}
+    names |= {name.rsplit(".", 1)[0] for name in names}
+    stored = {m.model_keys[0] for m in family.weight_mappings if m.checkpoint_key.removeprefix(prefix) in names}
     # A tied head without bias is stored only as its transform, which some classification heads have, too.
-    declared = hf_config.get("architectures") == [family.architecture] and has_mapping("head.transform.dense")
-    return family.config_from_hf(
-        hf_config, head=declared or has_mapping("head.matrix", "head.bias"), pooler=has_mapping("pooler.dense")
-    )
+    is_declared = hf_config.get("architectures") == [family.architecture]
+    head = bool(stored & {"head.matrix", "head.bias"}) or (is_declared and "head.transform.dense" in stored)
+    return family.config_from_hf(hf_config, head=head, pooler="pooler.dense" in stored)
 
 
 def _majority_dtype(reader: TensorReader) -> torch.dtype:
@@ -168,12 +157,8 @@ def _majority_dtype(reader: TensorReader) -> torch.dtype:
 
 
 def _is_lm_head(conversion: TensorConversion, family: Family) -> bool:
-    head_keys = {
-        f"{mapping.checkpoint_key}.weight"
-        for mapping in family.weight_mappings
-        if mapping.model_keys == ("head.matrix",)
-    }
-    return conversion.checkpoint_keys[0] in head_keys
+    head_keys = [m.checkpoint_key for m in family.weight_mappings if m.model_keys == ("head.matrix",)]
+    return conversion.checkpoint_keys[0].removesuffix(".weight") in head_keys
 
 
 def _values_differ(
@@ -192,9 +177,8 @@ def _raise_on_mismatch(plan: LoadPlan, source: str) -> None:
         return ", ".join(names[:5]) + (f" … ({len(names)} in all)" if len(names) > 5 else "")
 
     if plan.mismatched_keys:
-        raise WeightError(
-            f"'{source}': tensor {format_keys(plan.mismatched_keys)}; weights and config.json do not match"
-        )
+        keys = format_keys(plan.mismatched_keys)
+        raise WeightError(f"'{source}': tensor {keys}; weights and config.json do not match")
     problems = [f"missing: {format_keys(plan.missing_keys)}"] if plan.missing_keys else []
     problems += [f"unexpected: {format_keys(plan.unexpected_keys)}"] if plan.unexpected_keys else []
     if problems:
@@ -217,46 +201,32 @@ def _load_weights(
     reader: TensorReader,
     file_keys: dict[str, str],
     device: torch.device,
-    check_finite: Callable[[str, Tensor], Tensor],
+    check_finite: TensorCheck,
     progress: Callable[[int, int], None],
 ) -> None:
     """Read, convert and assign all tensors. An error raises before the model is returned, so it is never partial."""
     state = model.state_dict(keep_vars=True)
 
     def load_conversion(conversion: TensorConversion) -> list[tuple[str, Tensor]]:
-        if (
-            isinstance(conversion.op, Identity)
-            and reader.tensor_infos[file_keys[conversion.checkpoint_keys[0]]].dtype
-            != state[conversion.model_keys[0]].dtype
-        ):
-            name = file_keys[conversion.checkpoint_keys[0]]
-            return [
-                (
-                    conversion.model_keys[0],
-                    _load_converted(reader, name, state[conversion.model_keys[0]].dtype, device, check_finite),
-                )
-            ]
-        stored = [
-            check_finite(file_keys[name], reader.read_tensor(file_keys[name])) for name in conversion.checkpoint_keys
-        ]
-        converted = conversion.op.to_model(
-            stored, [state[name].shape for name in conversion.model_keys], conversion.d_head
-        )
-        loaded = [
-            tensor.to(device, state[name].dtype).contiguous()
-            for name, tensor in zip(conversion.model_keys, converted, strict=True)
-        ]
-        for name, tensor, source in zip(conversion.model_keys, loaded, converted, strict=True):
-            _check_float16_overflow(name, tensor, source)
-        loaded_storages = {tensor.untyped_storage().data_ptr() for tensor in loaded}
-        for name, tensor in zip(conversion.checkpoint_keys, stored, strict=True):
+        model_keys, keys = conversion.model_keys, [file_keys[name] for name in conversion.checkpoint_keys]
+        dtype = state[model_keys[0]].dtype
+        if isinstance(conversion.op, Identity) and reader.tensor_infos[keys[0]].dtype != dtype:
+            return [(model_keys[0], _load_converted(reader, keys[0], dtype, device, check_finite))]
+        stored = [check_finite(key, reader.read_tensor(key)) for key in keys]
+        converted = conversion.op.to_model(stored, [state[name].shape for name in model_keys], conversion.d_head)
+        loaded = []
+        for name, source in zip(model_keys, converted, strict=True):
+            tensor = source.to(device, state[name].dtype).contiguous()
+            loaded.append((name, _check_float16_overflow(name, tensor, source)))
+        loaded_storages = {tensor.untyped_storage().data_ptr() for _, tensor in loaded}
+        for key, tensor in zip(keys, stored, strict=True):
             if tensor.untyped_storage().data_ptr() not in loaded_storages:
-                reader.release_tensor(file_keys[name])
-        return list(zip(conversion.model_keys, loaded, strict=True))
+                reader.release_tensor(key)
+        return loaded
 
     # Largest first: their temporary copies are allocated while most of the model is not yet in memory.
     order = sorted(plan.conversions, key=lambda conversion: -sum(state[name].numel() for name in conversion.model_keys))
-    with ThreadPoolExecutor(NUM_READER_THREADS) as pool:
+    with ThreadPoolExecutor(_NUM_READER_THREADS) as pool:
         for done, loaded in enumerate(pool.map(load_conversion, order), 1):
             for name, tensor in loaded:
                 set_module_tensor(model, name, tensor)
@@ -265,27 +235,22 @@ def _load_weights(
         if isinstance(module, ConstantBuffers):
             module.register_constants(device)
     for name in plan.computed_weights:
-        path, _, leaf = name.rpartition(".")
-        set_module_tensor(model, name, torch.zeros(state[name].shape, dtype=state[name].dtype, device=device))
-        init_table = getattr(model.get_submodule(path), "init_table", None)
-        if leaf == "table" and init_table is not None:
+        set_module_tensor(model, name, torch.zeros_like(state[name], device=device))
+        init_table = getattr(model.get_submodule(name.rpartition(".")[0]), "init_table", None)
+        if name.endswith(".table") and init_table is not None:
             init_table()
 
 
 def _load_converted(
-    reader: TensorReader,
-    name: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    check_finite: Callable[[str, Tensor], Tensor],
+    reader: TensorReader, name: str, dtype: torch.dtype, device: torch.device, check_finite: TensorCheck
 ) -> Tensor:
     """Read a tensor and convert its dtype in chunks; the source pages of a chunk are released before the next."""
     source = reader.read_tensor(name)
     target = torch.empty(source.shape, dtype=dtype, device=device)
     flat_target, flat_source = target.view(-1), source.view(-1)
-    for first in range(0, len(flat_source), CONVERSION_CHUNK_NUMEL):
-        chunk = check_finite(name, flat_source[first : first + CONVERSION_CHUNK_NUMEL])
-        flat_target[first : first + CONVERSION_CHUNK_NUMEL] = chunk
+    for first in range(0, len(flat_source), _CONVERSION_CHUNK_NUMEL):
+        chunk = check_finite(name, flat_source[first : first + _CONVERSION_CHUNK_NUMEL])
+        flat_target[first : first + _CONVERSION_CHUNK_NUMEL] = chunk
         reader.release_tensor(name, first * source.itemsize, (first + len(chunk)) * source.itemsize)
     return _check_float16_overflow(name, target, source)
 
@@ -293,9 +258,7 @@ def _load_converted(
 def _check_float16_overflow(name: str, tensor: Tensor, source: Tensor) -> Tensor:
     narrowed = tensor.dtype == torch.float16 != source.dtype  # the only dtype that common weights overflow
     if narrowed and not tensor.is_meta and not torch.isfinite(tensor).all():
-        raise WeightError(
-            f"'{name}' has values outside of the range of float16; load it with dtype bfloat16 or float32"
-        )
+        raise WeightError(f"'{name}' has values outside of the range of float16; load it as bfloat16 or float32")
     return tensor
 
 

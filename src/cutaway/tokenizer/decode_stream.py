@@ -29,9 +29,8 @@ class DecodeStream:
         """`prefix_ids`: preceding ids (the prompt); new ids are decoded as their continuation, with its space."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._ids = [
-            token_id for token_id in prefix_ids[-_NUM_CONTEXT_IDS:] if tokenizer.id_to_token(token_id) is not None
-        ]
+        context_ids = prefix_ids[-_NUM_CONTEXT_IDS:]
+        self._ids = [token_id for token_id in context_ids if tokenizer.id_to_token(token_id) is not None]
         prefix_text = self._decode(self._ids) if self._ids else ""
         # An incomplete character at the end of the prefix is emitted when it is complete.
         self._num_emitted_chars = len(prefix_text) - prefix_text.endswith("\ufffd")

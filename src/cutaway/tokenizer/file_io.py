@@ -6,12 +6,13 @@ import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from cutaway.errors import InputError
 
 T = TypeVar("T")
 
+JsonObject = dict[str, object]
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 MAX_FILE_BYTES = 256 << 20
 """Maximum file size. The largest published tokenizer.json has about 35 MB."""
@@ -31,31 +32,26 @@ def read_bytes(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise InputError(f"{path} is not a regular file; replace it with the tokenizer file")
         if status.st_size > max_bytes:
-            raise InputError(
-                f"{path} has {status.st_size:,} bytes, more than the maximum of {max_bytes:,} for a tokenizer file; "
-                "pass a model directory"
-            )
+            limit = f"more than the maximum of {max_bytes:,} for a tokenizer file"
+            raise InputError(f"{path} has {status.st_size:,} bytes, {limit}; pass a model directory")
         return path.read_bytes()
     except OSError as error:
-        raise InputError(
-            f"{path} cannot be read ({error.strerror or error}); check the file and its permissions"
-        ) from error
+        raise InputError(f"{path} cannot be read ({error.strerror or error}); check its permissions") from error
 
 
 def read_text(path: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
     try:
         return read_bytes(path, max_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); download it again"
-        ) from error
+        where = f"{error.reason} at byte {error.start}"
+        raise InputError(f"{path} is not UTF-8 text ({where}); download it again") from error
 
 
-def read_json_object(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
+def read_json_object(path: Path, max_bytes: int = MAX_FILE_BYTES) -> JsonObject:
     return parse_json_object(read_text(path, max_bytes), path)
 
 
-def parse_json_object(text: str, path: Path) -> dict[str, Any]:
+def parse_json_object(text: str, path: Path) -> JsonObject:
     """Parse JSON and raise unless it is an object."""
     try:
         value = json.loads(text)
@@ -67,7 +63,7 @@ def parse_json_object(text: str, path: Path) -> dict[str, Any]:
     return value
 
 
-def wrap_tokenizers_errors(what: object, call: Callable[[], T]) -> T:
+def wrap_tokenizers_errors(what: object, call: Callable[[], T], advice: str = "download the files again") -> T:
     """Call the tokenizers library and raise its errors (plain `Exception`s and Rust panics) as InputError."""
     try:
         return call()
@@ -77,7 +73,7 @@ def wrap_tokenizers_errors(what: object, call: Callable[[], T]) -> T:
         # A Rust panic is a pyo3_runtime.PanicException, a BaseException that cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise InputError(f"the tokenizers library rejects {what} ({error}); download the files again") from error
+        raise InputError(f"the tokenizers library rejects {what} ({error}); {advice}") from error
 
 
 def write_files_atomically(directory: Path, files: Mapping[str, bytes]) -> None:

@@ -1,34 +1,23 @@
 """Load a tokenizer from a model directory: detect its files, resolve its class, build its pipeline."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
 
 from cutaway.errors import InputError
-from cutaway.tokenizer.file_io import (
-    parse_json_object,
-    path_exists,
-    read_bytes,
-    read_json_object,
-    read_text,
-    wrap_tokenizers_errors,
-)
+from cutaway.tokenizer import file_io
+from cutaway.tokenizer.file_io import JsonObject, path_exists, read_bytes, read_text, wrap_tokenizers_errors
+from cutaway.tokenizer.formats import sentencepiece as spm
+from cutaway.tokenizer.formats import tokenizer_json as json_format
 from cutaway.tokenizer.formats.marian import load_marian_tokenizer
-from cutaway.tokenizer.formats.sentencepiece import (
-    build_sentencepiece_pipeline,
-    build_vocabulary,
-    parse_sentencepiece_model,
-)
 from cutaway.tokenizer.formats.tiktoken import build_tiktoken_pipeline, is_tiktoken_file, parse_tiktoken
-from cutaway.tokenizer.formats.tokenizer_json import check_text_expansion, parse_tokenizer_json, parse_vocabulary
 from cutaway.tokenizer.pipelines import PIPELINES, PipelineSpec, bos_eos_processor, sentinel_tokens
 from cutaway.tokenizer.split_patterns import GPT4_SPLIT_PATTERN, QWEN2_SPLIT_PATTERN
 from cutaway.tokenizer.tokenizer import Tokenizer
-from cutaway.tokenizer.tokenizer_config import TokenizerConfig, load_tokenizer_config, token_content
+from cutaway.tokenizer.tokenizer_config import TokenizerConfig, as_special, load_tokenizer_config, token_content
 from cutaway.tokenizer.vocabulary import Vocabulary, validate_vocab
 
 _MODEL_TYPES_BY_CLASS = {
@@ -59,11 +48,11 @@ _ALIASES_BY_CLASS = {
 _CLASS_BY_ALIAS = {alias: name for name, aliases in _ALIASES_BY_CLASS.items() for alias in aliases.split()}
 
 
-def resolve_pipeline(
-    tokenizer_config: TokenizerConfig, model_config: Mapping[str, Any], tokenizer_json: Mapping[str, Any] | None
+def _resolve_pipeline(
+    cfg: TokenizerConfig, model_config: JsonObject, tokenizer_json: JsonObject | None
 ) -> PipelineSpec | None:
     """Find the pipeline of the tokenizer class; None: tokenizer.json unchanged, or the rules of the vocabulary file."""
-    declared = tokenizer_config.get_str("tokenizer_class") or model_config.get("tokenizer_class")
+    declared = cfg.get_str("tokenizer_class") or model_config.get("tokenizer_class")
     declared = declared.removesuffix("Fast") if isinstance(declared, str) else None
     model = model_config.get("model_type")
     registered = _CLASS_BY_MODEL_TYPE.get(model) if isinstance(model, str) else None
@@ -83,24 +72,15 @@ def resolve_pipeline(
     return pipeline
 
 
-def _uses_byte_level(tokenizer_json: Mapping[str, Any]) -> bool:
+def _uses_byte_level(tokenizer_json: JsonObject) -> bool:
     """Whether tokenizer.json is byte-level BPE: files of Llama 3 declare the class of Llama 2."""
-    pipeline = [tokenizer_json.get("pre_tokenizer"), tokenizer_json.get("decoder")]
-    for step in pipeline:
-        if isinstance(step, dict):
-            nested = [*_as_list(step.get("pretokenizers")), *_as_list(step.get("decoders"))]
-            if any(isinstance(s, dict) and s.get("type") == "ByteLevel" for s in [step, *nested]):
-                return True
-    return False
-
-
-def _as_list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
+    steps = json_format.flatten_steps([tokenizer_json.get("pre_tokenizer"), tokenizer_json.get("decoder")])
+    return any(step.get("type") == "ByteLevel" for step in steps)
 
 
 def _assemble_tokenizer(
     backend: tokenizers.Tokenizer,
-    tokenizer_config: TokenizerConfig,
+    cfg: TokenizerConfig,
     *,
     pipeline: PipelineSpec | None = None,
     vocabulary: Vocabulary | None = None,
@@ -111,92 +91,65 @@ def _assemble_tokenizer(
 
     `from_tokenizer_json`: the vocabulary is from a tokenizer.json, which then determines BOS and EOS.
     """
-    special_tokens = tokenizer_config.resolve_special_tokens(
-        pipeline.default_special_tokens if pipeline else default_special_tokens or {}
-    )
+    defaults = pipeline.default_special_tokens if pipeline else default_special_tokens or {}
+    special_tokens = cfg.resolve_special_tokens(defaults)
     mask = special_tokens.get("mask_token")
     if pipeline is not None and pipeline.mask_lstrip and isinstance(mask, str):
         special_tokens["mask_token"] = AddedToken(mask, lstrip=True, special=True)
-    extra = (
-        tokenizer_config.extra_special_tokens
-        if tokenizer_config.extra_special_tokens is not None
-        else (vocabulary.added_tokens if vocabulary else [])
-    )
-    wrap_tokenizers_errors(
-        tokenizer_config.source, lambda: _add_special_tokens(backend, tokenizer_config, special_tokens, extra)
-    )
+    extra: Sequence[str | AddedToken] = vocabulary.added_tokens if vocabulary else []
+    if cfg.extra_special_tokens is not None:
+        extra = cfg.extra_special_tokens
+    wrap_tokenizers_errors(cfg.source, lambda: _add_special_tokens(backend, cfg, special_tokens, extra))
     contents = {name: token_content(token) for name, token in special_tokens.items()}
-    ids = {
-        name: (token, token_id)
-        for name, token in contents.items()
-        if (token_id := backend.token_to_id(token)) is not None
-    }
+    all_ids = {name: (token, backend.token_to_id(token)) for name, token in contents.items()}
+    ids = {name: (token, token_id) for name, (token, token_id) in all_ids.items() if token_id is not None}
     if pipeline is not None and pipeline.post_processor is not None:
         try:
             backend.post_processor = pipeline.post_processor(ids)
         except KeyError as error:
-            raise InputError(
-                f"{tokenizer_config.source} sets {error.args[0]} to null, but the post-processor requires it; set it"
-            ) from None
+            missing = f"{error.args[0]} to null, which its class requires"
+            raise InputError(f"{cfg.source} sets {missing}; set it") from None
     elif from_tokenizer_json and (pipeline is None or pipeline.keep_json_post_processor):
         if pipeline is not None and vocabulary is not None and vocabulary.post_processor is not None:
             backend.post_processor = vocabulary.post_processor
     else:
-        add_bos, add_eos = (
-            not from_tokenizer_json and tokenizer_config.get_bool(key, False)
-            for key in ("add_bos_token", "add_eos_token")
-        )
-        backend.post_processor = bos_eos_processor(ids.get("bos_token"), ids.get("eos_token"), (add_bos, add_eos))
-    side = tokenizer_config.get_str("padding_side") or (pipeline.padding_side if pipeline else "right")
+        add_bos_eos = cfg.get_bool("add_bos_token", False), cfg.get_bool("add_eos_token", False)
+        add_bos_eos = (False, False) if from_tokenizer_json else add_bos_eos
+        backend.post_processor = bos_eos_processor(ids.get("bos_token"), ids.get("eos_token"), add_bos_eos)
+    side = cfg.get_str("padding_side") or (pipeline.padding_side if pipeline else "right")
     if side not in ("left", "right"):
-        raise InputError(f"{tokenizer_config.source} sets padding_side to {side!r:.60}; it must be left or right")
+        raise InputError(f"{cfg.source} sets padding_side to {side!r:.60}; it must be left or right")
     return Tokenizer(
         backend,
         special_tokens_map=contents,
-        chat_template=tokenizer_config.chat_template,
-        model_max_length=tokenizer_config.model_max_length,
+        chat_template=cfg.chat_template,
+        model_max_length=cfg.model_max_length,
         padding_side="left" if side == "left" else "right",
-        clean_up_tokenization_spaces=tokenizer_config.get_bool("clean_up_tokenization_spaces", False),
-        split_special_tokens=tokenizer_config.get_bool("split_special_tokens", False),
+        clean_up_tokenization_spaces=cfg.get_bool("clean_up_tokenization_spaces", False),
+        split_special_tokens=cfg.get_bool("split_special_tokens", False),
     )
 
 
 def _add_special_tokens(
     backend: tokenizers.Tokenizer,
-    tokenizer_config: TokenizerConfig,
+    cfg: TokenizerConfig,
     special_tokens: Mapping[str, str | AddedToken],
-    extra_special_tokens: list[str | AddedToken] | list[AddedToken],
+    extra_special_tokens: Sequence[str | AddedToken],
 ) -> None:
+    special = [*special_tokens.values(), *cfg.model_specific_special_tokens]
+    special_contents = {token_content(token) for token in special}
+    tokens: list[str | AddedToken] = [token for _, token in sorted(cfg.added_tokens_decoder.items())]
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    tokens: list[str | AddedToken] = [token for _, token in sorted(tokenizer_config.added_tokens_decoder.items())]
     known |= {token_content(token) for token in tokens}
-    for token in [*special_tokens.values(), *tokenizer_config.model_specific_special_tokens, *extra_special_tokens]:
+    for token in [*special, *extra_special_tokens]:
         if token_content(token) not in known:
             tokens.append(token)
             known.add(token_content(token))
-    special = {
-        token_content(token) for token in [*special_tokens.values(), *tokenizer_config.model_specific_special_tokens]
-    }
-    backend.add_tokens(
-        [_as_special_token(token) if isinstance(token, str) or token.content in special else token for token in tokens]
-    )
+    backend.add_tokens([as_special(t) if isinstance(t, str) or t.content in special_contents else t for t in tokens])
 
 
-def _as_special_token(token: str | AddedToken) -> AddedToken:
-    if isinstance(token, str):
-        return AddedToken(token, special=True)
-    return AddedToken(
-        token.content,
-        single_word=token.single_word,
-        lstrip=token.lstrip,
-        rstrip=token.rstrip,
-        normalized=token.normalized,
-        special=True,
-    )
-
-
-SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
-MAX_RESERVED_TOKENS = 1 << 16
+_SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
+_MAX_RESERVED_TOKENS = 1 << 16
 """Maximum number of special tokens after the ranks of a tiktoken file; Llama 3 has 256."""
 
 
@@ -205,98 +158,94 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     directory = Path(path)
     if not directory.is_dir():
         raise InputError(f"{directory} is not a directory; pass the directory of the model files")
-    config = read_json_object(directory / "config.json") if path_exists(directory / "config.json") else {}
+    config = file_io.read_json_object(directory / "config.json") if path_exists(directory / "config.json") else {}
     tokenizer_json = directory / "tokenizer.json"
     if path_exists(tokenizer_json):
         return _load_tokenizer_json(tokenizer_json, config)
-    tokenizer_config = load_tokenizer_config(directory)
-    pipeline = resolve_pipeline(tokenizer_config, config, None)
+    cfg = load_tokenizer_config(directory)
+    pipeline = _resolve_pipeline(cfg, config, None)
     if path_exists(directory / "source.spm") and path_exists(directory / "vocab.json"):
-        return load_marian_tokenizer(directory, tokenizer_config)
-    names = [*SENTENCEPIECE_FILES, "tiktoken.model", *sorted(file.name for file in directory.glob("*.tiktoken"))]
+        return load_marian_tokenizer(directory, cfg)
+    names = [*_SENTENCEPIECE_FILES, "tiktoken.model", *sorted(file.name for file in directory.glob("*.tiktoken"))]
     for file in (directory / name for name in names):
         if path_exists(file):
             data = read_bytes(file)
-            if file.name not in SENTENCEPIECE_FILES or is_tiktoken_file(data):
-                return _load_tiktoken(data, file, tokenizer_config, config)
-            return _load_sentencepiece(data, file, tokenizer_config, pipeline)
+            if file.name not in _SENTENCEPIECE_FILES or is_tiktoken_file(data):
+                return _load_tiktoken(data, file, cfg, config)
+            return _load_sentencepiece(data, file, cfg, pipeline)
     if path_exists(directory / "vocab.json") and path_exists(directory / "merges.txt"):
-        vocabulary = _read_vocab_and_merges(directory)
-        return _load_vocabulary(vocabulary, tokenizer_config, pipeline, "GPT2Tokenizer")
-    if path_exists(directory / "vocab.txt"):
-        vocabulary = _read_vocab_txt(directory / "vocab.txt")
-        return _load_vocabulary(vocabulary, tokenizer_config, pipeline, "BertTokenizer")
-    return None
+        vocabulary, default_class = _read_vocab_and_merges(directory), "GPT2Tokenizer"
+    elif path_exists(directory / "vocab.txt"):
+        vocabulary, default_class = _read_vocab_txt(directory / "vocab.txt"), "BertTokenizer"
+    else:
+        return None
+    if pipeline is None or pipeline.model_type != vocabulary.model_type:
+        pipeline = PIPELINES[default_class]
+    return _build_tokenizer(pipeline, vocabulary, cfg, cfg.source)
 
 
-def _load_tokenizer_json(path: Path, model_config: dict[str, Any]) -> Tokenizer:
+def _load_tokenizer_json(path: Path, model_config: JsonObject) -> Tokenizer:
     text = read_text(path)
-    content = parse_json_object(text, path)
-    tokenizer_config = load_tokenizer_config(path.parent, content)
-    pipeline = resolve_pipeline(tokenizer_config, model_config, content)
-    vocabulary = parse_vocabulary(content, path)
-    check_text_expansion(content, path)
+    content = file_io.parse_json_object(text, path)
+    cfg = load_tokenizer_config(path.parent, content)
+    pipeline = _resolve_pipeline(cfg, model_config, content)
+    vocabulary = json_format.parse_vocabulary(content, path)
+    json_format.check_text_expansion(content, path)
     if pipeline is None:
-        return _assemble_tokenizer(parse_tokenizer_json(text, path), tokenizer_config, from_tokenizer_json=True)
-    vocabulary.added_tokens = sentinel_tokens(pipeline, tokenizer_config)
-    backend = wrap_tokenizers_errors(path, lambda: pipeline.build(vocabulary, tokenizer_config))
+        backend = json_format.parse_tokenizer_json(text, path)
+        return _assemble_tokenizer(backend, cfg, from_tokenizer_json=True)
+    vocabulary.added_tokens = sentinel_tokens(pipeline, cfg)
+    return _build_tokenizer(pipeline, vocabulary, cfg, path, from_tokenizer_json=True)
+
+
+def _build_tokenizer(
+    pipeline: PipelineSpec,
+    vocabulary: Vocabulary,
+    cfg: TokenizerConfig,
+    source: object,
+    *,
+    from_tokenizer_json: bool = False,
+) -> Tokenizer:
+    """Build the pipeline of a tokenizer class from a vocabulary."""
+    backend = wrap_tokenizers_errors(source, lambda: pipeline.build(vocabulary, cfg))
     return _assemble_tokenizer(
-        backend, tokenizer_config, pipeline=pipeline, vocabulary=vocabulary, from_tokenizer_json=True
+        backend, cfg, pipeline=pipeline, vocabulary=vocabulary, from_tokenizer_json=from_tokenizer_json
     )
 
 
-def _load_sentencepiece(
-    data: bytes, path: Path, tokenizer_config: TokenizerConfig, pipeline: PipelineSpec | None
-) -> Tokenizer:
+def _load_sentencepiece(data: bytes, path: Path, cfg: TokenizerConfig, pipeline: PipelineSpec | None) -> Tokenizer:
     try:
-        model = parse_sentencepiece_model(data)
+        model = spm.parse_sentencepiece_model(data)
         if pipeline is not None and pipeline.model_type == "WordPiece":
             pipeline = None
-        extra_tokens = sentinel_tokens(pipeline, tokenizer_config) if pipeline is not None else []
-        vocabulary = build_vocabulary(model, pipeline, extra_tokens)
+        extra_tokens = sentinel_tokens(pipeline, cfg) if pipeline is not None else []
+        vocabulary = spm.build_vocabulary(model, pipeline, extra_tokens)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     if pipeline is not None:
-        backend = wrap_tokenizers_errors(path, lambda: pipeline.build(vocabulary, tokenizer_config))
-        return _assemble_tokenizer(backend, tokenizer_config, pipeline=pipeline, vocabulary=vocabulary)
-    backend = wrap_tokenizers_errors(path, lambda: build_sentencepiece_pipeline(model, vocabulary))
-    return _assemble_tokenizer(
-        backend, tokenizer_config, vocabulary=vocabulary, default_special_tokens=model.special_tokens_map
-    )
+        return _build_tokenizer(pipeline, vocabulary, cfg, path)
+    backend = wrap_tokenizers_errors(path, lambda: spm.build_sentencepiece_pipeline(model, vocabulary))
+    return _assemble_tokenizer(backend, cfg, vocabulary=vocabulary, default_special_tokens=model.special_tokens_map)
 
 
-def _load_tiktoken(
-    data: bytes, path: Path, tokenizer_config: TokenizerConfig, model_config: dict[str, Any]
-) -> Tokenizer:
+def _load_tiktoken(data: bytes, path: Path, cfg: TokenizerConfig, model_config: JsonObject) -> Tokenizer:
     """Build a tokenizer from tiktoken ranks; special tokens are from added_tokens_decoder, with gaps filled."""
     vocabulary = parse_tiktoken(data, path)
     pattern = QWEN2_SPLIT_PATTERN if model_config.get("model_type") in ("qwen", "qwen2") else GPT4_SPLIT_PATTERN
     backend = wrap_tokenizers_errors(path, lambda: build_tiktoken_pipeline(vocabulary, [pattern]))
-    last = max(tokenizer_config.added_tokens_decoder, default=-1)
+    last = max(cfg.added_tokens_decoder, default=-1)
     first = max(vocabulary.ids.values()) + 1
-    if last - first > MAX_RESERVED_TOKENS:
-        raise InputError(
-            f"{tokenizer_config.source} adds token {last}, more than {MAX_RESERVED_TOKENS} past the last rank"
-            f" {first - 1}; fix the file"
-        )
-    contents = {token_id: token.content for token_id, token in tokenizer_config.added_tokens_decoder.items()}
+    if last - first > _MAX_RESERVED_TOKENS:
+        extra = f"more than {_MAX_RESERVED_TOKENS} past the last rank {first - 1}"
+        raise InputError(f"{cfg.source} adds token {last}, {extra}; fix the file")
+    contents = {token_id: token.content for token_id, token in cfg.added_tokens_decoder.items()}
     names = [contents.get(token_id, f"<|reserved_token_{token_id}|>") for token_id in range(first, last + 1)]
     wrap_tokenizers_errors(path, lambda: backend.add_special_tokens(names))
-    return _assemble_tokenizer(backend, tokenizer_config)
-
-
-def _load_vocabulary(
-    vocabulary: Vocabulary, tokenizer_config: TokenizerConfig, pipeline: PipelineSpec | None, default_class: str
-) -> Tokenizer:
-    if pipeline is None or pipeline.model_type != vocabulary.model_type:
-        pipeline = PIPELINES[default_class]
-    resolved = pipeline
-    backend = wrap_tokenizers_errors(tokenizer_config.source, lambda: resolved.build(vocabulary, tokenizer_config))
-    return _assemble_tokenizer(backend, tokenizer_config, pipeline=pipeline, vocabulary=vocabulary)
+    return _assemble_tokenizer(backend, cfg)
 
 
 def _read_vocab_and_merges(directory: Path) -> Vocabulary:
-    ids = validate_vocab(read_json_object(directory / "vocab.json"), directory / "vocab.json")
+    ids = validate_vocab(file_io.read_json_object(directory / "vocab.json"), directory / "vocab.json")
     merges = []
     for number, line in enumerate(read_text(directory / "merges.txt").split("\n"), 1):
         if line.startswith("#version") or not line.strip():

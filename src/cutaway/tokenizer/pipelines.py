@@ -6,7 +6,7 @@ same is done here to get the same ids. For any other class, tokenizer.json is us
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, Unigram, WordPiece
@@ -16,38 +16,38 @@ from cutaway.tokenizer.split_patterns import QWEN2_SPLIT_PATTERN, build_byte_lev
 from cutaway.tokenizer.tokenizer_config import TokenizerConfig, token_content
 from cutaway.tokenizer.vocabulary import Vocabulary
 
-ModelType = Literal["BPE", "Unigram", "WordPiece"]
+_ModelType = Literal["BPE", "Unigram", "WordPiece"]
 
 
-SpecialTokenIds = Mapping[str, tuple[str, int]]
+_SpecialTokenIds = Mapping[str, tuple[str, int]]
 """bos_token, eos_token and so on, if present → (content, id)."""
+_PostProcessorBuilder = Callable[[_SpecialTokenIds], processors.PostProcessor]
 
 
-def _build_byte_level_bpe(vocabulary: Vocabulary, tokenizer_config: TokenizerConfig) -> Tokenizer:
+def _build_byte_level_bpe(vocabulary: Vocabulary, cfg: TokenizerConfig) -> Tokenizer:
     tokenizer = Tokenizer(BPE(vocab=vocabulary.ids, merges=vocabulary.merges, fuse_unk=False))
-    prefix = tokenizer_config.get_bool("add_prefix_space", False)
+    prefix = cfg.get_bool("add_prefix_space", False)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _build_nfc_byte_level_bpe(vocabulary: Vocabulary, tokenizer_config: TokenizerConfig) -> Tokenizer:
-    tokenizer = _build_byte_level_bpe(vocabulary, tokenizer_config)
+def _build_nfc_byte_level_bpe(vocabulary: Vocabulary, cfg: TokenizerConfig) -> Tokenizer:
+    tokenizer = _build_byte_level_bpe(vocabulary, cfg)
     tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
 
-def _build_qwen2(vocabulary: Vocabulary, tokenizer_config: TokenizerConfig) -> Tokenizer:
-    tokenizer = _build_nfc_byte_level_bpe(vocabulary, tokenizer_config)
-    tokenizer.pre_tokenizer = build_byte_level_pre_tokenizer(
-        [QWEN2_SPLIT_PATTERN], add_prefix_space=tokenizer_config.get_bool("add_prefix_space", False)
-    )
+def _build_qwen2(vocabulary: Vocabulary, cfg: TokenizerConfig) -> Tokenizer:
+    tokenizer = _build_nfc_byte_level_bpe(vocabulary, cfg)
+    prefix = cfg.get_bool("add_prefix_space", False)
+    tokenizer.pre_tokenizer = build_byte_level_pre_tokenizer([QWEN2_SPLIT_PATTERN], add_prefix_space=prefix)
     return tokenizer
 
 
-def _build_cohere(vocabulary: Vocabulary, tokenizer_config: TokenizerConfig) -> Tokenizer:
-    tokenizer = _build_nfc_byte_level_bpe(vocabulary, tokenizer_config)
-    prefix = tokenizer_config.get_bool("add_prefix_space", False)
+def _build_cohere(vocabulary: Vocabulary, cfg: TokenizerConfig) -> Tokenizer:
+    tokenizer = _build_nfc_byte_level_bpe(vocabulary, cfg)
+    prefix = cfg.get_bool("add_prefix_space", False)
     digits, to_bytes = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, to_bytes])
     return tokenizer
@@ -59,44 +59,41 @@ def build_metaspace_decoder(*, add_prefix_space: bool) -> decoders.Decoder:
     return decoders.Sequence([*parts, decoders.Strip(content=" ", left=1)] if add_prefix_space else parts)
 
 
-def _build_llama(vocabulary: Vocabulary, tokenizer_config: TokenizerConfig) -> Tokenizer:
+def _build_llama(vocabulary: Vocabulary, cfg: TokenizerConfig) -> Tokenizer:
     tokenizer = Tokenizer(BPE(vocab=vocabulary.ids, merges=vocabulary.merges, fuse_unk=True, byte_fallback=True))
-    prefix = tokenizer_config.get_bool("add_prefix_space", True)
-    scheme = ("always" if tokenizer_config.get_bool("legacy", False) else "first") if prefix else "never"
+    prefix = cfg.get_bool("add_prefix_space", True)
+    scheme = ("always" if cfg.get_bool("legacy", False) else "first") if prefix else "never"
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
     tokenizer.decoder = build_metaspace_decoder(add_prefix_space=prefix)
     return tokenizer
 
 
-def _build_gemma(vocabulary: Vocabulary, tokenizer_config: TokenizerConfig) -> Tokenizer:
-    unk = tokenizer_config.special_tokens.get("unk_token", "<unk>")
-    model = BPE(
-        vocab=vocabulary.ids, merges=vocabulary.merges, fuse_unk=True, byte_fallback=True, unk_token=token_content(unk)
-    )
-    tokenizer = Tokenizer(model)
+def _build_gemma(vocabulary: Vocabulary, cfg: TokenizerConfig) -> Tokenizer:
+    unk = token_content(cfg.special_tokens.get("unk_token", "<unk>"))
+    tokenizer = Tokenizer(BPE(vocabulary.ids, vocabulary.merges, fuse_unk=True, byte_fallback=True, unk_token=unk))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
     tokenizer.decoder = build_metaspace_decoder(add_prefix_space=False)
     return tokenizer
 
 
-def _build_unigram(vocabulary: Vocabulary, tokenizer_config: TokenizerConfig) -> Tokenizer:
+def _build_unigram(vocabulary: Vocabulary, cfg: TokenizerConfig) -> Tokenizer:
     tokenizer = Tokenizer(Unigram(vocabulary.scores, unk_id=vocabulary.unk_id, byte_fallback=False))
     if vocabulary.precompiled_charsmap is not None:
         tokenizer.normalizer = normalizers.Precompiled(vocabulary.precompiled_charsmap)
-    scheme = "always" if tokenizer_config.get_bool("add_prefix_space", True) else "never"
+    scheme = "always" if cfg.get_bool("add_prefix_space", True) else "never"
     words, spaces = pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, spaces])
     tokenizer.decoder = decoders.Metaspace(replacement="▁", prepend_scheme=scheme)
     return tokenizer
 
 
-def _build_albert(vocabulary: Vocabulary, tokenizer_config: TokenizerConfig) -> Tokenizer:
-    tokenizer = _build_unigram(vocabulary, tokenizer_config)
+def _build_albert(vocabulary: Vocabulary, cfg: TokenizerConfig) -> Tokenizer:
+    tokenizer = _build_unigram(vocabulary, cfg)
     steps: list[normalizers.Normalizer] = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
-    if not tokenizer_config.get_bool("keep_accents", False):
+    if not cfg.get_bool("keep_accents", False):
         steps += [normalizers.NFKD(), normalizers.StripAccents()]
-    if tokenizer_config.get_bool("do_lower_case", True):
+    if cfg.get_bool("do_lower_case", True):
         steps.append(normalizers.Lowercase())
     if vocabulary.precompiled_charsmap is not None:
         steps.append(normalizers.Precompiled(vocabulary.precompiled_charsmap))
@@ -104,29 +101,25 @@ def _build_albert(vocabulary: Vocabulary, tokenizer_config: TokenizerConfig) -> 
     return tokenizer
 
 
-def _build_wordpiece(vocabulary: Vocabulary, tokenizer_config: TokenizerConfig) -> Tokenizer:
-    unk = tokenizer_config.special_tokens.get("unk_token", "[UNK]")
+def _build_wordpiece(vocabulary: Vocabulary, cfg: TokenizerConfig) -> Tokenizer:
+    unk = cfg.special_tokens.get("unk_token", "[UNK]")
     tokenizer = Tokenizer(WordPiece(vocabulary.ids, unk_token=token_content(unk)))
-    accents = (
-        None
-        if tokenizer_config.options.get("strip_accents") is None
-        else tokenizer_config.get_bool("strip_accents", False)
-    )
+    accents = cfg.get_bool("strip_accents", False) if cfg.options.get("strip_accents") is not None else None
     tokenizer.normalizer = normalizers.BertNormalizer(
         clean_text=True,
-        handle_chinese_chars=tokenizer_config.get_bool("tokenize_chinese_chars", True),
+        handle_chinese_chars=cfg.get_bool("tokenize_chinese_chars", True),
         strip_accents=accents,
-        lowercase=tokenizer_config.get_bool("do_lower_case", True),
+        lowercase=cfg.get_bool("do_lower_case", True),
     )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(prefix="##")
     return tokenizer
 
 
-def template_processor(first: str | None, last: str) -> Callable[[SpecialTokenIds], Any]:
+def _template_processor(first: str | None, last: str) -> _PostProcessorBuilder:
     """Post-processor that adds the special tokens `first` before and `last` after a text; pairs as in BERT."""
 
-    def template(ids: SpecialTokenIds) -> Any:
+    def template(ids: _SpecialTokenIds) -> processors.PostProcessor:
         head = f"{ids[first][0]}:0 " if first else ""
         end = ids[last][0]
         return processors.TemplateProcessing(
@@ -138,7 +131,7 @@ def template_processor(first: str | None, last: str) -> Callable[[SpecialTokenId
     return template
 
 
-def _roberta_processor(ids: SpecialTokenIds) -> Any:
+def _roberta_processor(ids: _SpecialTokenIds) -> processors.PostProcessor:
     """<s> A </s> </s> B </s>."""
     return processors.RobertaProcessing(ids["sep_token"], ids["cls_token"])
 
@@ -147,11 +140,11 @@ def _roberta_processor(ids: SpecialTokenIds) -> Any:
 class PipelineSpec:
     """How to build the pipeline of a tokenizer class from a vocabulary."""
 
-    model_type: ModelType
+    model_type: _ModelType
     build: Callable[[Vocabulary, TokenizerConfig], Tokenizer]
     default_special_tokens: Mapping[str, str] = field(default_factory=dict)
     """Special tokens that the directory does not set."""
-    post_processor: Callable[[SpecialTokenIds], Any] | None = None
+    post_processor: _PostProcessorBuilder | None = None
     """Replaces the post-processor of tokenizer.json."""
     keep_json_post_processor: bool = True
     padding_side: Literal["left", "right"] = "right"
@@ -161,13 +154,12 @@ class PipelineSpec:
     """Whether the mask token includes the preceding space."""
 
 
-def sentinel_tokens(pipeline: PipelineSpec, tokenizer_config: TokenizerConfig) -> list[AddedToken]:
+def sentinel_tokens(pipeline: PipelineSpec, cfg: TokenizerConfig) -> list[AddedToken]:
     """Sentinel tokens <extra_id_n> (T5)."""
-    count = tokenizer_config.options.get("extra_ids", pipeline.num_extra_ids)
+    count = cfg.options.get("extra_ids", pipeline.num_extra_ids)
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= 10_000:
-        raise InputError(
-            f"{tokenizer_config.source} sets extra_ids to {count!r:.40}; it must be an integer from 0 to 10000"
-        )
+        source = cfg.source
+        raise InputError(f"{source} sets extra_ids to {count!r:.40}; it must be an integer from 0 to 10000")
     return [AddedToken(f"<extra_id_{n}>", normalized=False, special=True) for n in range(count)]
 
 
@@ -215,20 +207,20 @@ PIPELINES: dict[str, PipelineSpec] = {
         "Unigram",
         _build_unigram,
         _special_tokens(eos="</s>", unk="<unk>", pad="<pad>"),
-        template_processor(None, "eos_token"),
+        _template_processor(None, "eos_token"),
         num_extra_ids=100,
     ),
     "XLMRobertaTokenizer": PipelineSpec(
-        "Unigram", _build_unigram, _FAIRSEQ_TOKENS, template_processor("bos_token", "eos_token")
+        "Unigram", _build_unigram, _FAIRSEQ_TOKENS, _template_processor("bos_token", "eos_token")
     ),
     "AlbertTokenizer": PipelineSpec(
         "Unigram",
         _build_albert,
         _special_tokens(bos="[CLS]", eos="[SEP]", unk="<unk>", sep="[SEP]", pad="<pad>", cls="[CLS]", mask="[MASK]"),
-        template_processor("cls_token", "sep_token"),
+        _template_processor("cls_token", "sep_token"),
     ),
     "BertTokenizer": PipelineSpec(
-        "WordPiece", _build_wordpiece, _BERT_TOKENS, template_processor("cls_token", "sep_token")
+        "WordPiece", _build_wordpiece, _BERT_TOKENS, _template_processor("cls_token", "sep_token")
     ),
     "MPNetTokenizer": PipelineSpec(
         "WordPiece",

@@ -9,7 +9,7 @@ from cutaway.errors import InputError
 # Contractions, then words, digits, punctuation, newlines and spaces; the families differ in how digits are grouped.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _PUNCTUATION_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-GPT2_SPLIT_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_GPT2_SPLIT_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 GPT4_SPLIT_PATTERN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _PUNCTUATION_AND_SPACES
 QWEN2_SPLIT_PATTERN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _PUNCTUATION_AND_SPACES
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -17,8 +17,8 @@ _CASED_WORDS = (
     r"[^\r\n\p{L}\p{N}]?" + _UPPER + "*" + _LOWER + "+{0}|" + r"[^\r\n\p{L}\p{N}]?" + _UPPER + "+" + _LOWER + "*{0}"
 )
 _CASED_PUNCTUATION_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-GPT4O_SPLIT_PATTERN = _CASED_WORDS.replace("{0}", _CONTRACTIONS + "?") + r"|\p{N}{1,3}" + _CASED_PUNCTUATION_AND_SPACES
-TEKKEN_SPLIT_PATTERN = _CASED_WORDS.replace("{0}", "") + r"|\p{N}" + _CASED_PUNCTUATION_AND_SPACES
+_GPT4O_SPLIT_PATTERN = _CASED_WORDS.replace("{0}", _CONTRACTIONS + "?") + r"|\p{N}{1,3}" + _CASED_PUNCTUATION_AND_SPACES
+_TEKKEN_SPLIT_PATTERN = _CASED_WORDS.replace("{0}", "") + r"|\p{N}" + _CASED_PUNCTUATION_AND_SPACES
 _DEEPSEEK3_SPLIT_PATTERN = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -26,17 +26,17 @@ _DEEPSEEK3_SPLIT_PATTERN = (
 _BLOOM_SPLIT_PATTERN = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 SPLIT_PATTERNS: dict[str, tuple[str, ...]] = {
-    "gpt-2": (GPT2_SPLIT_PATTERN,),
+    "gpt-2": (_GPT2_SPLIT_PATTERN,),
     "llama-bpe": (GPT4_SPLIT_PATTERN,),
     "qwen2": (QWEN2_SPLIT_PATTERN,),
-    "smollm": (r"\p{N}", GPT2_SPLIT_PATTERN),
-    "gpt-4o": (GPT4O_SPLIT_PATTERN,),
-    "tekken": (TEKKEN_SPLIT_PATTERN,),
+    "smollm": (r"\p{N}", _GPT2_SPLIT_PATTERN),
+    "gpt-4o": (_GPT4O_SPLIT_PATTERN,),
+    "tekken": (_TEKKEN_SPLIT_PATTERN,),
     "deepseek-v3": (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3_SPLIT_PATTERN),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
-    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", GPT2_SPLIT_PATTERN, "[0-9][0-9][0-9]"),
+    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2_SPLIT_PATTERN, "[0-9][0-9][0-9]"),
     "bloom": (_BLOOM_SPLIT_PATTERN,),
-    "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2_SPLIT_PATTERN, r"\p{N}+", "[0-9][0-9][0-9]"),
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_SPLIT_PATTERN, r"\p{N}+", "[0-9][0-9][0-9]"),
 }
 """Patterns are applied in order, each to the pieces of the previous one."""
 _PRE_TOKENIZER_ALIASES = {
@@ -69,12 +69,9 @@ def build_byte_level_pre_tokenizer(
     patterns: Sequence[str], *, add_prefix_space: bool = False
 ) -> pre_tokenizers.PreTokenizer:
     """Pre-tokenizer that splits by the patterns, then maps each byte to one printable character."""
-    parts: list[pre_tokenizers.PreTokenizer] = [
-        pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns
-    ]
-    return pre_tokenizers.Sequence(
-        [*parts, pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)]
-    )
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    return pre_tokenizers.Sequence([*splits, to_bytes])
 
 
 def bytes_to_unicode() -> dict[int, str]:

@@ -3,56 +3,32 @@
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from operator import index
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import tokenizers
-from tokenizers import AddedToken
 
 from cutaway.errors import InputError
-from cutaway.tokenizer.chat.template import render_chat_template
+from cutaway.tokenizer.chat.template import Message, render_chat_template
 from cutaway.tokenizer.decode_stream import DecodeStream
 from cutaway.tokenizer.file_io import CHAT_TEMPLATE_FILE, wrap_tokenizers_errors, write_files_atomically
 from cutaway.tokenizer.split_patterns import bytes_to_unicode
-from cutaway.tokenizer.tokenizer_config import SPECIAL_TOKENS_ATTRIBUTES, ChatTemplate
+from cutaway.tokenizer.tokenizer_config import SPECIAL_TOKENS_ATTRIBUTES, ChatTemplate, added_token_to_dict
 
 
-def serialize_tokenizer(tokenizer: "Tokenizer") -> dict[str, bytes]:
-    """Files of a tokenizer directory. The class is PreTrainedTokenizerFast, which uses tokenizer.json unchanged."""
-    named_tokens = set(tokenizer.special_tokens_map.values())
-    added = sorted(tokenizer.backend.get_added_tokens_decoder().items())
-    config: dict[str, object] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": tokenizer.model_max_length or int(1e30),
-        "padding_side": tokenizer.padding_side,
-        "clean_up_tokenization_spaces": tokenizer.clean_up_tokenization_spaces,
-        "split_special_tokens": tokenizer.backend.encode_special_tokens,
-        "additional_special_tokens": [t.content for _, t in added if t.special and t.content not in named_tokens],
-        # If absent, transformers would read old special_tokens_map.json and added_tokens.json files instead.
-        "added_tokens_decoder": {str(token_id): _added_token_to_dict(token) for token_id, token in added},
-        **tokenizer.special_tokens_map,
-    }
-    files = {"tokenizer.json": tokenizer.backend.to_str(pretty=True).encode()}
-    return files | serialize_config(tokenizer, config)
-
-
-def _added_token_to_dict(token: AddedToken) -> dict[str, object]:
-    names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-    return {name: getattr(token, name) for name in names}
-
-
-def serialize_config(tokenizer: "Tokenizer", config: dict[str, object]) -> dict[str, bytes]:
+def serialize_config(tokenizer: "Tokenizer", config: Mapping[str, object]) -> dict[str, bytes]:
     """tokenizer_config.json and the chat template."""
-    files = {}
-    if isinstance(tokenizer.chat_template, str):
-        files[CHAT_TEMPLATE_FILE] = tokenizer.chat_template.encode()
-    elif tokenizer.chat_template is not None:
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
         # In tokenizer_config.json, since template names need not be valid file names.
-        config["chat_template"] = [{"name": n, "template": t} for n, t in tokenizer.chat_template.items()]
-    return {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode(), **files}
+        config = {**config, "chat_template": [{"name": n, "template": t} for n, t in template.items()]}
+    files = {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode()}
+    return files | {CHAT_TEMPLATE_FILE: template.encode()} if isinstance(template, str) else files
 
 
+_wrap_errors = partial(wrap_tokenizers_errors, advice="check it and the tokenizer files")
 # Applied in this order, each to the whole text, as in transformers.
 _CLEAN_UP_REPLACEMENTS = [(f" {mark}", mark) for mark in (".", "?", "!", ",")]
 _CLEAN_UP_REPLACEMENTS += [(" ' ", "'"), *((f" {end}", end) for end in ("n't", "'m", "'s", "'ve", "'re"))]
@@ -73,12 +49,9 @@ class Tokenizer:
         split_special_tokens: bool = False,
     ) -> None:
         """`special_tokens_map`: bos_token, eos_token and so on → the text of the token."""
-        if special_tokens_map and not special_tokens_map.keys() <= set(SPECIAL_TOKENS_ATTRIBUTES):
-            unknown = set(special_tokens_map) - set(SPECIAL_TOKENS_ATTRIBUTES)
-            raise InputError(
-                f"special_tokens_map has the unknown keys {', '.join(unknown)};"
-                f" use {', '.join(SPECIAL_TOKENS_ATTRIBUTES)}"
-            )
+        if unknown := set(special_tokens_map or ()) - set(SPECIAL_TOKENS_ATTRIBUTES):
+            known = ", ".join(SPECIAL_TOKENS_ATTRIBUTES)
+            raise InputError(f"special_tokens_map has the unknown keys {', '.join(unknown)}; use {known}")
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = split_special_tokens
@@ -93,28 +66,25 @@ class Tokenizer:
         special_ids = {token_id for token_id, token in added.items() if token.special}
         self.decode_skip_ids = frozenset(special_ids)
         """Ids that `decode` skips; `all_special_ids` also has those of `special_tokens_map`."""
-        self.all_special_ids = frozenset(
-            special_ids | {n for t in self.special_tokens_map.values() if (n := self.token_to_id(t)) is not None}
-        )
+        named_ids = {self.token_to_id(token) for token in self.special_tokens_map.values()}
+        self.all_special_ids = frozenset(special_ids | {i for i in named_ids if i is not None})
 
     # Encoding and decoding
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. `add_special_tokens`: add BOS, EOS, CLS; special tokens in the text always match."""
-        return wrap_tokenizers_errors("this text", lambda: self._encode(_validate_text(text), add_special_tokens))
+        return _wrap_errors("this text", lambda: self._encode(_validate_text(text), add_special_tokens))
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Encode several texts in parallel, without padding."""
         if isinstance(texts, str):
             raise InputError("encode_batch takes a list of strings; for one text use encode")
         checked = [_validate_text(text) for text in texts]
-        return wrap_tokenizers_errors("one of these texts", lambda: self._encode_batch(checked, add_special_tokens))
+        return _wrap_errors("one of these texts", lambda: self._encode_batch(checked, add_special_tokens))
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids. Ids without a token are skipped: a model's vocabulary may be padded."""
-        text = wrap_tokenizers_errors(
-            "these ids", lambda: self._decode([_validate_token_id(token_id) for token_id in ids], skip_special_tokens)
-        )
+        text = _wrap_errors("these ids", lambda: self._decode([*map(_validate_token_id, ids)], skip_special_tokens))
         if self.clean_up_tokenization_spaces:
             for old, new in _CLEAN_UP_REPLACEMENTS:
                 text = text.replace(old, new)
@@ -128,9 +98,8 @@ class Tokenizer:
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        return [
-            encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        ]
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
 
     def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -144,7 +113,7 @@ class Tokenizer:
 
     def id_to_token(self, token_id: int) -> str | None:
         """The token as in the vocabulary; None if there is none."""
-        return wrap_tokenizers_errors("this id", lambda: self.backend.id_to_token(_validate_token_id(token_id)))
+        return self.backend.id_to_token(_validate_token_id(token_id))
 
     def format_token(self, token_id: int) -> str | None:
         """Text of a token for display; the bytes, <0xF0 0x9F>, of a token that is a part of a character."""
@@ -187,24 +156,19 @@ class Tokenizer:
 
     def render_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         chat_template: str | None = None,
-        **template_kwargs: Any,
+        **template_kwargs: object,
     ) -> str:
         """Render messages with the chat template. `chat_template`: another template, or the name of one of several."""
         source = self._select_chat_template(chat_template, with_tools=tools is not None)
-        values = {
-            **self.special_tokens_map,
-            **template_kwargs,
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        return render_chat_template(source, messages, values)
+        values = {**self.special_tokens_map, **template_kwargs, "tools": tools}
+        return render_chat_template(source, messages, {**values, "add_generation_prompt": add_generation_prompt})
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **render_options: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], **render_options: Any) -> list[int]:
         """Token ids of `render_chat`. No special tokens are added: the template includes BOS if required."""
         return self.encode(self.render_chat(messages, **render_options), add_special_tokens=False)
 
@@ -218,9 +182,7 @@ class Tokenizer:
             return templates.get(chat_template, chat_template)
         source = templates if chat_template is None else chat_template
         if source is None:
-            raise InputError(
-                "this tokenizer has no chat template; pass one as chat_template, or use encode for plain text"
-            )
+            raise InputError("this tokenizer has no chat template; pass chat_template, or use encode for plain text")
         return source
 
     # Saving
@@ -230,7 +192,21 @@ class Tokenizer:
         write_files_atomically(Path(directory), self._serialize_files())
 
     def _serialize_files(self) -> dict[str, bytes]:
-        return serialize_tokenizer(self)
+        """Files of a tokenizer directory. The class is PreTrainedTokenizerFast, which uses tokenizer.json unchanged."""
+        named_tokens = set(self.special_tokens_map.values())
+        added = sorted(self.backend.get_added_tokens_decoder().items())
+        config: dict[str, object] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": self.model_max_length or int(1e30),
+            "padding_side": self.padding_side,
+            "clean_up_tokenization_spaces": self.clean_up_tokenization_spaces,
+            "split_special_tokens": self.backend.encode_special_tokens,
+            "additional_special_tokens": [t.content for _, t in added if t.special and t.content not in named_tokens],
+            # If absent, transformers would read old special_tokens_map.json and added_tokens.json files instead.
+            "added_tokens_decoder": {str(token_id): added_token_to_dict(token) for token_id, token in added},
+            **self.special_tokens_map,
+        }
+        return {"tokenizer.json": self.backend.to_str(pretty=True).encode(), **serialize_config(self, config)}
 
     def __repr__(self) -> str:
         return f"Tokenizer({type(self.backend.model).__name__}, {self.vocab_size} tokens)"
@@ -246,7 +222,7 @@ def _validate_text(text: object) -> str:
     return text
 
 
-def _validate_token_id(value: Any) -> int:
+def _validate_token_id(value: SupportsIndex) -> int:
     try:
         token_id = index(value)
     except TypeError as error:

@@ -3,23 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken
 
 from cutaway.errors import InputError
-from cutaway.tokenizer.file_io import (
-    CHAT_TEMPLATE_FILE,
-    MAX_VOCAB_SIZE,
-    path_exists,
-    read_json_object,
-    read_text,
-    wrap_tokenizers_errors,
-)
+from cutaway.tokenizer import file_io
+from cutaway.tokenizer.file_io import JsonObject, path_exists, read_json_object, read_text
 
 SPECIAL_TOKENS_ATTRIBUTES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 ChatTemplate = str | dict[str, str] | None
-MAX_CHAT_TEMPLATE_BYTES = 1 << 18
+_MAX_CHAT_TEMPLATE_BYTES = 1 << 18
 
 
 @dataclass
@@ -27,7 +21,7 @@ class TokenizerConfig:
     """Validated contents of tokenizer_config.json and related files."""
 
     source: str = "the tokenizer"
-    options: dict[str, Any] = field(default_factory=dict)
+    options: JsonObject = field(default_factory=dict)
     """Other keys, read with `get_bool` and `get_str`."""
     special_tokens: dict[str, str | AddedToken] = field(default_factory=dict)
     """SPECIAL_TOKENS_ATTRIBUTES set by the directory, without the defaults of the class."""
@@ -74,46 +68,52 @@ class TokenizerConfig:
         return int(value) if value < 1e18 else None
 
 
-def load_tokenizer_config(directory: Path, tokenizer_json: dict[str, Any] | None = None) -> TokenizerConfig:
+def load_tokenizer_config(directory: Path, tokenizer_json: JsonObject | None = None) -> TokenizerConfig:
     """Load the config files with the precedence of transformers: added_tokens_decoder overrides the legacy files."""
     path = directory / "tokenizer_config.json"
     options = read_json_object(path) if path_exists(path) else {}
     source = str(path)
-    tokenizer_config = TokenizerConfig(source, options)
-    tokenizer_config.chat_template = _load_chat_template(directory, options.pop("chat_template", None), source)
+    cfg = TokenizerConfig(source, options)
+    cfg.chat_template = _load_chat_template(directory, options.pop("chat_template", None), source)
     decoder = options.pop("added_tokens_decoder", None)
     if decoder is not None:
         if not isinstance(decoder, dict):
             raise InputError(f"{source} has an added_tokens_decoder that is not an object; download the file again")
-        tokenizer_config.added_tokens_decoder = {
+        cfg.added_tokens_decoder = {
             _parse_token_id(key, source): _parse_added_token(value, source) for key, value in decoder.items()
         }
-    else:
-        options |= _read_special_tokens_map(directory)
+    elif path_exists(directory / "special_tokens_map.json"):
+        options |= read_json_object(directory / "special_tokens_map.json")
     extra = options.pop("extra_special_tokens", None) or options.pop("additional_special_tokens", None)
-    others = {
-        key: value for key, value in options.items() if key.endswith("_token") and key not in SPECIAL_TOKENS_ATTRIBUTES
-    }
-    model_specific = [value for value in others.values() if isinstance(value, str | dict)]
+    others = [key for key in options if key.endswith("_token") and key not in SPECIAL_TOKENS_ATTRIBUTES]
+    model_specific = [options[key] for key in others if isinstance(options[key], str | dict)]
     if isinstance(extra, dict):
         model_specific, extra = [*model_specific, *extra.values()], None
-    tokenizer_config.model_specific_special_tokens = [_parse_token(value, source) for value in model_specific]
+    cfg.model_specific_special_tokens = [_parse_token(value, source) for value in model_specific]
     if extra is not None:
         if not isinstance(extra, list):
             raise InputError(f"{source} has extra special tokens that are not a list; download the file again")
-        tokenizer_config.extra_special_tokens = [_parse_token(value, source) for value in extra]
-    tokenizer_config.special_tokens = {
-        name: _parse_token(options[name], source) for name in SPECIAL_TOKENS_ATTRIBUTES if options.get(name) is not None
-    }
+        cfg.extra_special_tokens = [_parse_token(value, source) for value in extra]
+    names = [name for name in SPECIAL_TOKENS_ATTRIBUTES if options.get(name) is not None]
+    cfg.special_tokens = {name: _parse_token(options[name], source) for name in names}
     if decoder is None:
-        tokenizer_config.added_tokens_decoder = _read_added_tokens_json(directory, tokenizer_config) | _added_tokens_in(
-            tokenizer_json, directory
-        )
-    flags = {token.content: token for token in tokenizer_config.added_tokens_decoder.values()}
-    tokenizer_config.special_tokens = {
-        name: flags.get(token_content(token), token) for name, token in tokenizer_config.special_tokens.items()
-    }
-    return tokenizer_config
+        added = _read_added_tokens_json(directory, cfg)
+        cfg.added_tokens_decoder = added | _added_tokens_in(tokenizer_json, directory)
+    flags = {token.content: token for token in cfg.added_tokens_decoder.values()}
+    cfg.special_tokens = {name: flags.get(token_content(token), token) for name, token in cfg.special_tokens.items()}
+    return cfg
+
+
+def added_token_to_dict(token: AddedToken) -> dict[str, str | bool]:
+    return {name: getattr(token, name) for name in ("content", *_FLAGS)}
+
+
+def as_special(token: str | AddedToken) -> AddedToken:
+    """Copy of a token with special=True."""
+    if isinstance(token, str):
+        return AddedToken(token, special=True)
+    flags: dict[str, bool] = {name: getattr(token, name) for name in _FLAGS}
+    return AddedToken(token.content, **flags | {"special": True})
 
 
 def token_content(token: str | AddedToken) -> str:
@@ -127,51 +127,35 @@ def _parse_token(value: object, source: object) -> str | AddedToken:
 def _parse_added_token(value: object, source: object, special: bool | None = None) -> AddedToken:
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
         raise InputError(f"{source} has the token {value!r:.80}; it must be a string or an object with content")
-    flags = {key: value[key] for key in ("lstrip", "rstrip", "single_word", "normalized", "special") if key in value}
+    flags = {key: value[key] for key in _FLAGS if key in value}
     if any(not isinstance(flag, bool) for flag in flags.values()):
-        raise InputError(
-            f"{source} has a flag of token {value['content']!r:.80} that is not true or false; fix the file"
-        )
+        raise InputError(f"{source}: a flag of token {value['content']!r:.80} is not true or false; fix the file")
     if special is not None:
         flags["special"] = special
-    return wrap_tokenizers_errors(source, lambda: AddedToken(value["content"], **flags))
+    return file_io.wrap_tokenizers_errors(source, lambda: AddedToken(value["content"], **flags))
 
 
 def _parse_token_id(key: str, source: object) -> int:
-    if not key.isascii() or not key.isdigit() or int(key[:9]) != int(key) or int(key) >= MAX_VOCAB_SIZE:
-        raise InputError(
-            f"{source} adds a token with the id {key!r:.40}, not an integer below {MAX_VOCAB_SIZE}; fix the file"
-        )
+    if not key.isascii() or not key.isdigit() or int(key[:9]) != int(key) or int(key) >= file_io.MAX_VOCAB_SIZE:
+        raise InputError(f"{source} adds a token with id {key!r:.40}, not below {file_io.MAX_VOCAB_SIZE}; fix it")
     return int(key)
 
 
-def _read_special_tokens_map(directory: Path) -> dict[str, Any]:
-    path = directory / "special_tokens_map.json"
-    return read_json_object(path) if path_exists(path) else {}
-
-
-def _read_added_tokens_json(directory: Path, tokenizer_config: TokenizerConfig) -> dict[int, AddedToken]:
+def _read_added_tokens_json(directory: Path, cfg: TokenizerConfig) -> dict[int, AddedToken]:
     path = directory / "added_tokens.json"
     if not path_exists(path):
         return {}
-    special = {
-        token_content(token)
-        for token in [
-            *tokenizer_config.special_tokens.values(),
-            *tokenizer_config.model_specific_special_tokens,
-            *(tokenizer_config.extra_special_tokens or []),
-        ]
-    }
+    special = [*cfg.special_tokens.values(), *cfg.model_specific_special_tokens]
+    special += cfg.extra_special_tokens or []
+    contents = {token_content(token) for token in special}
     tokens = {}
     for content, token_id in read_json_object(path).items():
-        is_special = content in special
-        tokens[_parse_token_id(str(token_id), path)] = AddedToken(
-            content, normalized=not is_special, special=is_special
-        )
+        token = AddedToken(content, normalized=content not in contents, special=content in contents)
+        tokens[_parse_token_id(str(token_id), path)] = token
     return tokens
 
 
-def _added_tokens_in(tokenizer_json: dict[str, Any] | None, directory: Path) -> dict[int, AddedToken]:
+def _added_tokens_in(tokenizer_json: JsonObject | None, directory: Path) -> dict[int, AddedToken]:
     path = directory / "tokenizer.json"
     values = (tokenizer_json or {}).get("added_tokens") or []
     if not isinstance(values, list) or any(not isinstance(value, dict) for value in values):
@@ -181,11 +165,11 @@ def _added_tokens_in(tokenizer_json: dict[str, Any] | None, directory: Path) -> 
 
 def _load_chat_template(directory: Path, inline: object, source: str) -> ChatTemplate:
     """Template files take precedence over the key in tokenizer_config.json, which may be a list of named templates."""
-    single, folder = directory / CHAT_TEMPLATE_FILE, directory / "additional_chat_templates"
+    single, folder = directory / file_io.CHAT_TEMPLATE_FILE, directory / "additional_chat_templates"
     files = {"default": single} if path_exists(single) else {}
     if folder.is_dir():
         files |= {path.stem: path for path in sorted(folder.glob("*.jinja"))}
-    templates = {name: read_text(path, MAX_CHAT_TEMPLATE_BYTES) for name, path in files.items()}
+    templates = {name: read_text(path, _MAX_CHAT_TEMPLATE_BYTES) for name, path in files.items()}
     if templates:
         return templates["default"] if templates.keys() == {"default"} else templates
     if inline is None or isinstance(inline, str):

@@ -45,18 +45,15 @@ def train_bpe(
     _check_special_tokens(special_tokens)
     min_size = 256 + len(special_tokens)
     if not isinstance(vocab_size, int) or not min_size <= vocab_size <= MAX_VOCAB_SIZE:
-        raise InputError(
-            f"vocab_size is {vocab_size!r}; it must be an integer of at least {min_size} (bytes and special tokens)"
-        )
+        raise InputError(f"vocab_size is {vocab_size!r}; it must be at least {min_size} (bytes and special tokens)")
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = build_byte_level_pre_tokenizer([GPT4_SPLIT_PATTERN])
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(special_tokens),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    wrap_tokenizers_errors("the training text", lambda: backend.train_from_iterator(_check_strings(texts), trainer))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    num_tokens = vocab_size - len(special_tokens)
+    trainer = trainers.BpeTrainer(vocab_size=num_tokens, initial_alphabet=alphabet, show_progress=False)
+    checked = _check_strings(texts)
+    wrap_tokenizers_errors("the training text", lambda: backend.train_from_iterator(checked, trainer), "check it")
     backend.add_special_tokens(_as_added_tokens(special_tokens))
     return Tokenizer(backend, special_tokens_map=_map_special_tokens(special_tokens))
 
@@ -69,9 +66,8 @@ def _check_strings(texts: Iterable[str]) -> Iterable[str]:
 
 
 def _check_special_tokens(special_tokens: Sequence[str]) -> None:
-    if len(set(special_tokens)) != len(special_tokens) or not all(
-        isinstance(token, str) and token for token in special_tokens
-    ):
+    are_strings = all(isinstance(token, str) and token for token in special_tokens)
+    if not are_strings or len(set(special_tokens)) != len(special_tokens):
         raise InputError("special_tokens must be distinct strings that are not empty")
 
 
@@ -80,8 +76,6 @@ def _as_added_tokens(tokens: Iterable[str]) -> list[str | AddedToken]:
 
 
 def _map_special_tokens(special_tokens: Sequence[str]) -> dict[str, str]:
-    roles = {
-        role: next((token for token in names if token in special_tokens), None)
-        for role, names in _TOKENS_BY_ROLE.items()
-    }
-    return {role: token for role, token in roles.items() if token is not None}
+    # Reversed, so that the first of several texts of a role is used.
+    roles = [(role, token) for role, names in _TOKENS_BY_ROLE.items() for token in reversed(names)]
+    return {role: token for role, token in roles if token in special_tokens}

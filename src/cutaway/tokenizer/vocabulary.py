@@ -2,9 +2,10 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from tokenizers import AddedToken
+from tokenizers.processors import PostProcessor
 
 from cutaway.errors import InputError
 from cutaway.tokenizer.file_io import MAX_VOCAB_SIZE
@@ -28,7 +29,7 @@ class Vocabulary:
     """Compiled normalization table of SentencePiece."""
     added_tokens: list[AddedToken] = field(default_factory=list)
     """Tokens that are matched in the text before pre-tokenization."""
-    post_processor: Any = None
+    post_processor: PostProcessor | None = None
     """Post-processor of tokenizer.json."""
 
 
@@ -41,9 +42,7 @@ def generate_merges(ranks: Mapping[str, int], skip_tokens: Collection[str] = ())
     merges: list[tuple[int, int, int, int, str, str]] = []
     for piece, rank in ranks.items():
         if len(piece) > MAX_PIECE_LENGTH:
-            raise InputError(
-                f"a token of the vocabulary has {len(piece):,} characters; download the tokenizer file again"
-            )
+            raise InputError(f"a token of the vocabulary has {len(piece):,} characters; download the file again")
         if piece in skip_tokens:
             continue
         for cut in range(1, len(piece)):
@@ -60,11 +59,7 @@ def validate_vocab(value: object, source: object) -> dict[str, int]:
         raise InputError(f"{source} has no vocabulary of tokens and ids; download the file again")
     for token, token_id in value.items():
         if not isinstance(token, str) or isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise InputError(
-                f"{source} has the id {token_id!r} for token {token!r}, not an integer; download the file again"
-            )
+            raise InputError(f"{source} has the id {token_id!r} for token {token!r}, not an integer; fix it")
         if not 0 <= token_id < MAX_VOCAB_SIZE:
-            raise InputError(
-                f"{source} has the id {token_id} for token {token!r}, outside of 0 to {MAX_VOCAB_SIZE - 1}; fix it"
-            )
+            raise InputError(f"{source} has the id {token_id} for token {token!r}; the maximum is {MAX_VOCAB_SIZE - 1}")
     return value

@@ -4,7 +4,7 @@ import math
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,21 +14,22 @@ from torch import Tensor
 
 from cutaway.errors import InputError, WeightError
 from cutaway.families.safetensors_reader import TensorInfo
+from cutaway.families.save import ExportedTensors
 
 # GGUF value type → (struct format, number of bytes).
-SCALAR_TYPES = {
+_SCALAR_TYPES = {
     0: ("B", 1), 1: ("b", 1), 2: ("H", 2), 3: ("h", 2), 4: ("I", 4), 5: ("i", 4), 6: ("f", 4), 7: ("?", 1),
     10: ("Q", 8), 11: ("q", 8), 12: ("d", 8),
 }  # fmt: skip
 STRING_TYPE, ARRAY_TYPE = 8, 9
-UNQUANTIZED_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16, 28: torch.float64}
-MAX_HEADER_BYTES = 1 << 27
+_UNQUANTIZED_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16, 28: torch.float64}
+_MAX_HEADER_BYTES = 1 << 27
 """Maximum header size; the largest vocabularies take a tenth of this."""
-DEQUANTIZE_CHUNK_NUMEL = 1 << 24
+_DEQUANTIZE_CHUNK_NUMEL = 1 << 24
 """Elements dequantized at once; dequantization needs several times this memory."""
 
 
-def import_gguf() -> Any:
+def _import_gguf() -> Any:
     """Import the gguf package; raise InputError if it is not installed."""
     try:
         import gguf
@@ -50,7 +51,7 @@ class _HeaderReader:
         return self.file.read(count)
 
     def read_number(self, value_type: int) -> Any:
-        code, size = SCALAR_TYPES[value_type]
+        code, size = _SCALAR_TYPES[value_type]
         return struct.unpack("<" + code, self.read_bytes(size))[0]
 
     def read_string(self) -> str:
@@ -59,15 +60,15 @@ class _HeaderReader:
     def read_value(self, value_type: int, depth: int = 0) -> Any:
         if value_type == STRING_TYPE:
             return self.read_string()
-        if value_type in SCALAR_TYPES:
+        if value_type in _SCALAR_TYPES:
             value = self.read_number(value_type)
             # Round fp32 to 7 digits, to restore decimal constants such as 1e-5.
             return float(f"{value:.7g}") if value_type == 6 else value
         if value_type != ARRAY_TYPE or depth > 4:
             raise WeightError(f"it has a value of the unknown type {value_type}")
         inner, count = self.read_number(4), self.read_number(10)
-        if inner in SCALAR_TYPES:
-            code, size = SCALAR_TYPES[inner]
+        if inner in _SCALAR_TYPES:
+            code, size = _SCALAR_TYPES[inner]
             if count * size > self.remaining:
                 raise WeightError("it is truncated within its header")
             return list(struct.unpack(f"<{count}{code}", self.read_bytes(count * size)))
@@ -87,7 +88,7 @@ class GGUFFile:
         try:
             size = path.stat().st_size
             with path.open("rb") as file:
-                self._read_header(_HeaderReader(file, min(size, MAX_HEADER_BYTES)), file, size)
+                self._read_header(_HeaderReader(file, min(size, _MAX_HEADER_BYTES)), file, size)
         except OSError as error:
             raise WeightError(f"'{path.name}' cannot be read: {error}") from None
         except (WeightError, struct.error, KeyError, OverflowError, MemoryError) as error:
@@ -112,9 +113,7 @@ class GGUFFile:
         start = -(-file.tell() // alignment) * alignment
         for name, shape, ggml_type, offset in tensor_headers:
             if offset % alignment:
-                raise WeightError(
-                    f"tensor '{name}' has offset {offset}, which is not a multiple of the alignment {alignment}"
-                )
+                raise WeightError(f"tensor '{name}' has offset {offset}, not a multiple of the alignment {alignment}")
             self._add_tensor_info(name, shape, ggml_type, start + offset, size)
         end = 0
         for name, (first, length, _) in sorted(self.locations.items(), key=lambda item: item[1][:2]):
@@ -130,20 +129,21 @@ class GGUFFile:
         return name, shape, header.read_number(4), header.read_number(10)
 
     def _add_tensor_info(self, name: str, shape: tuple[int, ...], ggml_type: int, start: int, size: int) -> None:
-        gguf = import_gguf()
+        gguf = _import_gguf()
         try:
-            block, width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(ggml_type)]
+            quantization = gguf.GGMLQuantizationType(ggml_type)
+            block, width = gguf.GGML_QUANT_SIZES[quantization]
+            if ggml_type not in _UNQUANTIZED_DTYPES:
+                gguf.quants._type_traits[quantization]  # whether it can be dequantized
         except (ValueError, KeyError):
             raise WeightError(f"tensor '{name}' has the unknown quantization type {ggml_type}") from None
-        if ggml_type not in UNQUANTIZED_DTYPES and gguf.GGMLQuantizationType(ggml_type) not in gguf.quants._type_traits:
-            raise WeightError(f"tensor '{name}' has the unknown quantization type {ggml_type}")
         if 0 in shape or shape[-1] % block or name in self.tensor_infos:
             raise WeightError(f"tensor '{name}' is not a whole number of quantization blocks, or is duplicated")
         length = math.prod(shape) // block * width
         if start + length > size:
             raise WeightError(f"tensor '{name}' extends past the end of the file")
-        quantization = "" if ggml_type in UNQUANTIZED_DTYPES else gguf.GGMLQuantizationType(ggml_type).name
-        self.tensor_infos[name] = TensorInfo(shape, UNQUANTIZED_DTYPES.get(ggml_type, torch.float32), quantization)
+        type_name = "" if ggml_type in _UNQUANTIZED_DTYPES else quantization.name
+        self.tensor_infos[name] = TensorInfo(shape, _UNQUANTIZED_DTYPES.get(ggml_type, torch.float32), type_name)
         self.locations[name] = start, length, ggml_type
 
     def read_tensor(self, name: str) -> Tensor:
@@ -160,15 +160,13 @@ class GGUFFile:
                     break
                 num_read += count
             if num_read != length:
-                raise WeightError(
-                    f"'{self.path.name}' was truncated within tensor '{name}' while being read; load it again"
-                )
-        if ggml_type in UNQUANTIZED_DTYPES:
+                raise WeightError(f"'{self.path.name}' was truncated within tensor '{name}'; load it again")
+        if ggml_type in _UNQUANTIZED_DTYPES:
             return packed.view(info.dtype).view(info.shape)
-        gguf = import_gguf()
+        gguf = _import_gguf()
         rows = packed.numpy().reshape(math.prod(info.shape[:-1]), -1)
         tensor = torch.empty(len(rows), info.shape[-1], dtype=torch.float32)
-        step = max(1, DEQUANTIZE_CHUNK_NUMEL // info.shape[-1])
+        step = max(1, _DEQUANTIZE_CHUNK_NUMEL // info.shape[-1])
         for first in range(0, len(rows), step):
             chunk = gguf.quants.dequantize(rows[first : first + step], gguf.GGMLQuantizationType(ggml_type))
             tensor[first : first + step] = torch.from_numpy(np.ascontiguousarray(chunk, dtype=np.float32))
@@ -185,14 +183,14 @@ GGML_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "
 def write_gguf(
     path: Path,
     architecture: str,
-    metadata: Mapping[str, Any],
-    tensors: Iterable[tuple[tuple[str, ...], Callable[[], list[Tensor]], int]],
+    metadata: Mapping[str, object],
+    tensors: Iterable[ExportedTensors],
     quantization: str | None,
     *,
     overwrite: bool = False,
 ) -> None:
     """Write a GGUF file under a temporary name, renamed when complete. Vectors stay fp32, as GGUF readers expect."""
-    gguf = import_gguf()
+    gguf = _import_gguf()
     try:
         handle, staging = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
         os.close(handle)
@@ -230,11 +228,9 @@ def _add_tensor(gguf: Any, writer: Any, name: str, tensor: Tensor, quantization:
         ggml_type = gguf.GGMLQuantizationType(0)
     values = tensor.float().numpy()
     if not np.isfinite(values).all():
-        raise WeightError(f"'{name}' has NaN or infinite values, which cannot be loaded; the model is not saved")
+        raise WeightError(f"'{name}' has NaN or infinite values, which cannot be loaded; nothing is saved")
     with np.errstate(over="ignore"):
         packed = values if ggml_type == 0 else gguf.quants.quantize(values, ggml_type)
     if ggml_type == 1 and not np.isfinite(packed).all():
-        raise WeightError(
-            f"'{name}' has values outside of the range of f16, so the model is not saved; use bf16 or f32"
-        )
+        raise WeightError(f"'{name}' has values outside of the range of f16; nothing is saved; use bf16 or f32")
     writer.add_tensor(name, packed, raw_shape=packed.shape, raw_dtype=ggml_type)

@@ -1,7 +1,11 @@
 """Load and save checkpoints as GGUF files."""
 
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
+
+import torch
 
 from cutaway.config import Config, to_dict
 from cutaway.config import config as read_config
@@ -10,55 +14,46 @@ from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.family import Family
 from cutaway.families.gguf.architectures import GGUF_ARCHITECTURES
 from cutaway.families.gguf.file import GGML_TYPES, GGUFFile, write_gguf
-from cutaway.families.gguf.rope_fields import ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT, ROPE_FREQS
-from cutaway.families.save import check_not_on_meta, export_weights, resolve_output_path
-from cutaway.families.weight_loader import load_model
-from cutaway.model import Transformer
+from cutaway.families.gguf.rope_fields import ROPE_TENSORS
+from cutaway.families.save import ExportedTensors, as_checkpoint, export_weights, resolve_output_path
+from cutaway.families.weight_loader import LoadOptions, load_model
 
 if TYPE_CHECKING:
     from cutaway.tokenizer import Tokenizer
 
-TOKEN_ID_NAMES = {"bos": "bos_token_id", "padding": "pad_token_id"}
-TOKEN_ID_KEY_FORMAT = "tokenizer.ggml.{}_token_id"
-EOS_TOKEN_NAMES = ("eos", "eot", "eom")
+_TOKEN_ID_NAMES = {"bos": "bos_token_id", "padding": "pad_token_id"}
+_TOKEN_ID_KEY_FORMAT = "tokenizer.ggml.{}_token_id"
+_EOS_TOKEN_NAMES = ("eos", "eot", "eom")
 """Metadata names of end-of-text, end-of-turn and end-of-message (tool call) tokens."""
-END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
+_END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 """End-of-turn tokens by text: most chat models store only the end-of-text id; llama.cpp matches these texts, too."""
 
 
-def load_gguf(path: Path, **load_options: Any) -> Checkpoint:
+def load_gguf(path: Path, **options: Unpack[LoadOptions]) -> Checkpoint:
     """Load a GGUF file; quantized tensors are dequantized."""
     file = GGUFFile(path)
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in GGUF_ARCHITECTURES:
-        raise ConfigError(
-            f"'{path.name}' has the unsupported architecture {arch!r}; cutaway supports {', '.join(GGUF_ARCHITECTURES)}"
-        )
+        known = ", ".join(GGUF_ARCHITECTURES)
+        raise ConfigError(f"'{path.name}' has the unsupported architecture {arch!r}; cutaway supports {known}")
     family = GGUF_ARCHITECTURES[arch]
     metadata = {key: value for key, value in file.metadata.items() if key.startswith(f"{arch}.")}
     if "token_embd.weight" in file.tensor_infos:
         metadata.setdefault(f"{arch}.vocab_size", file.tensor_infos["token_embd.weight"].shape[0])
-    for name in (ROPE_FREQS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT):
+    for name in ROPE_TENSORS:
         if name in file.tensor_infos:
             if file.tensor_infos[name].numel > 4096:
                 raise WeightError(f"tensor '{name}' has {file.tensor_infos[name].numel:,} factors; the file is damaged")
             metadata[name] = [float(f"{value:.7g}") for value in file.read_tensor(name).flatten().tolist()]
     _check_known_keys(family, metadata)
-    model, config, report = load_model(family, metadata, file, source=str(path), **load_options)
-    ids = {key: file.metadata.get(TOKEN_ID_KEY_FORMAT.format(name)) for name, key in TOKEN_ID_NAMES.items()} | {
-        "eos_token_id": _eos_token_ids(file)
-    }
-    return Checkpoint(
-        model,
-        config,
-        family.architecture,
-        report,
-        generation_config={key: value for key, value in ids.items() if value is not None},
-        tokenizer_loader=lambda: _load_tokenizer(file),
-    )
+    model, config, report = load_model(family, metadata, file, source=str(path), **options)
+    ids = {key: file.metadata.get(_TOKEN_ID_KEY_FORMAT.format(name)) for name, key in _TOKEN_ID_NAMES.items()}
+    ids["eos_token_id"] = _eos_token_ids(file)
+    generation_config = {key: value for key, value in ids.items() if value is not None}
+    return Checkpoint(model, config, family.architecture, report, {}, generation_config, partial(_load_tokenizer, file))
 
 
-def _check_known_keys(family: Family, metadata: dict[str, Any]) -> None:
+def _check_known_keys(family: Family, metadata: Mapping[str, object]) -> None:
     """Raise on an unknown metadata key of the architecture, since it could change the model."""
     known = {key for entry in family.fields for key in entry.keys} | family.ignored_config_keys.keys()
     unknown = sorted(metadata.keys() - known)
@@ -66,12 +61,12 @@ def _check_known_keys(family: Family, metadata: dict[str, Any]) -> None:
         raise ConfigError(f"the metadata key '{unknown[0]}' ({metadata[unknown[0]]!r}) is not supported by cutaway")
 
 
-def _eos_token_ids(gguf_file: GGUFFile) -> Any:
+def _eos_token_ids(gguf_file: GGUFFile) -> object:
     """The end-of-sequence token id, a list if there are several, or None."""
-    ids = [gguf_file.metadata.get(TOKEN_ID_KEY_FORMAT.format(name)) for name in EOS_TOKEN_NAMES]
+    ids = [gguf_file.metadata.get(_TOKEN_ID_KEY_FORMAT.format(name)) for name in _EOS_TOKEN_NAMES]
     tokens = gguf_file.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and ids[1] is None:
-        ids += [tokens.index(end) for end in END_OF_TURN_TOKENS if end in tokens]
+        ids += [tokens.index(end) for end in _END_OF_TURN_TOKENS if end in tokens]
     unique_ids = [token_id for i, token_id in enumerate(ids) if token_id is not None and token_id not in ids[:i]]
     return unique_ids if len(unique_ids) > 1 else next(iter(unique_ids), None)
 
@@ -83,14 +78,16 @@ def _load_tokenizer(gguf_file: GGUFFile) -> "Tokenizer | None":
     return tokenizer_from_gguf(fields) if fields else None
 
 
-def find_architecture(config: Config, preferred: str | None = None) -> tuple[Family, dict[str, Any]]:
+def _find_architecture(config: Config, preferred: str | None = None) -> tuple[Family, dict[str, object]]:
     """Return a GGUF architecture that can represent a Config (the preferred one, if it can), and its metadata.
 
     Dropout is dropped: GGUF is an inference format and does not store it.
     """
     if config.form != "decoder":
         raise ConfigError(f"the model is of form '{config.form}', and only decoders can be saved as GGUF; use --to hf")
-    config = read_config(_without_dropout(to_dict(config)))
+    tree = _without_dropout(to_dict(config))
+    assert isinstance(tree, dict)
+    config = read_config(tree)
     errors = []
     for family in sorted(GGUF_ARCHITECTURES.values(), key=lambda family: family.architecture != preferred):
         try:
@@ -100,7 +97,7 @@ def find_architecture(config: Config, preferred: str | None = None) -> tuple[Fam
     raise ConfigError(f"no GGUF architecture can represent this model. {min(errors, key=len)}")
 
 
-def _without_dropout(value: Any) -> Any:
+def _without_dropout(value: object) -> object:
     if isinstance(value, list):
         return [_without_dropout(item) for item in value]
     if not isinstance(value, dict):
@@ -112,14 +109,10 @@ def save_gguf(
     checkpoint: Checkpoint, path: str | Path, *, quantization: str | None = None, overwrite: bool = False
 ) -> Path:
     """Save a checkpoint as one GGUF file. Matrices keep their dtype unless `quantization` is set."""
-    if isinstance(checkpoint, Transformer):
-        checkpoint = Checkpoint(checkpoint, checkpoint.config)
-    if not isinstance(checkpoint, Checkpoint):
-        raise InputError(f"a {type(checkpoint).__name__} cannot be saved; pass a Checkpoint or a model")
+    checkpoint = as_checkpoint(checkpoint)
     target = resolve_output_path(path)
     if target.suffix != ".gguf":
         raise InputError(f"'{target}' does not end in .gguf; pass the path of a .gguf file")
-    check_not_on_meta(checkpoint.model)
     try:
         exists, is_file = target.exists() or target.is_symlink(), target.is_file()
     except OSError as error:
@@ -128,21 +121,17 @@ def save_gguf(
         raise InputError(f"'{target}' exists already; pass another path{', or overwrite=True' if is_file else ''}")
     if quantization is not None and (not isinstance(quantization, str) or quantization not in GGML_TYPES):
         raise InputError(f"'{quantization}' is not a supported quantization; use one of {', '.join(GGML_TYPES)}")
-    family, all_metadata = find_architecture(checkpoint.config, checkpoint.family)
-    metadata = {
-        key: value for key, value in all_metadata.items() if key.startswith(f"{family.name}.") and value is not None
-    }
+    family, all_metadata = _find_architecture(checkpoint.config, checkpoint.family)
+    prefix = f"{family.name}."
+    metadata = {key: value for key, value in all_metadata.items() if key.startswith(prefix) and value is not None}
     if checkpoint.tokenizer is not None:
         from cutaway.tokenizer import tokenizer_to_gguf
 
         metadata |= tokenizer_to_gguf(checkpoint.tokenizer)
         eos_token_ids = (checkpoint.generation_config or checkpoint.hf_config).get("eos_token_id")
-        other_ids = [
-            token_id
-            for token_id in (eos_token_ids if isinstance(eos_token_ids, list) else [])
-            if token_id != metadata.get(TOKEN_ID_KEY_FORMAT.format("eos"))
-        ]
-        metadata |= dict(zip(map(TOKEN_ID_KEY_FORMAT.format, EOS_TOKEN_NAMES[1:]), other_ids, strict=False))
+        eos_token_ids = eos_token_ids if isinstance(eos_token_ids, list) else []
+        other_ids = [i for i in eos_token_ids if i != metadata.get(_TOKEN_ID_KEY_FORMAT.format("eos"))]
+        metadata |= dict(zip(map(_TOKEN_ID_KEY_FORMAT.format, _EOS_TOKEN_NAMES[1:]), other_ids, strict=False))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -152,12 +141,8 @@ def save_gguf(
     return target
 
 
-def _rope_factor_tensors(metadata: dict[str, Any]) -> list[Any]:
-    import torch
-
-    factors = [
-        (name, torch.tensor(metadata[name]))
-        for name in (ROPE_FREQS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT)
-        if name in metadata
-    ]
-    return [((name,), lambda tensor=tensor: [tensor], 0) for name, tensor in factors]
+def _rope_factor_tensors(metadata: Mapping[str, object]) -> Iterator[ExportedTensors]:
+    for name in ROPE_TENSORS:
+        if name in metadata:
+            factors = torch.tensor(metadata[name])
+            yield (name,), partial(list, [factors]), 0

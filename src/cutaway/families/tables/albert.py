@@ -1,11 +1,9 @@
 """ALBERT: factorized embedding and weights shared across layers. https://arxiv.org/abs/1909.11942"""
 
-from typing import Any
-
 from cutaway.errors import ConfigError
 from cutaway.families.config_fields import Custom, HFConfigReader, Key, SupportedValues
 from cutaway.families.config_tree import ConfigTree
-from cutaway.families.family import Family
+from cutaway.families.family import Family, keys_by_reason
 from cutaway.families.tables import bert
 from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
@@ -20,19 +18,13 @@ def _check_factorized_head_is_tied(hf_config: HFConfigReader, tree: ConfigTree) 
         )
 
 
-def _write_nothing(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
-    pass
-
-
-TIED_FACTORIZED_HEAD = Custom((), _check_factorized_head_is_tied, _write_nothing)
-
-ENCODER_TEMPLATE = bert.TEMPLATE["encoder"] | {"embedding": bert.EMBEDDING | {"factorization": {}}}
+TIED_FACTORIZED_HEAD = Custom((), _check_factorized_head_is_tied)
 
 FAMILY = Family(
     name="albert",
     architecture="AlbertForMaskedLM",
     base_architecture="AlbertModel",
-    template=bert.TEMPLATE | {"encoder": ENCODER_TEMPLATE | {"dropout": 0.0}},
+    template=bert.build_template(embedding={"factorization": {}}, dropout=0.0),
     fields=(
         *bert.size_fields(30000, 4096, 12, 64, 16384, "gelu_new"),
         *bert.POSITION_FIELDS,
@@ -47,7 +39,7 @@ FAMILY = Family(
         SupportedValues("inner_group_num", (1,), "a group would have several layers"),
     ),
     weight_mappings=(
-        *(WeightMapping(f"albert.{mapping.checkpoint_key}", mapping.model_key) for mapping in bert.EMBEDDING_WEIGHTS),
+        *bert.embedding_weights("albert"),
         WeightMapping("albert.encoder.embedding_hidden_mapping_in", "encoder.embed.project"),
         *add_prefix(
             "albert.encoder.albert_layer_groups.{g}.albert_layers.0",
@@ -64,12 +56,11 @@ FAMILY = Family(
     ),
     base_model_prefix="albert.",
     ignored_weights=bert.ignored_weights("sop_classifier"),
-    ignored_config_keys={
-        "classifier_dropout_prob": "classification head, which is not loaded",
-        "net_structure_type": "unused",
-        "gap_size": "unused",
-        "num_memory_blocks": "unused",
-        "down_scale_factor": "unused",
-    },
+    ignored_config_keys=keys_by_reason(
+        {
+            "classification head, which is not loaded": "classifier_dropout_prob",
+            "unused": "net_structure_type gap_size num_memory_blocks down_scale_factor",
+        }
+    ),
     weight_renamings=bert.WEIGHT_RENAMINGS,
 )

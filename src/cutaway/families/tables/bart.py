@@ -1,20 +1,25 @@
 """BART, and components shared with Marian and Pegasus. https://arxiv.org/abs/1910.13461"""
 
-from typing import Any
-
-from cutaway.families.config_fields import ConfigField, Custom, HFConfigReader, Key, SameAs, SupportedValues, activation
-from cutaway.families.config_tree import ConfigTree
+from cutaway.families.config_fields import (
+    ConfigFields,
+    Custom,
+    HFConfigReader,
+    Key,
+    SameAs,
+    SupportedValues,
+    activation,
+)
+from cutaway.families.config_tree import ConfigTree, Node
 from cutaway.families.family import Family
+from cutaway.families.tables.llama import LAYERNORM, QKVO
 from cutaway.families.weight_conversion import SqueezeLeadingDim, WeightMapping, add_prefix
 
-QKVO = ("q", "k", "v", "o")
 SELF_ATTENTION = {"kind": "multi-head", "bias": QKVO, "position": {"kind": "none"}}
 CROSS_ATTENTION = {"kind": "cross", "bias": QKVO}
 STACKS = ("encoder", "decoder")
-LAYERNORM = {"kind": "layernorm"}
 
 
-def build_template(placement: str, embedding: dict[str, Any]) -> dict[str, Any]:
+def build_template(placement: str, embedding: Node) -> Node:
     """Encoder-decoder with biases on all projections and a fixed bias on the logits."""
     stack = {"embedding": embedding, "norm": LAYERNORM, "placement": {"kind": placement}}
     block = {"attention": SELF_ATTENTION, "ffn": {"kind": "mlp"}}
@@ -31,7 +36,7 @@ def _read_embedding_scale(hf_config: HFConfigReader, tree: ConfigTree) -> None:
         tree.set(f"{side}.embedding.scale", "sqrt_d_model" if hf_config.get("scale_embedding") else 1.0)
 
 
-def _write_embedding_scale(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+def _write_embedding_scale(tree: ConfigTree, hf_config: dict[str, object]) -> None:
     hf_config["scale_embedding"] = tree.get("decoder.embedding.scale") != 1.0
 
 
@@ -40,7 +45,7 @@ def both_stacks(*paths: str) -> tuple[str, ...]:
     return tuple(f"{side}.{path}" for path in paths for side in STACKS)
 
 
-def common_fields(position_attribute: str) -> tuple[ConfigField, ...]:
+def common_fields(position_attribute: str) -> ConfigFields:
     """Fields of all three families; `position_attribute` is the Config field of `max_position_embeddings`."""
     return (
         Key("d_model", "d_model", 1024),
@@ -55,21 +60,15 @@ def common_fields(position_attribute: str) -> tuple[ConfigField, ...]:
         Key("attention_dropout", (*both_stacks("block.attention.dropout"), "decoder.block.cross.dropout"), 0.0),
         Key("activation_dropout", both_stacks("block.ffn.dropout"), 0.0),
         Custom(("scale_embedding",), _read_embedding_scale, _write_embedding_scale),
-        *(
-            SupportedValues(f"{side}_layerdrop", (0.0, None), "LayerDrop would skip layers in training")
-            for side in STACKS
-        ),
+        SupportedValues("encoder_layerdrop", (0.0, None), "LayerDrop would skip layers in training"),
+        SupportedValues("decoder_layerdrop", (0.0, None), "LayerDrop would skip layers in training"),
     )
 
 
-TIED_EMBEDDINGS_ONLY = SupportedValues(
-    "tie_word_embeddings",
-    (True, None),
-    "untied, each stack would have its own embedding, and the shared one would be unused",
-)
+TIED_EMBEDDINGS_ONLY = SupportedValues("tie_word_embeddings", (True, None), "untied, the shared embedding is unused")
 
 
-def legacy_flags(*, pre_norm: bool, embedding_norm: bool, sinusoidal: bool) -> tuple[ConfigField, ...]:
+def legacy_flags(*, pre_norm: bool, embedding_norm: bool, sinusoidal: bool) -> ConfigFields:
     """Flags of legacy files for properties that are now fixed by the family."""
     reason = "the family has a fixed value for it"
     return (
@@ -121,10 +120,28 @@ IGNORED_CONFIG_KEYS = {
     "classif_dropout": "classification head, which is not loaded",
 }
 
-FAMILY = Family(
-    name="bart",
-    architecture="BartForConditionalGeneration",
-    template=build_template("post", {"position": {"kind": "learned", "offset": 2}, "norm": LAYERNORM}),
+
+def build_family(
+    name: str, architecture: str, template: Node, fields: ConfigFields, weight_mappings: tuple[WeightMapping, ...]
+) -> Family:
+    """A family with the prefix, the aliases and the ignored keys of BART."""
+    return Family(
+        name,
+        architecture,
+        template,
+        fields,
+        weight_mappings,
+        base_model_prefix="model.",
+        attribute_map=ATTRIBUTE_MAP,
+        ignored_weights=IGNORED_WEIGHTS,
+        ignored_config_keys=IGNORED_CONFIG_KEYS,
+    )
+
+
+FAMILY = build_family(
+    "bart",
+    "BartForConditionalGeneration",
+    build_template("post", {"position": {"kind": "learned", "offset": 2}, "norm": LAYERNORM}),
     fields=(
         Key("vocab_size", "vocab_size", 50265),
         *common_fields("length"),
@@ -137,8 +154,4 @@ FAMILY = Family(
         *(WeightMapping(f"model.{side}.layernorm_embedding", f"{side}.embed.norm") for side in STACKS),
         *stack_weights(pre_norm=False),
     ),
-    base_model_prefix="model.",
-    attribute_map=ATTRIBUTE_MAP,
-    ignored_weights=IGNORED_WEIGHTS,
-    ignored_config_keys=IGNORED_CONFIG_KEYS,
 )

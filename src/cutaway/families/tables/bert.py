@@ -1,24 +1,31 @@
 """BERT, and components shared with its derivatives. https://arxiv.org/abs/1810.04805"""
 
-from typing import Any
-
 from cutaway.config import Config
 from cutaway.errors import ConfigError
-from cutaway.families.config_fields import ConfigField, IfHead, Key, SameAs, SupportedValues, activation, flag
+from cutaway.families.config_fields import ConfigFields, IfHead, Key, SameAs, SupportedValues, activation, flag
+from cutaway.families.config_tree import Node
 from cutaway.families.family import Family
 from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
-LAYERNORM = {"kind": "layernorm"}
-BLOCK: dict[str, Any] = {
-    "attention": {"kind": "multi-head", "bias": ("q", "k", "v", "o"), "position": {"kind": "none"}},
-    "ffn": {"kind": "mlp"},
-}
-EMBEDDING: dict[str, Any] = {"position": {"kind": "learned"}, "norm": LAYERNORM}
-TEMPLATE: dict[str, Any] = {
-    "form": "encoder",
-    "encoder": {"block": BLOCK, "embedding": EMBEDDING, "norm": LAYERNORM, "placement": {"kind": "post"}},
-    "head": {"kind": "lm", "bias": "learned", "transform": {"activation": "gelu", "norm": LAYERNORM}},
-}
+LAYERNORM: Node = {"kind": "layernorm"}
+
+
+def build_template(
+    *, norm: Node = LAYERNORM, position: Node | None = None, embedding: Node | None = None, **stack: object
+) -> Node:
+    """Post-norm encoder with biases, learned positions and a masked-LM head."""
+    attention = {"kind": "multi-head", "bias": ("q", "k", "v", "o"), "position": position or {"kind": "none"}}
+    return {
+        "form": "encoder",
+        "encoder": {
+            "block": {"attention": attention, "ffn": {"kind": "mlp"}},
+            "embedding": {"position": {"kind": "learned"}, "norm": norm, **(embedding or {})},
+            "norm": norm,
+            "placement": {"kind": "post"},
+            **stack,
+        },
+        "head": {"kind": "lm", "bias": "learned", "transform": {"activation": "gelu", "norm": norm}},
+    }
 
 
 def _require_token_types(num_token_types: int) -> int:
@@ -30,7 +37,7 @@ def _require_token_types(num_token_types: int) -> int:
 
 def size_fields(
     vocab_size: int, d_model: int, num_layers: int, num_heads: int, intermediate_size: int, hidden_act: str = "gelu"
-) -> tuple[ConfigField, ...]:
+) -> ConfigFields:
     """Fields that BERT and its derivatives share, with the family's defaults."""
     return (
         Key("vocab_size", "vocab_size", vocab_size),
@@ -43,9 +50,7 @@ def size_fields(
         SameAs("encoder.embedding.norm", "encoder.norm"),
         IfHead(SameAs("head.transform.norm", "encoder.norm")),
         SupportedValues("is_decoder", (False, None), "as a decoder its attention would be causal"),
-        SupportedValues(
-            "position_embedding_type", ("absolute", None), "its attention would use relative positions, too"
-        ),
+        SupportedValues("position_embedding_type", ("absolute", None), "its attention would use relative positions"),
     )
 
 
@@ -54,7 +59,7 @@ POSITION_FIELDS = (
     SameAs("context", "encoder.embedding.position.length"),
 )
 TOKEN_TYPES_FIELD = Key(
-    "type_vocab_size", "encoder.embedding.token_types", 2, decode=_require_token_types, encode=_require_token_types
+    "type_vocab_size", "encoder.embedding.token_types", 2, _require_token_types, _require_token_types
 )
 DROPOUT_FIELDS = (
     Key("hidden_dropout_prob", ("encoder.dropout", "encoder.embedding.dropout"), 0.1),
@@ -63,14 +68,19 @@ DROPOUT_FIELDS = (
 TIE_EMBEDDINGS_FIELD = IfHead(flag("tie_word_embeddings", "head.tied", True))
 HEAD_ACTIVATION_FIELD = IfHead(SameAs("head.transform.activation", "encoder.block.ffn.activation"))
 
-EMBEDDING_WEIGHTS = add_prefix(
-    "embeddings",
-    "encoder.embed",
-    WeightMapping("word_embeddings", "token"),
-    WeightMapping("position_embeddings", "position.table"),
-    WeightMapping("token_type_embeddings", "token_types"),
-    WeightMapping("LayerNorm", "norm"),
-)
+
+def embedding_weights(prefix: str) -> tuple[WeightMapping, ...]:
+    """Weight mappings of the embedding."""
+    return add_prefix(
+        f"{prefix}.embeddings",
+        "encoder.embed",
+        WeightMapping("word_embeddings", "token"),
+        WeightMapping("position_embeddings", "position.table"),
+        WeightMapping("token_type_embeddings", "token_types"),
+        WeightMapping("LayerNorm", "norm"),
+    )
+
+
 FFN_WEIGHTS = (
     WeightMapping("intermediate.dense", "ffn.f.up"),
     WeightMapping("output.dense", "ffn.f.down"),
@@ -86,9 +96,8 @@ LAYER_WEIGHTS = (
 
 def encoder_weights(prefix: str, *layer_weights: WeightMapping) -> tuple[WeightMapping, ...]:
     """Weight mappings of the encoder: embedding, layers, pooler."""
-    embed = (WeightMapping(f"{prefix}.{mapping.checkpoint_key}", mapping.model_key) for mapping in EMBEDDING_WEIGHTS)
     return (
-        *embed,
+        *embedding_weights(prefix),
         *add_prefix(f"{prefix}.encoder.layer.{{i}}", "encoder.blocks.{i}", *layer_weights),
         WeightMapping(f"{prefix}.pooler.dense", "pooler.dense"),
     )
@@ -125,7 +134,7 @@ FAMILY = Family(
     name="bert",
     architecture="BertForMaskedLM",
     base_architecture="BertModel",
-    template=TEMPLATE,
+    template=build_template(),
     fields=(
         *size_fields(30522, 768, 12, 12, 3072),
         *POSITION_FIELDS,

@@ -2,39 +2,30 @@
 
 from cutaway.families.config_fields import Key, SupportedValues, flag
 from cutaway.families.family import Family
-from cutaway.families.tables.gpt_neox import megatron_weights
-from cutaway.families.tables.llama import IGNORED_CLASSIFIER_WEIGHTS, NORM_WEIGHTS, QKVO
+from cutaway.families.tables import llama
+from cutaway.families.tables.gpt_neox import NO_POST_NORM_RESIDUAL, megatron_weights
 from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
 FAMILY = Family(
     name="bloom",
     architecture="BloomForCausalLM",
-    template={
-        "form": "decoder",
-        "decoder": {
-            "block": {
-                "attention": {"kind": "multi-head", "bias": QKVO, "position": {"kind": "alibi"}},
-                "ffn": {"kind": "mlp", "activation": "gelu_tanh"},
-            },
-            "embedding": {"norm": {"kind": "layernorm"}},
-            "norm": {"kind": "layernorm"},
-            "placement": {"kind": "pre"},
-        },
-        "head": {"kind": "lm"},
-    },
+    template=llama.build_template(
+        {"bias": llama.QKVO, "position": {"kind": "alibi"}},
+        {"kind": "mlp", "activation": "gelu_tanh"},
+        norm=llama.LAYERNORM,
+        embedding={"norm": llama.LAYERNORM},
+    ),
     fields=(
         Key("vocab_size", "vocab_size", 250880),
         Key("hidden_size", "d_model", 64),
         Key("n_layer", "decoder.layers", 2),
-        Key("n_head", "decoder.block.attention.heads", 8),
+        Key("n_head", f"{llama.ATTENTION}.heads", 8),
         Key("seq_length", "context", None),
         Key("layer_norm_epsilon", ("decoder.norm.eps", "decoder.embedding.norm.eps"), 1e-5),
-        Key("attention_dropout", "decoder.block.attention.dropout", 0.0),
+        llama.ATTENTION_DROPOUT,
         Key("hidden_dropout", "decoder.dropout", 0.0),
         flag("tie_word_embeddings", "head.tied", True),
-        SupportedValues(
-            "apply_residual_connection_post_layernorm", (False,), "the residual would be added after the norm"
-        ),
+        NO_POST_NORM_RESIDUAL,
         SupportedValues("slow_but_exact", (False,), "this tensor-parallel sum leaves the biases out"),
         SupportedValues("n_inner", (None,), "the FFN hidden dimension is always 4 · d_model"),
     ),
@@ -43,9 +34,11 @@ FAMILY = Family(
         WeightMapping("transformer.word_embeddings_layernorm", "decoder.embed.norm"),
         WeightMapping("transformer.ln_f", "decoder.final_norm"),
         WeightMapping("lm_head", "head.matrix"),
-        *add_prefix("transformer.h.{i}", "decoder.blocks.{i}", *NORM_WEIGHTS, *megatron_weights("self_attention")),
+        *add_prefix(
+            "transformer.h.{i}", "decoder.blocks.{i}", *llama.NORM_WEIGHTS, *megatron_weights("self_attention")
+        ),
     ),
     base_model_prefix="transformer.",
     attribute_map={"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
-    ignored_weights=IGNORED_CLASSIFIER_WEIGHTS,
+    ignored_weights=llama.IGNORED_CLASSIFIER_WEIGHTS,
 )

@@ -1,59 +1,47 @@
 """Command R7B and Command A: three sliding-window layers with RoPE, then a full-attention layer without. https://arxiv.org/abs/2504.00698"""
 
-from typing import Any
-
-from cutaway.families.config_fields import (
-    Custom,
-    HFConfigReader,
-    LayerTypes,
-    SupportedValues,
-    attention_heads,
-    full_attention_every,
-)
+from cutaway.families import config_fields
+from cutaway.families.config_fields import Custom, HFConfigReader, Key, LayerTypes, SupportedValues
 from cutaway.families.config_tree import ConfigTree
-from cutaway.families.family import Family
 from cutaway.families.rope_fields import RopeField
+from cutaway.families.tables import llama
 from cutaway.families.tables.cohere import BLOCK_WEIGHTS, COMMON_FIELDS, TEMPLATE
-from cutaway.families.tables.llama import EMBEDDING_AND_HEAD_WEIGHTS, IGNORED_WEIGHTS, per_layer
+
+PERIOD_KEY = "sliding_window_pattern"
+LAYER_TYPES = config_fields.full_attention_every(4, PERIOD_KEY)
+UNREAD_KEYS = {
+    "layer_switch": 4,
+    "order_of_interleaved_layers": "local_attn_first",
+    "position_embedding_type": "rope_gptj",
+    "rotary_pct": 1.0,
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+}
+"""Keys that transformers does not read, with their usual value."""
+UNREAD_KEY_REASON = "transformers ignores it and builds the model of its usual value"
 
 
 def _read_nope_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Full-attention layers have no position encoding (NoPE)."""
+    """Full-attention layers have no position encoding (NoPE). Nothing is written: `layer_types` determines it."""
     for block in tree.blocks("decoder"):
         if block["attention"]["window"] is None:
             block["attention"]["position"] = {"kind": "none"}
 
 
-def _write_nothing(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
-    """Nothing to write: `layer_types` determines it."""
-
-
-UNREAD_KEY_REASON = "transformers ignores it and builds the model of its usual value"
-
-FAMILY = Family(
-    name="cohere2",
-    architecture="Cohere2ForCausalLM",
-    template=TEMPLATE,
+FAMILY = llama.build_family(
+    "cohere2",
+    "Cohere2ForCausalLM",
+    TEMPLATE,
     fields=(
         *COMMON_FIELDS,
-        *attention_heads(num_heads=("num_attention_heads", 64), head_dim=None),
-        LayerTypes(
-            full_attention_every(4, "sliding_window_pattern"),
-            default_window=4096,
-            extra_keys=("sliding_window_pattern",),
-        ),
-        Custom((), _read_nope_layers, _write_nothing),
+        Key("num_attention_heads", f"{llama.ATTENTION}.heads", 64),
+        Key("num_key_value_heads", f"{llama.ATTENTION}.kv_heads", None),
+        LayerTypes(LAYER_TYPES, default_window=4096, extra_keys=(PERIOD_KEY,)),
+        Custom((), _read_nope_layers),
         RopeField(layout="interleaved", default_max_positions=8192, full_rotary_only=True),
-        SupportedValues("layer_switch", (4, None), UNREAD_KEY_REASON),
-        SupportedValues("order_of_interleaved_layers", ("local_attn_first", None), UNREAD_KEY_REASON),
-        SupportedValues("position_embedding_type", ("rope_gptj", None), UNREAD_KEY_REASON),
-        SupportedValues("rotary_pct", (1.0, None), UNREAD_KEY_REASON),
-        SupportedValues("use_gated_activation", (True, None), UNREAD_KEY_REASON),
-        SupportedValues("use_parallel_block", (True, None), UNREAD_KEY_REASON),
+        *(SupportedValues(key, (value, None), UNREAD_KEY_REASON) for key, value in UNREAD_KEYS.items()),
     ),
-    weight_mappings=(*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*BLOCK_WEIGHTS)),
-    base_model_prefix="model.",
-    ignored_weights=IGNORED_WEIGHTS,
+    weight_mappings=llama.weights(*BLOCK_WEIGHTS),
     ignored_config_keys={
         "head_dim": "always hidden_size / num_attention_heads",
         "cache_implementation": "generation setting",

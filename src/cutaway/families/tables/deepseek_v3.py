@@ -1,24 +1,17 @@
 """DeepSeek-V3 and R1: latent attention (MLA), a few dense layers, then MoE with many small experts. https://arxiv.org/abs/2412.19437"""
 
 import math
-from typing import Any
 
 from cutaway.errors import ConfigError
 from cutaway.families.config_fields import Custom, HFConfigReader, Key, SupportedValues, WhereFFN, activation, flag
 from cutaway.families.config_tree import ConfigTree
-from cutaway.families.family import Family
+from cutaway.families.family import keys_by_reason
 from cutaway.families.rope_fields import RopeField, yarn_mscale
-from cutaway.families.tables.llama import (
-    EMBEDDING_AND_HEAD_WEIGHTS,
-    FFN_WEIGHTS,
-    IGNORED_WEIGHTS,
-    NORM_WEIGHTS,
-    per_layer,
-)
-from cutaway.families.tables.mistral import build_template
-from cutaway.families.weight_conversion import MergeModulelist, WeightMapping
+from cutaway.families.tables import llama
+from cutaway.families.tables.llama import ATTENTION, FFN
+from cutaway.families.tables.qwen3_moe import EXPERT_WEIGHTS, dense_fields
+from cutaway.families.weight_conversion import WeightMapping
 
-ATTENTION_PATH, FFN_PATH = "decoder.block.attention", "decoder.block.ffn"
 MLA_TEMPLATE = {"kind": "latent", "norm": {"kind": "rmsnorm", "eps": 1e-6}}
 MOE_TEMPLATE = {
     "kind": "moe",
@@ -28,7 +21,7 @@ MOE_TEMPLATE = {
 }
 
 
-class MscaleRopeField(RopeField):
+class _MscaleRopeField(RopeField):
     """YaRN with `mscale_all_dim`, which scales all scores, not only their RoPE part: included in `scale`."""
 
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
@@ -39,25 +32,24 @@ class MscaleRopeField(RopeField):
             mscale = yarn_mscale(factor, rope_parameters.get("mscale_all_dim") or 0.0)
             attention["scale"] = (attention["d_nope"] + attention["d_rope"]) ** -0.5 * mscale * mscale
 
-    def to_hf(self, tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+    def to_hf(self, tree: ConfigTree, hf_config: dict[str, object]) -> None:
         super().to_hf(tree, hf_config)
         attention = tree.blocks("decoder")[0]["attention"]
-        mscale = math.sqrt(tree.get(f"{ATTENTION_PATH}.scale") * (attention["d_nope"] + attention["d_rope"]) ** 0.5)
+        mscale = math.sqrt(tree.get(f"{ATTENTION}.scale") * (attention["d_nope"] + attention["d_rope"]) ** 0.5)
         factor = attention["position"]["scaling"].get("factor", 1.0)
-        if factor > 1 and not math.isclose(mscale, 1.0):
-            hf_config["rope_parameters"]["mscale_all_dim"] = round((mscale - 1) / (0.1 * math.log(factor)), 10)
+        rope_parameters = hf_config["rope_parameters"]
+        if factor > 1 and not math.isclose(mscale, 1.0) and isinstance(rope_parameters, dict):
+            rope_parameters["mscale_all_dim"] = round((mscale - 1) / (0.1 * math.log(factor)), 10)
 
 
 def _read_kv_heads(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """Raise unless the number of key-value heads equals the number of heads."""
-    if hf_config.get("num_key_value_heads") not in (None, tree.get(f"{ATTENTION_PATH}.heads")):
-        raise ConfigError(
-            "'num_key_value_heads' differs from 'num_attention_heads'; latent attention has no shared heads"
-        )
+    if hf_config.get("num_key_value_heads") not in (None, tree.get(f"{ATTENTION}.heads")):
+        raise ConfigError("'num_key_value_heads' is not 'num_attention_heads'; latent attention shares no heads")
 
 
-def _write_kv_heads(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
-    hf_config["num_key_value_heads"] = tree.get(f"{ATTENTION_PATH}.heads")
+def _write_kv_heads(tree: ConfigTree, hf_config: dict[str, object]) -> None:
+    hf_config["num_key_value_heads"] = tree.get(f"{ATTENTION}.heads")
 
 
 def _read_dense_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
@@ -66,112 +58,96 @@ def _read_dense_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
         block["ffn"] = {"kind": "gated"}
 
 
-def _write_dense_layers(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+def _write_dense_layers(tree: ConfigTree, hf_config: dict[str, object]) -> None:
     hf_config["first_k_dense_replace"] = sum(block["ffn"]["kind"] != "moe" for block in tree.blocks("decoder"))
 
 
 def _read_shared_experts(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """The shared experts are one FFN with their total hidden dimension."""
     hidden = hf_config.get_number("n_shared_experts", 1) * hf_config.get_number("moe_intermediate_size", 2048)
-    tree.set(f"{FFN_PATH}.shared.hidden", hidden)
+    tree.set(f"{FFN}.shared.hidden", hidden)
 
 
-def _write_shared_experts(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
-    hf_config["n_shared_experts"] = tree.get(f"{FFN_PATH}.shared.hidden") // tree.get(f"{FFN_PATH}.expert.hidden")
+def _write_shared_experts(tree: ConfigTree, hf_config: dict[str, object]) -> None:
+    hf_config["n_shared_experts"] = tree.get(f"{FFN}.shared.hidden") // tree.get(f"{FFN}.expert.hidden")
 
 
 def _read_expert_groups(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """Group-limited routing; a single group is no grouping."""
     num_groups, top_k = hf_config.get_number("n_group", 8), hf_config.get_number("topk_group", 4)
     groups = {"num_groups": num_groups, "top_k": top_k, "score": "top2"}
-    tree.set(f"{FFN_PATH}.router.groups", None if num_groups == 1 else groups)
+    tree.set(f"{FFN}.router.groups", None if num_groups == 1 else groups)
 
 
-def _write_expert_groups(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
-    groups = tree.get(f"{FFN_PATH}.router.groups") or {"num_groups": 1, "top_k": 1}
+def _write_expert_groups(tree: ConfigTree, hf_config: dict[str, object]) -> None:
+    groups = tree.get(f"{FFN}.router.groups") or {"num_groups": 1, "top_k": 1}
     hf_config["n_group"], hf_config["topk_group"] = groups["num_groups"], groups["top_k"]
 
 
-FAMILY = Family(
-    name="deepseek_v3",
-    architecture="DeepseekV3ForCausalLM",
-    template=build_template(MLA_TEMPLATE, MOE_TEMPLATE),
+MOE_FIELDS = (
+    Key("moe_intermediate_size", f"{FFN}.expert.hidden", 2048),
+    Custom(("n_shared_experts",), _read_shared_experts, _write_shared_experts),
+    activation("hidden_act", (f"{FFN}.expert.activation", f"{FFN}.shared.activation"), "silu"),
+    Key("n_routed_experts", f"{FFN}.experts", 256),
+    Key("num_experts_per_tok", f"{FFN}.router.top_k", 8),
+    flag("norm_topk_prob", f"{FFN}.router.renormalize", True),
+    Key("routed_scaling_factor", f"{FFN}.router.scale", 2.5),
+    Custom(("n_group", "topk_group"), _read_expert_groups, _write_expert_groups),
+)
+
+FAMILY = llama.build_family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    llama.build_template(MLA_TEMPLATE, MOE_TEMPLATE),
     fields=(
-        Key("vocab_size", "vocab_size", 129280),
-        Key("hidden_size", "d_model", 7168),
-        Key("num_hidden_layers", "decoder.layers", 61),
-        Key("max_position_embeddings", "context", 4096),
-        flag("tie_word_embeddings", "head.tied", False),
+        *llama.size_fields(129280, 7168, None, 61, 4096),
         Key("rms_norm_eps", "decoder.norm.eps", 1e-6),
-        Key("num_attention_heads", f"{ATTENTION_PATH}.heads", 128),
+        Key("num_attention_heads", f"{ATTENTION}.heads", 128),
         Custom(("num_key_value_heads",), _read_kv_heads, _write_kv_heads),
-        Key("q_lora_rank", f"{ATTENTION_PATH}.q_rank", 1536),
-        Key("kv_lora_rank", f"{ATTENTION_PATH}.kv_rank", 512),
-        Key("qk_nope_head_dim", f"{ATTENTION_PATH}.d_nope", 128),
-        Key("qk_rope_head_dim", f"{ATTENTION_PATH}.d_rope", 64),
-        Key("v_head_dim", f"{ATTENTION_PATH}.d_value", 128),
-        flag("attention_bias", f"{ATTENTION_PATH}.bias", False),
-        Key("attention_dropout", f"{ATTENTION_PATH}.dropout", 0.0),
-        MscaleRopeField(default_max_positions=4096, full_rotary_only=True),
-        flag("rope_interleave", f"{ATTENTION_PATH}.position.layout", True, on="interleaved", off="half"),
+        Key("q_lora_rank", f"{ATTENTION}.q_rank", 1536),
+        Key("kv_lora_rank", f"{ATTENTION}.kv_rank", 512),
+        Key("qk_nope_head_dim", f"{ATTENTION}.d_nope", 128),
+        Key("qk_rope_head_dim", f"{ATTENTION}.d_rope", 64),
+        Key("v_head_dim", f"{ATTENTION}.d_value", 128),
+        flag("attention_bias", f"{ATTENTION}.bias", False),
+        llama.ATTENTION_DROPOUT,
+        _MscaleRopeField(default_max_positions=4096, full_rotary_only=True),
+        flag("rope_interleave", f"{ATTENTION}.position.layout", True, on="interleaved", off="half"),
         Custom(("first_k_dense_replace",), _read_dense_layers, _write_dense_layers),
-        WhereFFN(
-            "moe",
-            (
-                Key("moe_intermediate_size", f"{FFN_PATH}.expert.hidden", 2048),
-                Custom(("n_shared_experts",), _read_shared_experts, _write_shared_experts),
-                activation("hidden_act", (f"{FFN_PATH}.expert.activation", f"{FFN_PATH}.shared.activation"), "silu"),
-                Key("n_routed_experts", f"{FFN_PATH}.experts", 256),
-                Key("num_experts_per_tok", f"{FFN_PATH}.router.top_k", 8),
-                flag("norm_topk_prob", f"{FFN_PATH}.router.renormalize", True),
-                Key("routed_scaling_factor", f"{FFN_PATH}.router.scale", 2.5),
-                Custom(("n_group", "topk_group"), _read_expert_groups, _write_expert_groups),
-            ),
-        ),
-        WhereFFN(
-            "gated",
-            (
-                Key("intermediate_size", f"{FFN_PATH}.hidden", 18432),
-                activation("hidden_act", f"{FFN_PATH}.activation", "silu"),
-            ),
-        ),
+        WhereFFN("moe", MOE_FIELDS),
+        dense_fields(18432),
         SupportedValues("topk_method", ("noaux_tc",), "its router selects with a load-balancing bias"),
         SupportedValues("scoring_func", ("sigmoid",), "its router scores are sigmoids"),
         SupportedValues("moe_layer_freq", (1,), "every layer after the dense layers has experts"),
     ),
-    weight_mappings=(
-        *EMBEDDING_AND_HEAD_WEIGHTS,
-        *per_layer(
-            *NORM_WEIGHTS,
-            WeightMapping("self_attn.q_proj", "attn.f.q"),
-            WeightMapping("self_attn.q_a_proj", "attn.f.q.0"),
-            WeightMapping("self_attn.q_a_layernorm", "attn.f.q.1"),
-            WeightMapping("self_attn.q_b_proj", "attn.f.q.2"),
-            WeightMapping("self_attn.kv_a_proj_with_mqa", "attn.f.kv_down"),
-            WeightMapping("self_attn.kv_a_layernorm", "attn.f.kv_norm"),
-            WeightMapping("self_attn.kv_b_proj", "attn.f.kv_up"),
-            WeightMapping("self_attn.o_proj", "attn.f.o"),
-            *FFN_WEIGHTS,
-            WeightMapping("mlp.gate", "ffn.f.router"),
-            WeightMapping("mlp.gate.e_score_correction_bias", "ffn.f.router.selection_bias"),
-            *(
-                WeightMapping(f"mlp.experts.{{e}}.{p}_proj", f"ffn.f.experts.{p}", MergeModulelist())
-                for p in ("gate", "up", "down")
-            ),
-            *(WeightMapping(f"mlp.shared_experts.{p}_proj", f"ffn.f.shared.{p}") for p in ("gate", "up", "down")),
-        ),
+    weight_mappings=llama.weights(
+        *llama.NORM_WEIGHTS,
+        WeightMapping("self_attn.q_proj", "attn.f.q"),
+        WeightMapping("self_attn.q_a_proj", "attn.f.q.0"),
+        WeightMapping("self_attn.q_a_layernorm", "attn.f.q.1"),
+        WeightMapping("self_attn.q_b_proj", "attn.f.q.2"),
+        WeightMapping("self_attn.kv_a_proj_with_mqa", "attn.f.kv_down"),
+        WeightMapping("self_attn.kv_a_layernorm", "attn.f.kv_norm"),
+        WeightMapping("self_attn.kv_b_proj", "attn.f.kv_up"),
+        WeightMapping("self_attn.o_proj", "attn.f.o"),
+        *llama.FFN_WEIGHTS,
+        WeightMapping("mlp.gate", "ffn.f.router"),
+        WeightMapping("mlp.gate.e_score_correction_bias", "ffn.f.router.selection_bias"),
+        *EXPERT_WEIGHTS,
+        *(WeightMapping(f"mlp.shared_experts.{p}_proj", f"ffn.f.shared.{p}") for p in ("gate", "up", "down")),
     ),
-    base_model_prefix="model.",
-    ignored_weights=IGNORED_WEIGHTS
-    | {r"model\.layers\.{past}\..*": "multi-token prediction layer, which is not loaded"},
-    attribute_map={"num_local_experts": "n_routed_experts"},
-    ignored_config_keys={
-        "head_dim": "computed from the head dimensions",
-        "qk_head_dim": "computed from the head dimensions",
-        "num_mtp_layers": "multi-token prediction layers, which are not loaded",
-        "num_nextn_predict_layers": "multi-token prediction layers, which are not loaded",
-        "ep_size": "expert parallel size",
-        "aux_loss_alpha": "coefficient of a training loss",
-        "seq_aux": "training loss",
+    ignored_weights={
+        **llama.IGNORED_WEIGHTS,
+        r"model\.layers\.{past}\..*": "multi-token prediction layer, which is not loaded",
     },
+    attribute_map={"num_local_experts": "n_routed_experts"},
+    ignored_config_keys=keys_by_reason(
+        {
+            "computed from the head dimensions": "head_dim qk_head_dim",
+            "multi-token prediction layers, which are not loaded": "num_mtp_layers num_nextn_predict_layers",
+            "expert parallel size": "ep_size",
+            "coefficient of a training loss": "aux_loss_alpha",
+            "training loss": "seq_aux",
+        }
+    ),
 )

@@ -1,7 +1,5 @@
 """ELECTRA: the generator with its masked-LM head, or the encoder of the discriminator. https://arxiv.org/abs/2003.10555"""
 
-from typing import Any
-
 from cutaway.families.config_fields import Custom, HFConfigReader
 from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
@@ -16,7 +14,7 @@ def _read_embedding_size(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     tree.set("encoder.embedding.factorization", None if width == tree.data["d_model"] else {"width": width})
 
 
-def _write_embedding_size(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+def _write_embedding_size(tree: ConfigTree, hf_config: dict[str, object]) -> None:
     factorization = tree.get("encoder.embedding.factorization")
     hf_config["embedding_size"] = tree.data["d_model"] if factorization is None else factorization["width"]
 
@@ -25,7 +23,7 @@ FAMILY = Family(
     name="electra",
     architecture="ElectraForMaskedLM",
     base_architecture="ElectraModel",
-    template=bert.TEMPLATE,
+    template=bert.build_template(),
     fields=(
         *bert.size_fields(30522, 256, 12, 4, 1024),
         *bert.POSITION_FIELDS,

@@ -1,14 +1,23 @@
 """GPT-2. https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf"""
 
-from typing import Any
-
-from cutaway.families.config_fields import Custom, HFConfigReader, Key, SupportedValues, activation, flag
-from cutaway.families.config_tree import ConfigTree
-from cutaway.families.family import Family
-from cutaway.families.tables.llama import IGNORED_CLASSIFIER_WEIGHTS
-from cutaway.families.weight_conversion import Split, Transpose, WeightMapping, add_prefix
+from cutaway.families.config_fields import Custom, HFConfigReader, Key, SupportedValues, activation, flag, four_times
+from cutaway.families.config_tree import ConfigTree, Node
+from cutaway.families.family import Family, keys_by_reason
+from cutaway.families.tables import llama
+from cutaway.families.weight_conversion import QKV, Split, Transpose, WeightMapping, add_prefix
 
 SCALE_KEYS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
+
+
+def build_template(attention: Node, ffn: Node | None = None, head: Node | None = None) -> Node:
+    """Template of GPT-2 and GPT-Neo: learned positions, LayerNorm before each sublayer, ungated FFN."""
+    return llama.build_template(
+        {"position": {"kind": "none"}, **attention},
+        {"kind": "mlp", **(ffn or {})},
+        norm=llama.LAYERNORM,
+        head=head,
+        embedding={"position": {"kind": "learned"}},
+    )
 
 
 def _read_attention_scale(hf_config: HFConfigReader, tree: ConfigTree) -> None:
@@ -19,38 +28,34 @@ def _read_attention_scale(hf_config: HFConfigReader, tree: ConfigTree) -> None:
         block["attention"]["scale"] = scale / (number if hf_config.get(SCALE_KEYS[1], False) else 1)
 
 
-def _write_attention_scale(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+def _write_attention_scale(tree: ConfigTree, hf_config: dict[str, object]) -> None:
     scales = [block["attention"]["scale"] for block in tree.blocks("decoder")]
     hf_config[SCALE_KEYS[0]] = scales[0] != 1.0
     hf_config[SCALE_KEYS[1]] = len(scales) > 1 and scales[1] != scales[0]
 
 
+EMBEDDING_AND_HEAD_WEIGHTS = (
+    WeightMapping("transformer.wte", "decoder.embed.token"),
+    WeightMapping("transformer.wpe", "decoder.embed.position.table"),
+    WeightMapping("transformer.ln_f", "decoder.final_norm"),
+    WeightMapping("lm_head", "head.matrix"),
+)
+NORM_WEIGHTS = (WeightMapping("ln_1", "attn.norm_in"), WeightMapping("ln_2", "ffn.norm_in"))
+
 FAMILY = Family(
     name="gpt2",
     architecture="GPT2LMHeadModel",
-    template={
-        "form": "decoder",
-        "decoder": {
-            "block": {
-                "attention": {"kind": "multi-head", "bias": ("q", "k", "v", "o"), "position": {"kind": "none"}},
-                "ffn": {"kind": "mlp"},
-            },
-            "embedding": {"position": {"kind": "learned"}},
-            "norm": {"kind": "layernorm"},
-            "placement": {"kind": "pre"},
-        },
-        "head": {"kind": "lm"},
-    },
+    template=build_template({"bias": llama.QKVO}),
     fields=(
         Key("vocab_size", "vocab_size", 50257),
         Key("n_embd", "d_model", 768),
         Key("n_layer", "decoder.layers", 12),
-        Key("n_head", "decoder.block.attention.heads", 12),
+        Key("n_head", f"{llama.ATTENTION}.heads", 12),
         Key("n_positions", ("decoder.embedding.position.length", "context"), 1024),
-        Key("n_inner", "decoder.block.ffn.hidden", lambda hf_config: 4 * hf_config.get_number("n_embd", 768)),
-        activation("activation_function", "decoder.block.ffn.activation", "gelu_new"),
+        Key("n_inner", f"{llama.FFN}.hidden", four_times("n_embd", 768)),
+        activation("activation_function", f"{llama.FFN}.activation", "gelu_new"),
         Key("layer_norm_epsilon", "decoder.norm.eps", 1e-5),
-        Key("attn_pdrop", "decoder.block.attention.dropout", 0.1),
+        Key("attn_pdrop", f"{llama.ATTENTION}.dropout", 0.1),
         Key("embd_pdrop", "decoder.embedding.dropout", 0.1),
         Key("resid_pdrop", "decoder.dropout", 0.1),
         flag("tie_word_embeddings", "head.tied", True),
@@ -58,16 +63,12 @@ FAMILY = Family(
         SupportedValues("is_decoder", (False, True, None), "the family is always a decoder"),
     ),
     weight_mappings=(
-        WeightMapping("transformer.wte", "decoder.embed.token"),
-        WeightMapping("transformer.wpe", "decoder.embed.position.table"),
-        WeightMapping("transformer.ln_f", "decoder.final_norm"),
-        WeightMapping("lm_head", "head.matrix"),
+        *EMBEDDING_AND_HEAD_WEIGHTS,
         *add_prefix(
             "transformer.h.{i}",
             "decoder.blocks.{i}",
-            WeightMapping("ln_1", "attn.norm_in"),
-            WeightMapping("ln_2", "ffn.norm_in"),
-            WeightMapping("attn.c_attn", ("attn.f.q", "attn.f.k", "attn.f.v"), Split(transposed=True)),
+            *NORM_WEIGHTS,
+            WeightMapping("attn.c_attn", QKV, Split(transposed=True)),
             WeightMapping("attn.c_proj", "attn.f.o", Transpose()),
             WeightMapping("mlp.c_fc", "ffn.f.up", Transpose()),
             WeightMapping("mlp.c_proj", "ffn.f.down", Transpose()),
@@ -82,20 +83,14 @@ FAMILY = Family(
     },
     ignored_weights={
         r"transformer\.h\.\d+\.attn\.(masked_)?bias": "causal mask, computed from positions",
-        **IGNORED_CLASSIFIER_WEIGHTS,
+        **llama.IGNORED_CLASSIFIER_WEIGHTS,
     },
-    ignored_config_keys={
-        "n_ctx": "the same as n_positions",
-        "reorder_and_upcast_attn": "computes scores in fp32; no difference in fp32",
-        **dict.fromkeys(
-            (
-                "summary_activation",
-                "summary_first_dropout",
-                "summary_proj_to_labels",
-                "summary_type",
-                "summary_use_proj",
-            ),
-            "classification head, which is not loaded",
-        ),
-    },
+    ignored_config_keys=keys_by_reason(
+        {
+            "the same as n_positions": "n_ctx",
+            "computes scores in fp32; no difference in fp32": "reorder_and_upcast_attn",
+            "classification head, which is not loaded": "summary_activation summary_first_dropout"
+            " summary_proj_to_labels summary_type summary_use_proj",
+        }
+    ),
 )

@@ -1,13 +1,10 @@
 """GPT-Neo: alternating full and sliding-window attention, unscaled scores. https://github.com/EleutherAI/gpt-neo"""
 
-from typing import Any
-
 from cutaway.errors import ConfigError
-from cutaway.families.config_fields import Custom, HFConfigReader, Key, activation, flag
+from cutaway.families.config_fields import Custom, HFConfigReader, Key, activation, flag, four_times
 from cutaway.families.config_tree import ConfigTree, shortest_layer_pattern
 from cutaway.families.family import Family
-from cutaway.families.tables.gpt2 import FAMILY as GPT2
-from cutaway.families.tables.llama import IGNORED_CLASSIFIER_WEIGHTS
+from cutaway.families.tables import gpt2, llama
 from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
 
@@ -21,14 +18,12 @@ def _read_attention_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
         limit = 1 + len(blocks)  # more are an error in any case; bounds the size of the list
         kinds = [kind for pattern, repeats in types for kind in list(pattern)[:limit] * min(repeats, limit)]
     if len(kinds) != len(blocks) or not {"global", "local"}.issuperset(kinds):
-        raise ConfigError(
-            f"config.json's attention layers are {kinds}; {len(blocks)} are required, each 'global' or 'local'"
-        )
+        raise ConfigError(f"config.json's attention layers are {kinds}; {len(blocks)} are required, global or local")
     for block, kind in zip(blocks, kinds, strict=True):
         block["attention"]["window"] = hf_config.get_number("window_size", 256) if kind == "local" else None
 
 
-def _write_attention_layers(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+def _write_attention_layers(tree: ConfigTree, hf_config: dict[str, object]) -> None:
     windows = [block["attention"]["window"] for block in tree.blocks("decoder")]
     kinds = ["global" if window is None else "local" for window in windows]
     leading, pattern = shortest_layer_pattern(kinds)
@@ -41,48 +36,28 @@ def _write_attention_layers(tree: ConfigTree, hf_config: dict[str, Any]) -> None
 FAMILY = Family(
     name="gpt_neo",
     architecture="GPTNeoForCausalLM",
-    template={
-        "form": "decoder",
-        "decoder": {
-            "block": {
-                "attention": {"kind": "multi-head", "bias": ("o",), "scale": 1.0, "position": {"kind": "none"}},
-                "ffn": {"kind": "mlp"},
-            },
-            "embedding": {"position": {"kind": "learned"}},
-            "norm": {"kind": "layernorm"},
-            "placement": {"kind": "pre"},
-        },
-        "head": {"kind": "lm"},
-    },
+    template=gpt2.build_template({"bias": ("o",), "scale": 1.0}),
     fields=(
         Key("vocab_size", "vocab_size", 50257),
         Key("hidden_size", "d_model", 2048),
         Key("num_layers", "decoder.layers", 24),
-        Key("num_heads", "decoder.block.attention.heads", 16),
+        Key("num_heads", f"{llama.ATTENTION}.heads", 16),
         Key("max_position_embeddings", ("decoder.embedding.position.length", "context"), 2048),
-        Key(
-            "intermediate_size",
-            "decoder.block.ffn.hidden",
-            lambda hf_config: 4 * hf_config.get_number("hidden_size", 2048),
-        ),
-        activation("activation_function", "decoder.block.ffn.activation", "gelu_new"),
+        Key("intermediate_size", f"{llama.FFN}.hidden", four_times("hidden_size", 2048)),
+        activation("activation_function", f"{llama.FFN}.activation", "gelu_new"),
         Key("layer_norm_epsilon", "decoder.norm.eps", 1e-5),
-        Key("attention_dropout", "decoder.block.attention.dropout", 0.0),
+        llama.ATTENTION_DROPOUT,
         Key("embed_dropout", "decoder.embedding.dropout", 0.0),
         Key("resid_dropout", "decoder.dropout", 0.0),
         flag("tie_word_embeddings", "head.tied", True),
         Custom(("attention_types", "attention_layers", "window_size"), _read_attention_layers, _write_attention_layers),
     ),
     weight_mappings=(
-        WeightMapping("transformer.wte", "decoder.embed.token"),
-        WeightMapping("transformer.wpe", "decoder.embed.position.table"),
-        WeightMapping("transformer.ln_f", "decoder.final_norm"),
-        WeightMapping("lm_head", "head.matrix"),
+        *gpt2.EMBEDDING_AND_HEAD_WEIGHTS,
         *add_prefix(
             "transformer.h.{i}",
             "decoder.blocks.{i}",
-            WeightMapping("ln_1", "attn.norm_in"),
-            WeightMapping("ln_2", "ffn.norm_in"),
+            *gpt2.NORM_WEIGHTS,
             *(WeightMapping(f"attn.attention.{p}_proj", f"attn.f.{p}") for p in "qkv"),
             WeightMapping("attn.attention.out_proj", "attn.f.o"),
             WeightMapping("mlp.c_fc", "ffn.f.up"),
@@ -93,7 +68,7 @@ FAMILY = Family(
     attribute_map={"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
     ignored_weights={
         r"transformer\.h\.\d+\.attn\.attention\.(masked_)?bias": "causal mask, computed from positions",
-        **IGNORED_CLASSIFIER_WEIGHTS,
+        **llama.IGNORED_CLASSIFIER_WEIGHTS,
     },
-    ignored_config_keys=GPT2.ignored_config_keys,
+    ignored_config_keys=gpt2.FAMILY.ignored_config_keys,
 )

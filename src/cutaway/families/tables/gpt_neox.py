@@ -1,12 +1,15 @@
 """GPT-NeoX and Pythia. https://arxiv.org/abs/2204.06745"""
 
-from cutaway.families.config_fields import Key, SupportedValues, activation, attention_heads, flag
+from cutaway.families.config_fields import Key, SupportedValues, activation, flag
 from cutaway.families.family import Family
 from cutaway.families.rope_fields import RopeField
-from cutaway.families.tables.llama import IGNORED_CLASSIFIER_WEIGHTS, NORM_WEIGHTS, QKVO, size_fields
-from cutaway.families.weight_conversion import SplitGroupedQKV, WeightMapping, add_prefix
+from cutaway.families.tables import llama
+from cutaway.families.weight_conversion import QKV, SplitGroupedQKV, WeightMapping, add_prefix
 
-QKV = ("attn.f.q", "attn.f.k", "attn.f.v")
+PARALLEL = {"kind": "parallel", "norms": "two"}
+NO_POST_NORM_RESIDUAL = SupportedValues(
+    "apply_residual_connection_post_layernorm", (False,), "the residual would follow the norm"
+)
 
 
 def megatron_weights(attention_prefix: str) -> tuple[WeightMapping, ...]:
@@ -22,29 +25,16 @@ def megatron_weights(attention_prefix: str) -> tuple[WeightMapping, ...]:
 FAMILY = Family(
     name="gpt_neox",
     architecture="GPTNeoXForCausalLM",
-    template={
-        "form": "decoder",
-        "decoder": {
-            "block": {"attention": {"kind": "multi-head"}, "ffn": {"kind": "mlp"}},
-            "norm": {"kind": "layernorm"},
-        },
-        "head": {"kind": "lm"},
-    },
+    template=llama.build_template(ffn={"kind": "mlp"}, norm=llama.LAYERNORM),
     fields=(
-        *size_fields(50432, 6144, 24576, 44, 2048),
-        *attention_heads(num_heads=("num_attention_heads", 64), num_kv_heads=None, head_dim=None),
+        *llama.size_fields(50432, 6144, 24576, 44, 2048),
+        Key("num_attention_heads", f"{llama.ATTENTION}.heads", 64),
         Key("layer_norm_eps", "decoder.norm.eps", 1e-5),
-        activation("hidden_act", "decoder.block.ffn.activation", "gelu"),
-        flag("attention_bias", "decoder.block.attention.bias", True, on=QKVO, off=()),
-        Key("attention_dropout", "decoder.block.attention.dropout", 0.0),
+        activation("hidden_act", f"{llama.FFN}.activation", "gelu"),
+        flag("attention_bias", f"{llama.ATTENTION}.bias", True, on=llama.QKVO, off=()),
+        llama.ATTENTION_DROPOUT,
         Key("hidden_dropout", ("decoder.dropout", "decoder.embedding.dropout"), 0.0),
-        flag(
-            "use_parallel_residual",
-            "decoder.placement",
-            True,
-            on={"kind": "parallel", "norms": "two"},
-            off={"kind": "pre"},
-        ),
+        flag("use_parallel_residual", "decoder.placement", True, on=PARALLEL, off={"kind": "pre"}),
         RopeField(
             default_partial_rotary_factor=0.25, partial_rotary_factor_key="rotary_pct", theta_key="rotary_emb_base"
         ),
@@ -55,13 +45,13 @@ FAMILY = Family(
         WeightMapping("gpt_neox.final_layer_norm", "decoder.final_norm"),
         WeightMapping("embed_out", "head.matrix"),
         WeightMapping("lm_head", "head.matrix"),
-        *add_prefix("gpt_neox.layers.{i}", "decoder.blocks.{i}", *NORM_WEIGHTS, *megatron_weights("attention")),
+        *add_prefix("gpt_neox.layers.{i}", "decoder.blocks.{i}", *llama.NORM_WEIGHTS, *megatron_weights("attention")),
     ),
     base_model_prefix="gpt_neox.",
     ignored_weights={
         r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias": "causal mask, computed from positions",
         r"gpt_neox\.(layers\.\d+\.attention\.)?rotary_emb\.inv_freq": "RoPE frequencies, which are computed",
-        **IGNORED_CLASSIFIER_WEIGHTS,
+        **llama.IGNORED_CLASSIFIER_WEIGHTS,
     },
     ignored_config_keys={
         "rope_theta": "duplicate of rotary_emb_base",

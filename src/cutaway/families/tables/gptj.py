@@ -1,36 +1,31 @@
 """GPT-J: parallel attention and FFN, interleaved RoPE. https://github.com/kingoflolz/mesh-transformer-jax"""
 
-from cutaway.families.config_fields import Key, activation, flag
+from cutaway.families.config_fields import Key, activation, flag, four_times
 from cutaway.families.family import Family
-from cutaway.families.tables.gpt2 import FAMILY as GPT2
+from cutaway.families.tables import gpt2, llama
 from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
 FAMILY = Family(
     name="gptj",
     architecture="GPTJForCausalLM",
-    template={
-        "form": "decoder",
-        "decoder": {
-            "block": {
-                "attention": {"kind": "multi-head", "position": {"kind": "rope", "layout": "interleaved"}},
-                "ffn": {"kind": "mlp"},
-            },
-            "norm": {"kind": "layernorm"},
-            "placement": {"kind": "parallel"},
-        },
-        "head": {"kind": "lm", "bias": "learned"},
-    },
+    template=llama.build_template(
+        {"position": {"kind": "rope", "layout": "interleaved"}},
+        {"kind": "mlp"},
+        norm=llama.LAYERNORM,
+        placement="parallel",
+        head={"bias": "learned"},
+    ),
     fields=(
         Key("vocab_size", "vocab_size", 50400),
         Key("n_embd", "d_model", 4096),
         Key("n_layer", "decoder.layers", 28),
-        Key("n_head", "decoder.block.attention.heads", 16),
+        Key("n_head", f"{llama.ATTENTION}.heads", 16),
         Key("n_positions", "context", 2048),
-        Key("rotary_dim", "decoder.block.attention.position.rotary_dim", 64),
-        Key("n_inner", "decoder.block.ffn.hidden", lambda hf_config: 4 * hf_config.get_number("n_embd", 4096)),
-        activation("activation_function", "decoder.block.ffn.activation", "gelu_new"),
+        Key("rotary_dim", f"{llama.ATTENTION}.position.rotary_dim", 64),
+        Key("n_inner", f"{llama.FFN}.hidden", four_times("n_embd", 4096)),
+        activation("activation_function", f"{llama.FFN}.activation", "gelu_new"),
         Key("layer_norm_epsilon", "decoder.norm.eps", 1e-5),
-        Key("attn_pdrop", "decoder.block.attention.dropout", 0.0),
+        Key("attn_pdrop", f"{llama.ATTENTION}.dropout", 0.0),
         Key("embd_pdrop", "decoder.embedding.dropout", 0.0),
         Key("resid_pdrop", "decoder.dropout", 0.0),
         flag("tie_word_embeddings", "head.tied", False),
@@ -51,13 +46,13 @@ FAMILY = Family(
         ),
     ),
     base_model_prefix="transformer.",
-    attribute_map=GPT2.attribute_map,
+    attribute_map=gpt2.FAMILY.attribute_map,
     ignored_weights={
-        **GPT2.ignored_weights,
+        **gpt2.FAMILY.ignored_weights,
         r"transformer\.h\.\d+\.attn\.embed_positions": "RoPE angles, computed from the configuration",
     },
     ignored_config_keys={
-        **GPT2.ignored_config_keys,
+        **gpt2.FAMILY.ignored_config_keys,
         "rotary": "this family always has RoPE",
         "scale_attn_weights": "scores are always scaled",
     },

@@ -1,47 +1,95 @@
-"""Llama 1 to 3.2, and models in its format. https://arxiv.org/abs/2302.13971"""
+"""Llama 1 to 3.2, and components shared with the families in its format. https://arxiv.org/abs/2302.13971"""
 
-from cutaway.families.config_fields import ConfigField, Key, activation, attention_heads, flag
+from collections.abc import Mapping
+
+from cutaway.families.config_fields import ConfigFields, HFConfigReader, Key, activation, flag
+from cutaway.families.config_tree import Node
 from cutaway.families.family import Family
 from cutaway.families.rope_fields import RopeField
 from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
-BLOCK = {"attention": {"kind": "multi-head"}, "ffn": {"kind": "gated"}}
-TEMPLATE = {
-    "form": "decoder",
-    "decoder": {"block": BLOCK, "norm": {"kind": "rmsnorm"}, "placement": {"kind": "pre"}},
-    "head": {"kind": "lm"},
-}
+ATTENTION = "decoder.block.attention"
+FFN = "decoder.block.ffn"
 QKVO = ("q", "k", "v", "o")
+RMSNORM = {"kind": "rmsnorm"}
+LAYERNORM = {"kind": "layernorm"}
+
+
+def build_template(
+    attention: Node | None = None,
+    ffn: Node | None = None,
+    *,
+    norm: Node = RMSNORM,
+    placement: str = "pre",
+    head: Node | None = None,
+    **stack: object,
+) -> Node:
+    """Decoder template: Llama's, unless another attention, FFN, norm, placement or head is given."""
+    block = {"attention": {"kind": "multi-head", **(attention or {})}, "ffn": {"kind": "gated", **(ffn or {})}}
+    return {
+        "form": "decoder",
+        "decoder": {"block": block, "norm": norm, "placement": {"kind": placement}, **stack},
+        "head": {"kind": "lm", **(head or {})},
+    }
 
 
 def size_fields(
     vocab_size: int,
     d_model: int,
-    intermediate_size: int,
+    intermediate_size: int | None,
     num_layers: int,
     max_position_embeddings: int,
     *,
     tie_word_embeddings: bool = False,
-) -> tuple[ConfigField, ...]:
-    """Vocabulary, dimensions, layers and context length, with the family's defaults."""
+) -> ConfigFields:
+    """Vocabulary, dimensions, layers and context length, with the family's defaults; None: another key for the FFN."""
+    ffn = () if intermediate_size is None else (Key("intermediate_size", f"{FFN}.hidden", intermediate_size),)
     return (
         Key("vocab_size", "vocab_size", vocab_size),
         Key("hidden_size", "d_model", d_model),
         Key("num_hidden_layers", "decoder.layers", num_layers),
-        Key("intermediate_size", "decoder.block.ffn.hidden", intermediate_size),
+        *ffn,
         Key("max_position_embeddings", "context", max_position_embeddings),
         flag("tie_word_embeddings", "head.tied", tie_word_embeddings),
     )
 
 
+def head_fields(num_heads: int = 32, num_kv_heads: int | None = None, head_dim: object = None) -> ConfigFields:
+    """Numbers of heads and of key-value heads (None: the same), and the head dimension (None: d_model / heads)."""
+    return (
+        Key("num_attention_heads", f"{ATTENTION}.heads", num_heads),
+        Key("num_key_value_heads", f"{ATTENTION}.kv_heads", num_kv_heads),
+        Key("head_dim", f"{ATTENTION}.d_head", head_dim),
+    )
+
+
+def computed_head_fields(d_model: int, num_heads: int, num_kv_heads: int | None) -> ConfigFields:
+    """Numbers of heads, and `head_dim` with default (also for null) d_model / heads."""
+
+    def head_dim(hf_config: HFConfigReader) -> int:
+        width = hf_config.get_number("hidden_size", d_model)
+        return int(width // hf_config.get_number("num_attention_heads", num_heads))
+
+    return head_fields(num_heads, num_kv_heads, head_dim)
+
+
+def block_fields(eps: float = 1e-6, *, qk_norm: bool = False) -> ConfigFields:
+    """Eps of the norms, activation of the FFN and dropout of the attention."""
+    eps_paths = ("decoder.norm.eps", f"{ATTENTION}.qk_norm.norm.eps") if qk_norm else "decoder.norm.eps"
+    act = activation("hidden_act", f"{FFN}.activation", "silu")
+    return (Key("rms_norm_eps", eps_paths, eps), act, ATTENTION_DROPOUT)
+
+
+ATTENTION_DROPOUT = Key("attention_dropout", f"{ATTENTION}.dropout", 0.0)
+ATTENTION_BIAS = flag("attention_bias", f"{ATTENTION}.bias", False, on=QKVO, off=())
+MLP_BIAS = flag("mlp_bias", f"{FFN}.bias", False)
+
 FIELDS = (
     *size_fields(32000, 4096, 11008, 32, 2048),
-    *attention_heads(),
-    Key("rms_norm_eps", "decoder.norm.eps", 1e-6),
-    activation("hidden_act", "decoder.block.ffn.activation", "silu"),
-    flag("attention_bias", "decoder.block.attention.bias", False, on=QKVO, off=()),
-    flag("mlp_bias", "decoder.block.ffn.bias", False),
-    Key("attention_dropout", "decoder.block.attention.dropout", 0.0),
+    *head_fields(),
+    *block_fields(),
+    ATTENTION_BIAS,
+    MLP_BIAS,
     RopeField(full_rotary_only=True),
 )
 
@@ -55,6 +103,7 @@ NORM_WEIGHTS = (
     WeightMapping("post_attention_layernorm", "ffn.norm_in"),
 )
 ATTENTION_WEIGHTS = tuple(WeightMapping(f"self_attn.{p}_proj", f"attn.f.{p}") for p in "qkvo")
+QK_NORM_WEIGHTS = tuple(WeightMapping(f"self_attn.{p}_norm", f"attn.f.{p}_norm.norm") for p in "qk")
 FFN_WEIGHTS = tuple(WeightMapping(f"mlp.{p}_proj", f"ffn.f.{p}") for p in ("gate", "up", "down"))
 
 
@@ -63,21 +112,43 @@ def per_layer(*mappings: WeightMapping) -> tuple[WeightMapping, ...]:
     return add_prefix("model.layers.{i}", "decoder.blocks.{i}", *mappings)
 
 
-IGNORED_CLASSIFIER_WEIGHTS = {
-    r"(score|classifier|qa_outputs|v_head)\..*": "classification or value head, which is not loaded"
-}
+def weights(*mappings: WeightMapping) -> tuple[WeightMapping, ...]:
+    """Weight mappings of embedding and head, and these of every layer."""
+    return (*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*mappings))
+
+
+WEIGHTS = weights(*NORM_WEIGHTS, *ATTENTION_WEIGHTS, *FFN_WEIGHTS)
+IGNORED_CLASSIFIER_WEIGHTS = {r"(score|classifier|qa_outputs|v_head)\..*": "classification or value head, not loaded"}
 IGNORED_WEIGHTS = {
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq": "RoPE frequencies, computed from the configuration",
     **IGNORED_CLASSIFIER_WEIGHTS,
 }
 """Ignored tensors of files in the Llama format."""
 
-FAMILY = Family(
-    name="llama",
-    architecture="LlamaForCausalLM",
-    template=TEMPLATE,
-    fields=FIELDS,
-    weight_mappings=(*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*NORM_WEIGHTS, *ATTENTION_WEIGHTS, *FFN_WEIGHTS)),
-    base_model_prefix="model.",
-    ignored_weights=IGNORED_WEIGHTS,
-)
+
+def build_family(
+    name: str,
+    architecture: str,
+    template: Node,
+    fields: ConfigFields,
+    weight_mappings: tuple[WeightMapping, ...] = WEIGHTS,
+    *,
+    ignored_weights: Mapping[str, str] = IGNORED_WEIGHTS,
+    ignored_config_keys: Mapping[str, str] | None = None,
+    attribute_map: Mapping[str, str] | None = None,
+) -> Family:
+    """A family with the prefix and the ignored tensors of the Llama format."""
+    return Family(
+        name,
+        architecture,
+        template,
+        fields,
+        weight_mappings,
+        base_model_prefix="model.",
+        ignored_weights=ignored_weights,
+        ignored_config_keys=ignored_config_keys or {},
+        attribute_map=attribute_map or {},
+    )
+
+
+FAMILY = build_family("llama", "LlamaForCausalLM", build_template(), FIELDS)

@@ -1,21 +1,10 @@
 """Marian (OPUS-MT translation models). https://arxiv.org/abs/1804.00344 https://aclanthology.org/2020.eamt-1.61"""
 
-from typing import Any
-
 from cutaway.config import Config
 from cutaway.errors import ConfigError
 from cutaway.families.config_fields import Custom, HFConfigReader, clear_out_of_vocab_pad_token, flag
 from cutaway.families.config_tree import ConfigTree
-from cutaway.families.family import Family
-from cutaway.families.tables.bart import (
-    ATTRIBUTE_MAP,
-    IGNORED_CONFIG_KEYS,
-    IGNORED_WEIGHTS,
-    build_template,
-    common_fields,
-    legacy_flags,
-    stack_weights,
-)
+from cutaway.families.tables import bart
 from cutaway.families.tables.pegasus import POSITION_WEIGHTS, SINUSOIDAL_EMBEDDING
 from cutaway.families.weight_conversion import WeightMapping
 
@@ -28,15 +17,13 @@ def _read_vocab_sizes(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     target = hf_config.get(VOCAB_KEYS[1]) or source
     shared = hf_config.get(VOCAB_KEYS[2], True)
     if shared and source != target:
-        raise ConfigError(
-            f"encoder and decoder share one embedding, but '{VOCAB_KEYS[0]}' is {source} and '{VOCAB_KEYS[1]}' is"
-            f" {target}; make them equal"
-        )
+        sizes = f"'{VOCAB_KEYS[0]}' is {source} and '{VOCAB_KEYS[1]}' is {target}"
+        raise ConfigError(f"encoder and decoder share one embedding, but {sizes}; make them equal")
     tree.set("vocab_size", target)
     tree.set("source_vocab_size", None if shared else source)
 
 
-def _write_vocab_sizes(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+def _write_vocab_sizes(tree: ConfigTree, hf_config: dict[str, object]) -> None:
     source, target = tree.get("source_vocab_size"), tree.get("vocab_size")
     hf_config.update(zip(VOCAB_KEYS, (source or target, target, source is None), strict=True))
 
@@ -53,25 +40,21 @@ def _check_untied_not_shared(hf_config: HFConfigReader, tree: ConfigTree) -> Non
         )
 
 
-FAMILY = Family(
-    name="marian",
-    architecture="MarianMTModel",
-    template=build_template("post", SINUSOIDAL_EMBEDDING),
+FAMILY = bart.build_family(
+    "marian",
+    "MarianMTModel",
+    bart.build_template("post", SINUSOIDAL_EMBEDDING),
     fields=(
         Custom(VOCAB_KEYS, _read_vocab_sizes, _write_vocab_sizes),
         clear_out_of_vocab_pad_token(58100),
-        *common_fields("table_length"),
+        *bart.common_fields("table_length"),
         flag("tie_word_embeddings", "head.tied", True),
-        Custom((), _check_untied_not_shared, lambda tree, hf_config: None),
-        *legacy_flags(pre_norm=False, embedding_norm=False, sinusoidal=True),
+        Custom((), _check_untied_not_shared),
+        *bart.legacy_flags(pre_norm=False, embedding_norm=False, sinusoidal=True),
     ),
     weight_mappings=(
         WeightMapping("model.shared", "decoder.embed.token", condition=_shares_embeddings),
         *POSITION_WEIGHTS,
-        *stack_weights(pre_norm=False),
+        *bart.stack_weights(pre_norm=False),
     ),
-    base_model_prefix="model.",
-    attribute_map=ATTRIBUTE_MAP,
-    ignored_weights=IGNORED_WEIGHTS,
-    ignored_config_keys=IGNORED_CONFIG_KEYS,
 )

@@ -1,28 +1,22 @@
 """ModernBERT: sliding-window and full-attention layers, RoPE, no biases. https://arxiv.org/abs/2412.13663"""
 
-from cutaway.families.config_fields import (
-    HFConfigReader,
-    IfHead,
-    Key,
-    LayerTypes,
-    SameAs,
-    SupportedValues,
-    activation,
-    clear_out_of_vocab_pad_token,
-    flag,
-)
+from cutaway.families import config_fields
+from cutaway.families.config_fields import HFConfigReader, IfHead, Key, LayerTypes, SameAs, SupportedValues
 from cutaway.families.family import Family
 from cutaway.families.rope_fields import RopeFieldByLayerType
 from cutaway.families.tables.bert import TIE_EMBEDDINGS_FIELD, ignored_weights
-from cutaway.families.weight_conversion import Split, WeightMapping, add_prefix
+from cutaway.families.weight_conversion import QKV, Split, WeightMapping, add_prefix
 
-LAYERNORM = {"kind": "layernorm"}
 ENCODER_TEMPLATE = {
     "block": {"attention": {"kind": "multi-head"}, "ffn": {"kind": "gated"}},
-    "norm": LAYERNORM,
+    "norm": {"kind": "layernorm"},
     "placement": {"kind": "pre", "skip_first_prenorm": True},
     "dropout": 0.0,
 }
+LAYER_TYPE_THETAS = (
+    ("full_attention", 160_000.0, "global_rope_theta"),
+    ("sliding_attention", 10_000.0, "local_rope_theta"),
+)
 
 
 def _full_attention_first(hf_config: HFConfigReader, num_layers: int) -> list[str]:
@@ -38,18 +32,18 @@ FAMILY = Family(
     template={"form": "encoder", "encoder": ENCODER_TEMPLATE, "head": {"kind": "lm", "transform": {}}},
     fields=(
         Key("vocab_size", "vocab_size", 50368),
-        clear_out_of_vocab_pad_token(50283),
+        config_fields.clear_out_of_vocab_pad_token(50283),
         Key("hidden_size", "d_model", 768),
         Key("num_hidden_layers", "encoder.layers", 22),
         Key("num_attention_heads", "encoder.block.attention.heads", 12),
         Key("intermediate_size", "encoder.block.ffn.hidden", 1152),
-        activation("hidden_activation", "encoder.block.ffn.activation", "gelu"),
+        config_fields.activation("hidden_activation", "encoder.block.ffn.activation", "gelu"),
         Key("max_position_embeddings", "context", 8192),
         Key("norm_eps", "encoder.norm.eps", 1e-5),
-        flag("norm_bias", "encoder.norm.bias", False),
+        config_fields.flag("norm_bias", "encoder.norm.bias", False),
         SameAs("encoder.embedding.norm", "encoder.norm"),
-        flag("attention_bias", "encoder.block.attention.bias", False, on=("q", "k", "v", "o"), off=()),
-        flag("mlp_bias", "encoder.block.ffn.bias", False),
+        config_fields.flag("attention_bias", "encoder.block.attention.bias", False, on=("q", "k", "v", "o"), off=()),
+        config_fields.flag("mlp_bias", "encoder.block.ffn.bias", False),
         Key("attention_dropout", ("encoder.block.attention.dropout", "encoder.attention_resid_dropout"), 0.0),
         Key("embedding_dropout", "encoder.embedding.dropout", 0.0),
         Key("mlp_dropout", "encoder.block.ffn.dropout", 0.0),
@@ -62,23 +56,14 @@ FAMILY = Family(
             decode=lambda both_sides: both_sides // 2 + 1,
             encode=lambda window: 2 * (window - 1),
         ),
-        RopeFieldByLayerType(
-            "encoder",
-            default_max_positions=8192,
-            layer_type_thetas=(
-                ("full_attention", 160_000.0, "global_rope_theta"),
-                ("sliding_attention", 10_000.0, "local_rope_theta"),
-            ),
-        ),
-        SupportedValues(
-            "rope_scaling", (None,), "older code applied it to both layer types; set rope_parameters instead"
-        ),
+        RopeFieldByLayerType("encoder", default_max_positions=8192, layer_type_thetas=LAYER_TYPE_THETAS),
+        SupportedValues("rope_scaling", (None,), "older code applied it to both layer types; set rope_parameters"),
         SupportedValues("sliding_window", (None,), "it would override local_attention"),
         TIE_EMBEDDINGS_FIELD,
         IfHead(SameAs("head.transform.norm", "encoder.norm")),
-        IfHead(flag("classifier_bias", "head.transform.bias", False)),
-        IfHead(activation("classifier_activation", "head.transform.activation", "gelu")),
-        IfHead(flag("decoder_bias", "head.bias", True, on="learned", off="none")),
+        IfHead(config_fields.flag("classifier_bias", "head.transform.bias", False)),
+        IfHead(config_fields.activation("classifier_activation", "head.transform.activation", "gelu")),
+        IfHead(config_fields.flag("decoder_bias", "head.bias", True, on="learned", off="none")),
     ),
     weight_mappings=(
         WeightMapping("model.embeddings.tok_embeddings", "encoder.embed.token"),
@@ -87,7 +72,7 @@ FAMILY = Family(
             "model.layers.{i}",
             "encoder.blocks.{i}",
             WeightMapping("attn_norm", "attn.norm_in"),
-            WeightMapping("attn.Wqkv", ("attn.f.q", "attn.f.k", "attn.f.v"), Split()),
+            WeightMapping("attn.Wqkv", QKV, Split()),
             WeightMapping("attn.Wo", "attn.f.o"),
             WeightMapping("mlp_norm", "ffn.norm_in"),
             WeightMapping("mlp.Wi", ("ffn.f.gate", "ffn.f.up"), Split()),

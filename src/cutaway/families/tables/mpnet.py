@@ -2,35 +2,21 @@
 
 from cutaway.families.config_fields import Key, SameAs, SupportedValues
 from cutaway.families.family import Family
-from cutaway.families.tables.bert import (
-    BLOCK,
-    DROPOUT_FIELDS,
-    FFN_WEIGHTS,
-    TEMPLATE,
-    TIE_EMBEDDINGS_FIELD,
-    WEIGHT_RENAMINGS,
-    encoder_weights,
-    ignored_weights,
-    mlm_head_weights,
-    size_fields,
-)
+from cutaway.families.tables import bert
 from cutaway.families.weight_conversion import WeightMapping
 
 POSITION_OFFSET = 2
-ATTENTION_TEMPLATE = BLOCK["attention"] | {"position": {"kind": "relative-bias", "buckets": 32, "max_distance": 128}}
-POSITION_TEMPLATE = {"kind": "learned", "offset": POSITION_OFFSET}
-ENCODER_TEMPLATE = TEMPLATE["encoder"] | {
-    "block": BLOCK | {"attention": ATTENTION_TEMPLATE},
-    "embedding": {"position": POSITION_TEMPLATE, "norm": {"kind": "layernorm"}},
-}
+RELATIVE_BIAS = {"kind": "relative-bias", "buckets": 32, "max_distance": 128}
 
 FAMILY = Family(
     name="mpnet",
     architecture="MPNetForMaskedLM",
     base_architecture="MPNetModel",
-    template=TEMPLATE | {"encoder": ENCODER_TEMPLATE},
+    template=bert.build_template(
+        position=RELATIVE_BIAS, embedding={"position": {"kind": "learned", "offset": POSITION_OFFSET}}
+    ),
     fields=(
-        *size_fields(30527, 768, 12, 12, 3072),
+        *bert.size_fields(30527, 768, 12, 12, 3072),
         Key(
             "max_position_embeddings",
             "encoder.embedding.position.length",
@@ -39,21 +25,21 @@ FAMILY = Family(
             encode=lambda length: length + POSITION_OFFSET,
         ),
         SameAs("context", "encoder.embedding.position.length"),
-        *DROPOUT_FIELDS,
-        TIE_EMBEDDINGS_FIELD,
+        *bert.DROPOUT_FIELDS,
+        bert.TIE_EMBEDDINGS_FIELD,
         SupportedValues("relative_attention_num_buckets", (32,), "transformers always uses 32 buckets"),
     ),
     weight_mappings=(
-        *encoder_weights(
+        *bert.encoder_weights(
             "mpnet",
             *(WeightMapping(f"attention.attn.{p}", f"attn.f.{p}") for p in "qkvo"),
             WeightMapping("attention.LayerNorm", "norm_after_attn"),
-            *FFN_WEIGHTS,
+            *bert.FFN_WEIGHTS,
         ),
         WeightMapping("mpnet.encoder.relative_attention_bias", "encoder.positions.0.table"),
-        *mlm_head_weights("lm_head", "dense", "layer_norm"),
+        *bert.mlm_head_weights("lm_head", "dense", "layer_norm"),
     ),
     base_model_prefix="mpnet.",
-    ignored_weights=ignored_weights(),
-    weight_renamings=WEIGHT_RENAMINGS,
+    ignored_weights=bert.ignored_weights(),
+    weight_renamings=bert.WEIGHT_RENAMINGS,
 )

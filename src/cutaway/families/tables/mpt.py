@@ -1,25 +1,21 @@
 """MPT: ALiBi, no biases. https://www.databricks.com/blog/mpt-7b"""
 
 from dataclasses import dataclass
-from typing import Any
 
 from cutaway.errors import ConfigError
-from cutaway.families.config_fields import ConfigField, Custom, HFConfigReader, Key, SupportedValues, flag
+from cutaway.families.config_fields import ConfigFields, Custom, HFConfigReader, Key, SupportedValues, flag
 from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
-from cutaway.families.tables.gpt_neox import QKV
-from cutaway.families.tables.llama import IGNORED_CLASSIFIER_WEIGHTS
-from cutaway.families.weight_conversion import Split, WeightMapping, add_prefix
-
-ATTENTION_PATH = "decoder.block.attention"
+from cutaway.families.tables.llama import ATTENTION, IGNORED_CLASSIFIER_WEIGHTS, build_template
+from cutaway.families.weight_conversion import QKV, Split, WeightMapping, add_prefix
 
 
 @dataclass(frozen=True)
-class NestedFields:
+class _NestedFields:
     """Fields of a nested object of config.json."""
 
     key: str
-    fields: tuple[ConfigField, ...]
+    fields: ConfigFields
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -32,58 +28,51 @@ class NestedFields:
         for field in self.fields:
             field.from_hf(HFConfigReader(inner), tree)
 
-    def to_hf(self, tree: ConfigTree, hf_config: dict[str, Any]) -> None:
-        inner = hf_config[self.key] = {}
+    def to_hf(self, tree: ConfigTree, hf_config: dict[str, object]) -> None:
+        inner: dict[str, object] = {}
+        hf_config[self.key] = inner
         for field in self.fields:
             field.to_hf(tree, inner)
 
 
-def _write_softmax_scale(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+def _write_softmax_scale(tree: ConfigTree, hf_config: dict[str, object]) -> None:
     """Write null if it is 1/sqrt(d_head)."""
-    scale = tree.get(f"{ATTENTION_PATH}.scale")
-    hf_config["softmax_scale"] = None if scale == tree.get(f"{ATTENTION_PATH}.d_head") ** -0.5 else scale
+    scale = tree.get(f"{ATTENTION}.scale")
+    hf_config["softmax_scale"] = None if scale == tree.get(f"{ATTENTION}.d_head") ** -0.5 else scale
 
+
+def _read_softmax_scale(hf_config: HFConfigReader, tree: ConfigTree) -> None:
+    tree.set(f"{ATTENTION}.scale", hf_config.get("softmax_scale"))
+
+
+ATTENTION_FIELDS = (
+    Key("clip_qkv", f"{ATTENTION}.clip_qkv", None, decode=lambda clip: clip or None),
+    Custom(("softmax_scale",), _read_softmax_scale, _write_softmax_scale),
+    Key("alibi_bias_max", f"{ATTENTION}.position.max_bias", 8, encode=int),
+    Key("attn_pdrop", (f"{ATTENTION}.dropout", "decoder.dropout"), 0, encode=lambda rate: rate or 0),
+    SupportedValues("alibi", (True,), "positions would be learned, and the file has no position table"),
+    SupportedValues("attn_type", ("multihead_attention",), "heads would share keys and values"),
+    SupportedValues("qk_ln", (False,), "queries and keys would be normalized"),
+    SupportedValues("prefix_lm", (False,), "attention within a prefix would be bidirectional"),
+)
 
 FAMILY = Family(
     name="mpt",
     architecture="MptForCausalLM",
-    template={
-        "form": "decoder",
-        "decoder": {
-            "block": {
-                "attention": {"kind": "multi-head", "position": {"kind": "alibi"}},
-                "ffn": {"kind": "mlp", "activation": "gelu", "bias": False},
-            },
-            "norm": {"kind": "layernorm", "bias": False},
-            "placement": {"kind": "pre"},
-        },
-        "head": {"kind": "lm"},
-    },
+    template=build_template(
+        {"position": {"kind": "alibi"}},
+        {"kind": "mlp", "activation": "gelu", "bias": False},
+        norm={"kind": "layernorm", "bias": False},
+    ),
     fields=(
         Key("vocab_size", "vocab_size", 50368),
         Key("d_model", "d_model", 2048),
         Key("n_layers", "decoder.layers", 24),
-        Key("n_heads", f"{ATTENTION_PATH}.heads", 16),
+        Key("n_heads", f"{ATTENTION}.heads", 16),
         Key("max_seq_len", "context", 2048),
         Key("layer_norm_epsilon", "decoder.norm.eps", 1e-5),
         flag("tie_word_embeddings", "head.tied", True),
-        NestedFields(
-            "attn_config",
-            (
-                Key("clip_qkv", f"{ATTENTION_PATH}.clip_qkv", None, decode=lambda clip: clip or None),
-                Custom(
-                    ("softmax_scale",),
-                    lambda hf_config, tree: tree.set(f"{ATTENTION_PATH}.scale", hf_config.get("softmax_scale")),
-                    _write_softmax_scale,
-                ),
-                Key("alibi_bias_max", f"{ATTENTION_PATH}.position.max_bias", 8, encode=int),
-                Key("attn_pdrop", (f"{ATTENTION_PATH}.dropout", "decoder.dropout"), 0, encode=lambda rate: rate or 0),
-                SupportedValues("alibi", (True,), "positions would be learned, and the file has no position table"),
-                SupportedValues("attn_type", ("multihead_attention",), "heads would share keys and values"),
-                SupportedValues("qk_ln", (False,), "queries and keys would be normalized"),
-                SupportedValues("prefix_lm", (False,), "attention within a prefix would be bidirectional"),
-            ),
-        ),
+        _NestedFields("attn_config", ATTENTION_FIELDS),
         SupportedValues("expansion_ratio", (4,), "the FFN hidden dimension is always 4 · d_model"),
         SupportedValues("no_bias", (True,), "the model would have biases"),
         SupportedValues("norm_type", ("low_precision_layernorm", "layernorm"), "the model would have another norm"),

@@ -1,7 +1,6 @@
 """Pegasus: BART with sinusoidal positions and pre-norm. https://arxiv.org/abs/1912.08777"""
 
 from cutaway.families.config_fields import Key
-from cutaway.families.family import Family
 from cutaway.families.tables import bart
 from cutaway.families.weight_conversion import WeightMapping
 
@@ -10,10 +9,10 @@ POSITION_WEIGHTS = tuple(
     WeightMapping(f"model.{side}.embed_positions.weight", f"{side}.embed.position.table") for side in bart.STACKS
 )
 
-FAMILY = Family(
-    name="pegasus",
-    architecture="PegasusForConditionalGeneration",
-    template=bart.build_template("pre", SINUSOIDAL_EMBEDDING),
+FAMILY = bart.build_family(
+    "pegasus",
+    "PegasusForConditionalGeneration",
+    bart.build_template("pre", SINUSOIDAL_EMBEDDING),
     fields=(
         Key("vocab_size", "vocab_size", 50265),
         *bart.common_fields("table_length"),
@@ -26,8 +25,4 @@ FAMILY = Family(
         *(WeightMapping(f"model.{side}.layer_norm", f"{side}.final_norm") for side in bart.STACKS),
         *bart.stack_weights(pre_norm=True),
     ),
-    base_model_prefix="model.",
-    attribute_map=bart.ATTRIBUTE_MAP,
-    ignored_weights=bart.IGNORED_WEIGHTS,
-    ignored_config_keys=bart.IGNORED_CONFIG_KEYS,
 )

@@ -4,45 +4,34 @@ https://arxiv.org/abs/2404.14219
 """
 
 from cutaway.errors import ConfigError
-from cutaway.families.config_fields import HFConfigReader, Key, activation, clear_out_of_vocab_pad_token
+from cutaway.families.config_fields import HFConfigReader, Key, clear_out_of_vocab_pad_token
 from cutaway.families.config_tree import ConfigTree
-from cutaway.families.family import Family
 from cutaway.families.rope_fields import RopeField
-from cutaway.families.tables.llama import (
-    EMBEDDING_AND_HEAD_WEIGHTS,
-    IGNORED_WEIGHTS,
-    NORM_WEIGHTS,
-    TEMPLATE,
-    per_layer,
-    size_fields,
-)
-from cutaway.families.tables.mistral import head_fields
-from cutaway.families.weight_conversion import Split, WeightMapping
+from cutaway.families.tables import llama
+from cutaway.families.weight_conversion import QKV, Split, WeightMapping
 
 
-class LongRopeField(RopeField):
+class _LongRopeField(RopeField):
     """RoPE without scaling, or LongRoPE ('su' or 'yarn' in older files)."""
 
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
         super().from_hf(hf_config, tree)
-        kind = tree.get("decoder.block.attention.position.scaling.kind")
+        kind = tree.get(f"{llama.ATTENTION}.position.scaling.kind")
         if kind not in ("none", "longrope"):
             raise ConfigError(f"the rope_type is '{kind}', and this family supports only longrope and default")
 
 
-FAMILY = Family(
-    name="phi3",
-    architecture="Phi3ForCausalLM",
-    template=TEMPLATE,
+FAMILY = llama.build_family(
+    "phi3",
+    "Phi3ForCausalLM",
+    llama.build_template(),
     fields=(
-        *size_fields(32064, 3072, 8192, 32, 4096),
-        *head_fields(3072, 32, None),
-        Key("rms_norm_eps", "decoder.norm.eps", 1e-5),
-        activation("hidden_act", "decoder.block.ffn.activation", "silu"),
-        Key("attention_dropout", "decoder.block.attention.dropout", 0.0),
+        *llama.size_fields(32064, 3072, 8192, 32, 4096),
+        *llama.computed_head_fields(3072, 32, None),
+        *llama.block_fields(1e-5),
         Key("resid_pdrop", "decoder.dropout", 0.0),
-        Key("sliding_window", "decoder.block.attention.window", None),
-        LongRopeField(
+        Key("sliding_window", f"{llama.ATTENTION}.window", None),
+        _LongRopeField(
             default_max_positions=4096,
             original_max_positions_key="original_max_position_embeddings",
             default_original_max_positions=4096,
@@ -50,17 +39,12 @@ FAMILY = Family(
         ),
         clear_out_of_vocab_pad_token(32000),
     ),
-    weight_mappings=(
-        *EMBEDDING_AND_HEAD_WEIGHTS,
-        *per_layer(
-            *NORM_WEIGHTS,
-            WeightMapping("self_attn.qkv_proj", ("attn.f.q", "attn.f.k", "attn.f.v"), Split()),
-            WeightMapping("self_attn.o_proj", "attn.f.o"),
-            WeightMapping("mlp.gate_up_proj", ("ffn.f.gate", "ffn.f.up"), Split()),
-            WeightMapping("mlp.down_proj", "ffn.f.down"),
-        ),
+    weight_mappings=llama.weights(
+        *llama.NORM_WEIGHTS,
+        WeightMapping("self_attn.qkv_proj", QKV, Split()),
+        WeightMapping("self_attn.o_proj", "attn.f.o"),
+        WeightMapping("mlp.gate_up_proj", ("ffn.f.gate", "ffn.f.up"), Split()),
+        WeightMapping("mlp.down_proj", "ffn.f.down"),
     ),
-    base_model_prefix="model.",
-    ignored_weights=IGNORED_WEIGHTS,
     ignored_config_keys={"embd_pdrop": "transformers does not apply it"},
 )

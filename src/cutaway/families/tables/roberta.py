@@ -1,22 +1,9 @@
 """RoBERTa: BERT with positions that start after the padding token id. https://arxiv.org/abs/1907.11692"""
 
-from typing import Any
-
 from cutaway.families.config_fields import Custom, HFConfigReader, SameAs
 from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
-from cutaway.families.tables.bert import (
-    DROPOUT_FIELDS,
-    LAYER_WEIGHTS,
-    TEMPLATE,
-    TIE_EMBEDDINGS_FIELD,
-    TOKEN_TYPES_FIELD,
-    WEIGHT_RENAMINGS,
-    encoder_weights,
-    ignored_weights,
-    mlm_head_weights,
-    size_fields,
-)
+from cutaway.families.tables import bert
 
 POSITION_PATH = "encoder.embedding.position"
 
@@ -28,31 +15,30 @@ def _read_positions(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     tree.set(f"{POSITION_PATH}.length", hf_config.get_number("max_position_embeddings", 512) - offset)
 
 
-def _write_positions(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+def _write_positions(tree: ConfigTree, hf_config: dict[str, object]) -> None:
     offset = tree.get(f"{POSITION_PATH}.offset")
     hf_config["pad_token_id"] = offset - 1
     hf_config["max_position_embeddings"] = tree.get(f"{POSITION_PATH}.length") + offset
 
 
-POSITION_FIELDS = (
-    Custom(("max_position_embeddings", "pad_token_id"), _read_positions, _write_positions),
-    SameAs("context", f"{POSITION_PATH}.length"),
-)
-
 FAMILY = Family(
     name="roberta",
     architecture="RobertaForMaskedLM",
     base_architecture="RobertaModel",
-    template=TEMPLATE,
+    template=bert.build_template(),
     fields=(
-        *size_fields(50265, 768, 12, 12, 3072),
-        *POSITION_FIELDS,
-        TOKEN_TYPES_FIELD,
-        *DROPOUT_FIELDS,
-        TIE_EMBEDDINGS_FIELD,
+        *bert.size_fields(50265, 768, 12, 12, 3072),
+        Custom(("max_position_embeddings", "pad_token_id"), _read_positions, _write_positions),
+        SameAs("context", f"{POSITION_PATH}.length"),
+        bert.TOKEN_TYPES_FIELD,
+        *bert.DROPOUT_FIELDS,
+        bert.TIE_EMBEDDINGS_FIELD,
     ),
-    weight_mappings=(*encoder_weights("roberta", *LAYER_WEIGHTS), *mlm_head_weights("lm_head", "dense", "layer_norm")),
+    weight_mappings=(
+        *bert.encoder_weights("roberta", *bert.LAYER_WEIGHTS),
+        *bert.mlm_head_weights("lm_head", "dense", "layer_norm"),
+    ),
     base_model_prefix="roberta.",
-    ignored_weights=ignored_weights(),
-    weight_renamings=WEIGHT_RENAMINGS,
+    ignored_weights=bert.ignored_weights(),
+    weight_renamings=bert.WEIGHT_RENAMINGS,
 )

@@ -1,29 +1,26 @@
 """T5 1.0 and 1.1 (FLAN): relative position bias, unscaled scores. https://arxiv.org/abs/1910.10683 https://arxiv.org/abs/2002.05202"""
 
-from typing import Any
-
 from cutaway.config import Config
-from cutaway.families.config_fields import HF_ACTIVATIONS, Choice, ConfigField, Custom, HFConfigReader, Key
+from cutaway.families.config_fields import HF_ACTIVATIONS, ConfigFields, Custom, HFConfigReader, Key, activation
 from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
+from cutaway.families.tables.bart import STACKS, both_stacks
 from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
 ATTENTION_TEMPLATE = {"kind": "multi-head", "scale": 1.0, "position": {"kind": "relative-bias"}}
 STACK_TEMPLATE = {"norm": {"kind": "rmsnorm"}, "placement": {"kind": "pre"}}
-TEMPLATE: dict[str, Any] = {
+TEMPLATE = {
     "form": "encoder-decoder",
     "encoder": STACK_TEMPLATE | {"block": {"attention": ATTENTION_TEMPLATE}},
     "decoder": STACK_TEMPLATE | {"block": {"attention": ATTENTION_TEMPLATE, "cross": {"kind": "cross", "scale": 1.0}}},
     "head": {"kind": "lm"},
 }
-STACKS = ("encoder", "decoder")
-SELF_ATTENTION_PATHS = tuple(f"{side}.block.attention" for side in STACKS)
-ATTENTION_PATHS = (*SELF_ATTENTION_PATHS, "decoder.block.cross")
-FFN_PATHS = tuple(f"{side}.block.ffn" for side in STACKS)
+ATTENTION_PATHS = (*both_stacks("block.attention"), "decoder.block.cross")
+FFN_PATHS = both_stacks("block.ffn")
 FFN_KEYS = ("feed_forward_proj", "dense_act_fn", "is_gated_act")
 
 
-def ffn_field(default_feed_forward_proj: str) -> Custom:
+def _ffn_field(default_feed_forward_proj: str) -> Custom:
     """`feed_forward_proj` (`gated-gelu` or `relu`); `dense_act_fn` and `is_gated_act` take precedence if present."""
 
     def from_hf(hf_config: HFConfigReader, tree: ConfigTree) -> None:
@@ -32,30 +29,25 @@ def ffn_field(default_feed_forward_proj: str) -> Custom:
         is_gated_act = hf_config.get(FFN_KEYS[2])
         gated = gate == "gated" if is_gated_act is None else is_gated_act
         act = hf_config.get(FFN_KEYS[1]) or ("gelu_new" if feed_forward_proj == "gated-gelu" else act)
-        Choice(FFN_KEYS[1], tuple(f"{path}.activation" for path in FFN_PATHS), act, HF_ACTIVATIONS).from_hf(
-            HFConfigReader({}), tree
-        )
+        paths = tuple(f"{path}.activation" for path in FFN_PATHS)
+        activation(FFN_KEYS[1], paths, act).from_hf(HFConfigReader({}), tree)
         for path in FFN_PATHS:
             tree.set(f"{path}.kind", "gated" if gated else "mlp")
             tree.set(f"{path}.bias", False)
 
-    def to_hf(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+    def to_hf(tree: ConfigTree, hf_config: dict[str, object]) -> None:
         gated, act = tree.get(f"{FFN_PATHS[0]}.kind") == "gated", tree.get(f"{FFN_PATHS[0]}.activation")
-        name = (
-            "gelu_new" if act == "gelu_tanh" else next(name for name, value in HF_ACTIVATIONS.items() if value == act)
-        )
+        names = [name for name, value in HF_ACTIVATIONS.items() if value == act]
+        name = "gelu_new" if act == "gelu_tanh" else names[0]
         short_name = "gelu" if gated and name == "gelu_new" else name
         hf_config.update(zip(FFN_KEYS, (f"gated-{short_name}" if gated else name, name, gated), strict=True))
 
     return Custom(FFN_KEYS, from_hf, to_hf)
 
 
-def common_fields(
-    vocab_size: int, d_ff: int, num_layers: int, num_heads: int, feed_forward_proj: str
-) -> tuple[ConfigField, ...]:
+def common_fields(vocab_size: int, d_ff: int, num_layers: int, num_heads: int, feed_forward_proj: str) -> ConfigFields:
     """Fields of T5 and mT5, with the family's defaults."""
-    dropout_paths = (*ATTENTION_PATHS, *FFN_PATHS, *STACKS, *(f"{side}.embedding" for side in STACKS))
-    final_dropout_paths = tuple(f"{side}.final_dropout" for side in STACKS)
+    dropout_paths = (*ATTENTION_PATHS, *FFN_PATHS, *STACKS, *both_stacks("embedding"))
     return (
         Key("vocab_size", "vocab_size", vocab_size),
         Key("d_model", "d_model", 512),
@@ -63,16 +55,12 @@ def common_fields(
         Key("num_decoder_layers", "decoder.layers", lambda hf_config: hf_config.get_number("num_layers", num_layers)),
         Key("num_heads", tuple(f"{path}.heads" for path in ATTENTION_PATHS), num_heads),
         Key("d_kv", tuple(f"{path}.d_head" for path in ATTENTION_PATHS), 64),
-        ffn_field(feed_forward_proj),
+        _ffn_field(feed_forward_proj),
         Key("d_ff", tuple(f"{path}.hidden" for path in FFN_PATHS), d_ff),
-        Key("relative_attention_num_buckets", tuple(f"{path}.position.buckets" for path in SELF_ATTENTION_PATHS), 32),
-        Key(
-            "relative_attention_max_distance",
-            tuple(f"{path}.position.max_distance" for path in SELF_ATTENTION_PATHS),
-            128,
-        ),
-        Key("layer_norm_epsilon", tuple(f"{side}.norm.eps" for side in STACKS), 1e-6),
-        Key("dropout_rate", (*(f"{path}.dropout" for path in dropout_paths), *final_dropout_paths), 0.1),
+        Key("relative_attention_num_buckets", both_stacks("block.attention.position.buckets"), 32),
+        Key("relative_attention_max_distance", both_stacks("block.attention.position.max_distance"), 128),
+        Key("layer_norm_epsilon", both_stacks("norm.eps"), 1e-6),
+        Key("dropout_rate", (*(f"{path}.dropout" for path in dropout_paths), *both_stacks("final_dropout")), 0.1),
         Key("n_positions", "context", None),
     )
 
@@ -80,15 +68,13 @@ def common_fields(
 def _read_head(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """1.0: tied head, scaled by 1/sqrt(d_model). 1.1: untied, unscaled. `scale_decoder_outputs` sets the scale."""
     tied = hf_config.get("tie_word_embeddings") is not False
-    scale_decoder_outputs = hf_config.get("scale_decoder_outputs")
+    scaled = hf_config.get("scale_decoder_outputs")
+    scaled = tied if scaled is None else scaled
     tree.set("head.tied", tied)
-    tree.set(
-        "head.scale",
-        tree.data["d_model"] ** -0.5 if (tied if scale_decoder_outputs is None else scale_decoder_outputs) else 1.0,
-    )
+    tree.set("head.scale", tree.data["d_model"] ** -0.5 if scaled else 1.0)
 
 
-def _write_head(tree: ConfigTree, hf_config: dict[str, Any]) -> None:
+def _write_head(tree: ConfigTree, hf_config: dict[str, object]) -> None:
     hf_config["tie_word_embeddings"] = tree.get("head.tied")
     hf_config["scale_decoder_outputs"] = tree.get("head.scale") != 1.0
 
@@ -99,16 +85,15 @@ def _is_gated(config: Config) -> bool:
 
 def layer_weights(stack: str, *attentions: tuple[str, str]) -> tuple[WeightMapping, ...]:
     """Weight mappings of a layer, whose sublayers are numbered; the FFN is the last."""
+    mappings = []
+    for n, (name, branch) in enumerate(attentions):
+        mappings += [WeightMapping(f"{n}.{name}.{p}", f"{branch}.f.{p}") for p in "qkvo"]
+        mappings.append(WeightMapping(f"{n}.layer_norm", f"{branch}.norm_in"))
     last = len(attentions)
     return add_prefix(
         f"{stack}.block.{{i}}.layer",
         f"{stack}.blocks.{{i}}",
-        *(
-            WeightMapping(f"{n}.{name}.{p}", f"{branch}.f.{p}")
-            for n, (name, branch) in enumerate(attentions)
-            for p in "qkvo"
-        ),
-        *(WeightMapping(f"{n}.layer_norm", f"{branch}.norm_in") for n, (_, branch) in enumerate(attentions)),
+        *mappings,
         WeightMapping(f"{last}.layer_norm", "ffn.norm_in"),
         WeightMapping(f"{last}.DenseReluDense.wi_0", "ffn.f.gate"),
         WeightMapping(f"{last}.DenseReluDense.wi_1", "ffn.f.up", condition=_is_gated),
@@ -117,14 +102,12 @@ def layer_weights(stack: str, *attentions: tuple[str, str]) -> tuple[WeightMappi
     )
 
 
+RELATIVE_BIAS_KEY = "block.0.layer.0.SelfAttention.relative_attention_bias"
 WEIGHTS = (
     WeightMapping("shared", "decoder.embed.token"),
     *(WeightMapping(f"{side}.embed_tokens", f"{side}.embed.token") for side in STACKS),
     *(WeightMapping(f"{side}.final_layer_norm", f"{side}.final_norm") for side in STACKS),
-    *(
-        WeightMapping(f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias", f"{side}.positions.0.table")
-        for side in STACKS
-    ),
+    *(WeightMapping(f"{side}.{RELATIVE_BIAS_KEY}", f"{side}.positions.0.table") for side in STACKS),
     *layer_weights("encoder", ("SelfAttention", "attn")),
     *layer_weights("decoder", ("SelfAttention", "attn"), ("EncDecAttention", "cross")),
     WeightMapping("lm_head", "head.matrix"),
@@ -144,17 +127,21 @@ WEIGHT_RENAMINGS = ((r"^transformer\.", ""),)
 """Classification checkpoints have the model under `transformer.`."""
 IGNORED_CONFIG_KEYS = {"is_decoder": "fixed by the family", "output_past": "a KV cache does not change the result"}
 
-FAMILY = Family(
-    name="t5",
-    architecture="T5ForConditionalGeneration",
-    template=TEMPLATE,
-    fields=(
-        *common_fields(32128, 2048, 6, 8, "relu"),
-        Custom(("tie_word_embeddings", "scale_decoder_outputs"), _read_head, _write_head),
-    ),
-    weight_mappings=WEIGHTS,
-    attribute_map=ATTRIBUTE_MAP,
-    ignored_weights=IGNORED_WEIGHTS,
-    ignored_config_keys=IGNORED_CONFIG_KEYS,
-    weight_renamings=WEIGHT_RENAMINGS,
-)
+
+def build_family(name: str, architecture: str, fields: ConfigFields) -> Family:
+    """T5 or mT5, which differ in their defaults and heads."""
+    return Family(
+        name,
+        architecture,
+        TEMPLATE,
+        fields,
+        WEIGHTS,
+        attribute_map=ATTRIBUTE_MAP,
+        ignored_weights=IGNORED_WEIGHTS,
+        ignored_config_keys=IGNORED_CONFIG_KEYS,
+        weight_renamings=WEIGHT_RENAMINGS,
+    )
+
+
+HEAD_FIELD = Custom(("tie_word_embeddings", "scale_decoder_outputs"), _read_head, _write_head)
+FAMILY = build_family("t5", "T5ForConditionalGeneration", (*common_fields(32128, 2048, 6, 8, "relu"), HEAD_FIELD))

@@ -6,8 +6,7 @@ Anything else is rejected. Left out are those that chat templates do not need an
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence, Sized
 
 from jinja2.exceptions import SecurityError
 
@@ -17,22 +16,22 @@ SizeEstimate = Callable[..., int]
 """Upper bound on the size of a result, from the arguments of the filter or method."""
 
 
-def _width_size(value: Any, *_: Any, **__: Any) -> int:
+def _width_size(value: object, *_: object, **__: object) -> int:
     return abs(value) if isinstance(value, int) else estimate_size(value)
 
 
-def _repeat_count(count: Any) -> int:
+def _repeat_count(count: object) -> int:
     return max(count, 1) if isinstance(count, int) else MAX_VALUE_SIZE + 1
 
 
-def percent_format_size(pattern: str, values: Any) -> int:
+def percent_format_size(pattern: str, values: object) -> int:
     """Result size of '%5d' % values."""
     if re.search(r"%[^a-zA-Z%]*\*", pattern):
         raise SecurityError("it uses a computed width in a format string")
     return len(pattern) + pattern.count("%") * estimate_size(values) + _max_padding(pattern)
 
 
-def str_format_size(pattern: str, values: Sequence[Any], named: Mapping[str, Any]) -> int:
+def str_format_size(pattern: str, values: Sequence[object], named: Mapping[str, object]) -> int:
     """Result size of '{:5}'.format(values)."""
     if re.search(r":[^{}]*\{", pattern):
         raise SecurityError("it uses a computed width in a format string")
@@ -44,49 +43,48 @@ def _max_padding(pattern: str) -> int:
     return sum(int(digits[:10]) for digits in re.findall(r"\d+", pattern))
 
 
-def _replace_size(text: Any, old: Any, new: Any, count: Any = None, **_: Any) -> int:
+def _replace_size(text: object, old: object, new: object, count: object = None, **_: object) -> int:
     if not isinstance(text, str) or not isinstance(old, str):
         return estimate_size([text, old, new])
     return len(text) + text.count(old) * estimate_size(new)
 
 
-def _join_size(values: Any, separator: Any = "", attribute: Any = None) -> int:
-    num_values = len(values) if hasattr(values, "__len__") else 1
+def _join_size(values: object, separator: object = "", attribute: object = None) -> int:
+    num_values = len(values) if isinstance(values, Sized) else 1
     return estimate_size(values) + num_values * estimate_size(separator)
 
 
-def _indent_size(text: Any, width: Any = 4, first: Any = False, blank: Any = False) -> int:
+def _indent_size(text: object, width: object = 4, first: object = False, blank: object = False) -> int:
     return estimate_size(text) + (str(text).count("\n") + 2) * _width_size(width)
 
 
-def _batch_filter_size(values: Any, size: Any, fill: Any = None) -> int:
+def _batch_filter_size(values: object, size: object, fill: object = None) -> int:
     return estimate_size(values) + _repeat_count(size) * (ITEM_SIZE + estimate_size(fill))
 
 
-def _sum_size(values: Any, attribute: Any = None, start: Any = 0) -> int:
+def _sum_size(values: object, attribute: object = None, start: object = 0) -> int:
     """A sum of lists copies the partial sum at each step."""
     return estimate_size(values) * (1 if isinstance(start, int | float) else estimate_size(values))
 
 
-def _round_size(value: Any, precision: Any = 0, method: Any = "common") -> int:
+def _round_size(value: object, precision: object = 0, method: object = "common") -> int:
     return estimate_size(value) if isinstance(precision, int) and abs(precision) < 30 else MAX_VALUE_SIZE + 1
 
 
-def _word_list_size(value: Any) -> int:
+def _word_list_size(value: object) -> int:
     """The filter builds a list of all words."""
     return 16 * estimate_size(value)
 
 
-def _escape_size(value: Any) -> int:
+def _escape_size(value: object) -> int:
     return 12 * estimate_size(value)
 
 
-def _tojson_size(
-    value: Any, ensure_ascii: Any = False, indent: Any = None, separators: Any = None, sort_keys: Any = False
-) -> int:
+def _tojson_size(value: object, *_: object, indent: object = None, separators: object = None, **__: object) -> int:
     """Each item starts a new line, indented by its depth."""
     step = 0 if indent is None else _width_size(indent)
-    total, pending = estimate_size(separators), [(value, 1)]
+    total = estimate_size(separators)
+    pending: list[tuple[object, int]] = [(value, 1)]
     while pending and total <= MAX_VALUE_SIZE:
         node, depth = pending.pop()
         if isinstance(node, dict | list | tuple):
@@ -98,7 +96,11 @@ def _tojson_size(
 
 
 def to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     """Plain JSON; the tojson filter of Jinja escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -150,7 +152,7 @@ _ALLOWED_METHODS: dict[type, Mapping[str, SizeEstimate | None]] = {
 }
 
 
-def method_result_size(owner: Any, name: str, args: Sequence[Any], named: Mapping[str, Any]) -> int:
+def method_result_size(owner: object, name: str, args: Sequence[object], named: Mapping[str, object]) -> int:
     """Size estimate of a method call; raise SecurityError if the method is not allowed."""
     for kind, methods in _ALLOWED_METHODS.items():
         if isinstance(owner, kind) and name in methods:

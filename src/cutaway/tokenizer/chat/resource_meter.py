@@ -8,13 +8,14 @@ import time
 from collections.abc import MappingView
 from contextvars import ContextVar
 from itertools import islice
-from typing import Any
+from typing import TypeVar
 
 from jinja2.exceptions import SecurityError
 
+T = TypeVar("T")
 MAX_VALUE_SIZE = 4_000_000
 """Maximum size of one value, and of the output."""
-MAX_TOTAL_SIZE = 64_000_000
+_MAX_TOTAL_SIZE = 64_000_000
 """Maximum total size of all values created in one rendering, which could all be in memory at once."""
 MAX_SECONDS = 2.0
 ITEM_SIZE = 16
@@ -41,7 +42,7 @@ class ResourceMeter:
         if size > MAX_VALUE_SIZE:
             raise SecurityError(f"it creates a value of more than {MAX_VALUE_SIZE:,} characters")
 
-    def charge_value(self, value: Any) -> Any:
+    def charge_value(self, value: T) -> T:
         """Check the size of a new value and add the memory it allocates to the total."""
         self.check_size(estimate_size(value))
         if isinstance(value, str):
@@ -58,16 +59,17 @@ class ResourceMeter:
 
     def _charge(self, size: int) -> None:
         self._total_size += size
-        if self._total_size > MAX_TOTAL_SIZE:
-            raise SecurityError(f"it creates values and output of more than {MAX_TOTAL_SIZE:,} characters in total")
+        if self._total_size > _MAX_TOTAL_SIZE:
+            raise SecurityError(f"it creates values and output of more than {_MAX_TOTAL_SIZE:,} characters in total")
 
 
 CURRENT_METER: ContextVar[ResourceMeter] = ContextVar("cutaway_chat_meter")
 
 
-def estimate_size(value: Any) -> int:
+def estimate_size(value: object) -> int:
     """Approximate number of characters of a value when printed; a list contained twice counts twice."""
-    total, pending = 0, [value]
+    total = 0
+    pending: list[object] = [value]
     while pending and total <= MAX_VALUE_SIZE:
         item = pending.pop()
         if isinstance(item, str):

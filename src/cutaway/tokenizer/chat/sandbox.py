@@ -5,12 +5,11 @@ is transformed: loops and macros check the deadline, and every expression that c
 `resource_meter`).
 """
 
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from itertools import islice
 from types import BuiltinMethodType, MethodType
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
@@ -23,6 +22,7 @@ from jinja2.visitor import NodeTransformer
 
 from cutaway.tokenizer.chat.allowlist import (
     ALLOWED_FILTERS,
+    SizeEstimate,
     method_result_size,
     percent_format_size,
     str_format_size,
@@ -30,11 +30,12 @@ from cutaway.tokenizer.chat.allowlist import (
 )
 from cutaway.tokenizer.chat.resource_meter import CURRENT_METER, MAX_INT_BITS, ResourceMeter, estimate_size
 
-MAX_TEMPLATE_NODES = 10_000
+T = TypeVar("T")
+_MAX_TEMPLATE_NODES = 10_000
 """Maximum number of AST nodes. Compiling this many takes about half a second."""
 
 
-class GenerationTag(Extension):
+class _GenerationTag(Extension):
     """`{% generation %}` marks assistant text for training; the text is rendered unchanged."""
 
     tags = {"generation"}
@@ -44,13 +45,13 @@ class GenerationTag(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
-class MeteringTransformer(NodeTransformer):
+class _MeteringTransformer(NodeTransformer):
     """Insert calls of the resource meter into the AST of a template."""
 
     def _environment_call(self, name: str, arguments: list[nodes.Expr], node: nodes.Node) -> nodes.Call:
         return nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None, lineno=node.lineno)
 
-    def _insert_time_check(self, node: Any) -> None:
+    def _insert_time_check(self, node: nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block) -> None:
         node.body.insert(0, nodes.ExprStmt(self._environment_call("check_time", [], node)).set_lineno(node.lineno))
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
@@ -101,7 +102,7 @@ class ChatTemplateSandbox(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         # optimized=False: the optimizer would evaluate constant expressions at compile time, without a meter.
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[GenerationTag, LoopControlExtension]
+            trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_GenerationTag, LoopControlExtension]
         )
         self.filters["tojson"] = to_json
         self.filters = {name: _meter_filter(estimate, self.filters[name]) for name, estimate in ALLOWED_FILTERS.items()}
@@ -117,24 +118,24 @@ class ChatTemplateSandbox(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
-        if sum(1 for _ in islice(template.find_all(nodes.Node), MAX_TEMPLATE_NODES)) == MAX_TEMPLATE_NODES:
-            raise SecurityError(f"it has more than {MAX_TEMPLATE_NODES:,} nodes")
-        metered: nodes.Template = MeteringTransformer().visit(template)
+        if sum(1 for _ in islice(template.find_all(nodes.Node), _MAX_TEMPLATE_NODES)) == _MAX_TEMPLATE_NODES:
+            raise SecurityError(f"it has more than {_MAX_TEMPLATE_NODES:,} nodes")
+        metered: nodes.Template = _MeteringTransformer().visit(template)
         return metered
 
-    # Called by code that MeteringTransformer inserts
+    # Called by code that _MeteringTransformer inserts
 
     def check_time(self) -> bool:
         CURRENT_METER.get().check_time()
         return True
 
-    def charge_value(self, value: Any) -> Any:
+    def charge_value(self, value: T) -> T:
         return CURRENT_METER.get().charge_value(value)
 
-    def charge_output(self, value: Any) -> str:
+    def charge_output(self, value: object) -> str:
         return CURRENT_METER.get().charge_output(value if type(value) is str else str(value))
 
-    def concatenate(self, *values: Any) -> str:
+    def concatenate(self, *values: object) -> str:
         return CURRENT_METER.get().charge_value("".join([self.charge_output(value) for value in values]))
 
     # Called by Jinja
@@ -142,11 +143,8 @@ class ChatTemplateSandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         meter, sizes = CURRENT_METER.get(), (estimate_size(left), estimate_size(right))
         if operator == "**":
-            if (
-                not isinstance(left, int | float)
-                or not isinstance(right, int | float)
-                or abs(right) * sizes[0] > MAX_INT_BITS
-            ):
+            are_numbers = isinstance(left, int | float) and isinstance(right, int | float)
+            if not are_numbers or abs(right) * sizes[0] > MAX_INT_BITS:
                 raise SecurityError("it computes a power that is too large")
         elif operator == "%" and isinstance(left, str):
             meter.check_size(percent_format_size(left, right))
@@ -155,7 +153,7 @@ class ChatTemplateSandbox(ImmutableSandboxedEnvironment):
             meter.check_size(size * max(times, 1))
         else:
             meter.check_size(sum(sizes))
-        return meter.charge_value(_BINARY_OPERATORS[operator](left, right))
+        return meter.charge_value(self.binop_table[operator](left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         owner = getattr(__obj, "__self__", None)
@@ -170,7 +168,7 @@ class ChatTemplateSandbox(ImmutableSandboxedEnvironment):
             return meter.charge_value(result) if isinstance(owner, str) else result
         return super().call(__context, __obj, *args, **kwargs)
 
-    def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
+    def unsafe_undefined(self, obj: object, attribute: str) -> NoReturn:
         raise SecurityError(f"it accesses {attribute!r} of a {type(obj).__name__}, which is not allowed")
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -178,29 +176,18 @@ class ChatTemplateSandbox(ImmutableSandboxedEnvironment):
         if inner is None:
             return None
 
-        def metered(*args: Any, **kwargs: Any) -> str:
+        def metered(*args: object, **kwargs: object) -> str:
             CURRENT_METER.get().check_size(str_format_size(value.__self__, args, kwargs))
             return CURRENT_METER.get().charge_value(inner(*args, **kwargs))
 
         return metered
 
 
-_BINARY_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
-    "//": operator.floordiv,
-    "%": operator.mod,
-    "**": operator.pow,
-}
-
-
-def _meter_filter(estimate: Callable[..., int] | None, filter_function: Callable[..., Any]) -> Callable[..., Any]:
+def _meter_filter(estimate: SizeEstimate | None, filter_function: Callable[..., object]) -> Callable[..., object]:
     """Wrap a filter: check its size estimate before the call, and turn a lazy result into a list."""
     pass_arg = getattr(filter_function, "jinja_pass_arg", None)
 
-    def metered(*args: Any, **kwargs: Any) -> Any:
+    def metered(*args: object, **kwargs: object) -> object:
         meter = CURRENT_METER.get()
         meter.check_time()
         if estimate is not None:
@@ -215,7 +202,7 @@ def _meter_filter(estimate: Callable[..., int] | None, filter_function: Callable
     return metered
 
 
-def _check_time_per_item(items: Iterator[Any], meter: ResourceMeter) -> Iterator[Any]:
+def _check_time_per_item(items: Iterator[object], meter: ResourceMeter) -> Iterator[object]:
     for item in items:
         meter.check_time()
         yield item
@@ -228,22 +215,20 @@ def _bounded_range(*args: int) -> range:
     return numbers
 
 
-def _metered_dict(*pairs: Any, **named: Any) -> dict[Any, Any]:
-    result: dict[Any, Any] = CURRENT_METER.get().charge_value(dict(*pairs, **named))
-    return result
+def _metered_dict(*pairs: Iterable[tuple[str, object]], **named: object) -> dict[str, object]:
+    return CURRENT_METER.get().charge_value(dict(*pairs, **named))
 
 
 class _TemplateNamespace(Namespace):
     """Variables that persist after a loop. Names with a leading underscore could reach Python internals."""
 
-    def __init__(*args: Any, **named: Any) -> None:
-        self, *rest = args
-        values: dict[str, Any] = dict(*rest, **named)
+    def __init__(self, /, *pairs: Iterable[tuple[str, object]], **named: object) -> None:
+        values: dict[str, object] = dict(*pairs, **named)
         for name in values:
             _check_namespace_key(name)
-        Namespace.__init__(self, values)
+        super().__init__(values)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         _check_namespace_key(name)
         super().__setitem__(name, value)
 

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jinja2 import Template
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
@@ -11,13 +10,15 @@ from cutaway.errors import InputError
 from cutaway.tokenizer.chat.resource_meter import CURRENT_METER, MAX_VALUE_SIZE, ResourceMeter
 from cutaway.tokenizer.chat.sandbox import ChatTemplateSandbox, TemplateRaisedError
 
-MAX_TEMPLATE_CHARS = 100_000
+Message = Mapping[str, object]
+"""A chat message: role, content and what else the template reads."""
+_MAX_TEMPLATE_CHARS = 100_000
 """Maximum template length. The longest published templates have about thirty thousand characters."""
 
 
-def render_chat_template(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+def render_chat_template(template: str, messages: Sequence[Message], variables: Mapping[str, object]) -> str:
     """Render a template with messages and variables, within the limits of `resource_meter`."""
-    chat = validate_messages(messages)
+    chat = _validate_messages(messages)
     values = {name: _to_json_types(value, name) for name, value in variables.items()}
     values.setdefault("documents", None)
     token = CURRENT_METER.set(ResourceMeter())
@@ -36,30 +37,26 @@ def render_chat_template(template: str, messages: Sequence[Mapping[str, Any]], v
     except SecurityError as error:
         raise InputError(f"the chat template was stopped: {error}; pass another template") from error
     except RecursionError as error:
-        raise InputError(
-            "the chat template was stopped: it is recursive or nested too deeply; pass another template"
-        ) from error
+        reason = "it is recursive or nested too deeply"
+        raise InputError(f"the chat template was stopped: {reason}; pass another template") from error
     except Exception as error:  # template code can raise any exception
-        raise InputError(
-            f"the chat template failed ({type(error).__name__}: {error}); check the messages and the template"
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise InputError(f"the chat template failed ({reason}); check the messages and the template") from error
     finally:
         CURRENT_METER.reset(token)
 
 
 @functools.lru_cache(maxsize=32)
 def _compile_template(template: str) -> Template:
-    if len(template) > MAX_TEMPLATE_CHARS:
-        raise InputError(
-            f"the chat template has {len(template):,} characters, more than {MAX_TEMPLATE_CHARS:,}; pass another"
-        )
+    if len(template) > _MAX_TEMPLATE_CHARS:
+        raise InputError(f"the chat template has more than {_MAX_TEMPLATE_CHARS:,} characters; pass another")
     try:
         return ChatTemplateSandbox().from_string(template)
     except TemplateSyntaxError as error:
         raise InputError(f"the chat template has an error in line {error.lineno}: {error.message}; fix it") from error
 
 
-def validate_messages(messages: object) -> list[dict[str, Any]]:
+def _validate_messages(messages: object) -> list[object]:
     """Validate messages and copy them as JSON types: a role, and content that is text, a list of parts, or None."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InputError(
@@ -78,7 +75,7 @@ def validate_messages(messages: object) -> list[dict[str, Any]]:
     return chat
 
 
-def _to_json_types(value: Any, path: str, depth: int = 0) -> Any:
+def _to_json_types(value: object, path: str, depth: int = 0) -> object:
     """Copy a value of JSON types; raise for other types, since a template could call their methods."""
     if value is None or isinstance(value, bool | int | float):
         return value
@@ -90,6 +87,4 @@ def _to_json_types(value: Any, path: str, depth: int = 0) -> Any:
         return {str(key): _to_json_types(item, path, depth + 1) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [_to_json_types(item, path, depth + 1) for item in value]
-    raise InputError(
-        f"{path} contains a {type(value).__name__}; chat templates take strings, numbers, lists and objects"
-    )
+    raise InputError(f"{path} contains a {type(value).__name__}; templates take strings, numbers, lists and objects")

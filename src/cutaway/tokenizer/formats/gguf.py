@@ -7,105 +7,79 @@ specify a rule, the rule of llama.cpp is used.
 import base64
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, normalizers
 from tokenizers.models import BPE
 
 from cutaway.errors import InputError
+from cutaway.tokenizer import split_patterns as splits
 from cutaway.tokenizer.decode_stream import is_byte_token
-from cutaway.tokenizer.file_io import MAX_VOCAB_SIZE, wrap_tokenizers_errors
-from cutaway.tokenizer.formats.sentencepiece import (
-    BPE_MODEL,
-    BYTE,
-    CONTROL,
-    NORMAL,
-    UNIGRAM_MODEL,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
-    SentencePieceModel,
-    build_sentencepiece_pipeline,
-    build_vocabulary,
-    validate_charsmap,
-    validate_sentencepiece_model,
-)
+from cutaway.tokenizer.file_io import MAX_VOCAB_SIZE, JsonObject, wrap_tokenizers_errors
+from cutaway.tokenizer.formats import sentencepiece as spm
 from cutaway.tokenizer.pipelines import PIPELINES, bos_eos_processor, build_metaspace_decoder
-from cutaway.tokenizer.split_patterns import (
-    ADD_BOS_BY_DEFAULT,
-    IGNORE_MERGES,
-    PRE_TOKENIZER_NAMES,
-    SPLIT_PATTERNS,
-    build_byte_level_pre_tokenizer,
-    get_split_patterns,
-)
 from cutaway.tokenizer.tokenizer import Tokenizer
 from cutaway.tokenizer.tokenizer_config import ChatTemplate, TokenizerConfig
 from cutaway.tokenizer.vocabulary import Vocabulary
 
-GGML_KEY_PREFIX = "tokenizer.ggml."
-CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
+T = TypeVar("T")
+Step = dict[str, Any]
+"""A step of a pipeline, as the tokenizers library writes it in tokenizer.json."""
+_GGML_KEY_PREFIX = "tokenizer.ggml."
+_CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
 # "seperator" is the spelling in GGUF.
-TOKEN_ID_KEYS = {
-    "bos_token": "bos_token_id",
-    "eos_token": "eos_token_id",
-    "unk_token": "unknown_token_id",
-    "sep_token": "seperator_token_id",
-    "pad_token": "padding_token_id",
-    "cls_token": "cls_token_id",
-    "mask_token": "mask_token_id",
+_GGUF_NAMES = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
+_TOKEN_ID_KEYS = {
+    f"{name}_token": f"{_GGUF_NAMES.get(name, name)}_token_id"
+    for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 }
 
 
-class GGUFTokenizerMetadata:
+class _GGUFTokenizerMetadata:
     """Access to the metadata with validation of types and lengths."""
 
-    def __init__(self, metadata: Mapping[str, Any]) -> None:
+    def __init__(self, metadata: Mapping[str, object]) -> None:
         self._metadata = metadata
         self.tokens: list[str] = self.get_list("tokens", str) or []
         if not self.tokens or len(self.tokens) > MAX_VOCAB_SIZE:
-            raise InputError(f"the GGUF metadata has no list {GGML_KEY_PREFIX}tokens; use a file with a tokenizer")
-        self.token_types = self.get_list("token_type", int) or [NORMAL] * len(self.tokens)
+            raise InputError(f"the GGUF metadata has no list {_GGML_KEY_PREFIX}tokens; use a file with a tokenizer")
+        self.token_types = self.get_list("token_type", int) or [spm.NORMAL] * len(self.tokens)
         if len(self.token_types) != len(self.tokens):
-            raise InputError(
-                f"the GGUF metadata has {len(self.token_types)} token types for {len(self.tokens)} tokens; fix the file"
-            )
+            counts = f"{len(self.token_types)} token types for {len(self.tokens)} tokens"
+            raise InputError(f"the GGUF metadata has {counts}; fix the file")
 
-    def get(self, name: str, value_type: type, default: Any = None) -> Any:
-        value = self._metadata.get(GGML_KEY_PREFIX + name, default)
-        value = value.item() if hasattr(value, "item") else value  # numpy scalar
-        if value is not default and (
-            not isinstance(value, value_type) or (value_type is int and isinstance(value, bool))
-        ):
-            raise InputError(
-                f"the GGUF metadata has {GGML_KEY_PREFIX}{name} = {value!r:.40}, not of type {value_type.__name__};"
-                " fix the file"
-            )
-        return value
+    def get(self, name: str, value_type: type[T]) -> T | None:
+        value = self._metadata.get(_GGML_KEY_PREFIX + name)
+        value = value.item() if isinstance(value, np.generic) else value
+        if value is None or (isinstance(value, value_type) and (value_type is not int or not isinstance(value, bool))):
+            return value
+        key = f"{_GGML_KEY_PREFIX}{name}"
+        raise InputError(f"the GGUF metadata has {key} = {value!r:.40}, not a {value_type.__name__}; fix the file")
 
-    def get_list(self, name: str, item_type: type) -> Any:
-        value = self._metadata.get(GGML_KEY_PREFIX + name)
-        if value is None:
-            return None
-        value = value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, tuple) else value
+    def get_or(self, name: str, default: T) -> T:
+        value = self.get(name, type(default))
+        return default if value is None else value
+
+    def get_list(self, name: str, item_type: type[T]) -> list[T] | None:
+        value = self._metadata.get(_GGML_KEY_PREFIX + name)
+        if isinstance(value, np.ndarray | tuple):
+            value = list(value) if isinstance(value, tuple) else value.tolist()
         item_types = (int, float) if item_type is float else item_type
-        if not isinstance(value, list) or any(not isinstance(item, item_types) for item in value):
-            raise InputError(
-                f"the GGUF metadata has a {GGML_KEY_PREFIX}{name} that is not a list of {item_type.__name__}; fix it"
-            )
-        return value
+        if value is None or (isinstance(value, list) and all(isinstance(item, item_types) for item in value)):
+            return value
+        key = f"{_GGML_KEY_PREFIX}{name}"
+        raise InputError(f"the GGUF metadata has a {key} that is not a list of {item_type.__name__}; fix the file")
 
     @property
     def special_tokens_map(self) -> dict[str, str]:
         tokens = {}
-        for name, key in TOKEN_ID_KEYS.items():
+        for name, key in _TOKEN_ID_KEYS.items():
             token_id = self.get(key, int)
             if token_id is not None:
                 if not 0 <= token_id < len(self.tokens):
-                    raise InputError(
-                        f"the GGUF metadata has {GGML_KEY_PREFIX}{key} = {token_id}, which is not a token id; fix it"
-                    )
+                    raise InputError(f"the GGUF metadata has {key} = {token_id}, which is not a token id; fix it")
                 tokens[name] = self.tokens[token_id]
         return tokens
 
@@ -118,72 +92,76 @@ class GGUFTokenizerMetadata:
         """(piece, score, type) of SentencePiece models."""
         scores = self.get_list("scores", float)
         if scores is None or len(scores) != len(self.tokens):
-            raise InputError(f"the GGUF metadata has no {GGML_KEY_PREFIX}scores with one score per token; fix the file")
+            raise InputError(
+                f"the GGUF metadata has no {_GGML_KEY_PREFIX}scores with one score per token; fix the file"
+            )
         return list(zip(self.tokens, scores, self.token_types, strict=True))
 
 
-def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
+def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     """Build a tokenizer from the metadata of a GGUF file, a dict by full keys."""
-    reader = GGUFTokenizerMetadata(metadata)
+    reader = _GGUFTokenizerMetadata(metadata)
     model = reader.get("model", str)
-    if model not in _PIPELINE_BUILDERS:
+    if model is None or model not in _PIPELINE_BUILDERS:
         known = ", ".join(_PIPELINE_BUILDERS)
         raise InputError(f"the GGUF metadata has a tokenizer of type {model!r}; cutaway supports {known}")
     build, add_bos, add_eos = _PIPELINE_BUILDERS[model]
     backend = wrap_tokenizers_errors("the GGUF metadata", lambda: build(reader))
     special_tokens, ids = reader.special_tokens_map, reader.token_ids
     special_contents = set(special_tokens.values())
-    added = [
-        AddedToken(token, normalized=False, special=token_type in (CONTROL, UNKNOWN) or token in special_contents)
-        for token, token_type in zip(reader.tokens, reader.token_types, strict=True)
-        if token_type in (CONTROL, USER_DEFINED, UNKNOWN) or token in special_contents
-    ]
+    added = []
+    for token, token_type in zip(reader.tokens, reader.token_types, strict=True):
+        special = token_type in (spm.CONTROL, spm.UNKNOWN) or token in special_contents
+        if special or token_type == spm.USER_DEFINED:
+            added.append(AddedToken(token, normalized=False, special=special))
     wrap_tokenizers_errors("the GGUF metadata", lambda: backend.add_tokens(added))
-    add_bos = reader.get(
-        "add_bos_token", bool, add_bos or PRE_TOKENIZER_NAMES.get(reader.get("pre", str, "")) in ADD_BOS_BY_DEFAULT
-    )
-    add_eos = reader.get("add_eos_token", bool, add_eos)
+    add_bos = add_bos or splits.PRE_TOKENIZER_NAMES.get(reader.get_or("pre", "")) in splits.ADD_BOS_BY_DEFAULT
+    add_bos_eos = reader.get_or("add_bos_token", add_bos), reader.get_or("add_eos_token", add_eos)
     first, last = special_tokens.get("bos_token"), special_tokens.get("eos_token")
     if model == "bert":
         first, last = special_tokens.get("cls_token", first), special_tokens.get("sep_token", last)
-    bos_eos = [(token, ids[token]) if token is not None else None for token in (first, last)]
-    backend.post_processor = bos_eos_processor(bos_eos[0], bos_eos[1], (add_bos, add_eos))
+    bos, eos = ((token, ids[token]) if token is not None else None for token in (first, last))
+    backend.post_processor = bos_eos_processor(bos, eos, add_bos_eos)
     return Tokenizer(backend, special_tokens_map=special_tokens, chat_template=_read_chat_templates(metadata))
 
 
-def _read_chat_templates(metadata: Mapping[str, Any]) -> ChatTemplate:
+def _read_chat_templates(metadata: Mapping[str, object]) -> ChatTemplate:
     """The chat template, or a dict of templates by name if there are several."""
-    names = metadata.get(f"{CHAT_TEMPLATE_KEY}s") or []
+    names = metadata.get(f"{_CHAT_TEMPLATE_KEY}s") or []
     if not isinstance(names, list):
-        raise InputError(f"the GGUF metadata has {CHAT_TEMPLATE_KEY}s that are not a list of names; fix the file")
-    keys = {"default": CHAT_TEMPLATE_KEY} | {str(name): f"{CHAT_TEMPLATE_KEY}.{name}" for name in names}
-    templates = {name: metadata[key] for name, key in keys.items() if metadata.get(key) is not None}
-    if not all(isinstance(template, str) for template in templates.values()):
-        raise InputError(f"the GGUF metadata has a {CHAT_TEMPLATE_KEY} that is not a string; fix the file")
+        raise InputError(f"the GGUF metadata has {_CHAT_TEMPLATE_KEY}s that are not a list of names; fix the file")
+    keys = {"default": _CHAT_TEMPLATE_KEY} | {str(name): f"{_CHAT_TEMPLATE_KEY}.{name}" for name in names}
+    templates = {}
+    for name, key in keys.items():
+        template = metadata.get(key)
+        if isinstance(template, str):
+            templates[name] = template
+        elif template is not None:
+            raise InputError(f"the GGUF metadata has a {_CHAT_TEMPLATE_KEY} that is not a string; fix the file")
     return templates if templates.keys() - {"default"} else templates.get("default")
 
 
-def _build_gpt2(metadata: GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
+def _build_gpt2(metadata: _GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
     merges = []
     for merge in metadata.get_list("merges", str) or []:
         pair = merge.split(" ")
         if len(pair) != 2:
             raise InputError(f"the GGUF metadata has a merge {merge!r:.40} that is not two tokens; fix the file")
         merges.append((pair[0], pair[1]))
-    pre = metadata.get("pre", str, "default")
-    ignore_merges = PRE_TOKENIZER_NAMES.get(pre) in IGNORE_MERGES
+    pre = metadata.get_or("pre", "default")
+    ignore_merges = splits.PRE_TOKENIZER_NAMES.get(pre) in splits.IGNORE_MERGES
     backend = tokenizers.Tokenizer(BPE(vocab=metadata.token_ids, merges=merges, ignore_merges=ignore_merges))
-    backend.pre_tokenizer = build_byte_level_pre_tokenizer(
-        get_split_patterns(pre), add_prefix_space=metadata.get("add_space_prefix", bool, False)
-    )
+    prefix = metadata.get_or("add_space_prefix", False)
+    patterns = splits.get_split_patterns(pre)
+    backend.pre_tokenizer = splits.build_byte_level_pre_tokenizer(patterns, add_prefix_space=prefix)
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def _build_llama(metadata: GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
-    prefix = metadata.get("add_space_prefix", bool, True)
-    model = _sentencepiece_model(metadata, BPE_MODEL, add_dummy_prefix=False)
-    backend = build_sentencepiece_pipeline(model, build_vocabulary(model, None))
+def _build_llama(metadata: _GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
+    prefix = metadata.get_or("add_space_prefix", True)
+    model = _sentencepiece_model(metadata, spm.BPE_MODEL, add_dummy_prefix=False)
+    backend = spm.build_sentencepiece_pipeline(model, spm.build_vocabulary(model, None))
     if prefix:
         # A space is added before the text and before text that follows a special token.
         steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -192,45 +170,42 @@ def _build_llama(metadata: GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
     return backend
 
 
-def _build_t5(metadata: GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
-    model = _sentencepiece_model(metadata, UNIGRAM_MODEL, add_dummy_prefix=metadata.get("add_space_prefix", bool, True))
+def _build_t5(metadata: _GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
+    prefix = metadata.get_or("add_space_prefix", True)
+    model = _sentencepiece_model(metadata, spm.UNIGRAM_MODEL, add_dummy_prefix=prefix)
     charsmap = metadata.get_list("precompiled_charsmap", int)
     if charsmap:
         # Some GGUF writers store signed bytes, others unsigned.
         model.precompiled_charsmap = bytes(byte & 0xFF for byte in charsmap)
-        validate_charsmap(model.precompiled_charsmap)
-    model.remove_extra_whitespaces = metadata.get("remove_extra_whitespaces", bool, False)
-    return build_sentencepiece_pipeline(model, build_vocabulary(model, None))
+        spm.validate_charsmap(model.precompiled_charsmap)
+    model.remove_extra_whitespaces = metadata.get_or("remove_extra_whitespaces", False)
+    return spm.build_sentencepiece_pipeline(model, spm.build_vocabulary(model, None))
 
 
 def _sentencepiece_model(
-    metadata: GGUFTokenizerMetadata, model_type: int, *, add_dummy_prefix: bool
-) -> SentencePieceModel:
-    unk = metadata.get("unknown_token_id", int, 0)
-    pieces = metadata.pieces()
-    has_bytes = any(type_ == BYTE for _, _, type_ in pieces)
-    model = SentencePieceModel(pieces, model_type, byte_fallback=has_bytes, unk_id=unk)
+    metadata: _GGUFTokenizerMetadata, model_type: int, *, add_dummy_prefix: bool
+) -> spm.SentencePieceModel:
+    model = spm.SentencePieceModel(metadata.pieces(), model_type, unk_id=metadata.get_or("unknown_token_id", 0))
+    model.byte_fallback = any(type_ == spm.BYTE for _, _, type_ in model.pieces)
     model.add_dummy_prefix, model.remove_extra_whitespaces = add_dummy_prefix, False
-    validate_sentencepiece_model(model)
+    spm.validate_sentencepiece_model(model)
     return model
 
 
-def _build_bert(metadata: GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
+def _build_bert(metadata: _GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
     """llama.cpp marks word starts with ▁; BERT marks continuations with ##."""
     ids: dict[str, int] = {}
     for token_id, (token, token_type) in enumerate(zip(metadata.tokens, metadata.token_types, strict=True)):
-        wordpiece = (
-            token if token_type in (CONTROL, UNKNOWN) else token.removeprefix("▁") if "▁" in token[:1] else f"##{token}"
-        )
-        ids.setdefault(wordpiece, token_id)
-    tokenizer_config = TokenizerConfig(
-        "the GGUF metadata", {"do_lower_case": metadata.get("normalizer.lowercase", bool, True)}
-    )
-    tokenizer_config.special_tokens = {"unk_token": metadata.special_tokens_map.get("unk_token", "[UNK]")}
-    return PIPELINES["BertTokenizer"].build(Vocabulary("WordPiece", ids=ids), tokenizer_config)
+        if token_type not in (spm.CONTROL, spm.UNKNOWN):
+            token = token[1:] if token.startswith("▁") else f"##{token}"
+        ids.setdefault(token, token_id)
+    options: JsonObject = {"do_lower_case": metadata.get_or("normalizer.lowercase", True)}
+    unk = metadata.special_tokens_map.get("unk_token", "[UNK]")
+    cfg = TokenizerConfig("the GGUF metadata", options, {"unk_token": unk})
+    return PIPELINES["BertTokenizer"].build(Vocabulary("WordPiece", ids=ids), cfg)
 
 
-_PIPELINE_BUILDERS: dict[str, tuple[Callable[[GGUFTokenizerMetadata], tokenizers.Tokenizer], bool, bool]] = {
+_PIPELINE_BUILDERS: dict[str, tuple[Callable[[_GGUFTokenizerMetadata], tokenizers.Tokenizer], bool, bool]] = {
     "gpt2": (_build_gpt2, False, False),
     "llama": (_build_llama, True, False),
     "t5": (_build_t5, False, True),
@@ -239,65 +214,57 @@ _PIPELINE_BUILDERS: dict[str, tuple[Callable[[GGUFTokenizerMetadata], tokenizers
 """Tokenizer type → (builder, default of add_bos_token, default of add_eos_token)."""
 
 
-def tokenizer_to_gguf(tokenizer: Tokenizer) -> dict[str, Any]:
+def tokenizer_to_gguf(tokenizer: Tokenizer) -> dict[str, object]:
     """GGUF metadata of a tokenizer, by full keys, for byte-level BPE and SentencePiece BPE and Unigram."""
     pipeline = json.loads(tokenizer.backend.to_str())
     model, steps = pipeline["model"], _flatten_steps(pipeline)
     step_types = {step["type"] for step in steps}
-    values: dict[str, Any]
+    values: dict[str, object]
     if model["type"] == "BPE" and "ByteLevel" in step_types:
-        values = {
-            "model": "gpt2",
-            "pre": _pre_tokenizer_name(pipeline, steps),
-            "merges": [" ".join(pair) for pair in model["merges"]],
-        }
+        merges = [" ".join(pair) for pair in model["merges"]]
+        values = {"model": "gpt2", "pre": _pre_tokenizer_name(steps, has_merges=bool(merges)), "merges": merges}
         values["add_space_prefix"] = any(step.get("add_prefix_space") for step in steps if step["type"] == "ByteLevel")
     elif model["type"] == "BPE" and model.get("byte_fallback"):
         values = {"model": "llama", "add_space_prefix": _adds_space_prefix(steps)}
     elif model["type"] == "Unigram":
         values = {"model": "t5", "add_space_prefix": _adds_space_prefix(steps)}
-        whitespace_steps = [
-            step for step in steps if step["type"] == "Replace" and step["pattern"] == {"Regex": " {2,}"}
-        ]
-        values["remove_extra_whitespaces"] = bool(whitespace_steps) or "WhitespaceSplit" in step_types
+        values["remove_extra_whitespaces"] = "WhitespaceSplit" in step_types
         for step in steps:
-            if step["type"] == "Precompiled":
-                values["precompiled_charsmap"] = list(base64.b64decode(step["precompiled_charsmap"]))
+            match step:
+                case {"type": "Precompiled", "precompiled_charsmap": charsmap}:
+                    values["precompiled_charsmap"] = list(base64.b64decode(charsmap))
+                case {"type": "Replace", "pattern": {"Regex": " {2,}"}}:
+                    values["remove_extra_whitespaces"] = True
     else:
         raise InputError(f"a tokenizer of type {model['type']} cannot be written as GGUF; save it as a directory")
     values |= _token_metadata(tokenizer, model)
-    for name, key in TOKEN_ID_KEYS.items():
-        if (
-            name in tokenizer.special_tokens_map
-            and (token_id := tokenizer.token_to_id(tokenizer.special_tokens_map[name])) is not None
-        ):
-            values[key] = token_id
-    special_ids = tokenizer.encode("")
-    values["add_bos_token"] = tokenizer.bos_token_id is not None and special_ids[:1] == [tokenizer.bos_token_id]
-    values["add_eos_token"] = tokenizer.eos_token_id is not None and special_ids[values["add_bos_token"] :] == [
-        tokenizer.eos_token_id
-    ]
-    fields = {GGML_KEY_PREFIX + name: value for name, value in values.items()}
+    for name, token in tokenizer.special_tokens_map.items():
+        if (token_id := tokenizer.token_to_id(token)) is not None:
+            values[_TOKEN_ID_KEYS[name]] = token_id
+    special_ids, bos, eos = tokenizer.encode(""), tokenizer.bos_token_id, tokenizer.eos_token_id
+    add_bos = bos is not None and special_ids[:1] == [bos]
+    values["add_bos_token"] = add_bos
+    values["add_eos_token"] = eos is not None and special_ids[add_bos:] == [eos]
+    fields = {_GGML_KEY_PREFIX + name: value for name, value in values.items()}
     template = tokenizer.chat_template
     if isinstance(template, dict):
         named_templates = {name: text for name, text in template.items() if name != "default"}
-        fields |= {f"{CHAT_TEMPLATE_KEY}.{name}": text for name, text in named_templates.items()} | {
-            f"{CHAT_TEMPLATE_KEY}s": list(named_templates)
-        }
+        fields |= {f"{_CHAT_TEMPLATE_KEY}.{name}": text for name, text in named_templates.items()}
+        fields[f"{_CHAT_TEMPLATE_KEY}s"] = list(named_templates)
         template = template.get("default")
-    return fields if template is None else {**fields, CHAT_TEMPLATE_KEY: template}
+    return fields if template is None else {**fields, _CHAT_TEMPLATE_KEY: template}
 
 
-def _flatten_steps(pipeline: dict[str, Any]) -> list[dict[str, Any]]:
+def _flatten_steps(pipeline: Step) -> list[Step]:
     """Normalizer and pre-tokenizer steps as one flat list."""
-    flat: list[dict[str, Any]] = []
+    flat: list[Step] = []
     for step in (pipeline["normalizer"], pipeline["pre_tokenizer"]):
         if step is not None:
             flat += step.get("normalizers") or step.get("pretokenizers") or [step]
     return flat
 
 
-def _pre_tokenizer_name(pipeline: dict[str, Any], steps: list[dict[str, Any]]) -> str:
+def _pre_tokenizer_name(steps: list[Step], *, has_merges: bool) -> str:
     patterns: list[str] = []
     for step in steps:
         match step:
@@ -306,46 +273,41 @@ def _pre_tokenizer_name(pipeline: dict[str, Any], steps: list[dict[str, Any]]) -
             case {"type": "Digits", "individual_digits": True}:
                 patterns.append(r"\p{N}")
             case {"type": "ByteLevel", "use_regex": True}:
-                patterns += SPLIT_PATTERNS["gpt-2"]
+                patterns += splits.SPLIT_PATTERNS["gpt-2"]
             case {"type": "ByteLevel" | "NFC"}:
                 pass
             case _:
                 patterns.append(f"<{step['type']}>")
-    for name, known in SPLIT_PATTERNS.items():
-        if known == tuple(patterns) or (not patterns and not pipeline["model"]["merges"]):
+    for name, known in splits.SPLIT_PATTERNS.items():
+        if known == tuple(patterns) or not (patterns or has_merges):
             return name
-    raise InputError(
-        f"GGUF has no name for the pre-tokenizer of this tokenizer ({' then '.join(patterns)}); save it as a directory"
-    )
+    raise InputError(f"GGUF has no name for this pre-tokenizer ({' then '.join(patterns)}); save it as a directory")
 
 
-def _adds_space_prefix(steps: list[dict[str, Any]]) -> bool:
-    return any(
-        step["type"] == "Prepend" or (step["type"] == "Metaspace" and step["prepend_scheme"] != "never")
-        for step in steps
-    )
+def _adds_space_prefix(steps: list[Step]) -> bool:
+    return any(step["type"] == "Prepend" or step.get("prepend_scheme", "never") != "never" for step in steps)
 
 
-def _token_metadata(tokenizer: Tokenizer, model: dict[str, Any]) -> dict[str, Any]:
+def _token_metadata(tokenizer: Tokenizer, model: Step) -> dict[str, object]:
     """Tokens by id, with gaps filled, and types; scores, too, for SentencePiece models."""
     vocab = tokenizer.backend.get_vocab(with_added_tokens=True)
     size = max(vocab.values()) + 1
     tokens = [f"[PAD{token_id}]" for token_id in range(size)]
-    types = [UNUSED] * size
+    types = [spm.UNUSED] * size
     fallback = model.get("byte_fallback", False)
     for token, token_id in vocab.items():
-        tokens[token_id], types[token_id] = token, BYTE if fallback and is_byte_token(token) else NORMAL
+        tokens[token_id], types[token_id] = token, spm.BYTE if fallback and is_byte_token(token) else spm.NORMAL
     for token_id, added in tokenizer.backend.get_added_tokens_decoder().items():
-        types[token_id] = CONTROL if added.special else USER_DEFINED
+        types[token_id] = spm.CONTROL if added.special else spm.USER_DEFINED
     if model["type"] == "BPE" and not fallback:
         return {"tokens": tokens, "token_type": types}
     unk = tokenizer.unk_token_id
     if unk is not None:
-        types[unk] = UNKNOWN
+        types[unk] = spm.UNKNOWN
     # llama.cpp matches user-defined pieces in the raw text, before spaces become ▁.
-    tokens = [
-        t.replace("▁", " ") if token_type == USER_DEFINED else t for t, token_type in zip(tokens, types, strict=True)
-    ]
+    for token_id, token_type in enumerate(types):
+        if token_type == spm.USER_DEFINED:
+            tokens[token_id] = tokens[token_id].replace("▁", " ")
     if model["type"] == "Unigram":
         scores = [score for _, score in model["vocab"]] + [0.0] * (size - len(model["vocab"]))
     else:
@@ -358,8 +320,5 @@ def _bpe_scores(tokens: list[str], types: list[int], merges: list[list[str]]) ->
     first_merge: dict[str, int] = {}
     for i, (left, right) in enumerate(merges):
         first_merge.setdefault(left + right, i)
-    num_merges = len(merges)
-    return [
-        float(-first_merge.get(token, num_merges + token_id)) if token_type in (NORMAL, USER_DEFINED) else 0.0
-        for token_id, (token, token_type) in enumerate(zip(tokens, types, strict=True))
-    ]
+    scores = [float(-first_merge.get(token, len(merges) + token_id)) for token_id, token in enumerate(tokens)]
+    return [s if type_ in (spm.NORMAL, spm.USER_DEFINED) else 0.0 for s, type_ in zip(scores, types, strict=True)]

@@ -8,51 +8,36 @@ import tokenizers
 
 from cutaway.errors import InputError
 from cutaway.tokenizer.file_io import read_bytes, read_json_object, wrap_tokenizers_errors
-from cutaway.tokenizer.formats.sentencepiece import (
-    build_sentencepiece_pipeline,
-    build_vocabulary,
-    escape_control_pieces,
-    parse_sentencepiece_model,
-)
+from cutaway.tokenizer.formats import sentencepiece as spm
 from cutaway.tokenizer.tokenizer import Tokenizer, serialize_config
 from cutaway.tokenizer.tokenizer_config import TokenizerConfig, token_content
 from cutaway.tokenizer.vocabulary import validate_vocab
 
 DEFAULT_SPECIAL_TOKENS = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>"}
-MARIAN_FILES = ("source.spm", "target.spm", "vocab.json")
+_MARIAN_FILES = ("source.spm", "target.spm", "vocab.json")
 
 
 class MarianTokenizer(Tokenizer):
     """Encodes the source language and decodes the target language; one vocabulary has the pieces of both."""
 
     def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        ids: Mapping[str, int],
-        tokenizer_config: TokenizerConfig,
-        files: dict[str, bytes],
+        self, backend: tokenizers.Tokenizer, ids: Mapping[str, int], cfg: TokenizerConfig, files: dict[str, bytes]
     ) -> None:
         self._ids = dict(ids)
         self._tokens = {token_id: token for token, token_id in ids.items()}
-        special_tokens = {
-            name: token_content(token)
-            for name, token in tokenizer_config.resolve_special_tokens(DEFAULT_SPECIAL_TOKENS).items()
-        }
+        tokens = cfg.resolve_special_tokens(DEFAULT_SPECIAL_TOKENS)
+        special_tokens = {name: token_content(token) for name, token in tokens.items()}
         if special_tokens.get("unk_token") not in ids or special_tokens.get("eos_token") not in ids:
-            raise InputError(
-                f"vocab.json beside {tokenizer_config.source} lacks unk_token or eos_token; download the files again"
-            )
+            raise InputError(f"vocab.json beside {cfg.source} lacks unk_token or eos_token; fix it")
         self._source_files = files
         self._special_tokens = {token for token in special_tokens.values() if token in ids}
-        self._special_token_regex = re.compile(
-            "(" + "|".join(map(re.escape, sorted(self._special_tokens, key=len, reverse=True))) + ")"
-        )
-        model_max_length = tokenizer_config.model_max_length or 512
+        longest_first = sorted(self._special_tokens, key=len, reverse=True)
+        self._special_token_regex = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
         super().__init__(
             backend,
             special_tokens_map=special_tokens,
-            chat_template=tokenizer_config.chat_template,
-            model_max_length=model_max_length,
+            chat_template=cfg.chat_template,
+            model_max_length=cfg.model_max_length or 512,
         )
         self.decode_skip_ids = self.all_special_ids
 
@@ -96,26 +81,22 @@ class MarianTokenizer(Tokenizer):
 
     def _serialize_files(self) -> dict[str, bytes]:
         """The original files: tokenizer.json cannot represent separate vocabularies for segmentation and ids."""
-        config: dict[str, object] = {
-            "tokenizer_class": "MarianTokenizer",
-            "model_max_length": self.model_max_length,
-            **self.special_tokens_map,
-        }
-        return {**self._source_files, **serialize_config(self, config)}
+        config = {"tokenizer_class": "MarianTokenizer", "model_max_length": self.model_max_length}
+        return {**self._source_files, **serialize_config(self, {**config, **self.special_tokens_map})}
 
 
 def _join_pieces(pieces: str) -> str:
     return pieces.replace("▁", " ").removeprefix(" ")
 
 
-def load_marian_tokenizer(directory: Path, tokenizer_config: TokenizerConfig) -> MarianTokenizer:
+def load_marian_tokenizer(directory: Path, cfg: TokenizerConfig) -> MarianTokenizer:
     """Load a Marian tokenizer from source.spm and vocab.json."""
-    files = {name: read_bytes(directory / name) for name in MARIAN_FILES if (directory / name).is_file()}
+    files = {name: read_bytes(directory / name) for name in _MARIAN_FILES if (directory / name).is_file()}
     try:
-        model = escape_control_pieces(parse_sentencepiece_model(files["source.spm"]))
+        model = spm.escape_control_pieces(spm.parse_sentencepiece_model(files["source.spm"]))
     except InputError as error:
         raise InputError(f"{directory / 'source.spm'}: {error}") from error
-    vocabulary = build_vocabulary(model, None)
-    backend = wrap_tokenizers_errors(directory, lambda: build_sentencepiece_pipeline(model, vocabulary))
+    vocabulary = spm.build_vocabulary(model, None)
+    backend = wrap_tokenizers_errors(directory, lambda: spm.build_sentencepiece_pipeline(model, vocabulary))
     ids = validate_vocab(read_json_object(directory / "vocab.json"), directory / "vocab.json")
-    return MarianTokenizer(backend, ids, tokenizer_config, files)
+    return MarianTokenizer(backend, ids, cfg, files)

@@ -1,13 +1,13 @@
-"""SentencePiece model files: protocol buffer parser, vocabulary and pipeline.
+"""SentencePiece model files: vocabulary and pipeline.
 
-https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto
-https://protobuf.dev/programming-guides/encoding
+https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto. The sentencepiece package (an extra)
+parses the file; the tokenizers library encodes, as for every other format.
 """
 
 import math
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE, Unigram
@@ -17,79 +17,7 @@ from cutaway.tokenizer.file_io import MAX_VOCAB_SIZE
 from cutaway.tokenizer.pipelines import PIPELINES, PipelineSpec, build_metaspace_decoder
 from cutaway.tokenizer.vocabulary import MAX_PIECE_LENGTH, Vocabulary, generate_merges
 
-WIRE_VARINT, WIRE_I64, WIRE_LEN, WIRE_I32 = 0, 1, 2, 5
-
-
-def _iter_proto_fields(data: memoryview) -> Iterator[tuple[int, int, int | memoryview]]:
-    """Yield (field number, wire type, value) of a protocol buffer: an int for WIRE_VARINT, else the bytes."""
-    offset = 0
-    while offset < len(data):
-        key, offset = _read_varint(data, offset)
-        number, wire_type = key >> 3, key & 7
-        if number == 0:
-            raise InputError("the file is not a SentencePiece model (a field has number 0); download it again")
-        if wire_type == WIRE_VARINT:
-            value, offset = _read_varint(data, offset)
-            yield number, wire_type, value
-            continue
-        if wire_type == WIRE_LEN:
-            size, offset = _read_varint(data, offset)
-        elif wire_type in (WIRE_I64, WIRE_I32):
-            size = 8 if wire_type == WIRE_I64 else 4
-        else:
-            raise InputError(f"the file is not a SentencePiece model (wire type {wire_type}); download it again")
-        if size > len(data) - offset:
-            raise InputError(
-                "the file is not a complete SentencePiece model (it is truncated within a field); download it again"
-            )
-        yield number, wire_type, data[offset : offset + size]
-        offset += size
-
-
-def _read_varint(data: memoryview, offset: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        if offset >= len(data):
-            raise InputError(
-                "the file is not a complete SentencePiece model (it is truncated within a number); download it again"
-            )
-        byte = data[offset]
-        offset += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, offset
-    raise InputError("the file is not a SentencePiece model (a number has more than ten bytes); download it again")
-
-
-def _proto_float(value: int | memoryview) -> float:
-    if isinstance(value, int) or len(value) != 4:
-        raise InputError("the file is not a SentencePiece model (a score is not a 32-bit float); download it again")
-    return float(struct.unpack("<f", value)[0])
-
-
-def _proto_string(value: int | memoryview) -> str:
-    try:
-        return _proto_bytes(value).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError("the file is not a SentencePiece model (a piece is not UTF-8); download it again") from error
-
-
-def _proto_bytes(value: int | memoryview) -> bytes:
-    if isinstance(value, int):
-        raise InputError("the file is not a SentencePiece model (a number instead of text); download it again")
-    return bytes(value)
-
-
-def _proto_int(value: int | memoryview) -> int:
-    """Signed integer of a varint: negative numbers are 64-bit two's complement."""
-    if not isinstance(value, int):
-        raise InputError("the file is not a SentencePiece model (text instead of a number); download it again")
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-
-
 UNIGRAM_MODEL, BPE_MODEL = 1, 2
 
 
@@ -118,70 +46,48 @@ class SentencePieceModel:
     @property
     def added_tokens(self) -> list[AddedToken]:
         """Control pieces (special) and user-defined pieces, which are matched in the text."""
-        return [
-            AddedToken(piece, normalized=False, special=kind == CONTROL)
-            for piece, _, kind in self.pieces
-            if kind in (CONTROL, USER_DEFINED)
-        ]
+        matched = [(piece, kind) for piece, _, kind in self.pieces if kind in (CONTROL, USER_DEFINED)]
+        return [AddedToken(piece, normalized=False, special=kind == CONTROL) for piece, kind in matched]
 
 
 def parse_sentencepiece_model(data: bytes) -> SentencePieceModel:
     """Parse and validate a SentencePiece model file."""
-    model = SentencePieceModel()
-    for number, _, value in _iter_proto_fields(memoryview(data)):
-        if number == 1:
-            model.pieces.append(_parse_piece(memoryview(_proto_bytes(value))))
-            if len(model.pieces) > MAX_VOCAB_SIZE:
-                raise InputError(f"the SentencePiece model has more than {MAX_VOCAB_SIZE:,} pieces; download it again")
-        elif number == 2:
-            _parse_trainer_spec(model, memoryview(_proto_bytes(value)))
-        elif number == 3:
-            _parse_normalizer_spec(model, memoryview(_proto_bytes(value)))
+    try:
+        schema = import_module("sentencepiece.sentencepiece_model_pb2")
+        decode_error = import_module("google.protobuf.message").DecodeError
+    except ImportError:
+        hint = 'pip install "cutaway[sentencepiece]"'
+        raise InputError(f"a SentencePiece model requires the sentencepiece package; {hint}") from None
+    proto = schema.ModelProto()
+    try:
+        proto.ParseFromString(data)
+    except decode_error as error:
+        raise InputError(f"the file is not a complete SentencePiece model ({error}); download it again") from error
+    if len(proto.pieces) > MAX_VOCAB_SIZE or not all(isinstance(piece.piece, str) for piece in proto.pieces):
+        raise InputError("the SentencePiece model has too many pieces, or one that is not UTF-8; download it again")
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    model = SentencePieceModel(
+        pieces=[(piece.piece, piece.score, piece.type) for piece in proto.pieces],
+        model_type=trainer.model_type,
+        byte_fallback=trainer.byte_fallback,
+        treat_whitespace_as_suffix=trainer.treat_whitespace_as_suffix,
+        unk_id=trainer.unk_id,
+        bos_id=trainer.bos_id,
+        eos_id=trainer.eos_id,
+        pad_id=trainer.pad_id,
+        precompiled_charsmap=normalizer.precompiled_charsmap,
+        add_dummy_prefix=normalizer.add_dummy_prefix,
+        remove_extra_whitespaces=normalizer.remove_extra_whitespaces,
+    )
     validate_sentencepiece_model(model)
+    # protobuf skips fields of the wrong type and unknown piece types, so the rest would be a smaller model. New trainer
+    # options do not change how text is encoded.
+    proto.ClearField("trainer_spec")
+    size = proto.ByteSize()
+    proto.DiscardUnknownFields()
+    if proto.ByteSize() != size:
+        raise InputError("the SentencePiece model has unknown fields or piece types; download it again")
     return model
-
-
-def _parse_piece(data: memoryview) -> tuple[str, float, int]:
-    piece, score, kind = "", 0.0, NORMAL
-    for number, _, value in _iter_proto_fields(data):
-        if number == 1:
-            piece = _proto_string(value)
-        elif number == 2:
-            score = _proto_float(value)
-        elif number == 3:
-            kind = _proto_int(value)
-    return piece, score, kind
-
-
-_TRAINER_SPEC_FIELDS = {
-    3: "model_type",
-    24: "treat_whitespace_as_suffix",
-    35: "byte_fallback",
-    40: "unk_id",
-    41: "bos_id",
-    42: "eos_id",
-    43: "pad_id",
-}
-_NORMALIZER_SPEC_FIELDS = {3: "add_dummy_prefix", 4: "remove_extra_whitespaces"}
-
-
-def _parse_trainer_spec(model: SentencePieceModel, data: memoryview) -> None:
-    for number, _, value in _iter_proto_fields(data):
-        if number in _TRAINER_SPEC_FIELDS:
-            # Ids are 32-bit; a negative one may be encoded in 32 or 64 bits.
-            field_value = _proto_int(value)
-            field_value = field_value - (1 << 32) if 1 << 31 <= field_value < 1 << 32 else field_value
-            setattr(
-                model, _TRAINER_SPEC_FIELDS[number], type(getattr(model, _TRAINER_SPEC_FIELDS[number]))(field_value)
-            )
-
-
-def _parse_normalizer_spec(model: SentencePieceModel, data: memoryview) -> None:
-    for number, _, value in _iter_proto_fields(data):
-        if number == 2:
-            model.precompiled_charsmap = _proto_bytes(value)
-        elif number in _NORMALIZER_SPEC_FIELDS:
-            setattr(model, _NORMALIZER_SPEC_FIELDS[number], bool(_proto_int(value)))
 
 
 def validate_sentencepiece_model(model: SentencePieceModel) -> None:
@@ -189,13 +95,9 @@ def validate_sentencepiece_model(model: SentencePieceModel) -> None:
     if not model.pieces:
         raise InputError("the SentencePiece model has no pieces; download it again")
     if model.model_type not in (UNIGRAM_MODEL, BPE_MODEL):
-        raise InputError(
-            f"the SentencePiece model has type {model.model_type}; cutaway supports Unigram (1) and BPE (2)"
-        )
+        raise InputError(f"the SentencePiece model has type {model.model_type}; supported are Unigram (1) and BPE (2)")
     if model.treat_whitespace_as_suffix:
-        raise InputError(
-            "the SentencePiece model sets treat_whitespace_as_suffix, which is not supported; use another model"
-        )
+        raise InputError("the SentencePiece model sets treat_whitespace_as_suffix, which cutaway does not support")
     names = {piece for piece, _, _ in model.pieces}
     if len(names) != len(model.pieces) or "" in names or any(len(name) > MAX_PIECE_LENGTH for name in names):
         raise InputError("the SentencePiece model has a piece that is empty, duplicated or too long; download it again")
@@ -227,44 +129,35 @@ def build_vocabulary(
     """Vocabulary of a model. `extra_tokens`: sentinel tokens of T5, after the pieces in reverse order."""
     kind = pipeline.model_type if pipeline is not None else ("BPE" if model.model_type == BPE_MODEL else "Unigram")
     scores = [(piece, score) for piece, score, _ in model.pieces]
-    unk_id = model.unk_id
-    charsmap = model.precompiled_charsmap or None
-    added = model.added_tokens
+    vocabulary = Vocabulary(kind, unk_id=model.unk_id, precompiled_charsmap=model.precompiled_charsmap or None)
+    vocabulary.added_tokens = model.added_tokens
     if kind == "BPE":
-        ids = {piece: number for number, (piece, _) in enumerate(scores)}
+        vocabulary.ids = {piece: number for number, (piece, _) in enumerate(scores)}
         # The best score is merged first. Control and byte pieces are never the result of a merge.
         skip = {piece for piece, _, type_ in model.pieces if type_ not in (NORMAL, USER_DEFINED)}
-        order = sorted(range(len(scores)), key=lambda number: -scores[number][1])
-        merges = generate_merges({scores[number][0]: rank for rank, number in enumerate(order)}, skip)
-        return Vocabulary(
-            "BPE", ids=ids, merges=merges, unk_id=unk_id, precompiled_charsmap=charsmap, added_tokens=added
-        )
+        ranked = sorted(scores, key=lambda entry: -entry[1])
+        vocabulary.merges = generate_merges({piece: rank for rank, (piece, _) in enumerate(ranked)}, skip)
+        return vocabulary
     if pipeline is PIPELINES["XLMRobertaTokenizer"]:
         # fairseq vocabularies have four special tokens first and a mask token last.
         scores = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *scores[3:], ("<mask>", 0.0)]
-        unk_id = 3
+        vocabulary.unk_id = 3
     known = {piece for piece, _ in scores}
-    scores += [(token.content, 0.0) for token in reversed(extra_tokens) if token.content not in known]
-    return Vocabulary(
-        "Unigram", scores=scores, unk_id=unk_id, precompiled_charsmap=charsmap, added_tokens=[*added, *extra_tokens]
-    )
+    extra_scores = [(token.content, 0.0) for token in reversed(extra_tokens) if token.content not in known]
+    vocabulary.scores = scores + extra_scores
+    vocabulary.added_tokens += extra_tokens
+    return vocabulary
 
 
 def build_sentencepiece_pipeline(model: SentencePieceModel, vocabulary: Vocabulary) -> Tokenizer:
     """Build a tokenizer with the rules of the model itself, if no class has a pipeline."""
     unk = model.pieces[model.unk_id][0]
+    fallback = model.byte_fallback
     if vocabulary.model_type == "BPE":
-        tokenizer = Tokenizer(
-            BPE(
-                vocab=vocabulary.ids,
-                merges=vocabulary.merges,
-                unk_token=unk,
-                fuse_unk=True,
-                byte_fallback=model.byte_fallback,
-            )
-        )
+        bpe = BPE(vocabulary.ids, vocabulary.merges, unk_token=unk, fuse_unk=True, byte_fallback=fallback)
+        tokenizer = Tokenizer(bpe)
     else:
-        tokenizer = Tokenizer(Unigram(vocabulary.scores, unk_id=vocabulary.unk_id, byte_fallback=model.byte_fallback))
+        tokenizer = Tokenizer(Unigram(vocabulary.scores, unk_id=vocabulary.unk_id, byte_fallback=fallback))
     steps: list[normalizers.Normalizer] = []
     if vocabulary.precompiled_charsmap is not None:
         steps.append(normalizers.Precompiled(vocabulary.precompiled_charsmap))

@@ -32,9 +32,7 @@ def parse_tiktoken(data: bytes, source: object) -> Vocabulary:
                 raise ValueError("not two words")
             token, rank = base64.b64decode(parts[0], validate=True), int(parts[1])
         except (ValueError, binascii.Error) as error:
-            raise InputError(
-                f"{source} line {line_number} is not a base64 token and its rank; download it again"
-            ) from error
+            raise InputError(f"{source} line {line_number} is not a base64 token and its rank; fix it") from error
         if not 0 <= rank < MAX_VOCAB_SIZE or not token:
             raise InputError(f"{source} line {line_number} has rank {rank} or an empty token; download the file again")
         ids["".join(byte_to_char[byte] for byte in token)] = rank

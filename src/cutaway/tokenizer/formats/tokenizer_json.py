@@ -5,16 +5,17 @@ import binascii
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import tokenizers
+from tokenizers import processors
+from tokenizers.models import BPE
 
 from cutaway.errors import InputError
-from cutaway.tokenizer.file_io import MAX_VOCAB_SIZE, wrap_tokenizers_errors
+from cutaway.tokenizer.file_io import MAX_VOCAB_SIZE, JsonObject, wrap_tokenizers_errors
 from cutaway.tokenizer.formats.sentencepiece import validate_charsmap
 from cutaway.tokenizer.vocabulary import Vocabulary, validate_vocab
 
-MAX_TEXT_EXPANSION = 256
+_MAX_TEXT_EXPANSION = 256
 """Maximum factor by which a pipeline may lengthen a text. Unicode normalization has 18, byte-level mapping 2."""
 
 
@@ -23,16 +24,16 @@ def parse_tokenizer_json(text: str, path: Path) -> tokenizers.Tokenizer:
     return wrap_tokenizers_errors(path, lambda: tokenizers.Tokenizer.from_str(text))
 
 
-def check_text_expansion(content: Mapping[str, Any], path: Path) -> None:
-    """Raise if the pipeline of an untrusted file could lengthen a text by more than MAX_TEXT_EXPANSION."""
+def check_text_expansion(content: Mapping[str, object], path: Path) -> None:
+    """Raise if the pipeline of an untrusted file could lengthen a text by more than _MAX_TEXT_EXPANSION."""
     factor = 1.0
-    for step in _flatten_steps([content.get("normalizer"), content.get("pre_tokenizer"), content.get("decoder")]):
+    for step in flatten_steps([content.get("normalizer"), content.get("pre_tokenizer"), content.get("decoder")]):
         factor *= _expansion_factor(step)
-    if not factor <= MAX_TEXT_EXPANSION or _num_inserted_tokens(content.get("post_processor")) > MAX_TEXT_EXPANSION:
-        raise InputError(f"{path} could lengthen texts more than {MAX_TEXT_EXPANSION} times; download the file again")
+    if not factor <= _MAX_TEXT_EXPANSION or _num_inserted_tokens(content.get("post_processor")) > _MAX_TEXT_EXPANSION:
+        raise InputError(f"{path} could lengthen texts more than {_MAX_TEXT_EXPANSION} times; download the file again")
 
 
-def _flatten_steps(steps: list[Any]) -> list[dict[str, Any]]:
+def flatten_steps(steps: list[object]) -> list[JsonObject]:
     """All nested steps as a flat list. Values that are not objects are skipped; the library rejects them."""
     flat, pending = [], [part for part in steps if isinstance(part, dict)]
     while pending:
@@ -43,7 +44,7 @@ def _flatten_steps(steps: list[Any]) -> list[dict[str, Any]]:
     return flat
 
 
-def _expansion_factor(step: Mapping[str, Any]) -> float:
+def _expansion_factor(step: Mapping[str, object]) -> float:
     match step:
         case {"type": "Replace", "content": str(new), "pattern": {"String": str(old)}} if old:
             return max(1.0, len(new) / len(old))
@@ -58,10 +59,10 @@ def _expansion_factor(step: Mapping[str, Any]) -> float:
     return 1.0
 
 
-def _num_inserted_tokens(post_processor: Any) -> int:
+def _num_inserted_tokens(post_processor: object) -> int:
     """Number of ids that post-processor templates add to a text."""
     total = 0
-    for step in _flatten_steps([post_processor]):
+    for step in flatten_steps([post_processor]):
         special = step.get("special_tokens")
         for entry in [entry for side in ("single", "pair") for entry in _as_list(step.get(side))]:
             match entry, special:
@@ -70,11 +71,11 @@ def _num_inserted_tokens(post_processor: Any) -> int:
     return total
 
 
-def _as_list(value: Any) -> list[Any]:
+def _as_list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 
-def parse_vocabulary(content: Mapping[str, Any], path: Path) -> Vocabulary:
+def parse_vocabulary(content: Mapping[str, object], path: Path) -> Vocabulary:
     """Parse and validate the vocabulary; the tokenizers library validates the rest of the file."""
     model = content.get("model")
     if not isinstance(model, dict):
@@ -100,9 +101,7 @@ def _parse_scored_piece(entry: object, path: Path) -> tuple[str, float]:
     match entry:
         case [str(piece), int() | float() as score]:
             return piece, float(score)
-    raise InputError(
-        f"{path} has a vocabulary entry {entry!r:.60} that is not a piece with a score; download the file again"
-    )
+    raise InputError(f"{path}: vocabulary entry {entry!r:.60} is not a piece and a score; download the file again")
 
 
 def _parse_merge(merge: object, path: Path) -> tuple[str, str]:
@@ -127,10 +126,9 @@ def _find_precompiled_charsmap(normalizer: object, path: Path) -> bytes | None:
     return None
 
 
-def _parse_post_processor(content: Mapping[str, Any], path: Path) -> Any:
+def _parse_post_processor(content: Mapping[str, object], path: Path) -> processors.PostProcessor | None:
     """Parse the post-processor. The library parses it only as a part of a tokenizer, so a minimal one is built."""
     if content.get("post_processor") is None:
         return None
-    minimal = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
-    minimal["post_processor"] = content["post_processor"]
-    return wrap_tokenizers_errors(path, lambda: tokenizers.Tokenizer.from_str(json.dumps(minimal)).post_processor)
+    minimal = json.loads(tokenizers.Tokenizer(BPE()).to_str()) | {"post_processor": content["post_processor"]}
+    return parse_tokenizer_json(json.dumps(minimal), path).post_processor
