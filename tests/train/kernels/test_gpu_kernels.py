@@ -55,7 +55,7 @@ def build_objective(vocab: int, several_documents: bool) -> Objective:
 
 
 def gradients(model: Transformer, objective: Objective, compiled: bool, precision: str) -> dict[str, torch.Tensor]:
-    training_module = TrainingModule(model, load_recipe({"training": {"precision": precision}}))
+    training_module = TrainingModule(model, precision=precision)
     model.zero_grad()
     with compile_for_training(model, compiled)():
         loss = training_module(objective)

@@ -141,13 +141,13 @@ class TokenizerCache:
 
     def _prepare_tokenizer(self, recipe: Recipe, key: str) -> tuple[int, Any]:
         if not isinstance(recipe.data.tokenizer, BPETokenizerConfig):
-            return build_tokenizer(recipe).vocab_size, recipe.data.tokenizer
+            return build_tokenizer(recipe.data, recipe.objective).vocab_size, recipe.data.tokenizer
         path, temporary = (self.output_dir / "tokenizers" / name for name in (key, f".{key}"))
         if not path.is_dir():
-            build_tokenizer(recipe).save(temporary)
+            build_tokenizer(recipe.data, recipe.objective).save(temporary)
             temporary.replace(path)  # renamed when complete
         config = PretrainedTokenizerConfig(path=str(path.resolve()))
-        return build_tokenizer(recipe.replace(data=recipe.data.replace(tokenizer=config))).vocab_size, config
+        return build_tokenizer(recipe.data.replace(tokenizer=config), recipe.objective).vocab_size, config
 
 
 def _slugify(name: str) -> str:

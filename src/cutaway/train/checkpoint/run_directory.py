@@ -69,6 +69,14 @@ class RunDirectory:
             raise InputError(f"'{path}' has no tokenizer; restore it, or start a new run")
         return tokenizer
 
+    def check_data(self, fingerprint: str) -> None:
+        """Raise InputError unless the data has the fingerprint it had when the run started."""
+        if fingerprint != self.data_fingerprint:
+            raise InputError(
+                f"the data has changed since the run '{self.directory}' started, so resuming would not reproduce it;"
+                " restore the files, or start a new run"
+            )
+
     @property
     def checkpoint_directory(self) -> Path:
         return self.directory / "checkpoints"
@@ -91,7 +99,7 @@ def load_snapshot(directory: Path, *, device: str | None = None) -> tuple[Checkp
     """Load the model of the newest valid checkpoint, and its step; before the first, the initial weights and 0."""
     run_directory = RunDirectory.open(directory)
     tokenizer, base_info = run_directory.tokenizer, run_directory.base_info
-    config = resolve_model_config(run_directory.recipe, tokenizer, base_info)
+    config = resolve_model_config(run_directory.recipe.model, tokenizer, base_info)
     model = build(config, device=device, seed=run_directory.recipe.training.seed)
     latest = _read_latest_checkpoint(run_directory.checkpoint_directory)
     if latest is None and base_info.config is not None:

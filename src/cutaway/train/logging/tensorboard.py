@@ -34,7 +34,6 @@ class TensorBoardLogger:
     """Writes metrics to TensorBoard. On resume, points after the checkpoint are purged, so that none is duplicated."""
 
     def __init__(self, directory: Path, global_step: int) -> None:
-        check_tensorboard_installed()
         self.directory, self.global_step = directory, global_step
         self.writer: Any = None
 

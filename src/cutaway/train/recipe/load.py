@@ -14,6 +14,9 @@ from cutaway.config.serialization import read_config_file
 from cutaway.errors import ConfigError
 from cutaway.train.recipe.schema import RECIPE_ADAPTER, Recipe
 
+RecipeSource = Recipe | Mapping[str, object] | str | Path
+"""A recipe, its values as a dict, a preset name, or a .toml or .json file."""
+
 
 def apply_override(data: dict[str, Any], override: str) -> None:
     """Set one value by its dotted path, e.g. 'training.max_steps=100'; list items are indexed from 0."""
@@ -53,9 +56,7 @@ def override_sources(data: dict[str, Any], texts: Sequence[str | Path]) -> None:
     data_section["sources"] = [{"path": str(text), **columns} for text in texts]
 
 
-def load_recipe(
-    source: Recipe | Mapping[str, Any] | str | Path, overrides: Sequence[str] = (), texts: Sequence[str | Path] = ()
-) -> Recipe:
+def load_recipe(source: RecipeSource, overrides: Sequence[str] = (), texts: Sequence[str | Path] = ()) -> Recipe:
     """Load a recipe from a preset name, a dict, or a .toml or .json file.
 
     Each override is 'a.b=value' with a TOML value; `texts` replace the recipe's data sources.

@@ -184,6 +184,9 @@ class ScheduleConfig(ConfigNode):
     """For 'warmup-stable-decay': fraction of the steps, at the end, over which the factor decays."""
 
 
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
 class TrainingConfig(ConfigNode):
     """Number of steps, batch size, precision, gradient handling."""
 
@@ -194,7 +197,7 @@ class TrainingConfig(ConfigNode):
     """Micro-batches per step, processed one after another: less memory, the same step."""
     grad_clip: PositiveFloat = 1.0
     """Maximum gradient norm."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Precision = "fp32"
     """Dtype of matrix products (autocast); weights stay fp32. fp16 uses loss scaling and skips steps that overflow."""
     ema_decay: Probability | None = None
     """Decay of an exponential moving average of the weights, which is then evaluated and exported."""
@@ -286,11 +289,16 @@ class Recipe(ConfigNode):
     @property
     def transformer_config(self) -> Config:
         """Config of a model trained from scratch."""
-        if isinstance(self.model, PretrainedModelConfig):
-            raise ConfigError(
-                "model is a checkpoint to fine-tune, which has no config here; set model to a preset or a config table"
-            )
-        return read_config(self.model)
+        return read_model_config(self.model)
+
+
+def read_model_config(source: ModelSource) -> Config:
+    """Config of a model trained from scratch."""
+    if isinstance(source, PretrainedModelConfig):
+        raise ConfigError(
+            "model is a checkpoint to fine-tune, which has no config here; set model to a preset or a config table"
+        )
+    return read_config(source)
 
 
 RECIPE_ADAPTER = TypeAdapter(Recipe)

@@ -34,11 +34,10 @@ from cutaway.train.loss.chunked_cross_entropy import LossTargets
 from cutaway.train.objectives.objective import Objective
 from cutaway.train.optim.optimizer import OptimizersContainer, build_optimizer, optimizer_parameters
 from cutaway.train.recipe.schema import BPETokenizerConfig, ByteTokenizerConfig, Recipe, Seq2SeqConfig
-from cutaway.train.trainer.launch import build_training_model
 from cutaway.train.trainer.memory_check import size_step
 from cutaway.train.trainer.step_policy import StepPolicy
 from cutaway.train.trainer.train_step import TrainStepRunner
-from cutaway.train.trainer.training_module import TrainingModule
+from cutaway.train.trainer.training_module import TrainingModule, build_training_model
 
 aten = torch.ops.aten
 CPU_DEVICE = torch.device("cpu")
@@ -213,7 +212,7 @@ def dry_run(recipe: Recipe, world_size: int) -> DryRunReport:
                 " set parallel.dp_shard or parallel.tp"
             )
         estimate = size_step(recipe, config, CPU_DEVICE, dist_context)
-        model = build_training_model(recipe, config, torch.device("meta"))
+        model = build_training_model(config, recipe.training, torch.device("meta"))
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         with FakeTensorMode(allow_non_fake_inputs=True), FakeTensorTracker() as tracker:
             measured = _run_two_steps(model, recipe, dist_context, tracker)
@@ -226,15 +225,21 @@ def _run_two_steps(
 ) -> StepUsage:
     """Run a step that allocates the optimizer state, then a step that is measured."""
     _materialize_fake_tensors(model)
-    training_module = TrainingModule(model, recipe)
+    training_module = TrainingModule(model, recipe.objective, recipe.training.precision)
     parallelize_module(training_module, dist_context)
     model.train()
-    optimizer_config = recipe.optimizer
-    optimizer = build_optimizer(optimizer_config.kind, model, **optimizer_config.model_dump(exclude={"kind"}))
+    optimizer = build_optimizer(recipe.optimizer, model)
     data: Any = FakeData(recipe)
     policy = StepPolicy(recipe.training.grad_accum_steps, device=CPU_DEVICE)
     runner = TrainStepRunner(
-        recipe, training_module, optimizer, data, data.objective, policy, dist_context=dist_context
+        recipe.training,
+        recipe.schedule,
+        training_module,
+        optimizer,
+        data,
+        data.objective,
+        policy,
+        dist_context=dist_context,
     )
     runner.run(0)
     tracker.reset_peak()
@@ -267,7 +272,7 @@ def _vocab_size(recipe: Recipe) -> int:
             return byte_tokenizer().vocab_size
         case BPETokenizerConfig(vocab_size=size):
             return size
-    return build_tokenizer(recipe).vocab_size
+    return build_tokenizer(recipe.data, recipe.objective).vocab_size
 
 
 def _materialize_fake_tensors(model: Transformer) -> None:

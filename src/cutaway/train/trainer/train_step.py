@@ -16,7 +16,7 @@ from cutaway.train.objectives.objective import Objective, ObjectiveFn
 from cutaway.train.optim.lr_scheduler import lr_factor
 from cutaway.train.optim.mixed_precision import GradScaler
 from cutaway.train.optim.optimizer import OptimizersContainer, total_grad_norm
-from cutaway.train.recipe.schema import Recipe
+from cutaway.train.recipe.schema import ScheduleConfig, TrainingConfig
 from cutaway.train.seeds import derive_seed
 from cutaway.train.trainer.layer_stats import UpdateStats
 from cutaway.train.trainer.step_policy import StepPolicy, TrainingError, is_out_of_memory, raise_on_out_of_memory
@@ -30,7 +30,8 @@ Metrics = dict[str, Any]
 class TrainStepRunner:
     """Runs training steps. The returned metrics may be device tensors, so a step does not synchronize."""
 
-    recipe: Recipe
+    training: TrainingConfig
+    schedule: ScheduleConfig
     training_module: TrainingModule
     optimizer: OptimizersContainer
     data: TrainingData
@@ -38,41 +39,40 @@ class TrainStepRunner:
     step_policy: StepPolicy
     grad_scaler: GradScaler | None = None
     """Loss scaling, for fp16."""
-    dist_context: DistributedContext = SINGLE_PROCESS
     wrapped_module: nn.Module | None = None
     """Module that is called instead of `training_module`: its DDP or FSDP wrapper."""
+    dist_context: DistributedContext = SINGLE_PROCESS
     update_stats: UpdateStats | None = field(default=None, init=False)
     """Update statistics of the last step, if it recorded them."""
 
     def __post_init__(self) -> None:
         # Tensor-parallel shards are not fused; compiled blocks would not call the router hooks of the auxiliary loss.
-        eager = self.dist_context.tp_size > 1 or bool(self.recipe.objective.aux_loss_coef)
-        compile_blocks = False if eager else self.recipe.training.compile
+        eager = self.dist_context.tp_size > 1 or bool(self.training_module.aux_loss_coef)
+        compile_blocks = False if eager else self.training.compile
         self.compiled_context = compile_for_training(
             self.training_module.model, compile_blocks, single_process=self.dist_context.world_size == 1
         )
 
     def run(self, step: int, *, record_update_stats: bool = False) -> Metrics:
         """Run step `step`, counted from 0: forward, backward, clip the gradient, update unless the policy skips it."""
-        training = self.recipe.training
         cross_entropy, weight = self.forward_backward_with_oom_retry(step)
         grad_norm, scale_metrics = total_grad_norm(self.training_module, self.dist_context), {}
         if self.grad_scaler is not None:
             scale_metrics["loss_scale"] = self.grad_scaler.scale.clone()
             self.grad_scaler.update(~torch.isfinite(grad_norm))
             grad_norm = grad_norm / scale_metrics["loss_scale"]
-        factor = lr_factor(self.recipe.schedule, step, training.max_steps)
+        factor = lr_factor(self.schedule, step, self.training.max_steps)
         skip, verdict = self.step_policy.check_grad_norm(grad_norm)
         self.update_stats = UpdateStats(self.optimizer.parameters) if record_update_stats else None
         with raise_on_out_of_memory("the optimizer state"):
             # Clipping and unscaling in one division: max(1, ‖g‖ / grad_clip) · loss_scale
-            grad_divisor = (grad_norm / training.grad_clip).clamp(min=1.0) * scale_metrics.get("loss_scale", 1.0)
+            grad_divisor = (grad_norm / self.training.grad_clip).clamp(min=1.0) * scale_metrics.get("loss_scale", 1.0)
             self.optimizer.step(factor, grad_divisor=grad_divisor, skip=skip)
         return {
             "step": step + 1,
             "loss": self.dist_context.sum_over_dp(cross_entropy) / weight,
             "grad_norm": grad_norm,
-            "lr": factor * self.recipe.optimizer.lr,
+            "lr": factor * self.optimizer.lr,
             "num_tokens": int(weight),
             "verdict": verdict,
             **scale_metrics,
@@ -87,7 +87,7 @@ class TrainStepRunner:
                 is_distributed = self.dist_context.world_size > 1  # the other ranks would wait in a collective
                 if not is_out_of_memory(error) or is_distributed:
                     raise
-                self.step_policy.increase_grad_accum_steps(self.recipe.training.batch_size)
+                self.step_policy.increase_grad_accum_steps(self.training.batch_size)
             self.optimizer.zero_grad()  # outside `except`: the exception kept the activations alive
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -97,8 +97,7 @@ class TrainStepRunner:
 
         Returns this rank's summed cross-entropy and the total weight over all ranks.
         """
-        training = self.recipe.training
-        batch_size = training.batch_size
+        batch_size = self.training.batch_size
         first = step * batch_size
         micro_batches = [
             build_micro_batch(self.objective_fn, self.data.train, first + low, high - low)
@@ -115,7 +114,7 @@ class TrainStepRunner:
         with self.compiled_context():
             for index, micro_batch in enumerate(micro_batches):
                 # Seed of the dropout masks
-                torch.manual_seed(derive_seed(training.seed, step, index, self.dist_context.dp_rank))
+                torch.manual_seed(derive_seed(self.training.seed, step, index, self.dist_context.dp_rank))
                 with no_sync_until_last(module, index == len(micro_batches) - 1):
                     loss: LossSums = module(micro_batch)
                     # DDP and FSDP average gradients over ranks; times dp_size, the average is the sum.

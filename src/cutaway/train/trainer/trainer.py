@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from cutaway.train.checkpoint.manager import (
 from cutaway.train.checkpoint.run_directory import RunDirectory
 from cutaway.train.data.data_loader import TrainingData
 from cutaway.train.distributed.parallelize import gather_full_model
-from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedContext
+from cutaway.train.distributed.process_group import DistributedContext
 from cutaway.train.logging.callbacks import Callback, CallbackHandler
 from cutaway.train.logging.metrics_log import MetricsLog, NullMetricsLog
 from cutaway.train.logging.throughput import Throughput
@@ -74,13 +74,13 @@ class Trainer:
 
     run_directory: RunDirectory
     training_module: TrainingModule
+    wrapped_module: nn.Module
+    """Module that a step calls: `training_module`, or its DDP or FSDP wrapper."""
     optimizer: OptimizersContainer
     data: TrainingData
     objective_fn: ObjectiveFn
-    callback: Callback = field(default_factory=Callback)
-    dist_context: DistributedContext = SINGLE_PROCESS
-    wrapped_module: nn.Module | None = None
-    """Module that a step calls instead of `training_module`: its DDP or FSDP wrapper."""
+    callback: Callback
+    dist_context: DistributedContext
 
     def __post_init__(self) -> None:
         self.recipe: Recipe = self.run_directory.recipe
@@ -106,15 +106,16 @@ class Trainer:
             else WeightEMA(self.model, training.ema_decay, training_module=self.training_module)
         )
         self.train_step_runner = TrainStepRunner(
-            self.recipe,
+            training,
+            self.recipe.schedule,
             self.training_module,
             self.optimizer,
             self.data,
             self.objective_fn,
             self.step_policy,
             self.grad_scaler,
-            self.dist_context,
             self.wrapped_module,
+            self.dist_context,
         )
         self.throughput = Throughput.from_recipe(self.recipe, self.model.config, device, self.dist_context.world_size)
         self.callback_handler: CallbackHandler
