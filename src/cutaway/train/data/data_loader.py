@@ -35,8 +35,8 @@ from cutaway.train.recipe.schema import (
 class TrainingData:
     """Training and validation datasets of a run."""
 
-    train: PositionalDataset[Any, Any]
-    validation: PositionalDataset[Any, Any]
+    train: PositionalDataset[Any]
+    validation: PositionalDataset[Any]
     num_validation_sequences: int
     """Number of validation sequences."""
     bytes_per_token: float | None
@@ -74,7 +74,7 @@ def load_training_data(
                 return PrefixDataset(split, seq_len, seed, bos_id=bos_id, eos_id=eos_id, pad_id=pad_id, shuffle=shuffle)
         return PackedDataset(split, seq_len, seed, shuffle=shuffle)
 
-    def mix(datasets: list[PackedDataset | Seq2SeqDataset | PrefixDataset]) -> PositionalDataset[Any, Any]:
+    def mix(datasets: list[PackedDataset | Seq2SeqDataset | PrefixDataset]) -> PositionalDataset[Any]:
         if len(datasets) == 1:
             return datasets[0]
         return MixtureDataset([(each, source.weight) for each, source in zip(datasets, sources, strict=True)], seed)

@@ -129,9 +129,7 @@ def metrics_to_python(metrics: Metrics) -> Metrics:
     return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
 
 
-def build_micro_batch(
-    objective_fn: ObjectiveFn, dataset: PositionalDataset[Any, Any], first: int, count: int
-) -> Objective:
+def build_micro_batch(objective_fn: ObjectiveFn, dataset: PositionalDataset[Any], first: int, count: int) -> Objective:
     """Build the objective of `count` sequences.
 
     With count 0 it has one sequence of weight 0, so that the rank takes part in the collectives.
