@@ -219,14 +219,14 @@ def pairs(count):
 
 
 def smoothed(number):
-    loss = pairs(64).loss(translator, label_smoothing=smoothing)
+    loss = pairs(64).loss(translator, objectives.CrossEntropyOptions(label_smoothing=smoothing))
     return loss.loss / loss.weight
 
 
 losses = train(translator, smoothed, 140)
 with torch.no_grad():
     task = pairs(256)
-    loss = task.loss(translator, label_smoothing=smoothing)
+    loss = task.loss(translator, objectives.CrossEntropyOptions(label_smoothing=smoothing))
 
 # %%
 sure = 1 - smoothing + smoothing / V

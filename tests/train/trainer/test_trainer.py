@@ -18,6 +18,7 @@ from support.tiny_runs import TEXT, run_digest, tiny_recipe, write_texts
 import cutaway as ct
 from cutaway.cli import main
 from cutaway.errors import CutawayError
+from cutaway.train.checkpoint.manifest import TrainerState
 from cutaway.train.logging.callbacks import Callback
 from cutaway.train.recipe.load import list_recipes, load_recipe
 from cutaway.train.trainer.launch import prepare_trainer, resume, resume_trainer, train
@@ -386,16 +387,7 @@ def test_nonfinite_gradient_is_an_error(texts: Path, tmp_path: Path) -> None:
 def test_checkpoint_without_a_component_is_an_error(texts: Path, tmp_path: Path) -> None:
     trainer = prepare_trainer(load_recipe(sampling_recipe(texts)), tmp_path / "run", device="cpu")
     tensors = {name: group for name, group in trainer.state_tensors().items() if name != "step_policy"}
-    trainer.checkpoint_manager.save(
-        1,
-        tensors,
-        {
-            "step": 1,
-            "best_eval_loss": None,
-            "metrics_bytes": 0,
-            "timings_bytes": 0,
-            "data_fingerprint": trainer.run_directory.data_fingerprint,
-        },
-    )
+    state = TrainerState(step=1, data_fingerprint=trainer.run_directory.data_fingerprint)
+    trainer.checkpoint_manager.save(tensors, state)
     with pytest.raises(CutawayError, match="has no state for step_policy"):
         resume_trainer(tmp_path / "run", device="cpu")

@@ -2,11 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
-from cutaway.model import build
+from cutaway.model import Transformer, build
 from cutaway.tokenizer import Tokenizer, load_tokenizer
 from cutaway.train.checkpoint.atomic_directory import list_directory
 from cutaway.train.checkpoint.base_checkpoint import BaseCheckpointInfo, resolve_model_config
@@ -49,7 +48,7 @@ class RunDirectory:
         """Open an existing run directory."""
         path = directory / RUN_FILE
         try:
-            metadata: Any = json.loads(path.read_text(encoding="utf-8"))
+            metadata = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise InputError(
                 f"'{directory}' has no {RUN_FILE}, so it is not a run directory; pass a directory written by training"
@@ -77,6 +76,18 @@ class RunDirectory:
                 " restore the files, or start a new run"
             )
 
+    def build_checkpoint(self, model: Transformer) -> Checkpoint:
+        """A model of this run as a Checkpoint, with its tokenizer and the family of its base checkpoint."""
+        info = self.base_info
+        return Checkpoint(
+            model,
+            model.config,
+            info.family,
+            hf_config=info.hf_config,
+            generation_config=info.generation_config,
+            tokenizer_loader=lambda: self.tokenizer,
+        )
+
     @property
     def checkpoint_directory(self) -> Path:
         return self.directory / "checkpoints"
@@ -98,9 +109,9 @@ def check_new_directory(directory: Path) -> None:
 def load_snapshot(directory: Path, *, device: str | None = None) -> tuple[Checkpoint, int]:
     """Load the model of the newest valid checkpoint, and its step; before the first, the initial weights and 0."""
     run_directory = RunDirectory.open(directory)
-    tokenizer, base_info = run_directory.tokenizer, run_directory.base_info
-    config = resolve_model_config(run_directory.recipe.model, tokenizer, base_info)
-    model = build(config, device=device, seed=run_directory.recipe.training.seed)
+    recipe, base_info = run_directory.recipe, run_directory.base_info
+    config = resolve_model_config(recipe.model, run_directory.tokenizer, base_info)
+    model = build(config, device=device, seed=recipe.training.seed)
     latest = _read_latest_checkpoint(run_directory.checkpoint_directory)
     if latest is None and base_info.config is not None:
         raise InputError(
@@ -108,15 +119,7 @@ def load_snapshot(directory: Path, *, device: str | None = None) -> tuple[Checkp
         )
     if latest is not None:
         model.load_state_dict(latest.tensor_groups["model"])
-    checkpoint = Checkpoint(
-        model.eval(),
-        model.config,
-        base_info.family,
-        hf_config=base_info.hf_config,
-        generation_config=base_info.generation_config,
-        tokenizer_loader=lambda: tokenizer,
-    )
-    return checkpoint, 0 if latest is None else latest.step
+    return run_directory.build_checkpoint(model.eval()), 0 if latest is None else latest.state.step
 
 
 def _read_latest_checkpoint(directory: Path) -> LoadedCheckpoint | None:

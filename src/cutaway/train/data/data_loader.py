@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
@@ -13,7 +12,7 @@ from cutaway.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_b
 from cutaway.tokenizer.train import DEFAULT_SPECIAL_TOKENS, MASK_TOKEN
 from cutaway.train.checkpoint.base_checkpoint import BaseCheckpointInfo, base_tokenizer
 from cutaway.train.data import dates, documents
-from cutaway.train.data.datasets import MixtureDataset, PackedDataset, PositionalDataset, PrefixDataset, Seq2SeqDataset
+from cutaway.train.data.datasets import Dataset, MixtureDataset, PackedDataset, PrefixDataset, Seq2SeqDataset
 from cutaway.train.data.memmap import TokenSplit
 from cutaway.train.data.prepare import prepare_data
 from cutaway.train.data.sources import TextSource
@@ -35,8 +34,8 @@ from cutaway.train.recipe.schema import (
 class TrainingData:
     """Training and validation datasets of a run."""
 
-    train: PositionalDataset[Any]
-    validation: PositionalDataset[Any]
+    train: Dataset
+    validation: Dataset
     num_validation_sequences: int
     """Number of validation sequences."""
     bytes_per_token: float | None
@@ -74,7 +73,7 @@ def load_training_data(
                 return PrefixDataset(split, seq_len, seed, bos_id=bos_id, eos_id=eos_id, pad_id=pad_id, shuffle=shuffle)
         return PackedDataset(split, seq_len, seed, shuffle=shuffle)
 
-    def mix(datasets: list[PackedDataset | Seq2SeqDataset | PrefixDataset]) -> PositionalDataset[Any]:
+    def mix(datasets: list[PackedDataset | Seq2SeqDataset | PrefixDataset]) -> Dataset:
         if len(datasets) == 1:
             return datasets[0]
         return MixtureDataset([(each, source.weight) for each, source in zip(datasets, sources, strict=True)], seed)

@@ -7,7 +7,7 @@ order does not depend on how many ranks share a batch (`distributed.process_grou
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -69,6 +69,10 @@ class PositionalDataset(ABC, Generic[BatchT]):
 
     def get_batch(self, first: int, count: int) -> BatchT:
         return self.get_batch_at(range(first, first + count))
+
+
+Dataset = PositionalDataset[Any]
+"""Dataset of any kind of batch, which the objective of the run reads."""
 
 
 class _SplitDataset(PositionalDataset[BatchT]):

@@ -3,7 +3,7 @@
 Imports nothing from torch.distributed at module level: a single process has no DTensors.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -97,24 +97,23 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return dtensor.to_local()
 
 
-def iter_in_checkpoint_order(tensors: TensorGroups) -> Iterator[Tensor]:
-    """All tensors in the order in which a checkpoint is written."""
-    for _, group in sorted(tensors.items()):
-        for _, tensor in sorted(group.items()):
-            yield tensor
+def copy_to_cpu(tensor: Tensor) -> Tensor:
+    """Contiguous copy on the CPU."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 class TensorGatherer:
     """Gathers full tensors one after another, in the same order on all ranks, even if writing fails on one."""
 
     def __init__(self, tensors: TensorGroups) -> None:
-        self.remaining = iter_in_checkpoint_order(tensors)
+        groups = [group for _, group in sorted(tensors.items())]
+        self.remaining = (group[name] for group in groups for name in sorted(group))  # as a checkpoint is written
 
     def gather_next_to_cpu(self, tensor: Tensor) -> Tensor:
         """Gather the next tensor and copy it to the CPU."""
         expected = next(self.remaining)
         assert expected is tensor, "tensors are gathered out of order"
-        return full_tensor(tensor).detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return copy_to_cpu(full_tensor(tensor))
 
     def gather_remaining(self) -> None:
         """Take part in gathering the remaining tensors, and discard them."""

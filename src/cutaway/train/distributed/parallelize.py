@@ -28,15 +28,15 @@ def parallelize_module(training_module: "TrainingModule", dist_context: Distribu
     if dist_context.mesh is None:
         from torch.nn.parallel import DistributedDataParallel
 
-        with warnings.catch_warnings(
-            action="ignore", category=FutureWarning
-        ):  # an argument is renamed in newer versions
+        # An argument is renamed in newer versions.
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
             return DistributedDataParallel(training_module, broadcast_buffers=False, gradient_as_bucket_view=True)
     mesh: Any = dist_context.mesh
     if dist_context.tp_size > 1:
         from cutaway.train.distributed.tensor_parallel import TensorParallelGroup, apply_tensor_parallel
 
-        training_module.vocab_shard = apply_tensor_parallel(training_module.model, TensorParallelGroup(mesh["tp"]))
+        vocab_shard = apply_tensor_parallel(training_module.model, TensorParallelGroup(mesh["tp"]))
+        training_module.loss_options = training_module.loss_options._replace(vocab_shard=vocab_shard)
     if dist_context.dp_size > 1:
         apply_fsdp(training_module, mesh["dp_shard"] if mesh.size(0) == 1 else mesh["dp_replicate", "dp_shard"])
     return training_module

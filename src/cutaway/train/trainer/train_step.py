@@ -1,16 +1,16 @@
 """One training step: a function of the weights, the optimizer state and the step number only."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cutaway.train.data.data_loader import TrainingData
-from cutaway.train.data.datasets import PositionalDataset
+from cutaway.train.data.datasets import Dataset
 from cutaway.train.distributed.parallelize import no_sync_until_last
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedContext
 from cutaway.train.kernels.compile import compile_for_training
+from cutaway.train.logging.metrics_log import Metrics
 from cutaway.train.loss.chunked_cross_entropy import LossSums
 from cutaway.train.objectives.objective import Objective, ObjectiveFn
 from cutaway.train.optim.lr_scheduler import lr_factor
@@ -21,9 +21,6 @@ from cutaway.train.seeds import derive_seed
 from cutaway.train.trainer.layer_stats import UpdateStats
 from cutaway.train.trainer.step_policy import StepPolicy, TrainingError, is_out_of_memory, raise_on_out_of_memory
 from cutaway.train.trainer.training_module import TrainingModule
-
-Metrics = dict[str, Any]
-"""Metrics of a step; values may be tensors that the device has not computed yet."""
 
 
 @dataclass
@@ -54,7 +51,10 @@ class TrainStepRunner:
         )
 
     def run(self, step: int, *, record_update_stats: bool = False) -> Metrics:
-        """Run step `step`, counted from 0: forward, backward, clip the gradient, update unless the policy skips it."""
+        """Run step `step`, counted from 0: forward, backward, clip the gradient, update unless the policy skips it.
+
+        The returned values may be tensors that the device has not computed yet.
+        """
         cross_entropy, weight = self.forward_backward_with_oom_retry(step)
         grad_norm, scale_metrics = total_grad_norm(self.training_module, self.dist_context), {}
         if self.grad_scaler is not None:
@@ -78,7 +78,7 @@ class TrainStepRunner:
             **scale_metrics,
         }
 
-    def forward_backward_with_oom_retry(self, step: int) -> tuple[Any, float]:
+    def forward_backward_with_oom_retry(self, step: int) -> tuple[Tensor, float]:
         """Run `forward_backward`; if memory does not suffice, retry with more and smaller micro-batches."""
         while True:
             try:
@@ -92,7 +92,7 @@ class TrainStepRunner:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def forward_backward(self, step: int) -> tuple[Any, float]:
+    def forward_backward(self, step: int) -> tuple[Tensor, float]:
         """Compute the gradient of the mean over all targets of the batch, for any number of micro-batches.
 
         Returns this rank's summed cross-entropy and the total weight over all ranks.
@@ -109,7 +109,7 @@ class TrainStepRunner:
                 f"the batch of step {step + 1} has no target tokens; lower data.validation_split, or use longer texts"
             )
         self.optimizer.zero_grad()
-        cross_entropy: Any = 0.0
+        cross_entropy = torch.zeros((), dtype=torch.float64, device=self.training_module.model.device)
         module = self.training_module if self.wrapped_module is None else self.wrapped_module
         with self.compiled_context():
             for index, micro_batch in enumerate(micro_batches):
@@ -118,18 +118,18 @@ class TrainStepRunner:
                 with no_sync_until_last(module, index == len(micro_batches) - 1):
                     loss: LossSums = module(micro_batch)
                     # DDP and FSDP average gradients over ranks; times dp_size, the average is the sum.
-                    mean: Any = loss.loss * (self.dist_context.dp_size / weight)
-                    (mean if self.grad_scaler is None else mean * self.grad_scaler.scale).backward()
+                    mean = loss.loss * (self.dist_context.dp_size / weight)
+                    torch.autograd.backward(mean if self.grad_scaler is None else mean * self.grad_scaler.scale)
                 cross_entropy = cross_entropy + loss.cross_entropy.double()
         return cross_entropy, weight
 
 
 def metrics_to_python(metrics: Metrics) -> Metrics:
     """Convert tensors to Python numbers; this synchronizes with the device."""
-    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
+    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in metrics.items()}
 
 
-def build_micro_batch(objective_fn: ObjectiveFn, dataset: PositionalDataset[Any], first: int, count: int) -> Objective:
+def build_micro_batch(objective_fn: ObjectiveFn, dataset: Dataset, first: int, count: int) -> Objective:
     """Build the objective of `count` sequences.
 
     With count 0 it has one sequence of weight 0, so that the rank takes part in the collectives.
