@@ -7,6 +7,8 @@ from typing import Any
 
 from cutaway.train.ablate.confidence_interval import ConfidenceInterval
 
+IntervalTable = dict[str, float | int | None]
+"""Mean, count, and half width or factor of a confidence interval, in results.json."""
 SCIENTIFIC_BELOW = 1e-3
 """Below this, numbers are written in scientific notation."""
 
@@ -25,7 +27,7 @@ class Metric:
         """Value that is averaged: the logarithm of a ratio."""
         return math.log(max(value, 1e-30)) if self.is_ratio else value
 
-    def interval_to_dict(self, interval: ConfidenceInterval) -> dict[str, Any]:
+    def interval_to_dict(self, interval: ConfidenceInterval) -> IntervalTable:
         """Interval as JSON values: mean ± half_width, or for ratios mean ×÷ factor."""
         if not self.is_ratio:
             return {"mean": interval.mean, "half_width": interval.half_width, "count": interval.count}

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from cutaway.train.ablate.budget import BudgetKind
 from cutaway.train.ablate.plan import VariantSpec
 from cutaway.train.ablate.results import Comparison, MetricRef, Results, compare_to_first
+from cutaway.train.recipe.load import Table
 
 Column = tuple[str, str]
 """A condition and one of its metrics."""
@@ -18,7 +19,7 @@ class Study:
     """Variants of a recipe, and the comparisons between them."""
 
     description: str
-    recipe: dict[str, Any]
+    recipe: Table
     variants: tuple[VariantSpec, ...]
     compare: Callable[[Results], list[Comparison]]
     measurement: str | None = None
@@ -31,7 +32,7 @@ class Study:
 
 def small_recipe(
     *, layers: int, d_model: int, seq_len: int, max_steps: int, batch_size: int = 8, **stack: Any
-) -> dict[str, Any]:
+) -> Table:
     """A small byte-level decoder on Python's standard library."""
     return {
         "model": {

@@ -45,6 +45,12 @@ class PretrainedTokenizerConfig(ConfigNode):
     path: str
 
 
+TokenizerConfig = Annotated[
+    Annotated[ByteTokenizerConfig | BPETokenizerConfig | PretrainedTokenizerConfig, KIND_DISCRIMINATOR],
+    default_kind("bytes"),
+]
+
+
 class SourceConfig(ConfigNode):
     """A text source: a file, a directory of files, Python's standard library, or dates in many languages."""
 
@@ -65,13 +71,7 @@ class DataConfig(ConfigNode):
     """Sources, tokenizer, sequence length and validation split."""
 
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)] = (SourceConfig(),)
-    tokenizer: (
-        Annotated[
-            Annotated[ByteTokenizerConfig | BPETokenizerConfig | PretrainedTokenizerConfig, KIND_DISCRIMINATOR],
-            default_kind("bytes"),
-        ]
-        | None
-    ) = None
+    tokenizer: TokenizerConfig | None = None
     """Default: bytes, or the tokenizer of the checkpoint that is fine-tuned."""
     seq_len: PositiveInt = 256
     """Tokens per sequence."""
@@ -255,7 +255,7 @@ class PretrainedModelConfig(ConfigNode):
     """A directory, a run directory, a .gguf file or a Hugging Face Hub id."""
 
 
-def _model_source_tag(value: Any) -> str:
+def _model_source_tag(value: object) -> str:
     """Discriminator of `ModelSource`. A table with the key `checkpoint` is a `PretrainedModelConfig`."""
     if isinstance(value, str):
         return "preset"
@@ -304,6 +304,6 @@ def read_model_config(source: ModelSource) -> Config:
 RECIPE_ADAPTER = TypeAdapter(Recipe)
 
 
-def recipe_json_schema() -> dict[str, Any]:
+def recipe_json_schema() -> dict[str, object]:
     """JSON schema of `Recipe`, for completion and validation in editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | RECIPE_ADAPTER.json_schema()
