@@ -538,7 +538,6 @@ def test_invalid_dataset_arguments_are_errors(split: memmap.TokenSplit) -> None:
         ("less than one sequence", lambda: PackedDataset(split, 10**6, 0)),
         ("positions start at 0", lambda: four.get_batch(-1, 2)),
         ("no targets", lambda: Seq2SeqDataset(split, 0, start_id=1)),
-        ("rank is 2", lambda: rank_positions(0, 4, 2, 2)),
         ("must have the same kind", lambda: MixtureDataset([(four, 1.0), (five, 1.0)], 0)),
         ("must have the same kind", lambda: MixtureDataset([], 0)),
         ("must be positive", lambda: MixtureDataset([(four, 0.0)], 0)),

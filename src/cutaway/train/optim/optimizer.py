@@ -9,14 +9,7 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 from cutaway.errors import InputError
 from cutaway.model.moe import Router
-from cutaway.train.distributed.dtensor import (
-    as_dtensor_like,
-    is_dtensor,
-    local_parameter,
-    local_shard,
-    num_replicas,
-    to_local,
-)
+from cutaway.train.distributed.dtensor import as_dtensor_like, is_dtensor, local_shard, num_replicas, to_local
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedContext
 from cutaway.train.optim.mixed_precision import disable_onednn_without_bf16
 from cutaway.train.recipe.schema import AdafactorConfig, AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
@@ -168,7 +161,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> OptimizersCont
     | sgd       | SGD with momentum                                                                               |
     """
     parameters = trainable_parameters(model)
-    sharded = {name: local_parameter(each) for name, each in parameters.items() if is_dtensor(each)}
+    sharded = {name: nn.Parameter(to_local(each)) for name, each in parameters.items() if is_dtensor(each)}
     if sharded and config.kind not in ("adamw", "sgd"):
         raise InputError(
             f"optimizer.kind = '{config.kind}' needs full matrices, but parallel.dp_shard or parallel.tp shards them;"
