@@ -31,7 +31,7 @@ class TrainingCost:
 
 def training_cost(recipe: Recipe) -> TrainingCost:
     config, training = recipe.transformer_config, recipe.training
-    per_step = training.batch_size * flops_per_sequence(config, recipe.data.seq_len)
+    per_step = training.batch_size * _flops_per_sequence(config, recipe.data.seq_len)
     kv_cache_bytes = 0
     if config.form != "encoder":
         kv_cache_bytes = kv_cache_size(config, batch_size=1, context=1, source_len=1, dtype="fp32").bytes_per_token
@@ -44,7 +44,7 @@ def training_cost(recipe: Recipe) -> TrainingCost:
     )
 
 
-def flops_per_sequence(config: Config, seq_len: int) -> int:
+def _flops_per_sequence(config: Config, seq_len: int) -> int:
     """FLOPs of training on one sequence."""
     return size(config, batch_size=1, context=seq_len, mode="train", dtype="fp32").flops.total_visible
 

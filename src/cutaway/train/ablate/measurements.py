@@ -63,13 +63,13 @@ def eval_loss(trainer: Trainer) -> float:
 # Gradients by depth
 
 
-def measure_gradients(trainer: Trainer) -> list[Measurement]:
+def _measure_gradients(trainer: Trainer) -> list[Measurement]:
     """Gradient norm of each block, first to last, with the initial and with the trained weights."""
     seed = trainer.recipe.training.seed
     initial = build(trainer.model.config, device=trainer.model.device, seed=seed)
     measurements = []
     for condition, model in (("initial", initial), ("trained", trainer.model)):
-        norms = block_grad_norms(model, trainer)
+        norms = _block_grad_norms(model, trainer)
         for layer, norm in enumerate(norms):
             measurements.append({"condition": f"{condition}, block {layer}", "grad_norm": norm})
         ratio = norms[0] / max(norms[-1], 1e-30)
@@ -77,7 +77,7 @@ def measure_gradients(trainer: Trainer) -> list[Measurement]:
     return measurements
 
 
-def block_grad_norms(model: Transformer, trainer: Trainer) -> list[float]:
+def _block_grad_norms(model: Transformer, trainer: Trainer) -> list[float]:
     """Gradient norm of each block on one batch of validation data."""
     model.train().zero_grad(set_to_none=True)
     objective = _spread_objective(trainer, trainer.recipe.training.batch_size)
@@ -94,7 +94,7 @@ def block_grad_norms(model: Transformer, trainer: Trainer) -> list[float]:
 # Component removal
 
 
-def measure_component_removal(trainer: Trainer) -> list[Measurement]:
+def _measure_component_removal(trainer: Trainer) -> list[Measurement]:
     """Loss, top-5 accuracy and final residual stream with one component of the trained model removed at a time."""
     model = trainer.model.eval()
     layers, heads = len(model_surgery.decoder_blocks(model)), model_surgery.decoder_blocks(model)[0].attn.f.heads
@@ -156,7 +156,7 @@ def _removal_measurement(condition: str, output: EvalOutput, baseline: EvalOutpu
 # Positions
 
 
-def measure_positions(trainer: Trainer) -> list[Measurement]:
+def _measure_positions(trainer: Trainer) -> list[Measurement]:
     """Sensitivity to token order and position offset, and loss beyond the trained length."""
     model, seq_len = trainer.model.eval(), trainer.recipe.data.seq_len
     tokens = _single_document_sequences(trainer, MAX_LENGTH_FACTOR * seq_len)
@@ -227,9 +227,9 @@ def _hidden_states(model: Transformer, tokens: Tensor, positions: Tensor | None 
 
 
 MEASUREMENTS: dict[str, Callable[[Trainer], list[Measurement]]] = {
-    "gradients": measure_gradients,
-    "component removal": measure_component_removal,
-    "positions": measure_positions,
+    "gradients": _measure_gradients,
+    "component removal": _measure_component_removal,
+    "positions": _measure_positions,
 }
 
 

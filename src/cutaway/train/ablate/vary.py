@@ -129,15 +129,10 @@ def _drop_unknown_keys(data: Table, table: Table, adapter: TypeAdapter[Any]) -> 
 
 def describe_differences(before: Config | Recipe, after: Config | Recipe) -> list[str]:
     """Differences as 'path: old → new'; a node of another kind is one difference."""
-    return list(_iter_differences("", _comparable_values(before), _comparable_values(after)))
-
-
-def _comparable_values(node: Config | Recipe) -> Table:
-    return {
-        name: value
-        for name, value in _non_default_values(node).items()
-        if not (name == "model" and isinstance(node, Recipe))
-    }
+    old, new = _non_default_values(before), _non_default_values(after)
+    for recipe in (old, new):
+        recipe.pop("model", None)  # of a recipe: its config is compared separately
+    return list(_iter_differences("", old, new))
 
 
 def _iter_differences(path: str, old: object, new: object) -> Iterator[str]:

@@ -52,8 +52,8 @@ def load_training_data(
     log: Callable[[str], None],
 ) -> TrainingData:
     """Prepare the sources and open them as datasets; skipped documents are logged."""
-    directory, split = data_cache_directory(), data.validation_split
-    sources = resolve_sources(data)
+    directory, split = _data_cache_directory(), data.validation_split
+    sources = _resolve_sources(data)
     is_weighted = any(source.weight is not None for source in data.sources)
     groups = [[source] for source in sources] if is_weighted else [sources]
     prepared = [prepare_data(group, tokenizer, directory, validation_split=split, seed=seed) for group in groups]
@@ -88,12 +88,12 @@ def load_training_data(
     return TrainingData(mix(train), mix(validation), num_validation, bytes_per_token, fingerprint)
 
 
-def data_cache_directory() -> Path:
+def _data_cache_directory() -> Path:
     """Cache directory of prepared and generated data."""
     return user_cache_dir() / "data"
 
 
-def resolve_sources(data: DataConfig) -> list[TextSource]:
+def _resolve_sources(data: DataConfig) -> list[TextSource]:
     """Text sources of a recipe; the dates are generated if they are not in the cache."""
     sources = []
     for config in data.sources:
@@ -101,7 +101,7 @@ def resolve_sources(data: DataConfig) -> list[TextSource]:
             columns = "" if config.target_column is None else ", .tsv or .jsonl with a source and a target in each row"
             raise InputError(f"data.sources[].path is empty: the recipe has no text; pass files with --text{columns}")
         path = None if config.path == STDLIB_PATH else Path(config.path).expanduser()
-        path = dates.ensure_dates_file(data_cache_directory()) if config.path == DATES_PATH else path
+        path = dates.ensure_dates_file(_data_cache_directory()) if config.path == DATES_PATH else path
         source = TextSource(path, config.text_column, config.target_column, config.weight or 1.0, config.group_column)
         sources.append(source)
     return sources
@@ -131,7 +131,7 @@ def build_tokenizer(
 
 def _iter_texts(data: DataConfig) -> Iterator[str]:
     """Texts and targets of all documents, to train a tokenizer."""
-    for source in resolve_sources(data):
+    for source in _resolve_sources(data):
         for document in documents.read_documents(source):
             yield document.text
             if document.target is not None:

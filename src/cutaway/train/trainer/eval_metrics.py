@@ -31,16 +31,16 @@ def compute_eval_metrics(
     metrics: Metrics = {}
     match recipe.objective:
         case MaskedLMConfig():
-            metrics["accuracy"] = masked_accuracy(checkpoint, data, objective_fn, recipe)
+            metrics["accuracy"] = _masked_accuracy(checkpoint, data, objective_fn, recipe)
         case Seq2SeqConfig() | PrefixLMConfig() if recipe.eval.num_exact_match:
             metrics = exact_match(checkpoint, data, recipe)
     if (prompt := recipe.eval.sample_prompt) is not None:
-        metrics["sample"] = generate_sample(checkpoint, prompt, max_len=recipe.data.seq_len, seed=seed)
+        metrics["sample"] = _generate_sample(checkpoint, prompt, max_len=recipe.data.seq_len, seed=seed)
     return metrics
 
 
 @torch.no_grad()
-def masked_accuracy(checkpoint: Checkpoint, data: TrainingData, objective_fn: ObjectiveFn, recipe: Recipe) -> float:
+def _masked_accuracy(checkpoint: Checkpoint, data: TrainingData, objective_fn: ObjectiveFn, recipe: Recipe) -> float:
     """Fraction of the masked validation tokens whose most likely prediction is right."""
     model = checkpoint.model
     assert isinstance(model, EncoderOnly)
@@ -74,7 +74,7 @@ def exact_match(checkpoint: Checkpoint, data: TrainingData, recipe: Recipe) -> M
     return {"exact_match": num_correct / len(rows), "sample": sample}
 
 
-def generate_sample(checkpoint: Checkpoint, text: str, *, max_len: int, seed: int) -> str:
+def _generate_sample(checkpoint: Checkpoint, text: str, *, max_len: int, seed: int) -> str:
     """Generate from a prompt: a decoder continues it, an encoder fills its masks, an encoder-decoder answers it."""
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
     assert tokenizer is not None

@@ -49,7 +49,7 @@ from cutaway.train.trainer.training_module import TrainingModule
 
 
 @contextmanager
-def stop_on_signals(stop_requested: threading.Event) -> Iterator[None]:
+def _stop_on_signals(stop_requested: threading.Event) -> Iterator[None]:
     """On SIGTERM or Ctrl-C, stop after the current step with a checkpoint; on a second Ctrl-C, immediately."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -196,7 +196,7 @@ class Trainer:
         # The caller's random state is restored, and the last asynchronous save is complete, when this returns.
         with (
             closing(self.callback_handler),
-            stop_on_signals(self.stop_requested),
+            _stop_on_signals(self.stop_requested),
             self._wait_for_async_save(),
             torch.random.fork_rng(cuda_devices),
         ):
