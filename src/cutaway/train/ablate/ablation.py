@@ -62,9 +62,7 @@ def build_ablation(
     study = STUDIES[source]() if isinstance(source, str) and source in STUDIES else None
     name = Path(source).stem if isinstance(source, str | Path) else "recipe"
     if study is not None and (vary or match is not None):
-        raise InputError(
-            f"the study '{name}' defines its own variants and budget; remove --vary and --match, or pass a recipe"
-        )
+        raise InputError(f"the study '{name}' has its own variants and budget; leave out --vary and --match")
     output_dir = Path("runs") / f"ablate-{name}" if output_dir is None else Path(output_dir)
     plan = build_plan(
         name,

@@ -87,6 +87,6 @@ def _match_flops(name: str, recipe: Recipe, target: int) -> Recipe:
     steps = round(target * cost.steps / cost.flops)
     if steps < 1:
         raise InputError(
-            f"one step of '{name}' takes more FLOPs than the first variant's whole training; raise training.max_steps"
+            f"a step of '{name}' takes more FLOPs than all of the first variant's; raise training.max_steps"
         )
     return recipe.replace(training=recipe.training.replace(max_steps=steps))

@@ -47,9 +47,7 @@ class BaseCheckpointInfo:
         if token_id is None:
             token_id = tokenizer.pad_token_id
         if token_id is None:
-            raise InputError(
-                "targets need a decoder start token, and the tokenizer has no bos or pad token; use another tokenizer"
-            )
+            raise InputError("targets need a start token, but the tokenizer has no bos or pad token; use another one")
         return token_id
 
 

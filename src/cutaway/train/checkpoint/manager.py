@@ -114,9 +114,7 @@ class CheckpointManager:
                 problems.append(f"{path.name}: {loaded}")
                 log(f"checkpoint {problems[-1]}; it is skipped")
         except OSError as error:
-            raise InputError(
-                f"cannot read '{self.directory}': {error}; restore it, or pass another directory"
-            ) from None
+            raise InputError(f"cannot read '{self.directory}': {error}; restore it, or pass another") from None
         if problems:
             raise InputError(
                 f"no checkpoint in '{self.directory}' is valid ({' | '.join(problems)}); restore one, or start a new"

@@ -50,9 +50,7 @@ class RunDirectory:
         try:
             metadata = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise InputError(
-                f"'{directory}' has no {RUN_FILE}, so it is not a run directory; pass a directory written by training"
-            ) from None
+            raise InputError(f"'{directory}' has no {RUN_FILE}, so it is not a run directory; pass another") from None
         except (OSError, ValueError) as error:
             raise InputError(f"cannot read '{path}': {error}; restore it, or start a new run") from None
         if not isinstance(metadata, dict) or metadata.get("format") != RUN_FORMAT:
@@ -114,9 +112,7 @@ def load_snapshot(directory: Path, *, device: str | None = None) -> tuple[Checkp
     model = build(config, device=device, seed=recipe.training.seed)
     latest = _read_latest_checkpoint(run_directory.checkpoint_directory)
     if latest is None and base_info.config is not None:
-        raise InputError(
-            f"'{directory}' has no checkpoint yet; wait for its first, or open the base checkpoint it fine-tunes"
-        )
+        raise InputError(f"'{directory}' has no checkpoint yet; wait for its first, or open its base checkpoint")
     if latest is not None:
         model.load_state_dict(latest.tensor_groups["model"])
     return run_directory.build_checkpoint(model.eval()), 0 if latest is None else latest.state.step

@@ -107,9 +107,7 @@ class PackedDataset(_SplitDataset[PackedBatch]):
         super().__init__(split, seed, shuffle)
         self.seq_len, self.num_sequences = seq_len, (len(split.tokens) - 1) // seq_len
         if split.targets is not None:
-            raise InputError(
-                "source-target pairs cannot be packed; use Seq2SeqDataset, or remove target_column from the sources"
-            )
+            raise InputError("source-target pairs cannot be packed; remove target_column from the sources")
         if self.num_sequences < 1:
             raise InputError(
                 f"{len(split.tokens):,} tokens are less than one sequence of {seq_len} and its last target; use more"
@@ -140,17 +138,13 @@ class _PairDataset(_SplitDataset[BatchT]):
     def __init__(self, split: TokenSplit, seed: int, shuffle: bool, pad_id: int, max_len: int | None) -> None:
         super().__init__(split, seed, shuffle)
         if split.targets is None:
-            raise InputError(
-                "the documents have no targets; set target_column of the source to the column that has them"
-            )
+            raise InputError("the documents have no targets; set target_column of the source to their column")
         self.pad_id, self.targets = pad_id, split.targets
         self.indices = np.flatnonzero(self._lengths() <= (np.inf if max_len is None else max_len))
         self.num_sequences = len(self.indices)
         self.num_skipped = split.num_documents - self.num_sequences
         if not self.num_sequences:
-            raise InputError(
-                f"all {split.num_documents:,} pairs are longer than {max_len} tokens; increase data.seq_len"
-            )
+            raise InputError(f"all {split.num_documents:,} pairs are longer than {max_len} tokens; raise data.seq_len")
 
     @abstractmethod
     def _lengths(self) -> NDArray[np.int64]:

@@ -120,6 +120,4 @@ def _import_babel() -> Any:
     try:
         return importlib.import_module("babel")
     except ImportError:
-        raise InputError(
-            "the dates data needs the package babel, which is not installed; pip install 'cutaway[dates]'"
-        ) from None
+        raise InputError("the dates data needs babel, which is not installed; pip install 'cutaway[dates]'") from None

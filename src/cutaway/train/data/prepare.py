@@ -59,9 +59,7 @@ def prepare_data(
     names, sizes or modification times change.
     """
     if len({source.target_column is None for source in sources}) > 1:
-        raise InputError(
-            "some sources have a target_column and some do not; set it for all, or prepare them separately"
-        )
+        raise InputError("some sources have a target_column and some do not; set it for all, or for none")
     source_files = _list_source_files(sources)
     directory = Path(directory)
     prepared_directory = directory / _cache_key(source_files, tokenizer, validation_split, seed)
@@ -76,9 +74,7 @@ def prepare_data(
             ) from error
         prepared = _open_prepared_data(prepared_directory)
     if prepared is None:
-        raise InputError(
-            f"'{prepared_directory}' is damaged right after it was written; check the disk, or use another directory"
-        )
+        raise InputError(f"'{prepared_directory}' is damaged right after it was written; check the disk")
     return prepared
 
 

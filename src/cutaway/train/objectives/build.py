@@ -73,9 +73,7 @@ def build_objective_fn(
         ).to(device)
     mask_id = tokenizer.mask_token_id
     if mask_id is None:
-        raise InputError(
-            "objective.kind = 'masked-lm' needs a mask token, and the tokenizer has none; use a tokenizer with one"
-        )
+        raise InputError("objective masked-lm needs a mask token, and the tokenizer has none; use another one")
     special = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, mask_id)
     special_ids = [token_id for token_id in special if token_id is not None]
 

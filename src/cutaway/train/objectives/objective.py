@@ -84,7 +84,7 @@ def prefix_lm(
     objective = causal_lm(tokens, document_ids)
     if prefix_lengths.shape != tokens.shape[:1]:
         raise InputError(
-            f"prefix_lengths has shape {tuple(prefix_lengths.shape)}; pass one length for each of {len(tokens)} rows"
+            f"prefix_lengths has shape {tuple(prefix_lengths.shape)}; pass one for each of {len(tokens)} rows"
         )
     position = number_tokens(len(tokens), tokens.shape[-1], tokens.device, document_ids=document_ids).position
     is_target = position[:, 1:] >= prefix_lengths.unsqueeze(-1)
@@ -122,6 +122,4 @@ def drop_full_mask(mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"] | None:
 
 def _check_token_pairs(name: str, tokens: Tensor) -> None:
     if tokens.ndim != 2 or tokens.shape[-1] < 2:
-        raise InputError(
-            f"{name} has shape {tuple(tokens.shape)}; pass (batch, tokens) with 2 tokens or more, input and target"
-        )
+        raise InputError(f"{name} has shape {tuple(tokens.shape)}; pass (batch, tokens) with 2 tokens or more")

@@ -150,5 +150,5 @@ def raise_on_out_of_memory(what: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise TrainingError(
-            f"out of memory: {what} does not fit; use a smaller model, an optimizer with less state, or another device"
+            f"out of memory: {what} does not fit; use a smaller model, a smaller optimizer, or another device"
         ) from error

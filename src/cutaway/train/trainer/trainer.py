@@ -161,9 +161,7 @@ class Trainer:
             return
         state = restored.state
         if state.data_fingerprint != self.run_directory.data_fingerprint:
-            raise InputError(
-                "the checkpoint was written with other data than the run's; restore the run's own checkpoint files"
-            )
+            raise InputError("the checkpoint was written with other data; restore the run's own checkpoint files")
         load_weights(self.model, restored.tensor_groups["model"])
         for name, component in self.stateful_components().items():
             if name not in restored.tensor_groups:
