@@ -4,8 +4,9 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from cutaway.size.plot import LINE_COLORS, MATPLOTLIB_STYLE, TEXT_COLOR
 from cutaway.train.ablate.confidence_interval import mean_confidence_interval
@@ -98,13 +99,12 @@ def _remove_seed_effect(
     `values` are [seed][point], `all_values` [variant][seed][point]. If a run failed or the numbers of steps differ,
     the values are returned unchanged.
     """
-    shapes = {(len(runs), len(run)) for runs in all_values for run in runs} | {(len(runs), 0) for runs in all_values}
-    if len({seeds for seeds, _ in shapes}) > 1 or len({points for _, points in shapes if points}) > 1:
+    try:
+        table = np.array(all_values, np.float64)
+    except ValueError:  # of unequal lengths
         return [list(run) for run in values]
-    seeds, points = len(values), len(values[0])
-    seed_means = [[fmean(runs[seed][i] for runs in all_values) for i in range(points)] for seed in range(seeds)]
-    means = [fmean(seed_mean[i] for seed_mean in seed_means) for i in range(points)]
-    return [[values[seed][i] - seed_means[seed][i] + means[i] for i in range(points)] for seed in range(seeds)]
+    seed_means = table.mean(0)  # (seed, point)
+    return (np.array(values) - seed_means + seed_means.mean(0)).tolist()
 
 
 def _plot_final_losses(axes: "Axes", data: ResultsTable) -> None:
