@@ -77,24 +77,12 @@ def linear_cross_entropy(
         if on_gpu:
             from cutaway.train.kernels.cross_entropy import logits_to_grad_in_place
 
-            logits_to_grad_in_place(
-                logits[filled],
-                targets[chunk],
-                weights[chunk],
-                losses[chunk],
-                cross_entropies[chunk],
-                vocab,
-                options.label_smoothing,
-                options.z_loss_coef,
-            )
+            tensors = (logits[filled], targets[chunk], weights[chunk], losses[chunk], cross_entropies[chunk])
+            logits_to_grad_in_place(*tensors, vocab, options.label_smoothing, options.z_loss_coef)
         else:
+            target, weight_column, out = targets[chunk, None], weights[chunk, None], logits_grad[filled]
             _, loss, cross_entropy = cross_entropy_with_grad(
-                logits[filled],
-                targets[chunk, None],
-                weights[chunk, None],
-                options,
-                torch.float32,
-                out=logits_grad[filled],
+                logits[filled], target, weight_column, options, torch.float32, out=out
             )
             losses[chunk], cross_entropies[chunk] = loss.squeeze(-1), cross_entropy.squeeze(-1)
         torch.mm(logits_grad[filled], weight, out=x_grad[chunk])
