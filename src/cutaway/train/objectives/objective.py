@@ -84,7 +84,7 @@ def prefix_lm(
     objective = causal_lm(tokens, document_ids)
     if prefix_lengths.shape != tokens.shape[:1]:
         raise InputError(
-            f"prefix_lengths has shape {tuple(prefix_lengths.shape)}; pass one for each of {len(tokens)} rows"
+            f"prefix_lengths has shape {tuple(prefix_lengths.shape)}; pass one length for each of {len(tokens)} rows"
         )
     position = number_tokens(len(tokens), tokens.shape[-1], tokens.device, document_ids=document_ids).position
     is_target = position[:, 1:] >= prefix_lengths.unsqueeze(-1)
